@@ -1,0 +1,86 @@
+"""What a page of KV memory is, down to its bytes.
+
+Everything outside this room that moves KV (transfer, storage) sees pages as
+byte spans; only attention backends see tensors.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+Int64Array = npt.NDArray[np.int64]
+
+
+class PageOrder(StrEnum):
+    """How a pool lays out the pages of its layers."""
+
+    PAGE_FIRST = "page_first"
+    """A page's bytes for all layers lie together: one span a page."""
+    LAYER_FIRST = "layer_first"
+    """All pages of a layer lie together: one span a page and layer."""
+
+
+@dataclass(frozen=True, slots=True)
+class KVGeometry:
+    """Shape of one page of keys and values (MHA and GQA).
+
+    Inside a page and layer the order is ``[2 (K, V), num_kv_heads, page_size,
+    head_dim]``: heads before tokens, so that one head's keys of a page are one
+    contiguous run (faster to read on a CPU) and a tensor-parallel slice of the
+    heads is contiguous too.
+    """
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+    page_size: int
+    order: PageOrder = PageOrder.PAGE_FIRST
+
+    def __post_init__(self) -> None:
+        for field in ("num_layers", "num_kv_heads", "head_dim", "page_size"):
+            if getattr(self, field) < 1:
+                raise ValueError(f"{field} must be at least 1, got {getattr(self, field)}")
+
+    @property
+    def layer_page_bytes(self) -> int:
+        """Bytes of one page in one layer: keys and values."""
+        return 2 * self.num_kv_heads * self.page_size * self.head_dim * self.dtype.itemsize
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of one page over all layers."""
+        return self.num_layers * self.layer_page_bytes
+
+    def pages_for(self, tokens: int) -> int:
+        """Pages that hold `tokens` tokens."""
+        return -(-tokens // self.page_size)
+
+    def piece_offsets(self, page_ids: Int64Array, total_pages: int) -> Int64Array:
+        """Byte offsets of each (page, layer) piece from the pool's start.
+
+        Shape ``[len(page_ids), num_layers]``; every piece is
+        ``layer_page_bytes`` long.
+        """
+        if self.order is PageOrder.PAGE_FIRST:
+            page_stride, layer_stride = self.page_bytes, self.layer_page_bytes
+        else:
+            page_stride, layer_stride = self.layer_page_bytes, total_pages * self.layer_page_bytes
+        layers = np.arange(self.num_layers, dtype=np.int64)
+        return page_ids.astype(np.int64)[:, None] * page_stride + layers[None, :] * layer_stride
+
+    def holds_same_tokens_as(self, other: KVGeometry) -> bool:
+        """Whether a page of `other` can be copied here piece by piece: all but the order agree."""
+        mine = (self.num_layers, self.num_kv_heads, self.head_dim, self.dtype, self.page_size)
+        return mine == (
+            other.num_layers,
+            other.num_kv_heads,
+            other.head_dim,
+            other.dtype,
+            other.page_size,
+        )

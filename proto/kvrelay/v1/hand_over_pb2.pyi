@@ -1,0 +1,139 @@
+from kvrelay.v1 import inference_pb2 as _inference_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class DescribeAgentRequest(_message.Message):
+    __slots__ = ("incarnation",)
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    incarnation: str
+    def __init__(self, incarnation: _Optional[str] = ...) -> None: ...
+
+class DescribeAgentResponse(_message.Message):
+    __slots__ = ("incarnation", "agent_metadata", "agent_metadata_sha256", "pool_address", "pool_pages", "device_id", "memory_type", "geometry")
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    AGENT_METADATA_FIELD_NUMBER: _ClassVar[int]
+    AGENT_METADATA_SHA256_FIELD_NUMBER: _ClassVar[int]
+    POOL_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    POOL_PAGES_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_ID_FIELD_NUMBER: _ClassVar[int]
+    MEMORY_TYPE_FIELD_NUMBER: _ClassVar[int]
+    GEOMETRY_FIELD_NUMBER: _ClassVar[int]
+    incarnation: str
+    agent_metadata: bytes
+    agent_metadata_sha256: bytes
+    pool_address: int
+    pool_pages: int
+    device_id: int
+    memory_type: str
+    geometry: PoolGeometry
+    def __init__(self, incarnation: _Optional[str] = ..., agent_metadata: _Optional[bytes] = ..., agent_metadata_sha256: _Optional[bytes] = ..., pool_address: _Optional[int] = ..., pool_pages: _Optional[int] = ..., device_id: _Optional[int] = ..., memory_type: _Optional[str] = ..., geometry: _Optional[_Union[PoolGeometry, _Mapping]] = ...) -> None: ...
+
+class PoolGeometry(_message.Message):
+    __slots__ = ("num_layers", "num_kv_heads", "head_dim", "dtype", "page_size", "order")
+    NUM_LAYERS_FIELD_NUMBER: _ClassVar[int]
+    NUM_KV_HEADS_FIELD_NUMBER: _ClassVar[int]
+    HEAD_DIM_FIELD_NUMBER: _ClassVar[int]
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    PAGE_SIZE_FIELD_NUMBER: _ClassVar[int]
+    ORDER_FIELD_NUMBER: _ClassVar[int]
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: str
+    page_size: int
+    order: str
+    def __init__(self, num_layers: _Optional[int] = ..., num_kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., dtype: _Optional[str] = ..., page_size: _Optional[int] = ..., order: _Optional[str] = ...) -> None: ...
+
+class HandOverRequest(_message.Message):
+    __slots__ = ("open", "grant", "done")
+    OPEN_FIELD_NUMBER: _ClassVar[int]
+    GRANT_FIELD_NUMBER: _ClassVar[int]
+    DONE_FIELD_NUMBER: _ClassVar[int]
+    open: HandOverOpen
+    grant: HandOverGrant
+    done: HandOverDone
+    def __init__(self, open: _Optional[_Union[HandOverOpen, _Mapping]] = ..., grant: _Optional[_Union[HandOverGrant, _Mapping]] = ..., done: _Optional[_Union[HandOverDone, _Mapping]] = ...) -> None: ...
+
+class HandOverOpen(_message.Message):
+    __slots__ = ("request_id", "attempt", "prefill_incarnation", "decode_incarnation")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    DECODE_INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    attempt: int
+    prefill_incarnation: str
+    decode_incarnation: str
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., prefill_incarnation: _Optional[str] = ..., decode_incarnation: _Optional[str] = ...) -> None: ...
+
+class HandOverGrant(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class HandOverDone(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class HandOverResponse(_message.Message):
+    __slots__ = ("ask", "announce", "released", "ended")
+    ASK_FIELD_NUMBER: _ClassVar[int]
+    ANNOUNCE_FIELD_NUMBER: _ClassVar[int]
+    RELEASED_FIELD_NUMBER: _ClassVar[int]
+    ENDED_FIELD_NUMBER: _ClassVar[int]
+    ask: HandOverAsk
+    announce: HandOverAnnounce
+    released: HandOverReleased
+    ended: HandOverEnded
+    def __init__(self, ask: _Optional[_Union[HandOverAsk, _Mapping]] = ..., announce: _Optional[_Union[HandOverAnnounce, _Mapping]] = ..., released: _Optional[_Union[HandOverReleased, _Mapping]] = ..., ended: _Optional[_Union[HandOverEnded, _Mapping]] = ...) -> None: ...
+
+class HandOverAsk(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class HandOverAnnounce(_message.Message):
+    __slots__ = ("first_page", "page_ids", "first_token")
+    FIRST_PAGE_FIELD_NUMBER: _ClassVar[int]
+    PAGE_IDS_FIELD_NUMBER: _ClassVar[int]
+    FIRST_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    first_page: int
+    page_ids: _containers.RepeatedScalarFieldContainer[int]
+    first_token: FirstToken
+    def __init__(self, first_page: _Optional[int] = ..., page_ids: _Optional[_Iterable[int]] = ..., first_token: _Optional[_Union[FirstToken, _Mapping]] = ...) -> None: ...
+
+class FirstToken(_message.Message):
+    __slots__ = ("token_id", "prompt_tokens")
+    TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    token_id: int
+    prompt_tokens: int
+    def __init__(self, token_id: _Optional[int] = ..., prompt_tokens: _Optional[int] = ...) -> None: ...
+
+class HandOverReleased(_message.Message):
+    __slots__ = ("valid",)
+    VALID_FIELD_NUMBER: _ClassVar[int]
+    valid: bool
+    def __init__(self, valid: bool = ...) -> None: ...
+
+class HandOverEnded(_message.Message):
+    __slots__ = ("reason", "detail")
+    class Reason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+        __slots__ = ()
+        REASON_UNSPECIFIED: _ClassVar[HandOverEnded.Reason]
+        REASON_FINISHED: _ClassVar[HandOverEnded.Reason]
+        REASON_ABORTED: _ClassVar[HandOverEnded.Reason]
+        REASON_FAILED: _ClassVar[HandOverEnded.Reason]
+    REASON_UNSPECIFIED: HandOverEnded.Reason
+    REASON_FINISHED: HandOverEnded.Reason
+    REASON_ABORTED: HandOverEnded.Reason
+    REASON_FAILED: HandOverEnded.Reason
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    DETAIL_FIELD_NUMBER: _ClassVar[int]
+    reason: HandOverEnded.Reason
+    detail: str
+    def __init__(self, reason: _Optional[_Union[HandOverEnded.Reason, str]] = ..., detail: _Optional[str] = ...) -> None: ...

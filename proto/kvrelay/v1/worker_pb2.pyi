@@ -1,0 +1,113 @@
+from kvrelay.v1 import inference_pb2 as _inference_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class AttachRequest(_message.Message):
+    __slots__ = ("hello", "submit", "cancel")
+    HELLO_FIELD_NUMBER: _ClassVar[int]
+    SUBMIT_FIELD_NUMBER: _ClassVar[int]
+    CANCEL_FIELD_NUMBER: _ClassVar[int]
+    hello: AttachHello
+    submit: SubmitRequest
+    cancel: CancelRequest
+    def __init__(self, hello: _Optional[_Union[AttachHello, _Mapping]] = ..., submit: _Optional[_Union[SubmitRequest, _Mapping]] = ..., cancel: _Optional[_Union[CancelRequest, _Mapping]] = ...) -> None: ...
+
+class AttachHello(_message.Message):
+    __slots__ = ("router", "incarnation")
+    ROUTER_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    router: str
+    incarnation: str
+    def __init__(self, router: _Optional[str] = ..., incarnation: _Optional[str] = ...) -> None: ...
+
+class SubmitRequest(_message.Message):
+    __slots__ = ("request_id", "attempt", "input_ids", "sampling_params", "priority", "prefill")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    INPUT_IDS_FIELD_NUMBER: _ClassVar[int]
+    SAMPLING_PARAMS_FIELD_NUMBER: _ClassVar[int]
+    PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    attempt: int
+    input_ids: _containers.RepeatedScalarFieldContainer[int]
+    sampling_params: _inference_pb2.SamplingParams
+    priority: int
+    prefill: PeerWorker
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., input_ids: _Optional[_Iterable[int]] = ..., sampling_params: _Optional[_Union[_inference_pb2.SamplingParams, _Mapping]] = ..., priority: _Optional[int] = ..., prefill: _Optional[_Union[PeerWorker, _Mapping]] = ...) -> None: ...
+
+class PeerWorker(_message.Message):
+    __slots__ = ("address", "incarnation")
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    address: str
+    incarnation: str
+    def __init__(self, address: _Optional[str] = ..., incarnation: _Optional[str] = ...) -> None: ...
+
+class CancelRequest(_message.Message):
+    __slots__ = ("request_id", "attempt")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    attempt: int
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ...) -> None: ...
+
+class AttachResponse(_message.Message):
+    __slots__ = ("outputs", "load")
+    OUTPUTS_FIELD_NUMBER: _ClassVar[int]
+    LOAD_FIELD_NUMBER: _ClassVar[int]
+    outputs: _containers.RepeatedCompositeFieldContainer[RequestOutput]
+    load: _inference_pb2.WorkerLoad
+    def __init__(self, outputs: _Optional[_Iterable[_Union[RequestOutput, _Mapping]]] = ..., load: _Optional[_Union[_inference_pb2.WorkerLoad, _Mapping]] = ...) -> None: ...
+
+class RequestOutput(_message.Message):
+    __slots__ = ("request_id", "attempt", "index", "token_ids", "logprobs", "end", "timings")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    INDEX_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    END_FIELD_NUMBER: _ClassVar[int]
+    TIMINGS_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    attempt: int
+    index: int
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    logprobs: _containers.RepeatedCompositeFieldContainer[_inference_pb2.TokenLogprobs]
+    end: RequestEnd
+    timings: _inference_pb2.PhaseTimings
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., index: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[_inference_pb2.TokenLogprobs, _Mapping]]] = ..., end: _Optional[_Union[RequestEnd, _Mapping]] = ..., timings: _Optional[_Union[_inference_pb2.PhaseTimings, _Mapping]] = ...) -> None: ...
+
+class RequestEnd(_message.Message):
+    __slots__ = ("reason", "matched_token_id", "matched_stop_string", "error", "retryable")
+    class Reason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+        __slots__ = ()
+        REASON_UNSPECIFIED: _ClassVar[RequestEnd.Reason]
+        REASON_STOP: _ClassVar[RequestEnd.Reason]
+        REASON_LENGTH: _ClassVar[RequestEnd.Reason]
+        REASON_ABORTED: _ClassVar[RequestEnd.Reason]
+        REASON_HANDED_OVER: _ClassVar[RequestEnd.Reason]
+        REASON_FAILED: _ClassVar[RequestEnd.Reason]
+    REASON_UNSPECIFIED: RequestEnd.Reason
+    REASON_STOP: RequestEnd.Reason
+    REASON_LENGTH: RequestEnd.Reason
+    REASON_ABORTED: RequestEnd.Reason
+    REASON_HANDED_OVER: RequestEnd.Reason
+    REASON_FAILED: RequestEnd.Reason
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    MATCHED_TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
+    MATCHED_STOP_STRING_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    RETRYABLE_FIELD_NUMBER: _ClassVar[int]
+    reason: RequestEnd.Reason
+    matched_token_id: int
+    matched_stop_string: str
+    error: str
+    retryable: bool
+    def __init__(self, reason: _Optional[_Union[RequestEnd.Reason, str]] = ..., matched_token_id: _Optional[int] = ..., matched_stop_string: _Optional[str] = ..., error: _Optional[str] = ..., retryable: bool = ...) -> None: ...
