@@ -1,0 +1,68 @@
+"""What a worker is told at its start."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+
+from kvrelay.mem_cache.geometry import PageOrder
+
+
+class Role(StrEnum):
+    """What a worker does with a request."""
+
+    PREFILL = "prefill"
+    """Computes prompts and hands their KV over."""
+    DECODE = "decode"
+    """Takes KV over and generates."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerConfig:
+    """Everything one worker needs to know. Built once, by `deploy`."""
+
+    name: str
+    """Stable over restarts, e.g. ``decode-0``."""
+    role: Role
+    model_path: Path
+    """A checkpoint folder: config.json, safetensors, tokenizer.json."""
+    model_name: str
+    dtype: str = "bfloat16"
+    device: str = "cpu"
+    page_size: int = 16
+    kv_memory: int = 512 << 20
+    """Bytes of the paged pool."""
+    page_order: PageOrder = PageOrder.PAGE_FIRST
+    max_running: int = 64
+    """Rows: requests that hold memory at the same time."""
+    chunk_tokens: int = 512
+    """Prompt tokens that one prefill step computes at most."""
+    max_model_len: int | None = None
+    """Caps the model's own context length."""
+    threads: int = 1
+    """Threads of one forward on a CPU."""
+    host: str = "127.0.0.1"
+    grpc_port: int = 0
+    """0: any free port."""
+    metrics_port: int = 0
+    """0: any free port."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerInfo:
+    """What a started worker says of itself."""
+
+    name: str
+    role: Role
+    incarnation: str
+    """Fresh at every start: a restarted worker is another one."""
+    address: str
+    metrics_address: str
+    pool_tokens: int
+    """Tokens that its KV pool holds in all."""
+    max_model_len: int
+    vocab_size: int
+    architecture: str
+    eos_token_ids: tuple[int, ...]
+    pid: int
