@@ -1,0 +1,228 @@
+"""NIXL behind one thread: the only code that talks to it.
+
+The agent has no progress thread of NIXL's own, because that one spins a core
+even when idle (its delay is fixed at 0 in the Python package). Instead this
+thread makes progress: it polls closely while it reads, looks after its peers'
+reads now and then while some are announced, and sleeps when there is nothing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvrelay.kv_transfer.errors import TransferError
+from kvrelay.kv_transfer.peer import PeerDescription
+from kvrelay.kv_transfer.pull import Pull, PullState
+from kvrelay.kv_transfer.spans import PoolLayout, SpanPairs, pair_spans
+from kvrelay.mem_cache.geometry import Int64Array
+from kvrelay.mem_cache.pool import KVPool
+
+logger = logging.getLogger(__name__)
+
+READING_DELAY_S = 50e-6
+"""Between looks at reads of our own that are in flight."""
+SERVING_DELAY_S = 500e-6
+"""Between progress calls while peers may read from us."""
+
+
+@dataclass(eq=False, slots=True)
+class _Running:
+    """A pull that was given to NIXL."""
+
+    pull: Pull
+    handle: object
+    begun: float
+    on_end: Callable[[Pull], None]
+
+
+class TransferAgent:
+    """This worker's end of all KV transfers. Its methods may be called from any thread.
+
+    The pool is registered once and stays registered until the process ends.
+
+    Args:
+        incarnation: this worker's; also the NIXL agent's name, so that a
+            restarted worker is a new peer to everybody.
+        pool: the memory that peers read from and that pulls write to.
+    """
+
+    def __init__(self, incarnation: str, pool: KVPool) -> None:
+        from nixl._api import nixl_agent, nixl_agent_config  # noqa: PLC0415 (takes a second)
+
+        self.incarnation = incarnation
+        device = pool.data.device
+        self.layout = PoolLayout(
+            geometry=pool.geometry,
+            total_pages=pool.total_pages,
+            address=pool.address,
+            device_id=device.index or 0,
+            memory_type="VRAM" if device.type == "cuda" else "DRAM",
+        )
+        self._agent = nixl_agent(incarnation, nixl_agent_config(enable_prog_thread=False))
+        region = [(pool.address, pool.nbytes, self.layout.device_id, "")]
+        self._registration = self._agent.register_memory(region, self.layout.memory_type)
+        self._metadata = bytes(self._agent.get_agent_metadata())
+        self._peers: dict[str, PeerDescription] = {}
+        self._running: list[_Running] = []
+        self._unsettled: list[Pull] = []
+        self._serving = 0
+        self._closed = False
+        self._orders: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="kv-transfer", daemon=True)
+        self._thread.start()
+
+    def describe(self) -> PeerDescription:
+        """What peers need in order to read this worker's pool."""
+        digest = hashlib.sha256(self._metadata).digest()
+        return PeerDescription(self.incarnation, self._metadata, digest, self.layout)
+
+    def add_peer(self, peer: PeerDescription) -> None:
+        """Make a peer's pool readable. Check the description first: its bytes are untrusted."""
+        self._orders.put(lambda: self._add_peer(peer))
+
+    def confirm_death(self, incarnation: str) -> None:
+        """The peer's process is known to be gone: nothing can arrive from it any more."""
+        self._orders.put(lambda: self._confirm_death(incarnation))
+
+    def pull(
+        self,
+        peer: str,
+        local_pages: Int64Array,
+        remote_pages: Int64Array,
+        on_end: Callable[[Pull], None],
+    ) -> Pull:
+        """Order a read of a peer's pages; `on_end` is called once, on the agent's thread.
+
+        The caller keeps `local_pages` from any other use until the pull, taken
+        as a fence, has passed.
+        """
+        pull = Pull(peer, local_pages, remote_pages)
+        self._orders.put(lambda: self._begin(pull, on_end))
+        return pull
+
+    def serve(self, change: int) -> None:
+        """Tell that so many more (or fewer) requests may be read from by peers."""
+        self._orders.put(lambda: self._change_serving(change))
+
+    def close(self) -> None:
+        """Stop the thread. The registration stays: a peer may still be reading."""
+        self._orders.put(self._close)
+        self._thread.join()
+
+    # On the agent's own thread
+
+    def _run(self) -> None:
+        while not self._closed:
+            self._obey()
+            self._progress()
+
+    def _obey(self) -> None:
+        """Carry out what was ordered; sleep until an order comes, or progress is due."""
+        try:
+            order = self._orders.get(timeout=self._delay())
+        except queue.Empty:
+            return
+        order()
+
+    def _delay(self) -> float | None:
+        if self._running:
+            return READING_DELAY_S
+        return SERVING_DELAY_S if self._serving else None
+
+    def _progress(self) -> None:
+        if self._serving:
+            self._agent.get_new_notifs()
+        for running in list(self._running):
+            self._look_at(running, self._agent.check_xfer_state)
+
+    def _close(self) -> None:
+        self._closed = True
+
+    def _change_serving(self, change: int) -> None:
+        self._serving += change
+
+    def _add_peer(self, peer: PeerDescription) -> None:
+        if peer.incarnation in self._peers:
+            return
+        try:
+            self._agent.add_remote_agent(peer.metadata)
+        except Exception:
+            # Pulls from it will fail by name; NIXL's exceptions have no common base.
+            logger.exception("could not load the agent metadata of %s", peer.incarnation)
+            return
+        self._peers[peer.incarnation] = peer
+
+    def _confirm_death(self, incarnation: str) -> None:
+        for running in [run for run in self._running if run.pull.peer == incarnation]:
+            self._fail(running, f"worker {incarnation} died")
+        for pull in [pull for pull in self._unsettled if pull.peer == incarnation]:
+            self._unsettled.remove(pull)
+            pull.settle()
+        if self._peers.pop(incarnation, None) is not None:
+            self._agent.remove_remote_agent(incarnation)
+
+    def _begin(self, pull: Pull, on_end: Callable[[Pull], None]) -> None:
+        peer = self._peers.get(pull.peer)
+        begun = time.monotonic()
+        try:
+            if peer is None:
+                raise TransferError(f"worker {pull.peer} is not known to this one")
+            pairs = pair_spans(self.layout, pull.local_pages, peer.layout, pull.remote_pages)
+            handle = self._prepare(pairs, peer)
+        except Exception as error:  # noqa: BLE001 (NIXL's have no common base; nothing was started)
+            pull.state, pull.error = PullState.FAILED, str(error)
+            pull.settle()
+            on_end(pull)
+            return
+        pull.state, pull.nbytes = PullState.RUNNING, pairs.nbytes
+        running = _Running(pull, handle, begun, on_end)
+        self._running.append(running)
+        self._look_at(running, self._agent.transfer)
+
+    def _prepare(self, pairs: SpanPairs, peer: PeerDescription) -> object:
+        def descriptors(addresses: Int64Array, layout: PoolLayout) -> object:
+            device = np.full(len(addresses), layout.device_id, np.int64)
+            rows = np.stack([addresses, pairs.lengths, device], axis=1).astype(np.uint64)
+            return self._agent.get_xfer_descs(rows, layout.memory_type)
+
+        return self._agent.initialize_xfer(
+            "READ",
+            descriptors(pairs.local, self.layout),
+            descriptors(pairs.remote, peer.layout),
+            peer.incarnation,
+            b"",
+        )
+
+    def _look_at(self, running: _Running, ask: Callable[[object], str]) -> None:
+        try:
+            state = ask(running.handle)
+        except Exception as error:  # noqa: BLE001 (NIXL's have no common base)
+            self._fail(running, f"{type(error).__name__}: {error}")
+            return
+        if state == "PROC":
+            return
+        if state != "DONE":
+            self._fail(running, f"transfer ended as {state}")
+            return
+        self._running.remove(running)
+        self._agent.release_xfer_handle(running.handle)
+        running.pull.state = PullState.DONE
+        running.pull.seconds = time.monotonic() - running.begun
+        running.pull.settle()
+        running.on_end(running.pull)
+
+    def _fail(self, running: _Running, error: str) -> None:
+        """Report a failure; the pull's pages stay fenced until the peer's death is confirmed."""
+        self._running.remove(running)
+        running.pull.state, running.pull.error = PullState.FAILED, error
+        running.pull.seconds = time.monotonic() - running.begun
+        self._unsettled.append(running.pull)
+        running.on_end(running.pull)

@@ -1,0 +1,35 @@
+"""What a worker tells its peers, and what it checks of what they tell."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+
+from kvrelay.kv_transfer.errors import PeerRefusedError
+from kvrelay.kv_transfer.spans import PoolLayout
+
+
+@dataclass(frozen=True, slots=True)
+class PeerDescription:
+    """All that a puller needs in order to read a worker's pool.
+
+    The metadata are NIXL's opaque bytes. They are untrusted: a flipped byte in
+    them can crash the process that loads them, so a digest travels with them
+    and is checked first.
+    """
+
+    incarnation: str
+    metadata: bytes
+    metadata_sha256: bytes
+    layout: PoolLayout
+
+    def check(self, incarnation: str, own: PoolLayout) -> None:
+        """Raise `PeerRefusedError` unless this is `incarnation` and its pages fit `own`."""
+        if self.incarnation != incarnation:
+            raise PeerRefusedError(f"expected worker {incarnation}, found {self.incarnation}")
+        if hashlib.sha256(self.metadata).digest() != self.metadata_sha256:
+            raise PeerRefusedError(f"agent metadata of {incarnation} does not match its digest")
+        if not own.geometry.holds_same_tokens_as(self.layout.geometry):
+            raise PeerRefusedError(
+                f"pages of {incarnation} ({self.layout.geometry}) do not fit {own.geometry}"
+            )

@@ -1,0 +1,55 @@
+"""A read of a peer's pages, from its order to its end."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+from kvrelay.kv_transfer.spans import Int64Array
+
+
+class PullState(Enum):
+    """Where a pull is. Only the transfer agent's thread moves it on."""
+
+    QUEUED = auto()
+    """Ordered; no byte has moved."""
+    RUNNING = auto()
+    """Bytes arrive at any time."""
+    DONE = auto()
+    """Every byte is there."""
+    FAILED = auto()
+    """It will not complete; `settled` tells whether bytes may still arrive."""
+
+
+@dataclass(eq=False, slots=True)
+class Pull:
+    """One READ of `remote_pages` of a peer into `local_pages` of this worker's pool.
+
+    It is its own fence: the local pages may be used again once `passed`, that
+    is when it ended well, never started, or the process it read from is
+    confirmed dead. An error alone proves nothing: other pieces of the same
+    read may still be arriving.
+    """
+
+    peer: str
+    """Incarnation of the worker that is read from."""
+    local_pages: Int64Array
+    remote_pages: Int64Array
+    state: PullState = PullState.QUEUED
+    error: str = ""
+    nbytes: int = 0
+    seconds: float = 0.0
+    _settled: threading.Event = field(default_factory=threading.Event)
+
+    def settle(self) -> None:
+        """No byte of this pull will arrive any more. Called by the agent's thread."""
+        self._settled.set()
+
+    def passed(self) -> bool:
+        """See `mem_cache.fence.Fence`."""
+        return self._settled.is_set()
+
+    def describe(self) -> str:
+        """See `mem_cache.fence.Fence`."""
+        return f"read of {len(self.remote_pages)} pages from {self.peer} ({self.state.name})"

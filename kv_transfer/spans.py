@@ -1,0 +1,72 @@
+"""From pages to the byte runs that a transfer moves."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from kvrelay.mem_cache.geometry import KVGeometry
+
+Int64Array = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class PoolLayout:
+    """A pool as bytes: where it starts, how many pages it has and what they look like."""
+
+    geometry: KVGeometry
+    total_pages: int
+    address: int
+    device_id: int
+    memory_type: str
+    """NIXL's: ``DRAM`` or ``VRAM``."""
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the whole pool."""
+        return self.total_pages * self.geometry.page_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class SpanPairs:
+    """Byte runs to copy: `lengths[i]` bytes from `remote[i]` to `local[i]` (addresses)."""
+
+    local: Int64Array
+    remote: Int64Array
+    lengths: Int64Array
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes to move in all."""
+        return int(self.lengths.sum())
+
+
+def pair_spans(
+    local: PoolLayout, local_pages: Int64Array, remote: PoolLayout, remote_pages: Int64Array
+) -> SpanPairs:
+    """The runs that copy `remote_pages` into `local_pages`, neighbours merged.
+
+    The two pools may differ in page order; a run ends where either side is no
+    longer contiguous. The piece size decides the speed of a transfer: one run
+    a page and less with `page_first` on both sides.
+    """
+    if len(local_pages) != len(remote_pages):
+        raise ValueError(f"{len(remote_pages)} pages do not fit into {len(local_pages)}")
+    piece = local.geometry.layer_page_bytes
+    here = local.address + _pieces(local, local_pages)
+    there = remote.address + _pieces(remote, remote_pages)
+    if len(here) == 0:
+        return SpanPairs(here, there, here)
+    follows = (np.diff(here) == piece) & (np.diff(there) == piece)
+    starts = np.flatnonzero(np.concatenate(([True], ~follows)))
+    counts = np.diff(np.concatenate((starts, [len(here)])))
+    return SpanPairs(here[starts], there[starts], counts * piece)
+
+
+def _pieces(layout: PoolLayout, pages: Int64Array) -> Int64Array:
+    """Offsets of every (page, layer) piece, page by page."""
+    if len(pages) and not 0 <= pages.min() <= pages.max() < layout.total_pages:
+        raise ValueError(f"page ids must lie in [0, {layout.total_pages}), got {pages.tolist()}")
+    return layout.geometry.piece_offsets(pages, layout.total_pages).ravel()

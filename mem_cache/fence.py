@@ -1,0 +1,60 @@
+"""What must have ended before memory may be used again."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+
+class Fence(Protocol):
+    """Something in flight that still reads or writes pages or a row.
+
+    A fence passes once and stays passed. It passes by proof that the reader or
+    writer has ended, never because time went by.
+    """
+
+    def passed(self) -> bool:
+        """Whether the reader or writer has provably ended. Cheap, never blocks."""
+        ...
+
+    def describe(self) -> str:
+        """What is waited for, for operators."""
+        ...
+
+
+@dataclass(slots=True)
+class StepClock:
+    """Counts the forwards that were launched and those that have ended, in order."""
+
+    launched: int = 0
+    settled: int = 0
+
+    def launch(self) -> int:
+        """A forward starts; returns its number."""
+        self.launched += 1
+        return self.launched
+
+    def settle(self) -> None:
+        """The oldest running forward has ended."""
+        assert self.settled < self.launched, "a forward ended that was never launched"
+        self.settled += 1
+
+    def fence(self) -> StepFence:
+        """Passes when every forward launched so far has ended."""
+        return StepFence(self, self.launched)
+
+
+@dataclass(frozen=True, slots=True)
+class StepFence:
+    """Passes when forward number `step` has ended."""
+
+    clock: StepClock = field(repr=False)
+    step: int
+
+    def passed(self) -> bool:
+        """See `Fence`."""
+        return self.clock.settled >= self.step
+
+    def describe(self) -> str:
+        """See `Fence`."""
+        return f"forward step {self.step}"
