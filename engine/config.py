@@ -40,6 +40,8 @@ class WorkerConfig:
     """Prompt tokens that one prefill step computes at most."""
     max_model_len: int | None = None
     """Caps the model's own context length."""
+    audit_pages: bool = False
+    """Check every single page after every step, not the sums alone; for tests and debugging."""
     threads: int = 1
     """Threads of one forward on a CPU."""
     host: str = "127.0.0.1"

@@ -55,7 +55,7 @@ class TransferAgent:
     """
 
     def __init__(self, incarnation: str, pool: KVPool) -> None:
-        from nixl._api import nixl_agent, nixl_agent_config  # noqa: PLC0415 (takes a second)
+        from nixl._api import nixl_agent, nixl_agent_config
 
         self.incarnation = incarnation
         device = pool.data.device
@@ -73,6 +73,7 @@ class TransferAgent:
         self._peers: dict[str, PeerDescription] = {}
         self._running: list[_Running] = []
         self._unsettled: list[Pull] = []
+        self._dead: set[str] = set()
         self._serving = 0
         self._closed = False
         self._orders: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
@@ -88,9 +89,12 @@ class TransferAgent:
         """Make a peer's pool readable. Check the description first: its bytes are untrusted."""
         self._orders.put(lambda: self._add_peer(peer))
 
-    def confirm_death(self, incarnation: str) -> None:
-        """The peer's process is known to be gone: nothing can arrive from it any more."""
-        self._orders.put(lambda: self._confirm_death(incarnation))
+    def confirm_death(self, incarnation: str, on_settled: Callable[[], None]) -> None:
+        """The peer's process is known to be gone: nothing can arrive from it any more.
+
+        `on_settled` is called on the agent's thread once its fences have passed.
+        """
+        self._orders.put(lambda: self._confirm_death(incarnation, on_settled))
 
     def pull(
         self,
@@ -150,7 +154,7 @@ class TransferAgent:
         self._serving += change
 
     def _add_peer(self, peer: PeerDescription) -> None:
-        if peer.incarnation in self._peers:
+        if peer.incarnation in self._peers or peer.incarnation in self._dead:
             return
         try:
             self._agent.add_remote_agent(peer.metadata)
@@ -160,7 +164,8 @@ class TransferAgent:
             return
         self._peers[peer.incarnation] = peer
 
-    def _confirm_death(self, incarnation: str) -> None:
+    def _confirm_death(self, incarnation: str, on_settled: Callable[[], None]) -> None:
+        self._dead.add(incarnation)
         for running in [run for run in self._running if run.pull.peer == incarnation]:
             self._fail(running, f"worker {incarnation} died")
         for pull in [pull for pull in self._unsettled if pull.peer == incarnation]:
@@ -168,6 +173,7 @@ class TransferAgent:
             pull.settle()
         if self._peers.pop(incarnation, None) is not None:
             self._agent.remove_remote_agent(incarnation)
+        on_settled()
 
     def _begin(self, pull: Pull, on_end: Callable[[Pull], None]) -> None:
         peer = self._peers.get(pull.peer)
@@ -177,7 +183,7 @@ class TransferAgent:
                 raise TransferError(f"worker {pull.peer} is not known to this one")
             pairs = pair_spans(self.layout, pull.local_pages, peer.layout, pull.remote_pages)
             handle = self._prepare(pairs, peer)
-        except Exception as error:  # noqa: BLE001 (NIXL's have no common base; nothing was started)
+        except Exception as error:
             pull.state, pull.error = PullState.FAILED, str(error)
             pull.settle()
             on_end(pull)
@@ -204,7 +210,7 @@ class TransferAgent:
     def _look_at(self, running: _Running, ask: Callable[[object], str]) -> None:
         try:
             state = ask(running.handle)
-        except Exception as error:  # noqa: BLE001 (NIXL's have no common base)
+        except Exception as error:
             self._fail(running, f"{type(error).__name__}: {error}")
             return
         if state == "PROC":

@@ -118,6 +118,11 @@ class Ledger:
 
     # Admission and growth
 
+    @property
+    def max_lease_tokens(self) -> int:
+        """The most tokens that one lease could ever hold."""
+        return min(self.total_pages, self._page_tables.shape[1]) * self.page_size
+
     def can_open(self, promised_tokens: int) -> bool:
         """Whether `open` with this promise would succeed for a prompt with no cached prefix."""
         return bool(self._free_rows) and self._unpromised_pages >= self._pages_for(promised_tokens)

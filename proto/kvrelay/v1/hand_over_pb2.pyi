@@ -60,16 +60,18 @@ class HandOverRequest(_message.Message):
     def __init__(self, open: _Optional[_Union[HandOverOpen, _Mapping]] = ..., grant: _Optional[_Union[HandOverGrant, _Mapping]] = ..., done: _Optional[_Union[HandOverDone, _Mapping]] = ...) -> None: ...
 
 class HandOverOpen(_message.Message):
-    __slots__ = ("request_id", "attempt", "prefill_incarnation", "decode_incarnation")
+    __slots__ = ("request_id", "attempt", "prefill_incarnation", "decode_incarnation", "router")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     PREFILL_INCARNATION_FIELD_NUMBER: _ClassVar[int]
     DECODE_INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    ROUTER_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     attempt: int
     prefill_incarnation: str
     decode_incarnation: str
-    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., prefill_incarnation: _Optional[str] = ..., decode_incarnation: _Optional[str] = ...) -> None: ...
+    router: str
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., prefill_incarnation: _Optional[str] = ..., decode_incarnation: _Optional[str] = ..., router: _Optional[str] = ...) -> None: ...
 
 class HandOverGrant(_message.Message):
     __slots__ = ()
@@ -106,12 +108,10 @@ class HandOverAnnounce(_message.Message):
     def __init__(self, first_page: _Optional[int] = ..., page_ids: _Optional[_Iterable[int]] = ..., first_token: _Optional[_Union[FirstToken, _Mapping]] = ...) -> None: ...
 
 class FirstToken(_message.Message):
-    __slots__ = ("token_id", "prompt_tokens")
+    __slots__ = ("token_id",)
     TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
-    PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     token_id: int
-    prompt_tokens: int
-    def __init__(self, token_id: _Optional[int] = ..., prompt_tokens: _Optional[int] = ...) -> None: ...
+    def __init__(self, token_id: _Optional[int] = ...) -> None: ...
 
 class HandOverReleased(_message.Message):
     __slots__ = ("valid",)

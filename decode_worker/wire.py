@@ -1,0 +1,96 @@
+"""Between the hand-over's wire messages and its dataclasses, decode side."""
+
+from __future__ import annotations
+
+import torch
+
+from kvrelay.kv_transfer.errors import PeerRefusedError, ProtocolError
+from kvrelay.kv_transfer.hand_over import (
+    Announce,
+    Ask,
+    Done,
+    Ended,
+    EndReason,
+    FromDecode,
+    FromPrefill,
+    Grant,
+    Released,
+)
+from kvrelay.kv_transfer.peer import PeerDescription
+from kvrelay.kv_transfer.spans import PoolLayout
+from kvrelay.mem_cache.geometry import KVGeometry, PageOrder
+from kvrelay.v1 import hand_over_pb2
+
+_END_REASONS = {
+    hand_over_pb2.HandOverEnded.REASON_FINISHED: EndReason.FINISHED,
+    hand_over_pb2.HandOverEnded.REASON_ABORTED: EndReason.ABORTED,
+}
+_DTYPES = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+}
+
+
+def to_wire(message: FromDecode) -> hand_over_pb2.HandOverRequest:
+    """What the decode side says."""
+    match message:
+        case Grant():
+            return hand_over_pb2.HandOverRequest(grant=hand_over_pb2.HandOverGrant())
+        case Done():
+            return hand_over_pb2.HandOverRequest(done=hand_over_pb2.HandOverDone())
+
+
+def from_wire(message: hand_over_pb2.HandOverResponse) -> FromPrefill:
+    """What the prefill side says.
+
+    Raises:
+        ProtocolError: it is nothing that this side knows.
+    """
+    match message.WhichOneof("message"):
+        case "ask":
+            return Ask()
+        case "announce":
+            announce = message.announce
+            has_token = announce.HasField("first_token")
+            token = announce.first_token.token_id if has_token else None
+            return Announce(announce.first_page, tuple(announce.page_ids), token)
+        case "released":
+            return Released(message.released.valid)
+        case "ended":
+            reason = _END_REASONS.get(message.ended.reason, EndReason.FAILED)
+            return Ended(reason, message.ended.detail)
+        case other:
+            raise ProtocolError(f"unknown hand-over message: {other}")
+
+
+def peer_from_wire(message: hand_over_pb2.DescribeAgentResponse) -> PeerDescription:
+    """A prefill worker's description of itself, unchecked but for its form.
+
+    Raises:
+        PeerRefusedError: a value is out of range.
+    """
+    try:
+        geometry = _geometry_from_wire(message.geometry)
+    except (KeyError, ValueError) as error:
+        raise PeerRefusedError(f"geometry of {message.incarnation}: {error}") from error
+    layout = PoolLayout(
+        geometry=geometry,
+        total_pages=message.pool_pages,
+        address=message.pool_address,
+        device_id=message.device_id,
+        memory_type=message.memory_type,
+    )
+    return PeerDescription(
+        message.incarnation, message.agent_metadata, message.agent_metadata_sha256, layout
+    )
+
+
+def _geometry_from_wire(geometry: hand_over_pb2.PoolGeometry) -> KVGeometry:
+    return KVGeometry(
+        num_layers=geometry.num_layers,
+        num_kv_heads=geometry.num_kv_heads,
+        head_dim=geometry.head_dim,
+        dtype=_DTYPES[geometry.dtype],
+        page_size=geometry.page_size,
+        order=PageOrder(geometry.order),
+    )

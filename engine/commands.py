@@ -1,0 +1,94 @@
+"""What reaches the engine thread from outside."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from dataclasses import dataclass
+
+from kvrelay.engine.outputs import RequestKey, RouterLink
+from kvrelay.engine.stop import StopConditions
+from kvrelay.model_runner.sampling_params import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """Another worker, in one of its lives."""
+
+    address: str
+    incarnation: str
+
+
+@dataclass(frozen=True, slots=True)
+class Attach:
+    """A router's stream has opened."""
+
+    link: RouterLink
+
+
+@dataclass(frozen=True, slots=True)
+class Detach:
+    """A router's stream has ended: so do its requests here."""
+
+    link: RouterLink
+
+
+@dataclass(frozen=True, slots=True)
+class Submit:
+    """A new attempt at a request."""
+
+    link: RouterLink
+    key: RequestKey
+    prompt_ids: tuple[int, ...]
+    sampling: SamplingParams
+    stops: StopConditions
+    priority: int
+    prefill: Peer | None
+    """To a decode worker: who computes the prompt."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cancel:
+    """End a request. Unknown keys are ignored: it may just have ended."""
+
+    key: RequestKey
+
+
+@dataclass(frozen=True, slots=True)
+class PeerDied:
+    """The process of another worker is confirmed to be gone."""
+
+    incarnation: str
+
+
+@dataclass(frozen=True, slots=True)
+class Wake:
+    """Nothing but a reason to look again, such as a fence that has passed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """End the engine's loop."""
+
+
+class Inbox:
+    """Many threads post, the engine thread drains."""
+
+    def __init__(self) -> None:
+        self._messages: deque[object] = deque()
+        self._posted = threading.Condition()
+
+    def post(self, message: object) -> None:
+        """Add a message; any thread."""
+        with self._posted:
+            self._messages.append(message)
+            self._posted.notify()
+
+    def drain(self) -> list[object]:
+        """Wait for a message; every one so far, in order."""
+        with self._posted:
+            while not self._messages:
+                self._posted.wait()
+            messages = list(self._messages)
+            self._messages.clear()
+            return messages

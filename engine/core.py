@@ -1,0 +1,123 @@
+"""What the loop and the role share: the account, the requests and the way out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from kvrelay.engine.metrics import WorkerMetrics
+from kvrelay.engine.outbox import Outbox
+from kvrelay.engine.outputs import (
+    End,
+    EndReason,
+    Load,
+    Output,
+    RequestKey,
+    RouterLink,
+    StepOutputs,
+    Timings,
+)
+from kvrelay.engine.request import Request
+from kvrelay.mem_cache.fence import Fence, StepClock, StepFence
+from kvrelay.mem_cache.ledger import Ledger
+from kvrelay.mem_cache.release import Outcome, release_kv_cache
+from kvrelay.model_runner.sampler import SampledToken
+
+
+class EngineCore:
+    """Memory, live requests and outputs of one worker. The engine thread's own.
+
+    Args:
+        ledger: the account of the worker's memory.
+        outbox: carries messages to the event loop.
+        metrics: what is counted on the way.
+    """
+
+    def __init__(self, ledger: Ledger, outbox: Outbox, metrics: WorkerMetrics) -> None:
+        self.ledger = ledger
+        self.outbox = outbox
+        self.metrics = metrics
+        self.steps = StepClock()
+        self.requests: dict[RequestKey, Request] = {}
+        self.links: list[RouterLink] = []
+        self._outputs: dict[RouterLink, list[Output]] = {}
+        self._last_load: Load | None = None
+
+    def attach(self, link: RouterLink) -> None:
+        """A router has come: it hears of the load at once."""
+        self.links.append(link)
+        self._last_load = None
+
+    def admit(self, request: Request, most_tokens: int) -> bool:
+        """Enter a new request; one that could never be completed here is refused with the reason.
+
+        Args:
+            request: its key must be new.
+            most_tokens: tokens that it may come to hold on this worker.
+        """
+        capacity = self.ledger.max_lease_tokens
+        if request.key in self.requests:
+            return self._refuse(request, "request_id: it is live on this worker already")
+        if most_tokens > capacity:
+            return self._refuse(request, f"{most_tokens} tokens do not fit a pool of {capacity}")
+        self.requests[request.key] = request
+        return True
+
+    def emit(
+        self,
+        request: Request,
+        tokens: Sequence[SampledToken] = (),
+        end: End | None = None,
+        timings: Timings | None = None,
+    ) -> None:
+        """Tell the request's router of its latest `tokens`, or of its end, or of both."""
+        index = len(request.output_ids) - len(tokens)
+        output = Output(request.key, index, tuple(tokens), end, timings or Timings())
+        self._outputs.setdefault(request.link, []).append(output)
+
+    def end(
+        self,
+        request: Request,
+        outcome: Outcome,
+        end: End | None,
+        *,
+        tokens: Sequence[SampledToken] = (),
+        timings: Timings | None = None,
+        fences: Iterable[Fence] = (),
+    ) -> None:
+        """A request's one way out: its memory, its entry, and its last word to the router.
+
+        Args:
+            request: live on this worker.
+            outcome: what becomes of its memory.
+            end: `None` if the router has had the last word already.
+            tokens: sampled last, not yet told.
+            timings: of the phases that this worker saw.
+            fences: transfers that still read or write its pages, besides its last forward.
+        """
+        self._release(request, outcome, fences)
+        del self.requests[request.key]
+        if end is not None:
+            self.emit(request, tokens, end, timings)
+
+    def _refuse(self, request: Request, error: str) -> bool:
+        self.emit(request, end=End(EndReason.FAILED, error=error))
+        return False
+
+    def _release(self, request: Request, outcome: Outcome, fences: Iterable[Fence]) -> None:
+        if request.lease is None:
+            return
+        fences = [StepFence(self.steps, request.last_step), *fences]
+        tokens = request.token_ids(0, request.lease.kv_committed_len)
+        if release_kv_cache(self.ledger, request.lease, outcome, token_ids=tokens, fences=fences):
+            self.metrics.count_release(outcome)
+
+    def flush(self, load: Load) -> None:
+        """Send what this pass produced; routers hear of the load when it has changed."""
+        changed = load != self._last_load
+        self._last_load = load
+        for link in self.links:
+            outputs = tuple(self._outputs.pop(link, ()))
+            if outputs or changed:
+                self.outbox.put(link, StepOutputs(outputs, load if changed else None))
+        self._outputs.clear()
+        self.outbox.flush()

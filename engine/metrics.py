@@ -1,0 +1,110 @@
+"""What Prometheus sees of a worker."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+from kvrelay.engine.config import WorkerConfig
+from kvrelay.engine.outputs import Load
+from kvrelay.kv_transfer.pull import Pull, PullState
+from kvrelay.mem_cache.ledger import PoolCounts
+from kvrelay.mem_cache.release import Outcome
+
+SECONDS_BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5)
+STATES = ("free", "held", "cached_evictable", "cached_protected", "session", "quarantined")
+
+
+class WorkerMetrics(Collector):
+    """A worker's registry: counters of its own, and the ledger's account.
+
+    The engine thread publishes the account after every pass as one immutable
+    value, so a scrape at any moment sees states that sum to the pool.
+    """
+
+    def __init__(self, config: WorkerConfig) -> None:
+        self.registry = CollectorRegistry()
+        self._labels = {
+            "role": config.role.value,
+            "worker": config.name,
+            "model": config.model_name,
+        }
+        self._published: tuple[Load, float] = (Load(0, 0, 0, ()), 0.0)
+        self._releases = self._counter("releases", "Releases of a request's memory", ["outcome"])
+        self._computed_tokens = self._counter("computed_tokens", "Tokens that forwards computed")
+        self._transfer_bytes = self._counter("transfer_bytes", "KV bytes read from peers")
+        self._transfer_pages = self._counter("transfer_pages", "KV pages read from peers")
+        self._transfers = self._counter("transfers", "Reads of KV from peers", ["result"])
+        self._step_seconds = self._histogram("step_seconds", "Seconds of one forward")
+        self._transfer_seconds = self._histogram(
+            "transfer_seconds", "Seconds of one read of KV pages"
+        )
+        self.registry.register(self)
+
+    def publish(self, load: Load, quarantine_age: float) -> None:
+        """The state after a pass; engine thread."""
+        self._published = (load, quarantine_age)
+
+    def count_release(self, outcome: Outcome) -> None:
+        """A request's memory was given back."""
+        self._releases.labels(**self._labels, outcome=outcome.value).inc()
+
+    def count_step(self, tokens: int, seconds: float) -> None:
+        """A forward over `tokens` tokens has ended."""
+        self._computed_tokens.labels(**self._labels).inc(tokens)
+        self._step_seconds.labels(**self._labels).observe(seconds)
+
+    def count_pull(self, pull: Pull) -> None:
+        """A read has ended."""
+        self._transfers.labels(**self._labels, result=pull.state.name.lower()).inc()
+        if pull.state is PullState.DONE:
+            self._transfer_bytes.labels(**self._labels).inc(pull.nbytes)
+            self._transfer_pages.labels(**self._labels).inc(len(pull.local_pages))
+            self._transfer_seconds.labels(**self._labels).observe(pull.seconds)
+
+    def collect(self) -> Iterator[Metric]:
+        """See `prometheus_client.registry.Collector`."""
+        load, quarantine_age = self._published
+        yield self._pools(load.pools)
+        requests = self._gauge("requests", "Requests on this worker", ["state"])
+        self._add(requests, load.waiting_requests, "waiting")
+        self._add(requests, load.running_requests, "running")
+        yield requests
+        waiting = self._gauge("waiting_tokens", "Prompt tokens not yet computed or pulled")
+        self._add(waiting, load.waiting_tokens)
+        yield waiting
+        age = self._gauge("quarantine_age_seconds", "Age of the oldest quarantined memory")
+        self._add(age, quarantine_age)
+        yield age
+
+    def _pools(self, pools: tuple[PoolCounts, ...]) -> Metric:
+        family = self._gauge(
+            "pages", "Pages (or rows) by state; they sum to the pool", ["pool", "state"]
+        )
+        for counts in pools:
+            for state in STATES:
+                self._add(family, getattr(counts, state), counts.pool, state)
+        return family
+
+    def _gauge(self, name: str, text: str, labels: list[str] | None = None) -> GaugeMetricFamily:
+        return GaugeMetricFamily(f"kvrelay_{name}", text, labels=[*self._labels, *(labels or [])])
+
+    def _add(self, family: GaugeMetricFamily, value: float, *labels: str) -> None:
+        family.add_metric([*self._labels.values(), *labels], value)
+
+    def _counter(self, name: str, text: str, labels: list[str] | None = None) -> Counter:
+        names = [*self._labels, *(labels or [])]
+        return Counter(f"kvrelay_{name}", text, names, registry=self.registry)
+
+    def _histogram(self, name: str, text: str) -> Histogram:
+        return Histogram(
+            f"kvrelay_{name}",
+            text,
+            list(self._labels),
+            registry=self.registry,
+            buckets=SECONDS_BUCKETS,
+        )

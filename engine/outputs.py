@@ -1,0 +1,96 @@
+"""What a worker tells a router of its requests."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import NamedTuple
+
+from kvrelay.engine.outbox import MessageStream
+from kvrelay.engine.stop import Finish
+from kvrelay.mem_cache.ledger import PoolCounts
+from kvrelay.model_runner.sampler import SampledToken
+
+
+class RequestKey(NamedTuple):
+    """Names one attempt at one request, on every worker that takes part in it."""
+
+    router: str
+    request_id: str
+    attempt: int
+
+    def __str__(self) -> str:
+        return f"{self.request_id}#{self.attempt}"
+
+
+class EndReason(StrEnum):
+    """Why a worker says nothing more of a request."""
+
+    FINISHED = "finished"
+    """It stopped by itself; `End.finish` says how."""
+    HANDED_OVER = "handed_over"
+    """Prefill side: the decode side goes on."""
+    ABORTED = "aborted"
+    """It was cancelled."""
+    FAILED = "failed"
+    """`End.error` says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """A request's end on this worker."""
+
+    reason: EndReason
+    finish: Finish | None = None
+    error: str = ""
+    retryable: bool = False
+    """Another attempt could complete the request."""
+
+
+@dataclass(frozen=True, slots=True)
+class Timings:
+    """Seconds in each phase, as far as this worker knows them."""
+
+    queue: float = 0.0
+    prefill: float = 0.0
+    transfer: float = 0.0
+    decode: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """Tokens of one request from one step; `index` is the first one's place in the output."""
+
+    key: RequestKey
+    index: int
+    tokens: tuple[SampledToken, ...] = ()
+    end: End | None = None
+    timings: Timings = Timings()
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What placement reads, and operators."""
+
+    waiting_requests: int
+    running_requests: int
+    waiting_tokens: int
+    """Prompt tokens not yet computed, or not yet pulled."""
+    pools: tuple[PoolCounts, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutputs:
+    """One pass of the engine, as one router sees it."""
+
+    outputs: tuple[Output, ...]
+    load: Load | None = None
+    """Only when it has changed."""
+
+
+class RouterLink(MessageStream[StepOutputs]):
+    """A router's stream, which is its lease: when it ends, its requests end here."""
+
+    def __init__(self, router: str) -> None:
+        super().__init__()
+        self.router = router

@@ -1,0 +1,87 @@
+"""Where a request stops. Decided here, on the worker, which sees every token."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from tokenizers import Tokenizer
+from tokenizers.decoders import DecodeStream
+
+
+class FinishReason(StrEnum):
+    """Why a request ended by itself."""
+
+    STOP = "stop"
+    LENGTH = "length"
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """A request's end and what matched, if anything did."""
+
+    reason: FinishReason
+    matched_token_id: int | None = None
+    matched_stop_string: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StopConditions:
+    """What ends a request besides its client."""
+
+    max_tokens: int
+    min_tokens: int = 0
+    """No stop condition but `max_tokens` counts before as many output tokens."""
+    stop_token_ids: frozenset[int] = frozenset()
+    """End-of-sequence tokens included, unless the client ignores them."""
+    stop_strings: tuple[str, ...] = ()
+    skip_special_tokens: bool = True
+    """Whether the text that stop strings are looked for in leaves special tokens out."""
+
+    def banned_ids(self, num_output: int) -> Sequence[int]:
+        """Tokens that may not be sampled after `num_output` output tokens."""
+        return tuple(self.stop_token_ids) if num_output < self.min_tokens else ()
+
+
+class StopChecker:
+    """Follows one request's output, token by token.
+
+    Text is rendered exactly as the router renders it, by the tokenizer
+    library's own incremental decoder, so both see a stop string at the same
+    token, also where it spans several.
+    """
+
+    def __init__(self, conditions: StopConditions, tokenizer: Tokenizer) -> None:
+        self._conditions = conditions
+        self._tokenizer = tokenizer
+        self._decoder = DecodeStream(skip_special_tokens=conditions.skip_special_tokens)
+        self._longest = max(map(len, conditions.stop_strings), default=0)
+        self._tail = ""
+        self._num_output = 0
+
+    def check(self, token_id: int) -> Finish | None:
+        """Take the next output token; whether the request ends with it."""
+        self._num_output += 1
+        matched = self._match_text(token_id)
+        if self._num_output >= self._conditions.min_tokens:
+            if token_id in self._conditions.stop_token_ids:
+                return Finish(FinishReason.STOP, matched_token_id=token_id)
+            if matched is not None:
+                return Finish(FinishReason.STOP, matched_stop_string=matched)
+        if self._num_output >= self._conditions.max_tokens:
+            return Finish(FinishReason.LENGTH)
+        return None
+
+    def _match_text(self, token_id: int) -> str | None:
+        """The stop string that `token_id` completed; the one that begins first, if several."""
+        if not self._conditions.stop_strings:
+            return None
+        piece = self._decoder.step(self._tokenizer, token_id)
+        if not piece:
+            return None
+        text = self._tail + piece
+        found = [(text.find(stop), stop) for stop in self._conditions.stop_strings if stop in text]
+        # A match that min_tokens overlooked must not be found again later.
+        self._tail = "" if found else text[max(0, len(text) - self._longest + 1) :]
+        return min(found)[1] if found else None

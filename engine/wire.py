@@ -1,0 +1,152 @@
+"""Between the wire's messages and the engine's dataclasses. Nothing else here knows both."""
+
+from __future__ import annotations
+
+from kvrelay.engine.commands import Peer, Submit
+from kvrelay.engine.outputs import (
+    End,
+    EndReason,
+    Load,
+    Output,
+    RequestKey,
+    RouterLink,
+    StepOutputs,
+)
+from kvrelay.engine.stop import FinishReason, StopConditions
+from kvrelay.mem_cache.ledger import PoolCounts
+from kvrelay.model_runner.sampler import SampledToken
+from kvrelay.model_runner.sampling_params import SamplingParams
+from kvrelay.v1 import inference_pb2, worker_pb2
+
+_END_REASONS = {
+    EndReason.HANDED_OVER: worker_pb2.RequestEnd.REASON_HANDED_OVER,
+    EndReason.ABORTED: worker_pb2.RequestEnd.REASON_ABORTED,
+    EndReason.FAILED: worker_pb2.RequestEnd.REASON_FAILED,
+}
+_FINISH_REASONS = {
+    FinishReason.STOP: worker_pb2.RequestEnd.REASON_STOP,
+    FinishReason.LENGTH: worker_pb2.RequestEnd.REASON_LENGTH,
+}
+
+
+def submit_from_wire(
+    message: worker_pb2.SubmitRequest, link: RouterLink, eos_token_ids: tuple[int, ...]
+) -> Submit:
+    """A router's submission.
+
+    Raises:
+        ValueError: a field is out of range; the message begins with its name.
+    """
+    if not message.input_ids:
+        raise ValueError("input_ids must not be empty")
+    has_peer = message.HasField("prefill")
+    return Submit(
+        link=link,
+        key=RequestKey(link.router, message.request_id, message.attempt),
+        prompt_ids=tuple(message.input_ids),
+        sampling=_sampling_from_wire(message.sampling_params),
+        stops=_stops_from_wire(message.sampling_params, eos_token_ids),
+        priority=message.priority,
+        prefill=Peer(message.prefill.address, message.prefill.incarnation) if has_peer else None,
+    )
+
+
+def _sampling_from_wire(params: inference_pb2.SamplingParams) -> SamplingParams:
+    return SamplingParams(
+        temperature=params.temperature,
+        top_p=params.top_p,
+        top_k=max(params.top_k, 0),
+        min_p=params.min_p,
+        frequency_penalty=params.frequency_penalty,
+        presence_penalty=params.presence_penalty,
+        repetition_penalty=params.repetition_penalty,
+        seed=params.seed,
+        logprobs=params.logprobs if params.HasField("logprobs") else None,
+        logit_bias=dict(params.logit_bias),
+    )
+
+
+def _stops_from_wire(
+    params: inference_pb2.SamplingParams, eos_token_ids: tuple[int, ...]
+) -> StopConditions:
+    eos = () if params.ignore_eos else eos_token_ids
+    return StopConditions(
+        max_tokens=params.max_tokens,
+        min_tokens=params.min_tokens,
+        stop_token_ids=frozenset({*eos, *params.stop_token_ids}),
+        stop_strings=tuple(params.stop),
+        skip_special_tokens=params.skip_special_tokens,
+    )
+
+
+def step_to_wire(step: StepOutputs) -> worker_pb2.AttachResponse:
+    """One pass's outputs."""
+    return worker_pb2.AttachResponse(
+        outputs=[_output_to_wire(output) for output in step.outputs],
+        load=_load_to_wire(step.load) if step.load else None,
+    )
+
+
+def _output_to_wire(output: Output) -> worker_pb2.RequestOutput:
+    timings = output.timings
+    message = worker_pb2.RequestOutput(
+        request_id=output.key.request_id,
+        attempt=output.key.attempt,
+        index=output.index,
+        token_ids=[token.token_id for token in output.tokens],
+        logprobs=[_logprobs_to_wire(t) for t in output.tokens if t.logprob is not None],
+        timings=inference_pb2.PhaseTimings(
+            queue_seconds=timings.queue,
+            prefill_seconds=timings.prefill,
+            transfer_seconds=timings.transfer,
+            decode_seconds=timings.decode,
+        ),
+    )
+    if output.end is not None:
+        message.end.CopyFrom(_end_to_wire(output.end))
+    return message
+
+
+def _logprobs_to_wire(token: SampledToken) -> inference_pb2.TokenLogprobs:
+    return inference_pb2.TokenLogprobs(
+        token_id=token.token_id,
+        logprob=token.logprob,
+        top=[inference_pb2.TokenLogprob(token_id=i, logprob=lp) for i, lp in token.top],
+    )
+
+
+def _end_to_wire(end: End) -> worker_pb2.RequestEnd:
+    finish = end.finish
+    if finish is None:
+        return worker_pb2.RequestEnd(
+            reason=_END_REASONS[end.reason], error=end.error, retryable=end.retryable
+        )
+    return worker_pb2.RequestEnd(
+        reason=_FINISH_REASONS[finish.reason],
+        matched_token_id=finish.matched_token_id,
+        matched_stop_string=finish.matched_stop_string,
+    )
+
+
+def _load_to_wire(load: Load) -> inference_pb2.WorkerLoad:
+    return inference_pb2.WorkerLoad(
+        waiting_requests=load.waiting_requests,
+        running_requests=load.running_requests,
+        waiting_tokens=load.waiting_tokens,
+        pools=[_pool_to_wire(pool) for pool in load.pools],
+    )
+
+
+def _pool_to_wire(pool: PoolCounts) -> inference_pb2.PoolState:
+    return inference_pb2.PoolState(
+        pool=pool.pool,
+        page_size=pool.page_size,
+        total=pool.total,
+        free=pool.free,
+        held=pool.held,
+        cached_evictable=pool.cached_evictable,
+        cached_protected=pool.cached_protected,
+        session=pool.session,
+        quarantined=pool.quarantined,
+        promised=pool.promised,
+    )

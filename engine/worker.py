@@ -1,0 +1,207 @@
+"""A worker, put together: model, memory, transfers, engine and listeners."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import grpc
+import torch
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from prometheus_client import start_http_server
+from tokenizers import Tokenizer
+
+from kvrelay.engine.commands import Inbox, PeerDied
+from kvrelay.engine.config import WorkerConfig, WorkerInfo
+from kvrelay.engine.core import EngineCore
+from kvrelay.engine.edge import bind, make_server
+from kvrelay.engine.loop import Engine, Role
+from kvrelay.engine.metrics import WorkerMetrics
+from kvrelay.engine.outbox import Outbox
+from kvrelay.engine.service import WorkerService
+from kvrelay.engine.step import Step
+from kvrelay.kv_transfer.agent import TransferAgent
+from kvrelay.mem_cache.ledger import Ledger
+from kvrelay.mem_cache.pool import KVPool
+from kvrelay.model_runner.runner import ModelRunner
+from kvrelay.model_runner.sampler import SampledToken, Sampler
+from kvrelay.v1 import worker_pb2_grpc
+
+STOP_GRACE_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerParts:
+    """What a role is built from."""
+
+    config: WorkerConfig
+    core: EngineCore
+    inbox: Inbox
+    agent: TransferAgent
+    tokenizer: Tokenizer
+
+
+class RolePlugin(Protocol):
+    """What makes a worker a prefill or a decode worker."""
+
+    @property
+    def role(self) -> Role:
+        """What the engine runs."""
+        ...
+
+    def register(self, server: grpc.aio.Server) -> None:
+        """Add the role's own services."""
+        ...
+
+    async def peer_died(self, incarnation: str) -> None:
+        """Drop connections to a worker that is gone."""
+        ...
+
+    async def close(self) -> None:
+        """End what the role runs on the event loop."""
+        ...
+
+
+class ModelComputer:
+    """The model and the sampler, as the engine's `Computer`."""
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self._runner = runner
+        self._sampler = Sampler(runner.config.vocab_size)
+
+    def compute(self, step: Step) -> Sequence[SampledToken]:
+        """See `Computer`."""
+        logits = self._runner.forward(step.batch)
+        return self._sampler.sample(logits, step.sampling) if step.sampling else ()
+
+
+class Worker:
+    """One worker process's whole content, on the event loop that starts it.
+
+    Args:
+        config: what to be.
+        plug_in: builds the role from the parts.
+    """
+
+    def __init__(self, config: WorkerConfig, plug_in: Callable[[WorkerParts], RolePlugin]) -> None:
+        self._config = config
+        self._plug_in = plug_in
+        self._failure: asyncio.Future[str] | None = None
+
+    async def start(self) -> WorkerInfo:
+        """Load the model, reserve the memory, open the listeners.
+
+        Raises:
+            CheckpointError: the model cannot be served.
+            ValueError: an option does not fit; the message begins with its name.
+            OSError: a port is in use.
+        """
+        config = self._config
+        self._loop = loop = asyncio.get_running_loop()
+        self._failure = loop.create_future()
+        incarnation = f"{config.name}-{uuid.uuid4().hex[:12]}"
+        runner, pool = await loop.run_in_executor(None, self._load)
+        self._metrics = WorkerMetrics(config)
+        ledger = Ledger(
+            total_pages=pool.total_pages,
+            page_size=config.page_size,
+            total_rows=config.max_running,
+            max_row_tokens=self._max_model_len(runner),
+        )
+        self._inbox = Inbox()
+        self._agent = await loop.run_in_executor(None, TransferAgent, incarnation, pool)
+        core = EngineCore(ledger, Outbox(loop), self._metrics)
+        tokenizer = Tokenizer.from_file(str(config.model_path / "tokenizer.json"))
+        parts = WorkerParts(config, core, self._inbox, self._agent, tokenizer)
+        self._role = self._plug_in(parts)
+        self._engine = Engine(
+            core,
+            self._role.role,
+            ModelComputer(runner),
+            self._inbox,
+            audit_pages=config.audit_pages,
+            on_failure=self._on_failure,
+        )
+        eos = runner.config.eos_token_ids
+        port = await self._listen(WorkerService(incarnation, self._inbox, eos))
+        self._metrics_server, metrics_thread = start_http_server(
+            config.metrics_port, config.host, self._metrics.registry
+        )
+        self._metrics_thread = metrics_thread
+        self._engine.start()
+        return WorkerInfo(
+            name=config.name,
+            role=config.role,
+            incarnation=incarnation,
+            address=f"{config.host}:{port}",
+            metrics_address=f"{config.host}:{self._metrics_server.server_port}",
+            pool_tokens=ledger.total_pages * ledger.page_size,
+            max_model_len=self._max_model_len(runner),
+            vocab_size=runner.config.vocab_size,
+            architecture=runner.config.architecture,
+            eos_token_ids=tuple(eos),
+            pid=os.getpid(),
+        )
+
+    async def stop(self) -> None:
+        """Close the listeners, end the engine; the pool stays registered."""
+        await self._server.stop(STOP_GRACE_S)
+        await self._role.close()
+        await asyncio.get_running_loop().run_in_executor(None, self._engine.close)
+        self._agent.close()
+        self._metrics_server.shutdown()
+        self._metrics_server.server_close()
+        self._metrics_thread.join()
+
+    async def failed(self) -> str:
+        """Wait until the engine has given up, which may be never; returns the reason."""
+        assert self._failure is not None, "the worker was not started"
+        return await asyncio.shield(self._failure)
+
+    async def peer_died(self, incarnation: str) -> None:
+        """The supervisor says that another worker's process is gone for good."""
+        self._inbox.post(PeerDied(incarnation))
+        await self._role.peer_died(incarnation)
+
+    def _load(self) -> tuple[ModelRunner, KVPool]:
+        config = self._config
+        runner = ModelRunner(config.model_path, config.dtype, config.device, config.threads)
+        geometry = runner.make_geometry(config.page_size, config.page_order)
+        pages = config.kv_memory // geometry.page_bytes
+        if pages < 1:
+            raise ValueError(
+                f"kv_memory: {config.kv_memory} bytes do not hold one page of "
+                f"{geometry.page_bytes} bytes ({config.page_size} tokens)"
+            )
+        pool = KVPool(geometry, pages, torch.device(runner.device))
+        runner.bind(pool)
+        runner.warm_up()
+        return runner, pool
+
+    def _max_model_len(self, runner: ModelRunner) -> int:
+        limit = self._config.max_model_len
+        return min(limit, runner.max_model_len) if limit else runner.max_model_len
+
+    async def _listen(self, service: WorkerService) -> int:
+        self._server = make_server()
+        worker_pb2_grpc.add_WorkerServiceServicer_to_server(service, self._server)
+        healthy = health.aio.HealthServicer()
+        health_pb2_grpc.add_HealthServicer_to_server(healthy, self._server)
+        self._role.register(self._server)
+        port = bind(self._server, self._config.host, self._config.grpc_port)
+        await self._server.start()
+        await healthy.set("", health_pb2.HealthCheckResponse.SERVING)
+        return port
+
+    def _on_failure(self, reason: str) -> None:
+        """Called on the engine thread."""
+        self._loop.call_soon_threadsafe(self._fail, reason)
+
+    def _fail(self, reason: str) -> None:
+        assert self._failure is not None
+        if not self._failure.done():
+            self._failure.set_result(reason)

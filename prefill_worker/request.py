@@ -1,0 +1,80 @@
+"""A request on the prefill side, and the stream that its decode worker opened."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+from kvrelay.engine.outbox import MessageStream
+from kvrelay.engine.outputs import RequestKey
+from kvrelay.engine.request import Request
+from kvrelay.kv_transfer.hand_over import FromDecode, FromPrefill, PrefillHandOver, PrefillState
+
+
+class HandOverStream(MessageStream[FromPrefill]):
+    """One request's hand-over stream, as the prefill side holds it."""
+
+    def __init__(self, key: RequestKey, decode_incarnation: str) -> None:
+        super().__init__()
+        self.key = key
+        self.decode_incarnation = decode_incarnation
+
+
+@dataclass(frozen=True, slots=True)
+class StreamOpened:
+    """A decode worker wants to take a request over."""
+
+    stream: HandOverStream
+
+
+@dataclass(frozen=True, slots=True)
+class StreamMessage:
+    """The decode worker says something."""
+
+    stream: HandOverStream
+    message: FromDecode
+
+
+@dataclass(frozen=True, slots=True)
+class StreamClosed:
+    """The lease on the request's pages has ended."""
+
+    stream: HandOverStream
+
+
+@dataclass(eq=False, slots=True, kw_only=True)
+class PrefillRequest(Request):
+    """A prompt to compute and to hand over."""
+
+    hand_over: PrefillHandOver = field(default_factory=PrefillHandOver)
+    stream: HandOverStream | None = None
+    granted: bool = False
+    """Its decode worker holds memory for it, and may be reading."""
+    settled_len: int = 0
+    """Prompt tokens whose forward has ended."""
+    begun: float = 0.0
+    """When its first chunk was scheduled."""
+
+    @property
+    def may_be_asked_for(self) -> bool:
+        """Whether its decode worker is there and was not asked yet."""
+        return self.stream is not None and self.hand_over.state is PrefillState.QUEUED
+
+    @property
+    def decode_incarnation(self) -> str:
+        """The worker that takes it over; empty before its stream has opened."""
+        return self.stream.decode_incarnation if self.stream else ""
+
+    @property
+    def tokens_left(self) -> int:
+        """Prompt tokens that no forward was launched for yet."""
+        done = self.lease.kv_committed_len if self.lease else 0
+        return len(self.prompt_ids) - done
+
+    def seconds_queued(self) -> float:
+        """Until its first chunk."""
+        return self.begun - self.arrived
+
+    def seconds_computed(self) -> float:
+        """Since its first chunk."""
+        return time.monotonic() - self.begun

@@ -1,0 +1,156 @@
+"""The decode workers' side of a prefill worker: one stream for each request."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator
+
+import grpc
+
+from kvrelay.engine.commands import Inbox
+from kvrelay.engine.edge import check_incarnation, first_message
+from kvrelay.engine.outputs import RequestKey
+from kvrelay.kv_transfer.agent import TransferAgent
+from kvrelay.kv_transfer.hand_over import (
+    Announce,
+    Ask,
+    Done,
+    Ended,
+    EndReason,
+    FromDecode,
+    FromPrefill,
+    Grant,
+    Released,
+)
+from kvrelay.prefill_worker.request import (
+    HandOverStream,
+    StreamClosed,
+    StreamMessage,
+    StreamOpened,
+)
+from kvrelay.v1 import hand_over_pb2, hand_over_pb2_grpc
+
+logger = logging.getLogger(__name__)
+
+_END_REASONS = {
+    EndReason.FINISHED: hand_over_pb2.HandOverEnded.REASON_FINISHED,
+    EndReason.ABORTED: hand_over_pb2.HandOverEnded.REASON_ABORTED,
+    EndReason.FAILED: hand_over_pb2.HandOverEnded.REASON_FAILED,
+}
+
+
+class HandOverService(hand_over_pb2_grpc.HandOverServiceServicer):
+    """Serves `kvrelay.v1.HandOverService`.
+
+    Args:
+        agent: whose pool the decode workers read.
+        inbox: the engine's.
+    """
+
+    def __init__(self, agent: TransferAgent, inbox: Inbox) -> None:
+        self._agent = agent
+        self._inbox = inbox
+
+    async def DescribeAgent(  # noqa: N802 (gRPC's name)
+        self,
+        request: hand_over_pb2.DescribeAgentRequest,
+        context: grpc.aio.ServicerContext,
+    ) -> hand_over_pb2.DescribeAgentResponse:
+        """Tell a puller how to read this worker's pool."""
+        await check_incarnation(context, request.incarnation, self._agent.incarnation)
+        peer = self._agent.describe()
+        geometry = peer.layout.geometry
+        return hand_over_pb2.DescribeAgentResponse(
+            incarnation=peer.incarnation,
+            agent_metadata=peer.metadata,
+            agent_metadata_sha256=peer.metadata_sha256,
+            pool_address=peer.layout.address,
+            pool_pages=peer.layout.total_pages,
+            device_id=peer.layout.device_id,
+            memory_type=peer.layout.memory_type,
+            geometry=hand_over_pb2.PoolGeometry(
+                num_layers=geometry.num_layers,
+                num_kv_heads=geometry.num_kv_heads,
+                head_dim=geometry.head_dim,
+                dtype=str(geometry.dtype).removeprefix("torch."),
+                page_size=geometry.page_size,
+                order=geometry.order.value,
+            ),
+        )
+
+    async def HandOver(  # noqa: N802 (gRPC's name)
+        self,
+        requests: AsyncIterator[hand_over_pb2.HandOverRequest],
+        context: grpc.aio.ServicerContext,
+    ) -> AsyncIterator[hand_over_pb2.HandOverResponse]:
+        """Carry one request's hand-over; the stream's end is the lease's end."""
+        stream = await self._open(requests, context)
+        self._inbox.post(StreamOpened(stream))
+        reader = asyncio.create_task(self._read(requests, stream))
+        try:
+            async for message in stream:
+                yield _to_wire(message)
+        finally:
+            self._inbox.post(StreamClosed(stream))
+            reader.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await reader
+
+    async def _open(
+        self,
+        requests: AsyncIterator[hand_over_pb2.HandOverRequest],
+        context: grpc.aio.ServicerContext,
+    ) -> HandOverStream:
+        first = await first_message(requests, context, "message", "open")
+        opened = first.open
+        await check_incarnation(context, opened.prefill_incarnation, self._agent.incarnation)
+        key = RequestKey(opened.router, opened.request_id, opened.attempt)
+        return HandOverStream(key, opened.decode_incarnation)
+
+    async def _read(
+        self, requests: AsyncIterator[hand_over_pb2.HandOverRequest], stream: HandOverStream
+    ) -> None:
+        try:
+            async for message in requests:
+                self._inbox.post(StreamMessage(stream, _from_wire(message)))
+        except (grpc.RpcError, ValueError) as error:
+            logger.info("hand-over of %s broke: %s", stream.key, error)
+        finally:
+            stream.close()
+
+
+def _from_wire(message: hand_over_pb2.HandOverRequest) -> FromDecode:
+    match message.WhichOneof("message"):
+        case "grant":
+            return Grant()
+        case "done":
+            return Done()
+        case other:
+            raise ValueError(f"unknown hand-over message: {other}")
+
+
+def _to_wire(message: FromPrefill) -> hand_over_pb2.HandOverResponse:
+    match message:
+        case Ask():
+            return hand_over_pb2.HandOverResponse(ask=hand_over_pb2.HandOverAsk())
+        case Announce():
+            return hand_over_pb2.HandOverResponse(announce=_announce_to_wire(message))
+        case Released():
+            released = hand_over_pb2.HandOverReleased(valid=message.valid)
+            return hand_over_pb2.HandOverResponse(released=released)
+        case Ended():
+            ended = hand_over_pb2.HandOverEnded(
+                reason=_END_REASONS[message.reason], detail=message.detail
+            )
+            return hand_over_pb2.HandOverResponse(ended=ended)
+
+
+def _announce_to_wire(message: Announce) -> hand_over_pb2.HandOverAnnounce:
+    announce = hand_over_pb2.HandOverAnnounce(
+        first_page=message.first_page, page_ids=message.page_ids
+    )
+    if message.first_token is not None:
+        announce.first_token.token_id = message.first_token
+    return announce
