@@ -13,6 +13,7 @@ from kvrelay.decode_worker.stream import FromPeer, HandOverClient, HandOverStrea
 from kvrelay.engine.commands import Cancel, Inbox, PeerDied, Submit, Wake
 from kvrelay.engine.core import EngineCore
 from kvrelay.engine.outputs import End, EndReason, Load
+from kvrelay.engine.request import Request
 from kvrelay.engine.step import Scheduled
 from kvrelay.engine.stop import Finish, StopChecker
 from kvrelay.kv_transfer.agent import TransferAgent
@@ -30,7 +31,6 @@ from kvrelay.kv_transfer.hand_over import (
     EndReason as HandOverEnd,
 )
 from kvrelay.kv_transfer.pull import Pull, PullState
-from kvrelay.mem_cache.lease import LeaseState
 from kvrelay.mem_cache.release import Outcome
 from kvrelay.model_runner.sampler import SampledToken
 
@@ -147,22 +147,23 @@ class DecodeRole:
             assert grown, "a promise was broken"
         return [Scheduled(request, 1, sample=True) for request in self._running]
 
-    def settled(
-        self, scheduled: Sequence[Scheduled], tokens: Sequence[SampledToken | None]
-    ) -> None:
+    def settled(self, item: Scheduled, token: SampledToken | None) -> None:
+        """See `Role`: say the token, and whether it was the last."""
+        request = item.request
+        assert isinstance(request, DecodeRequest)
+        assert token is not None
+        request.output_ids.append(token.token_id)
+        finish = request.checker.check(token.token_id)
+        if finish is None:
+            self._core.emit(request, [token])
+        else:
+            self._finish(request, token, finish)
+
+    def failed(self, request: Request, error: Exception) -> None:
         """See `Role`."""
-        for item, token in zip(scheduled, tokens, strict=True):
-            request = item.request
-            assert isinstance(request, DecodeRequest)
-            assert token is not None
-            if request.lease is None or request.lease.state is not LeaseState.OPEN:
-                continue
-            request.output_ids.append(token.token_id)
-            finish = request.checker.check(token.token_id)
-            if finish is None:
-                self._core.emit(request, [token])
-            else:
-                self._finish(request, token, finish)
+        assert isinstance(request, DecodeRequest)
+        end = End(EndReason.FAILED, error=f"the forward failed: {error}")
+        self._leave(request, Outcome.ABORTED, end)
 
     def load(self) -> Load:
         """See `Role`."""

@@ -14,13 +14,14 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 from kvrelay.engine.commands import Attach, Cancel, Detach, Inbox, Stop, Submit, Wake
 from kvrelay.engine.core import EngineCore
 from kvrelay.engine.outputs import Load
-from kvrelay.engine.step import Computer, ForwardThread, Scheduled, StepEnded, plan_step
+from kvrelay.engine.request import Request
+from kvrelay.engine.step import Scheduled, Step, StepEnded, plan_step
 from kvrelay.model_runner.sampler import SampledToken
 
 logger = logging.getLogger(__name__)
@@ -49,10 +50,12 @@ class Role(Protocol):
         """What the next forward computes; room for it is reserved. Empty: nothing."""
         ...
 
-    def settled(
-        self, scheduled: Sequence[Scheduled], tokens: Sequence[SampledToken | None]
-    ) -> None:
-        """A forward has ended. Requests that ended meanwhile are the role's to skip."""
+    def settled(self, item: Scheduled, token: SampledToken | None) -> None:
+        """A request's part of a forward has ended."""
+        ...
+
+    def failed(self, request: Request, error: Exception) -> None:
+        """A forward that a request was part of has failed: it cannot go on."""
         ...
 
     def load(self) -> Load:
@@ -60,57 +63,40 @@ class Role(Protocol):
         ...
 
 
+class Launcher(Protocol):
+    """Computes steps; each one's end comes back as a `StepEnded` message."""
+
+    def launch(self, step: Step) -> None:
+        """Compute a step after those launched before it. Does not block."""
+        ...
+
+
 class Engine:
-    """Runs a role.
+    """Runs a role, pass by pass, without any thread of its own.
 
     Args:
         core: the memory, requests and outputs it works on.
         role: decides what to compute and what to make of it.
-        computer: computes it.
+        launcher: computes it.
         audit_pages: check every page after every pass, not the sums alone.
-        on_failure: called once, on the engine thread, if the loop must give up.
     """
 
     def __init__(
-        self,
-        core: EngineCore,
-        role: Role,
-        computer: Computer,
-        inbox: Inbox,
-        *,
-        audit_pages: bool,
-        on_failure: Callable[[str], None],
+        self, core: EngineCore, role: Role, launcher: Launcher, *, audit_pages: bool
     ) -> None:
         self._core = core
         self._role = role
-        self._inbox = inbox
+        self._launcher = launcher
         self._audit = core.ledger.audit_pages if audit_pages else core.ledger.audit
-        self._on_failure = on_failure
-        self._forward = ForwardThread(computer, inbox.post)
         self._computing = False
-        self._stopping = False
-        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
-    def start(self) -> None:
-        """Begin the loop on its thread."""
-        self._thread.start()
+    def turn(self, messages: Iterable[object]) -> None:
+        """One pass of the loop.
 
-    def close(self) -> None:
-        """End the loop: what runs is finished, what waits is given back."""
-        self._inbox.post(Stop())
-        self._thread.join()
-        self._forward.close()
-
-    def _run(self) -> None:
-        try:
-            while not self._stopping:
-                self._pass()
-        except Exception as error:
-            logger.exception("the engine gives up")
-            self._on_failure(f"{type(error).__name__}: {error}")
-
-    def _pass(self) -> None:
-        for message in self._inbox.drain():
+        Raises:
+            ConservationError: memory was lost or is owned twice: the engine must stop.
+        """
+        for message in messages:
             self._handle(message)
         self._core.ledger.reclaim()
         self._role.admit()
@@ -128,15 +114,21 @@ class Engine:
             return
         step = plan_step(self._core.steps.launch(), scheduled, self._core.ledger)
         self._computing = True
-        self._forward.launch(step)
+        self._launcher.launch(step)
 
     def _settle(self, ended: StepEnded) -> None:
         self._core.steps.settle()
         self._computing = False
-        if ended.error is not None:
-            raise ended.error
         self._core.metrics.count_step(len(ended.step.batch.input_ids), ended.seconds)
-        self._role.settled(ended.step.scheduled, ended.tokens)
+        if ended.error is not None:
+            logger.error("a forward failed", exc_info=ended.error)
+        for index, item in enumerate(ended.step.scheduled):
+            if item.request.has_ended:
+                continue
+            if ended.error is not None:
+                self._role.failed(item.request, ended.error)
+            else:
+                self._role.settled(item, ended.tokens[index])
 
     def _handle(self, message: object) -> None:
         match message:
@@ -150,8 +142,6 @@ class Engine:
                 self._core.attach(message.link)
             case Detach():
                 self._detach(message)
-            case Stop():
-                self._stopping = True
             case Wake():
                 pass
             case _:
@@ -161,3 +151,39 @@ class Engine:
         self._core.links.remove(message.link)
         for request in [r for r in self._core.requests.values() if r.link is message.link]:
             self._role.cancel(Cancel(request.key))
+
+
+class EngineThread:
+    """The thread that runs an engine, and alone touches its memory state.
+
+    Args:
+        engine: what to run.
+        inbox: where its messages come from.
+        on_failure: called once, on the thread, if the engine must give up.
+    """
+
+    def __init__(self, engine: Engine, inbox: Inbox, on_failure: Callable[[str], None]) -> None:
+        self._engine = engine
+        self._inbox = inbox
+        self._on_failure = on_failure
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    def start(self) -> None:
+        """Begin."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """End after the pass that runs."""
+        self._inbox.post(Stop())
+        self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            while True:
+                messages = self._inbox.drain()
+                if any(isinstance(message, Stop) for message in messages):
+                    return
+                self._engine.turn(messages)
+        except Exception as error:
+            logger.exception("the engine gives up")
+            self._on_failure(f"{type(error).__name__}: {error}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Generic, Protocol, TypeVar
 
 MessageT_contra = TypeVar("MessageT_contra", contravariant=True)
@@ -41,10 +41,13 @@ class Outbox:
     """Collects a pass's messages and hands them to the event loop at once.
 
     `put` and `flush` belong to the engine thread.
+
+    Args:
+        call_soon: runs a function with its arguments on the event loop, soon.
     """
 
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._loop = loop
+    def __init__(self, call_soon: Callable[..., object]) -> None:
+        self._call_soon = call_soon
         self._pending: list[tuple[Sink[object], object]] = []
 
     def put(self, sink: Sink[MessageT], message: MessageT) -> None:
@@ -55,7 +58,7 @@ class Outbox:
         """Hand over what was put since the last flush."""
         if self._pending:
             batch, self._pending = self._pending, []
-            self._loop.call_soon_threadsafe(_deliver, batch)
+            self._call_soon(_deliver, batch)
 
 
 def _deliver(batch: list[tuple[Sink[object], object]]) -> None:

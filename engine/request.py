@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from kvrelay.engine.outputs import RequestKey, RouterLink
 from kvrelay.engine.stop import StopConditions
-from kvrelay.mem_cache.lease import Lease
+from kvrelay.mem_cache.lease import Lease, LeaseState
 from kvrelay.model_runner.sampling_params import SamplingParams
 
 
@@ -34,6 +34,11 @@ class Request:
     def num_tokens(self) -> int:
         """Prompt and output together."""
         return len(self.prompt_ids) + len(self.output_ids)
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether its memory is given back, though a forward may still compute it."""
+        return self.lease is not None and self.lease.state is LeaseState.RELEASED
 
     @property
     def turn(self) -> tuple[int, float]:

@@ -19,11 +19,11 @@ from kvrelay.engine.commands import Inbox, PeerDied
 from kvrelay.engine.config import WorkerConfig, WorkerInfo
 from kvrelay.engine.core import EngineCore
 from kvrelay.engine.edge import bind, make_server
-from kvrelay.engine.loop import Engine, Role
+from kvrelay.engine.loop import Engine, EngineThread, Role
 from kvrelay.engine.metrics import WorkerMetrics
 from kvrelay.engine.outbox import Outbox
 from kvrelay.engine.service import WorkerService
-from kvrelay.engine.step import Step
+from kvrelay.engine.step import ForwardThread, Step
 from kvrelay.kv_transfer.agent import TransferAgent
 from kvrelay.mem_cache.ledger import Ledger
 from kvrelay.mem_cache.pool import KVPool
@@ -114,18 +114,13 @@ class Worker:
         )
         self._inbox = Inbox()
         self._agent = await loop.run_in_executor(None, TransferAgent, incarnation, pool)
-        core = EngineCore(ledger, Outbox(loop), self._metrics)
+        core = EngineCore(ledger, Outbox(loop.call_soon_threadsafe), self._metrics)
         tokenizer = Tokenizer.from_file(str(config.model_path / "tokenizer.json"))
         parts = WorkerParts(config, core, self._inbox, self._agent, tokenizer)
         self._role = self._plug_in(parts)
-        self._engine = Engine(
-            core,
-            self._role.role,
-            ModelComputer(runner),
-            self._inbox,
-            audit_pages=config.audit_pages,
-            on_failure=self._on_failure,
-        )
+        self._forward = ForwardThread(ModelComputer(runner), self._inbox.post)
+        engine = Engine(core, self._role.role, self._forward, audit_pages=config.audit_pages)
+        self._engine = EngineThread(engine, self._inbox, self._on_failure)
         eos = runner.config.eos_token_ids
         port = await self._listen(WorkerService(incarnation, self._inbox, eos))
         self._metrics_server, metrics_thread = start_http_server(
@@ -152,6 +147,7 @@ class Worker:
         await self._server.stop(STOP_GRACE_S)
         await self._role.close()
         await asyncio.get_running_loop().run_in_executor(None, self._engine.close)
+        self._forward.close()
         self._agent.close()
         self._metrics_server.shutdown()
         self._metrics_server.server_close()

@@ -57,6 +57,7 @@ class TransferAgent:
     def __init__(self, incarnation: str, pool: KVPool) -> None:
         from nixl._api import nixl_agent, nixl_agent_config
 
+        logging.getLogger("nixl").setLevel(logging.WARNING)
         self.incarnation = incarnation
         device = pool.data.device
         self.layout = PoolLayout(

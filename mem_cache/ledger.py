@@ -337,7 +337,7 @@ class Ledger:
         self._check_owner(pages, source)
         if source is Owner.FREE:
             del self._free_pages[-len(pages) :]
-        self._page_owner[pages] = target
+        self._page_owner[list(pages)] = target
         self._pages_by_owner[source] -= len(pages)
         self._pages_by_owner[target] += len(pages)
         if target is Owner.FREE:

@@ -11,6 +11,7 @@ from tokenizers import Tokenizer
 from kvrelay.engine.commands import Cancel, Submit
 from kvrelay.engine.core import EngineCore
 from kvrelay.engine.outputs import End, EndReason, Load, RequestKey, Timings
+from kvrelay.engine.request import Request
 from kvrelay.engine.step import Scheduled
 from kvrelay.engine.stop import Finish, StopChecker
 from kvrelay.kv_transfer.agent import TransferAgent
@@ -24,7 +25,6 @@ from kvrelay.kv_transfer.hand_over import (
 from kvrelay.kv_transfer.hand_over import (
     EndReason as HandOverEnd,
 )
-from kvrelay.mem_cache.lease import LeaseState
 from kvrelay.mem_cache.release import Outcome
 from kvrelay.model_runner.sampler import SampledToken
 from kvrelay.prefill_worker.request import (
@@ -125,22 +125,24 @@ class PrefillRole:
             scheduled.append(Scheduled(request, chunk, sample=chunk == left))
         return scheduled
 
-    def settled(
-        self, scheduled: Sequence[Scheduled], tokens: Sequence[SampledToken | None]
-    ) -> None:
+    def settled(self, item: Scheduled, token: SampledToken | None) -> None:
         """See `Role`: announce the pages that are complete now."""
-        for item, token in zip(scheduled, tokens, strict=True):
-            request = item.request
-            assert isinstance(request, PrefillRequest)
-            if request.lease is None or request.lease.state is not LeaseState.OPEN:
-                continue
-            request.settled_len += item.num_tokens
-            if token is not None:
-                self._complete(request, token)
-                continue
-            pages = request.lease.pages.tolist()
-            page_size = request.lease.page_size
-            self._say(request, request.hand_over.announce(pages, request.settled_len, page_size))
+        request = item.request
+        assert isinstance(request, PrefillRequest)
+        assert request.lease is not None
+        request.settled_len += item.num_tokens
+        if token is not None:
+            self._complete(request, token)
+            return
+        pages = request.lease.pages.tolist()
+        page_size = request.lease.page_size
+        self._say(request, request.hand_over.announce(pages, request.settled_len, page_size))
+
+    def failed(self, request: Request, error: Exception) -> None:
+        """See `Role`."""
+        assert isinstance(request, PrefillRequest)
+        failed = End(EndReason.FAILED, error=f"the forward failed: {error}")
+        self._leave(request, HandOverEnd.FAILED, failed)
 
     def load(self) -> Load:
         """See `Role`."""

@@ -1,0 +1,142 @@
+"""A session with one server: asks what it is, then warms up and measures run after run."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime
+from typing import Any
+
+import click
+import grpc
+
+from benchmarks.client import Client, RequestRecord, Stopwatch
+from benchmarks.report import Report, Slo, summarise
+from benchmarks.runner import closed_loop, drive
+from benchmarks.workload import ClosedLoop, Prompts, Workload, check_lengths
+from kvrelay.v1 import inference_pb2 as pb
+from kvrelay.v1 import inference_pb2_grpc as rpc
+
+JSON_SCHEMA = "kvrelay.serve_load/1"
+
+# The server is asked what it is before it is loaded, so a short wait is enough.
+_INFO_SECONDS = 10.0
+
+
+class ServerError(RuntimeError):
+    """The server cannot be reached, or cannot do even the warm-up."""
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """What ends a run, whatever the server does: at most the sum of the two times.
+
+    The warm-up before it is bounded by the same two.
+    """
+
+    max_seconds: float  # no request is sent after that
+    deadline_s: float  # of each request
+    warmup: int  # requests
+
+
+@dataclass(frozen=True)
+class Run:
+    """One measured run."""
+
+    report: Report
+    records: list[RequestRecord]
+
+
+@dataclass(frozen=True)
+class Results:
+    """The runs of one invocation and what they were measured on."""
+
+    target: str
+    started: datetime
+    server: dict[str, Any]
+    runs: list[Run]
+
+    def to_json(self, with_requests: bool) -> dict[str, Any]:
+        """The document that ``--json`` writes."""
+        return {
+            "schema": JSON_SCHEMA,
+            "started": self.started.isoformat(timespec="seconds"),
+            "target": self.target,
+            "server": self.server,
+            "runs": [_run_json(run, with_requests) for run in self.runs],
+        }
+
+
+def _run_json(run: Run, with_requests: bool) -> dict[str, Any]:
+    document = asdict(run.report)
+    if with_requests:
+        document["records"] = [asdict(record) for record in run.records]
+    return document
+
+
+async def bench(target: str, workloads: Sequence[Workload], bounds: Bounds, slo: Slo) -> Results:
+    """Run the workloads one after another against the server at ``target``.
+
+    Raises ``ServerError`` and ``WorkloadError``; a request that fails is a
+    record, not an error.
+    """
+    started = datetime.now(UTC)
+    async with grpc.aio.insecure_channel(target) as channel:
+        stub = rpc.InferenceServiceStub(channel)
+        try:
+            model = await stub.GetModelInfo(pb.GetModelInfoRequest(), timeout=_INFO_SECONDS)
+            server = await stub.GetServerInfo(pb.GetServerInfoRequest(), timeout=_INFO_SECONDS)
+        except grpc.aio.AioRpcError as error:
+            raise ServerError(f"{target}: {error.code().name}: {error.details()}") from error
+        for workload in workloads:
+            check_lengths(workload, model.max_model_len)
+        runs = []
+        for workload in workloads:
+            click.echo(_announcement(workload), err=True)
+            runs.append(await _measure(stub, model.vocab_size, workload, bounds, slo))
+    return Results(target, started, _describe(model, server), runs)
+
+
+async def _measure(
+    stub: rpc.InferenceServiceStub, vocab_size: int, workload: Workload, bounds: Bounds, slo: Slo
+) -> Run:
+    await _warm_up(stub, vocab_size, workload, bounds)
+    clock = Stopwatch()
+    client = Client(stub, Prompts(vocab_size, workload.seed), clock, bounds.deadline_s)
+    cpu = time.process_time()
+    records = await drive(workload, client.send, clock, bounds.max_seconds)
+    records.sort(key=lambda record: record.index)
+    return Run(summarise(workload, records, slo, time.process_time() - cpu), records)
+
+
+async def _warm_up(
+    stub: rpc.InferenceServiceStub, vocab_size: int, workload: Workload, bounds: Bounds
+) -> None:
+    """Send requests like the workload's first ones, but of other prompts. All must complete."""
+    jobs = [replace(job, due=None, blocks=()) for job in workload.jobs[: bounds.warmup]]
+    slots = workload.load.concurrency if isinstance(workload.load, ClosedLoop) else 1
+    clock = Stopwatch()
+    prompts = Prompts(vocab_size, workload.seed, warm_up=True)
+    client = Client(stub, prompts, clock, bounds.deadline_s)
+    for record in await closed_loop(jobs, client.send, slots, clock, bounds.max_seconds):
+        if not record.completed:
+            raise ServerError(f"a warm-up request failed: {record.status}: {record.detail}")
+
+
+def _announcement(workload: Workload) -> str:
+    return f"{workload.name}, {workload.load}: {len(workload.jobs)} requests"
+
+
+def _describe(model: pb.GetModelInfoResponse, server: pb.GetServerInfoResponse) -> dict[str, Any]:
+    roles = [worker.role for worker in server.workers]
+    return {
+        "version": server.version,
+        "prefill_workers": roles.count(pb.WORKER_ROLE_PREFILL),
+        "decode_workers": roles.count(pb.WORKER_ROLE_DECODE),
+        "model": model.model,
+        "architecture": model.architecture,
+        "dtype": model.dtype,
+        "vocab_size": model.vocab_size,
+        "max_model_len": model.max_model_len,
+    }

@@ -1,0 +1,70 @@
+"""Tiny random checkpoints: every tensor of a real architecture, at a thousandth of its size."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+VOCAB_SIZE = 512
+CORPUS = (
+    "the quick brown fox jumps over the lazy dog while seven wizards quietly boil "
+    "jugs of mead and prefill workers hand their pages over; naïve café 😀 日本語"
+)
+SHAPE = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 4096,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "tie_word_embeddings": False,
+}
+ARCHITECTURES = {
+    "llama": (LlamaConfig, LlamaForCausalLM, {}),
+    "mistral": (MistralConfig, MistralForCausalLM, {"sliding_window": None, "head_dim": 16}),
+    "qwen2": (Qwen2Config, Qwen2ForCausalLM, {}),
+    "qwen3": (Qwen3Config, Qwen3ForCausalLM, {"head_dim": 32}),
+}
+
+
+def make_checkpoint(folder: Path, architecture: str = "llama", seed: int = 0) -> Path:
+    """Save a random model and a byte-level tokenizer of `VOCAB_SIZE` tokens to `folder`."""
+    config_class, model_class, extra = ARCHITECTURES[architecture]
+    torch.manual_seed(seed)
+    model = model_class(config_class(**SHAPE, **extra))
+    # Wide weights, so that logits differ clearly and greedy paths are not all one token.
+    for parameter in model.parameters():
+        parameter.data.normal_(0, 0.15)
+    model.to(torch.float32).save_pretrained(folder)
+    make_tokenizer().save(str(folder / "tokenizer.json"))
+    return folder
+
+
+def make_tokenizer() -> Tokenizer:
+    """A small byte-level BPE that can spell everything."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB_SIZE,
+        special_tokens=["<s>", "</s>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator([CORPUS], trainer)
+    return tokenizer

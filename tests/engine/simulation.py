@@ -1,0 +1,350 @@
+"""Prefill and decode workers under a random scheduler, without threads, network or model.
+
+The engines, roles, state machines and ledgers are the real ones. What is
+simulated is what lies between them: when a message arrives, when a forward
+ends, when a read ends. The model counts: its next token is a function of the
+whole context as it is found in the pages, so a page that was reused too early
+gives wrong tokens.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from kvrelay.decode_worker.role import DecodeRole
+from kvrelay.decode_worker.stream import FromPeer, HandOverStream as DecodeStream, StreamLost
+from kvrelay.engine.commands import Attach, Cancel, Detach, Inbox, Peer, PeerDied, Submit
+from kvrelay.engine.config import Role, WorkerConfig
+from kvrelay.engine.core import EngineCore
+from kvrelay.engine.loop import Engine
+from kvrelay.engine.metrics import WorkerMetrics
+from kvrelay.engine.outbox import Outbox
+from kvrelay.engine.outputs import EndReason, Output, RequestKey, RouterLink
+from kvrelay.engine.step import Step, StepEnded
+from kvrelay.engine.stop import StopConditions
+from kvrelay.kv_transfer.pull import Pull, PullState
+from kvrelay.mem_cache.ledger import Ledger
+from kvrelay.model_runner.sampler import SampledToken
+from kvrelay.model_runner.sampling_params import SamplingParams
+from kvrelay.prefill_worker.request import (
+    HandOverStream as PrefillStream,
+    StreamClosed,
+    StreamMessage,
+    StreamOpened,
+)
+from kvrelay.prefill_worker.role import PrefillRole
+
+VOCAB = 97
+GREEDY = SamplingParams(temperature=0)
+
+
+def next_token(context: Sequence[int]) -> int:
+    """What the counting model says after `context`."""
+    value = len(context)
+    for token in context:
+        value = (value * 31 + token) % 1_000_003
+    return value % VOCAB
+
+
+def reference(prompt: Sequence[int], max_tokens: int) -> list[int]:
+    """The output of an undisturbed run."""
+    tokens = list(prompt)
+    for _ in range(max_tokens):
+        tokens.append(next_token(tokens))
+    return tokens[len(prompt) :]
+
+
+def drain(stream: Any) -> list[Any]:
+    """What the engine has put into a stream; `None` stands for its close."""
+    messages = []
+    while not stream._queue.empty():
+        messages.append(stream._queue.get_nowait())
+    return messages
+
+
+class SimAgent:
+    """Reads pages when the simulation says so."""
+
+    def __init__(self, incarnation: str) -> None:
+        self.incarnation = incarnation
+        self.serving = 0
+        self.ordered: list[tuple[Pull, Callable[[Pull], None]]] = []
+
+    def serve(self, change: int) -> None:
+        self.serving += change
+        assert self.serving >= 0
+
+    def pull(self, peer: str, local: Any, remote: Any, on_end: Callable[[Pull], None]) -> Pull:
+        pull = Pull(peer, local, remote, PullState.RUNNING)
+        self.ordered.append((pull, on_end))
+        return pull
+
+    def confirm_death(self, incarnation: str, on_settled: Callable[[], None]) -> None:
+        for pull, on_end in [entry for entry in self.ordered if entry[0].peer == incarnation]:
+            self.ordered.remove((pull, on_end))
+            pull.state = PullState.FAILED
+            pull.settle()
+            on_end(pull)
+        on_settled()
+
+
+@dataclass
+class SimWorker:
+    """One worker: the real engine over a pool of integers."""
+
+    name: str
+    role_name: Role
+    pages: int
+    page_size: int
+    rows: int
+    chunk_tokens: int
+    steps: deque[Step] = field(default_factory=deque)
+    opened: list[DecodeStream] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.ledger = Ledger(
+            total_pages=self.pages,
+            page_size=self.page_size,
+            total_rows=self.rows,
+            max_row_tokens=512,
+        )
+        self.kv = np.full(self.pages * self.page_size, -1, np.int64)
+        self.agent = SimAgent(self.name)
+        self.inbox = Inbox()
+        config = WorkerConfig(self.name, self.role_name, model_path=None, model_name="sim")
+        outbox = Outbox(lambda function, *args: function(*args))
+        self.core = EngineCore(self.ledger, outbox, WorkerMetrics(config))
+        if self.role_name is Role.PREFILL:
+            role = PrefillRole(self.core, self.agent, None, self.chunk_tokens)
+        else:
+            role = DecodeRole(self.core, self.agent, self, self.inbox, None)
+        self.engine = Engine(self.core, role, self, audit_pages=True)
+        self.link = RouterLink("router")
+        self.inbox.post(Attach(self.link))
+
+    def deliver(self, stream: DecodeStream) -> None:
+        """As the hand-over client: a stream is to be opened."""
+        self.opened.append(stream)
+
+    def launch(self, step: Step) -> None:
+        """As the launcher."""
+        self.steps.append(step)
+
+    def turn(self) -> None:
+        if self.inbox._messages:
+            self.engine.turn(self.inbox.drain())
+
+    def end_step(self) -> None:
+        step = self.steps.popleft()
+        self.inbox.post(StepEnded(step, self._compute(step)))
+
+    def _compute(self, step: Step) -> tuple[SampledToken | None, ...]:
+        batch, results = step.batch, []
+        for index, item in enumerate(step.scheduled):
+            table = batch.page_tables[index].astype(np.int64)
+            slots = (table[:, None] * self.page_size + np.arange(self.page_size)).ravel()
+            first, last = batch.query_start[index : index + 2]
+            self.kv[slots[batch.positions[first:last]]] = batch.input_ids[first:last]
+            context = self.kv[slots[: batch.seq_lens[index]]].tolist()
+            token = next_token(context) if item.sample else None
+            results.append(None if token is None else SampledToken(token, None, ()))
+        return tuple(results)
+
+
+@dataclass
+class SimRequest:
+    """A request and what came of it."""
+
+    key: RequestKey
+    prompt: list[int]
+    max_tokens: int
+    prefill: SimWorker
+    decode: SimWorker
+    tokens: dict[int, int] = field(default_factory=dict)
+    ends: dict[str, Any] = field(default_factory=dict)
+    disturbed: bool = False
+
+    @property
+    def output(self) -> list[int]:
+        return [self.tokens[index] for index in sorted(self.tokens)]
+
+
+class Simulation:
+    """A cluster under a random but reproducible scheduler."""
+
+    def __init__(self, seed: int, page_size: int, pages: int, rows: int, chunk: int) -> None:
+        self.random = random.Random(seed)
+        self.prefills = [
+            SimWorker(f"p{i}", Role.PREFILL, pages, page_size, rows, chunk) for i in range(2)
+        ]
+        self.decodes = [
+            SimWorker(f"d{i}", Role.DECODE, pages, page_size, rows, chunk) for i in range(2)
+        ]
+        self.workers = [*self.prefills, *self.decodes]
+        self.pairs: list[tuple[SimWorker, DecodeStream, SimWorker, PrefillStream]] = []
+        self.requests: dict[RequestKey, SimRequest] = {}
+
+    def submit(self, prompt: list[int], max_tokens: int, priority: int = 0) -> SimRequest:
+        key = RequestKey("router", str(len(self.requests)), 1)
+        request = SimRequest(
+            key,
+            prompt,
+            max_tokens,
+            self.random.choice(self.prefills),
+            self.random.choice(self.decodes),
+        )
+        self.requests[key] = request
+        for worker in (request.prefill, request.decode):
+            peer = Peer("", request.prefill.name) if worker is request.decode else None
+            stops = StopConditions(max_tokens=max_tokens)
+            worker.inbox.post(
+                Submit(worker.link, key, tuple(prompt), GREEDY, stops, priority, peer)
+            )
+        return request
+
+    def cancel(self, request: SimRequest, worker: SimWorker) -> None:
+        request.disturbed = True
+        worker.inbox.post(Cancel(request.key))
+
+    def break_stream(self) -> None:
+        """A hand-over stream is lost under both sides."""
+        if self.pairs:
+            pair = self.random.choice(self.pairs)
+            self.requests[pair[1].key].disturbed = True
+            self._unpair(pair)
+
+    def fail_read(self) -> None:
+        """A read fails while its late bytes still arrive: the fence passes later, by death."""
+        worker = self.random.choice(self.decodes)
+        if worker.agent.ordered:
+            entry = self.random.choice(worker.agent.ordered)
+            worker.agent.ordered.remove(entry)
+            pull, on_end = entry
+            pull.state, pull.error = PullState.FAILED, "injected"
+            on_end(pull)
+            worker.agent.ordered.append((pull, lambda _: None))
+            for request in self.requests.values():
+                if request.prefill.name == pull.peer:
+                    request.disturbed = True
+
+    def detach(self, worker: SimWorker) -> None:
+        """The router's stream to a worker ends, and a new one comes."""
+        for request in self.requests.values():
+            if worker in (request.prefill, request.decode):
+                request.disturbed = True
+                self._cancel_other(request, worker)
+        worker.inbox.post(Detach(worker.link))
+        worker.link = RouterLink("router")
+        worker.inbox.post(Attach(worker.link))
+
+    def step(self) -> bool:
+        """Let one random thing happen; whether anything could."""
+        actions: list[Callable[[], None]] = []
+        for worker in self.workers:
+            if worker.inbox._messages:
+                actions.append(worker.turn)
+            if worker.steps:
+                actions.append(worker.end_step)
+            if worker.agent.ordered:
+                actions.append(lambda worker=worker: self._read(worker))
+            if worker.opened:
+                actions.append(lambda worker=worker: self._open(worker))
+        actions += [lambda pair=pair: self._carry(pair) for pair in self.pairs if self._ready(pair)]
+        if not actions:
+            return False
+        self.random.choice(actions)()
+        self._collect()
+        return True
+
+    def run(self, limit: int = 200_000) -> None:
+        """Until nothing can happen any more."""
+        for _ in range(limit):
+            if not self.step():
+                return
+        raise AssertionError("the simulation does not come to rest")
+
+    def settle_deaths(self) -> None:
+        """Confirm to every decode worker that late bytes cannot come any more."""
+        for worker in self.decodes:
+            for prefill in self.prefills:
+                worker.inbox.post(PeerDied(prefill.name))
+
+    def assert_at_baseline(self) -> None:
+        for worker in self.workers:
+            worker.ledger.audit_pages()
+            assert worker.ledger.page_counts().free == worker.pages, worker.name
+            assert worker.ledger.row_counts().free == worker.rows, worker.name
+            assert worker.ledger.page_counts().promised == 0, worker.name
+            assert not worker.core.requests, worker.name
+            assert worker.agent.serving == 0, worker.name
+
+    def _open(self, worker: SimWorker) -> None:
+        stream = worker.opened.pop(0)
+        prefill = next(p for p in self.prefills if p.name == stream.peer.incarnation)
+        other = PrefillStream(stream.key, worker.name)
+        prefill.inbox.post(StreamOpened(other))
+        self.pairs.append((worker, stream, prefill, other))
+
+    def _ready(self, pair: Any) -> bool:
+        return not (pair[1]._queue.empty() and pair[3]._queue.empty())
+
+    def _carry(self, pair: Any) -> None:
+        decode, mine, prefill, theirs = pair
+        for message in drain(mine):
+            if message is None:
+                self._unpair(pair)
+                return
+            prefill.inbox.post(StreamMessage(theirs, message))
+        for message in drain(theirs):
+            decode.inbox.post(FromPeer(mine, message))
+
+    def _unpair(self, pair: Any) -> None:
+        decode, mine, prefill, theirs = pair
+        self.pairs.remove(pair)
+        prefill.inbox.post(StreamClosed(theirs))
+        decode.inbox.post(StreamLost(mine, "closed"))
+
+    def _read(self, worker: SimWorker) -> None:
+        """Move one read's bytes as they are on the other side now, and end it."""
+        entry = self.random.choice(worker.agent.ordered)
+        pull, on_end = entry
+        peer = next(p for p in self.prefills if p.name == pull.peer)
+        size = worker.page_size
+        for local, remote in zip(pull.local_pages, pull.remote_pages, strict=True):
+            worker.kv[local * size : (local + 1) * size] = peer.kv[
+                remote * size : (remote + 1) * size
+            ]
+        if pull.state is PullState.FAILED:
+            return
+        worker.agent.ordered.remove(entry)
+        pull.state = PullState.DONE
+        pull.settle()
+        on_end(pull)
+
+    def _collect(self) -> None:
+        for worker in self.workers:
+            for step in drain(worker.link):
+                for output in step.outputs:
+                    self._take(worker, output)
+
+    def _take(self, worker: SimWorker, output: Output) -> None:
+        request = self.requests[output.key]
+        for offset, token in enumerate(output.tokens):
+            assert output.index + offset not in request.tokens, "a token was said twice"
+            request.tokens[output.index + offset] = token.token_id
+        if output.end is not None:
+            assert worker.name not in request.ends, "a worker ended a request twice"
+            request.ends[worker.name] = output.end
+            if output.end.reason in (EndReason.ABORTED, EndReason.FAILED):
+                self._cancel_other(request, worker)
+
+    def _cancel_other(self, request: SimRequest, worker: SimWorker) -> None:
+        """As a router does when one of a request's two workers is out."""
+        other = request.decode if worker is request.prefill else request.prefill
+        if other.name not in request.ends:
+            other.inbox.post(Cancel(request.key))

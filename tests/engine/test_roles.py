@@ -1,0 +1,154 @@
+"""Both roles, thousands of interleavings: the right tokens, and every page back."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from kvrelay.engine.outputs import EndReason
+
+from tests.engine.simulation import Simulation, SimRequest, reference
+
+
+def random_prompt(rng: random.Random, longest: int) -> list[int]:
+    return [rng.randrange(97) for _ in range(rng.randint(1, longest))]
+
+
+def assert_complete(request: SimRequest) -> None:
+    assert request.output == reference(request.prompt, request.max_tokens)
+    ends = {end.reason for end in request.ends.values()}
+    assert EndReason.FINISHED in ends
+    assert EndReason.FAILED not in ends
+
+
+@pytest.mark.parametrize("page_size", [1, 3, 16])
+@pytest.mark.parametrize("seed", range(6))
+def test_undisturbed_requests_give_the_models_tokens(seed, page_size):
+    simulation = Simulation(seed, page_size, pages=160 // page_size, rows=6, chunk=16)
+    rng = random.Random(seed)
+    requests = []
+    for _ in range(40):
+        requests.append(simulation.submit(random_prompt(rng, 60), rng.randint(1, 12)))
+        for _ in range(rng.randint(0, 30)):
+            simulation.step()
+    simulation.run()
+    for request in requests:
+        assert_complete(request)
+    simulation.assert_at_baseline()
+
+
+@pytest.mark.parametrize("page_size", [1, 3, 16])
+@pytest.mark.parametrize("seed", range(12))
+def test_disturbed_requests_leave_nothing_and_harm_nobody(seed, page_size):
+    simulation = Simulation(seed, page_size, pages=160 // page_size, rows=6, chunk=16)
+    rng = random.Random(seed)
+    requests = []
+    for _ in range(60):
+        requests.append(simulation.submit(random_prompt(rng, 60), rng.randint(1, 12)))
+        for _ in range(rng.randint(0, 40)):
+            simulation.step()
+        if rng.random() < 0.3:
+            victim = rng.choice(requests)
+            for worker in rng.sample([victim.prefill, victim.decode], rng.randint(1, 2)):
+                simulation.cancel(victim, worker)
+        if rng.random() < 0.1:
+            simulation.break_stream()
+        if rng.random() < 0.03:
+            simulation.detach(rng.choice(simulation.workers))
+    simulation.run()
+    for request in requests:
+        if not request.disturbed:
+            assert_complete(request)
+    undisturbed = sum(not request.disturbed for request in requests)
+    assert undisturbed >= 5, "the disturbance left too little to check"
+    simulation.assert_at_baseline()
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_pages_of_a_failed_read_wait_for_the_peers_death(seed):
+    simulation = Simulation(seed, page_size=4, pages=60, rows=6, chunk=16)
+    rng = random.Random(seed)
+    for _ in range(20):
+        simulation.submit(random_prompt(rng, 40), rng.randint(1, 8))
+    failed = 0
+    for _ in range(4000):
+        if rng.random() < 0.02 and failed < 3:
+            simulation.fail_read()
+            failed += 1
+        if not simulation.step():
+            break
+    quarantined = [worker.ledger.page_counts().quarantined for worker in simulation.decodes]
+    late = [len(worker.agent.ordered) for worker in simulation.decodes]
+    assert all((pages > 0) == (reads > 0) for pages, reads in zip(quarantined, late, strict=True))
+    simulation.settle_deaths()
+    simulation.run()
+    simulation.assert_at_baseline()
+
+
+def test_abort_at_every_point_of_one_request():
+    """One request, cancelled after k events for every k, on either side or both."""
+    for sides in ("prefill", "decode", "both"):
+        for events in range(60):
+            simulation = Simulation(events, page_size=4, pages=20, rows=2, chunk=8)
+            request = simulation.submit(list(range(20)), 6)
+            for _ in range(events):
+                simulation.step()
+            for worker in (request.prefill, request.decode):
+                if sides in ("both", worker.role_name.value):
+                    simulation.cancel(request, worker)
+            simulation.run()
+            simulation.assert_at_baseline()
+            assert request.output == reference(request.prompt, 6)[: len(request.output)]
+
+
+def test_two_prompts_that_do_not_fit_together_run_one_after_the_other():
+    """Scenario 48: D has room for one and a half prompts; neither ends up holding half."""
+    simulation = Simulation(1, page_size=4, pages=15, rows=4, chunk=8)
+    simulation.prefills = simulation.prefills[:1]
+    simulation.decodes = simulation.decodes[:1]
+    requests = [simulation.submit(list(range(36)), 5) for _ in range(2)]
+    simulation.run()
+    for request in requests:
+        assert_complete(request)
+    simulation.assert_at_baseline()
+
+
+def test_prompt_that_does_not_fit_any_pool_is_refused_and_others_live():
+    simulation = Simulation(1, page_size=4, pages=10, rows=4, chunk=8)
+    simulation.prefills = simulation.prefills[:1]
+    simulation.decodes = simulation.decodes[:1]
+    big = simulation.submit(list(range(50)), 5)
+    small = simulation.submit(list(range(10)), 5)
+    simulation.run()
+    assert_complete(small)
+    assert {end.reason for end in big.ends.values()} == {EndReason.FAILED}
+    assert "do not fit" in big.ends[big.prefill.name].error
+    simulation.assert_at_baseline()
+
+
+def test_ids_that_begin_alike_are_different_requests():
+    """Scenario 42: aborting `1` leaves `10` alone."""
+    simulation = Simulation(3, page_size=4, pages=60, rows=16, chunk=8)
+    requests = [simulation.submit(list(range(12)), 4) for _ in range(11)]
+    one, ten = requests[1], requests[10]
+    assert (one.key.request_id, ten.key.request_id) == ("1", "10")
+    for worker in (one.prefill, one.decode):
+        simulation.cancel(one, worker)
+    simulation.run()
+    assert_complete(ten)
+    simulation.assert_at_baseline()
+
+
+def test_lower_priority_value_runs_first():
+    simulation = Simulation(5, page_size=4, pages=10, rows=1, chunk=8)
+    simulation.prefills = simulation.prefills[:1]
+    simulation.decodes = simulation.decodes[:1]
+    late = [simulation.submit([1, 2, 3], 3, priority=5) for _ in range(3)]
+    urgent = simulation.submit([4, 5, 6], 3, priority=-1)
+    finished: list[SimRequest] = []
+    while simulation.step():
+        for request in [*late, urgent]:
+            if len(request.ends) == 2 and request not in finished:
+                finished.append(request)
+    assert urgent in finished[:2], "at most the request that ran already goes before it"
+    simulation.assert_at_baseline()

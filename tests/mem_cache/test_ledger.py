@@ -1,0 +1,179 @@
+"""The account of pages and rows, without a model and without a network."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from kvrelay.mem_cache.errors import ConservationError, LedgerError
+from kvrelay.mem_cache.fence import StepClock
+from kvrelay.mem_cache.lease import LeaseState
+from kvrelay.mem_cache.ledger import Ledger, Owner
+from kvrelay.mem_cache.release import Outcome, release_kv_cache
+
+
+def make_ledger(pages: int = 16, page_size: int = 4, rows: int = 4) -> Ledger:
+    return Ledger(
+        total_pages=pages, page_size=page_size, total_rows=rows, max_row_tokens=pages * page_size
+    )
+
+
+def assert_at_baseline(ledger: Ledger) -> None:
+    ledger.audit_pages()
+    assert ledger.page_counts().free == ledger.total_pages
+    assert ledger.page_counts().promised == 0
+    assert ledger.row_counts().free == ledger.total_rows
+
+
+def test_lengths_are_recorded_where_they_change():
+    ledger = make_ledger()
+    lease = ledger.open("a", promised_tokens=10)
+    assert lease is not None
+    assert (lease.kv_committed_len, lease.kv_allocated_len) == (0, 0)
+    assert ledger.grow(lease, 9)
+    assert (lease.kv_committed_len, lease.kv_allocated_len, lease.num_pages) == (0, 9, 3)
+    ledger.commit(lease, 7)
+    assert (lease.kv_committed_len, lease.kv_allocated_len) == (7, 9)
+    ledger.audit_pages()
+    release_kv_cache(ledger, lease, Outcome.FINISHED)
+    assert_at_baseline(ledger)
+
+
+@pytest.mark.parametrize(("page_size", "committed", "allocated"), [
+    (1, 6, 6), (1, 5, 7), (4, 14, 18), (16, 48, 121), (3, 0, 1), (3, 0, 0),
+])  # fmt: skip
+def test_release_gives_back_tail_and_over_allocation(page_size, committed, allocated):
+    ledger = make_ledger(pages=128, page_size=page_size)
+    lease = ledger.open("a", promised_tokens=allocated)
+    assert lease is not None
+    assert ledger.grow(lease, allocated)
+    ledger.commit(lease, committed)
+    assert release_kv_cache(ledger, lease, Outcome.ABORTED)
+    assert_at_baseline(ledger)
+
+
+def test_release_twice_releases_once():
+    ledger = make_ledger()
+    lease = ledger.open("a", 8)
+    assert lease is not None
+    assert ledger.grow(lease, 8)
+    assert release_kv_cache(ledger, lease, Outcome.FINISHED)
+    assert not release_kv_cache(ledger, lease, Outcome.ABORTED)
+    assert_at_baseline(ledger)
+
+
+def test_commit_past_the_allocation_fails_loudly():
+    ledger = make_ledger()
+    lease = ledger.open("a", 8)
+    assert lease is not None
+    assert ledger.grow(lease, 5)
+    with pytest.raises(LedgerError, match="commit of 6 tokens"):
+        ledger.commit(lease, 6)
+    ledger.commit(lease, 5)
+    with pytest.raises(LedgerError, match="commit of 4 tokens"):
+        ledger.commit(lease, 4)
+
+
+def test_closed_lease_cannot_grow():
+    ledger = make_ledger()
+    lease = ledger.open("a", 8)
+    assert lease is not None
+    lease.close()
+    with pytest.raises(LedgerError, match="CLOSED"):
+        ledger.grow(lease, 1)
+    release_kv_cache(ledger, lease, Outcome.ABORTED)
+    with pytest.raises(LedgerError, match="RELEASED"):
+        ledger.commit(lease, 0)
+    assert lease.state is LeaseState.RELEASED
+
+
+def test_shortage_changes_nothing():
+    ledger = make_ledger(pages=4, page_size=4)
+    first = ledger.open("first", 12)
+    assert first is not None
+    before = ledger.page_counts()
+    assert ledger.open("second", 8) is None
+    assert ledger.page_counts() == before
+    second = ledger.open("second", 4)
+    assert second is not None
+    assert ledger.grow(second, 4)
+    assert not ledger.grow(second, 5), "the rest is promised to the first"
+    assert second.kv_allocated_len == 4
+    assert ledger.grow(first, 12), "a promise is kept"
+    ledger.audit_pages()
+
+
+def test_rows_run_out_before_pages():
+    ledger = make_ledger(rows=1)
+    lease = ledger.open("a", 4)
+    assert lease is not None
+    assert ledger.open("b", 4) is None
+    assert not ledger.can_open(4)
+    release_kv_cache(ledger, lease, Outcome.FINISHED)
+    assert ledger.can_open(4)
+
+
+def test_pages_that_a_forward_still_reads_are_not_reused():
+    ledger = make_ledger(pages=4, page_size=4, rows=2)
+    steps = StepClock()
+    first = ledger.open("first", 16)
+    assert first is not None
+    assert ledger.grow(first, 16)
+    steps.launch()
+    release_kv_cache(ledger, first, Outcome.FINISHED, fences=[steps.fence()])
+    assert ledger.page_counts().quarantined == 4
+    assert ledger.row_counts().quarantined == 1
+    assert ledger.open("second", 4) is None
+    assert ledger.reclaim() == 0
+    ledger.audit_pages()
+    steps.settle()
+    assert ledger.reclaim() == 4
+    assert_at_baseline(ledger)
+
+
+def test_quarantine_waits_for_every_fence():
+    ledger = make_ledger()
+    steps, other = StepClock(), StepClock()
+    lease = ledger.open("a", 4)
+    assert lease is not None
+    assert ledger.grow(lease, 4)
+    steps.launch()
+    other.launch()
+    release_kv_cache(ledger, lease, Outcome.ABORTED, fences=[steps.fence(), other.fence()])
+    steps.settle()
+    assert ledger.reclaim() == 0
+    other.settle()
+    assert ledger.reclaim() == 1
+    assert_at_baseline(ledger)
+
+
+def test_page_table_snapshot_does_not_change_afterwards():
+    ledger = make_ledger()
+    lease = ledger.open("a", 8)
+    assert lease is not None
+    assert ledger.grow(lease, 8)
+    snapshot = ledger.page_tables([lease])
+    kept = snapshot.copy()
+    release_kv_cache(ledger, lease, Outcome.FINISHED)
+    np.testing.assert_array_equal(snapshot, kept)
+
+
+def test_audit_names_a_lost_page_and_its_history():
+    ledger = make_ledger()
+    lease = ledger.open("culprit", 4)
+    assert lease is not None
+    assert ledger.grow(lease, 4)
+    page = int(lease.pages[0])
+    lease._kv_allocated_len = 0
+    with pytest.raises(ConservationError, match=rf"page {page} has 0 owners: culprit: FREE to"):
+        ledger.audit_pages()
+
+
+def test_freeing_a_page_twice_is_caught_at_once():
+    ledger = make_ledger()
+    lease = ledger.open("a", 4)
+    assert lease is not None
+    assert ledger.grow(lease, 4)
+    pages = lease.own_pages
+    release_kv_cache(ledger, lease, Outcome.FINISHED)
+    with pytest.raises(ConservationError, match="should be owned by LEASE and is by FREE"):
+        ledger._move("a", pages, Owner.LEASE, Owner.FREE)

@@ -1,0 +1,36 @@
+"""Tokens in order, once each, whatever the order they come in."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+from kvrelay.router.events import Token
+from kvrelay.router.merge import TokenMerge
+
+
+def tokens(*ids: int) -> list[Token]:
+    return [Token(token_id) for token_id in ids]
+
+
+def test_later_tokens_wait_for_the_first() -> None:
+    merge = TokenMerge()
+    merge.add(1, tokens(11, 12))
+    assert merge.take() == ()
+    assert not merge.gapless
+    merge.add(0, tokens(10))
+    assert merge.take() == tuple(tokens(10, 11, 12))
+    assert merge.gapless
+
+
+def test_nothing_is_not_gapless() -> None:
+    assert not TokenMerge().gapless
+
+
+@given(st.permutations(list(range(12))), st.integers(1, 4))
+def test_any_order_and_any_overlap_give_each_token_once(order: list[int], length: int) -> None:
+    merge, taken = TokenMerge(), []
+    for index in order:
+        merge.add(index, tokens(*range(index, index + length)))
+        taken += merge.take()
+    assert taken == tokens(*range(12 + length - 1))
+    assert merge.gapless

@@ -1,0 +1,59 @@
+"""Which worker a request goes to."""
+
+from __future__ import annotations
+
+from kvrelay.router.load import PoolState, WorkerLoad
+from kvrelay.router.placement import Candidate, choose_decode, choose_prefill
+
+
+def candidate(
+    worker: str,
+    *,
+    backlog: int = 0,
+    free: int = 10,
+    promised: int = 0,
+    running: int = 0,
+    pool_tokens: int = 160,
+    page_size: int = 16,
+) -> Candidate:
+    kv = PoolState("kv", page_size, 10, free, 10 - free, 0, 0, 0, 0, promised)
+    rows = PoolState("rows", 0, 999, 999, 0, 0, 0, 0, 0, 0)
+    load = WorkerLoad(running_requests=running, pools=(rows, kv))
+    return Candidate(worker, pool_tokens, load, backlog)
+
+
+def test_prefill_goes_to_the_shortest_backlog() -> None:
+    assert choose_prefill([candidate("a", backlog=9), b := candidate("b", backlog=8)], 1) is b
+
+
+def test_equal_prefill_workers_are_taken_by_name() -> None:
+    assert choose_prefill([candidate("b"), a := candidate("a")], 1) is a
+
+
+def test_a_prompt_goes_only_where_it_fits() -> None:
+    busy = candidate("a", backlog=900, pool_tokens=320)
+    assert choose_prefill([busy, candidate("b")], 161) is busy
+    assert choose_prefill([candidate("b")], 161) is None
+    assert choose_prefill([], 1) is None
+
+
+def test_decode_goes_to_the_most_unpromised_memory() -> None:
+    promised = candidate("a", free=9, promised=5)
+    assert choose_decode([promised, b := candidate("b", free=5)], 1) is b
+
+
+def test_decode_counts_what_is_on_its_way_to_the_pool() -> None:
+    assert choose_decode([candidate("a", backlog=17), b := candidate("b", free=9)], 1) is b
+
+
+def test_pools_of_different_page_size_compare_in_tokens() -> None:
+    assert choose_decode([candidate("a", page_size=1), b := candidate("b", free=1)], 1) is b
+
+
+def test_equal_memory_goes_to_the_fewest_running_then_by_name() -> None:
+    a, b, c = candidate("a", running=2), candidate("b", running=1), candidate("c", running=1)
+    assert choose_decode([a, c, b], 1) is b
+
+
+def test_an_output_goes_only_where_it_fits() -> None:
+    assert choose_decode([candidate("a")], 161) is None

@@ -1,0 +1,135 @@
+"""Rendering: nothing split, nothing lost, no part of a stop string shown."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kvrelay.router.text import TextStream
+from tokenizers import Tokenizer
+
+from .toy_tokenizers import byte_level_tokenizer, sentencepiece_tokenizer
+
+BYTE_LEVEL = byte_level_tokenizer()
+SENTENCEPIECE = sentencepiece_tokenizer()
+TEXTS = st.text(alphabet="ab é日😀🎉 the\n", max_size=30)
+
+
+def pieces(stream: TextStream, token_ids: Sequence[int]) -> list[str]:
+    return [stream.push(token_id) for token_id in token_ids]
+
+
+def stop_at(
+    tokenizer: Tokenizer, token_ids: Sequence[int], stop: Sequence[str], min_tokens: int = 0
+) -> tuple[list[int], str | None]:
+    """What a worker does: the tokens up to the one that completes a stop string, and which."""
+    for count in range(max(1, min_tokens), len(token_ids) + 1):
+        text = tokenizer.decode(token_ids[:count])
+        found = [(text.find(s), s) for s in stop if s in text]
+        if found:
+            return list(token_ids[:count]), min(found)[1]
+    return list(token_ids), None
+
+
+@given(st.lists(st.integers(0, BYTE_LEVEL.get_vocab_size() - 1), max_size=40), st.booleans())
+@settings(deadline=None, max_examples=400)
+def test_any_tokens_render_as_the_tokenizer_decodes_them(
+    token_ids: list[int], skip_special_tokens: bool
+) -> None:
+    stream = TextStream(BYTE_LEVEL, skip_special_tokens=skip_special_tokens)
+    shown = "".join(pieces(stream, token_ids)) + stream.finish()
+    assert shown == BYTE_LEVEL.decode(token_ids, skip_special_tokens=skip_special_tokens)
+
+
+@given(TEXTS)
+@settings(deadline=None, max_examples=300)
+def test_a_leading_space_tokenizer_keeps_inner_spaces(text: str) -> None:
+    token_ids = SENTENCEPIECE.encode(text, add_special_tokens=False).ids
+    stream = TextStream(SENTENCEPIECE)
+    shown = "".join(pieces(stream, token_ids)) + stream.finish()
+    assert shown == SENTENCEPIECE.decode(token_ids)
+
+
+@given(TEXTS)
+@settings(deadline=None, max_examples=200)
+def test_no_piece_holds_half_a_character(text: str) -> None:
+    stream = TextStream(BYTE_LEVEL)
+    assert not any("�" in piece for piece in pieces(stream, BYTE_LEVEL.encode(text).ids))
+
+
+@given(TEXTS, st.lists(st.text("ab é日😀t", min_size=1, max_size=4), min_size=1, max_size=3))
+@settings(deadline=None, max_examples=400)
+def test_no_part_of_a_stop_string_is_ever_shown(text: str, stop: list[str]) -> None:
+    token_ids, matched = stop_at(BYTE_LEVEL, BYTE_LEVEL.encode(text).ids, stop)
+    stream = TextStream(BYTE_LEVEL, stop=stop)
+    shown, whole = "", BYTE_LEVEL.decode(token_ids)
+    expected = whole if matched is None else whole.partition(matched)[0]
+    for piece in pieces(stream, token_ids):
+        shown += piece
+        assert expected.startswith(shown)
+    assert shown + stream.finish(matched) == expected
+
+
+def test_a_character_comes_with_its_last_byte(tokenizer: Tokenizer) -> None:
+    token_ids = [tokenizer.token_to_id(mark) for mark in "ðŁ¦Ħ"]  # the bytes of U+1F984
+    stream = TextStream(tokenizer)
+    assert pieces(stream, token_ids) == ["", "", "", "🦄"]
+
+
+def test_unfinished_bytes_end_as_a_replacement_character(tokenizer: Tokenizer) -> None:
+    stream = TextStream(tokenizer)
+    token_ids = [tokenizer.token_to_id(mark) for mark in "aðŁ"]
+    assert pieces(stream, token_ids) == ["a", "", ""]
+    assert stream.finish() == "�"
+
+
+def test_a_tokenizer_that_changes_its_mind_loses_no_later_text(sentencepiece: Tokenizer) -> None:
+    """Byte fallback renders a run of bytes anew when it turns out invalid."""
+    valid = [sentencepiece.token_to_id(f"<0x{byte:02X}>") for byte in "é".encode()]
+    broken = sentencepiece.token_to_id("<0xC3>")
+    word = sentencepiece.encode("the dog").ids
+    stream = TextStream(sentencepiece)
+    shown = "".join(pieces(stream, [*valid, broken, *word])) + stream.finish()
+    assert shown.startswith("é")
+    assert shown.endswith("dog")
+
+
+def test_text_that_may_become_a_stop_string_waits(tokenizer: Tokenizer) -> None:
+    stream = TextStream(tokenizer, stop=["###"])
+    hashes = tokenizer.token_to_id("#")
+    assert stream.push(tokenizer.token_to_id("a")) == "a"
+    assert stream.push(hashes) == ""
+    assert stream.push(hashes) == ""
+    assert stream.push(tokenizer.token_to_id("b")) == "##b"
+    assert pieces(stream, [hashes] * 3) == ["", "", ""]
+    assert stream.finish("###") == ""
+
+
+def test_held_text_comes_at_an_end_without_a_match(tokenizer: Tokenizer) -> None:
+    stream = TextStream(tokenizer, stop=["END"])
+    assert pieces(stream, [tokenizer.token_to_id(c) for c in "xEN"]) == ["x", "", ""]
+    assert stream.finish() == "EN"
+
+
+def test_the_longest_possible_beginning_is_held(tokenizer: Tokenizer) -> None:
+    stream = TextStream(tokenizer, stop=["aab", "b!"])
+    ids = [tokenizer.token_to_id(c) for c in "aaab"]
+    assert pieces(stream, ids) == ["", "", "a", ""]
+    assert stream.finish("aab") == ""
+
+
+def test_a_stop_string_before_min_tokens_is_text(tokenizer: Tokenizer) -> None:
+    stream = TextStream(tokenizer, stop=["ab"], min_tokens=4)
+    ids = [tokenizer.token_to_id(c) for c in "abxab"]
+    assert "".join(pieces(stream, ids)) == "abx"
+    assert stream.finish("ab") == ""
+
+
+@pytest.mark.parametrize("skip", [True, False])
+def test_special_tokens_show_only_when_asked(tokenizer: Tokenizer, skip: bool) -> None:
+    stream = TextStream(tokenizer, skip_special_tokens=skip)
+    ids = [tokenizer.token_to_id("a"), tokenizer.token_to_id("<|tool|>")]
+    shown = "".join(pieces(stream, ids)) + stream.finish()
+    assert shown == ("a" if skip else "a<|tool|>")

@@ -1,0 +1,179 @@
+"""Every bad field is named; a good request comes out with nothing left to default."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+from kvrelay.router.discovery import WorkerEndpoint, WorkerRole
+from kvrelay.router.errors import InvalidField, Unavailable
+from kvrelay.router.generation import GenerationRequest
+from kvrelay.router.limits import Limits
+from kvrelay.router.validation import Validator
+from kvrelay.v1 import inference_pb2 as pb
+
+LIMITS = Limits(
+    vocab_size=100, max_model_len=64, prefill_pool_tokens=48, decode_pool_tokens=80
+)
+VALIDATOR = Validator(
+    model_name="toy",
+    encode=lambda text: [ord(character) % 128 for character in text],
+    default_max_tokens=16,
+    max_message_bytes=1000,
+)
+
+
+def message(prompt: Any = (1, 2, 3), *, envelope: Any = None, **params: Any) -> pb.GenerateRequest:
+    made = pb.GenerateRequest(
+        sampling_params=pb.SamplingParams(**params), **(envelope or {"request_id": "r"})
+    )
+    if isinstance(prompt, str):
+        made.text = prompt
+    elif prompt is not None:
+        made.input_ids.CopyFrom(pb.TokenIds(ids=prompt))
+    return made
+
+
+def validate(made: pb.GenerateRequest, limits: Limits = LIMITS) -> GenerationRequest:
+    return VALIDATOR.validate(made, limits)
+
+
+BAD_SAMPLING: list[tuple[str, Any]] = [
+    *[("temperature", bad) for bad in (math.nan, math.inf, -math.inf, -0.1)],
+    *[("top_p", bad) for bad in (math.nan, 0.0, -0.5, 1.01)],
+    *[("min_p", bad) for bad in (math.nan, -0.1, 1.1, math.inf)],
+    *[("frequency_penalty", bad) for bad in (math.nan, -2.1, 2.1)],
+    *[("presence_penalty", bad) for bad in (math.nan, -2.1, 2.1)],
+    *[("repetition_penalty", bad) for bad in (math.nan, 0.0, -1.0, 2.1, math.inf)],
+    ("top_k", -2),
+    ("max_tokens", 0),
+    ("min_tokens", 17),  # more than the default max_tokens
+    ("stop", ["x"] * 17),
+    ("stop", ["ok", ""]),
+    ("stop_token_ids", [100]),
+    ("logprobs", 21),
+    *[("logit_bias", {5: bad}) for bad in (math.nan, 100.5, -101.0, math.inf)],
+    ("logit_bias", {100: 1.0}),
+]
+
+
+@pytest.mark.parametrize(("field", "value"), BAD_SAMPLING)
+def test_a_bad_sampling_value_is_named(field: str, value: Any) -> None:
+    with pytest.raises(InvalidField, match=f"^{field}: ") as caught:
+        validate(message(**{field: value}))
+    assert caught.value.field == field
+
+
+BAD_ENVELOPES: list[tuple[str, pb.GenerateRequest]] = [
+    ("text", message(None)),
+    ("text", message("")),
+    ("input_ids", message(())),
+    ("input_ids", message((1, 100))),
+    ("text", message("~")),  # encodes to an id that the model has not
+    ("request_id", message(envelope={"request_id": "é" * 65})),
+    ("model", message(envelope={"model": "other"})),
+    ("text", message("x" * 1001)),
+]
+
+
+@pytest.mark.parametrize(("field", "bad"), BAD_ENVELOPES)
+def test_a_bad_envelope_is_named(field: str, bad: pb.GenerateRequest) -> None:
+    with pytest.raises(InvalidField, match=f"^{field}: "):
+        validate(bad)
+
+
+@pytest.mark.parametrize(
+    ("field", "numbers", "prompt_tokens", "max_tokens", "limits"),
+    [
+        ("max_tokens", ("40", "25", "65", "64"), 40, 25, LIMITS),
+        ("input_ids", ("49", "48"), 49, 1, LIMITS),
+        ("input_ids", ("64",), 64, None, Limits(100, 64, 99, 99)),
+        ("max_tokens", ("30", "11", "41", "40"), 30, 11, Limits(100, 64, 99, 40)),
+        ("input_ids", ("41", "40"), 41, None, Limits(100, 64, 99, 40)),
+    ],
+)
+def test_what_does_not_fit_is_named_with_both_numbers(
+    field: str, numbers: tuple[str, ...], prompt_tokens: int, max_tokens: int | None, limits: Limits
+) -> None:
+    with pytest.raises(InvalidField, match=f"^{field}: ") as caught:
+        validate(message([1] * prompt_tokens, max_tokens=max_tokens), limits)
+    assert all(number in str(caught.value) for number in numbers)
+
+
+def test_what_just_fits_is_taken() -> None:
+    assert validate(message([1] * 40, max_tokens=24)).total_tokens == 64
+    assert validate(message([1] * 48, max_tokens=16)).total_tokens == 64
+
+
+def test_unset_max_tokens_is_the_default_or_what_fits() -> None:
+    assert validate(message([1] * 10)).sampling.max_tokens == 16
+    assert validate(message([1] * 46), Limits(100, 64, 48, 50)).sampling.max_tokens == 4
+
+
+def test_every_default_is_concrete() -> None:
+    request = validate(message())
+    sampling = request.sampling
+    assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p) == (1, 1, 0, 0)
+    assert (sampling.frequency_penalty, sampling.presence_penalty) == (0, 0)
+    assert sampling.repetition_penalty == 1
+    assert sampling.skip_special_tokens
+    assert sampling.logprobs is None
+    assert request.priority == 0
+
+
+def test_zero_is_not_unset() -> None:
+    sampling = validate(
+        message(temperature=0.0, seed=0, logprobs=0, skip_special_tokens=False)
+    ).sampling
+    assert (sampling.temperature, sampling.seed, sampling.logprobs) == (0, 0, 0)
+    assert not sampling.skip_special_tokens
+
+
+@pytest.mark.parametrize("top_k", [0, -1])
+def test_both_spellings_of_all_tokens_are_one(top_k: int) -> None:
+    assert validate(message(top_k=top_k)).sampling.top_k == 0
+
+
+def test_a_drawn_seed_is_new_each_time_and_not_in_the_fingerprint() -> None:
+    first, second = validate(message()), validate(message())
+    assert first.sampling.seed != second.sampling.seed
+    assert first.fingerprint == second.fingerprint
+    assert validate(message(seed=1)).fingerprint != first.fingerprint
+
+
+def test_the_order_of_a_map_is_not_in_the_fingerprint() -> None:
+    biases = {token_id: 1.0 for token_id in range(20)}
+    backwards = dict(reversed(biases.items()))
+    assert (
+        validate(message(logit_bias=biases)).fingerprint
+        == validate(message(logit_bias=backwards)).fingerprint
+    )
+
+
+def test_a_missing_id_is_made() -> None:
+    made = {validate(message(envelope={"model": "toy"})).request_id for _ in range(3)}
+    assert len(made) == 3
+    assert "" not in made
+
+
+def endpoint(role: WorkerRole, pool_tokens: int, max_model_len: int = 64) -> WorkerEndpoint:
+    return WorkerEndpoint(
+        f"{role}-0", role, "i", "a:1", "m:1", pool_tokens, max_model_len, 100, "Toy", (0,)
+    )
+
+
+def test_limits_are_the_models_and_the_largest_pools() -> None:
+    limits = Limits.of(
+        [
+            endpoint(WorkerRole.PREFILL, 10, max_model_len=32),
+            endpoint(WorkerRole.PREFILL, 30),
+            endpoint(WorkerRole.DECODE, 20),
+        ]
+    )
+    assert limits == Limits(100, 32, 30, 20)
+
+
+def test_without_one_role_there_are_no_limits() -> None:
+    with pytest.raises(Unavailable, match="decode"):
+        Limits.of([endpoint(WorkerRole.PREFILL, 10)])
