@@ -16,8 +16,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+
 from kvrelay.decode_worker.role import DecodeRole
-from kvrelay.decode_worker.stream import FromPeer, HandOverStream as DecodeStream, StreamLost
+from kvrelay.decode_worker.stream import FromPeer, StreamLost
+from kvrelay.decode_worker.stream import HandOverStream as DecodeStream
 from kvrelay.engine.commands import Attach, Cancel, Detach, Inbox, Peer, PeerDied, Submit
 from kvrelay.engine.config import Role, WorkerConfig
 from kvrelay.engine.core import EngineCore
@@ -33,6 +35,8 @@ from kvrelay.model_runner.sampler import SampledToken
 from kvrelay.model_runner.sampling_params import SamplingParams
 from kvrelay.prefill_worker.request import (
     HandOverStream as PrefillStream,
+)
+from kvrelay.prefill_worker.request import (
     StreamClosed,
     StreamMessage,
     StreamOpened,
@@ -177,6 +181,9 @@ class SimRequest:
 class Simulation:
     """A cluster under a random but reproducible scheduler."""
 
+    slow_forwards = False
+    """Forwards of decode workers end only when nothing else can happen."""
+
     def __init__(self, seed: int, page_size: int, pages: int, rows: int, chunk: int) -> None:
         self.random = random.Random(seed)
         self.prefills = [
@@ -255,6 +262,9 @@ class Simulation:
             if worker.opened:
                 actions.append(lambda worker=worker: self._open(worker))
         actions += [lambda pair=pair: self._carry(pair) for pair in self.pairs if self._ready(pair)]
+        if self.slow_forwards:
+            slow = [w.end_step for w in self.decodes if w.steps]
+            actions = [action for action in actions if action not in slow] or actions
         if not actions:
             return False
         self.random.choice(actions)()

@@ -5,9 +5,9 @@ from __future__ import annotations
 import random
 
 import pytest
-from kvrelay.engine.outputs import EndReason
 
-from tests.engine.simulation import Simulation, SimRequest, reference
+from kvrelay.engine.outputs import EndReason
+from tests.engine.simulation import SimRequest, Simulation, reference
 
 
 def random_prompt(rng: random.Random, longest: int) -> list[int]:
@@ -61,6 +61,33 @@ def test_disturbed_requests_leave_nothing_and_harm_nobody(seed, page_size):
             assert_complete(request)
     undisturbed = sum(not request.disturbed for request in requests)
     assert undisturbed >= 5, "the disturbance left too little to check"
+    simulation.assert_at_baseline()
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_abort_during_a_forward_and_reuse_before_its_end(seed):
+    """Scenario 8: pages of a request that a running forward still writes go to nobody else."""
+    simulation = Simulation(seed, page_size=4, pages=24, rows=6, chunk=16)
+    simulation.slow_forwards = True
+    rng = random.Random(seed)
+    requests = []
+    for _ in range(60):
+        requests.append(simulation.submit(random_prompt(rng, 40), rng.randint(4, 12)))
+        for _ in range(rng.randint(0, 40)):
+            simulation.step()
+        computed = [
+            simulation.requests[item.request.key]
+            for worker in simulation.decodes
+            for step in worker.steps
+            for item in step.scheduled
+        ]
+        if computed and rng.random() < 0.7:
+            victim = rng.choice(computed)
+            simulation.cancel(victim, victim.decode)
+    simulation.run()
+    for request in requests:
+        if not request.disturbed:
+            assert_complete(request)
     simulation.assert_at_baseline()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+
 from kvrelay.mem_cache.errors import ConservationError, LedgerError
 from kvrelay.mem_cache.fence import StepClock
 from kvrelay.mem_cache.lease import LeaseState

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hypothesis.strategies as st
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
 from kvrelay.mem_cache.fence import StepClock
 from kvrelay.mem_cache.lease import Lease
 from kvrelay.mem_cache.ledger import Ledger

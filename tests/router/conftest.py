@@ -7,11 +7,12 @@ from pathlib import Path
 
 import grpc
 import pytest
+from tokenizers import Tokenizer
+
 from kvrelay.router.config import RouterConfig
 from kvrelay.router.discovery import StaticDiscovery, WorkerRole
 from kvrelay.router.router import Router
 from kvrelay.v1 import inference_pb2_grpc
-from tokenizers import Tokenizer
 
 from .cluster import Cluster
 from .scripted_worker import ScriptedWorker
@@ -72,5 +73,3 @@ async def cluster(config: RouterConfig) -> AsyncIterator[Cluster]:
         )
         stub = inference_pb2_grpc.InferenceServiceStub(channel)
         yield Cluster(router, discovery, *workers, channel, stub)
-
-

@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import grpc
+
 from kvrelay.router.discovery import WorkerEndpoint, WorkerRole
 from kvrelay.v1 import inference_pb2 as pb
 from kvrelay.v1 import worker_pb2, worker_pb2_grpc
@@ -152,7 +153,5 @@ async def count_decode(worker: ScriptedWorker, submit: worker_pb2.SubmitRequest)
 
 async def until(condition: Callable[[], bool], seconds: float = 5.0) -> None:
     async with asyncio.timeout(seconds):
-        while not condition():
+        while not condition():  # noqa: ASYNC110 - anything may be waited for
             await asyncio.sleep(0.005)
-
-

@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 import pytest
+
 from kvrelay.router.discovery import WorkerEndpoint, WorkerRole
 from kvrelay.router.errors import InvalidField, Unavailable
 from kvrelay.router.generation import GenerationRequest
@@ -13,9 +14,7 @@ from kvrelay.router.limits import Limits
 from kvrelay.router.validation import Validator
 from kvrelay.v1 import inference_pb2 as pb
 
-LIMITS = Limits(
-    vocab_size=100, max_model_len=64, prefill_pool_tokens=48, decode_pool_tokens=80
-)
+LIMITS = Limits(vocab_size=100, max_model_len=64, prefill_pool_tokens=48, decode_pool_tokens=80)
 VALIDATOR = Validator(
     model_name="toy",
     encode=lambda text: [ord(character) % 128 for character in text],
@@ -143,7 +142,7 @@ def test_a_drawn_seed_is_new_each_time_and_not_in_the_fingerprint() -> None:
 
 
 def test_the_order_of_a_map_is_not_in_the_fingerprint() -> None:
-    biases = {token_id: 1.0 for token_id in range(20)}
+    biases = dict.fromkeys(range(20), 1.0)
     backwards = dict(reversed(biases.items()))
     assert (
         validate(message(logit_bias=biases)).fingerprint

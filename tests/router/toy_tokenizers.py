@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
+import json
+
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from tokenizers.trainers import BpeTrainer
 
 CORPUS = [
@@ -11,6 +13,8 @@ CORPUS = [
     "😀 😃 👩‍👩‍👧 🏳️‍🌈 emoji 🎉 and more 🎉🎉",
     "STOP stop ### User: answer\n\nUser: done END",
 ]
+
+
 def byte_level_tokenizer() -> Tokenizer:
     """As GPT-2, Llama 3, Qwen: any bytes, so characters split across tokens."""
     tokenizer = Tokenizer(models.BPE())
@@ -27,10 +31,8 @@ def byte_level_tokenizer() -> Tokenizer:
 def sentencepiece_tokenizer() -> Tokenizer:
     """As Llama 2: a leading space that decoding strips, bytes as a fallback."""
     byte_tokens = [f"<0x{byte:02X}>" for byte in range(256)]
-    tokenizer = Tokenizer(models.BPE(unk_token="<unk>", fuse_unk=True, byte_fallback=True))
-    tokenizer.normalizer = normalizers.Sequence(
-        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
-    )
+    tokenizer = Tokenizer(models.BPE(byte_fallback=True))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
     tokenizer.decoder = decoders.Sequence(
         [
             decoders.Replace("▁", " "),
@@ -39,10 +41,9 @@ def sentencepiece_tokenizer() -> Tokenizer:
             decoders.Strip(" ", 1, 0),
         ]
     )
-    trainer = BpeTrainer(
-        vocab_size=600, special_tokens=["<unk>", "<s>", "</s>", *byte_tokens], show_progress=False
-    )
+    trainer = BpeTrainer(vocab_size=340, special_tokens=byte_tokens, show_progress=False)
     tokenizer.train_from_iterator(CORPUS[:1], trainer)
-    return tokenizer
-
-
+    # The trainer makes tokens special that it is told of; byte tokens are not.
+    described = json.loads(tokenizer.to_str())
+    described["added_tokens"] = []
+    return Tokenizer.from_str(json.dumps(described))

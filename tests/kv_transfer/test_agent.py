@@ -1,0 +1,187 @@
+"""Real NIXL between two processes."""
+
+from __future__ import annotations
+
+import dataclasses
+import multiprocessing
+import os
+import queue
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
+
+import numpy as np
+import pytest
+import torch
+
+from kvrelay.kv_transfer.agent import TransferAgent
+from kvrelay.kv_transfer.errors import PeerRefusedError
+from kvrelay.kv_transfer.peer import PeerDescription
+from kvrelay.kv_transfer.pull import Pull, PullState
+from kvrelay.mem_cache.geometry import KVGeometry, PageOrder
+from kvrelay.mem_cache.pool import KVPool
+
+PAGES = 64
+WAIT_S = 30
+
+
+def make_pool(order: PageOrder = PageOrder.PAGE_FIRST, page_size: int = 16) -> KVPool:
+    geometry = KVGeometry(4, 2, 32, torch.float32, page_size, order)
+    return KVPool(geometry, PAGES, torch.device("cpu"))
+
+
+def fill(pool: KVPool) -> None:
+    """Every page and layer says which it is."""
+    for layer in range(pool.geometry.num_layers):
+        pool.layer(layer)[:] = torch.arange(PAGES).view(-1, 1, 1, 1, 1) * 10.0 + layer
+
+
+def serve(connection: Connection, order: PageOrder, page_size: int) -> None:
+    """A peer: its pool is readable until it is told to stop."""
+    pool = make_pool(order, page_size)
+    fill(pool)
+    agent = TransferAgent(f"peer-{os.getpid()}", pool)
+    agent.serve(+1)
+    connection.send(agent.describe())
+    connection.recv()
+    agent.close()
+
+
+class Peer:
+    """A peer process."""
+
+    def __init__(self, order: PageOrder = PageOrder.PAGE_FIRST, page_size: int = 16) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.connection, theirs = context.Pipe()
+        self.process = context.Process(target=serve, args=(theirs, order, page_size))
+        self.process.start()
+        self.description: PeerDescription = self.connection.recv()
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.join()
+
+    def stop(self) -> None:
+        if self.process.is_alive():
+            os.kill(self.process.pid, signal.SIGCONT)
+            self.connection.send("stop")
+        self.process.join()
+
+
+@pytest.fixture
+def agent() -> Iterator[TransferAgent]:
+    pool = make_pool()
+    agent = TransferAgent(f"reader-{time.monotonic_ns()}", pool)
+    agent.pool = pool
+    yield agent
+    agent.close()
+
+
+def read(agent: TransferAgent, peer: Peer, local: list[int], remote: list[int]) -> Pull:
+    """Pull and wait for the end."""
+    ended: queue.SimpleQueue[Pull] = queue.SimpleQueue()
+    agent.pull(peer.description.incarnation, np.array(local), np.array(remote), ended.put)
+    return ended.get(timeout=WAIT_S)
+
+
+def assert_page(pool: KVPool, page: int, source: int) -> None:
+    for layer in range(pool.geometry.num_layers):
+        assert (pool.layer(layer)[page] == source * 10.0 + layer).all()
+
+
+@pytest.mark.parametrize("order", list(PageOrder))
+def test_pull_moves_exactly_the_pages(agent, order):
+    peer = Peer(order)
+    peer.description.check(peer.description.incarnation, agent.layout)
+    agent.add_peer(peer.description)
+    pull = read(agent, peer, [3, 4, 5, 60], [10, 11, 12, 0])
+    assert (pull.state, pull.error) == (PullState.DONE, "")
+    assert pull.passed()
+    assert pull.nbytes == 4 * agent.layout.geometry.page_bytes
+    for local, remote in [(3, 10), (4, 11), (5, 12), (60, 0)]:
+        assert_page(agent.pool, local, remote)
+    untouched = [page for page in range(PAGES) if page not in (3, 4, 5, 60)]
+    assert all((agent.pool.layer(layer)[untouched] == 0).all() for layer in range(4))
+    peer.stop()
+
+
+def test_many_pulls_at_once(agent):
+    peer = Peer()
+    agent.add_peer(peer.description)
+    ended: queue.SimpleQueue[Pull] = queue.SimpleQueue()
+    order = np.random.default_rng(0).permutation(PAGES)
+    for local, remote in enumerate(order):
+        agent.pull(peer.description.incarnation, np.array([local]), np.array([remote]), ended.put)
+    pulls = [ended.get(timeout=WAIT_S) for _ in range(PAGES)]
+    assert {pull.state for pull in pulls} == {PullState.DONE}
+    for local, remote in enumerate(order):
+        assert_page(agent.pool, local, int(remote))
+    peer.stop()
+
+
+def test_killed_peer_fails_the_pull_and_its_pages_wait_for_the_confirmation(agent):
+    peer = Peer()
+    agent.add_peer(peer.description)
+    assert read(agent, peer, [1], [1]).state is PullState.DONE
+    peer.kill()
+    pull = read(agent, peer, list(range(32)), list(range(32)))
+    assert pull.state is PullState.FAILED
+    assert not pull.passed(), "an error alone does not prove that no byte arrives"
+    settled = threading.Event()
+    agent.confirm_death(peer.description.incarnation, settled.set)
+    assert settled.wait(WAIT_S)
+    assert pull.passed()
+    agent.add_peer(peer.description)
+    again = read(agent, peer, [1], [1])
+    assert "is not known" in again.error, "a dead worker does not come back"
+    assert again.passed()
+
+
+def test_restarted_peer_is_a_new_peer(agent):
+    first = Peer()
+    agent.add_peer(first.description)
+    assert read(agent, first, [1], [1]).state is PullState.DONE
+    first.kill()
+    second = Peer()
+    agent.add_peer(second.description)
+    assert read(agent, second, [2], [7]).state is PullState.DONE
+    assert_page(agent.pool, 2, 7)
+    second.stop()
+
+
+def test_unknown_peer_and_page_out_of_range_fail_without_a_fence(agent):
+    peer = Peer()
+    unknown = read(agent, peer, [1], [1])
+    assert unknown.state is PullState.FAILED
+    assert unknown.passed()
+    agent.add_peer(peer.description)
+    outside = read(agent, peer, [1], [PAGES])
+    assert f"[0, {PAGES})" in outside.error
+    assert outside.passed()
+    peer.stop()
+
+
+def test_description_is_checked_before_its_bytes_are_loaded(agent):
+    own = agent.describe()
+    own.check(agent.incarnation, agent.layout)
+    flipped = bytearray(own.metadata)
+    flipped[len(flipped) // 2] ^= 1
+    with pytest.raises(PeerRefusedError, match="does not match its digest"):
+        dataclasses.replace(own, metadata=bytes(flipped)).check(agent.incarnation, agent.layout)
+    with pytest.raises(PeerRefusedError, match="expected worker other"):
+        own.check("other", agent.layout)
+    other = dataclasses.replace(agent.layout, geometry=make_pool(page_size=8).geometry)
+    with pytest.raises(PeerRefusedError, match="do not fit"):
+        own.check(agent.incarnation, other)
+
+
+def test_idle_agent_uses_no_cpu(agent):
+    peer = Peer()
+    agent.add_peer(peer.description)
+    assert read(agent, peer, [1], [1]).state is PullState.DONE
+    before = time.process_time()
+    time.sleep(1.0)
+    assert time.process_time() - before < 0.02
+    peer.stop()

@@ -1,0 +1,157 @@
+"""Every architecture gives the logits of transformers, however its tokens are cut into forwards."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+from kvrelay.mem_cache.geometry import PageOrder
+from kvrelay.mem_cache.pool import KVPool
+from kvrelay.model_runner.runner import ModelRunner
+
+if TYPE_CHECKING:
+    from conftest import Models, Sequences
+
+NAMES = [
+    "llama",
+    "llama-tied",
+    "llama-biased",
+    "llama-mha",
+    "llama-linear",
+    "llama-llama3",
+    "llama-yarn",
+    "mistral",
+    "qwen2",
+    "qwen3",
+]
+
+
+def assert_close(got: torch.Tensor, expected: torch.Tensor) -> None:
+    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_whole_prompt(
+    name: str, models: Models, sequences: type[Sequences], tokens: list[int]
+) -> None:
+    # Past yarn's and llama3's original context of 32, where their scaling is felt.
+    running = sequences(ModelRunner(models.folder(name), device="cpu"), 1, 100)
+    assert_close(running.forward({0: tokens[:100]}), models.logits(name, tokens[:100]))
+
+
+@pytest.mark.parametrize("name", ["llama", "llama-yarn", "mistral", "qwen2", "qwen3"])
+def test_chunks_then_decode(
+    name: str, models: Models, sequences: type[Sequences], tokens: list[int]
+) -> None:
+    running = sequences(ModelRunner(models.folder(name), device="cpu"), 1, 60)
+    cuts = [0, 1, 8, 30, 31, 50, 51, 52, 53]
+    parts = [running.forward({0: tokens[a:b]}) for a, b in zip(cuts, cuts[1:], strict=False)]
+    assert_close(torch.cat(parts), models.logits(name, tokens[:53]))
+
+
+@pytest.mark.parametrize("order", list(PageOrder))
+@pytest.mark.parametrize("page_size", [1, 3, 16])
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_mixed_batches_on_shuffled_pages(
+    page_size: int,
+    order: PageOrder,
+    dtype: str,
+    models: Models,
+    sequences: type[Sequences],
+    tokens: list[int],
+) -> None:
+    runner = ModelRunner(models.folder("llama"), dtype, "cpu")
+    running = sequences(runner, 3, 64, page_size, order)
+    texts = [tokens[:50], tokens[50:100], tokens[20:60]]
+    steps = [
+        {0: (0, 20)},
+        {0: (20, 21), 1: (0, 17)},
+        {2: (0, 1), 0: (21, 22), 1: (17, 40)},
+        {1: (40, 41), 0: (22, 23), 2: (1, 2)},
+        {0: (23, 50), 2: (2, 40), 1: (41, 42)},
+    ]
+    references = [models.logits("llama", text) for text in texts]
+    for step in steps:
+        got = running.forward({i: texts[i][a:b] for i, (a, b) in step.items()})
+        assert_close(got, torch.cat([references[i][a:b] for i, (a, b) in step.items()]))
+
+
+def test_logits_of_the_asked_rows_only(
+    models: Models, sequences: type[Sequences], tokens: list[int]
+) -> None:
+    running = sequences(ModelRunner(models.folder("llama"), device="cpu"), 2, 40)
+    got = running.forward({0: tokens[:20], 1: tokens[20:30]}, logit_rows=[29, 19, 3])
+    first, second = models.logits("llama", tokens[:20]), models.logits("llama", tokens[20:30])
+    assert_close(got, torch.stack([second[9], first[19], first[3]]))
+
+
+def test_no_rows_asked_still_writes_kv(
+    models: Models, sequences: type[Sequences], tokens: list[int]
+) -> None:
+    running = sequences(ModelRunner(models.folder("llama"), device="cpu"), 1, 40)
+    nothing = running.forward({0: tokens[:20]}, logit_rows=[])
+    assert nothing.shape == (0, 131)
+    assert nothing.dtype == torch.float32
+    assert_close(running.forward({0: tokens[20:21]}), models.logits("llama", tokens[:21])[20:])
+
+
+@pytest.mark.parametrize("order", list(PageOrder))
+def test_only_own_pages_are_written(
+    order: PageOrder, models: Models, sequences: type[Sequences], tokens: list[int]
+) -> None:
+    running = sequences(ModelRunner(models.folder("llama"), device="cpu"), 2, 12, 4, order)
+    running.forward({0: tokens[:6]})
+    running.forward({0: tokens[6:7]})
+    own = running.page_tables[0].tolist()
+    for layer in range(2):
+        written = ~running.pool.layer(layer).isnan()
+        per_page = written.sum(dim=(1, 2, 3, 4)).tolist()
+        of_a_token = 2 * 2 * 16
+        expected = {own[0]: 4 * of_a_token, own[1]: 3 * of_a_token}
+        assert per_page == [expected.get(page, 0) for page in range(running.pool.total_pages)]
+
+
+def test_warm_up_leaves_the_bound_pool_alone(models: Models) -> None:
+    runner = ModelRunner(models.folder("llama"), device="cpu")
+    pool = KVPool(runner.make_geometry(4), 8, runner.device)
+    pool.data.fill_(torch.nan)
+    runner.bind(pool)
+    runner.warm_up()
+    assert pool.data.isnan().all()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("name", ["llama-biased", "qwen3"])
+def test_half_precision_is_close(
+    name: str, dtype: str, models: Models, sequences: type[Sequences], tokens: list[int]
+) -> None:
+    running = sequences(ModelRunner(models.folder(name), dtype, "cpu"), 1, 60)
+    parts = [running.forward({0: tokens[:40]})]
+    parts += [running.forward({0: tokens[i : i + 1]}) for i in range(40, 50)]
+    expected = models.logits(name, tokens[:50])
+    error = (torch.cat(parts) - expected).norm() / expected.norm()
+    assert error < (0.03 if dtype == "bfloat16" else 0.004)
+
+
+def test_smollm2_greedy_tokens_equal_transformers(
+    smollm2: Path, sequences: type[Sequences]
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    prompt = [1, 4093, 198, 1780, 314, 260, 3575, 282, 4649, 47, 2, 198, 1, 520, 9531, 198]
+    reference = AutoModelForCausalLM.from_pretrained(smollm2, dtype=torch.float32)
+    expected = reference.generate(
+        torch.tensor([prompt]),
+        attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+        max_new_tokens=12,
+        do_sample=False,
+    )[0].tolist()
+    running = sequences(ModelRunner(smollm2, "float32", "cpu"), 1, 40, 16)
+    got, new = list(prompt), prompt
+    while len(got) < len(expected):
+        new = [int(running.forward({0: new})[-1].argmax())]
+        got += new
+    assert got == expected
