@@ -1,0 +1,116 @@
+"""A running cluster as tests see it: through its public service and its metrics."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import urllib.request
+from collections.abc import AsyncIterator, Iterable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import grpc
+from prometheus_client.parser import text_string_to_metric_families
+
+from kvrelay.deploy.address import Address
+from kvrelay.deploy.deployment import Deployment, deployed
+from kvrelay.deploy.models import Model
+from kvrelay.deploy.options import ServeOptions
+from kvrelay.deploy.progress import Progress
+from kvrelay.v1 import inference_pb2, inference_pb2_grpc
+
+ANY_PORT = Address("127.0.0.1", 0)
+REST_S = 20
+"""For memory to come back once its requests are gone; it is awaited, not slept."""
+
+
+@dataclass
+class Answer:
+    """What one request's stream said."""
+
+    tokens: list[int] = field(default_factory=list)
+    text: str = ""
+    logprobs: list[Any] = field(default_factory=list)
+    complete: Any = None
+
+
+@dataclass
+class RunningCluster:
+    """A deployment and a client of it."""
+
+    deployment: Deployment
+    stub: inference_pb2_grpc.InferenceServiceStub
+
+    async def generate(
+        self, prompt: str | Iterable[int], *, request_id: str = "", **sampling: Any
+    ) -> Answer:
+        """One request from its start to its end."""
+        answer = Answer()
+        async for response in self.stream(prompt, request_id=request_id, **sampling):
+            if response.HasField("complete"):
+                answer.complete = response.complete
+                continue
+            assert response.delta.index == len(answer.tokens) or not response.delta.token_ids
+            answer.tokens += response.delta.token_ids
+            answer.text += response.delta.text
+            answer.logprobs += response.delta.logprobs
+        return answer
+
+    def stream(self, prompt: str | Iterable[int], *, request_id: str = "", **sampling: Any) -> Any:
+        """One request's call."""
+        request = inference_pb2.GenerateRequest(request_id=request_id)
+        if isinstance(prompt, str):
+            request.text = prompt
+        else:
+            request.input_ids.ids.extend(prompt)
+        request.sampling_params.CopyFrom(inference_pb2.SamplingParams(**sampling))
+        return self.stub.Generate(request)
+
+    async def status(self) -> list[Any]:
+        """Every worker's status."""
+        return list((await self.stub.GetServerInfo(inference_pb2.GetServerInfoRequest())).workers)
+
+    async def assert_at_baseline(self) -> None:
+        """Every page and row of every worker comes back, and the sums hold."""
+        async with asyncio.timeout(REST_S):
+            while not all(_at_rest(worker) for worker in await self.status()):
+                await asyncio.sleep(0.02)
+
+    async def metric(self, name: str, **labels: str) -> float:
+        """The sum of a metric's samples over all workers."""
+        addresses = [w.metrics_address for w in self.deployment.cluster.workers.values()]
+        pages = await asyncio.gather(*(asyncio.to_thread(_scrape, a) for a in addresses))
+        return sum(
+            sample.value
+            for page in pages
+            for family in text_string_to_metric_families(page)
+            for sample in family.samples
+            if sample.name == name and labels.items() <= sample.labels.items()
+        )
+
+
+def _at_rest(worker: Any) -> bool:
+    load = worker.load
+    idle = load.waiting_requests == load.running_requests == 0
+    return idle and all(pool.free == pool.total and not pool.promised for pool in load.pools)
+
+
+def _scrape(address: str) -> str:
+    with urllib.request.urlopen(f"http://{address}/metrics") as response:
+        return response.read().decode()
+
+
+@asynccontextmanager
+async def running(path: Path, **options: Any) -> AsyncIterator[RunningCluster]:
+    """Run a cluster of `path`'s model on free ports, with every page audited at every step."""
+    serve = ServeOptions(
+        model=str(path), grpc=ANY_PORT, metrics=ANY_PORT, audit_pages=True, **options
+    )
+    model = Model(path.name, path)
+    async with (
+        deployed(serve, model, Progress(io.StringIO())) as deployment,
+        grpc.aio.insecure_channel(deployment.router.grpc_address) as channel,
+    ):
+        yield RunningCluster(deployment, inference_pb2_grpc.InferenceServiceStub(channel))

@@ -1,0 +1,116 @@
+"""Clients that leave, requests that are aborted, workers that die."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+from collections.abc import AsyncIterator
+
+import grpc
+import pytest
+
+from kvrelay.v1 import inference_pb2
+from tests.cluster.running import RunningCluster, running
+
+PROMPT = [(13 * i) % 500 for i in range(300)]
+FINISH = inference_pb2.FinishReason
+RESTART_S = 60
+
+
+@pytest.fixture(scope="module")
+async def cluster(ray, tiny) -> AsyncIterator[RunningCluster]:
+    async with running(
+        tiny, prefill=2, decode=2, dtype="float32", page_size=4, chunk_tokens=16, kv_memory=2 << 20
+    ) as cluster:
+        yield cluster
+
+
+def start(cluster: RunningCluster, name: str = ""):
+    return cluster.stream(PROMPT, request_id=name, temperature=0, max_tokens=300, ignore_eos=True)
+
+
+@pytest.mark.parametrize("delay_ms", [0, 1, 2, 5, 10, 20, 30, 50, 80, 120, 200])
+async def test_abort_at_any_moment_gives_everything_back(cluster, delay_ms):
+    """From before its first chunk to well into its decoding."""
+    name = f"abort-{delay_ms}"
+    call = start(cluster, name)
+    reader = asyncio.create_task(_read(call))
+    await asyncio.sleep(delay_ms / 1000)
+    aborted = await cluster.stub.Abort(inference_pb2.AbortRequest(request_id=name))
+    events = await reader
+    if aborted.aborted:
+        assert events[-1].complete.finish_reason == FINISH.FINISH_REASON_ABORT
+    await cluster.assert_at_baseline()
+
+
+@pytest.mark.parametrize("delay_ms", [0, 1, 3, 10, 30, 60, 120, 200])
+async def test_disconnect_at_any_moment_gives_everything_back(cluster, delay_ms):
+    call = start(cluster)
+    reader = asyncio.create_task(_read(call))
+    await asyncio.sleep(delay_ms / 1000)
+    call.cancel()
+    await asyncio.gather(reader, return_exceptions=True)
+    await cluster.assert_at_baseline()
+
+
+async def test_aborts_among_others_leave_the_others_right(cluster):
+    expected = (await _read_tokens(start(cluster))).copy()
+    rng = random.Random(11)
+    calls = [start(cluster) for _ in range(24)]
+    readers = [asyncio.create_task(_read_tokens(call)) for call in calls]
+    victims = set(rng.sample(range(24), 12))
+    for victim in victims:
+        await asyncio.sleep(rng.random() * 0.05)
+        calls[victim].cancel()
+    for index, reader in enumerate(readers):
+        if index in victims:
+            await asyncio.gather(reader, return_exceptions=True)
+        else:
+            assert await reader == expected
+    await cluster.assert_at_baseline()
+
+
+async def test_abort_of_an_unknown_id_says_so(cluster):
+    answer = await cluster.stub.Abort(inference_pb2.AbortRequest(request_id="nobody"))
+    assert not answer.aborted
+
+
+@pytest.mark.parametrize("worker", ["prefill-0", "decode-1"])
+@pytest.mark.filterwarnings("ignore::ResourceWarning")
+async def test_killed_worker_comes_back_as_another_incarnation(cluster, worker):
+    expected = (await _read_tokens(start(cluster))).copy()
+    before = cluster.deployment.cluster.workers[worker]
+    readers = [asyncio.create_task(_read_tokens(start(cluster))) for _ in range(8)]
+    await asyncio.sleep(0.1)
+    os.kill(before.pid, signal.SIGKILL)
+    ends = await asyncio.gather(*readers, return_exceptions=True)
+    for end in ends:
+        if isinstance(end, grpc.aio.AioRpcError):
+            assert end.code() is grpc.StatusCode.UNAVAILABLE
+        else:
+            assert end == expected
+    async with asyncio.timeout(RESTART_S):
+        while not await _is_back(cluster, worker, before.incarnation):
+            await asyncio.sleep(0.05)
+    await cluster.assert_at_baseline()
+    again = await asyncio.gather(*(_read_tokens(start(cluster)) for _ in range(8)))
+    assert all(tokens == expected for tokens in again)
+    await cluster.assert_at_baseline()
+
+
+async def _is_back(cluster: RunningCluster, name: str, before: str) -> bool:
+    return any(
+        worker.worker == name and worker.ready and worker.incarnation != before
+        for worker in await cluster.status()
+    )
+
+
+async def _read(call) -> list:
+    return [event async for event in call]
+
+
+async def _read_tokens(call) -> list[int]:
+    events = await _read(call)
+    return [token for event in events for token in event.delta.token_ids]

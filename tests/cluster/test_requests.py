@@ -1,0 +1,216 @@
+"""What a client can ask for, answered by a running 1P1D cluster."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import AsyncIterator
+
+import grpc
+import pytest
+
+from kvrelay.v1 import inference_pb2
+from tests.checkpoints import VOCAB_SIZE
+from tests.cluster.running import RunningCluster, running
+
+PROMPT = list(range(20, 60))
+FINISH = inference_pb2.FinishReason
+
+
+@pytest.fixture(scope="module")
+async def cluster(ray, tiny) -> AsyncIterator[RunningCluster]:
+    """A pool of 1024 tokens beside a model of 4096, so that either can be what is too small."""
+    page_bytes = 3 * 2 * 2 * 16 * 16 * 4
+    async with running(
+        tiny, dtype="float32", kv_memory=64 * page_bytes, chunk_tokens=32
+    ) as cluster:
+        yield cluster
+
+
+async def test_greedy_repeats_itself(cluster):
+    answers = [await cluster.generate(PROMPT, temperature=0, max_tokens=20) for _ in range(2)]
+    assert answers[0].tokens == answers[1].tokens
+    await cluster.assert_at_baseline()
+
+
+async def test_seed_decides_the_sample(cluster):
+    def ask(seed: int):
+        return cluster.generate(PROMPT, temperature=1.5, seed=seed, max_tokens=24, ignore_eos=True)
+
+    first, again, other = [await ask(seed) for seed in (7, 7, 8)]
+    assert first.tokens == again.tokens != other.tokens
+    assert first.complete.seed == 7
+
+
+async def test_drawn_seed_is_told_and_reproduces(cluster):
+    drawn = await cluster.generate(PROMPT, temperature=1.5, max_tokens=24, ignore_eos=True)
+    again = await cluster.generate(
+        PROMPT, temperature=1.5, max_tokens=24, ignore_eos=True, seed=drawn.complete.seed
+    )
+    assert drawn.tokens == again.tokens
+
+
+async def test_sample_does_not_depend_on_company(cluster):
+    def ask():
+        return cluster.generate(PROMPT, temperature=1.2, seed=5, max_tokens=16, ignore_eos=True)
+
+    alone = await ask()
+    together = await asyncio.gather(*(ask() for _ in range(6)))
+    assert {tuple(answer.tokens) for answer in together} == {tuple(alone.tokens)}
+
+
+async def test_length_usage_and_timings(cluster):
+    answer = await cluster.generate(PROMPT, temperature=0, max_tokens=10, ignore_eos=True)
+    complete = answer.complete
+    assert len(answer.tokens) == 10
+    assert complete.finish_reason == FINISH.FINISH_REASON_LENGTH
+    assert (complete.usage.prompt_tokens, complete.usage.completion_tokens) == (40, 10)
+    timings = complete.timings
+    for phase in ("queue", "prefill", "transfer", "decode"):
+        assert getattr(timings, f"{phase}_seconds") > 0, phase
+
+
+@pytest.mark.parametrize("max_tokens", [1, 2])
+async def test_first_token_may_be_the_last(cluster, max_tokens):
+    answer = await cluster.generate(PROMPT, temperature=0, max_tokens=max_tokens, ignore_eos=True)
+    assert len(answer.tokens) == max_tokens
+    assert answer.complete.finish_reason == FINISH.FINISH_REASON_LENGTH
+    await cluster.assert_at_baseline()
+
+
+@pytest.mark.parametrize("place", [0, 5])
+async def test_stop_token_ends_it(cluster, place):
+    free = await cluster.generate(PROMPT, temperature=1, seed=3, max_tokens=20, ignore_eos=True)
+    stop = free.tokens[place]
+    place = free.tokens.index(stop)
+    answer = await cluster.generate(
+        PROMPT, temperature=1, seed=3, max_tokens=20, ignore_eos=True, stop_token_ids=[stop]
+    )
+    assert answer.tokens == free.tokens[: place + 1]
+    assert answer.complete.finish_reason == FINISH.FINISH_REASON_STOP
+    assert answer.complete.matched_token_id == stop
+    await cluster.assert_at_baseline()
+
+
+async def test_stop_string_across_tokens_is_never_shown(cluster):
+    free = await cluster.generate(PROMPT, temperature=1, seed=3, max_tokens=40, ignore_eos=True)
+    middle = len(free.text) // 2
+    stop = free.text[middle : middle + 4]
+    answer = await cluster.generate(
+        PROMPT, temperature=1, seed=3, max_tokens=40, ignore_eos=True, stop=["never", stop]
+    )
+    assert answer.text == free.text[: free.text.index(stop)]
+    assert answer.complete.matched_stop_string == stop
+    assert len(answer.tokens) < 40
+    await cluster.assert_at_baseline()
+
+
+async def test_min_tokens_keeps_stops_away(cluster):
+    free = await cluster.generate(PROMPT, temperature=1, seed=3, max_tokens=20, ignore_eos=True)
+    answer = await cluster.generate(
+        PROMPT, temperature=1, seed=3, max_tokens=20, min_tokens=8, stop_token_ids=free.tokens[:3]
+    )
+    assert len(answer.tokens) >= 8
+    assert not set(answer.tokens[:7]) & set(free.tokens[:3])
+
+
+async def test_logprobs_of_chosen_and_top(cluster):
+    answer = await cluster.generate(
+        PROMPT, temperature=0, max_tokens=6, logprobs=3, ignore_eos=True
+    )
+    assert [entry.token_id for entry in answer.logprobs] == answer.tokens
+    for entry in answer.logprobs:
+        assert entry.top[0].token_id == entry.token_id, "greedy takes the likeliest"
+        assert len(entry.top) == 3
+        assert math.isclose(entry.top[0].logprob, entry.logprob, rel_tol=1e-5)
+
+
+async def test_penalties_reach_the_decode_side(cluster):
+    plain = await cluster.generate(PROMPT, temperature=0, max_tokens=30, ignore_eos=True)
+    assert len(set(plain.tokens)) < 30, "the plain run repeats itself, else this shows nothing"
+    penalised = await cluster.generate(
+        PROMPT,
+        temperature=0,
+        max_tokens=30,
+        ignore_eos=True,
+        frequency_penalty=2,
+        presence_penalty=2,
+        repetition_penalty=2,
+    )
+    assert len(set(penalised.tokens)) > len(set(plain.tokens))
+
+
+async def test_text_prompt_is_tokenized(cluster):
+    text = "the quick brown fox"
+    ids = (await cluster.stub.Tokenize(inference_pb2.TokenizeRequest(text=text))).input_ids
+    by_text = await cluster.generate(text, temperature=0, max_tokens=8)
+    by_ids = await cluster.generate(ids, temperature=0, max_tokens=8)
+    assert by_text.tokens == by_ids.tokens
+    back = await cluster.stub.Detokenize(inference_pb2.DetokenizeRequest(input_ids=ids))
+    assert back.text == text
+
+
+NAN = float("nan")
+
+
+@pytest.mark.parametrize(
+    ("field", "prompt", "sampling"),
+    [
+        ("input_ids", [], {}),
+        ("text", "", {}),
+        ("input_ids", [VOCAB_SIZE], {}),
+        ("max_tokens", PROMPT, {"max_tokens": 4090}),
+        ("max_tokens", PROMPT, {"max_tokens": 1020}),
+        ("max_tokens", PROMPT, {"max_tokens": 0}),
+        ("input_ids", [1] * 1100, {}),
+        ("temperature", PROMPT, {"temperature": NAN}),
+        ("temperature", PROMPT, {"temperature": -1}),
+        ("top_p", PROMPT, {"top_p": 0}),
+        ("top_p", PROMPT, {"top_p": 1.5}),
+        ("top_k", PROMPT, {"top_k": -2}),
+        ("min_p", PROMPT, {"min_p": math.inf}),
+        ("frequency_penalty", PROMPT, {"frequency_penalty": 3}),
+        ("repetition_penalty", PROMPT, {"repetition_penalty": 0}),
+        ("stop", PROMPT, {"stop": [""]}),
+        ("min_tokens", PROMPT, {"max_tokens": 2, "min_tokens": 3}),
+        ("logprobs", PROMPT, {"logprobs": 21}),
+        ("logit_bias", PROMPT, {"logit_bias": {VOCAB_SIZE: 1.0}}),
+    ],
+)
+async def test_bad_input_names_its_field_and_takes_nothing(cluster, field, prompt, sampling):
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await cluster.generate(prompt, **sampling)
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert field in caught.value.details()
+    await cluster.assert_at_baseline()
+
+
+async def test_live_id_with_another_body_is_refused(cluster):
+    call = cluster.stream(PROMPT, request_id="mine", temperature=0, max_tokens=400, ignore_eos=True)
+    await call.read()
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await cluster.generate([1, 2, 3], request_id="mine")
+    assert caught.value.code() is grpc.StatusCode.ALREADY_EXISTS
+    assert "request_id" in caught.value.details()
+    call.cancel()
+    await cluster.assert_at_baseline()
+
+
+async def test_states_sum_to_the_pool_in_status_and_metrics(cluster):
+    call = cluster.stream(PROMPT, temperature=0, max_tokens=900, ignore_eos=True)
+    await call.read()
+    for worker in await cluster.status():
+        for pool in worker.load.pools:
+            states = (
+                pool.free
+                + pool.held
+                + pool.cached_evictable
+                + pool.cached_protected
+                + pool.session
+                + pool.quarantined
+            )
+            assert states == pool.total
+    for role in ("prefill", "decode"):
+        assert await cluster.metric("kvrelay_pages", role=role, pool="kv") == 64
+    call.cancel()
+    await cluster.assert_at_baseline()

@@ -1,0 +1,101 @@
+"""The cluster's greedy tokens are transformers' tokens, in float32, one by one."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer
+
+from tests.checkpoints import ARCHITECTURES, VOCAB_SIZE, make_checkpoint
+from tests.cluster.reference import Reference
+from tests.cluster.running import Answer, RunningCluster, running
+
+LENGTHS = (
+    1, 2, 3, 7, 15, 16, 17, 31, 32, 33, 48, 63, 64, 65, 100, 127, 128, 129, 200, 256, 300, 511,
+    700, 1500,
+)  # fmt: skip
+NEW_TOKENS = 64
+AT_ONCE = 8
+TEXT = Path(__file__).parents[2] / "LICENSE"
+SHAPES = [(1, 1, 1), (1, 1, 16), (2, 2, 1), (2, 2, 16)]
+
+
+@pytest.fixture(scope="session")
+def prompts(smollm2: Path) -> list[list[int]]:
+    """Real text of every length, each from another place."""
+    ids = Tokenizer.from_file(str(smollm2 / "tokenizer.json")).encode(TEXT.read_text()).ids
+    starts = [(index * 37) % (len(ids) - max(LENGTHS)) for index in range(len(LENGTHS))]
+    return [ids[start : start + length] for start, length in zip(starts, LENGTHS, strict=True)]
+
+
+@pytest.fixture(scope="session")
+def expected(smollm2: Path, prompts: list[list[int]]) -> list[list[int]]:
+    reference = Reference(smollm2)
+    return [reference.generate(prompt, NEW_TOKENS) for prompt in prompts]
+
+
+async def ask(cluster: RunningCluster, prompt: list[int]) -> Answer:
+    return await cluster.generate(prompt, temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True)
+
+
+async def ask_at_once(cluster: RunningCluster, prompts: list[list[int]]) -> list[list[int]]:
+    """At most `AT_ONCE` requests at any time, longest first."""
+    gate = asyncio.Semaphore(AT_ONCE)
+
+    async def one(prompt: list[int]) -> list[int]:
+        async with gate:
+            return (await ask(cluster, prompt)).tokens
+
+    return await asyncio.gather(*(one(prompt) for prompt in prompts))
+
+
+async def assert_moved(cluster: RunningCluster, prompts: list[list[int]], page_size: int) -> None:
+    """NIXL moved every page of every prompt, once, and nothing else."""
+    pages = sum(-(-len(prompt) // page_size) for prompt in prompts)
+    assert await cluster.metric("kvrelay_transfer_pages_total") == pages
+    page_bytes = 30 * 2 * 3 * page_size * 64 * 4
+    assert await cluster.metric("kvrelay_transfer_bytes_total") == pages * page_bytes
+
+
+@pytest.mark.parametrize(("prefill", "decode", "page_size"), SHAPES)
+@pytest.mark.timeout(600)
+async def test_smollm2_equals_transformers(
+    ray, smollm2, prompts, expected, prefill, decode, page_size
+):
+    async with running(
+        smollm2,
+        prefill=prefill,
+        decode=decode,
+        page_size=page_size,
+        dtype="float32",
+        chunk_tokens=256,
+    ) as cluster:
+        assert await ask_at_once(cluster, prompts) == expected
+        await cluster.assert_at_baseline()
+        await assert_moved(cluster, prompts, page_size)
+        for prompt, tokens in zip(prompts, expected, strict=True):
+            assert (await ask(cluster, prompt)).tokens == tokens, f"alone, {len(prompt)} tokens"
+        await cluster.assert_at_baseline()
+        await assert_moved(cluster, prompts * 2, page_size)
+
+
+@pytest.mark.parametrize("architecture", sorted(ARCHITECTURES))
+async def test_tiny_models_equal_transformers(ray, tmp_path, architecture):
+    path = make_checkpoint(tmp_path / architecture, architecture)
+    reference = Reference(path)
+    prompts = [[(7 * i + n) % VOCAB_SIZE for i in range(n)] for n in (1, 5, 16, 33, 100, 257)]
+    expected = [reference.generate(prompt, NEW_TOKENS) for prompt in prompts]
+    async with running(path, dtype="float32", page_size=3, chunk_tokens=64) as cluster:
+        assert await ask_at_once(cluster, prompts) == expected
+        await cluster.assert_at_baseline()
+
+
+async def test_layer_first_pools_hand_over_too(ray, tiny):
+    reference = Reference(tiny)
+    prompt = list(range(40))
+    expected = reference.generate(prompt, NEW_TOKENS)
+    async with running(tiny, dtype="float32", page_order="layer_first") as cluster:
+        assert (await ask(cluster, prompt)).tokens == expected
+        await cluster.assert_at_baseline()
