@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
-from kvrelay.model_runner.sampler import SampledToken, SamplingRow
 
 from kvrelay.engine.request import Request
 from kvrelay.mem_cache.ledger import Ledger
 from kvrelay.model_runner.batch import ForwardBatch
+from kvrelay.model_runner.sampler import SampledToken, SamplingRow
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from tokenizers import Tokenizer
-from tokenizers.decoders import DecodeStream
+
+from kvrelay.text.detokenizer import Detokenizer
 
 
 class FinishReason(StrEnum):
@@ -47,15 +48,15 @@ class StopConditions:
 class StopChecker:
     """Follows one request's output, token by token.
 
-    Text is rendered exactly as the router renders it, by the tokenizer
-    library's own incremental decoder, so both see a stop string at the same
-    token, also where it spans several.
+    Stop strings are looked for in the text as the router renders it, so both
+    see one at the same token, also where it spans several.
     """
 
     def __init__(self, conditions: StopConditions, tokenizer: Tokenizer) -> None:
         self._conditions = conditions
-        self._tokenizer = tokenizer
-        self._decoder = DecodeStream(skip_special_tokens=conditions.skip_special_tokens)
+        self._detokenizer = Detokenizer(
+            tokenizer, skip_special_tokens=conditions.skip_special_tokens
+        )
         self._longest = max(map(len, conditions.stop_strings), default=0)
         self._tail = ""
         self._num_output = 0
@@ -77,7 +78,7 @@ class StopChecker:
         """The stop string that `token_id` completed; the one that begins first, if several."""
         if not self._conditions.stop_strings:
             return None
-        piece = self._decoder.step(self._tokenizer, token_id)
+        piece = self._detokenizer.push(token_id)
         if not piece:
             return None
         text = self._tail + piece

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 
 import grpc
 import pytest
-from benchmarks.client import RequestRecord
 
+from benchmarks.client import RequestRecord
 from kvrelay.v1 import inference_pb2 as pb
 from kvrelay.v1 import inference_pb2_grpc as rpc
 

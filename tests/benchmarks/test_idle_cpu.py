@@ -9,8 +9,9 @@ from collections.abc import Callable, Iterator
 
 import psutil
 import pytest
-from benchmarks.idle_cpu import cluster_pids, cpu_fraction, is_ray_process, is_raylet, main
 from click.testing import CliRunner
+
+from benchmarks.idle_cpu import cluster_pids, cpu_fraction, is_ray_process, is_raylet, main
 
 WAIT = "import sys; sys.stdin.read()"
 SPIN = "while True: pass"

@@ -4,6 +4,7 @@ import json
 from dataclasses import asdict
 
 import pytest
+
 from benchmarks.client import PhaseSeconds
 from benchmarks.report import Slo, Stats, summarise, tpot
 from benchmarks.table import render, table

@@ -6,6 +6,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
+
 from benchmarks.report import Slo
 from benchmarks.serve_load import main
 from benchmarks.session import Bounds, Results, Run, ServerError, bench
@@ -17,7 +19,6 @@ from benchmarks.workload import (
     WorkloadError,
     fixed_workloads,
 )
-from click.testing import CliRunner
 
 ROOT = Path(__file__).resolve().parents[2]
 BOUNDS = Bounds(max_seconds=30, deadline_s=20, warmup=0)

@@ -5,6 +5,7 @@ import os
 from pathlib import Path
 
 import pytest
+
 from benchmarks.trace import BLOCK_TOKENS, TraceError, TraceRow, read_trace
 
 AZURE = (

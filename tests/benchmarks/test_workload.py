@@ -3,6 +3,7 @@ from __future__ import annotations
 from itertools import pairwise
 
 import pytest
+
 from benchmarks.trace import BLOCK_TOKENS, TraceRow
 from benchmarks.workload import (
     ClosedLoop,

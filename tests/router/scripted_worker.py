@@ -153,5 +153,5 @@ async def count_decode(worker: ScriptedWorker, submit: worker_pb2.SubmitRequest)
 
 async def until(condition: Callable[[], bool], seconds: float = 5.0) -> None:
     async with asyncio.timeout(seconds):
-        while not condition():  # noqa: ASYNC110 - anything may be waited for
+        while not condition():
             await asyncio.sleep(0.005)

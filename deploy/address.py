@@ -1,0 +1,67 @@
+"""Where something listens: ``host:port``."""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+from dataclasses import dataclass
+
+from kvrelay.deploy.errors import DeployError
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """A host and a TCP port; port 0 asks for any free one."""
+
+    host: str
+    port: int
+
+    @classmethod
+    def parse(cls, text: str) -> Address:
+        """Read ``127.0.0.1:50051``, ``localhost:0`` or ``[::1]:50051``.
+
+        Raises ValueError, with a message that says what is wrong.
+        """
+        host, colon, port = text.strip().rpartition(":")
+        if not colon or not host:
+            raise ValueError(f"{text!r} is not host:port")
+        if host.startswith("[") and host.endswith("]"):
+            host = host[1:-1]
+        elif ":" in host:
+            raise ValueError(f"{text!r}: write an IPv6 host in brackets, like [::1]:50051")
+        if not port.isascii() or not port.isdecimal() or int(port) > 65535:
+            raise ValueError(f"{text!r}: the port must be a number from 0 to 65535")
+        return cls(host, int(port))
+
+    def __str__(self) -> str:
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"{host}:{self.port}"
+
+    @property
+    def is_loopback(self) -> bool:
+        """Whether only this machine can connect."""
+        if self.host == "localhost":
+            return True
+        try:
+            return ipaddress.ip_address(self.host).is_loopback
+        except ValueError:
+            return False
+
+    def check_free(self, option: str) -> None:
+        """Raise DeployError, naming `option`, if nothing can listen here now.
+
+        A check made early, so that a port in use is found before a model is
+        loaded; the listener itself finds it again if that changes meanwhile.
+        """
+        try:
+            family, kind, protocol, _, target = socket.getaddrinfo(
+                self.host, self.port, type=socket.SOCK_STREAM
+            )[0]
+            with socket.socket(family, kind, protocol) as probe:
+                # As servers do: connections that linger in TIME_WAIT are no obstacle.
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                probe.bind(target)
+                probe.listen(1)
+        except OSError as error:
+            reason = error.strerror or str(error)
+            raise DeployError(f"{option}: cannot listen on {self}: {reason}") from error

@@ -1,0 +1,29 @@
+"""The public service, as the command line calls it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Final
+
+import grpc
+
+from kvrelay.deploy.errors import DeployError
+from kvrelay.v1 import inference_pb2_grpc as rpc
+
+_MAX_MESSAGE_BYTES: Final = 64 << 20
+
+
+@contextmanager
+def connected(server: str) -> Iterator[Any]:
+    """A stub of the InferenceService at `server`.
+
+    A call's error leaves the context as DeployError: server, status and
+    message in one line.
+    """
+    options = [("grpc.max_receive_message_length", _MAX_MESSAGE_BYTES)]
+    with grpc.insecure_channel(server, options=options) as channel:
+        try:
+            yield rpc.InferenceServiceStub(channel)
+        except grpc.RpcError as error:
+            raise DeployError(f"{server}: {error.code().name}: {error.details()}") from error

@@ -1,0 +1,169 @@
+"""The workers of a cluster: placed, supervised and discovered through Ray."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType, TracebackType
+from typing import Any, Self
+
+from kvrelay.deploy.errors import ClusterError
+from kvrelay.deploy.local_ray import PlacementGroupSchedulingStrategy, ray
+from kvrelay.deploy.supervisor import WorkerSupervisor
+from kvrelay.engine.config import Role, WorkerConfig, WorkerInfo
+from kvrelay.router.discovery import Discovery, StaticDiscovery, WorkerEndpoint, WorkerRole
+
+_PLACEMENT_SECONDS = 30.0
+
+
+class Cluster:
+    """One Ray actor a worker, each under its supervisor; in the Ray that is initialised.
+
+    Each role has a placement group. `discovery` holds the incarnations that are
+    live, at every moment; `start` returns when all of them are. Belongs to one
+    event loop.
+
+    Args:
+        configs: the workers; their names differ.
+        log_level: of the workers' processes, whose log comes out at Ray's driver.
+        on_start: told of each worker as it comes up for the first time.
+    """
+
+    def __init__(
+        self,
+        configs: Sequence[WorkerConfig],
+        *,
+        log_level: int = logging.WARNING,
+        on_start: Callable[[WorkerInfo], None] = lambda info: None,
+    ) -> None:
+        self._configs = tuple(configs)
+        self._log_level = log_level
+        self._on_start = on_start
+        self._live: dict[str, WorkerInfo] = {}
+        self._discovery = StaticDiscovery()
+        self._groups: list[Any] = []
+        self._supervisors: list[WorkerSupervisor] = []
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self.stop()
+
+    @property
+    def discovery(self) -> Discovery:
+        """What a router is handed."""
+        return self._discovery
+
+    @property
+    def workers(self) -> Mapping[str, WorkerInfo]:
+        """The live incarnations by worker name; a view that changes with them."""
+        return MappingProxyType(self._live)
+
+    async def start(self) -> None:
+        """Place and start every worker.
+
+        Raises ClusterError, in one line, for the first that does not start;
+        nothing is left running then.
+        """
+        try:
+            for role in Role:
+                await self._place([config for config in self._configs if config.role is role])
+            await self._start_all()
+        except BaseException:
+            await self.stop()
+            raise
+
+    async def stop(self) -> None:
+        """End every worker, in good order where it can, and give back what it took of Ray."""
+        supervisors, self._supervisors = self._supervisors, []
+        await asyncio.gather(*(supervisor.stop() for supervisor in supervisors))
+        groups, self._groups = self._groups, []
+        for group in groups:
+            ray.util.remove_placement_group(group)
+        self._live.clear()
+        self._publish()
+
+    def worker_live(self, info: WorkerInfo) -> None:
+        """See `Watcher`."""
+        self._live[info.name] = info
+        self._publish()
+
+    def worker_lost(self, info: WorkerInfo) -> None:
+        """See `Watcher`."""
+        del self._live[info.name]
+        self._publish()
+
+    def worker_dead(self, info: WorkerInfo) -> None:
+        """See `Watcher`. The others may now let go of what it could still have read or written."""
+        for supervisor in self._supervisors:
+            if supervisor.name != info.name:
+                supervisor.tell_of_death(info.incarnation)
+
+    async def _place(self, configs: Sequence[WorkerConfig]) -> None:
+        """Reserve one role's places, spread over what nodes there are, and make its actors."""
+        if not configs:
+            return
+        needs = {"CPU": 1.0}
+        if configs[0].device == "cuda":
+            needs["GPU"] = self._gpu_share()
+        group = ray.util.placement_group([needs] * len(configs), strategy="SPREAD")
+        self._groups.append(group)
+        if not await asyncio.to_thread(group.wait, _PLACEMENT_SECONDS):
+            raise ClusterError(f"Ray has no room for {len(configs)} workers that need {needs} each")
+        for index, config in enumerate(configs):
+            options = {
+                "num_cpus": needs["CPU"],
+                "num_gpus": needs.get("GPU", 0.0),
+                "max_restarts": -1,
+                "scheduling_strategy": PlacementGroupSchedulingStrategy(
+                    group, placement_group_bundle_index=index
+                ),
+            }
+            self._supervisors.append(WorkerSupervisor(config, options, self._log_level, self))
+
+    def _gpu_share(self) -> float:
+        """What each worker gets of a GPU: a whole one, or an equal part if they are too few."""
+        gpus = int(ray.cluster_resources().get("GPU", 0))
+        if gpus == 0:
+            raise ClusterError("--device: Ray finds no GPU on this machine")
+        return 1 / math.ceil(len(self._configs) / gpus)
+
+    async def _start_all(self) -> None:
+        """Start all workers at once; the first failure ends the wait for the others."""
+        starts = [asyncio.create_task(self._start_one(one)) for one in self._supervisors]
+        try:
+            await asyncio.gather(*starts)
+        finally:
+            for start in starts:
+                start.cancel()
+            await asyncio.gather(*starts, return_exceptions=True)
+
+    async def _start_one(self, supervisor: WorkerSupervisor) -> None:
+        self._on_start(await supervisor.start())
+
+    def _publish(self) -> None:
+        self._discovery.replace([_endpoint(self._live[name]) for name in sorted(self._live)])
+
+
+def _endpoint(info: WorkerInfo) -> WorkerEndpoint:
+    return WorkerEndpoint(
+        worker=info.name,
+        role=WorkerRole(info.role.value),
+        incarnation=info.incarnation,
+        address=info.address,
+        metrics_address=info.metrics_address,
+        pool_tokens=info.pool_tokens,
+        max_model_len=info.max_model_len,
+        vocab_size=info.vocab_size,
+        architecture=info.architecture,
+        eos_token_ids=info.eos_token_ids,
+    )

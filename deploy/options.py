@@ -1,0 +1,114 @@
+"""What `kvrelay serve` can be told."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Final
+
+from kvrelay.deploy.address import Address
+from kvrelay.deploy.errors import OptionError
+
+DEFAULT_MODEL: Final = "smollm2-135m-instruct"
+DEFAULT_GRPC: Final = Address("127.0.0.1", 50051)
+DEFAULT_METRICS: Final = Address("127.0.0.1", 9400)
+PAGE_ORDERS: Final = ("page_first", "layer_first")
+DTYPES: Final = ("bfloat16", "float16", "float32")
+DEVICES: Final = ("auto", "cpu", "cuda")
+
+_AT_LEAST_ONE: Final = (
+    "prefill",
+    "decode",
+    "page_size",
+    "kv_memory",
+    "max_running",
+    "chunk_tokens",
+    "default_max_tokens",
+    "max_live_requests",
+)
+_AT_LEAST_ONE_IF_GIVEN: Final = ("max_model_len", "threads")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServeOptions:
+    """A cluster on one machine, as asked for; checked when it is made.
+
+    An unusable value raises OptionError, which names the option.
+    """
+
+    model: str = DEFAULT_MODEL
+    """A checkpoint folder, a .gguf file, a hub id, or an alias."""
+    model_name: str | None = None
+    """What clients call the model; None: from `model`."""
+    prefill: int = 1
+    decode: int = 1
+    page_size: int = 16
+    page_order: str = "page_first"
+    kv_memory: int = 512 << 20
+    """Bytes of each worker's pool."""
+    dtype: str = "bfloat16"
+    device: str = "auto"
+    grpc: Address = DEFAULT_GRPC
+    metrics: Address = DEFAULT_METRICS
+    insecure: bool = False
+    """Allow addresses that other machines can reach, in plain text."""
+    max_running: int = 64
+    chunk_tokens: int = 512
+    max_model_len: int | None = None
+    threads: int | None = None
+    """Of one worker's forward; None: the machine's cores shared out."""
+    default_max_tokens: int = 256
+    max_live_requests: int = 1024
+    audit_pages: bool = False
+    """Check every single page after every step, not the sums alone."""
+
+    def __post_init__(self) -> None:
+        for field in _AT_LEAST_ONE:
+            self._check_at_least_one(field, getattr(self, field))
+        for field in _AT_LEAST_ONE_IF_GIVEN:
+            if getattr(self, field) is not None:
+                self._check_at_least_one(field, getattr(self, field))
+        self._check_choice("page_order", self.page_order, PAGE_ORDERS)
+        self._check_choice("dtype", self.dtype, DTYPES)
+        self._check_choice("device", self.device, DEVICES)
+        for field in ("model", "model_name"):
+            if getattr(self, field) is not None and not getattr(self, field).strip():
+                raise OptionError(option_name(field), "must not be empty")
+        self._check_reach("--grpc", self.grpc)
+        self._check_reach("--metrics", self.metrics)
+
+    @staticmethod
+    def _check_at_least_one(field: str, value: int) -> None:
+        if value < 1:
+            raise OptionError(option_name(field), f"must be at least 1, got {value}")
+
+    @staticmethod
+    def _check_choice(field: str, value: str, choices: tuple[str, ...]) -> None:
+        if value not in choices:
+            expected = ", ".join(choices)
+            raise OptionError(option_name(field), f"must be one of {expected}, got {value!r}")
+
+    def _check_reach(self, option: str, address: Address) -> None:
+        if address.is_loopback or self.insecure:
+            return
+        raise OptionError(
+            option,
+            f"{address} can be reached from other machines, and there is no TLS yet: "
+            "listen on 127.0.0.1, or allow plain text with --insecure",
+        )
+
+    @property
+    def workers(self) -> int:
+        """Workers of both roles."""
+        return self.prefill + self.decode
+
+    def threads_per_worker(self) -> int:
+        """Threads of one worker's forward: as asked, or a fair share of the cores."""
+        if self.threads is not None:
+            return self.threads
+        return max(1, len(os.sched_getaffinity(0)) // self.workers)
+
+
+def option_name(field: str) -> str:
+    """A field of ServeOptions as the command line spells it."""
+    return "--" + field.replace("_", "-")

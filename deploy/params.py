@@ -1,0 +1,46 @@
+"""Option values that click does not know by itself."""
+
+from __future__ import annotations
+
+import click
+
+from kvrelay.deploy.address import Address
+from kvrelay.deploy.sizes import parse_size
+
+
+class SizeParam(click.ParamType[int]):
+    """An amount of memory: ``512MiB``, ``2GiB`` or plain bytes."""
+
+    name = "size"
+
+    def convert(
+        self, value: str | int, param: click.Parameter | None, ctx: click.Context | None
+    ) -> int:
+        """Bytes."""
+        if isinstance(value, int):
+            return value
+        try:
+            return parse_size(value)
+        except ValueError as error:
+            self.fail(str(error), param, ctx)
+
+
+class AddressParam(click.ParamType[Address]):
+    """``host:port``."""
+
+    name = "host:port"
+
+    def convert(
+        self, value: str | Address, param: click.Parameter | None, ctx: click.Context | None
+    ) -> Address:
+        """The address, parsed; it is not yet bound to."""
+        if isinstance(value, Address):
+            return value
+        try:
+            return Address.parse(value)
+        except ValueError as error:
+            self.fail(str(error), param, ctx)
+
+
+SIZE = SizeParam()
+ADDRESS = AddressParam()

@@ -1,0 +1,69 @@
+"""Says what takes how long while a cluster starts."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TextIO
+
+_NAME_WIDTH = 9
+_TEXT_WIDTH = 58
+
+
+class Step:
+    """A step under way; what it says last stands beside its name."""
+
+    def __init__(self, show: Callable[[str], None]) -> None:
+        self._show = show
+        self.text = ""
+
+    def say(self, text: str) -> None:
+        """Replace what the step says of itself."""
+        self.text = text
+        self._show(text)
+
+
+class Progress:
+    """Writes one line a step: its name, what it did, its seconds.
+
+    On a terminal the line is there while the step runs; in a file it is
+    written once, when the step has ended.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self._live = stream.isatty()
+        self._started = time.monotonic()
+
+    @property
+    def elapsed(self) -> float:
+        """Seconds since the first moment."""
+        return time.monotonic() - self._started
+
+    def line(self, text: str = "") -> None:
+        """Write a line of its own."""
+        self._stream.write(text + "\n")
+        self._stream.flush()
+
+    @contextmanager
+    def step(self, name: str, text: str) -> Iterator[Step]:
+        """Time a step. One that raises leaves its name and says that it failed."""
+        started = time.monotonic()
+        step = Step(lambda current: self._transient(name, current))
+        step.say(text)
+        try:
+            yield step
+        except BaseException:
+            self._final(name, f"{step.text}: not done", time.monotonic() - started)
+            raise
+        self._final(name, step.text, time.monotonic() - started)
+
+    def _transient(self, name: str, text: str) -> None:
+        if self._live:
+            self._stream.write(f"\r\x1b[K  {name:<{_NAME_WIDTH}} {text} ...")
+            self._stream.flush()
+
+    def _final(self, name: str, text: str, seconds: float) -> None:
+        clear = "\r\x1b[K" if self._live else ""
+        self.line(f"{clear}  {name:<{_NAME_WIDTH}} {text:<{_TEXT_WIDTH}} {seconds:6.1f} s")

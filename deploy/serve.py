@@ -1,0 +1,228 @@
+"""`kvrelay serve`: a cluster on this machine, until it is told to stop."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.metadata
+import logging
+import signal
+import sys
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from kvrelay.deploy.config_file import load_defaults
+from kvrelay.deploy.converted import ConvertedModels
+from kvrelay.deploy.edge import with_clear_errors
+from kvrelay.deploy.environment import Environment
+from kvrelay.deploy.models import Model, convert, resolve_model
+from kvrelay.deploy.options import DEFAULT_GRPC, DEVICES, DTYPES, PAGE_ORDERS, ServeOptions
+from kvrelay.deploy.params import ADDRESS, SIZE
+from kvrelay.deploy.progress import Progress
+from kvrelay.deploy.sizes import format_size
+from kvrelay.deploy.stop_signals import StopSignals
+
+if TYPE_CHECKING:
+    from kvrelay.deploy.deployment import Deployment
+
+_DEFAULTS = ServeOptions()
+_POSITIVE = click.IntRange(min=1)
+
+
+@click.command(context_settings={"show_default": True})
+@click.option(
+    "--config",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    is_eager=True,
+    expose_value=False,
+    callback=load_defaults,
+    help="TOML file with these options, by their names; the command line wins.",
+)
+@click.option(
+    "--model",
+    default=_DEFAULTS.model,
+    metavar="PATH_OR_ID",
+    help="Checkpoint folder (safetensors), .gguf file, hub id, or the default's alias.",
+)
+@click.option("--model-name", show_default="from --model", help="What clients call the model.")
+@click.option("--prefill", type=_POSITIVE, default=_DEFAULTS.prefill, help="Prefill workers.")
+@click.option("--decode", type=_POSITIVE, default=_DEFAULTS.decode, help="Decode workers.")
+@click.option(
+    "--page-size", type=_POSITIVE, default=_DEFAULTS.page_size, help="Tokens in a page of KV."
+)
+@click.option(
+    "--page-order",
+    type=click.Choice(PAGE_ORDERS),
+    default=_DEFAULTS.page_order,
+    help="Whether a page's layers lie together, or a layer's pages.",
+)
+@click.option(
+    "--kv-memory",
+    type=SIZE,
+    default=format_size(_DEFAULTS.kv_memory),
+    help="KV memory of each worker: bytes, or like 512MiB, 2GiB.",
+)
+@click.option(
+    "--dtype",
+    type=click.Choice(DTYPES),
+    default=_DEFAULTS.dtype,
+    help="Of weights, activations and KV.",
+)
+@click.option(
+    "--device",
+    type=click.Choice(DEVICES),
+    default=_DEFAULTS.device,
+    help="Where workers compute; auto: cuda if there is one.",
+)
+@click.option(
+    "--grpc", type=ADDRESS, default=str(_DEFAULTS.grpc), help="Clients connect here; port 0: any."
+)
+@click.option(
+    "--metrics",
+    type=ADDRESS,
+    default=str(_DEFAULTS.metrics),
+    help="Prometheus reads the router here; port 0: any.",
+)
+@click.option(
+    "--insecure",
+    is_flag=True,
+    help="Allow --grpc and --metrics on addresses that other machines reach, in plain text.",
+)
+@click.option(
+    "--max-running",
+    type=_POSITIVE,
+    default=_DEFAULTS.max_running,
+    help="Requests that hold memory on a worker at the same time.",
+)
+@click.option(
+    "--chunk-tokens",
+    type=_POSITIVE,
+    default=_DEFAULTS.chunk_tokens,
+    help="Prompt tokens that one prefill step computes at most.",
+)
+@click.option(
+    "--max-model-len",
+    type=_POSITIVE,
+    show_default="the model's own",
+    help="Caps prompt and output together, in tokens.",
+)
+@click.option(
+    "--threads",
+    type=_POSITIVE,
+    show_default="the cores shared out",
+    help="CPU threads of one worker's forward.",
+)
+@click.option(
+    "--default-max-tokens",
+    type=_POSITIVE,
+    default=_DEFAULTS.default_max_tokens,
+    help="Output tokens of a request that sets no limit.",
+)
+@click.option(
+    "--max-live-requests",
+    type=_POSITIVE,
+    default=_DEFAULTS.max_live_requests,
+    help="Requests above this many are refused, with a hint to retry.",
+)
+@click.option(
+    "--audit-pages",
+    is_flag=True,
+    help="Check every single page after every step; for debugging, it costs time.",
+)
+@with_clear_errors
+def serve(*, debug: bool, **options: Any) -> None:
+    """Serve a model from this machine.
+
+    Starts a Ray of its own, prefill and decode workers and a router, says when
+    they are ready, and runs until Ctrl-C, which stops all of them and nothing
+    else. A second Ctrl-C does not wait.
+    """
+    run(ServeOptions(**options), Progress(sys.stdout), debug=debug)
+
+
+def run(options: ServeOptions, progress: Progress, *, debug: bool) -> None:
+    """Serve until a signal comes, and leave nothing running.
+
+    Returns after a stop that was asked for when the cluster was ready; a signal
+    before that exits with 128 + its number.
+    """
+    with StopSignals() as signals:
+        try:
+            options.grpc.check_free("--grpc")
+            options.metrics.check_free("--metrics")
+            progress.line(_headline(options))
+            model = _find_model(options, progress)
+            _run_cluster(options, model, progress, signals, debug=debug)
+        except (KeyboardInterrupt, asyncio.CancelledError):
+            progress.line("Stopped before it was ready.")
+            sys.exit(128 + (signals.received or signal.SIGINT))
+    progress.line("Stopped.")
+
+
+def _headline(options: ServeOptions) -> str:
+    version = importlib.metadata.version("kvrelay")
+    memory = format_size(options.kv_memory)
+    return (
+        f"kvrelay {version}: {options.prefill} prefill + {options.decode} decode, "
+        f"{options.dtype}, {memory} of KV each"
+    )
+
+
+def _find_model(options: ServeOptions, progress: Progress) -> Model:
+    converted = ConvertedModels(Environment.read().cache_home / "kvrelay" / "models", convert)
+    with progress.step("model", options.model) as step:
+        model = resolve_model(options.model, options.dtype, converted, step.say)
+        step.say(model.name)
+    return replace(model, name=options.model_name or model.name)
+
+
+def _run_cluster(
+    options: ServeOptions, model: Model, progress: Progress, signals: StopSignals, *, debug: bool
+) -> None:
+    """Start Ray, then all that runs in it; on the way out end both."""
+    with ExitStack() as stack:
+        with progress.step("ray", "starting a local one") as step:
+            # Here, because Ray, torch and what else it brings take seconds to import.
+            from kvrelay.deploy.local_ray import LocalRay
+
+            ray = stack.enter_context(LocalRay(options.workers, keep_logs=debug))
+            signals.install()
+            step.say(f"logs in {ray.logs}")
+        asyncio.run(_serve(options, model, progress, signals, debug=debug))
+        progress.line("Stopping Ray.")
+
+
+async def _serve(
+    options: ServeOptions, model: Model, progress: Progress, signals: StopSignals, *, debug: bool
+) -> None:
+    from kvrelay.deploy.deployment import deployed
+
+    loop = asyncio.get_running_loop()
+    stopped = asyncio.Event()
+    task = asyncio.current_task()
+    assert task is not None
+    signals.deliver_to(lambda: loop.call_soon_threadsafe(task.cancel))
+    log_level = logging.INFO if debug else logging.WARNING
+    async with deployed(options, model, progress, log_level=log_level) as deployment:
+        signals.deliver_to(lambda: loop.call_soon_threadsafe(stopped.set))
+        _say_ready(deployment, model, progress)
+        await stopped.wait()
+        progress.line("Stopping the router and the workers.")
+
+
+def _say_ready(deployment: Deployment, model: Model, progress: Progress) -> None:
+    router = deployment.router
+    progress.line(f"Ready in {progress.elapsed:.1f} s.")
+    progress.line()
+    progress.line(f"  model      {model.path}")
+    progress.line(f"  gRPC       {router.grpc_address}")
+    progress.line(f"  metrics    http://{router.metrics_address}/metrics")
+    for name, worker in sorted(deployment.cluster.workers.items()):
+        progress.line(f"  {name:<10} http://{worker.metrics_address}/metrics")
+    progress.line()
+    server = "" if router.grpc_address == str(DEFAULT_GRPC) else f" --server {router.grpc_address}"
+    progress.line(f'Try:  kvrelay generate "The capital of France is" --max-tokens 32{server}')
+    progress.line("Ctrl-C stops it.")

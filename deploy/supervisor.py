@@ -1,0 +1,150 @@
+"""Keeps one worker alive, and says which incarnation of it there is."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from typing import Any, Protocol
+
+from kvrelay.deploy.errors import ClusterError
+from kvrelay.deploy.local_ray import ray
+from kvrelay.deploy.worker_host import HOSTS
+from kvrelay.engine.config import WorkerConfig, WorkerInfo
+
+_log = logging.getLogger(__name__)
+_FIRST_PAUSE = 0.1
+_LONGEST_PAUSE = 10.0
+_STOP_SECONDS = 10.0
+
+
+class Watcher(Protocol):
+    """Is told how a worker fares, in the event loop."""
+
+    def worker_live(self, info: WorkerInfo) -> None:
+        """This incarnation can be used from now on."""
+        ...
+
+    def worker_lost(self, info: WorkerInfo) -> None:
+        """It cannot be reached; it may yet be alive."""
+        ...
+
+    def worker_dead(self, info: WorkerInfo) -> None:
+        """Its process has ended: another one runs in its place."""
+        ...
+
+
+class WorkerSupervisor:
+    """Starts a worker's actor, then follows its lives until it is stopped.
+
+    Nothing here polls: a call that lives as long as the worker's process ends
+    with it.
+
+    Args:
+        config: what the worker is to be, in every life.
+        actor_options: where Ray is to place it and what it takes there.
+        log_level: of the worker's process.
+        watcher: is told of every change.
+    """
+
+    def __init__(
+        self,
+        config: WorkerConfig,
+        actor_options: dict[str, Any],
+        log_level: int,
+        watcher: Watcher,
+    ) -> None:
+        self.name = config.name
+        self._config = config
+        self._actor_options = actor_options
+        self._log_level = log_level
+        self._watcher = watcher
+        self._actor = self._place()
+        self._following: asyncio.Task[None] | None = None
+
+    async def start(self) -> WorkerInfo:
+        """Start the worker's first life and begin to follow it.
+
+        Raises ClusterError, in one line, if it does not start: what stops the
+        first life would stop every other, so it is not tried again.
+        """
+        try:
+            info: WorkerInfo = await self._actor.start.remote()
+        except ray.exceptions.RayError as error:
+            raise ClusterError(f"{self.name} did not start: {_reason(error)}") from error
+        self._watcher.worker_live(info)
+        self._following = asyncio.create_task(self._follow(info))
+        return info
+
+    def tell_of_death(self, incarnation: str) -> None:
+        """Let the worker know that another's process has ended; does not wait.
+
+        A worker that is itself dead or starting misses it, and holds nothing of the other's.
+        """
+        self._actor.peer_died.remote(incarnation)
+
+    async def stop(self) -> None:
+        """End the worker, in good order if it can, and its actor for good."""
+        if self._following is not None:
+            self._following.cancel()
+            await asyncio.gather(self._following, return_exceptions=True)
+        with contextlib.suppress(TimeoutError, ray.exceptions.RayError):
+            async with asyncio.timeout(_STOP_SECONDS):
+                await self._actor.stop.remote()
+        ray.kill(self._actor)
+
+    async def _follow(self, info: WorkerInfo) -> None:
+        while True:
+            reason = await self._lost()
+            self._watcher.worker_lost(info)
+            _log.warning("%s is lost: %s", info.incarnation, reason)
+            if await self._insist("current") != info:
+                self._watcher.worker_dead(info)
+                info = await self._insist("start")
+            self._watcher.worker_live(info)
+            _log.warning("%s is up", info.incarnation)
+
+    async def _lost(self) -> str:
+        """Wait until the worker's process has ended or cannot be reached."""
+        try:
+            await self._actor.watch.remote()
+        except ray.exceptions.RayError as error:
+            return _reason(error)
+        raise AssertionError("watch() returned")
+
+    async def _insist(self, method: str) -> Any:
+        """Call the actor until it answers, in whatever life.
+
+        The worker has started before with this configuration, so what fails now
+        is taken to pass: it is tried again, in a fresh process, ever less often.
+        """
+        pause = _FIRST_PAUSE
+        while True:
+            try:
+                return await getattr(self._actor, method).remote()
+            except ray.exceptions.ActorUnavailableError:
+                pass  # Ray is still restarting it
+            except ray.exceptions.ActorDiedError as error:
+                _log.error("Ray gave %s up: %s", self.name, _reason(error))
+                self._actor = self._place()
+            except ray.exceptions.RayError as error:
+                _log.error("%s did not restart: %s", self.name, _reason(error))
+                ray.kill(self._actor, no_restart=False)
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE)
+
+    def _place(self) -> Any:
+        host = ray.remote(HOSTS[self._config.role])
+        return host.options(**self._actor_options).remote(self._config, self._log_level)
+
+
+def _reason(error: Exception) -> str:
+    """What went wrong, in one line."""
+    if isinstance(error, ray.exceptions.RayTaskError):
+        cause = error.cause
+        if isinstance(cause, ModuleNotFoundError):
+            return f"the package {cause.name} is missing"
+        return " ".join(str(cause).split()) or type(cause).__name__
+    if isinstance(error, ray.exceptions.RayActorError):
+        return "its process died"
+    return " ".join(str(error).split())

@@ -1,0 +1,124 @@
+"""The Ray actor that a worker lives in."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from abc import ABC, abstractmethod
+from typing import Protocol
+
+from kvrelay.engine.config import Role, WorkerConfig, WorkerInfo
+
+_log = logging.getLogger(__name__)
+_ENGINE_DIED = 70
+"""Exit status; to Ray any status but its own counts as a crash, and is followed by a restart."""
+
+
+class Worker(Protocol):
+    """What `build` of either role's room returns."""
+
+    async def start(self) -> WorkerInfo:
+        """Load, register and listen."""
+
+    async def stop(self) -> None:
+        """End every request and give everything back."""
+
+    async def failed(self) -> str:
+        """Return the reason when the engine has died; until then, wait."""
+
+    async def peer_died(self, incarnation: str) -> None:
+        """Learn that the process of another worker's incarnation has ended."""
+
+
+class WorkerHost(ABC):
+    """Hosts one worker. Ray makes a new one, in a new process, whenever one dies.
+
+    Args:
+        config: what the worker is to be.
+        log_level: from here on its log goes to its standard error.
+    """
+
+    def __init__(self, config: WorkerConfig, log_level: int) -> None:
+        logging.basicConfig(level=log_level, format="%(levelname)s %(name)s: %(message)s")
+        self._config = config
+        self._worker: Worker | None = None
+        self._info: WorkerInfo | None = None
+        self._starting: asyncio.Task[WorkerInfo] | None = None
+        self._guard: asyncio.Task[None] | None = None
+
+    def __repr__(self) -> str:
+        """Ray puts this before each line of the worker's log."""
+        return self._config.name
+
+    async def start(self) -> WorkerInfo:
+        """Build and start the worker: once in a process, however often it is called.
+
+        In the actor's constructor a failure would be a crash, which Ray repeats
+        for ever; here it is an exception, and the supervisor decides.
+        """
+        if self._starting is None:
+            self._starting = asyncio.create_task(self._start())
+        return await asyncio.shield(self._starting)
+
+    async def current(self) -> WorkerInfo | None:
+        """The worker that runs in this process, None in one that has not started its own."""
+        return self._info
+
+    async def watch(self) -> None:
+        """Never return: the call fails when this process ends, and so tells of it."""
+        await asyncio.Event().wait()
+
+    async def stop(self) -> None:
+        """Stop the worker in good order; the process stays, for the supervisor to end."""
+        if self._guard is not None:
+            self._guard.cancel()
+        if self._worker is not None:
+            await self._worker.stop()
+
+    async def peer_died(self, incarnation: str) -> None:
+        """Pass on that the process of another worker's incarnation has ended."""
+        if self._worker is not None:
+            await self._worker.peer_died(incarnation)
+
+    @abstractmethod
+    def _build(self, config: WorkerConfig) -> Worker:
+        """A worker of the role, not started yet."""
+
+    async def _start(self) -> WorkerInfo:
+        worker = self._build(self._config)
+        self._info = await worker.start()
+        self._worker = worker
+        self._guard = asyncio.create_task(self._die_with_the_engine(worker))
+        return self._info
+
+    async def _die_with_the_engine(self, worker: Worker) -> None:
+        reason = await worker.failed()
+        _log.critical("the engine has died, so the process ends too: %s", reason)
+        logging.shutdown()
+        os._exit(_ENGINE_DIED)
+
+
+# The names of these classes are the titles of their processes. Each imports its
+# role's room in its own process only: the driver needs neither.
+
+
+class PrefillWorker(WorkerHost):
+    """Hosts a prefill worker."""
+
+    def _build(self, config: WorkerConfig) -> Worker:
+        from kvrelay.prefill_worker.worker import build
+
+        return build(config)
+
+
+class DecodeWorker(WorkerHost):
+    """Hosts a decode worker."""
+
+    def _build(self, config: WorkerConfig) -> Worker:
+        from kvrelay.decode_worker.worker import build
+
+        return build(config)
+
+
+HOSTS: dict[Role, type[WorkerHost]] = {Role.PREFILL: PrefillWorker, Role.DECODE: DecodeWorker}

@@ -1,0 +1,105 @@
+"""A JSON file of a checkpoint, read field by field with types checked."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from kvrelay.model_runner.errors import CheckpointError
+
+
+class ConfigFile:
+    """A JSON object and where it came from.
+
+    Every accessor raises `CheckpointError` naming file and field when the field
+    is of the wrong type, or is absent (or null) and no default was given.
+    """
+
+    def __init__(self, path: Path, fields: Mapping[str, Any], section: str = "") -> None:
+        self.path = path
+        self._fields = fields
+        self._section = section
+
+    @classmethod
+    def read(cls, path: Path) -> ConfigFile:
+        """Parse `path`; missing, unreadable or non-object JSON is a `CheckpointError`."""
+        try:
+            fields = json.loads(path.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            raise CheckpointError(f"{path}: file not found") from None
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"{path}: not readable as JSON: {error}") from None
+        if not isinstance(fields, dict):
+            raise CheckpointError(f"{path}: must hold a JSON object")
+        return cls(path, fields)
+
+    def error(self, field: str, problem: str) -> CheckpointError:
+        """The one-line error about `field`, for the caller to raise."""
+        return CheckpointError(f"{self.path}: {self._section}{field} {problem}")
+
+    def has(self, field: str) -> bool:
+        """Whether `field` is present and not null."""
+        return self._fields.get(field) is not None
+
+    def get(self, field: str) -> Any:
+        """The raw value, `None` if absent."""
+        return self._fields.get(field)
+
+    def section(self, field: str) -> ConfigFile:
+        """The object under `field`, empty if absent."""
+        value = self._fields.get(field)
+        if value is None:
+            value = {}
+        if not isinstance(value, dict):
+            raise self.error(field, f"must be an object, got {value!r}")
+        return ConfigFile(self.path, value, f"{self._section}{field}.")
+
+    def text(self, field: str, default: str | None = None) -> str:
+        """A string."""
+        value = self._value(field, default)
+        if not isinstance(value, str):
+            raise self.error(field, f"must be a string, got {value!r}")
+        return value
+
+    def flag(self, field: str, default: bool | None = None) -> bool:
+        """A boolean."""
+        value = self._value(field, default)
+        if not isinstance(value, bool):
+            raise self.error(field, f"must be true or false, got {value!r}")
+        return value
+
+    def size(self, field: str, default: int | None = None) -> int:
+        """A positive integer."""
+        value = self._value(field, default)
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise self.error(field, f"must be a positive integer, got {value!r}")
+        return value
+
+    def number(self, field: str, default: float | None = None) -> float:
+        """A positive finite number."""
+        value = self._value(field, default)
+        if not isinstance(value, int | float) or isinstance(value, bool):
+            raise self.error(field, f"must be a number, got {value!r}")
+        if not math.isfinite(value) or value <= 0:
+            raise self.error(field, f"must be positive and finite, got {value!r}")
+        return float(value)
+
+    def token_ids(self, field: str) -> tuple[int, ...]:
+        """A token id or a list of them; empty if absent."""
+        value = self._fields.get(field)
+        ids = [] if value is None else value if isinstance(value, list) else [value]
+        for token_id in ids:
+            if not isinstance(token_id, int) or isinstance(token_id, bool) or token_id < 0:
+                raise self.error(field, f"must be token ids, got {value!r}")
+        return tuple(ids)
+
+    def _value(self, field: str, default: object) -> object:
+        value = self._fields.get(field)
+        if value is None:
+            value = default
+        if value is None:
+            raise self.error(field, "is missing")
+        return value

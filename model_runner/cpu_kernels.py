@@ -1,0 +1,78 @@
+"""Compiled kernels of the CPU path between matrix products; `decode_kernel` has attention.
+
+Rows are bfloat16 bits (uint16) or float32 throughout. Pages are
+passed as the pool's flat memory with the offset and stride of a layer: the same
+compiled code then runs on both page orders, and knows that a head's run of a
+page is contiguous.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvrelay.model_runner.jit import exp_of_negative, kernel, store, widen
+
+Array = npt.NDArray[Any]
+
+
+@kernel
+def rms_norm(x: Array, weight: Array, eps: float, out: Array) -> None:
+    """``x, out [T, N]``, ``weight [N]``, summed in float32."""
+    width = x.shape[1]
+    for row in range(x.shape[0]):
+        squares = np.float32(0)
+        for i in range(width):
+            value = widen(x[row, i])
+            squares += value * value
+        scale = np.float32(1.0) / np.sqrt(squares / np.float32(width) + np.float32(eps))
+        for i in range(width):
+            store(out[row], i, widen(x[row, i]) * scale * widen(weight[i]))
+
+
+@kernel
+def rotate(heads: Array, count: int, cos: Array, sin: Array) -> None:
+    """Rotate the first `count` of ``heads [T, heads, D]`` in place; ``cos, sin [T, D / 2]``."""
+    half = cos.shape[1]
+    for row in range(heads.shape[0]):
+        for head in range(count):
+            first, second = heads[row, head, :half], heads[row, head, half:]
+            for i in range(half):
+                a, b = widen(first[i]), widen(second[i])
+                store(first, i, a * cos[row, i] - b * sin[row, i])
+                store(second, i, b * cos[row, i] + a * sin[row, i])
+
+
+@kernel
+def silu_mul(gate_up: Array, out: Array) -> None:
+    """``silu(gate) * up`` of ``gate_up [T, 2 * N]`` into ``out [T, N]``."""
+    width = out.shape[1]
+    for row in range(out.shape[0]):
+        gates, ups, products = gate_up[row, :width], gate_up[row, width:], out[row]
+        for i in range(width):
+            gate = widen(gates[i])
+            decay = exp_of_negative(-abs(gate))
+            numerator = gate if gate >= 0 else gate * decay
+            store(products, i, numerator / (np.float32(1.0) + decay) * widen(ups[i]))
+
+
+@kernel
+def write_kv(
+    pages: Array,
+    layer_start: int,
+    page_stride: int,
+    page_size: int,
+    qkv: Array,
+    num_heads: int,
+    page_ids: Array,
+    slots: Array,
+) -> None:
+    """Copy the keys and values in ``qkv [T, heads, D]`` to token `slots` of `page_ids`."""
+    kv_heads, head_dim = (qkv.shape[1] - num_heads) // 2, qkv.shape[2]
+    for row in range(qkv.shape[0]):
+        page = layer_start + page_ids[row] * page_stride + slots[row] * head_dim
+        for head in range(2 * kv_heads):
+            at = page + head * page_size * head_dim
+            pages[at : at + head_dim] = qkv[row, num_heads + head]

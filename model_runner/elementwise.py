@@ -1,0 +1,85 @@
+"""The operations between matrix products: a seam with one plain and one compiled side."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch.nn import functional
+
+from kvrelay.model_runner import cpu_kernels
+from kvrelay.model_runner.cpu_attention import as_array
+
+
+class Elementwise(Protocol):
+    """Normalization, rotation and activation."""
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        """``x [T, N]`` scaled to unit mean square, times ``weight [N]``."""
+        ...
+
+    def rotate(self, heads: torch.Tensor, count: int, cos: torch.Tensor, sin: torch.Tensor) -> None:
+        """Rotate the first `count` heads of ``heads [T, heads, D]`` in place.
+
+        ``cos, sin [T, D / 2]`` float32. Dimension ``i`` turns with ``i + D / 2``.
+        """
+        ...
+
+    def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+        """``silu(gate) * up`` of ``[T, 2 * N]``: ``[T, N]``."""
+        ...
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """Over the last dimension of `x`, in float32 and in the order of transformers' Llama."""
+    wide = x.to(torch.float32)
+    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    return weight * wide.to(x.dtype)
+
+
+class TorchElementwise:
+    """Any device, any dtype; rounds where transformers rounds."""
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        """See `Elementwise`."""
+        return rms_norm(x, weight, eps)
+
+    def rotate(self, heads: torch.Tensor, count: int, cos: torch.Tensor, sin: torch.Tensor) -> None:
+        """See `Elementwise`."""
+        cos, sin = cos[:, None].to(heads.dtype), sin[:, None].to(heads.dtype)
+        first, second = heads[:, :count].chunk(2, dim=-1)
+        turned = first * cos - second * sin
+        second.copy_(second * cos + first * sin)
+        first.copy_(turned)
+
+    def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+        """See `Elementwise`."""
+        gate, up = gate_up.chunk(2, dim=-1)
+        return functional.silu(gate) * up
+
+
+class CpuElementwise:
+    """bfloat16 on a CPU: one compiled pass each, float32 inside, rounded once at the end."""
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        """See `Elementwise`."""
+        out = torch.empty_like(x)
+        cpu_kernels.rms_norm(as_array(x), as_array(weight), eps, as_array(out))
+        return out
+
+    def rotate(self, heads: torch.Tensor, count: int, cos: torch.Tensor, sin: torch.Tensor) -> None:
+        """See `Elementwise`."""
+        cpu_kernels.rotate(as_array(heads), count, cos.numpy(), sin.numpy())
+
+    def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+        """See `Elementwise`."""
+        out = gate_up.new_empty(len(gate_up), gate_up.shape[1] // 2)
+        cpu_kernels.silu_mul(as_array(gate_up), as_array(out))
+        return out
+
+
+def make_elementwise(dtype: torch.dtype, device: torch.device) -> Elementwise:
+    """The fastest side of the seam; float32 stays plain, where it equals transformers exactly."""
+    if device.type == "cpu" and dtype is torch.bfloat16:
+        return CpuElementwise()
+    return TorchElementwise()

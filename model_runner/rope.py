@@ -1,0 +1,189 @@
+"""Rotary position embedding and the ways in which it is stretched to longer contexts.
+
+Every formula is the one of `transformers.modeling_rope_utils`, down to the
+order of its float32 operations: a frequency that differs in its last bit turns
+into a different angle some thousand positions later.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from kvrelay.model_runner.config_file import ConfigFile
+
+DEFAULT_THETA = 10_000.0
+"""What a checkpoint from before `rope_theta` was written down means."""
+
+
+class Rope(Protocol):
+    """How positions turn into angles."""
+
+    @property
+    def attention_factor(self) -> float:
+        """Cosines and sines are multiplied by it."""
+        ...
+
+    def frequencies(self, head_dim: int) -> torch.Tensor:
+        """Radians a position, ``[head_dim / 2]`` float32."""
+        ...
+
+
+def _plain_frequencies(theta: float, head_dim: int) -> torch.Tensor:
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+    return 1.0 / (theta**exponents)
+
+
+@dataclass(frozen=True, slots=True)
+class PlainRope:
+    """The original: Su et al., RoFormer (arXiv 2104.09864)."""
+
+    theta: float
+    attention_factor: float = 1.0
+
+    def frequencies(self, head_dim: int) -> torch.Tensor:
+        """See `Rope`."""
+        return _plain_frequencies(self.theta, head_dim)
+
+
+@dataclass(frozen=True, slots=True)
+class LinearRope:
+    """Positions divided by a factor: Chen et al. (arXiv 2306.15595)."""
+
+    theta: float
+    factor: float
+    attention_factor: float = 1.0
+
+    def frequencies(self, head_dim: int) -> torch.Tensor:
+        """See `Rope`."""
+        return _plain_frequencies(self.theta, head_dim) / self.factor
+
+
+@dataclass(frozen=True, slots=True)
+class Llama3Rope:
+    """Slow frequencies divided by a factor, fast ones kept, a ramp between: Llama 3.1."""
+
+    theta: float
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_len: int
+    attention_factor: float = 1.0
+
+    def frequencies(self, head_dim: int) -> torch.Tensor:
+        """See `Rope`."""
+        plain = _plain_frequencies(self.theta, head_dim)
+        wavelength = 2 * math.pi / plain
+        slow = wavelength > self.original_max_len / self.low_freq_factor
+        fast = wavelength < self.original_max_len / self.high_freq_factor
+        ramp = (self.original_max_len / wavelength - self.low_freq_factor) / (
+            self.high_freq_factor - self.low_freq_factor
+        )
+        between = (1 - ramp) * plain / self.factor + ramp * plain
+        return torch.where(slow, plain / self.factor, torch.where(fast, plain, between))
+
+
+@dataclass(frozen=True, slots=True)
+class YarnRope:
+    """Interpolation by parts with an attention temperature: Peng et al. (arXiv 2309.00071)."""
+
+    theta: float
+    factor: float
+    attention_factor: float
+    beta_fast: float
+    beta_slow: float
+    truncate: bool
+    original_max_len: int
+
+    def frequencies(self, head_dim: int) -> torch.Tensor:
+        """See `Rope`."""
+        powers = self.theta ** (torch.arange(0, head_dim, 2).to(torch.float32) / head_dim)
+        low, high = self._ramp_bounds(head_dim)
+        ramp = (torch.arange(head_dim // 2, dtype=torch.float32) - low) / (high - low)
+        kept = 1 - torch.clamp(ramp, 0, 1)
+        return 1.0 / (self.factor * powers) * (1 - kept) + 1.0 / powers * kept
+
+    def _ramp_bounds(self, head_dim: int) -> tuple[float, float]:
+        low = self._dim_turning(self.beta_fast, head_dim)
+        high = self._dim_turning(self.beta_slow, head_dim)
+        if self.truncate:
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, head_dim - 1)
+        return low, high + 0.001 if low == high else high
+
+    def _dim_turning(self, rotations: float, head_dim: int) -> float:
+        """The dimension that turns `rotations` times over the original context."""
+        turns = math.log(self.original_max_len / (rotations * 2 * math.pi))
+        return head_dim * turns / (2 * math.log(self.theta))
+
+
+def parse_rope(config: ConfigFile, max_model_len: int) -> Rope:
+    """Read `rope_parameters` (transformers 5) or `rope_scaling` and `rope_theta` (before).
+
+    Raises `CheckpointError` for a kind that is not computed exactly here
+    (``dynamic`` and ``longrope`` depend on the length of the running batch).
+    """
+    name = "rope_parameters" if config.has("rope_parameters") else "rope_scaling"
+    rope = config.section(name)
+    theta = rope.number("rope_theta", config.number("rope_theta", DEFAULT_THETA))
+    for owner in (config, rope):
+        if owner.number("partial_rotary_factor", 1.0) != 1.0:
+            raise owner.error("partial_rotary_factor", "other than 1 is not supported")
+    kind = rope.text("rope_type", rope.text("type", "default"))
+    pretrained = config if config.has("original_max_position_embeddings") else rope
+    original_max_len = pretrained.size("original_max_position_embeddings", max_model_len)
+    if kind == "default":
+        return PlainRope(theta)
+    if kind == "linear":
+        return LinearRope(theta, rope.number("factor"))
+    if kind == "llama3":
+        return _parse_llama3(rope, theta, original_max_len)
+    if kind == "yarn":
+        return _parse_yarn(rope, theta, original_max_len, max_model_len)
+    raise rope.error("rope_type", f"{kind!r} is not supported (default, linear, llama3, yarn are)")
+
+
+def _parse_llama3(rope: ConfigFile, theta: float, original_max_len: int) -> Llama3Rope:
+    low, high = rope.number("low_freq_factor"), rope.number("high_freq_factor")
+    if high <= low:
+        raise rope.error("high_freq_factor", "must be greater than low_freq_factor")
+    return Llama3Rope(theta, rope.number("factor"), low, high, original_max_len)
+
+
+def _parse_yarn(
+    rope: ConfigFile, theta: float, original_max_len: int, max_model_len: int
+) -> YarnRope:
+    factor = rope.number("factor", max_model_len / original_max_len)
+    inferred = _mscale(factor, 1.0)
+    if rope.get("mscale") and rope.get("mscale_all_dim"):
+        numerator = _mscale(factor, rope.number("mscale"))
+        inferred = numerator / _mscale(factor, rope.number("mscale_all_dim"))
+    return YarnRope(
+        theta=theta,
+        factor=factor,
+        attention_factor=rope.number("attention_factor", inferred),
+        beta_fast=rope.number("beta_fast", 32.0),
+        beta_slow=rope.number("beta_slow", 1.0),
+        truncate=rope.flag("truncate", True),
+        original_max_len=original_max_len,
+    )
+
+
+def _mscale(factor: float, mscale: float) -> float:
+    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
+
+
+class RotaryEmbedding:
+    """Cosines and sines of positions, computed once a forward and shared by its layers."""
+
+    def __init__(self, rope: Rope, head_dim: int, device: torch.device) -> None:
+        self._frequencies = rope.frequencies(head_dim).to(device)
+        self._attention_factor = rope.attention_factor
+
+    def __call__(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """``[T]`` positions to cosines and sines, each ``[T, head_dim / 2]`` float32."""
+        angles = positions[:, None].to(torch.float32) * self._frequencies
+        return angles.cos() * self._attention_factor, angles.sin() * self._attention_factor

@@ -1,0 +1,68 @@
+"""What the router says no with. `service` maps each to a gRPC status, nobody else does.
+
+::
+
+    StartError                 one clear line; the process does not come up
+    RequestError               ends one request
+    ├── InvalidField           INVALID_ARGUMENT, names the field
+    ├── AlreadyExists          ALREADY_EXISTS
+    ├── Overloaded             RESOURCE_EXHAUSTED, says when to come again
+    ├── Unavailable            UNAVAILABLE: another try could succeed
+    └── InternalFailure        INTERNAL: another try would fail the same way
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+
+class StartError(Exception):
+    """The router cannot start; the message is one line for the operator."""
+
+
+class RequestError(Exception):
+    """A request ends without a completion."""
+
+    outcome: ClassVar[str]
+    """Its value of the `outcome` metric label."""
+
+
+class InvalidField(RequestError):  # noqa: N818 - reads as what it says
+    """A field of the request cannot be served as it is."""
+
+    outcome = "invalid"
+
+    def __init__(self, field: str, message: str) -> None:
+        super().__init__(f"{field}: {message}")
+        self.field = field
+
+
+class AlreadyExists(RequestError):  # noqa: N818
+    """A live request has this id and another body."""
+
+    outcome = "conflict"
+
+    def __init__(self, request_id: str) -> None:
+        super().__init__(f"request_id: {request_id!r} is live with a different body")
+
+
+class Overloaded(RequestError):  # noqa: N818
+    """As many requests are live as may be."""
+
+    outcome = "overloaded"
+
+    def __init__(self, live: int, retry_after_ms: int) -> None:
+        super().__init__(f"{live} requests are live; try again in {retry_after_ms} ms")
+        self.retry_after_ms = retry_after_ms
+
+
+class Unavailable(RequestError):  # noqa: N818
+    """No worker can serve the request now, or the one that did is lost."""
+
+    outcome = "unavailable"
+
+
+class InternalFailure(RequestError):  # noqa: N818
+    """A worker failed the request and another attempt would fail too."""
+
+    outcome = "internal"

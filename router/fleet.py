@@ -1,0 +1,104 @@
+"""All workers that discovery lists, each with its link."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kvrelay.router.discovery import Discovery, WorkerEndpoint, WorkerRole
+from kvrelay.router.errors import Unavailable
+from kvrelay.router.generation import GenerationRequest
+from kvrelay.router.limits import Limits
+from kvrelay.router.news import News
+from kvrelay.router.placement import Candidate, choose_decode, choose_prefill
+from kvrelay.router.worker_link import WorkerLink
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """The two workers that a request goes to."""
+
+    prefill: WorkerLink
+    decode: WorkerLink
+
+
+class Fleet:
+    """Has one link to every incarnation that discovery lists, and to no other.
+
+    Args:
+        discovery: says which workers there are.
+        make_link: makes a link that calls back when its readiness has changed.
+    """
+
+    def __init__(
+        self,
+        discovery: Discovery,
+        make_link: Callable[[WorkerEndpoint, Callable[[], None]], WorkerLink],
+    ) -> None:
+        self._discovery = discovery
+        self._make_link = make_link
+        self._links: dict[str, WorkerLink] = {}  # by incarnation, as are the tasks
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._closing: set[asyncio.Task[None]] = set()
+        self.news = News()
+        """Announced when the list, or some link's readiness, has changed."""
+
+    @property
+    def links(self) -> list[WorkerLink]:
+        """One for each worker that is listed."""
+        return list(self._links.values())
+
+    @property
+    def endpoints(self) -> list[WorkerEndpoint]:
+        """The workers that are listed, ready or not."""
+        return [link.endpoint for link in self._links.values()]
+
+    @property
+    def ready(self) -> bool:
+        """A worker of either role can take requests."""
+        return all(self._ready_links(role) for role in WorkerRole)
+
+    def limits(self) -> Limits:
+        """What the listed workers can take; raises `Unavailable` if a role is missing."""
+        return Limits.of(self.endpoints)
+
+    def place(self, request: GenerationRequest) -> Pair:
+        """The workers for a request; raises `Unavailable` if none that could hold it is ready."""
+        prefill_links = self._ready_links(WorkerRole.PREFILL)
+        decode_links = self._ready_links(WorkerRole.DECODE)
+        prefill = choose_prefill(prefill_links, len(request.input_ids))
+        decode = choose_decode(decode_links, request.total_tokens)
+        if prefill is None or decode is None:
+            role = WorkerRole.PREFILL if prefill is None else WorkerRole.DECODE
+            raise Unavailable(f"no {role} worker that could hold the request is ready")
+        return Pair(prefill_links[prefill], decode_links[decode])
+
+    async def run(self) -> None:
+        """Follows discovery until cancelled; then every link is closed."""
+        try:
+            while True:
+                self._follow({e.incarnation: e for e in self._discovery.endpoints()})
+                await self._discovery.changed()
+        finally:
+            self._follow({})
+            await asyncio.gather(*self._closing, return_exceptions=True)
+
+    def _follow(self, listed: dict[str, WorkerEndpoint]) -> None:
+        for incarnation in self._links.keys() - listed.keys():
+            del self._links[incarnation]
+            self._close(self._tasks.pop(incarnation))
+        for incarnation in listed.keys() - self._links.keys():
+            link = self._make_link(listed[incarnation], self.news.announce)
+            self._links[incarnation] = link
+            self._tasks[incarnation] = asyncio.create_task(link.run(), name=link.endpoint.worker)
+        self.news.announce()
+
+    def _close(self, task: asyncio.Task[None]) -> None:
+        task.cancel()
+        self._closing.add(task)
+        task.add_done_callback(self._closing.discard)
+
+    def _ready_links(self, role: WorkerRole) -> dict[Candidate, WorkerLink]:
+        links = (link for link in self._links.values() if link.endpoint.role is role)
+        return {link.candidate(): link for link in links if link.ready}

@@ -1,0 +1,103 @@
+"""Every request that is live on this router."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+
+from tokenizers import Tokenizer
+
+from kvrelay.router.attempt import Attempt
+from kvrelay.router.config import RouterConfig
+from kvrelay.router.errors import AlreadyExists, Overloaded, Unavailable
+from kvrelay.router.fleet import Fleet
+from kvrelay.router.generation import GenerationRequest
+from kvrelay.router.live_request import LiveRequest
+from kvrelay.router.metrics import Stopwatch
+from kvrelay.router.news import News
+from kvrelay.router.text import TextStream
+
+
+class LiveRequests:
+    """Admits requests, finds them by their exact id, and forgets them when they end.
+
+    Attempt numbers never repeat on a router: a request whose id was used
+    before, by one that some worker may still be releasing, is another one.
+    """
+
+    def __init__(self, config: RouterConfig, fleet: Fleet, tokenizer: Tokenizer) -> None:
+        self._config = config
+        self._fleet = fleet
+        self._tokenizer = tokenizer
+        self._live: dict[str, LiveRequest] = {}
+        self._attempts = itertools.count(1)
+        self._closing = False
+        self._news = News()
+
+    def __len__(self) -> int:
+        return len(self._live)
+
+    def count(self, *, streaming: bool) -> int:
+        """Live ones whose first token has come, or has not; callable from any thread."""
+        return sum(live.streaming is streaming for live in list(self._live.values()))
+
+    def open(self, request: GenerationRequest, stopwatch: Stopwatch) -> LiveRequest:
+        """The live request of this id and body, else a new one, sent to its workers.
+
+        The caller attaches a reader before it awaits anything.
+
+        Raises:
+            AlreadyExists: this id is live with another body.
+            Overloaded: no more may be live.
+            Unavailable: no workers are ready for it, or the router is stopping.
+        """
+        running = self._live.get(request.request_id)
+        if running is None:
+            return self._admit(request, stopwatch)
+        if running.request.fingerprint != request.fingerprint:
+            raise AlreadyExists(request.request_id)
+        return running
+
+    def abort(self, request_id: str) -> bool:
+        """Ends the live request of exactly this id; false if there is none."""
+        live = self._live.get(request_id)
+        if live is not None:
+            live.abort()
+        return live is not None
+
+    async def close(self, grace_seconds: float) -> None:
+        """Admits no more, lets the live ones go on for the grace, then fails the rest."""
+        self._closing = True
+        try:
+            async with asyncio.timeout(grace_seconds):
+                while self._live:
+                    await self._news.next()
+        except TimeoutError:
+            for live in list(self._live.values()):
+                live.fail(Unavailable("the router is stopping"))
+
+    def _admit(self, request: GenerationRequest, stopwatch: Stopwatch) -> LiveRequest:
+        if self._closing:
+            raise Unavailable("the router is stopping")
+        if len(self._live) >= self._config.max_live_requests:
+            raise Overloaded(len(self._live), self._config.retry_after_ms)
+        pair = self._fleet.place(request)
+        live = LiveRequest(request, self._text_stream(request), stopwatch, self._forget)
+        attempt = Attempt(next(self._attempts), pair, live)
+        self._live[request.request_id] = live
+        live.assign(attempt)
+        attempt.submit()
+        return live
+
+    def _text_stream(self, request: GenerationRequest) -> TextStream:
+        sampling = request.sampling
+        return TextStream(
+            self._tokenizer,
+            stop=sampling.stop,
+            min_tokens=sampling.min_tokens,
+            skip_special_tokens=sampling.skip_special_tokens,
+        )
+
+    def _forget(self, live: LiveRequest) -> None:
+        del self._live[live.request.request_id]
+        self._news.announce()

@@ -1,0 +1,42 @@
+"""A worker's load as it last reported it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class PoolState:
+    """A pool's account; the states from `free` to `quarantined` sum to `total`."""
+
+    pool: str
+    """``kv`` (pages) or ``rows``."""
+    page_size: int
+    """Tokens a page; 0 for rows."""
+    total: int
+    free: int
+    held: int
+    cached_evictable: int
+    cached_protected: int
+    session: int
+    quarantined: int
+    promised: int
+    """Still among the free, but running requests will grow into them."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerLoad:
+    """What one worker has to do and what memory it has left."""
+
+    waiting_requests: int = 0
+    running_requests: int = 0
+    waiting_tokens: int = 0
+    """Prompt tokens not yet computed or pulled."""
+    pools: tuple[PoolState, ...] = ()
+
+    @property
+    def unpromised_tokens(self) -> int:
+        """Tokens that the KV pool can still take; in tokens, so that page sizes may differ."""
+        return sum(
+            (pool.free - pool.promised) * pool.page_size for pool in self.pools if pool.pool == "kv"
+        )

@@ -1,0 +1,44 @@
+"""Which workers a request goes to, from load figures alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from kvrelay.router.load import WorkerLoad
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A worker that is ready, as placement sees it."""
+
+    worker: str
+    pool_tokens: int
+    """What its pool holds in all: more can never fit."""
+    load: WorkerLoad
+    backlog_tokens: int
+    """Prompt tokens it has yet to compute or pull, those included that were
+    sent to it and are not in `load` yet."""
+
+    @property
+    def headroom_tokens(self) -> int:
+        """What its pool can take on after its backlog; below zero when overcommitted."""
+        return self.load.unpromised_tokens - self.backlog_tokens
+
+
+def choose_prefill(candidates: Iterable[Candidate], prompt_tokens: int) -> Candidate | None:
+    """The one with the least to compute; `None` if the prompt fits none."""
+    return min(
+        (c for c in candidates if c.pool_tokens >= prompt_tokens),
+        key=lambda c: (c.backlog_tokens, c.worker),
+        default=None,
+    )
+
+
+def choose_decode(candidates: Iterable[Candidate], total_tokens: int) -> Candidate | None:
+    """The one with the most room, then the fewest running; `None` if none is large enough."""
+    return min(
+        (c for c in candidates if c.pool_tokens >= total_tokens),
+        key=lambda c: (-c.headroom_tokens, c.load.running_requests, c.worker),
+        default=None,
+    )

@@ -1,0 +1,172 @@
+"""The router: everything that stands between clients and workers, put together."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import uuid
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+from prometheus_client import start_http_server
+from tokenizers import Tokenizer
+
+from kvrelay.router.config import RouterConfig
+from kvrelay.router.discovery import Discovery, WorkerEndpoint
+from kvrelay.router.errors import StartError
+from kvrelay.router.fleet import Fleet
+from kvrelay.router.live_requests import LiveRequests
+from kvrelay.router.metrics import RouterMetrics
+from kvrelay.router.service import InferenceService
+from kvrelay.router.worker_link import WorkerLink
+from kvrelay.v1 import inference_pb2, inference_pb2_grpc
+
+_SERVICE = inference_pb2.DESCRIPTOR.services_by_name["InferenceService"].full_name
+_STATUS_SECONDS = 2.0  # for the last statuses to reach their clients
+
+
+class Router:
+    """Takes requests by gRPC and has them served by the workers that discovery lists.
+
+    `start` and `stop` once each, on one event loop. Routers share nothing.
+    """
+
+    def __init__(self, config: RouterConfig, discovery: Discovery) -> None:
+        self._config = config
+        self._id = uuid.uuid4().hex
+        self._metrics = RouterMetrics(config.model_name)
+        self._fleet = Fleet(discovery, self._make_link)
+        self._health = health.aio.HealthServicer()
+        self._undo = contextlib.AsyncExitStack()
+        self.grpc_address = config.grpc_address
+        """Where clients come in; with the real port once started."""
+        self.metrics_address = config.metrics_address
+        """Where Prometheus reads; with the real port once started."""
+
+    async def start(self) -> None:
+        """Listens, and begins to attach to workers; nothing stays behind if it fails.
+
+        Raises:
+            StartError: one line that says what is in the way.
+        """
+        async with contextlib.AsyncExitStack() as undo:
+            tokenizer = await asyncio.to_thread(_load_tokenizer, self._config.model_path)
+            live = LiveRequests(self._config, self._fleet, tokenizer)
+            self._metrics.watch_live("waiting", lambda: live.count(streaming=False))
+            self._metrics.watch_live("streaming", lambda: live.count(streaming=True))
+            self._serve_metrics(undo)
+            _run_in(undo, self._fleet.run())
+            await self._serve_clients(undo, live, tokenizer)
+            undo.push_async_callback(live.close, self._config.shutdown_grace_seconds)
+            _run_in(undo, self._show_readiness())
+            undo.push_async_callback(self._health.enter_graceful_shutdown)
+            self._undo = undo.pop_all()
+
+    async def wait_ready(self) -> None:
+        """Returns once a prefill and a decode worker are attached."""
+        while not self._fleet.ready:
+            await self._fleet.news.next()
+
+    async def stop(self) -> None:
+        """Ends in order: no new requests, live ones finish or fail, then everything closes."""
+        await self._undo.aclose()
+
+    async def _serve_clients(
+        self, undo: contextlib.AsyncExitStack, live: LiveRequests, tokenizer: Tokenizer
+    ) -> None:
+        # Twice the limit reaches the validator, whose refusal names the field.
+        # Beyond that gRPC itself refuses, with RESOURCE_EXHAUSTED.
+        bytes_taken = 2 * self._config.max_message_bytes
+        server = grpc.aio.server(
+            options=[
+                ("grpc.max_receive_message_length", bytes_taken),
+                ("grpc.max_send_message_length", bytes_taken),
+                ("grpc.so_reuseport", 0),  # else a second router shares the port in silence
+            ]
+        )
+        service = InferenceService(self._config, self._fleet, live, tokenizer, self._metrics)
+        inference_pb2_grpc.add_InferenceServiceServicer_to_server(service, server)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
+        reflection.enable_server_reflection(
+            (_SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), server
+        )
+        host, _ = _host_and_port(self._config.grpc_address)
+        try:
+            port = server.add_insecure_port(self._config.grpc_address)
+        except RuntimeError as error:
+            raise _in_use("gRPC", self._config.grpc_address) from error
+        await server.start()
+        undo.push_async_callback(server.stop, _STATUS_SECONDS)
+        self.grpc_address = f"{host}:{port}"
+
+    def _serve_metrics(self, undo: contextlib.AsyncExitStack) -> None:
+        host, port = _host_and_port(self._config.metrics_address)
+        try:
+            server, thread = start_http_server(
+                port, host.strip("[]"), registry=self._metrics.registry
+            )
+        except OSError as error:
+            raise _in_use("metrics", self._config.metrics_address) from error
+        undo.push_async_callback(asyncio.to_thread, thread.join)
+        undo.callback(server.server_close)
+        undo.push_async_callback(asyncio.to_thread, server.shutdown)
+        self.metrics_address = f"{host}:{server.server_port}"
+
+    async def _show_readiness(self) -> None:
+        shown = None
+        while True:
+            if (ready := self._fleet.ready) is shown:
+                await self._fleet.news.next()
+                continue
+            serving = health_pb2.HealthCheckResponse.ServingStatus
+            status = serving.SERVING if ready else serving.NOT_SERVING
+            for service in ("", _SERVICE):
+                await self._health.set(service, status)
+            shown = ready
+
+    def _make_link(self, endpoint: WorkerEndpoint, on_change: Callable[[], None]) -> WorkerLink:
+        return WorkerLink(
+            endpoint,
+            router_id=self._id,
+            max_message_bytes=self._config.max_message_bytes,
+            on_change=on_change,
+            on_stale=self._metrics.stale_output,
+        )
+
+
+def _run_in(undo: contextlib.AsyncExitStack, work: Coroutine[Any, Any, None]) -> None:
+    """Runs `work` in the background until `undo` cancels it."""
+    task = asyncio.create_task(work)
+
+    async def end() -> None:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+    undo.push_async_callback(end)
+
+
+def _load_tokenizer(model_path: Path) -> Tokenizer:
+    path = model_path / "tokenizer.json"
+    try:
+        tokenizer = Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises nothing narrower
+        raise StartError(f"{path}: cannot load the tokenizer: {error}") from error
+    # A checkpoint may carry settings from its training that would change prompts.
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
+
+
+def _host_and_port(address: str) -> tuple[str, int]:
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal():
+        raise StartError(f"{address!r} is not an address: host:port")
+    return host, int(port)
+
+
+def _in_use(what: str, address: str) -> StartError:
+    return StartError(f"{what}: cannot listen on {address}: is the port in use?")

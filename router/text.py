@@ -1,0 +1,97 @@
+"""From output tokens to text that may be shown.
+
+Two stages: a detokenizer that never splits a character, and a hold that keeps
+back what may still turn out to be a stop string. Where a request stops is the
+worker's decision; this file only sees to it that no part of a stop string has
+been shown by then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tokenizers import Tokenizer
+
+from kvrelay.text.detokenizer import Detokenizer
+
+
+class TextStream:
+    """The text of one output, token by token.
+
+    Everything returned, joined, is the tokenizer's own decoding of the pushed
+    tokens, cut where the matched stop string begins.
+
+    Do not push the token id that ended the request (end of sequence or one of
+    `stop_token_ids`): as in vLLM it is among the output's token ids and counted
+    in the usage, but has no text.
+
+    Args:
+        tokenizer: shared; only decodes here.
+        stop: none of them is ever shown, nor a part of one that is completed.
+        min_tokens: a stop string completed before as many tokens is ordinary
+            text, as it is for the worker.
+        skip_special_tokens: leave special tokens out of the text.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        stop: Sequence[str] = (),
+        min_tokens: int = 0,
+        skip_special_tokens: bool = True,
+    ) -> None:
+        self._detokenizer = Detokenizer(tokenizer, skip_special_tokens=skip_special_tokens)
+        self._hold = StopStringHold(stop)
+        self._min_tokens = min_tokens
+        self._pushed = 0
+
+    def push(self, token_id: int) -> str:
+        """Takes the next token; returns the text that can be shown now, often none."""
+        self._pushed += 1
+        piece = self._detokenizer.push(token_id)
+        return self._hold.push(piece, may_stop=self._pushed >= self._min_tokens)
+
+    def finish(self, matched_stop: str | None = None) -> str:
+        """The rest of the text: up to `matched_stop` if that ended it, else all of it."""
+        return self._hold.finish(self._detokenizer.finish(), matched_stop)
+
+
+class StopStringHold:
+    """Lets text through, except what may still become a stop string.
+
+    ``shown | held``: `held` begins at the first place where a stop string has
+    occurred or could still be completed.
+    """
+
+    def __init__(self, stop: Sequence[str]) -> None:
+        self._stop = tuple(stop)
+        self._longest = max(map(len, self._stop), default=0)
+        self._held = ""
+
+    def push(self, piece: str, *, may_stop: bool) -> str:
+        """Takes the next piece of text, returns what can be shown.
+
+        A stop string that `piece` completes while `may_stop` is false is
+        ordinary text, and so is everything before its end.
+        """
+        held = self._held + piece
+        matches = [start for start in map(held.find, self._stop) if start >= 0]
+        if not matches:
+            cut = self._first_possible_start(held)
+        else:
+            cut = min(matches) if may_stop else len(held)
+        self._held = held[cut:]
+        return held[:cut]
+
+    def finish(self, piece: str, matched_stop: str | None) -> str:
+        """Takes the last piece, returns all that is held up to `matched_stop`."""
+        held, self._held = self._held + piece, ""
+        return held if matched_stop is None else held.partition(matched_stop)[0]
+
+    def _first_possible_start(self, held: str) -> int:
+        for start in range(max(0, len(held) - self._longest + 1), len(held)):
+            tail = held[start:]
+            if any(stop.startswith(tail) for stop in self._stop):
+                return start
+        return len(held)

@@ -1,0 +1,217 @@
+"""The router's stream to one incarnation of a worker."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import grpc
+
+from kvrelay.router import wire
+from kvrelay.router.discovery import WorkerEndpoint, WorkerRole
+from kvrelay.router.generation import GenerationRequest
+from kvrelay.router.load import WorkerLoad
+from kvrelay.router.placement import Candidate
+from kvrelay.router.worker_output import WorkerOutput
+from kvrelay.v1 import worker_pb2, worker_pb2_grpc
+
+_log = logging.getLogger(__name__)
+
+_FIRST_RETRY_SECONDS = 0.1
+_LONGEST_RETRY_SECONDS = 5.0
+
+# A gRPC server closes connections that ping more often than every 5 minutes,
+# unless told otherwise. Dead processes are noticed by their closed socket, dead
+# hosts earlier by discovery; this is for a connection that died unseen.
+_KEEPALIVE_MS = 330_000
+_KEEPALIVE_TIMEOUT_MS = 20_000
+
+
+class Listener(Protocol):
+    """Hears what becomes of one attempt at a request on one worker."""
+
+    def on_output(self, role: WorkerRole, output: WorkerOutput) -> None:
+        """The worker of this role produced something."""
+        ...
+
+    def on_lost(self, endpoint: WorkerEndpoint, detail: str) -> None:
+        """The worker is lost and has released the attempt, or died with it."""
+        ...
+
+
+@dataclass(slots=True)
+class _Submitted:
+    """An attempt that the worker has not ended."""
+
+    listener: Listener
+    prompt_tokens: int
+    started: bool = False
+    """Some output came: its prompt is no longer backlog."""
+    cancelled: bool = False
+
+    @property
+    def waiting(self) -> bool:
+        return not self.started and not self.cancelled
+
+
+class WorkerLink:
+    """Keeps the Attach stream of one worker incarnation and what runs through it.
+
+    The stream is the lease on whatever was submitted: when it breaks, the
+    worker releases it all, and every listener hears `on_lost`. A link is ready
+    from the first message of a stream, which brings the worker's load, to the
+    stream's end. Idle, it waits on that stream alone.
+
+    Args:
+        endpoint: the incarnation meant; another one at its address refuses.
+        router_id: names this router to the worker.
+        max_message_bytes: of one message, each way.
+        on_change: called when `ready` has changed.
+        on_stale: called for each output of no attempt known here.
+    """
+
+    def __init__(
+        self,
+        endpoint: WorkerEndpoint,
+        *,
+        router_id: str,
+        max_message_bytes: int,
+        on_change: Callable[[], None],
+        on_stale: Callable[[], None],
+    ) -> None:
+        self.endpoint = endpoint
+        self.ready = False
+        self.load = WorkerLoad()
+        self._router_id = router_id
+        self._max_message_bytes = max_message_bytes
+        self._on_change = on_change
+        self._on_stale = on_stale
+        self._submitted: dict[tuple[str, int], _Submitted] = {}
+        self._commands: asyncio.Queue[worker_pb2.AttachRequest | None] = asyncio.Queue()
+        # Sent since the last load came: whether that load knew of them is open.
+        self._tokens_since_load = 0
+
+    def submit(
+        self,
+        request: GenerationRequest,
+        attempt: int,
+        listener: Listener,
+        prefill: WorkerEndpoint | None = None,
+    ) -> None:
+        """Sends an attempt to the worker, which must be ready. Does not block."""
+        assert self.ready, f"{self.endpoint.worker} is not ready"
+        prompt_tokens = len(request.input_ids)
+        self._submitted[request.request_id, attempt] = _Submitted(listener, prompt_tokens)
+        self._tokens_since_load += prompt_tokens
+        self._commands.put_nowait(wire.submit_command(request, attempt, prefill))
+
+    def cancel(self, request_id: str, attempt: int) -> None:
+        """Tells the worker to give the attempt up; nothing if it has ended there."""
+        submitted = self._submitted.get((request_id, attempt))
+        if submitted is not None and not submitted.cancelled:
+            submitted.cancelled = True
+            self._commands.put_nowait(wire.cancel_command(request_id, attempt))
+
+    def candidate(self) -> Candidate:
+        """The worker as placement sees it.
+
+        What was sent since the last load is added to it. That load may have
+        been on its way when something was sent, so the backlog is at least
+        what this router knows to wait there.
+        """
+        reported = self.load.waiting_tokens + self._tokens_since_load
+        own = sum(s.prompt_tokens for s in self._submitted.values() if s.waiting)
+        return Candidate(
+            worker=self.endpoint.worker,
+            pool_tokens=self.endpoint.pool_tokens,
+            load=self.load,
+            backlog_tokens=max(reported, own),
+        )
+
+    async def run(self) -> None:
+        """Attaches, and again after every break, until cancelled."""
+        delay = _FIRST_RETRY_SECONDS
+        while True:
+            was_ready = await self._attach()
+            delay = _FIRST_RETRY_SECONDS if was_ready else delay
+            await asyncio.sleep(delay)
+            delay = min(2 * delay, _LONGEST_RETRY_SECONDS)
+
+    async def _attach(self) -> bool:
+        """Lives through one stream; returns whether it ever became ready."""
+        self._commands = asyncio.Queue()
+        self._commands.put_nowait(wire.hello_command(self._router_id, self.endpoint.incarnation))
+        detail = "was detached"
+        # A channel of its own for each stream: a channel's own pauses between
+        # connection attempts would add to ours.
+        async with grpc.aio.insecure_channel(self.endpoint.address, self._options()) as channel:
+            call = worker_pb2_grpc.WorkerServiceStub(channel).Attach(_until_none(self._commands))
+            try:
+                async for response in call:
+                    self._receive(response)
+                detail = "closed its stream"
+            except grpc.aio.AioRpcError as error:
+                detail = f"{error.code().name}: {error.details()}"
+            except Exception as error:  # costs this stream, not the link
+                _log.exception("stream of %s", self.endpoint.worker)
+                detail = f"router: {error}"
+            finally:
+                call.cancel()
+                self._commands.put_nowait(None)
+                was_ready = self.ready
+                self._lose(detail)
+        level = logging.WARNING if was_ready else logging.DEBUG
+        _log.log(level, "%s (%s): %s", self.endpoint.worker, self.endpoint.incarnation, detail)
+        return was_ready
+
+    def _receive(self, response: worker_pb2.AttachResponse) -> None:
+        if response.HasField("load"):
+            self.load = wire.read_load(response.load)
+            self._tokens_since_load = 0
+        if not self.ready:
+            self._set_ready(True)
+        for message in response.outputs:
+            self._dispatch(wire.read_output(message))
+
+    def _dispatch(self, output: WorkerOutput) -> None:
+        key = (output.request_id, output.attempt)
+        submitted = self._submitted.get(key)
+        if submitted is None:
+            self._on_stale()
+            return
+        submitted.started = True
+        if output.end is not None:
+            del self._submitted[key]
+        submitted.listener.on_output(self.endpoint.role, output)
+
+    def _lose(self, detail: str) -> None:
+        lost, self._submitted = self._submitted, {}
+        self.load, self._tokens_since_load = WorkerLoad(), 0
+        if self.ready:
+            self._set_ready(False)
+        for submitted in lost.values():
+            submitted.listener.on_lost(self.endpoint, detail)
+
+    def _set_ready(self, ready: bool) -> None:
+        self.ready = ready
+        self._on_change()
+
+    def _options(self) -> list[tuple[str, int]]:
+        return [
+            ("grpc.max_receive_message_length", self._max_message_bytes),
+            ("grpc.max_send_message_length", self._max_message_bytes),
+            ("grpc.keepalive_time_ms", _KEEPALIVE_MS),
+            ("grpc.keepalive_timeout_ms", _KEEPALIVE_TIMEOUT_MS),
+            # Else a channel to the same address may share a dying connection.
+            ("grpc.use_local_subchannel_pool", 1),
+        ]
+
+
+async def _until_none(
+    commands: asyncio.Queue[worker_pb2.AttachRequest | None],
+) -> AsyncIterator[worker_pb2.AttachRequest]:
+    while (command := await commands.get()) is not None:
+        yield command

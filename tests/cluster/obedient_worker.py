@@ -1,0 +1,73 @@
+"""A worker that starts at once, serves nothing, and fails when it is told to.
+
+Its orders lie in the folder that would be its model's, as files: whatever
+process it is in finds them there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import uuid
+from pathlib import Path
+
+from kvrelay.deploy.worker_host import Worker, WorkerHost
+from kvrelay.engine.config import WorkerConfig, WorkerInfo
+
+
+class ObedientWorker:
+    def __init__(self, config: WorkerConfig) -> None:
+        self._config = config
+        self._folder = config.model_path
+
+    async def start(self) -> WorkerInfo:
+        match self._take("start"):
+            case "refuse":
+                raise ValueError("kv_memory: 1 byte does not hold\n one page")
+            case "crash":
+                os._exit(1)
+            case "miss":
+                raise ModuleNotFoundError("No module named 'nixl'", name="nixl")
+        return WorkerInfo(
+            name=self._config.name,
+            role=self._config.role,
+            incarnation=f"{self._config.name}-{uuid.uuid4().hex[:8]}",
+            address="127.0.0.1:1",
+            metrics_address="127.0.0.1:2",
+            pool_tokens=16,
+            max_model_len=16,
+            vocab_size=16,
+            architecture="none",
+            eos_token_ids=(),
+            pid=os.getpid(),
+        )
+
+    async def stop(self) -> None:
+        (self._folder / f"{self._config.name}.stopped").touch()
+
+    async def failed(self) -> str:
+        while not self._take("fail"):
+            await asyncio.sleep(0.02)
+        return "told to"
+
+    async def peer_died(self, incarnation: str) -> None:
+        (self._folder / f"{self._config.name}.told").write_text(incarnation)
+
+    def _take(self, order: str) -> str:
+        """The next line of an order, which is thereby gone."""
+        path = self._folder / f"{self._config.name}.{order}"
+        if not path.exists():
+            return ""
+        first, _, rest = path.read_text().partition("\n")
+        path.write_text(rest) if rest else path.unlink()
+        return first
+
+
+class ObedientHost(WorkerHost):
+    def _build(self, config: WorkerConfig) -> Worker:
+        return ObedientWorker(config)
+
+
+def give_order(folder: Path, worker: str, order: str, *lines: str) -> None:
+    """`order` is ``start`` or ``fail``; each start or failure takes one line."""
+    (folder / f"{worker}.{order}").write_text("\n".join(lines))

@@ -1,0 +1,147 @@
+"""Workers that fail when they are told to, under their real supervisors in a real Ray."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from kvrelay.deploy.cluster import Cluster
+from kvrelay.deploy.errors import ClusterError
+from kvrelay.deploy.local_ray import ray as ray_module
+from kvrelay.deploy.worker_host import HOSTS
+from kvrelay.engine.config import Role, WorkerConfig, WorkerInfo
+from tests.cluster import obedient_worker
+from tests.cluster.obedient_worker import ObedientHost, give_order
+
+SECONDS = 60
+
+
+@pytest.fixture(scope="module", autouse=True)
+def obedient_workers(ray) -> Iterator[None]:
+    """Their code travels with them: Ray's processes do not have the tests on their path."""
+    ray_module.cloudpickle.register_pickle_by_value(obedient_worker)
+    with pytest.MonkeyPatch.context() as patch:
+        for role in Role:
+            patch.setitem(HOSTS, role, ObedientHost)
+        yield
+    ray_module.cloudpickle.unregister_pickle_by_value(obedient_worker)
+
+
+def make_cluster(folder: Path) -> Cluster:
+    return Cluster(
+        [
+            WorkerConfig(name=f"{role}-0", role=role, model_path=folder, model_name="none")
+            for role in Role
+        ]
+    )
+
+
+@pytest.fixture(scope="module")
+def orders(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("orders")
+
+
+@pytest.fixture(scope="module")
+async def cluster(obedient_workers, orders: Path) -> AsyncIterator[Cluster]:
+    async with make_cluster(orders) as cluster:
+        yield cluster
+
+
+async def next_life(cluster: Cluster, before: WorkerInfo) -> WorkerInfo:
+    """The incarnation that follows `before`, once discovery has it."""
+    async with asyncio.timeout(SECONDS):
+        while (info := cluster.workers.get(before.name, before)) == before:
+            await cluster.discovery.changed()
+    return info
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(SECONDS):
+        while not condition():
+            await asyncio.sleep(0.02)
+
+
+def was_told(orders: Path, worker: str, dead: WorkerInfo) -> bool:
+    path = orders / f"{worker}.told"
+    return path.exists() and path.read_text() == dead.incarnation
+
+
+@pytest.mark.parametrize(
+    ("order", "line"),
+    [
+        ("refuse", "decode-0 did not start: kv_memory: 1 byte does not hold one page"),
+        ("miss", "decode-0 did not start: the package nixl is missing"),
+        ("crash", "decode-0 did not start: its process died"),
+    ],
+)
+async def test_a_first_start_that_fails_is_one_line_and_not_repeated(
+    tmp_path: Path, order: str, line: str
+):
+    give_order(tmp_path, "decode-0", "start", order)
+    cluster = make_cluster(tmp_path)
+    with pytest.raises(ClusterError) as caught:
+        await cluster.start()
+    assert str(caught.value) == line
+    assert cluster.workers == {}
+    assert cluster.discovery.endpoints() == ()
+
+
+async def test_live_workers_are_discovered(cluster: Cluster):
+    endpoints = cluster.discovery.endpoints()
+    assert [one.worker for one in endpoints] == ["decode-0", "prefill-0"]
+    for endpoint in endpoints:
+        assert endpoint.incarnation == cluster.workers[endpoint.worker].incarnation
+
+
+async def test_a_killed_worker_comes_back_as_another_and_its_peer_is_told(
+    cluster: Cluster, orders: Path
+):
+    first = cluster.workers["decode-0"]
+    os.kill(first.pid, signal.SIGKILL)
+    second = await next_life(cluster, first)
+    assert second.incarnation != first.incarnation
+    assert second.pid != first.pid
+    await until(lambda: was_told(orders, "prefill-0", first))
+
+
+async def test_a_worker_whose_engine_died_ends_and_comes_back(cluster: Cluster, orders: Path):
+    first = cluster.workers["prefill-0"]
+    give_order(orders, "prefill-0", "fail", "now")
+    second = await next_life(cluster, first)
+    assert second.pid != first.pid
+    await until(lambda: was_told(orders, "decode-0", first))
+
+
+async def test_a_restart_that_fails_is_tried_again_in_a_fresh_process(
+    cluster: Cluster, orders: Path
+):
+    first = cluster.workers["decode-0"]
+    give_order(orders, "decode-0", "start", "refuse", "crash")
+    os.kill(first.pid, signal.SIGKILL)
+    second = await next_life(cluster, first)
+    assert second.incarnation != first.incarnation
+    assert not (orders / "decode-0.start").exists()
+
+
+async def test_stopping_is_in_good_order_and_ends_every_process(tmp_path: Path):
+    async with make_cluster(tmp_path) as cluster:
+        pids = [info.pid for info in cluster.workers.values()]
+    assert cluster.discovery.endpoints() == ()
+    assert (tmp_path / "decode-0.stopped").exists()
+    assert (tmp_path / "prefill-0.stopped").exists()
+    await until(lambda: not any(map(psutil.pid_exists, pids)))
+
+
+async def test_more_workers_than_ray_has_room_for_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("kvrelay.deploy.cluster._PLACEMENT_SECONDS", 0.5)
+    config = make_cluster(tmp_path)._configs[0]
+    with pytest.raises(ClusterError, match="Ray has no room for 1000 workers"):
+        await Cluster([config] * 1000).start()

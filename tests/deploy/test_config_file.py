@@ -1,0 +1,125 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+from kvrelay.deploy import serve as serve_module
+from kvrelay.deploy.address import Address
+from kvrelay.deploy.cli import main
+from kvrelay.deploy.options import ServeOptions
+
+
+@pytest.fixture
+def served(monkeypatch: pytest.MonkeyPatch) -> list[ServeOptions]:
+    """The options that `serve` would have run with."""
+    runs: list[ServeOptions] = []
+
+    def run(options: ServeOptions, progress: object, *, debug: bool) -> None:
+        runs.append(options)
+
+    monkeypatch.setattr(serve_module, "run", run)
+    return runs
+
+
+def serve(*arguments: str) -> Result:
+    return CliRunner().invoke(main, ["serve", *arguments])
+
+
+def write(folder: Path, text: str) -> str:
+    path = folder / "kvrelay.toml"
+    path.write_text(text)
+    return str(path)
+
+
+EVERYTHING: dict[str, Any] = {
+    "model": "some/model",
+    "model_name": "mine",
+    "prefill": 2,
+    "decode": 3,
+    "page_size": 1,
+    "page_order": "layer_first",
+    "kv_memory": 1 << 30,
+    "dtype": "float32",
+    "device": "cpu",
+    "grpc": Address("0.0.0.0", 1),
+    "metrics": Address("127.0.0.1", 0),
+    "insecure": True,
+    "max_running": 5,
+    "chunk_tokens": 6,
+    "max_model_len": 7,
+    "threads": 8,
+    "default_max_tokens": 9,
+    "max_live_requests": 10,
+    "audit_pages": True,
+}
+
+
+def as_toml(value: object) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    return str(value) if isinstance(value, int) else f'"{value}"'
+
+
+def test_every_option_can_stand_in_the_file(tmp_path: Path, served: list[ServeOptions]):
+    assert set(EVERYTHING) == set(ServeOptions.__dataclass_fields__)
+    lines = [f"{name.replace('_', '-')} = {as_toml(value)}" for name, value in EVERYTHING.items()]
+    result = serve("--config", write(tmp_path, "\n".join(lines)))
+    assert result.exit_code == 0, result.output
+    assert served == [ServeOptions(**EVERYTHING)]
+
+
+def test_no_option_gives_the_defaults(served: list[ServeOptions]):
+    assert serve().exit_code == 0
+    assert served == [ServeOptions()]
+
+
+def test_the_command_line_wins(tmp_path: Path, served: list[ServeOptions]):
+    config = write(tmp_path, 'page_size = 8\nkv-memory = "1GiB"\nprefill = 2')
+    assert serve("--page-size", "4", "--config", config, "--prefill", "1").exit_code == 0
+    assert served == [ServeOptions(page_size=4, kv_memory=1 << 30, prefill=1)]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("pagesize = 8", "unknown option 'pagesize'"),
+        ("config = 'other.toml'", "unknown option 'config'"),
+        ("[serve]\nprefill = 1", "unknown option 'serve'"),
+        ("prefill = '2'", "'prefill' must be an integer, got '2'"),
+        ("prefill = true", "'prefill' must be an integer, got True"),
+        ("page-size = 1.5", "'page-size' must be an integer, got 1.5"),
+        ("model = 7", "'model' must be a string, got 7"),
+        ("insecure = 'yes'", "'insecure' must be a boolean, got 'yes'"),
+        ("kv-memory = 1.5", "'kv-memory' must be an integer or a string, got 1.5"),
+        ("kv-memory = 'much'", "'--kv-memory': 'much' is not a size"),
+        ("dtype = 'int4'", "'--dtype': 'int4' is not one of"),
+        ("prefill = 0", "'--prefill': 0 is not in the range"),
+        ("grpc = '0.0.0.0:1'", "--grpc: 0.0.0.0:1 can be reached from other machines"),
+        ("page-size = 1\npage_size = 2", "'page_size' is given twice"),
+        ("prefill = ", "not TOML"),
+    ],
+)
+def test_what_is_wrong_in_the_file_is_named(
+    tmp_path: Path, served: list[ServeOptions], text: str, message: str
+):
+    result = serve("--config", write(tmp_path, text))
+    assert result.exit_code == 2
+    assert message in result.stderr
+    assert served == []
+
+
+def test_a_file_that_is_not_there_is_named(tmp_path: Path):
+    result = serve("--config", str(tmp_path / "none.toml"))
+    assert result.exit_code == 2
+    assert "none.toml" in result.stderr
+
+
+def test_help_shows_every_option_and_its_default():
+    text = " ".join(serve("--help").output.split())
+    for field in ServeOptions.__dataclass_fields__:
+        assert f"--{field.replace('_', '-')} " in text
+    for default in ("smollm2-135m-instruct", "512MiB", "bfloat16", "127.0.0.1:50051"):
+        assert f"[default: {default}]" in text

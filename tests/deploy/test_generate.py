@@ -1,0 +1,192 @@
+from __future__ import annotations
+
+import json
+import signal
+import socket
+import subprocess
+import sys
+
+import grpc
+import pytest
+
+from kvrelay.v1 import inference_pb2 as pb
+
+from .conftest import Kvrelay
+from .scripted_service import COMPLETE, DELTAS, ScriptedService
+
+
+def test_the_text_alone_goes_to_standard_output(kvrelay: Kvrelay):
+    result = kvrelay("generate", "The capital of France is")
+    assert (result.exit_code, result.stdout, result.stderr) == (0, " Paris, naïvely.\n", "")
+
+
+def test_json_is_one_object_a_line(kvrelay: Kvrelay):
+    result = kvrelay("generate", "x", "--json", "--request-id", "mine")
+    first, second, last = map(json.loads, result.stdout.splitlines())
+    assert first == {
+        "event": "delta",
+        "request_id": "mine",
+        "index": 0,
+        "token_ids": [260],
+        "text": " Paris",
+    }
+    assert (second["index"], second["token_ids"]) == (1, [30, 1])
+    assert last == {
+        "event": "complete",
+        "request_id": "mine",
+        "finish_reason": "stop",
+        "matched_stop": "\n",
+        "usage": {"prompt_tokens": 5, "completion_tokens": 3, "cached_tokens": 0},
+        "timings": {
+            "queue_seconds": 0.5,
+            "prefill_seconds": 0.25,
+            "transfer_seconds": 0.125,
+            "decode_seconds": 2.0,
+        },
+        "seed": 2**63,
+    }
+
+
+def test_a_matched_token_zero_is_not_no_match(kvrelay: Kvrelay, service: ScriptedService):
+    service.events = [pb.GenerateComplete(matched_token_id=0)]
+    assert json.loads(kvrelay("generate", "x", "--json").stdout)["matched_stop"] == 0
+
+
+def test_what_is_not_given_is_not_sent(kvrelay: Kvrelay, service: ScriptedService):
+    kvrelay("generate", "x")
+    [request] = service.requests
+    assert request == pb.GenerateRequest(text="x", sampling_params=pb.SamplingParams())
+    assert request.sampling_params.ListFields() == []
+
+
+def test_every_option_is_sent_zero_included(kvrelay: Kvrelay, service: ScriptedService):
+    options = {
+        "--max-tokens": 7,
+        "--min-tokens": 0,
+        "--temperature": 0,
+        "--top-p": 0.5,
+        "--top-k": -1,
+        "--min-p": 0.25,
+        "--frequency-penalty": -1.5,
+        "--presence-penalty": 1.5,
+        "--repetition-penalty": 1.25,
+        "--seed": 2**64 - 1,
+        "--logprobs": 3,
+    }
+    arguments = [str(part) for option in options.items() for part in option]
+    kvrelay("generate", "x", "--stop", "a", "--stop", "b", "--ignore-eos", *arguments)
+    assert service.requests[0].sampling_params == pb.SamplingParams(
+        max_tokens=7,
+        min_tokens=0,
+        temperature=0,
+        top_p=0.5,
+        top_k=-1,
+        min_p=0.25,
+        frequency_penalty=-1.5,
+        presence_penalty=1.5,
+        repetition_penalty=1.25,
+        seed=2**64 - 1,
+        stop=["a", "b"],
+        ignore_eos=True,
+        logprobs=3,
+    )
+
+
+def test_logprobs_alone_means_those_of_the_chosen_tokens(
+    kvrelay: Kvrelay, service: ScriptedService
+):
+    kvrelay("generate", "x", "--logprobs")
+    params = service.requests[0].sampling_params
+    assert params.HasField("logprobs")
+    assert params.logprobs == 0
+
+
+def test_logprobs_stand_beside_the_text(kvrelay: Kvrelay, service: ScriptedService):
+    top = [pb.TokenLogprob(token_id=260, logprob=-0.5), pb.TokenLogprob(token_id=9, logprob=-1)]
+    logprobs = [pb.TokenLogprobs(token_id=260, logprob=-0.5, top=top)]
+    service.events = [
+        pb.GenerateDelta(index=4, token_ids=[260], text=" Paris", logprobs=logprobs),
+        COMPLETE,
+    ]
+    result = kvrelay("generate", "x", "--logprobs", "2")
+    assert result.stdout == " Paris\n"
+    assert result.stderr.split() == ["4", "token", "260", "-0.5000", "260:-0.5000", "9:-1.0000"]
+    delta = json.loads(kvrelay("generate", "x", "--json").stdout.splitlines()[0])
+    assert delta["logprobs"] == [
+        {
+            "token_id": 260,
+            "logprob": -0.5,
+            "top": [{"token_id": 260, "logprob": -0.5}, {"token_id": 9, "logprob": -1.0}],
+        }
+    ]
+
+
+def test_a_dash_reads_the_prompt_from_standard_input(kvrelay: Kvrelay, service: ScriptedService):
+    kvrelay("generate", "-", stdin="two\nlines\n")
+    assert service.requests[0].text == "two\nlines\n"
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [("--seed", "-1"), ("--seed", str(2**64)), ("--max-tokens", "-1"), ("--top-k", str(2**31))],
+)
+def test_a_number_that_cannot_be_sent_names_its_option(kvrelay: Kvrelay, option: str, value: str):
+    result = kvrelay("generate", "x", option, value)
+    assert result.exit_code == 2
+    assert f"Invalid value for {option}" in result.stderr
+
+
+def test_a_status_is_one_clear_line(kvrelay: Kvrelay, service: ScriptedService, server: str):
+    service.events = ()
+    service.failure = (grpc.StatusCode.INVALID_ARGUMENT, "top_p: must be in (0, 1], got 2")
+    result = kvrelay("generate", "x")
+    assert result.exit_code == 1
+    assert result.stdout == ""
+    assert result.stderr == (
+        f"kvrelay: {server}: INVALID_ARGUMENT: top_p: must be in (0, 1], got 2\n"
+    )
+
+
+def test_what_came_before_a_failure_is_shown(kvrelay: Kvrelay, service: ScriptedService):
+    service.events = DELTAS
+    service.failure = (grpc.StatusCode.UNAVAILABLE, "a worker was lost")
+    result = kvrelay("generate", "x")
+    assert result.exit_code == 1
+    assert result.stdout == " Paris, naïvely.\n"
+    assert "UNAVAILABLE: a worker was lost" in result.stderr
+
+
+def test_a_stream_without_completion_is_a_failure(kvrelay: Kvrelay, service: ScriptedService):
+    service.events = DELTAS
+    result = kvrelay("generate", "x")
+    assert result.exit_code == 1
+    assert "ended without a completion" in result.stderr
+
+
+def test_an_aborted_request_is_said(kvrelay: Kvrelay, service: ScriptedService):
+    service.events = [DELTAS[0], pb.GenerateComplete(finish_reason=pb.FINISH_REASON_ABORT)]
+    result = kvrelay("generate", "x", "--request-id", "mine")
+    assert result.exit_code == 1
+    assert result.stderr == "kvrelay: request mine was aborted\n"
+
+
+def test_a_server_that_is_not_there_is_one_clear_line(kvrelay: Kvrelay):
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        nobody = f"127.0.0.1:{listener.getsockname()[1]}"
+    result = kvrelay("generate", "x", "--server", nobody)
+    assert result.exit_code == 1
+    assert result.stderr.startswith(f"kvrelay: {nobody}: UNAVAILABLE: ")
+    assert len(result.stderr.splitlines()) == 1
+
+
+def test_ctrl_c_aborts_the_request(service: ScriptedService, server: str):
+    service.events, service.hang = DELTAS[:1], True
+    command = [sys.executable, "-m", "kvrelay.deploy", "generate", "x", "--server", server]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        assert process.stdout.read(len(" Paris")) == b" Paris"  # at once, not at the end
+        process.send_signal(signal.SIGINT)
+        assert service.cancelled.wait(10)
+        assert process.wait(10) == 130
+        assert process.stderr.read() == b"aborted\n"

