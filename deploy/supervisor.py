@@ -74,6 +74,7 @@ class WorkerSupervisor:
             raise ClusterError(f"{self.name} did not start: {_reason(error)}") from error
         self._watcher.worker_live(info)
         self._following = asyncio.create_task(self._follow(info))
+        self._following.add_done_callback(self._say_if_failed)
         return info
 
     def tell_of_death(self, incarnation: str) -> None:
@@ -95,7 +96,7 @@ class WorkerSupervisor:
 
     async def _follow(self, info: WorkerInfo) -> None:
         while True:
-            reason = await self._lost()
+            reason = await self._lost(info)
             self._watcher.worker_lost(info)
             _log.warning("%s is lost: %s", info.incarnation, reason)
             if await self._insist("current") != info:
@@ -104,13 +105,13 @@ class WorkerSupervisor:
             self._watcher.worker_live(info)
             _log.warning("%s is up", info.incarnation)
 
-    async def _lost(self) -> str:
-        """Wait until the worker's process has ended or cannot be reached."""
+    async def _lost(self, info: WorkerInfo) -> str:
+        """Wait until the incarnation's process has ended or cannot be reached."""
         try:
-            await self._actor.watch.remote()
+            await self._actor.watch.remote(info.incarnation)
         except ray.exceptions.RayError as error:
             return _reason(error)
-        raise AssertionError("watch() returned")
+        return "another process has taken its place"
 
     async def _insist(self, method: str) -> Any:
         """Call the actor until it answers, in whatever life.
@@ -123,7 +124,7 @@ class WorkerSupervisor:
             try:
                 return await getattr(self._actor, method).remote()
             except ray.exceptions.ActorUnavailableError:
-                pass  # Ray is still restarting it
+                _log.info("%s cannot be reached yet", self.name)
             except ray.exceptions.ActorDiedError as error:
                 _log.error("Ray gave %s up: %s", self.name, _reason(error))
                 self._actor = self._place()
@@ -132,6 +133,11 @@ class WorkerSupervisor:
                 ray.kill(self._actor, no_restart=False)
             await asyncio.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE)
+
+    def _say_if_failed(self, following: asyncio.Task[None]) -> None:
+        """A supervisor must not fail; if it does, its worker is not restarted any more."""
+        if not following.cancelled() and (error := following.exception()) is not None:
+            _log.critical("%s is no longer supervised", self.name, exc_info=error)
 
     def _place(self) -> Any:
         host = ray.remote(HOSTS[self._config.role])

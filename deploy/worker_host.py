@@ -65,9 +65,13 @@ class WorkerHost(ABC):
         """The worker that runs in this process, None in one that has not started its own."""
         return self._info
 
-    async def watch(self) -> None:
-        """Never return: the call fails when this process ends, and so tells of it."""
-        await asyncio.Event().wait()
+    async def watch(self, incarnation: str) -> None:
+        """Wait for the end of this process, which ends the call with an error.
+
+        Returns, and at once, only in a process that is not this incarnation's.
+        """
+        if self._info is not None and self._info.incarnation == incarnation:
+            await asyncio.Event().wait()
 
     async def stop(self) -> None:
         """Stop the worker in good order; the process stays, for the supervisor to end."""

@@ -14,16 +14,21 @@ class Reference:
     def __init__(self, path: Path) -> None:
         self._model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
 
-    def generate(self, prompt: list[int], max_tokens: int) -> list[int]:
-        """The `max_tokens` tokens after `prompt`, end-of-sequence tokens included."""
+    def generate(self, prompts: list[list[int]], max_tokens: int) -> list[list[int]]:
+        """The `max_tokens` tokens after each prompt, end-of-sequence tokens included.
+
+        Several prompts are one batch, padded on the left.
+        """
+        longest = max(map(len, prompts))
+        padded = [[0] * (longest - len(prompt)) + prompt for prompt in prompts]
+        real = [[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts]
         with torch.inference_mode():
             output = self._model.generate(
-                torch.tensor([prompt]),
-                attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+                torch.tensor(padded),
+                attention_mask=torch.tensor(real),
                 max_new_tokens=max_tokens,
-                min_new_tokens=max_tokens,
                 do_sample=False,
                 eos_token_id=-1,
                 pad_token_id=0,
             )
-        return output[0, len(prompt) :].tolist()
+        return output[:, longest:].tolist()
