@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from tokenizers import Tokenizer
@@ -38,14 +39,12 @@ BYPASS_LIMIT = 16
 """Requests that may be let in before one that came earlier and does not fit yet."""
 
 
+@dataclass(frozen=True, slots=True)
 class PullEnded:
     """A read of a request's pages has ended, well or not."""
 
-    __slots__ = ("pull", "stream")
-
-    def __init__(self, stream: HandOverStream, pull: Pull) -> None:
-        self.stream = stream
-        self.pull = pull
+    stream: HandOverStream
+    pull: Pull
 
 
 class DecodeRole:
@@ -84,7 +83,7 @@ class DecodeRole:
     def submit(self, command: Submit) -> None:
         """See `Role`."""
         assert command.prefill is not None, "a decode worker is told who computes the prompt"
-        pages = -(-len(command.prompt_ids) // self._core.ledger.page_size)
+        pages = self._core.ledger.pages_for(len(command.prompt_ids))
         request = DecodeRequest(
             key=command.key,
             link=command.link,
@@ -132,7 +131,7 @@ class DecodeRole:
         for request in sorted(self._asked(), key=lambda r: r.turn):
             if misfit is not None and misfit.bypassed >= BYPASS_LIMIT:
                 return
-            if not self._reserve(request):
+            if not self._core.reserve(request, request.most_tokens):
                 misfit = misfit or request
                 continue
             if misfit is not None:
@@ -142,8 +141,7 @@ class DecodeRole:
     def schedule(self) -> Sequence[Scheduled]:
         """See `Role`: one token for every running request."""
         for request in self._running:
-            assert request.lease is not None
-            grown = self._core.ledger.grow(request.lease, request.num_tokens)
+            grown = self._core.ledger.grow(request.held, request.num_tokens)
             assert grown, "a promise was broken"
         return [Scheduled(request, 1, sample=True) for request in self._running]
 
@@ -198,9 +196,8 @@ class DecodeRole:
         if request.hand_over.first_token is not None:
             request.announced_at = time.monotonic()
         if message.page_ids:
-            assert request.lease is not None
             last = message.first_page + len(message.page_ids)
-            local = request.lease.pages[message.first_page : last].astype(np.int64)
+            local = request.held.pages[message.first_page : last].astype(np.int64)
             stream = request.stream
             pull = self._agent.pull(
                 stream.peer.incarnation,
@@ -228,11 +225,10 @@ class DecodeRole:
         if not request.hand_over.on_released(message):
             self._fail(request, "the prefill side let go of pages while they were read")
             return
-        assert request.lease is not None
         assert request.hand_over.first_token is not None
         request.activated_at = time.monotonic()
         self._core.outbox.put(request.stream, Leave())
-        self._core.ledger.commit(request.lease, len(request.prompt_ids))
+        self._core.ledger.commit(request.held, len(request.prompt_ids))
         request.output_ids.append(request.hand_over.first_token)
         request.checker.check(request.hand_over.first_token)
         self._running.append(request)
@@ -273,16 +269,6 @@ class DecodeRole:
             for request in self._core.requests.values()
             if isinstance(request, DecodeRequest) and request.hand_over.state is DecodeState.ASKED
         ]
-
-    def _reserve(self, request: DecodeRequest) -> bool:
-        """Take the whole prompt's pages and the promise of its output, or nothing."""
-        ledger = self._core.ledger
-        request.lease = ledger.open(str(request.key), request.most_tokens)
-        if request.lease is None:
-            return False
-        grown = ledger.grow(request.lease, len(request.prompt_ids))
-        assert grown, "a promise was broken"
-        return True
 
     def _live(self, stream: HandOverStream) -> DecodeRequest | None:
         """The request that `stream` belongs to, unless it has ended."""

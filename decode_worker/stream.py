@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from dataclasses import dataclass
 
 import grpc
@@ -16,8 +15,6 @@ from kvrelay.kv_transfer.agent import TransferAgent
 from kvrelay.kv_transfer.errors import TransferError
 from kvrelay.kv_transfer.hand_over import FromDecode, FromPrefill
 from kvrelay.v1 import hand_over_pb2, hand_over_pb2_grpc
-
-logger = logging.getLogger(__name__)
 
 REACH_TIMEOUT_S = 10.0
 """For a prefill worker's first answer; nothing is held for it yet."""
@@ -121,6 +118,8 @@ class HandOverClient:
         try:
             async for message in stream:
                 await call.write(to_wire(message))
+        except asyncio.InvalidStateError:
+            pass  # the call has ended meanwhile; the reader knows how
         finally:
             call.cancel()
             ended = (await asyncio.gather(reader, return_exceptions=True))[0]
@@ -152,12 +151,14 @@ class HandOverClient:
             self._peers[peer.incarnation] = reached
         try:
             return await asyncio.shield(reached)
-        except (TransferError, grpc.RpcError):
-            self._peers.pop(peer.incarnation, None)
+        except Exception:
+            if self._peers.get(peer.incarnation) is reached:
+                del self._peers[peer.incarnation]
             raise
 
     async def _introduce(self, peer: Peer) -> grpc.aio.Channel:
-        channel = grpc.aio.insecure_channel(peer.address)
+        # A worker is never behind the user's web proxy.
+        channel = grpc.aio.insecure_channel(peer.address, [("grpc.enable_http_proxy", 0)])
         stub = hand_over_pb2_grpc.HandOverServiceStub(channel)
         request = hand_over_pb2.DescribeAgentRequest(incarnation=peer.incarnation)
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Sequence
 
 from kvrelay.engine.metrics import WorkerMetrics
@@ -21,6 +22,8 @@ from kvrelay.mem_cache.fence import Fence, StepClock, StepFence
 from kvrelay.mem_cache.ledger import Ledger
 from kvrelay.mem_cache.release import Outcome, release_kv_cache
 from kvrelay.model_runner.sampler import SampledToken
+
+logger = logging.getLogger(__name__)
 
 
 class EngineCore:
@@ -51,15 +54,31 @@ class EngineCore:
         """Enter a new request; one that could never be completed here is refused with the reason.
 
         Args:
-            request: its key must be new.
+            request: dropped if its key is live: a message came twice.
             most_tokens: tokens that it may come to hold on this worker.
         """
-        capacity = self.ledger.max_lease_tokens
         if request.key in self.requests:
-            return self._refuse(request, "request_id: it is live on this worker already")
+            logger.warning("request %s was submitted twice", request.key)
+            return False
+        capacity = self.ledger.max_lease_tokens
         if most_tokens > capacity:
-            return self._refuse(request, f"{most_tokens} tokens do not fit a pool of {capacity}")
+            error = f"{most_tokens} tokens do not fit a pool of {capacity}"
+            self.emit(request, end=End(EndReason.FAILED, error=error))
+            return False
         self.requests[request.key] = request
+        return True
+
+    def reserve(self, request: Request, most_tokens: int) -> bool:
+        """Take the whole prompt's pages and the promise of `most_tokens`, or nothing.
+
+        Whoever waits for memory holds none: that keeps a pair of workers free of deadlock.
+        """
+        lease = self.ledger.open(str(request.key), most_tokens)
+        if lease is None:
+            return False
+        request.lease = lease
+        grown = self.ledger.grow(lease, len(request.prompt_ids))
+        assert grown, "a promise was broken"
         return True
 
     def emit(
@@ -98,10 +117,6 @@ class EngineCore:
         del self.requests[request.key]
         if end is not None:
             self.emit(request, tokens, end, timings)
-
-    def _refuse(self, request: Request, error: str) -> bool:
-        self.emit(request, end=End(EndReason.FAILED, error=error))
-        return False
 
     def _release(self, request: Request, outcome: Outcome, fences: Iterable[Fence]) -> None:
         if request.lease is None:

@@ -7,8 +7,8 @@ from typing import NoReturn, Protocol, TypeVar
 
 import grpc
 
-MAX_MESSAGE_BYTES = 16 << 20
-"""Either way; a prompt of a million tokens takes a quarter of it."""
+MAX_MESSAGE_BYTES = 64 << 20
+"""Either way; well above what a router takes from a client."""
 
 
 class _OneOf(Protocol):

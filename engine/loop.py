@@ -55,7 +55,7 @@ class Role(Protocol):
         ...
 
     def failed(self, request: Request, error: Exception) -> None:
-        """A forward that a request was part of has failed: it cannot go on."""
+        """A forward, or this request's part of one, has failed: it cannot go on."""
         ...
 
     def load(self) -> Load:
@@ -89,6 +89,12 @@ class Engine:
         self._launcher = launcher
         self._audit = core.ledger.audit_pages if audit_pages else core.ledger.audit
         self._computing = False
+        self._stopping = False
+
+    @property
+    def stopped(self) -> bool:
+        """It was told to stop, every request has ended, and no forward runs."""
+        return self._stopping and not self._computing
 
     def turn(self, messages: Iterable[object]) -> None:
         """One pass of the loop.
@@ -99,17 +105,17 @@ class Engine:
         for message in messages:
             self._handle(message)
         self._core.ledger.reclaim()
-        self._role.admit()
-        if not self._computing:
+        if not self._stopping:
+            self._role.admit()
             self._launch()
         self._audit()
         load = self._role.load()
-        self._core.metrics.publish(load, self._core.ledger.quarantine_age())
+        self._core.metrics.publish(load, self._core.ledger.quarantined_since)
         self._core.flush(load)
 
     def _launch(self) -> None:
-        """Start the next forward, if there is anything to compute."""
-        scheduled = self._role.schedule()
+        """Start the next forward, if none runs and there is anything to compute."""
+        scheduled = () if self._computing else self._role.schedule()
         if not scheduled:
             return
         step = plan_step(self._core.steps.launch(), scheduled, self._core.ledger)
@@ -119,16 +125,19 @@ class Engine:
     def _settle(self, ended: StepEnded) -> None:
         self._core.steps.settle()
         self._computing = False
-        self._core.metrics.count_step(len(ended.step.batch.input_ids), ended.seconds)
-        if ended.error is not None:
+        if ended.error is None:
+            self._core.metrics.count_step(len(ended.step.batch.input_ids), ended.seconds)
+        else:
+            self._core.metrics.count_failed_step()
             logger.error("a forward failed", exc_info=ended.error)
         for index, item in enumerate(ended.step.scheduled):
             if item.request.has_ended:
                 continue
-            if ended.error is not None:
-                self._role.failed(item.request, ended.error)
+            token = ended.error or ended.tokens[index]
+            if isinstance(token, Exception):
+                self._role.failed(item.request, token)
             else:
-                self._role.settled(item, ended.tokens[index])
+                self._role.settled(item, token)
 
     def _handle(self, message: object) -> None:
         match message:
@@ -144,12 +153,19 @@ class Engine:
                 self._detach(message)
             case Wake():
                 pass
+            case Stop():
+                self._stopping = True
+                self._cancel(list(self._core.requests.values()))
             case _:
                 self._role.handle(message)
 
     def _detach(self, message: Detach) -> None:
         self._core.links.remove(message.link)
-        for request in [r for r in self._core.requests.values() if r.link is message.link]:
+        requests = self._core.requests.values()
+        self._cancel([request for request in requests if request.link is message.link])
+
+    def _cancel(self, requests: Iterable[Request]) -> None:
+        for request in requests:
             self._role.cancel(Cancel(request.key))
 
 
@@ -173,17 +189,14 @@ class EngineThread:
         self._thread.start()
 
     def close(self) -> None:
-        """End after the pass that runs."""
+        """End every request, wait for the forward that runs, check the account and end."""
         self._inbox.post(Stop())
         self._thread.join()
 
     def _run(self) -> None:
         try:
-            while True:
-                messages = self._inbox.drain()
-                if any(isinstance(message, Stop) for message in messages):
-                    return
-                self._engine.turn(messages)
+            while not self._engine.stopped:
+                self._engine.turn(self._inbox.drain())
         except Exception as error:
             logger.exception("the engine gives up")
             self._on_failure(f"{type(error).__name__}: {error}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
@@ -33,9 +34,10 @@ class WorkerMetrics(Collector):
             "worker": config.name,
             "model": config.model_name,
         }
-        self._published: tuple[Load, float] = (Load(0, 0, 0, ()), 0.0)
+        self._published: tuple[Load, float | None] = (Load(0, 0, 0, ()), None)
         self._releases = self._counter("releases", "Releases of a request's memory", ["outcome"])
         self._computed_tokens = self._counter("computed_tokens", "Tokens that forwards computed")
+        self._failed_steps = self._counter("failed_steps", "Forwards that failed")
         self._transfer_bytes = self._counter("transfer_bytes", "KV bytes read from peers")
         self._transfer_pages = self._counter("transfer_pages", "KV pages read from peers")
         self._transfers = self._counter("transfers", "Reads of KV from peers", ["result"])
@@ -45,13 +47,17 @@ class WorkerMetrics(Collector):
         )
         self.registry.register(self)
 
-    def publish(self, load: Load, quarantine_age: float) -> None:
-        """The state after a pass; engine thread."""
-        self._published = (load, quarantine_age)
+    def publish(self, load: Load, quarantined_since: float | None) -> None:
+        """The state after a pass; engine thread. The time is `time.monotonic`'s."""
+        self._published = (load, quarantined_since)
 
     def count_release(self, outcome: Outcome) -> None:
         """A request's memory was given back."""
         self._releases.labels(**self._labels, outcome=outcome.value).inc()
+
+    def count_failed_step(self) -> None:
+        """A forward has failed."""
+        self._failed_steps.labels(**self._labels).inc()
 
     def count_step(self, tokens: int, seconds: float) -> None:
         """A forward over `tokens` tokens has ended."""
@@ -68,7 +74,7 @@ class WorkerMetrics(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """See `prometheus_client.registry.Collector`."""
-        load, quarantine_age = self._published
+        load, since = self._published
         yield self._pools(load.pools)
         requests = self._gauge("requests", "Requests on this worker", ["state"])
         self._add(requests, load.waiting_requests, "waiting")
@@ -78,7 +84,7 @@ class WorkerMetrics(Collector):
         self._add(waiting, load.waiting_tokens)
         yield waiting
         age = self._gauge("quarantine_age_seconds", "Age of the oldest quarantined memory")
-        self._add(age, quarantine_age)
+        self._add(age, 0.0 if since is None else time.monotonic() - since)
         yield age
 
     def _pools(self, pools: tuple[PoolCounts, ...]) -> Metric:

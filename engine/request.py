@@ -36,6 +36,12 @@ class Request:
         return len(self.prompt_ids) + len(self.output_ids)
 
     @property
+    def held(self) -> Lease:
+        """Its lease, where it surely has one."""
+        assert self.lease is not None, f"{self.key} holds no memory"
+        return self.lease
+
+    @property
     def has_ended(self) -> bool:
         """Whether its memory is given back, though a forward may still compute it."""
         return self.lease is not None and self.lease.state is LeaseState.RELEASED

@@ -19,7 +19,7 @@ from kvrelay.engine.outputs import (
     RouterLink,
     StepOutputs,
 )
-from kvrelay.engine.wire import step_to_wire, submit_from_wire
+from kvrelay.engine.wire import SubmitRules, step_to_wire, submit_from_wire
 from kvrelay.v1 import worker_pb2, worker_pb2_grpc
 
 logger = logging.getLogger(__name__)
@@ -31,13 +31,13 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
     Args:
         incarnation: this worker's; a router that means another is refused.
         inbox: the engine's.
-        eos_token_ids: the model's own end-of-sequence tokens.
+        rules: what submissions must keep to.
     """
 
-    def __init__(self, incarnation: str, inbox: Inbox, eos_token_ids: tuple[int, ...]) -> None:
+    def __init__(self, incarnation: str, inbox: Inbox, rules: SubmitRules) -> None:
         self._incarnation = incarnation
         self._inbox = inbox
-        self._eos_token_ids = eos_token_ids
+        self._rules = rules
 
     async def Attach(  # noqa: N802 (gRPC's name)
         self,
@@ -91,7 +91,7 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
 
     def _submit(self, message: worker_pb2.SubmitRequest, link: RouterLink) -> None:
         try:
-            self._inbox.post(submit_from_wire(message, link, self._eos_token_ids))
+            self._inbox.post(submit_from_wire(message, link, self._rules))
         except ValueError as error:
             key = RequestKey(link.router, message.request_id, message.attempt)
             end = End(EndReason.FAILED, error=str(error))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import queue
 import threading
 import time
@@ -14,7 +15,9 @@ import numpy as np
 from kvrelay.engine.request import Request
 from kvrelay.mem_cache.ledger import Ledger
 from kvrelay.model_runner.batch import ForwardBatch
-from kvrelay.model_runner.sampler import SampledToken, SamplingRow
+from kvrelay.model_runner.sampler import Sampled, SamplingRow
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +46,7 @@ class StepEnded:
     """A forward's result: one entry for each of `step.scheduled`, `None` where none is sampled."""
 
     step: Step
-    tokens: tuple[SampledToken | None, ...] = ()
+    tokens: tuple[Sampled | None, ...] = ()
     seconds: float = 0.0
     error: Exception | None = None
 
@@ -51,30 +54,29 @@ class StepEnded:
 class Computer(Protocol):
     """Runs a step's forward and samples from it. Blocks; has a thread of its own."""
 
-    def compute(self, step: Step) -> Sequence[SampledToken]:
-        """One token for each of `step.sampling`."""
+    def compute(self, step: Step) -> Sequence[Sampled]:
+        """One token, or the reason why there is none, for each of `step.sampling`."""
         ...
 
 
 def plan_step(number: int, scheduled: Sequence[Scheduled], ledger: Ledger) -> Step:
     """Make the forward's input and commit the tokens that it will write."""
-    starts = [item.request.lease.kv_committed_len for item in scheduled if item.request.lease]
-    counts = [item.num_tokens for item in scheduled]
-    leases = [item.request.lease for item in scheduled if item.request.lease]
-    ends = [start + count for start, count in zip(starts, counts, strict=True)]
     input_ids: list[int] = []
-    for item, start, end, lease in zip(scheduled, starts, ends, leases, strict=True):
+    positions: list[np.ndarray] = []
+    leases = [item.request.held for item in scheduled]
+    for item, lease in zip(scheduled, leases, strict=True):
+        start, end = lease.kv_committed_len, lease.kv_committed_len + item.num_tokens
         input_ids += item.request.token_ids(start, end)
+        positions.append(np.arange(start, end))
         ledger.commit(lease, end)
         item.request.last_step = number
-    query_start = np.concatenate(([0], np.cumsum(counts))).astype(np.int32)
+    query_start = np.cumsum([0, *(item.num_tokens for item in scheduled)])
     sampled = [index for index, item in enumerate(scheduled) if item.sample]
-    positions = [np.arange(start, end) for start, end in zip(starts, ends, strict=True)]
     batch = ForwardBatch(
         input_ids=np.asarray(input_ids, np.int64),
         positions=np.concatenate(positions).astype(np.int64),
-        query_start=query_start,
-        seq_lens=np.asarray(ends, np.int32),
+        query_start=query_start.astype(np.int32),
+        seq_lens=np.asarray([lease.kv_committed_len for lease in leases], np.int32),
         page_tables=ledger.page_tables(leases),
         logit_rows=query_start[1:][sampled].astype(np.int64) - 1,
     )
@@ -98,11 +100,18 @@ class ForwardThread:
     Args:
         computer: does the work.
         on_end: called with each step's end, on this thread.
+        on_failure: called once, on this thread, if it must give up.
     """
 
-    def __init__(self, computer: Computer, on_end: Callable[[StepEnded], None]) -> None:
+    def __init__(
+        self,
+        computer: Computer,
+        on_end: Callable[[StepEnded], None],
+        on_failure: Callable[[str], None],
+    ) -> None:
         self._computer = computer
         self._on_end = on_end
+        self._on_failure = on_failure
         self._steps: queue.SimpleQueue[Step | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="forward", daemon=True)
         self._thread.start()
@@ -117,8 +126,12 @@ class ForwardThread:
         self._thread.join()
 
     def _run(self) -> None:
-        while (step := self._steps.get()) is not None:
-            self._on_end(self._compute(step))
+        try:
+            while (step := self._steps.get()) is not None:
+                self._on_end(self._compute(step))
+        except Exception as error:
+            logger.exception("the forward thread gives up")
+            self._on_failure(f"{type(error).__name__}: {error}")
 
     def _compute(self, step: Step) -> StepEnded:
         begun = time.monotonic()

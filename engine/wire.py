@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from dataclasses import dataclass
+
 from kvrelay.engine.commands import Peer, Submit
+from kvrelay.engine.config import Role
 from kvrelay.engine.outputs import (
     End,
     EndReason,
@@ -29,26 +33,49 @@ _FINISH_REASONS = {
 }
 
 
+@dataclass(frozen=True, slots=True)
+class SubmitRules:
+    """What a worker must be told, and within which bounds."""
+
+    role: Role
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+
+
 def submit_from_wire(
-    message: worker_pb2.SubmitRequest, link: RouterLink, eos_token_ids: tuple[int, ...]
+    message: worker_pb2.SubmitRequest, link: RouterLink, rules: SubmitRules
 ) -> Submit:
     """A router's submission.
 
     Raises:
-        ValueError: a field is out of range; the message begins with its name.
+        ValueError: a field is missing or out of range; the text begins with its name.
     """
+    params = message.sampling_params
+    _check_ids("input_ids", message.input_ids, rules.vocab_size)
+    _check_ids("stop_token_ids", params.stop_token_ids, rules.vocab_size)
+    _check_ids("logit_bias", params.logit_bias, rules.vocab_size)
     if not message.input_ids:
-        raise ValueError("input_ids must not be empty")
+        raise ValueError("input_ids: must not be empty")
+    if params.max_tokens < 1:
+        raise ValueError("max_tokens: must be at least 1")
     has_peer = message.HasField("prefill")
+    if has_peer != (rules.role is Role.DECODE):
+        raise ValueError("prefill: must be told to decode workers and to no others")
     return Submit(
         link=link,
         key=RequestKey(link.router, message.request_id, message.attempt),
         prompt_ids=tuple(message.input_ids),
-        sampling=_sampling_from_wire(message.sampling_params),
-        stops=_stops_from_wire(message.sampling_params, eos_token_ids),
+        sampling=_sampling_from_wire(params),
+        stops=_stops_from_wire(params, rules.eos_token_ids),
         priority=message.priority,
         prefill=Peer(message.prefill.address, message.prefill.incarnation) if has_peer else None,
     )
+
+
+def _check_ids(field: str, token_ids: Iterable[int], vocab_size: int) -> None:
+    worst = max(token_ids, default=0)
+    if worst >= vocab_size:
+        raise ValueError(f"{field}: token id {worst} is not below the vocabulary of {vocab_size}")
 
 
 def _sampling_from_wire(params: inference_pb2.SamplingParams) -> SamplingParams:

@@ -24,11 +24,13 @@ from kvrelay.engine.metrics import WorkerMetrics
 from kvrelay.engine.outbox import Outbox
 from kvrelay.engine.service import WorkerService
 from kvrelay.engine.step import ForwardThread, Step
+from kvrelay.engine.wire import SubmitRules
 from kvrelay.kv_transfer.agent import TransferAgent
 from kvrelay.mem_cache.ledger import Ledger
 from kvrelay.mem_cache.pool import KVPool
 from kvrelay.model_runner.runner import ModelRunner
-from kvrelay.model_runner.sampler import SampledToken, Sampler
+from kvrelay.model_runner.sampler import Sampled, Sampler
+from kvrelay.text.tokenizer import load_tokenizer
 from kvrelay.v1 import worker_pb2_grpc
 
 STOP_GRACE_S = 1.0
@@ -73,7 +75,7 @@ class ModelComputer:
         self._runner = runner
         self._sampler = Sampler(runner.config.vocab_size)
 
-    def compute(self, step: Step) -> Sequence[SampledToken]:
+    def compute(self, step: Step) -> Sequence[Sampled]:
         """See `Computer`."""
         logits = self._runner.forward(step.batch)
         return self._sampler.sample(logits, step.sampling) if step.sampling else ()
@@ -96,6 +98,7 @@ class Worker:
         """Load the model, reserve the memory, open the listeners.
 
         Raises:
+            TokenizerError: the checkpoint's tokenizer.json is missing or broken.
             CheckpointError: the model cannot be served.
             ValueError: an option does not fit; the message begins with its name.
             OSError: a port is in use.
@@ -104,29 +107,24 @@ class Worker:
         self._loop = loop = asyncio.get_running_loop()
         self._failure = loop.create_future()
         incarnation = f"{config.name}-{uuid.uuid4().hex[:12]}"
+        # Before the weights, which take longer to read.
+        tokenizer = await loop.run_in_executor(None, load_tokenizer, config.model_path)
         runner, pool = await loop.run_in_executor(None, self._load)
-        self._metrics = WorkerMetrics(config)
+        self._agent = await loop.run_in_executor(
+            None, TransferAgent, incarnation, pool, self._on_failure
+        )
         ledger = Ledger(
             total_pages=pool.total_pages,
             page_size=config.page_size,
             total_rows=config.max_running,
             max_row_tokens=self._max_model_len(runner),
         )
-        self._inbox = Inbox()
-        self._agent = await loop.run_in_executor(None, TransferAgent, incarnation, pool)
-        core = EngineCore(ledger, Outbox(loop.call_soon_threadsafe), self._metrics)
-        tokenizer = Tokenizer.from_file(str(config.model_path / "tokenizer.json"))
-        parts = WorkerParts(config, core, self._inbox, self._agent, tokenizer)
-        self._role = self._plug_in(parts)
-        self._forward = ForwardThread(ModelComputer(runner), self._inbox.post)
-        engine = Engine(core, self._role.role, self._forward, audit_pages=config.audit_pages)
-        self._engine = EngineThread(engine, self._inbox, self._on_failure)
-        eos = runner.config.eos_token_ids
-        port = await self._listen(WorkerService(incarnation, self._inbox, eos))
-        self._metrics_server, metrics_thread = start_http_server(
+        self._assemble(ledger, runner, tokenizer)
+        rules = SubmitRules(config.role, runner.config.vocab_size, runner.config.eos_token_ids)
+        port = await self._listen(WorkerService(incarnation, self._inbox, rules))
+        self._metrics_server, self._metrics_thread = start_http_server(
             config.metrics_port, config.host, self._metrics.registry
         )
-        self._metrics_thread = metrics_thread
         self._engine.start()
         return WorkerInfo(
             name=config.name,
@@ -138,7 +136,7 @@ class Worker:
             max_model_len=self._max_model_len(runner),
             vocab_size=runner.config.vocab_size,
             architecture=runner.config.architecture,
-            eos_token_ids=tuple(eos),
+            eos_token_ids=tuple(runner.config.eos_token_ids),
             pid=os.getpid(),
         )
 
@@ -146,15 +144,10 @@ class Worker:
         """Close the listeners, end the engine; the pool stays registered."""
         await self._server.stop(STOP_GRACE_S)
         await self._role.close()
-        await asyncio.get_running_loop().run_in_executor(None, self._engine.close)
-        self._forward.close()
-        self._agent.close()
-        self._metrics_server.shutdown()
-        self._metrics_server.server_close()
-        self._metrics_thread.join()
+        await self._loop.run_in_executor(None, self._stop_threads)
 
     async def failed(self) -> str:
-        """Wait until the engine has given up, which may be never; returns the reason."""
+        """Wait until one of its threads has given up, which may be never; returns the reason."""
         assert self._failure is not None, "the worker was not started"
         return await asyncio.shield(self._failure)
 
@@ -162,6 +155,27 @@ class Worker:
         """The supervisor says that another worker's process is gone for good."""
         self._inbox.post(PeerDied(incarnation))
         await self._role.peer_died(incarnation)
+
+    def _stop_threads(self) -> None:
+        """In the order in which they depend on each other."""
+        self._engine.close()
+        self._forward.close()
+        self._agent.close()
+        self._metrics_server.shutdown()
+        self._metrics_server.server_close()
+        self._metrics_thread.join()
+
+    def _assemble(self, ledger: Ledger, runner: ModelRunner, tokenizer: Tokenizer) -> None:
+        """The engine with its role, thread by thread; nothing runs yet but the forward's."""
+        self._inbox = Inbox()
+        self._metrics = WorkerMetrics(self._config)
+        core = EngineCore(ledger, Outbox(self._loop.call_soon_threadsafe), self._metrics)
+        parts = WorkerParts(self._config, core, self._inbox, self._agent, tokenizer)
+        self._role = self._plug_in(parts)
+        self._forward = ForwardThread(ModelComputer(runner), self._inbox.post, self._on_failure)
+        audit_pages = self._config.audit_pages
+        engine = Engine(core, self._role.role, self._forward, audit_pages=audit_pages)
+        self._engine = EngineThread(engine, self._inbox, self._on_failure)
 
     def _load(self) -> tuple[ModelRunner, KVPool]:
         config = self._config
@@ -194,7 +208,7 @@ class Worker:
         return port
 
     def _on_failure(self, reason: str) -> None:
-        """Called on the engine thread."""
+        """A thread gives up, so the worker must; called on that thread."""
         self._loop.call_soon_threadsafe(self._fail, reason)
 
     def _fail(self, reason: str) -> None:

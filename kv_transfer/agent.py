@@ -2,8 +2,8 @@
 
 The agent has no progress thread of NIXL's own, because that one spins a core
 even when idle (its delay is fixed at 0 in the Python package). Instead this
-thread makes progress: it polls closely while it reads, looks after its peers'
-reads now and then while some are announced, and sleeps when there is nothing.
+thread makes progress: closely while it reads, often while peers are expected to
+read from it, and now and then otherwise, so that no peer waits for ever.
 """
 
 from __future__ import annotations
@@ -27,10 +27,12 @@ from kvrelay.mem_cache.pool import KVPool
 
 logger = logging.getLogger(__name__)
 
-READING_DELAY_S = 50e-6
-"""Between looks at reads of our own that are in flight."""
+READING_DELAY_S = (50e-6, 5e-3)
+"""Between looks at reads in flight: at first, and for one that takes its time."""
 SERVING_DELAY_S = 500e-6
-"""Between progress calls while peers may read from us."""
+"""Between progress calls while peers are expected to read from us."""
+IDLE_DELAY_S = 50e-3
+"""Between progress calls otherwise: a read may outlive the request that announced it."""
 
 
 @dataclass(eq=False, slots=True)
@@ -52,9 +54,10 @@ class TransferAgent:
         incarnation: this worker's; also the NIXL agent's name, so that a
             restarted worker is a new peer to everybody.
         pool: the memory that peers read from and that pulls write to.
+        on_failure: called once, on the agent's thread, if it must give up.
     """
 
-    def __init__(self, incarnation: str, pool: KVPool) -> None:
+    def __init__(self, incarnation: str, pool: KVPool, on_failure: Callable[[str], None]) -> None:
         from nixl._api import nixl_agent, nixl_agent_config
 
         logging.getLogger("nixl").setLevel(logging.WARNING)
@@ -73,10 +76,12 @@ class TransferAgent:
         self._metadata = bytes(self._agent.get_agent_metadata())
         self._peers: dict[str, PeerDescription] = {}
         self._running: list[_Running] = []
-        self._unsettled: list[Pull] = []
+        self._failed: list[_Running] = []
         self._dead: set[str] = set()
+        self._burials: list[tuple[str, Callable[[], None]]] = []
         self._serving = 0
         self._closed = False
+        self._on_failure = on_failure
         self._orders: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="kv-transfer", daemon=True)
         self._thread.start()
@@ -91,9 +96,10 @@ class TransferAgent:
         self._orders.put(lambda: self._add_peer(peer))
 
     def confirm_death(self, incarnation: str, on_settled: Callable[[], None]) -> None:
-        """The peer's process is known to be gone: nothing can arrive from it any more.
+        """The peer's process is known to be gone: what it had sent is all that can still arrive.
 
-        `on_settled` is called on the agent's thread once its fences have passed.
+        Its pulls' fences pass once NIXL has reported the end of each and has
+        let go of the peer; then `on_settled` is called, on the agent's thread.
         """
         self._orders.put(lambda: self._confirm_death(incarnation, on_settled))
 
@@ -125,9 +131,13 @@ class TransferAgent:
     # On the agent's own thread
 
     def _run(self) -> None:
-        while not self._closed:
-            self._obey()
-            self._progress()
+        try:
+            while not self._closed:
+                self._obey()
+                self._progress()
+        except Exception as error:
+            logger.exception("the transfer agent gives up")
+            self._on_failure(f"{type(error).__name__}: {error}")
 
     def _obey(self) -> None:
         """Carry out what was ordered; sleep until an order comes, or progress is due."""
@@ -137,16 +147,19 @@ class TransferAgent:
             return
         order()
 
-    def _delay(self) -> float | None:
+    def _delay(self) -> float:
         if self._running:
-            return READING_DELAY_S
-        return SERVING_DELAY_S if self._serving else None
+            shortest, longest = READING_DELAY_S
+            youngest = time.monotonic() - self._running[-1].begun
+            return min(max(youngest / 50, shortest), longest)
+        return SERVING_DELAY_S if self._serving else IDLE_DELAY_S
 
     def _progress(self) -> None:
-        if self._serving:
-            self._agent.get_new_notifs()
+        self._agent.get_new_notifs()
         for running in list(self._running):
             self._look_at(running, self._agent.check_xfer_state)
+        for burial in list(self._burials):
+            self._bury(*burial)
 
     def _close(self) -> None:
         self._closed = True
@@ -167,13 +180,21 @@ class TransferAgent:
 
     def _confirm_death(self, incarnation: str, on_settled: Callable[[], None]) -> None:
         self._dead.add(incarnation)
-        for running in [run for run in self._running if run.pull.peer == incarnation]:
-            self._fail(running, f"worker {incarnation} died")
-        for pull in [pull for pull in self._unsettled if pull.peer == incarnation]:
-            self._unsettled.remove(pull)
-            pull.settle()
+        self._burials.append((incarnation, on_settled))
+
+    def _bury(self, incarnation: str, on_settled: Callable[[], None]) -> None:
+        """Let go of a dead peer once none of its reads is left in NIXL's hands."""
+        if any(running.pull.peer == incarnation for running in self._running):
+            return
+        self._burials.remove((incarnation, on_settled))
+        failed = [entry for entry in self._failed if entry.pull.peer == incarnation]
+        for entry in failed:
+            self._agent.release_xfer_handle(entry.handle)
         if self._peers.pop(incarnation, None) is not None:
             self._agent.remove_remote_agent(incarnation)
+        for entry in failed:
+            self._failed.remove(entry)
+            entry.pull.settle()
         on_settled()
 
     def _begin(self, pull: Pull, on_end: Callable[[Pull], None]) -> None:
@@ -231,5 +252,5 @@ class TransferAgent:
         self._running.remove(running)
         running.pull.state, running.pull.error = PullState.FAILED, error
         running.pull.seconds = time.monotonic() - running.begun
-        self._unsettled.append(running.pull)
+        self._failed.append(running)
         running.on_end(running.pull)

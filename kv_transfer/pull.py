@@ -6,7 +6,7 @@ import threading
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-from kvrelay.kv_transfer.spans import Int64Array
+from kvrelay.mem_cache.geometry import Int64Array
 
 
 class PullState(Enum):
@@ -49,7 +49,3 @@ class Pull:
     def passed(self) -> bool:
         """See `mem_cache.fence.Fence`."""
         return self._settled.is_set()
-
-    def describe(self) -> str:
-        """See `mem_cache.fence.Fence`."""
-        return f"read of {len(self.remote_pages)} pages from {self.peer} ({self.state.name})"

@@ -5,11 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
-from kvrelay.mem_cache.geometry import KVGeometry
-
-Int64Array = npt.NDArray[np.int64]
+from kvrelay.mem_cache.geometry import Int64Array, KVGeometry
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,10 +17,6 @@ class Fence(Protocol):
         """Whether the reader or writer has provably ended. Cheap, never blocks."""
         ...
 
-    def describe(self) -> str:
-        """What is waited for, for operators."""
-        ...
-
 
 @dataclass(slots=True)
 class StepClock:
@@ -39,10 +35,6 @@ class StepClock:
         assert self.settled < self.launched, "a forward ended that was never launched"
         self.settled += 1
 
-    def fence(self) -> StepFence:
-        """Passes when every forward launched so far has ended."""
-        return StepFence(self, self.launched)
-
 
 @dataclass(frozen=True, slots=True)
 class StepFence:
@@ -54,7 +46,3 @@ class StepFence:
     def passed(self) -> bool:
         """See `Fence`."""
         return self.clock.settled >= self.step
-
-    def describe(self) -> str:
-        """See `Fence`."""
-        return f"forward step {self.step}"

@@ -83,7 +83,7 @@ class Lease:
 
     @property
     def cache_protected_len(self) -> int:
-        """Tokens whose pages the prefix index owns; changed by match and publish."""
+        """Tokens whose pages the prefix index owns; set when the lease is opened."""
         return self._cache_protected_len
 
     @property

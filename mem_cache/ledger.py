@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -105,7 +105,6 @@ class Ledger:
         self.index = index or NoPrefixIndex()
         self._clock = clock
         self._page_owner = np.zeros(total_pages, np.uint8)
-        self._row_owner = np.zeros(total_rows, np.uint8)
         # Stacks; reversed, so that a fresh pool hands out neighbours in ascending order.
         self._free_pages = list(range(total_pages))[::-1]
         self._free_rows = list(range(total_rows))[::-1]
@@ -118,14 +117,14 @@ class Ledger:
 
     # Admission and growth
 
+    def pages_for(self, tokens: int) -> int:
+        """Pages that hold `tokens` tokens."""
+        return -(-tokens // self.page_size)
+
     @property
     def max_lease_tokens(self) -> int:
         """The most tokens that one lease could ever hold."""
         return min(self.total_pages, self._page_tables.shape[1]) * self.page_size
-
-    def can_open(self, promised_tokens: int) -> bool:
-        """Whether `open` with this promise would succeed for a prompt with no cached prefix."""
-        return bool(self._free_rows) and self._unpromised_pages >= self._pages_for(promised_tokens)
 
     def open(
         self, holder: str, promised_tokens: int, token_ids: Sequence[int] = ()
@@ -137,12 +136,11 @@ class Ledger:
         if promised_tokens > self._page_tables.shape[1] * self.page_size:
             raise LedgerError(f"{holder}: a row cannot hold {promised_tokens} tokens")
         lock = self.index.match(token_ids)
-        promised = self._pages_for(promised_tokens) - len(lock.pages)
+        promised = self.pages_for(promised_tokens) - len(lock.pages)
         if not self._free_rows or self._unpromised_pages < promised:
             self.index.unlock(lock)
             return None
         row = self._free_rows.pop()
-        self._row_owner[row] = Owner.LEASE
         self._promised_pages += promised
         table = self._page_tables[row]
         table[: len(lock.pages)] = lock.pages
@@ -158,7 +156,7 @@ class Ledger:
         lease.check_open("growth")
         if tokens <= lease.kv_allocated_len:
             return True
-        first, last = lease.num_pages, self._pages_for(tokens)
+        first, last = lease.num_pages, self.pages_for(tokens)
         wanted = last - first
         kept_promise = min(wanted, lease._promised_pages)
         if last > len(lease._page_table) or self._unpromised_pages < wanted - kept_promise:
@@ -193,9 +191,11 @@ class Ledger:
         self._move(lease.holder, taken, Owner.LEASE, Owner.INDEX)
         lease._published_pages = frozenset(taken)
 
-    def give_back(self, lease: Lease, fences: Iterable[Fence]) -> None:
-        """Take every page that the lease still owns, then its row: to free or to quarantine."""
-        pending = tuple(fence for fence in fences if not fence.passed())
+    def give_back(self, lease: Lease, pending: Sequence[Fence]) -> None:
+        """Take every page that the lease still owns, then its row.
+
+        To quarantine if anything is `pending`, else to free.
+        """
         owned = lease.own_pages
         target = Owner.QUARANTINE if pending else Owner.FREE
         self._move(lease.holder, owned, Owner.LEASE, target)
@@ -205,9 +205,8 @@ class Ledger:
         lease._state = LeaseState.RELEASED
         del self._leases[lease.row]
         if pending:
-            self._row_owner[lease.row] = Owner.QUARANTINE
             self._quarantine.append(
-                _Quarantined(lease.holder, tuple(owned), lease.row, pending, self._clock())
+                _Quarantined(lease.holder, tuple(owned), lease.row, tuple(pending), self._clock())
             )
         else:
             self._free_row(lease.row)
@@ -263,9 +262,10 @@ class Ledger:
             promised=0,
         )
 
-    def quarantine_age(self) -> float:
-        """Seconds that the oldest quarantined memory has waited; 0 if there is none."""
-        return max((self._clock() - entry.since for entry in self._quarantine), default=0.0)
+    @property
+    def quarantined_since(self) -> float | None:
+        """When the oldest quarantined memory came there, by the ledger's clock."""
+        return min((entry.since for entry in self._quarantine), default=None)
 
     def audit(self) -> None:
         """Check the conservation equation of pages and rows. O(1), for every step.
@@ -306,6 +306,9 @@ class Ledger:
         claims[self._page_owner == Owner.INDEX] += 1
         for page in np.flatnonzero(claims != 1).tolist():
             raise ConservationError(f"page {page} has {claims[page]} owners: {self.history(page)}")
+        rows = [*self._free_rows, *self._leases, *(entry.row for entry in self._quarantine)]
+        if sorted(rows) != list(range(self.total_rows)):
+            raise ConservationError(f"of {self.total_rows} rows these are owned: {sorted(rows)}")
 
     def history(self, page: int) -> str:
         """The last owners of a page, oldest first."""
@@ -319,13 +322,12 @@ class Ledger:
         """Pages that can be had without breaking a promise."""
         return len(self._free_pages) + self.index.evictable_pages - self._promised_pages
 
-    def _pages_for(self, tokens: int) -> int:
-        return -(-tokens // self.page_size)
-
     def _take_free(self, holder: str, wanted: int) -> list[int]:
         missing = wanted - len(self._free_pages)
         if missing > 0:
-            self._move("prefix index", self.index.evict(missing), Owner.INDEX, Owner.FREE)
+            evicted = self.index.evict(missing)
+            assert len(evicted) >= missing, "the index cannot evict what it called evictable"
+            self._move("prefix index", evicted, Owner.INDEX, Owner.FREE)
         pages = self._free_pages[-wanted:][::-1]
         self._move(holder, pages, Owner.FREE, Owner.LEASE)
         return pages
@@ -353,5 +355,4 @@ class Ledger:
 
     def _free_row(self, row: int) -> None:
         self._page_tables[row] = -1
-        self._row_owner[row] = Owner.FREE
         self._free_rows.append(row)

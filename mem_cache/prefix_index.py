@@ -22,7 +22,10 @@ class PrefixIndex(Protocol):
     """Whole pages of settled KV, found again by their token ids."""
 
     def match(self, token_ids: Sequence[int]) -> PrefixLock:
-        """Lock the longest cached prefix of `token_ids`, in whole pages."""
+        """Lock the longest cached prefix of `token_ids`, in whole pages.
+
+        Callers leave out the last token of a prompt: one must be computed, to be sampled from.
+        """
         ...
 
     def unlock(self, lock: PrefixLock) -> None:
@@ -38,7 +41,7 @@ class PrefixIndex(Protocol):
         ...
 
     def evict(self, num_pages: int) -> Sequence[int]:
-        """Let go of up to `num_pages` unlocked pages, least recently used first."""
+        """Let go of `num_pages` unlocked pages, or of all there are; least recently used first."""
         ...
 
     @property

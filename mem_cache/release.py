@@ -35,10 +35,11 @@ def release_kv_cache(
     """Give back everything that `lease` holds. Idempotent.
 
     Publishes the whole pages of ``min(kv_committed_len, len(token_ids))``
-    tokens if `outcome` says so, gives back duplicates, the unaligned tail and
-    the over-allocation, unlocks the prefix and frees the row last. What
-    `fences` still protect goes to quarantine, from where `Ledger.reclaim`
-    frees it. It reads the recorded lengths and infers none.
+    tokens if `outcome` says so and nothing is in flight on them, gives back
+    duplicates, the unaligned tail and the over-allocation, unlocks the prefix
+    and frees the row last. What `fences` still protect goes to quarantine, from
+    where `Ledger.reclaim` frees it. It reads the recorded lengths and infers
+    none.
 
     Args:
         ledger: the account that `lease` belongs to.
@@ -53,7 +54,8 @@ def release_kv_cache(
     if lease.state is LeaseState.RELEASED:
         return False
     lease.close()
-    if outcome in _PUBLISHED:
+    pending = [fence for fence in fences if not fence.passed()]
+    if outcome in _PUBLISHED and not pending:
         ledger.publish(lease, token_ids)
-    ledger.give_back(lease, fences)
+    ledger.give_back(lease, pending)
     return True

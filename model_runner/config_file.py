@@ -44,6 +44,10 @@ class ConfigFile:
         """Whether `field` is present and not null."""
         return self._fields.get(field) is not None
 
+    def is_null(self, field: str) -> bool:
+        """Whether `field` is present and null."""
+        return field in self._fields and self._fields[field] is None
+
     def get(self, field: str) -> Any:
         """The raw value, `None` if absent."""
         return self._fields.get(field)
@@ -87,13 +91,15 @@ class ConfigFile:
             raise self.error(field, f"must be positive and finite, got {value!r}")
         return float(value)
 
-    def token_ids(self, field: str) -> tuple[int, ...]:
-        """A token id or a list of them; empty if absent."""
+    def token_ids(self, field: str, vocab_size: int) -> tuple[int, ...]:
+        """A token id below `vocab_size` or a list of them; empty if absent."""
         value = self._fields.get(field)
         ids = [] if value is None else value if isinstance(value, list) else [value]
         for token_id in ids:
             if not isinstance(token_id, int) or isinstance(token_id, bool) or token_id < 0:
                 raise self.error(field, f"must be token ids, got {value!r}")
+            if token_id >= vocab_size:
+                raise self.error(field, f"of {token_id} is outside the vocabulary of {vocab_size}")
         return tuple(ids)
 
     def _value(self, field: str, default: object) -> object:

@@ -5,7 +5,8 @@
     ModelRunnerError
     ├── CheckpointError          the files of a model are not usable
     ├── UnsupportedOptionError   a dtype or device that is unknown, or not on this machine
-    └── NonFiniteLogitsError     a forward gave NaN or infinite logits
+    ├── DependencyError          a package has changed in what is used of it
+    └── NonFiniteLogitsError     a row of logits has nothing to sample
 """
 
 from __future__ import annotations
@@ -23,15 +24,12 @@ class UnsupportedOptionError(ModelRunnerError):
     """An unknown dtype or device, or one that this machine lacks."""
 
 
+class DependencyError(ModelRunnerError):
+    """A package's inner workings, which are used here, are not what they were: one line."""
+
+
 class NonFiniteLogitsError(ModelRunnerError):
-    """Some rows have no largest finite logit to sample from; nothing was sampled.
+    """One row has no largest finite logit to sample.
 
-    Args:
-        rows: indices into the sampled batch, so that only their requests need to fail.
+    Never raised: it stands in the place of the row's token, and the other rows have theirs.
     """
-
-    def __init__(self, rows: tuple[int, ...]) -> None:
-        self.rows = rows
-        super().__init__(
-            f"logits are not finite in rows {list(rows)}: refusing to sample from them"
-        )

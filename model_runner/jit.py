@@ -1,20 +1,20 @@
 """What the compiled CPU kernels share: the decorator, bfloat16 as bits, exp, prefetch.
 
 numba has no bfloat16: kernels see it as uint16, the upper half of a float32.
-
-The cache on disk notices a change of the file that a kernel is in, but not of
-this one: after editing it, remove ``__pycache__/*.nb?``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, ParamSpec, TypeVar, cast
 
 import numba
 import numpy as np
 from llvmlite import ir  # type: ignore[import-untyped]
 from numba.extending import intrinsic, overload
+
+from kvrelay.model_runner.kernel_cache import SOURCES, kernel_cache
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -24,9 +24,11 @@ _REASSOCIATE = {"reassoc", "contract", "nsz", "arcp"}
 
 
 def _compile(function: Callable[P, R], **options: Any) -> Callable[P, R]:
-    # Divisions as in numpy: Python's check for zero keeps a loop from being vectorized.
-    decorate = numba.njit(cache=True, nogil=True, error_model="numpy", **options)
-    return cast("Callable[P, R]", decorate(function))
+    assert Path(function.__code__.co_filename).name in SOURCES, "kernel_cache must know its file"
+    with kernel_cache() as cached:
+        # Divisions as in numpy: Python's check for zero keeps a loop from being vectorized.
+        decorate = numba.njit(cache=cached, nogil=True, error_model="numpy", **options)
+        return cast("Callable[P, R]", decorate(function))
 
 
 def kernel(function: Callable[P, R]) -> Callable[P, R]:

@@ -11,6 +11,8 @@ from kvrelay.model_runner.rope import Rope, parse_rope
 
 CONFIG_NAME = "config.json"
 GENERATION_CONFIG_NAME = "generation_config.json"
+_MISTRAL_WINDOW = 4096
+"""What transformers takes for the `sliding_window` that a Mistral's config.json leaves out."""
 
 
 class Architecture(StrEnum):
@@ -49,8 +51,6 @@ class ModelConfig:
     """Tokens of a sequence, prompt and output: `max_position_embeddings`."""
     eos_token_ids: tuple[int, ...]
     """Ascending; those of generation_config.json where it names any, else of config.json."""
-    torch_dtype: str
-    """What the weights were saved as, e.g. ``bfloat16``."""
 
     @classmethod
     def from_checkpoint(cls, folder: Path) -> ModelConfig:
@@ -65,6 +65,7 @@ class ModelConfig:
         max_model_len = config.size("max_position_embeddings")
         _refuse_sliding_window(config, architecture, max_model_len)
         num_heads, num_kv_heads, head_dim = _heads(config)
+        vocab_size = config.size("vocab_size")
         by_config = architecture in (Architecture.LLAMA, Architecture.QWEN3)
         attention_bias = by_config and config.flag("attention_bias", False)
         return cls(
@@ -75,7 +76,7 @@ class ModelConfig:
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
             intermediate_size=config.size("intermediate_size"),
-            vocab_size=config.size("vocab_size"),
+            vocab_size=vocab_size,
             rms_norm_eps=config.number("rms_norm_eps"),
             rope=parse_rope(config, max_model_len),
             tie_word_embeddings=config.flag("tie_word_embeddings", False),
@@ -84,8 +85,7 @@ class ModelConfig:
             mlp_bias=architecture is Architecture.LLAMA and config.flag("mlp_bias", False),
             qk_norm=architecture is Architecture.QWEN3,
             max_model_len=max_model_len,
-            eos_token_ids=_eos_token_ids(config, folder / GENERATION_CONFIG_NAME),
-            torch_dtype=config.text("dtype", config.text("torch_dtype", "float32")),
+            eos_token_ids=_eos_token_ids(config, folder / GENERATION_CONFIG_NAME, vocab_size),
         )
 
 
@@ -114,12 +114,14 @@ def _refuse_sliding_window(
     config: ConfigFile, architecture: Architecture, max_model_len: int
 ) -> None:
     """A window no shorter than the context is never felt; a shorter one is not computed here."""
-    if architecture is Architecture.MISTRAL and config.has("sliding_window"):
-        window = config.size("sliding_window")
+    if architecture is Architecture.MISTRAL and not config.is_null("sliding_window"):
+        window = config.size("sliding_window", _MISTRAL_WINDOW)
         if window < max_model_len:
+            absent = f"(absent, so {window}; null would be none)"
             raise config.error(
                 "sliding_window",
-                f"of {window} is shorter than max_position_embeddings of {max_model_len}:"
+                f"{f'of {window}' if config.has('sliding_window') else absent}"
+                f" is shorter than max_position_embeddings of {max_model_len}:"
                 " sliding windows are not supported",
             )
     if config.flag("use_sliding_window", False):
@@ -144,8 +146,9 @@ def _heads(config: ConfigFile) -> tuple[int, int, int]:
     return num_heads, num_kv_heads, head_dim
 
 
-def _eos_token_ids(config: ConfigFile, generation_path: Path) -> tuple[int, ...]:
-    ids = config.token_ids("eos_token_id")
+def _eos_token_ids(config: ConfigFile, generation_path: Path, vocab_size: int) -> tuple[int, ...]:
+    ids = config.token_ids("eos_token_id", vocab_size)
     if generation_path.exists():
-        ids = ConfigFile.read(generation_path).token_ids("eos_token_id") or ids
+        generation = ConfigFile.read(generation_path)
+        ids = generation.token_ids("eos_token_id", vocab_size) or ids
     return tuple(sorted(set(ids)))

@@ -17,22 +17,18 @@ DTYPES = {
 def parse_dtype(name: str) -> torch.dtype:
     """The torch dtype of a key of `DTYPES`."""
     if name not in DTYPES:
-        raise UnsupportedOptionError(
-            f"dtype {name!r} is unknown: use one of auto, {', '.join(DTYPES)}"
-        )
+        raise UnsupportedOptionError(f"dtype {name!r} is unknown: use one of {', '.join(DTYPES)}")
     return DTYPES[name]
 
 
 def parse_device(name: str) -> torch.device:
     """The torch device that `name` means on this machine."""
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         device = torch.device(name)
     except RuntimeError:
-        raise UnsupportedOptionError(f"device {name!r} is unknown: use auto, cpu or cuda") from None
+        raise UnsupportedOptionError(f"device {name!r} is unknown: use cpu or cuda") from None
     if device.type not in ("cpu", "cuda"):
-        raise UnsupportedOptionError(f"device {name!r} is not supported: use auto, cpu or cuda")
+        raise UnsupportedOptionError(f"device {name!r} is not supported: use cpu or cuda")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         count = torch.cuda.device_count()
         raise UnsupportedOptionError(

@@ -22,8 +22,8 @@ class ModelRunner:
 
     Args:
         model_path: a folder with config.json and safetensors.
-        dtype: bfloat16, float16, float32, float64, or ``auto`` for the checkpoint's own.
-        device: ``cpu``, ``cuda``, ``cuda:1`` and so on, or ``auto`` for CUDA if there is any.
+        dtype: bfloat16, float16, float32 or float64; the checkpoint's own does not matter.
+        device: ``cpu``, ``cuda``, ``cuda:1`` and so on.
         threads: CPU threads of a forward, set for the whole process; None leaves torch's own.
 
     Raises:
@@ -34,15 +34,15 @@ class ModelRunner:
     def __init__(
         self,
         model_path: str | Path,
-        dtype: str = "auto",
-        device: str = "auto",
+        dtype: str,
+        device: str,
         threads: int | None = None,
     ) -> None:
         if threads is not None:
             torch.set_num_threads(threads)
         path = Path(model_path)
         self.config = ModelConfig.from_checkpoint(path)
-        self.dtype = parse_dtype(self.config.torch_dtype if dtype == "auto" else dtype)
+        self.dtype = parse_dtype(dtype)
         self.device = parse_device(device)
         with torch.inference_mode():
             checkpoint = Checkpoint(path, self.dtype, self.device)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -18,7 +19,6 @@ from kvrelay.model_runner.errors import NonFiniteLogitsError
 from kvrelay.model_runner.sampling_params import SamplingParams
 
 Float32Array = npt.NDArray[np.float32]
-Float64Array = npt.NDArray[np.float64]
 IdArray = npt.NDArray[np.int64]
 
 _BLOCK = 256
@@ -53,21 +53,22 @@ class SampledToken:
     """The likeliest tokens with their log-probabilities, likeliest first."""
 
 
+Sampled: TypeAlias = SampledToken | NonFiniteLogitsError
+"""What becomes of one row."""
+
+
 class Sampler:
     """Stateless but for the vocabulary's size."""
 
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size = vocab_size
 
-    def sample(self, logits: torch.Tensor, rows: Sequence[SamplingRow]) -> list[SampledToken]:
-        """Choose a token for each row.
+    def sample(self, logits: torch.Tensor, rows: Sequence[SamplingRow]) -> list[Sampled]:
+        """Choose a token for each row, or say why none can be.
 
         Args:
             logits: ``[S, vocab_size]`` float32 on any device; not changed.
             rows: `S` of them.
-
-        Raises:
-            NonFiniteLogitsError: for the rows with a NaN or no finite maximum.
         """
         assert logits.shape == (len(rows), self._vocab_size)
         if not rows:
@@ -77,16 +78,7 @@ class Sampler:
             edit_logits(raw[i], row) if row.edits_logits else raw[i] for i, row in enumerate(rows)
         ]
         likeliest = _likeliest(raw, edited, rows)
-        tokens = []
-        for i, row in enumerate(rows):
-            token_id = likeliest[i]
-            if not row.params.is_greedy:
-                largest = edited[i][token_id]
-                token_id = draw(
-                    edited[i], largest, row.params, uniform(row.params.seed, row.position)
-                )
-            tokens.append(_report(raw[i], token_id, row.params.logprobs))
-        return tokens
+        return [_sample_row(raw[i], edited[i], likeliest[i], row) for i, row in enumerate(rows)]
 
 
 def _likeliest(
@@ -94,15 +86,22 @@ def _likeliest(
 ) -> list[int]:
     """Each row's largest logit, the first of equals. `argmax` prefers a NaN, so none is missed."""
     if any(row.edits_logits for row in rows):
-        likeliest = [int(row.argmax()) for row in edited]
-    else:
-        likeliest = raw.argmax(axis=1).tolist()
-    broken = tuple(
-        i for i, token_id in enumerate(likeliest) if not np.isfinite(edited[i][token_id])
-    )
-    if broken:
-        raise NonFiniteLogitsError(broken)
-    return likeliest
+        return [int(row.argmax()) for row in edited]
+    return [int(index) for index in raw.argmax(axis=1)]
+
+
+def _sample_row(
+    raw: Float32Array, edited: Float32Array, likeliest: int, row: SamplingRow
+) -> Sampled:
+    largest = edited[likeliest]
+    if largest == -np.inf:
+        return NonFiniteLogitsError("no token can be sampled: every one is banned or impossible")
+    if not np.isfinite(largest):
+        return NonFiniteLogitsError(f"the model's logits are not finite: {largest}")
+    token_id = likeliest
+    if not row.params.is_greedy:
+        token_id = draw(edited, largest, row.params, uniform(row.params.seed, row.position))
+    return _report(raw, token_id, row.params.logprobs)
 
 
 def edit_logits(logits: Float32Array, row: SamplingRow) -> Float32Array:

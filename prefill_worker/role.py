@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from tokenizers import Tokenizer
 
-from kvrelay.engine.commands import Cancel, Submit
+from kvrelay.engine.commands import Cancel, PeerDied, Submit
 from kvrelay.engine.core import EngineCore
 from kvrelay.engine.outputs import End, EndReason, Load, RequestKey, Timings
 from kvrelay.engine.request import Request
@@ -18,6 +18,7 @@ from kvrelay.kv_transfer.agent import TransferAgent
 from kvrelay.kv_transfer.errors import ProtocolError
 from kvrelay.kv_transfer.hand_over import (
     Done,
+    Ended,
     FromPrefill,
     Grant,
     PrefillState,
@@ -97,6 +98,8 @@ class PrefillRole:
                 self._answer(message)
             case StreamClosed():
                 self._close(message.stream)
+            case PeerDied():
+                self._drop_peer(message.incarnation)
 
     # What to do next
 
@@ -105,8 +108,10 @@ class PrefillRole:
         asked = Counter(r.decode_incarnation for r in self._ahead())
         for request in sorted(self._waiting, key=lambda r: r.turn):
             if request.hand_over.state is PrefillState.GRANTED:
-                if not self._reserve(request):
+                if not self._core.reserve(request, len(request.prompt_ids)):
                     return
+                self._waiting.remove(request)
+                self._computing.append(request)
             elif request.may_be_asked_for and asked[request.decode_incarnation] < ASK_AHEAD:
                 asked[request.decode_incarnation] += 1
                 self._say(request, request.hand_over.ask())
@@ -129,13 +134,12 @@ class PrefillRole:
         """See `Role`: announce the pages that are complete now."""
         request = item.request
         assert isinstance(request, PrefillRequest)
-        assert request.lease is not None
         request.settled_len += item.num_tokens
         if token is not None:
             self._complete(request, token)
             return
-        pages = request.lease.pages.tolist()
-        page_size = request.lease.page_size
+        pages = request.held.pages.tolist()
+        page_size = request.held.page_size
         self._say(request, request.hand_over.announce(pages, request.settled_len, page_size))
 
     def failed(self, request: Request, error: Exception) -> None:
@@ -156,8 +160,14 @@ class PrefillRole:
     # The hand-over
 
     def _open(self, stream: HandOverStream) -> None:
+        """Take a stream for its request; a second one for the same is turned away."""
         request = self._live(stream.key)
-        if request is None:
+        taken = request.stream if request else self._early_streams.get(stream.key)
+        if taken is not None:
+            self._core.outbox.put(
+                stream, Ended(HandOverEnd.FAILED, "the hand-over is open already")
+            )
+        elif request is None:
             self._early_streams[stream.key] = stream
         else:
             request.stream = stream
@@ -186,6 +196,13 @@ class PrefillRole:
             gone = End(EndReason.FAILED, error="the decode worker left", retryable=True)
             self._leave(request, HandOverEnd.ABORTED, gone)
 
+    def _drop_peer(self, incarnation: str) -> None:
+        """A decode worker is dead: its streams have ended, whether the network says so or not."""
+        live = (r.stream for r in self._core.requests.values() if isinstance(r, PrefillRequest))
+        for stream in [*live, *self._early_streams.values()]:
+            if stream is not None and stream.decode_incarnation == incarnation:
+                self._close(stream)
+
     def _complete(self, request: PrefillRequest, token: SampledToken) -> None:
         """The prompt is computed: say its first token, and hand it over unless that ends it."""
         request.output_ids.append(token.token_id)
@@ -193,9 +210,8 @@ class PrefillRole:
         if finish is not None:
             self._finish(request, token, finish)
             return
-        assert request.lease is not None
         self._computing.remove(request)
-        pages = request.lease.pages.tolist()
+        pages = request.held.pages.tolist()
         self._say(request, request.hand_over.announce_last(pages, token.token_id))
         handed = End(EndReason.HANDED_OVER)
         self._core.emit(request, [token], handed, self._timings(request))
@@ -233,18 +249,6 @@ class PrefillRole:
         """Requests that hold, or may soon hold, a decode worker's memory without computing."""
         states = (PrefillState.ASKED, PrefillState.GRANTED)
         return [r for r in self._waiting if r.hand_over.state in states]
-
-    def _reserve(self, request: PrefillRequest) -> bool:
-        """Take the whole prompt's pages, or none: whoever waits for memory holds none."""
-        prompt = len(request.prompt_ids)
-        request.lease = self._core.ledger.open(str(request.key), prompt)
-        if request.lease is None:
-            return False
-        grown = self._core.ledger.grow(request.lease, prompt)
-        assert grown, "a promise was broken"
-        self._waiting.remove(request)
-        self._computing.append(request)
-        return True
 
     def _live(self, key: RequestKey) -> PrefillRequest | None:
         request = self._core.requests.get(key)

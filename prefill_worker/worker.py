@@ -23,7 +23,7 @@ class PrefillPlugin:
         hand_over_pb2_grpc.add_HandOverServiceServicer_to_server(self._service, server)
 
     async def peer_died(self, incarnation: str) -> None:
-        """A decode worker's streams end by themselves."""
+        """There are no connections to decode workers; the role drops its streams."""
 
     async def close(self) -> None:
         """Streams end with the server."""

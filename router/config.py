@@ -27,6 +27,6 @@ class RouterConfig:
     retry_after_ms: int = 500
     """That hint."""
     max_message_bytes: int = 16 << 20
-    """Of one message from a client or a worker."""
+    """Of one message from a client."""
     shutdown_grace_seconds: float = 5.0
     """How long `stop` lets live requests go on before it ends them."""

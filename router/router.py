@@ -23,6 +23,7 @@ from kvrelay.router.live_requests import LiveRequests
 from kvrelay.router.metrics import RouterMetrics
 from kvrelay.router.service import InferenceService
 from kvrelay.router.worker_link import WorkerLink
+from kvrelay.text.tokenizer import TokenizerError, load_tokenizer
 from kvrelay.v1 import inference_pb2, inference_pb2_grpc
 
 _SERVICE = inference_pb2.DESCRIPTOR.services_by_name["InferenceService"].full_name
@@ -132,7 +133,8 @@ class Router:
         return WorkerLink(
             endpoint,
             router_id=self._id,
-            max_message_bytes=self._config.max_message_bytes,
+            # A submission is a client's message with every default filled in.
+            max_message_bytes=4 * self._config.max_message_bytes,
             on_change=on_change,
             on_stale=self._metrics.stale_output,
         )
@@ -150,15 +152,10 @@ def _run_in(undo: contextlib.AsyncExitStack, work: Coroutine[Any, Any, None]) ->
 
 
 def _load_tokenizer(model_path: Path) -> Tokenizer:
-    path = model_path / "tokenizer.json"
     try:
-        tokenizer = Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises nothing narrower
-        raise StartError(f"{path}: cannot load the tokenizer: {error}") from error
-    # A checkpoint may carry settings from its training that would change prompts.
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-    return tokenizer
+        return load_tokenizer(model_path)
+    except TokenizerError as error:
+        raise StartError(str(error)) from error
 
 
 def _host_and_port(address: str) -> tuple[str, int]:

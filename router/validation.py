@@ -21,6 +21,8 @@ Encode = Callable[[str], Sequence[int]]
 
 MAX_REQUEST_ID_BYTES = 128
 MAX_STOP_STRINGS = 16
+MAX_STOP_LENGTH = 1024
+MAX_TOKEN_RULES = 1024
 MAX_LOGPROBS = 20
 MAX_LOGIT_BIAS = 100.0
 
@@ -159,8 +161,11 @@ def _check_sampling(params: inference_pb2.SamplingParams, vocab_size: int) -> No
         raise InvalidField("logprobs", f"must be at most {MAX_LOGPROBS}, got {params.logprobs}")
     if len(params.stop) > MAX_STOP_STRINGS:
         raise InvalidField("stop", f"at most {MAX_STOP_STRINGS} strings, got {len(params.stop)}")
-    if not all(params.stop):
-        raise InvalidField("stop", "must not hold an empty string")
+    if not all(0 < len(stop) <= MAX_STOP_LENGTH for stop in params.stop):
+        raise InvalidField("stop", f"each string must have 1 to {MAX_STOP_LENGTH} characters")
+    for field in ("stop_token_ids", "logit_bias"):
+        if len(getattr(params, field)) > MAX_TOKEN_RULES:
+            raise InvalidField(field, f"must have at most {MAX_TOKEN_RULES} entries")
     check_token_ids("stop_token_ids", params.stop_token_ids, vocab_size)
     check_token_ids("logit_bias", params.logit_bias, vocab_size)
     for token_id, bias in params.logit_bias.items():

@@ -203,6 +203,7 @@ class WorkerLink:
         return [
             ("grpc.max_receive_message_length", self._max_message_bytes),
             ("grpc.max_send_message_length", self._max_message_bytes),
+            ("grpc.enable_http_proxy", 0),  # a worker is never behind the user's web proxy
             ("grpc.keepalive_time_ms", _KEEPALIVE_MS),
             ("grpc.keepalive_timeout_ms", _KEEPALIVE_TIMEOUT_MS),
             # Else a channel to the same address may share a dying connection.

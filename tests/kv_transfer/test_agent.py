@@ -42,7 +42,7 @@ def serve(connection: Connection, order: PageOrder, page_size: int) -> None:
     """A peer: its pool is readable until it is told to stop."""
     pool = make_pool(order, page_size)
     fill(pool)
-    agent = TransferAgent(f"peer-{os.getpid()}", pool)
+    agent = TransferAgent(f"peer-{os.getpid()}", pool, print)
     agent.serve(+1)
     connection.send(agent.describe())
     connection.recv()
@@ -73,7 +73,7 @@ class Peer:
 @pytest.fixture
 def agent() -> Iterator[TransferAgent]:
     pool = make_pool()
-    agent = TransferAgent(f"reader-{time.monotonic_ns()}", pool)
+    agent = TransferAgent(f"reader-{time.monotonic_ns()}", pool, print)
     agent.pool = pool
     yield agent
     agent.close()

@@ -6,7 +6,7 @@ import hypothesis.strategies as st
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvrelay.mem_cache.fence import StepClock
+from kvrelay.mem_cache.fence import StepClock, StepFence
 from kvrelay.mem_cache.lease import Lease
 from kvrelay.mem_cache.ledger import Ledger
 from kvrelay.mem_cache.release import Outcome, release_kv_cache
@@ -62,7 +62,7 @@ class LedgerMachine(RuleBasedStateMachine):
         running = self.steps.launched > self.steps.settled
         if read and running:
             self.fenced.append((self.steps.launched, set(lease.own_pages)))
-        fences = [self.steps.fence()] if read else []
+        fences = [StepFence(self.steps, self.steps.launched)] if read else []
         assert release_kv_cache(self.ledger, lease, outcome, fences=fences)
 
     @rule()
@@ -92,7 +92,12 @@ class LedgerMachine(RuleBasedStateMachine):
         if not hasattr(self, "ledger"):
             return
         for lease in self.leases:
-            release_kv_cache(self.ledger, lease, Outcome.ABORTED, fences=[self.steps.fence()])
+            release_kv_cache(
+                self.ledger,
+                lease,
+                Outcome.ABORTED,
+                fences=[StepFence(self.steps, self.steps.launched)],
+            )
         while self.steps.settled < self.steps.launched:
             self.steps.settle()
         self.ledger.reclaim()

@@ -47,7 +47,7 @@ def shard(folder: Path) -> None:
 
 def assert_refused(folder: Path, *parts: str) -> None:
     with pytest.raises(CheckpointError) as refusal:
-        ModelRunner(folder, device="cpu")
+        ModelRunner(folder, "float32", "cpu")
     assert "\n" not in str(refusal.value)
     for part in (str(folder), *parts):
         assert part in str(refusal.value)
@@ -56,9 +56,9 @@ def assert_refused(folder: Path, *parts: str) -> None:
 def test_shards_give_the_same_model(
     folder: Path, models: Models, sequences: type[Sequences], tokens: list[int]
 ) -> None:
-    whole = sequences(ModelRunner(folder, device="cpu"), 1, 20).forward({0: tokens[:20]})
+    whole = sequences(ModelRunner(folder, "float32", "cpu"), 1, 20).forward({0: tokens[:20]})
     shard(folder)
-    parts = sequences(ModelRunner(folder, device="cpu"), 1, 20).forward({0: tokens[:20]})
+    parts = sequences(ModelRunner(folder, "float32", "cpu"), 1, 20).forward({0: tokens[:20]})
     assert torch.equal(whole, parts)
 
 
@@ -85,7 +85,7 @@ def test_tensor_that_the_architecture_has_no_place_for(folder: Path) -> None:
 
 def test_stored_frequencies_are_ignored(folder: Path) -> None:
     rewrite(folder, {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)})
-    ModelRunner(folder, device="cpu")
+    ModelRunner(folder, "float32", "cpu")
 
 
 def test_untied_head_missing(folder: Path) -> None:

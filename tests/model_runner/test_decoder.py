@@ -39,7 +39,7 @@ def test_whole_prompt(
     name: str, models: Models, sequences: type[Sequences], tokens: list[int]
 ) -> None:
     # Past yarn's and llama3's original context of 32, where their scaling is felt.
-    running = sequences(ModelRunner(models.folder(name), device="cpu"), 1, 100)
+    running = sequences(ModelRunner(models.folder(name), "float32", "cpu"), 1, 100)
     assert_close(running.forward({0: tokens[:100]}), models.logits(name, tokens[:100]))
 
 
@@ -47,7 +47,7 @@ def test_whole_prompt(
 def test_chunks_then_decode(
     name: str, models: Models, sequences: type[Sequences], tokens: list[int]
 ) -> None:
-    running = sequences(ModelRunner(models.folder(name), device="cpu"), 1, 60)
+    running = sequences(ModelRunner(models.folder(name), "float32", "cpu"), 1, 60)
     cuts = [0, 1, 8, 30, 31, 50, 51, 52, 53]
     parts = [running.forward({0: tokens[a:b]}) for a, b in pairwise(cuts)]
     assert_close(torch.cat(parts), models.logits(name, tokens[:53]))
@@ -83,7 +83,7 @@ def test_mixed_batches_on_shuffled_pages(
 def test_logits_of_the_asked_rows_only(
     models: Models, sequences: type[Sequences], tokens: list[int]
 ) -> None:
-    running = sequences(ModelRunner(models.folder("llama"), device="cpu"), 2, 40)
+    running = sequences(ModelRunner(models.folder("llama"), "float32", "cpu"), 2, 40)
     got = running.forward({0: tokens[:20], 1: tokens[20:30]}, logit_rows=[29, 19, 3])
     first, second = models.logits("llama", tokens[:20]), models.logits("llama", tokens[20:30])
     assert_close(got, torch.stack([second[9], first[19], first[3]]))
@@ -92,7 +92,7 @@ def test_logits_of_the_asked_rows_only(
 def test_no_rows_asked_still_writes_kv(
     models: Models, sequences: type[Sequences], tokens: list[int]
 ) -> None:
-    running = sequences(ModelRunner(models.folder("llama"), device="cpu"), 1, 40)
+    running = sequences(ModelRunner(models.folder("llama"), "float32", "cpu"), 1, 40)
     nothing = running.forward({0: tokens[:20]}, logit_rows=[])
     assert nothing.shape == (0, 131)
     assert nothing.dtype == torch.float32
@@ -103,7 +103,7 @@ def test_no_rows_asked_still_writes_kv(
 def test_only_own_pages_are_written(
     order: PageOrder, models: Models, sequences: type[Sequences], tokens: list[int]
 ) -> None:
-    running = sequences(ModelRunner(models.folder("llama"), device="cpu"), 2, 12, 4, order)
+    running = sequences(ModelRunner(models.folder("llama"), "float32", "cpu"), 2, 12, 4, order)
     running.forward({0: tokens[:6]})
     running.forward({0: tokens[6:7]})
     own = running.page_tables[0].tolist()
@@ -116,7 +116,7 @@ def test_only_own_pages_are_written(
 
 
 def test_warm_up_leaves_the_bound_pool_alone(models: Models) -> None:
-    runner = ModelRunner(models.folder("llama"), device="cpu")
+    runner = ModelRunner(models.folder("llama"), "float32", "cpu")
     pool = KVPool(runner.make_geometry(4), 8, runner.device)
     pool.data.fill_(torch.nan)
     runner.bind(pool)

@@ -1,0 +1,22 @@
+"""Where the user keeps what can be made again: converted models, compiled kernels."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+
+def cache_home(variables: Mapping[str, str] = os.environ) -> Path:
+    """XDG_CACHE_HOME, or ``~/.cache`` where it is unset or empty.
+
+    Raises:
+        ValueError: it is not an absolute path; the message begins with its name.
+        RuntimeError: it is unset, and the user has no home.
+    """
+    told = variables.get("XDG_CACHE_HOME", "")
+    if not told:
+        return Path.home() / ".cache"
+    if not Path(told).is_absolute():
+        raise ValueError(f"XDG_CACHE_HOME: {told!r} is not an absolute path")
+    return Path(told)

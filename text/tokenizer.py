@@ -1,0 +1,29 @@
+"""A checkpoint's tokenizer, loaded the same way by workers and router."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tokenizers import Tokenizer
+
+
+class TokenizerError(Exception):
+    """A checkpoint's tokenizer cannot be loaded: one line that names the file."""
+
+
+def load_tokenizer(model_path: Path) -> Tokenizer:
+    """The tokenizer of the checkpoint folder `model_path`, which never cuts or pads.
+
+    Raises:
+        TokenizerError: tokenizer.json is missing or not one.
+    """
+    path = model_path / "tokenizer.json"
+    try:
+        tokenizer = Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises nothing narrower
+        reason = " ".join(str(error).split())
+        raise TokenizerError(f"{path}: cannot load the tokenizer: {reason}") from error
+    # A checkpoint may carry settings from its training that would change prompts.
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
