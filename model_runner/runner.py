@@ -88,14 +88,18 @@ class ModelRunner:
                 self._decoder.forward(_warm_up_batch(new_tokens, geometry), scratch)
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
-        """Write the batch's keys and values to the bound pool.
+        """Write the batch's keys and values to the bound pool; they are there when it returns.
 
         Returns:
             ``[S, vocab_size]`` float32 logits of ``batch.logit_rows``, on the device.
         """
         assert self._attention is not None, "bind a pool first"
         with torch.inference_mode():
-            return self._decoder.forward(batch, self._attention)
+            logits = self._decoder.forward(batch, self._attention)
+        if self.device.type == "cuda":
+            # Launched is not done: peers read pages as soon as this returns.
+            torch.cuda.current_stream(self.device).synchronize()
+        return logits
 
 
 def _warm_up_batch(new_tokens: list[int], geometry: KVGeometry) -> ForwardBatch:

@@ -27,10 +27,15 @@ async def cluster(ray, tiny) -> AsyncIterator[RunningCluster]:
         yield cluster
 
 
+@pytest.fixture(autouse=True)
+async def everything_comes_back(cluster) -> AsyncIterator[None]:
+    yield
+    await cluster.assert_at_baseline()
+
+
 async def test_greedy_repeats_itself(cluster):
     answers = [await cluster.generate(PROMPT, temperature=0, max_tokens=20) for _ in range(2)]
     assert answers[0].tokens == answers[1].tokens
-    await cluster.assert_at_baseline()
 
 
 async def test_seed_decides_the_sample(cluster):
@@ -75,7 +80,6 @@ async def test_first_token_may_be_the_last(cluster, max_tokens):
     answer = await cluster.generate(PROMPT, temperature=0, max_tokens=max_tokens, ignore_eos=True)
     assert len(answer.tokens) == max_tokens
     assert answer.complete.finish_reason == FINISH.FINISH_REASON_LENGTH
-    await cluster.assert_at_baseline()
 
 
 @pytest.mark.parametrize("place", [0, 5])
@@ -89,7 +93,6 @@ async def test_stop_token_ends_it(cluster, place):
     assert answer.tokens == free.tokens[: place + 1]
     assert answer.complete.finish_reason == FINISH.FINISH_REASON_STOP
     assert answer.complete.matched_token_id == stop
-    await cluster.assert_at_baseline()
 
 
 async def test_stop_string_across_tokens_is_never_shown(cluster):
@@ -102,7 +105,6 @@ async def test_stop_string_across_tokens_is_never_shown(cluster):
     assert answer.text == free.text[: free.text.index(stop)]
     assert answer.complete.matched_stop_string == stop
     assert len(answer.tokens) < 40
-    await cluster.assert_at_baseline()
 
 
 async def test_min_tokens_keeps_stops_away(cluster):
@@ -182,7 +184,6 @@ async def test_bad_input_names_its_field_and_takes_nothing(cluster, field, promp
         await cluster.generate(prompt, **sampling)
     assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert field in caught.value.details()
-    await cluster.assert_at_baseline()
 
 
 async def test_live_id_with_another_body_is_refused(cluster):
@@ -193,7 +194,6 @@ async def test_live_id_with_another_body_is_refused(cluster):
     assert caught.value.code() is grpc.StatusCode.ALREADY_EXISTS
     assert "request_id" in caught.value.details()
     call.cancel()
-    await cluster.assert_at_baseline()
 
 
 async def test_states_sum_to_the_pool_in_status_and_metrics(cluster):
@@ -213,4 +213,3 @@ async def test_states_sum_to_the_pool_in_status_and_metrics(cluster):
     for role in ("prefill", "decode"):
         assert await cluster.metric("kvrelay_pages", role=role, pool="kv") == 64
     call.cancel()
-    await cluster.assert_at_baseline()

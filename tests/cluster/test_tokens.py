@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer
 
-from tests.checkpoints import ARCHITECTURES, VOCAB_SIZE, make_checkpoint
+from tests.checkpoints import VOCAB_SIZE, make_checkpoint
 from tests.cluster.reference import Reference
 from tests.cluster.running import Answer, RunningCluster, running
 
@@ -32,10 +32,7 @@ def prompts(smollm2: Path) -> list[list[int]]:
 
 @pytest.fixture(scope="session")
 def expected(smollm2: Path, prompts: list[list[int]]) -> list[list[int]]:
-    """By `generate`: short prompts eight at a time, long ones alone."""
-    reference = Reference(smollm2)
-    batches = [prompts[0:8], prompts[8:16], *([prompt] for prompt in prompts[16:])]
-    return [tokens for batch in batches for tokens in reference.generate(batch, NEW_TOKENS)]
+    return Reference(smollm2).generate_all(prompts, NEW_TOKENS)
 
 
 async def ask(cluster: RunningCluster, prompt: list[int]) -> Answer:
@@ -95,14 +92,34 @@ async def test_smollm2_alone(ray, smollm2, prompts, expected, prefill, decode, p
         await assert_moved(cluster, prompts, page_size)
 
 
-@pytest.mark.parametrize("architecture", sorted(ARCHITECTURES))
-async def test_tiny_models_equal_transformers(ray, tmp_path, architecture):
+TINY = [
+    ("mistral", 1, 1, 1),
+    ("mistral", 2, 2, 16),
+    ("qwen2", 1, 1, 16),
+    ("qwen2", 2, 2, 1),
+    ("qwen3", 1, 1, 16),
+    ("qwen3", 2, 2, 1),
+]
+
+
+@pytest.mark.parametrize(("architecture", "prefill", "decode", "page_size"), TINY)
+async def test_tiny_models_equal_transformers(
+    ray, tmp_path, architecture, prefill, decode, page_size
+):
     path = make_checkpoint(tmp_path / architecture, architecture)
-    reference = Reference(path)
-    prompts = [[(7 * i + n) % VOCAB_SIZE for i in range(n)] for n in (1, 5, 16, 33, 100, 257)]
-    expected = [reference.generate([prompt], NEW_TOKENS)[0] for prompt in prompts]
-    async with running(path, dtype="float32", page_size=3, chunk_tokens=64) as cluster:
+    prompts = [[(7 * i + n) % VOCAB_SIZE for i in range(n)] for n in LENGTHS]
+    expected = Reference(path).generate_all(prompts, NEW_TOKENS)
+    async with running(
+        path,
+        prefill=prefill,
+        decode=decode,
+        page_size=page_size,
+        dtype="float32",
+        chunk_tokens=64,
+    ) as cluster:
         assert await ask_at_once(cluster, prompts) == expected
+        for prompt, tokens in zip(prompts, expected, strict=True):
+            assert (await ask(cluster, prompt)).tokens == tokens, f"alone, {len(prompt)} tokens"
         await cluster.assert_at_baseline()
 
 

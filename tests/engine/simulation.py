@@ -27,11 +27,12 @@ from kvrelay.engine.loop import Engine
 from kvrelay.engine.metrics import WorkerMetrics
 from kvrelay.engine.outbox import Outbox
 from kvrelay.engine.outputs import EndReason, Output, RequestKey, RouterLink
-from kvrelay.engine.step import Step, StepEnded
+from kvrelay.engine.step import Scheduled, Step, StepEnded
 from kvrelay.engine.stop import StopConditions
 from kvrelay.kv_transfer.pull import Pull, PullState
 from kvrelay.mem_cache.ledger import Ledger
-from kvrelay.model_runner.sampler import SampledToken
+from kvrelay.model_runner.errors import NonFiniteLogitsError
+from kvrelay.model_runner.sampler import Sampled, SampledToken
 from kvrelay.model_runner.sampling_params import SamplingParams
 from kvrelay.prefill_worker.request import (
     HandOverStream as PrefillStream,
@@ -109,6 +110,8 @@ class SimWorker:
     chunk_tokens: int
     steps: deque[Step] = field(default_factory=deque)
     opened: list[DecodeStream] = field(default_factory=list)
+    broken: set[RequestKey] = field(default_factory=set)
+    """Requests whose logits are not finite here."""
 
     def __post_init__(self) -> None:
         self.ledger = Ledger(
@@ -147,7 +150,10 @@ class SimWorker:
         step = self.steps.popleft()
         self.inbox.post(StepEnded(step, self._compute(step)))
 
-    def _compute(self, step: Step) -> tuple[SampledToken | None, ...]:
+    def fail_step(self) -> None:
+        self.inbox.post(StepEnded(self.steps.popleft(), error=RuntimeError("injected")))
+
+    def _compute(self, step: Step) -> tuple[Sampled | None, ...]:
         batch, results = step.batch, []
         for index, item in enumerate(step.scheduled):
             table = batch.page_tables[index].astype(np.int64)
@@ -155,9 +161,15 @@ class SimWorker:
             first, last = batch.query_start[index : index + 2]
             self.kv[slots[batch.positions[first:last]]] = batch.input_ids[first:last]
             context = self.kv[slots[: batch.seq_lens[index]]].tolist()
-            token = next_token(context) if item.sample else None
-            results.append(None if token is None else SampledToken(token, None, ()))
+            results.append(self._sample(item, context))
         return tuple(results)
+
+    def _sample(self, item: Scheduled, context: Sequence[int]) -> Sampled | None:
+        if not item.sample:
+            return None
+        if item.request.key in self.broken:
+            return NonFiniteLogitsError("injected")
+        return SampledToken(next_token(context), None, ())
 
 
 @dataclass

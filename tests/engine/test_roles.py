@@ -6,7 +6,9 @@ import random
 
 import pytest
 
+from kvrelay.engine.commands import PeerDied, Stop
 from kvrelay.engine.outputs import EndReason
+from kvrelay.prefill_worker.request import HandOverStream, StreamClosed, StreamOpened
 from tests.engine.simulation import SimRequest, Simulation, reference
 
 
@@ -178,4 +180,60 @@ def test_lower_priority_value_runs_first():
             if len(request.ends) == 2 and request not in finished:
                 finished.append(request)
     assert urgent in finished[:2], "at most the request that ran already goes before it"
+    simulation.assert_at_baseline()
+
+
+def test_dead_decode_worker_lets_its_pages_on_the_prefill_side_go():
+    """Its host may vanish without a word: the stream never ends by itself."""
+    simulation = Simulation(2, page_size=4, pages=20, rows=4, chunk=8)
+    request = simulation.submit(list(range(20)), 6)
+    while not request.tokens:
+        simulation.step()
+    assert request.prefill.ledger.page_counts().held > 0
+    simulation.pairs.clear()
+    request.prefill.inbox.post(PeerDied(request.decode.name))
+    request.prefill.turn()
+    assert request.prefill.ledger.page_counts().held == 0
+    assert request.prefill.agent.serving == 0
+
+
+def test_second_stream_for_a_request_is_turned_away():
+    simulation = Simulation(4, page_size=4, pages=20, rows=4, chunk=8)
+    request = simulation.submit(list(range(20)), 6)
+    while not simulation.pairs:
+        simulation.step()
+    request.prefill.turn()
+    intruder = HandOverStream(request.key, "somebody")
+    request.prefill.inbox.post(StreamOpened(intruder))
+    request.prefill.turn()
+    (answer,) = drain(intruder)
+    assert "open already" in answer.detail
+    request.prefill.inbox.post(StreamClosed(intruder))
+    simulation.run()
+    assert_complete(request)
+    simulation.assert_at_baseline()
+
+
+def test_duplicate_submission_is_dropped():
+    simulation = Simulation(5, page_size=4, pages=20, rows=4, chunk=8)
+    request = simulation.submit(list(range(20)), 6)
+    for worker in (request.prefill, request.decode):
+        worker.inbox.post(worker.inbox._messages[-1])
+    simulation.run()
+    assert_complete(request)
+    simulation.assert_at_baseline()
+
+
+@pytest.mark.parametrize("events", range(0, 60, 4))
+def test_stop_gives_everything_back_wherever_it_comes(events):
+    simulation = Simulation(events, page_size=4, pages=20, rows=4, chunk=8)
+    for _ in range(3):
+        simulation.submit(list(range(20)), 6)
+    for _ in range(events):
+        simulation.step()
+    for worker in simulation.workers:
+        worker.inbox.post(Stop())
+    simulation.run()
+    for worker in simulation.workers:
+        assert worker.engine.stopped
     simulation.assert_at_baseline()

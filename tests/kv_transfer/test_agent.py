@@ -38,12 +38,12 @@ def fill(pool: KVPool) -> None:
         pool.layer(layer)[:] = torch.arange(PAGES).view(-1, 1, 1, 1, 1) * 10.0 + layer
 
 
-def serve(connection: Connection, order: PageOrder, page_size: int) -> None:
+def serve(connection: Connection, order: PageOrder, page_size: int, serving: int) -> None:
     """A peer: its pool is readable until it is told to stop."""
     pool = make_pool(order, page_size)
     fill(pool)
     agent = TransferAgent(f"peer-{os.getpid()}", pool, print)
-    agent.serve(+1)
+    agent.serve(serving)
     connection.send(agent.describe())
     connection.recv()
     agent.close()
@@ -52,10 +52,12 @@ def serve(connection: Connection, order: PageOrder, page_size: int) -> None:
 class Peer:
     """A peer process."""
 
-    def __init__(self, order: PageOrder = PageOrder.PAGE_FIRST, page_size: int = 16) -> None:
+    def __init__(
+        self, order: PageOrder = PageOrder.PAGE_FIRST, page_size: int = 16, serving: int = 1
+    ) -> None:
         context = multiprocessing.get_context("spawn")
         self.connection, theirs = context.Pipe()
-        self.process = context.Process(target=serve, args=(theirs, order, page_size))
+        self.process = context.Process(target=serve, args=(theirs, order, page_size, serving))
         self.process.start()
         self.description: PeerDescription = self.connection.recv()
 
@@ -137,6 +139,33 @@ def test_killed_peer_fails_the_pull_and_its_pages_wait_for_the_confirmation(agen
     again = read(agent, peer, [1], [1])
     assert "is not known" in again.error, "a dead worker does not come back"
     assert again.passed()
+
+
+def test_death_is_confirmed_while_a_read_is_running(agent):
+    """A stopped peer answers nothing; its death ends the read, and only then its fence passes."""
+    peer = Peer()
+    os.kill(peer.process.pid, signal.SIGSTOP)
+    agent.add_peer(peer.description)
+    ended: queue.SimpleQueue[Pull] = queue.SimpleQueue()
+    name = peer.description.incarnation
+    pull = agent.pull(name, np.arange(8), np.arange(8), ended.put)
+    with pytest.raises(queue.Empty):
+        ended.get(timeout=0.5)
+    assert not pull.passed()
+    peer.kill()
+    settled = threading.Event()
+    agent.confirm_death(name, settled.set)
+    assert ended.get(timeout=WAIT_S).state is PullState.FAILED
+    assert settled.wait(WAIT_S)
+    assert pull.passed()
+
+
+def test_peer_that_expects_nothing_still_lets_itself_be_read(agent):
+    """The request that announced the pages may have ended: the read must end all the same."""
+    peer = Peer(serving=0)
+    agent.add_peer(peer.description)
+    assert read(agent, peer, [1], [1]).state is PullState.DONE
+    peer.stop()
 
 
 def test_restarted_peer_is_a_new_peer(agent):

@@ -8,9 +8,12 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
+import transformers
 from tokenizers import Tokenizer
+from transformers import modeling_gguf_pytorch_utils
+from transformers.utils import logging
 
-from kvrelay.model_runner.errors import CheckpointError
+from kvrelay.model_runner.errors import CheckpointError, DependencyError
 from kvrelay.model_runner.gguf_import import convert_gguf
 from kvrelay.model_runner.model_config import ModelConfig
 from kvrelay.model_runner.runner import ModelRunner
@@ -62,6 +65,27 @@ def test_truncated_file_leaves_nothing(tmp_path: Path, smollm2_gguf: Path) -> No
     with pytest.raises(CheckpointError, match="not readable as GGUF"):
         convert_gguf(source, tmp_path / "out")
     assert list(tmp_path.iterdir()) == [source]
+
+
+def test_nothing_is_drawn_on_the_terminal(
+    tmp_path: Path, smollm2_gguf: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    bars = (modeling_gguf_pytorch_utils.tqdm, logging.tqdm)
+    convert_gguf(smollm2_gguf, tmp_path / "out")
+    assert capfd.readouterr().err == ""
+    assert (modeling_gguf_pytorch_utils.tqdm, logging.tqdm) == bars
+
+
+def test_another_transformers_is_blamed_by_its_version(
+    tmp_path: Path, smollm2_gguf: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def load_gguf_checkpoint(path: str, *, device: str) -> None:
+        raise AssertionError
+
+    monkeypatch.setattr(modeling_gguf_pytorch_utils, "load_gguf_checkpoint", load_gguf_checkpoint)
+    with pytest.raises(DependencyError, match=rf"^transformers {transformers.__version__} reads"):
+        convert_gguf(smollm2_gguf, tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_missing_file(tmp_path: Path) -> None:

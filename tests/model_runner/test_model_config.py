@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import MistralConfig
 
 from kvrelay.model_runner.errors import CheckpointError
 from kvrelay.model_runner.model_config import ModelConfig
@@ -71,6 +72,28 @@ def test_window_that_is_never_felt_is_accepted(tmp_path: Path, window: int | Non
     assert read(tmp_path, architectures=["MistralForCausalLM"], sliding_window=window)
 
 
+@pytest.mark.parametrize("context", [4096, 4097])
+def test_absent_window_of_a_mistral_is_transformers_default(tmp_path: Path, context: int) -> None:
+    """What it saves of a model with its default window does not mention the window."""
+    default = MistralConfig().sliding_window
+    assert default == 4096
+    assert "sliding_window" not in MistralConfig().to_diff_dict()
+    shape = {"architectures": ["MistralForCausalLM"], "max_position_embeddings": context}
+    if context <= default:
+        assert read(tmp_path, **shape).max_model_len == context
+        return
+    with pytest.raises(CheckpointError, match=r"sliding_window \(absent, so 4096; null would be"):
+        read(tmp_path, **shape)
+
+
+def test_end_in_generation_config_outside_the_vocabulary(tmp_path: Path) -> None:
+    path = tmp_path / "generation_config.json"
+    path.write_text('{"eos_token_id": [7, 131]}')
+    with pytest.raises(CheckpointError) as refusal:
+        read(tmp_path)
+    assert str(refusal.value) == f"{path}: eos_token_id of 131 is outside the vocabulary of 131"
+
+
 @pytest.mark.parametrize(
     ("changes", "field"),
     [
@@ -91,6 +114,7 @@ def test_window_that_is_never_felt_is_accepted(tmp_path: Path, window: int | Non
         ({"tie_word_embeddings": "yes"}, "tie_word_embeddings"),
         ({"attention_bias": 1}, "attention_bias"),
         ({"eos_token_id": "</s>"}, "eos_token_id"),
+        ({"eos_token_id": 131}, "eos_token_id"),
         ({"quantization_config": {"bits": 4}}, "quantization_config"),
         ({"use_sliding_window": True}, "use_sliding_window"),
         ({"architectures": ["MistralForCausalLM"], "sliding_window": 64}, "sliding_window"),

@@ -11,7 +11,14 @@ import pytest
 import torch
 
 from kvrelay.model_runner.errors import NonFiniteLogitsError
-from kvrelay.model_runner.sampler import SampledToken, Sampler, SamplingRow, edit_logits, keep
+from kvrelay.model_runner.sampler import (
+    Sampled,
+    SampledToken,
+    Sampler,
+    SamplingRow,
+    edit_logits,
+    keep,
+)
 from kvrelay.model_runner.sampling_params import SamplingParams
 
 VOCAB = 700
@@ -31,8 +38,14 @@ def random_logits(rows: int = 1, seed: int = 0, scale: float = 3.0) -> torch.Ten
     return torch.randn(rows, VOCAB, generator=torch.Generator().manual_seed(seed)) * scale
 
 
-def sample(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> list[SampledToken]:
+def outcomes(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> list[Sampled]:
     return Sampler(logits.shape[1]).sample(logits, rows)
+
+
+def sample(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> list[SampledToken]:
+    tokens = outcomes(logits, rows)
+    assert all(isinstance(token, SampledToken) for token in tokens)
+    return tokens
 
 
 def sample_one(logits: torch.Tensor, one: SamplingRow) -> int:
@@ -215,17 +228,25 @@ def test_no_logprobs_unless_asked() -> None:
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 @pytest.mark.parametrize("params", [{}, {"temperature": 0}, {"logit_bias": {1: 1.0}}])
-def test_broken_logits_are_refused_by_row(value: float, params: dict[str, Any]) -> None:
+def test_broken_logits_fail_their_own_row(value: float, params: dict[str, Any]) -> None:
     logits = random_logits(3)
+    healthy = sample(logits, [row(**params)] * 3)
     logits[1, 77] = value
-    with pytest.raises(NonFiniteLogitsError, match=r"\[1\]") as refusal:
-        sample(logits, [row(**params)] * 3)
-    assert refusal.value.rows == (1,)
+    first, broken, last = outcomes(logits, [row(**params)] * 3)
+    assert isinstance(broken, NonFiniteLogitsError)
+    assert str(broken) == f"the model's logits are not finite: {value}"
+    assert [first, last] == [healthy[0], healthy[2]]
 
 
-def test_everything_banned_is_refused() -> None:
-    with pytest.raises(NonFiniteLogitsError):
-        sample(torch.zeros(1, 3), [row(banned=[0, 1, 2])])
+@pytest.mark.parametrize("temperature", [0, 1])
+def test_everything_banned_fails_its_own_row(temperature: float) -> None:
+    free = row(temperature=temperature, logprobs=1)
+    barred = row(temperature=temperature, logprobs=1, banned=range(VOCAB))
+    logits = random_logits(2)
+    healthy, broken = outcomes(logits, [free, barred])
+    assert isinstance(broken, NonFiniteLogitsError)
+    assert str(broken) == "no token can be sampled: every one is banned or impossible"
+    assert [healthy] == sample(logits[:1], [free])
 
 
 def test_no_rows() -> None:

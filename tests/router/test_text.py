@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
+from kvrelay.engine.stop import StopChecker, StopConditions
 from kvrelay.router.text import TextStream
 
 from .toy_tokenizers import byte_level_tokenizer, sentencepiece_tokenizer
@@ -25,12 +26,13 @@ def pieces(stream: TextStream, token_ids: Sequence[int]) -> list[str]:
 def stop_at(
     tokenizer: Tokenizer, token_ids: Sequence[int], stop: Sequence[str], min_tokens: int = 0
 ) -> tuple[list[int], str | None]:
-    """What a worker does: the tokens up to the one that completes a stop string, and which."""
-    for count in range(max(1, min_tokens), len(token_ids) + 1):
-        text = tokenizer.decode(token_ids[:count])
-        found = [(text.find(s), s) for s in stop if s in text]
-        if found:
-            return list(token_ids[:count]), min(found)[1]
+    """What the worker does: the tokens up to the one that completes a stop string, and which."""
+    conditions = StopConditions(1_000, min_tokens=min_tokens, stop_strings=tuple(stop))
+    checker = StopChecker(conditions, tokenizer)
+    for count, token_id in enumerate(token_ids, start=1):
+        finish = checker.check(token_id)
+        if finish is not None:
+            return list(token_ids[:count]), finish.matched_stop_string
     return list(token_ids), None
 
 
@@ -60,13 +62,22 @@ def test_no_piece_holds_half_a_character(text: str) -> None:
     assert not any("�" in piece for piece in pieces(stream, BYTE_LEVEL.encode(text).ids))
 
 
-@given(TEXTS, st.lists(st.text("ab é日😀t", min_size=1, max_size=4), min_size=1, max_size=3))
+@given(
+    TEXTS,
+    st.lists(st.text("ab é日😀t", min_size=1, max_size=4), min_size=1, max_size=3),
+    st.integers(0, 8),
+)
 @settings(deadline=None, max_examples=400)
-def test_no_part_of_a_stop_string_is_ever_shown(text: str, stop: list[str]) -> None:
-    token_ids, matched = stop_at(BYTE_LEVEL, BYTE_LEVEL.encode(text).ids, stop)
-    stream = TextStream(BYTE_LEVEL, stop=stop)
+def test_no_part_of_a_stop_string_is_ever_shown(
+    text: str, stop: list[str], min_tokens: int
+) -> None:
+    """The worker says where it stops; what is shown ends where that stop string begins."""
+    token_ids, matched = stop_at(BYTE_LEVEL, BYTE_LEVEL.encode(text).ids, stop, min_tokens)
+    stream = TextStream(BYTE_LEVEL, stop=stop, min_tokens=min_tokens)
     shown, whole = "", BYTE_LEVEL.decode(token_ids)
-    expected = whole if matched is None else whole.partition(matched)[0]
+    before = BYTE_LEVEL.decode(token_ids[: max(min_tokens, 1) - 1])
+    at = -1 if matched is None else whole.find(matched, max(0, len(before) - len(matched) + 1))
+    expected = whole if at < 0 else whole[:at]
     for piece in pieces(stream, token_ids):
         shown += piece
         assert expected.startswith(shown)

@@ -1,0 +1,62 @@
+"""What a worker lets in, whoever sends it."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvrelay.engine.config import Role
+from kvrelay.engine.outputs import RouterLink
+from kvrelay.engine.wire import SubmitRules, submit_from_wire
+from kvrelay.v1 import inference_pb2, worker_pb2
+
+LINK = RouterLink.__new__(RouterLink)
+LINK.router = "router"
+
+
+def rules(role: Role) -> SubmitRules:
+    return SubmitRules(role, vocab_size=100, eos_token_ids=(2,))
+
+
+def message(**changes) -> worker_pb2.SubmitRequest:
+    params = {
+        "temperature": 0,
+        "top_p": 1,
+        "repetition_penalty": 1,
+        "max_tokens": 5,
+        "seed": 1,
+        **changes.pop("params", {}),
+    }
+    fields = {"request_id": "a", "attempt": 1, "input_ids": [1, 2, 3], **changes}
+    return worker_pb2.SubmitRequest(
+        sampling_params=inference_pb2.SamplingParams(**params), **fields
+    )
+
+
+PEER = worker_pb2.PeerWorker(address="127.0.0.1:1", incarnation="p")
+
+
+@pytest.mark.parametrize(
+    ("field", "role", "changes"),
+    [
+        ("input_ids", Role.PREFILL, {"input_ids": []}),
+        ("input_ids", Role.PREFILL, {"input_ids": [100]}),
+        ("max_tokens", Role.PREFILL, {"params": {"max_tokens": 0}}),
+        ("stop_token_ids", Role.PREFILL, {"params": {"stop_token_ids": [100]}}),
+        ("logit_bias", Role.PREFILL, {"params": {"logit_bias": {100: 1.0}}}),
+        ("top_p", Role.PREFILL, {"params": {"top_p": float("nan")}}),
+        ("prefill", Role.DECODE, {}),
+        ("prefill", Role.PREFILL, {"prefill": PEER}),
+    ],
+)
+def test_bad_submission_names_its_field(field, role, changes):
+    with pytest.raises(ValueError, match=rf"^{field}"):
+        submit_from_wire(message(**changes), LINK, rules(role))
+
+
+def test_end_of_sequence_stops_unless_ignored():
+    submit = submit_from_wire(message(params={"stop_token_ids": [7]}), LINK, rules(Role.PREFILL))
+    assert submit.stops.stop_token_ids == {2, 7}
+    ignoring = message(params={"stop_token_ids": [7], "ignore_eos": True}, prefill=PEER)
+    submit = submit_from_wire(ignoring, LINK, rules(Role.DECODE))
+    assert submit.stops.stop_token_ids == {7}
+    assert submit.prefill.incarnation == "p"

@@ -1,0 +1,141 @@
+"""Both sides of the hand-over as plain state machines."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvrelay.kv_transfer.errors import ProtocolError
+from kvrelay.kv_transfer.hand_over import (
+    Announce,
+    DecodeHandOver,
+    DecodeState,
+    EndReason,
+    PrefillHandOver,
+    PrefillState,
+    Released,
+)
+
+
+def granted(pages: int) -> tuple[PrefillHandOver, DecodeHandOver]:
+    prefill, decode = PrefillHandOver(), DecodeHandOver(pages)
+    prefill.ask()
+    decode.on_ask()
+    decode.grant()
+    prefill.on_grant()
+    return prefill, decode
+
+
+@given(
+    page_size=st.sampled_from([1, 3, 16]),
+    chunks=st.lists(st.integers(1, 120), min_size=1, max_size=6),
+)
+def test_every_page_is_announced_once_in_order(page_size, chunks):
+    """Scenario 39, for any chunks: the pages announced are exactly those needed, none twice."""
+    prompt = sum(chunks)
+    pages = list(range(1000, 1000 + -(-prompt // page_size)))
+    prefill, decode = granted(len(pages))
+    announced: list[int] = []
+    settled = 0
+    for chunk in chunks[:-1]:
+        settled += chunk
+        message = prefill.announce(pages, settled, page_size)
+        if message is not None:
+            assert (message.first_page + len(message.page_ids)) * page_size <= settled
+            decode.on_announce(message)
+            announced += message.page_ids
+    last = prefill.announce_last(pages, first_token=7)
+    decode.on_announce(last)
+    announced += last.page_ids
+    assert announced == pages
+    assert (decode.state, decode.first_token) == (DecodeState.ANNOUNCED, 7)
+
+
+def test_scenario_39_by_its_numbers():
+    prefill, _ = granted(16)
+    pages = list(range(16))
+    sent = [prefill.announce(pages, settled, 16) for settled in (100, 200)]
+    sent.append(prefill.announce_last(pages, 1))
+    assert [(m.first_page, len(m.page_ids)) for m in sent if m] == [(0, 6), (6, 6), (12, 4)]
+
+
+def test_done_is_said_when_all_is_announced_and_read():
+    prefill, decode = granted(2)
+    decode.on_announce(prefill.announce([5, 6], 4, 4))
+    assert decode.done() is None
+    decode.on_read()
+    assert decode.done() is None, "the last announcement is still to come"
+    decode.on_announce(prefill.announce_last([5, 6], 9))
+    assert decode.done() is None, "a read is still running"
+    decode.on_read()
+    assert decode.done() is not None
+    assert decode.done() is None, "once"
+    assert decode.on_released(prefill.on_done())
+    assert (prefill.state, decode.state) == (PrefillState.RELEASED, DecodeState.VALID)
+
+
+def test_pages_that_were_let_go_are_not_activated():
+    prefill, decode = granted(1)
+    decode.on_announce(prefill.announce_last([5], 9))
+    decode.on_read()
+    assert decode.done()
+    assert not decode.on_released(Released(valid=False))
+    assert decode.state is not DecodeState.VALID
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        Announce(1, (5,)),
+        Announce(0, (5, 6, 7, 8)),
+        Announce(0, (5,), first_token=1),
+        Announce(0, (), first_token=1),
+    ],
+    ids=["a gap", "too many", "last but incomplete", "last but empty"],
+)
+def test_malformed_announcement_is_refused(message):
+    _, decode = granted(3)
+    with pytest.raises(ProtocolError):
+        decode.on_announce(message)
+
+
+def test_announcement_twice_is_refused():
+    _, decode = granted(3)
+    decode.on_announce(Announce(0, (5,)))
+    with pytest.raises(ProtocolError):
+        decode.on_announce(Announce(0, (5,)))
+
+
+@pytest.mark.parametrize(
+    "too_early",
+    [
+        lambda prefill, decode: prefill.on_grant(),
+        lambda prefill, decode: prefill.on_done(),
+        lambda prefill, decode: prefill.announce([1], 4, 4),
+        lambda prefill, decode: prefill.announce_last([1], 1),
+        lambda prefill, decode: decode.grant(),
+        lambda prefill, decode: decode.on_announce(Announce(0, (1,))),
+        lambda prefill, decode: decode.on_released(Released(valid=True)),
+    ],
+)
+def test_message_before_its_time_is_refused(too_early):
+    with pytest.raises(ProtocolError):
+        too_early(PrefillHandOver(), DecodeHandOver(1))
+
+
+def test_grant_and_ask_twice_are_refused():
+    prefill, decode = granted(1)
+    for again in (prefill.on_grant, prefill.ask, decode.on_ask, decode.grant):
+        with pytest.raises(ProtocolError):
+            again()
+
+
+def test_leaving_early_is_said_once_and_not_after_the_release():
+    prefill, decode = granted(1)
+    assert prefill.end(EndReason.ABORTED) is not None
+    assert prefill.end(EndReason.ABORTED) is None
+    prefill, decode = granted(1)
+    decode.on_announce(prefill.announce_last([5], 9))
+    prefill.on_done()
+    assert prefill.end(EndReason.ABORTED) is None
