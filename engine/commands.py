@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvrelay.engine.outputs import RequestKey, RouterLink
@@ -64,6 +65,13 @@ class PeerDied:
 @dataclass(frozen=True, slots=True)
 class Wake:
     """Nothing but a reason to look again, such as a fence that has passed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Beat:
+    """Asks for a sign of life of the loop itself."""
+
+    answer: Callable[[], object]
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from prometheus_client import start_http_server
 from tokenizers import Tokenizer
 
-from kvrelay.engine.commands import Inbox, PeerDied
+from kvrelay.engine.commands import Beat, Inbox, PeerDied
 from kvrelay.engine.config import WorkerConfig, WorkerInfo
 from kvrelay.engine.core import EngineCore
 from kvrelay.engine.edge import bind, make_server
@@ -150,6 +150,12 @@ class Worker:
         """Wait until one of its threads has given up, which may be never; returns the reason."""
         assert self._failure is not None, "the worker was not started"
         return await asyncio.shield(self._failure)
+
+    async def beat(self) -> None:
+        """Return once the engine's loop has answered: a sign of life, also while it computes."""
+        answered = asyncio.Event()
+        self._inbox.post(Beat(lambda: self._loop.call_soon_threadsafe(answered.set)))
+        await answered.wait()
 
     async def peer_died(self, incarnation: str) -> None:
         """The supervisor says that another worker's process is gone for good."""
