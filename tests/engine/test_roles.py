@@ -9,7 +9,7 @@ import pytest
 from kvrelay.engine.commands import PeerDied, Stop
 from kvrelay.engine.outputs import EndReason
 from kvrelay.prefill_worker.request import HandOverStream, StreamClosed, StreamOpened
-from tests.engine.simulation import SimRequest, Simulation, drain, reference
+from tests.engine.simulation import SimRequest, Simulation, reference
 
 
 def random_prompt(rng: random.Random, longest: int) -> list[int]:
