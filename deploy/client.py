@@ -8,6 +8,7 @@ from typing import Any, Final
 
 import grpc
 
+from kvrelay.deploy.address import Address
 from kvrelay.deploy.errors import DeployError
 from kvrelay.v1 import inference_pb2_grpc as rpc
 
@@ -15,14 +16,17 @@ _MAX_MESSAGE_BYTES: Final = 64 << 20
 
 
 @contextmanager
-def connected(server: str) -> Iterator[Any]:
+def connected(server: Address) -> Iterator[Any]:
     """A stub of the InferenceService at `server`.
 
     A call's error leaves the context as DeployError: server, status and
     message in one line.
     """
     options = [("grpc.max_receive_message_length", _MAX_MESSAGE_BYTES)]
-    with grpc.insecure_channel(server, options=options) as channel:
+    if server.is_loopback:
+        # Not through the user's web proxy, which would look for it on its own machine.
+        options.append(("grpc.enable_http_proxy", 0))
+    with grpc.insecure_channel(str(server), options=options) as channel:
         try:
             yield rpc.InferenceServiceStub(channel)
         except grpc.RpcError as error:

@@ -42,6 +42,7 @@ class Cluster:
         self._log_level = log_level
         self._on_start = on_start
         self._live: dict[str, WorkerInfo] = {}
+        self._dead: list[WorkerInfo] = []  # every one there ever was: one for each restart
         self._discovery = StaticDiscovery()
         self._groups: list[Any] = []
         self._supervisors: list[WorkerSupervisor] = []
@@ -93,9 +94,10 @@ class Cluster:
         self._publish()
 
     def worker_live(self, info: WorkerInfo) -> None:
-        """See `Watcher`."""
+        """See `Watcher`. What died while it could not be reached is told to it now."""
         self._live[info.name] = info
         self._publish()
+        self._tell(info.name, self._dead)
 
     def worker_lost(self, info: WorkerInfo) -> None:
         """See `Watcher`."""
@@ -104,9 +106,18 @@ class Cluster:
 
     def worker_dead(self, info: WorkerInfo) -> None:
         """See `Watcher`. The others may now let go of what it could still have read or written."""
+        self._dead.append(info)
+        for name in self._live:
+            self._tell(name, [info])
+
+    def _tell(self, name: str, dead: Sequence[WorkerInfo]) -> None:
+        """Tell a worker which of the others' incarnations are dead."""
+        incarnations = [info.incarnation for info in dead if info.name != name]
+        if not incarnations:
+            return
         for supervisor in self._supervisors:
-            if supervisor.name != info.name:
-                supervisor.tell_of_death(info.incarnation)
+            if supervisor.name == name:
+                supervisor.tell_of_deaths(incarnations)
 
     async def _place(self, configs: Sequence[WorkerConfig]) -> None:
         """Reserve one role's places, spread over what nodes there are, and make its actors."""

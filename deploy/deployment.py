@@ -12,7 +12,7 @@ import torch
 from kvrelay.deploy.cluster import Cluster
 from kvrelay.deploy.errors import OptionError
 from kvrelay.deploy.models import Model
-from kvrelay.deploy.options import ServeOptions
+from kvrelay.deploy.options import WORKER_HOST, ServeOptions
 from kvrelay.deploy.progress import Progress
 from kvrelay.engine.config import Role, WorkerConfig, WorkerInfo
 from kvrelay.mem_cache.geometry import PageOrder
@@ -60,6 +60,7 @@ async def deployed(
 def worker_configs(options: ServeOptions, model: Model) -> list[WorkerConfig]:
     """One configuration a worker, named by role and number."""
     device = _device(options.device)
+    ports = iter([address.port for address in options.worker_metrics()])
     return [
         WorkerConfig(
             name=f"{role.value}-{number}",
@@ -76,6 +77,8 @@ def worker_configs(options: ServeOptions, model: Model) -> list[WorkerConfig]:
             max_model_len=options.max_model_len,
             threads=options.threads_per_worker(),
             audit_pages=options.audit_pages,
+            host=WORKER_HOST,
+            metrics_port=next(ports, 0),
         )
         for role, count in ((Role.PREFILL, options.prefill), (Role.DECODE, options.decode))
         for number in range(count)

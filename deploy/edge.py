@@ -35,6 +35,7 @@ def with_clear_errors(command: Callable[..., None]) -> Callable[..., None]:
         try:
             command(debug=debug, **options)
         except OptionError as error:
+            _say_notes(error)
             raise click.UsageError(str(error)) from error
         except (click.ClickException, click.exceptions.Exit):
             raise
@@ -53,4 +54,11 @@ def _fail(error: Exception) -> NoReturn:
     elif not isinstance(error, _SAID):
         text = f"{type(error).__name__}: {text} (--debug shows where)"
     click.echo(f"kvrelay: {text}", err=True)
+    _say_notes(error)
     sys.exit(FAILED)
+
+
+def _say_notes(error: Exception) -> None:
+    """Where to look further, a line each."""
+    for note in getattr(error, "__notes__", ()):
+        click.echo(f"kvrelay: {note}", err=True)

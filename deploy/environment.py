@@ -1,8 +1,4 @@
-"""Every environment variable that kvrelay reads or sets, in one place.
-
-The cache's home is read below: the compiled kernels, which know nothing of this
-room, are kept there as well.
-"""
+"""Every environment variable that kvrelay reads or sets, in one place."""
 
 from __future__ import annotations
 
@@ -13,7 +9,6 @@ from pathlib import Path
 from typing import Self
 
 from kvrelay.deploy.errors import DeployError
-from kvrelay.model_runner.user_cache import cache_home
 
 _RAY_SETTINGS = {
     # No usage report leaves the machine, and no notice about it is printed.
@@ -40,10 +35,12 @@ class Environment:
 
         Raises DeployError, naming the variable, for a value that cannot be used.
         """
-        try:
-            return cls(cache_home=cache_home(variables))
-        except ValueError as error:
-            raise DeployError(str(error)) from error
+        cache_home = variables.get("XDG_CACHE_HOME", "")
+        if not cache_home:
+            return cls(cache_home=Path.home() / ".cache")
+        if not Path(cache_home).is_absolute():
+            raise DeployError(f"XDG_CACHE_HOME: {cache_home!r} is not an absolute path")
+        return cls(cache_home=Path(cache_home))
 
 
 def settle_ray() -> None:

@@ -17,6 +17,8 @@ from kvrelay.deploy.params import ADDRESS
 from kvrelay.v1 import inference_pb2 as pb
 
 _INTERRUPTED = 130
+_FIELDS = {"top_logprobs": "logprobs"}
+"""The wire's names, where the options' are others."""
 
 
 @click.command()
@@ -32,16 +34,18 @@ _INTERRUPTED = 130
 @click.option("--frequency-penalty", type=float, help="For each time a token has come.")
 @click.option("--presence-penalty", type=float, help="For a token that has come at all.")
 @click.option("--repetition-penalty", type=float, help="Divides the logits of tokens seen.")
-@click.option("--seed", type=int, help="The same seed gives the same text.")
+@click.option(
+    "--seed", type=int, help="The same seed gives the same text; below float32 only up to rounding."
+)
 @click.option("--stop", multiple=True, help="End before this text; may be repeated.")
 @click.option("--ignore-eos", is_flag=True, default=None, help="Go on past the end of sequence.")
 @click.option(
     "--logprobs",
-    type=int,
-    is_flag=False,
-    flag_value=0,
-    metavar="[N]",
-    help="Log-probabilities of the tokens, and of the N likeliest at each place.",
+    is_flag=True,
+    help="Log-probabilities of the tokens, in --json's deltas or on standard error.",
+)
+@click.option(
+    "--top-logprobs", type=int, metavar="N", help="Those of the N likeliest at each place, too."
 )
 @click.option("--request-id", default="", help="Chosen by the server when not given.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object a line.")
@@ -54,6 +58,8 @@ def generate(
     request_id: str,
     as_json: bool,
     server: Address,
+    logprobs: bool,
+    top_logprobs: int | None,
     **sampling: Any,
 ) -> None:
     """Continue PROMPT; `-` reads it from standard input.
@@ -62,11 +68,12 @@ def generate(
     """
     if prompt == "-":
         prompt = sys.stdin.read()
+    sampling["top_logprobs"] = 0 if logprobs and top_logprobs is None else top_logprobs
     request = pb.GenerateRequest(
         request_id=request_id, text=prompt, sampling_params=sampling_params(sampling)
     )
     writer: Writer = JsonLines() if as_json else PlainText()
-    with connected(str(server)) as service:
+    with connected(server) as service:
         stream_to(writer, service.Generate(request))
 
 
@@ -76,16 +83,17 @@ def sampling_params(given: dict[str, Any]) -> pb.SamplingParams:
     Raises DeployError, naming the option, for a number that its field cannot hold.
     """
     params = pb.SamplingParams()
-    for field, value in given.items():
+    for name, value in given.items():
         if value is None:
             continue
+        field = _FIELDS.get(name, name)
         try:
             if isinstance(value, tuple):
                 getattr(params, field).extend(value)
             else:
                 setattr(params, field, value)
         except ValueError as error:
-            option = "--" + field.replace("_", "-")
+            option = "--" + name.replace("_", "-")
             raise click.BadParameter(str(error), param_hint=option) from error
     return params
 

@@ -7,13 +7,12 @@ it from here.
 from __future__ import annotations
 
 import logging
-import shutil
-import tempfile
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
 from kvrelay.deploy.environment import settle_ray
+from kvrelay.deploy.ray_folder import RayFolder
 
 settle_ray()
 
@@ -24,8 +23,6 @@ __all__ = ["LocalRay", "PlacementGroupSchedulingStrategy", "ray"]
 
 _OBJECT_STORE_BYTES = 80 << 20
 """Nearly the least that Ray accepts: neither tokens nor KV go through it."""
-_LONGEST_TEMP = 40
-"""Ray's unix sockets lie some 60 characters deeper, and the system's limit is 107."""
 
 
 class LocalRay:
@@ -34,9 +31,13 @@ class LocalRay:
     To be entered in the main thread: the system ends Ray's processes when the
     thread that started them ends, even if this process is killed.
 
+    A failure that leaves the context keeps the folder of Ray's logs and notes
+    where it is; a stop that the user asked for (KeyboardInterrupt and the like)
+    is none.
+
     Args:
         workers: actors that will run, each with one (logical) CPU.
-        keep_logs: leave the folder of Ray's logs behind.
+        keep_logs: keep that folder in any case.
         log_level: of what Ray says of itself.
     """
 
@@ -46,10 +47,10 @@ class LocalRay:
         self._workers = workers
         self._keep_logs = keep_logs
         self._log_level = log_level
-        self._folder = Path()
+        self._folder: RayFolder | None = None
 
     def __enter__(self) -> Self:
-        self._folder = Path(tempfile.mkdtemp(prefix="kvrelay-", dir=_short_temp()))
+        self._folder = RayFolder()
         try:
             ray.init(
                 address="local",
@@ -57,10 +58,10 @@ class LocalRay:
                 object_store_memory=_OBJECT_STORE_BYTES,
                 include_dashboard=False,
                 logging_level=self._log_level,
-                _temp_dir=str(self._folder),
+                _temp_dir=str(self._folder.path),
             )
-        except BaseException:
-            self._stop()
+        except BaseException as error:
+            self._stop(error)
             raise
         return self
 
@@ -70,19 +71,23 @@ class LocalRay:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self._stop()
+        self._stop(error)
 
     @property
     def logs(self) -> Path:
         """Where Ray's processes and the workers write their logs."""
-        return self._folder / "session_latest" / "logs"
+        assert self._folder is not None, "not entered"
+        return self._folder.path / "session_latest" / "logs"
 
-    def _stop(self) -> None:
-        ray.shutdown()
-        if not self._keep_logs:
-            shutil.rmtree(self._folder, ignore_errors=True)
-
-
-def _short_temp() -> str:
-    temp = tempfile.gettempdir()
-    return temp if len(temp) <= _LONGEST_TEMP else "/tmp"  # noqa: S108 (mkdtemp makes it private)
+    def _stop(self, error: BaseException | None) -> None:
+        assert self._folder is not None, "not entered"
+        failed = isinstance(error, Exception)
+        try:
+            ray.shutdown()
+        finally:
+            if failed or self._keep_logs:
+                self._folder.keep()
+            else:
+                self._folder.remove()
+        if error is not None and failed:
+            error.add_note(f"the logs are in {self.logs}")

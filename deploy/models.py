@@ -10,12 +10,14 @@ from pathlib import Path
 from typing import Final
 
 from kvrelay.deploy.converted import ConvertedModels, sha256_of
+from kvrelay.deploy.environment import Environment
 from kvrelay.deploy.errors import ModelError
 from kvrelay.deploy.options import DEFAULT_MODEL
 
 _HUB_ID: Final = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
 _HUB_FILES: Final = ["*.json", "*.safetensors", "*.jinja"]
-_HUB_SUBFOLDERS: Final = ["*/*"]
+_HUB_UNWANTED: Final = ["*/*", "consolidated*.safetensors"]
+"""Subfolders, and the same weights once more in Mistral's own layout."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +62,11 @@ def convert(source: Path, folder: Path, dtype: str) -> None:
 
     logging.disable_progress_bar()
     convert_gguf(source, folder, dtype)
+
+
+def users_models() -> ConvertedModels:
+    """The cache of converted models that all of the user's clusters share."""
+    return ConvertedModels(Environment.read().cache_home / "kvrelay" / "models", convert)
 
 
 def resolve_model(
@@ -151,7 +158,7 @@ def _from_hub(model: str, say: Callable[[str], None]) -> Model:
 
     say(f"{model}: from the hub")
     try:
-        path = snapshot_download(model, allow_patterns=_HUB_FILES, ignore_patterns=_HUB_SUBFOLDERS)
+        path = snapshot_download(model, allow_patterns=_HUB_FILES, ignore_patterns=_HUB_UNWANTED)
     except LocalEntryNotFoundError as error:
         raise ModelError(
             f"--model: {model} is not in the hub's cache, and the hub cannot be reached"

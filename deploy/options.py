@@ -6,12 +6,14 @@ import os
 from dataclasses import dataclass
 from typing import Final
 
-from kvrelay.deploy.address import Address
+from kvrelay.deploy.address import MAX_PORT, Address
 from kvrelay.deploy.errors import OptionError
 
 DEFAULT_MODEL: Final = "smollm2-135m-instruct"
 DEFAULT_GRPC: Final = Address("127.0.0.1", 50051)
 DEFAULT_METRICS: Final = Address("127.0.0.1", 9400)
+WORKER_HOST: Final = "127.0.0.1"
+"""Routers and workers are on one machine; nobody else needs to reach a worker."""
 PAGE_ORDERS: Final = ("page_first", "layer_first")
 DTYPES: Final = ("bfloat16", "float16", "float32")
 DEVICES: Final = ("auto", "cpu", "cuda")
@@ -76,6 +78,7 @@ class ServeOptions:
                 raise OptionError(option_name(field), "must not be empty")
         self._check_reach("--grpc", self.grpc)
         self._check_reach("--metrics", self.metrics)
+        self._check_worker_ports()
 
     @staticmethod
     def _check_at_least_one(field: str, value: int) -> None:
@@ -96,6 +99,29 @@ class ServeOptions:
             f"{address} can be reached from other machines, and there is no TLS yet: "
             "listen on 127.0.0.1, or allow plain text with --insecure",
         )
+
+    def _check_worker_ports(self) -> None:
+        if self.metrics.port == 0:
+            return
+        last = self.metrics.port + self.workers
+        if last > MAX_PORT:
+            raise OptionError("--metrics", f"the workers take the ports up to {last}: too many")
+        if self.metrics.port <= self.grpc.port <= last:
+            raise OptionError(
+                "--metrics",
+                f"router and workers take the ports {self.metrics.port} to {last}, "
+                f"and --grpc one of them: {self.grpc.port}",
+            )
+
+    def worker_metrics(self) -> tuple[Address, ...]:
+        """Where each worker's metrics are, prefill first; none if any port will do.
+
+        Fixed ports, so that what reads them finds a restarted worker again.
+        """
+        if self.metrics.port == 0:
+            return ()
+        first = self.metrics.port + 1
+        return tuple(Address(WORKER_HOST, first + number) for number in range(self.workers))
 
     @property
     def workers(self) -> int:

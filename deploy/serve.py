@@ -15,10 +15,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kvrelay.deploy.config_file import load_defaults
-from kvrelay.deploy.converted import ConvertedModels
 from kvrelay.deploy.edge import with_clear_errors
-from kvrelay.deploy.environment import Environment
-from kvrelay.deploy.models import Model, convert, resolve_model
+from kvrelay.deploy.models import Model, resolve_model, users_models
 from kvrelay.deploy.options import DEFAULT_GRPC, DEVICES, DTYPES, PAGE_ORDERS, ServeOptions
 from kvrelay.deploy.params import ADDRESS, SIZE
 from kvrelay.deploy.progress import Progress
@@ -84,7 +82,8 @@ _POSITIVE = click.IntRange(min=1)
     "--metrics",
     type=ADDRESS,
     default=str(_DEFAULTS.metrics),
-    help="Prometheus reads the router here; port 0: any.",
+    help="Prometheus reads the router here, and the workers at the next ports of 127.0.0.1, "
+    "prefill first; port 0: any.",
 )
 @click.option(
     "--insecure",
@@ -152,7 +151,8 @@ def run(options: ServeOptions, progress: Progress, *, debug: bool) -> None:
     with StopSignals() as signals:
         try:
             options.grpc.check_free("--grpc")
-            options.metrics.check_free("--metrics")
+            for address in (options.metrics, *options.worker_metrics()):
+                address.check_free("--metrics")
             progress.line(_headline(options))
             model = _find_model(options, progress)
             _run_cluster(options, model, progress, signals, debug=debug)
@@ -172,7 +172,7 @@ def _headline(options: ServeOptions) -> str:
 
 
 def _find_model(options: ServeOptions, progress: Progress) -> Model:
-    converted = ConvertedModels(Environment.read().cache_home / "kvrelay" / "models", convert)
+    converted = users_models()
     with progress.step("model", options.model) as step:
         model = resolve_model(options.model, options.dtype, converted, step.say)
         step.say(model.name)
@@ -206,11 +206,14 @@ async def _serve(
     assert task is not None
     signals.deliver_to(lambda: loop.call_soon_threadsafe(task.cancel))
     log_level = logging.INFO if debug else logging.WARNING
-    async with deployed(options, model, progress, log_level=log_level) as deployment:
-        signals.deliver_to(lambda: loop.call_soon_threadsafe(stopped.set))
-        _say_ready(deployment, model, progress)
-        await stopped.wait()
-        progress.line("Stopping the router and the workers.")
+    try:
+        async with deployed(options, model, progress, log_level=log_level) as deployment:
+            signals.deliver_to(lambda: loop.call_soon_threadsafe(stopped.set))
+            _say_ready(deployment, model, progress)
+            await stopped.wait()
+            progress.line("Stopping the router and the workers.")
+    finally:
+        signals.stopping()  # the loop that it was delivered to ends here
 
 
 def _say_ready(deployment: Deployment, model: Model, progress: Progress) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
 import click
+import grpc
 
 from kvrelay.deploy.address import Address
 from kvrelay.deploy.client import connected
@@ -33,17 +34,28 @@ STATES: Final = (
 @with_clear_errors
 def status(*, debug: bool, as_json: bool, server: Address) -> None:
     """Print workers, their load, and each pool's pages by state, with their sum."""
-    with connected(str(server)) as service:
-        model = service.GetModelInfo(pb.GetModelInfoRequest(), timeout=_SECONDS)
+    with connected(server) as service:
         info = service.GetServerInfo(pb.GetServerInfoRequest(), timeout=_SECONDS)
+        model = _model(service)
     report = as_object(model, info)
     click.echo(json.dumps(report) if as_json else as_text(report))
 
 
-def as_object(model: pb.GetModelInfoResponse, info: pb.GetServerInfoResponse) -> dict[str, Any]:
+def _model(service: Any) -> str | None:
+    """What the model is called; None while a role has no worker, which is when one looks here."""
+    try:
+        name: str = service.GetModelInfo(pb.GetModelInfoRequest(), timeout=_SECONDS).model
+    except grpc.RpcError as error:
+        if error.code() is not grpc.StatusCode.UNAVAILABLE:
+            raise
+        return None
+    return name
+
+
+def as_object(model: str | None, info: pb.GetServerInfoResponse) -> dict[str, Any]:
     """What ``--json`` prints."""
     return {
-        "model": model.model,
+        "model": model,
         "version": info.version,
         "uptime_seconds": info.uptime_seconds,
         "live_requests": info.live_requests,
@@ -82,8 +94,8 @@ def as_text(report: dict[str, Any]) -> str:
     """What people read: a line on the server, a table of workers, a table of pools."""
     workers = report["workers"]
     parts = [
-        f"{report['model']}, kvrelay {report['version']}, up {report['uptime_seconds']:.0f} s, "
-        f"{report['live_requests']} live requests",
+        f"{report['model'] or 'NO MODEL (a role has no worker)'}, kvrelay {report['version']}, "
+        f"up {report['uptime_seconds']:.0f} s, {report['live_requests']} live requests",
         _workers_table(workers),
         _pools_table(workers),
     ]
@@ -91,7 +103,8 @@ def as_text(report: dict[str, Any]) -> str:
 
 
 def _workers_table(workers: Iterable[dict[str, Any]]) -> str:
-    head = ["worker", "role", "incarnation", "ready", "address", "waiting", "running", "tokens due"]
+    head = ["worker", "role", "incarnation", "ready", "address", "metrics"]
+    head += ["waiting", "running", "tokens due"]
     rows = [
         [
             worker["worker"],
@@ -99,6 +112,7 @@ def _workers_table(workers: Iterable[dict[str, Any]]) -> str:
             worker["incarnation"],
             "yes" if worker["ready"] else "no",
             worker["address"],
+            worker["metrics_address"],
             worker["waiting_requests"],
             worker["running_requests"],
             worker["waiting_tokens"],

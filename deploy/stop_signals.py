@@ -43,6 +43,10 @@ class StopSignals:
         """From now on the first signal calls `stop`, in the main thread."""
         self._stop = stop
 
+    def stopping(self) -> None:
+        """All is being stopped already: the first signal changes nothing any more."""
+        self._stop = lambda: None
+
     def _handle(self, number: int, _frame: FrameType | None) -> None:
         if self.received is not None:
             os._exit(128 + number)

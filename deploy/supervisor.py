@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import logging
+import math
+import time
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 from kvrelay.deploy.errors import ClusterError
@@ -61,6 +65,7 @@ class WorkerSupervisor:
         self._watcher = watcher
         self._actor = self._place()
         self._following: asyncio.Task[None] | None = None
+        self._telling: set[asyncio.Task[None]] = set()
 
     async def start(self) -> WorkerInfo:
         """Start the worker's first life and begin to follow it.
@@ -71,34 +76,48 @@ class WorkerSupervisor:
         try:
             info: WorkerInfo = await self._actor.start.remote()
         except ray.exceptions.RayError as error:
-            raise ClusterError(f"{self.name} did not start: {_reason(error)}") from error
+            raise ClusterError(f"{self.name} did not start: {self._why(error)}") from error
         self._watcher.worker_live(info)
         self._following = asyncio.create_task(self._follow(info))
         self._following.add_done_callback(self._say_if_failed)
         return info
 
-    def tell_of_death(self, incarnation: str) -> None:
-        """Let the worker know that another's process has ended; does not wait.
+    def tell_of_deaths(self, incarnations: Sequence[str]) -> None:
+        """Let the worker know that others' processes have ended; does not wait.
 
-        A worker that is itself dead or starting misses it, and holds nothing of the other's.
+        One that cannot be reached misses it, and is told again once it is live again.
         """
-        self._actor.peer_died.remote(incarnation)
+        telling = asyncio.create_task(self._tell(incarnations))
+        self._telling.add(telling)
+        telling.add_done_callback(self._telling.discard)
 
     async def stop(self) -> None:
         """End the worker, in good order if it can, and its actor for good."""
-        if self._following is not None:
-            self._following.cancel()
-            await asyncio.gather(self._following, return_exceptions=True)
+        tasks = [*self._telling, *([self._following] if self._following else [])]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
         with contextlib.suppress(TimeoutError, ray.exceptions.RayError):
             async with asyncio.timeout(_STOP_SECONDS):
                 await self._actor.stop.remote()
         ray.kill(self._actor)
 
+    async def _tell(self, incarnations: Sequence[str]) -> None:
+        try:
+            await self._actor.peers_died.remote(incarnations)
+        except (ray.exceptions.ActorUnavailableError, ray.exceptions.ActorDiedError) as error:
+            # `watch` has ended for the same reason, so the worker is about to be found lost.
+            _log.info("%s was not told of %s: %s", self.name, incarnations, _reason(error))
+        except ray.exceptions.RayError as error:
+            _log.error("%s failed on the death of %s: %s", self.name, incarnations, _reason(error))
+
     async def _follow(self, info: WorkerInfo) -> None:
+        pauses = _Pauses()
         while True:
             reason = await self._lost(info)
             self._watcher.worker_lost(info)
             _log.warning("%s is lost: %s", info.incarnation, reason)
+            await pauses.pause()
             if await self._insist("current") != info:
                 self._watcher.worker_dead(info)
                 info = await self._insist("start")
@@ -119,7 +138,7 @@ class WorkerSupervisor:
         The worker has started before with this configuration, so what fails now
         is taken to pass: it is tried again, in a fresh process, ever less often.
         """
-        pause = _FIRST_PAUSE
+        pauses = _Pauses()
         while True:
             try:
                 return await getattr(self._actor, method).remote()
@@ -129,10 +148,17 @@ class WorkerSupervisor:
                 _log.error("Ray gave %s up: %s", self.name, _reason(error))
                 self._actor = self._place()
             except ray.exceptions.RayError as error:
-                _log.error("%s did not restart: %s", self.name, _reason(error))
+                _log.error("%s did not restart: %s", self.name, self._why(error))
                 ray.kill(self._actor, no_restart=False)
-            await asyncio.sleep(pause)
-            pause = min(2 * pause, _LONGEST_PAUSE)
+            await pauses.pause()
+
+    def _why(self, error: Exception) -> str:
+        """Why the worker did not start, in one line."""
+        cause = getattr(error, "cause", None)
+        if isinstance(cause, OSError) and cause.errno == errno.EADDRINUSE:
+            # Its gRPC port is any free one.
+            return f"--metrics: port {self._config.metrics_port} is in use"
+        return _reason(error)
 
     def _say_if_failed(self, following: asyncio.Task[None]) -> None:
         """A supervisor must not fail; if it does, its worker is not restarted any more."""
@@ -142,6 +168,22 @@ class WorkerSupervisor:
     def _place(self) -> Any:
         host = ray.remote(HOSTS[self._config.role])
         return host.options(**self._actor_options).remote(self._config, self._log_level)
+
+
+class _Pauses:
+    """Ever longer ones, which begin anew once there was none for a long time."""
+
+    def __init__(self) -> None:
+        self._next = _FIRST_PAUSE
+        self._ended = -math.inf
+
+    async def pause(self) -> None:
+        """Sleep before the next try."""
+        if time.monotonic() - self._ended > _LONGEST_PAUSE:
+            self._next = _FIRST_PAUSE
+        await asyncio.sleep(self._next)
+        self._next = min(2 * self._next, _LONGEST_PAUSE)
+        self._ended = time.monotonic()
 
 
 def _reason(error: Exception) -> str:

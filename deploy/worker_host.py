@@ -6,6 +6,7 @@ import asyncio
 import logging
 import os
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import Protocol
 
 from kvrelay.engine.config import Role, WorkerConfig, WorkerInfo
@@ -28,7 +29,7 @@ class Worker(Protocol):
         """Return the reason when the engine has died; until then, wait."""
 
     async def peer_died(self, incarnation: str) -> None:
-        """Learn that the process of another worker's incarnation has ended."""
+        """Learn, perhaps not for the first time, that another's process has ended."""
 
 
 class WorkerHost(ABC):
@@ -80,9 +81,14 @@ class WorkerHost(ABC):
         if self._worker is not None:
             await self._worker.stop()
 
-    async def peer_died(self, incarnation: str) -> None:
-        """Pass on that the process of another worker's incarnation has ended."""
-        if self._worker is not None:
+    async def peers_died(self, incarnations: Sequence[str]) -> None:
+        """Pass on that the processes of others' incarnations have ended; it may know already.
+
+        Where no worker runs yet, there is nothing of theirs to let go of.
+        """
+        if self._worker is None:
+            return
+        for incarnation in incarnations:
             await self._worker.peer_died(incarnation)
 
     @abstractmethod

@@ -7,10 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from kvrelay.deploy.converted import ConvertedModels
-from kvrelay.deploy.environment import Environment
 from kvrelay.deploy.local_ray import LocalRay
-from kvrelay.deploy.models import convert, resolve_model
+from kvrelay.deploy.models import resolve_model, users_models
 from kvrelay.deploy.options import DEFAULT_MODEL
 from tests.checkpoints import make_checkpoint
 
@@ -24,8 +22,7 @@ def ray() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def smollm2() -> Path:
     """The default model, as `kvrelay serve` has it: converted once a machine."""
-    models = ConvertedModels(Environment.read().cache_home / "kvrelay" / "models", convert)
-    return resolve_model(DEFAULT_MODEL, "bfloat16", models, lambda _: None).path
+    return resolve_model(DEFAULT_MODEL, "bfloat16", users_models(), lambda _: None).path
 
 
 @pytest.fixture(scope="session")

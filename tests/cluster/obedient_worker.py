@@ -7,6 +7,7 @@ process it is in finds them there.
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import uuid
 from pathlib import Path
@@ -26,6 +27,8 @@ class ObedientWorker:
                 raise ValueError("kv_memory: 1 byte does not hold\n one page")
             case "crash":
                 os._exit(1)
+            case "port":
+                raise OSError(errno.EADDRINUSE, "Address already in use")
             case "miss":
                 raise ModuleNotFoundError("No module named 'nixl'", name="nixl")
         return WorkerInfo(
@@ -51,7 +54,10 @@ class ObedientWorker:
         return "told to"
 
     async def peer_died(self, incarnation: str) -> None:
-        (self._folder / f"{self._config.name}.told").write_text(incarnation)
+        if self._take("told"):
+            raise RuntimeError("not in the mood")
+        with (self._folder / f"{self._config.name}.heard").open("a") as file:
+            file.write(incarnation + "\n")
 
     def _take(self, order: str) -> str:
         """The next line of an order, which is thereby gone."""
@@ -69,5 +75,5 @@ class ObedientHost(WorkerHost):
 
 
 def give_order(folder: Path, worker: str, order: str, *lines: str) -> None:
-    """`order` is ``start`` or ``fail``; each start or failure takes one line."""
+    """`order` is ``start``, ``fail`` or ``told``; each start, failure or news takes one line."""
     (folder / f"{worker}.{order}").write_text("\n".join(lines))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -36,8 +37,14 @@ def obedient_workers(ray) -> Iterator[None]:
 def make_cluster(folder: Path) -> Cluster:
     return Cluster(
         [
-            WorkerConfig(name=f"{role}-0", role=role, model_path=folder, model_name="none")
-            for role in Role
+            WorkerConfig(
+                name=f"{role}-0",
+                role=role,
+                model_path=folder,
+                model_name="none",
+                metrics_port=9401 + number,
+            )
+            for number, role in enumerate(Role)
         ]
     )
 
@@ -68,8 +75,13 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 def was_told(orders: Path, worker: str, dead: WorkerInfo) -> bool:
-    path = orders / f"{worker}.told"
-    return path.exists() and path.read_text() == dead.incarnation
+    return heard(orders, worker)[-1:] == [dead.incarnation]
+
+
+def heard(orders: Path, worker: str) -> list[str]:
+    """The dead that a worker was told of, in all its lives."""
+    path = orders / f"{worker}.heard"
+    return path.read_text().split() if path.exists() else []
 
 
 @pytest.mark.parametrize(
@@ -77,6 +89,7 @@ def was_told(orders: Path, worker: str, dead: WorkerInfo) -> bool:
     [
         ("refuse", "decode-0 did not start: kv_memory: 1 byte does not hold one page"),
         ("miss", "decode-0 did not start: the package nixl is missing"),
+        ("port", "decode-0 did not start: --metrics: port 9402 is in use"),
         ("crash", "decode-0 did not start: its process died"),
     ],
 )
@@ -127,6 +140,50 @@ async def test_a_restart_that_fails_is_tried_again_in_a_fresh_process(
     second = await next_life(cluster, first)
     assert second.incarnation != first.incarnation
     assert not (orders / "decode-0.start").exists()
+
+
+async def test_a_worker_that_could_not_be_reached_is_told_what_it_missed(
+    cluster: Cluster, orders: Path
+):
+    first = cluster.workers["decode-0"]
+    deaf = cluster.workers["prefill-0"]
+    cluster.worker_lost(deaf)  # as its supervisor does for one that Ray cannot reach
+    os.kill(first.pid, signal.SIGKILL)
+    second = await next_life(cluster, first)
+    assert first.incarnation not in heard(orders, "prefill-0")
+    cluster.worker_live(deaf)
+    await until(lambda: first.incarnation in heard(orders, "prefill-0"))
+    assert second.incarnation not in heard(orders, "prefill-0")
+    assert not any(name.startswith("prefill-0") for name in heard(orders, "prefill-0"))
+
+
+async def test_a_worker_that_fails_on_the_news_of_a_death_is_said(
+    cluster: Cluster, orders: Path, caplog: pytest.LogCaptureFixture
+):
+    first = cluster.workers["decode-0"]
+    give_order(orders, "prefill-0", "told", "badly")
+    os.kill(first.pid, signal.SIGKILL)
+    await next_life(cluster, first)
+    await until(lambda: "prefill-0 failed on the death of" in caplog.text)
+    assert "not in the mood" in caplog.text
+
+
+async def test_a_watch_that_fails_at_once_is_repeated_ever_less_often(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    async def broken(self: ObedientHost, incarnation: str) -> None:
+        raise RuntimeError("no watching today")
+
+    monkeypatch.setattr(ObedientHost, "watch", broken)
+    async with make_cluster(tmp_path) as cluster:
+        changes = 0
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(2):
+                while True:
+                    await cluster.discovery.changed()
+                    changes += 1
+    # Pauses of 0.1, 0.2, 0.4 and 0.8 s, two workers, lost and live.
+    assert 2 <= changes <= 24
 
 
 async def test_stopping_is_in_good_order_and_ends_every_process(tmp_path: Path):

@@ -71,7 +71,7 @@ def test_every_option_is_sent_zero_included(kvrelay: Kvrelay, service: ScriptedS
         "--presence-penalty": 1.5,
         "--repetition-penalty": 1.25,
         "--seed": 2**64 - 1,
-        "--logprobs": 3,
+        "--top-logprobs": 3,
     }
     arguments = [str(part) for option in options.items() for part in option]
     kvrelay("generate", "x", "--stop", "a", "--stop", "b", "--ignore-eos", *arguments)
@@ -95,7 +95,8 @@ def test_every_option_is_sent_zero_included(kvrelay: Kvrelay, service: ScriptedS
 def test_logprobs_alone_means_those_of_the_chosen_tokens(
     kvrelay: Kvrelay, service: ScriptedService
 ):
-    kvrelay("generate", "x", "--logprobs")
+    kvrelay("generate", "--logprobs", "x")
+    assert service.requests[0].text == "x"  # not the number of likeliest tokens
     params = service.requests[0].sampling_params
     assert params.HasField("logprobs")
     assert params.logprobs == 0
@@ -108,7 +109,7 @@ def test_logprobs_stand_beside_the_text(kvrelay: Kvrelay, service: ScriptedServi
         pb.GenerateDelta(index=4, token_ids=[260], text=" Paris", logprobs=logprobs),
         COMPLETE,
     ]
-    result = kvrelay("generate", "x", "--logprobs", "2")
+    result = kvrelay("generate", "x", "--top-logprobs", "2")
     assert result.stdout == " Paris\n"
     assert result.stderr.split() == ["4", "token", "260", "-0.5000", "260:-0.5000", "9:-1.0000"]
     delta = json.loads(kvrelay("generate", "x", "--json").stdout.splitlines()[0])
@@ -128,7 +129,13 @@ def test_a_dash_reads_the_prompt_from_standard_input(kvrelay: Kvrelay, service: 
 
 @pytest.mark.parametrize(
     ("option", "value"),
-    [("--seed", "-1"), ("--seed", str(2**64)), ("--max-tokens", "-1"), ("--top-k", str(2**31))],
+    [
+        ("--seed", "-1"),
+        ("--seed", str(2**64)),
+        ("--max-tokens", "-1"),
+        ("--top-k", str(2**31)),
+        ("--top-logprobs", "-1"),
+    ],
 )
 def test_a_number_that_cannot_be_sent_names_its_option(kvrelay: Kvrelay, option: str, value: str):
     result = kvrelay("generate", "x", option, value)
@@ -177,6 +184,16 @@ def test_a_server_that_is_not_there_is_one_clear_line(kvrelay: Kvrelay):
     assert result.exit_code == 1
     assert result.stderr.startswith(f"kvrelay: {nobody}: UNAVAILABLE: ")
     assert len(result.stderr.splitlines()) == 1
+
+
+def test_a_local_server_is_not_sought_through_the_web_proxy(
+    kvrelay: Kvrelay, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.delenv("no_proxy", raising=False)
+    monkeypatch.delenv("NO_PROXY", raising=False)
+    for name in ("http_proxy", "grpc_proxy", "https_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")  # where nobody listens
+    assert kvrelay("generate", "x").exit_code == 0
 
 
 def test_ctrl_c_aborts_the_request(service: ScriptedService, server: str):

@@ -7,9 +7,15 @@ from huggingface_hub import errors as hub
 
 from kvrelay.deploy import models
 from kvrelay.deploy.converted import ConvertedModels
-from kvrelay.deploy.environment import Environment
 from kvrelay.deploy.errors import ModelError
-from kvrelay.deploy.models import ALIASES, Model, PackagedModel, convert, resolve_model
+from kvrelay.deploy.models import (
+    ALIASES,
+    Model,
+    PackagedModel,
+    convert,
+    resolve_model,
+    users_models,
+)
 from kvrelay.deploy.options import DEFAULT_MODEL
 from kvrelay.model_runner.errors import CheckpointError
 from tests.checkpoints import make_checkpoint
@@ -18,7 +24,7 @@ from tests.checkpoints import make_checkpoint
 @pytest.fixture(scope="session")
 def converted() -> ConvertedModels:
     """The user's own cache: a conversion takes its time, and is made once a machine."""
-    return ConvertedModels(Environment.read().cache_home / "kvrelay" / "models", convert)
+    return users_models()
 
 
 def resolve(model: str, converted: ConvertedModels) -> Model:
@@ -116,7 +122,7 @@ def test_a_hub_id_brings_only_what_is_needed(
     assert asked == {
         "repo": "owner/some-model",
         "allow_patterns": ["*.json", "*.safetensors", "*.jinja"],
-        "ignore_patterns": ["*/*"],
+        "ignore_patterns": ["*/*", "consolidated*.safetensors"],
     }
 
 

@@ -1,11 +1,14 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import pytest
 
 from kvrelay.deploy.address import Address
+from kvrelay.deploy.deployment import worker_configs
 from kvrelay.deploy.errors import OptionError
+from kvrelay.deploy.models import Model
 from kvrelay.deploy.options import PAGE_ORDERS, ServeOptions
 from kvrelay.mem_cache.geometry import PageOrder
 
@@ -42,6 +45,33 @@ def test_plain_text_beyond_the_machine_needs_insecure(option: str):
     with pytest.raises(OptionError, match=f"^--{option}: .*--insecure"):
         ServeOptions(**reachable)
     ServeOptions(**reachable, insecure=True)
+
+
+def test_workers_metrics_have_fixed_ports_after_the_routers():
+    options = ServeOptions(prefill=1, decode=2, metrics=Address("127.0.0.1", 9400))
+    assert [str(address) for address in options.worker_metrics()] == [
+        "127.0.0.1:9401",
+        "127.0.0.1:9402",
+        "127.0.0.1:9403",
+    ]
+    configs = worker_configs(options, Model("none", Path()))
+    assert [(config.name, config.metrics_port) for config in configs] == [
+        ("prefill-0", 9401),
+        ("decode-0", 9402),
+        ("decode-1", 9403),
+    ]
+
+
+def test_any_port_for_the_router_is_any_for_the_workers():
+    options = ServeOptions(metrics=Address("127.0.0.1", 0))
+    assert options.worker_metrics() == ()
+    assert {one.metrics_port for one in worker_configs(options, Model("none", Path()))} == {0}
+
+
+@pytest.mark.parametrize(("metrics", "grpc"), [(65534, 1), (9400, 9402), (9400, 9400)])
+def test_metrics_ports_that_cannot_be_are_refused(metrics: int, grpc: int):
+    with pytest.raises(OptionError, match=r"^--metrics: "):
+        ServeOptions(metrics=Address("127.0.0.1", metrics), grpc=Address("127.0.0.1", grpc))
 
 
 def test_the_cores_are_shared_out_but_every_worker_has_a_thread(monkeypatch: pytest.MonkeyPatch):

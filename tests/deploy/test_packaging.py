@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import re
 import shutil
 import subprocess
 import sys
@@ -67,7 +68,10 @@ def test_every_module_imports_from_the_wheel(installed: Path, tmp_path: Path):
 
 
 def pinned() -> dict[str, str]:
+    """By the constraints; torch, of which one may want another build, by the Makefile."""
     lines = (ROOT / "constraints.txt").read_text().splitlines()
+    makefile = (ROOT / "Makefile").read_text()
+    lines += re.findall(r"^TORCH \?= (.*)$", makefile, re.MULTILINE)
     pairs = [line.split("==") for line in lines]
     return {canonicalize_name(name): version for name, version in pairs}
 

@@ -13,6 +13,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from kvrelay.deploy.cli import main
+from kvrelay.deploy.stop_signals import StopSignals
 
 
 def serve(*arguments: str) -> Result:
@@ -27,6 +28,15 @@ def test_a_port_in_use_is_said_at_once(option: str):
         result = serve(option, taken)
     assert result.exit_code == 1
     assert result.stderr.startswith(f"kvrelay: {option}: cannot listen on {taken}")
+    assert len(result.stderr.splitlines()) == 1
+
+
+def test_a_worker_metrics_port_in_use_is_said_at_once():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        result = serve("--metrics", f"127.0.0.1:{port - 2}")
+    assert result.exit_code == 1
+    assert result.stderr.startswith("kvrelay: --metrics: cannot listen on 127.0.0.1:")
     assert len(result.stderr.splitlines()) == 1
 
 
@@ -63,6 +73,13 @@ def test_debug_shows_the_traceback(tmp_path: Path):
     assert result.exit_code == 1
     assert result.exc_info is not None
     assert "no config.json" in str(result.exception)
+
+
+def test_a_signal_during_the_stop_changes_nothing():
+    with StopSignals() as signals:
+        signals.stopping()
+        os.kill(os.getpid(), signal.SIGINT)
+        assert signals.received is signal.SIGINT
 
 
 SLOW_TO_STOP = """

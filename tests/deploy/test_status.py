@@ -1,10 +1,18 @@
 from __future__ import annotations
 
+import asyncio
 import json
+from pathlib import Path
 
 import pytest
+from click.testing import CliRunner, Result
 
+from kvrelay.deploy.cli import main
+from kvrelay.router.config import RouterConfig
+from kvrelay.router.discovery import StaticDiscovery, WorkerEndpoint, WorkerRole
+from kvrelay.router.router import Router
 from kvrelay.v1 import inference_pb2 as pb
+from tests.checkpoints import make_tokenizer
 
 from .conftest import Kvrelay
 from .scripted_service import ScriptedService
@@ -41,9 +49,9 @@ def test_tables_show_workers_and_pools_with_their_sums(kvrelay: Kvrelay):
         == """\
 tiny, kvrelay 0.1.0, up 12 s, 3 live requests
 
-worker     role     incarnation    ready  address      waiting  running  tokens due
-decode-0   decode   decode-0-abc   yes    127.0.0.1:1        1        2         300
-prefill-0  prefill  prefill-0-def  no                        0        0           0
+worker     role     incarnation    ready  address      metrics      waiting  running  tokens due
+decode-0   decode   decode-0-abc   yes    127.0.0.1:1  127.0.0.1:2        1        2         300
+prefill-0  prefill  prefill-0-def  no                                     0        0           0
 
 worker    pool  page size  free  held  cached evictable  cached protected  session  quarantined  sum  total  promised
 decode-0  kv           16    60    40                 0                 0        0            0  100    100         8
@@ -79,6 +87,42 @@ def test_json_says_the_same(kvrelay: Kvrelay):
     }
 
 
-def test_no_workers_is_no_failure(kvrelay: Kvrelay, service: ScriptedService):
-    service.workers = []
-    assert kvrelay("status").exit_code == 0
+async def test_a_router_whose_decode_workers_are_gone_still_tells(tmp_path: Path):
+    make_tokenizer().save(str(tmp_path / "tokenizer.json"))
+    anywhere = "127.0.0.1:0"
+    config = RouterConfig("tiny", tmp_path, "float32", anywhere, anywhere)
+    prefill = WorkerEndpoint(
+        worker="prefill-0",
+        role=WorkerRole.PREFILL,
+        incarnation="prefill-0-def",
+        address="127.0.0.1:1",
+        metrics_address="127.0.0.1:2",
+        pool_tokens=16,
+        max_model_len=16,
+        vocab_size=16,
+        architecture="none",
+        eos_token_ids=(),
+    )
+    router = Router(config, StaticDiscovery([prefill]))
+    await router.start()
+    try:
+        shown = await asyncio.to_thread(status_of, router.grpc_address)
+        told = await asyncio.to_thread(status_of, router.grpc_address, "--json")
+    finally:
+        await router.stop()
+    assert shown.exit_code == told.exit_code == 0, shown.stderr + told.stderr
+    assert shown.stdout.startswith("NO MODEL (a role has no worker), kvrelay ")
+    assert "prefill-0-def" in shown.stdout
+    report = json.loads(told.stdout)
+    assert report["model"] is None
+    assert [worker["metrics_address"] for worker in report["workers"]] == ["127.0.0.1:2"]
+
+
+def status_of(server: str, *arguments: str) -> Result:
+    return CliRunner().invoke(main, ["status", "--server", server, *arguments])
+
+
+def test_a_server_that_is_not_there_is_a_failure():
+    result = status_of("127.0.0.1:9")
+    assert result.exit_code == 1
+    assert result.stderr.startswith("kvrelay: 127.0.0.1:9: UNAVAILABLE: ")

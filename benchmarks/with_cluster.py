@@ -1,0 +1,152 @@
+"""Run the load generator against the running cluster, or against one started for it.
+
+python -m benchmarks.with_cluster [options of kvrelay serve] -- [options of serve_load]
+
+The running cluster is the one at the load generator's --target, or else at the
+--grpc that `kvrelay serve` would take. Where none answers there, one is started
+with the given options, and stopped afterwards.
+"""
+
+from __future__ import annotations
+
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from types import FrameType
+from typing import NoReturn
+
+import click
+import grpc
+from click.core import ParameterSource
+
+from benchmarks import serve_load
+from kvrelay.deploy.address import Address
+from kvrelay.deploy.client import connected
+from kvrelay.deploy.errors import DeployError
+from kvrelay.deploy.serve import serve
+from kvrelay.v1 import inference_pb2 as pb
+
+START_SECONDS = 900.0
+"""For a cluster to be ready, a first download of its model included."""
+READY_SECONDS = 60.0
+"""For the workers of a running cluster, of which some may be restarting."""
+_GRPC_LINE = re.compile(r"  gRPC +(\S+)\n")
+_READY_LINE = "Ctrl-C stops it.\n"
+
+
+def main() -> None:
+    """Split the arguments at ``--``, find or start the cluster, load it."""
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, _interrupt)
+    try:
+        run(*_split(sys.argv[1:]))
+    except click.ClickException as error:
+        error.show()
+        sys.exit(error.exit_code)
+    except (DeployError, TimeoutError) as error:
+        sys.exit(f"make bench: {error}")
+    except KeyboardInterrupt:
+        sys.exit(128 + signal.SIGINT)
+
+
+def run(serve_options: Sequence[str], load_options: Sequence[str]) -> NoReturn:
+    """Load the cluster that the options mean; ends as serve_load does."""
+    # Parsed by the commands themselves, config file and all; a mistake ends it here.
+    address: Address = serve.make_context("kvrelay serve", list(serve_options)).params["grpc"]
+    load = serve_load.main.make_context("serve_load", list(load_options))
+    if load.get_parameter_source("target") is not ParameterSource.DEFAULT:
+        serve_load.main(load_options)
+    if address.port and _answers(address):
+        _await_workers(address)
+        serve_load.main([*load_options, "--target", str(address)])
+    with _started(serve_options) as target:
+        serve_load.main([*load_options, "--target", target])
+
+
+def _split(arguments: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
+    if "--" not in arguments:
+        raise click.UsageError("give options of kvrelay serve, --, and those of serve_load")
+    middle = arguments.index("--")
+    return arguments[:middle], arguments[middle + 1 :]
+
+
+def _interrupt(_number: int, _frame: FrameType | None) -> NoReturn:
+    raise KeyboardInterrupt
+
+
+def _answers(address: Address) -> bool:
+    """Whether somebody listens there who speaks gRPC."""
+    with grpc.insecure_channel(str(address), [("grpc.enable_http_proxy", 0)]) as channel:
+        try:
+            grpc.channel_ready_future(channel).result(timeout=1.0)
+        except grpc.FutureTimeoutError:
+            return False
+    return True
+
+
+def _await_workers(address: Address) -> None:
+    """Wait until every worker that a running cluster lists is ready, and both roles are there."""
+    deadline = time.monotonic() + READY_SECONDS
+    roles = {pb.WORKER_ROLE_PREFILL, pb.WORKER_ROLE_DECODE}
+    with connected(address) as service:
+        while True:
+            workers = service.GetServerInfo(pb.GetServerInfoRequest(), timeout=5.0).workers
+            if all(one.ready for one in workers) and {one.role for one in workers} == roles:
+                return
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"{address}: not all workers are ready")
+            time.sleep(0.2)
+
+
+@contextmanager
+def _started(options: Sequence[str]) -> Iterator[str]:
+    """Run `kvrelay serve` until all its workers are ready; yields its gRPC address.
+
+    It is in a session of its own, so that a terminal's Ctrl-C reaches it once,
+    from here. A second Ctrl-C is passed on too, and does not wait.
+    """
+    command = [sys.executable, "-m", "kvrelay.deploy", "serve", *options]
+    server = subprocess.Popen(  # noqa: S603 (our own command)
+        command, stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
+    ready: Future[str] = Future()
+    echo = threading.Thread(target=_echo, args=(server, ready), daemon=True)
+    echo.start()
+    try:
+        yield ready.result(START_SECONDS)
+    finally:
+        _stop(server)
+        echo.join()
+
+
+def _echo(server: subprocess.Popen[str], ready: Future[str]) -> None:
+    """Show what the server says; the address that it says is ready's."""
+    assert server.stdout is not None
+    address = ""
+    for line in server.stdout:
+        print(line, end="", flush=True)
+        if found := _GRPC_LINE.fullmatch(line):
+            address = found[1]
+        if line == _READY_LINE:
+            ready.set_result(address)
+    if not ready.done():
+        ready.set_exception(DeployError("the cluster did not start"))
+
+
+def _stop(server: subprocess.Popen[str]) -> None:
+    while server.poll() is None:
+        server.send_signal(signal.SIGINT)
+        try:
+            server.wait()
+        except KeyboardInterrupt:
+            continue
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,108 @@
+"""`kvrelay` as its users have it: three commands, and Ctrl-C."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from benchmarks.idle_cpu import cluster_pids, cpu_fraction
+
+KVRELAY = (sys.executable, "-m", "kvrelay.deploy")
+ANYWHERE = "127.0.0.1:0"
+IDLE_LIMIT = 0.05
+IDLE_SECONDS = 4.0
+
+
+@pytest.fixture
+def temp() -> Iterator[Path]:
+    """What `kvrelay serve` has for temporary files; pytest's own are too long for Ray's sockets."""
+    with tempfile.TemporaryDirectory(prefix="kv-", dir="/tmp") as folder:
+        yield Path(folder)
+
+
+@pytest.fixture
+def unrelated() -> Iterator[subprocess.Popen[bytes]]:
+    """A process that happens to run beside."""
+    with subprocess.Popen(["sleep", "600"]) as process:
+        yield process
+        process.kill()
+
+
+@pytest.fixture
+def serve(tiny: Path, temp: Path) -> Iterator[subprocess.Popen[str]]:
+    """`kvrelay serve`, in a group of its own as a shell would start it; killed if a test fails."""
+    command = [*KVRELAY, "serve", "--model", str(tiny), "--dtype", "float32"]
+    command += ["--grpc", ANYWHERE, "--metrics", ANYWHERE]
+    environment = {**os.environ, "TMPDIR": str(temp)}
+    with subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, text=True, start_new_session=True
+    ) as process:
+        yield process
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+def test_serve_generate_status_and_ctrl_c(
+    unrelated: subprocess.Popen[bytes], serve: subprocess.Popen[str], temp: Path
+):
+    address = ready_address(serve)
+    cluster = psutil.Process(serve.pid).children(recursive=True)
+    assert list(temp.glob("kvrelay-*"))
+
+    options = ("the quick brown", "--max-tokens", "8", "--temperature", "0", "--ignore-eos")
+    text = run("generate", *options, "--server", address)
+    lines = run("generate", *options, "--json", "--server", address).splitlines()
+    *deltas, complete = map(json.loads, lines)
+    assert "".join(delta["text"] for delta in deltas) == text.removesuffix("\n")
+    assert sum(len(delta["token_ids"]) for delta in deltas) == 8
+    assert (complete["event"], complete["finish_reason"]) == ("complete", "length")
+    assert complete["usage"]["completion_tokens"] == 8
+
+    shown = run("status", "--server", address)
+    report = json.loads(run("status", "--json", "--server", address))
+    assert sorted(worker["role"] for worker in report["workers"]) == ["decode", "prefill"]
+    for worker in report["workers"]:
+        assert worker["metrics_address"] in shown
+        assert {pool["pool"] for pool in worker["pools"]} == {"kv", "rows"}
+        for pool in worker["pools"]:
+            assert pool["sum"] == pool["total"] == pool["free"]
+
+    pids = cluster_pids(serve.pid)
+    assert len(pids) == 3, "the command, a prefill and a decode worker"
+    assert cpu_fraction(pids, IDLE_SECONDS) < IDLE_LIMIT
+
+    serve.send_signal(signal.SIGINT)
+    assert serve.wait(30) == 0
+    _, alive = psutil.wait_procs(cluster, timeout=10)
+    assert alive == []
+    assert list(temp.glob("kvrelay-*")) == []
+    assert unrelated.poll() is None
+
+
+def ready_address(serve: subprocess.Popen[str]) -> str:
+    """Where clients connect, once it says that it is ready."""
+    assert serve.stdout is not None
+    said = ""
+    for line in serve.stdout:
+        said += line
+        if line.startswith("Ctrl-C stops it."):
+            found = re.search(r"^  gRPC +(\S+)$", said, re.MULTILINE)
+            assert found, said
+            return found[1]
+    pytest.fail(f"it ended before it was ready:\n{said}")
+
+
+def run(command: str, *arguments: str) -> str:
+    done = subprocess.run([*KVRELAY, command, *arguments], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    return done.stdout
