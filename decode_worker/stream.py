@@ -63,11 +63,13 @@ class HandOverClient:
     Args:
         agent: learns to read each prefill worker's pool before the first stream to it.
         inbox: the engine's.
+        vocab_size: of the model; a first token beyond it ends its stream.
     """
 
-    def __init__(self, agent: TransferAgent, inbox: Inbox) -> None:
+    def __init__(self, agent: TransferAgent, inbox: Inbox, vocab_size: int) -> None:
         self._agent = agent
         self._inbox = inbox
+        self._vocab_size = vocab_size
         self._peers: dict[str, asyncio.Task[grpc.aio.Channel]] = {}
         self._carriers: set[asyncio.Task[None]] = set()
 
@@ -129,7 +131,7 @@ class HandOverClient:
     async def _read(self, call: grpc.aio.StreamStreamCall, stream: HandOverStream) -> None:
         try:
             async for message in call:
-                self._inbox.post(FromPeer(stream, from_wire(message)))
+                self._inbox.post(FromPeer(stream, from_wire(message, self._vocab_size)))
         finally:
             stream.close()
 

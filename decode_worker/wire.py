@@ -40,11 +40,11 @@ def to_wire(message: FromDecode) -> hand_over_pb2.HandOverRequest:
             return hand_over_pb2.HandOverRequest(done=hand_over_pb2.HandOverDone())
 
 
-def from_wire(message: hand_over_pb2.HandOverResponse) -> FromPrefill:
+def from_wire(message: hand_over_pb2.HandOverResponse, vocab_size: int) -> FromPrefill:
     """What the prefill side says.
 
     Raises:
-        ProtocolError: it is nothing that this side knows.
+        ProtocolError: it is nothing that this side knows, or a token of another vocabulary.
     """
     match message.WhichOneof("message"):
         case "ask":
@@ -53,6 +53,8 @@ def from_wire(message: hand_over_pb2.HandOverResponse) -> FromPrefill:
             announce = message.announce
             has_token = announce.HasField("first_token")
             token = announce.first_token.token_id if has_token else None
+            if token is not None and token >= vocab_size:
+                raise ProtocolError(f"first token {token} of a vocabulary of {vocab_size}")
             return Announce(announce.first_page, tuple(announce.page_ids), token)
         case "released":
             return Released(message.released.valid)

@@ -14,7 +14,7 @@ class DecodePlugin:
     """See `engine.worker.RolePlugin`."""
 
     def __init__(self, parts: WorkerParts) -> None:
-        self._client = HandOverClient(parts.agent, parts.inbox)
+        self._client = HandOverClient(parts.agent, parts.inbox, parts.vocab_size)
         self.role = DecodeRole(parts.core, parts.agent, self._client, parts.inbox, parts.tokenizer)
 
     def register(self, server: grpc.aio.Server) -> None:

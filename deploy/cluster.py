@@ -11,6 +11,7 @@ from typing import Any, Self
 
 from kvrelay.deploy.errors import ClusterError
 from kvrelay.deploy.local_ray import PlacementGroupSchedulingStrategy, ray
+from kvrelay.deploy.options import DEFAULT_WORKER_TIMEOUT
 from kvrelay.deploy.supervisor import WorkerSupervisor
 from kvrelay.engine.config import Role, WorkerConfig, WorkerInfo
 from kvrelay.router.discovery import Discovery, StaticDiscovery, WorkerEndpoint, WorkerRole
@@ -28,6 +29,8 @@ class Cluster:
     Args:
         configs: the workers; their names differ.
         log_level: of the workers' processes, whose log comes out at Ray's driver.
+        worker_timeout: seconds without an answer of its engine after which a worker is
+            killed, and another takes its place.
         on_start: told of each worker as it comes up for the first time.
     """
 
@@ -36,10 +39,12 @@ class Cluster:
         configs: Sequence[WorkerConfig],
         *,
         log_level: int = logging.WARNING,
+        worker_timeout: float = DEFAULT_WORKER_TIMEOUT,
         on_start: Callable[[WorkerInfo], None] = lambda info: None,
     ) -> None:
         self._configs = tuple(configs)
         self._log_level = log_level
+        self._worker_timeout = worker_timeout
         self._on_start = on_start
         self._live: dict[str, WorkerInfo] = {}
         self._dead: list[WorkerInfo] = []  # every one there ever was: one for each restart
@@ -139,7 +144,9 @@ class Cluster:
                     group, placement_group_bundle_index=index
                 ),
             }
-            self._supervisors.append(WorkerSupervisor(config, options, self._log_level, self))
+            self._supervisors.append(
+                WorkerSupervisor(config, options, self._log_level, self._worker_timeout, self)
+            )
 
     def _gpu_share(self) -> float:
         """What each worker gets of a GPU: a whole one, or an equal part if they are too few."""

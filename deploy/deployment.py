@@ -46,7 +46,12 @@ async def deployed(
         with progress.step("workers", f"loading {model.name}") as step:
             on_start = _count(len(configs), step.say)
             cluster = await stack.enter_async_context(
-                Cluster(configs, log_level=log_level, on_start=on_start)
+                Cluster(
+                    configs,
+                    log_level=log_level,
+                    worker_timeout=options.worker_timeout,
+                    on_start=on_start,
+                )
             )
         with progress.step("router", "connecting to the workers") as step:
             router = Router(router_config(options, model), cluster.discovery)

@@ -12,6 +12,7 @@ from kvrelay.deploy.errors import OptionError
 DEFAULT_MODEL: Final = "smollm2-135m-instruct"
 DEFAULT_GRPC: Final = Address("127.0.0.1", 50051)
 DEFAULT_METRICS: Final = Address("127.0.0.1", 9400)
+DEFAULT_WORKER_TIMEOUT: Final = 15.0
 WORKER_HOST: Final = "127.0.0.1"
 """Routers and workers are on one machine; nobody else needs to reach a worker."""
 PAGE_ORDERS: Final = ("page_first", "layer_first")
@@ -61,6 +62,8 @@ class ServeOptions:
     """Of one worker's forward; None: the machine's cores shared out."""
     default_max_tokens: int = 256
     max_live_requests: int = 1024
+    worker_timeout: float = DEFAULT_WORKER_TIMEOUT
+    """Seconds without an answer of its engine after which a worker is killed and replaced."""
     audit_pages: bool = False
     """Check every single page after every step, not the sums alone."""
 
@@ -70,6 +73,8 @@ class ServeOptions:
         for field in _AT_LEAST_ONE_IF_GIVEN:
             if getattr(self, field) is not None:
                 self._check_at_least_one(field, getattr(self, field))
+        if not 0 < self.worker_timeout < float("inf"):
+            raise OptionError("--worker-timeout", "must be seconds, more than 0")
         self._check_choice("page_order", self.page_order, PAGE_ORDERS)
         self._check_choice("dtype", self.dtype, DTYPES)
         self._check_choice("device", self.device, DEVICES)

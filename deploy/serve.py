@@ -127,6 +127,12 @@ _POSITIVE = click.IntRange(min=1)
     help="Requests above this many are refused, with a hint to retry.",
 )
 @click.option(
+    "--worker-timeout",
+    type=click.FloatRange(min=0, min_open=True),
+    default=_DEFAULTS.worker_timeout,
+    help="Seconds without an answer of its engine after which a worker is killed and replaced.",
+)
+@click.option(
     "--audit-pages",
     is_flag=True,
     help="Check every single page after every step; for debugging, it costs time.",

@@ -41,13 +41,15 @@ class Watcher(Protocol):
 class WorkerSupervisor:
     """Starts a worker's actor, then follows its lives until it is stopped.
 
-    Nothing here polls: a call that lives as long as the worker's process ends
-    with it.
+    A call that lives as long as the worker's process tells of its end; a process
+    that lives on but does not answer is found by its engine's heartbeat, and killed.
 
     Args:
         config: what the worker is to be, in every life.
         actor_options: where Ray is to place it and what it takes there.
         log_level: of the worker's process.
+        timeout: seconds that the worker's engine may take to answer; it is asked
+            three times as often.
         watcher: is told of every change.
     """
 
@@ -56,12 +58,14 @@ class WorkerSupervisor:
         config: WorkerConfig,
         actor_options: dict[str, Any],
         log_level: int,
+        timeout: float,
         watcher: Watcher,
     ) -> None:
         self.name = config.name
         self._config = config
         self._actor_options = actor_options
         self._log_level = log_level
+        self._timeout = timeout
         self._watcher = watcher
         self._actor = self._place()
         self._following: asyncio.Task[None] | None = None
@@ -125,7 +129,33 @@ class WorkerSupervisor:
             _log.warning("%s is up", info.incarnation)
 
     async def _lost(self, info: WorkerInfo) -> str:
-        """Wait until the incarnation's process has ended or cannot be reached."""
+        """Wait until the incarnation's process has ended, or cannot be reached, or is killed."""
+        signs = [asyncio.create_task(self._gone(info)), asyncio.create_task(self._silent())]
+        try:
+            await asyncio.wait(signs, return_when=asyncio.FIRST_COMPLETED)
+            return next(sign.result() for sign in signs if sign.done())
+        finally:
+            for sign in signs:
+                sign.cancel()
+            await asyncio.gather(*signs, return_exceptions=True)
+
+    async def _silent(self) -> str:
+        """Wait until the engine does not answer any more; then its process is killed.
+
+        Ray lets it go at once, and ends one that has been stopped, too.
+        """
+        while True:
+            try:
+                async with asyncio.timeout(self._timeout):
+                    await self._actor.beat.remote()
+            except TimeoutError:
+                ray.kill(self._actor, no_restart=False)
+                return f"its engine has not answered for {self._timeout:g} s, so it is killed"
+            except ray.exceptions.RayError as error:
+                return _reason(error)
+            await asyncio.sleep(self._timeout / 3)
+
+    async def _gone(self, info: WorkerInfo) -> str:
         try:
             await self._actor.watch.remote(info.incarnation)
         except ray.exceptions.RayError as error:

@@ -28,6 +28,9 @@ class Worker(Protocol):
     async def failed(self) -> str:
         """Return the reason when the engine has died; until then, wait."""
 
+    async def beat(self) -> None:
+        """Return when the engine's loop has answered."""
+
     async def peer_died(self, incarnation: str) -> None:
         """Learn, perhaps not for the first time, that another's process has ended."""
 
@@ -73,6 +76,11 @@ class WorkerHost(ABC):
         """
         if self._info is not None and self._info.incarnation == incarnation:
             await asyncio.Event().wait()
+
+    async def beat(self) -> None:
+        """A sign of life of the engine, not of this process alone."""
+        if self._worker is not None:
+            await self._worker.beat()
 
     async def stop(self) -> None:
         """Stop the worker in good order; the process stays, for the supervisor to end."""

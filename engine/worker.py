@@ -45,6 +45,7 @@ class WorkerParts:
     inbox: Inbox
     agent: TransferAgent
     tokenizer: Tokenizer
+    vocab_size: int
 
 
 class RolePlugin(Protocol):
@@ -176,7 +177,9 @@ class Worker:
         self._inbox = Inbox()
         self._metrics = WorkerMetrics(self._config)
         core = EngineCore(ledger, Outbox(self._loop.call_soon_threadsafe), self._metrics)
-        parts = WorkerParts(self._config, core, self._inbox, self._agent, tokenizer)
+        parts = WorkerParts(
+            self._config, core, self._inbox, self._agent, tokenizer, runner.config.vocab_size
+        )
         self._role = self._plug_in(parts)
         self._forward = ForwardThread(ModelComputer(runner), self._inbox.post, self._on_failure)
         audit_pages = self._config.audit_pages

@@ -52,7 +52,8 @@ _RANGES = {
     "min_p": _Range(0.0, 0.0, 1.0),
     "frequency_penalty": _Range(0.0, -2.0, 2.0),
     "presence_penalty": _Range(0.0, -2.0, 2.0),
-    "repetition_penalty": _Range(1.0, 0.0, 2.0, above_low=True),
+    # Below, a logit that is divided by it is soon infinite.
+    "repetition_penalty": _Range(1.0, 0.01, 2.0),
 }
 
 

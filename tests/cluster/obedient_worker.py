@@ -53,6 +53,10 @@ class ObedientWorker:
             await asyncio.sleep(0.02)
         return "told to"
 
+    async def beat(self) -> None:
+        if self._take("beat"):
+            await asyncio.Event().wait()
+
     async def peer_died(self, incarnation: str) -> None:
         if self._take("told"):
             raise RuntimeError("not in the mood")
@@ -75,5 +79,5 @@ class ObedientHost(WorkerHost):
 
 
 def give_order(folder: Path, worker: str, order: str, *lines: str) -> None:
-    """`order` is ``start``, ``fail`` or ``told``; each start, failure or news takes one line."""
+    """`order` is ``start``, ``fail``, ``told`` or ``beat``; each such event takes one line."""
     (folder / f"{worker}.{order}").write_text("\n".join(lines))

@@ -17,12 +17,21 @@ from tests.cluster.running import RunningCluster, running
 PROMPT = [(13 * i) % 500 for i in range(300)]
 FINISH = inference_pb2.FinishReason
 RESTART_S = 60
+TIMEOUT_S = 5.0
+"""Of a worker's heartbeat: far above what the noise of a busy machine delays it."""
 
 
 @pytest.fixture(scope="module")
 async def cluster(ray, tiny) -> AsyncIterator[RunningCluster]:
     async with running(
-        tiny, prefill=2, decode=2, dtype="float32", page_size=4, chunk_tokens=16, kv_memory=2 << 20
+        tiny,
+        prefill=2,
+        decode=2,
+        dtype="float32",
+        page_size=4,
+        chunk_tokens=16,
+        kv_memory=2 << 20,
+        worker_timeout=TIMEOUT_S,
     ) as cluster:
         yield cluster
 
@@ -77,15 +86,17 @@ async def test_abort_of_an_unknown_id_says_so(cluster):
     assert not answer.aborted
 
 
+@pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
 @pytest.mark.parametrize("worker", ["prefill-0", "decode-1"])
 @pytest.mark.filterwarnings("ignore::ResourceWarning")
-async def test_killed_worker_comes_back_as_another_incarnation(cluster, worker):
+async def test_worker_comes_back_as_another_incarnation(cluster, worker, fault):
     expected = (await _read_tokens(start(cluster))).copy()
     before = cluster.deployment.cluster.workers[worker]
     readers = [asyncio.create_task(_read_tokens(start(cluster))) for _ in range(8)]
     await asyncio.sleep(0.1)
-    os.kill(before.pid, signal.SIGKILL)
-    ends = await asyncio.gather(*readers, return_exceptions=True)
+    os.kill(before.pid, fault)
+    async with asyncio.timeout(RESTART_S):
+        ends = await asyncio.gather(*readers, return_exceptions=True)
     for end in ends:
         if isinstance(end, grpc.aio.AioRpcError):
             assert end.code() is grpc.StatusCode.UNAVAILABLE

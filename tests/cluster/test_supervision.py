@@ -21,6 +21,7 @@ from tests.cluster import obedient_worker
 from tests.cluster.obedient_worker import ObedientHost, give_order
 
 SECONDS = 60
+TIMEOUT_SECONDS = 3.0
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -45,7 +46,8 @@ def make_cluster(folder: Path) -> Cluster:
                 metrics_port=9401 + number,
             )
             for number, role in enumerate(Role)
-        ]
+        ],
+        worker_timeout=TIMEOUT_SECONDS,
     )
 
 
@@ -184,6 +186,18 @@ async def test_a_watch_that_fails_at_once_is_repeated_ever_less_often(
                     changes += 1
     # Pauses of 0.1, 0.2, 0.4 and 0.8 s, two workers, lost and live.
     assert 2 <= changes <= 24
+
+
+async def test_a_worker_whose_engine_is_silent_is_killed_and_replaced(
+    cluster: Cluster, orders: Path, caplog: pytest.LogCaptureFixture
+):
+    first = cluster.workers["prefill-0"]
+    give_order(orders, "prefill-0", "beat", "none")
+    second = await next_life(cluster, first)
+    assert second.pid != first.pid
+    assert not psutil.pid_exists(first.pid)
+    assert f"{first.incarnation} is lost: its engine has not answered for 3 s" in caplog.text
+    await until(lambda: was_told(orders, "decode-0", first))
 
 
 async def test_stopping_is_in_good_order_and_ends_every_process(tmp_path: Path):

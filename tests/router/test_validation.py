@@ -44,7 +44,7 @@ BAD_SAMPLING: list[tuple[str, Any]] = [
     *[("min_p", bad) for bad in (math.nan, -0.1, 1.1, math.inf)],
     *[("frequency_penalty", bad) for bad in (math.nan, -2.1, 2.1)],
     *[("presence_penalty", bad) for bad in (math.nan, -2.1, 2.1)],
-    *[("repetition_penalty", bad) for bad in (math.nan, 0.0, -1.0, 2.1, math.inf)],
+    *[("repetition_penalty", bad) for bad in (math.nan, 0.0, 0.009, -1.0, 2.1, math.inf)],
     ("top_k", -2),
     ("max_tokens", 0),
     ("min_tokens", 17),  # more than the default max_tokens
