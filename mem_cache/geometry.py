@@ -6,7 +6,8 @@ byte spans; only attention backends see tensors.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 import numpy as np
@@ -27,9 +28,9 @@ class PageOrder(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class KVGeometry:
-    """Shape of one page of keys and values (MHA and GQA).
+    """Shape of one page of the layers that share a pool.
 
-    Inside a page and layer the order is ``[2 (K, V), num_kv_heads, page_size,
+    Inside a page and layer the order is ``[parts, num_kv_heads, page_size,
     head_dim]``: heads before tokens, so that one head's keys of a page are one
     contiguous run (faster to read on a CPU) and a tensor-parallel slice of the
     heads is contiguous too.
@@ -37,20 +38,49 @@ class KVGeometry:
 
     num_layers: int
     num_kv_heads: int
+    """1 for MLA: one copy, whatever the number of query heads."""
     head_dim: int
+    """For MLA ``kv_lora_rank + qk_rope_head_dim``, the compressed latent and its rotary key."""
     dtype: torch.dtype
     page_size: int
     order: PageOrder = PageOrder.PAGE_FIRST
+    latent: bool = False
+    """MLA: a token has one latent vector instead of keys and values."""
+    window: int | None = None
+    """Tokens that these layers look back, the query's own included; None: all of them.
+
+    A token at position ``t`` sees the positions ``(t - window, t]``.
+    """
 
     def __post_init__(self) -> None:
-        for field in ("num_layers", "num_kv_heads", "head_dim", "page_size"):
-            if getattr(self, field) < 1:
-                raise ValueError(f"{field} must be at least 1, got {getattr(self, field)}")
+        for field in ("num_layers", "num_kv_heads", "head_dim", "page_size", "window"):
+            value = getattr(self, field)
+            if value is not None and value < 1:
+                raise ValueError(f"{field} must be at least 1, got {value}")
+        if self.latent and self.num_kv_heads != 1:
+            raise ValueError(f"num_kv_heads of a latent must be 1, got {self.num_kv_heads}")
+
+    @property
+    def pool_name(self) -> str:
+        """What the pool of such pages is called: a label of its metrics."""
+        if self.window is not None:
+            return "window"
+        return "latent" if self.latent else "full"
+
+    @property
+    def parts(self) -> int:
+        """Vectors that a head keeps of a token: its key and its value, or one latent."""
+        return 1 if self.latent else 2
+
+    @property
+    def piece_shape(self) -> tuple[int, int, int, int]:
+        """Shape of one page in one layer."""
+        return (self.parts, self.num_kv_heads, self.page_size, self.head_dim)
 
     @property
     def layer_page_bytes(self) -> int:
-        """Bytes of one page in one layer: keys and values."""
-        return 2 * self.num_kv_heads * self.page_size * self.head_dim * self.dtype.itemsize
+        """Bytes of one page in one layer."""
+        return math.prod(self.piece_shape) * self.dtype.itemsize
 
     @property
     def page_bytes(self) -> int:
@@ -76,11 +106,4 @@ class KVGeometry:
 
     def holds_same_tokens_as(self, other: KVGeometry) -> bool:
         """Whether a page of `other` can be copied here piece by piece: all but the order agree."""
-        mine = (self.num_layers, self.num_kv_heads, self.head_dim, self.dtype, self.page_size)
-        return mine == (
-            other.num_layers,
-            other.num_kv_heads,
-            other.head_dim,
-            other.dtype,
-            other.page_size,
-        )
+        return self == replace(other, order=self.order)

@@ -20,16 +20,15 @@ class KVPool:
         self.geometry = geometry
         self.total_pages = total_pages
         g = geometry
-        inner = (2, g.num_kv_heads, g.page_size, g.head_dim)
         if g.order is PageOrder.PAGE_FIRST:
-            shape = (total_pages, g.num_layers, *inner)
+            shape = (total_pages, g.num_layers, *g.piece_shape)
         else:
-            shape = (g.num_layers, total_pages, *inner)
+            shape = (g.num_layers, total_pages, *g.piece_shape)
         # Zeroed, so that every page is backed by memory before the first request.
         self.data = torch.zeros(shape, dtype=g.dtype, device=device)
 
     def layer(self, index: int) -> torch.Tensor:
-        """One layer's pages, ``[pages, 2, kv_heads, page_size, head_dim]``, a view.
+        """One layer's pages, ``[pages, parts, kv_heads, page_size, head_dim]``, a view.
 
         The strides depend on the page order; the shape does not.
         """
