@@ -19,7 +19,12 @@ LENGTHS = (
 NEW_TOKENS = 64
 AT_ONCE = 8
 TEXT = Path(__file__).parents[2] / "LICENSE"
-SHAPES = [(1, 1, 1), (1, 1, 16), (2, 2, 1), (2, 2, 16)]
+SHAPES = [
+    (1, 1, 16),
+    (2, 2, 1),
+    pytest.param(1, 1, 1, marks=pytest.mark.slow),
+    pytest.param(2, 2, 16, marks=pytest.mark.slow),
+]
 
 
 @pytest.fixture(scope="session")
@@ -80,8 +85,8 @@ async def test_smollm2_eight_at_once(ray, smollm2, prompts, expected, prefill, d
 
 @pytest.mark.parametrize(
     ("prefill", "decode", "page_size"),
-    [shape if shape == (1, 1, 16) else pytest.param(*shape, marks=pytest.mark.slow)
-     for shape in SHAPES],
+    [(1, 1, 16), *(pytest.param(*shape, marks=pytest.mark.slow)
+                   for shape in [(1, 1, 1), (2, 2, 1), (2, 2, 16)])],
 )  # fmt: skip
 @pytest.mark.timeout(900)
 async def test_smollm2_alone(ray, smollm2, prompts, expected, prefill, decode, page_size):
