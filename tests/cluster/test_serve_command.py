@@ -97,7 +97,7 @@ def ready(serve: subprocess.Popen[str]) -> tuple[str, str]:
     for line in serve.stdout:
         said += line
         if line.startswith("Ctrl-C stops it."):
-            found = re.search(r"^  gRPC +(\S+)$.*^Try:  (.+)$", said, re.MULTILINE | re.DOTALL)
+            found = re.search(r"^  gRPC +(\S+)$.*^Try:  ([^\n]+)$", said, re.MULTILINE | re.DOTALL)
             assert found, said
             return found[1], found[2]
     pytest.fail(f"it ended before it was ready:\n{said}")
