@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import importlib.metadata
 import logging
+import shlex
+import shutil
 import signal
 import sys
 from contextlib import ExitStack
@@ -233,5 +235,15 @@ def _say_ready(deployment: Deployment, model: Model, progress: Progress) -> None
         progress.line(f"  {name:<10} http://{worker.metrics_address}/metrics")
     progress.line()
     server = "" if router.grpc_address == str(DEFAULT_GRPC) else f" --server {router.grpc_address}"
-    progress.line(f'Try:  kvrelay generate "The capital of France is" --max-tokens 32{server}')
+    example = 'generate "The capital of France is" --max-tokens 32'
+    progress.line(f"Try:  {_command()} {example}{server}")
     progress.line("Ctrl-C stops it.")
+
+
+def _command() -> str:
+    """How a shell finds this program: as it was called, unless its name is enough."""
+    called = sys.argv[0]
+    if Path(called).name != "kvrelay":
+        return f"{shlex.quote(sys.executable)} -m kvrelay.deploy"
+    found = shutil.which("kvrelay")
+    return "kvrelay" if found and Path(found).samefile(called) else shlex.quote(called)

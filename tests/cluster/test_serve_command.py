@@ -55,7 +55,8 @@ def serve(tiny: Path, temp: Path) -> Iterator[subprocess.Popen[str]]:
 def test_serve_generate_status_and_ctrl_c(
     unrelated: subprocess.Popen[bytes], serve: subprocess.Popen[str], temp: Path
 ):
-    address = ready_address(serve)
+    address, example = ready(serve)
+    assert subprocess.run(example, shell=True, capture_output=True).returncode == 0
     cluster = psutil.Process(serve.pid).children(recursive=True)
     assert list(temp.glob("kvrelay-*"))
 
@@ -89,16 +90,16 @@ def test_serve_generate_status_and_ctrl_c(
     assert unrelated.poll() is None
 
 
-def ready_address(serve: subprocess.Popen[str]) -> str:
-    """Where clients connect, once it says that it is ready."""
+def ready(serve: subprocess.Popen[str]) -> tuple[str, str]:
+    """Where clients connect, and the example to paste, once it says that it is ready."""
     assert serve.stdout is not None
     said = ""
     for line in serve.stdout:
         said += line
         if line.startswith("Ctrl-C stops it."):
-            found = re.search(r"^  gRPC +(\S+)$", said, re.MULTILINE)
+            found = re.search(r"^  gRPC +(\S+)$.*^Try:  ([^\n]+)$", said, re.MULTILINE | re.DOTALL)
             assert found, said
-            return found[1]
+            return found[1], found[2]
     pytest.fail(f"it ended before it was ready:\n{said}")
 
 
