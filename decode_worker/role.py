@@ -131,7 +131,7 @@ class DecodeRole:
         for request in sorted(self._asked(), key=lambda r: r.turn):
             if misfit is not None and misfit.bypassed >= BYPASS_LIMIT:
                 return
-            if not self._core.reserve(request, request.most_tokens):
+            if not self._reserve(request):
                 misfit = misfit or request
                 continue
             if misfit is not None:
@@ -140,9 +140,9 @@ class DecodeRole:
 
     def schedule(self) -> Sequence[Scheduled]:
         """See `Role`: one token for every running request."""
-        for request in self._running:
-            grown = self._core.ledger.grow(request.held, request.num_tokens)
-            assert grown, "a promise was broken"
+        leases = [request.held for request in self._running]
+        grown = self._core.ledger.grow_all(leases, [r.num_tokens for r in self._running])
+        assert grown, "a promise was broken"
         return [Scheduled(request, 1, sample=True) for request in self._running]
 
     def settled(self, item: Scheduled, token: SampledToken | None) -> None:
@@ -150,6 +150,7 @@ class DecodeRole:
         request = item.request
         assert isinstance(request, DecodeRequest)
         assert token is not None
+        self._core.ledger.slide(request.held, request.num_tokens)
         request.output_ids.append(token.token_id)
         finish = request.checker.check(token.token_id)
         if finish is None:
@@ -171,7 +172,7 @@ class DecodeRole:
             waiting_requests=len(self._core.requests) - running,
             running_requests=running,
             waiting_tokens=sum(len(r.prompt_ids) for r in waiting),
-            pools=(self._core.ledger.page_counts(), self._core.ledger.row_counts()),
+            pools=self._core.ledger.counts(),
         )
 
     # The hand-over
@@ -195,14 +196,16 @@ class DecodeRole:
         request.hand_over.on_announce(message)
         if request.hand_over.first_token is not None:
             request.announced_at = time.monotonic()
-        if message.page_ids:
-            last = message.first_page + len(message.page_ids)
-            local = request.held.pages[message.first_page : last].astype(np.int64)
+        # What the prefix index has here already is not read again.
+        first = max(message.first_page, request.held.num_protected_pages)
+        missing = np.asarray(message.page_ids[first - message.first_page :], np.int64)
+        if len(missing):
+            request.hand_over.begin_read()
             stream = request.stream
             pull = self._agent.pull(
                 stream.peer.incarnation,
-                local,
-                np.asarray(message.page_ids, np.int64),
+                request.held.pages()[first : first + len(missing)].astype(np.int64),
+                missing,
                 lambda pull: self._inbox.post(PullEnded(stream, pull)),
             )
             request.pulls.append(pull)
@@ -262,6 +265,16 @@ class DecodeRole:
         self._core.end(request, outcome, end, timings=request.timings(), fences=request.pulls)
 
     # Memory
+
+    def _reserve(self, request: DecodeRequest) -> bool:
+        """The whole prompt, but for what the prefix index has, and the promise of its output."""
+        prompt = len(request.prompt_ids)
+        if not self._core.reserve(request, request.most_tokens, known_tokens=prompt):
+            return False
+        self._core.ledger.slide(request.held, prompt)
+        grown = self._core.ledger.grow(request.held, prompt)
+        assert grown, "a promise was broken"
+        return True
 
     def _asked(self) -> list[DecodeRequest]:
         return [

@@ -16,7 +16,8 @@ from prometheus_client import start_http_server
 from tokenizers import Tokenizer
 
 from kvrelay.engine.commands import Beat, Inbox, PeerDied
-from kvrelay.engine.config import WorkerConfig, WorkerInfo
+from kvrelay.engine.config import PrefixIndexKind, WorkerConfig, WorkerInfo
+from kvrelay.engine.config import Role as RoleName
 from kvrelay.engine.core import EngineCore
 from kvrelay.engine.edge import bind, make_server
 from kvrelay.engine.loop import Engine, EngineThread, Role
@@ -26,8 +27,10 @@ from kvrelay.engine.service import WorkerService
 from kvrelay.engine.step import ForwardThread, Step
 from kvrelay.engine.wire import SubmitRules
 from kvrelay.kv_transfer.agent import TransferAgent
-from kvrelay.mem_cache.ledger import Ledger
+from kvrelay.mem_cache.ledger import Ledger, PoolShape
 from kvrelay.mem_cache.pool import KVPool
+from kvrelay.mem_cache.prefix_index import PrefixIndex
+from kvrelay.mem_cache.radix_tree import RadixTree
 from kvrelay.model_runner.runner import ModelRunner
 from kvrelay.model_runner.sampler import Sampled, Sampler
 from kvrelay.text.tokenizer import load_tokenizer
@@ -115,10 +118,12 @@ class Worker:
             None, TransferAgent, incarnation, pool, self._on_failure
         )
         ledger = Ledger(
-            total_pages=pool.total_pages,
+            [PoolShape(pool.geometry.pool_name, pool.total_pages, pool.geometry.window)],
             page_size=config.page_size,
             total_rows=config.max_running,
             max_row_tokens=self._max_model_len(runner),
+            ahead=config.chunk_tokens if config.role is RoleName.PREFILL else 1,
+            index=self._prefix_index([pool.geometry.window]),
         )
         self._assemble(ledger, runner, tokenizer)
         rules = SubmitRules(config.role, runner.config.vocab_size, runner.config.eos_token_ids)
@@ -133,7 +138,7 @@ class Worker:
             incarnation=incarnation,
             address=f"{config.host}:{port}",
             metrics_address=f"{config.host}:{self._metrics_server.server_port}",
-            pool_tokens=ledger.total_pages * ledger.page_size,
+            pool_tokens=ledger.max_lease_tokens,
             max_model_len=self._max_model_len(runner),
             vocab_size=runner.config.vocab_size,
             architecture=runner.config.architecture,
@@ -200,6 +205,13 @@ class Worker:
         runner.bind(pool)
         runner.warm_up()
         return runner, pool
+
+    def _prefix_index(self, windows: Sequence[int | None]) -> PrefixIndex | None:
+        match self._config.prefix_index:
+            case PrefixIndexKind.RADIX:
+                return RadixTree(self._config.page_size, windows)
+            case PrefixIndexKind.NONE:
+                return None
 
     def _max_model_len(self, runner: ModelRunner) -> int:
         limit = self._config.max_model_len

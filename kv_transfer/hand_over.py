@@ -194,7 +194,7 @@ class DecodeHandOver:
         return Grant()
 
     def on_announce(self, message: Announce) -> None:
-        """Check an announcement; its pages are then to be read, by one read or by none.
+        """Check an announcement; those of its pages that are missing here are then to be read.
 
         Raises:
             ProtocolError: pages are missing, named twice, or too many.
@@ -210,10 +210,13 @@ class DecodeHandOver:
         if last and upto != self._prompt_pages:
             raise ProtocolError(f"{upto} of {self._prompt_pages} pages announced in all")
         self._announced_pages = upto
-        self._reads += bool(message.page_ids)
         if last:
             self.first_token = message.first_token
             self.state = DecodeState.ANNOUNCED
+
+    def begin_read(self) -> None:
+        """A read of announced pages begins."""
+        self._reads += 1
 
     def on_read(self) -> None:
         """One read has ended well."""

@@ -21,7 +21,6 @@ from collections.abc import Sequence
 from enum import Enum, auto
 from typing import Final
 
-
 from kvrelay.mem_cache.account import Pages
 from kvrelay.mem_cache.errors import LedgerError
 from kvrelay.mem_cache.prefix_index import PrefixLock

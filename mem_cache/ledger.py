@@ -103,6 +103,8 @@ class Ledger:
         page_size: tokens a page, in every pool.
         total_rows: requests that can hold memory at the same time.
         max_row_tokens: tokens that one request can hold (sizes the page tables).
+        ahead: tokens that a lease may be allocated beyond where it was last slid to, so
+            that a window pool knows what to promise; None: all of them.
         index: finds and keeps settled prefixes; none by default.
         clock: seconds, monotonic; only ever used to report an age.
     """
@@ -114,12 +116,14 @@ class Ledger:
         page_size: int,
         total_rows: int,
         max_row_tokens: int,
+        ahead: int | None = None,
         index: PrefixIndex | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.pools = tuple(pools)
         self.page_size = page_size
         self.total_rows = total_rows
+        self._ahead = max_row_tokens if ahead is None else ahead
         self.index = index or NoPrefixIndex(len(self.pools))
         self.cache_counts = CacheCounts()
         self._clock = clock
@@ -146,28 +150,14 @@ class Ledger:
 
     @property
     def max_lease_tokens(self) -> int:
-        """The most tokens that one lease could ever hold, windows aside."""
-        full = [pool.total_pages for pool in self.pools if pool.window is None]
-        return min([*full, self._row_pages]) * self.page_size
-
-    def most_pages(self, pool: int, tokens: int, ahead: int) -> int:
-        """Pages of a pool that a lease of `tokens` tokens ever has at the same time.
-
-        `ahead` are the tokens that it may have beyond where it was last slid to.
-        """
-        pages, window = self.pages_for(tokens), self.pools[pool].window
-        if window is None:
-            return pages
-        behind = self.pages_for(window - 1)
-        return min(pages, behind + (self.page_size + ahead - 2) // self.page_size + 1)
-
-    def could_hold(self, tokens: int, ahead: int) -> bool:
-        """Whether an empty ledger could open a lease of so many tokens."""
-        fits = self.pages_for(tokens) <= self._row_pages
-        return fits and all(
-            self.most_pages(n, tokens, ahead) <= pool.total_pages
-            for n, pool in enumerate(self.pools)
-        )
+        """The most tokens that one lease could ever hold."""
+        row = self._row_pages * self.page_size
+        short = [
+            pool.total_pages * self.page_size
+            for number, pool in enumerate(self.pools)
+            if self._most_pages(number, row) > pool.total_pages
+        ]
+        return min([row, *short])
 
     def open(
         self,
@@ -176,7 +166,6 @@ class Ledger:
         *,
         token_ids: TokenIds = NO_TOKENS,
         namespace: str = "",
-        ahead: int | None = None,
     ) -> Lease | None:
         """Start a lease that can surely grow to `promised_tokens`; `None` if that cannot be said.
 
@@ -187,7 +176,6 @@ class Ledger:
             promised_tokens: that it may come to hold.
             token_ids: known ones; without them nothing is looked up.
             namespace: of the prefix index.
-            ahead: tokens that it may have beyond where it was last slid to; None: all.
         """
         if self.pages_for(promised_tokens) > self._row_pages:
             raise LedgerError(f"{holder}: a row cannot hold {promised_tokens} tokens")
@@ -195,12 +183,8 @@ class Ledger:
             return None
         lock = self.index.match(token_ids, namespace) if len(token_ids) else None
         matched = lock.num_pages if lock else 0
-        ahead = promised_tokens if ahead is None else ahead
         promises = [
-            min(
-                self.pages_for(promised_tokens) - matched,
-                self.most_pages(pool, promised_tokens, ahead),
-            )
+            min(self.pages_for(promised_tokens) - matched, self._most_pages(pool, promised_tokens))
             for pool in self._numbers
         ]
         if any(self._unpromised(pool) < promises[pool] for pool in self._numbers):
@@ -348,8 +332,6 @@ class Ledger:
         holder: str,
         prefix_len: int,
         promised_tokens: int,
-        *,
-        ahead: int | None = None,
         pending: Sequence[Fence] = (),
     ) -> bool:
         """Let a session's next turn have its lease; `False` if memory is short.
@@ -362,11 +344,10 @@ class Ledger:
             raise LedgerError(f"{holder}: promise of {promised_tokens} for {prefix_len} tokens")
         if prefix_len < lease.cache_protected_len:
             raise LedgerError(f"{holder}: {lease!r} cannot be cut to {prefix_len} tokens")
-        ahead = promised_tokens if ahead is None else ahead
         kept = self.pages_for(prefix_len)
         promises = []
         for pool in self._numbers:
-            most = self.most_pages(pool, promised_tokens, ahead)
+            most = self._most_pages(pool, promised_tokens)
             wanted = min(self.pages_for(promised_tokens) - kept, most)
             coming = 0 if pending else max(0, lease.num_pages - max(kept, lease.first_page(pool)))
             if self._unpromised(pool) + coming < wanted:
@@ -386,7 +367,9 @@ class Ledger:
     # The way back; called by `release_kv_cache` alone
 
     def close(self, lease: Lease) -> None:
-        """Decide a lease's end: from now on it cannot grow."""
+        """Decide a lease's end: from now on it cannot grow. Idempotent."""
+        if lease.state is LeaseState.CLOSED:
+            return
         if lease.state is LeaseState.SAVED:
             self._saved_rows -= 1
             self._hand(lease, Owner.SESSION, Owner.LEASE)
@@ -430,6 +413,10 @@ class Ledger:
     def page_counts(self) -> tuple[PoolCounts, ...]:
         """The account of each pool's pages. O(1)."""
         return tuple(self._pool_counts(pool) for pool in self._numbers)
+
+    def counts(self) -> tuple[PoolCounts, ...]:
+        """The account of every pool, and of the rows as the last."""
+        return (*self.page_counts(), self.row_counts())
 
     def row_counts(self) -> PoolCounts:
         """The account of the rows."""
@@ -538,6 +525,14 @@ class Ledger:
         for lease in self._leases.values():
             saved = lease.state is LeaseState.SAVED
             yield Owner.SESSION if saved else Owner.LEASE, lease.own_pages(pool)
+
+    def _most_pages(self, pool: int, tokens: int) -> int:
+        """Pages of a pool that a lease of `tokens` tokens ever has at the same time."""
+        pages, window = self.pages_for(tokens), self.pools[pool].window
+        if window is None:
+            return pages
+        behind, size = self.pages_for(window - 1), self.page_size
+        return min(pages, behind + (size + self._ahead - 2) // size + 1)
 
     def _unpromised(self, pool: int) -> int:
         """Pages that can be had without breaking a promise."""

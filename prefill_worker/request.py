@@ -52,6 +52,8 @@ class PrefillRequest(Request):
     """Its decode worker holds memory for it, and may be reading."""
     settled_len: int = 0
     """Prompt tokens whose forward has ended."""
+    cached_tokens: int = 0
+    """Prompt tokens that were found in the prefix index."""
     begun: float = 0.0
     """When its first chunk was scheduled."""
 

@@ -41,6 +41,7 @@ EVERYTHING: dict[str, Any] = {
     "decode": 3,
     "page_size": 1,
     "page_order": "layer_first",
+    "prefix_index": "none",
     "kv_memory": 1 << 30,
     "dtype": "float32",
     "device": "cpu",
@@ -53,6 +54,7 @@ EVERYTHING: dict[str, Any] = {
     "threads": 8,
     "default_max_tokens": 9,
     "max_live_requests": 10,
+    "worker_timeout": 2.5,
     "audit_pages": True,
 }
 
@@ -60,7 +62,7 @@ EVERYTHING: dict[str, Any] = {
 def as_toml(value: object) -> str:
     if isinstance(value, bool):
         return str(value).lower()
-    return str(value) if isinstance(value, int) else f'"{value}"'
+    return str(value) if isinstance(value, int | float) else f'"{value}"'
 
 
 def test_every_option_can_stand_in_the_file(tmp_path: Path, served: list[ServeOptions]):

@@ -30,7 +30,8 @@ from kvrelay.engine.outputs import EndReason, Output, RequestKey, RouterLink
 from kvrelay.engine.step import Scheduled, Step, StepEnded
 from kvrelay.engine.stop import StopConditions
 from kvrelay.kv_transfer.pull import Pull, PullState
-from kvrelay.mem_cache.ledger import Ledger
+from kvrelay.mem_cache.ledger import Ledger, PoolShape
+from kvrelay.mem_cache.radix_tree import RadixTree
 from kvrelay.model_runner.errors import NonFiniteLogitsError
 from kvrelay.model_runner.sampler import Sampled, SampledToken
 from kvrelay.model_runner.sampling_params import SamplingParams
@@ -108,6 +109,7 @@ class SimWorker:
     page_size: int
     rows: int
     chunk_tokens: int
+    cached: bool
     steps: deque[Step] = field(default_factory=deque)
     opened: list[DecodeStream] = field(default_factory=list)
     broken: set[RequestKey] = field(default_factory=set)
@@ -115,10 +117,11 @@ class SimWorker:
 
     def __post_init__(self) -> None:
         self.ledger = Ledger(
-            total_pages=self.pages,
+            [PoolShape("full", self.pages)],
             page_size=self.page_size,
             total_rows=self.rows,
             max_row_tokens=512,
+            index=RadixTree(self.page_size, [None]) if self.cached else None,
         )
         self.kv = np.full(self.pages * self.page_size, -1, np.int64)
         self.agent = SimAgent(self.name)
@@ -156,7 +159,7 @@ class SimWorker:
     def _compute(self, step: Step) -> tuple[Sampled | None, ...]:
         batch, results = step.batch, []
         for index, item in enumerate(step.scheduled):
-            table = batch.page_tables[index].astype(np.int64)
+            table = batch.page_tables[0][index].astype(np.int64)
             slots = (table[:, None] * self.page_size + np.arange(self.page_size)).ravel()
             first, last = batch.query_start[index : index + 2]
             self.kv[slots[batch.positions[first:last]]] = batch.input_ids[first:last]
@@ -184,6 +187,7 @@ class SimRequest:
     tokens: dict[int, int] = field(default_factory=dict)
     ends: dict[str, Any] = field(default_factory=dict)
     disturbed: bool = False
+    cached_tokens: int = 0
 
     @property
     def output(self) -> list[int]:
@@ -196,17 +200,22 @@ class Simulation:
     slow_forwards = False
     """Forwards of decode workers end only when nothing else can happen."""
 
-    def __init__(self, seed: int, page_size: int, pages: int, rows: int, chunk: int) -> None:
+    def __init__(
+        self, seed: int, page_size: int, pages: int, rows: int, chunk: int, *, cached: bool = True
+    ) -> None:
         self.random = random.Random(seed)
         self.prefills = [
-            SimWorker(f"p{i}", Role.PREFILL, pages, page_size, rows, chunk) for i in range(2)
+            SimWorker(f"p{i}", Role.PREFILL, pages, page_size, rows, chunk, cached)
+            for i in range(2)
         ]
         self.decodes = [
-            SimWorker(f"d{i}", Role.DECODE, pages, page_size, rows, chunk) for i in range(2)
+            SimWorker(f"d{i}", Role.DECODE, pages, page_size, rows, chunk, cached) for i in range(2)
         ]
         self.workers = [*self.prefills, *self.decodes]
         self.pairs: list[tuple[SimWorker, DecodeStream, SimWorker, PrefillStream]] = []
         self.requests: dict[RequestKey, SimRequest] = {}
+        self.pulls: list[Pull] = []
+        """Reads that have ended well."""
 
     def submit(self, prompt: list[int], max_tokens: int, priority: int = 0) -> SimRequest:
         key = RequestKey("router", str(len(self.requests)), 1)
@@ -299,9 +308,10 @@ class Simulation:
     def assert_at_baseline(self) -> None:
         for worker in self.workers:
             worker.ledger.audit_pages()
-            assert worker.ledger.page_counts().free == worker.pages, worker.name
-            assert worker.ledger.row_counts().free == worker.rows, worker.name
-            assert worker.ledger.page_counts().promised == 0, worker.name
+            pages, rows = worker.ledger.counts()
+            assert pages.free + pages.cached_evictable == worker.pages, worker.name
+            assert pages.promised == 0, worker.name
+            assert rows.free == worker.rows, worker.name
             assert not worker.core.requests, worker.name
             assert worker.agent.serving == 0, worker.name
 
@@ -344,6 +354,7 @@ class Simulation:
         if pull.state is PullState.FAILED:
             return
         worker.agent.ordered.remove(entry)
+        self.pulls.append(pull)
         pull.state = PullState.DONE
         pull.settle()
         on_end(pull)
@@ -359,6 +370,7 @@ class Simulation:
         for offset, token in enumerate(output.tokens):
             assert output.index + offset not in request.tokens, "a token was said twice"
             request.tokens[output.index + offset] = token.token_id
+        request.cached_tokens += output.cached_tokens
         if output.end is not None:
             assert worker.name not in request.ends, "a worker ended a request twice"
             request.ends[worker.name] = output.end

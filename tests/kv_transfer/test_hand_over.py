@@ -63,10 +63,12 @@ def test_scenario_39_by_its_numbers():
 def test_done_is_said_when_all_is_announced_and_read():
     prefill, decode = granted(2)
     decode.on_announce(prefill.announce([5, 6], 4, 4))
+    decode.begin_read()
     assert decode.done() is None
     decode.on_read()
     assert decode.done() is None, "the last announcement is still to come"
     decode.on_announce(prefill.announce_last([5, 6], 9))
+    decode.begin_read()
     assert decode.done() is None, "a read is still running"
     decode.on_read()
     assert decode.done() is not None
@@ -78,6 +80,7 @@ def test_done_is_said_when_all_is_announced_and_read():
 def test_pages_that_were_let_go_are_not_activated():
     prefill, decode = granted(1)
     decode.on_announce(prefill.announce_last([5], 9))
+    decode.begin_read()
     decode.on_read()
     assert decode.done()
     assert not decode.on_released(Released(valid=False))

@@ -74,10 +74,10 @@ class Memory:
             page_size=page_size,
             total_rows=rows,
             max_row_tokens=max_row_tokens,
+            ahead=ahead,
             index=RadixTree(page_size, windows) if cached else None,
         )
         self.page_size = page_size
-        self.ahead = ahead
         self.contents = [np.zeros((pool.total_pages, page_size), np.int64) for pool in pools]
         self.steps = StepClock()
         self.forwards: list[InFlight] = []
@@ -96,7 +96,6 @@ class Memory:
             promised,
             token_ids=np.asarray(tokens[:known], np.int32),
             namespace=namespace,
-            ahead=self.ahead,
         )
         if lease is None:
             return None
@@ -166,8 +165,7 @@ class Memory:
             holder.lease.holder + "'",
             prefix_len,
             promised,
-            ahead=self.ahead,
-            pending=[fence for fence in self.readers(holder) if not fence.passed()],
+            [fence for fence in self.readers(holder) if not fence.passed()],
         )
         if lent:
             self.saved.remove(holder)
@@ -242,7 +240,9 @@ class Memory:
             assert (pages >= 0).all(), f"{flight.holder.lease!r} lacks {shape.name} pages it sees"
             found = self.contents[pool][pages, at % self.page_size]
             wrong = found != self._truth(flight.holder, pool, last)[first:]
-            assert not wrong.any(), f"token {at[wrong][0]} of {flight.holder.lease!r} is not its own"
+            assert not wrong.any(), (
+                f"token {at[wrong][0]} of {flight.holder.lease!r} is not its own"
+            )
 
     def drain(self) -> None:
         """End everything; then nothing may be left but what the index keeps."""

@@ -6,25 +6,17 @@ The reference is `tests.mem_cache.memory`: contents that tell whose they are.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import hypothesis.strategies as st
-import numpy as np
-import pytest
-from hypothesis import HealthCheck, Phase, settings
+from hypothesis import HealthCheck, settings
 from hypothesis.stateful import (
     RuleBasedStateMachine,
     initialize,
     invariant,
     precondition,
     rule,
-    run_state_machine_as_test,
 )
 
-from kvrelay.mem_cache.account import Owner
-from kvrelay.mem_cache.lease import Lease, LeaseState
-from kvrelay.mem_cache.ledger import Ledger, PoolShape
-from kvrelay.mem_cache.radix_tree import RadixTree
+from kvrelay.mem_cache.ledger import PoolShape
 from kvrelay.mem_cache.release import Outcome
 from tests.mem_cache.memory import Holder, Memory
 
