@@ -92,7 +92,7 @@ class DecodeRole:
             stops=command.stops,
             priority=command.priority,
             stream=HandOverStream(command.key, command.prefill),
-            hand_over=DecodeHandOver(pages),
+            hand_over=DecodeHandOver(pages, self._core.ledger.windowed),
             checker=StopChecker(command.stops, self._tokenizer),
         )
         if self._core.admit(request, request.most_tokens):
@@ -136,7 +136,10 @@ class DecodeRole:
                 continue
             if misfit is not None:
                 misfit.bypassed += 1
-            self._core.outbox.put(request.stream, request.hand_over.grant())
+            # What the prefix index has here already, and what no window needs, is not read.
+            protected = request.held.num_protected_pages
+            missing = [max(first, protected) for first in request.held.first_pages]
+            self._core.outbox.put(request.stream, request.hand_over.grant(missing))
 
     def schedule(self) -> Sequence[Scheduled]:
         """See `Role`: one token for every running request."""
@@ -193,19 +196,18 @@ class DecodeRole:
 
     def _pull(self, request: DecodeRequest, message: Announce) -> None:
         """Read the announced pages straight into the reserved ones."""
-        request.hand_over.on_announce(message)
+        wanted = request.hand_over.on_announce(message)
         if request.hand_over.first_token is not None:
             request.announced_at = time.monotonic()
-        # What the prefix index has here already is not read again.
-        first = max(message.first_page, request.held.num_protected_pages)
-        missing = np.asarray(message.page_ids[first - message.first_page :], np.int64)
-        if len(missing):
-            request.hand_over.begin_read()
+        if any(run.page_ids for run in wanted):
             stream = request.stream
             pull = self._agent.pull(
                 stream.peer.incarnation,
-                request.held.pages()[first : first + len(missing)].astype(np.int64),
-                missing,
+                [
+                    request.held.pages(pool)[run.first_page : run.end].astype(np.int64)
+                    for pool, run in enumerate(wanted)
+                ],
+                [np.asarray(run.page_ids, np.int64) for run in wanted],
                 lambda pull: self._inbox.post(PullEnded(stream, pull)),
             )
             request.pulls.append(pull)

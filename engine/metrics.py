@@ -69,7 +69,7 @@ class WorkerMetrics(Collector):
         self._transfers.labels(**self._labels, result=pull.state.name.lower()).inc()
         if pull.state is PullState.DONE:
             self._transfer_bytes.labels(**self._labels).inc(pull.nbytes)
-            self._transfer_pages.labels(**self._labels).inc(len(pull.local_pages))
+            self._transfer_pages.labels(**self._labels).inc(pull.num_pages)
             self._transfer_seconds.labels(**self._labels).observe(pull.seconds)
 
     def collect(self) -> Iterator[Metric]:

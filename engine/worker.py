@@ -16,21 +16,19 @@ from prometheus_client import start_http_server
 from tokenizers import Tokenizer
 
 from kvrelay.engine.commands import Beat, Inbox, PeerDied
-from kvrelay.engine.config import PrefixIndexKind, WorkerConfig, WorkerInfo
-from kvrelay.engine.config import Role as RoleName
+from kvrelay.engine.config import WorkerConfig, WorkerInfo
 from kvrelay.engine.core import EngineCore
 from kvrelay.engine.edge import bind, make_server
 from kvrelay.engine.loop import Engine, EngineThread, Role
+from kvrelay.engine.memory import divide_memory, make_ledger
 from kvrelay.engine.metrics import WorkerMetrics
 from kvrelay.engine.outbox import Outbox
 from kvrelay.engine.service import WorkerService
 from kvrelay.engine.step import ForwardThread, Step
 from kvrelay.engine.wire import SubmitRules
 from kvrelay.kv_transfer.agent import TransferAgent
-from kvrelay.mem_cache.ledger import Ledger, PoolShape
+from kvrelay.mem_cache.ledger import Ledger
 from kvrelay.mem_cache.pool import KVPool
-from kvrelay.mem_cache.prefix_index import PrefixIndex
-from kvrelay.mem_cache.radix_tree import RadixTree
 from kvrelay.model_runner.runner import ModelRunner
 from kvrelay.model_runner.sampler import Sampled, Sampler
 from kvrelay.text.tokenizer import load_tokenizer
@@ -113,18 +111,11 @@ class Worker:
         incarnation = f"{config.name}-{uuid.uuid4().hex[:12]}"
         # Before the weights, which take longer to read.
         tokenizer = await loop.run_in_executor(None, load_tokenizer, config.model_path)
-        runner, pool = await loop.run_in_executor(None, self._load)
+        runner, pools = await loop.run_in_executor(None, self._load)
         self._agent = await loop.run_in_executor(
-            None, TransferAgent, incarnation, pool, self._on_failure
+            None, TransferAgent, incarnation, pools, self._on_failure
         )
-        ledger = Ledger(
-            [PoolShape(pool.geometry.pool_name, pool.total_pages, pool.geometry.window)],
-            page_size=config.page_size,
-            total_rows=config.max_running,
-            max_row_tokens=self._max_model_len(runner),
-            ahead=config.chunk_tokens if config.role is RoleName.PREFILL else 1,
-            index=self._prefix_index([pool.geometry.window]),
-        )
+        ledger = make_ledger(config, pools, self._max_model_len(runner))
         self._assemble(ledger, runner, tokenizer)
         rules = SubmitRules(config.role, runner.config.vocab_size, runner.config.eos_token_ids)
         port = await self._listen(WorkerService(incarnation, self._inbox, rules))
@@ -191,27 +182,17 @@ class Worker:
         engine = Engine(core, self._role.role, self._forward, audit_pages=audit_pages)
         self._engine = EngineThread(engine, self._inbox, self._on_failure)
 
-    def _load(self) -> tuple[ModelRunner, KVPool]:
+    def _load(self) -> tuple[ModelRunner, list[KVPool]]:
         config = self._config
         runner = ModelRunner(config.model_path, config.dtype, config.device, config.threads)
-        geometry = runner.make_geometry(config.page_size, config.page_order)
-        pages = config.kv_memory // geometry.page_bytes
-        if pages < 1:
-            raise ValueError(
-                f"kv_memory: {config.kv_memory} bytes do not hold one page of "
-                f"{geometry.page_bytes} bytes ({config.page_size} tokens)"
-            )
-        pool = KVPool(geometry, pages, torch.device(runner.device))
-        runner.bind(pool)
+        geometries = runner.make_geometries(config.page_size, config.page_order)
+        pools = [
+            KVPool(geometry, pages, torch.device(runner.device))
+            for geometry, pages in zip(geometries, divide_memory(config, geometries), strict=True)
+        ]
+        runner.bind(pools)
         runner.warm_up()
-        return runner, pool
-
-    def _prefix_index(self, windows: Sequence[int | None]) -> PrefixIndex | None:
-        match self._config.prefix_index:
-            case PrefixIndexKind.RADIX:
-                return RadixTree(self._config.page_size, windows)
-            case PrefixIndexKind.NONE:
-                return None
+        return runner, pools
 
     def _max_model_len(self, runner: ModelRunner) -> int:
         limit = self._config.max_model_len

@@ -124,9 +124,14 @@ class Lease:
         """Pages at the table's start that the prefix index owns."""
         return self._cache_protected_len // self.page_size
 
-    def first_page(self, pool: int = 0) -> int:
-        """The first page that the lease has in a pool: 0 but in a window pool."""
-        return self._frontiers[pool]
+    @property
+    def first_pages(self) -> tuple[int, ...]:
+        """For each pool the first page that the lease has there: 0 but in a window pool."""
+        return tuple(self._frontiers)
+
+    def tables(self) -> list[list[int]]:
+        """Each pool's page table, see `pages`."""
+        return [table[: self.num_pages].tolist() for table in self._page_tables]
 
     def own_pages(self, pool: int = 0) -> Pages:
         """Pages of a pool that this lease owns, a copy: not those that the index lent it."""

@@ -142,6 +142,11 @@ class Ledger:
         self._quarantined = [0] * len(self.pools)
         self._promised = [0] * len(self.pools)
 
+    @property
+    def windowed(self) -> tuple[bool, ...]:
+        """For each pool, whether its layers have a window."""
+        return tuple(pool.window is not None for pool in self.pools)
+
     # Admission and growth
 
     def pages_for(self, tokens: int) -> int:
@@ -266,7 +271,7 @@ class Ledger:
         kept = self.pages_for(tokens)
         tails = []
         for pool, table in enumerate(lease._page_tables):
-            first = max(kept, lease.first_page(pool))
+            first = max(kept, lease._frontiers[pool])
             tails.append(table[first : lease.num_pages].copy())
             table[first : lease.num_pages] = NO_PAGE
             self._held[pool] -= len(tails[-1])
@@ -349,7 +354,7 @@ class Ledger:
         for pool in self._numbers:
             most = self._most_pages(pool, promised_tokens)
             wanted = min(self.pages_for(promised_tokens) - kept, most)
-            coming = 0 if pending else max(0, lease.num_pages - max(kept, lease.first_page(pool)))
+            coming = 0 if pending else max(0, lease.num_pages - max(kept, lease._frontiers[pool]))
             if self._unpromised(pool) + coming < wanted:
                 return False
             promises.append(wanted)
@@ -531,8 +536,7 @@ class Ledger:
         pages, window = self.pages_for(tokens), self.pools[pool].window
         if window is None:
             return pages
-        behind, size = self.pages_for(window - 1), self.page_size
-        return min(pages, behind + (size + self._ahead - 2) // size + 1)
+        return min(pages, window_pages(window, self.page_size, self._ahead))
 
     def _unpromised(self, pool: int) -> int:
         """Pages that can be had without breaking a promise."""
@@ -652,3 +656,13 @@ class Ledger:
             for table in self._page_tables:
                 table[row] = NO_PAGE
             self._free_rows.append(row)
+
+
+def window_pages(window: int, page_size: int, ahead: int) -> int:
+    """Pages of a window pool that a lease ever has at the same time.
+
+    From the page of the first token that the next one sees, were it the first
+    of its page, to the page of the last of `ahead` tokens from the next one on.
+    """
+    behind = -(-(window - 1) // page_size)
+    return behind + (page_size + ahead - 2) // page_size + 1

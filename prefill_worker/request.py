@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from kvrelay.engine.outbox import MessageStream
 from kvrelay.engine.outputs import RequestKey
@@ -46,7 +46,7 @@ class StreamClosed:
 class PrefillRequest(Request):
     """A prompt to compute and to hand over."""
 
-    hand_over: PrefillHandOver = field(default_factory=PrefillHandOver)
+    hand_over: PrefillHandOver
     stream: HandOverStream | None = None
     granted: bool = False
     """Its decode worker holds memory for it, and may be reading."""

@@ -21,6 +21,7 @@ from kvrelay.kv_transfer.hand_over import (
     Ended,
     FromPrefill,
     Grant,
+    PrefillHandOver,
     PrefillState,
 )
 from kvrelay.kv_transfer.hand_over import (
@@ -77,6 +78,7 @@ class PrefillRole:
             sampling=command.sampling,
             stops=command.stops,
             priority=command.priority,
+            hand_over=PrefillHandOver(self._core.ledger.windowed),
         )
         if not self._core.admit(request, len(request.prompt_ids)):
             return
@@ -212,9 +214,8 @@ class PrefillRole:
 
     def _announce(self, request: PrefillRequest) -> None:
         """Tell the decode side of the whole pages that have settled."""
-        pages = request.held.pages().tolist()
-        page_size = request.held.page_size
-        self._say(request, request.hand_over.announce(pages, request.settled_len, page_size))
+        settled_pages = request.settled_len // request.held.page_size
+        self._say(request, request.hand_over.announce(request.held.tables(), settled_pages))
 
     def _complete(self, request: PrefillRequest, token: SampledToken) -> None:
         """The prompt is computed: say its first token, and hand it over unless that ends it."""
@@ -224,8 +225,9 @@ class PrefillRole:
             self._finish(request, token, finish)
             return
         self._computing.remove(request)
-        pages = request.held.pages().tolist()
-        self._say(request, request.hand_over.announce_last(pages, token.token_id))
+        held = request.held
+        last = request.hand_over.announce_last(held.tables(), held.first_pages, token.token_id)
+        self._say(request, last)
         handed = End(EndReason.HANDED_OVER)
         cached = request.cached_tokens
         self._core.emit(request, [token], handed, self._timings(request), cached_tokens=cached)

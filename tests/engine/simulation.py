@@ -86,7 +86,7 @@ class SimAgent:
         assert self.serving >= 0
 
     def pull(self, peer: str, local: Any, remote: Any, on_end: Callable[[Pull], None]) -> Pull:
-        pull = Pull(peer, local, remote, PullState.RUNNING)
+        pull = Pull(peer, tuple(local), tuple(remote), PullState.RUNNING)
         self.ordered.append((pull, on_end))
         return pull
 
@@ -347,7 +347,7 @@ class Simulation:
         pull, on_end = entry
         peer = next(p for p in self.prefills if p.name == pull.peer)
         size = worker.page_size
-        for local, remote in zip(pull.local_pages, pull.remote_pages, strict=True):
+        for local, remote in zip(pull.local_pages[0], pull.remote_pages[0], strict=True):
             worker.kv[local * size : (local + 1) * size] = peer.kv[
                 remote * size : (remote + 1) * size
             ]

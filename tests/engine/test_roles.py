@@ -256,12 +256,12 @@ def test_a_prompt_that_both_indexes_have_is_not_computed_and_does_not_travel(len
     first = simulation.submit(prompt, 3)
     simulation.run()
     assert_complete(first)
-    read = sum(len(pull.local_pages) for pull in simulation.pulls)
+    read = sum(pull.num_pages for pull in simulation.pulls)
     second = simulation.submit(prompt, 3)
     simulation.run()
     assert_complete(second)
     # The page that the prompt's last token is in is computed: it is sampled from.
     assert second.cached_tokens == (length - 1) // 4 * 4
     whole = length // 4
-    assert sum(len(pull.local_pages) for pull in simulation.pulls) - read == -(-length // 4) - whole
+    assert sum(pull.num_pages for pull in simulation.pulls) - read == -(-length // 4) - whole
     simulation.assert_at_baseline()
