@@ -22,18 +22,25 @@ def random_prompt(rng: random.Random, longest: int) -> list[int]:
 
 
 def assert_complete(request: SimRequest) -> None:
-    assert request.output == reference(request.prompt, request.max_tokens)
+    windows = request.prefill.windows
+    assert request.output == reference(request.prompt, request.max_tokens, windows)
     ends = {end.reason for end in request.ends.values()}
     assert EndReason.FINISHED in ends
     assert EndReason.FAILED not in ends
 
 
+WINDOWS = pytest.mark.parametrize(
+    "windows", [(None,), (None, 7), (20,)], ids=["full", "hybrid", "window"]
+)
+
+
+@WINDOWS
 @pytest.mark.parametrize("cached", [True, False], ids=["radix", "none"])
 @pytest.mark.parametrize("page_size", [1, 3, 16])
-@pytest.mark.parametrize("seed", range(6))
-def test_undisturbed_requests_give_the_models_tokens(seed, page_size, cached):
+@pytest.mark.parametrize("seed", range(4))
+def test_undisturbed_requests_give_the_models_tokens(seed, page_size, cached, windows):
     simulation = Simulation(
-        seed, page_size, pages=160 // page_size, rows=6, chunk=16, cached=cached
+        seed, page_size, 160 // page_size, rows=6, chunk=16, cached=cached, windows=windows
     )
     rng = random.Random(seed)
     requests = []
@@ -47,10 +54,13 @@ def test_undisturbed_requests_give_the_models_tokens(seed, page_size, cached):
     simulation.assert_at_baseline()
 
 
+@WINDOWS
 @pytest.mark.parametrize("page_size", [1, 3, 16])
-@pytest.mark.parametrize("seed", range(12))
-def test_disturbed_requests_leave_nothing_and_harm_nobody(seed, page_size):
-    simulation = Simulation(seed, page_size, pages=160 // page_size, rows=6, chunk=16)
+@pytest.mark.parametrize("seed", range(8))
+def test_disturbed_requests_leave_nothing_and_harm_nobody(seed, page_size, windows):
+    simulation = Simulation(
+        seed, page_size, pages=160 // page_size, rows=6, chunk=16, windows=windows
+    )
     rng = random.Random(seed)
     requests = []
     for _ in range(60):
