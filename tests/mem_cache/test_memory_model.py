@@ -92,6 +92,23 @@ class MemoryMachine(RuleBasedStateMachine):
         assert computed or not promised, "a promise was broken"
 
     @precondition(lambda self: self.memory.holders)
+    @rule(number=st.integers(0), publish=st.booleans())
+    def run_through(self, number: int, publish: bool) -> None:
+        """All of a request's tokens at once, so that there is something to share."""
+        holder = self.pick(number)
+        if any(not transfer.ended for transfer in holder.transfers):
+            return
+        while self.memory.forwards:
+            self.memory.settle()
+        lease = holder.lease
+        while (left := lease._promised_tokens - lease.kv_committed_len) > 0:
+            self.memory.slide(holder)
+            assert self.memory.compute(holder, min(left, AHEAD)), "a promise was broken"
+            self.memory.settle()
+        if publish:
+            self.memory.publish(holder)
+
+    @precondition(lambda self: self.memory.holders)
     @rule(number=st.integers(0), share=st.floats(0.1, 1))
     def pull(self, number: int, share: float) -> None:
         holder = self.pick(number)
