@@ -21,7 +21,9 @@ from collections.abc import Sequence
 from enum import Enum, auto
 from typing import Final
 
-from kvrelay.mem_cache.account import Pages
+import numpy as np
+
+from kvrelay.mem_cache.account import NO_PAGES, Pages
 from kvrelay.mem_cache.errors import LedgerError
 from kvrelay.mem_cache.prefix_index import PrefixLock
 
@@ -32,7 +34,7 @@ class LeaseState(Enum):
     OPEN = auto()
     """A request has it: it may grow and commit."""
     SAVED = auto()
-    """A session has it between two turns; its next turn borrows it."""
+    """A session has it between two turns; its next turn borrows it. See `session.Sessions`."""
     CLOSED = auto()
     """Its end is decided: it may only be released."""
     RELEASED = auto()
@@ -45,8 +47,9 @@ TRANSITIONS: Final = {
     LeaseState.CLOSED: {LeaseState.RELEASED},
     LeaseState.RELEASED: set[LeaseState](),
 }
-"""Every step that a lease can take: ``open, grow, commit, publish, slide, trim`` keep it OPEN,
-``save`` and ``borrow`` go back and forth, ``close`` and then ``give_back`` end it."""
+"""Every step that a lease can take: ``grow, commit, publish, slide, trim`` keep it OPEN,
+``save`` (or ``roll_back``, then ``save``) and ``borrow`` go back and forth, ``close`` and then
+``give_back`` end it."""
 
 
 class Lease:
@@ -64,6 +67,7 @@ class Lease:
         "_prefix_lock",
         "_promised_pages",
         "_promised_tokens",
+        "_set_aside",
         "_state",
         "holder",
         "namespace",
@@ -89,6 +93,7 @@ class Lease:
         self._promised_tokens = promised_tokens
         self._promised_pages = [0] * len(page_tables)
         self._prefix_lock: PrefixLock | None = None
+        self._set_aside: list[Pages] = [NO_PAGES for _ in page_tables]
         self._state = LeaseState.OPEN
         self._cache_protected_len = 0
         self._kv_committed_len = 0
@@ -134,9 +139,14 @@ class Lease:
         return [table[: self.num_pages].tolist() for table in self._page_tables]
 
     def own_pages(self, pool: int = 0) -> Pages:
-        """Pages of a pool that this lease owns, a copy: not those that the index lent it."""
+        """Pages of a pool that this lease owns, a copy: not those that the index lent it.
+
+        A page that `Ledger.borrow` has set aside comes last.
+        """
         first = max(self._frontiers[pool], self.num_protected_pages)
-        return self._page_tables[pool][first : self.num_pages].copy()
+        return np.concatenate(
+            (self._page_tables[pool][first : self.num_pages], self._set_aside[pool])
+        )
 
     def pages(self, pool: int = 0) -> Pages:
         """A pool's page table in token order, a copy; -1 where a page has left the window."""

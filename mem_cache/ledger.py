@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvrelay.mem_cache.account import Owner, PageAccount, Pages
+from kvrelay.mem_cache.account import NO_PAGES, Owner, PageAccount, Pages
 from kvrelay.mem_cache.errors import ConservationError, LedgerError
 from kvrelay.mem_cache.fence import Fence
 from kvrelay.mem_cache.lease import Lease, LeaseState
@@ -324,10 +324,14 @@ class Ledger:
 
     # Sessions
 
-    def save(self, lease: Lease) -> None:
-        """Give an open lease to a session: it keeps its pages and its row, but no promise."""
+    def save(self, lease: Lease, pending: Sequence[Fence] = ()) -> None:
+        """Give an open lease to a session: it keeps its pages and its row, but no promise.
+
+        A page that was set aside is let go of: the turn has succeeded.
+        """
         lease.move_to(LeaseState.SAVED)
         self._break_promise(lease)
+        self._drop_set_aside(lease, pending)
         self._saved_rows += 1
         self._hand(lease, Owner.LEASE, Owner.SESSION)
 
@@ -337,6 +341,8 @@ class Ledger:
         holder: str,
         prefix_len: int,
         promised_tokens: int,
+        *,
+        fresh_boundary: bool = False,
         pending: Sequence[Fence] = (),
     ) -> bool:
         """Let a session's next turn have its lease; `False` if memory is short.
@@ -344,18 +350,29 @@ class Ledger:
         Frees what lies beyond the page of token `prefix_len`, whatever it was
         for; the page stays. Nothing is changed by a refusal, so that admission
         may try again.
+
+        Args:
+            lease: saved.
+            holder: the turn.
+            prefix_len: tokens that are kept.
+            promised_tokens: that the turn may come to hold.
+            fresh_boundary: the unaligned last page will be written from its start, by a read
+                that may fail: a fresh page takes its place, and `kv_committed_len` is where
+                it begins. The old one is set aside for `roll_back`.
+            pending: what may still read or write the pages from the last turn.
         """
         if promised_tokens < prefix_len:
             raise LedgerError(f"{holder}: promise of {promised_tokens} for {prefix_len} tokens")
-        if prefix_len < lease.cache_protected_len:
+        if not lease.cache_protected_len <= prefix_len <= lease.kv_committed_len:
             raise LedgerError(f"{holder}: {lease!r} cannot be cut to {prefix_len} tokens")
         kept = self.pages_for(prefix_len)
+        fresh = int(fresh_boundary and prefix_len % self.page_size > 0)
         promises = []
         for pool in self._numbers:
             most = self._most_pages(pool, promised_tokens)
             wanted = min(self.pages_for(promised_tokens) - kept, most)
             coming = 0 if pending else max(0, lease.num_pages - max(kept, lease._frontiers[pool]))
-            if self._unpromised(pool) + coming < wanted:
+            if self._unpromised(pool) + coming < wanted + fresh:
                 return False
             promises.append(wanted)
         lease.move_to(LeaseState.OPEN)
@@ -363,11 +380,47 @@ class Ledger:
         self._saved_rows -= 1
         self._hand(lease, Owner.SESSION, Owner.LEASE)
         self.trim(lease, prefix_len, pending)
+        if fresh:
+            self._replace_boundary(lease, kept - 1)
         lease._promised_tokens = promised_tokens
         for pool, promise in enumerate(promises):
             lease._promised_pages[pool] = promise
             self._promised[pool] += promise
         return True
+
+    def roll_back(self, lease: Lease, prefix_len: int, pending: Sequence[Fence] = ()) -> None:
+        """Make a turn's lease again what `borrow` made it, so that it can be saved.
+
+        `pending` is what may still read or write the pages from the turn.
+        """
+        lease.check_open("rolling back")
+        boundary = prefix_len // self.page_size
+        kept = [len(pages) > 0 for pages in lease._set_aside]
+        for pool, table in enumerate(lease._page_tables):
+            if kept[pool]:
+                old = lease._set_aside[pool]
+                lease._set_aside[pool] = table[boundary : boundary + 1].copy()
+                table[boundary] = old[0]
+        self._drop_set_aside(lease, pending)
+        if any(kept):
+            lease._kv_allocated_len = max(lease._kv_allocated_len, prefix_len)
+            lease._kv_committed_len = max(lease._kv_committed_len, prefix_len)
+        self.trim(lease, prefix_len, pending)
+
+    def _replace_boundary(self, lease: Lease, page: int) -> None:
+        """Put a fresh page in the place of a page of the table, which is kept."""
+        for pool, table in enumerate(lease._page_tables):
+            self._make_room(pool, 1)
+            lease._set_aside[pool] = table[page : page + 1].copy()
+            table[page] = self._accounts[pool].take(lease.holder, 1)[0]
+            self._held[pool] += 1
+        lease._kv_committed_len = page * self.page_size
+
+    def _drop_set_aside(self, lease: Lease, pending: Sequence[Fence]) -> None:
+        aside, lease._set_aside = lease._set_aside, [NO_PAGES for _ in self.pools]
+        for pool, pages in enumerate(aside):
+            self._held[pool] -= len(pages)
+        self._let_go(lease.holder, aside, pending)
 
     # The way back; called by `release_kv_cache` alone
 

@@ -59,10 +59,10 @@ def release_kv_cache(
     """
     if lease.state is LeaseState.RELEASED:
         return False
-    if outcome is Outcome.SAVED:
-        ledger.save(lease)
-        return True
     pending = [fence for fence in fences if not fence.passed()]
+    if outcome is Outcome.SAVED:
+        ledger.save(lease, pending)
+        return True
     ledger.close(lease)
     if outcome in _PUBLISHED:
         ledger.publish(lease, token_ids, pending)

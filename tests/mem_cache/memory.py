@@ -48,6 +48,8 @@ class Holder:
     lease: Lease
     settled: int
     last_step: int = 0
+    borrowed: int | None = None
+    """Tokens that a session's turn began with."""
     transfers: list[InFlight] = field(default_factory=list)
     peers: list[InFlight] = field(default_factory=list)
 
@@ -156,22 +158,38 @@ class Memory:
         self.holders.remove(holder)
         for peer in holder.peers:
             self.end(peer)
-        assert release_kv_cache(self.ledger, holder.lease, Outcome.SAVED)
+        fences = self.readers(holder)
+        assert release_kv_cache(self.ledger, holder.lease, Outcome.SAVED, fences=fences)
         self.saved.append(holder)
 
-    def borrow(self, holder: Holder, prefix_len: int, promised: int) -> bool:
+    def borrow(
+        self, holder: Holder, prefix_len: int, promised: int, *, fresh_boundary: bool = False
+    ) -> bool:
         lent = self.ledger.borrow(
             holder.lease,
             holder.lease.holder + "'",
             prefix_len,
             promised,
-            [fence for fence in self.readers(holder) if not fence.passed()],
+            fresh_boundary=fresh_boundary,
+            pending=self.pending(holder),
         )
         if lent:
             self.saved.remove(holder)
             self.holders.append(holder)
-            holder.settled = min(holder.settled, prefix_len)
+            holder.borrowed = prefix_len
+            holder.settled = min(holder.settled, holder.lease.kv_committed_len)
         return lent
+
+    def roll_back(self, holder: Holder) -> None:
+        """The turn fails; what it began with is there as before."""
+        for peer in holder.peers:
+            self.end(peer)
+        self.ledger.roll_back(holder.lease, holder.borrowed, self.pending(holder))
+        holder.settled = holder.borrowed
+        self.save(holder)
+
+    def pending(self, holder: Holder) -> list[Fence]:
+        return [fence for fence in self.readers(holder) if not fence.passed()]
 
     def readers(self, holder: Holder) -> list[Fence]:
         step = StepFence(self.steps, holder.last_step)

@@ -153,8 +153,10 @@ class MemoryMachine(RuleBasedStateMachine):
             self.memory.release(holder, outcome if pulled else Outcome.ABORTED)
 
     @precondition(lambda self: self.memory.saved)
-    @rule(number=st.integers(0), share=st.floats(0, 1), more=st.integers(0, 30))
-    def borrow(self, number: int, share: float, more: int) -> None:
+    @rule(
+        number=st.integers(0), share=st.floats(0, 1), more=st.integers(0, 30), fresh=st.booleans()
+    )
+    def borrow(self, number: int, share: float, more: int, fresh: bool) -> None:
         holder = self.memory.saved[number % len(self.memory.saved)]
         low, high = holder.lease.cache_protected_len, holder.settled
         windows = any(shape.window is not None for shape in self.memory.ledger.pools)
@@ -162,8 +164,19 @@ class MemoryMachine(RuleBasedStateMachine):
         prefix = high if windows else low + int((high - low) * share)
         promised = min(self.longest, prefix + more)
         before = self.memory.ledger.page_counts()
-        if not self.memory.borrow(holder, prefix, promised):
+        if not self.memory.borrow(holder, prefix, promised, fresh_boundary=fresh):
             assert self.memory.ledger.page_counts() == before, "a refusal changed something"
+
+    @precondition(lambda self: self.memory.holders)
+    @rule(number=st.integers(0))
+    def roll_back(self, number: int) -> None:
+        holder = self.pick(number)
+        if holder.borrowed is None or holder.lease.cache_protected_len > holder.borrowed:
+            return
+        windows = any(shape.window is not None for shape in self.memory.ledger.pools)
+        # What has left a window since cannot be had back.
+        if not windows or holder.settled <= holder.borrowed:
+            self.memory.roll_back(holder)
 
     @precondition(lambda self: self.memory.saved)
     @rule(number=st.integers(0), outcome=st.sampled_from([Outcome.ABORTED, Outcome.FINISHED]))
