@@ -53,6 +53,7 @@ EVERYTHING: dict[str, Any] = {
     "threads": 8,
     "default_max_tokens": 9,
     "max_live_requests": 10,
+    "worker_timeout": 2.5,
     "audit_pages": True,
 }
 
@@ -60,7 +61,7 @@ EVERYTHING: dict[str, Any] = {
 def as_toml(value: object) -> str:
     if isinstance(value, bool):
         return str(value).lower()
-    return str(value) if isinstance(value, int) else f'"{value}"'
+    return str(value) if isinstance(value, int | float) else f'"{value}"'
 
 
 def test_every_option_can_stand_in_the_file(tmp_path: Path, served: list[ServeOptions]):
