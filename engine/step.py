@@ -77,7 +77,7 @@ def plan_step(number: int, scheduled: Sequence[Scheduled], ledger: Ledger) -> St
         positions=np.concatenate(positions).astype(np.int64),
         query_start=query_start.astype(np.int32),
         seq_lens=np.asarray([lease.kv_committed_len for lease in leases], np.int32),
-        page_tables=ledger.page_tables(leases),
+        page_tables=(ledger.page_tables(leases),),
         logit_rows=query_start[1:][sampled].astype(np.int64) - 1,
     )
     rows = tuple(_sampling_row(scheduled[index].request) for index in sampled)

@@ -189,7 +189,12 @@ class Worker:
     def _load(self) -> tuple[ModelRunner, KVPool]:
         config = self._config
         runner = ModelRunner(config.model_path, config.dtype, config.device, config.threads)
-        geometry = runner.make_geometry(config.page_size, config.page_order)
+        geometries = runner.make_geometries(config.page_size, config.page_order)
+        # TODO: the ledger keeps one page table a request. Until it keeps one a pool and gives
+        # back what falls out of a window, this is the one place that refuses such models.
+        if len(geometries) > 1 or geometries[0].window is not None:
+            raise ValueError("model: sliding windows need page tables by pool: not served yet")
+        (geometry,) = geometries
         pages = config.kv_memory // geometry.page_bytes
         if pages < 1:
             raise ValueError(
@@ -197,7 +202,7 @@ class Worker:
                 f"{geometry.page_bytes} bytes ({config.page_size} tokens)"
             )
         pool = KVPool(geometry, pages, torch.device(runner.device))
-        runner.bind(pool)
+        runner.bind([pool])
         runner.warm_up()
         return runner, pool
 

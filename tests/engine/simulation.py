@@ -156,7 +156,7 @@ class SimWorker:
     def _compute(self, step: Step) -> tuple[Sampled | None, ...]:
         batch, results = step.batch, []
         for index, item in enumerate(step.scheduled):
-            table = batch.page_tables[index].astype(np.int64)
+            table = batch.page_tables[0][index].astype(np.int64)
             slots = (table[:, None] * self.page_size + np.arange(self.page_size)).ravel()
             first, last = batch.query_start[index : index + 2]
             self.kv[slots[batch.positions[first:last]]] = batch.input_ids[first:last]
