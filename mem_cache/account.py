@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -13,6 +14,9 @@ from kvrelay.mem_cache.errors import ConservationError
 
 Pages = npt.NDArray[np.int32]
 """Page ids, ``[n]``."""
+
+Shares = Sequence[tuple[str, int]]
+"""Whose some pages are: holders, and how many of the pages each has, in their order."""
 
 NO_PAGES: Pages = np.empty(0, np.int32)
 
@@ -39,10 +43,16 @@ class Owner(IntEnum):
 class _Move:
     """One entry of the history: `pages` went from one owner to another."""
 
-    holder: str
+    shares: Shares
     pages: Pages
     source: Owner
     target: Owner
+
+    def holder_of(self, page: int) -> str:
+        """On whose behalf one of `pages` moved."""
+        ends = np.cumsum([number for _, number in self.shares])
+        at = np.flatnonzero(self.pages == page)[0]
+        return self.shares[int(np.searchsorted(ends, at, side="right"))][0]
 
 
 class PageAccount:
@@ -74,10 +84,15 @@ class PageAccount:
 
     def take(self, holder: str, wanted: int, target: Owner = Owner.LEASE) -> Pages:
         """Hand out `wanted` free pages; there must be as many."""
+        return self.take_each(((holder, wanted),), target)
+
+    def take_each(self, shares: Shares, target: Owner = Owner.LEASE) -> Pages:
+        """`take` for each holder its share, one after the other."""
+        wanted = sum([number for _, number in shares])
         assert wanted <= self._by_owner[Owner.FREE], "more pages taken than are free"
         last = self._by_owner[Owner.FREE]
         pages = self._free[last - wanted : last][::-1].copy()
-        self._change(holder, pages, Owner.FREE, target)
+        self._change(shares, pages, Owner.FREE, target)
         return pages
 
     def move(self, holder: str, pages: Pages, source: Owner, target: Owner) -> None:
@@ -86,20 +101,24 @@ class PageAccount:
         Raises:
             ConservationError: a page is not `source`'s; names it and its history.
         """
+        self.move_each(((holder, len(pages)),), pages, source, target)
+
+    def move_each(self, shares: Shares, pages: Pages, source: Owner, target: Owner) -> None:
+        """`move` each holder's share of `pages`."""
         if not len(pages):
             return
         assert source is not Owner.FREE, "free pages are taken"
-        self._change(holder, pages, source, target)
+        self._change(shares, pages, source, target)
         if target is Owner.FREE:
             free = self._by_owner[Owner.FREE]
             self._free[free - len(pages) : free] = pages[::-1]
 
-    def _change(self, holder: str, pages: Pages, source: Owner, target: Owner) -> None:
+    def _change(self, shares: Shares, pages: Pages, source: Owner, target: Owner) -> None:
         self.check_owner(pages, source)
         self.owner_of[pages] = target
         self._by_owner[source] -= len(pages)
         self._by_owner[target] += len(pages)
-        self._history.append(_Move(holder, pages, source, target))
+        self._history.append(_Move(shares, pages, source, target))
 
     def check_owner(self, pages: Pages, owner: Owner) -> None:
         """Raise `ConservationError` unless `owner` has all of `pages`."""
@@ -114,4 +133,6 @@ class PageAccount:
     def history(self, page: int) -> str:
         """The last owners of a page, oldest first."""
         moves = (move for move in self._history if page in move.pages)
-        return "; ".join(f"{m.holder}: {m.source.name} to {m.target.name}" for m in moves)
+        return "; ".join(
+            f"{m.holder_of(page)}: {m.source.name} to {m.target.name}" for m in moves
+        )

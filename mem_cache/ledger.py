@@ -225,10 +225,9 @@ class Ledger:
         for lease, goal in zip(leases, tokens, strict=True):
             if lease._state is not LeaseState.OPEN:
                 lease.check_open("growth")
-            if goal > lease._kv_allocated_len:
-                first, last = -(-lease._kv_allocated_len // size), -(-goal // size)
-                if last > first:
-                    growing.append((lease, first, last))
+            first, last = -(-lease._kv_allocated_len // size), -(-goal // size)
+            if last > first:
+                growing.append((lease, first, last))
         if growing and not self._grow_pages(growing):
             return False
         for lease, goal in zip(leases, tokens, strict=True):
@@ -238,11 +237,16 @@ class Ledger:
 
     def commit(self, lease: Lease, tokens: int) -> None:
         """Raise `kv_committed_len` to `tokens`: their KV is written, or a forward launched to."""
-        if lease._state is not LeaseState.OPEN:
-            lease.check_open("commit")
-        if not lease._kv_committed_len <= tokens <= lease._kv_allocated_len:
-            raise LedgerError(f"commit of {tokens} tokens to {lease!r}")
-        lease._kv_committed_len = tokens
+        self.commit_all((lease,), (tokens,))
+
+    def commit_all(self, leases: Sequence[Lease], tokens: Sequence[int]) -> None:
+        """`commit` to every lease its number of tokens."""
+        for lease, goal in zip(leases, tokens, strict=True):
+            if lease._state is not LeaseState.OPEN:
+                lease.check_open("commit")
+            if not lease._kv_committed_len <= goal <= lease._kv_allocated_len:
+                raise LedgerError(f"commit of {goal} tokens to {lease!r}")
+            lease._kv_committed_len = goal
 
     def slide(self, lease: Lease, position: int) -> None:
         """Free the pages of window pools that no token from `position` on sees.
@@ -251,13 +255,26 @@ class Ledger:
         nothing is in flight on them. It keeps what a prefix that ends in the
         last whole page needs, or the prefix index could not continue from it.
         """
-        lease.check_open("sliding")
+        self.slide_all((lease,), (position,))
+
+    def slide_all(self, leases: Sequence[Lease], positions: Sequence[int]) -> None:
+        """`slide` every lease to its position."""
+        size = self.page_size
         for pool, shape in enumerate(self.pools):
             if shape.window is None:
                 continue
-            aligned = position // self.page_size * self.page_size
-            frontier = max(0, aligned - shape.window + 1) // self.page_size
-            self._slide_pool(lease, pool, frontier)
+            leaving = []
+            for lease, position in zip(leases, positions, strict=True):
+                if lease._state is not LeaseState.OPEN:
+                    lease.check_open("sliding")
+                frontier = (position // size * size - shape.window + 1) // size
+                if frontier > lease._frontiers[pool]:
+                    leaving.append((lease.holder, self._slide_pool(lease, pool, frontier)))
+            if leaving:
+                shares = [(holder, len(pages)) for holder, pages in leaving]
+                pages = np.concatenate([pages for _, pages in leaving])
+                self._accounts[pool].move_each(shares, pages, Owner.LEASE, Owner.FREE)
+                self._held[pool] -= len(pages)
 
     def trim(self, lease: Lease, tokens: int, pending: Sequence[Fence] = ()) -> None:
         """Free the pages beyond `tokens`; what a page shares with them stays.
@@ -284,7 +301,7 @@ class Ledger:
 
         For each pool ``[len(leases), most pages of any]``.
         """
-        widest = max(lease.num_pages for lease in leases)
+        widest = self.pages_for(max([lease._kv_allocated_len for lease in leases]))
         rows = [lease.row for lease in leases]
         return tuple(table[rows, :widest] for table in self._page_tables)
 
@@ -598,32 +615,42 @@ class Ledger:
 
     def _grow_pages(self, growing: Sequence[tuple[Lease, int, int]]) -> bool:
         """Give each lease the pages ``[first, last)`` of its table, in every pool, or none."""
-        plans = []
-        for pool in self._numbers:
-            wanted = kept = 0
-            for lease, first, last in growing:
-                if last > self._row_pages:
-                    return False
-                missing = max(0, last - max(first, lease._frontiers[pool]))
-                wanted += missing
-                kept += min(missing, lease._promised_pages[pool])
-            if self._unpromised(pool) < wanted - kept:
+        if any([last > self._row_pages for _, _, last in growing]):
+            return False
+        plans = [self._missing(pool, growing) for pool in self._numbers]
+        for pool, plan in enumerate(plans):
+            if self._unpromised(pool) < sum([missing - kept for _, _, missing, kept in plan]):
                 return False
-            plans.append(wanted)
-        for pool, wanted in enumerate(plans):
-            self._make_room(pool, wanted)
-            for lease, first, last in growing:
-                start = max(first, lease._frontiers[pool])
-                missing = last - start
-                if missing <= 0:
-                    continue
-                kept = min(missing, lease._promised_pages[pool])
-                table = lease._page_tables[pool]
-                table[start:last] = self._accounts[pool].take(lease.holder, missing)
-                lease._promised_pages[pool] -= kept
-                self._promised[pool] -= kept
-            self._held[pool] += wanted
+        for pool, plan in enumerate(plans):
+            self._take_missing(pool, plan)
         return True
+
+    def _missing(
+        self, pool: int, growing: Sequence[tuple[Lease, int, int]]
+    ) -> list[tuple[Lease, int, int, int]]:
+        """For each lease that has not all of its pages: the first, how many, how many promised."""
+        plan = []
+        for lease, first, last in growing:
+            start = max(first, lease._frontiers[pool])
+            if start < last:
+                kept = min(last - start, lease._promised_pages[pool])
+                plan.append((lease, start, last - start, kept))
+        return plan
+
+    def _take_missing(self, pool: int, plan: Sequence[tuple[Lease, int, int, int]]) -> None:
+        """Carry out a plan of `_missing`; there must be as many pages."""
+        shares = [(lease.holder, missing) for lease, _, missing, _ in plan]
+        wanted = sum([missing for _, missing in shares])
+        self._make_room(pool, wanted)
+        pages = self._accounts[pool].take_each(shares)
+        self._held[pool] += wanted
+        taken = 0
+        for lease, start, missing, kept in plan:
+            table = lease._page_tables[pool]
+            table[start : start + missing] = pages[taken : taken + missing]
+            taken += missing
+            lease._promised_pages[pool] -= kept
+            self._promised[pool] -= kept
 
     def _make_room(self, pool: int, wanted: int) -> None:
         """Evict until so many pages are free; there must be as many."""
@@ -634,24 +661,20 @@ class Ledger:
             self._accounts[number].move("prefix index", pages, Owner.INDEX, Owner.FREE)
             self.cache_counts.evicted_pages += len(pages)
 
-    def _slide_pool(self, lease: Lease, pool: int, frontier: int) -> None:
+    def _slide_pool(self, lease: Lease, pool: int, frontier: int) -> Pages:
+        """Advance a lease's frontier; returns the pages that it owned before it."""
         before = lease._frontiers[pool]
-        if frontier <= before:
-            return
         table, last = lease._page_tables[pool], min(frontier, lease.num_pages)
         leaving = table[max(before, lease.num_protected_pages) : last].copy()
         table[before:last] = NO_PAGE
         lease._frontiers[pool] = frontier
-        if not len(leaving):
-            return
-        self._accounts[pool].move(lease.holder, leaving, Owner.LEASE, Owner.FREE)
-        self._held[pool] -= len(leaving)
         # They are promised again, as far as it may still grow.
         to_come = self.pages_for(lease._promised_tokens) - lease.num_pages
         promise = min(lease._promised_pages[pool] + len(leaving), to_come)
         promise = max(promise, lease._promised_pages[pool])
         self._promised[pool] += promise - lease._promised_pages[pool]
         lease._promised_pages[pool] = promise
+        return leaving
 
     def _adopt(self, lease: Lease, lock: PrefixLock) -> None:
         """Take the pages of a lock on the index into the lease's tables."""

@@ -7,38 +7,40 @@ from typing import Protocol
 import torch
 
 from kvrelay.mem_cache.pool import KVPool
-from kvrelay.model_runner.batch import ForwardBatch
+from kvrelay.model_runner.batch import ForwardBatch, Int32Array
 from kvrelay.model_runner.cpu_attention import CpuAttention
+from kvrelay.model_runner.query_heads import QueryHeads
 from kvrelay.model_runner.torch_attention import TorchAttention
 
 
 class StepAttention(Protocol):
-    """Attention of one forward: its batch, laid out for the backend once for all layers."""
+    """Attention of one forward: its batch, laid out for the backend once for a pool's layers."""
 
-    def attend(self, layer: int, qkv: torch.Tensor) -> torch.Tensor:
+    def attend(self, layer: int, rows: torch.Tensor) -> torch.Tensor:
         """Write this forward's keys and values of `layer` into the pool, and attend.
 
         Args:
             layer: the pool's layer.
-            qkv: ``[T, num_heads + 2 * num_kv_heads, head_dim]`` contiguous: the
-                heads of queries, keys, values, in the pool's dtype and already rotated.
+            rows: ``[T, num_heads + parts * num_kv_heads, head_dim]`` contiguous: the
+                heads of queries, keys, values (or queries and the latent), in the
+                pool's dtype and already rotated.
 
         Returns:
-            ``[T, num_heads * head_dim]`` in the same dtype.
+            ``[T, num_heads * value_dim]`` in the same dtype.
         """
         ...
 
 
 class AttentionBackend(Protocol):
-    """Causal attention with grouped heads over the pages of one pool."""
+    """Causal attention with grouped heads over the pages of one pool, within its window."""
 
-    def plan(self, batch: ForwardBatch) -> StepAttention:
-        """Prepare `batch`; keeps no state, so several plans may be alive."""
+    def plan(self, batch: ForwardBatch, page_table: Int32Array) -> StepAttention:
+        """Prepare `batch` with its table for this pool; keeps no state: several may be alive."""
         ...
 
 
-def make_attention(pool: KVPool, num_heads: int) -> AttentionBackend:
+def make_attention(pool: KVPool, heads: QueryHeads) -> AttentionBackend:
     """The fastest backend for the pool's device and dtype."""
     if CpuAttention.supports(pool):
-        return CpuAttention(pool, num_heads)
-    return TorchAttention(pool, num_heads)
+        return CpuAttention(pool, heads)
+    return TorchAttention(pool, heads)

@@ -40,8 +40,13 @@ class Checkpoint:
         """Whether the checkpoint has a tensor `name`."""
         return name in self._files
 
-    def take(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        """The tensor `name`, which must be floating point and of exactly `shape`."""
+    def take(
+        self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None
+    ) -> torch.Tensor:
+        """The tensor `name`, which must be floating point and of exactly `shape`.
+
+        Cast to `dtype`, where one is given, instead of the others'.
+        """
         if name not in self._files:
             raise CheckpointError(f"{self._folder}: tensor {name} is missing")
         path = self._files[name]
@@ -57,7 +62,7 @@ class Checkpoint:
         if not tensor.is_floating_point():
             raise CheckpointError(f"{path}: tensor {name} is {tensor.dtype}, not floating point")
         self._taken.add(name)
-        return tensor.to(self._device, self._dtype)
+        return tensor.to(self._device, dtype or self._dtype)
 
     def skip(self, name: str) -> None:
         """Declare that `name`, if it is there, is rightly not used."""

@@ -6,9 +6,11 @@ import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from kvrelay.model_runner.errors import CheckpointError
+
+Default = TypeVar("Default")
 
 
 class ConfigFile:
@@ -44,10 +46,6 @@ class ConfigFile:
         """Whether `field` is present and not null."""
         return self._fields.get(field) is not None
 
-    def is_null(self, field: str) -> bool:
-        """Whether `field` is present and null."""
-        return field in self._fields and self._fields[field] is None
-
     def get(self, field: str) -> Any:
         """The raw value, `None` if absent."""
         return self._fields.get(field)
@@ -82,6 +80,21 @@ class ConfigFile:
             raise self.error(field, f"must be a positive integer, got {value!r}")
         return value
 
+    def count(self, field: str, default: int | None = None) -> int:
+        """An integer that is not negative."""
+        value = self._value(field, default)
+        if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+            raise self.error(field, f"must be a non-negative integer, got {value!r}")
+        return value
+
+    def size_or_none(self, field: str, default: int | None) -> int | None:
+        """A positive integer, `None` if it is null, `default` if it is absent."""
+        return self.size(field) if self.has(field) else self._if_absent(field, default)
+
+    def number_or_none(self, field: str, default: float | None) -> float | None:
+        """A positive finite number, `None` if it is null, `default` if it is absent."""
+        return self.number(field) if self.has(field) else self._if_absent(field, default)
+
     def number(self, field: str, default: float | None = None) -> float:
         """A positive finite number."""
         value = self._value(field, default)
@@ -101,6 +114,9 @@ class ConfigFile:
             if token_id >= vocab_size:
                 raise self.error(field, f"of {token_id} is outside the vocabulary of {vocab_size}")
         return tuple(ids)
+
+    def _if_absent(self, field: str, default: Default) -> Default | None:
+        return None if field in self._fields else default
 
     def _value(self, field: str, default: object) -> object:
         value = self._fields.get(field)

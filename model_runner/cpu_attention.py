@@ -9,13 +9,16 @@ import numpy as np
 import torch
 
 from kvrelay.mem_cache.pool import KVPool
-from kvrelay.model_runner.batch import ForwardBatch
+from kvrelay.model_runner.batch import ForwardBatch, Int32Array, new_token_slots
 from kvrelay.model_runner.cpu_kernels import Array, write_kv
 from kvrelay.model_runner.decode_kernel import make_decode_kernel
-from kvrelay.model_runner.torch_attention import SequenceSpan
+from kvrelay.model_runner.query_heads import QueryHeads
+from kvrelay.model_runner.torch_attention import cut_spans
 
 _SPLIT_TOKENS = 1024
 """Tokens attended to in a step from which a second thread saves more than its hand-over costs."""
+_NO_WINDOW = np.iinfo(np.int32).max
+"""A window longer than any sequence."""
 
 
 def as_array(tensor: torch.Tensor) -> Array:
@@ -28,13 +31,18 @@ def as_array(tensor: torch.Tensor) -> Array:
 class CpuAttention:
     """See `AttentionBackend`. Uses as many threads as torch does."""
 
-    def __init__(self, pool: KVPool, num_heads: int) -> None:
+    def __init__(self, pool: KVPool, heads: QueryHeads) -> None:
         self.pool = pool
-        self.num_heads = num_heads
+        self.heads = heads
         self.pages = as_array(pool.data.view(-1))
         geometry = pool.geometry
+        self.window = geometry.window or _NO_WINDOW
         self.decode = make_decode_kernel(
-            geometry.num_kv_heads, num_heads // geometry.num_kv_heads, geometry.head_dim
+            geometry.parts,
+            geometry.num_kv_heads,
+            heads.count // geometry.num_kv_heads,
+            geometry.head_dim,
+            heads.value_dim,
         )
         self.threads = torch.get_num_threads()
         self.helpers = ThreadPoolExecutor(max(1, self.threads - 1), "attention")
@@ -47,53 +55,59 @@ class CpuAttention:
             torch.float32,
         )
 
-    def plan(self, batch: ForwardBatch) -> CpuStepAttention:
+    def plan(self, batch: ForwardBatch, page_table: Int32Array) -> CpuStepAttention:
         """See `AttentionBackend`."""
-        return CpuStepAttention(self, batch)
+        return CpuStepAttention(self, batch, page_table)
 
 
 class CpuStepAttention:
     """See `StepAttention`."""
 
-    def __init__(self, backend: CpuAttention, batch: ForwardBatch) -> None:
+    def __init__(self, backend: CpuAttention, batch: ForwardBatch, page_table: Int32Array) -> None:
         self._backend = backend
-        page_size = backend.pool.geometry.page_size
+        self._page_ids, self._slots = new_token_slots(
+            batch, page_table, backend.pool.geometry.page_size
+        )
         new_tokens = np.diff(batch.query_start)
-        owners = np.repeat(np.arange(len(new_tokens)), new_tokens)
-        self._page_ids = batch.page_tables[owners, batch.positions // page_size]
-        self._slots = batch.positions % page_size
         decode = np.flatnonzero(new_tokens == 1)
         self._rows = batch.query_start[decode]
-        self._page_tables = np.ascontiguousarray(batch.page_tables[decode])
+        self._page_table = np.ascontiguousarray(page_table[decode])
         self._seq_lens = batch.seq_lens[decode]
         self._shares = self._split()
         self._spans = [
-            SequenceSpan.of(batch, int(i), backend.pool) for i in np.flatnonzero(new_tokens > 1)
+            span
+            for index in np.flatnonzero(new_tokens > 1)
+            for span in cut_spans(batch, int(index), page_table, backend.pool)
         ]
 
-    def attend(self, layer: int, qkv: torch.Tensor) -> torch.Tensor:
+    def attend(self, layer: int, rows: torch.Tensor) -> torch.Tensor:
         """See `StepAttention`."""
-        backend = self._backend
+        backend, heads = self._backend, self._backend.heads
         pages = backend.pool.layer(layer)
         page_size = backend.pool.geometry.page_size
         place = (backend.pages, int(pages.storage_offset()), pages.stride(0), page_size)
-        rows = as_array(qkv)
-        write_kv(*place, rows, backend.num_heads, self._page_ids, self._slots)
-        out = qkv.new_empty(len(qkv), backend.num_heads * qkv.shape[2])
+        new = as_array(rows)
+        write_kv(*place, new, heads.count, self._page_ids, self._slots)
+        out = rows.new_empty(len(rows), heads.count * heads.value_dim)
         if self._shares:
-            self._decode(place, rows, as_array(out))
+            self._decode(place, new, as_array(out))
         for span in self._spans:
-            attended = span.attend(pages, qkv[:, : backend.num_heads])
+            attended = span.attend(pages, rows[:, : heads.count], heads)
             out[span.start : span.end].view(attended.shape).copy_(attended)
         return out
 
-    def _decode(self, place: tuple[Array, int, int, int], qkv: Array, out: Array) -> None:
+    def _decode(self, place: tuple[Array, int, int, int], new: Array, out: Array) -> None:
+        heads = self._backend.heads
+
         def attend(share: slice) -> None:
             self._backend.decode(
                 *place,
-                qkv,
+                self._backend.window,
+                heads.scale,
+                heads.softcap or 0.0,
+                new,
                 self._rows[share],
-                self._page_tables[share],
+                self._page_table[share],
                 self._seq_lens[share],
                 out,
             )
@@ -105,9 +119,10 @@ class CpuStepAttention:
 
     def _split(self) -> list[slice]:
         """The decode rows, cut where the tokens they attend to are about equal."""
-        count, totals = len(self._rows), np.cumsum(self._seq_lens)
+        count = len(self._rows)
         if count == 0:
             return []
+        totals = np.cumsum(np.minimum(self._seq_lens, self._backend.window))
         shares = min(self._backend.threads, count)
         if totals[-1] < _SPLIT_TOKENS or shares == 1:
             return [slice(0, count)]

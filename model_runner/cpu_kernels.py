@@ -13,14 +13,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvrelay.model_runner.jit import exp_of_negative, kernel, store, widen
+from kvrelay.model_runner.jit import exp_of_negative, inlined, kernel, store, widen
 
 Array = npt.NDArray[Any]
 
 
 @kernel
 def rms_norm(x: Array, weight: Array, eps: float, out: Array) -> None:
-    """``x, out [T, N]``, ``weight [N]``, summed in float32."""
+    """``x, out [T, N]``, ``weight [N]`` (or float32), summed in float32."""
     width = x.shape[1]
     for row in range(x.shape[0]):
         squares = np.float32(0)
@@ -45,6 +45,14 @@ def rotate(heads: Array, count: int, cos: Array, sin: Array) -> None:
                 store(second, i, b * cos[row, i] + a * sin[row, i])
 
 
+@inlined
+def times_sigmoid(factor: Any, x: Any) -> Any:
+    """``factor * sigmoid(x)``"""
+    decay = exp_of_negative(-abs(x))
+    numerator = factor if x >= 0 else factor * decay
+    return numerator / (np.float32(1.0) + decay)
+
+
 @kernel
 def silu_mul(gate_up: Array, out: Array) -> None:
     """``silu(gate) * up`` of ``gate_up [T, 2 * N]`` into ``out [T, N]``."""
@@ -53,9 +61,24 @@ def silu_mul(gate_up: Array, out: Array) -> None:
         gates, ups, products = gate_up[row, :width], gate_up[row, width:], out[row]
         for i in range(width):
             gate = widen(gates[i])
-            decay = exp_of_negative(-abs(gate))
-            numerator = gate if gate >= 0 else gate * decay
-            store(products, i, numerator / (np.float32(1.0) + decay) * widen(ups[i]))
+            store(products, i, times_sigmoid(gate, gate) * widen(ups[i]))
+
+
+@kernel
+def gelu_mul(gate_up: Array, out: Array) -> None:
+    """``gelu(gate) * up`` of ``gate_up [T, 2 * N]`` into ``out [T, N]``, gelu by tanh.
+
+    ``gelu(x) = x * (1 + tanh(u)) / 2 = x * sigmoid(2 * u)`` with
+    ``u = sqrt(2 / pi) * (x + 0.044715 * x ** 3)``: Hendrycks and Gimpel (arXiv 1606.08415).
+    """
+    width = out.shape[1]
+    slope, bend = np.float32(2 * np.sqrt(2 / np.pi)), np.float32(0.044715)
+    for row in range(out.shape[0]):
+        gates, ups, products = gate_up[row, :width], gate_up[row, width:], out[row]
+        for i in range(width):
+            gate = widen(gates[i])
+            x = slope * gate * (np.float32(1.0) + bend * gate * gate)
+            store(products, i, times_sigmoid(gate, x) * widen(ups[i]))
 
 
 @kernel
@@ -64,15 +87,15 @@ def write_kv(
     layer_start: int,
     page_stride: int,
     page_size: int,
-    qkv: Array,
+    new: Array,
     num_heads: int,
     page_ids: Array,
     slots: Array,
 ) -> None:
-    """Copy the keys and values in ``qkv [T, heads, D]`` to token `slots` of `page_ids`."""
-    kv_heads, head_dim = (qkv.shape[1] - num_heads) // 2, qkv.shape[2]
-    for row in range(qkv.shape[0]):
+    """Copy all but the first `num_heads` of ``new [T, heads, D]`` to `slots` of `page_ids`."""
+    head_dim = new.shape[2]
+    for row in range(new.shape[0]):
         page = layer_start + page_ids[row] * page_stride + slots[row] * head_dim
-        for head in range(2 * kv_heads):
+        for head in range(new.shape[1] - num_heads):
             at = page + head * page_size * head_dim
-            pages[at : at + head_dim] = qkv[row, num_heads + head]
+            pages[at : at + head_dim] = new[row, num_heads + head]

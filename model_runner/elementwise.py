@@ -15,7 +15,10 @@ class Elementwise(Protocol):
     """Normalization, rotation and activation."""
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        """``x [T, N]`` scaled to unit mean square, times ``weight [N]``."""
+        """``x [T, N]`` scaled to unit mean square, times ``weight [N]``.
+
+        A float32 weight of an `x` that is less precise is applied before rounding.
+        """
         ...
 
     def rotate(self, heads: torch.Tensor, count: int, cos: torch.Tensor, sin: torch.Tensor) -> None:
@@ -29,12 +32,19 @@ class Elementwise(Protocol):
         """``silu(gate) * up`` of ``[T, 2 * N]``: ``[T, N]``."""
         ...
 
+    def gelu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+        """``gelu(gate) * up`` of ``[T, 2 * N]``: ``[T, N]``; gelu is approximated by tanh."""
+        ...
+
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """Over the last dimension of `x`, in float32 and in the order of transformers' Llama."""
+    """Over the last dimension of `x`, in float32 and in the order of transformers.
+
+    Llama rounds before a weight of its own dtype is applied, Gemma after one in float32.
+    """
     wide = x.to(torch.float32)
     wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
-    return weight * wide.to(x.dtype)
+    return (weight * wide.to(weight.dtype)).to(x.dtype)
 
 
 class TorchElementwise:
@@ -57,6 +67,11 @@ class TorchElementwise:
         gate, up = gate_up.chunk(2, dim=-1)
         return functional.silu(gate) * up
 
+    def gelu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+        """See `Elementwise`."""
+        gate, up = gate_up.chunk(2, dim=-1)
+        return functional.gelu(gate, approximate="tanh") * up
+
 
 class CpuElementwise:
     """bfloat16 on a CPU: one compiled pass each, float32 inside, rounded once at the end."""
@@ -75,6 +90,12 @@ class CpuElementwise:
         """See `Elementwise`."""
         out = gate_up.new_empty(len(gate_up), gate_up.shape[1] // 2)
         cpu_kernels.silu_mul(as_array(gate_up), as_array(out))
+        return out
+
+    def gelu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+        """See `Elementwise`."""
+        out = gate_up.new_empty(len(gate_up), gate_up.shape[1] // 2)
+        cpu_kernels.gelu_mul(as_array(gate_up), as_array(out))
         return out
 
 

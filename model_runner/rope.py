@@ -13,11 +13,6 @@ from typing import Protocol
 
 import torch
 
-from kvrelay.model_runner.config_file import ConfigFile
-
-DEFAULT_THETA = 10_000.0
-"""What a checkpoint from before `rope_theta` was written down means."""
-
 
 class Rope(Protocol):
     """How positions turn into angles."""
@@ -118,62 +113,6 @@ class YarnRope:
         """The dimension that turns `rotations` times over the original context."""
         turns = math.log(self.original_max_len / (rotations * 2 * math.pi))
         return head_dim * turns / (2 * math.log(self.theta))
-
-
-def parse_rope(config: ConfigFile, max_model_len: int) -> Rope:
-    """Read `rope_parameters` (transformers 5) or `rope_scaling` and `rope_theta` (before).
-
-    Raises `CheckpointError` for a kind that is not computed exactly here
-    (``dynamic`` and ``longrope`` depend on the length of the running batch).
-    """
-    name = "rope_parameters" if config.has("rope_parameters") else "rope_scaling"
-    rope = config.section(name)
-    theta = rope.number("rope_theta", config.number("rope_theta", DEFAULT_THETA))
-    for owner in (config, rope):
-        if owner.number("partial_rotary_factor", 1.0) != 1.0:
-            raise owner.error("partial_rotary_factor", "other than 1 is not supported")
-    kind = rope.text("rope_type", rope.text("type", "default"))
-    pretrained = config if config.has("original_max_position_embeddings") else rope
-    original_max_len = pretrained.size("original_max_position_embeddings", max_model_len)
-    if kind == "default":
-        return PlainRope(theta)
-    if kind == "linear":
-        return LinearRope(theta, rope.number("factor"))
-    if kind == "llama3":
-        return _parse_llama3(rope, theta, original_max_len)
-    if kind == "yarn":
-        return _parse_yarn(rope, theta, original_max_len, max_model_len)
-    raise rope.error("rope_type", f"{kind!r} is not supported (default, linear, llama3, yarn are)")
-
-
-def _parse_llama3(rope: ConfigFile, theta: float, original_max_len: int) -> Llama3Rope:
-    low, high = rope.number("low_freq_factor"), rope.number("high_freq_factor")
-    if high <= low:
-        raise rope.error("high_freq_factor", "must be greater than low_freq_factor")
-    return Llama3Rope(theta, rope.number("factor"), low, high, original_max_len)
-
-
-def _parse_yarn(
-    rope: ConfigFile, theta: float, original_max_len: int, max_model_len: int
-) -> YarnRope:
-    factor = rope.number("factor", max_model_len / original_max_len)
-    inferred = _mscale(factor, 1.0)
-    if rope.get("mscale") and rope.get("mscale_all_dim"):
-        numerator = _mscale(factor, rope.number("mscale"))
-        inferred = numerator / _mscale(factor, rope.number("mscale_all_dim"))
-    return YarnRope(
-        theta=theta,
-        factor=factor,
-        attention_factor=rope.number("attention_factor", inferred),
-        beta_fast=rope.number("beta_fast", 32.0),
-        beta_slow=rope.number("beta_slow", 1.0),
-        truncate=rope.flag("truncate", True),
-        original_max_len=original_max_len,
-    )
-
-
-def _mscale(factor: float, mscale: float) -> float:
-    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
 
 
 class RotaryEmbedding:

@@ -1,7 +1,8 @@
-"""The room's front: a model on a device, run batch by batch over one pool."""
+"""The room's front: a model on a device, run batch by batch over its pools."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -12,8 +13,9 @@ from kvrelay.mem_cache.pool import KVPool
 from kvrelay.model_runner.attention import AttentionBackend, make_attention
 from kvrelay.model_runner.batch import ForwardBatch
 from kvrelay.model_runner.checkpoint import Checkpoint
+from kvrelay.model_runner.config_reader import read_config
 from kvrelay.model_runner.decoder import Decoder
-from kvrelay.model_runner.model_config import ModelConfig
+from kvrelay.model_runner.model_config import LatentHeads
 from kvrelay.model_runner.options import parse_device, parse_dtype
 
 
@@ -41,78 +43,94 @@ class ModelRunner:
         if threads is not None:
             torch.set_num_threads(threads)
         path = Path(model_path)
-        self.config = ModelConfig.from_checkpoint(path)
+        self.config = read_config(path)
         self.dtype = parse_dtype(dtype)
         self.device = parse_device(device)
         with torch.inference_mode():
             checkpoint = Checkpoint(path, self.dtype, self.device)
             self._decoder = Decoder(self.config, checkpoint, self.dtype, self.device)
-        self._pool: KVPool | None = None
-        self._attention: AttentionBackend | None = None
+        self._pools: Sequence[KVPool] = ()
+        self._backends: Sequence[AttentionBackend] = ()
 
     @property
     def max_model_len(self) -> int:
         """Tokens of a sequence, prompt and output."""
         return self.config.max_model_len
 
-    def make_geometry(self, page_size: int, order: PageOrder = PageOrder.PAGE_FIRST) -> KVGeometry:
-        """The pages that this model needs."""
-        return KVGeometry(
-            num_layers=self.config.num_layers,
-            num_kv_heads=self.config.num_kv_heads,
-            head_dim=self.config.head_dim,
-            dtype=self.dtype,
-            page_size=page_size,
-            order=order,
+    def make_geometries(
+        self, page_size: int, order: PageOrder = PageOrder.PAGE_FIRST
+    ) -> tuple[KVGeometry, ...]:
+        """The pages that this model needs, one geometry a pool.
+
+        Layers that see everything share the first pool, those with a window
+        another; a model that has only one kind has one pool. A batch's page
+        tables are in the same order.
+        """
+        heads = self.config.heads
+        return tuple(
+            KVGeometry(
+                num_layers=sum(layer.window == window for layer in self.config.layers),
+                num_kv_heads=heads.cached_heads,
+                head_dim=heads.cached_dim,
+                dtype=self.dtype,
+                page_size=page_size,
+                order=order,
+                latent=isinstance(heads, LatentHeads),
+                window=window,
+            )
+            for window in self.config.windows
         )
 
-    def bind(self, pool: KVPool) -> None:
-        """Use `pool` from now on; it must be of this model's geometry and on its device."""
-        geometry = pool.geometry
-        assert geometry == self.make_geometry(geometry.page_size, geometry.order)
-        assert pool.data.device.type == self.device.type
-        self._pool = pool
-        self._attention = make_attention(pool, self.config.num_heads)
+    def bind(self, pools: Sequence[KVPool]) -> None:
+        """Use `pools` from now on: one for each of this model's geometries, on its device."""
+        first = pools[0].geometry
+        expected = self.make_geometries(first.page_size, first.order)
+        assert tuple(pool.geometry for pool in pools) == expected
+        assert all(pool.data.device.type == self.device.type for pool in pools)
+        self._pools = tuple(pools)
+        self._backends = self._make_backends(pools)
 
     def warm_up(self) -> None:
         """Compile and load what a first forward would have to. May take seconds.
 
-        Runs over a small pool of its own: the bound pool's pages are not touched.
+        Runs over small pools of its own: the bound pools' pages are not touched.
         """
-        assert self._pool is not None, "bind a pool first"
-        geometry = self._pool.geometry
-        scratch = make_attention(KVPool(geometry, 4, self.device), self.config.num_heads)
+        assert self._pools, "bind pools first"
+        scratch = [KVPool(pool.geometry, 4, self.device) for pool in self._pools]
+        backends = self._make_backends(scratch)
         with torch.inference_mode():
             # A chunk of two tokens beside a decode row, then one decode row alone.
             for new_tokens in ([2, 1], [1]):
-                self._decoder.forward(_warm_up_batch(new_tokens, geometry), scratch)
+                self._decoder.forward(_warm_up_batch(new_tokens, scratch), backends)
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
-        """Write the batch's keys and values to the bound pool; they are there when it returns.
+        """Write the batch's keys and values to the bound pools; they are there when it returns.
 
         Returns:
             ``[S, vocab_size]`` float32 logits of ``batch.logit_rows``, on the device.
         """
-        assert self._attention is not None, "bind a pool first"
+        assert self._backends, "bind pools first"
         with torch.inference_mode():
-            logits = self._decoder.forward(batch, self._attention)
+            logits = self._decoder.forward(batch, self._backends)
         if self.device.type == "cuda":
             # Launched is not done: peers read pages as soon as this returns.
             torch.cuda.current_stream(self.device).synchronize()
         return logits
 
+    def _make_backends(self, pools: Sequence[KVPool]) -> tuple[AttentionBackend, ...]:
+        return tuple(make_attention(pool, self.config.heads.queries) for pool in pools)
 
-def _warm_up_batch(new_tokens: list[int], geometry: KVGeometry) -> ForwardBatch:
+
+def _warm_up_batch(new_tokens: list[int], pools: Sequence[KVPool]) -> ForwardBatch:
     """Sequences that begin with `new_tokens` tokens, each with pages of its own."""
-    pages_each = geometry.pages_for(max(new_tokens))
+    pages_each = pools[0].geometry.pages_for(max(new_tokens))
+    page_table = np.arange(len(new_tokens) * pages_each, dtype=np.int32)
     query_start = np.concatenate(([0], np.cumsum(new_tokens))).astype(np.int32)
     return ForwardBatch(
         input_ids=np.zeros(query_start[-1], np.int64),
         positions=np.concatenate([np.arange(n) for n in new_tokens]),
         query_start=query_start,
         seq_lens=np.array(new_tokens, np.int32),
-        page_tables=np.arange(len(new_tokens) * pages_each, dtype=np.int32).reshape(
-            len(new_tokens), pages_each
-        ),
+        page_tables=(page_table.reshape(len(new_tokens), pages_each),) * len(pools),
         logit_rows=query_start[1:].astype(np.int64) - 1,
     )

@@ -7,6 +7,12 @@ from pathlib import Path
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -37,8 +43,52 @@ SHAPE = {
 ARCHITECTURES = {
     "llama": (LlamaConfig, LlamaForCausalLM, {}),
     "mistral": (MistralConfig, MistralForCausalLM, {"sliding_window": None, "head_dim": 16}),
+    "mistral-window": (MistralConfig, MistralForCausalLM, {"sliding_window": 24}),
     "qwen2": (Qwen2Config, Qwen2ForCausalLM, {}),
+    "qwen2-window": (
+        Qwen2Config,
+        Qwen2ForCausalLM,
+        {"use_sliding_window": True, "sliding_window": 20, "max_window_layers": 1},
+    ),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM, {"head_dim": 32}),
+    "qwen3-window": (
+        Qwen3Config,
+        Qwen3ForCausalLM,
+        {
+            "head_dim": 32,
+            "use_sliding_window": True,
+            "sliding_window": 16,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        },
+    ),
+    "gemma2": (
+        Gemma2Config,
+        Gemma2ForCausalLM,
+        {"head_dim": 32, "query_pre_attn_scalar": 32, "sliding_window": 32},
+    ),
+    "gemma3": (
+        Gemma3TextConfig,
+        Gemma3ForCausalLM,
+        {
+            "head_dim": 32,
+            "query_pre_attn_scalar": 32,
+            "sliding_window": 8,
+            "sliding_window_pattern": 3,
+        },
+    ),
+    "deepseek": (
+        DeepseekV3Config,
+        DeepseekV3ForCausalLM,
+        {
+            "num_key_value_heads": 4,
+            "q_lora_rank": 24,
+            "kv_lora_rank": 32,
+            "qk_nope_head_dim": 16,
+            "qk_rope_head_dim": 8,
+            "v_head_dim": 16,
+            "first_k_dense_replace": 3,
+        },
+    ),
 }
 
 
@@ -46,7 +96,7 @@ def make_checkpoint(folder: Path, architecture: str = "llama", seed: int = 0) ->
     """Save a random model and a byte-level tokenizer of `VOCAB_SIZE` tokens to `folder`."""
     config_class, model_class, extra = ARCHITECTURES[architecture]
     torch.manual_seed(seed)
-    model = model_class(config_class(**SHAPE, **extra))
+    model = model_class(config_class(**{**SHAPE, **extra}))
     # Wide weights, so that logits differ clearly and greedy paths are not all one token.
     for parameter in model.parameters():
         parameter.data.normal_(0, 0.15)

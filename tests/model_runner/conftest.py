@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from copy import deepcopy
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -11,6 +12,10 @@ import pytest
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    DeepseekV2Config,
+    DeepseekV3Config,
+    Gemma2Config,
+    Gemma3TextConfig,
     LlamaConfig,
     MistralConfig,
     PreTrainedConfig,
@@ -42,6 +47,28 @@ def _rope(rope_type: str, **parameters: float) -> dict[str, object]:
     return {"rope_parameters": {"rope_type": rope_type, "rope_theta": 10000.0, **parameters}}
 
 
+_DEEP = {**_SHAPE, "num_hidden_layers": 3}
+_LATENT = {
+    **_SHAPE,
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 24,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 10,
+    "first_k_dense_replace": 2,
+}
+_EXPERTS = {
+    "first_k_dense_replace": 1,
+    "moe_intermediate_size": 24,
+    "n_routed_experts": 8,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 3,
+    "routed_scaling_factor": 1.7,
+}
+_LATENT_YARN = _rope(
+    "yarn", factor=4.0, mscale=0.7, mscale_all_dim=1.2, original_max_position_embeddings=32
+)
+
 CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
     "llama": lambda: LlamaConfig(**_SHAPE),
     "llama-tied": lambda: LlamaConfig(**_SHAPE, tie_word_embeddings=True),
@@ -62,8 +89,57 @@ CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
         **_SHAPE, **_rope("yarn", factor=4.0, original_max_position_embeddings=32)
     ),
     "mistral": lambda: MistralConfig(**_SHAPE, head_dim=24, sliding_window=None),
+    "mistral-window": lambda: MistralConfig(**_SHAPE, sliding_window=20),
     "qwen2": lambda: Qwen2Config(**_SHAPE),
+    "qwen2-window": lambda: Qwen2Config(
+        **_DEEP, use_sliding_window=True, sliding_window=12, max_window_layers=1
+    ),
     "qwen3": lambda: Qwen3Config(**_SHAPE, head_dim=32),
+    "qwen3-window": lambda: Qwen3Config(
+        **_DEEP,
+        use_sliding_window=True,
+        sliding_window=8,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+    ),
+    "gemma2": lambda: Gemma2Config(
+        **_DEEP,
+        head_dim=24,
+        sliding_window=11,
+        query_pre_attn_scalar=30,
+        attn_logit_softcapping=3.0,
+        final_logit_softcapping=4.0,
+    ),
+    "gemma3": lambda: Gemma3TextConfig(
+        **_DEEP,
+        head_dim=24,
+        sliding_window=9,
+        query_pre_attn_scalar=30,
+        sliding_window_pattern=2,
+        tie_word_embeddings=False,
+        rope_parameters={
+            "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+            "full_attention": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0},
+        },
+    ),
+    "deepseek-v2": lambda: DeepseekV2Config(**_LATENT, q_lora_rank=None, mlp_bias=True),
+    "deepseek-v2-yarn": lambda: DeepseekV2Config(**_LATENT, **_LATENT_YARN, q_lora_rank=20),
+    "deepseek-v3": lambda: DeepseekV3Config(**_LATENT, q_lora_rank=20, attention_bias=True),
+    "deepseek-v2-experts": lambda: DeepseekV2Config(
+        **{**_LATENT, **_EXPERTS}, q_lora_rank=None, n_group=1, topk_group=1
+    ),
+    "deepseek-v2-groups": lambda: DeepseekV2Config(
+        **{**_LATENT, **_EXPERTS},
+        q_lora_rank=None,
+        n_group=4,
+        topk_group=2,
+        topk_method="group_limited_greedy",
+    ),
+    "deepseek-v3-experts": lambda: DeepseekV3Config(
+        **{**_LATENT, **_EXPERTS}, n_group=4, topk_group=2
+    ),
+    "deepseek-v3-halves": lambda: DeepseekV3Config(
+        **_LATENT, **_LATENT_YARN, q_lora_rank=None, rope_interleave=False
+    ),
 }
 
 
@@ -76,6 +152,9 @@ def save_random_model(config: PreTrainedConfig, folder: Path) -> PreTrainedModel
             # Biases and norms start out as zeros and ones, which would hide a mix-up.
             if name.endswith("bias") or "norm" in name:
                 weight.add_(torch.randn_like(weight) * 0.2)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.add_(torch.randn_like(buffer) * 0.2)
     model.save_pretrained(folder)
     return model
 
@@ -101,6 +180,13 @@ class Models:
         with torch.inference_mode():
             return self.reference(name)(torch.tensor([list(tokens)])).logits[0]
 
+    def logits_in_float64(self, name: str, tokens: Sequence[int]) -> torch.Tensor:
+        """The same, computed more precisely, rounded to float32."""
+        model = deepcopy(self.reference(name)).double()
+        model.set_experts_implementation("eager")  # the others have no float64
+        with torch.inference_mode():
+            return model(torch.tensor([list(tokens)])).logits[0].float()
+
 
 @pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
@@ -108,7 +194,11 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
 
 
 class Sequences:
-    """Sequences of one runner on shuffled pages, stepped by hand."""
+    """Sequences of one runner on shuffled pages, stepped by hand.
+
+    In pools with a window, what no later token sees is gone before each step:
+    its table's entries are -1 and its pages NaN.
+    """
 
     def __init__(
         self,
@@ -118,15 +208,17 @@ class Sequences:
         page_size: int = 3,
         order: PageOrder = PageOrder.PAGE_FIRST,
     ) -> None:
-        geometry = runner.make_geometry(page_size, order)
-        pages_each = geometry.pages_for(capacity)
+        geometries = runner.make_geometries(page_size, order)
+        pages_each = geometries[0].pages_for(capacity)
         total = count * pages_each + 5
-        self.pool = KVPool(geometry, total, runner.device)
-        # What lies in a page before it is written must not matter, were it NaN.
-        self.pool.data.fill_(torch.nan)
-        runner.bind(self.pool)
-        shuffled = np.random.default_rng(0).permutation(total)[: count * pages_each]
-        self.page_tables = shuffled.reshape(count, pages_each).astype(np.int32)
+        self.pools = [KVPool(geometry, total, runner.device) for geometry in geometries]
+        self.page_tables = []
+        for seed, pool in enumerate(self.pools):
+            # What lies in a page before it is written must not matter, were it NaN.
+            pool.data.fill_(torch.nan)
+            shuffled = np.random.default_rng(seed).permutation(total)[: count * pages_each]
+            self.page_tables.append(shuffled.reshape(count, pages_each).astype(np.int32))
+        runner.bind(self.pools)
         self.seq_lens = [0] * count
         self._runner = runner
 
@@ -134,6 +226,8 @@ class Sequences:
         self, new: dict[int, Sequence[int]], logit_rows: Sequence[int] | None = None
     ) -> ForwardBatch:
         """The next tokens of some sequences; the logits of all rows unless told."""
+        for i in new:
+            self._evict(i)
         earlier = [self.seq_lens[i] for i in new]
         for i, tokens in new.items():
             self.seq_lens[i] += len(tokens)
@@ -146,7 +240,7 @@ class Sequences:
             ),
             query_start=query_start,
             seq_lens=np.array([self.seq_lens[i] for i in new], np.int32),
-            page_tables=self.page_tables[list(new)],
+            page_tables=tuple(table[list(new)] for table in self.page_tables),
             logit_rows=np.array(rows, np.int64),
         )
 
@@ -155,6 +249,17 @@ class Sequences:
     ) -> torch.Tensor:
         """`batch`, run."""
         return self._runner.forward(self.batch(new, logit_rows))
+
+    def _evict(self, index: int) -> None:
+        """What the next token of a sequence does not see."""
+        for pool, table in zip(self.pools, self.page_tables, strict=True):
+            if pool.geometry.window is None:
+                continue
+            unseen = max(0, self.seq_lens[index] - pool.geometry.window + 1)
+            gone = table[index, : unseen // pool.geometry.page_size]
+            for layer in range(pool.geometry.num_layers):
+                pool.layer(layer)[gone[gone >= 0]] = torch.nan
+            gone[:] = -1
 
 
 @pytest.fixture(scope="session")

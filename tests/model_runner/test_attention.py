@@ -1,6 +1,9 @@
-"""The compiled CPU backend agrees with the one in plain torch."""
+"""The compiled backend agrees with the one in plain torch, and that one with a plain formula."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -8,77 +11,170 @@ import torch
 
 from kvrelay.mem_cache.geometry import KVGeometry, PageOrder
 from kvrelay.mem_cache.pool import KVPool
+from kvrelay.model_runner import torch_attention
 from kvrelay.model_runner.attention import make_attention
 from kvrelay.model_runner.batch import ForwardBatch
 from kvrelay.model_runner.cpu_attention import CpuAttention
+from kvrelay.model_runner.query_heads import QueryHeads
 from kvrelay.model_runner.torch_attention import TorchAttention
 
 CPU = torch.device("cpu")
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
+LENGTHS = [(1, 700), (4, 9), (1, 1), (1, 16), (20, 20), (1, 500), (300, 310), (1, 17), (40, 90)]
+GROUPED = KVGeometry(2, 3, 24, torch.float32, 5)
+PLAIN = QueryHeads(6, 24, 24**-0.5)
+KINDS = {
+    "full": (GROUPED, PLAIN),
+    "window": (replace(GROUPED, window=16), PLAIN),
+    "window-of-1": (replace(GROUPED, window=1), PLAIN),
+    "softcap": (GROUPED, replace(PLAIN, softcap=0.7)),
+    "softcap-window": (replace(GROUPED, window=33), replace(PLAIN, softcap=0.7)),
+    "latent": (
+        KVGeometry(2, 1, 40, torch.float32, 5, latent=True),
+        QueryHeads(6, 24, 0.3),
+    ),
+}
 
 
-def make_batch(lengths: list[tuple[int, int]], page_size: int, total_pages: int) -> ForwardBatch:
-    """Sequences of (new tokens, tokens in all), on shuffled pages."""
+def make_batch(
+    lengths: list[tuple[int, int]], geometry: KVGeometry, total_pages: int
+) -> ForwardBatch:
+    """Sequences of (new tokens, tokens in all), on shuffled pages; -1 below the window."""
     new = [n for n, _ in lengths]
-    pages_each = max(-(-all_ // page_size) for _, all_ in lengths)
+    pages_each = max(geometry.pages_for(all_) for _, all_ in lengths)
     pages = np.random.default_rng(2).permutation(total_pages)[: len(lengths) * pages_each]
+    table = pages.reshape(len(lengths), pages_each).astype(np.int32)
     query_start = np.cumsum([0, *new]).astype(np.int32)
+    for (n, all_), row in zip(lengths, table, strict=True):
+        row[geometry.pages_for(all_) :] = -1
+        if geometry.window is not None:
+            row[: max(0, all_ - n - geometry.window + 1) // geometry.page_size] = -1
     return ForwardBatch(
         input_ids=np.zeros(query_start[-1], np.int64),
         positions=np.concatenate([np.arange(all_ - n, all_) for n, all_ in lengths]),
         query_start=query_start,
         seq_lens=np.array([all_ for _, all_ in lengths], np.int32),
-        page_tables=pages.reshape(len(lengths), pages_each).astype(np.int32),
+        page_tables=(table,),
         logit_rows=np.empty(0, np.int64),
     )
 
 
-@pytest.mark.parametrize("threads", [1, 2])
+def make_pool(geometry: KVGeometry, batch: ForwardBatch, total_pages: int) -> KVPool:
+    """Random where the batch may read, NaN elsewhere."""
+    pool = KVPool(geometry, total_pages, CPU)
+    pool.data.fill_(torch.nan)
+    (table,) = batch.page_tables
+    for layer in range(geometry.num_layers):
+        pages = pool.layer(layer)[table[table >= 0]]
+        pool.layer(layer)[table[table >= 0]] = torch.randn(pages.shape).to(pages.dtype)
+    return pool
+
+
+def copy_of(pool: KVPool) -> KVPool:
+    copy = KVPool(pool.geometry, pool.total_pages, CPU)
+    copy.data.copy_(pool.data)
+    return copy
+
+
+def make_rows(batch: ForwardBatch, geometry: KVGeometry, heads: QueryHeads) -> torch.Tensor:
+    count = heads.count + geometry.parts * geometry.num_kv_heads
+    return torch.randn(len(batch.positions), count, geometry.head_dim).to(geometry.dtype)
+
+
+def attend_by_formula(
+    pool: KVPool, heads: QueryHeads, batch: ForwardBatch, rows: torch.Tensor
+) -> torch.Tensor:
+    """Token by token, from layer 1 of a pool that has the new tokens."""
+    geometry, layer = pool.geometry, pool.layer(1)
+    (table,) = batch.page_tables
+    group = heads.count // geometry.num_kv_heads
+    owners = np.repeat(np.arange(len(table)), np.diff(batch.query_start))
+    results = []
+    for row, owner, position in zip(rows, owners, batch.positions, strict=True):
+        first = 0 if geometry.window is None else max(0, position - geometry.window + 1)
+        seen = np.arange(first, position + 1)
+        pages, slots = table[owner, seen // geometry.page_size], seen % geometry.page_size
+        vectors = layer[pages, :, :, slots]  # [seen, parts, kv_heads, head_dim]
+        for head in range(heads.count):
+            keys, values = vectors[:, 0, head // group], vectors[:, -1, head // group]
+            scores = keys @ row[head] * heads.scale
+            if heads.softcap is not None:
+                scores = heads.softcap * torch.tanh(scores / heads.softcap)
+            results.append(scores.softmax(0) @ values[:, : heads.value_dim])
+    return torch.stack(results).view(len(owners), -1)
+
+
+@pytest.fixture(params=[1, 2])
+def threads(request: pytest.FixtureRequest) -> Iterator[int]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("order", list(PageOrder))
+@pytest.mark.parametrize("page_size", [1, 3, 16])
+@pytest.mark.parametrize("kind", KINDS)
+def test_torch_agrees_with_the_formula(
+    kind: str, page_size: int, order: PageOrder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Blocks shorter than a chunk, as a long one's are.
+    monkeypatch.setattr(torch_attention, "_LEAST_BLOCK", 10)
+    geometry, heads = KINDS[kind]
+    geometry = replace(geometry, page_size=page_size, order=order)
+    lengths = [(1, 1), (7, 7), (1, 40), (50, 60), (1, 17), (3, 36), (2, 2)]
+    total = 7 * geometry.pages_for(60) + 3
+    batch = make_batch(lengths, geometry, total)
+    torch.manual_seed(0)
+    pool, rows = make_pool(geometry, batch, total), make_rows(batch, geometry, heads)
+    got = TorchAttention(pool, heads).plan(batch, batch.page_tables[0]).attend(1, rows)
+    torch.testing.assert_close(got, attend_by_formula(pool, heads, batch, rows))
+
+
+@pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize("order", list(PageOrder))
 @pytest.mark.parametrize("page_size", [1, 5, 16])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_agrees_with_torch(
-    dtype: torch.dtype, page_size: int, order: PageOrder, threads: int
+@pytest.mark.parametrize("kind", KINDS)
+def test_cpu_agrees_with_torch(
+    kind: str, dtype: torch.dtype, page_size: int, order: PageOrder
 ) -> None:
-    # More tokens than the decode rows are split from, and a chunk in the middle.
-    lengths = [(1, 700), (4, 9), (1, 1), (1, 16), (20, 20), (1, 500), (1, 17)]
-    geometry = KVGeometry(2, 3, 24, dtype, page_size, order)
+    geometry, heads = KINDS[kind]
+    geometry = replace(geometry, page_size=page_size, order=order, dtype=dtype)
+    total = len(LENGTHS) * geometry.pages_for(700) + 3
+    batch = make_batch(LENGTHS, geometry, total)
     torch.manual_seed(0)
-    first = KVPool(geometry, 7 * geometry.pages_for(700) + 3, CPU)
-    first.data.normal_()
-    second = KVPool(geometry, first.total_pages, CPU)
-    second.data.copy_(first.data)
-    batch = make_batch(lengths, page_size, first.total_pages)
-    qkv = torch.randn(len(batch.positions), 6 + 2 * 3, 24).to(dtype)
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        got = CpuAttention(first, 6).plan(batch).attend(1, qkv)
-    finally:
-        torch.set_num_threads(before)
-    expected = TorchAttention(second, 6).plan(batch).attend(1, qkv)
+    first, rows = make_pool(geometry, batch, total), make_rows(batch, geometry, heads)
+    second = copy_of(first)
+    got = CpuAttention(first, heads).plan(batch, batch.page_tables[0]).attend(1, rows)
+    expected = TorchAttention(second, heads).plan(batch, batch.page_tables[0]).attend(1, rows)
     tolerance = TOLERANCE[dtype]
     torch.testing.assert_close(got, expected, rtol=tolerance, atol=tolerance)
-    assert torch.equal(first.data, second.data)
+    assert torch.equal(first.data.nan_to_num(7), second.data.nan_to_num(7))
 
 
-def test_large_scores_do_not_overflow() -> None:
+@pytest.mark.parametrize("softcap", [None, 50.0])
+def test_large_scores_do_not_overflow(softcap: float | None) -> None:
     geometry = KVGeometry(1, 1, 8, torch.float32, 4)
+    heads = QueryHeads(1, 8, 1.0, softcap)
     pool = KVPool(geometry, 4, CPU)
     pool.data.normal_(generator=torch.Generator().manual_seed(0)).mul_(100)
-    batch = make_batch([(1, 10)], 4, 4)
-    qkv = torch.full((1, 3, 8), 50.0)
-    got = CpuAttention(pool, 1).plan(batch).attend(0, qkv)
-    expected = TorchAttention(pool, 1).plan(batch).attend(0, qkv)
+    batch = make_batch([(1, 10)], geometry, 4)
+    rows = torch.full((1, 3, 8), 50.0)
+    got = CpuAttention(pool, heads).plan(batch, batch.page_tables[0]).attend(0, rows)
+    expected = TorchAttention(pool, heads).plan(batch, batch.page_tables[0]).attend(0, rows)
     torch.testing.assert_close(got, expected)
 
 
-def test_nan_is_not_hidden() -> None:
-    pool = KVPool(KVGeometry(1, 1, 8, torch.bfloat16, 4), 4, CPU)
-    qkv = torch.ones(1, 3, 8, dtype=torch.bfloat16)
-    qkv[0, 0, 3] = torch.nan
-    attended = CpuAttention(pool, 1).plan(make_batch([(1, 10)], 4, 4)).attend(0, qkv)
-    assert attended.isnan().all()
+@pytest.mark.parametrize("softcap", [None, 50.0])
+def test_nan_is_not_hidden(softcap: float | None) -> None:
+    geometry = KVGeometry(1, 1, 8, torch.bfloat16, 4)
+    pool = KVPool(geometry, 4, CPU)
+    rows = torch.ones(1, 3, 8, dtype=torch.bfloat16)
+    rows[0, 0, 3] = torch.nan
+    batch = make_batch([(1, 10)], geometry, 4)
+    backend = CpuAttention(pool, QueryHeads(1, 8, 1.0, softcap))
+    assert backend.plan(batch, batch.page_tables[0]).attend(0, rows).isnan().all()
 
 
 @pytest.mark.parametrize(
@@ -91,4 +187,5 @@ def test_nan_is_not_hidden() -> None:
     ],
 )
 def test_backend_by_dtype(dtype: torch.dtype, backend: type) -> None:
-    assert isinstance(make_attention(KVPool(KVGeometry(1, 1, 8, dtype, 4), 4, CPU), 1), backend)
+    pool = KVPool(KVGeometry(1, 1, 8, dtype, 4), 4, CPU)
+    assert isinstance(make_attention(pool, QueryHeads(1, 8, 1.0)), backend)

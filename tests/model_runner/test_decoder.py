@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -9,13 +10,18 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from kvrelay.mem_cache.geometry import PageOrder
+from kvrelay.mem_cache.geometry import KVGeometry, PageOrder
 from kvrelay.mem_cache.pool import KVPool
+from kvrelay.model_runner import torch_attention
+from kvrelay.model_runner.cpu_attention import CpuAttention
 from kvrelay.model_runner.runner import ModelRunner
 
 if TYPE_CHECKING:
     from conftest import Models, Sequences
 
+WINDOWED = ["mistral-window", "qwen2-window", "qwen3-window", "gemma2", "gemma3"]
+LATENT = ["deepseek-v2", "deepseek-v2-yarn", "deepseek-v3", "deepseek-v3-halves"]
+EXPERTS = ["deepseek-v2-experts", "deepseek-v2-groups", "deepseek-v3-experts"]
 NAMES = [
     "llama",
     "llama-tied",
@@ -27,6 +33,8 @@ NAMES = [
     "mistral",
     "qwen2",
     "qwen3",
+    *WINDOWED,
+    *LATENT,
 ]
 
 
@@ -43,7 +51,9 @@ def test_whole_prompt(
     assert_close(running.forward({0: tokens[:100]}), models.logits(name, tokens[:100]))
 
 
-@pytest.mark.parametrize("name", ["llama", "llama-yarn", "mistral", "qwen2", "qwen3"])
+@pytest.mark.parametrize(
+    "name", ["llama", "llama-yarn", "mistral", "qwen2", "qwen3", *WINDOWED, *LATENT]
+)
 def test_chunks_then_decode(
     name: str, models: Models, sequences: type[Sequences], tokens: list[int]
 ) -> None:
@@ -51,6 +61,46 @@ def test_chunks_then_decode(
     cuts = [0, 1, 8, 30, 31, 50, 51, 52, 53]
     parts = [running.forward({0: tokens[a:b]}) for a, b in pairwise(cuts)]
     assert_close(torch.cat(parts), models.logits(name, tokens[:53]))
+
+
+@pytest.mark.parametrize("name", EXPERTS)
+def test_experts(name: str, models: Models, sequences: type[Sequences], tokens: list[int]) -> None:
+    # In float64: these small random models amplify float32's rounding tenfold, transformers' too.
+    running = sequences(ModelRunner(models.folder(name), "float64", "cpu"), 1, 60)
+    parts = [running.forward({0: tokens[a:b]}) for a, b in pairwise([0, 1, 8, 50, 51, 52, 53])]
+    assert_close(torch.cat(parts), models.logits_in_float64(name, tokens[:53]))
+
+
+@pytest.mark.parametrize("backend", ["cpu", "torch"])
+@pytest.mark.parametrize("page_size", [1, 3, 16])
+@pytest.mark.parametrize("name", [*WINDOWED, *LATENT])
+def test_evicted_pages_are_not_read(
+    name: str,
+    page_size: int,
+    backend: str,
+    models: Models,
+    sequences: type[Sequences],
+    tokens: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if backend == "torch":
+        monkeypatch.setattr(CpuAttention, "supports", staticmethod(lambda pool: False))
+    # Chunks that end inside of the first window, that cross it, that are longer than a window
+    # and in blocks of it, that lie beyond it; then decode beside another sequence's chunks.
+    monkeypatch.setattr(torch_attention, "_LEAST_BLOCK", 10)
+    runner = ModelRunner(models.folder(name), "float32", "cpu")
+    running = sequences(runner, 2, 100, page_size)
+    texts = [tokens[:100], tokens[20:100]]
+    steps = [{0: (a, b)} for a, b in pairwise([0, 3, 7, 16, 50, 64, 66])]
+    steps += [{0: (66 + i, 67 + i), 1: (4 * i, 4 * i + 4)} for i in range(17)]
+    references = [models.logits(name, text) for text in texts]
+    for step in steps:
+        got = running.forward({i: texts[i][a:b] for i, (a, b) in step.items()})
+        assert_close(got, torch.cat([references[i][a:b] for i, (a, b) in step.items()]))
+    for pool, table in zip(running.pools, running.page_tables, strict=True):
+        window = pool.geometry.window
+        gone = 0 if window is None else max(0, 82 - window + 1) // page_size
+        assert (table[0] < 0).sum() == gone
 
 
 @pytest.mark.parametrize("order", list(PageOrder))
@@ -106,26 +156,43 @@ def test_only_own_pages_are_written(
     running = sequences(ModelRunner(models.folder("llama"), "float32", "cpu"), 2, 12, 4, order)
     running.forward({0: tokens[:6]})
     running.forward({0: tokens[6:7]})
-    own = running.page_tables[0].tolist()
+    own = running.page_tables[0][0].tolist()
     for layer in range(2):
-        written = ~running.pool.layer(layer).isnan()
+        written = ~running.pools[0].layer(layer).isnan()
         per_page = written.sum(dim=(1, 2, 3, 4)).tolist()
         of_a_token = 2 * 2 * 16
         expected = {own[0]: 4 * of_a_token, own[1]: 3 * of_a_token}
-        assert per_page == [expected.get(page, 0) for page in range(running.pool.total_pages)]
+        assert per_page == [expected.get(page, 0) for page in range(running.pools[0].total_pages)]
 
 
-def test_warm_up_leaves_the_bound_pool_alone(models: Models) -> None:
-    runner = ModelRunner(models.folder("llama"), "float32", "cpu")
-    pool = KVPool(runner.make_geometry(4), 8, runner.device)
-    pool.data.fill_(torch.nan)
-    runner.bind(pool)
+@pytest.mark.parametrize("name", ["llama", "gemma3", "deepseek-v3"])
+def test_warm_up_leaves_the_bound_pools_alone(name: str, models: Models) -> None:
+    runner = ModelRunner(models.folder(name), "float32", "cpu")
+    pools = [KVPool(geometry, 8, runner.device) for geometry in runner.make_geometries(4)]
+    for pool in pools:
+        pool.data.fill_(torch.nan)
+    runner.bind(pools)
     runner.warm_up()
-    assert pool.data.isnan().all()
+    assert all(pool.data.isnan().all() for pool in pools)
+
+
+def test_geometries(models: Models) -> None:
+    def geometries(name: str) -> tuple[KVGeometry, ...]:
+        return ModelRunner(models.folder(name), "bfloat16", "cpu").make_geometries(16)
+
+    full = KVGeometry(2, 2, 16, torch.bfloat16, 16)
+    assert geometries("llama") == (full,)
+    assert geometries("mistral-window") == (replace(full, window=20),)
+    near, far = (replace(full, head_dim=24, num_layers=n) for n in (2, 1))
+    assert geometries("gemma3") == (far, replace(near, window=9))
+    latent = KVGeometry(2, 1, 24 + 8, torch.bfloat16, 16, latent=True)
+    assert geometries("deepseek-v3") == (latent,)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("name", ["llama-biased", "qwen3"])
+@pytest.mark.parametrize(
+    "name", ["llama-biased", "qwen3", "mistral-window", "gemma2", "gemma3", "deepseek-v3"]
+)
 def test_half_precision_is_close(
     name: str, dtype: str, models: Models, sequences: type[Sequences], tokens: list[int]
 ) -> None:

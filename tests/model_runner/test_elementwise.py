@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvrelay.model_runner.elementwise import CpuElementwise, TorchElementwise
+from kvrelay.model_runner.elementwise import CpuElementwise, Elementwise, TorchElementwise
 from kvrelay.model_runner.linear import PackedLinear, PlainLinear
 
 COMPILED, PLAIN = CpuElementwise(), TorchElementwise()
@@ -44,9 +44,24 @@ def test_silu_mul() -> None:
     assert_close(COMPILED.silu_mul(gate_up), PLAIN.silu_mul(gate_up.float()))
 
 
+def test_gelu_mul() -> None:
+    gate_up = (torch.randn(5, 80) * 5).bfloat16()
+    gate_up[0, :6] = torch.tensor([0.0, -0.0, 200.0, -200.0, 3e38, -3e38])
+    gate_up[1, :6] = torch.tensor([1e-4, -1e-4, 1.0, -1.0, 8.0, -2.0])
+    assert_close(COMPILED.gelu_mul(gate_up), PLAIN.gelu_mul(gate_up.float()))
+
+
+@pytest.mark.parametrize("elementwise", [COMPILED, PLAIN])
+def test_rms_norm_by_a_weight_in_float32(elementwise: Elementwise) -> None:
+    x, weight = torch.randn(5, 70).bfloat16(), 1 + torch.randn(70) * 1e-3
+    exact = PLAIN.rms_norm(x.float(), weight, 1e-5)
+    assert_close(elementwise.rms_norm(x, weight, 1e-5), exact)
+
+
 def test_nan_is_not_hidden() -> None:
     x = torch.full((1, 8), torch.nan).bfloat16()
     assert COMPILED.silu_mul(x).isnan().all()
+    assert COMPILED.gelu_mul(x).isnan().all()
     assert COMPILED.rms_norm(x, torch.ones(8).bfloat16(), 1e-5).isnan().all()
 
 

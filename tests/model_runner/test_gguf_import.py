@@ -13,9 +13,9 @@ from tokenizers import Tokenizer
 from transformers import modeling_gguf_pytorch_utils
 from transformers.utils import logging
 
+from kvrelay.model_runner.config_reader import read_config
 from kvrelay.model_runner.errors import CheckpointError, DependencyError
 from kvrelay.model_runner.gguf_import import convert_gguf
-from kvrelay.model_runner.model_config import ModelConfig
 from kvrelay.model_runner.runner import ModelRunner
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ def test_tokenizer_and_ends(smollm2: Path) -> None:
     described = json.loads((smollm2 / "tokenizer_config.json").read_text())
     assert "<|im_start|>" in described["chat_template"]
     assert described["eos_token"] == "<|im_end|>"
-    assert ModelConfig.from_checkpoint(smollm2).eos_token_ids == (2,)
+    assert read_config(smollm2).eos_token_ids == (2,)
 
 
 def test_transformers_reads_the_same_model(smollm2: Path, sequences: type[Sequences]) -> None:

@@ -16,7 +16,7 @@ from kvrelay.model_runner.kernel_cache import SOURCES, make_cache_folder
 REPORT = """
 from kvrelay.model_runner.cpu_kernels import rms_norm
 from kvrelay.model_runner.decode_kernel import make_decode_kernel
-print(rms_norm._cache.cache_path, make_decode_kernel(1, 1, 2)._cache.cache_path)
+print(rms_norm._cache.cache_path, make_decode_kernel(2, 1, 1, 2, 2)._cache.cache_path)
 """
 
 

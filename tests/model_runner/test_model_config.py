@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import MistralConfig
+from transformers import (
+    DeepseekV2Config,
+    Gemma2Config,
+    Gemma3TextConfig,
+    MistralConfig,
+    Qwen2Config,
+)
 
+from kvrelay.model_runner.config_reader import read_config
 from kvrelay.model_runner.errors import CheckpointError
-from kvrelay.model_runner.model_config import ModelConfig
-from kvrelay.model_runner.rope import Llama3Rope, PlainRope, YarnRope
+from kvrelay.model_runner.model_config import GroupedHeads, LatentHeads, LayerConfig, ModelConfig
+from kvrelay.model_runner.rope import LinearRope, Llama3Rope, PlainRope, YarnRope
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -25,20 +33,46 @@ LLAMA: dict[str, Any] = {
     "max_position_embeddings": 128,
     "eos_token_id": 7,
 }
+FULL, SLIDING = "full_attention", "sliding_attention"
+MISTRAL = {"architectures": ["MistralForCausalLM"]}
+QWEN3 = {"architectures": ["Qwen3ForCausalLM"]}
+GEMMA = {"head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 64}
+GEMMA2 = {"architectures": ["Gemma2ForCausalLM"], **GEMMA}
+GEMMA3 = {"architectures": ["Gemma3ForCausalLM"], **GEMMA}
+DEEPSEEK = {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 24,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 10,
+    "first_k_dense_replace": 2,
+}
+V2 = {"architectures": ["DeepseekV2ForCausalLM"]}
+EXPERTS = {
+    **DEEPSEEK,
+    "first_k_dense_replace": 1,
+    "moe_intermediate_size": 24,
+    "n_routed_experts": 8,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 3,
+    "routed_scaling_factor": 1.7,
+    "n_group": 4,
+    "topk_group": 2,
+}
 
 
 def read(folder: Path, **changes: object) -> ModelConfig:
     (folder / "config.json").write_text(json.dumps({**LLAMA, **changes}))
-    return ModelConfig.from_checkpoint(folder)
+    return read_config(folder)
 
 
 def test_fields_and_defaults(tmp_path: Path) -> None:
     config = read(tmp_path)
-    assert (config.num_layers, config.num_heads, config.num_kv_heads) == (2, 4, 2)
-    assert (config.head_dim, config.max_model_len, config.vocab_size) == (16, 128, 131)
-    assert config.rope == PlainRope(10_000.0)
+    assert config.layers == (LayerConfig(PlainRope(10_000.0)),) * 2
+    assert config.heads == GroupedHeads(num_heads=4, num_kv_heads=2, head_dim=16, scale=0.25)
+    assert (config.max_model_len, config.vocab_size) == (128, 131)
     assert not config.tie_word_embeddings
-    assert not config.qkv_bias
     assert config.eos_token_ids == (7,)
 
 
@@ -56,28 +90,108 @@ def test_rope_as_written_before_transformers_5(tmp_path: Path) -> None:
     scaling = {"type": "llama3", "factor": 8, "low_freq_factor": 1, "high_freq_factor": 4}
     scaling["original_max_position_embeddings"] = 32
     config = read(tmp_path, rope_theta=500000.0, rope_scaling=scaling)
-    assert config.rope == Llama3Rope(500000.0, 8.0, 1.0, 4.0, 32)
+    assert config.layers[0].rope == Llama3Rope(500000.0, 8.0, 1.0, 4.0, 32)
 
 
 def test_yarn_infers_factor_and_attention_factor(tmp_path: Path) -> None:
     rope = {"rope_type": "yarn", "rope_theta": 1e4, "original_max_position_embeddings": 32}
     config = read(tmp_path, rope_parameters=rope)
-    assert isinstance(config.rope, YarnRope)
-    assert config.rope.factor == 4.0
-    assert config.rope.attention_factor == pytest.approx(1.1386294)
+    read_rope = config.layers[0].rope
+    assert isinstance(read_rope, YarnRope)
+    assert read_rope.factor == 4.0
+    assert read_rope.attention_factor == pytest.approx(1.1386294)
+
+
+def windows(config: ModelConfig) -> list[int | None]:
+    return [layer.window for layer in config.layers]
 
 
 @pytest.mark.parametrize("window", [None, 128, 4096])
-def test_window_that_is_never_felt_is_accepted(tmp_path: Path, window: int | None) -> None:
-    assert read(tmp_path, architectures=["MistralForCausalLM"], sliding_window=window)
+def test_window_that_is_never_felt_is_full_attention(tmp_path: Path, window: int | None) -> None:
+    config = read(tmp_path, **MISTRAL, sliding_window=window)
+    assert (config.windows, config.places) == ((None,), ((0, 0), (0, 1)))
 
 
-def test_absent_window_of_a_mistral_is_transformers_default(tmp_path: Path) -> None:
-    assert MistralConfig.from_dict({}).sliding_window == 4096
-    mistral = {"architectures": ["MistralForCausalLM"]}
-    assert read(tmp_path, **mistral, max_position_embeddings=4096).max_model_len == 4096
-    with pytest.raises(CheckpointError, match=r"sliding_window \(absent, so 4096; null would be"):
-        read(tmp_path, **mistral, max_position_embeddings=4097)
+def test_all_layers_of_a_mistral_share_its_window(tmp_path: Path) -> None:
+    config = read(tmp_path, **MISTRAL, sliding_window=127)
+    assert (config.windows, config.places) == ((127,), ((0, 0), (0, 1)))
+
+
+def test_absent_window_is_transformers_default(tmp_path: Path) -> None:
+    for made in (MistralConfig, Qwen2Config, Gemma2Config, Gemma3TextConfig):
+        assert made().sliding_window in (4096, None)
+    assert windows(read(tmp_path, **MISTRAL, max_position_embeddings=4096)) == [None, None]
+    assert windows(read(tmp_path, **MISTRAL, max_position_embeddings=4097)) == [4096, 4096]
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"use_sliding_window": False}, [None] * 4),
+        ({"use_sliding_window": True}, [None] * 4),
+        ({"use_sliding_window": True, "max_window_layers": 0}, [9] * 4),
+        ({"use_sliding_window": True, "max_window_layers": 3}, [None, None, None, 9]),
+        ({"use_sliding_window": True, "layer_types": [SLIDING, FULL] * 2}, [9, None] * 2),
+    ],
+)
+@pytest.mark.parametrize("name", ["Qwen2ForCausalLM", "Qwen3ForCausalLM"])
+def test_windows_of_a_qwen(
+    tmp_path: Path, name: str, changes: dict[str, Any], expected: list[int | None]
+) -> None:
+    qwen = {"architectures": [name], "num_hidden_layers": 4, "sliding_window": 9}
+    assert windows(read(tmp_path, **qwen, **changes)) == expected
+
+
+def test_places_in_two_pools(tmp_path: Path) -> None:
+    config = read(tmp_path, **GEMMA2, num_hidden_layers=5)
+    assert windows(config) == [64, None, 64, None, 64]
+    assert config.windows == (None, 64)
+    assert config.places == ((1, 0), (0, 0), (1, 1), (0, 1), (1, 2))
+
+
+def test_gemma3_as_on_the_hub(tmp_path: Path) -> None:
+    old = {"rope_theta": 1e6, "rope_local_base_freq": 500, "sliding_window_pattern": 3}
+    scaling = {"rope_type": "linear", "factor": 8.0}
+    config = read(tmp_path, **GEMMA3, num_hidden_layers=4, rope_scaling=scaling, **old)
+    near = LayerConfig(PlainRope(500.0), 64)
+    assert config.layers == (near, near, LayerConfig(LinearRope(1e6, 8.0)), near)
+    assert config.tie_word_embeddings
+    assert (config.sandwich, config.embedding_scale, config.logit_softcap) == (True, 8.0, None)
+
+
+def test_gemma3_as_transformers_5_saves_it(tmp_path: Path) -> None:
+    rope = {FULL: {"rope_type": "default", "rope_theta": 7e5}, SLIDING: {"rope_theta": 300.0}}
+    types = {"layer_types": [SLIDING, FULL]}
+    config = read(tmp_path, **GEMMA3, rope_parameters=rope, **types)
+    assert config.layers == (LayerConfig(PlainRope(300.0), 64), LayerConfig(PlainRope(7e5)))
+
+
+@pytest.mark.parametrize(
+    ("changes", "score", "logit"),
+    [
+        ({}, 50.0, 30.0),
+        ({"attn_logit_softcapping": None, "final_logit_softcapping": None}, None, None),
+        ({"attn_logit_softcapping": 5, "final_logit_softcapping": 3}, 5.0, 3.0),
+    ],
+)
+def test_absent_softcaps_of_a_gemma2_are_transformers_defaults(
+    tmp_path: Path, changes: dict[str, Any], score: float | None, logit: float | None
+) -> None:
+    made = Gemma2Config()
+    assert (made.attn_logit_softcapping, made.final_logit_softcapping) == (50.0, 30.0)
+    config = read(tmp_path, **GEMMA2, **changes)
+    assert (config.heads.queries.softcap, config.logit_softcap) == (score, logit)
+
+
+def test_latent_heads(tmp_path: Path) -> None:
+    yarn = {"type": "yarn", "factor": 40, "mscale": 0.707, "mscale_all_dim": 0.707}
+    config = read(tmp_path, **DEEPSEEK, rope_scaling=yarn)
+    assert isinstance(config.heads, LatentHeads)
+    assert (config.heads.cached_heads, config.heads.cached_dim) == (1, 32)
+    assert config.heads.query_rank == DeepseekV2Config().q_lora_rank == 1536
+    assert config.heads.scale == pytest.approx(20**-0.5 * (0.0707 * math.log(40) + 1) ** 2)
+    assert config.layers[0].rope.attention_factor == 1.0
+    assert read(tmp_path, **DEEPSEEK, q_lora_rank=None).heads.query_rank is None
 
 
 def test_end_in_generation_config_outside_the_vocabulary(tmp_path: Path) -> None:
@@ -111,7 +225,44 @@ def test_end_in_generation_config_outside_the_vocabulary(tmp_path: Path) -> None
         ({"eos_token_id": 131}, "eos_token_id"),
         ({"quantization_config": {"bits": 4}}, "quantization_config"),
         ({"use_sliding_window": True}, "use_sliding_window"),
-        ({"architectures": ["MistralForCausalLM"], "sliding_window": 64}, "sliding_window"),
+        ({"layer_types": [SLIDING, SLIDING]}, "layer_types"),
+        ({"layer_types": [FULL]}, "layer_types"),
+        ({"layer_types": "full_attention"}, "layer_types"),
+        ({**MISTRAL, "sliding_window": 0}, "sliding_window"),
+        ({**MISTRAL, "sliding_window": 64, "layer_types": [SLIDING, FULL]}, "layer_types"),
+        ({**QWEN3, "layer_types": [SLIDING, FULL]}, "layer_types"),
+        ({**QWEN3, "layer_types": ["chunked_attention", FULL]}, "layer_types"),
+        ({**QWEN3, "use_sliding_window": True, "max_window_layers": -1}, "max_window_layers"),
+        ({**GEMMA2, "sliding_window": None}, "layer_types"),
+        ({**GEMMA2, "hidden_activation": "gelu"}, "hidden_activation"),
+        ({**GEMMA2, "query_pre_attn_scalar": None}, "query_pre_attn_scalar"),
+        ({**GEMMA2, "use_bidirectional_attention": True}, "use_bidirectional_attention"),
+        ({**GEMMA2, "final_logit_softcapping": -1}, "final_logit_softcapping"),
+        ({**GEMMA2, "rope_parameters": {FULL: {}}}, f"rope_parameters.{FULL}"),
+        ({**GEMMA3, "attn_logit_softcapping": 50.0}, "attn_logit_softcapping"),
+        ({**GEMMA3, "rope_parameters": {"rope_theta": 1e4}}, "rope_parameters.rope_theta"),
+        (
+            {**GEMMA3, "rope_parameters": {FULL: {"rope_type": "dynamic"}}},
+            f"rope_parameters.{FULL}.rope_type",
+        ),
+        ({**GEMMA3, "rope_parameters": {FULL: {}}, "rope_scaling": {"factor": 8}}, "rope_scaling"),
+        ({**DEEPSEEK, "first_k_dense_replace": None}, "first_k_dense_replace"),
+        ({**DEEPSEEK, "first_k_dense_replace": 1}, "n_routed_experts"),
+        ({**EXPERTS, "n_group": 3}, "n_group"),
+        ({**EXPERTS, "n_group": 8}, "n_group"),
+        ({**EXPERTS, "topk_group": 5}, "topk_group"),
+        ({**EXPERTS, "num_experts_per_tok": 5}, "num_experts_per_tok"),
+        ({**EXPERTS, "n_shared_experts": None}, "n_shared_experts"),
+        ({**EXPERTS, "topk_method": "greedy"}, "topk_method"),
+        ({**EXPERTS, "scoring_func": "softmax"}, "scoring_func"),
+        ({**EXPERTS, "moe_layer_freq": 2}, "moe_layer_freq"),
+        ({**EXPERTS, **V2, "norm_topk_prob": True}, "norm_topk_prob"),
+        ({**EXPERTS, **V2, "topk_method": "noaux_tc"}, "topk_method"),
+        ({**DEEPSEEK, "num_key_value_heads": 2}, "num_key_value_heads"),
+        ({**DEEPSEEK, "kv_lora_rank": None}, "kv_lora_rank"),
+        ({**DEEPSEEK, "q_lora_rank": 0}, "q_lora_rank"),
+        ({**DEEPSEEK, "qk_rope_head_dim": 7}, "qk_rope_head_dim"),
+        ({**DEEPSEEK, "rope_interleave": "no"}, "rope_interleave"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_scaling.rope_type"),
         ({"rope_parameters": {"rope_type": "linear"}}, "rope_parameters.factor"),
@@ -147,4 +298,4 @@ def test_unreadable_file(tmp_path: Path, content: str | None, problem: str) -> N
     if content is not None:
         (tmp_path / "config.json").write_text(content)
     with pytest.raises(CheckpointError, match=problem):
-        ModelConfig.from_checkpoint(tmp_path)
+        read_config(tmp_path)
