@@ -144,6 +144,7 @@ class DecodeRole:
     def schedule(self) -> Sequence[Scheduled]:
         """See `Role`: one token for every running request."""
         leases = [request.held for request in self._running]
+        self._core.ledger.slide_all(leases, [lease.kv_committed_len for lease in leases])
         grown = self._core.ledger.grow_all(leases, [r.num_tokens for r in self._running])
         assert grown, "a promise was broken"
         return [Scheduled(request, 1, sample=True) for request in self._running]
@@ -153,7 +154,6 @@ class DecodeRole:
         request = item.request
         assert isinstance(request, DecodeRequest)
         assert token is not None
-        self._core.ledger.slide(request.held, request.num_tokens)
         request.output_ids.append(token.token_id)
         finish = request.checker.check(token.token_id)
         if finish is None:

@@ -26,6 +26,9 @@ from kvrelay.mem_cache.prefix_index import (
 
 NO_TOKENS: TokenIds = np.empty(0, np.int32)
 
+# Looked up once: to find a member in an enum takes longer than the rest of a loop's turn.
+_OPEN = LeaseState.OPEN
+
 
 @dataclass(frozen=True, slots=True)
 class PoolShape:
@@ -223,7 +226,7 @@ class Ledger:
         size = self.page_size
         growing = []
         for lease, goal in zip(leases, tokens, strict=True):
-            if lease._state is not LeaseState.OPEN:
+            if lease._state is not _OPEN:
                 lease.check_open("growth")
             first, last = -(-lease._kv_allocated_len // size), -(-goal // size)
             if last > first:
@@ -242,7 +245,7 @@ class Ledger:
     def commit_all(self, leases: Sequence[Lease], tokens: Sequence[int]) -> None:
         """`commit` to every lease its number of tokens."""
         for lease, goal in zip(leases, tokens, strict=True):
-            if lease._state is not LeaseState.OPEN:
+            if lease._state is not _OPEN:
                 lease.check_open("commit")
             if not lease._kv_committed_len <= goal <= lease._kv_allocated_len:
                 raise LedgerError(f"commit of {goal} tokens to {lease!r}")
@@ -259,15 +262,15 @@ class Ledger:
 
     def slide_all(self, leases: Sequence[Lease], positions: Sequence[int]) -> None:
         """`slide` every lease to its position."""
-        size = self.page_size
         for pool, shape in enumerate(self.pools):
             if shape.window is None:
                 continue
+            behind = self.pages_for(shape.window - 1)
             leaving = []
             for lease, position in zip(leases, positions, strict=True):
-                if lease._state is not LeaseState.OPEN:
+                if lease._state is not _OPEN:
                     lease.check_open("sliding")
-                frontier = (position // size * size - shape.window + 1) // size
+                frontier = position // self.page_size - behind
                 if frontier > lease._frontiers[pool]:
                     leaving.append((lease.holder, self._slide_pool(lease, pool, frontier)))
             if leaving:
@@ -302,7 +305,7 @@ class Ledger:
         For each pool ``[len(leases), most pages of any]``.
         """
         widest = self.pages_for(max([lease._kv_allocated_len for lease in leases]))
-        rows = [lease.row for lease in leases]
+        rows = np.array([lease.row for lease in leases])
         return tuple(table[rows, :widest] for table in self._page_tables)
 
     # Between leases and the prefix index
@@ -317,6 +320,10 @@ class Ledger:
         last = min(lease.kv_committed_len, len(token_ids)) // self.page_size
         before = lease.num_protected_pages
         if last <= before:
+            return
+        if pending and any(self._unpromised(pool) < last - before for pool in self._numbers):
+            # Duplicates would stay in quarantine while what replaces them is locked:
+            # for a time both would be missing where others were promised room.
             return
         offered = [table[:last].copy() for table in lease._page_tables]
         inserted = self.index.insert(token_ids[: last * self.page_size], offered, lease.namespace)
@@ -546,10 +553,11 @@ class Ledger:
         self.audit()
         indexed = self.index.audit()
         for pool, account in enumerate(self._accounts):
-            claims = np.zeros(account.total, np.int32)
+            claimed = []
             for owner, pages in self._claims(pool, indexed[pool]):
                 account.check_owner(pages, owner)
-                np.add.at(claims, pages, 1)
+                claimed.append(pages)
+            claims = np.bincount(np.concatenate(claimed), minlength=account.total)
             for page in np.flatnonzero(claims != 1).tolist():
                 raise ConservationError(
                     f"{account.name} page {page} has {claims[page]} owners: {account.history(page)}"
@@ -615,7 +623,7 @@ class Ledger:
 
     def _grow_pages(self, growing: Sequence[tuple[Lease, int, int]]) -> bool:
         """Give each lease the pages ``[first, last)`` of its table, in every pool, or none."""
-        if any([last > self._row_pages for _, _, last in growing]):
+        if any(last > self._row_pages for _, _, last in growing):
             return False
         plans = [self._missing(pool, growing) for pool in self._numbers]
         for pool, plan in enumerate(plans):
@@ -640,17 +648,16 @@ class Ledger:
     def _take_missing(self, pool: int, plan: Sequence[tuple[Lease, int, int, int]]) -> None:
         """Carry out a plan of `_missing`; there must be as many pages."""
         shares = [(lease.holder, missing) for lease, _, missing, _ in plan]
-        wanted = sum([missing for _, missing in shares])
-        self._make_room(pool, wanted)
+        self._make_room(pool, sum([missing for _, missing in shares]))
         pages = self._accounts[pool].take_each(shares)
-        self._held[pool] += wanted
+        self._held[pool] += len(pages)
+        self._promised[pool] -= sum([kept for _, _, _, kept in plan])
         taken = 0
         for lease, start, missing, kept in plan:
             table = lease._page_tables[pool]
             table[start : start + missing] = pages[taken : taken + missing]
             taken += missing
             lease._promised_pages[pool] -= kept
-            self._promised[pool] -= kept
 
     def _make_room(self, pool: int, wanted: int) -> None:
         """Evict until so many pages are free; there must be as many."""
@@ -663,17 +670,17 @@ class Ledger:
 
     def _slide_pool(self, lease: Lease, pool: int, frontier: int) -> Pages:
         """Advance a lease's frontier; returns the pages that it owned before it."""
-        before = lease._frontiers[pool]
-        table, last = lease._page_tables[pool], min(frontier, lease.num_pages)
+        before, end = lease._frontiers[pool], lease.num_pages
+        table, last = lease._page_tables[pool], min(frontier, end)
         leaving = table[max(before, lease.num_protected_pages) : last].copy()
         table[before:last] = NO_PAGE
         lease._frontiers[pool] = frontier
         # They are promised again, as far as it may still grow.
-        to_come = self.pages_for(lease._promised_tokens) - lease.num_pages
-        promise = min(lease._promised_pages[pool] + len(leaving), to_come)
-        promise = max(promise, lease._promised_pages[pool])
-        self._promised[pool] += promise - lease._promised_pages[pool]
-        lease._promised_pages[pool] = promise
+        to_come = self.pages_for(lease._promised_tokens) - end
+        again = min(len(leaving), to_come - lease._promised_pages[pool])
+        if again > 0:
+            lease._promised_pages[pool] += again
+            self._promised[pool] += again
         return leaving
 
     def _adopt(self, lease: Lease, lock: PrefixLock) -> None:

@@ -104,6 +104,9 @@ TINY = [
     ("qwen2", 2, 2, 1),
     ("qwen3", 1, 1, 16),
     ("qwen3", 2, 2, 1),
+    ("mistral-window", 1, 1, 16),
+    ("gemma3", 2, 2, 4),
+    ("deepseek", 1, 1, 16),
 ]
 
 
@@ -121,6 +124,7 @@ async def test_tiny_models_equal_transformers(
         page_size=page_size,
         dtype="float32",
         chunk_tokens=64,
+        kv_memory=32 << 20,
     ) as cluster:
         assert await ask_at_once(cluster, prompts) == expected
         for prompt, tokens in zip(prompts, expected, strict=True):
