@@ -51,7 +51,7 @@ class WorkerMetrics(Collector):
         self._computed_tokens = self._counter("computed_tokens", "Tokens that forwards computed")
         self._audit_failures = self._counter(
             "audit_failures", "Times that the account of memory was found wrong"
-        )
+        ).labels(**self._labels)  # so that it is there, at zero, for an alert
         self._failed_steps = self._counter("failed_steps", "Forwards that failed")
         self._transfer_bytes = self._counter("transfer_bytes", "KV bytes read from peers")
         self._transfer_pages = self._counter("transfer_pages", "KV pages read from peers")
@@ -68,7 +68,7 @@ class WorkerMetrics(Collector):
 
     def count_audit_failure(self) -> None:
         """Memory was lost, or is owned twice: the worker is about to end."""
-        self._audit_failures.labels(**self._labels).inc()
+        self._audit_failures.inc()
 
     def count_release(self, outcome: Outcome) -> None:
         """A request's memory was given back."""

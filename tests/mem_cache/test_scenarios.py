@@ -1063,9 +1063,7 @@ def test_scenario_50_window_pages_that_a_running_forward_reads_are_never_evicted
     assert_at_baseline(memory)
 
 
-@pytest.mark.xfail(
-    strict=True, reason="`Ledger.publish` locks pages that are promised: a whole node"
-)
+@pytest.mark.xfail(strict=True, reason="`Ledger.publish` locks a whole node, promised or not")
 def test_scenario_49_promises_are_kept_when_a_window_finds_duplicates():
     """Its window is one page; the node of the index that it locks has four."""
     memory = make(4, 40, window=4, window_pages=11, ahead=16)
