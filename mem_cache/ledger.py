@@ -298,6 +298,9 @@ class Ledger:
         lease._kv_allocated_len = min(lease._kv_allocated_len, kept * self.page_size)
         lease._kv_committed_len = min(lease._kv_committed_len, tokens)
         self._let_go(lease.holder, tails, pending)
+        if not pending:
+            for pool, tail in enumerate(tails):
+                self._promise_again(lease, pool, len(tail))
 
     def page_tables(self, leases: Sequence[Lease]) -> tuple[Pages, ...]:
         """A forward's own snapshot of the leases' tables.
@@ -317,19 +320,25 @@ class Ledger:
         back once nothing `pending` reads it any more: a forward that runs, or a
         peer to whom it was announced.
         """
+        if lease.state is not LeaseState.CLOSED:
+            lease.check_open("publishing")
         last = min(lease.kv_committed_len, len(token_ids)) // self.page_size
         before = lease.num_protected_pages
         if last <= before:
             return
-        if pending and any(self._unpromised(pool) < last - before for pool in self._numbers):
-            # Duplicates would stay in quarantine while what replaces them is locked:
-            # for a time both would be missing where others were promised room.
+        # What is locked cannot be evicted any more, while the duplicates of it come back later, or
+        # are fewer: so it may be that others were promised room that would then be missing.
+        known = self.index.match(token_ids[: last * self.page_size], lease.namespace)
+        short = any(self._unpromised(pool) < 0 for pool in self._numbers)
+        if short and (pending or any(self.windowed)):
+            self.index.unlock(known)
             return
         offered = [table[:last].copy() for table in lease._page_tables]
         inserted = self.index.insert(token_ids[: last * self.page_size], offered, lease.namespace)
         if inserted.lock.num_pages < last:
             assert not any(map(len, inserted.taken)), "the index took what it does not lock"
             self.index.unlock(inserted.lock)
+            self.index.unlock(known)
             return
         duplicates = []
         for pool in self._numbers:
@@ -341,10 +350,12 @@ class Ledger:
             self._held[pool] -= len(taken) + len(extra)
         old = lease._prefix_lock
         self._adopt(lease, inserted.lock)
-        if old is not None:
+        if old is not None and not pending:
             self.index.unlock(old)
+            old = None
+        self.index.unlock(known)
         self.cache_counts.duplicate_pages += sum(map(len, duplicates))
-        self._let_go(lease.holder, duplicates, pending)
+        self._let_go(lease.holder, duplicates, pending, lock=old)
 
     # Sessions
 
@@ -418,6 +429,8 @@ class Ledger:
         `pending` is what may still read or write the pages from the turn.
         """
         lease.check_open("rolling back")
+        if prefix_len < lease.cache_protected_len:
+            raise LedgerError(f"{lease!r} has published beyond {prefix_len} tokens")
         boundary = prefix_len // self.page_size
         kept = [len(pages) > 0 for pages in lease._set_aside]
         for pool, table in enumerate(lease._page_tables):
@@ -675,13 +688,16 @@ class Ledger:
         leaving = table[max(before, lease.num_protected_pages) : last].copy()
         table[before:last] = NO_PAGE
         lease._frontiers[pool] = frontier
-        # They are promised again, as far as it may still grow.
-        to_come = self.pages_for(lease._promised_tokens) - end
-        again = min(len(leaving), to_come - lease._promised_pages[pool])
+        self._promise_again(lease, pool, len(leaving))
+        return leaving
+
+    def _promise_again(self, lease: Lease, pool: int, freed: int) -> None:
+        """Promise a lease what it has just let go of, as far as it may still grow."""
+        to_come = self.pages_for(lease._promised_tokens) - lease.num_pages
+        again = min(freed, to_come - lease._promised_pages[pool])
         if again > 0:
             lease._promised_pages[pool] += again
             self._promised[pool] += again
-        return leaving
 
     def _adopt(self, lease: Lease, lock: PrefixLock) -> None:
         """Take the pages of a lock on the index into the lease's tables."""
@@ -698,6 +714,7 @@ class Ledger:
         for pool in self._numbers:
             self._promised[pool] -= lease._promised_pages[pool]
             lease._promised_pages[pool] = 0
+        lease._promised_tokens = 0
 
     def _hand(self, lease: Lease, source: Owner, target: Owner) -> None:
         """Move all that a lease owns between requests and sessions."""
@@ -724,7 +741,7 @@ class Ledger:
             self._accounts[pool].move(holder, some, Owner.LEASE, target)
         if not pending:
             self._end(row, lock)
-        elif row is not None or any(map(len, leaving)):
+        elif row is not None or lock is not None or any(map(len, leaving)):
             for pool, some in enumerate(leaving):
                 self._quarantined[pool] += len(some)
             self._quarantine.append(

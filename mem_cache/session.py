@@ -67,7 +67,8 @@ class Sessions:
         session = self._sessions.get(session_id)
         if session is not None and session.lease is not lease:
             raise LedgerError(f"session {session_id}: {lease!r} is not what was lent")
-        pending = tuple(fence for fence in fences if not fence.passed())
+        before = () if session is None else session.fences
+        pending = tuple(fence for fence in (*before, *fences) if not fence.passed())
         release_kv_cache(self._ledger, lease, Outcome.SAVED, fences=pending)
         closing = session is not None and session.closing
         self._sessions[session_id] = _Session(lease, pending, self._clock())

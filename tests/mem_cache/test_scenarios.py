@@ -994,10 +994,9 @@ def test_scenario_50_what_a_running_forward_uses_is_never_evicted(use):
     assert_at_baseline(memory)
 
 
-# Known faults
+# What these scenarios have found here
 
 
-@pytest.mark.xfail(strict=True, reason="`Ledger.trim` does not promise again what it frees")
 def test_scenario_22_promise_outlives_rejected_drafts():
     memory = make(4, 4)
     holder = start(memory, TOKENS, 16)
@@ -1010,7 +1009,6 @@ def test_scenario_22_promise_outlives_rejected_drafts():
     assert_at_baseline(memory)
 
 
-@pytest.mark.xfail(strict=True, reason="`Ledger.publish` publishes the next request of the row")
 def test_scenario_9_result_that_comes_late_publishes_nothing():
     memory = make(4, 8, rows=1)
     aborted = holding(memory, 8, 8)
@@ -1023,7 +1021,6 @@ def test_scenario_9_result_that_comes_late_publishes_nothing():
     assert_at_baseline(memory)
 
 
-@pytest.mark.xfail(strict=True, reason="`Sessions.save` forgets what the turn before has in flight")
 @pytest.mark.parametrize("ends", ["saved", "rolled back"])
 def test_scenario_20_turn_that_computes_nothing_keeps_the_fences_of_the_one_before(ends):
     memory = make(4, 6)
@@ -1043,7 +1040,6 @@ def test_scenario_20_turn_that_computes_nothing_keeps_the_fences_of_the_one_befo
     assert_at_baseline(memory)
 
 
-@pytest.mark.xfail(strict=True, reason="`Ledger.publish` unlocks the window before it, unfenced")
 def test_scenario_50_window_pages_that_a_running_forward_reads_are_never_evicted():
     """p=4, a window of 5: the forward of token 7 sees token 3, a prefix of 8 tokens does not."""
     memory = make(4, 12, window=5, window_pages=5, ahead=8)
@@ -1063,7 +1059,6 @@ def test_scenario_50_window_pages_that_a_running_forward_reads_are_never_evicted
     assert_at_baseline(memory)
 
 
-@pytest.mark.xfail(strict=True, reason="`Ledger.publish` locks a whole node, promised or not")
 def test_scenario_49_promises_are_kept_when_a_window_finds_duplicates():
     """Its window is one page; the node of the index that it locks has four."""
     memory = make(4, 40, window=4, window_pages=11, ahead=16)
