@@ -92,7 +92,7 @@ class DecodeRole:
             stops=command.stops,
             priority=command.priority,
             stream=HandOverStream(command.key, command.prefill),
-            hand_over=DecodeHandOver(pages),
+            hand_over=DecodeHandOver(pages, self._core.ledger.windowed),
             checker=StopChecker(command.stops, self._tokenizer),
         )
         if self._core.admit(request, request.most_tokens):
@@ -131,18 +131,22 @@ class DecodeRole:
         for request in sorted(self._asked(), key=lambda r: r.turn):
             if misfit is not None and misfit.bypassed >= BYPASS_LIMIT:
                 return
-            if not self._core.reserve(request, request.most_tokens):
+            if not self._reserve(request):
                 misfit = misfit or request
                 continue
             if misfit is not None:
                 misfit.bypassed += 1
-            self._core.outbox.put(request.stream, request.hand_over.grant())
+            # What the prefix index has here already, and what no window needs, is not read.
+            protected = request.held.num_protected_pages
+            missing = [max(first, protected) for first in request.held.first_pages]
+            self._core.outbox.put(request.stream, request.hand_over.grant(missing))
 
     def schedule(self) -> Sequence[Scheduled]:
         """See `Role`: one token for every running request."""
-        for request in self._running:
-            grown = self._core.ledger.grow(request.held, request.num_tokens)
-            assert grown, "a promise was broken"
+        leases = [request.held for request in self._running]
+        self._core.ledger.slide_all(leases, [lease.kv_committed_len for lease in leases])
+        grown = self._core.ledger.grow_all(leases, [r.num_tokens for r in self._running])
+        assert grown, "a promise was broken"
         return [Scheduled(request, 1, sample=True) for request in self._running]
 
     def settled(self, item: Scheduled, token: SampledToken | None) -> None:
@@ -171,7 +175,7 @@ class DecodeRole:
             waiting_requests=len(self._core.requests) - running,
             running_requests=running,
             waiting_tokens=sum(len(r.prompt_ids) for r in waiting),
-            pools=(self._core.ledger.page_counts(), self._core.ledger.row_counts()),
+            pools=self._core.ledger.counts(),
         )
 
     # The hand-over
@@ -192,17 +196,18 @@ class DecodeRole:
 
     def _pull(self, request: DecodeRequest, message: Announce) -> None:
         """Read the announced pages straight into the reserved ones."""
-        request.hand_over.on_announce(message)
+        wanted = request.hand_over.on_announce(message)
         if request.hand_over.first_token is not None:
             request.announced_at = time.monotonic()
-        if message.page_ids:
-            last = message.first_page + len(message.page_ids)
-            local = request.held.pages[message.first_page : last].astype(np.int64)
+        if any(run.page_ids for run in wanted):
             stream = request.stream
             pull = self._agent.pull(
                 stream.peer.incarnation,
-                local,
-                np.asarray(message.page_ids, np.int64),
+                [
+                    request.held.pages(pool)[run.first_page : run.end].astype(np.int64)
+                    for pool, run in enumerate(wanted)
+                ],
+                [np.asarray(run.page_ids, np.int64) for run in wanted],
                 lambda pull: self._inbox.post(PullEnded(stream, pull)),
             )
             request.pulls.append(pull)
@@ -262,6 +267,16 @@ class DecodeRole:
         self._core.end(request, outcome, end, timings=request.timings(), fences=request.pulls)
 
     # Memory
+
+    def _reserve(self, request: DecodeRequest) -> bool:
+        """The whole prompt, but for what the prefix index has, and the promise of its output."""
+        prompt = len(request.prompt_ids)
+        if not self._core.reserve(request, request.most_tokens, known_tokens=prompt):
+            return False
+        self._core.ledger.slide(request.held, prompt)
+        grown = self._core.ledger.grow(request.held, prompt)
+        assert grown, "a promise was broken"
+        return True
 
     def _asked(self) -> list[DecodeRequest]:
         return [

@@ -165,7 +165,7 @@ class HandOverClient:
         request = hand_over_pb2.DescribeAgentRequest(incarnation=peer.incarnation)
         try:
             described = peer_from_wire(await stub.DescribeAgent(request, timeout=REACH_TIMEOUT_S))
-            described.check(peer.incarnation, self._agent.layout)
+            described.check(peer.incarnation, self._agent.layouts)
         except (TransferError, grpc.RpcError):
             await channel.close()
             raise

@@ -14,6 +14,7 @@ from kvrelay.kv_transfer.hand_over import (
     FromDecode,
     FromPrefill,
     Grant,
+    PageRun,
     Released,
 )
 from kvrelay.kv_transfer.peer import PeerDescription
@@ -55,7 +56,8 @@ def from_wire(message: hand_over_pb2.HandOverResponse, vocab_size: int) -> FromP
             token = announce.first_token.token_id if has_token else None
             if token is not None and token >= vocab_size:
                 raise ProtocolError(f"first token {token} of a vocabulary of {vocab_size}")
-            return Announce(announce.first_page, tuple(announce.page_ids), token)
+            runs = (PageRun(run.first_page, tuple(run.page_ids)) for run in announce.runs)
+            return Announce(tuple(runs), token)
         case "released":
             return Released(message.released.valid)
         case "ended":
@@ -72,18 +74,15 @@ def peer_from_wire(message: hand_over_pb2.DescribeAgentResponse) -> PeerDescript
         PeerRefusedError: a value is out of range.
     """
     try:
-        geometry = _geometry_from_wire(message.geometry)
+        geometries = [_geometry_from_wire(pool.geometry) for pool in message.pools]
     except (KeyError, ValueError) as error:
         raise PeerRefusedError(f"geometry of {message.incarnation}: {error}") from error
-    layout = PoolLayout(
-        geometry=geometry,
-        total_pages=message.pool_pages,
-        address=message.pool_address,
-        device_id=message.device_id,
-        memory_type=message.memory_type,
+    layouts = (
+        PoolLayout(geometry, pool.pages, pool.address, message.device_id, message.memory_type)
+        for geometry, pool in zip(geometries, message.pools, strict=True)
     )
     return PeerDescription(
-        message.incarnation, message.agent_metadata, message.agent_metadata_sha256, layout
+        message.incarnation, message.agent_metadata, message.agent_metadata_sha256, tuple(layouts)
     )
 
 
@@ -95,4 +94,6 @@ def _geometry_from_wire(geometry: hand_over_pb2.PoolGeometry) -> KVGeometry:
         dtype=_DTYPES[geometry.dtype],
         page_size=geometry.page_size,
         order=PageOrder(geometry.order),
+        latent=geometry.latent,
+        window=geometry.window if geometry.HasField("window") else None,
     )

@@ -14,7 +14,7 @@ from kvrelay.deploy.errors import OptionError
 from kvrelay.deploy.models import Model
 from kvrelay.deploy.options import WORKER_HOST, ServeOptions
 from kvrelay.deploy.progress import Progress
-from kvrelay.engine.config import Role, WorkerConfig, WorkerInfo
+from kvrelay.engine.config import PrefixIndexKind, Role, WorkerConfig, WorkerInfo
 from kvrelay.mem_cache.geometry import PageOrder
 from kvrelay.router.config import RouterConfig
 from kvrelay.router.router import Router
@@ -77,6 +77,7 @@ def worker_configs(options: ServeOptions, model: Model) -> list[WorkerConfig]:
             page_size=options.page_size,
             kv_memory=options.kv_memory,
             page_order=PageOrder(options.page_order),
+            prefix_index=PrefixIndexKind(options.prefix_index),
             max_running=options.max_running,
             chunk_tokens=options.chunk_tokens,
             max_model_len=options.max_model_len,

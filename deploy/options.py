@@ -16,6 +16,7 @@ DEFAULT_WORKER_TIMEOUT: Final = 15.0
 WORKER_HOST: Final = "127.0.0.1"
 """Routers and workers are on one machine; nobody else needs to reach a worker."""
 PAGE_ORDERS: Final = ("page_first", "layer_first")
+PREFIX_INDEXES: Final = ("radix", "none")
 DTYPES: Final = ("bfloat16", "float16", "float32")
 DEVICES: Final = ("auto", "cpu", "cuda")
 
@@ -47,6 +48,8 @@ class ServeOptions:
     decode: int = 1
     page_size: int = 16
     page_order: str = "page_first"
+    prefix_index: str = "radix"
+    """How workers find prefixes again."""
     kv_memory: int = 512 << 20
     """Bytes of each worker's pool."""
     dtype: str = "bfloat16"
@@ -76,6 +79,7 @@ class ServeOptions:
         if not 0 < self.worker_timeout < float("inf"):
             raise OptionError("--worker-timeout", "must be seconds, more than 0")
         self._check_choice("page_order", self.page_order, PAGE_ORDERS)
+        self._check_choice("prefix_index", self.prefix_index, PREFIX_INDEXES)
         self._check_choice("dtype", self.dtype, DTYPES)
         self._check_choice("device", self.device, DEVICES)
         for field in ("model", "model_name"):

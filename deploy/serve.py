@@ -19,7 +19,14 @@ import click
 from kvrelay.deploy.config_file import load_defaults
 from kvrelay.deploy.edge import with_clear_errors
 from kvrelay.deploy.models import Model, resolve_model, users_models
-from kvrelay.deploy.options import DEFAULT_GRPC, DEVICES, DTYPES, PAGE_ORDERS, ServeOptions
+from kvrelay.deploy.options import (
+    DEFAULT_GRPC,
+    DEVICES,
+    DTYPES,
+    PAGE_ORDERS,
+    PREFIX_INDEXES,
+    ServeOptions,
+)
 from kvrelay.deploy.params import ADDRESS, SIZE
 from kvrelay.deploy.progress import Progress
 from kvrelay.deploy.sizes import format_size
@@ -58,6 +65,12 @@ _POSITIVE = click.IntRange(min=1)
     type=click.Choice(PAGE_ORDERS),
     default=_DEFAULTS.page_order,
     help="Whether a page's layers lie together, or a layer's pages.",
+)
+@click.option(
+    "--prefix-index",
+    type=click.Choice(PREFIX_INDEXES),
+    default=_DEFAULTS.prefix_index,
+    help="How workers find prefixes of earlier requests again: in a radix tree, or not at all.",
 )
 @click.option(
     "--kv-memory",

@@ -9,6 +9,15 @@ from pathlib import Path
 from kvrelay.mem_cache.geometry import PageOrder
 
 
+class PrefixIndexKind(StrEnum):
+    """How a worker finds prefixes that it has computed, or taken over, before."""
+
+    RADIX = "radix"
+    """In a radix tree over whole pages."""
+    NONE = "none"
+    """Not at all: every request's pages are freed at its end."""
+
+
 class Role(StrEnum):
     """What a worker does with a request."""
 
@@ -34,6 +43,7 @@ class WorkerConfig:
     kv_memory: int = 512 << 20
     """Bytes of the paged pool."""
     page_order: PageOrder = PageOrder.PAGE_FIRST
+    prefix_index: PrefixIndexKind = PrefixIndexKind.RADIX
     max_running: int = 64
     """Rows: requests that hold memory at the same time."""
     chunk_tokens: int = 512
@@ -62,7 +72,7 @@ class WorkerInfo:
     address: str
     metrics_address: str
     pool_tokens: int
-    """Tokens that its KV pool holds in all."""
+    """Tokens that one request can hold there at most."""
     max_model_len: int
     vocab_size: int
     architecture: str

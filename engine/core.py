@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Sequence
 
+import numpy as np
+
 from kvrelay.engine.metrics import WorkerMetrics
 from kvrelay.engine.outbox import Outbox
 from kvrelay.engine.outputs import (
@@ -68,18 +70,19 @@ class EngineCore:
         self.requests[request.key] = request
         return True
 
-    def reserve(self, request: Request, most_tokens: int) -> bool:
-        """Take the whole prompt's pages and the promise of `most_tokens`, or nothing.
+    def reserve(self, request: Request, most_tokens: int, known_tokens: int) -> bool:
+        """Take the promise of `most_tokens`, or nothing.
 
         Whoever waits for memory holds none: that keeps a pair of workers free of deadlock.
+
+        Args:
+            request: waits; it has a lease afterwards.
+            most_tokens: that it may come to hold on this worker.
+            known_tokens: of its prompt that may be taken from the prefix index.
         """
-        lease = self.ledger.open(str(request.key), most_tokens)
-        if lease is None:
-            return False
-        request.lease = lease
-        grown = self.ledger.grow(lease, len(request.prompt_ids))
-        assert grown, "a promise was broken"
-        return True
+        token_ids = np.asarray(request.prompt_ids[:known_tokens], np.int32)
+        request.lease = self.ledger.open(str(request.key), most_tokens, token_ids=token_ids)
+        return request.lease is not None
 
     def emit(
         self,
@@ -87,10 +90,12 @@ class EngineCore:
         tokens: Sequence[SampledToken] = (),
         end: End | None = None,
         timings: Timings | None = None,
+        *,
+        cached_tokens: int = 0,
     ) -> None:
         """Tell the request's router of its latest `tokens`, or of its end, or of both."""
         index = len(request.output_ids) - len(tokens)
-        output = Output(request.key, index, tuple(tokens), end, timings or Timings())
+        output = Output(request.key, index, tuple(tokens), end, timings or Timings(), cached_tokens)
         self._outputs.setdefault(request.link, []).append(output)
 
     def end(
@@ -102,6 +107,7 @@ class EngineCore:
         tokens: Sequence[SampledToken] = (),
         timings: Timings | None = None,
         fences: Iterable[Fence] = (),
+        cached_tokens: int = 0,
     ) -> None:
         """A request's one way out: its memory, its entry, and its last word to the router.
 
@@ -112,17 +118,19 @@ class EngineCore:
             tokens: sampled last, not yet told.
             timings: of the phases that this worker saw.
             fences: transfers that still read or write its pages, besides its last forward.
+            cached_tokens: see `Output`.
         """
         self._release(request, outcome, fences)
         del self.requests[request.key]
         if end is not None:
-            self.emit(request, tokens, end, timings)
+            self.emit(request, tokens, end, timings, cached_tokens=cached_tokens)
 
     def _release(self, request: Request, outcome: Outcome, fences: Iterable[Fence]) -> None:
         if request.lease is None:
             return
         fences = [StepFence(self.steps, request.last_step), *fences]
-        tokens = request.token_ids(0, request.lease.kv_committed_len)
+        settled = request.token_ids(0, request.lease.kv_committed_len)
+        tokens = np.asarray(settled, np.int32)
         if release_kv_cache(self.ledger, request.lease, outcome, token_ids=tokens, fences=fences):
             self.metrics.count_release(outcome)
 

@@ -22,6 +22,7 @@ from kvrelay.engine.core import EngineCore
 from kvrelay.engine.outputs import Load
 from kvrelay.engine.request import Request
 from kvrelay.engine.step import Scheduled, Step, StepEnded, plan_step
+from kvrelay.mem_cache.errors import ConservationError
 from kvrelay.model_runner.sampler import SampledToken
 
 logger = logging.getLogger(__name__)
@@ -102,6 +103,13 @@ class Engine:
         Raises:
             ConservationError: memory was lost or is owned twice: the engine must stop.
         """
+        try:
+            self._pass(messages)
+        except ConservationError:
+            self._core.metrics.count_audit_failure()
+            raise
+
+    def _pass(self, messages: Iterable[object]) -> None:
         for message in messages:
             self._handle(message)
         self._core.ledger.reclaim()
@@ -110,7 +118,8 @@ class Engine:
             self._launch()
         self._audit()
         load = self._role.load()
-        self._core.metrics.publish(load, self._core.ledger.quarantined_since)
+        ledger = self._core.ledger
+        self._core.metrics.publish(load, ledger.quarantined_since, ledger.cache_counts)
         self._core.flush(load)
 
     def _launch(self) -> None:

@@ -4,19 +4,27 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
-from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from kvrelay.engine.config import WorkerConfig
 from kvrelay.engine.outputs import Load
 from kvrelay.kv_transfer.pull import Pull, PullState
-from kvrelay.mem_cache.ledger import PoolCounts
+from kvrelay.mem_cache.ledger import CacheCounts, PoolCounts
 from kvrelay.mem_cache.release import Outcome
 
 SECONDS_BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5)
+_CACHE_COUNTERS = {
+    "lookups": "Prompts looked up in the prefix index",
+    "hits": "Prompts of which the prefix index had a page or more",
+    "hit_tokens": "Prompt tokens found in the prefix index",
+    "evicted_pages": "Pages that the prefix index let go of to make room",
+    "duplicate_pages": "Pages given back because the prefix index had the same tokens already",
+}
 STATES = ("free", "held", "cached_evictable", "cached_protected", "session", "quarantined")
 
 
@@ -34,9 +42,16 @@ class WorkerMetrics(Collector):
             "worker": config.name,
             "model": config.model_name,
         }
-        self._published: tuple[Load, float | None] = (Load(0, 0, 0, ()), None)
+        self._published: tuple[Load, float | None, CacheCounts] = (
+            Load(0, 0, 0, ()),
+            None,
+            CacheCounts(),
+        )
         self._releases = self._counter("releases", "Releases of a request's memory", ["outcome"])
         self._computed_tokens = self._counter("computed_tokens", "Tokens that forwards computed")
+        self._audit_failures = self._counter(
+            "audit_failures", "Times that the account of memory was found wrong"
+        ).labels(**self._labels)  # so that it is there, at zero, for an alert
         self._failed_steps = self._counter("failed_steps", "Forwards that failed")
         self._transfer_bytes = self._counter("transfer_bytes", "KV bytes read from peers")
         self._transfer_pages = self._counter("transfer_pages", "KV pages read from peers")
@@ -47,9 +62,13 @@ class WorkerMetrics(Collector):
         )
         self.registry.register(self)
 
-    def publish(self, load: Load, quarantined_since: float | None) -> None:
+    def publish(self, load: Load, quarantined_since: float | None, cache: CacheCounts) -> None:
         """The state after a pass; engine thread. The time is `time.monotonic`'s."""
-        self._published = (load, quarantined_since)
+        self._published = (load, quarantined_since, replace(cache))
+
+    def count_audit_failure(self) -> None:
+        """Memory was lost, or is owned twice: the worker is about to end."""
+        self._audit_failures.inc()
 
     def count_release(self, outcome: Outcome) -> None:
         """A request's memory was given back."""
@@ -69,12 +88,12 @@ class WorkerMetrics(Collector):
         self._transfers.labels(**self._labels, result=pull.state.name.lower()).inc()
         if pull.state is PullState.DONE:
             self._transfer_bytes.labels(**self._labels).inc(pull.nbytes)
-            self._transfer_pages.labels(**self._labels).inc(len(pull.local_pages))
+            self._transfer_pages.labels(**self._labels).inc(pull.num_pages)
             self._transfer_seconds.labels(**self._labels).observe(pull.seconds)
 
     def collect(self) -> Iterator[Metric]:
         """See `prometheus_client.registry.Collector`."""
-        load, since = self._published
+        load, since, cache = self._published
         yield self._pools(load.pools)
         requests = self._gauge("requests", "Requests on this worker", ["state"])
         self._add(requests, load.waiting_requests, "waiting")
@@ -86,6 +105,10 @@ class WorkerMetrics(Collector):
         age = self._gauge("quarantine_age_seconds", "Age of the oldest quarantined memory")
         self._add(age, 0.0 if since is None else time.monotonic() - since)
         yield age
+        for name, text in _CACHE_COUNTERS.items():
+            counter = CounterMetricFamily(f"kvrelay_prefix_{name}", text, labels=[*self._labels])
+            counter.add_metric([*self._labels.values()], getattr(cache, name))
+            yield counter
 
     def _pools(self, pools: tuple[PoolCounts, ...]) -> Metric:
         family = self._gauge(

@@ -66,6 +66,8 @@ class Output:
     tokens: tuple[SampledToken, ...] = ()
     end: End | None = None
     timings: Timings = Timings()
+    cached_tokens: int = 0
+    """Prompt tokens that were not computed: found in the prefill side's prefix index."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -64,20 +64,21 @@ def plan_step(number: int, scheduled: Sequence[Scheduled], ledger: Ledger) -> St
     input_ids: list[int] = []
     positions: list[np.ndarray] = []
     leases = [item.request.held for item in scheduled]
-    for item, lease in zip(scheduled, leases, strict=True):
-        start, end = lease.kv_committed_len, lease.kv_committed_len + item.num_tokens
+    starts = [lease.kv_committed_len for lease in leases]
+    ends = [start + item.num_tokens for start, item in zip(starts, scheduled, strict=True)]
+    for item, start, end in zip(scheduled, starts, ends, strict=True):
         input_ids += item.request.token_ids(start, end)
         positions.append(np.arange(start, end))
-        ledger.commit(lease, end)
         item.request.last_step = number
+    ledger.commit_all(leases, ends)
     query_start = np.cumsum([0, *(item.num_tokens for item in scheduled)])
     sampled = [index for index, item in enumerate(scheduled) if item.sample]
     batch = ForwardBatch(
         input_ids=np.asarray(input_ids, np.int64),
         positions=np.concatenate(positions).astype(np.int64),
         query_start=query_start.astype(np.int32),
-        seq_lens=np.asarray([lease.kv_committed_len for lease in leases], np.int32),
-        page_tables=(ledger.page_tables(leases),),
+        seq_lens=np.asarray(ends, np.int32),
+        page_tables=ledger.page_tables(leases),
         logit_rows=query_start[1:][sampled].astype(np.int64) - 1,
     )
     rows = tuple(_sampling_row(scheduled[index].request) for index in sampled)

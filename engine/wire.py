@@ -128,6 +128,7 @@ def _output_to_wire(output: Output) -> worker_pb2.RequestOutput:
             transfer_seconds=timings.transfer,
             decode_seconds=timings.decode,
         ),
+        cached_tokens=output.cached_tokens,
     )
     if output.end is not None:
         message.end.CopyFrom(_end_to_wire(output.end))

@@ -20,6 +20,7 @@ from kvrelay.engine.config import WorkerConfig, WorkerInfo
 from kvrelay.engine.core import EngineCore
 from kvrelay.engine.edge import bind, make_server
 from kvrelay.engine.loop import Engine, EngineThread, Role
+from kvrelay.engine.memory import divide_memory, make_ledger
 from kvrelay.engine.metrics import WorkerMetrics
 from kvrelay.engine.outbox import Outbox
 from kvrelay.engine.service import WorkerService
@@ -110,16 +111,11 @@ class Worker:
         incarnation = f"{config.name}-{uuid.uuid4().hex[:12]}"
         # Before the weights, which take longer to read.
         tokenizer = await loop.run_in_executor(None, load_tokenizer, config.model_path)
-        runner, pool = await loop.run_in_executor(None, self._load)
+        runner, pools = await loop.run_in_executor(None, self._load)
         self._agent = await loop.run_in_executor(
-            None, TransferAgent, incarnation, pool, self._on_failure
+            None, TransferAgent, incarnation, pools, self._on_failure
         )
-        ledger = Ledger(
-            total_pages=pool.total_pages,
-            page_size=config.page_size,
-            total_rows=config.max_running,
-            max_row_tokens=self._max_model_len(runner),
-        )
+        ledger = make_ledger(config, pools, self._max_model_len(runner))
         self._assemble(ledger, runner, tokenizer)
         rules = SubmitRules(config.role, runner.config.vocab_size, runner.config.eos_token_ids)
         port = await self._listen(WorkerService(incarnation, self._inbox, rules))
@@ -133,7 +129,7 @@ class Worker:
             incarnation=incarnation,
             address=f"{config.host}:{port}",
             metrics_address=f"{config.host}:{self._metrics_server.server_port}",
-            pool_tokens=ledger.total_pages * ledger.page_size,
+            pool_tokens=ledger.max_lease_tokens,
             max_model_len=self._max_model_len(runner),
             vocab_size=runner.config.vocab_size,
             architecture=runner.config.architecture,
@@ -186,25 +182,17 @@ class Worker:
         engine = Engine(core, self._role.role, self._forward, audit_pages=audit_pages)
         self._engine = EngineThread(engine, self._inbox, self._on_failure)
 
-    def _load(self) -> tuple[ModelRunner, KVPool]:
+    def _load(self) -> tuple[ModelRunner, list[KVPool]]:
         config = self._config
         runner = ModelRunner(config.model_path, config.dtype, config.device, config.threads)
         geometries = runner.make_geometries(config.page_size, config.page_order)
-        # TODO: the ledger keeps one page table a request. Until it keeps one a pool and gives
-        # back what falls out of a window, this is the one place that refuses such models.
-        if len(geometries) > 1 or geometries[0].window is not None:
-            raise ValueError("model: sliding windows need page tables by pool: not served yet")
-        (geometry,) = geometries
-        pages = config.kv_memory // geometry.page_bytes
-        if pages < 1:
-            raise ValueError(
-                f"kv_memory: {config.kv_memory} bytes do not hold one page of "
-                f"{geometry.page_bytes} bytes ({config.page_size} tokens)"
-            )
-        pool = KVPool(geometry, pages, torch.device(runner.device))
-        runner.bind([pool])
+        pools = [
+            KVPool(geometry, pages, torch.device(runner.device))
+            for geometry, pages in zip(geometries, divide_memory(config, geometries), strict=True)
+        ]
+        runner.bind(pools)
         runner.warm_up()
-        return runner, pool
+        return runner, pools
 
     def _max_model_len(self, runner: ModelRunner) -> int:
         limit = self._config.max_model_len

@@ -13,7 +13,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -53,26 +53,21 @@ class TransferAgent:
     Args:
         incarnation: this worker's; also the NIXL agent's name, so that a
             restarted worker is a new peer to everybody.
-        pool: the memory that peers read from and that pulls write to.
+        pools: the memory that peers read from and that pulls write to; of one device.
         on_failure: called once, on the agent's thread, if it must give up.
     """
 
-    def __init__(self, incarnation: str, pool: KVPool, on_failure: Callable[[str], None]) -> None:
+    def __init__(
+        self, incarnation: str, pools: Sequence[KVPool], on_failure: Callable[[str], None]
+    ) -> None:
         from nixl._api import nixl_agent, nixl_agent_config
 
         logging.getLogger("nixl").setLevel(logging.WARNING)
         self.incarnation = incarnation
-        device = pool.data.device
-        self.layout = PoolLayout(
-            geometry=pool.geometry,
-            total_pages=pool.total_pages,
-            address=pool.address,
-            device_id=device.index or 0,
-            memory_type="VRAM" if device.type == "cuda" else "DRAM",
-        )
+        self.layouts = tuple(map(_layout, pools))
         self._agent = nixl_agent(incarnation, nixl_agent_config(enable_prog_thread=False))
-        region = [(pool.address, pool.nbytes, self.layout.device_id, "")]
-        self._registration = self._agent.register_memory(region, self.layout.memory_type)
+        regions = [(pool.address, pool.nbytes, pool.device_id, "") for pool in self.layouts]
+        self._registration = self._agent.register_memory(regions, self.layouts[0].memory_type)
         self._metadata = bytes(self._agent.get_agent_metadata())
         self._peers: dict[str, PeerDescription] = {}
         self._running: list[_Running] = []
@@ -89,7 +84,7 @@ class TransferAgent:
     def describe(self) -> PeerDescription:
         """What peers need in order to read this worker's pool."""
         digest = hashlib.sha256(self._metadata).digest()
-        return PeerDescription(self.incarnation, self._metadata, digest, self.layout)
+        return PeerDescription(self.incarnation, self._metadata, digest, self.layouts)
 
     def add_peer(self, peer: PeerDescription) -> None:
         """Make a peer's pool readable. Check the description first: its bytes are untrusted."""
@@ -106,16 +101,18 @@ class TransferAgent:
     def pull(
         self,
         peer: str,
-        local_pages: Int64Array,
-        remote_pages: Int64Array,
+        local_pages: Sequence[Int64Array],
+        remote_pages: Sequence[Int64Array],
         on_end: Callable[[Pull], None],
     ) -> Pull:
-        """Order a read of a peer's pages; `on_end` is called once, on the agent's thread.
+        """Order a read of a peer's pages, an array for each pool.
+
+        `on_end` is called once, on the agent's thread.
 
         The caller keeps `local_pages` from any other use until the pull, taken
         as a fence, has passed.
         """
-        pull = Pull(peer, local_pages, remote_pages)
+        pull = Pull(peer, tuple(local_pages), tuple(remote_pages))
         self._orders.put(lambda: self._begin(pull, on_end))
         return pull
 
@@ -203,7 +200,18 @@ class TransferAgent:
         try:
             if peer is None:
                 raise TransferError(f"worker {pull.peer} is not known to this one")
-            pairs = pair_spans(self.layout, pull.local_pages, peer.layout, pull.remote_pages)
+            pairs = SpanPairs.joined(
+                [
+                    pair_spans(*pool)
+                    for pool in zip(
+                        self.layouts,
+                        pull.local_pages,
+                        peer.layouts,
+                        pull.remote_pages,
+                        strict=True,
+                    )
+                ]
+            )
             handle = self._prepare(pairs, peer)
         except Exception as error:
             pull.state, pull.error = PullState.FAILED, str(error)
@@ -223,8 +231,8 @@ class TransferAgent:
 
         return self._agent.initialize_xfer(
             "READ",
-            descriptors(pairs.local, self.layout),
-            descriptors(pairs.remote, peer.layout),
+            descriptors(pairs.local, self.layouts[0]),
+            descriptors(pairs.remote, peer.layouts[0]),
             peer.incarnation,
             b"",
         )
@@ -254,3 +262,14 @@ class TransferAgent:
         running.pull.seconds = time.monotonic() - running.begun
         self._failed.append(running)
         running.on_end(running.pull)
+
+
+def _layout(pool: KVPool) -> PoolLayout:
+    device = pool.data.device
+    return PoolLayout(
+        geometry=pool.geometry,
+        total_pages=pool.total_pages,
+        address=pool.address,
+        device_id=device.index or 0,
+        memory_type="VRAM" if device.type == "cuda" else "DRAM",
+    )

@@ -47,11 +47,32 @@ class Grant:
 
 
 @dataclass(frozen=True, slots=True)
-class Announce:
-    """Pages that have settled; `first_page` is their place in the request's page table."""
+class PageRun:
+    """Pages of one pool that follow each other in a request's page table."""
 
     first_page: int
-    page_ids: tuple[int, ...]
+    page_ids: tuple[int, ...] = ()
+
+    @property
+    def end(self) -> int:
+        """The place after the last one."""
+        return self.first_page + len(self.page_ids)
+
+    def since(self, page: int) -> PageRun:
+        """What is left of it without the pages before `page`."""
+        cut = min(max(0, page - self.first_page), len(self.page_ids))
+        return PageRun(self.first_page + cut, self.page_ids[cut:])
+
+
+@dataclass(frozen=True, slots=True)
+class Announce:
+    """Pages that have settled, a run for each pool.
+
+    Those of a window pool come with the last announcement: the ones that the
+    window then holds.
+    """
+
+    runs: tuple[PageRun, ...]
     first_token: int | None = None
     """Only on the last announcement."""
 
@@ -115,10 +136,15 @@ class DecodeState(Enum):
 
 
 class PrefillHandOver:
-    """What the prefill side owes the decode side for one request."""
+    """What the prefill side owes the decode side for one request.
 
-    def __init__(self) -> None:
+    Args:
+        windowed: for each pool, whether its layers have a window.
+    """
+
+    def __init__(self, windowed: Sequence[bool] = (False,)) -> None:
         self.state = PrefillState.QUEUED
+        self._windowed = windowed
         self._announced_pages = 0
 
     def ask(self) -> Ask:
@@ -132,20 +158,35 @@ class PrefillHandOver:
         self._expect(PrefillState.ASKED, "grant")
         self.state = PrefillState.GRANTED
 
-    def announce(
-        self, pages: Sequence[int], settled_tokens: int, page_size: int
-    ) -> Announce | None:
-        """The whole pages that `settled_tokens` have completed since the last time, if any."""
+    def announce(self, tables: Sequence[Sequence[int]], settled_pages: int) -> Announce | None:
+        """The first `settled_pages` of each pool's page table, but for what was announced."""
         self._expect(PrefillState.GRANTED, "announce")
-        return self._next(pages, settled_tokens // page_size, None)
+        first = self._announced_pages
+        if settled_pages <= first or all(self._windowed):
+            return None
+        self._announced_pages = settled_pages
+        return Announce(
+            tuple(
+                PageRun(0) if windowed else PageRun(first, tuple(table[first:settled_pages]))
+                for table, windowed in zip(tables, self._windowed, strict=True)
+            )
+        )
 
-    def announce_last(self, pages: Sequence[int], first_token: int) -> Announce:
-        """The pages that are left, the unaligned last one included, and the first token."""
+    def announce_last(
+        self, tables: Sequence[Sequence[int]], first_pages: Sequence[int], first_token: int
+    ) -> Announce:
+        """What is left of each pool's page table, the unaligned last page too, and the token.
+
+        `first_pages` are the first that a window still holds, for each pool.
+        """
         self._expect(PrefillState.GRANTED, "announce_last")
         self.state = PrefillState.ANNOUNCED
-        last = self._next(pages, len(pages), first_token)
-        assert last is not None
-        return last
+        firsts = [
+            held if windowed else self._announced_pages
+            for held, windowed in zip(first_pages, self._windowed, strict=True)
+        ]
+        runs = (PageRun(n, tuple(table[n:])) for table, n in zip(tables, firsts, strict=True))
+        return Announce(tuple(runs), first_token)
 
     def on_done(self) -> Released:
         """The decode side has read everything: its verdict is this side's to give."""
@@ -160,25 +201,25 @@ class PrefillHandOver:
         self.state = PrefillState.ENDED
         return Ended(reason, detail)
 
-    def _next(self, pages: Sequence[int], upto: int, first_token: int | None) -> Announce | None:
-        first = self._announced_pages
-        if upto <= first and first_token is None:
-            return None
-        self._announced_pages = upto
-        return Announce(first, tuple(pages[first:upto]), first_token)
-
     def _expect(self, state: PrefillState, action: str) -> None:
         if self.state is not state:
             raise ProtocolError(f"{action} while {self.state.name}")
 
 
 class DecodeHandOver:
-    """What the decode side knows of one request's prompt on its way here."""
+    """What the decode side knows of one request's prompt on its way here.
 
-    def __init__(self, prompt_pages: int) -> None:
+    Args:
+        prompt_pages: of the whole prompt.
+        windowed: for each pool, whether its layers have a window.
+    """
+
+    def __init__(self, prompt_pages: int, windowed: Sequence[bool] = (False,)) -> None:
         self.state = DecodeState.OPEN
         self.first_token: int | None = None
         self._prompt_pages = prompt_pages
+        self._windowed = windowed
+        self._missing: Sequence[int] = ()
         self._announced_pages = 0
         self._reads = 0
 
@@ -187,33 +228,58 @@ class DecodeHandOver:
         self._expect(DecodeState.OPEN, "ask")
         self.state = DecodeState.ASKED
 
-    def grant(self) -> Grant:
-        """The whole prompt is reserved here."""
+    def grant(self, missing: Sequence[int]) -> Grant:
+        """The whole prompt is reserved here; `missing` is each pool's first page to be read."""
         self._expect(DecodeState.ASKED, "grant")
         self.state = DecodeState.GRANTED
+        self._missing = missing
         return Grant()
 
-    def on_announce(self, message: Announce) -> None:
-        """Check an announcement; its pages are then to be read, by one read or by none.
+    def on_announce(self, message: Announce) -> tuple[PageRun, ...]:
+        """Check an announcement; what is to be read of it, a run for each pool, by one read.
+
+        By none, if all of them are empty.
 
         Raises:
             ProtocolError: pages are missing, named twice, or too many.
         """
         self._expect(DecodeState.GRANTED, "announcement")
-        upto = message.first_page + len(message.page_ids)
         last = message.first_token is not None
-        if message.first_page != self._announced_pages or upto > self._prompt_pages:
-            raise ProtocolError(
-                f"pages [{message.first_page}, {upto}) announced after {self._announced_pages} "
-                f"of {self._prompt_pages}"
-            )
-        if last and upto != self._prompt_pages:
-            raise ProtocolError(f"{upto} of {self._prompt_pages} pages announced in all")
+        if len(message.runs) != len(self._windowed):
+            raise ProtocolError(f"{len(message.runs)} pools announced of {len(self._windowed)}")
+        upto = self._announced_pages
+        for run, windowed, missing in zip(message.runs, self._windowed, self._missing, strict=True):
+            if windowed:
+                self._check_window(run, missing, last)
+            else:
+                upto = self._check_full(run, last)
         self._announced_pages = upto
-        self._reads += bool(message.page_ids)
         if last:
             self.first_token = message.first_token
             self.state = DecodeState.ANNOUNCED
+        wanted = tuple(map(PageRun.since, message.runs, self._missing))
+        self._reads += any(run.page_ids for run in wanted)
+        return wanted
+
+    def _check_full(self, run: PageRun, last: bool) -> int:
+        announced, whole = self._announced_pages, self._prompt_pages
+        if run.first_page != announced or run.end > whole:
+            raise ProtocolError(
+                f"pages [{run.first_page}, {run.end}) announced after {announced} of {whole}"
+            )
+        if last and run.end != whole:
+            raise ProtocolError(f"{run.end} of {whole} pages announced in all")
+        return run.end
+
+    def _check_window(self, run: PageRun, missing: int, last: bool) -> None:
+        if not last and run.page_ids:
+            raise ProtocolError("a window's pages are announced before the prompt is complete")
+        complete = run.first_page <= missing and run.end == self._prompt_pages
+        if last and not complete:
+            raise ProtocolError(
+                f"pages [{run.first_page}, {run.end}) of the window [{missing}, "
+                f"{self._prompt_pages}) announced"
+            )
 
     def on_read(self) -> None:
         """One read has ended well."""

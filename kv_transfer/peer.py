@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvrelay.kv_transfer.errors import PeerRefusedError
 from kvrelay.kv_transfer.spans import PoolLayout
+from kvrelay.mem_cache.geometry import KVGeometry
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,15 +23,15 @@ class PeerDescription:
     incarnation: str
     metadata: bytes
     metadata_sha256: bytes
-    layout: PoolLayout
+    layouts: tuple[PoolLayout, ...]
+    """One for each of its pools."""
 
-    def check(self, incarnation: str, own: PoolLayout) -> None:
+    def check(self, incarnation: str, own: Sequence[PoolLayout]) -> None:
         """Raise `PeerRefusedError` unless this is `incarnation` and its pages fit `own`."""
         if self.incarnation != incarnation:
             raise PeerRefusedError(f"expected worker {incarnation}, found {self.incarnation}")
         if hashlib.sha256(self.metadata).digest() != self.metadata_sha256:
             raise PeerRefusedError(f"agent metadata of {incarnation} does not match its digest")
-        if not own.geometry.holds_same_tokens_as(self.layout.geometry):
-            raise PeerRefusedError(
-                f"pages of {incarnation} ({self.layout.geometry}) do not fit {own.geometry}"
-            )
+        mine, theirs = ([pool.geometry for pool in pools] for pools in (own, self.layouts))
+        if len(mine) != len(theirs) or not all(map(KVGeometry.holds_same_tokens_as, mine, theirs)):
+            raise PeerRefusedError(f"pages of {incarnation} ({theirs}) do not fit {mine}")

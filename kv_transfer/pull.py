@@ -24,7 +24,7 @@ class PullState(Enum):
 
 @dataclass(eq=False, slots=True)
 class Pull:
-    """One READ of `remote_pages` of a peer into `local_pages` of this worker's pool.
+    """One READ of `remote_pages` of a peer into `local_pages` of this worker's pools.
 
     It is its own fence: the local pages may be used again once `passed`, that
     is when it ended well, never started, or the process it read from is
@@ -34,13 +34,19 @@ class Pull:
 
     peer: str
     """Incarnation of the worker that is read from."""
-    local_pages: Int64Array
-    remote_pages: Int64Array
+    local_pages: tuple[Int64Array, ...]
+    """For each pool."""
+    remote_pages: tuple[Int64Array, ...]
     state: PullState = PullState.QUEUED
     error: str = ""
     nbytes: int = 0
     seconds: float = 0.0
     _settled: threading.Event = field(default_factory=threading.Event)
+
+    @property
+    def num_pages(self) -> int:
+        """Pages that it reads, of all pools together."""
+        return sum(map(len, self.local_pages))
 
     def settle(self) -> None:
         """No byte of this pull will arrive any more. Called by the agent's thread."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -38,6 +39,15 @@ class SpanPairs:
     def nbytes(self) -> int:
         """Bytes to move in all."""
         return int(self.lengths.sum())
+
+    @classmethod
+    def joined(cls, parts: Sequence[SpanPairs]) -> SpanPairs:
+        """All of them, one after the other."""
+        return cls(
+            np.concatenate([part.local for part in parts]),
+            np.concatenate([part.remote for part in parts]),
+            np.concatenate([part.lengths for part in parts]),
+        )
 
 
 def pair_spans(

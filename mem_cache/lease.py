@@ -1,4 +1,4 @@
-"""What a request holds.
+"""What a request holds, and the states of its life.
 
 A lease's tokens, as intervals and their owners::
 
@@ -10,28 +10,46 @@ A lease's tokens, as intervals and their owners::
 Always ``0 <= cache_protected_len <= kv_committed_len <= kv_allocated_len``, and
 `cache_protected_len` is a multiple of the page size. The lengths are recorded
 when they change, by the ledger alone; nobody infers them from token counts.
+
+The lengths are the same in every pool. In a window pool the pages that no
+forward will look at again have left: it holds none before its frontier.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import Enum, auto
+from typing import Final
 
 import numpy as np
-import numpy.typing as npt
 
+from kvrelay.mem_cache.account import NO_PAGES, Pages
 from kvrelay.mem_cache.errors import LedgerError
 from kvrelay.mem_cache.prefix_index import PrefixLock
 
 
 class LeaseState(Enum):
-    """Where a lease is in its life; it only moves downwards in this list."""
+    """Where a lease is in its life."""
 
     OPEN = auto()
-    """May grow and commit."""
+    """A request has it: it may grow and commit."""
+    SAVED = auto()
+    """A session has it between two turns; its next turn borrows it. See `session.Sessions`."""
     CLOSED = auto()
     """Its end is decided: it may only be released."""
     RELEASED = auto()
     """Holds nothing any more."""
+
+
+TRANSITIONS: Final = {
+    LeaseState.OPEN: {LeaseState.SAVED, LeaseState.CLOSED},
+    LeaseState.SAVED: {LeaseState.OPEN, LeaseState.CLOSED},
+    LeaseState.CLOSED: {LeaseState.RELEASED},
+    LeaseState.RELEASED: set[LeaseState](),
+}
+"""Every step that a lease can take: ``grow, commit, publish, slide, trim`` keep it OPEN,
+``save`` (or ``roll_back``, then ``save``) and ``borrow`` go back and forth, ``close`` and then
+``give_back`` end it."""
 
 
 class Lease:
@@ -42,14 +60,17 @@ class Lease:
 
     __slots__ = (
         "_cache_protected_len",
+        "_frontiers",
         "_kv_allocated_len",
         "_kv_committed_len",
-        "_page_table",
+        "_page_tables",
         "_prefix_lock",
         "_promised_pages",
-        "_published_pages",
+        "_promised_tokens",
+        "_set_aside",
         "_state",
         "holder",
+        "namespace",
         "page_size",
         "row",
     )
@@ -58,23 +79,25 @@ class Lease:
         self,
         holder: str,
         row: int,
-        page_table: npt.NDArray[np.int32],
+        page_tables: Sequence[Pages],
         page_size: int,
-        prefix_lock: PrefixLock,
-        promised_pages: int,
+        namespace: str,
+        promised_tokens: int,
     ) -> None:
         self.holder = holder
         self.row = row
         self.page_size = page_size
-        self._page_table = page_table
-        self._prefix_lock = prefix_lock
-        self._promised_pages = promised_pages
-        self._published_pages: frozenset[int] = frozenset()
+        self.namespace = namespace
+        self._page_tables = page_tables
+        self._frontiers = [0] * len(page_tables)
+        self._promised_tokens = promised_tokens
+        self._promised_pages = [0] * len(page_tables)
+        self._prefix_lock: PrefixLock | None = None
+        self._set_aside: list[Pages] = [NO_PAGES for _ in page_tables]
         self._state = LeaseState.OPEN
-        matched = len(prefix_lock.pages) * page_size
-        self._cache_protected_len = matched
-        self._kv_committed_len = matched
-        self._kv_allocated_len = matched
+        self._cache_protected_len = 0
+        self._kv_committed_len = 0
+        self._kv_allocated_len = 0
 
     @property
     def state(self) -> LeaseState:
@@ -83,7 +106,7 @@ class Lease:
 
     @property
     def cache_protected_len(self) -> int:
-        """Tokens whose pages the prefix index owns; set when the lease is opened."""
+        """Tokens whose pages the prefix index owns; changed by `open` and `publish`."""
         return self._cache_protected_len
 
     @property
@@ -98,7 +121,7 @@ class Lease:
 
     @property
     def num_pages(self) -> int:
-        """Pages in the table, the locked prefix included."""
+        """Pages in the table, the locked prefix and what has left a window pool included."""
         return -(-self._kv_allocated_len // self.page_size)
 
     @property
@@ -107,20 +130,33 @@ class Lease:
         return self._cache_protected_len // self.page_size
 
     @property
-    def own_pages(self) -> list[int]:
-        """Pages that this lease owns: not those that the index lent it or has taken over."""
-        table = self._page_table[self.num_protected_pages : self.num_pages].tolist()
-        return [page for page in table if page not in self._published_pages]
+    def first_pages(self) -> tuple[int, ...]:
+        """For each pool the first page that the lease has there: 0 but in a window pool."""
+        return tuple(self._frontiers)
 
-    @property
-    def pages(self) -> npt.NDArray[np.int32]:
-        """The page table in token order, a copy: the caller's own snapshot."""
-        return self._page_table[: self.num_pages].copy()
+    def tables(self) -> list[list[int]]:
+        """Each pool's page table, see `pages`."""
+        return [table[: self.num_pages].tolist() for table in self._page_tables]
 
-    def close(self) -> None:
-        """Decide the lease's end: from now on it cannot grow. Idempotent."""
-        if self._state is LeaseState.OPEN:
-            self._state = LeaseState.CLOSED
+    def own_pages(self, pool: int = 0) -> Pages:
+        """Pages of a pool that this lease owns, a copy: not those that the index lent it.
+
+        A page that `Ledger.borrow` has set aside comes last.
+        """
+        first = max(self._frontiers[pool], self.num_protected_pages)
+        return np.concatenate(
+            (self._page_tables[pool][first : self.num_pages], self._set_aside[pool])
+        )
+
+    def pages(self, pool: int = 0) -> Pages:
+        """A pool's page table in token order, a copy; -1 where a page has left the window."""
+        return self._page_tables[pool][: self.num_pages].copy()
+
+    def move_to(self, state: LeaseState) -> None:
+        """Take one step of `TRANSITIONS`; any other raises `LedgerError`."""
+        if state not in TRANSITIONS[self._state]:
+            raise LedgerError(f"{self.holder}: its lease is {self._state.name}, not for {state}")
+        self._state = state
 
     def check_open(self, action: str) -> None:
         """Raise `LedgerError` unless the lease is open."""

@@ -1,7 +1,9 @@
 """The seam of the prefix index: who finds pages that an earlier request computed.
 
-An index never frees a request's memory: `insert` tells which pages it took,
-`evict` names pages that it lets go, and the ledger moves them.
+An index never frees a request's memory: `insert` tells which pages it has
+taken, `evict` names pages that it lets go, and the ledger moves them. Pages
+come as one array a pool, in the order of the ledger's pools, each as long as
+the tokens are pages; `NO_PAGE` stands where a window pool has none.
 """
 
 from __future__ import annotations
@@ -10,21 +12,52 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
+import numpy.typing as npt
+
+from kvrelay.mem_cache.account import NO_PAGES, Pages
+
+TokenIds = npt.NDArray[np.int32]
+"""``[n]``; what is longer than whole pages is cut off."""
+
+NO_PAGE = -1
+
 
 @dataclass(frozen=True, slots=True)
 class PrefixLock:
     """Pages of a cached prefix, kept from eviction until `PrefixIndex.unlock`."""
 
-    pages: tuple[int, ...] = ()
+    pages: tuple[Pages, ...]
+    """A pool's entry is `NO_PAGE` where the window has passed: those pages are not locked."""
+    entry: object = None
+    """The index's own."""
+
+    @property
+    def num_pages(self) -> int:
+        """Pages that were matched, whether or not a window pool still has them."""
+        return len(self.pages[0])
+
+
+@dataclass(frozen=True, slots=True)
+class Inserted:
+    """What became of pages that were offered to an index."""
+
+    lock: PrefixLock
+    """On what the index has now of the offered tokens."""
+    taken: tuple[Pages, ...]
+    """Those of the offered pages that are the index's from now on."""
 
 
 class PrefixIndex(Protocol):
-    """Whole pages of settled KV, found again by their token ids."""
+    """Whole pages of settled KV, found again by their token ids.
 
-    def match(self, token_ids: Sequence[int]) -> PrefixLock:
-        """Lock the longest cached prefix of `token_ids`, in whole pages.
+    `namespace` keeps tenants apart: what one has published, no other finds.
+    """
 
-        Callers leave out the last token of a prompt: one must be computed, to be sampled from.
+    def match(self, token_ids: TokenIds, namespace: str = "") -> PrefixLock:
+        """Lock the longest cached prefix of `token_ids` that can be continued from.
+
+        Callers leave out the last token of a prompt if one must be computed, to be sampled from.
         """
         ...
 
@@ -32,43 +65,67 @@ class PrefixIndex(Protocol):
         """End one lock."""
         ...
 
-    def insert(self, token_ids: Sequence[int], pages: Sequence[int]) -> Sequence[int]:
-        """Take over the whole `pages` of `token_ids`.
+    def insert(self, token_ids: TokenIds, pages: Sequence[Pages], namespace: str = "") -> Inserted:
+        """Take over `pages` of `token_ids`, and lock the prefix.
 
-        Returns those it did not take, because it has the same tokens already:
-        they stay the caller's.
+        Where it has the same tokens already it keeps the pages that it has, and
+        the caller's stay the caller's.
         """
         ...
 
-    def evict(self, num_pages: int) -> Sequence[int]:
-        """Let go of `num_pages` unlocked pages, or of all there are; least recently used first."""
+    def evict(self, pool: int, num_pages: int) -> tuple[Pages, ...]:
+        """Let go of unlocked pages, least recently used first, of every pool as it goes.
+
+        At least `num_pages` of pool number `pool`, or all that there are.
+        """
         ...
 
-    @property
-    def evictable_pages(self) -> int:
-        """Pages that `evict` could let go of now."""
+    def evictable(self, pool: int) -> int:
+        """Pages of a pool that `evict` could let go of now. O(1)."""
+        ...
+
+    def size(self, pool: int) -> int:
+        """Pages of a pool that are in the index. O(1)."""
+        ...
+
+    def audit(self) -> tuple[Pages, ...]:
+        """Every page that is in the index, after a check of its own accounts.
+
+        Raises:
+            ConservationError: a count or a lock is wrong.
+        """
         ...
 
 
 class NoPrefixIndex:
     """No reuse: nothing is kept, nothing is found."""
 
-    def match(self, token_ids: Sequence[int]) -> PrefixLock:
+    def __init__(self, num_pools: int = 1) -> None:
+        self._nothing = PrefixLock((NO_PAGES,) * num_pools)
+
+    def match(self, token_ids: TokenIds, namespace: str = "") -> PrefixLock:
         """Find nothing."""
-        return PrefixLock()
+        return self._nothing
 
     def unlock(self, lock: PrefixLock) -> None:
         """Nothing was locked."""
 
-    def insert(self, token_ids: Sequence[int], pages: Sequence[int]) -> Sequence[int]:
+    def insert(self, token_ids: TokenIds, pages: Sequence[Pages], namespace: str = "") -> Inserted:
         """Take nothing: all of `pages` stay the caller's."""
-        return pages
+        return Inserted(self._nothing, self._nothing.pages)
 
-    def evict(self, num_pages: int) -> Sequence[int]:
+    def evict(self, pool: int, num_pages: int) -> tuple[Pages, ...]:
         """There is nothing to let go of."""
-        return ()
+        return self._nothing.pages
 
-    @property
-    def evictable_pages(self) -> int:
+    def evictable(self, pool: int) -> int:
         """None."""
         return 0
+
+    def size(self, pool: int) -> int:
+        """None."""
+        return 0
+
+    def audit(self) -> tuple[Pages, ...]:
+        """There are none."""
+        return self._nothing.pages

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from kvrelay.engine.outbox import MessageStream
 from kvrelay.engine.outputs import RequestKey
@@ -46,12 +46,14 @@ class StreamClosed:
 class PrefillRequest(Request):
     """A prompt to compute and to hand over."""
 
-    hand_over: PrefillHandOver = field(default_factory=PrefillHandOver)
+    hand_over: PrefillHandOver
     stream: HandOverStream | None = None
     granted: bool = False
     """Its decode worker holds memory for it, and may be reading."""
     settled_len: int = 0
     """Prompt tokens whose forward has ended."""
+    cached_tokens: int = 0
+    """Prompt tokens that were found in the prefix index."""
     begun: float = 0.0
     """When its first chunk was scheduled."""
 

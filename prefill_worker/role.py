@@ -21,6 +21,7 @@ from kvrelay.kv_transfer.hand_over import (
     Ended,
     FromPrefill,
     Grant,
+    PrefillHandOver,
     PrefillState,
 )
 from kvrelay.kv_transfer.hand_over import (
@@ -77,6 +78,7 @@ class PrefillRole:
             sampling=command.sampling,
             stops=command.stops,
             priority=command.priority,
+            hand_over=PrefillHandOver(self._core.ledger.windowed),
         )
         if not self._core.admit(request, len(request.prompt_ids)):
             return
@@ -108,8 +110,13 @@ class PrefillRole:
         asked = Counter(r.decode_incarnation for r in self._ahead())
         for request in sorted(self._waiting, key=lambda r: r.turn):
             if request.hand_over.state is PrefillState.GRANTED:
-                if not self._core.reserve(request, len(request.prompt_ids)):
+                # The last token is computed in any case, to be sampled from.
+                prompt = len(request.prompt_ids)
+                if not self._core.reserve(request, prompt, known_tokens=prompt - 1):
                     return
+                request.settled_len = request.held.cache_protected_len
+                request.cached_tokens = request.settled_len
+                self._announce(request)
                 self._waiting.remove(request)
                 self._computing.append(request)
             elif request.may_be_asked_for and asked[request.decode_incarnation] < ASK_AHEAD:
@@ -127,6 +134,8 @@ class PrefillRole:
             left = request.tokens_left
             chunk = min(left, budget)
             budget -= chunk
+            grown = self._core.ledger.grow(request.held, request.held.kv_committed_len + chunk)
+            assert grown, "a promise was broken"
             scheduled.append(Scheduled(request, chunk, sample=chunk == left))
         return scheduled
 
@@ -135,12 +144,12 @@ class PrefillRole:
         request = item.request
         assert isinstance(request, PrefillRequest)
         request.settled_len += item.num_tokens
+        if token is None:
+            self._core.ledger.slide(request.held, request.settled_len)
         if token is not None:
             self._complete(request, token)
             return
-        pages = request.held.pages.tolist()
-        page_size = request.held.page_size
-        self._say(request, request.hand_over.announce(pages, request.settled_len, page_size))
+        self._announce(request)
 
     def failed(self, request: Request, error: Exception) -> None:
         """See `Role`."""
@@ -154,7 +163,7 @@ class PrefillRole:
             waiting_requests=len(self._waiting),
             running_requests=len(self._core.requests) - len(self._waiting),
             waiting_tokens=sum(r.tokens_left for r in (*self._waiting, *self._computing)),
-            pools=(self._core.ledger.page_counts(), self._core.ledger.row_counts()),
+            pools=self._core.ledger.counts(),
         )
 
     # The hand-over
@@ -203,6 +212,11 @@ class PrefillRole:
             if stream is not None and stream.decode_incarnation == incarnation:
                 self._close(stream)
 
+    def _announce(self, request: PrefillRequest) -> None:
+        """Tell the decode side of the whole pages that have settled."""
+        settled_pages = request.settled_len // request.held.page_size
+        self._say(request, request.hand_over.announce(request.held.tables(), settled_pages))
+
     def _complete(self, request: PrefillRequest, token: SampledToken) -> None:
         """The prompt is computed: say its first token, and hand it over unless that ends it."""
         request.output_ids.append(token.token_id)
@@ -211,10 +225,12 @@ class PrefillRole:
             self._finish(request, token, finish)
             return
         self._computing.remove(request)
-        pages = request.held.pages.tolist()
-        self._say(request, request.hand_over.announce_last(pages, token.token_id))
+        held = request.held
+        last = request.hand_over.announce_last(held.tables(), held.first_pages, token.token_id)
+        self._say(request, last)
         handed = End(EndReason.HANDED_OVER)
-        self._core.emit(request, [token], handed, self._timings(request))
+        cached = request.cached_tokens
+        self._core.emit(request, [token], handed, self._timings(request), cached_tokens=cached)
 
     def _finish(self, request: PrefillRequest, token: SampledToken, finish: Finish) -> None:
         self._say(request, request.hand_over.end(HandOverEnd.FINISHED))
@@ -241,7 +257,14 @@ class PrefillRole:
             self._agent.serve(-1)
         tokens = [] if token is None else [token]
         timings = self._timings(request) if request.begun else None
-        self._core.end(request, outcome, end, tokens=tokens, timings=timings)
+        self._core.end(
+            request,
+            outcome,
+            end,
+            tokens=tokens,
+            timings=timings,
+            cached_tokens=request.cached_tokens,
+        )
 
     # Memory
 

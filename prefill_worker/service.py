@@ -24,6 +24,7 @@ from kvrelay.kv_transfer.hand_over import (
     Grant,
     Released,
 )
+from kvrelay.kv_transfer.spans import PoolLayout
 from kvrelay.prefill_worker.request import (
     HandOverStream,
     StreamClosed,
@@ -61,23 +62,13 @@ class HandOverService(hand_over_pb2_grpc.HandOverServiceServicer):
         """Tell a puller how to read this worker's pool."""
         await check_incarnation(context, request.incarnation, self._agent.incarnation)
         peer = self._agent.describe()
-        geometry = peer.layout.geometry
         return hand_over_pb2.DescribeAgentResponse(
             incarnation=peer.incarnation,
             agent_metadata=peer.metadata,
             agent_metadata_sha256=peer.metadata_sha256,
-            pool_address=peer.layout.address,
-            pool_pages=peer.layout.total_pages,
-            device_id=peer.layout.device_id,
-            memory_type=peer.layout.memory_type,
-            geometry=hand_over_pb2.PoolGeometry(
-                num_layers=geometry.num_layers,
-                num_kv_heads=geometry.num_kv_heads,
-                head_dim=geometry.head_dim,
-                dtype=str(geometry.dtype).removeprefix("torch."),
-                page_size=geometry.page_size,
-                order=geometry.order.value,
-            ),
+            device_id=peer.layouts[0].device_id,
+            memory_type=peer.layouts[0].memory_type,
+            pools=map(_pool_to_wire, peer.layouts),
         )
 
     async def HandOver(  # noqa: N802 (gRPC's name)
@@ -121,6 +112,24 @@ class HandOverService(hand_over_pb2_grpc.HandOverServiceServicer):
             stream.close()
 
 
+def _pool_to_wire(pool: PoolLayout) -> hand_over_pb2.PoolDescription:
+    geometry = pool.geometry
+    return hand_over_pb2.PoolDescription(
+        address=pool.address,
+        pages=pool.total_pages,
+        geometry=hand_over_pb2.PoolGeometry(
+            num_layers=geometry.num_layers,
+            num_kv_heads=geometry.num_kv_heads,
+            head_dim=geometry.head_dim,
+            dtype=str(geometry.dtype).removeprefix("torch."),
+            page_size=geometry.page_size,
+            order=geometry.order.value,
+            latent=geometry.latent,
+            window=geometry.window,
+        ),
+    )
+
+
 def _from_wire(message: hand_over_pb2.HandOverRequest) -> FromDecode:
     match message.WhichOneof("message"):
         case "grant":
@@ -149,7 +158,10 @@ def _to_wire(message: FromPrefill) -> hand_over_pb2.HandOverResponse:
 
 def _announce_to_wire(message: Announce) -> hand_over_pb2.HandOverAnnounce:
     announce = hand_over_pb2.HandOverAnnounce(
-        first_page=message.first_page, page_ids=message.page_ids
+        runs=[
+            hand_over_pb2.PageRun(first_page=run.first_page, page_ids=run.page_ids)
+            for run in message.runs
+        ]
     )
     if message.first_token is not None:
         announce.first_token.token_id = message.first_token

@@ -77,6 +77,7 @@ class Completion:
     """The token id or the string that stopped it."""
     prompt_tokens: int
     completion_tokens: int
+    cached_tokens: int
     timings: PhaseTimings
     seed: int
 

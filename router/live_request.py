@@ -55,6 +55,7 @@ class LiveRequest:
         self._work: Release | None = None
         self._merge = TokenMerge()
         self._timings = PhaseTimings()
+        self._cached_tokens = 0
         self._final: WorkerEnd | None = None  # kept until all tokens before it are here
         self._deltas: list[Delta] = []
         self._readers = 0
@@ -110,6 +111,7 @@ class LiveRequest:
     def take(self, output: WorkerOutput, final: WorkerEnd | None) -> None:
         """Takes tokens in any order; `final` is the end that completes the request."""
         self._timings = self._timings.merged(output.timings)
+        self._cached_tokens += output.cached_tokens
         self._final = final or self._final
         self._merge.add(output.index, output.tokens)
         tokens = self._merge.take()
@@ -147,6 +149,7 @@ class LiveRequest:
             matched=matched,
             prompt_tokens=len(self.request.input_ids),
             completion_tokens=self._merge.next_index,
+            cached_tokens=self._cached_tokens,
             timings=self._timings,
             seed=self.request.sampling.seed,
         )

@@ -36,7 +36,11 @@ class WorkerLoad:
 
     @property
     def unpromised_tokens(self) -> int:
-        """Tokens that the KV pool can still take; in tokens, so that page sizes may differ."""
+        """Tokens that the first pool can still take; in tokens, so that page sizes may differ.
+
+        Where there is a pool for windows, too, it comes second and fills up later.
+        """
         return sum(
-            (pool.free - pool.promised) * pool.page_size for pool in self.pools if pool.pool == "kv"
+            (pool.free + pool.cached_evictable - pool.promised) * pool.page_size
+            for pool in self.pools[:1]
         )

@@ -107,6 +107,7 @@ def read_output(message: worker_pb2.RequestOutput) -> WorkerOutput:
             )
         ),
         timings=_read_timings(message.timings),
+        cached_tokens=message.cached_tokens,
         end=_read_end(message.end) if message.HasField("end") else None,
     )
 
@@ -223,6 +224,7 @@ def _completion_message(completion: Completion) -> inference_pb2.GenerateComplet
         usage=inference_pb2.Usage(
             prompt_tokens=completion.prompt_tokens,
             completion_tokens=completion.completion_tokens,
+            cached_tokens=completion.cached_tokens,
         ),
         timings=inference_pb2.PhaseTimings(
             queue_seconds=timings.queue,

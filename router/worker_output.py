@@ -47,3 +47,5 @@ class WorkerOutput:
     timings: PhaseTimings
     end: WorkerEnd | None
     """Set on this worker's last output of the request."""
+    cached_tokens: int = 0
+    """Prompt tokens that the worker found in its prefix index."""

@@ -94,7 +94,9 @@ class RunningCluster:
 def _at_rest(worker: Any) -> bool:
     load = worker.load
     idle = load.waiting_requests == load.running_requests == 0
-    return idle and all(pool.free == pool.total and not pool.promised for pool in load.pools)
+    return idle and all(
+        pool.free + pool.cached_evictable == pool.total and not pool.promised for pool in load.pools
+    )
 
 
 def _scrape(address: str) -> str:

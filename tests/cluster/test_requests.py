@@ -211,5 +211,5 @@ async def test_states_sum_to_the_pool_in_status_and_metrics(cluster):
             )
             assert states == pool.total
     for role in ("prefill", "decode"):
-        assert await cluster.metric("kvrelay_pages", role=role, pool="kv") == 64
+        assert await cluster.metric("kvrelay_pages", role=role, pool="full") == 64
     call.cancel()

@@ -74,9 +74,9 @@ def test_serve_generate_status_and_ctrl_c(
     assert sorted(worker["role"] for worker in report["workers"]) == ["decode", "prefill"]
     for worker in report["workers"]:
         assert worker["metrics_address"] in shown
-        assert {pool["pool"] for pool in worker["pools"]} == {"kv", "rows"}
+        assert {pool["pool"] for pool in worker["pools"]} == {"full", "rows"}
         for pool in worker["pools"]:
-            assert pool["sum"] == pool["total"] == pool["free"]
+            assert pool["sum"] == pool["total"] == pool["free"] + pool["cached_evictable"]
 
     pids = cluster_pids(serve.pid)
     assert len(pids) == 3, "the command, a prefill and a decode worker"

@@ -4,7 +4,7 @@ import pytest
 
 from kvrelay.decode_worker.wire import from_wire
 from kvrelay.kv_transfer.errors import ProtocolError
-from kvrelay.kv_transfer.hand_over import Announce
+from kvrelay.kv_transfer.hand_over import Announce, PageRun
 from kvrelay.v1 import hand_over_pb2
 
 VOCAB_SIZE = 100
@@ -12,12 +12,14 @@ VOCAB_SIZE = 100
 
 def announce(token_id: int) -> hand_over_pb2.HandOverResponse:
     token = hand_over_pb2.FirstToken(token_id=token_id)
-    message = hand_over_pb2.HandOverAnnounce(first_page=2, page_ids=[7, 5], first_token=token)
+    run = hand_over_pb2.PageRun(first_page=2, page_ids=[7, 5])
+    message = hand_over_pb2.HandOverAnnounce(runs=[run], first_token=token)
     return hand_over_pb2.HandOverResponse(announce=message)
 
 
 def test_last_announcement_brings_the_first_token():
-    assert from_wire(announce(VOCAB_SIZE - 1), VOCAB_SIZE) == Announce(2, (7, 5), VOCAB_SIZE - 1)
+    expected = Announce((PageRun(2, (7, 5)),), VOCAB_SIZE - 1)
+    assert from_wire(announce(VOCAB_SIZE - 1), VOCAB_SIZE) == expected
 
 
 @pytest.mark.parametrize(

@@ -41,6 +41,7 @@ EVERYTHING: dict[str, Any] = {
     "decode": 3,
     "page_size": 1,
     "page_order": "layer_first",
+    "prefix_index": "none",
     "kv_memory": 1 << 30,
     "dtype": "float32",
     "device": "cpu",

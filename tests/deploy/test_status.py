@@ -17,7 +17,7 @@ from tests.checkpoints import make_tokenizer
 from .conftest import Kvrelay
 from .scripted_service import ScriptedService
 
-POOL = pb.PoolState(pool="kv", page_size=16, total=100, free=60, held=40, promised=8)
+POOL = pb.PoolState(pool="full", page_size=16, total=100, free=60, held=40, promised=8)
 ROWS = pb.PoolState(pool="rows", total=64, free=62, held=1, quarantined=1)
 
 
@@ -54,7 +54,7 @@ decode-0   decode   decode-0-abc   yes    127.0.0.1:1  127.0.0.1:2        1     
 prefill-0  prefill  prefill-0-def  no                                     0        0           0
 
 worker    pool  page size  free  held  cached evictable  cached protected  session  quarantined  sum  total  promised
-decode-0  kv           16    60    40                 0                 0        0            0  100    100         8
+decode-0  full         16    60    40                 0                 0        0            0  100    100         8
 decode-0  rows          -    62     1                 0                 0        0            1   64     64         0
 """  # noqa: E501
     )
@@ -73,7 +73,7 @@ def test_json_says_the_same(kvrelay: Kvrelay):
     assert (decode["role"], decode["ready"], decode["waiting_tokens"]) == ("decode", True, 300)
     assert (prefill["role"], prefill["ready"], prefill["pools"]) == ("prefill", False, [])
     assert decode["pools"][0] == {
-        "pool": "kv",
+        "pool": "full",
         "page_size": 16,
         "free": 60,
         "held": 40,

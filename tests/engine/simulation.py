@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,7 +30,8 @@ from kvrelay.engine.outputs import EndReason, Output, RequestKey, RouterLink
 from kvrelay.engine.step import Scheduled, Step, StepEnded
 from kvrelay.engine.stop import StopConditions
 from kvrelay.kv_transfer.pull import Pull, PullState
-from kvrelay.mem_cache.ledger import Ledger
+from kvrelay.mem_cache.ledger import Ledger, PoolShape, window_pages
+from kvrelay.mem_cache.radix_tree import RadixTree
 from kvrelay.model_runner.errors import NonFiniteLogitsError
 from kvrelay.model_runner.sampler import Sampled, SampledToken
 from kvrelay.model_runner.sampling_params import SamplingParams
@@ -45,22 +46,29 @@ from kvrelay.prefill_worker.request import (
 from kvrelay.prefill_worker.role import PrefillRole
 
 VOCAB = 97
+Windows = tuple[int | None, ...]
+"""For each pool what its layers look back; None: everything."""
 GREEDY = SamplingParams(temperature=0)
 
 
-def next_token(context: Sequence[int]) -> int:
-    """What the counting model says after `context`."""
-    value = len(context)
-    for token in context:
-        value = (value * 31 + token) % 1_000_003
+FULL: Windows = (None,)
+
+
+def next_token(contexts: Iterable[Sequence[int]]) -> int:
+    """What the counting model says after what each pool's layers see."""
+    value = 0
+    for context in contexts:
+        value = value * 31 + len(context)
+        for token in context:
+            value = (value * 31 + token) % 1_000_003
     return value % VOCAB
 
 
-def reference(prompt: Sequence[int], max_tokens: int) -> list[int]:
+def reference(prompt: Sequence[int], max_tokens: int, windows: Windows = FULL) -> list[int]:
     """The output of an undisturbed run."""
     tokens = list(prompt)
     for _ in range(max_tokens):
-        tokens.append(next_token(tokens))
+        tokens.append(next_token(tokens[-window if window else 0 :] for window in windows))
     return tokens[len(prompt) :]
 
 
@@ -85,7 +93,7 @@ class SimAgent:
         assert self.serving >= 0
 
     def pull(self, peer: str, local: Any, remote: Any, on_end: Callable[[Pull], None]) -> Pull:
-        pull = Pull(peer, local, remote, PullState.RUNNING)
+        pull = Pull(peer, tuple(local), tuple(remote), PullState.RUNNING)
         self.ordered.append((pull, on_end))
         return pull
 
@@ -108,19 +116,25 @@ class SimWorker:
     page_size: int
     rows: int
     chunk_tokens: int
+    cached: bool
+    windows: Windows
     steps: deque[Step] = field(default_factory=deque)
     opened: list[DecodeStream] = field(default_factory=list)
     broken: set[RequestKey] = field(default_factory=set)
     """Requests whose logits are not finite here."""
 
     def __post_init__(self) -> None:
+        ahead = self.chunk_tokens if self.role_name is Role.PREFILL else 1
+        shapes = [self._shape(window, ahead) for window in self.windows]
         self.ledger = Ledger(
-            total_pages=self.pages,
+            shapes,
             page_size=self.page_size,
             total_rows=self.rows,
             max_row_tokens=512,
+            ahead=ahead,
+            index=RadixTree(self.page_size, self.windows) if self.cached else None,
         )
-        self.kv = np.full(self.pages * self.page_size, -1, np.int64)
+        self.kv = [np.full((shape.total_pages, self.page_size), -1, np.int64) for shape in shapes]
         self.agent = SimAgent(self.name)
         self.inbox = Inbox()
         config = WorkerConfig(self.name, self.role_name, model_path=None, model_name="sim")
@@ -133,6 +147,12 @@ class SimWorker:
         self.engine = Engine(self.core, role, self, audit_pages=True)
         self.link = RouterLink("router")
         self.inbox.post(Attach(self.link))
+
+    def _shape(self, window: int | None, ahead: int) -> PoolShape:
+        """A window pool is tight: two requests fit, and what is left over is cached."""
+        if window is None:
+            return PoolShape("full", self.pages)
+        return PoolShape("window", 2 * window_pages(window, self.page_size, ahead), window)
 
     def deliver(self, stream: DecodeStream) -> None:
         """As the hand-over client: a stream is to be opened."""
@@ -156,20 +176,26 @@ class SimWorker:
     def _compute(self, step: Step) -> tuple[Sampled | None, ...]:
         batch, results = step.batch, []
         for index, item in enumerate(step.scheduled):
-            table = batch.page_tables[0][index].astype(np.int64)
-            slots = (table[:, None] * self.page_size + np.arange(self.page_size)).ravel()
             first, last = batch.query_start[index : index + 2]
-            self.kv[slots[batch.positions[first:last]]] = batch.input_ids[first:last]
-            context = self.kv[slots[: batch.seq_lens[index]]].tolist()
-            results.append(self._sample(item, context))
+            at, ids = batch.positions[first:last], batch.input_ids[first:last]
+            length, contexts = int(batch.seq_lens[index]), []
+            for kv, tables, window in zip(self.kv, batch.page_tables, self.windows, strict=True):
+                table = tables[index]
+                # A window need not be there for the tokens that it has passed already.
+                kept = table[at // self.page_size] >= 0
+                kv[table[at // self.page_size][kept], (at % self.page_size)[kept]] = ids[kept]
+                seen = np.arange(max(0, length - window) if window else 0, length)
+                assert (table[seen // self.page_size] >= 0).all(), "a page of the window has left"
+                contexts.append(kv[table[seen // self.page_size], seen % self.page_size].tolist())
+            results.append(self._sample(item, contexts))
         return tuple(results)
 
-    def _sample(self, item: Scheduled, context: Sequence[int]) -> Sampled | None:
+    def _sample(self, item: Scheduled, contexts: Sequence[Sequence[int]]) -> Sampled | None:
         if not item.sample:
             return None
         if item.request.key in self.broken:
             return NonFiniteLogitsError("injected")
-        return SampledToken(next_token(context), None, ())
+        return SampledToken(next_token(contexts), None, ())
 
 
 @dataclass
@@ -184,6 +210,7 @@ class SimRequest:
     tokens: dict[int, int] = field(default_factory=dict)
     ends: dict[str, Any] = field(default_factory=dict)
     disturbed: bool = False
+    cached_tokens: int = 0
 
     @property
     def output(self) -> list[int]:
@@ -196,17 +223,31 @@ class Simulation:
     slow_forwards = False
     """Forwards of decode workers end only when nothing else can happen."""
 
-    def __init__(self, seed: int, page_size: int, pages: int, rows: int, chunk: int) -> None:
+    def __init__(
+        self,
+        seed: int,
+        page_size: int,
+        pages: int,
+        rows: int,
+        chunk: int,
+        *,
+        cached: bool = True,
+        windows: Windows = FULL,
+    ) -> None:
         self.random = random.Random(seed)
         self.prefills = [
-            SimWorker(f"p{i}", Role.PREFILL, pages, page_size, rows, chunk) for i in range(2)
+            SimWorker(f"p{i}", Role.PREFILL, pages, page_size, rows, chunk, cached, windows)
+            for i in range(2)
         ]
         self.decodes = [
-            SimWorker(f"d{i}", Role.DECODE, pages, page_size, rows, chunk) for i in range(2)
+            SimWorker(f"d{i}", Role.DECODE, pages, page_size, rows, chunk, cached, windows)
+            for i in range(2)
         ]
         self.workers = [*self.prefills, *self.decodes]
         self.pairs: list[tuple[SimWorker, DecodeStream, SimWorker, PrefillStream]] = []
         self.requests: dict[RequestKey, SimRequest] = {}
+        self.pulls: list[Pull] = []
+        """Reads that have ended well."""
 
     def submit(self, prompt: list[int], max_tokens: int, priority: int = 0) -> SimRequest:
         key = RequestKey("router", str(len(self.requests)), 1)
@@ -299,9 +340,9 @@ class Simulation:
     def assert_at_baseline(self) -> None:
         for worker in self.workers:
             worker.ledger.audit_pages()
-            assert worker.ledger.page_counts().free == worker.pages, worker.name
-            assert worker.ledger.row_counts().free == worker.rows, worker.name
-            assert worker.ledger.page_counts().promised == 0, worker.name
+            for counts in worker.ledger.counts():
+                assert counts.free + counts.cached_evictable == counts.total, worker.name
+                assert counts.promised == 0, worker.name
             assert not worker.core.requests, worker.name
             assert worker.agent.serving == 0, worker.name
 
@@ -336,14 +377,13 @@ class Simulation:
         entry = self.random.choice(worker.agent.ordered)
         pull, on_end = entry
         peer = next(p for p in self.prefills if p.name == pull.peer)
-        size = worker.page_size
-        for local, remote in zip(pull.local_pages, pull.remote_pages, strict=True):
-            worker.kv[local * size : (local + 1) * size] = peer.kv[
-                remote * size : (remote + 1) * size
-            ]
+        pages = zip(worker.kv, pull.local_pages, peer.kv, pull.remote_pages, strict=True)
+        for kv, local, theirs, remote in pages:
+            kv[local] = theirs[remote]
         if pull.state is PullState.FAILED:
             return
         worker.agent.ordered.remove(entry)
+        self.pulls.append(pull)
         pull.state = PullState.DONE
         pull.settle()
         on_end(pull)
@@ -359,6 +399,7 @@ class Simulation:
         for offset, token in enumerate(output.tokens):
             assert output.index + offset not in request.tokens, "a token was said twice"
             request.tokens[output.index + offset] = token.token_id
+        request.cached_tokens += output.cached_tokens
         if output.end is not None:
             assert worker.name not in request.ends, "a worker ended a request twice"
             request.ends[worker.name] = output.end

@@ -11,22 +11,37 @@ from kvrelay.engine.outputs import EndReason
 from kvrelay.prefill_worker.request import HandOverStream, StreamClosed, StreamOpened
 from tests.engine.simulation import SimRequest, Simulation, drain, reference
 
+BASES = [[random.Random(base).randrange(97) for _ in range(60)] for base in range(2)]
+
 
 def random_prompt(rng: random.Random, longest: int) -> list[int]:
-    return [rng.randrange(97) for _ in range(rng.randint(1, longest))]
+    """Random tokens, often after a beginning that others have, too."""
+    length = rng.randint(1, longest)
+    shared = rng.choice(BASES)[: rng.choice((0, rng.randint(0, length), length))]
+    return shared + [rng.randrange(97) for _ in range(length - len(shared))]
 
 
 def assert_complete(request: SimRequest) -> None:
-    assert request.output == reference(request.prompt, request.max_tokens)
+    windows = request.prefill.windows
+    assert request.output == reference(request.prompt, request.max_tokens, windows)
     ends = {end.reason for end in request.ends.values()}
     assert EndReason.FINISHED in ends
     assert EndReason.FAILED not in ends
 
 
+WINDOWS = pytest.mark.parametrize(
+    "windows", [(None,), (None, 7), (20,)], ids=["full", "hybrid", "window"]
+)
+
+
+@WINDOWS
+@pytest.mark.parametrize("cached", [True, False], ids=["radix", "none"])
 @pytest.mark.parametrize("page_size", [1, 3, 16])
-@pytest.mark.parametrize("seed", range(6))
-def test_undisturbed_requests_give_the_models_tokens(seed, page_size):
-    simulation = Simulation(seed, page_size, pages=160 // page_size, rows=6, chunk=16)
+@pytest.mark.parametrize("seed", range(4))
+def test_undisturbed_requests_give_the_models_tokens(seed, page_size, cached, windows):
+    simulation = Simulation(
+        seed, page_size, 160 // page_size, rows=6, chunk=16, cached=cached, windows=windows
+    )
     rng = random.Random(seed)
     requests = []
     for _ in range(40):
@@ -39,10 +54,13 @@ def test_undisturbed_requests_give_the_models_tokens(seed, page_size):
     simulation.assert_at_baseline()
 
 
+@WINDOWS
 @pytest.mark.parametrize("page_size", [1, 3, 16])
-@pytest.mark.parametrize("seed", range(12))
-def test_disturbed_requests_leave_nothing_and_harm_nobody(seed, page_size):
-    simulation = Simulation(seed, page_size, pages=160 // page_size, rows=6, chunk=16)
+@pytest.mark.parametrize("seed", range(8))
+def test_disturbed_requests_leave_nothing_and_harm_nobody(seed, page_size, windows):
+    simulation = Simulation(
+        seed, page_size, pages=160 // page_size, rows=6, chunk=16, windows=windows
+    )
     rng = random.Random(seed)
     requests = []
     for _ in range(60):
@@ -106,7 +124,7 @@ def test_pages_of_a_failed_read_wait_for_the_peers_death(seed):
             failed += 1
         if not simulation.step():
             break
-    quarantined = [worker.ledger.page_counts().quarantined for worker in simulation.decodes]
+    quarantined = [worker.ledger.page_counts()[0].quarantined for worker in simulation.decodes]
     late = [len(worker.agent.ordered) for worker in simulation.decodes]
     assert all((pages > 0) == (reads > 0) for pages, reads in zip(quarantined, late, strict=True))
     simulation.settle_deaths()
@@ -189,11 +207,11 @@ def test_dead_decode_worker_lets_its_pages_on_the_prefill_side_go():
     request = simulation.submit(list(range(20)), 6)
     while not request.tokens:
         simulation.step()
-    assert request.prefill.ledger.page_counts().held > 0
+    assert request.prefill.ledger.page_counts()[0].held > 0
     simulation.pairs.clear()
     request.prefill.inbox.post(PeerDied(request.decode.name))
     request.prefill.turn()
-    assert request.prefill.ledger.page_counts().held == 0
+    assert request.prefill.ledger.page_counts()[0].held == 0
     assert request.prefill.agent.serving == 0
 
 
@@ -236,4 +254,24 @@ def test_stop_gives_everything_back_wherever_it_comes(events):
     simulation.run()
     for worker in simulation.workers:
         assert worker.engine.stopped
+    simulation.assert_at_baseline()
+
+
+@pytest.mark.parametrize("length", [16, 18])
+def test_a_prompt_that_both_indexes_have_is_not_computed_and_does_not_travel(length):
+    """Scenario 36: the first token does."""
+    simulation = Simulation(0, page_size=4, pages=40, rows=4, chunk=16)
+    del simulation.prefills[1:], simulation.decodes[1:]
+    prompt = BASES[0][:length]
+    first = simulation.submit(prompt, 3)
+    simulation.run()
+    assert_complete(first)
+    read = sum(pull.num_pages for pull in simulation.pulls)
+    second = simulation.submit(prompt, 3)
+    simulation.run()
+    assert_complete(second)
+    # The page that the prompt's last token is in is computed: it is sampled from.
+    assert second.cached_tokens == (length - 1) // 4 * 4
+    whole = length // 4
+    assert sum(pull.num_pages for pull in simulation.pulls) - read == -(-length // 4) - whole
     simulation.assert_at_baseline()

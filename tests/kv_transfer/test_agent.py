@@ -42,7 +42,7 @@ def serve(connection: Connection, order: PageOrder, page_size: int, serving: int
     """A peer: its pool is readable until it is told to stop."""
     pool = make_pool(order, page_size)
     fill(pool)
-    agent = TransferAgent(f"peer-{os.getpid()}", pool, print)
+    agent = TransferAgent(f"peer-{os.getpid()}", [pool], print)
     agent.serve(serving)
     connection.send(agent.describe())
     connection.recv()
@@ -75,7 +75,7 @@ class Peer:
 @pytest.fixture
 def agent() -> Iterator[TransferAgent]:
     pool = make_pool()
-    agent = TransferAgent(f"reader-{time.monotonic_ns()}", pool, print)
+    agent = TransferAgent(f"reader-{time.monotonic_ns()}", [pool], print)
     agent.pool = pool
     yield agent
     agent.close()
@@ -84,7 +84,7 @@ def agent() -> Iterator[TransferAgent]:
 def read(agent: TransferAgent, peer: Peer, local: list[int], remote: list[int]) -> Pull:
     """Pull and wait for the end."""
     ended: queue.SimpleQueue[Pull] = queue.SimpleQueue()
-    agent.pull(peer.description.incarnation, np.array(local), np.array(remote), ended.put)
+    agent.pull(peer.description.incarnation, [np.array(local)], [np.array(remote)], ended.put)
     return ended.get(timeout=WAIT_S)
 
 
@@ -96,12 +96,12 @@ def assert_page(pool: KVPool, page: int, source: int) -> None:
 @pytest.mark.parametrize("order", list(PageOrder))
 def test_pull_moves_exactly_the_pages(agent, order):
     peer = Peer(order)
-    peer.description.check(peer.description.incarnation, agent.layout)
+    peer.description.check(peer.description.incarnation, agent.layouts)
     agent.add_peer(peer.description)
     pull = read(agent, peer, [3, 4, 5, 60], [10, 11, 12, 0])
     assert (pull.state, pull.error) == (PullState.DONE, "")
     assert pull.passed()
-    assert pull.nbytes == 4 * agent.layout.geometry.page_bytes
+    assert pull.nbytes == 4 * agent.layouts[0].geometry.page_bytes
     for local, remote in [(3, 10), (4, 11), (5, 12), (60, 0)]:
         assert_page(agent.pool, local, remote)
     untouched = [page for page in range(PAGES) if page not in (3, 4, 5, 60)]
@@ -115,7 +115,8 @@ def test_many_pulls_at_once(agent):
     ended: queue.SimpleQueue[Pull] = queue.SimpleQueue()
     order = np.random.default_rng(0).permutation(PAGES)
     for local, remote in enumerate(order):
-        agent.pull(peer.description.incarnation, np.array([local]), np.array([remote]), ended.put)
+        pages = [np.array([local])], [np.array([remote])]
+        agent.pull(peer.description.incarnation, *pages, ended.put)
     pulls = [ended.get(timeout=WAIT_S) for _ in range(PAGES)]
     assert {pull.state for pull in pulls} == {PullState.DONE}
     for local, remote in enumerate(order):
@@ -148,7 +149,7 @@ def test_death_is_confirmed_while_a_read_is_running(agent):
     agent.add_peer(peer.description)
     ended: queue.SimpleQueue[Pull] = queue.SimpleQueue()
     name = peer.description.incarnation
-    pull = agent.pull(name, np.arange(8), np.arange(8), ended.put)
+    pull = agent.pull(name, [np.arange(8)], [np.arange(8)], ended.put)
     with pytest.raises(queue.Empty):
         ended.get(timeout=0.5)
     assert not pull.passed()
@@ -194,16 +195,18 @@ def test_unknown_peer_and_page_out_of_range_fail_without_a_fence(agent):
 
 def test_description_is_checked_before_its_bytes_are_loaded(agent):
     own = agent.describe()
-    own.check(agent.incarnation, agent.layout)
+    own.check(agent.incarnation, agent.layouts)
     flipped = bytearray(own.metadata)
     flipped[len(flipped) // 2] ^= 1
     with pytest.raises(PeerRefusedError, match="does not match its digest"):
-        dataclasses.replace(own, metadata=bytes(flipped)).check(agent.incarnation, agent.layout)
+        dataclasses.replace(own, metadata=bytes(flipped)).check(agent.incarnation, agent.layouts)
     with pytest.raises(PeerRefusedError, match="expected worker other"):
-        own.check("other", agent.layout)
-    other = dataclasses.replace(agent.layout, geometry=make_pool(page_size=8).geometry)
+        own.check("other", agent.layouts)
+    other = dataclasses.replace(agent.layouts[0], geometry=make_pool(page_size=8).geometry)
     with pytest.raises(PeerRefusedError, match="do not fit"):
-        own.check(agent.incarnation, other)
+        own.check(agent.incarnation, [other])
+    with pytest.raises(PeerRefusedError, match="do not fit"):
+        own.check(agent.incarnation, [*agent.layouts, *agent.layouts])
 
 
 def test_idle_agent_uses_no_cpu(agent):

@@ -12,6 +12,7 @@ from kvrelay.kv_transfer.hand_over import (
     DecodeHandOver,
     DecodeState,
     EndReason,
+    PageRun,
     PrefillHandOver,
     PrefillState,
     Released,
@@ -22,9 +23,13 @@ def granted(pages: int) -> tuple[PrefillHandOver, DecodeHandOver]:
     prefill, decode = PrefillHandOver(), DecodeHandOver(pages)
     prefill.ask()
     decode.on_ask()
-    decode.grant()
+    decode.grant([0])
     prefill.on_grant()
     return prefill, decode
+
+
+def announced(first_page: int, page_ids: tuple[int, ...], first_token: int | None = None):
+    return Announce((PageRun(first_page, page_ids),), first_token)
 
 
 @given(
@@ -40,14 +45,14 @@ def test_every_page_is_announced_once_in_order(page_size, chunks):
     settled = 0
     for chunk in chunks[:-1]:
         settled += chunk
-        message = prefill.announce(pages, settled, page_size)
+        message = prefill.announce([pages], settled // page_size)
         if message is not None:
-            assert (message.first_page + len(message.page_ids)) * page_size <= settled
-            decode.on_announce(message)
-            announced += message.page_ids
-    last = prefill.announce_last(pages, first_token=7)
-    decode.on_announce(last)
-    announced += last.page_ids
+            assert message.runs[0].end * page_size <= settled
+            (wanted,) = decode.on_announce(message)
+            announced += wanted.page_ids
+    last = prefill.announce_last([pages], [0], first_token=7)
+    (wanted,) = decode.on_announce(last)
+    announced += wanted.page_ids
     assert announced == pages
     assert (decode.state, decode.first_token) == (DecodeState.ANNOUNCED, 7)
 
@@ -55,18 +60,22 @@ def test_every_page_is_announced_once_in_order(page_size, chunks):
 def test_scenario_39_by_its_numbers():
     prefill, _ = granted(16)
     pages = list(range(16))
-    sent = [prefill.announce(pages, settled, 16) for settled in (100, 200)]
-    sent.append(prefill.announce_last(pages, 1))
-    assert [(m.first_page, len(m.page_ids)) for m in sent if m] == [(0, 6), (6, 6), (12, 4)]
+    sent = [prefill.announce([pages], settled // 16) for settled in (100, 200)]
+    sent.append(prefill.announce_last([pages], [0], 1))
+    assert [(m.runs[0].first_page, len(m.runs[0].page_ids)) for m in sent if m] == [
+        (0, 6),
+        (6, 6),
+        (12, 4),
+    ]
 
 
 def test_done_is_said_when_all_is_announced_and_read():
     prefill, decode = granted(2)
-    decode.on_announce(prefill.announce([5, 6], 4, 4))
+    decode.on_announce(prefill.announce([[5, 6]], 1))
     assert decode.done() is None
     decode.on_read()
     assert decode.done() is None, "the last announcement is still to come"
-    decode.on_announce(prefill.announce_last([5, 6], 9))
+    decode.on_announce(prefill.announce_last([[5, 6]], [0], 9))
     assert decode.done() is None, "a read is still running"
     decode.on_read()
     assert decode.done() is not None
@@ -77,7 +86,7 @@ def test_done_is_said_when_all_is_announced_and_read():
 
 def test_pages_that_were_let_go_are_not_activated():
     prefill, decode = granted(1)
-    decode.on_announce(prefill.announce_last([5], 9))
+    decode.on_announce(prefill.announce_last([[5]], [0], 9))
     decode.on_read()
     assert decode.done()
     assert not decode.on_released(Released(valid=False))
@@ -87,10 +96,10 @@ def test_pages_that_were_let_go_are_not_activated():
 @pytest.mark.parametrize(
     "message",
     [
-        Announce(1, (5,)),
-        Announce(0, (5, 6, 7, 8)),
-        Announce(0, (5,), first_token=1),
-        Announce(0, (), first_token=1),
+        announced(1, (5,)),
+        announced(0, (5, 6, 7, 8)),
+        announced(0, (5,), first_token=1),
+        announced(0, (), first_token=1),
     ],
     ids=["a gap", "too many", "last but incomplete", "last but empty"],
 )
@@ -102,9 +111,9 @@ def test_malformed_announcement_is_refused(message):
 
 def test_announcement_twice_is_refused():
     _, decode = granted(3)
-    decode.on_announce(Announce(0, (5,)))
+    decode.on_announce(announced(0, (5,)))
     with pytest.raises(ProtocolError):
-        decode.on_announce(Announce(0, (5,)))
+        decode.on_announce(announced(0, (5,)))
 
 
 @pytest.mark.parametrize(
@@ -112,10 +121,10 @@ def test_announcement_twice_is_refused():
     [
         lambda prefill, decode: prefill.on_grant(),
         lambda prefill, decode: prefill.on_done(),
-        lambda prefill, decode: prefill.announce([1], 4, 4),
-        lambda prefill, decode: prefill.announce_last([1], 1),
-        lambda prefill, decode: decode.grant(),
-        lambda prefill, decode: decode.on_announce(Announce(0, (1,))),
+        lambda prefill, decode: prefill.announce([[1]], 1),
+        lambda prefill, decode: prefill.announce_last([[1]], [0], 1),
+        lambda prefill, decode: decode.grant([0]),
+        lambda prefill, decode: decode.on_announce(announced(0, (1,))),
         lambda prefill, decode: decode.on_released(Released(valid=True)),
     ],
 )
@@ -126,7 +135,7 @@ def test_message_before_its_time_is_refused(too_early):
 
 def test_grant_and_ask_twice_are_refused():
     prefill, decode = granted(1)
-    for again in (prefill.on_grant, prefill.ask, decode.on_ask, decode.grant):
+    for again in (prefill.on_grant, prefill.ask, decode.on_ask, lambda: decode.grant([0])):
         with pytest.raises(ProtocolError):
             again()
 
@@ -136,6 +145,49 @@ def test_leaving_early_is_said_once_and_not_after_the_release():
     assert prefill.end(EndReason.ABORTED) is not None
     assert prefill.end(EndReason.ABORTED) is None
     prefill, decode = granted(1)
-    decode.on_announce(prefill.announce_last([5], 9))
+    decode.on_announce(prefill.announce_last([[5]], [0], 9))
     prefill.on_done()
     assert prefill.end(EndReason.ABORTED) is None
+
+
+def granted_window(missing: tuple[int, int]) -> tuple[PrefillHandOver, DecodeHandOver]:
+    """A prompt of four pages in a pool of all tokens and one with a window."""
+    windowed = (False, True)
+    prefill, decode = PrefillHandOver(windowed), DecodeHandOver(4, windowed)
+    prefill.ask()
+    decode.on_ask()
+    decode.grant(missing)
+    prefill.on_grant()
+    return prefill, decode
+
+
+def test_a_windows_pages_come_last_and_only_those_that_it_holds():
+    prefill, decode = granted_window((0, 3))
+    message = prefill.announce([[5, 6], [7, 8]], 2)
+    assert decode.on_announce(message) == (PageRun(0, (5, 6)), PageRun(0))
+    last = prefill.announce_last([[5, 6, 1, 2], [-1, -1, 3, 4]], [0, 2], 9)
+    assert last.runs == (PageRun(2, (1, 2)), PageRun(2, (3, 4)))
+    assert decode.on_announce(last) == (PageRun(2, (1, 2)), PageRun(3, (4,)))
+
+
+def test_what_the_decode_side_has_is_not_read():
+    _, decode = granted_window((4, 4))
+    wanted = decode.on_announce(Announce((PageRun(0, (5, 6, 1, 2)), PageRun(2, (3, 4))), 9))
+    assert not any(run.page_ids for run in wanted)
+    assert decode.done() is not None, "nothing is read, the first token is there"
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        Announce((PageRun(0, (5,)), PageRun(2, (3,)))),
+        Announce((PageRun(0, (5, 6, 1, 2)), PageRun(3, (4,))), 9),
+        Announce((PageRun(0, (5, 6, 1, 2)), PageRun(2, (3,))), 9),
+        Announce((PageRun(0, (5, 6, 1, 2)),), 9),
+    ],
+    ids=["too early", "begins too late", "ends too early", "a pool is missing"],
+)
+def test_malformed_window_is_refused(message):
+    _, decode = granted_window((0, 2))
+    with pytest.raises(ProtocolError):
+        decode.on_announce(message)

@@ -5,24 +5,27 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from kvrelay.mem_cache.account import Owner
 from kvrelay.mem_cache.errors import ConservationError, LedgerError
 from kvrelay.mem_cache.fence import StepClock, StepFence
 from kvrelay.mem_cache.lease import LeaseState
-from kvrelay.mem_cache.ledger import Ledger, Owner
+from kvrelay.mem_cache.ledger import Ledger, PoolShape
 from kvrelay.mem_cache.release import Outcome, release_kv_cache
 
 
 def make_ledger(pages: int = 16, page_size: int = 4, rows: int = 4) -> Ledger:
     return Ledger(
-        total_pages=pages, page_size=page_size, total_rows=rows, max_row_tokens=pages * page_size
+        [PoolShape("full", pages)],
+        page_size=page_size,
+        total_rows=rows,
+        max_row_tokens=pages * page_size,
     )
 
 
 def assert_at_baseline(ledger: Ledger) -> None:
     ledger.audit_pages()
-    assert ledger.page_counts().free == ledger.total_pages
-    assert ledger.page_counts().promised == 0
-    assert ledger.row_counts().free == ledger.total_rows
+    pages, rows = ledger.counts()
+    assert (pages.free, pages.promised, rows.free) == (pages.total, 0, rows.total)
 
 
 def test_lengths_are_recorded_where_they_change():
@@ -78,7 +81,7 @@ def test_closed_lease_cannot_grow():
     ledger = make_ledger()
     lease = ledger.open("a", 8)
     assert lease is not None
-    lease.close()
+    ledger.close(lease)
     with pytest.raises(LedgerError, match="CLOSED"):
         ledger.grow(lease, 1)
     release_kv_cache(ledger, lease, Outcome.ABORTED)
@@ -120,7 +123,7 @@ def test_pages_that_a_forward_still_reads_are_not_reused():
     assert ledger.grow(first, 16)
     steps.launch()
     release_kv_cache(ledger, first, Outcome.FINISHED, fences=[StepFence(steps, 1)])
-    assert ledger.page_counts().quarantined == 4
+    assert ledger.page_counts()[0].quarantined == 4
     assert ledger.row_counts().quarantined == 1
     assert ledger.open("second", 4) is None
     assert ledger.reclaim() == 0
@@ -153,7 +156,7 @@ def test_page_table_snapshot_does_not_change_afterwards():
     lease = ledger.open("a", 8)
     assert lease is not None
     assert ledger.grow(lease, 8)
-    snapshot = ledger.page_tables([lease])
+    (snapshot,) = ledger.page_tables([lease])
     kept = snapshot.copy()
     release_kv_cache(ledger, lease, Outcome.FINISHED)
     np.testing.assert_array_equal(snapshot, kept)
@@ -164,7 +167,7 @@ def test_audit_names_a_lost_page_and_its_history():
     lease = ledger.open("culprit", 4)
     assert lease is not None
     assert ledger.grow(lease, 4)
-    page = int(lease.pages[0])
+    page = int(lease.pages()[0])
     lease._kv_allocated_len = 0
     with pytest.raises(ConservationError, match=rf"page {page} has 0 owners: culprit: FREE to"):
         ledger.audit_pages()
@@ -175,7 +178,7 @@ def test_freeing_a_page_twice_is_caught_at_once():
     lease = ledger.open("a", 4)
     assert lease is not None
     assert ledger.grow(lease, 4)
-    pages = lease.own_pages
+    pages = lease.own_pages()
     release_kv_cache(ledger, lease, Outcome.FINISHED)
     with pytest.raises(ConservationError, match="should be owned by LEASE and is by FREE"):
-        ledger._move("a", pages, Owner.LEASE, Owner.FREE)
+        ledger._accounts[0].move("a", pages, Owner.LEASE, Owner.FREE)

@@ -19,7 +19,7 @@ END = worker_pb2.RequestEnd
 
 
 def load(*, waiting_tokens: int = 0, free: int = 64) -> pb.WorkerLoad:
-    kv = pb.PoolState(pool="kv", page_size=16, total=64, free=free, held=64 - free)
+    kv = pb.PoolState(pool="full", page_size=16, total=64, free=free, held=64 - free)
     return pb.WorkerLoad(waiting_tokens=waiting_tokens, pools=[kv])
 
 

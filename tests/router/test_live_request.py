@@ -112,7 +112,7 @@ async def test_tokens_of_both_workers_in_order(run: Run) -> None:
         (2, [67]),
     ]
     timings = PhaseTimings(1, 2, 3, 4)
-    assert completion == Completion(FinishReason.LENGTH, None, 3, 3, timings, 5)
+    assert completion == Completion(FinishReason.LENGTH, None, 3, 3, 0, timings, 5)
     assert run.ended == [run.live]
 
 

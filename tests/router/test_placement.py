@@ -16,9 +16,9 @@ def candidate(
     pool_tokens: int = 160,
     page_size: int = 16,
 ) -> Candidate:
-    kv = PoolState("kv", page_size, 10, free, 10 - free, 0, 0, 0, 0, promised)
+    kv = PoolState("full", page_size, 10, free, 10 - free, 0, 0, 0, 0, promised)
     rows = PoolState("rows", 0, 999, 999, 0, 0, 0, 0, 0, 0)
-    load = WorkerLoad(running_requests=running, pools=(rows, kv))
+    load = WorkerLoad(running_requests=running, pools=(kv, rows))
     return Candidate(worker, pool_tokens, load, backlog)
 
 

@@ -14,40 +14,50 @@ class DescribeAgentRequest(_message.Message):
     def __init__(self, incarnation: _Optional[str] = ...) -> None: ...
 
 class DescribeAgentResponse(_message.Message):
-    __slots__ = ("incarnation", "agent_metadata", "agent_metadata_sha256", "pool_address", "pool_pages", "device_id", "memory_type", "geometry")
+    __slots__ = ("incarnation", "agent_metadata", "agent_metadata_sha256", "device_id", "memory_type", "pools")
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     AGENT_METADATA_FIELD_NUMBER: _ClassVar[int]
     AGENT_METADATA_SHA256_FIELD_NUMBER: _ClassVar[int]
-    POOL_ADDRESS_FIELD_NUMBER: _ClassVar[int]
-    POOL_PAGES_FIELD_NUMBER: _ClassVar[int]
     DEVICE_ID_FIELD_NUMBER: _ClassVar[int]
     MEMORY_TYPE_FIELD_NUMBER: _ClassVar[int]
-    GEOMETRY_FIELD_NUMBER: _ClassVar[int]
+    POOLS_FIELD_NUMBER: _ClassVar[int]
     incarnation: str
     agent_metadata: bytes
     agent_metadata_sha256: bytes
-    pool_address: int
-    pool_pages: int
     device_id: int
     memory_type: str
+    pools: _containers.RepeatedCompositeFieldContainer[PoolDescription]
+    def __init__(self, incarnation: _Optional[str] = ..., agent_metadata: _Optional[bytes] = ..., agent_metadata_sha256: _Optional[bytes] = ..., device_id: _Optional[int] = ..., memory_type: _Optional[str] = ..., pools: _Optional[_Iterable[_Union[PoolDescription, _Mapping]]] = ...) -> None: ...
+
+class PoolDescription(_message.Message):
+    __slots__ = ("address", "pages", "geometry")
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    PAGES_FIELD_NUMBER: _ClassVar[int]
+    GEOMETRY_FIELD_NUMBER: _ClassVar[int]
+    address: int
+    pages: int
     geometry: PoolGeometry
-    def __init__(self, incarnation: _Optional[str] = ..., agent_metadata: _Optional[bytes] = ..., agent_metadata_sha256: _Optional[bytes] = ..., pool_address: _Optional[int] = ..., pool_pages: _Optional[int] = ..., device_id: _Optional[int] = ..., memory_type: _Optional[str] = ..., geometry: _Optional[_Union[PoolGeometry, _Mapping]] = ...) -> None: ...
+    def __init__(self, address: _Optional[int] = ..., pages: _Optional[int] = ..., geometry: _Optional[_Union[PoolGeometry, _Mapping]] = ...) -> None: ...
 
 class PoolGeometry(_message.Message):
-    __slots__ = ("num_layers", "num_kv_heads", "head_dim", "dtype", "page_size", "order")
+    __slots__ = ("num_layers", "num_kv_heads", "head_dim", "dtype", "page_size", "order", "latent", "window")
     NUM_LAYERS_FIELD_NUMBER: _ClassVar[int]
     NUM_KV_HEADS_FIELD_NUMBER: _ClassVar[int]
     HEAD_DIM_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
     PAGE_SIZE_FIELD_NUMBER: _ClassVar[int]
     ORDER_FIELD_NUMBER: _ClassVar[int]
+    LATENT_FIELD_NUMBER: _ClassVar[int]
+    WINDOW_FIELD_NUMBER: _ClassVar[int]
     num_layers: int
     num_kv_heads: int
     head_dim: int
     dtype: str
     page_size: int
     order: str
-    def __init__(self, num_layers: _Optional[int] = ..., num_kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., dtype: _Optional[str] = ..., page_size: _Optional[int] = ..., order: _Optional[str] = ...) -> None: ...
+    latent: bool
+    window: int
+    def __init__(self, num_layers: _Optional[int] = ..., num_kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., dtype: _Optional[str] = ..., page_size: _Optional[int] = ..., order: _Optional[str] = ..., latent: bool = ..., window: _Optional[int] = ...) -> None: ...
 
 class HandOverRequest(_message.Message):
     __slots__ = ("open", "grant", "done")
@@ -98,14 +108,20 @@ class HandOverAsk(_message.Message):
     def __init__(self) -> None: ...
 
 class HandOverAnnounce(_message.Message):
-    __slots__ = ("first_page", "page_ids", "first_token")
+    __slots__ = ("runs", "first_token")
+    RUNS_FIELD_NUMBER: _ClassVar[int]
+    FIRST_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    runs: _containers.RepeatedCompositeFieldContainer[PageRun]
+    first_token: FirstToken
+    def __init__(self, runs: _Optional[_Iterable[_Union[PageRun, _Mapping]]] = ..., first_token: _Optional[_Union[FirstToken, _Mapping]] = ...) -> None: ...
+
+class PageRun(_message.Message):
+    __slots__ = ("first_page", "page_ids")
     FIRST_PAGE_FIELD_NUMBER: _ClassVar[int]
     PAGE_IDS_FIELD_NUMBER: _ClassVar[int]
-    FIRST_TOKEN_FIELD_NUMBER: _ClassVar[int]
     first_page: int
     page_ids: _containers.RepeatedScalarFieldContainer[int]
-    first_token: FirstToken
-    def __init__(self, first_page: _Optional[int] = ..., page_ids: _Optional[_Iterable[int]] = ..., first_token: _Optional[_Union[FirstToken, _Mapping]] = ...) -> None: ...
+    def __init__(self, first_page: _Optional[int] = ..., page_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class FirstToken(_message.Message):
     __slots__ = ("token_id",)

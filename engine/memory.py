@@ -1,0 +1,65 @@
+"""A worker's KV memory, made from its options: pools, ledger, prefix index."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvrelay.engine.config import PrefixIndexKind, Role, WorkerConfig
+from kvrelay.mem_cache.geometry import KVGeometry
+from kvrelay.mem_cache.ledger import Ledger, PoolShape, window_pages
+from kvrelay.mem_cache.pool import KVPool
+from kvrelay.mem_cache.prefix_index import PrefixIndex
+from kvrelay.mem_cache.radix_tree import RadixTree
+
+
+def divide_memory(config: WorkerConfig, geometries: Sequence[KVGeometry]) -> list[int]:
+    """Pages of each pool: together they fill `config.kv_memory`.
+
+    A pool for windows gets what `max_running` requests need there at most, so
+    that it is never what keeps one out; the rest goes to full attention.
+
+    Raises:
+        ValueError: it does not hold one page of each.
+    """
+    page_bytes = sum(geometry.page_bytes for geometry in geometries)
+    equal = config.kv_memory // page_bytes
+    if equal < 1:
+        raise ValueError(
+            f"kv_memory: {config.kv_memory} bytes do not hold one page of "
+            f"{page_bytes} bytes ({config.page_size} tokens)"
+        )
+    if len(geometries) == 1:
+        return [equal]
+    full, sliding = geometries
+    assert sliding.window is not None
+    needed = config.max_running * window_pages(sliding.window, config.page_size, _ahead(config))
+    windowed = min(equal, needed)
+    return [(config.kv_memory - windowed * sliding.page_bytes) // full.page_bytes, windowed]
+
+
+def make_ledger(config: WorkerConfig, pools: Sequence[KVPool], max_model_len: int) -> Ledger:
+    """The account of `pools`, for requests of `max_model_len` tokens and less."""
+    return Ledger(
+        [
+            PoolShape(pool.geometry.pool_name, pool.total_pages, pool.geometry.window)
+            for pool in pools
+        ],
+        page_size=config.page_size,
+        total_rows=config.max_running,
+        max_row_tokens=max_model_len,
+        ahead=_ahead(config),
+        index=_make_index(config, [pool.geometry.window for pool in pools]),
+    )
+
+
+def _make_index(config: WorkerConfig, windows: Sequence[int | None]) -> PrefixIndex | None:
+    match config.prefix_index:
+        case PrefixIndexKind.RADIX:
+            return RadixTree(config.page_size, windows)
+        case PrefixIndexKind.NONE:
+            return None
+
+
+def _ahead(config: WorkerConfig) -> int:
+    """Tokens that one step adds to a request."""
+    return config.chunk_tokens if config.role is Role.PREFILL else 1

@@ -1,0 +1,147 @@
+"""One pool's pages and who owns each: the only code that changes an owner."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+
+import numpy as np
+import numpy.typing as npt
+
+from kvrelay.mem_cache.errors import ConservationError
+
+Pages = npt.NDArray[np.int32]
+"""Page ids, ``[n]``."""
+
+Shares = Sequence[tuple[str, int]]
+"""Whose some pages are: holders, and how many of the pages each has, in their order."""
+
+NO_PAGES: Pages = np.empty(0, np.int32)
+
+HISTORY = 1024
+"""Moves that a conservation fault can be explained with."""
+
+
+class Owner(IntEnum):
+    """Exactly one of these owns a page, or a row."""
+
+    FREE = 0
+    """Nobody: it may be handed out."""
+    LEASE = 1
+    """A request."""
+    INDEX = 2
+    """The prefix index."""
+    SESSION = 3
+    """A session, between two of its turns."""
+    QUARANTINE = 4
+    """Nobody, but something in flight may still read or write it."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Move:
+    """One entry of the history: `pages` went from one owner to another."""
+
+    shares: Shares
+    pages: Pages
+    source: Owner
+    target: Owner
+
+    def holder_of(self, page: int) -> str:
+        """On whose behalf one of `pages` moved."""
+        ends = np.cumsum([number for _, number in self.shares])
+        at = np.flatnonzero(self.pages == page)[0]
+        return self.shares[int(np.searchsorted(ends, at, side="right"))][0]
+
+
+class PageAccount:
+    """The owners of one pool's pages, and those that are free, ready to be taken.
+
+    Args:
+        name: of the pool; a label of its metrics.
+        total: pages of the pool.
+    """
+
+    def __init__(self, name: str, total: int) -> None:
+        self.name = name
+        self.total = total
+        self.owner_of = np.zeros(total, np.uint8)
+        """``[total]`` the `Owner` of each page; read only."""
+        self._by_owner = [total, *([0] * (len(Owner) - 1))]
+        # A stack; reversed, so that a fresh pool hands out neighbours in ascending order.
+        self._free = np.arange(total, dtype=np.int32)[::-1].copy()
+        self._history: deque[_Move] = deque(maxlen=HISTORY)
+
+    def count(self, owner: Owner) -> int:
+        """Pages that `owner` has. O(1)."""
+        return self._by_owner[owner]
+
+    @property
+    def free_pages(self) -> Pages:
+        """Who is free, a view; the last is handed out next."""
+        return self._free[: self._by_owner[Owner.FREE]]
+
+    def take(self, holder: str, wanted: int, target: Owner = Owner.LEASE) -> Pages:
+        """Hand out `wanted` free pages; there must be as many."""
+        return self.take_each(((holder, wanted),), target)
+
+    def take_each(self, shares: Shares, target: Owner = Owner.LEASE) -> Pages:
+        """`take` for each holder its share, one after the other."""
+        wanted = sum([number for _, number in shares])
+        assert wanted <= self._by_owner[Owner.FREE], "more pages taken than are free"
+        last = self._by_owner[Owner.FREE]
+        pages = self._free[last - wanted : last][::-1].copy()
+        self._change(shares, pages, Owner.FREE, target)
+        return pages
+
+    def move(self, holder: str, pages: Pages, source: Owner, target: Owner) -> None:
+        """Change the owner of `pages`.
+
+        Raises:
+            ConservationError: a page is not `source`'s or comes twice; names it and its history.
+        """
+        self.move_each(((holder, len(pages)),), pages, source, target)
+
+    def move_each(self, shares: Shares, pages: Pages, source: Owner, target: Owner) -> None:
+        """`move` each holder's share of `pages`."""
+        if not len(pages):
+            return
+        assert source is not Owner.FREE, "free pages are taken"
+        self._change(shares, pages, source, target)
+        if target is Owner.FREE:
+            free = self._by_owner[Owner.FREE]
+            self._free[free - len(pages) : free] = pages[::-1]
+
+    def _change(self, shares: Shares, pages: Pages, source: Owner, target: Owner) -> None:
+        self.check_owner(pages, source)
+        self._check_distinct(pages)
+        self.owner_of[pages.astype(np.intp)] = target.value
+        self._by_owner[source] -= len(pages)
+        self._by_owner[target] += len(pages)
+        self._history.append(_Move(shares, pages, source, target))
+
+    def check_owner(self, pages: Pages, owner: Owner) -> None:
+        """Raise `ConservationError` unless `owner` has all of `pages`."""
+        # Numpy is several times faster with plain integers, and with those of the machine's width.
+        wrong = self.owner_of[pages.astype(np.intp)] != owner.value
+        if np.count_nonzero(wrong):
+            page = int(pages[wrong][0])
+            raise ConservationError(
+                f"{self.name} page {page} should be owned by {owner.name} and is by "
+                f"{Owner(self.owner_of[page]).name}: {self.history(page)}"
+            )
+
+    def _check_distinct(self, pages: Pages) -> None:
+        ordered = np.sort(pages)
+        twice = ordered[1:] == ordered[:-1]
+        if np.count_nonzero(twice):
+            page = int(ordered[1:][twice][0])
+            raise ConservationError(
+                f"{self.name} page {page} moves twice at once: {self.history(page)}"
+            )
+
+    def history(self, page: int) -> str:
+        """The last owners of a page, oldest first."""
+        moves = (move for move in self._history if page in move.pages)
+        return "; ".join(f"{m.holder_of(page)}: {m.source.name} to {m.target.name}" for m in moves)

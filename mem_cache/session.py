@@ -1,0 +1,166 @@
+"""Sessions: memory that a conversation keeps between its turns.
+
+::
+
+    (none) -- save --> IDLE -- borrow --> LENT -- save, or roll_back --> IDLE
+                        |                  | \\-- forget: the turn's memory is gone -> (none)
+                        |                  |
+                      close, expire      close --> CLOSING -- save, roll_back or forget --> (none)
+
+A lent session's memory is its turn's, and is counted there once. Whatever ends
+a session releases its lease, through `release_kv_cache` like everything else.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from kvrelay.mem_cache.errors import LedgerError
+from kvrelay.mem_cache.fence import Fence
+from kvrelay.mem_cache.lease import Lease, LeaseState
+from kvrelay.mem_cache.ledger import Ledger
+from kvrelay.mem_cache.release import Outcome, release_kv_cache
+
+
+@dataclass(slots=True)
+class _Session:
+    """One conversation's memory."""
+
+    lease: Lease
+    fences: tuple[Fence, ...]
+    """What may still read or write it from its last turn."""
+    idle_since: float
+    prefix_len: int = 0
+    """What its running turn began with."""
+    closing: bool = False
+
+    @property
+    def lent(self) -> bool:
+        return self.lease.state is not LeaseState.SAVED
+
+
+class Sessions:
+    """The sessions of one worker. The engine thread alone calls it.
+
+    Misuse (a session that is unknown, or lent already) raises `LedgerError`.
+
+    Args:
+        ledger: the account of their memory.
+        clock: seconds, monotonic; tells who has been idle.
+    """
+
+    def __init__(self, ledger: Ledger, clock: Callable[[], float] = time.monotonic) -> None:
+        self._ledger = ledger
+        self._clock = clock
+        self._sessions: dict[str, _Session] = {}
+
+    def __contains__(self, session_id: str) -> bool:
+        return session_id in self._sessions
+
+    def __len__(self) -> int:
+        return len(self._sessions)
+
+    def save(self, session_id: str, lease: Lease, fences: Iterable[Fence] = ()) -> None:
+        """A turn has ended well: its lease is the session's. Makes the session if it is new."""
+        session = self._sessions.get(session_id)
+        if session is not None and session.lease is not lease:
+            raise LedgerError(f"session {session_id}: {lease!r} is not what was lent")
+        before = () if session is None else session.fences
+        pending = tuple(fence for fence in (*before, *fences) if not fence.passed())
+        release_kv_cache(self._ledger, lease, Outcome.SAVED, fences=pending)
+        closing = session is not None and session.closing
+        self._sessions[session_id] = _Session(lease, pending, self._clock())
+        if closing:
+            self._release(session_id)
+
+    def borrow(
+        self,
+        session_id: str,
+        holder: str,
+        prefix_len: int,
+        promised_tokens: int,
+        *,
+        fresh_boundary: bool = False,
+    ) -> Lease | None:
+        """Lend the session's lease to its next turn; `None` if memory is short: try again.
+
+        See `Ledger.borrow`.
+        """
+        session = self._idle(session_id)
+        lent = self._ledger.borrow(
+            session.lease,
+            holder,
+            prefix_len,
+            promised_tokens,
+            fresh_boundary=fresh_boundary,
+            pending=[fence for fence in session.fences if not fence.passed()],
+        )
+        if not lent:
+            return None
+        session.prefix_len = prefix_len
+        return session.lease
+
+    def roll_back(self, session_id: str, fences: Iterable[Fence] = ()) -> None:
+        """A turn has failed: the session is again what it was when the turn began."""
+        session = self._lent(session_id)
+        pending = tuple(fence for fence in fences if not fence.passed())
+        self._ledger.roll_back(session.lease, session.prefix_len, pending)
+        self.save(session_id, session.lease, pending)
+
+    def forget(self, session_id: str) -> None:
+        """A turn has ended and its memory was released: the next one begins without any."""
+        session = self._lent(session_id)
+        if session.lease.state is not LeaseState.RELEASED:
+            raise LedgerError(f"session {session_id}: {session.lease!r} is not released")
+        del self._sessions[session_id]
+
+    def close(self, session_id: str) -> None:
+        """End a session: now, or when its running turn has ended."""
+        session = self._sessions.get(session_id)
+        if session is None:
+            raise LedgerError(f"session {session_id} is not known")
+        if session.lent:
+            session.closing = True
+        else:
+            self._release(session_id)
+
+    def expire(self, idle_seconds: float) -> list[str]:
+        """End the sessions that have been idle for so long; returns their ids."""
+        limit = self._clock() - idle_seconds
+        expired = [name for name, one in self._sessions.items() if self._is_idle_since(one, limit)]
+        for name in expired:
+            self._release(name)
+        return expired
+
+    def evict_oldest(self) -> str | None:
+        """End the session that has been idle for longest, to make room; never one that is lent."""
+        idle = [(one.idle_since, name) for name, one in self._sessions.items() if not one.lent]
+        if not idle:
+            return None
+        _, name = min(idle)
+        self._release(name)
+        return name
+
+    @staticmethod
+    def _is_idle_since(session: _Session, limit: float) -> bool:
+        return not session.lent and session.idle_since <= limit
+
+    def _idle(self, session_id: str) -> _Session:
+        session = self._sessions.get(session_id)
+        if session is None or session.lent:
+            what = "is not known" if session is None else "is lent to a turn"
+            raise LedgerError(f"session {session_id} {what}")
+        return session
+
+    def _lent(self, session_id: str) -> _Session:
+        session = self._sessions.get(session_id)
+        if session is None or not session.lent:
+            what = "is not known" if session is None else "is not lent"
+            raise LedgerError(f"session {session_id} {what}")
+        return session
+
+    def _release(self, session_id: str) -> None:
+        session = self._sessions.pop(session_id)
+        release_kv_cache(self._ledger, session.lease, Outcome.FINISHED, fences=session.fences)

@@ -1,0 +1,60 @@
+"""What a scrape says is what the ledger says."""
+
+from __future__ import annotations
+
+import pytest
+from prometheus_client import generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+
+from kvrelay.mem_cache.errors import ConservationError
+from kvrelay.prefill_worker.role import PrefillRole
+from tests.engine.simulation import Simulation, SimWorker
+
+
+def scrape(worker: SimWorker) -> dict[tuple[str, str, str], float]:
+    """Values by metric, pool and state."""
+    text = generate_latest(worker.core.metrics.registry).decode()
+    return {
+        (sample.name, sample.labels.get("pool", ""), sample.labels.get("state", "")): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+
+def test_a_scrape_sums_to_the_pools_and_counts_what_the_index_does():
+    simulation = Simulation(0, page_size=4, pages=8, rows=4, chunk=16, windows=(None, 5))
+    del simulation.prefills[1:], simulation.decodes[1:]
+    prompt = list(range(20))
+    for _ in range(2):
+        simulation.submit(prompt, 2)
+        simulation.run()
+    simulation.submit(prompt[::-1], 2)
+    simulation.run()
+    worker = simulation.prefills[0]
+    seen = scrape(worker)
+    for counts in worker.ledger.counts():
+        states = {state: v for (n, pool, state), v in seen.items()
+                  if n == "kvrelay_pages" and pool == counts.pool}  # fmt: skip
+        assert sum(states.values()) == counts.total
+        assert states["cached_evictable"] == counts.cached_evictable
+    assert seen["kvrelay_prefix_lookups_total", "", ""] == 3
+    assert seen["kvrelay_prefix_hits_total", "", ""] == 1
+    # The last token is computed, and a hit ends where a page does.
+    assert seen["kvrelay_prefix_hit_tokens_total", "", ""] == 16
+    # So its page was computed twice, in both pools.
+    assert seen["kvrelay_prefix_duplicate_pages_total", "", ""] == 2
+    assert seen["kvrelay_prefix_evicted_pages_total", "", ""] > 0
+    assert seen["kvrelay_audit_failures_total", "", ""] == 0
+
+
+def test_a_wrong_account_is_counted_and_stops_the_engine(monkeypatch: pytest.MonkeyPatch):
+    simulation = Simulation(0, page_size=4, pages=8, rows=4, chunk=16)
+    worker = simulation.prefills[0]
+
+    def lose_a_page(role: PrefillRole) -> None:
+        worker.ledger._accounts[0].take("nobody", 1)
+
+    monkeypatch.setattr(PrefillRole, "admit", lose_a_page)
+    with pytest.raises(ConservationError):
+        worker.turn()
+    assert scrape(worker)["kvrelay_audit_failures_total", "", ""] == 1

@@ -1,0 +1,303 @@
+"""A ledger with contents: every slot knows which token's KV was last written to it.
+
+What a slot should hold is a number made of the namespace, the pool and all
+tokens up to its own, so that a page that was reused too early, or found under
+other tokens, is seen in what is read. Forwards, transfers and peers' reads are
+in flight until they are ended; writes arrive as late as they can.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from kvrelay.mem_cache.fence import Fence, StepClock, StepFence
+from kvrelay.mem_cache.lease import Lease, LeaseState
+from kvrelay.mem_cache.ledger import Ledger, PoolShape
+from kvrelay.mem_cache.radix_tree import RadixTree
+from kvrelay.mem_cache.release import Outcome, release_kv_cache
+
+
+@dataclass(eq=False)
+class InFlight:
+    """A forward, a transfer or a peer's read; its own fence where it is no forward."""
+
+    holder: Holder
+    tables: list[np.ndarray]
+    start: int
+    end: int
+    """It writes the tokens ``[start, end)``, at its very end."""
+    reads: bool
+    """It reads what the tokens from `start` on see, all the time."""
+    life: str
+    """The lease's holder when it began: a session's lease has several."""
+    ended: bool = False
+
+    def passed(self) -> bool:
+        return self.ended
+
+
+@dataclass(eq=False)
+class Holder:
+    """A request, or a session between requests, with the truth about its tokens."""
+
+    tokens: list[int]
+    namespace: str
+    lease: Lease
+    settled: int
+    last_step: int = 0
+    borrowed: int | None = None
+    """Tokens that a session's turn began with."""
+    transfers: list[InFlight] = field(default_factory=list)
+    peers: list[InFlight] = field(default_factory=list)
+
+    def ids(self, count: int) -> np.ndarray:
+        return np.asarray(self.tokens[:count], np.int32)
+
+
+class Memory:
+    """Operations on a ledger as the roles use it, with the contents beside."""
+
+    def __init__(
+        self,
+        pools: Sequence[PoolShape],
+        page_size: int,
+        rows: int,
+        max_row_tokens: int,
+        *,
+        cached: bool = True,
+        ahead: int = 64,
+    ) -> None:
+        windows = [pool.window for pool in pools]
+        self.ledger = Ledger(
+            pools,
+            page_size=page_size,
+            total_rows=rows,
+            max_row_tokens=max_row_tokens,
+            ahead=ahead,
+            index=RadixTree(page_size, windows) if cached else None,
+        )
+        self.page_size = page_size
+        self.contents = [np.zeros((pool.total_pages, page_size), np.int64) for pool in pools]
+        self.steps = StepClock()
+        self.forwards: list[InFlight] = []
+        self.others: list[InFlight] = []
+        self.holders: list[Holder] = []
+        self.saved: list[Holder] = []
+        self.opened = 0
+
+    # What requests do
+
+    def open(self, tokens: list[int], promised: int, namespace: str = "", known: int = -1):
+        self.opened += 1
+        known = len(tokens) if known < 0 else known
+        lease = self.ledger.open(
+            f"r{self.opened}",
+            promised,
+            token_ids=np.asarray(tokens[:known], np.int32),
+            namespace=namespace,
+        )
+        if lease is None:
+            return None
+        holder = Holder(list(tokens), namespace, lease, lease.cache_protected_len)
+        self.holders.append(holder)
+        return holder
+
+    def compute(self, holder: Holder, count: int) -> bool:
+        """Launch a forward over the next `count` tokens; False if memory is short."""
+        lease = holder.lease
+        start = lease.kv_committed_len
+        if not self.ledger.grow(lease, start + count):
+            return False
+        self.ledger.commit(lease, start + count)
+        holder.last_step = self.steps.launch()
+        self.forwards.append(self._flight(holder, start, start + count, reads=True))
+        return True
+
+    def pull(self, holder: Holder, count: int) -> InFlight | None:
+        """Begin to read the next `count` tokens' pages from a peer; None if memory is short."""
+        lease = holder.lease
+        start, end = lease.kv_committed_len, lease.kv_committed_len + count
+        self.ledger.slide(lease, end)
+        if not self.ledger.grow(lease, end):
+            return None
+        flight = self._flight(holder, start, end, reads=False)
+        holder.transfers.append(flight)
+        self.others.append(flight)
+        return flight
+
+    def announce(self, holder: Holder) -> None:
+        """Let a peer read what is settled."""
+        flight = self._flight(holder, holder.settled, holder.settled, reads=True)
+        holder.peers.append(flight)
+        self.others.append(flight)
+
+    def publish(self, holder: Holder) -> None:
+        self.ledger.publish(holder.lease, holder.ids(holder.settled), self.readers(holder))
+
+    def slide(self, holder: Holder) -> None:
+        self.ledger.slide(holder.lease, holder.settled)
+
+    def release(self, holder: Holder, outcome: Outcome) -> None:
+        """As the engine does; a peer's stream ends with its request."""
+        if holder in self.saved:
+            self.saved.remove(holder)
+        else:
+            self.holders.remove(holder)
+        fences = self.readers(holder)
+        for peer in holder.peers:
+            self.end(peer)
+        publish = holder.ids(holder.settled)
+        assert release_kv_cache(
+            self.ledger, holder.lease, outcome, token_ids=publish, fences=fences
+        )
+
+    def save(self, holder: Holder) -> None:
+        self.holders.remove(holder)
+        for peer in holder.peers:
+            self.end(peer)
+        fences = self.readers(holder)
+        assert release_kv_cache(self.ledger, holder.lease, Outcome.SAVED, fences=fences)
+        self.saved.append(holder)
+
+    def borrow(
+        self, holder: Holder, prefix_len: int, promised: int, *, fresh_boundary: bool = False
+    ) -> bool:
+        lent = self.ledger.borrow(
+            holder.lease,
+            holder.lease.holder + "'",
+            prefix_len,
+            promised,
+            fresh_boundary=fresh_boundary,
+            pending=self.pending(holder),
+        )
+        if lent:
+            self.saved.remove(holder)
+            self.holders.append(holder)
+            holder.borrowed = prefix_len
+            holder.settled = min(holder.settled, holder.lease.kv_committed_len)
+        return lent
+
+    def roll_back(self, holder: Holder) -> None:
+        """The turn fails; what it began with is there as before."""
+        for peer in holder.peers:
+            self.end(peer)
+        self.ledger.roll_back(holder.lease, holder.borrowed, self.pending(holder))
+        holder.settled = holder.borrowed
+        self.save(holder)
+
+    def pending(self, holder: Holder) -> list[Fence]:
+        return [fence for fence in self.readers(holder) if not fence.passed()]
+
+    def readers(self, holder: Holder) -> list[Fence]:
+        step = StepFence(self.steps, holder.last_step)
+        return [step, *holder.transfers, *holder.peers]
+
+    # What ends by itself
+
+    def settle(self) -> None:
+        """The oldest forward ends: it reads and writes."""
+        forward = self.forwards.pop(0)
+        self.check_reads(forward)
+        self._write(forward)
+        self.steps.settle()
+        holder = forward.holder
+        if holder.lease.state is LeaseState.OPEN and forward.life == holder.lease.holder:
+            holder.settled = forward.end
+
+    def end(self, flight: InFlight) -> None:
+        """A transfer or a peer's read ends."""
+        if flight.ended:
+            return
+        if flight.reads:
+            self.check_reads(flight)
+        self._write(flight)
+        flight.ended = True
+        self.others.remove(flight)
+        lease = flight.holder.lease
+        if not flight.reads and lease.state is LeaseState.OPEN and flight.life == lease.holder:
+            self.ledger.commit(lease, flight.end)
+            flight.holder.settled = flight.end
+
+    def reclaim(self) -> None:
+        self.ledger.reclaim()
+
+    # What must hold
+
+    def check(self) -> None:
+        """Conservation, page by page, and the contents of all that anybody may read."""
+        self.ledger.audit_pages()
+        for holder in [*self.holders, *self.saved]:
+            if not all(transfer.ended for transfer in holder.transfers):
+                continue  # its window is where the transfer ends, its contents are not there yet
+            view = self._flight(holder, holder.settled, holder.settled, reads=True)
+            self.check_reads(view)
+        for flight in self.others:
+            if flight.reads:
+                self.check_reads(flight)
+        unwritten: dict[Holder, int] = {}
+        for forward in self.forwards:
+            first = min(forward.start, unwritten.get(forward.holder, forward.start))
+            unwritten[forward.holder] = first
+            self.check_reads(forward, first)
+
+    def check_reads(self, flight: InFlight, written: int | None = None) -> None:
+        """What a token at `flight.start` sees is what was written for its request.
+
+        As far as it is `written`: an earlier forward may have to end first.
+        """
+        last = flight.start if written is None else written
+        for pool, shape in enumerate(self.ledger.pools):
+            first = 0 if shape.window is None else max(0, flight.start - shape.window + 1)
+            if first >= last:
+                continue
+            at = np.arange(first, last)
+            pages = flight.tables[pool][at // self.page_size]
+            assert (pages >= 0).all(), f"{flight.holder.lease!r} lacks {shape.name} pages it sees"
+            found = self.contents[pool][pages, at % self.page_size]
+            wrong = found != self._truth(flight.holder, pool, last)[first:]
+            assert not wrong.any(), (
+                f"token {at[wrong][0]} of {flight.holder.lease!r} is not its own"
+            )
+
+    def drain(self) -> None:
+        """End everything; then nothing may be left but what the index keeps."""
+        for holder in [*self.holders, *self.saved]:
+            self.release(holder, Outcome.ABORTED)
+        while self.forwards:
+            self.settle()
+        for flight in list(self.others):
+            self.end(flight)
+        self.reclaim()
+        self.check()
+        for pool, counts in enumerate(self.ledger.page_counts()):
+            assert counts.free + counts.cached_evictable == counts.total
+            assert counts.promised == 0
+            assert self.ledger.index.evictable(pool) == self.ledger.index.size(pool)
+        assert self.ledger.row_counts().free == self.ledger.total_rows
+
+    # Inside
+
+    def _flight(self, holder: Holder, start: int, end: int, *, reads: bool) -> InFlight:
+        tables = [holder.lease.pages(pool) for pool in range(len(self.contents))]
+        return InFlight(holder, tables, start, end, reads, holder.lease.holder)
+
+    def _write(self, flight: InFlight) -> None:
+        if flight.start == flight.end:
+            return
+        at = np.arange(flight.start, flight.end)
+        for pool, contents in enumerate(self.contents):
+            pages = flight.tables[pool][at // self.page_size]
+            here = pages >= 0
+            truth = self._truth(flight.holder, pool, flight.end)[flight.start :]
+            contents[pages[here], (at % self.page_size)[here]] = truth[here]
+
+    def _truth(self, holder: Holder, pool: int, count: int) -> np.ndarray:
+        """What the slots of a request's first `count` tokens should hold in a pool."""
+        chain, out = hash((holder.namespace, pool)), np.empty(count, np.int64)
+        for at, token in enumerate(holder.tokens[:count]):
+            chain = hash((chain, token))
+            out[at] = chain
+        return out

@@ -1,0 +1,29 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from kvrelay.mem_cache.account import Owner, PageAccount
+from kvrelay.mem_cache.errors import ConservationError
+
+
+def test_the_history_names_whose_share_of_a_batch_a_page_was():
+    account = PageAccount("full", 8)
+    pages = account.take_each([("first", 1), ("none", 0), ("second", 2)])
+    account.move_each([("second", 2), ("first", 1)], pages[[1, 2, 0]], Owner.LEASE, Owner.FREE)
+    for page, holder in zip(pages.tolist(), ("first", "second", "second"), strict=True):
+        assert account.history(page) == f"{holder}: FREE to LEASE; {holder}: LEASE to FREE"
+    assert account.count(Owner.FREE) == 8
+
+
+def test_a_page_that_two_give_back_at_once_is_found():
+    account = PageAccount("full", 8)
+    page = account.take("first", 1)[0]
+    with pytest.raises(ConservationError, match=f"page {page} moves twice at once: first"):
+        account.move_each(
+            [("first", 1), ("second", 1)],
+            np.asarray([page, page], np.int32),
+            Owner.LEASE,
+            Owner.FREE,
+        )
+    assert account.count(Owner.LEASE) == 1

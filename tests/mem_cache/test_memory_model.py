@@ -1,0 +1,204 @@
+"""Random operations on every kind of pool: no page lost, none owned twice, none reused too early.
+
+The reference is `tests.mem_cache.memory`: contents that tell whose they are.
+`pytest --hypothesis-profile nightly` runs at least 200,000 operations.
+"""
+
+from __future__ import annotations
+
+import hypothesis.strategies as st
+from hypothesis import HealthCheck, settings
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+)
+
+from kvrelay.mem_cache.ledger import PoolShape
+from kvrelay.mem_cache.release import Outcome
+from tests.mem_cache.memory import Holder, Memory
+
+STEPS = 60
+MAKE_TEST = settings(
+    max_examples=180, stateful_step_count=STEPS, deadline=None, print_blob=True,
+    suppress_health_check=list(HealthCheck),
+)  # fmt: skip
+settings.register_profile("nightly", MAKE_TEST, max_examples=3_500)
+KINDS = ("full", "hybrid", "window", "none")
+AHEAD = 24
+
+
+def make_pools(kind: str, page_size: int, pages: int, window: int) -> list[PoolShape]:
+    full = PoolShape("full", pages)
+    sliding = PoolShape("window", max(pages // 2, 1), window)
+    return {"full": [full], "none": [full], "hybrid": [full, sliding], "window": [sliding]}[kind]
+
+
+class MemoryMachine(RuleBasedStateMachine):
+    """Requests and sessions come, compute, are announced, published and leave in any order."""
+
+    @initialize(
+        kind=st.sampled_from(KINDS),
+        page_size=st.sampled_from([1, 3, 16, 64]),
+        pages=st.integers(2, 40),
+        rows=st.integers(1, 6),
+        window=st.sampled_from([1, 2, 5, 16, 40]),
+    )
+    def build(self, kind: str, page_size: int, pages: int, rows: int, window: int) -> None:
+        pools = make_pools(kind, page_size, pages, window)
+        self.longest = 12 * page_size
+        self.memory = Memory(
+            pools, page_size, rows, self.longest, cached=kind != "none", ahead=AHEAD
+        )
+
+    def pick(self, number: int) -> Holder:
+        return self.memory.holders[number % len(self.memory.holders)]
+
+    # A few prompts that share their beginnings, so that the tree has something to share.
+    @rule(
+        base=st.integers(0, 2),
+        shared=st.floats(0, 1),
+        length=st.floats(0.01, 1),
+        output=st.integers(0, 8),
+        namespace=st.sampled_from(["", "", "", "other"]),
+        whole=st.booleans(),
+    )
+    def open(
+        self, base: int, shared: float, length: float, output: int, namespace: str, whole: bool
+    ) -> None:
+        count = max(1, int(self.longest * length))
+        cut = int(count * shared)
+        tokens = [base + 1] * cut + [7 + self.memory.opened % 2] * (self.longest - cut)
+        promised = min(count + output, self.longest)
+        self.memory.open(tokens, promised, namespace, known=count - (0 if whole else 1))
+
+    @precondition(lambda self: self.memory.holders)
+    @rule(number=st.integers(0), count=st.integers(1, AHEAD // 2))
+    def compute(self, number: int, count: int) -> None:
+        holder = self.pick(number)
+        lease = holder.lease
+        if any(not transfer.ended for transfer in holder.transfers):
+            return
+        # As the engine: no more than two forwards of one request, and none far beyond the slide.
+        self.memory.slide(holder)
+        if lease.kv_committed_len + count - holder.settled > AHEAD:
+            return
+        if lease.kv_committed_len + count > self.longest:
+            return
+        promised = lease.kv_committed_len + count <= lease._promised_tokens
+        computed = self.memory.compute(holder, count)
+        assert computed or not promised, "a promise was broken"
+
+    @precondition(lambda self: self.memory.holders)
+    @rule(number=st.integers(0), publish=st.booleans())
+    def run_through(self, number: int, publish: bool) -> None:
+        """All of a request's tokens at once, so that there is something to share."""
+        holder = self.pick(number)
+        if any(not transfer.ended for transfer in holder.transfers):
+            return
+        while self.memory.forwards:
+            self.memory.settle()
+        lease = holder.lease
+        while (left := lease._promised_tokens - lease.kv_committed_len) > 0:
+            self.memory.slide(holder)
+            assert self.memory.compute(holder, min(left, AHEAD)), "a promise was broken"
+            self.memory.settle()
+        if publish:
+            self.memory.publish(holder)
+
+    @precondition(lambda self: self.memory.holders)
+    @rule(number=st.integers(0), share=st.floats(0.1, 1))
+    def pull(self, number: int, share: float) -> None:
+        holder = self.pick(number)
+        lease = holder.lease
+        if holder.last_step or holder.transfers or holder.settled != lease.kv_committed_len:
+            return
+        room = lease._promised_tokens - lease.kv_committed_len
+        if room > 0:
+            assert self.memory.pull(holder, max(1, int(room * share))), "a promise was broken"
+
+    @precondition(lambda self: self.memory.forwards)
+    @rule()
+    def settle(self) -> None:
+        self.memory.settle()
+
+    @precondition(lambda self: self.memory.others)
+    @rule(number=st.integers(0))
+    def end(self, number: int) -> None:
+        self.memory.end(self.memory.others[number % len(self.memory.others)])
+
+    @precondition(lambda self: self.memory.holders)
+    @rule(number=st.integers(0))
+    def announce(self, number: int) -> None:
+        holder = self.pick(number)
+        # A window's pages are announced with the last chunk, after which nothing slides.
+        if all(shape.window is None for shape in self.memory.ledger.pools):
+            self.memory.announce(holder)
+
+    @precondition(lambda self: self.memory.holders)
+    @rule(number=st.integers(0))
+    def publish(self, number: int) -> None:
+        self.memory.publish(self.pick(number))
+
+    @precondition(lambda self: self.memory.holders)
+    @rule(number=st.integers(0), outcome=st.sampled_from(list(Outcome)))
+    def release(self, number: int, outcome: Outcome) -> None:
+        holder = self.pick(number)
+        pulled = all(transfer.ended for transfer in holder.transfers)
+        if outcome is Outcome.SAVED and pulled:
+            self.memory.save(holder)
+        else:
+            self.memory.release(holder, outcome if pulled else Outcome.ABORTED)
+
+    @precondition(lambda self: self.memory.saved)
+    @rule(
+        number=st.integers(0), share=st.floats(0, 1), more=st.integers(0, 30), fresh=st.booleans()
+    )
+    def borrow(self, number: int, share: float, more: int, fresh: bool) -> None:
+        holder = self.memory.saved[number % len(self.memory.saved)]
+        low, high = holder.lease.cache_protected_len, holder.settled
+        windows = any(shape.window is not None for shape in self.memory.ledger.pools)
+        # What has left a window cannot be gone back to.
+        prefix = high if windows else low + int((high - low) * share)
+        promised = min(self.longest, prefix + more)
+        before = self.memory.ledger.page_counts()
+        if not self.memory.borrow(holder, prefix, promised, fresh_boundary=fresh):
+            assert self.memory.ledger.page_counts() == before, "a refusal changed something"
+
+    @precondition(lambda self: self.memory.holders)
+    @rule(number=st.integers(0))
+    def roll_back(self, number: int) -> None:
+        holder = self.pick(number)
+        if holder.borrowed is None or holder.lease.cache_protected_len > holder.borrowed:
+            return
+        windows = any(shape.window is not None for shape in self.memory.ledger.pools)
+        # What has left a window since cannot be had back.
+        if not windows or holder.settled <= holder.borrowed:
+            self.memory.roll_back(holder)
+
+    @precondition(lambda self: self.memory.saved)
+    @rule(number=st.integers(0), outcome=st.sampled_from([Outcome.ABORTED, Outcome.FINISHED]))
+    def close_session(self, number: int, outcome: Outcome) -> None:
+        self.memory.release(self.memory.saved[number % len(self.memory.saved)], outcome)
+
+    @rule()
+    def reclaim(self) -> None:
+        self.memory.reclaim()
+
+    @invariant()
+    def holds(self) -> None:
+        if hasattr(self, "memory"):
+            self.memory.check()
+
+    def teardown(self) -> None:
+        if hasattr(self, "memory"):
+            self.memory.drain()
+
+
+TestMemoryModel = MemoryMachine.TestCase
+if settings.get_current_profile_name() == "nightly":
+    TestMemoryModel.settings = settings.get_profile("nightly")
+else:
+    TestMemoryModel.settings = MAKE_TEST
