@@ -12,6 +12,7 @@ import grpc
 from kvrelay.deploy.address import Address
 from kvrelay.deploy.client import connected
 from kvrelay.deploy.edge import with_clear_errors
+from kvrelay.deploy.errors import DeployError
 from kvrelay.deploy.options import DEFAULT_GRPC
 from kvrelay.deploy.params import ADDRESS
 from kvrelay.v1 import inference_pb2 as pb
@@ -42,7 +43,7 @@ def status(*, debug: bool, pages: bool, as_json: bool, server: Address) -> None:
     report = as_object(model, info)
     if pages:
         for worker in report["workers"]:
-            worker["owners"] = _owners(worker["address"]) if worker["ready"] else []
+            worker["owners"] = _owners(worker["address"])
     click.echo(json.dumps(report) if as_json else as_text(report))
 
 
@@ -58,9 +59,13 @@ def _model(service: Any) -> str | None:
 
 
 def _owners(address: str) -> list[dict[str, Any]]:
-    """Every page of a worker, in runs of one owner, as the worker itself says."""
-    with connected(Address.parse(address), worker_pb2_grpc.WorkerServiceStub) as worker:
-        answer = worker.GetPageOwners(worker_pb2.GetPageOwnersRequest(), timeout=_SECONDS)
+    """Every page of a worker, in runs of one owner, as it says itself; none if it does not."""
+    try:
+        with connected(Address.parse(address), worker_pb2_grpc.WorkerServiceStub) as worker:
+            answer = worker.GetPageOwners(worker_pb2.GetPageOwnersRequest(), timeout=_SECONDS)
+    except DeployError as error:
+        click.echo(f"kvrelay: {error}", err=True)
+        return []
     return [
         {
             "pool": pool.pool,
