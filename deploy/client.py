@@ -1,4 +1,4 @@
-"""The public service, as the command line calls it."""
+"""A cluster's services, as the command line calls them."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ _MAX_MESSAGE_BYTES: Final = 64 << 20
 
 
 @contextmanager
-def connected(server: Address) -> Iterator[Any]:
-    """A stub of the InferenceService at `server`.
+def connected(server: Address, stub: Any = rpc.InferenceServiceStub) -> Iterator[Any]:
+    """A stub, of the InferenceService unless said otherwise, at `server`.
 
     A call's error leaves the context as DeployError: server, status and
     message in one line.
@@ -28,6 +28,6 @@ def connected(server: Address) -> Iterator[Any]:
         options.append(("grpc.enable_http_proxy", 0))
     with grpc.insecure_channel(str(server), options=options) as channel:
         try:
-            yield rpc.InferenceServiceStub(channel)
+            yield stub(channel)
         except grpc.RpcError as error:
             raise DeployError(f"{server}: {error.code().name}: {error.details()}") from error

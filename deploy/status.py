@@ -12,9 +12,11 @@ import grpc
 from kvrelay.deploy.address import Address
 from kvrelay.deploy.client import connected
 from kvrelay.deploy.edge import with_clear_errors
+from kvrelay.deploy.errors import DeployError
 from kvrelay.deploy.options import DEFAULT_GRPC
 from kvrelay.deploy.params import ADDRESS
 from kvrelay.v1 import inference_pb2 as pb
+from kvrelay.v1 import worker_pb2, worker_pb2_grpc
 
 _SECONDS: Final = 5.0
 STATES: Final = (
@@ -29,15 +31,19 @@ STATES: Final = (
 
 
 @click.command()
+@click.option("--pages", is_flag=True, help="Who has each page, too, asked of the workers.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object.")
 @click.option("--server", type=ADDRESS, default=str(DEFAULT_GRPC), show_default=True)
 @with_clear_errors
-def status(*, debug: bool, as_json: bool, server: Address) -> None:
+def status(*, debug: bool, pages: bool, as_json: bool, server: Address) -> None:
     """Print workers, their load, and each pool's pages by state, with their sum."""
     with connected(server) as service:
         info = service.GetServerInfo(pb.GetServerInfoRequest(), timeout=_SECONDS)
         model = _model(service)
     report = as_object(model, info)
+    if pages:
+        for worker in report["workers"]:
+            worker["owners"] = _owners(worker["address"])
     click.echo(json.dumps(report) if as_json else as_text(report))
 
 
@@ -50,6 +56,27 @@ def _model(service: Any) -> str | None:
             raise
         return None
     return name
+
+
+def _owners(address: str) -> list[dict[str, Any]]:
+    """Every page of a worker, in runs of one owner, as it says itself; none if it does not."""
+    try:
+        with connected(Address.parse(address), worker_pb2_grpc.WorkerServiceStub) as worker:
+            answer = worker.GetPageOwners(worker_pb2.GetPageOwnersRequest(), timeout=_SECONDS)
+    except DeployError as error:
+        click.echo(f"kvrelay: {error}", err=True)
+        return []
+    return [
+        {
+            "pool": pool.pool,
+            "first_page": run.first_page,
+            "num_pages": run.num_pages,
+            "owner": run.owner,
+            "holder": run.holder,
+        }
+        for pool in answer.pools
+        for run in pool.runs
+    ]
 
 
 def as_object(model: str | None, info: pb.GetServerInfoResponse) -> dict[str, Any]:
@@ -99,6 +126,8 @@ def as_text(report: dict[str, Any]) -> str:
         _workers_table(workers),
         _pools_table(workers),
     ]
+    if any("owners" in worker for worker in workers):
+        parts.append(_owners_table(workers))
     return "\n\n".join(parts)
 
 
@@ -118,6 +147,23 @@ def _workers_table(workers: Iterable[dict[str, Any]]) -> str:
             worker["waiting_tokens"],
         ]
         for worker in workers
+    ]
+    return _table(head, rows)
+
+
+def _owners_table(workers: Iterable[dict[str, Any]]) -> str:
+    head = ["worker", "pool", "first page", "pages", "owner", "holder"]
+    rows = [
+        [
+            worker["worker"],
+            run["pool"],
+            run["first_page"],
+            run["num_pages"],
+            run["owner"],
+            run["holder"],
+        ]
+        for worker in workers
+        for run in worker["owners"]
     ]
     return _table(head, rows)
 

@@ -171,7 +171,12 @@ class WorkerSupervisor:
         pauses = _Pauses()
         while True:
             try:
-                return await getattr(self._actor, method).remote()
+                # To start takes as long as the weights do; to say who it is does not.
+                async with asyncio.timeout(None if method == "start" else self._timeout):
+                    return await getattr(self._actor, method).remote()
+            except TimeoutError:
+                _log.error("%s does not answer, so it is killed", self.name)
+                ray.kill(self._actor, no_restart=False)
             except ray.exceptions.ActorUnavailableError:
                 _log.info("%s cannot be reached yet", self.name)
             except ray.exceptions.ActorDiedError as error:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from kvrelay.engine.outputs import RequestKey, RouterLink
 from kvrelay.engine.stop import StopConditions
+from kvrelay.mem_cache.ledger import Ledger
 from kvrelay.model_runner.sampling_params import SamplingParams
 
 
@@ -68,10 +69,11 @@ class Wake:
 
 
 @dataclass(frozen=True, slots=True)
-class Beat:
-    """Asks for a sign of life of the loop itself."""
+class Inspect:
+    """Shows the ledger between two steps: also a sign of life of the loop itself."""
 
-    answer: Callable[[], object]
+    look: Callable[[Ledger], object]
+    """Called on the engine thread; changes nothing."""
 
 
 @dataclass(frozen=True, slots=True)

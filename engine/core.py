@@ -64,7 +64,7 @@ class EngineCore:
             return False
         capacity = self.ledger.max_lease_tokens
         if most_tokens > capacity:
-            error = f"{most_tokens} tokens do not fit a pool of {capacity}"
+            error = f"{most_tokens} tokens: one request can hold {capacity} here"
             self.emit(request, end=End(EndReason.FAILED, error=error))
             return False
         self.requests[request.key] = request

@@ -17,7 +17,7 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
-from kvrelay.engine.commands import Attach, Beat, Cancel, Detach, Inbox, Stop, Submit, Wake
+from kvrelay.engine.commands import Attach, Cancel, Detach, Inbox, Inspect, Stop, Submit, Wake
 from kvrelay.engine.core import EngineCore
 from kvrelay.engine.outputs import Load
 from kvrelay.engine.request import Request
@@ -162,8 +162,8 @@ class Engine:
                 self._detach(message)
             case Wake():
                 pass
-            case Beat():
-                message.answer()
+            case Inspect():
+                message.look(self._core.ledger)
             case Stop():
                 self._stopping = True
                 self._cancel(list(self._core.requests.values()))

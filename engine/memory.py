@@ -15,8 +15,8 @@ from kvrelay.mem_cache.radix_tree import RadixTree
 def divide_memory(config: WorkerConfig, geometries: Sequence[KVGeometry]) -> list[int]:
     """Pages of each pool: together they fill `config.kv_memory`.
 
-    A pool for windows gets what `max_running` requests need there at most, so
-    that it is never what keeps one out; the rest goes to full attention.
+    A pool for windows gets what `max_running` requests need there at most; the
+    rest goes to full attention.
 
     Raises:
         ValueError: it does not hold one page of each.

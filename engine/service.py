@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 
 import grpc
 
-from kvrelay.engine.commands import Attach, Cancel, Detach, Inbox
+from kvrelay.engine.commands import Attach, Cancel, Detach, Inbox, Inspect
 from kvrelay.engine.edge import check_incarnation, first_message
 from kvrelay.engine.outputs import (
     End,
@@ -19,7 +19,13 @@ from kvrelay.engine.outputs import (
     RouterLink,
     StepOutputs,
 )
-from kvrelay.engine.wire import SubmitRules, step_to_wire, submit_from_wire
+from kvrelay.engine.wire import (
+    SubmitRules,
+    page_owners_to_wire,
+    step_to_wire,
+    submit_from_wire,
+)
+from kvrelay.mem_cache.ledger import Ledger
 from kvrelay.v1 import worker_pb2, worker_pb2_grpc
 
 logger = logging.getLogger(__name__)
@@ -56,6 +62,24 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
             reader.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await reader
+
+    async def GetPageOwners(  # noqa: N802 (gRPC's name)
+        self, request: worker_pb2.GetPageOwnersRequest, context: grpc.aio.ServicerContext
+    ) -> worker_pb2.GetPageOwnersResponse:
+        """Who has each page, as the engine's thread sees it."""
+        loop = asyncio.get_running_loop()
+        answer: asyncio.Future[worker_pb2.GetPageOwnersResponse] = loop.create_future()
+
+        def tell(owners: worker_pb2.GetPageOwnersResponse) -> None:
+            if not answer.cancelled():
+                answer.set_result(owners)
+
+        def look(ledger: Ledger) -> None:
+            owners = page_owners_to_wire(ledger)
+            loop.call_soon_threadsafe(tell, owners)
+
+        self._inbox.post(Inspect(look))
+        return await answer
 
     async def _greet(
         self,

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import groupby
 
 from kvrelay.engine.commands import Peer, Submit
 from kvrelay.engine.config import Role
@@ -17,7 +18,8 @@ from kvrelay.engine.outputs import (
     StepOutputs,
 )
 from kvrelay.engine.stop import FinishReason, StopConditions
-from kvrelay.mem_cache.ledger import PoolCounts
+from kvrelay.mem_cache.account import Owner
+from kvrelay.mem_cache.ledger import Ledger, PoolCounts
 from kvrelay.model_runner.sampler import SampledToken
 from kvrelay.model_runner.sampling_params import SamplingParams
 from kvrelay.v1 import inference_pb2, worker_pb2
@@ -178,3 +180,23 @@ def _pool_to_wire(pool: PoolCounts) -> inference_pb2.PoolState:
         quarantined=pool.quarantined,
         promised=pool.promised,
     )
+
+
+def page_owners_to_wire(ledger: Ledger) -> worker_pb2.GetPageOwnersResponse:
+    """Every page of every pool, in runs of one owner."""
+    return worker_pb2.GetPageOwnersResponse(
+        pools=[
+            worker_pb2.PoolOwners(pool=shape.name, runs=_owned_runs(ledger.owner_map(pool)))
+            for pool, shape in enumerate(ledger.pools)
+        ]
+    )
+
+
+def _owned_runs(owners: Iterable[tuple[Owner, str]]) -> Iterator[worker_pb2.OwnedPages]:
+    first = 0
+    for (owner, holder), run in groupby(owners):
+        count = sum(1 for _ in run)
+        yield worker_pb2.OwnedPages(
+            first_page=first, num_pages=count, owner=owner.name.lower(), holder=holder
+        )
+        first += count

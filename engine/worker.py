@@ -15,7 +15,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from prometheus_client import start_http_server
 from tokenizers import Tokenizer
 
-from kvrelay.engine.commands import Beat, Inbox, PeerDied
+from kvrelay.engine.commands import Inbox, Inspect, PeerDied
 from kvrelay.engine.config import WorkerConfig, WorkerInfo
 from kvrelay.engine.core import EngineCore
 from kvrelay.engine.edge import bind, make_server
@@ -151,7 +151,7 @@ class Worker:
     async def beat(self) -> None:
         """Return once the engine's loop has answered: a sign of life, also while it computes."""
         answered = asyncio.Event()
-        self._inbox.post(Beat(lambda: self._loop.call_soon_threadsafe(answered.set)))
+        self._inbox.post(Inspect(lambda _: self._loop.call_soon_threadsafe(answered.set)))
         await answered.wait()
 
     async def peer_died(self, incarnation: str) -> None:

@@ -48,7 +48,7 @@ class _Running:
 class TransferAgent:
     """This worker's end of all KV transfers. Its methods may be called from any thread.
 
-    The pool is registered once and stays registered until the process ends.
+    The pools are registered once and stay registered until the process ends.
 
     Args:
         incarnation: this worker's; also the NIXL agent's name, so that a

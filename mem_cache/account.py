@@ -123,6 +123,8 @@ class PageAccount:
 
     def check_owner(self, pages: Pages, owner: Owner) -> None:
         """Raise `ConservationError` unless `owner` has all of `pages`."""
+        if len(pages) and pages.min() < 0:
+            raise ConservationError(f"{self.name}: {pages.min()} is no page")
         # Numpy is several times faster with plain integers, and with those of the machine's width.
         wrong = self.owner_of[pages.astype(np.intp)] != owner.value
         if np.count_nonzero(wrong):

@@ -190,27 +190,26 @@ class Ledger:
         if not self._free_rows:
             return None
         lock = self.index.match(token_ids, namespace) if len(token_ids) else None
-        matched = lock.num_pages if lock else 0
-        promises = [
-            min(self.pages_for(promised_tokens) - matched, self._most_pages(pool, promised_tokens))
-            for pool in self._numbers
-        ]
-        if any(self._unpromised(pool) < promises[pool] for pool in self._numbers):
-            if lock:
-                self.index.unlock(lock)
+        promises = self._promises(promised_tokens, lock)
+        if promises is None and lock is not None:
+            # What it would lock may be just what it lacks: a window's pages come on top.
+            self.index.unlock(lock)
+            lock = None
+            promises = self._promises(promised_tokens, lock)
+        if promises is None:
             return None
         row = self._free_rows.pop()
         tables = [table[row] for table in self._page_tables]
         lease = Lease(holder, row, tables, self.page_size, namespace, promised_tokens)
         self._leases[row] = lease
+        self.cache_counts.lookups += len(token_ids) > 0
         for pool in self._numbers:
             lease._promised_pages[pool] = promises[pool]
             self._promised[pool] += promises[pool]
         if lock:
             self._adopt(lease, lock)
             lease._kv_committed_len = lease._kv_allocated_len = lease.cache_protected_len
-            self.cache_counts.lookups += 1
-            self.cache_counts.hits += matched > 0
+            self.cache_counts.hits += lock.num_pages > 0
             self.cache_counts.hit_tokens += lease.cache_protected_len
         return lease
 
@@ -328,7 +327,7 @@ class Ledger:
             return
         # What is locked cannot be evicted any more, while the duplicates of it come back later, or
         # are fewer: so it may be that others were promised room that would then be missing.
-        known = self.index.match(token_ids[: last * self.page_size], lease.namespace)
+        known = self.index.hold(token_ids[: last * self.page_size], lease.namespace)
         short = any(self._unpromised(pool) < 0 for pool in self._numbers)
         if short and (pending or any(self.windowed)):
             self.index.unlock(known)
@@ -398,7 +397,8 @@ class Ledger:
         """
         if promised_tokens < prefix_len:
             raise LedgerError(f"{holder}: promise of {promised_tokens} for {prefix_len} tokens")
-        if not lease.cache_protected_len <= prefix_len <= lease.kv_committed_len:
+        within = lease.cache_protected_len <= prefix_len <= lease.kv_committed_len
+        if not within or not self.can_go_back(lease, prefix_len):
             raise LedgerError(f"{holder}: {lease!r} cannot be cut to {prefix_len} tokens")
         kept = self.pages_for(prefix_len)
         fresh = int(fresh_boundary and prefix_len % self.page_size > 0)
@@ -423,14 +423,21 @@ class Ledger:
             self._promised[pool] += promise
         return True
 
+    def can_go_back(self, lease: Lease, prefix_len: int) -> bool:
+        """Whether the lease still has all that a token at `prefix_len` sees, for itself."""
+        if prefix_len < lease.cache_protected_len:
+            return False
+        frontiers = [self._frontier(pool, prefix_len) for pool in self._numbers]
+        return all(map(int.__le__, lease._frontiers, frontiers))
+
     def roll_back(self, lease: Lease, prefix_len: int, pending: Sequence[Fence] = ()) -> None:
         """Make a turn's lease again what `borrow` made it, so that it can be saved.
 
         `pending` is what may still read or write the pages from the turn.
         """
         lease.check_open("rolling back")
-        if prefix_len < lease.cache_protected_len:
-            raise LedgerError(f"{lease!r} has published beyond {prefix_len} tokens")
+        if not self.can_go_back(lease, prefix_len):
+            raise LedgerError(f"{lease!r} cannot go back to {prefix_len} tokens")
         boundary = prefix_len // self.page_size
         kept = [len(pages) > 0 for pages in lease._set_aside]
         for pool, table in enumerate(lease._page_tables):
@@ -628,6 +635,19 @@ class Ledger:
         if window is None:
             return pages
         return min(pages, window_pages(window, self.page_size, self._ahead))
+
+    def _promises(self, tokens: int, lock: PrefixLock | None) -> list[int] | None:
+        """Pages of each pool that a lease of `tokens` may yet take; `None` if they are short."""
+        missing = self.pages_for(tokens) - (lock.num_pages if lock else 0)
+        promises = [min(missing, self._most_pages(pool, tokens)) for pool in self._numbers]
+        short = any(self._unpromised(pool) < promises[pool] for pool in self._numbers)
+        return None if short else promises
+
+    def _frontier(self, pool: int, position: int) -> int:
+        """The first page of a pool that a prefix up to the page before `position`'s needs."""
+        window = self.pools[pool].window
+        aligned = position // self.page_size * self.page_size
+        return 0 if window is None else max(0, aligned - window + 1) // self.page_size
 
     def _unpromised(self, pool: int) -> int:
         """Pages that can be had without breaking a promise."""

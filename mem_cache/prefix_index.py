@@ -61,6 +61,10 @@ class PrefixIndex(Protocol):
         """
         ...
 
+    def hold(self, token_ids: TokenIds, namespace: str = "") -> PrefixLock:
+        """Lock all that is known of `token_ids`, whether or not it can be continued from."""
+        ...
+
     def unlock(self, lock: PrefixLock) -> None:
         """End one lock."""
         ...
@@ -105,6 +109,10 @@ class NoPrefixIndex:
 
     def match(self, token_ids: TokenIds, namespace: str = "") -> PrefixLock:
         """Find nothing."""
+        return self._nothing
+
+    def hold(self, token_ids: TokenIds, namespace: str = "") -> PrefixLock:
+        """There is nothing to hold."""
         return self._nothing
 
     def unlock(self, lock: PrefixLock) -> None:

@@ -102,6 +102,11 @@ class RadixTree:
         node, _ = self._descend(self._root(namespace), token_ids)
         return self._lock(self._continuable(node))
 
+    def hold(self, token_ids: TokenIds, namespace: str = "") -> PrefixLock:
+        """See `PrefixIndex`."""
+        node, _ = self._descend(self._root(namespace), token_ids)
+        return self._lock(node, whole=True)
+
     def unlock(self, lock: PrefixLock) -> None:
         """See `PrefixIndex`."""
         held = lock.entry
@@ -232,13 +237,14 @@ class RadixTree:
 
     # Locking
 
-    def _lock(self, node: _Node) -> PrefixLock:
-        """Lock what a token after `node` sees, and `node` itself in any case."""
+    def _lock(self, node: _Node, *, whole: bool = False) -> PrefixLock:
+        """Lock what a token after `node` sees and at least its last page, or the `whole` path."""
         size, end = self._page_size, node.end
         starts = []
         pages = [np.full(end // size, NO_PAGE, np.int32) for _ in self._pools]
         for pool in self._pools:
-            first, start = self._first_seen(pool, end), end
+            first, start = 0 if whole else self._first_seen(pool, end), end
+            self._cut(node, min(first, end - 1) // size * size)
             for above in node.path():
                 if above is not node and above.end <= first:
                     break
@@ -252,6 +258,14 @@ class RadixTree:
         return PrefixLock(tuple(pages), _Held(node, tuple(starts)))
 
     # Growing
+
+    def _cut(self, node: _Node, position: int) -> None:
+        """Let a node begin at `position`, on the path to `node`."""
+        for above in node.path():
+            if above.depth <= position:
+                if above.depth < position:
+                    self._split(above, position - above.depth)
+                return
 
     def _split(self, node: _Node, at: int) -> _Node:
         """Cut `node` after `at` of its tokens; it stays the lower half. Returns the upper one."""
@@ -286,7 +300,7 @@ class RadixTree:
             node.pages[pool] = offered
             taken[pool].append(offered)
             self._size[pool] += len(offered)
-            self._evictable[pool] += len(offered)
+            self._evictable[pool] += 0 if node.locks[pool] else len(offered)
             self._enqueue(node, pool)
 
     def _can_end(self, node: _Node, pages: Sequence[Pages], matched: int, end: int) -> bool:

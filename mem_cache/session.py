@@ -102,12 +102,21 @@ class Sessions:
         session.prefix_len = prefix_len
         return session.lease
 
-    def roll_back(self, session_id: str, fences: Iterable[Fence] = ()) -> None:
-        """A turn has failed: the session is again what it was when the turn began."""
+    def roll_back(self, session_id: str, fences: Iterable[Fence] = ()) -> bool:
+        """A turn has failed: the session is again what it was when the turn began.
+
+        `False` if it cannot be, because a window has moved on or the turn has
+        published: then its memory is released, and the next turn begins without.
+        """
         session = self._lent(session_id)
-        pending = tuple(fence for fence in fences if not fence.passed())
+        pending = tuple(f for f in (*session.fences, *fences) if not f.passed())
+        if not self._ledger.can_go_back(session.lease, session.prefix_len):
+            release_kv_cache(self._ledger, session.lease, Outcome.ABORTED, fences=pending)
+            self.forget(session_id)
+            return False
         self._ledger.roll_back(session.lease, session.prefix_len, pending)
         self.save(session_id, session.lease, pending)
+        return True
 
     def forget(self, session_id: str) -> None:
         """A turn has ended and its memory was released: the next one begins without any."""

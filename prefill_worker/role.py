@@ -144,11 +144,10 @@ class PrefillRole:
         request = item.request
         assert isinstance(request, PrefillRequest)
         request.settled_len += item.num_tokens
-        if token is None:
-            self._core.ledger.slide(request.held, request.settled_len)
         if token is not None:
             self._complete(request, token)
             return
+        self._core.ledger.slide(request.held, request.settled_len)
         self._announce(request)
 
     def failed(self, request: Request, error: Exception) -> None:

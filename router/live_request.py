@@ -111,7 +111,7 @@ class LiveRequest:
     def take(self, output: WorkerOutput, final: WorkerEnd | None) -> None:
         """Takes tokens in any order; `final` is the end that completes the request."""
         self._timings = self._timings.merged(output.timings)
-        self._cached_tokens += output.cached_tokens
+        self._cached_tokens = self._cached_tokens or output.cached_tokens
         self._final = final or self._final
         self._merge.add(output.index, output.tokens)
         tokens = self._merge.take()

@@ -14,7 +14,7 @@ class Candidate:
 
     worker: str
     pool_tokens: int
-    """What its pool holds in all: more can never fit."""
+    """Tokens that one request can hold there: more can never fit."""
     load: WorkerLoad
     backlog_tokens: int
     """Prompt tokens it has yet to compute or pull, those included that were

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import math
+import re
 from collections.abc import AsyncIterator
 
 import grpc
 import pytest
+from click.testing import CliRunner
 
+from kvrelay.deploy.cli import main
 from kvrelay.v1 import inference_pb2
 from tests.checkpoints import VOCAB_SIZE
 from tests.cluster.running import RunningCluster, running
@@ -212,4 +216,23 @@ async def test_states_sum_to_the_pool_in_status_and_metrics(cluster):
             assert states == pool.total
     for role in ("prefill", "decode"):
         assert await cluster.metric("kvrelay_pages", role=role, pool="full") == 64
+    call.cancel()
+
+
+async def test_status_tells_who_has_each_page(cluster):
+    call = cluster.stream(
+        PROMPT, request_id="looked-for", temperature=0, max_tokens=980, ignore_eos=True
+    )
+    await call.read()
+    server = cluster.deployment.router.grpc_address
+    arguments = ["status", "--pages", "--json", "--server", server]
+    result = await asyncio.to_thread(CliRunner().invoke, main, arguments)
+    assert result.exit_code == 0, result.output
+    workers = {worker["worker"]: worker for worker in json.loads(result.stdout)["workers"]}
+    for worker in workers.values():
+        assert sum(run["num_pages"] for run in worker["owners"]) == 64
+    mine = [run for run in workers["decode-0"]["owners"] if run["holder"].startswith("looked-for")]
+    assert {run["owner"] for run in mine} == {"lease"}
+    shown = await asyncio.to_thread(CliRunner().invoke, main, arguments[:2] + arguments[3:])
+    assert re.search(r"^prefill-0 +full +\d+ +\d+ +index$", shown.stdout, re.MULTILINE)
     call.cancel()

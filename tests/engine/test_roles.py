@@ -169,7 +169,7 @@ def test_prompt_that_does_not_fit_any_pool_is_refused_and_others_live():
     simulation.run()
     assert_complete(small)
     assert {end.reason for end in big.ends.values()} == {EndReason.FAILED}
-    assert "do not fit" in big.ends[big.prefill.name].error
+    assert "one request can hold 40 here" in big.ends[big.prefill.name].error
     simulation.assert_at_baseline()
 
 

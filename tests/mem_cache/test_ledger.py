@@ -10,6 +10,7 @@ from kvrelay.mem_cache.errors import ConservationError, LedgerError
 from kvrelay.mem_cache.fence import StepClock, StepFence
 from kvrelay.mem_cache.lease import LeaseState
 from kvrelay.mem_cache.ledger import Ledger, PoolShape
+from kvrelay.mem_cache.radix_tree import RadixTree
 from kvrelay.mem_cache.release import Outcome, release_kv_cache
 
 
@@ -182,3 +183,51 @@ def test_freeing_a_page_twice_is_caught_at_once():
     release_kv_cache(ledger, lease, Outcome.FINISHED)
     with pytest.raises(ConservationError, match="should be owned by LEASE and is by FREE"):
         ledger._accounts[0].move("a", pages, Owner.LEASE, Owner.FREE)
+
+
+def make_windowed(window_pages: int, ahead: int) -> Ledger:
+    return Ledger(
+        [PoolShape("full", 200), PoolShape("window", window_pages, window=128)],
+        page_size=16,
+        total_rows=2,
+        max_row_tokens=2048,
+        ahead=ahead,
+        index=RadixTree(16, (None, 128)),
+    )
+
+
+def test_a_prefix_that_fills_the_window_pool_does_not_keep_its_own_continuation_out():
+    """The pool holds what one request needs, and the index has all of it."""
+    ledger = make_windowed(window_pages=41, ahead=512)
+    tokens = np.arange(1000, dtype=np.int32)
+    first = ledger.open("first", 512)
+    assert first is not None
+    assert ledger.grow(first, 512)
+    ledger.commit(first, 512)
+    release_kv_cache(ledger, first, Outcome.FINISHED, token_ids=tokens[:512])
+    assert ledger.page_counts()[1].cached_evictable == 32
+    second = ledger.open("second", 1000, token_ids=tokens[:999])
+    assert second is not None
+    assert ledger.grow(second, 512), "a promise is kept"
+    ledger.audit_pages()
+    release_kv_cache(ledger, second, Outcome.ABORTED)
+
+
+def test_a_session_does_not_go_back_behind_its_window():
+    ledger = make_windowed(window_pages=41, ahead=512)
+    lease = ledger.open("turn", 512)
+    assert lease is not None
+    assert ledger.grow(lease, 512)
+    ledger.commit(lease, 512)
+    ledger.slide(lease, 512)
+    release_kv_cache(ledger, lease, Outcome.SAVED)
+    with pytest.raises(LedgerError, match="cannot be cut to 100 tokens"):
+        ledger.borrow(lease, "next turn", 100, 200)
+    assert ledger.borrow(lease, "next turn", 512, 600)
+    ledger.audit_pages()
+
+
+def test_no_page_is_no_page():
+    ledger = make_ledger()
+    with pytest.raises(ConservationError, match="-1 is no page"):
+        ledger._accounts[0].move("a", np.array([-1], np.int32), Owner.LEASE, Owner.FREE)

@@ -159,9 +159,9 @@ class MemoryMachine(RuleBasedStateMachine):
     def borrow(self, number: int, share: float, more: int, fresh: bool) -> None:
         holder = self.memory.saved[number % len(self.memory.saved)]
         low, high = holder.lease.cache_protected_len, holder.settled
-        windows = any(shape.window is not None for shape in self.memory.ledger.pools)
-        # What has left a window cannot be gone back to.
-        prefix = high if windows else low + int((high - low) * share)
+        prefix = low + int((high - low) * share)
+        if not self.memory.ledger.can_go_back(holder.lease, prefix):
+            prefix = high
         promised = min(self.longest, prefix + more)
         before = self.memory.ledger.page_counts()
         if not self.memory.borrow(holder, prefix, promised, fresh_boundary=fresh):
@@ -171,11 +171,10 @@ class MemoryMachine(RuleBasedStateMachine):
     @rule(number=st.integers(0))
     def roll_back(self, number: int) -> None:
         holder = self.pick(number)
-        if holder.borrowed is None or holder.lease.cache_protected_len > holder.borrowed:
+        if holder.borrowed is None:
             return
-        windows = any(shape.window is not None for shape in self.memory.ledger.pools)
-        # What has left a window since cannot be had back.
-        if not windows or holder.settled <= holder.borrowed:
+        # What has left a window since, or was published, cannot be had back.
+        if self.memory.ledger.can_go_back(holder.lease, holder.borrowed):
             self.memory.roll_back(holder)
 
     @precondition(lambda self: self.memory.saved)

@@ -122,7 +122,9 @@ async def test_a_stop_string_across_tokens_is_not_shown(
     end = END(reason=END.REASON_STOP, matched_stop_string="ab")
     cluster.decode.say(submit, 2, (letters[2],), end=end)
     streamed = await collect(call)
-    assert [delta.text for delta in streamed.deltas] == ["x", "", ""]
+    # The two workers' tokens may come in either order, and then in one delta.
+    assert [delta.text for delta in streamed.deltas if delta.text] == ["x"]
+    assert streamed.token_ids == letters
     assert streamed.complete is not None
     assert streamed.complete.matched_stop_string == "ab"
     assert streamed.complete.finish_reason == pb.FINISH_REASON_STOP

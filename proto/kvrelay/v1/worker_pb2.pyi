@@ -8,6 +8,36 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class GetPageOwnersRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class GetPageOwnersResponse(_message.Message):
+    __slots__ = ("pools",)
+    POOLS_FIELD_NUMBER: _ClassVar[int]
+    pools: _containers.RepeatedCompositeFieldContainer[PoolOwners]
+    def __init__(self, pools: _Optional[_Iterable[_Union[PoolOwners, _Mapping]]] = ...) -> None: ...
+
+class PoolOwners(_message.Message):
+    __slots__ = ("pool", "runs")
+    POOL_FIELD_NUMBER: _ClassVar[int]
+    RUNS_FIELD_NUMBER: _ClassVar[int]
+    pool: str
+    runs: _containers.RepeatedCompositeFieldContainer[OwnedPages]
+    def __init__(self, pool: _Optional[str] = ..., runs: _Optional[_Iterable[_Union[OwnedPages, _Mapping]]] = ...) -> None: ...
+
+class OwnedPages(_message.Message):
+    __slots__ = ("first_page", "num_pages", "owner", "holder")
+    FIRST_PAGE_FIELD_NUMBER: _ClassVar[int]
+    NUM_PAGES_FIELD_NUMBER: _ClassVar[int]
+    OWNER_FIELD_NUMBER: _ClassVar[int]
+    HOLDER_FIELD_NUMBER: _ClassVar[int]
+    first_page: int
+    num_pages: int
+    owner: str
+    holder: str
+    def __init__(self, first_page: _Optional[int] = ..., num_pages: _Optional[int] = ..., owner: _Optional[str] = ..., holder: _Optional[str] = ...) -> None: ...
+
 class AttachRequest(_message.Message):
     __slots__ = ("hello", "submit", "cancel")
     HELLO_FIELD_NUMBER: _ClassVar[int]

@@ -42,6 +42,11 @@ class WorkerServiceStub(object):
                 request_serializer=kvrelay_dot_v1_dot_worker__pb2.AttachRequest.SerializeToString,
                 response_deserializer=kvrelay_dot_v1_dot_worker__pb2.AttachResponse.FromString,
                 _registered_method=True)
+        self.GetPageOwners = channel.unary_unary(
+                '/kvrelay.v1.WorkerService/GetPageOwners',
+                request_serializer=kvrelay_dot_v1_dot_worker__pb2.GetPageOwnersRequest.SerializeToString,
+                response_deserializer=kvrelay_dot_v1_dot_worker__pb2.GetPageOwnersResponse.FromString,
+                _registered_method=True)
 
 
 class WorkerServiceServicer(object):
@@ -56,6 +61,14 @@ class WorkerServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetPageOwners(self, request, context):
+        """Who has each page, at one moment between two steps: for people who look
+        for a page. It takes the engine milliseconds.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_WorkerServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -63,6 +76,11 @@ def add_WorkerServiceServicer_to_server(servicer, server):
                     servicer.Attach,
                     request_deserializer=kvrelay_dot_v1_dot_worker__pb2.AttachRequest.FromString,
                     response_serializer=kvrelay_dot_v1_dot_worker__pb2.AttachResponse.SerializeToString,
+            ),
+            'GetPageOwners': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetPageOwners,
+                    request_deserializer=kvrelay_dot_v1_dot_worker__pb2.GetPageOwnersRequest.FromString,
+                    response_serializer=kvrelay_dot_v1_dot_worker__pb2.GetPageOwnersResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -95,6 +113,33 @@ class WorkerService(object):
             '/kvrelay.v1.WorkerService/Attach',
             kvrelay_dot_v1_dot_worker__pb2.AttachRequest.SerializeToString,
             kvrelay_dot_v1_dot_worker__pb2.AttachResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetPageOwners(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvrelay.v1.WorkerService/GetPageOwners',
+            kvrelay_dot_v1_dot_worker__pb2.GetPageOwnersRequest.SerializeToString,
+            kvrelay_dot_v1_dot_worker__pb2.GetPageOwnersResponse.FromString,
             options,
             channel_credentials,
             insecure,
