@@ -111,12 +111,12 @@ class Lease:
 
     @property
     def kv_committed_len(self) -> int:
-        """Tokens whose KV is written, or will be by a launched forward; raised by `commit`; see README.md."""
+        """Tokens whose KV is written, or will be by a launched forward; raised by `commit`."""
         return self._kv_committed_len
 
     @property
     def kv_allocated_len(self) -> int:
-        """Tokens that the lease's pages were asked to hold; raised by `grow`; see README.md."""
+        """Tokens that the lease's pages were asked to hold; raised by `grow`."""
         return self._kv_allocated_len
 
     @property
