@@ -22,10 +22,10 @@ from tests.mem_cache.memory import Holder, Memory
 
 STEPS = 60
 MAKE_TEST = settings(
-    max_examples=180, stateful_step_count=STEPS, deadline=None, print_blob=True,
+    max_examples=300, stateful_step_count=STEPS, deadline=None, print_blob=True,
     suppress_health_check=list(HealthCheck),
 )  # fmt: skip
-settings.register_profile("nightly", MAKE_TEST, max_examples=3_500)
+settings.register_profile("nightly", MAKE_TEST, max_examples=6_000)
 KINDS = ("full", "hybrid", "window", "none")
 AHEAD = 24
 
