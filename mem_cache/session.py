@@ -109,21 +109,24 @@ class Sessions:
         published: then its memory is released, and the next turn begins without.
         """
         session = self._lent(session_id)
-        pending = tuple(f for f in (*session.fences, *fences) if not f.passed())
+        fences = tuple(fences)
         if not self._ledger.can_go_back(session.lease, session.prefix_len):
-            release_kv_cache(self._ledger, session.lease, Outcome.ABORTED, fences=pending)
-            self.forget(session_id)
+            self.forget(session_id, fences)
             return False
+        pending = [fence for fence in (*session.fences, *fences) if not fence.passed()]
         self._ledger.roll_back(session.lease, session.prefix_len, pending)
         self.save(session_id, session.lease, pending)
         return True
 
-    def forget(self, session_id: str) -> None:
-        """A turn has ended and its memory was released: the next one begins without any."""
+    def forget(self, session_id: str, fences: Iterable[Fence] = ()) -> None:
+        """A turn was aborted: its memory is released, and the next one begins without any.
+
+        Here, because only the session knows what the turn before may have in flight.
+        """
         session = self._lent(session_id)
-        if session.lease.state is not LeaseState.RELEASED:
-            raise LedgerError(f"session {session_id}: {session.lease!r} is not released")
         del self._sessions[session_id]
+        fences = (*session.fences, *fences)
+        release_kv_cache(self._ledger, session.lease, Outcome.ABORTED, fences=fences)
 
     def close(self, session_id: str) -> None:
         """End a session: now, or when its running turn has ended."""

@@ -570,8 +570,7 @@ def test_scenario_20_session_closed_while_its_turn_decodes_is_released_once_afte
     elif ends == "rolled back":
         sessions.roll_back("s", fences)
     else:
-        release_kv_cache(memory.ledger, turn.lease, Outcome.ABORTED, fences=fences)
-        sessions.forget("s")
+        sessions.forget("s", fences)
     assert "s" not in sessions
     assert turn.lease.state is LeaseState.RELEASED
     assert (full(memory).session, full(memory).quarantined) == (0, 4)
@@ -1022,7 +1021,7 @@ def test_scenario_9_result_that_comes_late_publishes_nothing():
     assert_at_baseline(memory)
 
 
-@pytest.mark.parametrize("ends", ["saved", "rolled back"])
+@pytest.mark.parametrize("ends", ["saved", "rolled back", "aborted"])
 def test_scenario_20_turn_that_computes_nothing_keeps_the_fences_of_the_one_before(ends):
     memory = make(4, 6)
     sessions = Sessions(memory.ledger)
@@ -1033,9 +1032,12 @@ def test_scenario_20_turn_that_computes_nothing_keeps_the_fences_of_the_one_befo
     assert sessions.borrow("s", "turn", 9, 20) is holder.lease
     if ends == "saved":
         sessions.save("s", holder.lease)
+        sessions.close("s")
+    elif ends == "rolled back":
+        assert sessions.roll_back("s")
+        sessions.close("s")
     else:
-        sessions.roll_back("s")
-    sessions.close("s")
+        sessions.forget("s")
     assert (full(memory).quarantined, full(memory).free) == (3, 3)
     settle_all(memory)
     assert_at_baseline(memory)
