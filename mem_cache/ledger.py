@@ -646,8 +646,9 @@ class Ledger:
     def _frontier(self, pool: int, position: int) -> int:
         """The first page of a pool that a prefix up to the page before `position`'s needs."""
         window = self.pools[pool].window
-        aligned = position // self.page_size * self.page_size
-        return 0 if window is None else max(0, aligned - window + 1) // self.page_size
+        if window is None:
+            return 0
+        return max(0, position // self.page_size - self.pages_for(window - 1))
 
     def _unpromised(self, pool: int) -> int:
         """Pages that can be had without breaking a promise."""
