@@ -52,8 +52,7 @@ def from_wire(message: hand_over_pb2.HandOverResponse, vocab_size: int) -> FromP
             return Ask()
         case "announce":
             announce = message.announce
-            has_token = announce.HasField("first_token")
-            token = announce.first_token.token_id if has_token else None
+            token = announce.first_tokens[0].token_id if announce.first_tokens else None
             if token is not None and token >= vocab_size:
                 raise ProtocolError(f"first token {token} of a vocabulary of {vocab_size}")
             runs = (PageRun(run.first_page, tuple(run.page_ids)) for run in announce.runs)

@@ -164,5 +164,5 @@ def _announce_to_wire(message: Announce) -> hand_over_pb2.HandOverAnnounce:
         ]
     )
     if message.first_token is not None:
-        announce.first_token.token_id = message.first_token
+        announce.first_tokens.add(token_id=message.first_token)
     return announce

@@ -13,7 +13,7 @@ VOCAB_SIZE = 100
 def announce(token_id: int) -> hand_over_pb2.HandOverResponse:
     token = hand_over_pb2.FirstToken(token_id=token_id)
     run = hand_over_pb2.PageRun(first_page=2, page_ids=[7, 5])
-    message = hand_over_pb2.HandOverAnnounce(runs=[run], first_token=token)
+    message = hand_over_pb2.HandOverAnnounce(runs=[run], first_tokens=[token])
     return hand_over_pb2.HandOverResponse(announce=message)
 
 

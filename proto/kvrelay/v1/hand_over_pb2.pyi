@@ -108,12 +108,12 @@ class HandOverAsk(_message.Message):
     def __init__(self) -> None: ...
 
 class HandOverAnnounce(_message.Message):
-    __slots__ = ("runs", "first_token")
+    __slots__ = ("runs", "first_tokens")
     RUNS_FIELD_NUMBER: _ClassVar[int]
-    FIRST_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    FIRST_TOKENS_FIELD_NUMBER: _ClassVar[int]
     runs: _containers.RepeatedCompositeFieldContainer[PageRun]
-    first_token: FirstToken
-    def __init__(self, runs: _Optional[_Iterable[_Union[PageRun, _Mapping]]] = ..., first_token: _Optional[_Union[FirstToken, _Mapping]] = ...) -> None: ...
+    first_tokens: _containers.RepeatedCompositeFieldContainer[FirstToken]
+    def __init__(self, runs: _Optional[_Iterable[_Union[PageRun, _Mapping]]] = ..., first_tokens: _Optional[_Iterable[_Union[FirstToken, _Mapping]]] = ...) -> None: ...
 
 class PageRun(_message.Message):
     __slots__ = ("first_page", "page_ids")
@@ -124,10 +124,12 @@ class PageRun(_message.Message):
     def __init__(self, first_page: _Optional[int] = ..., page_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class FirstToken(_message.Message):
-    __slots__ = ("token_id",)
+    __slots__ = ("token_id", "finished")
     TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
+    FINISHED_FIELD_NUMBER: _ClassVar[int]
     token_id: int
-    def __init__(self, token_id: _Optional[int] = ...) -> None: ...
+    finished: bool
+    def __init__(self, token_id: _Optional[int] = ..., finished: bool = ...) -> None: ...
 
 class HandOverReleased(_message.Message):
     __slots__ = ("valid",)

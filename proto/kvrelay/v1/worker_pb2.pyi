@@ -57,20 +57,26 @@ class AttachHello(_message.Message):
     def __init__(self, router: _Optional[str] = ..., incarnation: _Optional[str] = ...) -> None: ...
 
 class SubmitRequest(_message.Message):
-    __slots__ = ("request_id", "attempt", "input_ids", "sampling_params", "priority", "prefill")
+    __slots__ = ("request_id", "attempt", "input_ids", "sampling_params", "priority", "prefill", "num_prompt_tokens", "first_choice", "age_seconds")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     INPUT_IDS_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_PARAMS_FIELD_NUMBER: _ClassVar[int]
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
     PREFILL_FIELD_NUMBER: _ClassVar[int]
+    NUM_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    FIRST_CHOICE_FIELD_NUMBER: _ClassVar[int]
+    AGE_SECONDS_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     attempt: int
     input_ids: _containers.RepeatedScalarFieldContainer[int]
     sampling_params: _inference_pb2.SamplingParams
     priority: int
     prefill: PeerWorker
-    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., input_ids: _Optional[_Iterable[int]] = ..., sampling_params: _Optional[_Union[_inference_pb2.SamplingParams, _Mapping]] = ..., priority: _Optional[int] = ..., prefill: _Optional[_Union[PeerWorker, _Mapping]] = ...) -> None: ...
+    num_prompt_tokens: int
+    first_choice: int
+    age_seconds: float
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., input_ids: _Optional[_Iterable[int]] = ..., sampling_params: _Optional[_Union[_inference_pb2.SamplingParams, _Mapping]] = ..., priority: _Optional[int] = ..., prefill: _Optional[_Union[PeerWorker, _Mapping]] = ..., num_prompt_tokens: _Optional[int] = ..., first_choice: _Optional[int] = ..., age_seconds: _Optional[float] = ...) -> None: ...
 
 class PeerWorker(_message.Message):
     __slots__ = ("address", "incarnation")
@@ -97,7 +103,7 @@ class AttachResponse(_message.Message):
     def __init__(self, outputs: _Optional[_Iterable[_Union[RequestOutput, _Mapping]]] = ..., load: _Optional[_Union[_inference_pb2.WorkerLoad, _Mapping]] = ...) -> None: ...
 
 class RequestOutput(_message.Message):
-    __slots__ = ("request_id", "attempt", "index", "token_ids", "logprobs", "end", "timings", "cached_tokens")
+    __slots__ = ("request_id", "attempt", "index", "token_ids", "logprobs", "end", "timings", "cached_tokens", "choice", "prompt_logprobs")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     INDEX_FIELD_NUMBER: _ClassVar[int]
@@ -106,6 +112,8 @@ class RequestOutput(_message.Message):
     END_FIELD_NUMBER: _ClassVar[int]
     TIMINGS_FIELD_NUMBER: _ClassVar[int]
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    CHOICE_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     attempt: int
     index: int
@@ -114,7 +122,9 @@ class RequestOutput(_message.Message):
     end: RequestEnd
     timings: _inference_pb2.PhaseTimings
     cached_tokens: int
-    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., index: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[_inference_pb2.TokenLogprobs, _Mapping]]] = ..., end: _Optional[_Union[RequestEnd, _Mapping]] = ..., timings: _Optional[_Union[_inference_pb2.PhaseTimings, _Mapping]] = ..., cached_tokens: _Optional[int] = ...) -> None: ...
+    choice: int
+    prompt_logprobs: _containers.RepeatedCompositeFieldContainer[_inference_pb2.TokenLogprobs]
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., index: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[_inference_pb2.TokenLogprobs, _Mapping]]] = ..., end: _Optional[_Union[RequestEnd, _Mapping]] = ..., timings: _Optional[_Union[_inference_pb2.PhaseTimings, _Mapping]] = ..., cached_tokens: _Optional[int] = ..., choice: _Optional[int] = ..., prompt_logprobs: _Optional[_Iterable[_Union[_inference_pb2.TokenLogprobs, _Mapping]]] = ...) -> None: ...
 
 class RequestEnd(_message.Message):
     __slots__ = ("reason", "matched_token_id", "matched_stop_string", "error", "retryable")
@@ -126,12 +136,14 @@ class RequestEnd(_message.Message):
         REASON_ABORTED: _ClassVar[RequestEnd.Reason]
         REASON_HANDED_OVER: _ClassVar[RequestEnd.Reason]
         REASON_FAILED: _ClassVar[RequestEnd.Reason]
+        REASON_RETRACTED: _ClassVar[RequestEnd.Reason]
     REASON_UNSPECIFIED: RequestEnd.Reason
     REASON_STOP: RequestEnd.Reason
     REASON_LENGTH: RequestEnd.Reason
     REASON_ABORTED: RequestEnd.Reason
     REASON_HANDED_OVER: RequestEnd.Reason
     REASON_FAILED: RequestEnd.Reason
+    REASON_RETRACTED: RequestEnd.Reason
     REASON_FIELD_NUMBER: _ClassVar[int]
     MATCHED_TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
     MATCHED_STOP_STRING_FIELD_NUMBER: _ClassVar[int]
