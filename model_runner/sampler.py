@@ -1,4 +1,4 @@
-"""From logits to tokens, each a pure function of its own row, seed and position.
+"""From logits to tokens, each a pure function of its own row, seed, choice and position.
 
 Nothing of a row's result depends on the rows beside it or on any state, so a
 stream that is resumed elsewhere goes on with the same tokens. The order of
@@ -7,8 +7,9 @@ steps: bias, penalties, bans, temperature, top-k, top-p, min-p, draw.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 import numpy as np
@@ -34,13 +35,27 @@ class SamplingRow:
     """Absolute position of the token being sampled."""
     prompt_ids: Sequence[int]
     output_ids: Sequence[int]
+    """The output so far; may be left empty where `params.edits_logits` is false."""
     banned_ids: Sequence[int] = ()
-    """Not to be sampled now, such as ends of sequence before `min_tokens`."""
+    """Not to be sampled, such as ends of sequence before `min_tokens`."""
+    banned_for: int = 1
+    """How many tokens from this one on `banned_ids` counts for; 0: it does not."""
+    choice: int = 0
+    """Which of a request's completions this is: each has draws of its own. At least 0."""
 
     @property
     def edits_logits(self) -> bool:
         """Whether logits are changed before the temperature."""
-        return bool(self.banned_ids) or self.params.edits_logits
+        return (bool(self.banned_ids) and self.banned_for > 0) or self.params.edits_logits
+
+    def after(self, token_ids: Sequence[int]) -> SamplingRow:
+        """The row of the token that follows this one's, were it and those after it `token_ids`."""
+        count = len(token_ids)
+        outputs = (*self.output_ids, *token_ids) if self.params.edits_logits else self.output_ids
+        banned_for = max(0, self.banned_for - count)
+        return replace(
+            self, position=self.position + count, output_ids=outputs, banned_for=banned_for
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,34 +89,52 @@ class Sampler:
         if not rows:
             return []
         raw: Float32Array = logits.cpu().numpy()
-        edited = [
-            edit_logits(raw[i], row) if row.edits_logits else raw[i] for i, row in enumerate(rows)
-        ]
-        likeliest = _likeliest(raw, edited, rows)
-        return [_sample_row(raw[i], edited[i], likeliest[i], row) for i, row in enumerate(rows)]
+        likeliest = find_likeliest(raw, rows)
+        return [sample_row(raw[i], row, likeliest[i]) for i, row in enumerate(rows)]
 
 
-def _likeliest(
-    raw: Float32Array, edited: list[Float32Array], rows: Sequence[SamplingRow]
-) -> list[int]:
-    """Each row's largest logit, the first of equals. `argmax` prefers a NaN, so none is missed."""
+def find_likeliest(raw: Float32Array, rows: Iterable[SamplingRow]) -> Sequence[int | None]:
+    """The largest of each row of ``[S, V]`` logits, at once, if none of `rows` edits its logits.
+
+    Otherwise `None` for each: it must be looked for row by row, after the edits.
+    """
     if any(row.edits_logits for row in rows):
-        return [int(row.argmax()) for row in edited]
-    return [int(index) for index in raw.argmax(axis=1)]
+        return [None] * len(raw)
+    largest: list[int] = raw.argmax(axis=1).tolist()
+    return largest
 
 
-def _sample_row(
-    raw: Float32Array, edited: Float32Array, likeliest: int, row: SamplingRow
-) -> Sampled:
+def sample_row(raw: Float32Array, row: SamplingRow, likeliest: int | None = None) -> Sampled:
+    """Choose a token by one row of ``[V]`` logits, or say why none can be.
+
+    Args:
+        raw: not changed.
+        row: what the choice depends on besides.
+        likeliest: the first of the largest of the edited logits, where it is known.
+    """
+    token_id = choose(raw, row, likeliest)
+    if isinstance(token_id, NonFiniteLogitsError):
+        return token_id
+    return report(raw, token_id, row.params.logprobs)
+
+
+def choose(
+    raw: Float32Array, row: SamplingRow, likeliest: int | None = None
+) -> int | NonFiniteLogitsError:
+    """The token of `sample_row` without a word on its probability."""
+    edited = edit_logits(raw, row) if row.edits_logits else raw
+    if likeliest is None:
+        # Prefers a NaN, so none is missed.
+        likeliest = int(edited.argmax())
     largest = edited[likeliest]
     if largest == -np.inf:
         return NonFiniteLogitsError("no token can be sampled: every one is banned or impossible")
-    if not np.isfinite(largest):
+    if not math.isfinite(largest):
         return NonFiniteLogitsError(f"the model's logits are not finite: {largest}")
-    token_id = likeliest
-    if not row.params.is_greedy:
-        token_id = draw(edited, largest, row.params, uniform(row.params.seed, row.position))
-    return _report(raw, token_id, row.params.logprobs)
+    params = row.params
+    if params.is_greedy:
+        return likeliest
+    return draw(edited, largest, params, uniform(params.seed, row.choice, row.position))
 
 
 def edit_logits(logits: Float32Array, row: SamplingRow) -> Float32Array:
@@ -123,13 +156,15 @@ def edit_logits(logits: Float32Array, row: SamplingRow) -> Float32Array:
         seen, counts = np.unique(np.array(row.output_ids, np.int64), return_counts=True)
         logits[seen] -= np.float32(params.frequency_penalty) * counts.astype(np.float32)
         logits[seen] -= np.float32(params.presence_penalty)
-    logits[list(row.banned_ids)] = -np.inf
+    if row.banned_for > 0:
+        logits[list(row.banned_ids)] = -np.inf
     return logits
 
 
-def uniform(seed: int, position: int) -> float:
-    """A number in [0, 1) by Philox, keyed by seed, at the counter of this position."""
-    philox = np.random.Philox(key=seed & (2**64 - 1), counter=position)
+def uniform(seed: int, choice: int, position: int) -> float:
+    """A number in [0, 1) by Philox, keyed by seed and choice, at the counter of this position."""
+    key = choice << 64 | seed & (2**64 - 1)
+    philox = np.random.Philox(key=key, counter=position)
     return (int(philox.random_raw()) >> 11) * 2.0**-53
 
 
@@ -165,7 +200,7 @@ def _largest(values: Float32Array, count: int) -> IdArray:
     return np.flatnonzero(values >= np.partition(values, cut)[cut])
 
 
-def _largest_first(values: Float32Array, count: int) -> IdArray:
+def largest_first(values: Float32Array, count: int) -> IdArray:
     """Indices of at least the `count` largest values in their order, equals by index."""
     indices = _largest(values, count)
     return indices[np.argsort(-values[indices], kind="stable")]
@@ -212,13 +247,13 @@ def _last_positive(weights: Float32Array, index: int) -> int:
     return int(positive[max(0, int(np.searchsorted(positive, index)) - 1)])
 
 
-def _report(raw: Float32Array, token_id: int, count: int | None) -> SampledToken:
+def report(raw: Float32Array, token_id: int, count: int | None) -> SampledToken:
     """`token_id` with `count` alternatives, of the distribution before any editing."""
     if count is None:
         return SampledToken(token_id, None, ())
     largest = raw.max()
     log_total = float(largest) + float(np.log(np.exp(raw - largest).sum(dtype=np.float64)))
-    top = _largest_first(raw, count)[:count] if count else ()
+    top = largest_first(raw, count)[:count] if count else ()
     return SampledToken(
         token_id,
         float(raw[token_id]) - log_total,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -164,6 +165,45 @@ def test_known_draws_never_change() -> None:
     """A resumed stream may meet another version of kvrelay."""
     logits = torch.zeros(1, 49152)
     assert [sample_one(logits, row(p, seed=1234)) for p in range(3)] == [16452, 29100, 3980]
+
+
+def test_each_choice_has_draws_of_its_own() -> None:
+    logits = torch.zeros(1, VOCAB)
+    rows = [[replace(row(p, seed=1234), choice=c) for p in range(30)] for c in (0, 0, 1, 2)]
+    first, again, second, third = (
+        [token.token_id for token in sample(logits.expand(30, -1), choice)] for choice in rows
+    )
+    assert first == again
+    assert len({tuple(first), tuple(second), tuple(third)}) == 3
+    # Seed and choice are two words of the key: no choice of one seed is another seed's.
+    other_seed = [sample_one(logits, row(p, seed=1235)) for p in range(30)]
+    assert other_seed not in (second, third)
+
+
+def test_known_draws_of_a_choice_never_change() -> None:
+    logits = torch.zeros(1, 49152)
+    rows = [replace(row(p, seed=1234), choice=7) for p in range(3)]
+    assert [sample_one(logits, one) for one in rows] == [44358, 6592, 9744]
+
+
+def test_bans_end() -> None:
+    logits = random_logits()
+    best = int(logits.argmax())
+    first = row(3, temperature=0, banned=[best])
+    two = replace(first, banned_for=2)
+    assert sample_one(logits, first) != best
+    assert sample_one(logits, two.after([1])) != best
+    assert sample_one(logits, two.after([1, 1])) == sample_one(logits, two.after([1] * 5)) == best
+    assert not replace(first, banned_for=0).edits_logits
+
+
+def test_the_row_after_some_tokens() -> None:
+    one = row(9, prompt=[1], output=(2,), frequency_penalty=1.0)
+    assert one.after([]) == one
+    later = one.after([5, 6])
+    assert (later.position, later.prompt_ids, later.output_ids) == (11, [1], (2, 5, 6))
+    # Nobody looks at the output of a request without penalties: it is not copied.
+    assert row(9).after([5]).output_ids == ()
 
 
 def test_penalties_by_their_formulas() -> None:
