@@ -11,12 +11,16 @@ from tokenizers import Tokenizer
 
 from kvrelay.decode_worker.request import DecodeRequest
 from kvrelay.decode_worker.stream import FromPeer, HandOverClient, HandOverStream, Leave, StreamLost
+from kvrelay.engine.admission import admit_in_turn
 from kvrelay.engine.commands import Cancel, Inbox, PeerDied, Submit, Wake
+from kvrelay.engine.config import WorkerConfig
 from kvrelay.engine.core import EngineCore
+from kvrelay.engine.growth import GrowthReserve
 from kvrelay.engine.outputs import End, EndReason, Load
 from kvrelay.engine.request import Request
-from kvrelay.engine.step import Scheduled
-from kvrelay.engine.stop import Finish, StopChecker
+from kvrelay.engine.running import RunningBatch
+from kvrelay.engine.step import Computed, Scheduled
+from kvrelay.engine.stop import StopChecker
 from kvrelay.kv_transfer.agent import TransferAgent
 from kvrelay.kv_transfer.errors import ProtocolError
 from kvrelay.kv_transfer.hand_over import (
@@ -33,10 +37,6 @@ from kvrelay.kv_transfer.hand_over import (
 )
 from kvrelay.kv_transfer.pull import Pull, PullState
 from kvrelay.mem_cache.release import Outcome
-from kvrelay.model_runner.sampler import SampledToken
-
-BYPASS_LIMIT = 16
-"""Requests that may be let in before one that came earlier and does not fit yet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,9 +51,11 @@ class DecodeRole:
     """Takes prompts over and generates. See `engine.loop.Role`.
 
     A request waits (no memory), is asked for by its prefill worker, reserves
-    its whole prompt and the promise of its output, pulls pages as they are
-    announced, is activated when the prefill side confirms that it held them
-    all along, and then gains a token a step.
+    its whole prompt while what others are expected to generate still fits
+    beside it, pulls pages as they are announced, is activated when the prefill
+    side confirms that it held them all along, and then gains tokens step by
+    step. If memory runs out after all, the one with the least to lose is given
+    back to its router, which submits it again.
 
     Args:
         core: the worker's memory, requests and outputs.
@@ -61,6 +63,7 @@ class DecodeRole:
         client: opens hand-over streams.
         inbox: where reads report their end.
         tokenizer: for stop strings.
+        config: bounds of the growth reserve, drafts, tests' forced retractions.
     """
 
     def __init__(
@@ -70,38 +73,41 @@ class DecodeRole:
         client: HandOverClient,
         inbox: Inbox,
         tokenizer: Tokenizer,
+        config: WorkerConfig,
     ) -> None:
         self._core = core
         self._agent = agent
         self._client = client
         self._inbox = inbox
         self._tokenizer = tokenizer
-        self._running: list[DecodeRequest] = []
+        self._config = config
+        self._growth = GrowthReserve(core.ledger, config.growth_min, config.growth_max)
+        self._running: RunningBatch[DecodeRequest] = RunningBatch(
+            core, self._growth, self._retract, retract_every=config.debug_retract_every
+        )
 
     # What arrives
 
     def submit(self, command: Submit) -> None:
         """See `Role`."""
         assert command.prefill is not None, "a decode worker is told who computes the prompt"
-        pages = self._core.ledger.pages_for(len(command.prompt_ids))
-        request = DecodeRequest(
-            key=command.key,
-            link=command.link,
-            prompt_ids=command.prompt_ids,
-            sampling=command.sampling,
-            stops=command.stops,
-            priority=command.priority,
+        ledger = self._core.ledger
+        pages = ledger.pages_for(len(command.input_ids))
+        emitted = command.input_ids[command.prompt_len :]
+        request = DecodeRequest.of(
+            command,
             stream=HandOverStream(command.key, command.prefill),
-            hand_over=DecodeHandOver(pages, self._core.ledger.windowed),
-            checker=StopChecker(command.stops, self._tokenizer),
+            hand_over=DecodeHandOver(pages, ledger.windowed, len(command.choices)),
+            checker=StopChecker(command.stops, self._tokenizer, emitted),
+            num_drafts=self._config.drafts_for(command.speculate),
         )
         if self._core.admit(request, request.most_tokens):
             self._core.outbox.put(self._client, request.stream)
 
     def cancel(self, command: Cancel) -> None:
         """See `Role`."""
-        request = self._core.requests.get(command.key)
-        if isinstance(request, DecodeRequest):
+        for request in self._core.choices_of(command.key):
+            assert isinstance(request, DecodeRequest)
             self._leave(request, Outcome.ABORTED, End(EndReason.ABORTED))
 
     def handle(self, message: object) -> None:
@@ -126,40 +132,28 @@ class DecodeRole:
     # What to do next
 
     def admit(self) -> None:
-        """See `Role`: grant what was asked for, in order; a misfit is passed a bounded time."""
-        misfit: DecodeRequest | None = None
-        for request in sorted(self._asked(), key=lambda r: r.turn):
-            if misfit is not None and misfit.bypassed >= BYPASS_LIMIT:
-                return
-            if not self._reserve(request):
-                misfit = misfit or request
-                continue
-            if misfit is not None:
-                misfit.bypassed += 1
+        """See `Role`: grant what was asked for, in turn."""
+        for request in admit_in_turn(self._asked(), self._reserve, self._config.bypass_limit):
             # What the prefix index has here already, and what no window needs, is not read.
             protected = request.held.num_protected_pages
             missing = [max(first, protected) for first in request.held.first_pages]
             self._core.outbox.put(request.stream, request.hand_over.grant(missing))
 
     def schedule(self) -> Sequence[Scheduled]:
-        """See `Role`: one token for every running request."""
-        leases = [request.held for request in self._running]
-        self._core.ledger.slide_all(leases, [lease.kv_committed_len for lease in leases])
-        grown = self._core.ledger.grow_all(leases, [r.num_tokens for r in self._running])
-        assert grown, "a promise was broken"
-        return [Scheduled(request, 1, sample=True) for request in self._running]
+        """See `Role`: the next token of every running request."""
+        return self._running.schedule()
 
-    def settled(self, item: Scheduled, token: SampledToken | None) -> None:
-        """See `Role`: say the token, and whether it was the last."""
+    def settled(self, item: Scheduled, computed: Computed) -> None:
+        """See `Role`: say the tokens, and whether they were the last."""
         request = item.request
         assert isinstance(request, DecodeRequest)
-        assert token is not None
-        request.output_ids.append(token.token_id)
-        finish = request.checker.check(token.token_id)
+        tokens, finish = self._running.settled(request, computed)
         if finish is None:
-            self._core.emit(request, [token])
+            self._core.emit(request, tokens)
         else:
-            self._finish(request, token, finish)
+            end = End(EndReason.FINISHED, finish)
+            timings = request.timings()
+            self._core.end(request, Outcome.FINISHED, end, tokens=tokens, timings=timings)
 
     def failed(self, request: Request, error: Exception) -> None:
         """See `Role`."""
@@ -169,13 +163,15 @@ class DecodeRole:
 
     def load(self) -> Load:
         """See `Role`."""
-        running = len(self._running)
-        waiting = (r for r in self._core.requests.values() if not r.output_ids)
+        running, requests = len(self._running), self._core.requests.values()
+        waiting = [r.input_len for r in requests if not r.settled_len]
         return Load(
-            waiting_requests=len(self._core.requests) - running,
+            waiting_requests=len(requests) - running,
             running_requests=running,
-            waiting_tokens=sum(len(r.prompt_ids) for r in waiting),
+            waiting_tokens=sum(waiting),
             pools=self._core.ledger.counts(),
+            growth_tokens=sum(map(self._growth.tokens, self._running)),
+            step_seconds=self._core.step_seconds,
         )
 
     # The hand-over
@@ -197,7 +193,7 @@ class DecodeRole:
     def _pull(self, request: DecodeRequest, message: Announce) -> None:
         """Read the announced pages straight into the reserved ones."""
         wanted = request.hand_over.on_announce(message)
-        if request.hand_over.first_token is not None:
+        if message.first_tokens:
             request.announced_at = time.monotonic()
         if any(run.page_ids for run in wanted):
             stream = request.stream
@@ -230,13 +226,13 @@ class DecodeRole:
         if not request.hand_over.on_released(message):
             self._fail(request, "the prefill side let go of pages while they were read")
             return
-        assert request.hand_over.first_token is not None
         request.activated_at = time.monotonic()
         self._core.outbox.put(request.stream, Leave())
-        self._core.ledger.commit(request.held, len(request.prompt_ids))
-        request.output_ids.append(request.hand_over.first_token)
-        request.checker.check(request.hand_over.first_token)
-        self._running.append(request)
+        self._core.ledger.commit(request.held, request.input_len)
+        (first,) = request.hand_over.first_tokens
+        request.output_ids.append(first.token_id)
+        request.checker.check(first.token_id)
+        self._running.join(request)
 
     def _prefill_ended(self, request: DecodeRequest, message: Ended) -> None:
         if message.reason is HandOverEnd.FAILED:
@@ -246,35 +242,30 @@ class DecodeRole:
 
     # The ways out
 
-    def _finish(self, request: DecodeRequest, token: SampledToken, finish: Finish) -> None:
-        self._running.remove(request)
-        self._core.end(
-            request,
-            Outcome.FINISHED,
-            End(EndReason.FINISHED, finish),
-            tokens=[token],
-            timings=request.timings(),
-        )
+    def _retract(self, request: DecodeRequest) -> None:
+        """Back to its router, which submits it again: another worker may have room."""
+        end = End(EndReason.RETRACTED)
+        self._core.end(request, Outcome.RETRACTED, end, timings=request.timings())
 
     def _fail(self, request: DecodeRequest, error: str) -> None:
         self._leave(request, Outcome.ABORTED, End(EndReason.FAILED, error=error, retryable=True))
 
     def _leave(self, request: DecodeRequest, outcome: Outcome, end: End) -> None:
         """End a request early, wherever it is; its running reads still fence its pages."""
-        if request in self._running:
-            self._running.remove(request)
+        self._running.leave(request)
         self._core.outbox.put(request.stream, Leave())
         self._core.end(request, outcome, end, timings=request.timings(), fences=request.pulls)
 
     # Memory
 
     def _reserve(self, request: DecodeRequest) -> bool:
-        """The whole prompt, but for what the prefix index has, and the promise of its output."""
-        prompt = len(request.prompt_ids)
-        if not self._core.reserve(request, request.most_tokens, known_tokens=prompt):
+        """The whole input, but for what the prefix index has, if the growth to come fits beside."""
+        ledger, length = self._core.ledger, request.input_len
+        growing = [r for r in self._core.requests.values() if r.lease is not None or r is request]
+        if not self._core.reserve(request, length, self._growth.pages(growing)):
             return False
-        self._core.ledger.slide(request.held, prompt)
-        grown = self._core.ledger.grow(request.held, prompt)
+        ledger.slide(request.held, length)
+        grown = ledger.grow(request.held, length)
         assert grown, "a promise was broken"
         return True
 

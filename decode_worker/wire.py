@@ -11,6 +11,7 @@ from kvrelay.kv_transfer.hand_over import (
     Done,
     Ended,
     EndReason,
+    FirstToken,
     FromDecode,
     FromPrefill,
     Grant,
@@ -52,11 +53,14 @@ def from_wire(message: hand_over_pb2.HandOverResponse, vocab_size: int) -> FromP
             return Ask()
         case "announce":
             announce = message.announce
-            token = announce.first_tokens[0].token_id if announce.first_tokens else None
-            if token is not None and token >= vocab_size:
-                raise ProtocolError(f"first token {token} of a vocabulary of {vocab_size}")
+            for token in announce.first_tokens:
+                if token.token_id >= vocab_size:
+                    raise ProtocolError(
+                        f"first token {token.token_id} of a vocabulary of {vocab_size}"
+                    )
             runs = (PageRun(run.first_page, tuple(run.page_ids)) for run in announce.runs)
-            return Announce(tuple(runs), token)
+            tokens = (FirstToken(t.token_id, t.finished) for t in announce.first_tokens)
+            return Announce(tuple(runs), tuple(tokens))
         case "released":
             return Released(message.released.valid)
         case "ended":

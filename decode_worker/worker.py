@@ -15,7 +15,9 @@ class DecodePlugin:
 
     def __init__(self, parts: WorkerParts) -> None:
         self._client = HandOverClient(parts.agent, parts.inbox, parts.vocab_size)
-        self.role = DecodeRole(parts.core, parts.agent, self._client, parts.inbox, parts.tokenizer)
+        self.role = DecodeRole(
+            parts.core, parts.agent, self._client, parts.inbox, parts.tokenizer, parts.config
+        )
 
     def register(self, server: grpc.aio.Server) -> None:
         """Nobody calls a decode worker but routers."""

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kvrelay.engine.outputs import RequestKey, RouterLink
 from kvrelay.engine.stop import StopConditions
@@ -41,17 +42,26 @@ class Submit:
 
     link: RouterLink
     key: RequestKey
-    prompt_ids: tuple[int, ...]
+    input_ids: tuple[int, ...]
+    """The prompt, and what an earlier attempt has emitted."""
+    prompt_len: int
+    """Of `input_ids`, the prompt."""
     sampling: SamplingParams
     stops: StopConditions
-    priority: int
-    prefill: Peer | None
+    choices: tuple[int, ...] = (0,)
+    """The outputs of the one prompt that are wanted; one, if any was emitted before."""
+    prompt_logprobs: int | None = None
+    speculate: bool = True
+    priority: int = 0
+    arrived: float = field(default_factory=time.monotonic)
+    """When a router took it, by this worker's clock."""
+    prefill: Peer | None = None
     """To a decode worker: who computes the prompt."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cancel:
-    """End a request. Unknown keys are ignored: it may just have ended."""
+    """End a request, all choices of it. Unknown keys are ignored: it may just have ended."""
 
     key: RequestKey
 

@@ -25,6 +25,18 @@ class Role(StrEnum):
     """Computes prompts and hands their KV over."""
     DECODE = "decode"
     """Takes KV over and generates."""
+    AGGREGATED = "aggregated"
+    """Both, in one worker: the baseline."""
+
+
+class Speculation(StrEnum):
+    """Who guesses the next tokens, so that one forward can verify several."""
+
+    NONE = "none"
+    NGRAM = "ngram"
+    """The request's own text: what followed the last tokens when they came before."""
+    DRAFT = "draft"
+    """A smaller model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +62,22 @@ class WorkerConfig:
     """Prompt tokens that one prefill step computes at most."""
     max_model_len: int | None = None
     """Caps the model's own context length."""
+    overlap: bool = True
+    """Plan a step while the one before it computes."""
+    debug_retract_every: int = 0
+    """Retract a running request every so many decode steps; 0: only when memory is short."""
+    growth_min: float = 0.1
+    """The smallest part of `max_tokens` that admission leaves room for, measured or not."""
+    growth_max: float = 1.0
+    """The largest."""
+    speculation: Speculation = Speculation.NONE
+    """Who drafts tokens for one forward to verify."""
+    draft_model_path: Path | None = None
+    """The drafting checkpoint, for `Speculation.DRAFT`; of the same vocabulary."""
+    num_draft_tokens: int = 4
+    """Drafted tokens that a step verifies at most."""
+    bypass_limit: int = 16
+    """Requests that may be let in before an older one that does not fit."""
     audit_pages: bool = False
     """Check every single page after every step, not the sums alone; for tests and debugging."""
     threads: int = 1
@@ -59,6 +87,10 @@ class WorkerConfig:
     """0: any free port."""
     metrics_port: int = 0
     """0: any free port."""
+
+    def drafts_for(self, wanted: bool) -> int:
+        """Drafted tokens a step for a request that does, or does not, want any."""
+        return self.num_draft_tokens if wanted and self.speculation is not Speculation.NONE else 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ import numpy as np
 from kvrelay.engine.metrics import WorkerMetrics
 from kvrelay.engine.outbox import Outbox
 from kvrelay.engine.outputs import (
+    NO_TIMINGS,
     End,
     EndReason,
     Load,
@@ -20,12 +21,16 @@ from kvrelay.engine.outputs import (
     Timings,
 )
 from kvrelay.engine.request import Request
+from kvrelay.engine.step import StepEnded
 from kvrelay.mem_cache.fence import Fence, StepClock, StepFence
 from kvrelay.mem_cache.ledger import Ledger
 from kvrelay.mem_cache.release import Outcome, release_kv_cache
 from kvrelay.model_runner.sampler import SampledToken
 
 logger = logging.getLogger(__name__)
+
+_STEP_WEIGHT = 1 / 16
+"""Of the latest forward in their mean."""
 
 
 class EngineCore:
@@ -42,6 +47,8 @@ class EngineCore:
         self.outbox = outbox
         self.metrics = metrics
         self.steps = StepClock()
+        self.step_seconds = 0.0
+        """Of the last forwards, a moving mean."""
         self.requests: dict[RequestKey, Request] = {}
         self.links: list[RouterLink] = []
         self._outputs: dict[RouterLink, list[Output]] = {}
@@ -51,6 +58,12 @@ class EngineCore:
         """A router has come: it hears of the load at once."""
         self.links.append(link)
         self._last_load = None
+
+    def count_step(self, ended: StepEnded) -> None:
+        """A forward has ended well."""
+        self.metrics.count_step(ended)
+        weight = 1.0 if self.step_seconds == 0 else _STEP_WEIGHT
+        self.step_seconds += weight * (ended.seconds - self.step_seconds)
 
     def admit(self, request: Request, most_tokens: int) -> bool:
         """Enter a new request; one that could never be completed here is refused with the reason.
@@ -65,37 +78,64 @@ class EngineCore:
         capacity = self.ledger.max_lease_tokens
         if most_tokens > capacity:
             error = f"{most_tokens} tokens: one request can hold {capacity} here"
-            self.emit(request, end=End(EndReason.FAILED, error=error))
+            for choice in request.choices:
+                self.emit(request, end=End(EndReason.FAILED, error=error), choice=choice)
             return False
         self.requests[request.key] = request
         return True
 
-    def reserve(self, request: Request, most_tokens: int, known_tokens: int) -> bool:
-        """Take the promise of `most_tokens`, or nothing.
+    def reserve(
+        self, request: Request, known_tokens: int, leaving: Sequence[int] | None = None
+    ) -> bool:
+        """Take the promise of memory for all that the request came with, or nothing.
 
         Whoever waits for memory holds none: that keeps a pair of workers free of deadlock.
 
         Args:
             request: waits; it has a lease afterwards.
-            most_tokens: that it may come to hold on this worker.
-            known_tokens: of its prompt that may be taken from the prefix index.
+            known_tokens: of its input that may be taken from the prefix index.
+            leaving: pages of each pool that are to be left for others.
         """
-        token_ids = np.asarray(request.prompt_ids[:known_tokens], np.int32)
-        request.lease = self.ledger.open(str(request.key), most_tokens, token_ids=token_ids)
+        token_ids = np.asarray(request.token_ids(0, known_tokens), np.int32)
+        request.lease = self.ledger.open(
+            str(request.key), request.input_len, token_ids=token_ids, leaving=leaving
+        )
         return request.lease is not None
+
+    def choices_of(self, key: RequestKey) -> list[Request]:
+        """The live requests of one submission."""
+        first = key.of_choice(0)
+        return [r for r in self.requests.values() if r.key.of_choice(0) == first]
 
     def emit(
         self,
         request: Request,
         tokens: Sequence[SampledToken] = (),
         end: End | None = None,
-        timings: Timings | None = None,
+        timings: Timings = NO_TIMINGS,
         *,
         cached_tokens: int = 0,
+        prompt_logprobs: Sequence[SampledToken] = (),
+        choice: int | None = None,
+        index: int | None = None,
     ) -> None:
-        """Tell the request's router of its latest `tokens`, or of its end, or of both."""
-        index = len(request.output_ids) - len(tokens)
-        output = Output(request.key, index, tuple(tokens), end, timings or Timings(), cached_tokens)
+        """Tell the request's router of its latest `tokens`, or of its end, or of both.
+
+        Args:
+            request: whose output they are the last of.
+            tokens: may be empty.
+            end: `None` if there is more to come.
+            timings: see `Output`.
+            cached_tokens: see `Output`.
+            prompt_logprobs: see `Output`.
+            choice: which output of its prompt, where the request stands for several.
+            index: of the first token, where the request does not know the tokens as its own.
+        """
+        key = request.key if choice is None else request.key.of_choice(choice)
+        index = len(request.output_ids) - len(tokens) if index is None else index
+        output = Output(
+            key, index, tuple(tokens), end, timings, cached_tokens, tuple(prompt_logprobs)
+        )
         self._outputs.setdefault(request.link, []).append(output)
 
     def end(
@@ -105,9 +145,8 @@ class EngineCore:
         end: End | None,
         *,
         tokens: Sequence[SampledToken] = (),
-        timings: Timings | None = None,
+        timings: Timings = NO_TIMINGS,
         fences: Iterable[Fence] = (),
-        cached_tokens: int = 0,
     ) -> None:
         """A request's one way out: its memory, its entry, and its last word to the router.
 
@@ -118,19 +157,18 @@ class EngineCore:
             tokens: sampled last, not yet told.
             timings: of the phases that this worker saw.
             fences: transfers that still read or write its pages, besides its last forward.
-            cached_tokens: see `Output`.
         """
         self._release(request, outcome, fences)
         del self.requests[request.key]
         if end is not None:
-            self.emit(request, tokens, end, timings, cached_tokens=cached_tokens)
+            self.emit(request, tokens, end, timings)
 
     def _release(self, request: Request, outcome: Outcome, fences: Iterable[Fence]) -> None:
         if request.lease is None:
             return
         fences = [StepFence(self.steps, request.last_step), *fences]
-        settled = request.token_ids(0, request.lease.kv_committed_len)
-        tokens = np.asarray(settled, np.int32)
+        # Not more than is settled: of what a forward still writes, nothing is published.
+        tokens = np.asarray(request.token_ids(0, request.settled_len), np.int32)
         if release_kv_cache(self.ledger, request.lease, outcome, token_ids=tokens, fences=fences):
             self.metrics.count_release(outcome)
 

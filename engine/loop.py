@@ -8,6 +8,10 @@
 The engine thread runs it and alone touches memory state. The forward runs on a
 thread of its own, so that messages are answered while it computes. Whatever
 changes the state arrives as a message, so a pass begins by waiting for one.
+
+With overlap a step is planned and launched while the one before it computes, so
+that the forward thread never waits for a plan. What the plan cannot know, which
+tokens the step before has sampled, the forward thread reads from the `Tape`.
 """
 
 from __future__ import annotations
@@ -21,9 +25,8 @@ from kvrelay.engine.commands import Attach, Cancel, Detach, Inbox, Inspect, Stop
 from kvrelay.engine.core import EngineCore
 from kvrelay.engine.outputs import Load
 from kvrelay.engine.request import Request
-from kvrelay.engine.step import Scheduled, Step, StepEnded, plan_step
+from kvrelay.engine.step import Computed, Scheduled, Step, StepEnded, plan_step
 from kvrelay.mem_cache.errors import ConservationError
-from kvrelay.model_runner.sampler import SampledToken
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +54,7 @@ class Role(Protocol):
         """What the next forward computes; room for it is reserved. Empty: nothing."""
         ...
 
-    def settled(self, item: Scheduled, token: SampledToken | None) -> None:
+    def settled(self, item: Scheduled, computed: Computed) -> None:
         """A request's part of a forward has ended."""
         ...
 
@@ -79,23 +82,30 @@ class Engine:
         core: the memory, requests and outputs it works on.
         role: decides what to compute and what to make of it.
         launcher: computes it.
+        overlap: plan a step while the one before it computes.
         audit_pages: check every page after every pass, not the sums alone.
     """
 
     def __init__(
-        self, core: EngineCore, role: Role, launcher: Launcher, *, audit_pages: bool
+        self,
+        core: EngineCore,
+        role: Role,
+        launcher: Launcher,
+        *,
+        overlap: bool,
+        audit_pages: bool,
     ) -> None:
         self._core = core
         self._role = role
         self._launcher = launcher
         self._audit = core.ledger.audit_pages if audit_pages else core.ledger.audit
-        self._computing = False
+        self._most_running = 2 if overlap else 1
         self._stopping = False
 
     @property
     def stopped(self) -> bool:
         """It was told to stop, every request has ended, and no forward runs."""
-        return self._stopping and not self._computing
+        return self._stopping and not self._core.steps.running
 
     def turn(self, messages: Iterable[object]) -> None:
         """One pass of the loop.
@@ -115,38 +125,38 @@ class Engine:
         self._core.ledger.reclaim()
         if not self._stopping:
             self._role.admit()
-            self._launch()
+            while self._core.steps.running < self._most_running and self._launch():
+                pass
         self._audit()
         load = self._role.load()
         ledger = self._core.ledger
         self._core.metrics.publish(load, ledger.quarantined_since, ledger.cache_counts)
         self._core.flush(load)
 
-    def _launch(self) -> None:
-        """Start the next forward, if none runs and there is anything to compute."""
-        scheduled = () if self._computing else self._role.schedule()
+    def _launch(self) -> bool:
+        """Plan the next forward and hand it over; `False` if there is nothing to compute."""
+        scheduled = self._role.schedule()
         if not scheduled:
-            return
+            return False
         step = plan_step(self._core.steps.launch(), scheduled, self._core.ledger)
-        self._computing = True
         self._launcher.launch(step)
+        return True
 
     def _settle(self, ended: StepEnded) -> None:
         self._core.steps.settle()
-        self._computing = False
-        if ended.error is None:
-            self._core.metrics.count_step(len(ended.step.batch.input_ids), ended.seconds)
-        else:
+        if ended.error is not None:
             self._core.metrics.count_failed_step()
             logger.error("a forward failed", exc_info=ended.error)
+        elif ended.num_tokens:
+            self._core.count_step(ended)
         for index, item in enumerate(ended.step.scheduled):
             if item.request.has_ended:
                 continue
-            token = ended.error or ended.tokens[index]
-            if isinstance(token, Exception):
-                self._role.failed(item.request, token)
-            else:
-                self._role.settled(item, token)
+            computed = ended.computed[index] if ended.error is None else Computed(error=ended.error)
+            if computed.tokens or computed.error is None:
+                self._role.settled(item, computed)
+            if computed.error is not None and not item.request.has_ended:
+                self._role.failed(item.request, computed.error)
 
     def _handle(self, message: object) -> None:
         match message:

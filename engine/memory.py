@@ -32,8 +32,8 @@ def divide_memory(config: WorkerConfig, geometries: Sequence[KVGeometry]) -> lis
         return [equal]
     full, sliding = geometries
     assert sliding.window is not None
-    needed = config.max_running * window_pages(sliding.window, config.page_size, _ahead(config))
-    windowed = min(equal, needed)
+    each = window_pages(sliding.window, config.page_size, tokens_ahead(config))
+    windowed = min(equal, config.max_running * each)
     return [(config.kv_memory - windowed * sliding.page_bytes) // full.page_bytes, windowed]
 
 
@@ -47,7 +47,7 @@ def make_ledger(config: WorkerConfig, pools: Sequence[KVPool], max_model_len: in
         page_size=config.page_size,
         total_rows=config.max_running,
         max_row_tokens=max_model_len,
-        ahead=_ahead(config),
+        ahead=tokens_ahead(config),
         index=_make_index(config, [pool.geometry.window for pool in pools]),
     )
 
@@ -60,6 +60,8 @@ def _make_index(config: WorkerConfig, windows: Sequence[int | None]) -> PrefixIn
             return None
 
 
-def _ahead(config: WorkerConfig) -> int:
-    """Tokens that one step adds to a request."""
-    return config.chunk_tokens if config.role is Role.PREFILL else 1
+def tokens_ahead(config: WorkerConfig) -> int:
+    """Tokens that a request may be allocated beyond those that are settled."""
+    generated = 1 + config.drafts_for(True)
+    step = generated if config.role is Role.DECODE else max(config.chunk_tokens, generated)
+    return 2 * step if config.overlap else step

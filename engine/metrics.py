@@ -13,6 +13,7 @@ from prometheus_client.registry import Collector
 
 from kvrelay.engine.config import WorkerConfig
 from kvrelay.engine.outputs import Load
+from kvrelay.engine.step import StepEnded
 from kvrelay.kv_transfer.pull import Pull, PullState
 from kvrelay.mem_cache.ledger import CacheCounts, PoolCounts
 from kvrelay.mem_cache.release import Outcome
@@ -48,7 +49,18 @@ class WorkerMetrics(Collector):
             CacheCounts(),
         )
         self._releases = self._counter("releases", "Releases of a request's memory", ["outcome"])
-        self._computed_tokens = self._counter("computed_tokens", "Tokens that forwards computed")
+        self._computed_tokens = self._counter(
+            "computed_tokens", "Tokens that forwards computed"
+        ).labels(**self._labels)
+        self._draft_tokens = self._counter(
+            "draft_tokens", "Drafted tokens that forwards verified"
+        ).labels(**self._labels)
+        self._accepted_tokens = self._counter(
+            "accepted_draft_tokens", "Drafted tokens that were what the model sampled"
+        ).labels(**self._labels)
+        self._retractions = self._counter(
+            "retractions", "Running requests that made room for others"
+        ).labels(**self._labels)
         self._audit_failures = self._counter(
             "audit_failures", "Times that the account of memory was found wrong"
         ).labels(**self._labels)  # so that it is there, at zero, for an alert
@@ -56,7 +68,9 @@ class WorkerMetrics(Collector):
         self._transfer_bytes = self._counter("transfer_bytes", "KV bytes read from peers")
         self._transfer_pages = self._counter("transfer_pages", "KV pages read from peers")
         self._transfers = self._counter("transfers", "Reads of KV from peers", ["result"])
-        self._step_seconds = self._histogram("step_seconds", "Seconds of one forward")
+        self._step_seconds = self._histogram("step_seconds", "Seconds of one forward").labels(
+            **self._labels
+        )
         self._transfer_seconds = self._histogram(
             "transfer_seconds", "Seconds of one read of KV pages"
         )
@@ -78,10 +92,19 @@ class WorkerMetrics(Collector):
         """A forward has failed."""
         self._failed_steps.labels(**self._labels).inc()
 
-    def count_step(self, tokens: int, seconds: float) -> None:
-        """A forward over `tokens` tokens has ended."""
-        self._computed_tokens.labels(**self._labels).inc(tokens)
-        self._step_seconds.labels(**self._labels).observe(seconds)
+    def count_retraction(self) -> None:
+        """A running request has made room for others."""
+        self._retractions.inc()
+
+    def count_step(self, ended: StepEnded) -> None:
+        """A forward has ended well."""
+        self._computed_tokens.inc(ended.num_tokens)
+        self._step_seconds.observe(ended.seconds)
+        drafted = sum([result.num_drafts for result in ended.computed])
+        if drafted:
+            kept = sum([len(result.tokens) - 1 for result in ended.computed if result.num_drafts])
+            self._draft_tokens.inc(drafted)
+            self._accepted_tokens.inc(kept)
 
     def count_pull(self, pull: Pull) -> None:
         """A read has ended."""

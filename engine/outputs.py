@@ -18,9 +18,16 @@ class RequestKey(NamedTuple):
     router: str
     request_id: str
     attempt: int
+    choice: int = 0
+    """Of several outputs that one submission asks for; the first one's names them all."""
 
     def __str__(self) -> str:
-        return f"{self.request_id}#{self.attempt}"
+        choice = f"/{self.choice}" if self.choice else ""
+        return f"{self.request_id}#{self.attempt}{choice}"
+
+    def of_choice(self, choice: int) -> RequestKey:
+        """The same attempt's other output."""
+        return self._replace(choice=choice)
 
 
 class EndReason(StrEnum):
@@ -34,6 +41,8 @@ class EndReason(StrEnum):
     """It was cancelled."""
     FAILED = "failed"
     """`End.error` says why."""
+    RETRACTED = "retracted"
+    """It made room for others: to be submitted again, with what was emitted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +66,9 @@ class Timings:
     decode: float = 0.0
 
 
+NO_TIMINGS = Timings()
+
+
 @dataclass(frozen=True, slots=True)
 class Output:
     """Tokens of one request from one step; `index` is the first one's place in the output."""
@@ -65,9 +77,11 @@ class Output:
     index: int
     tokens: tuple[SampledToken, ...] = ()
     end: End | None = None
-    timings: Timings = Timings()
+    timings: Timings = NO_TIMINGS
     cached_tokens: int = 0
     """Prompt tokens that were not computed: found in the prefill side's prefix index."""
+    prompt_logprobs: tuple[SampledToken, ...] = ()
+    """Of the prompt's tokens but the first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +93,10 @@ class Load:
     waiting_tokens: int
     """Prompt tokens not yet computed, or not yet pulled."""
     pools: tuple[PoolCounts, ...]
+    growth_tokens: int = 0
+    """That running requests are expected to add."""
+    step_seconds: float = 0.0
+    """Of the last forwards, a moving mean."""
 
 
 @dataclass(frozen=True, slots=True)

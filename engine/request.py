@@ -5,35 +5,83 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any, Self
 
+from kvrelay.engine.commands import Submit
 from kvrelay.engine.outputs import RequestKey, RouterLink
 from kvrelay.engine.stop import StopConditions
+from kvrelay.engine.tape import Tape
 from kvrelay.mem_cache.lease import Lease, LeaseState
 from kvrelay.model_runner.sampling_params import SamplingParams
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
 class Request:
-    """One attempt at a request on this worker. Only the engine thread touches it."""
+    """One attempt at a request on this worker. Only the engine thread touches it.
+
+    Its tokens, and what of their KV is here::
+
+        0 ........ settled_len ........ kv_committed_len ........ num_tokens
+        |  written, by forwards |  being written by    |  known, not yet
+        |  and reads that ended |  forwards in flight  |  computed
+    """
 
     key: RequestKey
     link: RouterLink
     """Where its outputs go."""
     prompt_ids: Sequence[int]
+    output_ids: list[int]
+    """Those included that an earlier attempt has emitted."""
+    input_len: int
+    """Tokens that it came with: prompt, and what was emitted before."""
+    choices: tuple[int, ...]
+    """The outputs of the one prompt that are wanted from this submission."""
     sampling: SamplingParams
     stops: StopConditions
+    prompt_logprobs: int | None = None
+    """How many of the likeliest to report in the place of each prompt token; None: nothing."""
+    speculate: bool = True
+    """Whether drafts of its tokens may be verified."""
     priority: int = 0
     """Lower runs earlier."""
     arrived: float = field(default_factory=time.monotonic)
-    output_ids: list[int] = field(default_factory=list)
+    bypassed: int = 0
+    """Requests that were let in while this one, before them, did not fit."""
     lease: Lease | None = None
     last_step: int = 0
     """The last forward that reads this request's page table."""
+    settled_len: int = 0
+    """Tokens whose KV is here for good: what may be announced, published, slid past."""
+
+    @classmethod
+    def of(cls, command: Submit, **more: Any) -> Self:
+        """What a router has submitted."""
+        prompt = command.input_ids[: command.prompt_len]
+        return cls(
+            key=command.key,
+            link=command.link,
+            prompt_ids=prompt,
+            output_ids=list(command.input_ids[command.prompt_len :]),
+            input_len=len(command.input_ids),
+            choices=command.choices,
+            sampling=command.sampling,
+            stops=command.stops,
+            prompt_logprobs=command.prompt_logprobs,
+            speculate=command.speculate,
+            priority=command.priority,
+            arrived=command.arrived,
+            **more,
+        )
 
     @property
     def num_tokens(self) -> int:
         """Prompt and output together."""
         return len(self.prompt_ids) + len(self.output_ids)
+
+    @property
+    def most_tokens(self) -> int:
+        """Tokens whose KV it may come to hold: all but the last one sampled."""
+        return len(self.prompt_ids) + self.stops.max_tokens - 1
 
     @property
     def held(self) -> Lease:
@@ -58,3 +106,17 @@ class Request:
         if end > prompt:
             tokens += self.output_ids[max(start - prompt, 0) : end - prompt]
         return tokens
+
+    def make_tape(self, choices: Sequence[int]) -> Tape:
+        """For the forwards to come, of which the settled KV is the beginning."""
+        return Tape(
+            token_ids=self.token_ids(0, self.num_tokens),
+            prompt_ids=self.prompt_ids,
+            input_len=self.input_len,
+            sampling=self.sampling,
+            stops=self.stops,
+            choices=choices,
+            prompt_logprobs=self.prompt_logprobs,
+            kv_len=self.settled_len,
+            draft_kv_len=self.settled_len,
+        )

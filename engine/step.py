@@ -1,4 +1,4 @@
-"""One forward: what the role wants computed, made into tensors, run on its own thread."""
+"""One forward: what the role wants computed, planned here, computed on a thread of its own."""
 
 from __future__ import annotations
 
@@ -7,92 +7,91 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
-import numpy as np
-
 from kvrelay.engine.request import Request
+from kvrelay.engine.tape import Tape
 from kvrelay.mem_cache.ledger import Ledger
-from kvrelay.model_runner.batch import ForwardBatch
-from kvrelay.model_runner.sampler import Sampled, SamplingRow
+from kvrelay.model_runner.batch import Int32Array
+from kvrelay.model_runner.sampler import SampledToken
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class Scheduled:
-    """Compute the next `num_tokens` of a request, whose lease already has room for them."""
+    """Compute a request's next tokens, for which its lease has room already."""
 
     request: Request
+    """The forward thread does not look at it."""
+    tape: Tape
     num_tokens: int
+    """Known ones: of a prompt's chunk, or 1, the one sampled last."""
     sample: bool
     """Whether the last of them yields a new token; not on an unfinished prompt's chunk."""
+    num_drafts: int = 0
+    """Drafted tokens, at most, that are verified behind them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Computed:
+    """What came of one `Scheduled`."""
+
+    tokens: Sequence[SampledToken] = ()
+    """That follow each other in one output; of a prompt, the first one of each choice."""
+    error: Exception | None = None
+    """Why there are no more of them: the request cannot go on."""
+    num_drafts: int = 0
+    """Drafted tokens that were verified; those accepted are the tokens but the last."""
+    prompt_logprobs: Sequence[SampledToken] = ()
+    """Of the tokens that follow those of a prompt's chunk, in the prompt."""
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A forward that was planned: it reads nothing that the scheduler changes later."""
+    """A forward that was planned: the page tables are its own, nothing changes them later."""
 
     number: int
-    scheduled: tuple[Scheduled, ...]
-    batch: ForwardBatch
-    sampling: tuple[SamplingRow, ...]
-    """One for each scheduled request that samples, in order."""
+    scheduled: Sequence[Scheduled]
+    page_tables: Sequence[Int32Array]
+    """See `ForwardBatch`."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepEnded:
-    """A forward's result: one entry for each of `step.scheduled`, `None` where none is sampled."""
+    """A forward's result: one entry for each of `step.scheduled`."""
 
     step: Step
-    tokens: tuple[Sampled | None, ...] = ()
+    computed: Sequence[Computed] = ()
+    num_tokens: int = 0
+    """That it computed, drafted ones included."""
     seconds: float = 0.0
     error: Exception | None = None
+    """The forward has failed as a whole."""
 
 
 class Computer(Protocol):
     """Runs a step's forward and samples from it. Blocks; has a thread of its own."""
 
-    def compute(self, step: Step) -> Sequence[Sampled]:
-        """One token, or the reason why there is none, for each of `step.sampling`."""
+    def compute(self, step: Step) -> StepEnded:
+        """Compute one step. What one request alone is to blame for is in its own `Computed`."""
         ...
 
 
 def plan_step(number: int, scheduled: Sequence[Scheduled], ledger: Ledger) -> Step:
-    """Make the forward's input and commit the tokens that it will write."""
-    input_ids: list[int] = []
-    positions: list[np.ndarray] = []
+    """Take a snapshot of the page tables, and commit the tokens that will surely be written."""
     leases = [item.request.held for item in scheduled]
-    starts = [lease.kv_committed_len for lease in leases]
-    ends = [start + item.num_tokens for start, item in zip(starts, scheduled, strict=True)]
-    for item, start, end in zip(scheduled, starts, ends, strict=True):
-        input_ids += item.request.token_ids(start, end)
-        positions.append(np.arange(start, end))
+    for item in scheduled:
         item.request.last_step = number
-    ledger.commit_all(leases, ends)
-    query_start = np.cumsum([0, *(item.num_tokens for item in scheduled)])
-    sampled = [index for index, item in enumerate(scheduled) if item.sample]
-    batch = ForwardBatch(
-        input_ids=np.asarray(input_ids, np.int64),
-        positions=np.concatenate(positions).astype(np.int64),
-        query_start=query_start.astype(np.int32),
-        seq_lens=np.asarray(ends, np.int32),
-        page_tables=ledger.page_tables(leases),
-        logit_rows=query_start[1:][sampled].astype(np.int64) - 1,
+    ledger.commit_all(
+        leases,
+        [
+            lease.kv_committed_len + item.num_tokens
+            for lease, item in zip(leases, scheduled, strict=True)
+        ],
     )
-    rows = tuple(_sampling_row(scheduled[index].request) for index in sampled)
-    return Step(number, tuple(scheduled), batch, rows)
-
-
-def _sampling_row(request: Request) -> SamplingRow:
-    return SamplingRow(
-        params=request.sampling,
-        position=request.num_tokens,
-        prompt_ids=request.prompt_ids,
-        output_ids=tuple(request.output_ids) if request.sampling.edits_logits else (),
-        banned_ids=request.stops.banned_ids(len(request.output_ids)),
-    )
+    return Step(number, scheduled, ledger.page_tables(leases))
 
 
 class ForwardThread:
@@ -129,16 +128,19 @@ class ForwardThread:
     def _run(self) -> None:
         try:
             while (step := self._steps.get()) is not None:
-                self._on_end(self._compute(step))
+                self._on_end(compute_or_fail(self._computer, step))
         except Exception as error:
             logger.exception("the forward thread gives up")
             self._on_failure(f"{type(error).__name__}: {error}")
 
-    def _compute(self, step: Step) -> StepEnded:
-        begun = time.monotonic()
-        try:
-            sampled = iter(self._computer.compute(step))
-        except Exception as error:  # whatever it was, the engine must hear of it
-            return StepEnded(step, error=error)
-        tokens = tuple(next(sampled) if item.sample else None for item in step.scheduled)
-        return StepEnded(step, tokens, time.monotonic() - begun)
+
+def compute_or_fail(computer: Computer, step: Step) -> StepEnded:
+    """Compute a step; if that fails, nothing of its requests is computed any more."""
+    begun = time.monotonic()
+    try:
+        ended = computer.compute(step)
+    except Exception as error:  # whatever it was, the engine must hear of it
+        for item in step.scheduled:
+            item.tape.broken = item.tape.broken or error
+        return StepEnded(step, error=error)
+    return replace(ended, seconds=time.monotonic() - begun)

@@ -40,19 +40,22 @@ class StopConditions:
     skip_special_tokens: bool = True
     """Whether the text that stop strings are looked for in leaves special tokens out."""
 
-    def banned_ids(self, num_output: int) -> Sequence[int]:
-        """Tokens that may not be sampled after `num_output` output tokens."""
-        return tuple(self.stop_token_ids) if num_output < self.min_tokens else ()
-
 
 class StopChecker:
     """Follows one request's output, token by token.
 
     Stop strings are looked for in the text as the router renders it, so both
     see one at the same token, also where it spans several.
+
+    Args:
+        conditions: what ends the request.
+        tokenizer: only used where there are stop strings.
+        output_ids: what it has said already, which did not end it.
     """
 
-    def __init__(self, conditions: StopConditions, tokenizer: Tokenizer) -> None:
+    def __init__(
+        self, conditions: StopConditions, tokenizer: Tokenizer, output_ids: Sequence[int] = ()
+    ) -> None:
         self._conditions = conditions
         self._detokenizer = Detokenizer(
             tokenizer, skip_special_tokens=conditions.skip_special_tokens
@@ -60,6 +63,8 @@ class StopChecker:
         self._longest = max(map(len, conditions.stop_strings), default=0)
         self._tail = ""
         self._num_output = 0
+        for token_id in output_ids:
+            self.check(token_id)
 
     def check(self, token_id: int) -> Finish | None:
         """Take the next output token; whether the request ends with it."""

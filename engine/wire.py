@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import groupby
@@ -28,6 +29,7 @@ _END_REASONS = {
     EndReason.HANDED_OVER: worker_pb2.RequestEnd.REASON_HANDED_OVER,
     EndReason.ABORTED: worker_pb2.RequestEnd.REASON_ABORTED,
     EndReason.FAILED: worker_pb2.RequestEnd.REASON_FAILED,
+    EndReason.RETRACTED: worker_pb2.RequestEnd.REASON_RETRACTED,
 }
 _FINISH_REASONS = {
     FinishReason.STOP: worker_pb2.RequestEnd.REASON_STOP,
@@ -60,16 +62,32 @@ def submit_from_wire(
         raise ValueError("input_ids: must not be empty")
     if params.max_tokens < 1:
         raise ValueError("max_tokens: must be at least 1")
+    if params.n < 1:
+        raise ValueError("n: must be at least 1")
+    emitted = len(message.input_ids) - message.num_prompt_tokens
+    if not 0 <= emitted < min(params.max_tokens, len(message.input_ids)):
+        raise ValueError(
+            f"num_prompt_tokens: {message.num_prompt_tokens} of {len(message.input_ids)} input_ids "
+            f"leave {emitted} emitted tokens of at most {params.max_tokens}"
+        )
+    if emitted and params.n > 1:
+        raise ValueError("n: must be 1 for a request that has emitted tokens")
     has_peer = message.HasField("prefill")
     if has_peer != (rules.role is Role.DECODE):
         raise ValueError("prefill: must be told to decode workers and to no others")
+    first = message.first_choice
     return Submit(
         link=link,
-        key=RequestKey(link.router, message.request_id, message.attempt),
-        prompt_ids=tuple(message.input_ids),
+        key=RequestKey(link.router, message.request_id, message.attempt, first),
+        input_ids=tuple(message.input_ids),
+        prompt_len=message.num_prompt_tokens,
         sampling=_sampling_from_wire(params),
         stops=_stops_from_wire(params, rules.eos_token_ids),
+        choices=tuple(range(first, first + params.n)),
+        prompt_logprobs=params.prompt_logprobs if params.HasField("prompt_logprobs") else None,
+        speculate=params.speculate,
         priority=message.priority,
+        arrived=time.monotonic() - max(message.age_seconds, 0.0),
         prefill=Peer(message.prefill.address, message.prefill.incarnation) if has_peer else None,
     )
 
@@ -131,6 +149,8 @@ def _output_to_wire(output: Output) -> worker_pb2.RequestOutput:
             decode_seconds=timings.decode,
         ),
         cached_tokens=output.cached_tokens,
+        choice=output.key.choice,
+        prompt_logprobs=map(_logprobs_to_wire, output.prompt_logprobs),
     )
     if output.end is not None:
         message.end.CopyFrom(_end_to_wire(output.end))
@@ -164,6 +184,8 @@ def _load_to_wire(load: Load) -> inference_pb2.WorkerLoad:
         running_requests=load.running_requests,
         waiting_tokens=load.waiting_tokens,
         pools=[_pool_to_wire(pool) for pool in load.pools],
+        growth_tokens=load.growth_tokens,
+        step_seconds=load.step_seconds,
     )
 
 

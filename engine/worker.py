@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -16,6 +16,7 @@ from prometheus_client import start_http_server
 from tokenizers import Tokenizer
 
 from kvrelay.engine.commands import Inbox, Inspect, PeerDied
+from kvrelay.engine.computer import StepComputer
 from kvrelay.engine.config import WorkerConfig, WorkerInfo
 from kvrelay.engine.core import EngineCore
 from kvrelay.engine.edge import bind, make_server
@@ -24,13 +25,12 @@ from kvrelay.engine.memory import divide_memory, make_ledger
 from kvrelay.engine.metrics import WorkerMetrics
 from kvrelay.engine.outbox import Outbox
 from kvrelay.engine.service import WorkerService
-from kvrelay.engine.step import ForwardThread, Step
+from kvrelay.engine.step import ForwardThread
 from kvrelay.engine.wire import SubmitRules
 from kvrelay.kv_transfer.agent import TransferAgent
 from kvrelay.mem_cache.ledger import Ledger
 from kvrelay.mem_cache.pool import KVPool
 from kvrelay.model_runner.runner import ModelRunner
-from kvrelay.model_runner.sampler import Sampled, Sampler
 from kvrelay.text.tokenizer import load_tokenizer
 from kvrelay.v1 import worker_pb2_grpc
 
@@ -68,19 +68,6 @@ class RolePlugin(Protocol):
     async def close(self) -> None:
         """End what the role runs on the event loop."""
         ...
-
-
-class ModelComputer:
-    """The model and the sampler, as the engine's `Computer`."""
-
-    def __init__(self, runner: ModelRunner) -> None:
-        self._runner = runner
-        self._sampler = Sampler(runner.config.vocab_size)
-
-    def compute(self, step: Step) -> Sequence[Sampled]:
-        """See `Computer`."""
-        logits = self._runner.forward(step.batch)
-        return self._sampler.sample(logits, step.sampling) if step.sampling else ()
 
 
 class Worker:
@@ -177,9 +164,14 @@ class Worker:
             self._config, core, self._inbox, self._agent, tokenizer, runner.config.vocab_size
         )
         self._role = self._plug_in(parts)
-        self._forward = ForwardThread(ModelComputer(runner), self._inbox.post, self._on_failure)
-        audit_pages = self._config.audit_pages
-        engine = Engine(core, self._role.role, self._forward, audit_pages=audit_pages)
+        self._forward = ForwardThread(StepComputer(runner), self._inbox.post, self._on_failure)
+        engine = Engine(
+            core,
+            self._role.role,
+            self._forward,
+            overlap=self._config.overlap,
+            audit_pages=self._config.audit_pages,
+        )
         self._engine = EngineThread(engine, self._inbox, self._on_failure)
 
     def _load(self) -> tuple[ModelRunner, list[KVPool]]:

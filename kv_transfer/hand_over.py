@@ -65,6 +65,15 @@ class PageRun:
 
 
 @dataclass(frozen=True, slots=True)
+class FirstToken:
+    """What one output of the prompt begins with."""
+
+    token_id: int
+    finished: bool = False
+    """It is all of that output; the prefill side has said so to the router."""
+
+
+@dataclass(frozen=True, slots=True)
 class Announce:
     """Pages that have settled, a run for each pool.
 
@@ -73,8 +82,8 @@ class Announce:
     """
 
     runs: tuple[PageRun, ...]
-    first_token: int | None = None
-    """Only on the last announcement."""
+    first_tokens: tuple[FirstToken, ...] = ()
+    """Of every output that is wanted, in order; only on the last announcement."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,9 +182,12 @@ class PrefillHandOver:
         )
 
     def announce_last(
-        self, tables: Sequence[Sequence[int]], first_pages: Sequence[int], first_token: int
+        self,
+        tables: Sequence[Sequence[int]],
+        first_pages: Sequence[int],
+        first_tokens: Sequence[FirstToken],
     ) -> Announce:
-        """What is left of each pool's page table, the unaligned last page too, and the token.
+        """What is left of each pool's page table, the unaligned last page too, and the tokens.
 
         `first_pages` are the first that a window still holds, for each pool.
         """
@@ -186,7 +198,7 @@ class PrefillHandOver:
             for held, windowed in zip(first_pages, self._windowed, strict=True)
         ]
         runs = (PageRun(n, tuple(table[n:])) for table, n in zip(tables, firsts, strict=True))
-        return Announce(tuple(runs), first_token)
+        return Announce(tuple(runs), tuple(first_tokens))
 
     def on_done(self) -> Released:
         """The decode side has read everything: its verdict is this side's to give."""
@@ -212,11 +224,15 @@ class DecodeHandOver:
     Args:
         prompt_pages: of the whole prompt.
         windowed: for each pool, whether its layers have a window.
+        choices: outputs that are wanted.
     """
 
-    def __init__(self, prompt_pages: int, windowed: Sequence[bool] = (False,)) -> None:
+    def __init__(
+        self, prompt_pages: int, windowed: Sequence[bool] = (False,), choices: int = 1
+    ) -> None:
         self.state = DecodeState.OPEN
-        self.first_token: int | None = None
+        self.first_tokens: tuple[FirstToken, ...] = ()
+        self._choices = choices
         self._prompt_pages = prompt_pages
         self._windowed = windowed
         self._missing: Sequence[int] = ()
@@ -244,7 +260,9 @@ class DecodeHandOver:
             ProtocolError: pages are missing, named twice, or too many.
         """
         self._expect(DecodeState.GRANTED, "announcement")
-        last = message.first_token is not None
+        last = bool(message.first_tokens)
+        if last and len(message.first_tokens) != self._choices:
+            raise ProtocolError(f"{len(message.first_tokens)} first tokens of {self._choices}")
         if len(message.runs) != len(self._windowed):
             raise ProtocolError(f"{len(message.runs)} pools announced of {len(self._windowed)}")
         upto = self._announced_pages
@@ -255,7 +273,7 @@ class DecodeHandOver:
                 upto = self._check_full(run, last)
         self._announced_pages = upto
         if last:
-            self.first_token = message.first_token
+            self.first_tokens = message.first_tokens
             self.state = DecodeState.ANNOUNCED
         wanted = tuple(map(PageRun.since, message.runs, self._missing))
         self._reads += any(run.page_ids for run in wanted)

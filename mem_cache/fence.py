@@ -25,6 +25,11 @@ class StepClock:
     launched: int = 0
     settled: int = 0
 
+    @property
+    def running(self) -> int:
+        """Forwards that were launched and have not ended."""
+        return self.launched - self.settled
+
     def launch(self) -> int:
         """A forward starts; returns its number."""
         self.launched += 1

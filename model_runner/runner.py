@@ -57,6 +57,11 @@ class ModelRunner:
         """Tokens of a sequence, prompt and output."""
         return self.config.max_model_len
 
+    @property
+    def num_pools(self) -> int:
+        """How many pools it has its KV in."""
+        return len(self.config.windows)
+
     def make_geometries(
         self, page_size: int, order: PageOrder = PageOrder.PAGE_FIRST
     ) -> tuple[KVGeometry, ...]:

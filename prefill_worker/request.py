@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kvrelay.engine.outbox import MessageStream
 from kvrelay.engine.outputs import RequestKey
 from kvrelay.engine.request import Request
+from kvrelay.engine.tape import Tape
 from kvrelay.kv_transfer.hand_over import FromDecode, FromPrefill, PrefillHandOver, PrefillState
+from kvrelay.model_runner.sampler import SampledToken
 
 
 class HandOverStream(MessageStream[FromPrefill]):
@@ -50,8 +52,10 @@ class PrefillRequest(Request):
     stream: HandOverStream | None = None
     granted: bool = False
     """Its decode worker holds memory for it, and may be reading."""
-    settled_len: int = 0
-    """Prompt tokens whose forward has ended."""
+    tape: Tape | None = None
+    """Once it has memory."""
+    prompt_scores: list[SampledToken] = field(default_factory=list)
+    """Of the prompt's tokens but the first, as far as they are computed."""
     cached_tokens: int = 0
     """Prompt tokens that were found in the prefix index."""
     begun: float = 0.0
@@ -69,9 +73,9 @@ class PrefillRequest(Request):
 
     @property
     def tokens_left(self) -> int:
-        """Prompt tokens that no forward was launched for yet."""
+        """Tokens of its input that no forward was launched for yet."""
         done = self.lease.kv_committed_len if self.lease else 0
-        return len(self.prompt_ids) - done
+        return self.input_len - done
 
     def seconds_queued(self) -> float:
         """Until its first chunk."""

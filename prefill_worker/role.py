@@ -8,17 +8,21 @@ from collections.abc import Sequence
 
 from tokenizers import Tokenizer
 
+from kvrelay.engine.admission import admit_in_turn
+from kvrelay.engine.chunks import share_budget
 from kvrelay.engine.commands import Cancel, PeerDied, Submit
+from kvrelay.engine.config import WorkerConfig
 from kvrelay.engine.core import EngineCore
-from kvrelay.engine.outputs import End, EndReason, Load, RequestKey, Timings
+from kvrelay.engine.outputs import NO_TIMINGS, End, EndReason, Load, RequestKey, Timings
 from kvrelay.engine.request import Request
-from kvrelay.engine.step import Scheduled
+from kvrelay.engine.step import Computed, Scheduled
 from kvrelay.engine.stop import Finish, StopChecker
 from kvrelay.kv_transfer.agent import TransferAgent
 from kvrelay.kv_transfer.errors import ProtocolError
 from kvrelay.kv_transfer.hand_over import (
     Done,
     Ended,
+    FirstToken,
     FromPrefill,
     Grant,
     PrefillHandOver,
@@ -52,16 +56,17 @@ class PrefillRole:
         core: the worker's memory, requests and outputs.
         agent: looks after peers' reads while there may be any.
         tokenizer: for stop strings.
-        chunk_tokens: prompt tokens that one step computes at most.
+        config: the token budget of a step, and how many may pass a misfit.
     """
 
     def __init__(
-        self, core: EngineCore, agent: TransferAgent, tokenizer: Tokenizer, chunk_tokens: int
+        self, core: EngineCore, agent: TransferAgent, tokenizer: Tokenizer, config: WorkerConfig
     ) -> None:
         self._core = core
         self._agent = agent
         self._tokenizer = tokenizer
-        self._chunk_tokens = chunk_tokens
+        self._chunk_tokens = config.chunk_tokens
+        self._bypass_limit = config.bypass_limit
         self._waiting: list[PrefillRequest] = []
         self._computing: list[PrefillRequest] = []
         # Streams whose submission has not arrived yet: either may be first.
@@ -71,23 +76,17 @@ class PrefillRole:
 
     def submit(self, command: Submit) -> None:
         """See `Role`."""
-        request = PrefillRequest(
-            key=command.key,
-            link=command.link,
-            prompt_ids=command.prompt_ids,
-            sampling=command.sampling,
-            stops=command.stops,
-            priority=command.priority,
-            hand_over=PrefillHandOver(self._core.ledger.windowed),
-        )
-        if not self._core.admit(request, len(request.prompt_ids)):
+        request = PrefillRequest.of(command, hand_over=PrefillHandOver(self._core.ledger.windowed))
+        # Here one request stands for all of its choices, and so does the first one's key.
+        request.key = command.key.of_choice(0)
+        if not self._core.admit(request, request.input_len):
             return
-        request.stream = self._early_streams.pop(command.key, None)
+        request.stream = self._early_streams.pop(request.key, None)
         self._waiting.append(request)
 
     def cancel(self, command: Cancel) -> None:
         """See `Role`."""
-        request = self._live(command.key)
+        request = self._live(command.key.of_choice(0))
         if request is not None:
             self._leave(request, HandOverEnd.ABORTED, End(EndReason.ABORTED))
 
@@ -107,45 +106,51 @@ class PrefillRole:
 
     def admit(self) -> None:
         """See `Role`: ask for grants, and reserve what was granted."""
+        granted = [r for r in self._waiting if r.hand_over.state is PrefillState.GRANTED]
+        for request in admit_in_turn(granted, self._reserve, self._bypass_limit):
+            self._announce(request)
+            self._waiting.remove(request)
+            self._computing.append(request)
         asked = Counter(r.decode_incarnation for r in self._ahead())
         for request in sorted(self._waiting, key=lambda r: r.turn):
-            if request.hand_over.state is PrefillState.GRANTED:
-                # The last token is computed in any case, to be sampled from.
-                prompt = len(request.prompt_ids)
-                if not self._core.reserve(request, prompt, known_tokens=prompt - 1):
-                    return
-                request.settled_len = request.held.cache_protected_len
-                request.cached_tokens = request.settled_len
-                self._announce(request)
-                self._waiting.remove(request)
-                self._computing.append(request)
-            elif request.may_be_asked_for and asked[request.decode_incarnation] < ASK_AHEAD:
+            if request.may_be_asked_for and asked[request.decode_incarnation] < ASK_AHEAD:
                 asked[request.decode_incarnation] += 1
                 self._say(request, request.hand_over.ask())
 
-    def schedule(self) -> Sequence[Scheduled]:
-        """See `Role`: the oldest prompts' next chunks, within the token budget."""
-        budget = self._chunk_tokens
-        scheduled = []
-        for request in sorted(self._computing, key=lambda r: r.turn):
-            if not budget:
-                break
-            request.begun = request.begun or time.monotonic()
-            left = request.tokens_left
-            chunk = min(left, budget)
-            budget -= chunk
-            grown = self._core.ledger.grow(request.held, request.held.kv_committed_len + chunk)
-            assert grown, "a promise was broken"
-            scheduled.append(Scheduled(request, chunk, sample=chunk == left))
-        return scheduled
+    def _reserve(self, request: PrefillRequest) -> bool:
+        """The promise of its input's pages, but for what the prefix index has."""
+        # The last token is computed in any case, to be sampled from; and all are to be scored.
+        known = 0 if request.prompt_logprobs is not None else request.input_len - 1
+        if not self._core.reserve(request, known):
+            return False
+        request.settled_len = request.cached_tokens = request.held.cache_protected_len
+        request.tape = request.make_tape(request.choices)
+        return True
 
-    def settled(self, item: Scheduled, token: SampledToken | None) -> None:
+    def schedule(self) -> Sequence[Scheduled]:
+        """See `Role`: the prompts' next chunks, within the token budget."""
+        left = {request: request.tokens_left for request in self._computing}
+        shares = share_budget(
+            {r: tokens for r, tokens in left.items() if tokens}, self._chunk_tokens
+        )
+        return [self._next_chunk(request, tokens) for request, tokens in shares]
+
+    def _next_chunk(self, request: PrefillRequest, tokens: int) -> Scheduled:
+        assert request.tape is not None
+        request.begun = request.begun or time.monotonic()
+        last = tokens == request.tokens_left
+        grown = self._core.ledger.grow(request.held, request.held.kv_committed_len + tokens)
+        assert grown, "a promise was broken"
+        return Scheduled(request, request.tape, tokens, sample=last)
+
+    def settled(self, item: Scheduled, computed: Computed) -> None:
         """See `Role`: announce the pages that are complete now."""
         request = item.request
         assert isinstance(request, PrefillRequest)
         request.settled_len += item.num_tokens
-        if token is not None:
-            self._complete(request, token)
+        request.prompt_scores += computed.prompt_logprobs
+        if item.sample:
+            self._complete(request, computed.tokens)
             return
         self._core.ledger.slide(request.held, request.settled_len)
         self._announce(request)
@@ -163,6 +168,7 @@ class PrefillRole:
             running_requests=len(self._core.requests) - len(self._waiting),
             waiting_tokens=sum(r.tokens_left for r in (*self._waiting, *self._computing)),
             pools=self._core.ledger.counts(),
+            step_seconds=self._core.step_seconds,
         )
 
     # The hand-over
@@ -191,7 +197,7 @@ class PrefillRole:
                 self._agent.serve(+1)
             elif isinstance(message.message, Done):
                 self._say(request, request.hand_over.on_done())
-                self._forget(request, Outcome.HANDED_OVER, None)
+                self._forget(request, Outcome.HANDED_OVER)
         except ProtocolError as error:
             failed = End(EndReason.FAILED, error=str(error), retryable=True)
             self._leave(request, HandOverEnd.FAILED, failed)
@@ -216,54 +222,58 @@ class PrefillRole:
         settled_pages = request.settled_len // request.held.page_size
         self._say(request, request.hand_over.announce(request.held.tables(), settled_pages))
 
-    def _complete(self, request: PrefillRequest, token: SampledToken) -> None:
-        """The prompt is computed: say its first token, and hand it over unless that ends it."""
-        request.output_ids.append(token.token_id)
-        finish = StopChecker(request.stops, self._tokenizer).check(token.token_id)
-        if finish is not None:
-            self._finish(request, token, finish)
-            return
+    def _complete(self, request: PrefillRequest, tokens: Sequence[SampledToken]) -> None:
+        """The prompt is computed: say the first tokens, and hand over what they do not end."""
         self._computing.remove(request)
+        firsts = []
+        for choice, token in zip(request.choices, tokens, strict=True):
+            finish = self._check(request, token)
+            self._tell(request, choice, token, finish)
+            firsts.append(FirstToken(token.token_id, finished=finish is not None))
+        if all(first.finished for first in firsts):
+            self._say(request, request.hand_over.end(HandOverEnd.FINISHED))
+            self._forget(request, Outcome.FINISHED)
+            return
         held = request.held
-        last = request.hand_over.announce_last(held.tables(), held.first_pages, token.token_id)
-        self._say(request, last)
-        handed = End(EndReason.HANDED_OVER)
-        cached = request.cached_tokens
-        self._core.emit(request, [token], handed, self._timings(request), cached_tokens=cached)
+        self._say(request, request.hand_over.announce_last(held.tables(), held.first_pages, firsts))
 
-    def _finish(self, request: PrefillRequest, token: SampledToken, finish: Finish) -> None:
-        self._say(request, request.hand_over.end(HandOverEnd.FINISHED))
-        end = End(EndReason.FINISHED, finish)
-        self._forget(request, Outcome.FINISHED, end, token)
+    def _check(self, request: PrefillRequest, token: SampledToken) -> Finish | None:
+        checker = StopChecker(request.stops, self._tokenizer, request.output_ids)
+        return checker.check(token.token_id)
+
+    def _tell(
+        self, request: PrefillRequest, choice: int, token: SampledToken, finish: Finish | None
+    ) -> None:
+        reason = EndReason.HANDED_OVER if finish is None else EndReason.FINISHED
+        is_first = choice == request.choices[0]
+        self._core.emit(
+            request,
+            [token],
+            End(reason, finish),
+            self._timings(request),
+            index=len(request.output_ids),
+            choice=choice,
+            cached_tokens=request.cached_tokens,
+            prompt_logprobs=request.prompt_scores if is_first else (),
+        )
 
     def _leave(self, request: PrefillRequest, reason: HandOverEnd, end: End) -> None:
         """End a request early; once it is announced, the router has had its last word."""
         told = request.hand_over.state is PrefillState.ANNOUNCED
         self._say(request, request.hand_over.end(reason, end.error))
-        self._forget(request, Outcome.ABORTED, None if told else end)
+        if not told:
+            for choice in request.choices:
+                self._core.emit(request, (), end, self._timings(request), choice=choice)
+        self._forget(request, Outcome.ABORTED)
 
-    def _forget(
-        self,
-        request: PrefillRequest,
-        outcome: Outcome,
-        end: End | None,
-        token: SampledToken | None = None,
-    ) -> None:
+    def _forget(self, request: PrefillRequest, outcome: Outcome) -> None:
+        """Its memory and its entry; the router has been told."""
         for requests in (self._waiting, self._computing):
             if request in requests:
                 requests.remove(request)
         if request.granted:
             self._agent.serve(-1)
-        tokens = [] if token is None else [token]
-        timings = self._timings(request) if request.begun else None
-        self._core.end(
-            request,
-            outcome,
-            end,
-            tokens=tokens,
-            timings=timings,
-            cached_tokens=request.cached_tokens,
-        )
+        self._core.end(request, outcome, None)
 
     # Memory
 
@@ -283,4 +293,6 @@ class PrefillRole:
 
     @staticmethod
     def _timings(request: PrefillRequest) -> Timings:
+        if not request.begun:
+            return NO_TIMINGS
         return Timings(queue=request.seconds_queued(), prefill=request.seconds_computed())

@@ -163,6 +163,6 @@ def _announce_to_wire(message: Announce) -> hand_over_pb2.HandOverAnnounce:
             for run in message.runs
         ]
     )
-    if message.first_token is not None:
-        announce.first_tokens.add(token_id=message.first_token)
+    for token in message.first_tokens:
+        announce.first_tokens.add(token_id=token.token_id, finished=token.finished)
     return announce

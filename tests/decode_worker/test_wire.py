@@ -4,7 +4,7 @@ import pytest
 
 from kvrelay.decode_worker.wire import from_wire
 from kvrelay.kv_transfer.errors import ProtocolError
-from kvrelay.kv_transfer.hand_over import Announce, PageRun
+from kvrelay.kv_transfer.hand_over import Announce, FirstToken, PageRun
 from kvrelay.v1 import hand_over_pb2
 
 VOCAB_SIZE = 100
@@ -18,7 +18,7 @@ def announce(token_id: int) -> hand_over_pb2.HandOverResponse:
 
 
 def test_last_announcement_brings_the_first_token():
-    expected = Announce((PageRun(2, (7, 5)),), VOCAB_SIZE - 1)
+    expected = Announce((PageRun(2, (7, 5)),), (FirstToken(VOCAB_SIZE - 1),))
     assert from_wire(announce(VOCAB_SIZE - 1), VOCAB_SIZE) == expected
 
 

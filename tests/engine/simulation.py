@@ -11,29 +11,31 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import torch
 
 from kvrelay.decode_worker.role import DecodeRole
 from kvrelay.decode_worker.stream import FromPeer, StreamLost
 from kvrelay.decode_worker.stream import HandOverStream as DecodeStream
 from kvrelay.engine.commands import Attach, Cancel, Detach, Inbox, Peer, PeerDied, Submit
+from kvrelay.engine.computer import StepComputer
 from kvrelay.engine.config import Role, WorkerConfig
 from kvrelay.engine.core import EngineCore
 from kvrelay.engine.loop import Engine
+from kvrelay.engine.memory import tokens_ahead
 from kvrelay.engine.metrics import WorkerMetrics
 from kvrelay.engine.outbox import Outbox
 from kvrelay.engine.outputs import EndReason, Output, RequestKey, RouterLink
-from kvrelay.engine.step import Scheduled, Step, StepEnded
+from kvrelay.engine.step import Step, compute_or_fail
 from kvrelay.engine.stop import StopConditions
 from kvrelay.kv_transfer.pull import Pull, PullState
 from kvrelay.mem_cache.ledger import Ledger, PoolShape, window_pages
 from kvrelay.mem_cache.radix_tree import RadixTree
-from kvrelay.model_runner.errors import NonFiniteLogitsError
-from kvrelay.model_runner.sampler import Sampled, SampledToken
+from kvrelay.model_runner.batch import ForwardBatch
 from kvrelay.model_runner.sampling_params import SamplingParams
 from kvrelay.prefill_worker.request import (
     HandOverStream as PrefillStream,
@@ -54,13 +56,12 @@ GREEDY = SamplingParams(temperature=0)
 FULL: Windows = (None,)
 
 
-def next_token(contexts: Iterable[Sequence[int]]) -> int:
+def next_token(contexts: Iterable[Sequence[int] | np.ndarray]) -> int:
     """What the counting model says after what each pool's layers see."""
     value = 0
     for context in contexts:
-        value = value * 31 + len(context)
-        for token in context:
-            value = (value * 31 + token) % 1_000_003
+        weights = np.arange(len(context), 0, -1) ** 2
+        value = value * 31 + len(context) + int(np.dot(context, weights))
     return value % VOCAB
 
 
@@ -115,16 +116,16 @@ class SimWorker:
     pages: int
     page_size: int
     rows: int
-    chunk_tokens: int
     cached: bool
     windows: Windows
+    config: WorkerConfig
     steps: deque[Step] = field(default_factory=deque)
     opened: list[DecodeStream] = field(default_factory=list)
     broken: set[RequestKey] = field(default_factory=set)
     """Requests whose logits are not finite here."""
 
     def __post_init__(self) -> None:
-        ahead = self.chunk_tokens if self.role_name is Role.PREFILL else 1
+        ahead = tokens_ahead(self.config)
         shapes = [self._shape(window, ahead) for window in self.windows]
         self.ledger = Ledger(
             shapes,
@@ -134,17 +135,17 @@ class SimWorker:
             ahead=ahead,
             index=RadixTree(self.page_size, self.windows) if self.cached else None,
         )
-        self.kv = [np.full((shape.total_pages, self.page_size), -1, np.int64) for shape in shapes]
+        self.model = CountingModel(shapes, self.page_size)
+        self.computer = StepComputer(self.model)
         self.agent = SimAgent(self.name)
         self.inbox = Inbox()
-        config = WorkerConfig(self.name, self.role_name, model_path=None, model_name="sim")
         outbox = Outbox(lambda function, *args: function(*args))
-        self.core = EngineCore(self.ledger, outbox, WorkerMetrics(config))
+        self.core = EngineCore(self.ledger, outbox, WorkerMetrics(self.config))
         if self.role_name is Role.PREFILL:
-            role = PrefillRole(self.core, self.agent, None, self.chunk_tokens)
+            role = PrefillRole(self.core, self.agent, None, self.config)
         else:
-            role = DecodeRole(self.core, self.agent, self, self.inbox, None)
-        self.engine = Engine(self.core, role, self, audit_pages=True)
+            role = DecodeRole(self.core, self.agent, self, self.inbox, None, self.config)
+        self.engine = Engine(self.core, role, self, overlap=self.config.overlap, audit_pages=True)
         self.link = RouterLink("router")
         self.inbox.post(Attach(self.link))
 
@@ -168,34 +169,58 @@ class SimWorker:
 
     def end_step(self) -> None:
         step = self.steps.popleft()
-        self.inbox.post(StepEnded(step, self._compute(step)))
+        live = [item for item in step.scheduled if item.tape.broken is None]
+        self.model.broken = {i for i, item in enumerate(live) if item.request.key in self.broken}
+        self.inbox.post(self.computer.compute(step))
 
     def fail_step(self) -> None:
-        self.inbox.post(StepEnded(self.steps.popleft(), error=RuntimeError("injected")))
+        step, self.model.fails = self.steps.popleft(), True
+        ended = compute_or_fail(self.computer, step)
+        self.model.fails = False
+        self.inbox.post(ended)
 
-    def _compute(self, step: Step) -> tuple[Sampled | None, ...]:
-        batch, results = step.batch, []
-        for index, item in enumerate(step.scheduled):
-            first, last = batch.query_start[index : index + 2]
-            at, ids = batch.positions[first:last], batch.input_ids[first:last]
-            length, contexts = int(batch.seq_lens[index]), []
-            for kv, tables, window in zip(self.kv, batch.page_tables, self.windows, strict=True):
-                table = tables[index]
-                # A window need not be there for the tokens that it has passed already.
-                kept = table[at // self.page_size] >= 0
-                kv[table[at // self.page_size][kept], (at % self.page_size)[kept]] = ids[kept]
-                seen = np.arange(max(0, length - window) if window else 0, length)
-                assert (table[seen // self.page_size] >= 0).all(), "a page of the window has left"
-                contexts.append(kv[table[seen // self.page_size], seen % self.page_size].tolist())
-            results.append(self._sample(item, contexts))
-        return tuple(results)
 
-    def _sample(self, item: Scheduled, contexts: Sequence[Sequence[int]]) -> Sampled | None:
-        if not item.sample:
-            return None
-        if item.request.key in self.broken:
-            return NonFiniteLogitsError("injected")
-        return SampledToken(next_token(contexts), None, ())
+class CountingModel:
+    """Reads and writes token ids in pages; its logits are sure of `next_token`."""
+
+    def __init__(self, shapes: Sequence[PoolShape], page_size: int) -> None:
+        self.windows = [shape.window for shape in shapes]
+        self.page_size = page_size
+        self.kv = [np.full((shape.total_pages, page_size), -1, np.int64) for shape in shapes]
+        self.num_pools = len(shapes)
+        self.broken: set[int] = set()
+        """Sequences of the next batch whose logits are not finite."""
+        self.fails = False
+
+    def forward(self, batch: ForwardBatch) -> torch.Tensor:
+        if self.fails:
+            raise RuntimeError("injected")
+        logits = np.zeros((len(batch.logit_rows), VOCAB), np.float32)
+        owners = np.repeat(np.arange(len(batch.seq_lens)), np.diff(batch.query_start))
+        for index in range(len(batch.seq_lens)):
+            self._write(batch, index)
+        for row, token in enumerate(batch.logit_rows.tolist()):
+            index = int(owners[token])
+            seen = self._context(batch, index, int(batch.positions[token]) + 1)
+            logits[row, next_token(seen)] = 1
+            if index in self.broken:
+                logits[row] = np.nan
+        return torch.from_numpy(logits)
+
+    def _write(self, batch: ForwardBatch, index: int) -> None:
+        first, last = batch.query_start[index : index + 2]
+        at, ids = batch.positions[first:last], batch.input_ids[first:last]
+        for kv, tables in zip(self.kv, batch.page_tables, strict=True):
+            pages = tables[index][at // self.page_size]
+            # A window need not be there for the tokens that it has passed already.
+            kv[pages[pages >= 0], (at % self.page_size)[pages >= 0]] = ids[pages >= 0]
+
+    def _context(self, batch: ForwardBatch, index: int, length: int) -> Iterator[np.ndarray]:
+        for kv, tables, window in zip(self.kv, batch.page_tables, self.windows, strict=True):
+            seen = np.arange(max(0, length - window) if window else 0, length)
+            pages = tables[index][seen // self.page_size]
+            assert (pages >= 0).all(), "a page of the window has left"
+            yield kv[pages, seen % self.page_size]
 
 
 @dataclass
@@ -205,12 +230,20 @@ class SimRequest:
     key: RequestKey
     prompt: list[int]
     max_tokens: int
+    priority: int
+    arrived: float
     prefill: SimWorker
     decode: SimWorker
+    sampling: SamplingParams = GREEDY
     tokens: dict[int, int] = field(default_factory=dict)
     ends: dict[str, Any] = field(default_factory=dict)
     disturbed: bool = False
     cached_tokens: int = 0
+    retractions: int = 0
+
+    @property
+    def stops(self) -> StopConditions:
+        return StopConditions(max_tokens=self.max_tokens)
 
     @property
     def output(self) -> list[int]:
@@ -233,39 +266,57 @@ class Simulation:
         *,
         cached: bool = True,
         windows: Windows = FULL,
+        **options: Any,
     ) -> None:
         self.random = random.Random(seed)
-        self.prefills = [
-            SimWorker(f"p{i}", Role.PREFILL, pages, page_size, rows, chunk, cached, windows)
-            for i in range(2)
-        ]
-        self.decodes = [
-            SimWorker(f"d{i}", Role.DECODE, pages, page_size, rows, chunk, cached, windows)
-            for i in range(2)
-        ]
+
+        def make(name: str, role: Role) -> SimWorker:
+            config = WorkerConfig(
+                name, role, model_path=None, model_name="sim", chunk_tokens=chunk, **options
+            )
+            return SimWorker(name, role, pages, page_size, rows, cached, windows, config)
+
+        self.prefills = [make(f"p{i}", Role.PREFILL) for i in range(2)]
+        self.decodes = [make(f"d{i}", Role.DECODE) for i in range(2)]
         self.workers = [*self.prefills, *self.decodes]
         self.pairs: list[tuple[SimWorker, DecodeStream, SimWorker, PrefillStream]] = []
+        self.clock = 0.0
+        self.submitted: list[SimRequest] = []
         self.requests: dict[RequestKey, SimRequest] = {}
+        """By attempt."""
         self.pulls: list[Pull] = []
         """Reads that have ended well."""
 
     def submit(self, prompt: list[int], max_tokens: int, priority: int = 0) -> SimRequest:
-        key = RequestKey("router", str(len(self.requests)), 1)
-        request = SimRequest(
-            key,
-            prompt,
-            max_tokens,
-            self.random.choice(self.prefills),
-            self.random.choice(self.decodes),
-        )
-        self.requests[key] = request
-        for worker in (request.prefill, request.decode):
-            peer = Peer("", request.prefill.name) if worker is request.decode else None
-            stops = StopConditions(max_tokens=max_tokens)
-            worker.inbox.post(
-                Submit(worker.link, key, tuple(prompt), GREEDY, stops, priority, peer)
-            )
+        self.clock += 1
+        key = RequestKey("router", str(len(self.submitted)), 0)
+        request = SimRequest(key, prompt, max_tokens, priority, self.clock, *self._place())
+        self.submitted.append(request)
+        self._attempt(request)
         return request
+
+    def _place(self) -> tuple[SimWorker, SimWorker]:
+        return self.random.choice(self.prefills), self.random.choice(self.decodes)
+
+    def _attempt(self, request: SimRequest) -> None:
+        """As a router: submit it to both of its workers, with what it has emitted."""
+        request.key = request.key._replace(attempt=request.key.attempt + 1)
+        request.ends = {}
+        self.requests[request.key] = request
+        for worker in (request.prefill, request.decode):
+            worker.inbox.post(
+                Submit(
+                    worker.link,
+                    request.key,
+                    (*request.prompt, *request.output),
+                    len(request.prompt),
+                    request.sampling,
+                    request.stops,
+                    priority=request.priority,
+                    arrived=request.arrived,
+                    prefill=Peer("", request.prefill.name) if worker is request.decode else None,
+                )
+            )
 
     def cancel(self, request: SimRequest, worker: SimWorker) -> None:
         request.disturbed = True
@@ -288,13 +339,13 @@ class Simulation:
             pull.state, pull.error = PullState.FAILED, "injected"
             on_end(pull)
             worker.agent.ordered.append((pull, lambda _: None))
-            for request in self.requests.values():
+            for request in self.submitted:
                 if request.prefill.name == pull.peer:
                     request.disturbed = True
 
     def detach(self, worker: SimWorker) -> None:
         """The router's stream to a worker ends, and a new one comes."""
-        for request in self.requests.values():
+        for request in self.submitted:
             if worker in (request.prefill, request.decode):
                 request.disturbed = True
                 self._cancel_other(request, worker)
@@ -377,7 +428,9 @@ class Simulation:
         entry = self.random.choice(worker.agent.ordered)
         pull, on_end = entry
         peer = next(p for p in self.prefills if p.name == pull.peer)
-        pages = zip(worker.kv, pull.local_pages, peer.kv, pull.remote_pages, strict=True)
+        pages = zip(
+            worker.model.kv, pull.local_pages, peer.model.kv, pull.remote_pages, strict=True
+        )
         for kv, local, theirs, remote in pages:
             kv[local] = theirs[remote]
         if pull.state is PullState.FAILED:
@@ -396,11 +449,18 @@ class Simulation:
 
     def _take(self, worker: SimWorker, output: Output) -> None:
         request = self.requests[output.key]
+        if output.key != request.key:
+            assert not output.tokens, "an attempt that was given back goes on"
+            return
         for offset, token in enumerate(output.tokens):
             assert output.index + offset not in request.tokens, "a token was said twice"
             request.tokens[output.index + offset] = token.token_id
         request.cached_tokens += output.cached_tokens
-        if output.end is not None:
+        if output.end is not None and output.end.reason is EndReason.RETRACTED:
+            request.retractions += 1
+            request.prefill, request.decode = self._place()
+            self._attempt(request)
+        elif output.end is not None:
             assert worker.name not in request.ends, "a worker ended a request twice"
             request.ends[worker.name] = output.end
             if output.end.reason in (EndReason.ABORTED, EndReason.FAILED):

@@ -55,7 +55,7 @@ def has_result(request: SimRequest) -> bool:
     """The prompt is computed; its engine has not heard of it."""
     messages = request.prefill.inbox._messages
     ended = [message for message in messages if isinstance(message, StepEnded)]
-    return any(token is not None for message in ended for token in message.tokens)
+    return any(computed.tokens for message in ended for computed in message.computed)
 
 
 def has_verdict(request: SimRequest) -> bool:
@@ -107,8 +107,6 @@ def test_scenario_46_no_token_is_sampled_from_a_chunk_but_the_last(length: int) 
     launch = prefill.launch
 
     def watch(step) -> None:
-        sampled = sum(item.sample for item in step.scheduled)
-        assert sampled == len(step.sampling) == len(step.batch.logit_rows)
         for item in step.scheduled:
             chunks[item.request.key.request_id].append((item.num_tokens, item.sample))
         launch(step)

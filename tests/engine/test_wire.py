@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
 from kvrelay.engine.config import Role
 from kvrelay.engine.outputs import RouterLink
+from kvrelay.engine.request import Request
 from kvrelay.engine.wire import SubmitRules, submit_from_wire
 from kvrelay.v1 import inference_pb2, worker_pb2
 
@@ -24,9 +27,11 @@ def message(**changes) -> worker_pb2.SubmitRequest:
         "repetition_penalty": 1,
         "max_tokens": 5,
         "seed": 1,
+        "n": 1,
         **changes.pop("params", {}),
     }
-    fields = {"request_id": "a", "attempt": 1, "input_ids": [1, 2, 3], **changes}
+    fields = {"request_id": "a", "attempt": 1, "input_ids": [1, 2, 3], "num_prompt_tokens": 3}
+    fields |= changes
     return worker_pb2.SubmitRequest(
         sampling_params=inference_pb2.SamplingParams(**params), **fields
     )
@@ -44,6 +49,11 @@ PEER = worker_pb2.PeerWorker(address="127.0.0.1:1", incarnation="p")
         ("stop_token_ids", Role.PREFILL, {"params": {"stop_token_ids": [100]}}),
         ("logit_bias", Role.PREFILL, {"params": {"logit_bias": {100: 1.0}}}),
         ("top_p", Role.PREFILL, {"params": {"top_p": float("nan")}}),
+        ("n", Role.PREFILL, {"params": {"n": 0}}),
+        ("n", Role.PREFILL, {"params": {"n": 2}, "num_prompt_tokens": 2}),
+        ("num_prompt_tokens", Role.PREFILL, {"num_prompt_tokens": 0}),
+        ("num_prompt_tokens", Role.PREFILL, {"num_prompt_tokens": 4}),
+        ("num_prompt_tokens", Role.PREFILL, {"num_prompt_tokens": 1, "params": {"max_tokens": 2}}),
         ("prefill", Role.DECODE, {}),
         ("prefill", Role.PREFILL, {"prefill": PEER}),
     ],
@@ -60,3 +70,12 @@ def test_end_of_sequence_stops_unless_ignored():
     submit = submit_from_wire(ignoring, LINK, rules(Role.DECODE))
     assert submit.stops.stop_token_ids == {7}
     assert submit.prefill.incarnation == "p"
+
+
+def test_what_was_emitted_before_is_output():
+    resumed = message(num_prompt_tokens=1, first_choice=2, age_seconds=5)
+    submit = submit_from_wire(resumed, LINK, rules(Role.PREFILL))
+    request = Request.of(submit)
+    assert (request.prompt_ids, request.output_ids, request.input_len) == ((1,), [2, 3], 3)
+    assert (submit.key.choice, submit.choices) == (2, (2,))
+    assert submit.arrived <= time.monotonic() - 5

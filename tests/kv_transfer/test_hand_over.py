@@ -12,6 +12,7 @@ from kvrelay.kv_transfer.hand_over import (
     DecodeHandOver,
     DecodeState,
     EndReason,
+    FirstToken,
     PageRun,
     PrefillHandOver,
     PrefillState,
@@ -28,8 +29,13 @@ def granted(pages: int) -> tuple[PrefillHandOver, DecodeHandOver]:
     return prefill, decode
 
 
-def announced(first_page: int, page_ids: tuple[int, ...], first_token: int | None = None):
-    return Announce((PageRun(first_page, page_ids),), first_token)
+NINE = (FirstToken(9),)
+
+
+def announced(
+    first_page: int, page_ids: tuple[int, ...], first_tokens: tuple[FirstToken, ...] = ()
+):
+    return Announce((PageRun(first_page, page_ids),), first_tokens)
 
 
 @given(
@@ -50,18 +56,18 @@ def test_every_page_is_announced_once_in_order(page_size, chunks):
             assert message.runs[0].end * page_size <= settled
             (wanted,) = decode.on_announce(message)
             announced += wanted.page_ids
-    last = prefill.announce_last([pages], [0], first_token=7)
+    last = prefill.announce_last([pages], [0], [FirstToken(7)])
     (wanted,) = decode.on_announce(last)
     announced += wanted.page_ids
     assert announced == pages
-    assert (decode.state, decode.first_token) == (DecodeState.ANNOUNCED, 7)
+    assert (decode.state, decode.first_tokens) == (DecodeState.ANNOUNCED, (FirstToken(7),))
 
 
 def test_scenario_39_by_its_numbers():
     prefill, _ = granted(16)
     pages = list(range(16))
     sent = [prefill.announce([pages], settled // 16) for settled in (100, 200)]
-    sent.append(prefill.announce_last([pages], [0], 1))
+    sent.append(prefill.announce_last([pages], [0], NINE))
     assert [(m.runs[0].first_page, len(m.runs[0].page_ids)) for m in sent if m] == [
         (0, 6),
         (6, 6),
@@ -75,7 +81,7 @@ def test_done_is_said_when_all_is_announced_and_read():
     assert decode.done() is None
     decode.on_read()
     assert decode.done() is None, "the last announcement is still to come"
-    decode.on_announce(prefill.announce_last([[5, 6]], [0], 9))
+    decode.on_announce(prefill.announce_last([[5, 6]], [0], NINE))
     assert decode.done() is None, "a read is still running"
     decode.on_read()
     assert decode.done() is not None
@@ -86,7 +92,7 @@ def test_done_is_said_when_all_is_announced_and_read():
 
 def test_pages_that_were_let_go_are_not_activated():
     prefill, decode = granted(1)
-    decode.on_announce(prefill.announce_last([[5]], [0], 9))
+    decode.on_announce(prefill.announce_last([[5]], [0], NINE))
     decode.on_read()
     assert decode.done()
     assert not decode.on_released(Released(valid=False))
@@ -98,8 +104,8 @@ def test_pages_that_were_let_go_are_not_activated():
     [
         announced(1, (5,)),
         announced(0, (5, 6, 7, 8)),
-        announced(0, (5,), first_token=1),
-        announced(0, (), first_token=1),
+        announced(0, (5,), NINE),
+        announced(0, (), NINE),
     ],
     ids=["a gap", "too many", "last but incomplete", "last but empty"],
 )
@@ -107,6 +113,19 @@ def test_malformed_announcement_is_refused(message):
     _, decode = granted(3)
     with pytest.raises(ProtocolError):
         decode.on_announce(message)
+
+
+def test_each_choice_has_its_first_token():
+    prefill, _ = granted(1)
+    decode = DecodeHandOver(1, choices=2)
+    decode.on_ask()
+    decode.grant([0])
+    tokens = (FirstToken(3), FirstToken(4, finished=True))
+    decode.on_announce(prefill.announce_last([[5]], [0], tokens))
+    assert decode.first_tokens == tokens
+    _, decode = granted(1)
+    with pytest.raises(ProtocolError, match="2 first tokens of 1"):
+        decode.on_announce(announced(0, (5,), tokens))
 
 
 def test_announcement_twice_is_refused():
@@ -122,7 +141,7 @@ def test_announcement_twice_is_refused():
         lambda prefill, decode: prefill.on_grant(),
         lambda prefill, decode: prefill.on_done(),
         lambda prefill, decode: prefill.announce([[1]], 1),
-        lambda prefill, decode: prefill.announce_last([[1]], [0], 1),
+        lambda prefill, decode: prefill.announce_last([[1]], [0], NINE),
         lambda prefill, decode: decode.grant([0]),
         lambda prefill, decode: decode.on_announce(announced(0, (1,))),
         lambda prefill, decode: decode.on_released(Released(valid=True)),
@@ -145,7 +164,7 @@ def test_leaving_early_is_said_once_and_not_after_the_release():
     assert prefill.end(EndReason.ABORTED) is not None
     assert prefill.end(EndReason.ABORTED) is None
     prefill, decode = granted(1)
-    decode.on_announce(prefill.announce_last([[5]], [0], 9))
+    decode.on_announce(prefill.announce_last([[5]], [0], NINE))
     prefill.on_done()
     assert prefill.end(EndReason.ABORTED) is None
 
@@ -165,14 +184,14 @@ def test_a_windows_pages_come_last_and_only_those_that_it_holds():
     prefill, decode = granted_window((0, 3))
     message = prefill.announce([[5, 6], [7, 8]], 2)
     assert decode.on_announce(message) == (PageRun(0, (5, 6)), PageRun(0))
-    last = prefill.announce_last([[5, 6, 1, 2], [-1, -1, 3, 4]], [0, 2], 9)
+    last = prefill.announce_last([[5, 6, 1, 2], [-1, -1, 3, 4]], [0, 2], NINE)
     assert last.runs == (PageRun(2, (1, 2)), PageRun(2, (3, 4)))
     assert decode.on_announce(last) == (PageRun(2, (1, 2)), PageRun(3, (4,)))
 
 
 def test_what_the_decode_side_has_is_not_read():
     _, decode = granted_window((4, 4))
-    wanted = decode.on_announce(Announce((PageRun(0, (5, 6, 1, 2)), PageRun(2, (3, 4))), 9))
+    wanted = decode.on_announce(Announce((PageRun(0, (5, 6, 1, 2)), PageRun(2, (3, 4))), NINE))
     assert not any(run.page_ids for run in wanted)
     assert decode.done() is not None, "nothing is read, the first token is there"
 
@@ -181,9 +200,9 @@ def test_what_the_decode_side_has_is_not_read():
     "message",
     [
         Announce((PageRun(0, (5,)), PageRun(2, (3,)))),
-        Announce((PageRun(0, (5, 6, 1, 2)), PageRun(3, (4,))), 9),
-        Announce((PageRun(0, (5, 6, 1, 2)), PageRun(2, (3,))), 9),
-        Announce((PageRun(0, (5, 6, 1, 2)),), 9),
+        Announce((PageRun(0, (5, 6, 1, 2)), PageRun(3, (4,))), NINE),
+        Announce((PageRun(0, (5, 6, 1, 2)), PageRun(2, (3,))), NINE),
+        Announce((PageRun(0, (5, 6, 1, 2)),), NINE),
     ],
     ids=["too early", "begins too late", "ends too early", "a pool is missing"],
 )

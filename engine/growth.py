@@ -1,0 +1,69 @@
+"""How much room admission leaves for what running requests will yet generate."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from math import ceil
+
+from kvrelay.engine.request import Request
+from kvrelay.mem_cache.ledger import Ledger
+
+_WEIGHT = 1 / 16
+"""Of the latest request in the moving mean."""
+_RETRACTION_RAISE = 1.5
+"""What a retraction multiplies the estimate by: it was too low."""
+
+
+class GrowthReserve:
+    """Estimates output lengths as a part of `max_tokens`, measured on requests that finished.
+
+    The reserve is nobody's own: it only keeps new requests out, so that those
+    that run can grow without a retraction. It starts at its upper bound and
+    learns; SGLang's `new_token_ratio`, which decays by itself, is the model.
+
+    Args:
+        ledger: the account that the requests grow in.
+        least: of `max_tokens`, the smallest part that is ever left for a request, in [0, 1].
+        most: the largest.
+    """
+
+    def __init__(self, ledger: Ledger, least: float, most: float) -> None:
+        assert 0 <= least <= most <= 1
+        self._ledger = ledger
+        self._least = least
+        self._most = most
+        self._part = most
+
+    def finished(self, request: Request) -> None:
+        """A request has ended by itself: learn from its length."""
+        part = len(request.output_ids) / request.stops.max_tokens
+        self._set(self._part + _WEIGHT * (part - self._part))
+
+    def retracted(self) -> None:
+        """The estimate was too low."""
+        self._set(max(self._part, _WEIGHT) * _RETRACTION_RAISE)
+
+    def _set(self, part: float) -> None:
+        self._part = min(max(part, self._least), self._most)
+
+    def tokens(self, request: Request) -> int:
+        """What the request is expected to generate from now on, its next token at least."""
+        most = request.stops.max_tokens
+        expected = max(ceil(self._part * most), len(request.output_ids) + 1)
+        return min(expected, most) - len(request.output_ids)
+
+    def pages(self, requests: Iterable[Request]) -> list[int]:
+        """Pages of each pool that the requests, with or without memory now, will come to need."""
+        ledger, total = self._ledger, [0] * len(self._ledger.pools)
+        for request in requests:
+            goal = min(request.num_tokens + self.tokens(request) - 1, request.most_tokens)
+            lease = request.lease
+            has = (
+                request.input_len
+                if lease is None
+                else max(lease.kv_allocated_len, request.input_len)
+            )
+            for pool in range(len(total)):
+                more = ledger.most_pages(pool, goal) - ledger.most_pages(pool, has)
+                total[pool] += max(more, 0)
+        return total

@@ -1,0 +1,149 @@
+"""The requests that generate: who gets its next token, and who has to make room for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from kvrelay.engine.core import EngineCore
+from kvrelay.engine.growth import GrowthReserve
+from kvrelay.engine.request import Request
+from kvrelay.engine.step import Computed, Scheduled
+from kvrelay.engine.stop import Finish, StopChecker
+from kvrelay.model_runner.sampler import SampledToken
+
+
+@dataclass(eq=False, slots=True, kw_only=True)
+class GeneratingRequest(Request):
+    """A request that this worker generates for."""
+
+    checker: StopChecker
+    num_drafts: int = 0
+    """Drafted tokens that a step verifies at most."""
+    every_step: Scheduled | None = None
+    """What is computed of it in every step; once it runs."""
+    in_flight: int = 0
+    """Steps that were launched for it and have not ended."""
+
+    @property
+    def next_len(self) -> int:
+        """Tokens whose KV is written when the next step has ended, if every draft is accepted."""
+        step = 1 + self.num_drafts
+        return min(self.num_tokens - 1 + (self.in_flight + 1) * step, self.most_tokens)
+
+    @property
+    def is_due(self) -> bool:
+        """Whether a step more may be of use: the steps in flight may not have ended it yet."""
+        return self.num_tokens + self.in_flight <= self.most_tokens
+
+
+RequestT = TypeVar("RequestT", bound=GeneratingRequest)
+
+
+class RunningBatch(Generic[RequestT]):
+    """Plans a decode step for all of them, and makes of its results what they mean.
+
+    A step may be planned while the one before it computes. Then its requests
+    have more pages than they will keep: the lengths in their leases say so.
+
+    Args:
+        core: their memory.
+        growth: learns how long outputs are.
+        retract: called for a request that has left the batch to make room: it is to give back
+            its memory, and to be computed again later.
+        retract_every: if not 0, one is retracted every so many steps, for tests.
+    """
+
+    def __init__(
+        self,
+        core: EngineCore,
+        growth: GrowthReserve,
+        retract: Callable[[RequestT], None],
+        *,
+        retract_every: int = 0,
+    ) -> None:
+        self._core = core
+        self._growth = growth
+        self._retract = retract
+        self._retract_every = retract_every
+        self._until_retraction = retract_every
+        self._requests: dict[RequestT, None] = {}
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def __iter__(self) -> Iterator[RequestT]:
+        return iter(self._requests)
+
+    def join(self, request: RequestT) -> None:
+        """Its prompt's KV is here and its first token known: from now on it gains tokens."""
+        request.settled_len = request.num_tokens - 1
+        tape = request.make_tape((request.key.choice,))
+        request.every_step = Scheduled(request, tape, 1, True, request.num_drafts)
+        self._requests[request] = None
+
+    def leave(self, request: RequestT) -> None:
+        """It is over; nothing if it is not, or not yet, among them."""
+        self._requests.pop(request, None)
+
+    def schedule(self) -> list[Scheduled]:
+        """A step for every request that may need one, with room for what it may write.
+
+        Short of pages, the request with the least to lose is retracted, once no
+        step is in flight: until then its pages could not be used anyway.
+        """
+        ledger = self._core.ledger
+        self._force_retraction()
+        while due := [request for request in self._requests if request.is_due]:
+            leases = [request.held for request in due]
+            ledger.slide_all(leases, [request.settled_len for request in due])
+            if ledger.grow_all(leases, [request.next_len for request in due]):
+                return [self._launch(request) for request in due]
+            if self._core.steps.running:
+                break
+            self._make_room()
+            self._growth.retracted()
+        return []
+
+    @staticmethod
+    def _launch(request: RequestT) -> Scheduled:
+        request.in_flight += 1
+        assert request.every_step is not None, "it has not joined"
+        return request.every_step
+
+    def settled(
+        self, request: RequestT, computed: Computed
+    ) -> tuple[list[SampledToken], Finish | None]:
+        """A step has ended for it; its new tokens, none after the one that ends it."""
+        request.in_flight -= 1
+        finish, tokens = None, []
+        for token in computed.tokens:
+            request.output_ids.append(token.token_id)
+            tokens.append(token)
+            finish = request.checker.check(token.token_id)
+            if finish is not None:
+                self.leave(request)
+                self._growth.finished(request)
+                break
+        request.settled_len = request.num_tokens - 1
+        sure = request.settled_len + request.in_flight
+        if finish is None and sure > request.held.kv_committed_len:
+            # Drafts were accepted: what the step wrote for them is right.
+            self._core.ledger.commit(request.held, sure)
+        return tokens, finish
+
+    def _force_retraction(self) -> None:
+        if not self._retract_every or not self._requests:
+            return
+        self._until_retraction -= 1
+        if self._until_retraction <= 0:
+            self._until_retraction = self._retract_every
+            self._make_room()
+
+    def _make_room(self) -> None:
+        """Retract the one with the fewest tokens generated; of several, the longest prompt."""
+        victim = min(self._requests, key=lambda r: (len(r.output_ids), -len(r.prompt_ids)))
+        self.leave(victim)
+        self._core.metrics.count_retraction()
+        self._retract(victim)

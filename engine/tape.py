@@ -1,0 +1,62 @@
+"""What the forward thread knows of a request: it alone writes here once the first step is launched.
+
+A step that is planned before the one before it has ended cannot name its own
+input: the token that it begins with is not sampled yet, and after a
+verification of drafts it is not even known how many were. So a step says only
+*whose* next tokens it computes; which ones they are, and where they go, is read
+from the tape when the forward begins.
+
+(SGLang's overlap scheduler solves the same with a map of future tokens on the
+device; vLLM's with a batch that its model runner keeps.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from kvrelay.engine.stop import StopConditions
+from kvrelay.model_runner.sampling_params import SamplingParams
+
+
+@dataclass(eq=False, slots=True, kw_only=True)
+class Tape:
+    """A request's tokens as far as they are sampled, and how far their KV is written.
+
+    Made by the engine thread and never changed by it.
+    """
+
+    token_ids: list[int]
+    """Prompt and output."""
+    input_len: int
+    """Of `token_ids`, those whose KV comes from chunks or from a hand-over."""
+    prompt_ids: Sequence[int]
+    sampling: SamplingParams
+    stops: StopConditions
+    choices: Sequence[int]
+    """Which outputs of the prompt are sampled here: one, or all of them from its last chunk."""
+    prompt_logprobs: int | None = None
+    """See `Request`."""
+    kv_len: int = 0
+    """Tokens whose KV is written and right; what a rejected draft wrote lies beyond."""
+    draft_kv_len: int = 0
+    """The same of the draft model's KV."""
+    broken: Exception | None = None
+    """Why nothing more is computed: what a failed step should have written is missing."""
+    drafts: object | None = field(default=None, repr=False)
+    """The drafter's own notes on the request."""
+
+    @property
+    def prompt_len(self) -> int:
+        """Tokens of the prompt."""
+        return len(self.prompt_ids)
+
+    @property
+    def room(self) -> int:
+        """Tokens that may yet be sampled; none, when a step was launched for one too many."""
+        return self.prompt_len + self.stops.max_tokens - len(self.token_ids)
+
+    @property
+    def in_prompt(self) -> bool:
+        """Whether the tokens to compute next are still of its input."""
+        return self.kv_len < self.input_len
