@@ -7,6 +7,7 @@ import logging
 from kvrelay.router.discovery import WorkerEndpoint, WorkerRole
 from kvrelay.router.errors import InternalFailure, Unavailable
 from kvrelay.router.fleet import Pair
+from kvrelay.router.generation import Submission
 from kvrelay.router.live_request import LiveRequest
 from kvrelay.router.worker_output import EndReason, WorkerEnd, WorkerOutput
 
@@ -34,8 +35,8 @@ class Attempt:
     A request that has its outcome ignores the rest.
     """
 
-    def __init__(self, number: int, pair: Pair, live: LiveRequest) -> None:
-        self._number = number
+    def __init__(self, submission: Submission, pair: Pair, live: LiveRequest) -> None:
+        self._submission = submission
         self._pair = pair
         self._live = live
         self._handed_over = False
@@ -43,14 +44,13 @@ class Attempt:
 
     def submit(self) -> None:
         """Sends it to both workers."""
-        request, number = self._live.request, self._number
-        self._pair.decode.submit(request, number, self, prefill=self._pair.prefill.endpoint)
-        self._pair.prefill.submit(request, number, self)
+        self._pair.decode.submit(self._submission, self, prefill=self._pair.prefill.endpoint)
+        self._pair.prefill.submit(self._submission, self)
 
     def release(self) -> None:
         """Cancels it wherever it has not ended."""
         for link in (self._pair.prefill, self._pair.decode):
-            link.cancel(self._live.request.request_id, self._number)
+            link.cancel(self._submission.request_id, self._submission.attempt)
 
     def on_output(self, role: WorkerRole, output: WorkerOutput) -> None:
         """See `Listener`. Whatever goes wrong here fails this request and no other."""

@@ -11,7 +11,7 @@ from kvrelay.router.attempt import Attempt
 from kvrelay.router.config import RouterConfig
 from kvrelay.router.errors import AlreadyExists, Overloaded, Unavailable
 from kvrelay.router.fleet import Fleet
-from kvrelay.router.generation import GenerationRequest
+from kvrelay.router.generation import GenerationRequest, Submission
 from kvrelay.router.live_request import LiveRequest
 from kvrelay.router.metrics import Stopwatch
 from kvrelay.router.news import News
@@ -83,7 +83,14 @@ class LiveRequests:
             raise Overloaded(len(self._live), self._config.retry_after_ms)
         pair = self._fleet.place(request)
         live = LiveRequest(request, self._text_stream(request), stopwatch, self._forget)
-        attempt = Attempt(next(self._attempts), pair, live)
+        submission = Submission(
+            request=request,
+            attempt=next(self._attempts),
+            choices=range(request.sampling.n),
+            age_seconds=stopwatch.seconds,
+            prompt_logprobs=request.sampling.prompt_logprobs,
+        )
+        attempt = Attempt(submission, pair, live)
         self._live[request.request_id] = live
         live.assign(attempt)
         attempt.submit()

@@ -90,6 +90,11 @@ class Stopwatch:
         self._arrived = time.monotonic()
         self._last_delta: float | None = None
 
+    @property
+    def seconds(self) -> float:
+        """Since the request arrived."""
+        return time.monotonic() - self._arrived
+
     def admitted(self, prompt_tokens: int) -> None:
         """It has been placed."""
         self._metrics._admitted(prompt_tokens)
@@ -103,4 +108,4 @@ class Stopwatch:
 
     def ended(self, outcome: str) -> None:
         """It is over."""
-        self._metrics._end(time.monotonic() - self._arrived, outcome)
+        self._metrics._end(self.seconds, outcome)

@@ -25,6 +25,7 @@ MAX_STOP_LENGTH = 1024
 MAX_TOKEN_RULES = 1024
 MAX_LOGPROBS = 20
 MAX_LOGIT_BIAS = 100.0
+MAX_CHOICES = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,8 +159,7 @@ def _check_sampling(params: inference_pb2.SamplingParams, vocab_size: int) -> No
             raise InvalidField(field, f"must be in {allowed}, got {value:g}")
     if params.top_k < -1:
         raise InvalidField("top_k", f"must be at least 1, or 0 or -1 for all, got {params.top_k}")
-    if params.logprobs > MAX_LOGPROBS:
-        raise InvalidField("logprobs", f"must be at most {MAX_LOGPROBS}, got {params.logprobs}")
+    _check_counts(params)
     if len(params.stop) > MAX_STOP_STRINGS:
         raise InvalidField("stop", f"at most {MAX_STOP_STRINGS} strings, got {len(params.stop)}")
     if not all(0 < len(stop) <= MAX_STOP_LENGTH for stop in params.stop):
@@ -176,6 +176,21 @@ def _check_sampling(params: inference_pb2.SamplingParams, vocab_size: int) -> No
                 f"must be in [{-MAX_LOGIT_BIAS:g}, {MAX_LOGIT_BIAS:g}], "
                 f"got {bias:g} for token id {token_id}",
             )
+
+
+def _check_counts(params: inference_pb2.SamplingParams) -> None:
+    """How many outputs, and how many log-probabilities at each place.
+
+    There is no bound on n times max_tokens: each choice must fit alone, and
+    where they do not fit together the workers retract some for a while.
+    """
+    for field in ("logprobs", "prompt_logprobs"):
+        if getattr(params, field) > MAX_LOGPROBS:
+            raise InvalidField(
+                field, f"must be at most {MAX_LOGPROBS}, got {getattr(params, field)}"
+            )
+    if params.HasField("n") and not 1 <= params.n <= MAX_CHOICES:
+        raise InvalidField("n", f"must be in [1, {MAX_CHOICES}], got {params.n}")
 
 
 def _room(prompt_field: str, prompt_tokens: int, limits: Limits) -> int:
@@ -237,6 +252,9 @@ def _concrete(params: inference_pb2.SamplingParams, max_tokens: int) -> Sampling
         ),
         logprobs=params.logprobs if params.HasField("logprobs") else None,
         logit_bias=tuple(params.logit_bias.items()),
+        n=params.n if params.HasField("n") else 1,
+        prompt_logprobs=params.prompt_logprobs if params.HasField("prompt_logprobs") else None,
+        speculate=params.speculate if params.HasField("speculate") else True,
     )
 
 

@@ -15,7 +15,7 @@ from kvrelay.router.events import (
     Token,
     TokenLogprobs,
 )
-from kvrelay.router.generation import GenerationRequest, SamplingParams
+from kvrelay.router.generation import SamplingParams, Submission
 from kvrelay.router.load import PoolState, WorkerLoad
 from kvrelay.router.worker_output import EndReason, WorkerEnd, WorkerOutput
 from kvrelay.v1 import inference_pb2, worker_pb2
@@ -48,15 +48,19 @@ def hello_command(router_id: str, incarnation: str) -> worker_pb2.AttachRequest:
 
 
 def submit_command(
-    request: GenerationRequest, attempt: int, prefill: WorkerEndpoint | None
+    submission: Submission, prefill: WorkerEndpoint | None
 ) -> worker_pb2.AttachRequest:
-    """A request for one worker; `prefill` only for a decode worker."""
+    """An attempt for one worker; `prefill` only for a decode worker."""
+    request = submission.request
     submit = worker_pb2.SubmitRequest(
-        request_id=request.request_id,
-        attempt=attempt,
-        input_ids=request.input_ids,
-        sampling_params=_sampling_message(request.sampling),
+        request_id=submission.request_id,
+        attempt=submission.attempt,
+        input_ids=submission.input_ids,
+        num_prompt_tokens=submission.num_prompt_tokens,
+        first_choice=submission.choices.start,
+        sampling_params=_sampling_message(request.sampling, submission),
         priority=request.priority,
+        age_seconds=submission.age_seconds,
     )
     if prefill is not None:
         submit.prefill.address = prefill.address
@@ -70,7 +74,9 @@ def cancel_command(request_id: str, attempt: int) -> worker_pb2.AttachRequest:
     return worker_pb2.AttachRequest(cancel=cancel)
 
 
-def _sampling_message(sampling: SamplingParams) -> inference_pb2.SamplingParams:
+def _sampling_message(
+    sampling: SamplingParams, submission: Submission
+) -> inference_pb2.SamplingParams:
     return inference_pb2.SamplingParams(
         temperature=sampling.temperature,
         top_p=sampling.top_p,
@@ -88,6 +94,9 @@ def _sampling_message(sampling: SamplingParams) -> inference_pb2.SamplingParams:
         skip_special_tokens=sampling.skip_special_tokens,
         logprobs=sampling.logprobs,
         logit_bias=dict(sampling.logit_bias),
+        n=len(submission.choices),
+        prompt_logprobs=submission.prompt_logprobs,
+        speculate=sampling.speculate,
     )
 
 

@@ -12,7 +12,7 @@ import grpc
 
 from kvrelay.router import wire
 from kvrelay.router.discovery import WorkerEndpoint, WorkerRole
-from kvrelay.router.generation import GenerationRequest
+from kvrelay.router.generation import Submission
 from kvrelay.router.load import WorkerLoad
 from kvrelay.router.placement import Candidate
 from kvrelay.router.worker_output import WorkerOutput
@@ -47,9 +47,9 @@ class _Submitted:
     """An attempt that the worker has not ended."""
 
     listener: Listener
-    prompt_tokens: int
+    input_tokens: int
     started: bool = False
-    """Some output came: its prompt is no longer backlog."""
+    """Some output came: its input is no longer backlog."""
     cancelled: bool = False
 
     @property
@@ -96,17 +96,17 @@ class WorkerLink:
 
     def submit(
         self,
-        request: GenerationRequest,
-        attempt: int,
+        submission: Submission,
         listener: Listener,
         prefill: WorkerEndpoint | None = None,
     ) -> None:
         """Sends an attempt to the worker, which must be ready. Does not block."""
         assert self.ready, f"{self.endpoint.worker} is not ready"
-        prompt_tokens = len(request.input_ids)
-        self._submitted[request.request_id, attempt] = _Submitted(listener, prompt_tokens)
-        self._tokens_since_load += prompt_tokens
-        self._commands.put_nowait(wire.submit_command(request, attempt, prefill))
+        key = (submission.request_id, submission.attempt)
+        input_tokens = len(submission.input_ids)
+        self._submitted[key] = _Submitted(listener, input_tokens)
+        self._tokens_since_load += input_tokens
+        self._commands.put_nowait(wire.submit_command(submission, prefill))
 
     def cancel(self, request_id: str, attempt: int) -> None:
         """Tells the worker to give the attempt up; nothing if it has ended there."""
@@ -123,7 +123,7 @@ class WorkerLink:
         what this router knows to wait there.
         """
         reported = self.load.waiting_tokens + self._tokens_since_load
-        own = sum(s.prompt_tokens for s in self._submitted.values() if s.waiting)
+        own = sum(s.input_tokens for s in self._submitted.values() if s.waiting)
         return Candidate(
             worker=self.endpoint.worker,
             pool_tokens=self.endpoint.pool_tokens,

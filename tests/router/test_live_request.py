@@ -13,7 +13,7 @@ from kvrelay.router.discovery import WorkerRole
 from kvrelay.router.errors import InternalFailure, RequestError, Unavailable
 from kvrelay.router.events import Completion, Delta, FinishReason, PhaseTimings, Token
 from kvrelay.router.fleet import Pair
-from kvrelay.router.generation import GenerationRequest
+from kvrelay.router.generation import GenerationRequest, Submission
 from kvrelay.router.limits import Limits
 from kvrelay.router.live_request import LiveRequest
 from kvrelay.router.metrics import RouterMetrics
@@ -38,9 +38,9 @@ class RecordedLink:
         self.submits: list[int] = []
         self.cancels: list[int] = []
 
-    def submit(self, request: Any, attempt: int, listener: Any, prefill: Any = None) -> None:
+    def submit(self, submission: Submission, listener: Any, prefill: Any = None) -> None:
         assert (prefill is None) == (self.endpoint.role is PREFILL)
-        self.submits.append(attempt)
+        self.submits.append(submission.attempt)
 
     def cancel(self, request_id: str, attempt: int) -> None:
         self.cancels.append(attempt)
@@ -55,7 +55,9 @@ class Run:
         stream = TextStream(tokenizer, stop=params.get("stop", ()))
         stopwatch = RouterMetrics("m").stopwatch()
         self.live = LiveRequest(made(**params), stream, stopwatch, self.ended.append)
-        self.attempt = Attempt(7, Pair(*self.links), self.live)
+        self.attempt = Attempt(
+            Submission(self.live.request, 7, range(1), 0.0), Pair(*self.links), self.live
+        )
         self.live.assign(self.attempt)
         self.attempt.submit()
 

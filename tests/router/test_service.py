@@ -52,7 +52,9 @@ async def test_a_text_is_tokenized(cluster: Cluster, tokenizer: Tokenizer) -> No
 
 async def test_workers_get_a_complete_submission(cluster: Cluster) -> None:
     cluster.count()
-    await collect(cluster.generate(request_id="mine", stop=["x"], logit_bias={7: 1.5}))
+    await collect(
+        cluster.generate(request_id="mine", stop=["x"], logit_bias={7: 1.5}, n=2, prompt_logprobs=3)
+    )
     prefill, decode = cluster.prefill.submits[0], cluster.decode.submits[0]
     assert prefill.request_id == decode.request_id == "mine"
     assert prefill.attempt == decode.attempt
@@ -60,6 +62,10 @@ async def test_workers_get_a_complete_submission(cluster: Cluster) -> None:
     for field in pb.SamplingParams.DESCRIPTOR.fields:
         if not field.is_repeated and field.name != "logprobs":
             assert prefill.sampling_params.HasField(field.name), field.name
+    assert (prefill.num_prompt_tokens, prefill.first_choice) == (3, 0)
+    assert (prefill.sampling_params.n, prefill.sampling_params.prompt_logprobs) == (2, 3)
+    assert prefill.sampling_params.speculate
+    assert 0 < prefill.age_seconds < 5
     assert not prefill.HasField("prefill")
     assert decode.prefill.address == cluster.prefill.endpoint.address
     assert decode.prefill.incarnation == cluster.prefill.incarnation

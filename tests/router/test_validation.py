@@ -52,6 +52,9 @@ BAD_SAMPLING: list[tuple[str, Any]] = [
     ("stop", ["ok", ""]),
     ("stop_token_ids", [100]),
     ("logprobs", 21),
+    ("prompt_logprobs", 21),
+    ("n", 0),
+    ("n", 17),
     *[("logit_bias", {5: bad}) for bad in (math.nan, 100.5, -101.0, math.inf)],
     ("logit_bias", {100: 1.0}),
 ]
@@ -118,15 +121,30 @@ def test_every_default_is_concrete() -> None:
     assert sampling.repetition_penalty == 1
     assert sampling.skip_special_tokens
     assert sampling.logprobs is None
+    assert (sampling.n, sampling.prompt_logprobs, sampling.speculate) == (1, None, True)
     assert request.priority == 0
 
 
 def test_zero_is_not_unset() -> None:
     sampling = validate(
-        message(temperature=0.0, seed=0, logprobs=0, skip_special_tokens=False)
+        message(
+            temperature=0.0,
+            seed=0,
+            logprobs=0,
+            prompt_logprobs=0,
+            skip_special_tokens=False,
+            speculate=False,
+        )
     ).sampling
-    assert (sampling.temperature, sampling.seed, sampling.logprobs) == (0, 0, 0)
+    assert (sampling.temperature, sampling.seed) == (0, 0)
+    assert (sampling.logprobs, sampling.prompt_logprobs) == (0, 0)
     assert not sampling.skip_special_tokens
+    assert not sampling.speculate
+
+
+@pytest.mark.parametrize(("field", "most"), [("n", 16), ("prompt_logprobs", 20)])
+def test_the_most_that_is_allowed_is_taken(field: str, most: int) -> None:
+    assert getattr(validate(message(**{field: most})).sampling, field) == most
 
 
 @pytest.mark.parametrize("top_k", [0, -1])

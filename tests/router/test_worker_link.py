@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from kvrelay.router.discovery import WorkerRole
-from kvrelay.router.generation import GenerationRequest
+from kvrelay.router.generation import Submission
 from kvrelay.router.limits import Limits
 from kvrelay.router.validation import Validator
 from kvrelay.router.worker_link import WorkerLink
@@ -33,12 +33,13 @@ class Heard:
         self.lost.append(detail)
 
 
-def request(request_id: str, prompt_tokens: int) -> GenerationRequest:
+def submission(request_id: str, prompt_tokens: int) -> Submission:
     message = pb.GenerateRequest(request_id=request_id)
     message.input_ids.ids.extend([1] * prompt_tokens)
-    return Validator("m", lambda text: [], 16, 1 << 20).validate(
+    request = Validator("m", lambda text: [], 16, 1 << 20).validate(
         message, Limits(402, 512, 512, 512)
     )
+    return Submission(request, 1, range(1), 0.0)
 
 
 @asynccontextmanager
@@ -71,7 +72,7 @@ async def test_the_backlog_counts_what_the_load_does_not_know_yet() -> None:
     async with running(worker) as link:
         await until(lambda: link.ready)
         assert await report(50) == 50  # another router's
-        link.submit(request("a", 30), 1, heard)
+        link.submit(submission("a", 30), heard)
         assert link.candidate().backlog_tokens == 80
         assert await report(81) == 81  # knows of "a" now
         assert await report(1) == 30  # was on its way before "a" arrived
