@@ -229,10 +229,9 @@ class DecodeRole:
         request.activated_at = time.monotonic()
         self._core.outbox.put(request.stream, Leave())
         self._core.ledger.commit(request.held, request.input_len)
-        (first,) = request.hand_over.first_tokens
-        request.output_ids.append(first.token_id)
-        request.checker.check(first.token_id)
-        self._running.join(request)
+        firsts = zip(request.choices, request.hand_over.first_tokens, strict=True)
+        live = [(choice, first.token_id) for choice, first in firsts if not first.finished]
+        self._running.begin(request, live)
 
     def _prefill_ended(self, request: DecodeRequest, message: Ended) -> None:
         if message.reason is HandOverEnd.FAILED:

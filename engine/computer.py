@@ -14,6 +14,7 @@ import torch
 
 from kvrelay.engine.step import Computed, Scheduled, Step, StepEnded
 from kvrelay.engine.tape import Tape
+from kvrelay.mem_cache.sharing import PageCopy
 from kvrelay.model_runner.batch import ForwardBatch, Int32Array
 from kvrelay.model_runner.errors import NonFiniteLogitsError
 from kvrelay.model_runner.prompt_scores import score_prompt
@@ -33,6 +34,10 @@ class Model(Protocol):
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
         """See `ModelRunner.forward`."""
+        ...
+
+    def copy_pages(self, copies: Sequence[PageCopy]) -> None:
+        """Copy whole pages within their pools, the drafter's too."""
         ...
 
 
@@ -68,6 +73,8 @@ class StepComputer:
 
     def compute(self, step: Step) -> StepEnded:
         """See `Computer`."""
+        if step.copies:
+            self._model.copy_pages(step.copies)
         # A request may have ended, or failed, by the step before this one.
         live = [i for i, item in enumerate(step.scheduled) if _is_live(item)]
         computed = [Computed(error=item.tape.broken) for item in step.scheduled]

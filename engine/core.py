@@ -25,6 +25,7 @@ from kvrelay.engine.step import StepEnded
 from kvrelay.mem_cache.fence import Fence, StepClock, StepFence
 from kvrelay.mem_cache.ledger import Ledger
 from kvrelay.mem_cache.release import Outcome, release_kv_cache
+from kvrelay.mem_cache.sharing import PageCopy
 from kvrelay.model_runner.sampler import SampledToken
 
 logger = logging.getLogger(__name__)
@@ -51,6 +52,7 @@ class EngineCore:
         """Of the last forwards, a moving mean."""
         self.requests: dict[RequestKey, Request] = {}
         self.links: list[RouterLink] = []
+        self._copies: list[PageCopy] = []
         self._outputs: dict[RouterLink, list[Output]] = {}
         self._last_load: Load | None = None
 
@@ -101,6 +103,35 @@ class EngineCore:
             str(request.key), request.input_len, token_ids=token_ids, leaving=leaving
         )
         return request.lease is not None
+
+    def become_choice(self, request: Request, choice: int) -> None:
+        """A request that stood for several choices is only one of them from now on."""
+        del self.requests[request.key]
+        request.key, request.choices = request.key.of_choice(choice), (choice,)
+        self.requests[request.key] = request
+
+    def fork(self, request: Request, others: Sequence[Request]) -> bool:
+        """Let `others` share the pages of the input of `request`; `False` if memory is short.
+
+        The page at its unaligned end is copied by the next forward.
+        """
+        token_ids = np.asarray(request.token_ids(0, request.input_len), np.int32)
+        copied = StepFence(self.steps, self.steps.launched + 1)
+        holders = [str(other.key) for other in others]
+        fork = self.ledger.fork(
+            request.held, holders, token_ids, request.input_len, copied=copied
+        )
+        if fork is None:
+            return False
+        for other, lease in zip(others, fork.leases, strict=True):
+            other.lease = lease
+        self._copies += fork.copies
+        return True
+
+    def take_copies(self) -> list[PageCopy]:
+        """What the next forward has to copy first."""
+        copies, self._copies = self._copies, []
+        return copies
 
     def choices_of(self, key: RequestKey) -> list[Request]:
         """The live requests of one submission."""
@@ -161,7 +192,8 @@ class EngineCore:
         self._release(request, outcome, fences)
         del self.requests[request.key]
         if end is not None:
-            self.emit(request, tokens, end, timings)
+            for choice in request.choices:
+                self.emit(request, tokens, end, timings, choice=choice)
 
     def _release(self, request: Request, outcome: Outcome, fences: Iterable[Fence]) -> None:
         if request.lease is None:

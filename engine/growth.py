@@ -64,6 +64,7 @@ class GrowthReserve:
                 else max(lease.kv_allocated_len, request.input_len)
             )
             for pool in range(len(total)):
-                more = ledger.most_pages(pool, goal) - ledger.most_pages(pool, has)
-                total[pool] += max(more, 0)
+                more = max(0, ledger.most_pages(pool, goal) - ledger.most_pages(pool, has))
+                # Each choice but one has a last page of the prompt for itself, too.
+                total[pool] += len(request.choices) * (more + 1) - 1
         return total

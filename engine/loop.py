@@ -135,10 +135,10 @@ class Engine:
 
     def _launch(self) -> bool:
         """Plan the next forward and hand it over; `False` if there is nothing to compute."""
-        scheduled = self._role.schedule()
-        if not scheduled:
+        scheduled, copies = self._role.schedule(), self._core.take_copies()
+        if not scheduled and not copies:
             return False
-        step = plan_step(self._core.steps.launch(), scheduled, self._core.ledger)
+        step = plan_step(self._core.steps.launch(), scheduled, copies, self._core.ledger)
         self._launcher.launch(step)
         return True
 

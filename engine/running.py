@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
 from kvrelay.engine.core import EngineCore
@@ -76,8 +76,42 @@ class RunningBatch(Generic[RequestT]):
     def __iter__(self) -> Iterator[RequestT]:
         return iter(self._requests)
 
-    def join(self, request: RequestT) -> None:
-        """Its prompt's KV is here and its first token known: from now on it gains tokens."""
+    def begin(self, request: RequestT, firsts: Sequence[tuple[int, int]]) -> None:
+        """Its input's KV is here: from now on its choices gain tokens, each for itself.
+
+        A choice that there is no memory for is retracted at once.
+
+        Args:
+            request: stands for all of them until now, and for the first of them from now on.
+            firsts: each choice and its first token, which did not end it.
+        """
+        choices = [choice for choice, _ in firsts]
+        others = [self._fork(request, choice) for choice in choices[1:]]
+        self._core.become_choice(request, choices[0])
+        request.settled_len = request.input_len
+        has_memory = not others or self._core.fork(request, others)
+        for one, (_, token_id) in zip([request, *others], firsts, strict=True):
+            one.output_ids.append(token_id)
+            one.checker.check(token_id)
+            if one is request or has_memory:
+                self._join(one)
+            else:
+                self._core.metrics.count_retraction()
+                self._retract(one)
+
+    def _fork(self, request: RequestT, choice: int) -> RequestT:
+        one = replace(
+            request,
+            key=request.key.of_choice(choice),
+            choices=(choice,),
+            output_ids=list(request.output_ids),
+            checker=request.checker.fork(),
+            lease=None,
+        )
+        self._core.requests[one.key] = one
+        return one
+
+    def _join(self, request: RequestT) -> None:
         request.settled_len = request.num_tokens - 1
         tape = request.make_tape((request.key.choice,))
         request.every_step = Scheduled(request, tape, 1, True, request.num_drafts)

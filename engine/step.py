@@ -13,6 +13,7 @@ from typing import Protocol
 from kvrelay.engine.request import Request
 from kvrelay.engine.tape import Tape
 from kvrelay.mem_cache.ledger import Ledger
+from kvrelay.mem_cache.sharing import PageCopy
 from kvrelay.model_runner.batch import Int32Array
 from kvrelay.model_runner.sampler import SampledToken
 
@@ -56,6 +57,8 @@ class Step:
     scheduled: Sequence[Scheduled]
     page_tables: Sequence[Int32Array]
     """See `ForwardBatch`."""
+    copies: Sequence[PageCopy] = ()
+    """To be made before anything is written."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,8 +82,12 @@ class Computer(Protocol):
         ...
 
 
-def plan_step(number: int, scheduled: Sequence[Scheduled], ledger: Ledger) -> Step:
+def plan_step(
+    number: int, scheduled: Sequence[Scheduled], copies: Sequence[PageCopy], ledger: Ledger
+) -> Step:
     """Take a snapshot of the page tables, and commit the tokens that will surely be written."""
+    if not scheduled:
+        return Step(number, scheduled, (), copies)
     leases = [item.request.held for item in scheduled]
     for item in scheduled:
         item.request.last_step = number
@@ -91,7 +98,7 @@ def plan_step(number: int, scheduled: Sequence[Scheduled], ledger: Ledger) -> St
             for lease, item in zip(leases, scheduled, strict=True)
         ],
     )
-    return Step(number, scheduled, ledger.page_tables(leases))
+    return Step(number, scheduled, ledger.page_tables(leases), copies)
 
 
 class ForwardThread:

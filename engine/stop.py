@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -65,6 +66,10 @@ class StopChecker:
         self._num_output = 0
         for token_id in output_ids:
             self.check(token_id)
+
+    def fork(self) -> StopChecker:
+        """Another one that has seen the same output."""
+        return copy.deepcopy(self)
 
     def check(self, token_id: int) -> Finish | None:
         """Take the next output token; whether the request ends with it."""

@@ -163,7 +163,7 @@ class Ledger:
         short = [
             pool.total_pages * self.page_size
             for number, pool in enumerate(self.pools)
-            if self.most_pages(number, row) > pool.total_pages
+            if self._most_pages(number, row) > pool.total_pages
         ]
         return min([row, *short])
 
@@ -174,7 +174,6 @@ class Ledger:
         *,
         token_ids: TokenIds = NO_TOKENS,
         namespace: str = "",
-        leaving: Sequence[int] | None = None,
     ) -> Lease | None:
         """Start a lease that can surely grow to `promised_tokens`; `None` if that cannot be said.
 
@@ -191,7 +190,6 @@ class Ledger:
         if not self._free_rows:
             return None
         lock = self.index.match(token_ids, namespace) if len(token_ids) else None
-        self._leaving = leaving or [0] * len(self.pools)
         promises = self._promises(promised_tokens, lock)
         if promises is None and lock is not None:
             # What it would lock may be just what it lacks: a window's pages come on top.
@@ -406,7 +404,7 @@ class Ledger:
         fresh = int(fresh_boundary and prefix_len % self.page_size > 0)
         promises = []
         for pool in self._numbers:
-            most = self.most_pages(pool, promised_tokens)
+            most = self._most_pages(pool, promised_tokens)
             wanted = min(self.pages_for(promised_tokens) - kept, most)
             coming = 0 if pending else max(0, lease.num_pages - max(kept, lease._frontiers[pool]))
             if self._unpromised(pool) + coming < wanted + fresh:
@@ -631,7 +629,7 @@ class Ledger:
             saved = lease.state is LeaseState.SAVED
             yield Owner.SESSION if saved else Owner.LEASE, lease.own_pages(pool)
 
-    def most_pages(self, pool: int, tokens: int) -> int:
+    def _most_pages(self, pool: int, tokens: int) -> int:
         """Pages of a pool that a lease of `tokens` tokens ever has at the same time."""
         pages, window = self.pages_for(tokens), self.pools[pool].window
         if window is None:
@@ -641,10 +639,8 @@ class Ledger:
     def _promises(self, tokens: int, lock: PrefixLock | None) -> list[int] | None:
         """Pages of each pool that a lease of `tokens` may yet take; `None` if they are short."""
         missing = self.pages_for(tokens) - (lock.num_pages if lock else 0)
-        promises = [min(missing, self.most_pages(pool, tokens)) for pool in self._numbers]
-        short = any(
-            self._unpromised(pool) - self._leaving[pool] < promises[pool] for pool in self._numbers
-        )
+        promises = [min(missing, self._most_pages(pool, tokens)) for pool in self._numbers]
+        short = any(self._unpromised(pool) < promises[pool] for pool in self._numbers)
         return None if short else promises
 
     def _frontier(self, pool: int, position: int) -> int:

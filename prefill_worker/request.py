@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from kvrelay.engine.outbox import MessageStream
 from kvrelay.engine.outputs import RequestKey
 from kvrelay.engine.request import Request
-from kvrelay.engine.tape import Tape
 from kvrelay.kv_transfer.hand_over import FromDecode, FromPrefill, PrefillHandOver, PrefillState
-from kvrelay.model_runner.sampler import SampledToken
 
 
 class HandOverStream(MessageStream[FromPrefill]):
@@ -52,14 +49,6 @@ class PrefillRequest(Request):
     stream: HandOverStream | None = None
     granted: bool = False
     """Its decode worker holds memory for it, and may be reading."""
-    tape: Tape | None = None
-    """Once it has memory."""
-    prompt_scores: list[SampledToken] = field(default_factory=list)
-    """Of the prompt's tokens but the first, as far as they are computed."""
-    cached_tokens: int = 0
-    """Prompt tokens that were found in the prefix index."""
-    begun: float = 0.0
-    """When its first chunk was scheduled."""
 
     @property
     def may_be_asked_for(self) -> bool:
@@ -70,17 +59,3 @@ class PrefillRequest(Request):
     def decode_incarnation(self) -> str:
         """The worker that takes it over; empty before its stream has opened."""
         return self.stream.decode_incarnation if self.stream else ""
-
-    @property
-    def tokens_left(self) -> int:
-        """Tokens of its input that no forward was launched for yet."""
-        done = self.lease.kv_committed_len if self.lease else 0
-        return self.input_len - done
-
-    def seconds_queued(self) -> float:
-        """Until its first chunk."""
-        return self.begun - self.arrived
-
-    def seconds_computed(self) -> float:
-        """Since its first chunk."""
-        return time.monotonic() - self.begun

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Sequence
 
 from tokenizers import Tokenizer
 
 from kvrelay.engine.admission import admit_in_turn
-from kvrelay.engine.chunks import share_budget
 from kvrelay.engine.commands import Cancel, PeerDied, Submit
 from kvrelay.engine.config import WorkerConfig
 from kvrelay.engine.core import EngineCore
-from kvrelay.engine.outputs import NO_TIMINGS, End, EndReason, Load, RequestKey, Timings
+from kvrelay.engine.outputs import NO_TIMINGS, End, EndReason, Load, RequestKey
+from kvrelay.engine.prompts import ComputingPrompts, PromptRun
 from kvrelay.engine.request import Request
 from kvrelay.engine.step import Computed, Scheduled
 from kvrelay.engine.stop import Finish, StopChecker
@@ -68,7 +67,7 @@ class PrefillRole:
         self._chunk_tokens = config.chunk_tokens
         self._bypass_limit = config.bypass_limit
         self._waiting: list[PrefillRequest] = []
-        self._computing: list[PrefillRequest] = []
+        self._computing: ComputingPrompts[PrefillRequest] = ComputingPrompts(core)
         # Streams whose submission has not arrived yet: either may be first.
         self._early_streams: dict[RequestKey, HandOverStream] = {}
 
@@ -107,53 +106,28 @@ class PrefillRole:
     def admit(self) -> None:
         """See `Role`: ask for grants, and reserve what was granted."""
         granted = [r for r in self._waiting if r.hand_over.state is PrefillState.GRANTED]
-        for request in admit_in_turn(granted, self._reserve, self._bypass_limit):
-            self._announce(request)
+        for request in admit_in_turn(granted, self._computing.reserve, self._bypass_limit):
             self._waiting.remove(request)
-            self._computing.append(request)
+            self._announce(request)
         asked = Counter(r.decode_incarnation for r in self._ahead())
         for request in sorted(self._waiting, key=lambda r: r.turn):
             if request.may_be_asked_for and asked[request.decode_incarnation] < ASK_AHEAD:
                 asked[request.decode_incarnation] += 1
                 self._say(request, request.hand_over.ask())
 
-    def _reserve(self, request: PrefillRequest) -> bool:
-        """The promise of its input's pages, but for what the prefix index has."""
-        # The last token is computed in any case, to be sampled from; and all are to be scored.
-        known = 0 if request.prompt_logprobs is not None else request.input_len - 1
-        if not self._core.reserve(request, known):
-            return False
-        request.settled_len = request.cached_tokens = request.held.cache_protected_len
-        request.tape = request.make_tape(request.choices)
-        return True
-
     def schedule(self) -> Sequence[Scheduled]:
         """See `Role`: the prompts' next chunks, within the token budget."""
-        left = {request: request.tokens_left for request in self._computing}
-        shares = share_budget(
-            {r: tokens for r, tokens in left.items() if tokens}, self._chunk_tokens
-        )
-        return [self._next_chunk(request, tokens) for request, tokens in shares]
-
-    def _next_chunk(self, request: PrefillRequest, tokens: int) -> Scheduled:
-        assert request.tape is not None
-        request.begun = request.begun or time.monotonic()
-        last = tokens == request.tokens_left
-        grown = self._core.ledger.grow(request.held, request.held.kv_committed_len + tokens)
-        assert grown, "a promise was broken"
-        return Scheduled(request, request.tape, tokens, sample=last)
+        return self._computing.schedule(self._chunk_tokens)
 
     def settled(self, item: Scheduled, computed: Computed) -> None:
         """See `Role`: announce the pages that are complete now."""
         request = item.request
         assert isinstance(request, PrefillRequest)
-        request.settled_len += item.num_tokens
-        request.prompt_scores += computed.prompt_logprobs
+        self._computing.settled(item, computed)
         if item.sample:
             self._complete(request, computed.tokens)
-            return
-        self._core.ledger.slide(request.held, request.settled_len)
-        self._announce(request)
+        else:
+            self._announce(request)
 
     def failed(self, request: Request, error: Exception) -> None:
         """See `Role`."""
@@ -166,7 +140,7 @@ class PrefillRole:
         return Load(
             waiting_requests=len(self._waiting),
             running_requests=len(self._core.requests) - len(self._waiting),
-            waiting_tokens=sum(r.tokens_left for r in (*self._waiting, *self._computing)),
+            waiting_tokens=sum([r.input_len for r in self._waiting]) + self._computing.tokens_left,
             pools=self._core.ledger.counts(),
             step_seconds=self._core.step_seconds,
         )
@@ -224,11 +198,12 @@ class PrefillRole:
 
     def _complete(self, request: PrefillRequest, tokens: Sequence[SampledToken]) -> None:
         """The prompt is computed: say the first tokens, and hand over what they do not end."""
-        self._computing.remove(request)
+        run = self._computing.leave(request)
+        assert run is not None
         firsts = []
         for choice, token in zip(request.choices, tokens, strict=True):
             finish = self._check(request, token)
-            self._tell(request, choice, token, finish)
+            self._tell(request, run, choice, token, finish)
             firsts.append(FirstToken(token.token_id, finished=finish is not None))
         if all(first.finished for first in firsts):
             self._say(request, request.hand_over.end(HandOverEnd.FINISHED))
@@ -242,7 +217,12 @@ class PrefillRole:
         return checker.check(token.token_id)
 
     def _tell(
-        self, request: PrefillRequest, choice: int, token: SampledToken, finish: Finish | None
+        self,
+        request: PrefillRequest,
+        run: PromptRun,
+        choice: int,
+        token: SampledToken,
+        finish: Finish | None,
     ) -> None:
         reason = EndReason.HANDED_OVER if finish is None else EndReason.FINISHED
         is_first = choice == request.choices[0]
@@ -250,30 +230,27 @@ class PrefillRole:
             request,
             [token],
             End(reason, finish),
-            self._timings(request),
+            run.timings(),
             index=len(request.output_ids),
             choice=choice,
-            cached_tokens=request.cached_tokens,
-            prompt_logprobs=request.prompt_scores if is_first else (),
+            cached_tokens=run.cached_tokens,
+            prompt_logprobs=run.scores if is_first else (),
         )
 
     def _leave(self, request: PrefillRequest, reason: HandOverEnd, end: End) -> None:
         """End a request early; once it is announced, the router has had its last word."""
         told = request.hand_over.state is PrefillState.ANNOUNCED
         self._say(request, request.hand_over.end(reason, end.error))
-        if not told:
-            for choice in request.choices:
-                self._core.emit(request, (), end, self._timings(request), choice=choice)
-        self._forget(request, Outcome.ABORTED)
+        self._forget(request, Outcome.ABORTED, None if told else end)
 
-    def _forget(self, request: PrefillRequest, outcome: Outcome) -> None:
-        """Its memory and its entry; the router has been told."""
-        for requests in (self._waiting, self._computing):
-            if request in requests:
-                requests.remove(request)
+    def _forget(self, request: PrefillRequest, outcome: Outcome, end: End | None = None) -> None:
+        """Its memory and its entry; `end` is `None` if the router has had the last word."""
+        if request in self._waiting:
+            self._waiting.remove(request)
+        run = self._computing.leave(request)
         if request.granted:
             self._agent.serve(-1)
-        self._core.end(request, outcome, None)
+        self._core.end(request, outcome, end, timings=run.timings() if run else NO_TIMINGS)
 
     # Memory
 
@@ -290,9 +267,3 @@ class PrefillRole:
     def _say(self, request: PrefillRequest, message: FromPrefill | None) -> None:
         if message is not None and request.stream is not None:
             self._core.outbox.put(request.stream, message)
-
-    @staticmethod
-    def _timings(request: PrefillRequest) -> Timings:
-        if not request.begun:
-            return NO_TIMINGS
-        return Timings(queue=request.seconds_queued(), prefill=request.seconds_computed())
