@@ -55,7 +55,7 @@ TRANSITIONS: Final = {
 class Lease:
     """One request's hold on a row and on pages. Made by `Ledger.open`.
 
-    Only the ledger writes the underscored fields.
+    Only the ledger writes the underscored fields: `books.py` and what works on it.
     """
 
     __slots__ = (
@@ -82,7 +82,6 @@ class Lease:
         page_tables: Sequence[Pages],
         page_size: int,
         namespace: str,
-        promised_tokens: int,
     ) -> None:
         self.holder = holder
         self.row = row
@@ -90,7 +89,7 @@ class Lease:
         self.namespace = namespace
         self._page_tables = page_tables
         self._frontiers = [0] * len(page_tables)
-        self._promised_tokens = promised_tokens
+        self._promised_tokens = 0
         self._promised_pages = [0] * len(page_tables)
         self._prefix_lock: PrefixLock | None = None
         self._set_aside: list[Pages] = [NO_PAGES for _ in page_tables]
