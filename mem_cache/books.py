@@ -90,6 +90,13 @@ class Books:
             return 0
         return max(0, position // self.page_size - self.pages_for(window - 1))
 
+    def can_go_back(self, lease: Lease, prefix_len: int) -> bool:
+        """See `Ledger.can_go_back`."""
+        if prefix_len < lease.cache_protected_len:
+            return False
+        frontiers = [self.frontier(pool, prefix_len) for pool in self.numbers]
+        return all(map(int.__le__, lease._frontiers, frontiers))
+
     def unpromised(self, pool: int) -> int:
         """Pages that can be had without breaking a promise."""
         free = len(self.accounts[pool].free_pages)
@@ -230,7 +237,8 @@ class Books:
 
     def unlock(self, lock: PrefixLock) -> None:
         """End one lock on the prefix index."""
-        self.index.unlock(lock)
+        for pool, pages in enumerate(self.index.unlock(lock)):
+            self._leave_index(pool, pages)
 
     def hand(self, lease: Lease, source: Owner, target: Owner) -> None:
         """Move all that a lease owns, and its row, between requests and sessions."""

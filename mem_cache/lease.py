@@ -25,6 +25,7 @@ import numpy as np
 
 from kvrelay.mem_cache.account import NO_PAGES, Pages
 from kvrelay.mem_cache.errors import LedgerError
+from kvrelay.mem_cache.fence import Fence
 from kvrelay.mem_cache.prefix_index import PrefixLock
 
 
@@ -60,6 +61,7 @@ class Lease:
 
     __slots__ = (
         "_cache_protected_len",
+        "_fences",
         "_frontiers",
         "_kv_allocated_len",
         "_kv_committed_len",
@@ -93,6 +95,7 @@ class Lease:
         self._promised_pages = [0] * len(page_tables)
         self._prefix_lock: PrefixLock | None = None
         self._set_aside: list[Pages] = [NO_PAGES for _ in page_tables]
+        self._fences: list[Fence] = []
         self._state = LeaseState.OPEN
         self._cache_protected_len = 0
         self._kv_committed_len = 0
@@ -150,6 +153,11 @@ class Lease:
     def pages(self, pool: int = 0) -> Pages:
         """A pool's page table in token order, a copy; -1 where a page has left the window."""
         return self._page_tables[pool][: self.num_pages].copy()
+
+    def pending(self, others: Sequence[Fence]) -> list[Fence]:
+        """`others`, and the forward that copies a page of this lease: see `Ledger.fork`."""
+        self._fences = [fence for fence in self._fences if not fence.passed()]
+        return [*others, *self._fences]
 
     def move_to(self, state: LeaseState) -> None:
         """Take one step of `TRANSITIONS`; any other raises `LedgerError`."""

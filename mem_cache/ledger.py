@@ -18,7 +18,9 @@ from kvrelay.mem_cache.counts import CacheCounts, PoolCounts, PoolShape, window_
 from kvrelay.mem_cache.errors import LedgerError
 from kvrelay.mem_cache.fence import Fence
 from kvrelay.mem_cache.lease import Lease, LeaseState
-from kvrelay.mem_cache.prefix_index import NoPrefixIndex, PrefixIndex, PrefixLock, TokenIds
+from kvrelay.mem_cache.no_prefix_index import NoPrefixIndex
+from kvrelay.mem_cache.prefix_index import PrefixIndex, PrefixLock, TokenIds
+from kvrelay.mem_cache.sharing import Fork
 
 __all__ = ["NO_TOKENS", "CacheCounts", "Ledger", "PoolCounts", "PoolShape", "window_pages"]
 
@@ -56,7 +58,7 @@ class Ledger:
         self.pools = tuple(pools)
         self.page_size = page_size
         self.total_rows = total_rows
-        self.index = index or NoPrefixIndex(len(self.pools))
+        self.index = index or NoPrefixIndex(page_size, [pool.window for pool in pools])
         self._books = Books(
             self.pools,
             page_size,
@@ -179,7 +181,7 @@ class Ledger:
         Raises:
             LedgerError: the prefix index owns some of them.
         """
-        growth.trim(self._books, lease, tokens, pending)
+        growth.trim(self._books, lease, tokens, lease.pending(pending))
 
     def page_tables(self, leases: Sequence[Lease]) -> tuple[Pages, ...]:
         """A forward's own snapshot of the leases' tables.
@@ -199,7 +201,47 @@ class Ledger:
         back once nothing `pending` reads it any more: a forward that runs, or a
         peer to whom it was announced.
         """
-        sharing.publish(self._books, lease, token_ids, pending)
+        sharing.publish(self._books, lease, token_ids, lease.pending(pending))
+
+    def fork(
+        self,
+        lease: Lease,
+        holders: Sequence[str],
+        token_ids: TokenIds,
+        promised_tokens: int,
+        *,
+        copied: Fence,
+        pending: Sequence[Fence] = (),
+        leaving: Sequence[int] | None = None,
+    ) -> Fork | None:
+        """Open a lease for each of `holders` that continues from what `lease` has committed.
+
+        For the choices of one request, of which `lease` is one and nothing
+        special: they end in any order. All lock the whole pages, which go to
+        the prefix index, or are shared aside if there is none; the unaligned
+        last page is copied. Each may grow to `promised_tokens`. `None` if rows
+        or pages are short.
+
+        Args:
+            lease: open; its next forward is launched with the one that copies, or later.
+            holders: for error messages and the history.
+            token_ids: all that `lease` has committed; settled.
+            promised_tokens: that each of the new leases may come to hold.
+            copied: passes when the forward that copies has ended. Until then neither the
+                page that it reads nor those that it writes are used again, whoever ends.
+            pending: what may still read `lease`'s pages.
+            leaving: as in `open`.
+        """
+        return sharing.fork(
+            self._books,
+            lease,
+            holders,
+            token_ids,
+            promised_tokens,
+            copied,
+            lease.pending(pending),
+            leaving or [0] * len(self.pools),
+        )
 
     # Sessions
 
@@ -208,7 +250,7 @@ class Ledger:
 
         A page that was set aside is let go of: the turn has succeeded.
         """
-        turns.save(self._books, lease, pending)
+        turns.save(self._books, lease, lease.pending(pending))
 
     def borrow(
         self,
@@ -236,20 +278,21 @@ class Ledger:
                 it begins. The old one is set aside for `roll_back`.
             pending: what may still read or write the pages from the last turn.
         """
+        pending = lease.pending(pending)
         return turns.borrow(
             self._books, lease, holder, prefix_len, promised_tokens, fresh_boundary, pending
         )
 
     def can_go_back(self, lease: Lease, prefix_len: int) -> bool:
         """Whether the lease still has all that a token at `prefix_len` sees, for itself."""
-        return turns.can_go_back(self._books, lease, prefix_len)
+        return self._books.can_go_back(lease, prefix_len)
 
     def roll_back(self, lease: Lease, prefix_len: int, pending: Sequence[Fence] = ()) -> None:
         """Make a turn's lease again what `borrow` made it, so that it can be saved.
 
         `pending` is what may still read or write the pages from the turn.
         """
-        turns.roll_back(self._books, lease, prefix_len, pending)
+        turns.roll_back(self._books, lease, prefix_len, lease.pending(pending))
 
     # The way back; called by `release_kv_cache` alone
 
@@ -267,7 +310,7 @@ class Ledger:
         To quarantine if anything is `pending`, else to free.
         """
         lease.move_to(LeaseState.RELEASED)
-        self._books.leave(lease, pending)
+        self._books.leave(lease, lease.pending(pending))
 
     def reclaim(self) -> int:
         """Free what the quarantine's fences no longer protect; returns the pages freed.

@@ -32,7 +32,7 @@ def borrow(
     """See `Ledger.borrow`."""
     if promised_tokens < prefix_len:
         raise LedgerError(f"{holder}: promise of {promised_tokens} for {prefix_len} tokens")
-    if prefix_len > lease.kv_committed_len or not can_go_back(books, lease, prefix_len):
+    if prefix_len > lease.kv_committed_len or not books.can_go_back(lease, prefix_len):
         raise LedgerError(f"{holder}: {lease!r} cannot be cut to {prefix_len} tokens")
     kept = books.pages_for(prefix_len)
     fresh = int(fresh_boundary and prefix_len % books.page_size > 0)
@@ -54,18 +54,10 @@ def borrow(
     return True
 
 
-def can_go_back(books: Books, lease: Lease, prefix_len: int) -> bool:
-    """See `Ledger.can_go_back`."""
-    if prefix_len < lease.cache_protected_len:
-        return False
-    frontiers = [books.frontier(pool, prefix_len) for pool in books.numbers]
-    return all(map(int.__le__, lease._frontiers, frontiers))
-
-
 def roll_back(books: Books, lease: Lease, prefix_len: int, pending: Sequence[Fence]) -> None:
     """See `Ledger.roll_back`."""
     lease.check_open("rolling back")
-    if not can_go_back(books, lease, prefix_len):
+    if not books.can_go_back(lease, prefix_len):
         raise LedgerError(f"{lease!r} cannot go back to {prefix_len} tokens")
     boundary = prefix_len // books.page_size
     kept = [len(pages) > 0 for pages in lease._set_aside]

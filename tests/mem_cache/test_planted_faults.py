@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -197,6 +198,27 @@ def break_a_promise(patch: pytest.MonkeyPatch) -> None:
         "unpromised",
         lambda original, books, pool: original(books, pool) + books.promised[pool] // 2,
     )
+
+
+@fault
+def fork_without_its_fence(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Lease, "pending", lambda lease, others: list(others))
+
+
+@fault
+def share_without_a_lock(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(RadixTree, "lock_again", lambda tree, lock: None)
+
+
+@fault
+def share_the_unaligned_page(patch: pytest.MonkeyPatch) -> None:
+    """The choices' last pages keep what they had before."""
+
+    def fork(original: Any, ledger: Ledger, *args: Any, **kw: Any) -> Any:
+        forked = original(ledger, *args, **kw)
+        return forked and replace(forked, copies=forked.copies[1:])
+
+    wrap(patch, Ledger, "fork", fork)
 
 
 LONG_SEARCH = (publish_the_unaligned_page, free_what_is_fenced, evict_what_is_locked)
