@@ -25,6 +25,7 @@ import numpy as np
 
 from kvrelay.mem_cache.account import NO_PAGES, Pages
 from kvrelay.mem_cache.errors import LedgerError
+from kvrelay.mem_cache.fence import Fence
 from kvrelay.mem_cache.prefix_index import PrefixLock
 
 
@@ -55,11 +56,12 @@ TRANSITIONS: Final = {
 class Lease:
     """One request's hold on a row and on pages. Made by `Ledger.open`.
 
-    Only the ledger writes the underscored fields.
+    Only the ledger writes the underscored fields: `books.py` and what works on it.
     """
 
     __slots__ = (
         "_cache_protected_len",
+        "_fences",
         "_frontiers",
         "_kv_allocated_len",
         "_kv_committed_len",
@@ -82,7 +84,6 @@ class Lease:
         page_tables: Sequence[Pages],
         page_size: int,
         namespace: str,
-        promised_tokens: int,
     ) -> None:
         self.holder = holder
         self.row = row
@@ -90,10 +91,11 @@ class Lease:
         self.namespace = namespace
         self._page_tables = page_tables
         self._frontiers = [0] * len(page_tables)
-        self._promised_tokens = promised_tokens
+        self._promised_tokens = 0
         self._promised_pages = [0] * len(page_tables)
         self._prefix_lock: PrefixLock | None = None
         self._set_aside: list[Pages] = [NO_PAGES for _ in page_tables]
+        self._fences: list[Fence] = []
         self._state = LeaseState.OPEN
         self._cache_protected_len = 0
         self._kv_committed_len = 0
@@ -151,6 +153,11 @@ class Lease:
     def pages(self, pool: int = 0) -> Pages:
         """A pool's page table in token order, a copy; -1 where a page has left the window."""
         return self._page_tables[pool][: self.num_pages].copy()
+
+    def pending(self, others: Sequence[Fence]) -> list[Fence]:
+        """`others`, and the forward that copies a page of this lease: see `Ledger.fork`."""
+        self._fences = [fence for fence in self._fences if not fence.passed()]
+        return [*others, *self._fences]
 
     def move_to(self, state: LeaseState) -> None:
         """Take one step of `TRANSITIONS`; any other raises `LedgerError`."""

@@ -15,7 +15,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from kvrelay.mem_cache.account import NO_PAGES, Pages
+from kvrelay.mem_cache.account import Pages
 
 TokenIds = npt.NDArray[np.int32]
 """``[n]``; what is longer than whole pages is cut off."""
@@ -65,8 +65,12 @@ class PrefixIndex(Protocol):
         """Lock all that is known of `token_ids`, whether or not it can be continued from."""
         ...
 
-    def unlock(self, lock: PrefixLock) -> None:
-        """End one lock."""
+    def lock_again(self, lock: PrefixLock) -> None:
+        """Lock once more what `lock` locks: it is then ended by one `unlock` more."""
+        ...
+
+    def unlock(self, lock: PrefixLock) -> tuple[Pages, ...]:
+        """End one lock; returns the pages that the index lets go of for that."""
         ...
 
     def insert(self, token_ids: TokenIds, pages: Sequence[Pages], namespace: str = "") -> Inserted:
@@ -74,6 +78,13 @@ class PrefixIndex(Protocol):
 
         Where it has the same tokens already it keeps the pages that it has, and
         the caller's stay the caller's.
+        """
+        ...
+
+    def share(self, token_ids: TokenIds, pages: Sequence[Pages], namespace: str = "") -> Inserted:
+        """`insert` for others who will `lock_again`: even an index that keeps nothing takes them.
+
+        Until the last lock on them ends.
         """
         ...
 
@@ -99,41 +110,3 @@ class PrefixIndex(Protocol):
             ConservationError: a count or a lock is wrong.
         """
         ...
-
-
-class NoPrefixIndex:
-    """No reuse: nothing is kept, nothing is found."""
-
-    def __init__(self, num_pools: int = 1) -> None:
-        self._nothing = PrefixLock((NO_PAGES,) * num_pools)
-
-    def match(self, token_ids: TokenIds, namespace: str = "") -> PrefixLock:
-        """Find nothing."""
-        return self._nothing
-
-    def hold(self, token_ids: TokenIds, namespace: str = "") -> PrefixLock:
-        """There is nothing to hold."""
-        return self._nothing
-
-    def unlock(self, lock: PrefixLock) -> None:
-        """Nothing was locked."""
-
-    def insert(self, token_ids: TokenIds, pages: Sequence[Pages], namespace: str = "") -> Inserted:
-        """Take nothing: all of `pages` stay the caller's."""
-        return Inserted(self._nothing, self._nothing.pages)
-
-    def evict(self, pool: int, num_pages: int) -> tuple[Pages, ...]:
-        """There is nothing to let go of."""
-        return self._nothing.pages
-
-    def evictable(self, pool: int) -> int:
-        """None."""
-        return 0
-
-    def size(self, pool: int) -> int:
-        """None."""
-        return 0
-
-    def audit(self) -> tuple[Pages, ...]:
-        """There are none."""
-        return self._nothing.pages

@@ -87,6 +87,7 @@ class RadixTree:
         self._page_size = page_size
         self._windows = tuple(windows)
         self._pools = range(len(windows))
+        self._none = (NO_PAGES,) * len(windows)
         self._roots: dict[str, _Node] = {}
         self._num_nodes = 0
         self._size = [0] * len(windows)
@@ -107,8 +108,18 @@ class RadixTree:
         node, _ = self._descend(self._root(namespace), token_ids)
         return self._lock(node, whole=True)
 
-    def unlock(self, lock: PrefixLock) -> None:
+    def lock_again(self, lock: PrefixLock) -> None:
         """See `PrefixIndex`."""
+        held = lock.entry
+        assert isinstance(held, _Held)
+        for node in held.node.path():
+            for pool, start in enumerate(held.starts):
+                if node.depth >= start:
+                    assert node.locks[pool], "what is locked again is not locked"
+                    node.locks[pool] += 1
+
+    def unlock(self, lock: PrefixLock) -> tuple[Pages, ...]:
+        """See `PrefixIndex`: here nothing leaves but by eviction."""
         held = lock.entry
         assert isinstance(held, _Held)
         for node in held.node.path():
@@ -119,6 +130,7 @@ class RadixTree:
                 if node.locks[pool] == 0:
                     self._evictable[pool] += len(_present(node, pool))
                     self._enqueue(node, pool)
+        return self._none
 
     def insert(self, token_ids: TokenIds, pages: Sequence[Pages], namespace: str = "") -> Inserted:
         """See `PrefixIndex`."""
@@ -132,6 +144,10 @@ class RadixTree:
             self._roots[namespace] = root
             node = self._append(node, token_ids, pages, taken)
         return Inserted(self._lock(self._continuable(node)), _joined(taken))
+
+    def share(self, token_ids: TokenIds, pages: Sequence[Pages], namespace: str = "") -> Inserted:
+        """See `PrefixIndex`."""
+        return self.insert(token_ids, pages, namespace)
 
     def evict(self, pool: int, num_pages: int) -> tuple[Pages, ...]:
         """See `PrefixIndex`."""

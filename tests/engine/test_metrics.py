@@ -52,7 +52,7 @@ def test_a_wrong_account_is_counted_and_stops_the_engine(monkeypatch: pytest.Mon
     worker = simulation.prefills[0]
 
     def lose_a_page(role: PrefillRole) -> None:
-        worker.ledger._accounts[0].take("nobody", 1)
+        worker.ledger._books.accounts[0].take("nobody", 1)
 
     monkeypatch.setattr(PrefillRole, "admit", lose_a_page)
     with pytest.raises(ConservationError):

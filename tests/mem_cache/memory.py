@@ -18,6 +18,7 @@ from kvrelay.mem_cache.lease import Lease, LeaseState
 from kvrelay.mem_cache.ledger import Ledger, PoolShape
 from kvrelay.mem_cache.radix_tree import RadixTree
 from kvrelay.mem_cache.release import Outcome, release_kv_cache
+from kvrelay.mem_cache.sharing import PageCopy
 
 
 @dataclass(eq=False)
@@ -34,6 +35,10 @@ class InFlight:
     life: str
     """The lease's holder when it began: a session's lease has several."""
     ended: bool = False
+    copies: tuple[PageCopy, ...] = ()
+    """Of pages, at its end, before it writes."""
+    forked: dict[Holder, tuple[str, int]] = field(default_factory=dict)
+    """Whose pages those are: with `life`, and what they have when they are copied."""
 
     def passed(self) -> bool:
         return self.ended
@@ -195,17 +200,51 @@ class Memory:
         step = StepFence(self.steps, holder.last_step)
         return [step, *holder.transfers, *holder.peers]
 
+    def fork(self, holder: Holder, number: int, promised: int) -> list[Holder] | None:
+        """Open leases of the same tokens so far, and launch the forward that copies for them."""
+        length = holder.settled
+        self.opened += number
+        forked = self.ledger.fork(
+            holder.lease,
+            [f"r{self.opened - one}" for one in range(number)],
+            holder.ids(length),
+            promised,
+            copied=StepFence(self.steps, self.steps.launched + 1),
+            pending=self.pending(holder),
+        )
+        if forked is None:
+            return None
+        self.steps.launch()
+        copying = self._flight(holder, length, length, reads=True)
+        copying.copies = forked.copies
+        self.forwards.append(copying)
+        children = []
+        for one, lease in enumerate(forked.leases):
+            tokens = [*holder.tokens[:length], *(100 + one for _ in holder.tokens[length:])]
+            there = length if not forked.copies else lease.cache_protected_len
+            child = Holder(tokens, holder.namespace, lease, there)
+            children.append(child)
+            copying.forked[child] = (lease.holder, length)
+        self.holders += children
+        return children
+
     # What ends by itself
 
     def settle(self) -> None:
         """The oldest forward ends: it reads and writes."""
         forward = self.forwards.pop(0)
         self.check_reads(forward)
+        for pool, source, target in forward.copies:
+            self.contents[pool][target] = self.contents[pool][source]
         self._write(forward)
         self.steps.settle()
-        holder = forward.holder
-        if holder.lease.state is LeaseState.OPEN and forward.life == holder.lease.holder:
-            holder.settled = forward.end
+        self._settled(forward.holder, forward.life, forward.end)
+        for child, (life, end) in forward.forked.items():
+            self._settled(child, life, end)
+
+    def _settled(self, holder: Holder, life: str, end: int) -> None:
+        if holder.lease.state is LeaseState.OPEN and life == holder.lease.holder:
+            holder.settled = end
 
     def end(self, flight: InFlight) -> None:
         """A transfer or a peer's read ends."""
@@ -239,6 +278,8 @@ class Memory:
                 self.check_reads(flight)
         unwritten: dict[Holder, int] = {}
         for forward in self.forwards:
+            for child in forward.forked:
+                unwritten[child] = child.settled
             first = min(forward.start, unwritten.get(forward.holder, forward.start))
             unwritten[forward.holder] = first
             self.check_reads(forward, first)

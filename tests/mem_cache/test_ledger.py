@@ -182,7 +182,7 @@ def test_freeing_a_page_twice_is_caught_at_once():
     pages = lease.own_pages()
     release_kv_cache(ledger, lease, Outcome.FINISHED)
     with pytest.raises(ConservationError, match="should be owned by LEASE and is by FREE"):
-        ledger._accounts[0].move("a", pages, Owner.LEASE, Owner.FREE)
+        ledger._books.accounts[0].move("a", pages, Owner.LEASE, Owner.FREE)
 
 
 def make_windowed(window_pages: int, ahead: int) -> Ledger:
@@ -230,4 +230,4 @@ def test_a_session_does_not_go_back_behind_its_window():
 def test_no_page_is_no_page():
     ledger = make_ledger()
     with pytest.raises(ConservationError, match="-1 is no page"):
-        ledger._accounts[0].move("a", np.array([-1], np.int32), Owner.LEASE, Owner.FREE)
+        ledger._books.accounts[0].move("a", np.array([-1], np.int32), Owner.LEASE, Owner.FREE)

@@ -100,13 +100,16 @@ class MemoryMachine(RuleBasedStateMachine):
             return
         while self.memory.forwards:
             self.memory.settle()
-        lease = holder.lease
-        while (left := lease._promised_tokens - lease.kv_committed_len) > 0:
+        self.run_to(holder, holder.lease._promised_tokens)
+        if publish:
+            self.memory.publish(holder)
+
+    def run_to(self, holder: Holder, tokens: int) -> None:
+        """Compute within the promise while nothing else runs."""
+        while (left := tokens - holder.lease.kv_committed_len) > 0:
             self.memory.slide(holder)
             assert self.memory.compute(holder, min(left, AHEAD)), "a promise was broken"
             self.memory.settle()
-        if publish:
-            self.memory.publish(holder)
 
     @precondition(lambda self: self.memory.holders)
     @rule(number=st.integers(0), share=st.floats(0.1, 1))
@@ -118,6 +121,30 @@ class MemoryMachine(RuleBasedStateMachine):
         room = lease._promised_tokens - lease.kv_committed_len
         if room > 0:
             assert self.memory.pull(holder, max(1, int(room * share))), "a promise was broken"
+
+    @precondition(lambda self: self.memory.holders)
+    @rule(
+        number=st.integers(0),
+        share=st.floats(0.1, 1),
+        choices=st.sampled_from([1, 1, 2]),
+        more=st.integers(0, 8),
+    )
+    def fork(self, number: int, share: float, choices: int, more: int) -> None:
+        """The choices of a request, whose prompt is computed first if it is not."""
+        holder = self.pick(number)
+        lease = holder.lease
+        if any(not transfer.ended for transfer in holder.transfers):
+            return
+        while self.memory.forwards:
+            self.memory.settle()
+        prompt = max(lease.kv_committed_len, int(share * lease._promised_tokens))
+        self.run_to(holder, prompt)
+        before = self.memory.ledger.counts()
+        state = [lease.cache_protected_len, lease.tables()]
+        promised = min(self.longest, prompt + more)
+        if self.memory.fork(holder, choices, promised) is None:
+            assert self.memory.ledger.counts() == before, "a refusal changed something"
+            assert [lease.cache_protected_len, lease.tables()] == state
 
     @precondition(lambda self: self.memory.forwards)
     @rule()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,9 @@ import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
 
+from kvrelay.mem_cache import growth
 from kvrelay.mem_cache.account import NO_PAGES
+from kvrelay.mem_cache.books import Books
 from kvrelay.mem_cache.lease import Lease, LeaseState
 from kvrelay.mem_cache.ledger import Ledger
 from kvrelay.mem_cache.prefix_index import PrefixLock
@@ -43,7 +46,9 @@ def give_back_twice(patch: pytest.MonkeyPatch) -> None:
         pages = lease.own_pages()
         original(ledger, lease, pending)
         if len(pages) and not pending:
-            ledger._let_go(lease.holder, [pages, *[NO_PAGES] * (len(ledger.pools) - 1)], pending)
+            ledger._books.let_go(
+                lease.holder, [pages, *[NO_PAGES] * (len(ledger.pools) - 1)], pending
+            )
 
     wrap(patch, Ledger, "give_back", twice)
 
@@ -88,7 +93,7 @@ def publish_the_unaligned_page(patch: pytest.MonkeyPatch) -> None:
 @fault
 def reclaim_before_the_fence(patch: pytest.MonkeyPatch) -> None:
     def hasty(original: Any, ledger: Ledger) -> int:
-        for entry in ledger._quarantine:
+        for entry in ledger._books.quarantine:
             object.__setattr__(entry, "fences", entry.fences[1:])
         return original(ledger)
 
@@ -108,12 +113,12 @@ def free_what_is_fenced(patch: pytest.MonkeyPatch) -> None:
 @fault
 def forget_duplicates(patch: pytest.MonkeyPatch) -> None:
     def forgetful(
-        original: Any, ledger: Ledger, holder: str, pages: Any, pending: Any, **kw: Any
+        original: Any, books: Books, holder: str, pages: Any, pending: Any, **kw: Any
     ) -> None:
-        pages = [NO_PAGES for _ in ledger.pools] if not kw else pages
-        original(ledger, holder, pages, pending, **kw)
+        pages = [NO_PAGES for _ in books.pools] if not kw else pages
+        original(books, holder, pages, pending, **kw)
 
-    wrap(patch, Ledger, "_let_go", forgetful)
+    wrap(patch, Books, "let_go", forgetful)
 
 
 @fault
@@ -140,11 +145,11 @@ def split_without_its_locks(patch: pytest.MonkeyPatch) -> None:
 
 @fault
 def slide_a_page_too_far(patch: pytest.MonkeyPatch) -> None:
-    wrap(
-        patch,
-        Ledger,
+    original = growth._slide_pool
+    patch.setattr(
+        growth,
         "_slide_pool",
-        lambda original, ledger, lease, pool, frontier: original(ledger, lease, pool, frontier + 1),
+        lambda books, lease, pool, frontier: original(books, lease, pool, frontier + 1),
     )
 
 
@@ -189,10 +194,31 @@ def match_another_tenants_prefix(patch: pytest.MonkeyPatch) -> None:
 def break_a_promise(patch: pytest.MonkeyPatch) -> None:
     wrap(
         patch,
-        Ledger,
-        "_unpromised",
-        lambda original, ledger, pool: original(ledger, pool) + ledger._promised[pool] // 2,
+        Books,
+        "unpromised",
+        lambda original, books, pool: original(books, pool) + books.promised[pool] // 2,
     )
+
+
+@fault
+def fork_without_its_fence(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Lease, "pending", lambda lease, others: list(others))
+
+
+@fault
+def share_without_a_lock(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(RadixTree, "lock_again", lambda tree, lock: None)
+
+
+@fault
+def share_the_unaligned_page(patch: pytest.MonkeyPatch) -> None:
+    """The choices' last pages keep what they had before."""
+
+    def fork(original: Any, ledger: Ledger, *args: Any, **kw: Any) -> Any:
+        forked = original(ledger, *args, **kw)
+        return forked and replace(forked, copies=forked.copies[1:])
+
+    wrap(patch, Ledger, "fork", fork)
 
 
 LONG_SEARCH = (publish_the_unaligned_page, free_what_is_fenced, evict_what_is_locked)

@@ -9,6 +9,8 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 ROOMS = ("mem_cache", "kv_transfer", "model_runner", "engine", "prefill_worker", "decode_worker")
+INDEXES = {"mem_cache/no_prefix_index.py"}
+BOOKS = {"mem_cache/books.py", "mem_cache/audit.py", "mem_cache/turns.py"}
 SOURCES = [path for room in ROOMS for path in sorted((ROOT / room).glob("*.py"))]
 
 
@@ -26,13 +28,40 @@ def users_of(*attributes: str) -> set[str]:
     ("attributes", "allowed"),
     [
         (("give_back",), {"mem_cache/release.py"}),
-        (("LEASE", "QUARANTINE", "INDEX", "SESSION"), {"mem_cache/ledger.py"}),
-        (("move_to",), {"mem_cache/ledger.py"}),
-        (("evict", "unlock"), {"mem_cache/ledger.py"}),
-        (("_accounts", "_leases"), {"mem_cache/ledger.py"}),
-        (("SAVED",), {"mem_cache/ledger.py", "mem_cache/release.py", "mem_cache/session.py"}),
+        (("leave",), {"mem_cache/ledger.py"}),
+        (("enter",), {"mem_cache/ledger.py", "mem_cache/sharing.py"}),
+        (("LEASE", "QUARANTINE", "INDEX", "SESSION"), BOOKS | {"mem_cache/ledger.py"}),
+        (("move_each",), {"mem_cache/books.py"}),
+        (("move_to",), {"mem_cache/ledger.py", "mem_cache/turns.py"}),
+        (("evict",), INDEXES | {"mem_cache/books.py"}),
+        (
+            ("unlock",),
+            INDEXES | {"mem_cache/books.py", "mem_cache/ledger.py", "mem_cache/sharing.py"},
+        ),
+        (("_books",), {"mem_cache/ledger.py"}),
+        (
+            ("SAVED",),
+            {
+                "mem_cache/audit.py",
+                "mem_cache/ledger.py",
+                "mem_cache/release.py",
+                "mem_cache/session.py",
+                "mem_cache/turns.py",
+            },
+        ),
     ],
-    ids=["give_back", "owners", "states", "index", "accounts", "saved"],
+    ids=[
+        "give_back",
+        "leave",
+        "enter",
+        "owners",
+        "moves",
+        "states",
+        "evict",
+        "unlock",
+        "books",
+        "saved",
+    ],
 )
 def test_only_these_files_may(attributes: tuple[str, ...], allowed: set[str]):
     users = users_of(*attributes) - {"mem_cache/account.py", "mem_cache/lease.py"}

@@ -1,0 +1,72 @@
+"""The prefix index of those who want none: what choices of one request share, and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from kvrelay.mem_cache.account import NO_PAGES, Pages
+from kvrelay.mem_cache.prefix_index import Inserted, PrefixLock, TokenIds
+from kvrelay.mem_cache.radix_tree import RadixTree
+
+
+class NoPrefixIndex:
+    """No reuse: nothing is found, nothing is kept.
+
+    What is shared is in a tree for as long as somebody locks it.
+
+    Args:
+        page_size: tokens a page.
+        windows: see `RadixTree`.
+    """
+
+    def __init__(self, page_size: int, windows: Sequence[int | None]) -> None:
+        self._shared = RadixTree(page_size, windows)
+        self._nothing = PrefixLock((NO_PAGES,) * len(windows))
+
+    def match(self, token_ids: TokenIds, namespace: str = "") -> PrefixLock:
+        """Find nothing."""
+        return self._nothing
+
+    def hold(self, token_ids: TokenIds, namespace: str = "") -> PrefixLock:
+        """Hold nothing: what is shared is locked by those who share it."""
+        return self._nothing
+
+    def lock_again(self, lock: PrefixLock) -> None:
+        """See `PrefixIndex`."""
+        if lock is not self._nothing:
+            self._shared.lock_again(lock)
+
+    def unlock(self, lock: PrefixLock) -> tuple[Pages, ...]:
+        """Let go of what nobody locks any more."""
+        if lock is self._nothing:
+            return self._nothing.pages
+        self._shared.unlock(lock)
+        pools = range(len(lock.pages))
+        gone = [self._shared.evict(pool, self._shared.evictable(pool)) for pool in pools]
+        return tuple(np.concatenate(pages) for pages in zip(*gone, strict=True))
+
+    def insert(self, token_ids: TokenIds, pages: Sequence[Pages], namespace: str = "") -> Inserted:
+        """Take nothing: all of `pages` stay the caller's."""
+        return Inserted(self._nothing, self._nothing.pages)
+
+    def share(self, token_ids: TokenIds, pages: Sequence[Pages], namespace: str = "") -> Inserted:
+        """See `PrefixIndex`."""
+        return self._shared.share(token_ids, pages, namespace)
+
+    def evict(self, pool: int, num_pages: int) -> tuple[Pages, ...]:
+        """See `PrefixIndex`."""
+        return self._shared.evict(pool, num_pages)
+
+    def evictable(self, pool: int) -> int:
+        """What is shared and no window sees any more."""
+        return self._shared.evictable(pool)
+
+    def size(self, pool: int) -> int:
+        """What is shared."""
+        return self._shared.size(pool)
+
+    def audit(self) -> tuple[Pages, ...]:
+        """What is shared."""
+        return self._shared.audit()
