@@ -125,8 +125,7 @@ class AggregatedRole:
         return Load(
             waiting_requests=len(self._waiting),
             running_requests=len(self._core.requests) - len(self._waiting),
-            waiting_tokens=sum([r.input_len for r in self._waiting])
-            + self._computing.tokens_left,
+            waiting_tokens=sum([r.input_len for r in self._waiting]) + self._computing.tokens_left,
             pools=self._core.ledger.counts(),
             growth_tokens=sum(map(self._growth.tokens, self._running)),
             step_seconds=self._core.step_seconds,
@@ -145,7 +144,7 @@ class AggregatedRole:
             self._core.emit(
                 request,
                 [token],
-                finish and End(EndReason.FINISHED, finish),
+                None if finish is None else End(EndReason.FINISHED, finish),
                 request.prompt_timings,
                 choice=choice,
                 index=len(request.output_ids),

@@ -118,9 +118,7 @@ class EngineCore:
         token_ids = np.asarray(request.token_ids(0, request.input_len), np.int32)
         copied = StepFence(self.steps, self.steps.launched + 1)
         holders = [str(other.key) for other in others]
-        fork = self.ledger.fork(
-            request.held, holders, token_ids, request.input_len, copied=copied
-        )
+        fork = self.ledger.fork(request.held, holders, token_ids, request.input_len, copied=copied)
         if fork is None:
             return False
         for other, lease in zip(others, fork.leases, strict=True):

@@ -8,8 +8,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from kvrelay.mem_cache.convert import copy_pages
 from kvrelay.mem_cache.geometry import KVGeometry, PageOrder
 from kvrelay.mem_cache.pool import KVPool
+from kvrelay.mem_cache.sharing import PageCopy
 from kvrelay.model_runner.attention import AttentionBackend, make_attention
 from kvrelay.model_runner.batch import ForwardBatch
 from kvrelay.model_runner.checkpoint import Checkpoint
@@ -121,6 +123,14 @@ class ModelRunner:
             # Launched is not done: peers read pages as soon as this returns.
             torch.cuda.current_stream(self.device).synchronize()
         return logits
+
+    def copy_pages(self, copies: Sequence[PageCopy]) -> None:
+        """Copy whole pages within the bound pools, before the next forward."""
+        for number, pool in enumerate(self._pools):
+            pairs = [(copy.source, copy.target) for copy in copies if copy.pool == number]
+            if pairs:
+                sources, targets = zip(*pairs, strict=True)
+                copy_pages(pool, sources, pool, targets)
 
     def _make_backends(self, pools: Sequence[KVPool]) -> tuple[AttentionBackend, ...]:
         return tuple(make_attention(pool, self.config.heads.queries) for pool in pools)
