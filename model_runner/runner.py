@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,7 @@ import torch
 from kvrelay.mem_cache.geometry import KVGeometry, PageOrder
 from kvrelay.mem_cache.pool import KVPool
 from kvrelay.model_runner.attention import AttentionBackend, make_attention
-from kvrelay.model_runner.batch import ForwardBatch
+from kvrelay.model_runner.batch import ForwardBatch, Int32Array
 from kvrelay.model_runner.checkpoint import Checkpoint
 from kvrelay.model_runner.config_reader import read_config
 from kvrelay.model_runner.decoder import Decoder
@@ -27,6 +28,7 @@ class ModelRunner:
         dtype: bfloat16, float16, float32 or float64; the checkpoint's own does not matter.
         device: ``cpu``, ``cuda``, ``cuda:1`` and so on.
         threads: CPU threads of a forward, set for the whole process; None leaves torch's own.
+        draft: it proposes tokens to another model; see `DraftModel`.
 
     Raises:
         CheckpointError: the files are not usable.
@@ -39,6 +41,8 @@ class ModelRunner:
         dtype: str,
         device: str,
         threads: int | None = None,
+        *,
+        draft: bool = False,
     ) -> None:
         if threads is not None:
             torch.set_num_threads(threads)
@@ -49,6 +53,7 @@ class ModelRunner:
         with torch.inference_mode():
             checkpoint = Checkpoint(path, self.dtype, self.device)
             self._decoder = Decoder(self.config, checkpoint, self.dtype, self.device)
+        self._draft = draft
         self._pools: Sequence[KVPool] = ()
         self._backends: Sequence[AttentionBackend] = ()
 
@@ -64,7 +69,7 @@ class ModelRunner:
 
         Layers that see everything share the first pool, those with a window
         another; a model that has only one kind has one pool. A batch's page
-        tables are in the same order.
+        tables are in the same order, a draft model's after its target's.
         """
         heads = self.config.heads
         return tuple(
@@ -77,6 +82,7 @@ class ModelRunner:
                 order=order,
                 latent=isinstance(heads, LatentHeads),
                 window=window,
+                draft=self._draft,
             )
             for window in self.config.windows
         )
@@ -106,16 +112,31 @@ class ModelRunner:
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
         """Write the batch's keys and values to the bound pools; they are there when it returns.
 
+        Args:
+            batch: may have the tables of a target's and of its draft model's pools: each
+                takes its own.
+
         Returns:
             ``[S, vocab_size]`` float32 logits of ``batch.logit_rows``, on the device.
         """
         assert self._backends, "bind pools first"
         with torch.inference_mode():
-            logits = self._decoder.forward(batch, self._backends)
+            logits = self._decoder.forward(self._with_own_tables(batch), self._backends)
         if self.device.type == "cuda":
             # Launched is not done: peers read pages as soon as this returns.
             torch.cuda.current_stream(self.device).synchronize()
         return logits
+
+    def own_tables(self, page_tables: Sequence[Int32Array]) -> tuple[Int32Array, ...]:
+        """Those of this model's pools among a batch's: a target's come first, a draft's last."""
+        count = len(self.config.windows)
+        assert len(page_tables) >= count
+        return tuple(page_tables[-count:] if self._draft else page_tables[:count])
+
+    def _with_own_tables(self, batch: ForwardBatch) -> ForwardBatch:
+        if len(batch.page_tables) == len(self._pools):
+            return batch
+        return replace(batch, page_tables=self.own_tables(batch.page_tables))
 
     def _make_backends(self, pools: Sequence[KVPool]) -> tuple[AttentionBackend, ...]:
         return tuple(make_attention(pool, self.config.heads.queries) for pool in pools)
