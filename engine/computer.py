@@ -6,7 +6,7 @@ only now is it known which tokens the step before has sampled.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -27,17 +27,8 @@ Drafts = Sequence[Sequence[int]]
 class Model(Protocol):
     """The part of `ModelRunner` that a step needs."""
 
-    @property
-    def num_pools(self) -> int:
-        """How many of a step's page tables are the model's; those after them are the drafter's."""
-        ...
-
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
         """See `ModelRunner.forward`."""
-        ...
-
-    def copy_pages(self, copies: Sequence[PageCopy]) -> None:
-        """Copy whole pages within their pools, the drafter's too."""
         ...
 
 
@@ -64,17 +55,24 @@ class StepComputer:
 
     Args:
         model: runs the forwards.
+        copy: copies whole pages within their pools.
         drafter: None: every step yields one token a request.
     """
 
-    def __init__(self, model: Model, drafter: Drafter | None = None) -> None:
+    def __init__(
+        self,
+        model: Model,
+        copy: Callable[[Sequence[PageCopy]], None],
+        drafter: Drafter | None = None,
+    ) -> None:
         self._model = model
+        self._copy = copy
         self._drafter = drafter
 
     def compute(self, step: Step) -> StepEnded:
         """See `Computer`."""
         if step.copies:
-            self._model.copy_pages(step.copies)
+            self._copy(step.copies)
         # A request may have ended, or failed, by the step before this one.
         live = [i for i, item in enumerate(step.scheduled) if _is_live(item)]
         computed = [Computed(error=item.tape.broken) for item in step.scheduled]
@@ -83,7 +81,7 @@ class StepComputer:
         items = [step.scheduled[i] for i in live]
         tables = [table[live] for table in step.page_tables]
         drafts = self._propose(items, tables)
-        batch = make_batch(items, drafts, tables[: self._model.num_pools])
+        batch = make_batch(items, drafts, tables)
         logits = self._model.forward(batch)
         self._follow(items, tables)
         for i, result in zip(live, _read(logits, items, drafts), strict=True):
@@ -102,7 +100,7 @@ class StepComputer:
             tapes,
             [_sampling_row(tape, tape.choices[0]) for tape in tapes],
             [counts[i] for i in wanted],
-            [table[wanted] for table in tables[self._model.num_pools :]],
+            [table[wanted] for table in tables],
         )
         for i, draft in zip(wanted, proposed, strict=True):
             drafts[i] = draft
@@ -112,7 +110,7 @@ class StepComputer:
         chunks = [i for i, item in enumerate(items) if item.tape.in_prompt]
         if self._drafter is None or not chunks:
             return
-        own = [table[chunks] for table in tables[self._model.num_pools :]]
+        own = [table[chunks] for table in tables]
         self._drafter.follow(make_batch([items[i] for i in chunks], [()] * len(chunks), own))
 
 

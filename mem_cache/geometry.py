@@ -51,6 +51,8 @@ class KVGeometry:
 
     A token at position ``t`` sees the positions ``(t - window, t]``.
     """
+    draft: bool = False
+    """The layers are those of a draft model: it has pools of its own beside the target's."""
 
     def __post_init__(self) -> None:
         for field in ("num_layers", "num_kv_heads", "head_dim", "page_size", "window"):
@@ -63,9 +65,10 @@ class KVGeometry:
     @property
     def pool_name(self) -> str:
         """What the pool of such pages is called: a label of its metrics."""
+        name = "latent" if self.latent else "full"
         if self.window is not None:
-            return "window"
-        return "latent" if self.latent else "full"
+            name = "window"
+        return f"draft_{name}" if self.draft else name
 
     @property
     def parts(self) -> int:

@@ -33,9 +33,9 @@ class ForwardBatch:
     seq_lens: Int32Array
     """``[B]`` tokens of each sequence once this forward has run."""
     page_tables: tuple[Int32Array, ...]
-    """One a pool, ``[B, max_pages]``. Entries past a sequence's last page are not read, nor, in
-    a pool with a window, those of pages that end at or before ``first new position - window``:
-    they may be -1."""
+    """One a pool, ``[B, max_pages]``, a draft model's pools last. Entries past a sequence's
+    last page are not read, nor, in a pool with a window, those of pages that end at or before
+    ``first new position - window``: they may be -1."""
     logit_rows: Int64Array
     """``[S]`` indices into the `T` tokens whose logits are wanted; may be empty."""
 

@@ -12,7 +12,7 @@ from kvrelay.model_runner.sampler import Float32Array, IdArray, SampledToken, la
 
 Float64Array = npt.NDArray[np.float64]
 
-_BLOCK = 16
+_BLOCK = 4
 """Rows normalized at once: what is kept between the passes over them fits into a cache."""
 
 
@@ -48,21 +48,28 @@ def score_prompt(logits: torch.Tensor, next_ids: Sequence[int], count: int) -> l
 def _log_totals(raw: Float32Array) -> Float64Array:
     """``[S]`` logarithms of each row's sum of exponentials."""
     totals = np.empty(len(raw))
+    # One buffer for all: fresh memory of this size costs more than the exponentials.
+    buffer = np.empty_like(raw[:_BLOCK])
     for start in range(0, len(raw), _BLOCK):
         rows = raw[start : start + _BLOCK]
+        exponentials = buffer[: len(rows)]
         largest = rows.max(axis=1)
-        sums = np.exp(rows - largest[:, None]).sum(axis=1, dtype=np.float64)
+        np.subtract(rows, largest[:, None], out=exponentials)
+        np.exp(exponentials, out=exponentials)
+        sums = exponentials.sum(axis=1, dtype=np.float64)
         totals[start : start + _BLOCK] = largest + np.log(sums)
     return totals
 
 
 def _likeliest(logits: torch.Tensor, raw: Float32Array, count: int) -> IdArray:
     """``[S, count]`` ids of the largest logits of each row in their order, equals by id."""
+    if count == 0:
+        return np.empty((len(raw), 0), np.int64)
     more = min(count + 1, raw.shape[1])
     found = torch.topk(logits, more, dim=1)
     values, ids = found.values.cpu().numpy(), found.indices.cpu().numpy()
     # Which of several equal logits topk takes is not said: it matters where they are at the cut.
-    cut = np.flatnonzero(values[:, count - 1] == values[:, -1]) if 0 < count < more else ()
+    cut = np.flatnonzero(values[:, count - 1] == values[:, -1]) if count < more else ()
     values, ids = values[:, :count], ids[:, :count]
     ids = np.take_along_axis(ids, np.lexsort((ids, -values), axis=1), axis=1)
     for index in cut:

@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from kvrelay.mem_cache.convert import copy_pages
 from kvrelay.mem_cache.geometry import KVGeometry, PageOrder
 from kvrelay.mem_cache.pool import KVPool
-from kvrelay.mem_cache.sharing import PageCopy
 from kvrelay.model_runner.attention import AttentionBackend, make_attention
-from kvrelay.model_runner.batch import ForwardBatch
+from kvrelay.model_runner.batch import ForwardBatch, Int32Array
 from kvrelay.model_runner.checkpoint import Checkpoint
 from kvrelay.model_runner.config_reader import read_config
 from kvrelay.model_runner.decoder import Decoder
 from kvrelay.model_runner.model_config import LatentHeads
 from kvrelay.model_runner.options import parse_device, parse_dtype
+
+_WARM_UP_CHUNK = 32
+"""Tokens: more than a backend computes one by one."""
 
 
 class ModelRunner:
@@ -29,6 +31,7 @@ class ModelRunner:
         dtype: bfloat16, float16, float32 or float64; the checkpoint's own does not matter.
         device: ``cpu``, ``cuda``, ``cuda:1`` and so on.
         threads: CPU threads of a forward, set for the whole process; None leaves torch's own.
+        draft: it proposes tokens to another model; see `DraftModel`.
 
     Raises:
         CheckpointError: the files are not usable.
@@ -41,6 +44,8 @@ class ModelRunner:
         dtype: str,
         device: str,
         threads: int | None = None,
+        *,
+        draft: bool = False,
     ) -> None:
         if threads is not None:
             torch.set_num_threads(threads)
@@ -51,6 +56,7 @@ class ModelRunner:
         with torch.inference_mode():
             checkpoint = Checkpoint(path, self.dtype, self.device)
             self._decoder = Decoder(self.config, checkpoint, self.dtype, self.device)
+        self._draft = draft
         self._pools: Sequence[KVPool] = ()
         self._backends: Sequence[AttentionBackend] = ()
 
@@ -59,11 +65,6 @@ class ModelRunner:
         """Tokens of a sequence, prompt and output."""
         return self.config.max_model_len
 
-    @property
-    def num_pools(self) -> int:
-        """How many pools it has its KV in."""
-        return len(self.config.windows)
-
     def make_geometries(
         self, page_size: int, order: PageOrder = PageOrder.PAGE_FIRST
     ) -> tuple[KVGeometry, ...]:
@@ -71,7 +72,7 @@ class ModelRunner:
 
         Layers that see everything share the first pool, those with a window
         another; a model that has only one kind has one pool. A batch's page
-        tables are in the same order.
+        tables are in the same order, a draft model's after its target's.
         """
         heads = self.config.heads
         return tuple(
@@ -84,6 +85,7 @@ class ModelRunner:
                 order=order,
                 latent=isinstance(heads, LatentHeads),
                 window=window,
+                draft=self._draft,
             )
             for window in self.config.windows
         )
@@ -103,34 +105,42 @@ class ModelRunner:
         Runs over small pools of its own: the bound pools' pages are not touched.
         """
         assert self._pools, "bind pools first"
-        scratch = [KVPool(pool.geometry, 4, self.device) for pool in self._pools]
+        pages = 2 * self._pools[0].geometry.pages_for(_WARM_UP_CHUNK)
+        scratch = [KVPool(pool.geometry, pages, self.device) for pool in self._pools]
         backends = self._make_backends(scratch)
         with torch.inference_mode():
-            # A chunk of two tokens beside a decode row, then one decode row alone.
-            for new_tokens in ([2, 1], [1]):
+            # A chunk beside a decode row, a few tokens as when drafts are verified, a row alone.
+            for new_tokens in ([_WARM_UP_CHUNK, 1], [3, 1], [1]):
                 self._decoder.forward(_warm_up_batch(new_tokens, scratch), backends)
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
         """Write the batch's keys and values to the bound pools; they are there when it returns.
+
+        Args:
+            batch: may have the tables of a target's and of its draft model's pools: each
+                takes its own.
 
         Returns:
             ``[S, vocab_size]`` float32 logits of ``batch.logit_rows``, on the device.
         """
         assert self._backends, "bind pools first"
         with torch.inference_mode():
-            logits = self._decoder.forward(batch, self._backends)
+            logits = self._decoder.forward(self._with_own_tables(batch), self._backends)
         if self.device.type == "cuda":
             # Launched is not done: peers read pages as soon as this returns.
             torch.cuda.current_stream(self.device).synchronize()
         return logits
 
-    def copy_pages(self, copies: Sequence[PageCopy]) -> None:
-        """Copy whole pages within the bound pools, before the next forward."""
-        for number, pool in enumerate(self._pools):
-            pairs = [(copy.source, copy.target) for copy in copies if copy.pool == number]
-            if pairs:
-                sources, targets = zip(*pairs, strict=True)
-                copy_pages(pool, sources, pool, targets)
+    def own_tables(self, page_tables: Sequence[Int32Array]) -> tuple[Int32Array, ...]:
+        """Those of this model's pools among a batch's: a target's come first, a draft's last."""
+        count = len(self.config.windows)
+        assert len(page_tables) >= count
+        return tuple(page_tables[-count:] if self._draft else page_tables[:count])
+
+    def _with_own_tables(self, batch: ForwardBatch) -> ForwardBatch:
+        if len(batch.page_tables) == len(self._pools):
+            return batch
+        return replace(batch, page_tables=self.own_tables(batch.page_tables))
 
     def _make_backends(self, pools: Sequence[KVPool]) -> tuple[AttentionBackend, ...]:
         return tuple(make_attention(pool, self.config.heads.queries) for pool in pools)

@@ -48,6 +48,11 @@ class SamplingRow:
         """Whether logits are changed before the temperature."""
         return (bool(self.banned_ids) and self.banned_for > 0) or self.params.edits_logits
 
+    @property
+    def is_argmax(self) -> bool:
+        """Whether the largest logit is chosen, wherever it is and whatever came before."""
+        return self.params.is_greedy and not self.edits_logits
+
     def after(self, token_ids: Sequence[int]) -> SamplingRow:
         """The row of the token that follows this one's, were it and those after it `token_ids`."""
         count = len(token_ids)

@@ -70,13 +70,10 @@ def verify(logits: torch.Tensor, drafted: Sequence[Drafted]) -> list[list[Sample
 def _accept(raw: Float32Array, drafted: Drafted, likeliest: Sequence[int | None]) -> list[Sampled]:
     """One sequence's samples from its rows of logits."""
     row, draft_ids = drafted.row, drafted.draft_ids
-    # The likeliest token is that whatever its position, and whatever came before it.
-    changes = row.edits_logits or not row.params.is_greedy
     samples: list[Sampled] = []
     for index in range(len(raw)):
-        sample = sample_row(
-            raw[index], row.after(draft_ids[:index]) if changes else row, likeliest[index]
-        )
+        now = row if row.is_argmax else row.after(draft_ids[:index])
+        sample = sample_row(raw[index], now, likeliest[index])
         samples.append(sample)
         if index == len(draft_ids) or not isinstance(sample, SampledToken):
             break

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -45,3 +47,14 @@ def test_empty_dimension_is_named(field):
     sizes = {"num_layers": 1, "num_kv_heads": 1, "head_dim": 1, "page_size": 1, field: 0}
     with pytest.raises(ValueError, match=field):
         KVGeometry(dtype=torch.float32, **sizes)
+
+
+def test_pools_are_named_for_what_they_hold():
+    full = make_geometry(PageOrder.PAGE_FIRST)
+    latent = replace(full, num_kv_heads=1, latent=True)
+    kinds = [full, replace(full, window=8), latent]
+    assert [kind.pool_name for kind in kinds] == ["full", "window", "latent"]
+    drafts = [replace(kind, draft=True) for kind in kinds]
+    assert [kind.pool_name for kind in drafts] == ["draft_full", "draft_window", "draft_latent"]
+    # However alike: what a draft model wrote is not for its target.
+    assert not full.holds_same_tokens_as(drafts[0])

@@ -1,0 +1,210 @@
+"""A smaller model that guesses what its target will say next.
+
+Speculative decoding by Leviathan and others 2023 (arXiv 2211.17192) and Chen
+and others 2023 (arXiv 2302.01318), but for how a guess is accepted: see
+`verify`. The draft model samples with the target's own parameters, seed and
+positions, so that where the two distributions are alike their draws are, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from kvrelay.mem_cache.geometry import KVGeometry, PageOrder
+from kvrelay.mem_cache.pool import KVPool
+from kvrelay.model_runner.batch import ForwardBatch, Int32Array
+from kvrelay.model_runner.errors import CheckpointError
+from kvrelay.model_runner.model_config import ModelConfig
+from kvrelay.model_runner.runner import ModelRunner
+from kvrelay.model_runner.sampler import Float32Array, SamplingRow, choose, find_likeliest
+
+_NO_ROWS = np.empty(0, np.int64)
+
+
+@dataclass(frozen=True, slots=True)
+class Drafting:
+    """A sequence whose next tokens are to be guessed."""
+
+    row: SamplingRow
+    """What its next token depends on, as the target will sample it."""
+    new_ids: Sequence[int]
+    """Its last tokens, all those whose draft KV is not written yet; at least one."""
+    count: int
+    """Tokens to guess; 0 only writes the KV of `new_ids`."""
+
+    @property
+    def kv_len(self) -> int:
+        """Tokens whose draft KV is written."""
+        return self.row.position - len(self.new_ids)
+
+    @property
+    def kv_end(self) -> int:
+        """Tokens whose draft KV is written once all are guessed: the last guess's is not."""
+        return self.row.position + max(0, self.count - 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Proposal:
+    """What became of a `Drafting`."""
+
+    token_ids: Sequence[int]
+    """As many as were asked for; fewer if the draft model's logits are not finite."""
+    kv_len: int
+    """Tokens whose draft KV is written: `token_ids` included, but for their last.
+
+    Of these, the ones that the target does not keep are to be written again.
+    So once it has kept `n` tokens in all, the last of which it has not run yet,
+    ``min(kv_len, n - 1)`` count: two are new if it kept every guess, else one.
+    """
+
+
+class DraftModel:
+    """Runs beside its target, over pools of its own behind the same page size and leases.
+
+    Its prompts are run chunk by chunk like the target's (`forward`), so that its
+    KV of the whole prompt is there; from then on it writes what it is given to
+    `propose`. A window pool's pages must stay as long as the draft model, which
+    may be a token behind the target, looks at them.
+
+    Args:
+        model_path: a checkpoint of any supported architecture with the target's vocabulary.
+        dtype: see `ModelRunner`.
+        device: see `ModelRunner`.
+
+    Raises:
+        CheckpointError: the files are not usable.
+        UnsupportedOptionError: an unknown dtype or device, or a device that is not there.
+    """
+
+    def __init__(self, model_path: str | Path, dtype: str, device: str) -> None:
+        self._path = Path(model_path)
+        self._runner = ModelRunner(model_path, dtype, device, draft=True)
+        self.config = self._runner.config
+        self._page_size = 0
+
+    def check_vocab(self, target: ModelConfig) -> None:
+        """Raise `CheckpointError` unless the target has as many tokens."""
+        if self.config.vocab_size != target.vocab_size:
+            raise CheckpointError(
+                f"{self._path / 'config.json'}: vocab_size of a draft model must be its "
+                f"target's, {target.vocab_size}, not {self.config.vocab_size}"
+            )
+
+    def make_geometries(
+        self, page_size: int, order: PageOrder = PageOrder.PAGE_FIRST
+    ) -> tuple[KVGeometry, ...]:
+        """See `ModelRunner.make_geometries`; they follow the target's."""
+        return self._runner.make_geometries(page_size, order)
+
+    def bind(self, pools: Sequence[KVPool]) -> None:
+        """See `ModelRunner.bind`."""
+        self._runner.bind(pools)
+        self._page_size = pools[0].geometry.page_size
+
+    def warm_up(self) -> None:
+        """See `ModelRunner.warm_up`."""
+        self._runner.warm_up()
+
+    def forward(self, batch: ForwardBatch) -> None:
+        """Write the draft KV of a batch of the target's; see `ModelRunner.forward`."""
+        self._runner.forward(replace(batch, logit_rows=_NO_ROWS))
+
+    def propose(
+        self, sequences: Sequence[Drafting], page_tables: Sequence[Int32Array]
+    ) -> list[Proposal]:
+        """Guess each sequence's next tokens; as many forwards as the most are asked for.
+
+        Args:
+            sequences: `B` of them.
+            page_tables: ``[B, max_pages]`` for each pool, the target's may be there too,
+                with pages for the tokens up to `Drafting.kv_end`.
+        """
+        if not sequences:
+            return []
+        tables = self._runner.own_tables(page_tables)
+        self._check_tables(sequences, tables)
+        guesses: list[list[int]] = [[] for _ in sequences]
+        kv_lens = [one.row.position for one in sequences]
+        asked = [index for index, one in enumerate(sequences) if one.count > 0]
+        logits = self._run_new(sequences, tables, asked)
+        while asked:
+            going = self._guess(logits, sequences, guesses, asked)
+            if not going:
+                break
+            last = [guesses[index][-1] for index in going]
+            logits = self._run_one_each(last, [kv_lens[i] for i in going], tables, going)
+            for index in going:
+                kv_lens[index] += 1
+            asked = going
+        return [Proposal(ids, kv_len) for ids, kv_len in zip(guesses, kv_lens, strict=True)]
+
+    def _check_tables(self, sequences: Sequence[Drafting], tables: Sequence[Int32Array]) -> None:
+        """A page that is not there would be another's: -1 is the pool's last."""
+        assert self._page_size, "bind pools first"
+        assert all(one.new_ids and one.kv_len >= 0 for one in sequences)
+        last_pages = np.array([(one.kv_end - 1) // self._page_size for one in sequences])
+        for table in tables:
+            assert (table[np.arange(len(sequences)), last_pages] >= 0).all()
+
+    def _run_new(
+        self, sequences: Sequence[Drafting], tables: tuple[Int32Array, ...], asked: Sequence[int]
+    ) -> torch.Tensor:
+        """Write what is new of every sequence; the logits of those that are asked for guesses."""
+        query_start = np.cumsum([0, *(len(one.new_ids) for one in sequences)])
+        batch = ForwardBatch(
+            input_ids=np.concatenate([np.asarray(one.new_ids, np.int64) for one in sequences]),
+            positions=np.concatenate(
+                [np.arange(one.kv_len, one.row.position, dtype=np.int64) for one in sequences]
+            ),
+            query_start=query_start.astype(np.int32),
+            seq_lens=np.array([one.row.position for one in sequences], np.int32),
+            page_tables=tables,
+            logit_rows=query_start[1:][asked].astype(np.int64) - 1,
+        )
+        return self._runner.forward(batch)
+
+    def _run_one_each(
+        self,
+        token_ids: Sequence[int],
+        kv_lens: Sequence[int],
+        tables: Sequence[Int32Array],
+        going: Sequence[int],
+    ) -> torch.Tensor:
+        """Logits after one more token of each sequence that goes on."""
+        count = len(going)
+        positions = np.array(kv_lens, np.int64)
+        batch = ForwardBatch(
+            input_ids=np.array(token_ids, np.int64),
+            positions=positions,
+            query_start=np.arange(count + 1, dtype=np.int32),
+            seq_lens=(positions + 1).astype(np.int32),
+            page_tables=tuple(table[going] for table in tables),
+            logit_rows=np.arange(count, dtype=np.int64),
+        )
+        return self._runner.forward(batch)
+
+    def _guess(
+        self,
+        logits: torch.Tensor,
+        sequences: Sequence[Drafting],
+        guesses: Sequence[list[int]],
+        asked: Sequence[int],
+    ) -> list[int]:
+        """Add a guess to each sequence that was `asked` for one; those that want another."""
+        raw: Float32Array = logits.cpu().numpy()
+        firsts = [sequences[index].row for index in asked]
+        likeliest = find_likeliest(raw, firsts)
+        going = []
+        for number, (index, first) in enumerate(zip(asked, firsts, strict=True)):
+            row = first if first.is_argmax else first.after(guesses[index])
+            token_id = choose(raw[number], row, likeliest[number])
+            if isinstance(token_id, int):
+                guesses[index].append(token_id)
+                if len(guesses[index]) < sequences[index].count:
+                    going.append(index)
+        return going
