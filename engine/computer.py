@@ -14,6 +14,8 @@ import torch
 
 from kvrelay.engine.step import Computed, Scheduled, Step, StepEnded
 from kvrelay.engine.tape import Tape
+from kvrelay.mem_cache.convert import copy_pages
+from kvrelay.mem_cache.pool import KVPool
 from kvrelay.mem_cache.sharing import PageCopy
 from kvrelay.model_runner.batch import ForwardBatch, Int32Array
 from kvrelay.model_runner.errors import NonFiniteLogitsError
@@ -48,6 +50,20 @@ class Drafter(Protocol):
     ) -> Drafts:
         """Tokens that may follow each tape, at most as many as `counts` says."""
         ...
+
+
+class PageCopier:
+    """Copies whole pages within pools, those of a draft model included."""
+
+    def __init__(self, pools: Sequence[KVPool]) -> None:
+        self._pools = pools
+
+    def __call__(self, copies: Sequence[PageCopy]) -> None:
+        """Make the copies, for the forwards that follow."""
+        for number, pool in enumerate(self._pools):
+            sources = [copy.source for copy in copies if copy.pool == number]
+            targets = [copy.target for copy in copies if copy.pool == number]
+            copy_pages(pool, sources, pool, targets)
 
 
 class StepComputer:

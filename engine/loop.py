@@ -124,14 +124,24 @@ class Engine:
             self._handle(message)
         self._core.ledger.reclaim()
         if not self._stopping:
-            self._role.admit()
-            while self._core.steps.running < self._most_running and self._launch():
-                pass
+            self._work()
         self._audit()
         load = self._role.load()
         ledger = self._core.ledger
         self._core.metrics.publish(load, ledger.quarantined_since, ledger.cache_counts)
         self._core.flush(load)
+
+    def _work(self) -> None:
+        """Let requests in and launch what can be; again if that has made room for others."""
+        ledger = self._core.ledger
+        while True:
+            room = [ledger.unpromised(p) for p in range(len(ledger.pools))] + [ledger.row_counts().free]
+            self._role.admit()
+            while self._core.steps.running < self._most_running and self._launch():
+                pass
+            now = [ledger.unpromised(p) for p in range(len(ledger.pools))] + [ledger.row_counts().free]
+            if not any(map(int.__gt__, now, room)):
+                return
 
     def _launch(self) -> bool:
         """Plan the next forward and hand it over; `False` if there is nothing to compute."""

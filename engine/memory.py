@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvrelay.engine.config import PrefixIndexKind, Role, WorkerConfig
+from kvrelay.engine.config import PrefixIndexKind, Role, Speculation, WorkerConfig
 from kvrelay.mem_cache.geometry import KVGeometry
 from kvrelay.mem_cache.ledger import Ledger, PoolShape, window_pages
 from kvrelay.mem_cache.pool import KVPool
@@ -16,7 +16,7 @@ def divide_memory(config: WorkerConfig, geometries: Sequence[KVGeometry]) -> lis
     """Pages of each pool: together they fill `config.kv_memory`.
 
     A pool for windows gets what `max_running` requests need there at most; the
-    rest goes to full attention.
+    rest goes to full attention, as many pages to each pool if there are several.
 
     Raises:
         ValueError: it does not hold one page of each.
@@ -28,13 +28,20 @@ def divide_memory(config: WorkerConfig, geometries: Sequence[KVGeometry]) -> lis
             f"kv_memory: {config.kv_memory} bytes do not hold one page of "
             f"{page_bytes} bytes ({config.page_size} tokens)"
         )
-    if len(geometries) == 1:
-        return [equal]
-    full, sliding = geometries
-    assert sliding.window is not None
-    each = window_pages(sliding.window, config.page_size, tokens_ahead(config))
-    windowed = min(equal, config.max_running * each)
-    return [(config.kv_memory - windowed * sliding.page_bytes) // full.page_bytes, windowed]
+    full_bytes = sum(geometry.page_bytes for geometry in geometries if geometry.window is None)
+    if not full_bytes:
+        return [equal] * len(geometries)
+    windowed = {
+        geometry: min(equal, config.max_running * _window_pages(config, geometry.window))
+        for geometry in geometries
+        if geometry.window is not None
+    }
+    rest = config.kv_memory - sum(pages * one.page_bytes for one, pages in windowed.items())
+    return [windowed.get(geometry, rest // full_bytes) for geometry in geometries]
+
+
+def _window_pages(config: WorkerConfig, window: int) -> int:
+    return window_pages(window, config.page_size, tokens_ahead(config))
 
 
 def make_ledger(config: WorkerConfig, pools: Sequence[KVPool], max_model_len: int) -> Ledger:
@@ -62,6 +69,7 @@ def _make_index(config: WorkerConfig, windows: Sequence[int | None]) -> PrefixIn
 
 def tokens_ahead(config: WorkerConfig) -> int:
     """Tokens that a request may be allocated beyond those that are settled."""
-    generated = 1 + config.drafts_for(True)
+    # A draft model may look back from a token before.
+    generated = 1 + config.drafts_for(True) + (config.speculation is Speculation.DRAFT)
     step = generated if config.role is Role.DECODE else max(config.chunk_tokens, generated)
     return 2 * step if config.overlap else step

@@ -33,6 +33,11 @@ class GeneratingRequest(Request):
         return min(self.num_tokens - 1 + (self.in_flight + 1) * step, self.most_tokens)
 
     @property
+    def seen_from(self) -> int:
+        """The first token that a step to come may look back from; a draft model's is one before."""
+        return self.settled_len - (self.num_drafts > 0)
+
+    @property
     def is_due(self) -> bool:
         """Whether a step more may be of use: the steps in flight may not have ended it yet."""
         return self.num_tokens + self.in_flight <= self.most_tokens
@@ -131,7 +136,7 @@ class RunningBatch(Generic[RequestT]):
         self._force_retraction()
         while due := [request for request in self._requests if request.is_due]:
             leases = [request.held for request in due]
-            ledger.slide_all(leases, [request.settled_len for request in due])
+            ledger.slide_all(leases, [request.seen_from for request in due])
             if ledger.grow_all(leases, [request.next_len for request in due]):
                 return [self._launch(request) for request in due]
             if self._core.steps.running:

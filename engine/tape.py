@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from kvrelay.engine.stop import StopConditions
+from kvrelay.model_runner.ngram import NgramIndex
 from kvrelay.model_runner.sampling_params import SamplingParams
 
 
@@ -43,8 +44,8 @@ class Tape:
     """The same of the draft model's KV."""
     broken: Exception | None = None
     """Why nothing more is computed: what a failed step should have written is missing."""
-    drafts: object | None = field(default=None, repr=False)
-    """The drafter's own notes on the request."""
+    ngrams: NgramIndex | None = field(default=None, repr=False)
+    """Where its n-grams are, for a drafter that looks them up."""
 
     @property
     def prompt_len(self) -> int:

@@ -16,9 +16,10 @@ from prometheus_client import start_http_server
 from tokenizers import Tokenizer
 
 from kvrelay.engine.commands import Inbox, Inspect, PeerDied
-from kvrelay.engine.computer import StepComputer
-from kvrelay.engine.config import WorkerConfig, WorkerInfo
+from kvrelay.engine.computer import Drafter, PageCopier, StepComputer
+from kvrelay.engine.config import Speculation, WorkerConfig, WorkerInfo
 from kvrelay.engine.core import EngineCore
+from kvrelay.engine.drafters import ModelDrafter, NgramDrafter
 from kvrelay.engine.edge import bind, make_server
 from kvrelay.engine.loop import Engine, EngineThread, Role
 from kvrelay.engine.memory import divide_memory, make_ledger
@@ -30,6 +31,7 @@ from kvrelay.engine.wire import SubmitRules
 from kvrelay.kv_transfer.agent import TransferAgent
 from kvrelay.mem_cache.ledger import Ledger
 from kvrelay.mem_cache.pool import KVPool
+from kvrelay.model_runner.draft_model import DraftModel
 from kvrelay.model_runner.runner import ModelRunner
 from kvrelay.text.tokenizer import load_tokenizer
 from kvrelay.v1 import worker_pb2_grpc
@@ -98,12 +100,13 @@ class Worker:
         incarnation = f"{config.name}-{uuid.uuid4().hex[:12]}"
         # Before the weights, which take longer to read.
         tokenizer = await loop.run_in_executor(None, load_tokenizer, config.model_path)
-        runner, pools = await loop.run_in_executor(None, self._load)
+        runner, drafter, pools = await loop.run_in_executor(None, self._load)
         self._agent = await loop.run_in_executor(
             None, TransferAgent, incarnation, pools, self._on_failure
         )
         ledger = make_ledger(config, pools, self._max_model_len(runner))
-        self._assemble(ledger, runner, tokenizer)
+        computer = StepComputer(runner, PageCopier(pools), drafter)
+        self._assemble(ledger, computer, tokenizer, runner.config.vocab_size)
         rules = SubmitRules(config.role, runner.config.vocab_size, runner.config.eos_token_ids)
         port = await self._listen(WorkerService(incarnation, self._inbox, rules))
         self._metrics_server, self._metrics_thread = start_http_server(
@@ -155,16 +158,16 @@ class Worker:
         self._metrics_server.server_close()
         self._metrics_thread.join()
 
-    def _assemble(self, ledger: Ledger, runner: ModelRunner, tokenizer: Tokenizer) -> None:
+    def _assemble(
+        self, ledger: Ledger, computer: StepComputer, tokenizer: Tokenizer, vocab_size: int
+    ) -> None:
         """The engine with its role, thread by thread; nothing runs yet but the forward's."""
         self._inbox = Inbox()
         self._metrics = WorkerMetrics(self._config)
         core = EngineCore(ledger, Outbox(self._loop.call_soon_threadsafe), self._metrics)
-        parts = WorkerParts(
-            self._config, core, self._inbox, self._agent, tokenizer, runner.config.vocab_size
-        )
+        parts = WorkerParts(self._config, core, self._inbox, self._agent, tokenizer, vocab_size)
         self._role = self._plug_in(parts)
-        self._forward = ForwardThread(StepComputer(runner), self._inbox.post, self._on_failure)
+        self._forward = ForwardThread(computer, self._inbox.post, self._on_failure)
         engine = Engine(
             core,
             self._role.role,
@@ -174,17 +177,39 @@ class Worker:
         )
         self._engine = EngineThread(engine, self._inbox, self._on_failure)
 
-    def _load(self) -> tuple[ModelRunner, list[KVPool]]:
+    def _load(self) -> tuple[ModelRunner, Drafter | None, list[KVPool]]:
         config = self._config
         runner = ModelRunner(config.model_path, config.dtype, config.device, config.threads)
+        draft = self._load_draft(runner)
         geometries = runner.make_geometries(config.page_size, config.page_order)
+        own = len(geometries)
+        if draft is not None:
+            geometries += draft.make_geometries(config.page_size, config.page_order)
         pools = [
             KVPool(geometry, pages, torch.device(runner.device))
             for geometry, pages in zip(geometries, divide_memory(config, geometries), strict=True)
         ]
-        runner.bind(pools)
+        runner.bind(pools[:own])
         runner.warm_up()
-        return runner, pools
+        if draft is not None:
+            draft.bind(pools[own:])
+            draft.warm_up()
+        return runner, self._make_drafter(draft), pools
+
+    def _load_draft(self, target: ModelRunner) -> DraftModel | None:
+        config = self._config
+        if config.speculation is not Speculation.DRAFT:
+            return None
+        if config.draft_model_path is None:
+            raise ValueError("draft_model_path: speculation by a draft model needs one")
+        draft = DraftModel(config.draft_model_path, config.dtype, config.device)
+        draft.check_vocab(target.config)
+        return draft
+
+    def _make_drafter(self, draft: DraftModel | None) -> Drafter | None:
+        if draft is not None:
+            return ModelDrafter(draft)
+        return NgramDrafter() if self._config.speculation is Speculation.NGRAM else None
 
     def _max_model_len(self, runner: ModelRunner) -> int:
         limit = self._config.max_model_len

@@ -12,12 +12,13 @@ from __future__ import annotations
 import random
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import torch
 
+from kvrelay.aggregated_worker.role import AggregatedRole
 from kvrelay.decode_worker.role import DecodeRole
 from kvrelay.decode_worker.stream import FromPeer, StreamLost
 from kvrelay.decode_worker.stream import HandOverStream as DecodeStream
@@ -32,10 +33,13 @@ from kvrelay.engine.outbox import Outbox
 from kvrelay.engine.outputs import EndReason, Output, RequestKey, RouterLink
 from kvrelay.engine.step import Step, compute_or_fail
 from kvrelay.engine.stop import StopConditions
+from kvrelay.engine.tape import Tape
 from kvrelay.kv_transfer.pull import Pull, PullState
 from kvrelay.mem_cache.ledger import Ledger, PoolShape, window_pages
 from kvrelay.mem_cache.radix_tree import RadixTree
+from kvrelay.mem_cache.sharing import PageCopy
 from kvrelay.model_runner.batch import ForwardBatch
+from kvrelay.model_runner.sampler import SamplingRow, choose
 from kvrelay.model_runner.sampling_params import SamplingParams
 from kvrelay.prefill_worker.request import (
     HandOverStream as PrefillStream,
@@ -56,8 +60,8 @@ GREEDY = SamplingParams(temperature=0)
 FULL: Windows = (None,)
 
 
-def next_token(contexts: Iterable[Sequence[int] | np.ndarray]) -> int:
-    """What the counting model says after what each pool's layers see."""
+def next_value(contexts: Iterable[Sequence[int] | np.ndarray]) -> int:
+    """What the counting model makes of what each pool's layers see."""
     value = 0
     for context in contexts:
         weights = np.arange(len(context), 0, -1) ** 2
@@ -65,12 +69,54 @@ def next_token(contexts: Iterable[Sequence[int] | np.ndarray]) -> int:
     return value % VOCAB
 
 
-def reference(prompt: Sequence[int], max_tokens: int, windows: Windows = FULL) -> list[int]:
+LOGITS = np.random.default_rng(0).normal(0, 2, (VOCAB, VOCAB)).astype(np.float32)
+"""The counting model's after each value."""
+
+
+def next_token(tokens: Sequence[int], row: SamplingRow, windows: Windows) -> int:
+    """What a plain run says after `tokens`."""
+    value = next_value(tokens[-window if window else 0 :] for window in windows)
+    token_id = choose(LOGITS[value], row)
+    assert isinstance(token_id, int)
+    return token_id
+
+
+def reference(
+    prompt: Sequence[int],
+    max_tokens: int,
+    windows: Windows = FULL,
+    sampling: SamplingParams = GREEDY,
+    choice: int = 0,
+) -> list[int]:
     """The output of an undisturbed run."""
     tokens = list(prompt)
     for _ in range(max_tokens):
-        tokens.append(next_token(tokens[-window if window else 0 :] for window in windows))
+        row = SamplingRow(sampling, len(tokens), prompt, tokens[len(prompt) :], choice=choice)
+        tokens.append(next_token(tokens, row, windows))
     return tokens[len(prompt) :]
+
+
+class GuessDrafter:
+    """Guesses right as often as it is told to."""
+
+    def __init__(self, seed: int, windows: Windows, right: float = 0.7) -> None:
+        self._random = random.Random(seed)
+        self._windows = windows
+        self._right = right
+
+    def follow(self, batch: ForwardBatch) -> None:
+        """Keeps no KV."""
+
+    def propose(self, tapes, rows, counts, page_tables) -> list[list[int]]:
+        return [self._guess(*each) for each in zip(tapes, rows, counts, strict=True)]
+
+    def _guess(self, tape: Tape, row: SamplingRow, count: int) -> list[int]:
+        tokens = list(tape.token_ids)
+        for _ in range(self._random.randint(0, count)):
+            guess = next_token(tokens, row.after(tokens[len(tape.token_ids) :]), self._windows)
+            right = self._random.random() < self._right
+            tokens.append(guess if right else self._random.randrange(VOCAB))
+        return tokens[len(tape.token_ids) :]
 
 
 def drain(stream: Any) -> list[Any]:
@@ -107,7 +153,7 @@ class SimAgent:
         on_settled()
 
 
-@dataclass
+@dataclass(eq=False)
 class SimWorker:
     """One worker: the real engine over a pool of integers."""
 
@@ -136,12 +182,15 @@ class SimWorker:
             index=RadixTree(self.page_size, self.windows) if self.cached else None,
         )
         self.model = CountingModel(shapes, self.page_size)
-        self.computer = StepComputer(self.model)
+        drafter = GuessDrafter(0, self.windows) if self.config.drafts_for(True) else None
+        self.computer = StepComputer(self.model, self.model.copy, drafter)
         self.agent = SimAgent(self.name)
         self.inbox = Inbox()
         outbox = Outbox(lambda function, *args: function(*args))
         self.core = EngineCore(self.ledger, outbox, WorkerMetrics(self.config))
-        if self.role_name is Role.PREFILL:
+        if self.role_name is Role.AGGREGATED:
+            role = AggregatedRole(self.core, None, self.config)
+        elif self.role_name is Role.PREFILL:
             role = PrefillRole(self.core, self.agent, None, self.config)
         else:
             role = DecodeRole(self.core, self.agent, self, self.inbox, None, self.config)
@@ -187,7 +236,6 @@ class CountingModel:
         self.windows = [shape.window for shape in shapes]
         self.page_size = page_size
         self.kv = [np.full((shape.total_pages, page_size), -1, np.int64) for shape in shapes]
-        self.num_pools = len(shapes)
         self.broken: set[int] = set()
         """Sequences of the next batch whose logits are not finite."""
         self.fails = False
@@ -202,10 +250,14 @@ class CountingModel:
         for row, token in enumerate(batch.logit_rows.tolist()):
             index = int(owners[token])
             seen = self._context(batch, index, int(batch.positions[token]) + 1)
-            logits[row, next_token(seen)] = 1
+            logits[row] = LOGITS[next_value(seen)]
             if index in self.broken:
                 logits[row] = np.nan
         return torch.from_numpy(logits)
+
+    def copy(self, copies: Sequence[PageCopy]) -> None:
+        for copy in copies:
+            self.kv[copy.pool][copy.target] = self.kv[copy.pool][copy.source]
 
     def _write(self, batch: ForwardBatch, index: int) -> None:
         first, last = batch.query_start[index : index + 2]
@@ -223,7 +275,7 @@ class CountingModel:
             yield kv[pages, seen % self.page_size]
 
 
-@dataclass
+@dataclass(eq=False)
 class SimRequest:
     """A request and what came of it."""
 
@@ -235,6 +287,8 @@ class SimRequest:
     prefill: SimWorker
     decode: SimWorker
     sampling: SamplingParams = GREEDY
+    choices: int = 1
+    """Asked for by the first attempt, of which this is one."""
     tokens: dict[int, int] = field(default_factory=dict)
     ends: dict[str, Any] = field(default_factory=dict)
     disturbed: bool = False
@@ -266,6 +320,7 @@ class Simulation:
         *,
         cached: bool = True,
         windows: Windows = FULL,
+        aggregated: bool = False,
         **options: Any,
     ) -> None:
         self.random = random.Random(seed)
@@ -278,55 +333,89 @@ class Simulation:
 
         self.prefills = [make(f"p{i}", Role.PREFILL) for i in range(2)]
         self.decodes = [make(f"d{i}", Role.DECODE) for i in range(2)]
-        self.workers = [*self.prefills, *self.decodes]
+        if aggregated:
+            self.prefills = self.decodes = [make(f"a{i}", Role.AGGREGATED) for i in range(2)]
+        self.workers = list(dict.fromkeys([*self.prefills, *self.decodes]))
         self.pairs: list[tuple[SimWorker, DecodeStream, SimWorker, PrefillStream]] = []
         self.clock = 0.0
+        self.attempts = 0
         self.submitted: list[SimRequest] = []
         self.requests: dict[RequestKey, SimRequest] = {}
         """By attempt."""
         self.pulls: list[Pull] = []
         """Reads that have ended well."""
 
-    def submit(self, prompt: list[int], max_tokens: int, priority: int = 0) -> SimRequest:
+    def submit(
+        self,
+        prompt: list[int],
+        max_tokens: int,
+        priority: int = 0,
+        sampling: SamplingParams = GREEDY,
+    ) -> SimRequest:
+        return self.submit_choices(1, prompt, max_tokens, priority, sampling)[0]
+
+    def submit_choices(
+        self,
+        choices: int,
+        prompt: list[int],
+        max_tokens: int,
+        priority: int = 0,
+        sampling: SamplingParams = GREEDY,
+    ) -> list[SimRequest]:
         self.clock += 1
-        key = RequestKey("router", str(len(self.submitted)), 0)
-        request = SimRequest(key, prompt, max_tokens, priority, self.clock, *self._place())
-        self.submitted.append(request)
-        self._attempt(request)
-        return request
+        request_id, place = str(len(self.submitted)), self._place()
+        requests = []
+        for choice in range(choices):
+            key = RequestKey("router", request_id, 0, choice)
+            one = SimRequest(key, prompt, max_tokens, priority, self.clock, *place, sampling)
+            requests.append(one)
+        self.submitted += requests
+        self._attempt(requests)
+        return requests
 
     def _place(self) -> tuple[SimWorker, SimWorker]:
-        return self.random.choice(self.prefills), self.random.choice(self.decodes)
+        """The workers for a request's prompt and for its output; may be the same one."""
+        prefill, decode = self.random.choice(self.prefills), self.random.choice(self.decodes)
+        return prefill, prefill if decode in self.prefills else decode
 
-    def _attempt(self, request: SimRequest) -> None:
-        """As a router: submit it to both of its workers, with what it has emitted."""
-        request.key = request.key._replace(attempt=request.key.attempt + 1)
-        request.ends = {}
-        self.requests[request.key] = request
-        for worker in (request.prefill, request.decode):
-            worker.inbox.post(
-                Submit(
-                    worker.link,
-                    request.key,
-                    (*request.prompt, *request.output),
-                    len(request.prompt),
-                    request.sampling,
-                    request.stops,
-                    priority=request.priority,
-                    arrived=request.arrived,
-                    prefill=Peer("", request.prefill.name) if worker is request.decode else None,
-                )
-            )
+    def _attempt(self, choices: Sequence[SimRequest]) -> None:
+        """As a router: submit choices of a request to its workers, with what was emitted."""
+        self.attempts += 1
+        for one in choices:
+            one.key = one.key._replace(attempt=self.attempts)
+            one.ends = {}
+            self.requests[one.key] = one
+        request = choices[0]
+        command = Submit(
+            request.prefill.link,
+            request.key,
+            (*request.prompt, *request.output),
+            len(request.prompt),
+            request.sampling,
+            request.stops,
+            choices=tuple(one.key.choice for one in choices),
+            priority=request.priority,
+            arrived=request.arrived,
+        )
+        request.prefill.inbox.post(command)
+        if request.decode is not request.prefill:
+            peer = Peer("", request.prefill.name)
+            request.decode.inbox.post(replace(command, link=request.decode.link, prefill=peer))
+
+    def _disturb(self, key: RequestKey) -> None:
+        for one in self.requests.values():
+            if one.key.of_choice(0) == key.of_choice(0):
+                one.disturbed = True
 
     def cancel(self, request: SimRequest, worker: SimWorker) -> None:
-        request.disturbed = True
+        self._disturb(request.key)
         worker.inbox.post(Cancel(request.key))
 
     def break_stream(self) -> None:
         """A hand-over stream is lost under both sides."""
         if self.pairs:
             pair = self.random.choice(self.pairs)
-            self.requests[pair[1].key].disturbed = True
+            self._disturb(pair[1].key)
             self._unpair(pair)
 
     def fail_read(self) -> None:
@@ -400,7 +489,7 @@ class Simulation:
     def _open(self, worker: SimWorker) -> None:
         stream = worker.opened.pop(0)
         prefill = next(p for p in self.prefills if p.name == stream.peer.incarnation)
-        other = PrefillStream(stream.key, worker.name)
+        other = PrefillStream(stream.key.of_choice(0), worker.name)
         prefill.inbox.post(StreamOpened(other))
         self.pairs.append((worker, stream, prefill, other))
 
@@ -459,7 +548,7 @@ class Simulation:
         if output.end is not None and output.end.reason is EndReason.RETRACTED:
             request.retractions += 1
             request.prefill, request.decode = self._place()
-            self._attempt(request)
+            self._attempt([request])
         elif output.end is not None:
             assert worker.name not in request.ends, "a worker ended a request twice"
             request.ends[worker.name] = output.end

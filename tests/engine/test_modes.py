@@ -1,0 +1,90 @@
+"""Every mode of the one loop gives the tokens of a plain run, and gives back all memory."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+
+from kvrelay.engine.config import Speculation
+from kvrelay.model_runner.sampling_params import SamplingParams
+from tests.engine.simulation import SimRequest, Simulation, reference
+
+SAMPLINGS = (
+    SamplingParams(temperature=0),
+    SamplingParams(temperature=1, seed=7),
+    SamplingParams(temperature=0.8, seed=11, repetition_penalty=1.3, presence_penalty=0.5),
+)
+
+
+def expected(request: SimRequest) -> list[int]:
+    worker = request.decode
+    return reference(
+        request.prompt,
+        request.max_tokens,
+        worker.windows,
+        request.sampling,
+        request.key.choice,
+    )
+
+
+def run_load(simulation: Simulation, seed: int, *, count: int, choices: int = 1) -> None:
+    """Requests at random times, some of them cancelled; all others must be right."""
+    rng = random.Random(seed)
+    for _ in range(count):
+        prompt = [rng.randrange(97) for _ in range(rng.randint(1, 40))]
+        sampling = rng.choice(SAMPLINGS)
+        several = rng.randint(1, choices)
+        requests = simulation.submit_choices(
+            several, prompt, rng.randint(1, 16), rng.randint(0, 1), sampling
+        )
+        for _ in range(rng.randint(0, 40)):
+            simulation.step()
+        if rng.random() < 0.15:
+            simulation.cancel(requests[0], rng.choice([requests[0].prefill, requests[0].decode]))
+    simulation.run()
+    for request in simulation.submitted:
+        if not request.disturbed:
+            assert request.output == expected(request), (seed, request)
+    assert sum(not request.disturbed for request in simulation.submitted) > count // 2
+    simulation.assert_at_baseline()
+
+
+MODES = list(
+    itertools.product(
+        (True, False),
+        (Speculation.NONE, Speculation.NGRAM),
+        (0, 3),
+        ((None,), (None, 7), (20,)),
+        (True, False),
+        (True, False),
+    )
+)
+
+
+@pytest.mark.parametrize(
+    ("overlap", "speculation", "retract_every", "windows", "cached", "aggregated"), MODES
+)
+def test_tokens_do_not_depend_on_the_mode(
+    overlap, speculation, retract_every, windows, cached, aggregated
+) -> None:
+    for page_size in (1, 4):
+        simulation = Simulation(
+            page_size,
+            page_size,
+            pages=120 // page_size,
+            rows=6,
+            chunk=16,
+            cached=cached,
+            windows=windows,
+            aggregated=aggregated,
+            overlap=overlap,
+            speculation=speculation,
+            debug_retract_every=retract_every,
+            growth_min=0.0,
+            growth_max=0.3,
+        )
+        run_load(simulation, page_size, count=16, choices=3)
+        if retract_every:
+            assert any(request.retractions for request in simulation.submitted) or aggregated
