@@ -1,4 +1,4 @@
-"""Attention on a CPU: decode rows by a compiled kernel on the pages in place, the rest by torch."""
+"""Attention on a CPU: few new tokens by a compiled kernel on the pages in place, more by torch."""
 
 from __future__ import annotations
 
@@ -17,6 +17,11 @@ from kvrelay.model_runner.torch_attention import cut_spans
 
 _SPLIT_TOKENS = 1024
 """Tokens attended to in a step from which a second thread saves more than its hand-over costs."""
+_FEW_TOKENS = 16
+"""Up to so many new tokens, such as drafts to be verified, a sequence is computed token by token,
+each as in decode: that reads pages as often, but torch would have to gather them first."""
+_FEW_LATENTS = 3
+"""The same for latents: all heads share one, so torch's products are large sooner."""
 _NO_WINDOW = np.iinfo(np.int32).max
 """A window longer than any sequence."""
 
@@ -37,6 +42,7 @@ class CpuAttention:
         self.pages = as_array(pool.data.view(-1))
         geometry = pool.geometry
         self.window = geometry.window or _NO_WINDOW
+        self.few_tokens = _FEW_LATENTS if geometry.latent else _FEW_TOKENS
         self.decode = make_decode_kernel(
             geometry.parts,
             geometry.num_kv_heads,
@@ -69,14 +75,17 @@ class CpuStepAttention:
             batch, page_table, backend.pool.geometry.page_size
         )
         new_tokens = np.diff(batch.query_start)
-        decode = np.flatnonzero(new_tokens == 1)
-        self._rows = batch.query_start[decode]
-        self._page_table = np.ascontiguousarray(page_table[decode])
-        self._seq_lens = batch.seq_lens[decode]
+        few = new_tokens <= backend.few_tokens
+        owners = np.repeat(np.arange(len(new_tokens)), new_tokens)
+        rows = np.flatnonzero(few[owners])
+        self._rows = rows.astype(np.int32)
+        self._page_table = np.ascontiguousarray(page_table[owners[rows]])
+        # What a row attends to: its sequence, up to its own token.
+        self._seq_lens = (batch.positions[rows] + 1).astype(np.int32)
         self._shares = self._split()
         self._spans = [
             span
-            for index in np.flatnonzero(new_tokens > 1)
+            for index in np.flatnonzero(~few)
             for span in cut_spans(batch, int(index), page_table, backend.pool)
         ]
 
@@ -118,7 +127,7 @@ class CpuStepAttention:
             future.result()
 
     def _split(self) -> list[slice]:
-        """The decode rows, cut where the tokens they attend to are about equal."""
+        """The kernel's rows, cut where the tokens they attend to are about equal."""
         count = len(self._rows)
         if count == 0:
             return []

@@ -19,6 +19,9 @@ from kvrelay.model_runner.decoder import Decoder
 from kvrelay.model_runner.model_config import LatentHeads
 from kvrelay.model_runner.options import parse_device, parse_dtype
 
+_WARM_UP_CHUNK = 32
+"""Tokens: more than a backend computes one by one."""
+
 
 class ModelRunner:
     """Loads a checkpoint and runs forwards, one at a time, on whichever thread calls.
@@ -102,11 +105,12 @@ class ModelRunner:
         Runs over small pools of its own: the bound pools' pages are not touched.
         """
         assert self._pools, "bind pools first"
-        scratch = [KVPool(pool.geometry, 4, self.device) for pool in self._pools]
+        pages = 2 * self._pools[0].geometry.pages_for(_WARM_UP_CHUNK)
+        scratch = [KVPool(pool.geometry, pages, self.device) for pool in self._pools]
         backends = self._make_backends(scratch)
         with torch.inference_mode():
-            # A chunk of two tokens beside a decode row, then one decode row alone.
-            for new_tokens in ([2, 1], [1]):
+            # A chunk beside a decode row, a few tokens as when drafts are verified, a row alone.
+            for new_tokens in ([_WARM_UP_CHUNK, 1], [3, 1], [1]):
                 self._decoder.forward(_warm_up_batch(new_tokens, scratch), backends)
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:

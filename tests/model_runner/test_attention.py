@@ -153,6 +153,28 @@ def test_cpu_agrees_with_torch(
     assert torch.equal(first.data.nan_to_num(7), second.data.nan_to_num(7))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_few_tokens_are_computed_as_in_decode(kind: str, dtype: torch.dtype) -> None:
+    """To the last bit: drafts are verified by what plain decoding would compute."""
+    geometry, heads = KINDS[kind]
+    geometry = replace(geometry, dtype=dtype)
+    batch = make_batch([(3, 40)], geometry, 20)
+    torch.manual_seed(0)
+    pool, rows = make_pool(geometry, batch, 20), make_rows(batch, geometry, heads)
+    backend = CpuAttention(pool, heads)
+    together = backend.plan(batch, batch.page_tables[0]).attend(1, rows)
+    for index, position in enumerate(batch.positions):
+        one = replace(
+            batch,
+            positions=batch.positions[index : index + 1],
+            query_start=np.array([0, 1], np.int32),
+            seq_lens=np.array([position + 1], np.int32),
+        )
+        alone = backend.plan(one, one.page_tables[0]).attend(1, rows[index : index + 1])
+        assert torch.equal(alone[0], together[index])
+
+
 @pytest.mark.parametrize("softcap", [None, 50.0])
 def test_large_scores_do_not_overflow(softcap: float | None) -> None:
     geometry = KVGeometry(1, 1, 8, torch.float32, 4)
