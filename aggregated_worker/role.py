@@ -106,7 +106,7 @@ class AggregatedRole:
         """See `Role`."""
         request = item.request
         assert isinstance(request, AggregatedRequest)
-        if request in self._running:
+        if item is request.every_step:
             self._generated(request, computed)
             return
         self._computing.settled(item, computed)
@@ -127,7 +127,7 @@ class AggregatedRole:
             running_requests=len(self._core.requests) - len(self._waiting),
             waiting_tokens=sum([r.input_len for r in self._waiting]) + self._computing.tokens_left,
             pools=self._core.ledger.counts(),
-            growth_tokens=sum(map(self._growth.tokens, self._running)),
+            growth_tokens=self._growth.total_tokens(self._running),
             step_seconds=self._core.step_seconds,
         )
 

@@ -170,7 +170,7 @@ class DecodeRole:
             running_requests=running,
             waiting_tokens=sum(waiting),
             pools=self._core.ledger.counts(),
-            growth_tokens=sum(map(self._growth.tokens, self._running)),
+            growth_tokens=self._growth.total_tokens(self._running),
             step_seconds=self._core.step_seconds,
         )
 

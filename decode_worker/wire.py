@@ -99,4 +99,5 @@ def _geometry_from_wire(geometry: hand_over_pb2.PoolGeometry) -> KVGeometry:
         order=PageOrder(geometry.order),
         latent=geometry.latent,
         window=geometry.window if geometry.HasField("window") else None,
+        draft=geometry.draft,
     )

@@ -188,6 +188,7 @@ class EngineCore:
             fences: transfers that still read or write its pages, besides its last forward.
         """
         self._release(request, outcome, fences)
+        request.has_ended = True
         del self.requests[request.key]
         if end is not None:
             for choice in request.choices:

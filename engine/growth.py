@@ -48,9 +48,15 @@ class GrowthReserve:
 
     def tokens(self, request: Request) -> int:
         """What the request is expected to generate from now on, its next token at least."""
-        most = request.stops.max_tokens
-        expected = max(ceil(self._part * most), len(request.output_ids) + 1)
-        return min(expected, most) - len(request.output_ids)
+        return self.total_tokens((request,))
+
+    def total_tokens(self, requests: Iterable[Request]) -> int:
+        """`tokens` of all of them."""
+        total, part = 0, self._part
+        for request in requests:
+            most, has = request.stops.max_tokens, len(request.output_ids)
+            total += min(max(ceil(part * most), has + 1), most) - has
+        return total
 
     def pages(self, requests: Iterable[Request]) -> list[int]:
         """Pages of each pool that the requests, with or without memory now, will come to need."""

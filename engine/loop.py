@@ -135,11 +135,15 @@ class Engine:
         """Let requests in and launch what can be; again if that has made room for others."""
         ledger = self._core.ledger
         while True:
-            room = [ledger.unpromised(p) for p in range(len(ledger.pools))] + [ledger.row_counts().free]
+            room = [ledger.unpromised(p) for p in range(len(ledger.pools))] + [
+                ledger.row_counts().free
+            ]
             self._role.admit()
             while self._core.steps.running < self._most_running and self._launch():
                 pass
-            now = [ledger.unpromised(p) for p in range(len(ledger.pools))] + [ledger.row_counts().free]
+            now = [ledger.unpromised(p) for p in range(len(ledger.pools))] + [
+                ledger.row_counts().free
+            ]
             if not any(map(int.__gt__, now, room)):
                 return
 
@@ -159,11 +163,12 @@ class Engine:
             logger.error("a forward failed", exc_info=ended.error)
         elif ended.num_tokens:
             self._core.count_step(ended)
-        for index, item in enumerate(ended.step.scheduled):
+        scheduled = ended.step.scheduled
+        failed = [Computed(error=ended.error)] * len(scheduled)
+        for item, computed in zip(scheduled, ended.computed or failed, strict=True):
             if item.request.has_ended:
                 continue
-            computed = ended.computed[index] if ended.error is None else Computed(error=ended.error)
-            if computed.tokens or computed.error is None:
+            if computed.error is None or computed.tokens:
                 self._role.settled(item, computed)
             if computed.error is not None and not item.request.has_ended:
                 self._role.failed(item.request, computed.error)

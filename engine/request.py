@@ -11,7 +11,7 @@ from kvrelay.engine.commands import Submit
 from kvrelay.engine.outputs import RequestKey, RouterLink
 from kvrelay.engine.stop import StopConditions
 from kvrelay.engine.tape import Tape
-from kvrelay.mem_cache.lease import Lease, LeaseState
+from kvrelay.mem_cache.lease import Lease
 from kvrelay.model_runner.sampling_params import SamplingParams
 
 
@@ -52,6 +52,13 @@ class Request:
     """The last forward that reads this request's page table."""
     settled_len: int = 0
     """Tokens whose KV is here for good: what may be announced, published, slid past."""
+    has_ended: bool = False
+    """Its memory is given back, though a forward may still compute it."""
+    most_tokens: int = field(init=False)
+    """Tokens whose KV it may come to hold: all but the last one sampled."""
+
+    def __post_init__(self) -> None:
+        self.most_tokens = len(self.prompt_ids) + self.stops.max_tokens - 1
 
     @classmethod
     def of(cls, command: Submit, **more: Any) -> Self:
@@ -79,20 +86,10 @@ class Request:
         return len(self.prompt_ids) + len(self.output_ids)
 
     @property
-    def most_tokens(self) -> int:
-        """Tokens whose KV it may come to hold: all but the last one sampled."""
-        return len(self.prompt_ids) + self.stops.max_tokens - 1
-
-    @property
     def held(self) -> Lease:
         """Its lease, where it surely has one."""
         assert self.lease is not None, f"{self.key} holds no memory"
         return self.lease
-
-    @property
-    def has_ended(self) -> bool:
-        """Whether its memory is given back, though a forward may still compute it."""
-        return self.lease is not None and self.lease.state is LeaseState.RELEASED
 
     @property
     def turn(self) -> tuple[int, float]:

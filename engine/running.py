@@ -26,22 +26,6 @@ class GeneratingRequest(Request):
     in_flight: int = 0
     """Steps that were launched for it and have not ended."""
 
-    @property
-    def next_len(self) -> int:
-        """Tokens whose KV is written when the next step has ended, if every draft is accepted."""
-        step = 1 + self.num_drafts
-        return min(self.num_tokens - 1 + (self.in_flight + 1) * step, self.most_tokens)
-
-    @property
-    def seen_from(self) -> int:
-        """The first token that a step to come may look back from; a draft model's is one before."""
-        return self.settled_len - (self.num_drafts > 0)
-
-    @property
-    def is_due(self) -> bool:
-        """Whether a step more may be of use: the steps in flight may not have ended it yet."""
-        return self.num_tokens + self.in_flight <= self.most_tokens
-
 
 RequestT = TypeVar("RequestT", bound=GeneratingRequest)
 
@@ -132,44 +116,59 @@ class RunningBatch(Generic[RequestT]):
         Short of pages, the request with the least to lose is retracted, once no
         step is in flight: until then its pages could not be used anyway.
         """
-        ledger = self._core.ledger
         self._force_retraction()
-        while due := [request for request in self._requests if request.is_due]:
-            leases = [request.held for request in due]
-            ledger.slide_all(leases, [request.seen_from for request in due])
-            if ledger.grow_all(leases, [request.next_len for request in due]):
-                return [self._launch(request) for request in due]
+        while due := self._due():
+            if self._grow(due):
+                for request in due:
+                    request.in_flight += 1
+                return [request.every_step for request in due if request.every_step]
             if self._core.steps.running:
                 break
             self._make_room()
             self._growth.retracted()
         return []
 
-    @staticmethod
-    def _launch(request: RequestT) -> Scheduled:
-        request.in_flight += 1
-        assert request.every_step is not None, "it has not joined"
-        return request.every_step
+    def _due(self) -> list[RequestT]:
+        """Those for whom a step more may be of use: the steps in flight may not have ended them."""
+        # Every step yields a token at least, and `settled_len` is all tokens but the last.
+        return [
+            request
+            for request in self._requests
+            if request.settled_len + request.in_flight < request.most_tokens
+        ]
+
+    def _grow(self, due: Sequence[RequestT]) -> bool:
+        """Room for a step more of each of them, should every draft be accepted."""
+        leases, seen_from, goals = [], [], []
+        for request in due:
+            settled, drafts = request.settled_len, request.num_drafts
+            leases.append(request.held)
+            # A draft model may look back from the token before.
+            seen_from.append(settled - 1 if drafts else settled)
+            goals.append(min(settled + (request.in_flight + 1) * (1 + drafts), request.most_tokens))
+        ledger = self._core.ledger
+        ledger.slide_all(leases, seen_from)
+        return ledger.grow_all(leases, goals)
 
     def settled(
         self, request: RequestT, computed: Computed
-    ) -> tuple[list[SampledToken], Finish | None]:
+    ) -> tuple[Sequence[SampledToken], Finish | None]:
         """A step has ended for it; its new tokens, none after the one that ends it."""
         request.in_flight -= 1
-        finish, tokens = None, []
-        for token in computed.tokens:
+        tokens, finish = computed.tokens, None
+        for index, token in enumerate(tokens):
             request.output_ids.append(token.token_id)
-            tokens.append(token)
             finish = request.checker.check(token.token_id)
             if finish is not None:
+                tokens = tokens[: index + 1]
                 self.leave(request)
                 self._growth.finished(request)
                 break
-        request.settled_len = request.num_tokens - 1
-        sure = request.settled_len + request.in_flight
-        if finish is None and sure > request.held.kv_committed_len:
-            # Drafts were accepted: what the step wrote for them is right.
-            self._core.ledger.commit(request.held, sure)
+        request.settled_len += len(tokens)
+        if computed.num_drafts and finish is None:
+            # What the step wrote for the drafts that were accepted is right.
+            sure = request.settled_len + request.in_flight
+            self._core.ledger.commit(request.held, max(sure, request.held.kv_committed_len))
         return tokens, finish
 
     def _force_retraction(self) -> None:

@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from kvrelay.engine.request import Request
 from kvrelay.engine.tape import Tape
@@ -35,8 +35,7 @@ class Scheduled:
     """Drafted tokens, at most, that are verified behind them."""
 
 
-@dataclass(frozen=True, slots=True)
-class Computed:
+class Computed(NamedTuple):
     """What came of one `Scheduled`."""
 
     tokens: Sequence[SampledToken] = ()

@@ -126,6 +126,7 @@ def _pool_to_wire(pool: PoolLayout) -> hand_over_pb2.PoolDescription:
             order=geometry.order.value,
             latent=geometry.latent,
             window=geometry.window,
+            draft=geometry.draft,
         ),
     )
 

@@ -40,7 +40,7 @@ class PoolDescription(_message.Message):
     def __init__(self, address: _Optional[int] = ..., pages: _Optional[int] = ..., geometry: _Optional[_Union[PoolGeometry, _Mapping]] = ...) -> None: ...
 
 class PoolGeometry(_message.Message):
-    __slots__ = ("num_layers", "num_kv_heads", "head_dim", "dtype", "page_size", "order", "latent", "window")
+    __slots__ = ("num_layers", "num_kv_heads", "head_dim", "dtype", "page_size", "order", "latent", "window", "draft")
     NUM_LAYERS_FIELD_NUMBER: _ClassVar[int]
     NUM_KV_HEADS_FIELD_NUMBER: _ClassVar[int]
     HEAD_DIM_FIELD_NUMBER: _ClassVar[int]
@@ -49,6 +49,7 @@ class PoolGeometry(_message.Message):
     ORDER_FIELD_NUMBER: _ClassVar[int]
     LATENT_FIELD_NUMBER: _ClassVar[int]
     WINDOW_FIELD_NUMBER: _ClassVar[int]
+    DRAFT_FIELD_NUMBER: _ClassVar[int]
     num_layers: int
     num_kv_heads: int
     head_dim: int
@@ -57,7 +58,8 @@ class PoolGeometry(_message.Message):
     order: str
     latent: bool
     window: int
-    def __init__(self, num_layers: _Optional[int] = ..., num_kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., dtype: _Optional[str] = ..., page_size: _Optional[int] = ..., order: _Optional[str] = ..., latent: bool = ..., window: _Optional[int] = ...) -> None: ...
+    draft: bool
+    def __init__(self, num_layers: _Optional[int] = ..., num_kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., dtype: _Optional[str] = ..., page_size: _Optional[int] = ..., order: _Optional[str] = ..., latent: bool = ..., window: _Optional[int] = ..., draft: bool = ...) -> None: ...
 
 class HandOverRequest(_message.Message):
     __slots__ = ("open", "grant", "done")

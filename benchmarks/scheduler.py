@@ -1,0 +1,170 @@
+"""What the engine's thread costs a step: settle the last one, plan and launch the next.
+
+python -m benchmarks.scheduler
+
+The loop, the role, the account, admission and outputs are the real ones; the
+model answers at once, on another thread's account: only `Engine.turn` is timed.
+All requests generate (an aggregated worker, whose prompts are computed before
+the clock runs), a token a step, 16 tokens a page, with a pool that has room.
+With overlap a turn settles step N while step N + 1 computes, and plans N + 2.
+
+A figure is the median (and the 99th percentile) over the steps that are timed.
+The bar is for the median at 256 requests with overlap, on a machine that does
+nothing else.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from collections import deque
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import click
+import numpy as np
+import torch
+
+from benchmarks.table import table
+from kvrelay.aggregated_worker.role import AggregatedRole
+from kvrelay.engine.commands import Attach, Submit
+from kvrelay.engine.computer import StepComputer
+from kvrelay.engine.config import Role, WorkerConfig
+from kvrelay.engine.core import EngineCore
+from kvrelay.engine.loop import Engine
+from kvrelay.engine.metrics import WorkerMetrics
+from kvrelay.engine.outbox import Outbox
+from kvrelay.engine.outputs import RequestKey, RouterLink
+from kvrelay.engine.step import Step
+from kvrelay.engine.stop import StopConditions
+from kvrelay.mem_cache.ledger import Ledger, PoolShape
+from kvrelay.mem_cache.radix_tree import RadixTree
+from kvrelay.model_runner.batch import ForwardBatch
+from kvrelay.model_runner.sampling_params import SamplingParams
+
+BAR_MS = 1.0
+PROMPT_TOKENS = 64
+PAGE_SIZE = 16
+VOCAB = 128
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One batch size in one mode."""
+
+    requests: int
+    overlap: bool
+    median_ms: float
+    p99_ms: float
+
+
+class InstantModel:
+    """Always sure of the same token."""
+
+    def __init__(self) -> None:
+        self._logits = torch.zeros(1, VOCAB)
+        self._logits[0, 1] = 1
+
+    def forward(self, batch: ForwardBatch) -> torch.Tensor:
+        """See `engine.computer.Model`."""
+        return self._logits.expand(len(batch.logit_rows), VOCAB)
+
+
+class Bench:
+    """A worker whose forwards are computed when it is told to."""
+
+    def __init__(self, requests: int, steps: int, *, overlap: bool) -> None:
+        tokens = PROMPT_TOKENS + 2 * steps + 64
+        config = WorkerConfig(
+            "bench",
+            Role.AGGREGATED,
+            Path(),
+            "counting",
+            max_running=requests,
+            chunk_tokens=4096,
+            overlap=overlap,
+        )
+        ledger = Ledger(
+            [PoolShape("full", (requests + 1) * (tokens // PAGE_SIZE + 1))],
+            page_size=PAGE_SIZE,
+            total_rows=requests,
+            max_row_tokens=tokens,
+            index=RadixTree(PAGE_SIZE, [None]),
+        )
+        core = EngineCore(ledger, Outbox(lambda *_: None), WorkerMetrics(config))
+        role = AggregatedRole(core, None, config)  # type: ignore[arg-type]  # no stop strings
+        self._engine = Engine(core, role, self, overlap=overlap, audit_pages=False)
+        self._computer = StepComputer(InstantModel(), lambda _: None)
+        self._steps: deque[Step] = deque()
+        self._link = RouterLink("bench")
+        rng = np.random.default_rng(0)
+        submits = [
+            Submit(
+                self._link,
+                RequestKey("bench", str(number), 1),
+                tuple(rng.integers(0, VOCAB, PROMPT_TOKENS).tolist()),
+                PROMPT_TOKENS,
+                SamplingParams(temperature=0),
+                StopConditions(max_tokens=tokens - PROMPT_TOKENS),
+            )
+            for number in range(requests)
+        ]
+        self._engine.turn([Attach(self._link), *submits])
+        while any(len(step.scheduled) < requests for step in self._steps):
+            self.step()
+
+    def launch(self, step: Step) -> None:
+        """See `engine.loop.Launcher`."""
+        self._steps.append(step)
+
+    def step(self) -> float:
+        """The seconds of the turn that follows a forward."""
+        ended = self._computer.compute(self._steps.popleft())
+        begun = time.perf_counter()
+        self._engine.turn([ended])
+        return time.perf_counter() - begun
+
+
+def measure(sizes: list[int], steps: int) -> list[Figure]:
+    """Time `steps` steps of every size, with overlap and without."""
+    figures = []
+    for requests in sizes:
+        for overlap in (True, False):
+            bench = Bench(requests, steps, overlap=overlap)
+            seconds = [1e3 * bench.step() for _ in range(steps)][steps // 10 :]
+            p99 = float(np.percentile(seconds, 99))
+            figures.append(Figure(requests, overlap, statistics.median(seconds), p99))
+    return figures
+
+
+@click.command(context_settings={"show_default": True})
+@click.option("--sizes", default="1,32,256", help="Running requests, comma-separated.")
+@click.option("--steps", type=click.IntRange(min=10), default=500, help="Timed steps of each.")
+@click.option("--check", is_flag=True, help="Exit with 1 if the bar is missed.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def main(sizes: str, steps: int, check: bool, as_json: bool) -> None:
+    """Print the engine thread's milliseconds a step."""
+    figures = measure([int(size) for size in sizes.split(",")], steps)
+    if as_json:
+        click.echo(json.dumps([asdict(figure) for figure in figures]))
+    else:
+        header = ("running requests", "overlap", "median ms", "p99 ms")
+        rows = [
+            [
+                str(one.requests),
+                "on" if one.overlap else "off",
+                f"{one.median_ms:.3f}",
+                f"{one.p99_ms:.3f}",
+            ]
+            for one in figures
+        ]
+        click.echo(table(header, rows))
+    barred = [one for one in figures if one.requests == 256 and one.overlap]
+    slow = [one for one in barred if one.median_ms > BAR_MS]
+    if check and slow:
+        raise click.ClickException(f"{slow[0].median_ms:.2f} ms a step; the bar is {BAR_MS}")
+
+
+if __name__ == "__main__":
+    main()
