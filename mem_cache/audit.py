@@ -35,7 +35,7 @@ def row_counts(books: Books) -> PoolCounts:
     return PoolCounts(
         pool="rows",
         page_size=0,
-        total=books.total_rows,
+        total=books.rows.total,
         free=len(books.free_rows),
         held=len(books.leases) - books.saved_rows,
         cached_evictable=0,
@@ -80,8 +80,10 @@ def audit_pages(books: Books) -> None:
             )
     quarantined = [entry.row for entry in books.quarantine if entry.row is not None]
     rows = [*books.free_rows, *books.leases, *quarantined]
-    if sorted(rows) != list(range(books.total_rows)):
-        raise ConservationError(f"of {books.total_rows} rows these are owned: {sorted(rows)}")
+    if sorted(rows) != list(range(books.rows.total)):
+        raise ConservationError(f"of {books.rows.total} rows these are owned: {sorted(rows)}")
+    if books.rows.allocated[-1] or books.rows.states[-1]:
+        raise ConservationError("something was done to a lease that was released")
 
 
 def owner_map(books: Books, pool: int) -> list[tuple[Owner, str]]:

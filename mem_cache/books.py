@@ -10,14 +10,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 
 from kvrelay.mem_cache.account import Owner, PageAccount, Pages, Shares
 from kvrelay.mem_cache.counts import CacheCounts, PoolShape, window_pages
 from kvrelay.mem_cache.fence import Fence
-from kvrelay.mem_cache.lease import Lease
+from kvrelay.mem_cache.lease import Lease, LeaseState
 from kvrelay.mem_cache.prefix_index import NO_PAGE, PrefixIndex, PrefixLock
+from kvrelay.mem_cache.rows import Ints, Rows
+
+Tokens = TypeVar("Tokens", int, Ints)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,15 +55,12 @@ class Books:
         self.pools = tuple(pools)
         self.numbers = range(len(self.pools))
         self.page_size = page_size
-        self.total_rows = total_rows
-        self.row_pages = self.pages_for(max_row_tokens)
         self.index = index
         self.cache_counts = CacheCounts()
         self._ahead = ahead
         self._clock = clock
         self.accounts = [PageAccount(pool.name, pool.total_pages) for pool in self.pools]
-        shape = (total_rows, self.row_pages)
-        self.page_tables = [np.full(shape, NO_PAGE, np.int32) for _ in self.pools]
+        self.rows = Rows(len(self.pools), total_rows, self.pages_for(max_row_tokens))
         self.free_rows = list(range(total_rows))[::-1]
         self.leases: dict[int, Lease] = {}
         self.saved_rows = 0
@@ -72,7 +73,7 @@ class Books:
 
     # How many pages
 
-    def pages_for(self, tokens: int) -> int:
+    def pages_for(self, tokens: Tokens) -> Tokens:
         """Pages that hold `tokens` tokens."""
         return -(-tokens // self.page_size)
 
@@ -95,7 +96,7 @@ class Books:
         if prefix_len < lease.cache_protected_len:
             return False
         frontiers = [self.frontier(pool, prefix_len) for pool in self.numbers]
-        return all(map(int.__le__, lease._frontiers, frontiers))
+        return all(map(int.__le__, lease.first_pages, frontiers))
 
     def unpromised(self, pool: int) -> int:
         """Pages that can be had without breaking a promise."""
@@ -119,54 +120,61 @@ class Books:
     ) -> Lease:
         """A new lease on a free row, with what `lock` locks; there must be a row and the pages."""
         row = self.free_rows.pop()
-        tables = [table[row] for table in self.page_tables]
-        lease = Lease(holder, row, tables, self.page_size, namespace)
+        lease = Lease(holder, row, self.rows, self.page_size, namespace)
         self.leases[row] = lease
+        self.rows.states[row] = LeaseState.OPEN
         self.promise(lease, promised_tokens, promises)
         if lock is not None:
             self.adopt(lease, lock)
-            lease._kv_committed_len = lease._kv_allocated_len = lease.cache_protected_len
+            self.rows.committed[row] = self.rows.allocated[row] = self.rows.protected[row]
         return lease
 
     def leave(self, lease: Lease, pending: Sequence[Fence]) -> None:
-        """Take back all that a lease has."""
+        """Take back all that a lease has: it has no row any more."""
         self.break_promise(lease)
         owned = [lease.own_pages(pool) for pool in self.numbers]
-        del self.leases[lease.row]
-        self.let_go(lease.holder, owned, pending, row=lease.row, lock=lease._prefix_lock)
+        row, lease.row = lease.row, -1
+        del self.leases[row]
+        self.rows.clear(row)
+        self.let_go(lease.holder, owned, pending, row=row, lock=lease._prefix_lock)
 
     def adopt(self, lease: Lease, lock: PrefixLock) -> None:
         """Take the pages of a lock on the index into the lease's tables."""
-        for pool in self.numbers:
-            pages = lock.pages[pool]
-            lease._page_tables[pool][: len(pages)] = pages
+        rows, row = self.rows, lease.row
+        for pool, pages in enumerate(lock.pages):
+            rows.page_tables[pool, row, : len(pages)] = pages
             present = np.flatnonzero(pages != NO_PAGE)
             first = int(present[0]) if len(present) else 0
-            lease._frontiers[pool] = max(lease._frontiers[pool], first)
+            rows.frontiers[pool, row] = max(rows.frontiers[pool, row], first)
         lease._prefix_lock = lock
-        lease._cache_protected_len = lock.num_pages * self.page_size
+        rows.protected[row] = lock.num_pages * self.page_size
 
     def promise(self, lease: Lease, tokens: int, promises: Sequence[int]) -> None:
         """Promise a lease `tokens` tokens, and for them so many pages of each pool."""
-        lease._promised_tokens = tokens
+        self.rows.promised_tokens[lease.row] = tokens
+        self.promise_more(lease, promises)
+
+    def promise_more(self, lease: Lease, promises: Sequence[int]) -> None:
+        """Promise a lease so many further pages of each pool."""
+        self.rows.promised_pages[:, lease.row] += np.asarray(promises)
         for pool, pages in enumerate(promises):
-            lease._promised_pages[pool] = pages
             self.promised[pool] += pages
 
-    def promise_again(self, lease: Lease, pool: int, freed: int) -> None:
-        """Promise a lease what it has just let go of, as far as it may still grow."""
-        to_come = self.pages_for(lease._promised_tokens) - lease.num_pages
-        again = min(freed, to_come - lease._promised_pages[pool])
-        if again > 0:
-            lease._promised_pages[pool] += again
-            self.promised[pool] += again
+    def promise_again(self, pool: int, rows: Ints, freed: Ints) -> None:
+        """Promise each row what it has just let go of, as far as its lease may still grow."""
+        promised = self.rows.promised_pages[pool]
+        most = self.pages_for(self.rows.promised_tokens[rows])
+        to_come = most - self.pages_for(self.rows.allocated[rows]) - promised[rows]
+        again = np.maximum(np.minimum(freed, to_come), 0)
+        promised[rows] += again
+        self.promised[pool] += int(again.sum())
 
     def break_promise(self, lease: Lease) -> None:
         """It will not grow any more."""
-        for pool in self.numbers:
-            self.promised[pool] -= lease._promised_pages[pool]
-            lease._promised_pages[pool] = 0
-        lease._promised_tokens = 0
+        for pool, pages in enumerate(self.rows.promised_pages[:, lease.row].tolist()):
+            self.promised[pool] -= pages
+        self.rows.promised_pages[:, lease.row] = 0
+        self.rows.promised_tokens[lease.row] = 0
 
     # Moves between owners
 
@@ -181,10 +189,8 @@ class Books:
         self.held[pool] += wanted
         return self.accounts[pool].take_each(shares)
 
-    def free(self, pool: int, leaving: Sequence[tuple[str, Pages]]) -> None:
-        """Take pages from leases, by holder, that nothing reads or writes any more."""
-        shares = [(holder, len(pages)) for holder, pages in leaving]
-        pages = np.concatenate([pages for _, pages in leaving])
+    def free(self, pool: int, shares: Shares, pages: Pages) -> None:
+        """Take pages from leases that nothing reads or writes any more."""
         self.accounts[pool].move_each(shares, pages, Owner.LEASE, Owner.FREE)
         self.held[pool] -= len(pages)
 
@@ -259,6 +265,4 @@ class Books:
         if lock is not None:
             self.unlock(lock)
         if row is not None:
-            for table in self.page_tables:
-                table[row] = NO_PAGE
             self.free_rows.append(row)

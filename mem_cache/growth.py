@@ -1,63 +1,60 @@
-"""What changes a lease's lengths: grow, commit, slide, trim. The contracts are `Ledger`'s."""
+"""What changes a lease's lengths: grow, commit, slide, trim. The contracts are `Ledger`'s.
+
+Everything is done for many leases at once: the arrays have one entry a lease.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvrelay.mem_cache.account import Pages
+import numpy as np
+
 from kvrelay.mem_cache.books import Books
 from kvrelay.mem_cache.errors import LedgerError
 from kvrelay.mem_cache.fence import Fence
-from kvrelay.mem_cache.lease import Lease, LeaseState
+from kvrelay.mem_cache.lease import Lease, LeaseState, rows_of
 from kvrelay.mem_cache.prefix_index import NO_PAGE
+from kvrelay.mem_cache.rows import Ints, ranges
 
-# Looked up once: to find a member in an enum takes longer than the rest of a loop's turn.
-_OPEN = LeaseState.OPEN
+_OPEN = LeaseState.OPEN.value
 
 
-def grow_all(books: Books, leases: Sequence[Lease], tokens: Sequence[int]) -> bool:
+def grow_all(books: Books, leases: Sequence[Lease], tokens: Sequence[int] | Ints) -> bool:
     """See `Ledger.grow_all`."""
-    size = books.page_size
-    growing = []
-    for lease, goal in zip(leases, tokens, strict=True):
-        if lease._state is not _OPEN:
-            lease.check_open("growth")
-        first, last = -(-lease._kv_allocated_len // size), -(-goal // size)
-        if last > first:
-            growing.append((lease, first, last))
-    if growing and not _grow_pages(books, growing):
-        return False
-    for lease, goal in zip(leases, tokens, strict=True):
-        if goal > lease._kv_allocated_len:
-            lease._kv_allocated_len = goal
+    rows = _open_rows(books, leases, "growth")
+    goals, allocated = _each(tokens, leases), books.rows.allocated[rows]
+    first, last = books.pages_for(allocated), books.pages_for(goals)
+    growing = np.flatnonzero(last > first)
+    if len(growing):
+        holders = [leases[one].holder for one in growing.tolist()]
+        if not _grow_pages(books, holders, rows[growing], first[growing], last[growing]):
+            return False
+    books.rows.allocated[rows] = np.maximum(goals, allocated)
     return True
 
 
-def commit_all(leases: Sequence[Lease], tokens: Sequence[int]) -> None:
+def commit_all(books: Books, leases: Sequence[Lease], tokens: Sequence[int] | Ints) -> None:
     """See `Ledger.commit_all`."""
-    for lease, goal in zip(leases, tokens, strict=True):
-        if lease._state is not _OPEN:
-            lease.check_open("commit")
-        if not lease._kv_committed_len <= goal <= lease._kv_allocated_len:
-            raise LedgerError(f"commit of {goal} tokens to {lease!r}")
-        lease._kv_committed_len = goal
+    rows = _open_rows(books, leases, "commit")
+    goals = _each(tokens, leases)
+    wrong = (goals < books.rows.committed[rows]) | (goals > books.rows.allocated[rows])
+    for one in np.flatnonzero(wrong).tolist():
+        raise LedgerError(f"commit of {goals[one]} tokens to {leases[one]!r}")
+    books.rows.committed[rows] = goals
 
 
-def slide_all(books: Books, leases: Sequence[Lease], positions: Sequence[int]) -> None:
+def slide_all(books: Books, leases: Sequence[Lease], positions: Sequence[int] | Ints) -> None:
     """See `Ledger.slide`."""
     for pool, shape in enumerate(books.pools):
         if shape.window is None:
             continue
+        rows = _open_rows(books, leases, "sliding")
         behind = books.pages_for(shape.window - 1)
-        leaving = []
-        for lease, position in zip(leases, positions, strict=True):
-            if lease._state is not _OPEN:
-                lease.check_open("sliding")
-            frontier = position // books.page_size - behind
-            if frontier > lease._frontiers[pool]:
-                leaving.append((lease.holder, _slide_pool(books, lease, pool, frontier)))
-        if leaving:
-            books.free(pool, leaving)
+        frontiers = _each(positions, leases) // books.page_size - behind
+        moving = np.flatnonzero(frontiers > books.rows.frontiers[pool, rows])
+        if len(moving):
+            holders = [leases[one].holder for one in moving.tolist()]
+            _slide_pool(books, pool, holders, rows[moving], frontiers[moving])
 
 
 def trim(books: Books, lease: Lease, tokens: int, pending: Sequence[Fence]) -> None:
@@ -65,64 +62,66 @@ def trim(books: Books, lease: Lease, tokens: int, pending: Sequence[Fence]) -> N
     lease.check_open("trimming")
     if tokens < lease.cache_protected_len:
         raise LedgerError(f"trim of {lease!r} to {tokens} tokens")
-    kept = books.pages_for(tokens)
+    kept, last, row = books.pages_for(tokens), lease.num_pages, lease.row
     tails = []
-    for pool, table in enumerate(lease._page_tables):
-        first = max(kept, lease._frontiers[pool])
-        tails.append(table[first : lease.num_pages].copy())
-        table[first : lease.num_pages] = NO_PAGE
-    lease._kv_allocated_len = min(lease._kv_allocated_len, kept * books.page_size)
-    lease._kv_committed_len = min(lease._kv_committed_len, tokens)
+    for table, first in zip(books.rows.page_tables[:, row], lease.first_pages, strict=True):
+        tail = slice(max(kept, first), last)
+        tails.append(table[tail].copy())
+        table[tail] = NO_PAGE
+    books.rows.allocated[row] = min(lease.kv_allocated_len, kept * books.page_size)
+    books.rows.committed[row] = min(lease.kv_committed_len, tokens)
     books.let_go(lease.holder, tails, pending)
     if not pending:
-        for pool, tail in enumerate(tails):
-            books.promise_again(lease, pool, len(tail))
+        for pool, pages in enumerate(tails):
+            books.promise_again(pool, np.array([row]), np.array([len(pages)]))
 
 
-def _grow_pages(books: Books, growing: Sequence[tuple[Lease, int, int]]) -> bool:
-    """Give each lease the pages ``[first, last)`` of its table, in every pool, or none."""
-    if any(last > books.row_pages for _, _, last in growing):
+def _open_rows(books: Books, leases: Sequence[Lease], action: str) -> Ints:
+    rows = rows_of(leases)
+    if np.count_nonzero(books.rows.states[rows] != _OPEN):
+        for lease in leases:
+            lease.check_open(action)
+    return rows
+
+
+def _each(numbers: Sequence[int] | Ints, leases: Sequence[Lease]) -> Ints:
+    """One number for each lease."""
+    if len(numbers) != len(leases):
+        raise LedgerError(f"{len(numbers)} numbers for {len(leases)} leases")
+    return np.asarray(numbers, np.int64)
+
+
+def _grow_pages(books: Books, holders: list[str], rows: Ints, first: Ints, last: Ints) -> bool:
+    """Give each row the pages ``[first, last)`` of its tables, in every pool, or none."""
+    if last.max() > books.rows.row_pages:
         return False
-    plans = [_missing(pool, growing) for pool in books.numbers]
-    for pool, plan in enumerate(plans):
-        if books.unpromised(pool) < sum([missing - kept for _, _, missing, kept in plan]):
+    plans = []
+    for pool in books.numbers:
+        start = np.maximum(first, books.rows.frontiers[pool, rows])
+        missing = np.maximum(last - start, 0)
+        promised = np.minimum(missing, books.rows.promised_pages[pool, rows])
+        if books.unpromised(pool) < missing.sum() - promised.sum():
             return False
-    for pool, plan in enumerate(plans):
-        _take_missing(books, pool, plan)
+        plans.append((start, missing, promised))
+    for pool, (start, missing, promised) in enumerate(plans):
+        pages = books.take(pool, list(zip(holders, missing.tolist(), strict=True)))
+        books.rows.page_tables[pool, np.repeat(rows, missing), ranges(start, missing)] = pages
+        books.rows.promised_pages[pool, rows] -= promised
+        books.promised[pool] -= int(promised.sum())
     return True
 
 
-def _missing(
-    pool: int, growing: Sequence[tuple[Lease, int, int]]
-) -> list[tuple[Lease, int, int, int]]:
-    """For each lease that has not all of its pages: the first, how many, how many promised."""
-    plan = []
-    for lease, first, last in growing:
-        start = max(first, lease._frontiers[pool])
-        if start < last:
-            kept = min(last - start, lease._promised_pages[pool])
-            plan.append((lease, start, last - start, kept))
-    return plan
-
-
-def _take_missing(books: Books, pool: int, plan: Sequence[tuple[Lease, int, int, int]]) -> None:
-    """Carry out a plan of `_missing`; there must be as many pages."""
-    pages = books.take(pool, [(lease.holder, missing) for lease, _, missing, _ in plan])
-    books.promised[pool] -= sum([kept for _, _, _, kept in plan])
-    taken = 0
-    for lease, start, missing, kept in plan:
-        table = lease._page_tables[pool]
-        table[start : start + missing] = pages[taken : taken + missing]
-        taken += missing
-        lease._promised_pages[pool] -= kept
-
-
-def _slide_pool(books: Books, lease: Lease, pool: int, frontier: int) -> Pages:
-    """Advance a lease's frontier; returns the pages that it owned before it."""
-    before, end = lease._frontiers[pool], lease.num_pages
-    table, last = lease._page_tables[pool], min(frontier, end)
-    leaving: Pages = table[max(before, lease.num_protected_pages) : last].copy()
-    table[before:last] = NO_PAGE
-    lease._frontiers[pool] = frontier
-    books.promise_again(lease, pool, len(leaving))
-    return leaving
+def _slide_pool(books: Books, pool: int, holders: list[str], rows: Ints, frontiers: Ints) -> None:
+    """Advance the rows' frontiers, and free what they owned before them."""
+    known, table = books.rows, books.rows.page_tables[pool]
+    before, owned = known.frontiers[pool, rows], known.protected[rows] // books.page_size
+    last = np.minimum(frontiers, books.pages_for(known.allocated[rows]))
+    first = np.maximum(before, owned)
+    known.frontiers[pool, rows] = frontiers
+    lent = np.maximum(np.minimum(first, last) - before, 0)
+    table[np.repeat(rows, lent), ranges(before, lent)] = NO_PAGE
+    leaving = np.maximum(last - first, 0)
+    where = np.repeat(rows, leaving), ranges(first, leaving)
+    books.free(pool, list(zip(holders, leaving.tolist(), strict=True)), table[where])
+    table[where] = NO_PAGE
+    books.promise_again(pool, rows, leaving)

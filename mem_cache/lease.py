@@ -18,7 +18,7 @@ forward will look at again have left: it holds none before its frontier.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from enum import Enum, auto
+from enum import IntEnum, auto
 from typing import Final
 
 import numpy as np
@@ -27,19 +27,20 @@ from kvrelay.mem_cache.account import NO_PAGES, Pages
 from kvrelay.mem_cache.errors import LedgerError
 from kvrelay.mem_cache.fence import Fence
 from kvrelay.mem_cache.prefix_index import PrefixLock
+from kvrelay.mem_cache.rows import Ints, Rows
 
 
-class LeaseState(Enum):
+class LeaseState(IntEnum):
     """Where a lease is in its life."""
 
+    RELEASED = 0
+    """Holds nothing any more."""
     OPEN = auto()
     """A request has it: it may grow and commit."""
     SAVED = auto()
     """A session has it between two turns; its next turn borrows it. See `session.Sessions`."""
     CLOSED = auto()
     """Its end is decided: it may only be released."""
-    RELEASED = auto()
-    """Holds nothing any more."""
 
 
 TRANSITIONS: Final = {
@@ -53,24 +54,21 @@ TRANSITIONS: Final = {
 ``give_back`` end it."""
 
 
+_STATES: Final = tuple(sorted(LeaseState))
+
+
 class Lease:
     """One request's hold on a row and on pages. Made by `Ledger.open`.
 
-    Only the ledger writes the underscored fields: `books.py` and what works on it.
+    Its lengths are in the ledger's `Rows`, and all 0 once it is released. Only
+    the ledger writes anything of it: `books.py` and what works on it.
     """
 
     __slots__ = (
-        "_cache_protected_len",
         "_fences",
-        "_frontiers",
-        "_kv_allocated_len",
-        "_kv_committed_len",
-        "_page_tables",
         "_prefix_lock",
-        "_promised_pages",
-        "_promised_tokens",
+        "_rows",
         "_set_aside",
-        "_state",
         "holder",
         "namespace",
         "page_size",
@@ -81,7 +79,7 @@ class Lease:
         self,
         holder: str,
         row: int,
-        page_tables: Sequence[Pages],
+        rows: Rows,
         page_size: int,
         namespace: str,
     ) -> None:
@@ -89,70 +87,75 @@ class Lease:
         self.row = row
         self.page_size = page_size
         self.namespace = namespace
-        self._page_tables = page_tables
-        self._frontiers = [0] * len(page_tables)
-        self._promised_tokens = 0
-        self._promised_pages = [0] * len(page_tables)
+        """-1 once it is released."""
+        self._rows = rows
         self._prefix_lock: PrefixLock | None = None
-        self._set_aside: list[Pages] = [NO_PAGES for _ in page_tables]
+        self._set_aside: list[Pages] = [NO_PAGES for _ in rows.page_tables]
         self._fences: list[Fence] = []
-        self._state = LeaseState.OPEN
-        self._cache_protected_len = 0
-        self._kv_committed_len = 0
-        self._kv_allocated_len = 0
 
     @property
     def state(self) -> LeaseState:
         """Where the lease is in its life."""
-        return self._state
+        return _STATES[self._rows.states.item(self.row)]
 
     @property
     def cache_protected_len(self) -> int:
         """Tokens whose pages the prefix index owns; changed by `open` and `publish`."""
-        return self._cache_protected_len
+        return self._rows.protected.item(self.row)
 
     @property
     def kv_committed_len(self) -> int:
         """Tokens whose KV is written, or will be by a launched forward; raised by `commit`."""
-        return self._kv_committed_len
+        return self._rows.committed.item(self.row)
 
     @property
     def kv_allocated_len(self) -> int:
         """Tokens that the lease's pages were asked to hold; raised by `grow`."""
-        return self._kv_allocated_len
+        return self._rows.allocated.item(self.row)
+
+    @property
+    def promised_tokens(self) -> int:
+        """Tokens that it may surely grow to; none if a session has it."""
+        return self._rows.promised_tokens.item(self.row)
+
+    @property
+    def promised_pages(self) -> tuple[int, ...]:
+        """For each pool the pages that it may yet take of those that it was promised."""
+        return tuple(self._rows.promised_pages[:, self.row].tolist())
 
     @property
     def num_pages(self) -> int:
         """Pages in the table, the locked prefix and what has left a window pool included."""
-        return -(-self._kv_allocated_len // self.page_size)
+        return -(-self.kv_allocated_len // self.page_size)
 
     @property
     def num_protected_pages(self) -> int:
         """Pages at the table's start that the prefix index owns."""
-        return self._cache_protected_len // self.page_size
+        return self.cache_protected_len // self.page_size
 
     @property
     def first_pages(self) -> tuple[int, ...]:
         """For each pool the first page that the lease has there: 0 but in a window pool."""
-        return tuple(self._frontiers)
+        return tuple(self._rows.frontiers[:, self.row].tolist())
 
     def tables(self) -> list[list[int]]:
         """Each pool's page table, see `pages`."""
-        return [table[: self.num_pages].tolist() for table in self._page_tables]
+        tables: list[list[int]]
+        tables = self._rows.page_tables[:, self.row, : self.num_pages].tolist()
+        return tables
 
     def own_pages(self, pool: int = 0) -> Pages:
         """Pages of a pool that this lease owns, a copy: not those that the index lent it.
 
         A page that `Ledger.borrow` has set aside comes last.
         """
-        first = max(self._frontiers[pool], self.num_protected_pages)
-        return np.concatenate(
-            (self._page_tables[pool][first : self.num_pages], self._set_aside[pool])
-        )
+        first = max(self._rows.frontiers.item(pool, self.row), self.num_protected_pages)
+        table = self._rows.page_tables[pool, self.row]
+        return np.concatenate((table[first : self.num_pages], self._set_aside[pool]))
 
     def pages(self, pool: int = 0) -> Pages:
         """A pool's page table in token order, a copy; -1 where a page has left the window."""
-        return self._page_tables[pool][: self.num_pages].copy()
+        return self._rows.page_tables[pool, self.row, : self.num_pages].copy()
 
     def pending(self, others: Sequence[Fence]) -> list[Fence]:
         """`others`, and the forward that copies a page of this lease: see `Ledger.fork`."""
@@ -161,18 +164,23 @@ class Lease:
 
     def move_to(self, state: LeaseState) -> None:
         """Take one step of `TRANSITIONS`; any other raises `LedgerError`."""
-        if state not in TRANSITIONS[self._state]:
-            raise LedgerError(f"{self.holder}: its lease is {self._state.name}, not for {state}")
-        self._state = state
+        if state not in TRANSITIONS[self.state]:
+            raise LedgerError(f"{self.holder}: its lease is {self.state.name}, not for {state!r}")
+        self._rows.states[self.row] = state
 
     def check_open(self, action: str) -> None:
         """Raise `LedgerError` unless the lease is open."""
-        if self._state is not LeaseState.OPEN:
-            raise LedgerError(f"{action} of {self.holder}: its lease is {self._state.name}")
+        if self.state is not LeaseState.OPEN:
+            raise LedgerError(f"{action} of {self.holder}: its lease is {self.state.name}")
 
     def __repr__(self) -> str:
         return (
-            f"Lease({self.holder!r}, {self._state.name}, row={self.row}, "
-            f"protected={self._cache_protected_len}, committed={self._kv_committed_len}, "
-            f"allocated={self._kv_allocated_len})"
+            f"Lease({self.holder!r}, {self.state.name}, row={self.row}, "
+            f"protected={self.cache_protected_len}, committed={self.kv_committed_len}, "
+            f"allocated={self.kv_allocated_len})"
         )
+
+
+def rows_of(leases: Sequence[Lease]) -> Ints:
+    """Where `Rows` has each of them."""
+    return np.fromiter([lease.row for lease in leases], np.intp, len(leases))

@@ -17,9 +17,10 @@ from kvrelay.mem_cache.books import Books
 from kvrelay.mem_cache.counts import CacheCounts, PoolCounts, PoolShape, window_pages
 from kvrelay.mem_cache.errors import LedgerError
 from kvrelay.mem_cache.fence import Fence
-from kvrelay.mem_cache.lease import Lease, LeaseState
+from kvrelay.mem_cache.lease import Lease, LeaseState, rows_of
 from kvrelay.mem_cache.no_prefix_index import NoPrefixIndex
 from kvrelay.mem_cache.prefix_index import PrefixIndex, PrefixLock, TokenIds
+from kvrelay.mem_cache.rows import Ints
 from kvrelay.mem_cache.sharing import Fork
 
 __all__ = ["NO_TOKENS", "CacheCounts", "Ledger", "PoolCounts", "PoolShape", "window_pages"]
@@ -91,7 +92,7 @@ class Ledger:
     @property
     def max_lease_tokens(self) -> int:
         """The most tokens that one lease could ever hold."""
-        row = self._books.row_pages * self.page_size
+        row = self._books.rows.row_pages * self.page_size
         short = [
             pool.total_pages * self.page_size
             for number, pool in enumerate(self.pools)
@@ -122,7 +123,7 @@ class Ledger:
             leaving: pages of each pool that must be `unpromised` afterwards.
         """
         books = self._books
-        if self.pages_for(promised_tokens) > books.row_pages:
+        if self.pages_for(promised_tokens) > books.rows.row_pages:
             raise LedgerError(f"{holder}: a row cannot hold {promised_tokens} tokens")
         if not books.free_rows:
             return None
@@ -150,7 +151,7 @@ class Ledger:
         """
         return self.grow_all((lease,), (tokens,))
 
-    def grow_all(self, leases: Sequence[Lease], tokens: Sequence[int]) -> bool:
+    def grow_all(self, leases: Sequence[Lease], tokens: Sequence[int] | Ints) -> bool:
         """`grow` every lease to its number of tokens, or none of them."""
         return growth.grow_all(self._books, leases, tokens)
 
@@ -158,9 +159,13 @@ class Ledger:
         """Raise `kv_committed_len` to `tokens`: their KV is written, or a forward launched to."""
         self.commit_all((lease,), (tokens,))
 
-    def commit_all(self, leases: Sequence[Lease], tokens: Sequence[int]) -> None:
-        """`commit` to every lease its number of tokens."""
-        growth.commit_all(leases, tokens)
+    def commit_all(self, leases: Sequence[Lease], tokens: Sequence[int] | Ints) -> None:
+        """`commit` to every lease its number of tokens, or to none of them."""
+        growth.commit_all(self._books, leases, tokens)
+
+    def committed(self, leases: Sequence[Lease]) -> Ints:
+        """The `kv_committed_len` of each lease, a copy: quicker than one by one."""
+        return self._books.rows.committed[rows_of(leases)]
 
     def slide(self, lease: Lease, position: int) -> None:
         """Free the pages of window pools that no token from `position` on sees.
@@ -171,7 +176,7 @@ class Ledger:
         """
         self.slide_all((lease,), (position,))
 
-    def slide_all(self, leases: Sequence[Lease], positions: Sequence[int]) -> None:
+    def slide_all(self, leases: Sequence[Lease], positions: Sequence[int] | Ints) -> None:
         """`slide` every lease to its position."""
         growth.slide_all(self._books, leases, positions)
 
@@ -188,9 +193,9 @@ class Ledger:
 
         For each pool ``[len(leases), most pages of any]``.
         """
-        widest = self.pages_for(max([lease._kv_allocated_len for lease in leases]))
-        rows = np.array([lease.row for lease in leases])
-        return tuple(table[rows, :widest] for table in self._books.page_tables)
+        known, rows = self._books.rows, rows_of(leases)
+        widest = self.pages_for(int(known.allocated[rows].max()))
+        return tuple(table[rows, :widest] for table in known.page_tables)
 
     # Between leases and the prefix index
 
@@ -303,6 +308,7 @@ class Ledger:
         if lease.state is LeaseState.SAVED:
             self._books.hand(lease, Owner.SESSION, Owner.LEASE)
         lease.move_to(LeaseState.CLOSED)
+        self._books.break_promise(lease)
 
     def give_back(self, lease: Lease, pending: Sequence[Fence]) -> None:
         """Take every page that the lease still owns, its lock on the prefix, and its row last.

@@ -13,7 +13,7 @@ from kvrelay.mem_cache.books import Books
 from kvrelay.mem_cache.errors import LedgerError
 from kvrelay.mem_cache.fence import Fence
 from kvrelay.mem_cache.lease import Lease, LeaseState
-from kvrelay.mem_cache.prefix_index import NO_PAGE, TokenIds
+from kvrelay.mem_cache.prefix_index import NO_PAGE, PrefixLock, TokenIds
 
 
 class PageCopy(NamedTuple):
@@ -57,7 +57,7 @@ def fork(
     length, number = len(token_ids), len(holders)
     if length != lease.kv_committed_len or not books.can_go_back(lease, length):
         raise LedgerError(f"fork of {lease!r} after {length} tokens")
-    if not length <= promised_tokens <= books.row_pages * books.page_size:
+    if not length <= promised_tokens <= books.rows.row_pages * books.page_size:
         raise LedgerError(f"fork of {lease!r} with a promise of {promised_tokens} tokens")
     if len(books.free_rows) < number:
         return None
@@ -70,13 +70,13 @@ def fork(
     leases = [_child(books, lease, holder, promised_tokens, promises) for holder in holders]
     grown = growth.grow_all(books, leases, [length] * number)
     assert grown, "what was promised is not there"
-    growth.commit_all(leases, [length] * number)
+    growth.commit_all(books, leases, [length] * number)
     if length % books.page_size == 0:
         return Fork(tuple(leases), ())
     copies = [
-        PageCopy(pool, int(table[whole]), int(child._page_tables[pool][whole]))
+        PageCopy(pool, int(table[lease.row, whole]), int(table[child.row, whole]))
         for child in leases
-        for pool, table in enumerate(lease._page_tables)
+        for pool, table in enumerate(books.rows.page_tables)
     ]
     for one in (lease, *leases):
         one._fences.append(copied)
@@ -120,16 +120,16 @@ def _give(
     spared = spared or [0] * len(books.pools)
     if last <= before:
         return all(books.unpromised(pool) >= spared[pool] for pool in books.numbers)
-    # What is locked cannot be evicted any more, while the duplicates of it come back later, or
-    # are fewer: so it may be that others were promised room that would then be missing.
+    # What is locked cannot be evicted any more, while the duplicates of it come back later: so
+    # it may be that others were promised room that would then be missing.
     known = index.hold(whole, lease.namespace)
-    for pool, shape in enumerate(books.pools):
-        surely_back = not pending and shape.window is None
-        coming = max(0, known.num_pages - before) if surely_back else 0
-        if books.unpromised(pool) + coming < spared[pool]:
+    further = [_further_promise(books, lease, pool, last) for pool in books.numbers]
+    for pool in books.numbers:
+        coming = 0 if pending else _coming_back(books, lease, pool, last, known)
+        if books.unpromised(pool) + coming < further[pool] + spared[pool]:
             books.unlock(known)
             return False
-    offered = [table[:last].copy() for table in lease._page_tables]
+    offered = list(books.rows.page_tables[:, lease.row, :last].copy())
     inserted = (index.share if share else index.insert)(whole, offered, lease.namespace)
     if inserted.lock.num_pages < last:
         assert not any(map(len, inserted.taken)), "the index took what it does not lock"
@@ -143,6 +143,7 @@ def _give(
     books.give_to_index(lease, inserted.taken)
     old = lease._prefix_lock
     books.adopt(lease, inserted.lock)
+    books.promise_more(lease, further)
     if old is not None and not pending:
         books.unlock(old)
         old = None
@@ -150,3 +151,23 @@ def _give(
     books.cache_counts.duplicate_pages += sum(map(len, duplicates))
     books.let_go(lease.holder, duplicates, pending, lock=old)
     return True
+
+
+def _further_promise(books: Books, lease: Lease, pool: int, last: int) -> int:
+    """Pages that a lease must be promised besides if the index gets its first `last` pages.
+
+    In a window pool these would have come back to it as the window moves on;
+    the index has them from now on, and some of them locked.
+    """
+    own = lease.num_pages - max(last, lease.first_pages[pool])
+    to_come = books.pages_for(lease.promised_tokens) - lease.num_pages
+    most = books.most_pages(pool, lease.promised_tokens) - own
+    return max(0, min(to_come, most) - lease.promised_pages[pool])
+
+
+def _coming_back(books: Books, lease: Lease, pool: int, last: int, known: PrefixLock) -> int:
+    """Of the lease's pages before `last`: duplicates, and those that nobody will see."""
+    seen = min(books.frontier(pool, last * books.page_size), last - 1)
+    first = max(lease.num_protected_pages, lease.first_pages[pool])
+    theirs = known.pages[pool][first:] != NO_PAGE
+    return max(0, seen - first) + int(np.count_nonzero(theirs[max(0, seen - first) :]))

@@ -40,7 +40,7 @@ def borrow(
     for pool in books.numbers:
         most = books.most_pages(pool, promised_tokens)
         wanted = min(books.pages_for(promised_tokens) - kept, most)
-        coming = 0 if pending else max(0, lease.num_pages - max(kept, lease._frontiers[pool]))
+        coming = 0 if pending else max(0, lease.num_pages - max(kept, lease.first_pages[pool]))
         if books.unpromised(pool) + coming < wanted + fresh:
             return False
         promises.append(wanted)
@@ -61,24 +61,24 @@ def roll_back(books: Books, lease: Lease, prefix_len: int, pending: Sequence[Fen
         raise LedgerError(f"{lease!r} cannot go back to {prefix_len} tokens")
     boundary = prefix_len // books.page_size
     kept = [len(pages) > 0 for pages in lease._set_aside]
-    for pool, table in enumerate(lease._page_tables):
+    for pool, table in enumerate(books.rows.page_tables[:, lease.row]):
         if kept[pool]:
             old = lease._set_aside[pool]
             lease._set_aside[pool] = table[boundary : boundary + 1].copy()
             table[boundary] = old[0]
     _drop_set_aside(books, lease, pending)
     if any(kept):
-        lease._kv_allocated_len = max(lease._kv_allocated_len, prefix_len)
-        lease._kv_committed_len = max(lease._kv_committed_len, prefix_len)
+        for lengths in (books.rows.allocated, books.rows.committed):
+            lengths[lease.row] = max(lengths[lease.row], prefix_len)
     growth.trim(books, lease, prefix_len, pending)
 
 
 def _replace_boundary(books: Books, lease: Lease, page: int) -> None:
     """Put a fresh page in the place of a page of the table, which is kept."""
-    for pool, table in enumerate(lease._page_tables):
+    for pool, table in enumerate(books.rows.page_tables[:, lease.row]):
         lease._set_aside[pool] = table[page : page + 1].copy()
         table[page] = books.take(pool, [(lease.holder, 1)])[0]
-    lease._kv_committed_len = page * books.page_size
+    books.rows.committed[lease.row] = page * books.page_size
 
 
 def _drop_set_aside(books: Books, lease: Lease, pending: Sequence[Fence]) -> None:

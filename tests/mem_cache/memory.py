@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from kvrelay.mem_cache.account import Owner
 from kvrelay.mem_cache.fence import Fence, StepClock, StepFence
 from kvrelay.mem_cache.lease import Lease, LeaseState
 from kvrelay.mem_cache.ledger import Ledger, PoolShape
@@ -238,9 +239,10 @@ class Memory:
             self.contents[pool][target] = self.contents[pool][source]
         self._write(forward)
         self.steps.settle()
-        self._settled(forward.holder, forward.life, forward.end)
+        if not forward.forked:
+            self._settled(forward.holder, forward.life, forward.end)
         for child, (life, end) in forward.forked.items():
-            self._settled(child, life, end)
+            self._settled(child, life, max(child.settled, end))
 
     def _settled(self, holder: Holder, life: str, end: int) -> None:
         if holder.lease.state is LeaseState.OPEN and life == holder.lease.holder:
@@ -276,6 +278,8 @@ class Memory:
         for flight in self.others:
             if flight.reads:
                 self.check_reads(flight)
+        for flight in [*self.forwards, *self.others]:
+            self.check_not_free(flight)
         unwritten: dict[Holder, int] = {}
         for forward in self.forwards:
             for child in forward.forked:
@@ -302,6 +306,15 @@ class Memory:
             assert not wrong.any(), (
                 f"token {at[wrong][0]} of {flight.holder.lease!r} is not its own"
             )
+
+    def check_not_free(self, flight: InFlight) -> None:
+        """Nobody can be given the pages that `flight` copies or has yet to write."""
+        for pool, table in enumerate(flight.tables):
+            written = slice(flight.start // self.page_size, -(-flight.end // self.page_size))
+            pages = [page for copy in flight.copies if copy.pool == pool for page in copy[1:]]
+            pages += [page for page in table[written].tolist() if page >= 0]
+            owners = self.ledger._books.accounts[pool].owner_of[pages]
+            assert (owners != Owner.FREE).all(), f"of {pages} some are free, {flight.life} runs"
 
     def drain(self) -> None:
         """End everything; then nothing may be left but what the index keeps."""

@@ -169,7 +169,7 @@ def test_audit_names_a_lost_page_and_its_history():
     assert lease is not None
     assert ledger.grow(lease, 4)
     page = int(lease.pages()[0])
-    lease._kv_allocated_len = 0
+    ledger._books.rows.allocated[lease.row] = 0
     with pytest.raises(ConservationError, match=rf"page {page} has 0 owners: culprit: FREE to"):
         ledger.audit_pages()
 

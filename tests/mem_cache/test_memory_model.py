@@ -87,7 +87,7 @@ class MemoryMachine(RuleBasedStateMachine):
             return
         if lease.kv_committed_len + count > self.longest:
             return
-        promised = lease.kv_committed_len + count <= lease._promised_tokens
+        promised = lease.kv_committed_len + count <= lease.promised_tokens
         computed = self.memory.compute(holder, count)
         assert computed or not promised, "a promise was broken"
 
@@ -100,7 +100,7 @@ class MemoryMachine(RuleBasedStateMachine):
             return
         while self.memory.forwards:
             self.memory.settle()
-        self.run_to(holder, holder.lease._promised_tokens)
+        self.run_to(holder, holder.lease.promised_tokens)
         if publish:
             self.memory.publish(holder)
 
@@ -118,7 +118,7 @@ class MemoryMachine(RuleBasedStateMachine):
         lease = holder.lease
         if holder.last_step or holder.transfers or holder.settled != lease.kv_committed_len:
             return
-        room = lease._promised_tokens - lease.kv_committed_len
+        room = lease.promised_tokens - lease.kv_committed_len
         if room > 0:
             assert self.memory.pull(holder, max(1, int(room * share))), "a promise was broken"
 
@@ -137,7 +137,7 @@ class MemoryMachine(RuleBasedStateMachine):
             return
         while self.memory.forwards:
             self.memory.settle()
-        prompt = max(lease.kv_committed_len, int(share * lease._promised_tokens))
+        prompt = max(lease.kv_committed_len, int(share * lease.promised_tokens))
         self.run_to(holder, prompt)
         before = self.memory.ledger.counts()
         state = [lease.cache_protected_len, lease.tables()]
