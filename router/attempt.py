@@ -1,12 +1,15 @@
-"""One try at a request: the prefill worker and the decode worker that it runs on."""
+"""One try at some choices of a request, on the workers that it was placed on."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
+from collections.abc import Iterator, Set
+from typing import Protocol
 
 from kvrelay.router.discovery import WorkerEndpoint, WorkerRole
 from kvrelay.router.errors import InternalFailure, Unavailable
-from kvrelay.router.fleet import Pair
+from kvrelay.router.fleet import Placement
 from kvrelay.router.generation import Submission
 from kvrelay.router.live_request import LiveRequest
 from kvrelay.router.worker_output import EndReason, WorkerEnd, WorkerOutput
@@ -16,72 +19,151 @@ _log = logging.getLogger(__name__)
 _COMPLETING = {EndReason.STOP, EndReason.LENGTH}
 
 
+class Keeper(Protocol):
+    """Whoever made an attempt, and makes others where it ends early."""
+
+    def retracted(self, choice: int, detail: str) -> None:
+        """The choice gave its memory to others; it is no part of the attempt any more."""
+        ...
+
+    def failed(self, choices: Set[int], error: Unavailable, suspects: Set[str]) -> None:
+        """The attempt is over, and these choices, at least one, had not ended.
+
+        The cause is one of the suspects, which are incarnations of workers.
+        """
+        ...
+
+    def stale(self) -> None:
+        """Tokens came for a choice that is no part of the attempt any more; they were dropped."""
+        ...
+
+
 class Attempt:
-    """Carries what two workers say of one attempt to its request.
+    """Carries what the workers say of one attempt to its request.
 
-    ======== =========== ==========================================
-    from     end         means
-    ======== =========== ==========================================
-    either   stop,       the request is complete once every token
-             length      before the end is here
-    prefill  handed over the decode side goes on
-    decode   aborted     prefill has the say: it may have completed
-                         the request and ended the hand-over, and
-                         its word is still on the way
-    either   aborted,    else the request fails
-             failed
-    ======== =========== ==========================================
+    For each choice:
 
-    A request that has its outcome ignores the rest.
+    ========== =========== ==========================================
+    from       end         means
+    ========== =========== ==========================================
+    any        stop,       the choice is complete once every token
+               length      before the end is here
+    prefill    handed over the decode side goes on
+    decode     retracted   another attempt is to go on, once prefill
+                           has had its word: its first token is kept
+    decode     aborted     prefill has the say: it may have completed
+                           the choice and ended the hand-over, and
+                           its word is still on the way
+    any        aborted,    else the attempt is over, for every choice
+               failed
+    ========== =========== ==========================================
+
+    An aggregated worker is a decode worker whose prefill has had its word. A
+    request that has its outcome ignores the rest.
     """
 
-    def __init__(self, submission: Submission, pair: Pair, live: LiveRequest) -> None:
+    def __init__(
+        self, submission: Submission, placement: Placement, live: LiveRequest, keeper: Keeper
+    ) -> None:
+        self._placement = placement
         self._submission = submission
-        self._pair = pair
         self._live = live
-        self._handed_over = False
-        self._decode_gave_up: WorkerEnd | None = None
+        self._keeper = keeper
+        self._open = set(submission.choices)
+        self._awaits_prefill = set(submission.choices if placement.prefill else ())
+        self._decode_gave_up: dict[int, WorkerEnd] = {}
+
+    @property
+    def over(self) -> bool:
+        """None of its choices is worked on any more."""
+        return not self._open
 
     def submit(self) -> None:
-        """Sends it to both workers."""
-        self._pair.decode.submit(self._submission, self, prefill=self._pair.prefill.endpoint)
-        self._pair.prefill.submit(self._submission, self)
+        """Sends it to its workers."""
+        decode, prefill = self._placement.decode, self._placement.prefill
+        if prefill is None:
+            decode.submit(self._submission, self)
+        else:
+            decode.submit(self._submission, self, prefill=prefill.endpoint)
+            prefill.submit(self._submission, self)
 
     def release(self) -> None:
         """Cancels it wherever it has not ended."""
-        for link in (self._pair.prefill, self._pair.decode):
+        self._open.clear()
+        for link in self._placement.links:
             link.cancel(self._submission.request_id, self._submission.attempt)
 
     def on_output(self, role: WorkerRole, output: WorkerOutput) -> None:
-        """See `Listener`. Whatever goes wrong here fails this request and no other."""
+        """See `Listener`."""
         if self._live.outcome is not None:
             return
-        try:
-            self._take(role, output)
-        except Exception as error:
-            _log.exception("output of request %s", output.request_id)
-            self._live.fail(InternalFailure(f"router: {error}"))
+        with self._failing_alone():
+            if output.choice in self._open:
+                self._take(role, output)
+            elif output.tokens:
+                self._keeper.stale()
 
     def on_lost(self, endpoint: WorkerEndpoint, detail: str) -> None:
         """See `Listener`."""
-        self._live.fail(Unavailable(f"worker {endpoint.worker} was lost: {detail}"))
+        lost = Unavailable(f"worker {endpoint.worker} was lost: {detail}")
+        with self._failing_alone():
+            self._fail(lost, {endpoint.incarnation})
+
+    @contextlib.contextmanager
+    def _failing_alone(self) -> Iterator[None]:
+        """Whatever goes wrong within fails this request and no other."""
+        try:
+            yield
+        except Exception as error:
+            _log.exception("request %s", self._submission.request_id)
+            self._live.fail(InternalFailure(f"router: {error}"))
 
     def _take(self, role: WorkerRole, output: WorkerOutput) -> None:
-        end = output.end
+        choice, end = output.choice, output.end
         self._live.take(output, end if end and end.reason in _COMPLETING else None)
-        if end is None:
-            return
-        if end.reason is EndReason.HANDED_OVER:
-            self._handed_over = True
-        elif end.reason is EndReason.ABORTED and role is WorkerRole.DECODE:
-            self._decode_gave_up = end
-        elif end.reason not in _COMPLETING:
-            self._fail(role, end)
-        if self._handed_over and self._decode_gave_up:
-            self._fail(WorkerRole.DECODE, self._decode_gave_up)
+        if self._live.choices[choice].ended is not None:
+            self._leave(choice)
+        elif end is not None:
+            self._take_end(role, choice, end)
 
-    def _fail(self, role: WorkerRole, end: WorkerEnd) -> None:
-        link = self._pair.prefill if role is WorkerRole.PREFILL else self._pair.decode
-        text = f"{link.endpoint.worker}: {end.error or end.reason}"
-        retryable = end.retryable or end.reason is EndReason.ABORTED
-        self._live.fail(Unavailable(text) if retryable else InternalFailure(text))
+    def _take_end(self, role: WorkerRole, choice: int, end: WorkerEnd) -> None:
+        if role is WorkerRole.PREFILL:
+            self._awaits_prefill.discard(choice)
+        elif end.reason in (EndReason.ABORTED, EndReason.RETRACTED):
+            self._decode_gave_up[choice] = end
+        gave_up = self._decode_gave_up.get(choice)
+        if end.reason is EndReason.FAILED or (
+            end.reason is EndReason.ABORTED and role is WorkerRole.PREFILL
+        ):
+            self._fail_by(role, end)
+        elif gave_up is not None and choice not in self._awaits_prefill:
+            if gave_up.reason is EndReason.RETRACTED:
+                self._leave(choice)
+                self._keeper.retracted(choice, self._say(WorkerRole.DECODE, gave_up))
+            else:
+                self._fail_by(WorkerRole.DECODE, gave_up)
+
+    def _leave(self, choice: int) -> None:
+        """The choice is no part of the attempt any more; without any, neither are the workers."""
+        self._open.discard(choice)
+        if not self._open:
+            self.release()
+
+    def _fail_by(self, role: WorkerRole, end: WorkerEnd) -> None:
+        text = self._say(role, end)
+        if end.retryable or end.reason is EndReason.ABORTED:
+            suspects = {link.endpoint.incarnation for link in self._placement.links}
+            self._fail(Unavailable(text), suspects)
+        else:
+            self._live.fail(InternalFailure(text))
+
+    def _fail(self, error: Unavailable, suspects: Set[str]) -> None:
+        choices = frozenset(self._open)
+        self.release()
+        if choices and self._live.outcome is None:
+            self._keeper.failed(choices, error, suspects)
+
+    def _say(self, role: WorkerRole, end: WorkerEnd) -> str:
+        prefill = self._placement.prefill
+        link = prefill if prefill and role is WorkerRole.PREFILL else self._placement.decode
+        return f"{link.endpoint.worker}: {end.error or end.reason}"

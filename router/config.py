@@ -28,5 +28,9 @@ class RouterConfig:
     """That hint."""
     max_message_bytes: int = 16 << 20
     """Of one message from a client."""
+    max_attempts: int = 3
+    """How often an output may fail, because a worker is lost, say, until its request does."""
+    failover_wait_seconds: float = 60.0
+    """How long such a request waits for a worker to go on with."""
     shutdown_grace_seconds: float = 5.0
     """How long `stop` lets live requests go on before it ends them."""

@@ -8,7 +8,7 @@ from enum import StrEnum
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Log-probabilities at one position of the output."""
+    """Log-probabilities at one position of the output, or of the prompt."""
 
     token_id: int
     logprob: float
@@ -46,9 +46,18 @@ class PhaseTimings:
             decode=max(self.decode, other.decode),
         )
 
+    def plus(self, other: PhaseTimings) -> PhaseTimings:
+        """Each phase of one attempt, and of another after it."""
+        return PhaseTimings(
+            queue=self.queue + other.queue,
+            prefill=self.prefill + other.prefill,
+            transfer=self.transfer + other.transfer,
+            decode=self.decode + other.decode,
+        )
+
 
 class FinishReason(StrEnum):
-    """Why a request is complete; also its value of the `outcome` metric label."""
+    """Why a choice is complete; a request's `outcome` metric label is that of its first."""
 
     STOP = "stop"
     """End of sequence, a stop token or a stop string."""
@@ -60,23 +69,34 @@ class FinishReason(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """Tokens that came since the last delta, and text that is safe to show."""
+    """Tokens of a choice that came since its last delta, and text that is safe to show."""
 
     index: int
     """Position of the first token in the output."""
     tokens: tuple[Token, ...]
     text: str
+    choice: int = 0
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    """Of the prompt's tokens but the first; on the first delta of all alone."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChoiceEnd:
+    """Why a choice is complete."""
+
+    finish_reason: FinishReason
+    matched: int | str | None
+    """The token id or the string that stopped it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Completion:
     """The last event of a request that did not fail."""
 
-    finish_reason: FinishReason
-    matched: int | str | None
-    """The token id or the string that stopped it."""
+    choices: tuple[ChoiceEnd, ...]
     prompt_tokens: int
     completion_tokens: int
+    """Of all choices together."""
     cached_tokens: int
     timings: PhaseTimings
     seed: int

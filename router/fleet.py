@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from dataclasses import dataclass
 
 from kvrelay.router.discovery import Discovery, WorkerEndpoint, WorkerRole
 from kvrelay.router.errors import Unavailable
-from kvrelay.router.generation import GenerationRequest
 from kvrelay.router.limits import Limits
 from kvrelay.router.news import News
 from kvrelay.router.placement import Candidate, choose_decode, choose_prefill
@@ -16,11 +15,18 @@ from kvrelay.router.worker_link import WorkerLink
 
 
 @dataclass(frozen=True, slots=True)
-class Pair:
-    """The two workers that a request goes to."""
+class Placement:
+    """The workers that serve one attempt."""
 
-    prefill: WorkerLink
     decode: WorkerLink
+    """Generates the output."""
+    prefill: WorkerLink | None
+    """Computes the input and hands it over; None: the other one does both."""
+
+    @property
+    def links(self) -> tuple[WorkerLink, ...]:
+        """All of them."""
+        return (self.decode,) if self.prefill is None else (self.decode, self.prefill)
 
 
 class Fleet:
@@ -63,16 +69,24 @@ class Fleet:
         """What the listed workers can take; raises `Unavailable` if a role is missing."""
         return Limits.of(self.endpoints)
 
-    def place(self, request: GenerationRequest) -> Pair:
-        """The workers for a request; raises `Unavailable` if none that could hold it is ready."""
-        prefill_links = self._ready_links(WorkerRole.PREFILL)
-        decode_links = self._ready_links(WorkerRole.DECODE)
-        prefill = choose_prefill(prefill_links, len(request.input_ids))
-        decode = choose_decode(decode_links, request.total_tokens)
+    def place(
+        self, input_tokens: int, total_tokens: int, suspects: Set[str] = frozenset()
+    ) -> Placement:
+        """The workers for an attempt; raises `Unavailable` if none that could hold it is ready.
+
+        Args:
+            input_tokens: to be computed before the first output.
+            total_tokens: with all the output that there can be.
+            suspects: incarnations that are taken only if there is nobody else.
+        """
+        prefill_links = self._ready_links(WorkerRole.PREFILL, suspects)
+        decode_links = self._ready_links(WorkerRole.DECODE, suspects)
+        prefill = choose_prefill(prefill_links, input_tokens)
+        decode = choose_decode(decode_links, total_tokens)
         if prefill is None or decode is None:
             role = WorkerRole.PREFILL if prefill is None else WorkerRole.DECODE
             raise Unavailable(f"no {role} worker that could hold the request is ready")
-        return Pair(prefill_links[prefill], decode_links[decode])
+        return Placement(decode_links[decode], prefill_links[prefill])
 
     async def run(self) -> None:
         """Follows discovery until cancelled; then every link is closed."""
@@ -99,6 +113,11 @@ class Fleet:
         self._closing.add(task)
         task.add_done_callback(self._closing.discard)
 
-    def _ready_links(self, role: WorkerRole) -> dict[Candidate, WorkerLink]:
-        links = (link for link in self._links.values() if link.endpoint.role is role)
-        return {link.candidate(): link for link in links if link.ready}
+    def _ready_links(
+        self, role: WorkerRole, suspects: Set[str] = frozenset()
+    ) -> dict[Candidate, WorkerLink]:
+        return {
+            link.candidate(suspect=incarnation in suspects): link
+            for incarnation, link in self._links.items()
+            if link.endpoint.role is role and link.ready
+        }

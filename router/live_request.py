@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Protocol
 
+from kvrelay.router.choice import Choice
 from kvrelay.router.errors import RequestError
-from kvrelay.router.events import Completion, Delta, Event, FinishReason, PhaseTimings, Token
+from kvrelay.router.events import (
+    Completion,
+    Delta,
+    Event,
+    FinishReason,
+    PhaseTimings,
+    TokenLogprobs,
+)
 from kvrelay.router.generation import GenerationRequest
-from kvrelay.router.merge import TokenMerge
 from kvrelay.router.metrics import Stopwatch
 from kvrelay.router.news import News
-from kvrelay.router.text import TextStream
-from kvrelay.router.worker_output import EndReason, WorkerEnd, WorkerOutput
-
-_FINISH_REASONS = {EndReason.STOP: FinishReason.STOP, EndReason.LENGTH: FinishReason.LENGTH}
+from kvrelay.router.worker_output import WorkerEnd, WorkerOutput
 
 
 class Release(Protocol):
@@ -27,15 +32,16 @@ class Release(Protocol):
 
 
 class LiveRequest:
-    """Makes one ordered stream of events from what the workers say, for any number of readers.
+    """Makes one stream of events from what the workers say, for any number of readers.
 
-    It has exactly one outcome, a completion or an error, which never changes
-    again; every way out is `_end`. Each reader sees all events from the first.
-    When the last reader leaves before the outcome, the outcome is an abort.
+    The stream is ordered in each choice. A request has exactly one outcome, a
+    completion or an error, which never changes again; every way out is `_end`.
+    Each reader sees all events from the first. When the last reader leaves
+    before the outcome, the outcome is an abort.
 
     Args:
         request: what was asked for.
-        text: renders its output.
+        choices: its outputs, in order.
         stopwatch: runs since it arrived.
         on_end: called once, at the outcome.
     """
@@ -43,20 +49,19 @@ class LiveRequest:
     def __init__(
         self,
         request: GenerationRequest,
-        text: TextStream,
+        choices: Sequence[Choice],
         stopwatch: Stopwatch,
         on_end: Callable[[LiveRequest], None],
     ) -> None:
         self.request = request
+        self.choices = tuple(choices)
         self.outcome: Completion | RequestError | None = None
-        self._text = text
         self._stopwatch = stopwatch
         self._on_end = on_end
         self._work: Release | None = None
-        self._merge = TokenMerge()
-        self._timings = PhaseTimings()
+        self._first_attempt: int | None = None  # the one that brought the first token
         self._cached_tokens = 0
-        self._final: WorkerEnd | None = None  # kept until all tokens before it are here
+        self._prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
         self._deltas: list[Delta] = []
         self._readers = 0
         self._news = News()
@@ -81,8 +86,9 @@ class LiveRequest:
     def abort(self) -> None:
         """Ends the request with what came so far; nothing if it has its outcome already."""
         if self.outcome is None:
-            self._publish((), self._text.finish())
-            self._complete(FinishReason.ABORT, None)
+            for choice in self.choices:
+                self._publish(choice.abort())
+            self._complete(FinishReason.ABORT)
 
     async def _events(self) -> AsyncIterator[Event]:
         told = 0
@@ -100,8 +106,18 @@ class LiveRequest:
 
     @property
     def streaming(self) -> bool:
-        """Its first token has come."""
-        return self._merge.next_index > 0
+        """Its first token has come, of whichever choice."""
+        return any(choice.emitted for choice in self.choices)
+
+    @property
+    def age_seconds(self) -> float:
+        """Since it arrived."""
+        return self._stopwatch.seconds
+
+    @property
+    def prompt_logprobs_due(self) -> int | None:
+        """How many are still wanted at each place of the prompt; None: none at all."""
+        return self.request.sampling.prompt_logprobs if self._prompt_logprobs is None else None
 
     def assign(self, work: Release) -> None:
         """From now on `work` produces the output, and is released at the outcome."""
@@ -109,51 +125,56 @@ class LiveRequest:
         self._stopwatch.admitted(len(self.request.input_ids))
 
     def take(self, output: WorkerOutput, final: WorkerEnd | None) -> None:
-        """Takes tokens in any order; `final` is the end that completes the request."""
-        self._timings = self._timings.merged(output.timings)
-        self._cached_tokens = self._cached_tokens or output.cached_tokens
-        self._final = final or self._final
-        self._merge.add(output.index, output.tokens)
-        tokens = self._merge.take()
-        if self._final is None or not self._merge.gapless:
-            self._publish(tokens, self._render(tokens))
-        else:
-            self._finish(tokens, self._final)
+        """Takes tokens in any order; `final` is the end that completes their choice."""
+        if output.tokens and self._first_attempt is None:
+            self._first_attempt = output.attempt
+        if output.attempt == self._first_attempt:  # a later one finds its own pages cached
+            self._cached_tokens = max(self._cached_tokens, output.cached_tokens)
+        if output.prompt_logprobs and self._prompt_logprobs is None:
+            self._prompt_logprobs = output.prompt_logprobs
+        delta, contradicted = self.choices[output.choice].take(output, final)
+        self._stopwatch.contradicted(contradicted)
+        self._publish(delta)
+        self._complete_if_ended()
+
+    def interrupt(self, choice: int) -> None:
+        """An attempt at this choice is over before its end; see `Choice.interrupt`."""
+        self._publish(self.choices[choice].interrupt())
+        self._complete_if_ended()
 
     def fail(self, error: RequestError) -> None:
         """Ends the request without a completion; nothing if it has its outcome already."""
         if self.outcome is None:
             self._end(error, error.outcome)
 
-    def _finish(self, tokens: tuple[Token, ...], final: WorkerEnd) -> None:
-        by_token = isinstance(final.matched, int)
-        rendered = self._render(tokens[:-1] if by_token else tokens)
-        stop_string = final.matched if isinstance(final.matched, str) else None
-        self._publish(tokens, rendered + self._text.finish(stop_string))
-        self._complete(_FINISH_REASONS[final.reason], final.matched)
-
-    def _render(self, tokens: tuple[Token, ...]) -> str:
-        return "".join([self._text.push(token.token_id) for token in tokens])
-
-    def _publish(self, tokens: tuple[Token, ...], text: str) -> None:
-        if not tokens and not text:
+    def _publish(self, delta: Delta | None) -> None:
+        if delta is None:
             return
-        self._deltas.append(Delta(self._merge.next_index - len(tokens), tokens, text))
-        if tokens:
-            self._stopwatch.delta(len(tokens))
+        if not self._deltas and self._prompt_logprobs is not None:
+            delta = replace(delta, prompt_logprobs=self._prompt_logprobs)
+        self._deltas.append(delta)
+        if delta.tokens:
+            self._stopwatch.delta(delta.choice, len(delta.tokens))
         self._news.announce()
 
-    def _complete(self, reason: FinishReason, matched: int | str | None) -> None:
+    def _complete_if_ended(self) -> None:
+        ends = [choice.ended for choice in self.choices]
+        if self.outcome is None and ends[0] is not None and None not in ends:
+            self._complete(ends[0].finish_reason)
+
+    def _complete(self, label: FinishReason) -> None:
+        timings = PhaseTimings()
+        for choice in self.choices:
+            timings = timings.merged(choice.timings)
         completion = Completion(
-            finish_reason=reason,
-            matched=matched,
+            choices=tuple(choice.ended for choice in self.choices if choice.ended is not None),
             prompt_tokens=len(self.request.input_ids),
-            completion_tokens=self._merge.next_index,
+            completion_tokens=sum(len(choice.emitted) for choice in self.choices),
             cached_tokens=self._cached_tokens,
-            timings=self._timings,
+            timings=timings,
             seed=self.request.sampling.seed,
         )
-        self._end(completion, reason)
+        self._end(completion, label)
 
     def _end(self, outcome: Completion | RequestError, label: str) -> None:
         self.outcome = outcome

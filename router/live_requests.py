@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+from collections.abc import Sequence
 
 from tokenizers import Tokenizer
 
-from kvrelay.router.attempt import Attempt
+from kvrelay.router.attempts import Attempts
+from kvrelay.router.choice import Choice, StopRules
 from kvrelay.router.config import RouterConfig
 from kvrelay.router.errors import AlreadyExists, Overloaded, Unavailable
 from kvrelay.router.fleet import Fleet
-from kvrelay.router.generation import GenerationRequest, Submission
+from kvrelay.router.generation import GenerationRequest
 from kvrelay.router.live_request import LiveRequest
-from kvrelay.router.metrics import Stopwatch
+from kvrelay.router.metrics import RouterMetrics, Stopwatch
 from kvrelay.router.news import News
 from kvrelay.router.text import TextStream
 
@@ -25,12 +27,15 @@ class LiveRequests:
     before, by one that some worker may still be releasing, is another one.
     """
 
-    def __init__(self, config: RouterConfig, fleet: Fleet, tokenizer: Tokenizer) -> None:
+    def __init__(
+        self, config: RouterConfig, fleet: Fleet, tokenizer: Tokenizer, metrics: RouterMetrics
+    ) -> None:
         self._config = config
         self._fleet = fleet
         self._tokenizer = tokenizer
         self._live: dict[str, LiveRequest] = {}
-        self._attempts = itertools.count(1)
+        self._metrics = metrics
+        self._numbers = itertools.count(1)
         self._closing = False
         self._news = News()
 
@@ -81,20 +86,24 @@ class LiveRequests:
             raise Unavailable("the router is stopping")
         if len(self._live) >= self._config.max_live_requests:
             raise Overloaded(len(self._live), self._config.retry_after_ms)
-        pair = self._fleet.place(request)
-        live = LiveRequest(request, self._text_stream(request), stopwatch, self._forget)
-        submission = Submission(
-            request=request,
-            attempt=next(self._attempts),
-            choices=range(request.sampling.n),
-            age_seconds=stopwatch.seconds,
-            prompt_logprobs=request.sampling.prompt_logprobs,
-        )
-        attempt = Attempt(submission, pair, live)
+        placement = self._fleet.place(len(request.input_ids), request.total_tokens)
+        choices = self._choices(request, placement.decode.endpoint.eos_token_ids)
+        live = LiveRequest(request, choices, stopwatch, self._forget)
+        attempts = Attempts(live, self._fleet, self._config, self._metrics, self._numbers)
         self._live[request.request_id] = live
-        live.assign(attempt)
-        attempt.submit()
+        live.assign(attempts)
+        attempts.start(placement)
         return live
+
+    def _choices(self, request: GenerationRequest, eos_token_ids: Sequence[int]) -> list[Choice]:
+        sampling = request.sampling
+        eos = () if sampling.ignore_eos else eos_token_ids
+        rules = StopRules(
+            max_tokens=sampling.max_tokens,
+            min_tokens=sampling.min_tokens,
+            stop_token_ids=frozenset({*eos, *sampling.stop_token_ids}),
+        )
+        return [Choice(index, self._text_stream(request), rules) for index in range(sampling.n)]
 
     def _text_stream(self, request: GenerationRequest) -> TextStream:
         sampling = request.sampling

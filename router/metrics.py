@@ -35,11 +35,21 @@ class RouterMetrics:
         self._stale = self._counter(
             "kvrelay_stale_outputs", "Worker outputs dropped: of no live attempt"
         )
+        self._resubmitted = Counter(
+            "kvrelay_resubmissions",
+            "Attempts after a request's first, by why the one before ended",
+            ["model", "reason"],
+            registry=self.registry,
+        )
+        self._contradicted = self._counter(
+            "kvrelay_contradicted_tokens",
+            "Tokens of a later attempt that differ from those already streamed, which stay",
+        )
         self._ttft = self._histogram(
             "kvrelay_ttft_seconds", "From arrival to the first token", _FIRST_TOKEN_BUCKETS
         )
         self._itl = self._histogram(
-            "kvrelay_itl_seconds", "Between two deltas of a request", _BETWEEN_TOKENS_BUCKETS
+            "kvrelay_itl_seconds", "Between two deltas of a choice", _BETWEEN_TOKENS_BUCKETS
         )
         self._e2e = self._histogram(
             "kvrelay_e2e_seconds", "From arrival to the end, whatever it was", _WHOLE_BUCKETS
@@ -57,6 +67,10 @@ class RouterMetrics:
         """A worker's output was of no live attempt."""
         self._stale.inc()
 
+    def resubmitted(self, reason: str) -> None:
+        """There is to be another attempt, because the one before was `reason`."""
+        self._resubmitted.labels(self._model, reason).inc()
+
     def stopwatch(self) -> Stopwatch:
         """For a request that has just arrived."""
         return Stopwatch(self)
@@ -73,8 +87,13 @@ class RouterMetrics:
     def _admitted(self, prompt_tokens: int) -> None:
         self._prompt_tokens.inc(prompt_tokens)
 
-    def _delta(self, seconds: float, tokens: int, *, first: bool) -> None:
-        (self._ttft if first else self._itl).observe(seconds)
+    def _first_delta(self, seconds: float) -> None:
+        self._ttft.observe(seconds)
+
+    def _later_delta(self, seconds: float) -> None:
+        self._itl.observe(seconds)
+
+    def _streamed(self, tokens: int) -> None:
         self._output_tokens.inc(tokens)
 
     def _end(self, seconds: float, outcome: str) -> None:
@@ -88,7 +107,7 @@ class Stopwatch:
     def __init__(self, metrics: RouterMetrics) -> None:
         self._metrics = metrics
         self._arrived = time.monotonic()
-        self._last_delta: float | None = None
+        self._last_delta: dict[int, float] = {}  # by choice
 
     @property
     def seconds(self) -> float:
@@ -99,12 +118,19 @@ class Stopwatch:
         """It has been placed."""
         self._metrics._admitted(prompt_tokens)
 
-    def delta(self, tokens: int) -> None:
-        """Some of its tokens came."""
+    def delta(self, choice: int, tokens: int) -> None:
+        """Some tokens of this choice came; the first of any choice is the request's first."""
         now = time.monotonic()
-        first = self._last_delta is None
-        self._metrics._delta(now - (self._last_delta or self._arrived), tokens, first=first)
-        self._last_delta = now
+        if not self._last_delta:
+            self._metrics._first_delta(now - self._arrived)
+        elif choice in self._last_delta:
+            self._metrics._later_delta(now - self._last_delta[choice])
+        self._last_delta[choice] = now
+        self._metrics._streamed(tokens)
+
+    def contradicted(self, tokens: int) -> None:
+        """So many came otherwise than they had been streamed."""
+        self._metrics._contradicted.inc(tokens)
 
     def ended(self, outcome: str) -> None:
         """It is over."""

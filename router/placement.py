@@ -19,6 +19,8 @@ class Candidate:
     backlog_tokens: int
     """Prompt tokens it has yet to compute or pull, those included that were
     sent to it and are not in `load` yet."""
+    suspect: bool = False
+    """An earlier attempt failed with it: taken only if there is nobody else."""
 
     @property
     def headroom_tokens(self) -> int:
@@ -30,7 +32,7 @@ def choose_prefill(candidates: Iterable[Candidate], prompt_tokens: int) -> Candi
     """The one with the least to compute; `None` if the prompt fits none."""
     return min(
         (c for c in candidates if c.pool_tokens >= prompt_tokens),
-        key=lambda c: (c.backlog_tokens, c.worker),
+        key=lambda c: (c.suspect, c.backlog_tokens, c.worker),
         default=None,
     )
 
@@ -39,6 +41,6 @@ def choose_decode(candidates: Iterable[Candidate], total_tokens: int) -> Candida
     """The one with the most room, then the fewest running; `None` if none is large enough."""
     return min(
         (c for c in candidates if c.pool_tokens >= total_tokens),
-        key=lambda c: (-c.headroom_tokens, c.load.running_requests, c.worker),
+        key=lambda c: (c.suspect, -c.headroom_tokens, c.load.running_requests, c.worker),
         default=None,
     )

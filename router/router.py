@@ -56,7 +56,7 @@ class Router:
         """
         async with contextlib.AsyncExitStack() as undo:
             tokenizer = await asyncio.to_thread(_load_tokenizer, self._config.model_path)
-            live = LiveRequests(self._config, self._fleet, tokenizer)
+            live = LiveRequests(self._config, self._fleet, tokenizer, self._metrics)
             self._metrics.watch_live("waiting", lambda: live.count(streaming=False))
             self._metrics.watch_live("streaming", lambda: live.count(streaming=True))
             self._serve_metrics(undo)

@@ -52,6 +52,11 @@ class TextStream:
         piece = self._detokenizer.push(token_id)
         return self._hold.push(piece, may_stop=self._pushed >= self._min_tokens)
 
+    @property
+    def matched(self) -> str | None:
+        """The stop string that the text has come to, if it has: it ends the output."""
+        return self._hold.matched
+
     def finish(self, matched_stop: str | None = None) -> str:
         """The rest of the text: up to `matched_stop` if that ended it, else all of it."""
         return self._hold.finish(self._detokenizer.finish(), matched_stop)
@@ -83,6 +88,11 @@ class StopStringHold:
             cut = min(matches) if may_stop else len(held)
         self._held = held[cut:]
         return held[:cut]
+
+    @property
+    def matched(self) -> str | None:
+        """The stop string that `held` begins with; the one that a worker names, if several."""
+        return min((stop for stop in self._stop if self._held.startswith(stop)), default=None)
 
     def finish(self, piece: str, matched_stop: str | None) -> str:
         """Takes the last piece, returns all that is held up to `matched_stop`."""

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from itertools import chain, repeat
 
 from kvrelay.router.discovery import WorkerEndpoint, WorkerRole
 from kvrelay.router.events import (
+    ChoiceEnd,
     Completion,
     Delta,
     Event,
@@ -35,6 +35,7 @@ _END_REASONS = {
     worker_pb2.RequestEnd.REASON_ABORTED: EndReason.ABORTED,
     worker_pb2.RequestEnd.REASON_HANDED_OVER: EndReason.HANDED_OVER,
     worker_pb2.RequestEnd.REASON_FAILED: EndReason.FAILED,
+    worker_pb2.RequestEnd.REASON_RETRACTED: EndReason.RETRACTED,
 }
 
 
@@ -118,6 +119,8 @@ def read_output(message: worker_pb2.RequestOutput) -> WorkerOutput:
         timings=_read_timings(message.timings),
         cached_tokens=message.cached_tokens,
         end=_read_end(message.end) if message.HasField("end") else None,
+        choice=message.choice,
+        prompt_logprobs=tuple(map(_read_logprobs, message.prompt_logprobs)),
     )
 
 
@@ -205,31 +208,40 @@ def _delta_message(delta: Delta) -> inference_pb2.GenerateDelta:
         index=delta.index,
         token_ids=[token.token_id for token in delta.tokens],
         text=delta.text,
-        logprobs=_logprobs_messages(delta.tokens),
+        logprobs=[_logprobs_message(t.logprobs) for t in delta.tokens if t.logprobs is not None],
+        choice=delta.choice,
+        prompt_logprobs=map(_logprobs_message, delta.prompt_logprobs),
     )
 
 
-def _logprobs_messages(tokens: Sequence[Token]) -> list[inference_pb2.TokenLogprobs]:
-    return [
-        inference_pb2.TokenLogprobs(
-            token_id=token.logprobs.token_id,
-            logprob=token.logprobs.logprob,
-            top=[
-                inference_pb2.TokenLogprob(token_id=token_id, logprob=logprob)
-                for token_id, logprob in token.logprobs.top
-            ],
-        )
-        for token in tokens
-        if token.logprobs is not None
-    ]
+def _logprobs_message(logprobs: TokenLogprobs) -> inference_pb2.TokenLogprobs:
+    return inference_pb2.TokenLogprobs(
+        token_id=logprobs.token_id,
+        logprob=logprobs.logprob,
+        top=[
+            inference_pb2.TokenLogprob(token_id=token_id, logprob=logprob)
+            for token_id, logprob in logprobs.top
+        ],
+    )
+
+
+def _choice_end_message(end: ChoiceEnd) -> inference_pb2.ChoiceEnd:
+    matched = end.matched
+    return inference_pb2.ChoiceEnd(
+        finish_reason=_FINISH_REASONS[end.finish_reason],
+        matched_token_id=matched if isinstance(matched, int) else None,
+        matched_stop_string=matched if isinstance(matched, str) else None,
+    )
 
 
 def _completion_message(completion: Completion) -> inference_pb2.GenerateComplete:
-    matched, timings = completion.matched, completion.timings
+    timings, choices = completion.timings, list(map(_choice_end_message, completion.choices))
+    first = choices[0]
+    matched = first.WhichOneof("matched_stop")
     return inference_pb2.GenerateComplete(
-        finish_reason=_FINISH_REASONS[completion.finish_reason],
-        matched_token_id=matched if isinstance(matched, int) else None,
-        matched_stop_string=matched if isinstance(matched, str) else None,
+        finish_reason=first.finish_reason,
+        **({matched: getattr(first, matched)} if matched else {}),
+        choices=choices,
         usage=inference_pb2.Usage(
             prompt_tokens=completion.prompt_tokens,
             completion_tokens=completion.completion_tokens,

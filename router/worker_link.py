@@ -44,17 +44,14 @@ class Listener(Protocol):
 
 @dataclass(slots=True)
 class _Submitted:
-    """An attempt that the worker has not ended."""
+    """An attempt that the worker has not ended, and that nobody has cancelled."""
 
     listener: Listener
     input_tokens: int
+    open_choices: set[int]
+    """Those of its choices that the worker has not ended."""
     started: bool = False
     """Some output came: its input is no longer backlog."""
-    cancelled: bool = False
-
-    @property
-    def waiting(self) -> bool:
-        return not self.started and not self.cancelled
 
 
 class WorkerLink:
@@ -70,7 +67,7 @@ class WorkerLink:
         router_id: names this router to the worker.
         max_message_bytes: of one message, each way.
         on_change: called when `ready` has changed.
-        on_stale: called for each output of no attempt known here.
+        on_stale: called for each output with tokens of no attempt known here.
     """
 
     def __init__(
@@ -104,18 +101,19 @@ class WorkerLink:
         assert self.ready, f"{self.endpoint.worker} is not ready"
         key = (submission.request_id, submission.attempt)
         input_tokens = len(submission.input_ids)
-        self._submitted[key] = _Submitted(listener, input_tokens)
+        self._submitted[key] = _Submitted(listener, input_tokens, set(submission.choices))
         self._tokens_since_load += input_tokens
         self._commands.put_nowait(wire.submit_command(submission, prefill))
 
     def cancel(self, request_id: str, attempt: int) -> None:
-        """Tells the worker to give the attempt up; nothing if it has ended there."""
-        submitted = self._submitted.get((request_id, attempt))
-        if submitted is not None and not submitted.cancelled:
-            submitted.cancelled = True
+        """Tells the worker to give the attempt up; nothing if it has ended there.
+
+        Its listener hears no more of it.
+        """
+        if self._submitted.pop((request_id, attempt), None) is not None:
             self._commands.put_nowait(wire.cancel_command(request_id, attempt))
 
-    def candidate(self) -> Candidate:
+    def candidate(self, *, suspect: bool = False) -> Candidate:
         """The worker as placement sees it.
 
         What was sent since the last load is added to it. That load may have
@@ -123,12 +121,13 @@ class WorkerLink:
         what this router knows to wait there.
         """
         reported = self.load.waiting_tokens + self._tokens_since_load
-        own = sum(s.input_tokens for s in self._submitted.values() if s.waiting)
+        own = sum(s.input_tokens for s in self._submitted.values() if not s.started)
         return Candidate(
             worker=self.endpoint.worker,
             pool_tokens=self.endpoint.pool_tokens,
             load=self.load,
             backlog_tokens=max(reported, own),
+            suspect=suspect,
         )
 
     async def run(self) -> None:
@@ -180,10 +179,13 @@ class WorkerLink:
         key = (output.request_id, output.attempt)
         submitted = self._submitted.get(key)
         if submitted is None:
-            self._on_stale()
+            if output.tokens:  # else it only says that it has let go
+                self._on_stale()
             return
         submitted.started = True
         if output.end is not None:
+            submitted.open_choices.discard(output.choice)
+        if not submitted.open_choices:
             del self._submitted[key]
         submitted.listener.on_output(self.endpoint.role, output)
 

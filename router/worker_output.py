@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-from kvrelay.router.events import PhaseTimings, Token
+from kvrelay.router.events import PhaseTimings, Token, TokenLogprobs
 
 
 class EndReason(StrEnum):
-    """Why a worker has nothing more to say of a request."""
+    """Why a worker has nothing more to say of a choice."""
 
     STOP = "stop"
     """Complete: end of sequence, a stop token or a stop string."""
@@ -21,11 +21,13 @@ class EndReason(StrEnum):
     """The prefill side is done; the decode side goes on."""
     FAILED = "failed"
     """See the error."""
+    RETRACTED = "retracted"
+    """Its memory went to others: to be submitted again, with what it has emitted."""
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerEnd:
-    """The end of a request on one worker."""
+    """The end of a choice on one worker."""
 
     reason: EndReason
     matched: int | str | None = None
@@ -37,7 +39,7 @@ class WorkerEnd:
 
 @dataclass(frozen=True, slots=True)
 class WorkerOutput:
-    """What one engine step of one worker did for one request."""
+    """What one engine step of one worker did for one choice of a request."""
 
     request_id: str
     attempt: int
@@ -46,6 +48,9 @@ class WorkerOutput:
     tokens: tuple[Token, ...]
     timings: PhaseTimings
     end: WorkerEnd | None
-    """Set on this worker's last output of the request."""
+    """Set on this worker's last output of the choice."""
     cached_tokens: int = 0
     """Prompt tokens that the worker found in its prefix index."""
+    choice: int = 0
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    """Of the prompt's tokens but the first; from whoever computed it, with its last chunk."""

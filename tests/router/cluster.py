@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
 import grpc
 import pytest
 
-from kvrelay.router.discovery import StaticDiscovery
+from kvrelay.router.config import RouterConfig
+from kvrelay.router.discovery import StaticDiscovery, WorkerRole
 from kvrelay.router.router import Router
 from kvrelay.v1 import inference_pb2 as pb
 from kvrelay.v1 import inference_pb2_grpc
 
-from .scripted_worker import ScriptedWorker, count_decode, count_prefill
+from .scripted_worker import ScriptedWorker, count_decode, count_prefill, until
 
 
 @dataclasses.dataclass
@@ -23,15 +26,29 @@ class Cluster:
 
     router: Router
     discovery: StaticDiscovery
-    prefill: ScriptedWorker
-    decode: ScriptedWorker
+    workers: list[ScriptedWorker]
     channel: grpc.aio.Channel
     stub: inference_pb2_grpc.InferenceServiceStub
 
+    @property
+    def prefill(self) -> ScriptedWorker:
+        """The first one."""
+        return next(w for w in self.workers if w.role is WorkerRole.PREFILL)
+
+    @property
+    def decode(self) -> ScriptedWorker:
+        """The first one."""
+        return next(w for w in self.workers if w.role is WorkerRole.DECODE)
+
     def count(self) -> None:
         """From now on the workers answer by themselves, by counting."""
-        self.prefill.on_submit = count_prefill
-        self.decode.on_submit = count_decode
+        for worker in self.workers:
+            prefills = worker.role is WorkerRole.PREFILL
+            worker.on_submit = count_prefill if prefills else count_decode
+
+    def list_workers(self) -> None:
+        """Discovery has the workers as they are now."""
+        self.discovery.replace([worker.endpoint for worker in self.workers])
 
     def generate(self, *, request_id: str = "", **fields: Any) -> Any:
         """Starts a request; prompt [1, 2, 3] and 8 tokens unless told otherwise."""
@@ -56,30 +73,63 @@ class Cluster:
         return float(values[0]) if values else 0.0
 
 
+@asynccontextmanager
+async def running(config: RouterConfig, *names: str) -> AsyncIterator[Cluster]:
+    """A router that is attached to scripted workers, called by role and number."""
+    async with AsyncExitStack() as stack:
+        workers = [ScriptedWorker(name, WorkerRole(name.rpartition("-")[0])) for name in names]
+        for worker in workers:
+            await worker.start()
+            stack.push_async_callback(worker.stop)
+        discovery = StaticDiscovery([worker.endpoint for worker in workers])
+        router = Router(config, discovery)
+        await router.start()
+        stack.push_async_callback(router.stop)
+        await asyncio.wait_for(router.wait_ready(), 5)
+        options = [("grpc.use_local_subchannel_pool", 1)]
+        channel = await stack.enter_async_context(
+            grpc.aio.insecure_channel(router.grpc_address, options=options)
+        )
+        stub = inference_pb2_grpc.InferenceServiceStub(channel)
+        cluster = Cluster(router, discovery, workers, channel, stub)
+        await until(lambda: all(worker.hellos for worker in workers))
+        yield cluster
+        assert not [fault for worker in workers for fault in worker.faults]
+
+
 @dataclasses.dataclass
 class Streamed:
     """What a client got."""
 
-    token_ids: list[int]
-    text: str
-    complete: pb.GenerateComplete | None
-    deltas: list[pb.GenerateDelta]
+    complete: pb.GenerateComplete | None = None
+    deltas: list[pb.GenerateDelta] = dataclasses.field(default_factory=list)
+
+    def token_ids_of(self, choice: int) -> list[int]:
+        return [token for d in self.deltas if d.choice == choice for token in d.token_ids]
+
+    @property
+    def token_ids(self) -> list[int]:
+        """Of the first choice."""
+        return self.token_ids_of(0)
+
+    @property
+    def text(self) -> str:
+        """Of the first choice."""
+        return "".join(delta.text for delta in self.deltas if delta.choice == 0)
 
 
 async def collect(call: Any) -> Streamed:
-    """Reads a Generate stream to its end."""
-    streamed = Streamed([], "", None, [])
+    """Reads a Generate stream to its end: in each choice no token twice, and none left out."""
+    streamed = Streamed()
     async with asyncio.timeout(5):
         async for response in call:
+            assert streamed.complete is None
             if response.HasField("complete"):
-                assert streamed.complete is None
                 streamed.complete = response.complete
                 continue
-            assert streamed.complete is None
-            assert response.delta.index == len(streamed.token_ids)
-            streamed.deltas.append(response.delta)
-            streamed.token_ids += response.delta.token_ids
-            streamed.text += response.delta.text
+            delta = response.delta
+            assert delta.index == len(streamed.token_ids_of(delta.choice))
+            streamed.deltas.append(delta)
     return streamed
 
 

@@ -1,21 +1,14 @@
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack
 from pathlib import Path
 
-import grpc
 import pytest
 from tokenizers import Tokenizer
 
 from kvrelay.router.config import RouterConfig
-from kvrelay.router.discovery import StaticDiscovery, WorkerRole
-from kvrelay.router.router import Router
-from kvrelay.v1 import inference_pb2_grpc
 
-from .cluster import Cluster
-from .scripted_worker import ScriptedWorker
+from .cluster import Cluster, running
 from .toy_tokenizers import byte_level_tokenizer, sentencepiece_tokenizer
 
 
@@ -47,29 +40,12 @@ def config(model_path: Path) -> RouterConfig:
         default_max_tokens=16,
         max_live_requests=8,
         max_message_bytes=64 << 10,
+        failover_wait_seconds=0.3,
         shutdown_grace_seconds=0.0,
     )
 
 
 @pytest.fixture
 async def cluster(config: RouterConfig) -> AsyncIterator[Cluster]:
-    async with AsyncExitStack() as stack:
-        workers = [
-            ScriptedWorker("prefill-0", WorkerRole.PREFILL),
-            ScriptedWorker("decode-0", WorkerRole.DECODE),
-        ]
-        for worker in workers:
-            await worker.start()
-            stack.push_async_callback(worker.stop)
-        discovery = StaticDiscovery([worker.endpoint for worker in workers])
-        router = Router(config, discovery)
-        await router.start()
-        stack.push_async_callback(router.stop)
-        await asyncio.wait_for(router.wait_ready(), 5)
-        channel = await stack.enter_async_context(
-            grpc.aio.insecure_channel(
-                router.grpc_address, options=[("grpc.use_local_subchannel_pool", 1)]
-            )
-        )
-        stub = inference_pb2_grpc.InferenceServiceStub(channel)
-        yield Cluster(router, discovery, *workers, channel, stub)
+    async with running(config, "prefill-0", "decode-0") as cluster:
+        yield cluster

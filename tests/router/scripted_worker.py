@@ -27,7 +27,8 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer):
     """Says what a test tells it to, and remembers what it was told.
 
     A cancelled attempt is ended at once, as a worker does. `on_submit` may
-    answer submissions; without it the test sends every output itself.
+    answer submissions; without it the test sends every output itself. What a
+    submission must not be is among the `faults`.
     """
 
     def __init__(self, name: str, role: WorkerRole) -> None:
@@ -41,7 +42,9 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer):
         self.on_submit = None
         self._outgoing: asyncio.Queue[worker_pb2.AttachResponse | None] = asyncio.Queue()
         self._answers: set[asyncio.Task[None]] = set()
-        self._ended: set[tuple[str, int]] = set()
+        self.faults: list[str] = []
+        self._choices: dict[tuple[str, int], range] = {}
+        self._ended: set[tuple[str, int, int]] = set()
         self._port = 0
         self._server: grpc.aio.Server | None = None
 
@@ -90,28 +93,48 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer):
     async def _read(self, requests: Any) -> None:
         async for message in requests:
             if message.HasField("submit"):
-                self.submits.append(message.submit)
+                self._take(message.submit)
                 if self.on_submit is not None:
                     answer = asyncio.create_task(self.on_submit(self, message.submit))
                     self._answers.add(answer)
                     answer.add_done_callback(self._answers.discard)
             elif message.HasField("cancel"):
                 self.cancels.append(message.cancel)
-                if (message.cancel.request_id, message.cancel.attempt) not in self._ended:
-                    self.say(message.cancel, end=END(reason=END.REASON_ABORTED))
+                key = (message.cancel.request_id, message.cancel.attempt)
+                for choice in self._choices.get(key, ()):
+                    self.say(message.cancel, choice=choice, end=END(reason=END.REASON_ABORTED))
         self.break_stream()
+
+    def _take(self, submit: worker_pb2.SubmitRequest) -> None:
+        self.submits.append(submit)
+        key, emitted = (submit.request_id, submit.attempt), emitted_by(submit)
+        self._choices[key] = choices_of(submit)
+        if emitted and len(self._choices[key]) != 1:
+            self.faults.append(f"{self.name}: {emitted} of several choices")
+        if submit.HasField("prefill") != (self.role is WorkerRole.DECODE):
+            self.faults.append(f"{self.name}: told of {submit.prefill or 'no prefill'}")
 
     def say(
         self, request: Any, index: int = 0, token_ids: tuple[int, ...] = (), **fields: Any
     ) -> None:
-        """Sends one output of the request's attempt."""
-        key = (request.request_id, request.attempt)
+        """Sends one output of the request's attempt, unless its choice has ended."""
+        key = (request.request_id, request.attempt, fields.get("choice", 0))
         if key in self._ended:
             return
         if "end" in fields:
             self._ended.add(key)
+        self.say_late(request, index, token_ids, **fields)
+
+    def say_late(
+        self, request: Any, index: int, token_ids: tuple[int, ...] = (), **fields: Any
+    ) -> None:
+        """Sends one output of the request's attempt, though its choice may have ended."""
         output = worker_pb2.RequestOutput(
-            request_id=key[0], attempt=key[1], index=index, token_ids=token_ids, **fields
+            request_id=request.request_id,
+            attempt=request.attempt,
+            index=index,
+            token_ids=token_ids,
+            **fields,
         )
         self.send(worker_pb2.AttachResponse(outputs=[output]))
 
@@ -128,27 +151,60 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer):
         return self.submits[number - 1]
 
 
-def counted(submit: worker_pb2.SubmitRequest, position: int) -> int:
-    """The token that the counting workers give: the prompt's last one, counted on."""
-    return (submit.input_ids[-1] + 1 + position) % 256
+def choices_of(submit: worker_pb2.SubmitRequest) -> range:
+    return range(submit.first_choice, submit.first_choice + submit.sampling_params.n)
+
+
+def emitted_by(submit: worker_pb2.SubmitRequest) -> list[int]:
+    """What an earlier attempt has emitted."""
+    return list(submit.input_ids[submit.num_prompt_tokens :])
+
+
+def counted(submit: worker_pb2.SubmitRequest, position: int, choice: int = 0) -> int:
+    """The token that the counting workers give: the prompt's last one, counted on.
+
+    As a real one, it depends on prompt, choice and position, and not on the attempt.
+    """
+    return (submit.input_ids[submit.num_prompt_tokens - 1] + 1 + position + 50 * choice) % 256
 
 
 async def count_prefill(worker: ScriptedWorker, submit: worker_pb2.SubmitRequest) -> None:
-    more = submit.sampling_params.max_tokens > 1
-    reason = END.REASON_HANDED_OVER if more else END.REASON_LENGTH
+    first = check_emitted(worker, submit)
+    last = submit.sampling_params.max_tokens - 1
+    reason = END.REASON_HANDED_OVER if first < last else END.REASON_LENGTH
     timings = pb.PhaseTimings(queue_seconds=1, prefill_seconds=2)
-    worker.say(submit, 0, (counted(submit, 0),), end=END(reason=reason), timings=timings)
+    for choice in choices_of(submit):
+        token = counted(submit, first, choice)
+        end = END(reason=reason)
+        worker.say(submit, first, (token,), choice=choice, end=end, timings=timings)
 
 
 async def count_decode(worker: ScriptedWorker, submit: worker_pb2.SubmitRequest) -> None:
     last = submit.sampling_params.max_tokens - 1
-    for position in range(1, last):
+    for position in range(check_emitted(worker, submit) + 1, last + 1):
         await asyncio.sleep(0.001)
-        worker.say(submit, position, (counted(submit, position),))
-    if last > 0:
-        timings = pb.PhaseTimings(transfer_seconds=3, decode_seconds=4)
-        end = END(reason=END.REASON_LENGTH)
-        worker.say(submit, last, (counted(submit, last),), end=end, timings=timings)
+        for choice in choices_of(submit):
+            say_counted(worker, submit, position, choice)
+
+
+def say_counted(
+    worker: ScriptedWorker, submit: worker_pb2.SubmitRequest, position: int, choice: int = 0
+) -> None:
+    """A decode worker's token at this position; with it the end, if it is the last."""
+    fields: dict[str, Any] = {"choice": choice}
+    if position == submit.sampling_params.max_tokens - 1:
+        fields["end"] = END(reason=END.REASON_LENGTH)
+        fields["timings"] = pb.PhaseTimings(transfer_seconds=3, decode_seconds=4)
+    worker.say(submit, position, (counted(submit, position, choice),), **fields)
+
+
+def check_emitted(worker: ScriptedWorker, submit: worker_pb2.SubmitRequest) -> int:
+    """How much was emitted; it must be what the counting workers say."""
+    emitted = emitted_by(submit)
+    expected = [counted(submit, p, submit.first_choice) for p in range(len(emitted))]
+    if emitted != expected:
+        worker.faults.append(f"{worker.name}: {emitted} is not {expected}")
+    return len(emitted)
 
 
 async def until(condition: Callable[[], bool], seconds: float = 5.0) -> None:

@@ -23,6 +23,25 @@ def test_later_tokens_wait_for_the_first() -> None:
     assert merge.gapless
 
 
+def test_another_token_at_a_known_place_is_ignored_and_counted() -> None:
+    merge = TokenMerge()
+    assert merge.add(0, tokens(10, 11)) == 0
+    assert merge.take() == tuple(tokens(10, 11))
+    assert merge.add(3, tokens(13)) == 0
+    assert merge.add(0, tokens(10, 99, 12, 98)) == 2
+    assert merge.take() == tuple(tokens(12, 13))
+    assert merge.taken_ids == [10, 11, 12, 13]
+
+
+def test_what_waits_can_be_forgotten() -> None:
+    merge = TokenMerge()
+    merge.add(1, tokens(11))
+    merge.forget_early()
+    merge.add(0, tokens(10))
+    assert merge.take() == tuple(tokens(10))
+    assert merge.gapless
+
+
 def test_nothing_is_not_gapless() -> None:
     assert not TokenMerge().gapless
 

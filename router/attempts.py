@@ -1,0 +1,155 @@
+"""All attempts at one request: the first, and those that go on where one ended early."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+from collections import Counter
+from collections.abc import Iterator, Set
+
+from kvrelay.router.attempt import Attempt
+from kvrelay.router.config import RouterConfig
+from kvrelay.router.errors import InternalFailure, RequestError, Unavailable
+from kvrelay.router.fleet import Fleet, Placement
+from kvrelay.router.generation import Submission
+from kvrelay.router.live_request import LiveRequest
+from kvrelay.router.metrics import RouterMetrics
+
+_log = logging.getLogger(__name__)
+
+_PAUSE_SECONDS = 0.05
+"""Before a try after a failure: who else was lost with the worker is known by then."""
+
+
+class Attempts:
+    """Sees to it that some attempt works on every unfinished choice, until the outcome.
+
+    An attempt can end early for a choice:
+
+    ========= ==================================================================
+    retracted its memory went to others; that costs the request nothing
+    failed    a worker was lost, or failed in a way that another may not; when
+              this is a choice's `max_attempts`-th, the request is unavailable
+    ========= ==================================================================
+
+    Either way the choice is submitted again: the prompt and what it has emitted,
+    to workers that are chosen anew, for which it waits `failover_wait_seconds`.
+
+    Args:
+        numbers: of attempts; none of them repeats on a router.
+    """
+
+    def __init__(
+        self,
+        live: LiveRequest,
+        fleet: Fleet,
+        config: RouterConfig,
+        metrics: RouterMetrics,
+        numbers: Iterator[int],
+    ) -> None:
+        self._live = live
+        self._fleet = fleet
+        self._config = config
+        self._metrics = metrics
+        self._numbers = numbers
+        self._running: list[Attempt] = []
+        self._resuming: set[asyncio.Task[None]] = set()
+        self._failures: Counter[int] = Counter()  # by choice
+        self._suspects: set[str] = set()  # incarnations that attempts have failed with
+
+    def start(self, placement: Placement) -> None:
+        """The first attempt, at all choices."""
+        self._submit(range(self._live.request.sampling.n), placement)
+
+    def release(self) -> None:
+        """See `Release`."""
+        for task in self._resuming:
+            task.cancel()
+        for attempt in self._running:
+            attempt.release()
+
+    def retracted(self, choice: int, detail: str) -> None:
+        """See `Keeper`."""
+        self._resume({choice}, "retracted", detail, pause=0.0)
+
+    def failed(self, choices: Set[int], error: Unavailable, suspects: Set[str]) -> None:
+        """See `Keeper`."""
+        self._suspects |= suspects
+        self._failures.update(choices)
+        worst = max(self._failures[choice] for choice in choices)
+        if worst >= self._config.max_attempts:
+            self._live.fail(Unavailable(f"{error} (attempt {worst} of {worst})"))
+            return
+        self._resume(choices, "failed", str(error), pause=_PAUSE_SECONDS)
+
+    def stale(self) -> None:
+        """See `Keeper`."""
+        self._metrics.stale_output()
+
+    def _resume(self, choices: Set[int], reason: str, detail: str, pause: float) -> None:
+        for choice in choices:
+            self._live.interrupt(choice)
+        if self._live.outcome is not None:
+            return
+        for run in self._runs(choices):
+            self._metrics.resubmitted(reason)
+            task = asyncio.create_task(self._resubmit(run, detail, pause))
+            self._resuming.add(task)
+            task.add_done_callback(self._resuming.discard)
+
+    def _runs(self, choices: Set[int]) -> list[range]:
+        """The unfinished ones as they are submitted: together only while nothing has come."""
+        runs: list[range] = []
+        for choice in sorted(choices):
+            if self._live.choices[choice].ended is not None:
+                continue
+            if runs and runs[-1].stop == choice and not self._emitted(runs[-1][0], choice):
+                runs[-1] = range(runs[-1].start, choice + 1)
+            else:
+                runs.append(range(choice, choice + 1))
+        return runs
+
+    def _emitted(self, *choices: int) -> tuple[int, ...]:
+        """What these choices have told their readers, one after the other."""
+        return tuple(itertools.chain(*(self._live.choices[choice].emitted for choice in choices)))
+
+    async def _resubmit(self, choices: range, detail: str, pause: float) -> None:
+        try:
+            await asyncio.sleep(pause)
+            self._submit(choices, await self._placement(choices, detail))
+        except RequestError as error:
+            self._live.fail(error)
+        except Exception as error:
+            _log.exception("request %s", self._live.request.request_id)
+            self._live.fail(InternalFailure(f"router: {error}"))
+
+    async def _placement(self, choices: range, detail: str) -> Placement:
+        """Workers to go on with, once there are some; raises `Unavailable` after the wait."""
+        request, seconds = self._live.request, self._config.failover_wait_seconds
+        input_tokens = len(request.input_ids) + len(self._emitted(*choices))
+        missing: Unavailable | None = None
+        try:
+            async with asyncio.timeout(seconds):
+                while True:
+                    try:
+                        return self._fleet.place(input_tokens, request.total_tokens, self._suspects)
+                    except Unavailable as error:
+                        missing = error
+                    await self._fleet.news.next()
+        except TimeoutError:
+            raise Unavailable(f"{detail}; then for {seconds:g} s {missing}") from missing
+
+    def _submit(self, choices: range, placement: Placement) -> None:
+        live = self._live
+        submission = Submission(
+            request=live.request,
+            attempt=next(self._numbers),
+            choices=choices,
+            age_seconds=live.age_seconds,
+            emitted=self._emitted(*choices),
+            prompt_logprobs=live.prompt_logprobs_due,
+        )
+        attempt = Attempt(submission, placement, live, self)
+        self._running = [*(other for other in self._running if not other.over), attempt]
+        attempt.submit()
