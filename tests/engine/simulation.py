@@ -194,7 +194,8 @@ class SimWorker:
             role = PrefillRole(self.core, self.agent, None, self.config)
         else:
             role = DecodeRole(self.core, self.agent, self, self.inbox, None, self.config)
-        self.engine = Engine(self.core, role, self, overlap=self.config.overlap, audit_pages=True)
+        options = {"overlap": self.config.overlap, "audit_pages": self.config.audit_pages}
+        self.engine = Engine(self.core, role, self, **options)
         self.link = RouterLink("router")
         self.inbox.post(Attach(self.link))
 
@@ -324,6 +325,7 @@ class Simulation:
         **options: Any,
     ) -> None:
         self.random = random.Random(seed)
+        options = {"audit_pages": True, **options}
 
         def make(name: str, role: Role) -> SimWorker:
             config = WorkerConfig(
@@ -337,7 +339,7 @@ class Simulation:
             self.prefills = self.decodes = [make(f"a{i}", Role.AGGREGATED) for i in range(2)]
         self.workers = list(dict.fromkeys([*self.prefills, *self.decodes]))
         self.pairs: list[tuple[SimWorker, DecodeStream, SimWorker, PrefillStream]] = []
-        self.clock = 0.0
+        self._arrivals = 0
         self.attempts = 0
         self.submitted: list[SimRequest] = []
         self.requests: dict[RequestKey, SimRequest] = {}
@@ -362,16 +364,21 @@ class Simulation:
         priority: int = 0,
         sampling: SamplingParams = GREEDY,
     ) -> list[SimRequest]:
-        self.clock += 1
+        arrived = self.now()
         request_id, place = str(len(self.submitted)), self._place()
         requests = []
         for choice in range(choices):
             key = RequestKey("router", request_id, 0, choice)
-            one = SimRequest(key, prompt, max_tokens, priority, self.clock, *place, sampling)
+            one = SimRequest(key, prompt, max_tokens, priority, arrived, *place, sampling)
             requests.append(one)
         self.submitted += requests
         self._attempt(requests)
         return requests
+
+    def now(self) -> float:
+        """Of an arrival."""
+        self._arrivals += 1
+        return float(self._arrivals)
 
     def _place(self) -> tuple[SimWorker, SimWorker]:
         """The workers for a request's prompt and for its output; may be the same one."""
@@ -448,7 +455,7 @@ class Simulation:
         for worker in self.workers:
             if worker.inbox._messages:
                 actions.append(worker.turn)
-            if worker.steps:
+            if worker.steps and self.can_end_step(worker):
                 actions.append(worker.end_step)
             if worker.agent.ordered:
                 actions.append(lambda worker=worker: self._read(worker))
@@ -463,6 +470,13 @@ class Simulation:
         self.random.choice(actions)()
         self._collect()
         return True
+
+    def can_end_step(self, worker: SimWorker) -> bool:
+        """Whether a forward that was launched has had time to end."""
+        return True
+
+    def ended(self, request: SimRequest) -> None:
+        """A request has ended on all of its workers."""
 
     def run(self, limit: int = 200_000) -> None:
         """Until nothing can happen any more."""
@@ -552,6 +566,8 @@ class Simulation:
         elif output.end is not None:
             assert worker.name not in request.ends, "a worker ended a request twice"
             request.ends[worker.name] = output.end
+            if request.ends.keys() >= {request.prefill.name, request.decode.name}:
+                self.ended(request)
             if output.end.reason in (EndReason.ABORTED, EndReason.FAILED):
                 self._cancel_other(request, worker)
 

@@ -1,0 +1,130 @@
+"""Thousands of requests under a virtual clock, with memory too small for what comes at once."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from kvrelay.engine.config import Speculation
+from kvrelay.engine.outputs import EndReason
+from kvrelay.model_runner.sampling_params import SamplingParams
+from tests.engine.simulation import SimRequest, Simulation, SimWorker, reference
+
+STEP_SECONDS = 0.01
+TOKEN_SECONDS = 0.0002
+SYSTEM_PROMPTS = [[random.Random(i).randrange(97) for _ in range(48)] for i in range(6)]
+
+
+class Clockwork(Simulation):
+    """Messages take no time, forwards do: of every step a part, and a part a token."""
+
+    def __init__(self, *args, **options) -> None:
+        super().__init__(*args, audit_pages=False, **options)
+        self.clock = 0.0
+        self._due: dict[SimWorker, list[float]] = {worker: [] for worker in self.workers}
+        self.ended_at: dict[SimRequest, float] = {}
+
+    def run_until(self, moment: float) -> None:
+        """Let everything happen that happens before `moment`."""
+        while True:
+            if self.step():
+                continue
+            ends = [due[0] for due in self._due.values() if due]
+            if not ends or min(ends) > moment:
+                break
+            self.clock = min(ends)
+        self.clock = max(self.clock, moment)
+
+    def can_end_step(self, worker: SimWorker) -> bool:
+        due = self._due[worker]
+        while len(due) < len(worker.steps):
+            tokens = sum(item.num_tokens for item in worker.steps[len(due)].scheduled)
+            begun = max(self.clock, due[-1] if due else 0.0)
+            due.append(begun + STEP_SECONDS + TOKEN_SECONDS * tokens)
+        if not due or due[0] > self.clock:
+            return False
+        due.pop(0)
+        return True
+
+    def now(self) -> float:
+        return self.clock
+
+    def ended(self, request: SimRequest) -> None:
+        self.ended_at[request] = self.clock
+
+
+def count(worker: SimWorker, counter: str) -> float:
+    labels = {"role": worker.role_name, "worker": worker.name, "model": "sim"}
+    value = worker.core.metrics.registry.get_sample_value(f"kvrelay_{counter}_total", labels)
+    assert value is not None
+    return value
+
+
+def one_request(simulation: Clockwork, rng: random.Random) -> SimRequest:
+    prompt = rng.choice(SYSTEM_PROMPTS) if rng.random() < 0.5 else []
+    length = rng.choice((4, 12, 40, 120))
+    prompt = prompt + [rng.randrange(97) for _ in range(length)]
+    # One in fifty can never fit.
+    most = rng.randint(1, 60) if rng.random() < 0.98 else 500
+    sampling = SamplingParams(temperature=rng.choice((0, 1)), seed=rng.randrange(1000))
+    return simulation.submit(prompt, most, rng.choice((0, 0, 0, 1)), sampling)
+
+
+@pytest.mark.parametrize(
+    ("seed", "number", "aggregated", "speculation", "windows"),
+    [
+        pytest.param(1, 1000, False, Speculation.NONE, (None,), id="pair"),
+        pytest.param(2, 1000, True, Speculation.NGRAM, (None, 24), id="aggregated-hybrid"),
+        *(
+            pytest.param(3, 4000, aggregated, speculation, windows, marks=pytest.mark.slow)
+            for aggregated in (False, True)
+            for speculation in (Speculation.NONE, Speculation.NGRAM)
+            for windows in ((None,), (None, 24), (24,))
+        ),
+    ],
+)
+def test_thousands_of_requests_all_end_in_time(
+    seed, number, aggregated, speculation, windows
+) -> None:
+    simulation = Clockwork(
+        seed,
+        page_size=4,
+        pages=110,
+        rows=12,
+        chunk=64,
+        windows=windows,
+        aggregated=aggregated,
+        speculation=speculation,
+        growth_min=0.0,
+        growth_max=0.2,
+    )
+    rng = random.Random(seed)
+    while len(simulation.submitted) < number:
+        request = one_request(simulation, rng)
+        if rng.random() < 0.03:
+            simulation.run_until(simulation.clock + rng.random())
+            simulation.cancel(request, request.decode)
+        # Bursts, with pauses that let the queues get shorter.
+        simulation.run_until(simulation.clock + rng.expovariate(2.0 if rng.random() < 0.2 else 60))
+    simulation.run_until(simulation.clock + 600)
+    waits, refused = [], 0
+    for request in simulation.submitted:
+        if request.disturbed:
+            continue
+        ends = {end.reason: end for end in request.ends.values()}
+        if EndReason.FAILED in ends:
+            assert "one request can hold" in ends[EndReason.FAILED].error
+            refused += 1
+            continue
+        sampling, worker = request.sampling, request.decode
+        expected = reference(request.prompt, request.max_tokens, worker.windows, sampling)
+        assert request.output == expected
+        waits.append(simulation.ended_at[request] - request.arrived)
+    evicted = sum(worker.ledger.cache_counts.evicted_pages for worker in simulation.workers)
+    retracted = sum(count(worker, "retractions") for worker in simulation.workers)
+    assert refused
+    assert evicted
+    assert retracted
+    assert max(waits) < 60
+    simulation.assert_at_baseline()
