@@ -14,12 +14,15 @@ from kvrelay.mem_cache.radix_tree import RadixTree
 from kvrelay.mem_cache.release import Outcome, release_kv_cache
 
 
-def make_ledger(pages: int = 16, page_size: int = 4, rows: int = 4) -> Ledger:
+def make_ledger(
+    pages: int = 16, page_size: int = 4, rows: int = 4, *, cached: bool = False
+) -> Ledger:
     return Ledger(
         [PoolShape("full", pages)],
         page_size=page_size,
         total_rows=rows,
         max_row_tokens=pages * page_size,
+        index=RadixTree(page_size, [None]) if cached else None,
     )
 
 
@@ -273,3 +276,48 @@ def test_each_lease_has_a_number():
     assert lease is not None
     with pytest.raises(LedgerError, match="2 numbers for 1 leases"):
         ledger.grow_all([lease], [1, 2])
+
+
+def test_room_version_rises_when_there_is_more_room_and_only_then():
+    ledger = make_ledger(pages=8, rows=3, cached=True)
+    steps = StepClock()
+    tokens = np.arange(12, dtype=np.int32)
+    versions = [ledger.room_version]
+
+    def rose() -> bool:
+        versions.append(ledger.room_version)
+        assert versions[-1] - versions[-2] in (0, 1)
+        return versions[-1] > versions[-2]
+
+    assert not rose()
+    first, second = ledger.open("first", 16), ledger.open("second", 8)
+    assert first is not None
+    assert second is not None
+    assert ledger.grow_all([first, second], [16, 8])
+    ledger.commit_all([first, second], [16, 8])
+    assert ledger.open("third", 12) is None
+    assert not rose(), "taken, promised and refused"
+    ledger.publish(first, tokens)
+    assert rose(), "another may find it"
+    ledger.publish(first, tokens)
+    assert not rose(), "the index had it"
+    ledger.trim(first, 12)
+    assert not rose(), "the page is promised again"
+    steps.launch()
+    release_kv_cache(ledger, second, Outcome.ABORTED, fences=[StepFence(steps, 1)])
+    assert not rose(), "quarantined"
+    ledger.reclaim()
+    assert not rose()
+    steps.settle()
+    ledger.reclaim()
+    assert rose(), "reclaimed"
+    ledger.close(first)
+    assert rose(), "its promise is broken"
+    release_kv_cache(ledger, first, Outcome.ABORTED)
+    assert rose(), "its row is free, and the prefix is unlocked"
+    assert not rose()
+    third = ledger.open("third", 16, token_ids=tokens)
+    assert third is not None
+    assert not rose()
+    release_kv_cache(ledger, third, Outcome.ABORTED)
+    assert rose()
