@@ -41,7 +41,7 @@ import numpy as np
 
 from benchmarks.table import table
 from kvrelay.mem_cache.fence import StepClock, StepFence
-from kvrelay.mem_cache.lease import Lease
+from kvrelay.mem_cache.lease import Batch, Lease
 from kvrelay.mem_cache.ledger import Ledger, PoolShape
 from kvrelay.mem_cache.prefix_index import TokenIds
 from kvrelay.mem_cache.radix_tree import RadixTree
@@ -244,10 +244,10 @@ class StepWork:
             lease = self._open("prefix", len(token_ids), len(token_ids))
             release_kv_cache(self._ledger, lease, Outcome.FINISHED, token_ids=token_ids)
         self._quarantine_something()
-        self._leases = [
+        self._leases = Batch(
             self._open(f"request {number}", tokens, tokens + steps)
             for number, tokens in enumerate(self._lengths(aligned=aligned))
-        ]
+        )
         self._step = f"decode step, {name}"
         self.bars = {self._step: STEP_BAR_US}
 
@@ -265,8 +265,8 @@ class StepWork:
     def _one_step(self) -> dict[str, float]:
         """Seconds of each part; what the engine keeps beside its account is not among them."""
         ledger, leases = self._ledger, self._leases
-        settled = [lease.kv_committed_len for lease in leases]
-        goals = [tokens + 1 for tokens in settled]
+        settled = ledger.committed(leases)
+        goals = settled + 1
         parts: list[tuple[str, Callable[[], object]]] = [
             ("slide_all", lambda: ledger.slide_all(leases, settled)),
             ("reclaim", ledger.reclaim),

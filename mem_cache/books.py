@@ -57,6 +57,8 @@ class Books:
         self.page_size = page_size
         self.index = index
         self.cache_counts = CacheCounts()
+        self.published = 0
+        """How often the prefix index was given something."""
         self._ahead = ahead
         self._clock = clock
         self.accounts = [PageAccount(pool.name, pool.total_pages) for pool in self.pools]
@@ -97,6 +99,11 @@ class Books:
             return False
         frontiers = [self.frontier(pool, prefix_len) for pool in self.numbers]
         return all(map(int.__le__, lease.first_pages, frontiers))
+
+    def room(self) -> tuple[int, ...]:
+        """What admission depends on: the more of any of these, the sooner it succeeds."""
+        pages = [self.unpromised(pool) for pool in self.numbers]
+        return (len(self.free_rows), self.published, *pages)
 
     def unpromised(self, pool: int) -> int:
         """Pages that can be had without breaking a promise."""
@@ -237,6 +244,7 @@ class Books:
 
     def give_to_index(self, lease: Lease, taken: Sequence[Pages]) -> None:
         """The prefix index has taken these of a lease's pages."""
+        self.published += 1
         for pool, pages in enumerate(taken):
             self.accounts[pool].move(lease.holder, pages, Owner.LEASE, Owner.INDEX)
             self.held[pool] -= len(pages)

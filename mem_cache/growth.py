@@ -118,8 +118,9 @@ def _slide_pool(books: Books, pool: int, holders: list[str], rows: Ints, frontie
     last = np.minimum(frontiers, books.pages_for(known.allocated[rows]))
     first = np.maximum(before, owned)
     known.frontiers[pool, rows] = frontiers
-    lent = np.maximum(np.minimum(first, last) - before, 0)
-    table[np.repeat(rows, lent), ranges(before, lent)] = NO_PAGE
+    lent = np.maximum(np.minimum(owned, last) - before, 0)
+    if np.count_nonzero(lent):
+        table[np.repeat(rows, lent), ranges(before, lent)] = NO_PAGE
     leaving = np.maximum(last - first, 0)
     where = np.repeat(rows, leaving), ranges(first, leaving)
     books.free(pool, list(zip(holders, leaving.tolist(), strict=True)), table[where])

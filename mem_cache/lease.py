@@ -181,6 +181,27 @@ class Lease:
         )
 
 
+class Batch(tuple[Lease, ...]):
+    """Leases that take steps together: where `Rows` has them is looked up once, not in every call.
+
+    And again when a lease of the same ledger has been released.
+    """
+
+    _found: Ints
+    _as_of = -1
+
+    def find(self) -> Ints:
+        """The rows of its leases."""
+        released = self[0]._rows.released if self else 0
+        if released != self._as_of:
+            self._found, self._as_of = _rows_of(self), released
+        return self._found
+
+
 def rows_of(leases: Sequence[Lease]) -> Ints:
     """Where `Rows` has each of them."""
+    return leases.find() if isinstance(leases, Batch) else _rows_of(leases)
+
+
+def _rows_of(leases: Sequence[Lease]) -> Ints:
     return np.fromiter([lease.row for lease in leases], np.intp, len(leases))

@@ -69,6 +69,8 @@ class Ledger:
             self.index,
             clock,
         )
+        self._room = self._books.room()
+        self._room_version = 0
 
     @property
     def windowed(self) -> tuple[bool, ...]:
@@ -88,6 +90,18 @@ class Ledger:
     def unpromised(self, pool: int) -> int:
         """Pages that can be had, free or by eviction, without breaking a promise."""
         return self._books.unpromised(pool)
+
+    @property
+    def room_version(self) -> int:
+        """As long as it is the same, whatever was refused for want of memory will be again.
+
+        Higher than when it was last asked for if rows, or pages of any pool,
+        became available since, or if the prefix index was given something.
+        """
+        room = self._books.room()
+        self._room_version += any(map(int.__gt__, room, self._room))
+        self._room = room
+        return self._room_version
 
     @property
     def max_lease_tokens(self) -> int:

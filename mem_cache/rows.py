@@ -28,6 +28,8 @@ class Rows:
     def __init__(self, pools: int, total: int, row_pages: int) -> None:
         self.total = total
         self.row_pages = row_pages
+        self.released = 0
+        """How often a row was taken from its lease."""
         self.states = np.zeros(total + 1, np.uint8)
         """``[rows]`` of `lease.LeaseState`."""
         self.committed = np.zeros(total + 1, np.int64)
@@ -44,6 +46,7 @@ class Rows:
         """Its lease has been released; what running forwards read is their own snapshot."""
         for lengths in (self.committed, self.allocated, self.protected, self.promised_tokens):
             lengths[row] = 0
+        self.released += 1
         self.states[row] = 0
         self.promised_pages[:, row] = self.frontiers[:, row] = 0
         self.page_tables[:, row] = NO_PAGE

@@ -8,18 +8,21 @@ import pytest
 from kvrelay.mem_cache.account import Owner
 from kvrelay.mem_cache.errors import ConservationError, LedgerError
 from kvrelay.mem_cache.fence import StepClock, StepFence
-from kvrelay.mem_cache.lease import LeaseState
+from kvrelay.mem_cache.lease import Batch, LeaseState
 from kvrelay.mem_cache.ledger import Ledger, PoolShape
 from kvrelay.mem_cache.radix_tree import RadixTree
 from kvrelay.mem_cache.release import Outcome, release_kv_cache
 
 
-def make_ledger(pages: int = 16, page_size: int = 4, rows: int = 4) -> Ledger:
+def make_ledger(
+    pages: int = 16, page_size: int = 4, rows: int = 4, *, cached: bool = False
+) -> Ledger:
     return Ledger(
         [PoolShape("full", pages)],
         page_size=page_size,
         total_rows=rows,
         max_row_tokens=pages * page_size,
+        index=RadixTree(page_size, [None]) if cached else None,
     )
 
 
@@ -231,3 +234,90 @@ def test_no_page_is_no_page():
     ledger = make_ledger()
     with pytest.raises(ConservationError, match="-1 is no page"):
         ledger._books.accounts[0].move("a", np.array([-1], np.int32), Owner.LEASE, Owner.FREE)
+
+
+def test_a_batch_looks_again_when_a_lease_was_released():
+    ledger = make_ledger(rows=2)
+    first, second = ledger.open("first", 16), ledger.open("second", 16)
+    assert first is not None
+    assert second is not None
+    batch = Batch([first, second])
+    for tokens in (1, 5, 6):
+        assert ledger.grow_all(batch, [tokens, tokens + 2])
+        ledger.commit_all(batch, np.array([tokens, tokens + 1]))
+    assert ledger.committed(batch).tolist() == [6, 7]
+    assert (first.kv_allocated_len, second.kv_allocated_len) == (6, 8)
+    release_kv_cache(ledger, first, Outcome.ABORTED)
+    third = ledger.open("third", 16)
+    assert third is not None
+    for late in (ledger.grow_all, ledger.commit_all):
+        with pytest.raises(LedgerError, match="of first: its lease is RELEASED"):
+            late(batch, [7, 8])
+    assert (third.kv_allocated_len, second.kv_allocated_len) == (0, 8)
+    assert ledger.grow_all(Batch([third, second]), [3, 9])
+    assert ledger.grow_all(Batch(), [])
+    ledger.audit_pages()
+
+
+def test_a_released_lease_has_nothing():
+    ledger = make_ledger()
+    lease = ledger.open("a", 8)
+    assert lease is not None
+    assert ledger.grow(lease, 8)
+    release_kv_cache(ledger, lease, Outcome.FINISHED)
+    assert (lease.row, lease.kv_allocated_len, lease.promised_tokens) == (-1, 0, 0)
+    assert lease.pages().tolist() == []
+    assert_at_baseline(ledger)
+
+
+def test_each_lease_has_a_number():
+    ledger = make_ledger()
+    lease = ledger.open("a", 8)
+    assert lease is not None
+    with pytest.raises(LedgerError, match="2 numbers for 1 leases"):
+        ledger.grow_all([lease], [1, 2])
+
+
+def test_room_version_rises_when_there_is_more_room_and_only_then():
+    ledger = make_ledger(pages=8, rows=3, cached=True)
+    steps = StepClock()
+    tokens = np.arange(12, dtype=np.int32)
+    versions = [ledger.room_version]
+
+    def rose() -> bool:
+        versions.append(ledger.room_version)
+        assert versions[-1] - versions[-2] in (0, 1)
+        return versions[-1] > versions[-2]
+
+    assert not rose()
+    first, second = ledger.open("first", 16), ledger.open("second", 8)
+    assert first is not None
+    assert second is not None
+    assert ledger.grow_all([first, second], [16, 8])
+    ledger.commit_all([first, second], [16, 8])
+    assert ledger.open("third", 12) is None
+    assert not rose(), "taken, promised and refused"
+    ledger.publish(first, tokens)
+    assert rose(), "another may find it"
+    ledger.publish(first, tokens)
+    assert not rose(), "the index had it"
+    ledger.trim(first, 12)
+    assert not rose(), "the page is promised again"
+    steps.launch()
+    release_kv_cache(ledger, second, Outcome.ABORTED, fences=[StepFence(steps, 1)])
+    assert not rose(), "quarantined"
+    ledger.reclaim()
+    assert not rose()
+    steps.settle()
+    ledger.reclaim()
+    assert rose(), "reclaimed"
+    ledger.close(first)
+    assert rose(), "its promise is broken"
+    release_kv_cache(ledger, first, Outcome.ABORTED)
+    assert rose(), "its row is free, and the prefix is unlocked"
+    assert not rose()
+    third = ledger.open("third", 16, token_ids=tokens)
+    assert third is not None
+    assert not rose()
+    release_kv_cache(ledger, third, Outcome.ABORTED)
+    assert rose()

@@ -49,6 +49,7 @@ class MemoryMachine(RuleBasedStateMachine):
     def build(self, kind: str, page_size: int, pages: int, rows: int, window: int) -> None:
         pools = make_pools(kind, page_size, pages, window)
         self.longest = 12 * page_size
+        self.refused: dict[object, int] = {}
         self.memory = Memory(
             pools, page_size, rows, self.longest, cached=kind != "none", ahead=AHEAD
         )
@@ -72,7 +73,14 @@ class MemoryMachine(RuleBasedStateMachine):
         cut = int(count * shared)
         tokens = [base + 1] * cut + [7 + self.memory.opened % 2] * (self.longest - cut)
         promised = min(count + output, self.longest)
-        self.memory.open(tokens, promised, namespace, known=count - (0 if whole else 1))
+        known = count - (0 if whole else 1)
+        version = self.memory.ledger.room_version
+        opened = self.memory.open(tokens, promised, namespace, known=known)
+        # A refusal is remembered as an engine does; what was refused is refused until it rises.
+        asked = (tuple(tokens), promised, namespace, known)
+        assert opened is None or self.refused.get(asked) != version, "there was room unannounced"
+        if opened is None:
+            self.refused[asked] = version
 
     @precondition(lambda self: self.memory.holders)
     @rule(number=st.integers(0), count=st.integers(1, AHEAD // 2))
