@@ -25,6 +25,8 @@ class Role(StrEnum):
     """Computes prompts and hands their KV over."""
     DECODE = "decode"
     """Takes KV over and generates."""
+    AGGREGATED = "aggregated"
+    """Both, in one worker: the baseline."""
 
 
 @dataclass(frozen=True, slots=True)
