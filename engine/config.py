@@ -52,6 +52,22 @@ class WorkerConfig:
     """Prompt tokens that one prefill step computes at most."""
     max_model_len: int | None = None
     """Caps the model's own context length."""
+    overlap: bool = True
+    """Plan a step while the one before computes."""
+    growth_min: float = 0.1
+    """Of a request's `max_tokens`, the part that admission reserves for growth at least."""
+    growth_max: float = 1.0
+    """And at most."""
+    bypass_limit: int = 16
+    """Requests that may pass one that does not fit, before none may."""
+    speculation: str = "none"
+    """Who drafts tokens that a step then verifies: ``none``, ``ngram`` or ``draft``."""
+    draft_model_path: Path | None = None
+    """The checkpoint folder of the model that drafts, where one does."""
+    num_draft_tokens: int = 4
+    """Tokens in a draft at most."""
+    debug_retract_every: int = 0
+    """Retract a request every so many steps, for tests; 0: only when memory is short."""
     audit_pages: bool = False
     """Check every single page after every step, not the sums alone; for tests and debugging."""
     threads: int = 1
