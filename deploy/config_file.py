@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from kvrelay.deploy.params import SizeParam
+from kvrelay.deploy.params import SizeParam, SwitchParam
 
 _TOML_NAMES = {
     bool: "a boolean",
@@ -79,4 +79,6 @@ def _toml_types(option: click.Option) -> tuple[type, ...]:
         return (float, int)
     if isinstance(option.type, SizeParam):
         return (int, str)
+    if isinstance(option.type, SwitchParam):
+        return (bool, str)
     return (str,)

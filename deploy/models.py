@@ -48,6 +48,12 @@ class Model:
 
     name: str
     path: Path
+    draft_path: Path | None = None
+    """The checkpoint folder of the model that drafts for it, if one does."""
+
+
+class _NotFoundError(Exception):
+    """What an option names cannot be had; the option's name is still missing."""
 
 
 def convert(source: Path, folder: Path, dtype: str) -> None:
@@ -70,7 +76,12 @@ def users_models() -> ConvertedModels:
 
 
 def resolve_model(
-    model: str, dtype: str, converted: ConvertedModels, say: Callable[[str], None]
+    model: str,
+    dtype: str,
+    converted: ConvertedModels,
+    say: Callable[[str], None],
+    *,
+    option: str = "--model",
 ) -> Model:
     """Find, fetch or convert what `model` means.
 
@@ -79,6 +90,7 @@ def resolve_model(
     Args:
         dtype: what a GGUF file is converted to; a checkpoint stays as it is.
         say: told what is being done, where that takes its time.
+        option: what `model` was given by.
 
     Raises:
         ModelError: there is no such model, or it cannot be had.
@@ -86,18 +98,27 @@ def resolve_model(
     """
     if model in ALIASES:
         return _from_package(model, ALIASES[model], dtype, converted, say)
+    try:
+        return _from_elsewhere(model, dtype, converted, say)
+    except _NotFoundError as error:
+        raise ModelError(f"{option}: {error}") from error
+
+
+def _from_elsewhere(
+    model: str, dtype: str, converted: ConvertedModels, say: Callable[[str], None]
+) -> Model:
     path = Path(model).expanduser()
     if path.suffix == ".gguf":
         return _from_gguf(path, dtype, converted, say)
     if path.is_dir():
         return _from_folder(path)
     if path.exists():
-        raise ModelError(f"--model: {model} is neither a folder nor a .gguf file")
+        raise _NotFoundError(f"{model} is neither a folder nor a .gguf file")
     if _HUB_ID.fullmatch(model):
         return _from_hub(model, say)
     known = ", ".join(ALIASES)
-    raise ModelError(
-        f"--model: {model} is no folder, .gguf file, hub id (owner/name) or alias ({known})"
+    raise _NotFoundError(
+        f"{model} is no folder, .gguf file, hub id (owner/name) or alias ({known})"
     )
 
 
@@ -134,7 +155,7 @@ def _from_gguf(
     path: Path, dtype: str, converted: ConvertedModels, say: Callable[[str], None]
 ) -> Model:
     if not path.is_file():
-        raise ModelError(f"--model: {path}: no such file")
+        raise _NotFoundError(f"{path}: no such file")
     say(f"{path.name}: reading its digest")
     digest = sha256_of(path)
     return Model(path.stem, converted.get(path.stem, digest, dtype, lambda: path, say))
@@ -142,7 +163,7 @@ def _from_gguf(
 
 def _from_folder(path: Path) -> Model:
     if not (path / "config.json").is_file():
-        raise ModelError(f"--model: {path}: no config.json, so this is not a checkpoint folder")
+        raise _NotFoundError(f"{path}: no config.json, so this is not a checkpoint folder")
     resolved = path.resolve()
     return Model(resolved.name, resolved)
 
@@ -160,14 +181,14 @@ def _from_hub(model: str, say: Callable[[str], None]) -> Model:
     try:
         path = snapshot_download(model, allow_patterns=_HUB_FILES, ignore_patterns=_HUB_UNWANTED)
     except LocalEntryNotFoundError as error:
-        raise ModelError(
-            f"--model: {model} is not in the hub's cache, and the hub cannot be reached"
+        raise _NotFoundError(
+            f"{model} is not in the hub's cache, and the hub cannot be reached"
         ) from error
     except GatedRepoError as error:
-        raise ModelError(f"--model: {model} is gated: ask for access on the hub") from error
+        raise _NotFoundError(f"{model} is gated: ask for access on the hub") from error
     except RepositoryNotFoundError as error:
-        raise ModelError(f"--model: {model} is not on the hub, or is private") from error
+        raise _NotFoundError(f"{model} is not on the hub, or is private") from error
     except HfHubHTTPError as error:
         reason = str(error).partition("\n")[0]
-        raise ModelError(f"--model: {model} cannot be had from the hub: {reason}") from error
+        raise _NotFoundError(f"{model} cannot be had from the hub: {reason}") from error
     return Model(model, Path(path))

@@ -19,6 +19,7 @@ PAGE_ORDERS: Final = ("page_first", "layer_first")
 PREFIX_INDEXES: Final = ("radix", "none")
 DTYPES: Final = ("bfloat16", "float16", "float32")
 DEVICES: Final = ("auto", "cpu", "cuda")
+SPECULATIONS: Final = ("none", "ngram", "draft")
 
 _AT_LEAST_ONE: Final = (
     "prefill",
@@ -29,7 +30,9 @@ _AT_LEAST_ONE: Final = (
     "chunk_tokens",
     "default_max_tokens",
     "max_live_requests",
+    "num_draft_tokens",
 )
+_AT_LEAST_ZERO: Final = ("bypass_limit", "debug_retract_every")
 _AT_LEAST_ONE_IF_GIVEN: Final = ("max_model_len", "threads")
 
 
@@ -61,28 +64,47 @@ class ServeOptions:
     max_running: int = 64
     chunk_tokens: int = 512
     max_model_len: int | None = None
+    overlap: bool = True
+    """Plan a step while the one before computes."""
+    growth_min: float = 0.1
+    growth_max: float = 1.0
+    """Bounds of the part of a request's max_tokens that admission reserves for growth."""
+    bypass_limit: int = 16
+    """Requests that may pass one that does not fit, before none may."""
+    speculation: str = "none"
+    """Who drafts tokens that a step then verifies."""
+    draft_model: str | None = None
+    """The model that drafts, where one does; found like `model`."""
+    num_draft_tokens: int = 4
+    """Tokens in a draft at most."""
     threads: int | None = None
     """Of one worker's forward; None: the machine's cores shared out."""
     default_max_tokens: int = 256
     max_live_requests: int = 1024
     worker_timeout: float = DEFAULT_WORKER_TIMEOUT
     """Seconds without an answer of its engine after which a worker is killed and replaced."""
+    debug_retract_every: int = 0
+    """Retract a request every so many steps, for tests; 0: only when memory is short."""
     audit_pages: bool = False
     """Check every single page after every step, not the sums alone."""
 
     def __post_init__(self) -> None:
         for field in _AT_LEAST_ONE:
-            self._check_at_least_one(field, getattr(self, field))
+            self._check_at_least(1, field, getattr(self, field))
         for field in _AT_LEAST_ONE_IF_GIVEN:
             if getattr(self, field) is not None:
-                self._check_at_least_one(field, getattr(self, field))
+                self._check_at_least(1, field, getattr(self, field))
+        for field in _AT_LEAST_ZERO:
+            self._check_at_least(0, field, getattr(self, field))
+        self._check_growth()
+        self._check_speculation()
         if not 0 < self.worker_timeout < float("inf"):
             raise OptionError("--worker-timeout", "must be seconds, more than 0")
         self._check_choice("page_order", self.page_order, PAGE_ORDERS)
         self._check_choice("prefix_index", self.prefix_index, PREFIX_INDEXES)
         self._check_choice("dtype", self.dtype, DTYPES)
         self._check_choice("device", self.device, DEVICES)
-        for field in ("model", "model_name"):
+        for field in ("model", "model_name", "draft_model"):
             if getattr(self, field) is not None and not getattr(self, field).strip():
                 raise OptionError(option_name(field), "must not be empty")
         self._check_reach("--grpc", self.grpc)
@@ -90,9 +112,27 @@ class ServeOptions:
         self._check_worker_ports()
 
     @staticmethod
-    def _check_at_least_one(field: str, value: int) -> None:
-        if value < 1:
-            raise OptionError(option_name(field), f"must be at least 1, got {value}")
+    def _check_at_least(least: int, field: str, value: int) -> None:
+        if value < least:
+            raise OptionError(option_name(field), f"must be at least {least}, got {value}")
+
+    def _check_growth(self) -> None:
+        for field in ("growth_min", "growth_max"):
+            value = getattr(self, field)
+            if not 0 <= value <= 1:  # so that NaN fails, too
+                raise OptionError(option_name(field), f"must be in [0, 1], got {value:g}")
+        if self.growth_min > self.growth_max:
+            raise OptionError(
+                "--growth-min", f"must not be above --growth-max, {self.growth_max:g}"
+            )
+
+    def _check_speculation(self) -> None:
+        self._check_choice("speculation", self.speculation, SPECULATIONS)
+        drafts = self.speculation == "draft"
+        if drafts and self.draft_model is None:
+            raise OptionError("--draft-model", "must be given with --speculation draft")
+        if self.draft_model is not None and not drafts:
+            raise OptionError("--draft-model", "must be given with --speculation draft alone")
 
     @staticmethod
     def _check_choice(field: str, value: str, choices: tuple[str, ...]) -> None:

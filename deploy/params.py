@@ -42,5 +42,22 @@ class AddressParam(click.ParamType[Address]):
             self.fail(str(error), param, ctx)
 
 
+class SwitchParam(click.ParamType[bool]):
+    """``on`` or ``off``."""
+
+    name = "on|off"
+
+    def convert(
+        self, value: str | bool, param: click.Parameter | None, ctx: click.Context | None
+    ) -> bool:
+        """Whether it is on."""
+        if isinstance(value, bool):
+            return value
+        if value not in ("on", "off"):
+            self.fail(f"{value!r} is neither on nor off", param, ctx)
+        return value == "on"
+
+
 SIZE = SizeParam()
+SWITCH = SwitchParam()
 ADDRESS = AddressParam()

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kvrelay.deploy.config_file import load_defaults
+from kvrelay.deploy.converted import ConvertedModels
 from kvrelay.deploy.edge import with_clear_errors
 from kvrelay.deploy.models import Model, resolve_model, users_models
 from kvrelay.deploy.options import (
@@ -25,9 +26,10 @@ from kvrelay.deploy.options import (
     DTYPES,
     PAGE_ORDERS,
     PREFIX_INDEXES,
+    SPECULATIONS,
     ServeOptions,
 )
-from kvrelay.deploy.params import ADDRESS, SIZE
+from kvrelay.deploy.params import ADDRESS, SIZE, SWITCH
 from kvrelay.deploy.progress import Progress
 from kvrelay.deploy.sizes import format_size
 from kvrelay.deploy.stop_signals import StopSignals
@@ -37,6 +39,7 @@ if TYPE_CHECKING:
 
 _DEFAULTS = ServeOptions()
 _POSITIVE = click.IntRange(min=1)
+_PART = click.FloatRange(min=0, max=1)
 
 
 @click.command(context_settings={"show_default": True})
@@ -124,6 +127,48 @@ _POSITIVE = click.IntRange(min=1)
     help="Caps prompt and output together, in tokens.",
 )
 @click.option(
+    "--overlap",
+    type=SWITCH,
+    default=_DEFAULTS.overlap,
+    show_default="on",
+    help="Plan a step while the one before computes; the tokens are the same.",
+)
+@click.option(
+    "--growth-min",
+    type=_PART,
+    default=_DEFAULTS.growth_min,
+    help="Of a request's max_tokens, the part that admission reserves for growth at least.",
+)
+@click.option(
+    "--growth-max",
+    type=_PART,
+    default=_DEFAULTS.growth_max,
+    help="That part at most.",
+)
+@click.option(
+    "--bypass-limit",
+    type=click.IntRange(min=0),
+    default=_DEFAULTS.bypass_limit,
+    help="Requests that may pass one that does not fit, before none may.",
+)
+@click.option(
+    "--speculation",
+    type=click.Choice(SPECULATIONS),
+    default=_DEFAULTS.speculation,
+    help="Who drafts tokens that a step then verifies, several at once; the tokens are the same.",
+)
+@click.option(
+    "--draft-model",
+    metavar="PATH_OR_ID",
+    help="The model that drafts, with --speculation draft; as --model.",
+)
+@click.option(
+    "--num-draft-tokens",
+    type=_POSITIVE,
+    default=_DEFAULTS.num_draft_tokens,
+    help="Tokens in a draft at most.",
+)
+@click.option(
     "--threads",
     type=_POSITIVE,
     show_default="the cores shared out",
@@ -146,6 +191,12 @@ _POSITIVE = click.IntRange(min=1)
     type=click.FloatRange(min=0, min_open=True),
     default=_DEFAULTS.worker_timeout,
     help="Seconds without an answer of its engine after which a worker is killed and replaced.",
+)
+@click.option(
+    "--debug-retract-every",
+    type=click.IntRange(min=0),
+    default=_DEFAULTS.debug_retract_every,
+    help="Retract a request every so many steps, for tests; 0: only when memory is short.",
 )
 @click.option(
     "--audit-pages",
@@ -197,7 +248,24 @@ def _find_model(options: ServeOptions, progress: Progress) -> Model:
     with progress.step("model", options.model) as step:
         model = resolve_model(options.model, options.dtype, converted, step.say)
         step.say(model.name)
-    return replace(model, name=options.model_name or model.name)
+    return replace(
+        model,
+        name=options.model_name or model.name,
+        draft_path=_find_draft(options, progress, converted),
+    )
+
+
+def _find_draft(
+    options: ServeOptions, progress: Progress, converted: ConvertedModels
+) -> Path | None:
+    if options.draft_model is None:
+        return None
+    with progress.step("draft model", options.draft_model) as step:
+        model = resolve_model(
+            options.draft_model, options.dtype, converted, step.say, option="--draft-model"
+        )
+        step.say(model.name)
+    return model.path
 
 
 def _run_cluster(

@@ -17,6 +17,8 @@ class WorkerRole(StrEnum):
     """Computes prompts and hands their KV over."""
     DECODE = "decode"
     """Takes KV over and generates."""
+    AGGREGATED = "aggregated"
+    """Both, in one worker: the baseline."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from kvrelay.router.discovery import Discovery, WorkerEndpoint, WorkerRole
 from kvrelay.router.errors import Unavailable
 from kvrelay.router.limits import Limits
 from kvrelay.router.news import News
-from kvrelay.router.placement import Candidate, choose_decode, choose_prefill
+from kvrelay.router.placement import Candidate, choose_aggregated, choose_decode, choose_prefill
 from kvrelay.router.worker_link import WorkerLink
 
 
@@ -62,8 +62,9 @@ class Fleet:
 
     @property
     def ready(self) -> bool:
-        """A worker of either role can take requests."""
-        return all(self._ready_links(role) for role in WorkerRole)
+        """A prefill and a decode worker, or an aggregated one, can take requests."""
+        roles = {link.endpoint.role for link in self._links.values() if link.ready}
+        return roles >= {WorkerRole.PREFILL, WorkerRole.DECODE} or WorkerRole.AGGREGATED in roles
 
     def limits(self) -> Limits:
         """What the listed workers can take; raises `Unavailable` if a role is missing."""
@@ -74,19 +75,28 @@ class Fleet:
     ) -> Placement:
         """The workers for an attempt; raises `Unavailable` if none that could hold it is ready.
 
+        A prefill and a decode worker; an aggregated one where there is no such
+        pair: in a fleet of both kinds it is what is left when the others are not.
+
         Args:
             input_tokens: to be computed before the first output.
             total_tokens: with all the output that there can be.
             suspects: incarnations that are taken only if there is nobody else.
         """
-        prefill_links = self._ready_links(WorkerRole.PREFILL, suspects)
-        decode_links = self._ready_links(WorkerRole.DECODE, suspects)
-        prefill = choose_prefill(prefill_links, input_tokens)
-        decode = choose_decode(decode_links, total_tokens)
-        if prefill is None or decode is None:
-            role = WorkerRole.PREFILL if prefill is None else WorkerRole.DECODE
-            raise Unavailable(f"no {role} worker that could hold the request is ready")
-        return Placement(decode_links[decode], prefill_links[prefill])
+        prefills = self._ready_links(WorkerRole.PREFILL, suspects)
+        decodes = self._ready_links(WorkerRole.DECODE, suspects)
+        alone = self._ready_links(WorkerRole.AGGREGATED, suspects)
+        prefill = choose_prefill(prefills, input_tokens)
+        decode = choose_decode(decodes, total_tokens)
+        if prefill is not None and decode is not None:
+            return Placement(decodes[decode], prefills[prefill])
+        aggregated = choose_aggregated(alone, total_tokens)
+        if aggregated is not None:
+            return Placement(alone[aggregated], None)
+        missing = WorkerRole.PREFILL if prefill is None else WorkerRole.DECODE
+        if {endpoint.role for endpoint in self.endpoints} == {WorkerRole.AGGREGATED}:
+            missing = WorkerRole.AGGREGATED
+        raise Unavailable(f"no {missing} worker that could hold the request is ready")
 
     async def run(self) -> None:
         """Follows discovery until cancelled; then every link is closed."""
@@ -113,9 +123,7 @@ class Fleet:
         self._closing.add(task)
         task.add_done_callback(self._closing.discard)
 
-    def _ready_links(
-        self, role: WorkerRole, suspects: Set[str] = frozenset()
-    ) -> dict[Candidate, WorkerLink]:
+    def _ready_links(self, role: WorkerRole, suspects: Set[str]) -> dict[Candidate, WorkerLink]:
         return {
             link.candidate(suspect=incarnation in suspects): link
             for incarnation, link in self._links.items()

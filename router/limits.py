@@ -17,27 +17,36 @@ class Limits:
     max_model_len: int
     """Tokens, prompt and output together."""
     prefill_pool_tokens: int
-    """Of the largest prefill pool: a prompt must fit."""
+    """Of the largest pool that prompts are computed in: a prompt must fit."""
     decode_pool_tokens: int
-    """Of the largest decode pool: prompt and output together must fit."""
+    """Of the largest pool that outputs grow in: prompt and output together must fit."""
 
     @classmethod
     def of(cls, endpoints: Sequence[WorkerEndpoint]) -> Limits:
         """What these workers can take.
 
+        In a fleet of both kinds, what the pairs can take or the aggregated
+        workers, whichever take more: no request needs some of each.
+
         Raises:
-            Unavailable: one of the two roles is missing.
+            Unavailable: there is neither a pair nor an aggregated worker.
         """
+        prefill = _largest_pool(endpoints, WorkerRole.PREFILL)
+        decode = _largest_pool(endpoints, WorkerRole.DECODE)
+        aggregated = _largest_pool(endpoints, WorkerRole.AGGREGATED)
+        if aggregated > (decode if prefill else 0):
+            prefill = decode = aggregated
+        for pool, role in ((prefill, WorkerRole.PREFILL), (decode, WorkerRole.DECODE)):
+            if not pool:
+                raise Unavailable(f"there is no {role} worker")
         return cls(
-            vocab_size=min((e.vocab_size for e in endpoints), default=0),
-            max_model_len=min((e.max_model_len for e in endpoints), default=0),
-            prefill_pool_tokens=_largest_pool(endpoints, WorkerRole.PREFILL),
-            decode_pool_tokens=_largest_pool(endpoints, WorkerRole.DECODE),
+            vocab_size=min(e.vocab_size for e in endpoints),
+            max_model_len=min(e.max_model_len for e in endpoints),
+            prefill_pool_tokens=prefill,
+            decode_pool_tokens=decode,
         )
 
 
 def _largest_pool(endpoints: Sequence[WorkerEndpoint], role: WorkerRole) -> int:
-    pools = [endpoint.pool_tokens for endpoint in endpoints if endpoint.role is role]
-    if not pools:
-        raise Unavailable(f"there is no {role} worker")
-    return max(pools)
+    """In tokens; zero without any."""
+    return max((e.pool_tokens for e in endpoints if e.role is role), default=0)

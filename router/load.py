@@ -10,7 +10,7 @@ class PoolState:
     """A pool's account; the states from `free` to `quarantined` sum to `total`."""
 
     pool: str
-    """``kv`` (pages) or ``rows``."""
+    """``full``, ``window`` or ``latent`` (pages), or ``rows``."""
     page_size: int
     """Tokens a page; 0 for rows."""
     total: int
@@ -33,14 +33,21 @@ class WorkerLoad:
     waiting_tokens: int = 0
     """Prompt tokens not yet computed or pulled."""
     pools: tuple[PoolState, ...] = ()
+    growth_tokens: int = 0
+    """That running requests are expected to add."""
+    step_seconds: float = 0.0
+    """A moving mean of a forward's; zero before the first."""
 
     @property
-    def unpromised_tokens(self) -> int:
+    def room_tokens(self) -> int:
         """Tokens that the first pool can still take; in tokens, so that page sizes may differ.
 
-        Where there is a pool for windows, too, it comes second and fills up later.
+        What running requests are promised, or expected to add if that is more,
+        is taken. Where there is a pool for windows, too, it comes second and
+        fills up later.
         """
         return sum(
-            (pool.free + pool.cached_evictable - pool.promised) * pool.page_size
+            (pool.free + pool.cached_evictable) * pool.page_size
+            - max(pool.promised * pool.page_size, self.growth_tokens)
             for pool in self.pools[:1]
         )

@@ -25,7 +25,7 @@ class Candidate:
     @property
     def headroom_tokens(self) -> int:
         """What its pool can take on after its backlog; below zero when overcommitted."""
-        return self.load.unpromised_tokens - self.backlog_tokens
+        return self.load.room_tokens - self.backlog_tokens
 
 
 def choose_prefill(candidates: Iterable[Candidate], prompt_tokens: int) -> Candidate | None:
@@ -42,5 +42,14 @@ def choose_decode(candidates: Iterable[Candidate], total_tokens: int) -> Candida
     return min(
         (c for c in candidates if c.pool_tokens >= total_tokens),
         key=lambda c: (c.suspect, -c.headroom_tokens, c.load.running_requests, c.worker),
+        default=None,
+    )
+
+
+def choose_aggregated(candidates: Iterable[Candidate], total_tokens: int) -> Candidate | None:
+    """The one with the most room, then the least to compute; `None` if none is large enough."""
+    return min(
+        (c for c in candidates if c.pool_tokens >= total_tokens),
+        key=lambda c: (c.suspect, -c.headroom_tokens, c.backlog_tokens, c.worker),
         default=None,
     )

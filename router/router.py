@@ -68,7 +68,7 @@ class Router:
             self._undo = undo.pop_all()
 
     async def wait_ready(self) -> None:
-        """Returns once a prefill and a decode worker are attached."""
+        """Returns once a prefill and a decode worker, or an aggregated one, are attached."""
         while not self._fleet.ready:
             await self._fleet.news.next()
 

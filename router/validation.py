@@ -198,8 +198,8 @@ def _room(prompt_field: str, prompt_tokens: int, limits: Limits) -> int:
     if prompt_tokens > limits.prefill_pool_tokens:
         raise InvalidField(
             prompt_field,
-            f"a prompt of {prompt_tokens} tokens does not fit a prefill pool, "
-            f"the largest of which holds {limits.prefill_pool_tokens}",
+            f"a prompt of {prompt_tokens} tokens does not fit the largest pool "
+            f"for prompts, which holds {limits.prefill_pool_tokens}",
         )
     total, holder = _tightest(limits)
     if prompt_tokens >= total:
@@ -224,7 +224,7 @@ def _tightest(limits: Limits) -> tuple[int, str]:
     """What bounds prompt and output together, and its name."""
     return min(
         (limits.max_model_len, "the model's max_model_len"),
-        (limits.decode_pool_tokens, "the largest decode pool"),
+        (limits.decode_pool_tokens, "the largest pool for outputs"),
     )
 
 

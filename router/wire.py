@@ -23,6 +23,7 @@ from kvrelay.v1 import inference_pb2, worker_pb2
 _ROLES = {
     WorkerRole.PREFILL: inference_pb2.WORKER_ROLE_PREFILL,
     WorkerRole.DECODE: inference_pb2.WORKER_ROLE_DECODE,
+    WorkerRole.AGGREGATED: inference_pb2.WORKER_ROLE_AGGREGATED,
 }
 _FINISH_REASONS = {
     FinishReason.STOP: inference_pb2.FINISH_REASON_STOP,
@@ -131,6 +132,8 @@ def read_load(message: inference_pb2.WorkerLoad) -> WorkerLoad:
         running_requests=message.running_requests,
         waiting_tokens=message.waiting_tokens,
         pools=tuple(_read_pool(pool) for pool in message.pools),
+        growth_tokens=message.growth_tokens,
+        step_seconds=message.step_seconds,
     )
 
 
@@ -199,6 +202,8 @@ def worker_status(
             running_requests=load.running_requests,
             waiting_tokens=load.waiting_tokens,
             pools=[_pool_message(pool) for pool in load.pools],
+            growth_tokens=load.growth_tokens,
+            step_seconds=load.step_seconds,
         ),
     )
 

@@ -51,10 +51,18 @@ EVERYTHING: dict[str, Any] = {
     "max_running": 5,
     "chunk_tokens": 6,
     "max_model_len": 7,
+    "overlap": False,
+    "growth_min": 0.25,
+    "growth_max": 0.5,
+    "bypass_limit": 0,
+    "speculation": "draft",
+    "draft_model": "some/draft",
+    "num_draft_tokens": 3,
     "threads": 8,
     "default_max_tokens": 9,
     "max_live_requests": 10,
     "worker_timeout": 2.5,
+    "debug_retract_every": 11,
     "audit_pages": True,
 }
 
@@ -97,6 +105,8 @@ def test_the_command_line_wins(tmp_path: Path, served: list[ServeOptions]):
         ("insecure = 'yes'", "'insecure' must be a boolean, got 'yes'"),
         ("kv-memory = 1.5", "'kv-memory' must be an integer or a string, got 1.5"),
         ("kv-memory = 'much'", "'--kv-memory': 'much' is not a size"),
+        ("overlap = 1", "'overlap' must be a boolean or a string, got 1"),
+        ("overlap = 'maybe'", "'--overlap': 'maybe' is neither on nor off"),
         ("dtype = 'int4'", "'--dtype': 'int4' is not one of"),
         ("prefill = 0", "'--prefill': 0 is not in the range"),
         ("grpc = '0.0.0.0:1'", "--grpc: 0.0.0.0:1 can be reached from other machines"),
@@ -111,6 +121,17 @@ def test_what_is_wrong_in_the_file_is_named(
     assert result.exit_code == 2
     assert message in result.stderr
     assert served == []
+
+
+def test_a_switch_is_on_or_off_wherever_it_stands(tmp_path: Path, served: list[ServeOptions]):
+    off = write(tmp_path, "overlap = 'off'")
+    for arguments in (
+        ["--overlap", "off"],
+        ["--config", off],
+        ["--config", off, "--overlap", "on"],
+    ):
+        assert serve(*arguments).exit_code == 0
+    assert [options.overlap for options in served] == [False, False, True]
 
 
 def test_a_file_that_is_not_there_is_named(tmp_path: Path):

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,8 +11,10 @@ from kvrelay.deploy.deployment import worker_configs
 from kvrelay.deploy.errors import OptionError
 from kvrelay.deploy.models import Model
 from kvrelay.deploy.options import PAGE_ORDERS, ServeOptions
+from kvrelay.engine.config import Role, WorkerConfig
 from kvrelay.mem_cache.geometry import PageOrder
 
+ANY_PORT = Address("127.0.0.1", 0)
 BAD = [
     ("prefill", 0),
     ("decode", -1),
@@ -25,6 +28,14 @@ BAD = [
     ("max_live_requests", 0),
     ("page_order", "sideways"),
     ("dtype", "int4"),
+    ("growth_min", -0.1),
+    ("growth_min", float("nan")),
+    ("growth_max", 1.1),
+    ("bypass_limit", -1),
+    ("debug_retract_every", -1),
+    ("num_draft_tokens", 0),
+    ("speculation", "luck"),
+    ("draft_model", "some/draft"),  # nobody would use it
     ("device", "tpu"),
     ("model", ""),
     ("model_name", "  "),
@@ -37,6 +48,38 @@ def test_a_bad_value_names_its_option(field: str, value: object):
     with pytest.raises(OptionError, match=f"^{option}: must") as caught:
         ServeOptions(**{field: value})
     assert caught.value.option == option
+
+
+def test_bounds_of_growth_are_in_order():
+    with pytest.raises(OptionError, match=r"^--growth-min: must not be above --growth-max, 0\.5"):
+        ServeOptions(growth_min=0.6, growth_max=0.5)
+
+
+def test_drafting_needs_a_model():
+    with pytest.raises(OptionError, match=r"^--draft-model: must be given with"):
+        ServeOptions(speculation="draft")
+
+
+def test_workers_are_told_what_the_engine_is_to_do():
+    told = {
+        "overlap": False,
+        "growth_min": 0.25,
+        "growth_max": 0.5,
+        "bypass_limit": 0,
+        "speculation": "draft",
+        "num_draft_tokens": 3,
+        "debug_retract_every": 11,
+    }
+    options = ServeOptions(**told, draft_model="some/draft")
+    for config in worker_configs(options, Model("none", Path(), Path("draft"))):
+        assert {name: getattr(config, name) for name in told} == told
+        assert config.draft_model_path == Path("draft")
+
+
+def test_workers_defaults_are_the_engines():
+    default = WorkerConfig("decode-0", Role.DECODE, Path(), "none")
+    [_, config] = worker_configs(ServeOptions(metrics=ANY_PORT), Model("none", Path()))
+    assert replace(config, threads=1) == default
 
 
 @pytest.mark.parametrize("option", ["grpc", "metrics"])
@@ -63,7 +106,7 @@ def test_workers_metrics_have_fixed_ports_after_the_routers():
 
 
 def test_any_port_for_the_router_is_any_for_the_workers():
-    options = ServeOptions(metrics=Address("127.0.0.1", 0))
+    options = ServeOptions(metrics=ANY_PORT)
     assert options.worker_metrics() == ()
     assert {one.metrics_port for one in worker_configs(options, Model("none", Path()))} == {0}
 

@@ -54,6 +54,18 @@ def test_a_missing_model_is_one_line(tmp_path: Path):
     )
 
 
+def test_a_missing_draft_model_is_said_of_its_own_option(tmp_path: Path):
+    (tmp_path / "config.json").write_text("{}")
+    none = tmp_path / "none"
+    none.mkdir()
+    draft = ("--speculation", "draft", "--draft-model", str(none))
+    result = serve("--model", str(tmp_path), *draft)
+    assert result.exit_code == 1
+    assert result.stderr == (
+        f"kvrelay: --draft-model: {none}: no config.json, so this is not a checkpoint folder\n"
+    )
+
+
 def test_a_cache_that_cannot_be_is_one_line(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("XDG_CACHE_HOME", "relative")
     result = serve()

@@ -17,7 +17,13 @@ from kvrelay.router.router import Router
 from kvrelay.v1 import inference_pb2 as pb
 from kvrelay.v1 import inference_pb2_grpc
 
-from .scripted_worker import ScriptedWorker, count_decode, count_prefill, until
+from .scripted_worker import ScriptedWorker, count_aggregated, count_decode, count_prefill, until
+
+_COUNTING = {
+    WorkerRole.PREFILL: count_prefill,
+    WorkerRole.DECODE: count_decode,
+    WorkerRole.AGGREGATED: count_aggregated,
+}
 
 
 @dataclasses.dataclass
@@ -43,8 +49,7 @@ class Cluster:
     def count(self) -> None:
         """From now on the workers answer by themselves, by counting."""
         for worker in self.workers:
-            prefills = worker.role is WorkerRole.PREFILL
-            worker.on_submit = count_prefill if prefills else count_decode
+            worker.on_submit = _COUNTING[worker.role]
 
     def list_workers(self) -> None:
         """Discovery has the workers as they are now."""
@@ -60,6 +65,14 @@ class Cluster:
                 sampling_params=params,
             )
         )
+
+    async def until_lost(self, name: str) -> None:
+        """Returns once the router has seen that this worker is gone."""
+        async with asyncio.timeout(5):
+            while True:
+                loads = await self.stub.GetLoads(pb.GetLoadsRequest())
+                if not any(worker.ready for worker in loads.workers if worker.worker == name):
+                    return
 
     async def metric(self, line: str) -> float:
         """The value of the metrics line that begins with `line`; 0 if there is none."""
@@ -131,6 +144,19 @@ async def collect(call: Any) -> Streamed:
             assert delta.index == len(streamed.token_ids_of(delta.choice))
             streamed.deltas.append(delta)
     return streamed
+
+
+async def read(call: Any, number: int | None = None) -> list[tuple[int, int]]:
+    """So many tokens, or all that are to come, each with its choice."""
+    tokens: list[tuple[int, int]] = []
+    async with asyncio.timeout(5):
+        while number is None or len(tokens) < number:
+            response = await call.read()
+            if response is grpc.aio.EOF:
+                break
+            delta = response.delta
+            tokens += [(delta.choice, token_id) for token_id in delta.token_ids]
+    return tokens
 
 
 async def status_of(call: Any) -> grpc.aio.AioRpcError:

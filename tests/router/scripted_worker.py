@@ -180,8 +180,15 @@ async def count_prefill(worker: ScriptedWorker, submit: worker_pb2.SubmitRequest
 
 
 async def count_decode(worker: ScriptedWorker, submit: worker_pb2.SubmitRequest) -> None:
-    last = submit.sampling_params.max_tokens - 1
-    for position in range(check_emitted(worker, submit) + 1, last + 1):
+    await _count_from(check_emitted(worker, submit) + 1, worker, submit)
+
+
+async def count_aggregated(worker: ScriptedWorker, submit: worker_pb2.SubmitRequest) -> None:
+    await _count_from(check_emitted(worker, submit), worker, submit)
+
+
+async def _count_from(first: int, worker: ScriptedWorker, submit: worker_pb2.SubmitRequest) -> None:
+    for position in range(first, submit.sampling_params.max_tokens):
         await asyncio.sleep(0.001)
         for choice in choices_of(submit):
             say_counted(worker, submit, position, choice)
@@ -190,7 +197,7 @@ async def count_decode(worker: ScriptedWorker, submit: worker_pb2.SubmitRequest)
 def say_counted(
     worker: ScriptedWorker, submit: worker_pb2.SubmitRequest, position: int, choice: int = 0
 ) -> None:
-    """A decode worker's token at this position; with it the end, if it is the last."""
+    """The token at this position; with it the end, if it is the last."""
     fields: dict[str, Any] = {"choice": choice}
     if position == submit.sampling_params.max_tokens - 1:
         fields["end"] = END(reason=END.REASON_LENGTH)

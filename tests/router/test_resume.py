@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 from collections.abc import Awaitable, Callable
-from typing import Any
 
 import grpc
 import pytest
@@ -14,7 +13,7 @@ from kvrelay.router.config import RouterConfig
 from kvrelay.v1 import inference_pb2 as pb
 from kvrelay.v1 import worker_pb2
 
-from .cluster import Cluster, collect, running, status_of
+from .cluster import Cluster, collect, read, running, status_of
 from .scripted_worker import (
     END,
     ScriptedWorker,
@@ -212,19 +211,6 @@ async def test_a_decode_worker_lost_in_mid_stream_is_not_noticed(
         first = 4 + 50 * choice
         assert [t for c, t in streamed if c == choice] == list(range(first, first + 8))
     assert [len(worker.submits) for worker in cluster.workers] == [1 + choices, 1, choices]
-
-
-async def read(call: Any, number: int | None = None) -> list[tuple[int, int]]:
-    """So many tokens, or all that are to come, each with its choice."""
-    tokens: list[tuple[int, int]] = []
-    async with asyncio.timeout(5):
-        while number is None or len(tokens) < number:
-            response = await call.read()
-            if response is grpc.aio.EOF:
-                break
-            delta = response.delta
-            tokens += [(delta.choice, token_id) for token_id in delta.token_ids]
-    return tokens
 
 
 @pytest.mark.parametrize("choices", [1, 3])

@@ -343,12 +343,14 @@ async def server_info(cluster: Cluster) -> pb.GetServerInfoResponse:
 
 
 async def test_loads_are_the_workers_own(cluster: Cluster) -> None:
-    cluster.decode.send(worker_pb2.AttachResponse(load=load(waiting_tokens=9, free=60)))
+    reported = load(waiting_tokens=9, free=60)
+    reported.growth_tokens, reported.step_seconds = 77, 0.25
+    cluster.decode.send(worker_pb2.AttachResponse(load=reported))
     cluster.prefill.send(worker_pb2.AttachResponse(load=load(free=10)))
     await asyncio.sleep(0.1)
     decode, prefill = (await cluster.stub.GetLoads(pb.GetLoadsRequest())).workers
     assert (decode.worker, decode.role) == ("decode-0", pb.WORKER_ROLE_DECODE)
-    assert decode.load == load(waiting_tokens=9, free=60)
+    assert decode.load == reported
     assert decode.ready
     assert prefill.load.pools[0].free == 10
     assert (await server_info(cluster)).workers[0] == decode

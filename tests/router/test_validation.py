@@ -194,3 +194,18 @@ def test_limits_are_the_models_and_the_largest_pools() -> None:
 def test_without_one_role_there_are_no_limits() -> None:
     with pytest.raises(Unavailable, match="decode"):
         Limits.of([endpoint(WorkerRole.PREFILL, 10)])
+
+
+def test_aggregated_workers_compute_prompts_and_outputs_in_one_pool() -> None:
+    aggregated = endpoint(WorkerRole.AGGREGATED, 20)
+    assert Limits.of([aggregated]) == Limits(100, 64, 20, 20)
+    assert Limits.of([aggregated, endpoint(WorkerRole.PREFILL, 30)]) == Limits(100, 64, 20, 20)
+
+
+@pytest.mark.parametrize(("decode", "expected"), [(20, (30, 20)), (19, (20, 20))])
+def test_limits_of_both_kinds_are_of_one_that_can_take_all(
+    decode: int, expected: tuple[int, int]
+) -> None:
+    pair = [endpoint(WorkerRole.PREFILL, 30), endpoint(WorkerRole.DECODE, decode)]
+    limits = Limits.of([*pair, endpoint(WorkerRole.AGGREGATED, 20)])
+    assert (limits.prefill_pool_tokens, limits.decode_pool_tokens) == expected
