@@ -88,7 +88,8 @@ class AggregatedRole:
         """See `Role`."""
         if not self._waiting:
             return
-        for request in admit_in_turn(self._waiting, self._reserve, self._config.bypass_limit):
+        limit = self._config.bypass_limit
+        for request in admit_in_turn(self._core.ledger, self._waiting, self._reserve, limit):
             self._waiting.remove(request)
 
     def _reserve(self, request: AggregatedRequest) -> bool:

@@ -133,7 +133,8 @@ class DecodeRole:
 
     def admit(self) -> None:
         """See `Role`: grant what was asked for, in turn."""
-        for request in admit_in_turn(self._asked(), self._reserve, self._config.bypass_limit):
+        limit = self._config.bypass_limit
+        for request in admit_in_turn(self._core.ledger, self._asked(), self._reserve, limit):
             # What the prefix index has here already, and what no window needs, is not read.
             protected = request.held.num_protected_pages
             missing = [max(first, protected) for first in request.held.first_pages]

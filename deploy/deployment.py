@@ -14,7 +14,7 @@ from kvrelay.deploy.errors import OptionError
 from kvrelay.deploy.models import Model
 from kvrelay.deploy.options import WORKER_HOST, ServeOptions
 from kvrelay.deploy.progress import Progress
-from kvrelay.engine.config import PrefixIndexKind, Role, WorkerConfig, WorkerInfo
+from kvrelay.engine.config import PrefixIndexKind, Role, Speculation, WorkerConfig, WorkerInfo
 from kvrelay.mem_cache.geometry import PageOrder
 from kvrelay.router.config import RouterConfig
 from kvrelay.router.router import Router
@@ -85,7 +85,7 @@ def worker_configs(options: ServeOptions, model: Model) -> list[WorkerConfig]:
             growth_min=options.growth_min,
             growth_max=options.growth_max,
             bypass_limit=options.bypass_limit,
-            speculation=options.speculation,
+            speculation=Speculation(options.speculation),
             draft_model_path=model.draft_path,
             num_draft_tokens=options.num_draft_tokens,
             debug_retract_every=options.debug_retract_every,

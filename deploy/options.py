@@ -8,6 +8,7 @@ from typing import Final
 
 from kvrelay.deploy.address import MAX_PORT, Address
 from kvrelay.deploy.errors import OptionError
+from kvrelay.engine.config import Speculation
 
 DEFAULT_MODEL: Final = "smollm2-135m-instruct"
 DEFAULT_GRPC: Final = Address("127.0.0.1", 50051)
@@ -19,7 +20,7 @@ PAGE_ORDERS: Final = ("page_first", "layer_first")
 PREFIX_INDEXES: Final = ("radix", "none")
 DTYPES: Final = ("bfloat16", "float16", "float32")
 DEVICES: Final = ("auto", "cpu", "cuda")
-SPECULATIONS: Final = ("none", "ngram", "draft")
+SPECULATIONS: Final = tuple(one.value for one in Speculation)
 
 _AT_LEAST_ONE: Final = (
     "prefill",

@@ -135,16 +135,11 @@ class Engine:
         """Let requests in and launch what can be; again if that has made room for others."""
         ledger = self._core.ledger
         while True:
-            room = [ledger.unpromised(p) for p in range(len(ledger.pools))] + [
-                ledger.row_counts().free
-            ]
             self._role.admit()
+            room = ledger.room_version
             while self._core.steps.running < self._most_running and self._launch():
                 pass
-            now = [ledger.unpromised(p) for p in range(len(ledger.pools))] + [
-                ledger.row_counts().free
-            ]
-            if not any(map(int.__gt__, now, room)):
+            if ledger.room_version == room:
                 return
 
     def _launch(self) -> bool:

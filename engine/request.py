@@ -47,6 +47,8 @@ class Request:
     arrived: float = field(default_factory=time.monotonic)
     bypassed: int = 0
     """Requests that were let in while this one, before them, did not fit."""
+    refused_at: int = -1
+    """The ledger's `room_version` when it last did not fit: there is no use in asking again."""
     lease: Lease | None = None
     last_step: int = 0
     """The last forward that reads this request's page table."""

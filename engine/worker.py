@@ -10,19 +10,18 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import grpc
-import torch
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from prometheus_client import start_http_server
 from tokenizers import Tokenizer
 
 from kvrelay.engine.commands import Inbox, Inspect, PeerDied
-from kvrelay.engine.computer import Drafter, PageCopier, StepComputer
-from kvrelay.engine.config import Speculation, WorkerConfig, WorkerInfo
+from kvrelay.engine.computer import StepComputer
+from kvrelay.engine.config import WorkerConfig, WorkerInfo
 from kvrelay.engine.core import EngineCore
-from kvrelay.engine.drafters import ModelDrafter, NgramDrafter
 from kvrelay.engine.edge import bind, make_server
+from kvrelay.engine.loading import load_model
 from kvrelay.engine.loop import Engine, EngineThread, Role
-from kvrelay.engine.memory import divide_memory, make_ledger
+from kvrelay.engine.memory import make_ledger
 from kvrelay.engine.metrics import WorkerMetrics
 from kvrelay.engine.outbox import Outbox
 from kvrelay.engine.service import WorkerService
@@ -30,8 +29,6 @@ from kvrelay.engine.step import ForwardThread
 from kvrelay.engine.wire import SubmitRules
 from kvrelay.kv_transfer.agent import TransferAgent
 from kvrelay.mem_cache.ledger import Ledger
-from kvrelay.mem_cache.pool import KVPool
-from kvrelay.model_runner.draft_model import DraftModel
 from kvrelay.model_runner.runner import ModelRunner
 from kvrelay.text.tokenizer import load_tokenizer
 from kvrelay.v1 import worker_pb2_grpc
@@ -100,13 +97,13 @@ class Worker:
         incarnation = f"{config.name}-{uuid.uuid4().hex[:12]}"
         # Before the weights, which take longer to read.
         tokenizer = await loop.run_in_executor(None, load_tokenizer, config.model_path)
-        runner, drafter, pools = await loop.run_in_executor(None, self._load)
+        model = await loop.run_in_executor(None, load_model, config)
+        runner, pools = model.runner, model.pools
         self._agent = await loop.run_in_executor(
             None, TransferAgent, incarnation, pools, self._on_failure
         )
         ledger = make_ledger(config, pools, self._max_model_len(runner))
-        computer = StepComputer(runner, PageCopier(pools), drafter)
-        self._assemble(ledger, computer, tokenizer, runner.config.vocab_size)
+        self._assemble(ledger, model.computer, tokenizer, runner.config.vocab_size)
         rules = SubmitRules(config.role, runner.config.vocab_size, runner.config.eos_token_ids)
         port = await self._listen(WorkerService(incarnation, self._inbox, rules))
         self._metrics_server, self._metrics_thread = start_http_server(
@@ -176,40 +173,6 @@ class Worker:
             audit_pages=self._config.audit_pages,
         )
         self._engine = EngineThread(engine, self._inbox, self._on_failure)
-
-    def _load(self) -> tuple[ModelRunner, Drafter | None, list[KVPool]]:
-        config = self._config
-        runner = ModelRunner(config.model_path, config.dtype, config.device, config.threads)
-        draft = self._load_draft(runner)
-        geometries = runner.make_geometries(config.page_size, config.page_order)
-        own = len(geometries)
-        if draft is not None:
-            geometries += draft.make_geometries(config.page_size, config.page_order)
-        pools = [
-            KVPool(geometry, pages, torch.device(runner.device))
-            for geometry, pages in zip(geometries, divide_memory(config, geometries), strict=True)
-        ]
-        runner.bind(pools[:own])
-        runner.warm_up()
-        if draft is not None:
-            draft.bind(pools[own:])
-            draft.warm_up()
-        return runner, self._make_drafter(draft), pools
-
-    def _load_draft(self, target: ModelRunner) -> DraftModel | None:
-        config = self._config
-        if config.speculation is not Speculation.DRAFT:
-            return None
-        if config.draft_model_path is None:
-            raise ValueError("draft_model_path: speculation by a draft model needs one")
-        draft = DraftModel(config.draft_model_path, config.dtype, config.device)
-        draft.check_vocab(target.config)
-        return draft
-
-    def _make_drafter(self, draft: DraftModel | None) -> Drafter | None:
-        if draft is not None:
-            return ModelDrafter(draft)
-        return NgramDrafter() if self._config.speculation is Speculation.NGRAM else None
 
     def _max_model_len(self, runner: ModelRunner) -> int:
         limit = self._config.max_model_len

@@ -106,7 +106,8 @@ class PrefillRole:
     def admit(self) -> None:
         """See `Role`: ask for grants, and reserve what was granted."""
         granted = [r for r in self._waiting if r.hand_over.state is PrefillState.GRANTED]
-        for request in admit_in_turn(granted, self._computing.reserve, self._bypass_limit):
+        ledger, reserve = self._core.ledger, self._computing.reserve
+        for request in admit_in_turn(ledger, granted, reserve, self._bypass_limit):
             self._waiting.remove(request)
             self._announce(request)
         asked = Counter(r.decode_incarnation for r in self._ahead())

@@ -23,11 +23,12 @@ from kvrelay.decode_worker.role import DecodeRole
 from kvrelay.decode_worker.stream import FromPeer, StreamLost
 from kvrelay.decode_worker.stream import HandOverStream as DecodeStream
 from kvrelay.engine.commands import Attach, Cancel, Detach, Inbox, Peer, PeerDied, Submit
-from kvrelay.engine.computer import StepComputer
+from kvrelay.engine.computer import Drafter, StepComputer
 from kvrelay.engine.config import Role, WorkerConfig
 from kvrelay.engine.core import EngineCore
+from kvrelay.engine.loading import load_model
 from kvrelay.engine.loop import Engine
-from kvrelay.engine.memory import tokens_ahead
+from kvrelay.engine.memory import make_ledger, tokens_ahead
 from kvrelay.engine.metrics import WorkerMetrics
 from kvrelay.engine.outbox import Outbox
 from kvrelay.engine.outputs import EndReason, Output, RequestKey, RouterLink
@@ -35,6 +36,7 @@ from kvrelay.engine.step import Step, compute_or_fail
 from kvrelay.engine.stop import StopConditions
 from kvrelay.engine.tape import Tape
 from kvrelay.kv_transfer.pull import Pull, PullState
+from kvrelay.mem_cache.convert import copy_pages
 from kvrelay.mem_cache.ledger import Ledger, PoolShape, window_pages
 from kvrelay.mem_cache.radix_tree import RadixTree
 from kvrelay.mem_cache.sharing import PageCopy
@@ -165,15 +167,38 @@ class SimWorker:
     cached: bool
     windows: Windows
     config: WorkerConfig
+    tokenizer: Any = None
+    """Only a real model has one."""
     steps: deque[Step] = field(default_factory=deque)
     opened: list[DecodeStream] = field(default_factory=list)
     broken: set[RequestKey] = field(default_factory=set)
     """Requests whose logits are not finite here."""
 
     def __post_init__(self) -> None:
+        self.model, self.ledger = self._load()
+        self.computer = self.model.computer
+        self.agent = SimAgent(self.name)
+        self.inbox = Inbox()
+        outbox = Outbox(lambda function, *args: function(*args))
+        self.core = EngineCore(self.ledger, outbox, WorkerMetrics(self.config))
+        if self.role_name is Role.AGGREGATED:
+            role = AggregatedRole(self.core, self.tokenizer, self.config)
+        elif self.role_name is Role.PREFILL:
+            role = PrefillRole(self.core, self.agent, self.tokenizer, self.config)
+        else:
+            role = DecodeRole(self.core, self.agent, self, self.inbox, self.tokenizer, self.config)
+        options = {"overlap": self.config.overlap, "audit_pages": self.config.audit_pages}
+        self.engine = Engine(self.core, role, self, **options)
+        self.link = RouterLink("router")
+        self.inbox.post(Attach(self.link))
+
+    def _load(self) -> tuple[SimModel, Ledger]:
+        if self.config.model_path is not None:
+            model = RealModel(self.config)
+            return model, make_ledger(self.config, model.pools, 512)
         ahead = tokens_ahead(self.config)
         shapes = [self._shape(window, ahead) for window in self.windows]
-        self.ledger = Ledger(
+        ledger = Ledger(
             shapes,
             page_size=self.page_size,
             total_rows=self.rows,
@@ -181,23 +206,8 @@ class SimWorker:
             ahead=ahead,
             index=RadixTree(self.page_size, self.windows) if self.cached else None,
         )
-        self.model = CountingModel(shapes, self.page_size)
         drafter = GuessDrafter(0, self.windows) if self.config.drafts_for(True) else None
-        self.computer = StepComputer(self.model, self.model.copy, drafter)
-        self.agent = SimAgent(self.name)
-        self.inbox = Inbox()
-        outbox = Outbox(lambda function, *args: function(*args))
-        self.core = EngineCore(self.ledger, outbox, WorkerMetrics(self.config))
-        if self.role_name is Role.AGGREGATED:
-            role = AggregatedRole(self.core, None, self.config)
-        elif self.role_name is Role.PREFILL:
-            role = PrefillRole(self.core, self.agent, None, self.config)
-        else:
-            role = DecodeRole(self.core, self.agent, self, self.inbox, None, self.config)
-        options = {"overlap": self.config.overlap, "audit_pages": self.config.audit_pages}
-        self.engine = Engine(self.core, role, self, **options)
-        self.link = RouterLink("router")
-        self.inbox.post(Attach(self.link))
+        return CountingModel(shapes, self.page_size, drafter), ledger
 
     def _shape(self, window: int | None, ahead: int) -> PoolShape:
         """A window pool is tight: two requests fit, and what is left over is cached."""
@@ -233,13 +243,22 @@ class SimWorker:
 class CountingModel:
     """Reads and writes token ids in pages; its logits are sure of `next_token`."""
 
-    def __init__(self, shapes: Sequence[PoolShape], page_size: int) -> None:
+    def __init__(
+        self, shapes: Sequence[PoolShape], page_size: int, drafter: Drafter | None
+    ) -> None:
         self.windows = [shape.window for shape in shapes]
         self.page_size = page_size
         self.kv = [np.full((shape.total_pages, page_size), -1, np.int64) for shape in shapes]
         self.broken: set[int] = set()
         """Sequences of the next batch whose logits are not finite."""
         self.fails = False
+        self.computer = StepComputer(self, self._copy, drafter)
+
+    def read(self, peer: CountingModel, pull: Pull) -> None:
+        """Move one read's bytes as they are on the other side now."""
+        pages = zip(self.kv, pull.local_pages, peer.kv, pull.remote_pages, strict=True)
+        for kv, local, theirs, remote in pages:
+            kv[local] = theirs[remote]
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
         if self.fails:
@@ -256,7 +275,7 @@ class CountingModel:
                 logits[row] = np.nan
         return torch.from_numpy(logits)
 
-    def copy(self, copies: Sequence[PageCopy]) -> None:
+    def _copy(self, copies: Sequence[PageCopy]) -> None:
         for copy in copies:
             self.kv[copy.pool][copy.target] = self.kv[copy.pool][copy.source]
 
@@ -276,6 +295,24 @@ class CountingModel:
             yield kv[pages, seen % self.page_size]
 
 
+class RealModel:
+    """A model of a checkpoint, over pools of its own."""
+
+    def __init__(self, config: WorkerConfig) -> None:
+        model = load_model(config)
+        self.pools, self.computer = model.pools, model.computer
+        self.broken: set[int] = set()
+
+    def read(self, peer: RealModel, pull: Pull) -> None:
+        """See `CountingModel`."""
+        pages = zip(self.pools, pull.local_pages, peer.pools, pull.remote_pages, strict=True)
+        for pool, local, theirs, remote in pages:
+            copy_pages(theirs, remote, pool, local)
+
+
+SimModel = CountingModel | RealModel
+
+
 @dataclass(eq=False)
 class SimRequest:
     """A request and what came of it."""
@@ -287,18 +324,13 @@ class SimRequest:
     arrived: float
     prefill: SimWorker
     decode: SimWorker
-    sampling: SamplingParams = GREEDY
-    choices: int = 1
-    """Asked for by the first attempt, of which this is one."""
+    sampling: SamplingParams
+    stops: StopConditions
     tokens: dict[int, int] = field(default_factory=dict)
     ends: dict[str, Any] = field(default_factory=dict)
     disturbed: bool = False
     cached_tokens: int = 0
     retractions: int = 0
-
-    @property
-    def stops(self) -> StopConditions:
-        return StopConditions(max_tokens=self.max_tokens)
 
     @property
     def output(self) -> list[int]:
@@ -322,16 +354,17 @@ class Simulation:
         cached: bool = True,
         windows: Windows = FULL,
         aggregated: bool = False,
+        tokenizer: Any = None,
         **options: Any,
     ) -> None:
         self.random = random.Random(seed)
-        options = {"audit_pages": True, **options}
+        options = {"audit_pages": True, "model_path": None, **options}
 
         def make(name: str, role: Role) -> SimWorker:
             config = WorkerConfig(
-                name, role, model_path=None, model_name="sim", chunk_tokens=chunk, **options
+                name, role, model_name="sim", page_size=page_size, chunk_tokens=chunk, **options
             )
-            return SimWorker(name, role, pages, page_size, rows, cached, windows, config)
+            return SimWorker(name, role, pages, page_size, rows, cached, windows, config, tokenizer)
 
         self.prefills = [make(f"p{i}", Role.PREFILL) for i in range(2)]
         self.decodes = [make(f"d{i}", Role.DECODE) for i in range(2)]
@@ -363,13 +396,17 @@ class Simulation:
         max_tokens: int,
         priority: int = 0,
         sampling: SamplingParams = GREEDY,
+        **stops: Any,
     ) -> list[SimRequest]:
         arrived = self.now()
         request_id, place = str(len(self.submitted)), self._place()
+        conditions = StopConditions(max_tokens=max_tokens, **stops)
         requests = []
         for choice in range(choices):
             key = RequestKey("router", request_id, 0, choice)
-            one = SimRequest(key, prompt, max_tokens, priority, arrived, *place, sampling)
+            one = SimRequest(
+                key, prompt, max_tokens, priority, arrived, *place, sampling, conditions
+            )
             requests.append(one)
         self.submitted += requests
         self._attempt(requests)
@@ -531,11 +568,7 @@ class Simulation:
         entry = self.random.choice(worker.agent.ordered)
         pull, on_end = entry
         peer = next(p for p in self.prefills if p.name == pull.peer)
-        pages = zip(
-            worker.model.kv, pull.local_pages, peer.model.kv, pull.remote_pages, strict=True
-        )
-        for kv, local, theirs, remote in pages:
-            kv[local] = theirs[remote]
+        worker.model.read(peer.model, pull)
         if pull.state is PullState.FAILED:
             return
         worker.agent.ordered.remove(entry)

@@ -1,0 +1,212 @@
+"""Every mode gives the tokens of a plain run, with real models over real pages.
+
+A plain run computes one request at a time, alone, in one worker, without
+overlap, chunks, drafts or prefix index. In float64, or for SmolLM2 float32,
+the shape of a batch changes no token. Requests come at random times from the
+seed that is in the test's name; some are cancelled, some retracted.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer
+
+from kvrelay.engine.config import PrefixIndexKind, Speculation
+from kvrelay.model_runner.sampling_params import SamplingParams
+from tests.checkpoints import make_checkpoint
+from tests.engine.simulation import SimRequest, Simulation
+
+SAMPLINGS = (
+    SamplingParams(temperature=0),
+    SamplingParams(temperature=1, seed=7, top_p=0.9),
+    SamplingParams(temperature=0, logprobs=2, repetition_penalty=1.2),
+    SamplingParams(temperature=0.9, seed=3, top_k=20, frequency_penalty=0.3, logit_bias={5: 1.5}),
+)
+STOPS: tuple[dict[str, Any], ...] = (
+    {},
+    {},
+    {"stop_strings": ("e", "th")},
+    {"stop_token_ids": frozenset(range(40)), "min_tokens": 3},
+)
+
+
+@dataclass(frozen=True)
+class Mode:
+    """How requests are served; the default is a plain run."""
+
+    page_size: int = 16
+    aggregated: bool = True
+    overlap: bool = False
+    speculation: Speculation = Speculation.NONE
+    cached: bool = False
+    chunk: int = 512
+    retract_every: int = 0
+
+    def __str__(self) -> str:
+        return "-".join(
+            [
+                "aggregated" if self.aggregated else "pair",
+                f"page{self.page_size}",
+                "overlap" if self.overlap else "sync",
+                self.speculation,
+                "radix" if self.cached else "none",
+                f"chunk{self.chunk}",
+            ]
+            + ["retract"] * bool(self.retract_every)
+        )
+
+
+MODES = [
+    Mode(page_size, aggregated, overlap, speculation, cached, chunk, retract)
+    for page_size, aggregated, overlap, speculation, cached, chunk, retract in itertools.product(
+        (1, 16),
+        (False, True),
+        (True, False),
+        Speculation,
+        (True, False),
+        (16, 512),
+        (0, 7),
+    )
+]
+SPREAD = random.Random(4).sample(MODES, 12)
+"""Every value of every mode is in it, in many pairs."""
+
+
+def serve(model: Path, draft: Path, dtype: str, mode: Mode, seed: int = 0) -> Simulation:
+    return Simulation(
+        seed,
+        mode.page_size,
+        pages=0,
+        rows=0,
+        chunk=mode.chunk,
+        aggregated=mode.aggregated,
+        tokenizer=Tokenizer.from_file(str(model / "tokenizer.json")),
+        model_path=model,
+        draft_model_path=draft if mode.speculation is Speculation.DRAFT else None,
+        dtype=dtype,
+        prefix_index=PrefixIndexKind.RADIX if mode.cached else PrefixIndexKind.NONE,
+        overlap=mode.overlap,
+        speculation=mode.speculation,
+        num_draft_tokens=3,
+        debug_retract_every=mode.retract_every,
+        kv_memory=64 << 20,
+        max_running=8,
+    )
+
+
+@dataclass(frozen=True)
+class Asked:
+    prompt: tuple[int, ...]
+    choices: int
+    max_tokens: int
+    sampling: int
+    stops: int
+
+    def submit(self, simulation: Simulation) -> list[SimRequest]:
+        return simulation.submit_choices(
+            self.choices,
+            list(self.prompt),
+            self.max_tokens,
+            sampling=SAMPLINGS[self.sampling],
+            **STOPS[self.stops],
+        )
+
+
+def requests_of(seed: int, count: int, vocab_size: int, most: int) -> list[Asked]:
+    rng = random.Random(seed)
+    shared = [rng.randrange(vocab_size) for _ in range(40)]
+    asked = []
+    for _ in range(count):
+        head = shared[: rng.choice((0, 17, 40))]
+        # Periodic, so that there is something for n-grams to find.
+        tail = [rng.randrange(vocab_size) for _ in range(rng.randint(1, 9))] * rng.randint(1, 4)
+        asked.append(
+            Asked(
+                tuple(head + tail),
+                rng.choice((1, 1, 1, 3)),
+                rng.randint(1, most),
+                rng.randrange(len(SAMPLINGS)),
+                rng.randrange(len(STOPS)),
+            )
+        )
+    return asked
+
+
+@cache
+def plain_outputs(
+    model: Path, dtype: str, asked: tuple[Asked, ...]
+) -> list[list[tuple[list[int], Any]]]:
+    """Tokens and finish of every choice of each request."""
+    simulation = serve(model, model, dtype, Mode())
+    outputs = []
+    for one in asked:
+        requests = one.submit(simulation)
+        simulation.run()
+        outputs.append([(request.output, finish_of(request)) for request in requests])
+    return outputs
+
+
+def finish_of(request: SimRequest) -> Any:
+    return next((end.finish for end in request.ends.values() if end.finish is not None), None)
+
+
+def assert_equal_to_plain(
+    model: Path, draft: Path, dtype: str, mode: Mode, asked: list[Asked], seed: int
+) -> None:
+    expected = plain_outputs(model, dtype, tuple(asked))
+    simulation, rng = serve(model, draft, dtype, mode, seed), random.Random(seed)
+    served = []
+    for one in asked:
+        served.append(one.submit(simulation))
+        for _ in range(rng.randint(0, 30)):
+            simulation.step()
+        if rng.random() < 0.15:
+            victim = rng.choice(rng.choice(served))
+            simulation.cancel(victim, rng.choice([victim.prefill, victim.decode]))
+    simulation.run()
+    for requests, plain in zip(served, expected, strict=True):
+        for request, (tokens, finish) in zip(requests, plain, strict=True):
+            if not request.disturbed:
+                assert request.output == tokens
+                assert finish_of(request) == finish
+    simulation.assert_at_baseline()
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models")
+    for architecture in ("llama", "gemma3", "mistral-window", "deepseek"):
+        make_checkpoint(folder / architecture, architecture)
+    make_checkpoint(folder / "draft", "llama", seed=0)
+    return folder
+
+
+def cases(architectures: tuple[str, ...], modes: list[Mode], *marks: pytest.MarkDecorator) -> list:
+    return [
+        pytest.param(architecture, mode, id=f"{architecture}-{mode}", marks=marks)
+        for architecture in architectures
+        for mode in modes
+    ]
+
+
+REST = [mode for mode in MODES if mode not in SPREAD]
+TINY = [
+    *cases(("llama",), SPREAD),
+    *cases(("gemma3", "mistral-window", "deepseek"), SPREAD[:4]),
+    *cases(("llama",), REST, pytest.mark.slow),
+    *cases(("gemma3", "mistral-window", "deepseek"), SPREAD[4:] + REST, pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize(("architecture", "mode"), TINY)
+def test_tiny_models(checkpoints: Path, architecture: str, mode: Mode) -> None:
+    asked = requests_of(5, 10, 512, 12)
+    model = checkpoints / architecture
+    assert_equal_to_plain(model, checkpoints / "draft", "float64", mode, asked, seed=5)
