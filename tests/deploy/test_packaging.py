@@ -17,6 +17,7 @@ from packaging.utils import canonicalize_name
 from kvrelay.deploy.models import ALIASES
 
 ROOT = Path(__file__).parents[2]
+UNPINNED = {"triton"}  # each CUDA build of torch brings its own version
 ROOMS = sorted(path.name for path in (ROOT / "src" / "kvrelay").iterdir() if path.is_symlink())
 NOT_SOURCE = shutil.ignore_patterns(".*", "build", "dist", "*.egg-info", "__pycache__", "tests")
 
@@ -31,7 +32,7 @@ for path in sorted((target / "kvrelay").rglob("*.py")):
         try:
             module = importlib.import_module(name)
         except ModuleNotFoundError as error:
-            assert error.name == "triton", error  # CUDA builds of torch bring it
+            assert error.name == "triton", error  # not everywhere
             continue
         # Not the checkout, which is installed here too.
         assert Path(module.__file__) == path, module.__file__
@@ -88,7 +89,10 @@ def declared() -> list[Requirement]:
 
 def test_the_set_up_pins_every_direct_dependency_within_its_bounds():
     pins = pinned()
+    assert not UNPINNED & set(pins)
     for requirement in declared():
+        if requirement.name in UNPINNED:
+            continue
         version = pins[canonicalize_name(requirement.name)]
         assert requirement.specifier.contains(version), requirement
 
