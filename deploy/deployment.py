@@ -68,8 +68,8 @@ def worker_configs(options: ServeOptions, model: Model) -> list[WorkerConfig]:
     ports = iter([address.port for address in options.worker_metrics()])
     return [
         WorkerConfig(
-            name=f"{role.value}-{number}",
-            role=role,
+            name=f"{role}-{number}",
+            role=Role(role),
             model_path=model.path,
             model_name=model.name,
             dtype=options.dtype,
@@ -94,7 +94,7 @@ def worker_configs(options: ServeOptions, model: Model) -> list[WorkerConfig]:
             host=WORKER_HOST,
             metrics_port=next(ports, 0),
         )
-        for role, count in ((Role.PREFILL, options.prefill), (Role.DECODE, options.decode))
+        for role, count in options.roles.items()
         for number in range(count)
     ]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterable
 from typing import Any, Protocol
 
 import click
@@ -47,6 +48,20 @@ _FIELDS = {"top_logprobs": "logprobs"}
 @click.option(
     "--top-logprobs", type=int, metavar="N", help="Those of the N likeliest at each place, too."
 )
+@click.option(
+    "--prompt-logprobs",
+    type=int,
+    metavar="N",
+    help="Log-probabilities of the prompt's tokens, and of the N likeliest at each place.",
+)
+@click.option("--n", type=int, help="Outputs, each drawn for itself.")
+@click.option(
+    "--no-speculate",
+    "speculate",
+    flag_value=False,
+    default=None,
+    help="Do not draft, where the server would; the text is the same.",
+)
 @click.option("--request-id", default="", help="Chosen by the server when not given.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object a line.")
 @click.option("--server", type=ADDRESS, default=str(DEFAULT_GRPC), show_default=True)
@@ -72,7 +87,7 @@ def generate(
     request = pb.GenerateRequest(
         request_id=request_id, text=prompt, sampling_params=sampling_params(sampling)
     )
-    writer: Writer = JsonLines() if as_json else PlainText()
+    writer: Writer = JsonLines() if as_json else _text_writer(request)
     with connected(server) as service:
         stream_to(writer, service.Generate(request))
 
@@ -137,6 +152,10 @@ def stream_to(writer: Writer, call: Any) -> None:
         raise DeployError("the stream ended without a completion")
 
 
+def _text_writer(request: pb.GenerateRequest) -> Writer:
+    return PlainTexts() if request.sampling_params.n > 1 else PlainText()
+
+
 class PlainText:
     """The text alone on standard output; log-probabilities beside it on standard error."""
 
@@ -145,15 +164,14 @@ class PlainText:
 
     def delta(self, request_id: str, delta: pb.GenerateDelta) -> None:
         """Print what came, at once."""
+        _say_logprobs("prompt", 1, delta.prompt_logprobs)
         self._begun = True
         print(delta.text, end="", flush=True)  # noqa: T201
-        for offset, token in enumerate(delta.logprobs):
-            click.echo(_logprob_line(delta.index + offset, token), err=True)
+        _say_logprobs("", delta.index, delta.logprobs)
 
     def complete(self, request_id: str, complete: pb.GenerateComplete) -> None:
         """Say of an abort, which the text does not show."""
-        if complete.finish_reason == pb.FINISH_REASON_ABORT:
-            raise DeployError(f"request {request_id} was aborted")
+        _raise_if_aborted(request_id, complete)
 
     def end(self) -> None:
         """End the line, if there is one."""
@@ -161,37 +179,74 @@ class PlainText:
             click.echo()
 
 
-def _logprob_line(position: int, token: pb.TokenLogprobs) -> str:
+class PlainTexts:
+    """Several texts, which come at once: one after the other when all are here, each headed."""
+
+    def __init__(self) -> None:
+        self._texts: dict[int, str] = {}
+
+    def delta(self, request_id: str, delta: pb.GenerateDelta) -> None:
+        """Keep what came; log-probabilities do not wait."""
+        self._texts[delta.choice] = self._texts.get(delta.choice, "") + delta.text
+        _say_logprobs("prompt", 1, delta.prompt_logprobs)
+        _say_logprobs(f"[{delta.choice}]", delta.index, delta.logprobs)
+
+    def complete(self, request_id: str, complete: pb.GenerateComplete) -> None:
+        """Say of an abort, which the texts do not show."""
+        _raise_if_aborted(request_id, complete)
+
+    def end(self) -> None:
+        """Print what there is, be it complete or not."""
+        for choice, text in sorted(self._texts.items()):
+            click.echo(f"[{choice}]{text}" if text[:1].isspace() else f"[{choice}] {text}")
+
+
+def _raise_if_aborted(request_id: str, complete: pb.GenerateComplete) -> None:
+    ends = [complete.finish_reason, *(choice.finish_reason for choice in complete.choices)]
+    if pb.FINISH_REASON_ABORT in ends:
+        raise DeployError(f"request {request_id} was aborted")
+
+
+def _say_logprobs(what: str, first: int, tokens: Iterable[pb.TokenLogprobs]) -> None:
+    """A line on standard error for each position from `first` on."""
+    for position, token in enumerate(tokens, start=first):
+        click.echo(_logprob_line(what, position, token), err=True)
+
+
+def _logprob_line(what: str, position: int, token: pb.TokenLogprobs) -> str:
     top = "".join(f"  {one.token_id}:{one.logprob:.4f}" for one in token.top)
-    return f"{position:>5}  token {token.token_id:>6}  {token.logprob:>9.4f}{top}"
+    line = f"{position:>5}  token {token.token_id:>6}  {token.logprob:>9.4f}{top}"
+    return f"{what:<6} {line}" if what else line
 
 
 class JsonLines:
     """One object a line: each delta, then the completion."""
 
     def delta(self, request_id: str, delta: pb.GenerateDelta) -> None:
-        """``{"event": "delta", ...}``; logprobs only where the server sent some."""
+        """``{"event": "delta", ...}``; log-probabilities only where the server sent some."""
         event: dict[str, Any] = {
             "event": "delta",
             "request_id": request_id,
+            "choice": delta.choice,
             "index": delta.index,
             "token_ids": list(delta.token_ids),
             "text": delta.text,
         }
         if delta.logprobs:
             event["logprobs"] = [_logprobs(token) for token in delta.logprobs]
+        if delta.prompt_logprobs:
+            event["prompt_logprobs"] = [_logprobs(token) for token in delta.prompt_logprobs]
         _write_object(event)
 
     def complete(self, request_id: str, complete: pb.GenerateComplete) -> None:
         """``{"event": "complete", ...}``."""
         usage, timings = complete.usage, complete.timings
-        matched = complete.WhichOneof("matched_stop")
         _write_object(
             {
                 "event": "complete",
                 "request_id": request_id,
-                "finish_reason": _finish_reason(complete),
-                "matched_stop": getattr(complete, matched) if matched else None,
+                **_end(complete),
+                "choices": [_end(choice) for choice in complete.choices],
                 "usage": {
                     "prompt_tokens": usage.prompt_tokens,
                     "completion_tokens": usage.completion_tokens,
@@ -219,9 +274,13 @@ def _logprobs(token: pb.TokenLogprobs) -> dict[str, Any]:
     }
 
 
-def _finish_reason(complete: pb.GenerateComplete) -> str:
-    name: str = pb.FinishReason.Name(complete.finish_reason)
-    return name.removeprefix("FINISH_REASON_").lower()
+def _end(end: pb.GenerateComplete | pb.ChoiceEnd) -> dict[str, Any]:
+    reason: str = pb.FinishReason.Name(end.finish_reason)
+    matched = end.WhichOneof("matched_stop")
+    return {
+        "finish_reason": reason.removeprefix("FINISH_REASON_").lower(),
+        "matched_stop": getattr(end, matched) if matched else None,
+    }
 
 
 def _write_object(event: dict[str, Any]) -> None:

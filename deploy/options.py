@@ -23,8 +23,6 @@ DEVICES: Final = ("auto", "cpu", "cuda")
 SPECULATIONS: Final = tuple(one.value for one in Speculation)
 
 _AT_LEAST_ONE: Final = (
-    "prefill",
-    "decode",
     "page_size",
     "kv_memory",
     "max_running",
@@ -33,7 +31,7 @@ _AT_LEAST_ONE: Final = (
     "max_live_requests",
     "num_draft_tokens",
 )
-_AT_LEAST_ZERO: Final = ("bypass_limit", "debug_retract_every")
+_AT_LEAST_ZERO: Final = ("aggregated", "bypass_limit", "debug_retract_every")
 _AT_LEAST_ONE_IF_GIVEN: Final = ("max_model_len", "threads")
 
 
@@ -48,8 +46,11 @@ class ServeOptions:
     """A checkpoint folder, a .gguf file, a hub id, or an alias."""
     model_name: str | None = None
     """What clients call the model; None: from `model`."""
-    prefill: int = 1
-    decode: int = 1
+    prefill: int | None = None
+    decode: int | None = None
+    """Workers of either role; None: 1, or none beside aggregated ones."""
+    aggregated: int = 0
+    """Workers that do both, in place of the others."""
     page_size: int = 16
     page_order: str = "page_first"
     prefix_index: str = "radix"
@@ -97,6 +98,7 @@ class ServeOptions:
                 self._check_at_least(1, field, getattr(self, field))
         for field in _AT_LEAST_ZERO:
             self._check_at_least(0, field, getattr(self, field))
+        self._check_roles()
         self._check_growth()
         self._check_speculation()
         if not 0 < self.worker_timeout < float("inf"):
@@ -116,6 +118,19 @@ class ServeOptions:
     def _check_at_least(least: int, field: str, value: int) -> None:
         if value < least:
             raise OptionError(option_name(field), f"must be at least {least}, got {value}")
+
+    def _check_roles(self) -> None:
+        for field in ("prefill", "decode"):
+            count = getattr(self, field)
+            if count is None:
+                continue
+            if not self.aggregated:
+                self._check_at_least(1, field, count)
+            elif count:
+                raise OptionError(
+                    "--aggregated",
+                    f"such workers do prefill and decode both: leave {option_name(field)} out",
+                )
 
     def _check_growth(self) -> None:
         for field in ("growth_min", "growth_max"):
@@ -164,7 +179,7 @@ class ServeOptions:
             )
 
     def worker_metrics(self) -> tuple[Address, ...]:
-        """Where each worker's metrics are, prefill first; none if any port will do.
+        """Where each worker's metrics are, in the order of `roles`; none if any port will do.
 
         Fixed ports, so that what reads them finds a restarted worker again.
         """
@@ -174,9 +189,18 @@ class ServeOptions:
         return tuple(Address(WORKER_HOST, first + number) for number in range(self.workers))
 
     @property
+    def roles(self) -> dict[str, int]:
+        """How many workers there are to be of each role."""
+        if self.aggregated:
+            return {"aggregated": self.aggregated}
+        prefill = 1 if self.prefill is None else self.prefill
+        decode = 1 if self.decode is None else self.decode
+        return {"prefill": prefill, "decode": decode}
+
+    @property
     def workers(self) -> int:
-        """Workers of both roles."""
-        return self.prefill + self.decode
+        """Workers of all roles."""
+        return sum(self.roles.values())
 
     def threads_per_worker(self) -> int:
         """Threads of one worker's forward: as asked, or a fair share of the cores."""

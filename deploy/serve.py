@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 
 _DEFAULTS = ServeOptions()
 _POSITIVE = click.IntRange(min=1)
+_NOT_NEGATIVE = click.IntRange(min=0)
 _PART = click.FloatRange(min=0, max=1)
 
 
@@ -58,8 +59,14 @@ _PART = click.FloatRange(min=0, max=1)
     help="Checkpoint folder (safetensors), .gguf file, hub id, or the default's alias.",
 )
 @click.option("--model-name", show_default="from --model", help="What clients call the model.")
-@click.option("--prefill", type=_POSITIVE, default=_DEFAULTS.prefill, help="Prefill workers.")
-@click.option("--decode", type=_POSITIVE, default=_DEFAULTS.decode, help="Decode workers.")
+@click.option("--prefill", type=_NOT_NEGATIVE, show_default="1", help="Prefill workers.")
+@click.option("--decode", type=_NOT_NEGATIVE, show_default="1", help="Decode workers.")
+@click.option(
+    "--aggregated",
+    type=_NOT_NEGATIVE,
+    default=_DEFAULTS.aggregated,
+    help="Workers that do both, in place of prefill and decode workers.",
+)
 @click.option(
     "--page-size", type=_POSITIVE, default=_DEFAULTS.page_size, help="Tokens in a page of KV."
 )
@@ -147,7 +154,7 @@ _PART = click.FloatRange(min=0, max=1)
 )
 @click.option(
     "--bypass-limit",
-    type=click.IntRange(min=0),
+    type=_NOT_NEGATIVE,
     default=_DEFAULTS.bypass_limit,
     help="Requests that may pass one that does not fit, before none may.",
 )
@@ -194,7 +201,7 @@ _PART = click.FloatRange(min=0, max=1)
 )
 @click.option(
     "--debug-retract-every",
-    type=click.IntRange(min=0),
+    type=_NOT_NEGATIVE,
     default=_DEFAULTS.debug_retract_every,
     help="Retract a request every so many steps, for tests; 0: only when memory is short.",
 )
@@ -207,9 +214,9 @@ _PART = click.FloatRange(min=0, max=1)
 def serve(*, debug: bool, **options: Any) -> None:
     """Serve a model from this machine.
 
-    Starts a Ray of its own, prefill and decode workers and a router, says when
-    they are ready, and runs until Ctrl-C, which stops all of them and nothing
-    else. A second Ctrl-C does not wait.
+    Starts a Ray of its own, prefill and decode workers (or aggregated ones) and a
+    router, says when they are ready, and runs until Ctrl-C, which stops all of
+    them and nothing else. A second Ctrl-C does not wait.
     """
     run(ServeOptions(**options), Progress(sys.stdout), debug=debug)
 
@@ -237,10 +244,8 @@ def run(options: ServeOptions, progress: Progress, *, debug: bool) -> None:
 def _headline(options: ServeOptions) -> str:
     version = importlib.metadata.version("kvrelay")
     memory = format_size(options.kv_memory)
-    return (
-        f"kvrelay {version}: {options.prefill} prefill + {options.decode} decode, "
-        f"{options.dtype}, {memory} of KV each"
-    )
+    workers = " + ".join(f"{count} {role}" for role, count in options.roles.items())
+    return f"kvrelay {version}: {workers}, {options.dtype}, {memory} of KV each"
 
 
 def _find_model(options: ServeOptions, progress: Progress) -> Model:

@@ -101,6 +101,8 @@ def _worker(worker: pb.WorkerStatus) -> dict[str, Any]:
         "waiting_requests": worker.load.waiting_requests,
         "running_requests": worker.load.running_requests,
         "waiting_tokens": worker.load.waiting_tokens,
+        "growth_tokens": worker.load.growth_tokens,
+        "step_seconds": worker.load.step_seconds,
         "pools": [_pool(pool) for pool in worker.load.pools],
     }
 
@@ -133,7 +135,7 @@ def as_text(report: dict[str, Any]) -> str:
 
 def _workers_table(workers: Iterable[dict[str, Any]]) -> str:
     head = ["worker", "role", "incarnation", "ready", "address", "metrics"]
-    head += ["waiting", "running", "tokens due"]
+    head += ["waiting", "running", "tokens due", "growth", "step"]
     rows = [
         [
             worker["worker"],
@@ -145,6 +147,8 @@ def _workers_table(workers: Iterable[dict[str, Any]]) -> str:
             worker["waiting_requests"],
             worker["running_requests"],
             worker["waiting_tokens"],
+            worker["growth_tokens"],
+            f"{1000 * worker['step_seconds']:.1f} ms" if worker["step_seconds"] else "-",
         ]
         for worker in workers
     ]

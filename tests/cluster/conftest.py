@@ -8,8 +8,6 @@ from pathlib import Path
 import pytest
 
 from kvrelay.deploy.local_ray import LocalRay
-from kvrelay.deploy.models import resolve_model, users_models
-from kvrelay.deploy.options import DEFAULT_MODEL
 from tests.checkpoints import make_checkpoint
 
 
@@ -17,12 +15,6 @@ from tests.checkpoints import make_checkpoint
 def ray() -> Iterator[None]:
     with LocalRay(workers=8):
         yield
-
-
-@pytest.fixture(scope="session")
-def smollm2() -> Path:
-    """The default model, as `kvrelay serve` has it: converted once a machine."""
-    return resolve_model(DEFAULT_MODEL, "bfloat16", users_models(), lambda _: None).path
 
 
 @pytest.fixture(scope="session")

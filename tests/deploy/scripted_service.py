@@ -24,6 +24,7 @@ COMPLETE = pb.GenerateComplete(
         queue_seconds=0.5, prefill_seconds=0.25, transfer_seconds=0.125, decode_seconds=2
     ),
     seed=2**63,
+    choices=[pb.ChoiceEnd(finish_reason=pb.FINISH_REASON_STOP, matched_stop_string="\n")],
 )
 
 

@@ -26,6 +26,7 @@ def test_json_is_one_object_a_line(kvrelay: Kvrelay):
     assert first == {
         "event": "delta",
         "request_id": "mine",
+        "choice": 0,
         "index": 0,
         "token_ids": [260],
         "text": " Paris",
@@ -36,6 +37,7 @@ def test_json_is_one_object_a_line(kvrelay: Kvrelay):
         "request_id": "mine",
         "finish_reason": "stop",
         "matched_stop": "\n",
+        "choices": [{"finish_reason": "stop", "matched_stop": "\n"}],
         "usage": {"prompt_tokens": 5, "completion_tokens": 3, "cached_tokens": 0},
         "timings": {
             "queue_seconds": 0.5,
@@ -72,9 +74,13 @@ def test_every_option_is_sent_zero_included(kvrelay: Kvrelay, service: ScriptedS
         "--repetition-penalty": 1.25,
         "--seed": 2**64 - 1,
         "--top-logprobs": 3,
+        "--prompt-logprobs": 0,
+        "--n": 2,
     }
     arguments = [str(part) for option in options.items() for part in option]
-    kvrelay("generate", "x", "--stop", "a", "--stop", "b", "--ignore-eos", *arguments)
+    kvrelay(
+        "generate", "x", "--stop", "a", "--stop", "b", "--ignore-eos", "--no-speculate", *arguments
+    )
     assert service.requests[0].sampling_params == pb.SamplingParams(
         max_tokens=7,
         min_tokens=0,
@@ -89,7 +95,63 @@ def test_every_option_is_sent_zero_included(kvrelay: Kvrelay, service: ScriptedS
         stop=["a", "b"],
         ignore_eos=True,
         logprobs=3,
+        prompt_logprobs=0,
+        n=2,
+        speculate=False,
     )
+
+
+SEVERAL = [
+    pb.GenerateDelta(index=0, token_ids=[1], text=" Paris", choice=1),
+    pb.GenerateDelta(index=0, token_ids=[2], text="The", choice=0),
+    pb.GenerateDelta(index=1, token_ids=[3], text=", say", choice=1),
+    pb.GenerateDelta(index=1, token_ids=[4], text=" city", choice=0),
+]
+STOP, ABORT = pb.FINISH_REASON_STOP, pb.FINISH_REASON_ABORT
+
+
+def test_several_choices_are_printed_one_after_the_other(
+    kvrelay: Kvrelay, service: ScriptedService
+):
+    ends = [pb.ChoiceEnd(finish_reason=STOP, matched_token_id=0), pb.ChoiceEnd(finish_reason=STOP)]
+    service.events = [*SEVERAL, pb.GenerateComplete(finish_reason=STOP, choices=ends)]
+    result = kvrelay("generate", "x", "--n", "2")
+    assert result.exit_code == 0
+    assert result.stdout == "[0] The city\n[1] Paris, say\n"
+    lines = [json.loads(line) for line in kvrelay("generate", "x", "--json").stdout.splitlines()]
+    assert [line["choice"] for line in lines[:-1]] == [1, 0, 1, 0]
+    assert lines[-1]["choices"] == [
+        {"finish_reason": "stop", "matched_stop": 0},
+        {"finish_reason": "stop", "matched_stop": None},
+    ]
+
+
+def test_a_choice_that_was_aborted_is_said(kvrelay: Kvrelay, service: ScriptedService):
+    ends = [pb.ChoiceEnd(finish_reason=STOP), pb.ChoiceEnd(finish_reason=ABORT)]
+    service.events = [
+        *SEVERAL,
+        pb.GenerateComplete(finish_reason=STOP, choices=ends),
+    ]
+    result = kvrelay("generate", "x", "--n", "2", "--request-id", "mine")
+    assert result.exit_code == 1
+    assert result.stdout == "[0] The city\n[1] Paris, say\n"
+    assert result.stderr == "kvrelay: request mine was aborted\n"
+
+
+def test_the_prompts_logprobs_come_first(kvrelay: Kvrelay, service: ScriptedService):
+    prompt = [pb.TokenLogprobs(token_id=7, logprob=-2), pb.TokenLogprobs(token_id=8, logprob=-3)]
+    own = [pb.TokenLogprobs(token_id=260, logprob=-0.5)]
+    first = pb.GenerateDelta(token_ids=[260], text="a", logprobs=own, prompt_logprobs=prompt)
+    service.events = [first, COMPLETE]
+    result = kvrelay("generate", "x", "--prompt-logprobs", "0", "--logprobs")
+    assert result.stdout == "a\n"
+    assert [line.split() for line in result.stderr.splitlines()] == [
+        ["prompt", "1", "token", "7", "-2.0000"],
+        ["prompt", "2", "token", "8", "-3.0000"],
+        ["0", "token", "260", "-0.5000"],
+    ]
+    delta = json.loads(kvrelay("generate", "x", "--json").stdout.splitlines()[0])
+    assert [entry["token_id"] for entry in delta["prompt_logprobs"]] == [7, 8]
 
 
 def test_logprobs_alone_means_those_of_the_chosen_tokens(
@@ -135,6 +197,8 @@ def test_a_dash_reads_the_prompt_from_standard_input(kvrelay: Kvrelay, service: 
         ("--max-tokens", "-1"),
         ("--top-k", str(2**31)),
         ("--top-logprobs", "-1"),
+        ("--prompt-logprobs", "-1"),
+        ("--n", "-1"),
     ],
 )
 def test_a_number_that_cannot_be_sent_names_its_option(kvrelay: Kvrelay, option: str, value: str):

@@ -18,6 +18,7 @@ ANY_PORT = Address("127.0.0.1", 0)
 BAD = [
     ("prefill", 0),
     ("decode", -1),
+    ("aggregated", -1),
     ("page_size", 0),
     ("kv_memory", 0),
     ("max_running", 0),
@@ -48,6 +49,23 @@ def test_a_bad_value_names_its_option(field: str, value: object):
     with pytest.raises(OptionError, match=f"^{option}: must") as caught:
         ServeOptions(**{field: value})
     assert caught.value.option == option
+
+
+@pytest.mark.parametrize("field", ["prefill", "decode"])
+def test_aggregated_workers_are_in_place_of_the_others(field: str):
+    with pytest.raises(OptionError, match=f"^--aggregated: .* leave --{field} out"):
+        ServeOptions(aggregated=1, **{field: 1})
+    assert ServeOptions(aggregated=1, **{field: 0}).roles == {"aggregated": 1}
+
+
+def test_workers_are_named_by_role_and_number():
+    def names(**counts: int) -> list[tuple[str, str]]:
+        configs = worker_configs(ServeOptions(**counts), Model("none", Path()))
+        return [(config.name, config.role.value) for config in configs]
+
+    assert names() == [("prefill-0", "prefill"), ("decode-0", "decode")]
+    assert names(decode=2) == [*names(), ("decode-1", "decode")]
+    assert names(aggregated=2) == [("aggregated-0", "aggregated"), ("aggregated-1", "aggregated")]
 
 
 def test_bounds_of_growth_are_in_order():
@@ -122,6 +140,7 @@ def test_the_cores_are_shared_out_but_every_worker_has_a_thread(monkeypatch: pyt
     assert ServeOptions().threads_per_worker() == 4
     assert ServeOptions(prefill=2).threads_per_worker() == 2
     assert ServeOptions(prefill=8, decode=8).threads_per_worker() == 1
+    assert ServeOptions(aggregated=1).threads_per_worker() == 8
     assert ServeOptions(prefill=8, threads=3).threads_per_worker() == 3
 
 

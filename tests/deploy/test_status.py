@@ -32,7 +32,12 @@ def workers(service: ScriptedService) -> None:
             metrics_address="127.0.0.1:2",
             ready=True,
             load=pb.WorkerLoad(
-                waiting_requests=1, running_requests=2, waiting_tokens=300, pools=[POOL, ROWS]
+                waiting_requests=1,
+                running_requests=2,
+                waiting_tokens=300,
+                pools=[POOL, ROWS],
+                growth_tokens=120,
+                step_seconds=0.0125,
             ),
         ),
         pb.WorkerStatus(
@@ -49,15 +54,21 @@ def test_tables_show_workers_and_pools_with_their_sums(kvrelay: Kvrelay):
         == """\
 tiny, kvrelay 0.1.0, up 12 s, 3 live requests
 
-worker     role     incarnation    ready  address      metrics      waiting  running  tokens due
-decode-0   decode   decode-0-abc   yes    127.0.0.1:1  127.0.0.1:2        1        2         300
-prefill-0  prefill  prefill-0-def  no                                     0        0           0
+worker     role     incarnation    ready  address      metrics      waiting  running  tokens due  growth  step
+decode-0   decode   decode-0-abc   yes    127.0.0.1:1  127.0.0.1:2        1        2         300     120  12.5 ms
+prefill-0  prefill  prefill-0-def  no                                     0        0           0       0  -
 
 worker    pool  page size  free  held  cached evictable  cached protected  session  quarantined  sum  total  promised
 decode-0  full         16    60    40                 0                 0        0            0  100    100         8
 decode-0  rows          -    62     1                 0                 0        0            1   64     64         0
 """  # noqa: E501
     )
+
+
+def test_an_aggregated_worker_is_called_so(kvrelay: Kvrelay, service: ScriptedService):
+    service.workers = [pb.WorkerStatus(worker="aggregated-0", role=pb.WORKER_ROLE_AGGREGATED)]
+    assert "\naggregated-0  aggregated " in kvrelay("status").stdout
+    assert json.loads(kvrelay("status", "--json").stdout)["workers"][0]["role"] == "aggregated"
 
 
 def test_a_pool_that_does_not_balance_is_marked(kvrelay: Kvrelay, service: ScriptedService):
@@ -71,6 +82,7 @@ def test_json_says_the_same(kvrelay: Kvrelay):
     assert report["live_requests"] == 3
     decode, prefill = report["workers"]
     assert (decode["role"], decode["ready"], decode["waiting_tokens"]) == ("decode", True, 300)
+    assert (decode["growth_tokens"], decode["step_seconds"]) == (120, 0.0125)
     assert (prefill["role"], prefill["ready"], prefill["pools"]) == ("prefill", False, [])
     assert decode["pools"][0] == {
         "pool": "full",

@@ -354,6 +354,7 @@ class Simulation:
         cached: bool = True,
         windows: Windows = FULL,
         aggregated: bool = False,
+        workers: int = 2,
         tokenizer: Any = None,
         **options: Any,
     ) -> None:
@@ -366,10 +367,11 @@ class Simulation:
             )
             return SimWorker(name, role, pages, page_size, rows, cached, windows, config, tokenizer)
 
-        self.prefills = [make(f"p{i}", Role.PREFILL) for i in range(2)]
-        self.decodes = [make(f"d{i}", Role.DECODE) for i in range(2)]
         if aggregated:
-            self.prefills = self.decodes = [make(f"a{i}", Role.AGGREGATED) for i in range(2)]
+            self.prefills = self.decodes = [make(f"a{i}", Role.AGGREGATED) for i in range(workers)]
+        else:
+            self.prefills = [make(f"p{i}", Role.PREFILL) for i in range(workers)]
+            self.decodes = [make(f"d{i}", Role.DECODE) for i in range(workers)]
         self.workers = list(dict.fromkeys([*self.prefills, *self.decodes]))
         self.pairs: list[tuple[SimWorker, DecodeStream, SimWorker, PrefillStream]] = []
         self._arrivals = 0
