@@ -21,6 +21,7 @@ from .scripted_worker import (
     choices_of,
     count_decode,
     emitted_by,
+    load,
     say_counted,
     until,
 )
@@ -317,12 +318,14 @@ async def test_the_next_attempt_is_made_elsewhere_if_there_is_an_elsewhere(
 ) -> None:
     async with running(config, "prefill-0", "decode-0", "decode-1") as cluster:
         cluster.count()
-        broken = cluster.decode
+        broken, other = cluster.workers[1:]
+        other.send(worker_pb2.AttachResponse(load=load(free=32)))
         broken.on_submit = None
+        await asyncio.sleep(0.1)
         call = cluster.generate()
         broken.say(await broken.submitted(), end=BROKEN)
         assert (await collect(call)).token_ids == COUNTED
-        assert len(broken.submits) == 1
+        assert (len(broken.submits), len(other.submits)) == (1, 1)
         await collect(cluster.generate(max_tokens=1))
         assert len(broken.submits) == 2, "for others it is as good as any"
 
@@ -356,7 +359,9 @@ async def test_text_goes_on_across_attempts(cluster: Cluster) -> None:
     assert streamed.token_ids == [*face, *ids]
 
 
-async def test_many_requests_survive_a_worker_that_retracts_at_random(cluster: Cluster) -> None:
+async def test_many_requests_survive_a_worker_that_retracts_again_and_again(
+    cluster: Cluster,
+) -> None:
     cluster.count()
     cluster.decode.on_submit = retract_after(*[3, 0, 1] * 7)
     streams = await asyncio.gather(*(collect(cluster.generate(max_tokens=20)) for _ in range(8)))
