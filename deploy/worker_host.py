@@ -139,4 +139,17 @@ class DecodeWorker(WorkerHost):
         return build(config)
 
 
-HOSTS: dict[Role, type[WorkerHost]] = {Role.PREFILL: PrefillWorker, Role.DECODE: DecodeWorker}
+class AggregatedWorker(WorkerHost):
+    """Hosts an aggregated worker."""
+
+    def _build(self, config: WorkerConfig) -> Worker:
+        from kvrelay.aggregated_worker.worker import build
+
+        return build(config)
+
+
+HOSTS: dict[Role, type[WorkerHost]] = {
+    Role.PREFILL: PrefillWorker,
+    Role.DECODE: DecodeWorker,
+    Role.AGGREGATED: AggregatedWorker,
+}

@@ -110,7 +110,8 @@ async def running(path: Path, **options: Any) -> AsyncIterator[RunningCluster]:
     serve = ServeOptions(
         model=str(path), grpc=ANY_PORT, metrics=ANY_PORT, audit_pages=True, **options
     )
-    model = Model(path.name, path)
+    draft = options.get("draft_model")
+    model = Model(path.name, path, draft_path=Path(draft) if draft else None)
     async with (
         deployed(serve, model, Progress(io.StringIO())) as deployment,
         grpc.aio.insecure_channel(deployment.router.grpc_address) as channel,
