@@ -240,6 +240,13 @@ class SimWorker:
         self.inbox.post(ended)
 
 
+def count(worker: SimWorker, counter: str) -> float:
+    labels = {"role": worker.role_name, "worker": worker.name, "model": "sim"}
+    value = worker.core.metrics.registry.get_sample_value(f"kvrelay_{counter}_total", labels)
+    assert value is not None
+    return value
+
+
 class CountingModel:
     """Reads and writes token ids in pages; its logits are sure of `next_token`."""
 

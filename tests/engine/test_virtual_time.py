@@ -9,7 +9,7 @@ import pytest
 from kvrelay.engine.config import Speculation
 from kvrelay.engine.outputs import EndReason
 from kvrelay.model_runner.sampling_params import SamplingParams
-from tests.engine.simulation import SimRequest, Simulation, SimWorker, reference
+from tests.engine.simulation import SimRequest, Simulation, SimWorker, count, reference
 
 STEP_SECONDS = 0.01
 TOKEN_SECONDS = 0.0002
@@ -52,13 +52,6 @@ class Clockwork(Simulation):
 
     def ended(self, request: SimRequest) -> None:
         self.ended_at[request] = self.clock
-
-
-def count(worker: SimWorker, counter: str) -> float:
-    labels = {"role": worker.role_name, "worker": worker.name, "model": "sim"}
-    value = worker.core.metrics.registry.get_sample_value(f"kvrelay_{counter}_total", labels)
-    assert value is not None
-    return value
 
 
 def one_request(simulation: Clockwork, rng: random.Random) -> SimRequest:
