@@ -17,7 +17,7 @@ _ENGINE_DIED = 70
 
 
 class Worker(Protocol):
-    """What `build` of either role's room returns."""
+    """What `build` of a role's room returns."""
 
     async def start(self) -> WorkerInfo:
         """Load, register and listen."""
@@ -139,4 +139,17 @@ class DecodeWorker(WorkerHost):
         return build(config)
 
 
-HOSTS: dict[Role, type[WorkerHost]] = {Role.PREFILL: PrefillWorker, Role.DECODE: DecodeWorker}
+class AggregatedWorker(WorkerHost):
+    """Hosts a worker that does both."""
+
+    def _build(self, config: WorkerConfig) -> Worker:
+        from kvrelay.aggregated_worker.worker import build
+
+        return build(config)
+
+
+HOSTS: dict[Role, type[WorkerHost]] = {
+    Role.PREFILL: PrefillWorker,
+    Role.DECODE: DecodeWorker,
+    Role.AGGREGATED: AggregatedWorker,
+}
