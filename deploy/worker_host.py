@@ -17,7 +17,7 @@ _ENGINE_DIED = 70
 
 
 class Worker(Protocol):
-    """What `build` of either role's room returns."""
+    """What `build` of a role's room returns."""
 
     async def start(self) -> WorkerInfo:
         """Load, register and listen."""
@@ -140,7 +140,7 @@ class DecodeWorker(WorkerHost):
 
 
 class AggregatedWorker(WorkerHost):
-    """Hosts an aggregated worker."""
+    """Hosts a worker that does both."""
 
     def _build(self, config: WorkerConfig) -> Worker:
         from kvrelay.aggregated_worker.worker import build

@@ -18,8 +18,9 @@ from kvrelay.router.metrics import RouterMetrics
 
 _log = logging.getLogger(__name__)
 
-_PAUSE_SECONDS = 0.05
-"""Before a try after a failure: who else was lost with the worker is known by then."""
+_PAUSES = (0.05, 0.5)
+"""Seconds before a try after a failure, and after others: who else was lost with the worker is
+known by then, and what passes has passed."""
 
 
 class Attempts:
@@ -71,27 +72,31 @@ class Attempts:
 
     def retracted(self, choice: int, detail: str) -> None:
         """See `Keeper`."""
-        self._resume({choice}, "retracted", detail, pause=0.0)
+        unfinished = self._interrupt({choice})
+        self._resume(unfinished, "retracted", detail, pause=0.0)
 
     def failed(self, choices: Set[int], error: Unavailable, suspects: Set[str]) -> None:
         """See `Keeper`."""
         self._suspects |= suspects
-        self._failures.update(choices)
-        worst = max(self._failures[choice] for choice in choices)
+        unfinished = self._interrupt(choices)
+        self._failures.update(unfinished)
+        worst = max((self._failures[choice] for choice in unfinished), default=0)
         if worst >= self._config.max_attempts:
             self._live.fail(Unavailable(f"{error} (attempt {worst} of {worst})"))
-            return
-        self._resume(choices, "failed", str(error), pause=_PAUSE_SECONDS)
+        else:
+            self._resume(unfinished, "failed", str(error), _PAUSES[min(worst, len(_PAUSES)) - 1])
 
     def stale(self) -> None:
         """See `Keeper`."""
         self._metrics.stale_output()
 
-    def _resume(self, choices: Set[int], reason: str, detail: str, pause: float) -> None:
+    def _interrupt(self, choices: Set[int]) -> set[int]:
+        """Ends those that are complete in what they emitted; returns the others."""
         for choice in choices:
             self._live.interrupt(choice)
-        if self._live.outcome is not None:
-            return
+        return {choice for choice in choices if self._live.choices[choice].ended is None}
+
+    def _resume(self, choices: Set[int], reason: str, detail: str, pause: float) -> None:
         for run in self._runs(choices):
             self._metrics.resubmitted(reason)
             task = asyncio.create_task(self._resubmit(run, detail, pause))
@@ -99,11 +104,9 @@ class Attempts:
             task.add_done_callback(self._resuming.discard)
 
     def _runs(self, choices: Set[int]) -> list[range]:
-        """The unfinished ones as they are submitted: together only while nothing has come."""
+        """These as they are submitted: neighbours together, but only while nothing has come."""
         runs: list[range] = []
         for choice in sorted(choices):
-            if self._live.choices[choice].ended is not None:
-                continue
             if runs and runs[-1].stop == choice and not self._emitted(runs[-1][0], choice):
                 runs[-1] = range(runs[-1].start, choice + 1)
             else:
