@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from kvrelay.mem_cache.geometry import KVGeometry, PageOrder
-from kvrelay.mem_cache.pool import KVPool
+from kvrelay.mem_cache.pool import HUGE_PAGE, KVPool
 
 
 def make_geometry(order: PageOrder, page_size: int = 4) -> KVGeometry:
@@ -45,3 +45,13 @@ def test_empty_dimension_is_named(field):
     sizes = {"num_layers": 1, "num_kv_heads": 1, "head_dim": 1, "page_size": 1, field: 0}
     with pytest.raises(ValueError, match=field):
         KVGeometry(dtype=torch.float32, **sizes)
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("order", list(PageOrder))
+def test_a_pool_is_zeroed_and_begins_with_a_huge_page(order, dtype):
+    pool = KVPool(KVGeometry(3, 2, 8, dtype, 4, order), 5, torch.device("cpu"))
+    assert pool.address % HUGE_PAGE == 0
+    assert pool.nbytes == 5 * pool.geometry.page_bytes
+    assert pool.data.is_contiguous()
+    assert not pool.data.view(torch.uint8).any()
