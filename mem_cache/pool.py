@@ -10,7 +10,6 @@ import torch
 
 from kvrelay.mem_cache.geometry import KVGeometry, PageOrder
 
-
 HUGE_PAGE = 2 << 20
 """Of the host's memory; not a page of the pool."""
 
