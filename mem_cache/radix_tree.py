@@ -10,6 +10,11 @@ continued from where the tokens that its next token sees are there.
 What is locked stays. The rest is evictable, and goes least recently used
 first: from a pool without a window leaf by leaf; from a window pool node by
 node, and a leaf that would lose its window's pages goes altogether.
+
+What a split was for may be gone, and looking up takes a microsecond a node. So
+a long row of nodes without branches is joined when it is matched to its end:
+then all of them were used last at the same time. A short one is not: the next
+lock would split it again, and a node is what is evicted at once.
 """
 
 from __future__ import annotations
@@ -81,9 +86,11 @@ class RadixTree:
     Args:
         page_size: tokens a page.
         windows: for each pool the tokens that its layers look back; None: all.
+        long_row: nodes without branches that are joined.
     """
 
-    def __init__(self, page_size: int, windows: Sequence[int | None]) -> None:
+    def __init__(self, page_size: int, windows: Sequence[int | None], *, long_row: int = 8) -> None:
+        self._long_row = long_row
         self._page_size = page_size
         self._windows = tuple(windows)
         self._pools = range(len(windows))
@@ -101,6 +108,7 @@ class RadixTree:
     def match(self, token_ids: TokenIds, namespace: str = "") -> PrefixLock:
         """See `PrefixIndex`."""
         node, _ = self._descend(self._root(namespace), token_ids)
+        self._join_rows(node)
         return self._lock(self._continuable(node))
 
     def hold(self, token_ids: TokenIds, namespace: str = "") -> PrefixLock:
@@ -300,6 +308,49 @@ class RadixTree:
         for pool in self._pools:
             self._enqueue(upper, pool)
         return upper
+
+    def _join_rows(self, node: _Node) -> None:
+        """Join the long rows on the path to `node`, all of which was matched just now."""
+        row = [node]
+        for above in list(node.path())[1:]:
+            if self._is_one(above, row[-1]):
+                row.append(above)
+                continue
+            self._join(row[::-1])
+            row = [above]
+        self._join(row[::-1])
+
+    def _is_one(self, upper: _Node, lower: _Node) -> bool:
+        """Whether nothing tells the two apart: no branch, no lock, no page that has left.
+
+        A lock that ends with `upper` is in its locks in every pool, one that
+        begins with `lower` is not in those of `upper`: with a pool in which all
+        begin at the root, equal numbers say that there is neither.
+        """
+        lost = [
+            (up is None) != (low is None) for up, low in zip(upper.pages, lower.pages, strict=True)
+        ]
+        rooted = None in self._windows or not any(upper.locks)
+        return len(upper.children) == 1 and upper.locks == lower.locks and rooted and not any(lost)
+
+    def _join(self, row: list[_Node]) -> None:
+        """Let the lowest of a row be all of it, if it is long: locks know the lowest."""
+        if len(row) < self._long_row:
+            return
+        first, node = row[0], row[-1]
+        assert first.parent is not None
+        node.tokens = np.concatenate([one.tokens for one in row])
+        node.pages = [
+            None if last is None else np.concatenate([_present(one, pool) for one in row])
+            for pool, last in enumerate(node.pages)
+        ]
+        node.parent, node.depth, node.key = first.parent, first.depth, first.key
+        node.parent.children[node.key] = node
+        for one in row[:-1]:
+            one.parent = None
+        self._num_nodes -= len(row) - 1
+        for pool in self._pools:
+            self._enqueue(node, pool)
 
     def _heal(self, node: _Node, pages: Sequence[Pages], taken: list[list[Pages]]) -> None:
         """Let offered pages stand in for those that a window pool has lost."""

@@ -75,6 +75,7 @@ class Memory:
         *,
         cached: bool = True,
         ahead: int = 64,
+        long_row: int = 8,
     ) -> None:
         windows = [pool.window for pool in pools]
         self.ledger = Ledger(
@@ -83,7 +84,7 @@ class Memory:
             total_rows=rows,
             max_row_tokens=max_row_tokens,
             ahead=ahead,
-            index=RadixTree(page_size, windows) if cached else None,
+            index=RadixTree(page_size, windows, long_row=long_row) if cached else None,
         )
         self.page_size = page_size
         self.contents = [np.zeros((pool.total_pages, page_size), np.int64) for pool in pools]

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from kvrelay.mem_cache.geometry import KVGeometry, PageOrder
-from kvrelay.mem_cache.pool import KVPool
+from kvrelay.mem_cache.pool import HUGE_PAGE, KVPool
 
 
 def make_geometry(order: PageOrder, page_size: int = 4) -> KVGeometry:
@@ -58,3 +58,13 @@ def test_pools_are_named_for_what_they_hold():
     assert [kind.pool_name for kind in drafts] == ["draft_full", "draft_window", "draft_latent"]
     # However alike: what a draft model wrote is not for its target.
     assert not full.holds_same_tokens_as(drafts[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("order", list(PageOrder))
+def test_a_pool_is_zeroed_and_begins_with_a_huge_page(order, dtype):
+    pool = KVPool(KVGeometry(3, 2, 8, dtype, 4, order), 5, torch.device("cpu"))
+    assert pool.address % HUGE_PAGE == 0
+    assert pool.nbytes == 5 * pool.geometry.page_bytes
+    assert pool.data.is_contiguous()
+    assert not pool.data.view(torch.uint8).any()

@@ -45,13 +45,22 @@ class MemoryMachine(RuleBasedStateMachine):
         pages=st.integers(2, 40),
         rows=st.integers(1, 6),
         window=st.sampled_from([1, 2, 5, 16, 40]),
+        long_row=st.sampled_from([2, 3, 8]),
     )
-    def build(self, kind: str, page_size: int, pages: int, rows: int, window: int) -> None:
+    def build(
+        self, kind: str, page_size: int, pages: int, rows: int, window: int, long_row: int
+    ) -> None:
         pools = make_pools(kind, page_size, pages, window)
         self.longest = 12 * page_size
         self.refused: dict[object, int] = {}
         self.memory = Memory(
-            pools, page_size, rows, self.longest, cached=kind != "none", ahead=AHEAD
+            pools,
+            page_size,
+            rows,
+            self.longest,
+            cached=kind != "none",
+            ahead=AHEAD,
+            long_row=long_row,
         )
 
     def pick(self, number: int) -> Holder:
