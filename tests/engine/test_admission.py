@@ -1,0 +1,143 @@
+"""Who is let in, who computes how much of a prompt, and what is left for growth."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvrelay.engine.admission import admit_in_turn
+from kvrelay.engine.chunks import share_budget
+from kvrelay.engine.growth import GrowthReserve
+from kvrelay.engine.outputs import RequestKey
+from kvrelay.engine.request import Request
+from kvrelay.engine.stop import StopConditions
+from kvrelay.mem_cache.ledger import Ledger, PoolShape
+from kvrelay.model_runner.sampling_params import SamplingParams
+
+
+def ledger(pages: int = 100) -> Ledger:
+    shapes = [PoolShape("full", pages)]
+    return Ledger(shapes, page_size=4, total_rows=8, max_row_tokens=400)
+
+
+def request(
+    number: int = 0, *, prompt: int = 4, most: int = 40, priority: int = 0, choices: int = 1
+) -> Request:
+    return Request(
+        key=RequestKey("router", str(number), 1),
+        link=None,
+        prompt_ids=[1] * prompt,
+        output_ids=[],
+        input_len=prompt,
+        choices=tuple(range(choices)),
+        sampling=SamplingParams(),
+        stops=StopConditions(max_tokens=most),
+        priority=priority,
+        arrived=float(number),
+    )
+
+
+@given(
+    lengths=st.lists(st.tuples(st.integers(1, 200), st.integers(0, 2)), min_size=1, max_size=12),
+    budget=st.integers(1, 64),
+)
+def test_a_budget_is_shared_without_waste_and_half_goes_to_whose_turn_it_is(lengths, budget):
+    left = {
+        request(number, priority=priority): length
+        for number, (length, priority) in enumerate(lengths)
+    }
+    shares = share_budget(left, budget)
+    assert sum(tokens for _, tokens in shares) == min(budget, sum(left.values()))
+    assert all(0 < tokens <= left[one] for one, tokens in shares)
+    first = min(left, key=lambda r: r.turn)
+    assert shares[0][0] is first
+    assert shares[0][1] >= min(left[first], (budget + 1) // 2)
+    assert [one.turn for one, _ in shares] == sorted(one.turn for one, _ in shares)
+
+
+def test_a_long_prompt_lets_short_ones_through_and_still_ends():
+    long, left, steps = request(0), {}, 0
+    left[long] = 1000
+    number = 0
+    while long in left:
+        # Two short prompts come with every step: more than the budget's other half.
+        for _ in range(2):
+            number += 1
+            left[request(number)] = 40
+        shares = share_budget(left, 64)
+        assert len(shares) > 1
+        for one, tokens in shares:
+            left[one] -= tokens
+        left = {one: tokens for one, tokens in left.items() if tokens}
+        steps += 1
+    assert steps <= 1000 / 32 + 1
+
+
+def test_a_misfit_is_bypassed_so_many_times_and_no_more():
+    account = ledger()
+    large, small = request(0), [request(number) for number in range(1, 9)]
+    fits, held = {*small}, account.open("room that comes back", 8)
+    let_in = list(admit_in_turn(account, [large, *small], fits.__contains__, bypass_limit=3))
+    assert let_in == small[:3]
+    assert list(admit_in_turn(account, [large, *small[3:]], fits.__contains__, 3)) == []
+    everyone = {large, *small}
+    account.close(held)
+    account.give_back(held, [])
+    waiting = [large, *small[3:]]
+    assert list(admit_in_turn(account, waiting, everyone.__contains__, 3)) == waiting
+
+
+def test_who_was_refused_is_not_asked_again_until_there_is_room():
+    account, asked = ledger(), []
+
+    def refuse(one: Request) -> bool:
+        asked.append(one)
+        return False
+
+    waiting, held = [request(0)], account.open("holder", 40)
+    for _ in range(3):
+        assert list(admit_in_turn(account, waiting, refuse, 3)) == []
+    assert len(asked) == 1
+    account.close(held)
+    account.give_back(held, [])
+    assert list(admit_in_turn(account, waiting, refuse, 3)) == []
+    assert len(asked) == 2
+
+
+def test_priority_and_age_decide_whose_turn_it_is():
+    late, urgent, early = request(2), request(3, priority=-1), request(1)
+    order = list(admit_in_turn(ledger(), [late, urgent, early], lambda _: True, 3))
+    assert order == [urgent, early, late]
+
+
+@pytest.mark.parametrize(("least", "most"), [(0.0, 1.0), (0.3, 0.6), (1.0, 1.0)])
+def test_the_reserve_learns_lengths_within_its_bounds(least, most):
+    reserve = GrowthReserve(ledger(), least, most)
+    one = request(most=100)
+    assert reserve.tokens(one) == max(1, round(100 * most))
+    short = request(most=100)
+    short.output_ids = [1] * 10
+    for _ in range(200):
+        reserve.finished(short)
+    assert reserve.tokens(one) == pytest.approx(max(10, 100 * least), abs=1)
+    low = reserve.tokens(one)
+    for _ in range(20):
+        reserve.retracted()
+    assert reserve.tokens(one) == max(1, round(100 * most))
+    assert reserve.tokens(one) >= low
+    one.output_ids = [1] * 99
+    assert reserve.tokens(one) == 1
+
+
+def test_the_reserve_counts_pages_that_are_not_there_yet():
+    account = ledger()
+    reserve = GrowthReserve(account, 1.0, 1.0)
+    waiting = request(prompt=6, most=11)
+    # 6 + 10 tokens are 4 pages; the prompt's own 2 are reserved with it.
+    assert reserve.pages([waiting]) == [2]
+    waiting.lease = account.open("waiting", 6)
+    assert account.grow(waiting.lease, 12)
+    assert reserve.pages([waiting]) == [1]
+    # Each of three choices has two pages more, and two of them a copy of the prompt's last.
+    assert reserve.pages([request(prompt=6, most=11, choices=3)]) == [3 * 2 + 2]
