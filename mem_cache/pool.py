@@ -63,6 +63,7 @@ def _allocate(shape: Sequence[int], dtype: torch.dtype, device: torch.device) ->
     if device.type != "cpu":
         return torch.empty(shape, dtype=dtype, device=device)
     nbytes = math.prod(shape) * dtype.itemsize
-    memory = torch.from_numpy(np.empty(nbytes + HUGE_PAGE, np.uint8))
-    start = -memory.data_ptr() % HUGE_PAGE
-    return memory[start : start + nbytes].view(dtype).view(shape)
+    memory = np.empty(nbytes + HUGE_PAGE, np.uint8)
+    start = -memory.ctypes.data % HUGE_PAGE
+    # Cut before torch sees it: kernels reckon from where the tensor's storage begins.
+    return torch.from_numpy(memory[start : start + nbytes]).view(dtype).view(shape)
