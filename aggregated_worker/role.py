@@ -140,7 +140,8 @@ class AggregatedRole:
         """The prompt is computed: say the first token of each choice, and continue from it."""
         request.prompt_timings = run.timings()
         request.activated_at = time.monotonic()
-        ends = [request.checker.fork().check(token.token_id) for token in tokens]
+        known = request.output_ids
+        ends = [request.checker.again(known).check(token.token_id) for token in tokens]
         for choice, token, finish in zip(request.choices, tokens, ends, strict=True):
             self._core.emit(
                 request,
@@ -148,7 +149,7 @@ class AggregatedRole:
                 None if finish is None else End(EndReason.FINISHED, finish),
                 request.prompt_timings,
                 choice=choice,
-                index=len(request.output_ids),
+                index=len(known),
                 cached_tokens=run.cached_tokens,
                 prompt_logprobs=run.scores if choice == request.choices[0] else (),
             )

@@ -94,7 +94,7 @@ class RunningBatch(Generic[RequestT]):
             key=request.key.of_choice(choice),
             choices=(choice,),
             output_ids=list(request.output_ids),
-            checker=request.checker.fork(),
+            checker=request.checker.again(request.output_ids),
             lease=None,
         )
         self._core.requests[one.key] = one

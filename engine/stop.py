@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -58,6 +57,7 @@ class StopChecker:
         self, conditions: StopConditions, tokenizer: Tokenizer, output_ids: Sequence[int] = ()
     ) -> None:
         self._conditions = conditions
+        self._tokenizer = tokenizer
         self._detokenizer = Detokenizer(
             tokenizer, skip_special_tokens=conditions.skip_special_tokens
         )
@@ -67,9 +67,9 @@ class StopChecker:
         for token_id in output_ids:
             self.check(token_id)
 
-    def fork(self) -> StopChecker:
-        """Another one that has seen the same output."""
-        return copy.deepcopy(self)
+    def again(self, output_ids: Sequence[int]) -> StopChecker:
+        """Another one by the same conditions, for an output that begins with these."""
+        return StopChecker(self._conditions, self._tokenizer, output_ids)
 
     def check(self, token_id: int) -> Finish | None:
         """Take the next output token; whether the request ends with it."""
