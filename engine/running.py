@@ -6,11 +6,14 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
+import numpy as np
+
 from kvrelay.engine.core import EngineCore
 from kvrelay.engine.growth import GrowthReserve
 from kvrelay.engine.request import Request
 from kvrelay.engine.step import Computed, Scheduled
 from kvrelay.engine.stop import Finish, StopChecker
+from kvrelay.mem_cache.lease import Batch
 from kvrelay.model_runner.sampler import SampledToken
 
 
@@ -146,9 +149,9 @@ class RunningBatch(Generic[RequestT]):
             # A draft model may look back from the token before.
             seen_from.append(settled - 1 if drafts else settled)
             goals.append(min(settled + (request.in_flight + 1) * (1 + drafts), request.most_tokens))
-        ledger = self._core.ledger
-        ledger.slide_all(leases, seen_from)
-        return ledger.grow_all(leases, goals)
+        ledger, batch = self._core.ledger, Batch(leases)
+        ledger.slide_all(batch, np.array(seen_from))
+        return ledger.grow_all(batch, np.array(goals))
 
     def settled(
         self, request: RequestT, computed: Computed

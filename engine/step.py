@@ -10,8 +10,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
+import numpy as np
+
 from kvrelay.engine.request import Request
 from kvrelay.engine.tape import Tape
+from kvrelay.mem_cache.lease import Batch
 from kvrelay.mem_cache.ledger import Ledger
 from kvrelay.mem_cache.sharing import PageCopy
 from kvrelay.model_runner.batch import Int32Array
@@ -87,17 +90,12 @@ def plan_step(
     """Take a snapshot of the page tables, and commit the tokens that will surely be written."""
     if not scheduled:
         return Step(number, scheduled, (), copies)
-    leases = [item.request.held for item in scheduled]
+    batch = Batch(item.request.held for item in scheduled)
     for item in scheduled:
         item.request.last_step = number
-    ledger.commit_all(
-        leases,
-        [
-            lease.kv_committed_len + item.num_tokens
-            for lease, item in zip(leases, scheduled, strict=True)
-        ],
-    )
-    return Step(number, scheduled, ledger.page_tables(leases), copies)
+    counts = np.array([item.num_tokens for item in scheduled])
+    ledger.commit_all(batch, ledger.committed(batch) + counts)
+    return Step(number, scheduled, ledger.page_tables(batch), copies)
 
 
 class ForwardThread:

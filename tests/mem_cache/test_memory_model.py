@@ -72,7 +72,7 @@ class MemoryMachine(RuleBasedStateMachine):
         shared=st.floats(0, 1),
         length=st.floats(0.01, 1),
         output=st.integers(0, 8),
-        namespace=st.sampled_from(["", "", "", "other"]),
+        namespace=st.sampled_from(["", "", "other"]),
         whole=st.booleans(),
     )
     def open(
