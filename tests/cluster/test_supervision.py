@@ -45,7 +45,7 @@ def make_cluster(folder: Path) -> Cluster:
                 model_name="none",
                 metrics_port=9401 + number,
             )
-            for number, role in enumerate(Role)
+            for number, role in enumerate((Role.PREFILL, Role.DECODE))
         ],
         worker_timeout=TIMEOUT_SECONDS,
     )
