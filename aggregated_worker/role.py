@@ -177,7 +177,6 @@ class AggregatedRole:
                 key=request.key,
                 input_ids=tuple(request.token_ids(0, request.num_tokens)),
                 choices=(request.key.choice,),
-                prompt_logprobs=None,
             )
         )
         self._core.requests[again.key] = again

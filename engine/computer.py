@@ -107,9 +107,11 @@ class StepComputer:
     def _propose(self, items: Sequence[Scheduled], tables: Sequence[Int32Array]) -> Drafts:
         """Drafts for those who want them, and have room for output behind them."""
         drafts: list[Sequence[int]] = [()] * len(items)
+        if self._drafter is None:
+            return drafts
         counts = [min(item.num_drafts, item.tape.room - 1) for item in items]
         wanted = [i for i, count in enumerate(counts) if count > 0]
-        if self._drafter is None or not wanted:
+        if not wanted:
             return drafts
         tapes = [items[i].tape for i in wanted]
         proposed = self._drafter.propose(
