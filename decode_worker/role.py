@@ -230,8 +230,12 @@ class DecodeRole:
         request.activated_at = time.monotonic()
         self._core.outbox.put(request.stream, Leave())
         self._core.ledger.commit(request.held, request.input_len)
-        firsts = zip(request.choices, request.hand_over.first_tokens, strict=True)
-        live = [(choice, first.token_id) for choice, first in firsts if not first.finished]
+        live = []
+        for choice, first in zip(request.choices, request.hand_over.first_tokens, strict=True):
+            if first.finished:
+                self._core.emit(request, end=End(EndReason.ABORTED), choice=choice)
+            else:
+                live.append((choice, first.token_id))
         self._running.begin(request, live)
 
     def _prefill_ended(self, request: DecodeRequest, message: Ended) -> None:
