@@ -93,8 +93,8 @@ class AggregatedRole:
             self._waiting.remove(request)
 
     def _reserve(self, request: AggregatedRequest) -> bool:
-        growing = [*self._running, *self._computing, request]
-        return self._computing.reserve(request, self._growth.pages(growing))
+        growing = [*self._running, *self._computing]
+        return self._computing.reserve(request, self._growth.leaving(request, growing))
 
     def schedule(self) -> Sequence[Scheduled]:
         """See `Role`: the next token of all that generate, and prompts with what is left."""

@@ -88,3 +88,16 @@ def test_tokens_do_not_depend_on_the_mode(
         run_load(simulation, page_size, count=16, choices=3)
         if retract_every:
             assert any(request.retractions for request in simulation.submitted) or aggregated
+
+
+@pytest.mark.parametrize("aggregated", [False, True], ids=["pair", "aggregated"])
+def test_choices_that_do_not_fit_together_are_let_in_and_take_turns(aggregated) -> None:
+    """By the growth reserve alone they would wait for ever: eight outputs of 40 in 80 tokens."""
+    simulation = Simulation(
+        1, page_size=4, pages=20, rows=8, chunk=16, workers=1, aggregated=aggregated
+    )
+    requests = simulation.submit_choices(8, list(range(9)), 40, sampling=SAMPLINGS[1])
+    simulation.run()
+    for request in requests:
+        assert request.output == expected(request)
+    simulation.assert_at_baseline()
