@@ -101,3 +101,19 @@ def test_choices_that_do_not_fit_together_are_let_in_and_take_turns(aggregated) 
     for request in requests:
         assert request.output == expected(request)
     simulation.assert_at_baseline()
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("speculation", [Speculation.NONE, Speculation.NGRAM])
+def test_a_window_pool_holds_what_it_was_promised_to_hold(overlap, speculation) -> None:
+    """Two requests fit (see `SimWorker`): neither has to make room."""
+    options = {"overlap": overlap, "speculation": speculation}
+    simulation = Simulation(
+        1, 1, pages=0, rows=2, chunk=16, cached=False, windows=(7,), workers=1, **options
+    )
+    requests = [simulation.submit([number] * 12, 40) for number in range(2)]
+    simulation.run()
+    for request in requests:
+        assert request.output == expected(request)
+        assert not request.retractions
+    simulation.assert_at_baseline()
