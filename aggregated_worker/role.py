@@ -150,7 +150,8 @@ class AggregatedRole:
                 request.prompt_timings,
                 choice=choice,
                 index=len(known),
-                cached_tokens=run.cached_tokens,
+                # When it begins again it finds its own pages.
+                cached_tokens=0 if known else run.cached_tokens,
                 prompt_logprobs=run.scores if choice == request.choices[0] else (),
             )
         firsts = zip(request.choices, tokens, ends, strict=True)

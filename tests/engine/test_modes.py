@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import itertools
 import random
+import time
 
 import pytest
 
 from kvrelay.engine.config import Speculation
+from kvrelay.engine.outputs import Output
 from kvrelay.model_runner.sampling_params import SamplingParams
-from tests.engine.simulation import SimRequest, Simulation, reference
+from tests.engine.simulation import SimRequest, Simulation, SimWorker, count, reference
 
 SAMPLINGS = (
     SamplingParams(temperature=0),
@@ -117,3 +119,25 @@ def test_a_window_pool_holds_what_it_was_promised_to_hold(overlap, speculation) 
         assert request.output == expected(request)
         assert not request.retractions
     simulation.assert_at_baseline()
+
+
+@pytest.mark.parametrize("aggregated", [False, True], ids=["pair", "aggregated"])
+def test_what_begins_again_counts_neither_its_own_pages_nor_its_own_past(aggregated) -> None:
+    simulation = Simulation(
+        1, 4, pages=40, rows=8, chunk=16, workers=1, aggregated=aggregated, debug_retract_every=3
+    )
+    simulation.now = lambda: time.monotonic() - 1000
+    waits, take = [], simulation._take
+
+    def watch(worker: SimWorker, output: Output) -> None:
+        waits.append(output.timings.queue)
+        take(worker, output)
+
+    simulation._take = watch
+    request = simulation.submit(list(range(20)), 12)
+    simulation.run()
+    assert request.output == expected(request)
+    assert count(request.decode, "retractions") > 1
+    assert max(waits) < 1000, "earlier attempts have told of that time"
+    if aggregated:  # of a pair, a router does not count what a later attempt has found
+        assert request.cached_tokens == 0
