@@ -93,8 +93,8 @@ class AggregatedRole:
             self._waiting.remove(request)
 
     def _reserve(self, request: AggregatedRequest) -> bool:
-        growing = [*self._running, *self._computing, request]
-        return self._computing.reserve(request, self._growth.pages(growing))
+        growing = [*self._running, *self._computing]
+        return self._computing.reserve(request, self._growth.leaving(request, growing))
 
     def schedule(self) -> Sequence[Scheduled]:
         """See `Role`: the next token of all that generate, and prompts with what is left."""
@@ -150,7 +150,8 @@ class AggregatedRole:
                 request.prompt_timings,
                 choice=choice,
                 index=len(known),
-                cached_tokens=run.cached_tokens,
+                # When it begins again it finds its own pages.
+                cached_tokens=0 if known else run.cached_tokens,
                 prompt_logprobs=run.scores if choice == request.choices[0] else (),
             )
         firsts = zip(request.choices, tokens, ends, strict=True)

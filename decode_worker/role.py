@@ -265,8 +265,8 @@ class DecodeRole:
     def _reserve(self, request: DecodeRequest) -> bool:
         """The whole input, but for what the prefix index has, if the growth to come fits beside."""
         ledger, length = self._core.ledger, request.input_len
-        growing = [r for r in self._core.requests.values() if r.lease is not None or r is request]
-        if not self._core.reserve(request, length, self._growth.pages(growing)):
+        growing = [r for r in self._core.requests.values() if r.lease is not None]
+        if not self._core.reserve(request, length, self._growth.leaving(request, growing)):
             return False
         ledger.slide(request.held, length)
         grown = ledger.grow(request.held, length)

@@ -85,10 +85,12 @@ class StepComputer:
         self._copy = copy
         self._drafter = drafter
 
+    def copy(self, copies: Sequence[PageCopy]) -> None:
+        """See `Computer`."""
+        self._copy(copies)
+
     def compute(self, step: Step) -> StepEnded:
         """See `Computer`."""
-        if step.copies:
-            self._copy(step.copies)
         # A request may have ended, or failed, by the step before this one.
         live = [i for i, item in enumerate(step.scheduled) if _is_live(item)]
         computed = [Computed(error=item.tape.broken) for item in step.scheduled]

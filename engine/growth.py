@@ -58,6 +58,15 @@ class GrowthReserve:
             total += min(max(ceil(part * most), has + 1), most) - has
         return total
 
+    def leaving(self, request: Request, others: Iterable[Request]) -> list[int] | None:
+        """Pages of each pool that are to be left when a request is let in beside `others`.
+
+        Nothing for one that is alone: it would wait for ever if its choices do not fit together.
+        Then some of them are retracted, and go on when there is room.
+        """
+        growing = [*others, request]
+        return self.pages(growing) if len(growing) > 1 else None
+
     def pages(self, requests: Iterable[Request]) -> list[int]:
         """Pages of each pool that the requests, with or without memory now, will come to need."""
         ledger, total = self._ledger, [0] * len(self._ledger.pools)

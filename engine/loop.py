@@ -1,4 +1,4 @@
-"""The one loop that both roles run in.
+"""The one loop that all roles run in.
 
 ::
 

@@ -102,9 +102,8 @@ class WorkerMetrics(Collector):
         self._step_seconds.observe(ended.seconds)
         drafted = sum([result.num_drafts for result in ended.computed])
         if drafted:
-            kept = sum([len(result.tokens) - 1 for result in ended.computed if result.num_drafts])
             self._draft_tokens.inc(drafted)
-            self._accepted_tokens.inc(kept)
+            self._accepted_tokens.inc(sum([result.num_accepted for result in ended.computed]))
 
     def count_pull(self, pull: Pull) -> None:
         """A read has ended."""

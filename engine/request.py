@@ -45,6 +45,9 @@ class Request:
     priority: int = 0
     """Lower runs earlier."""
     arrived: float = field(default_factory=time.monotonic)
+    """When a router took it, by this worker's clock."""
+    received: float = field(default_factory=time.monotonic)
+    """When this attempt began here; earlier ones have timings of their own."""
     bypassed: int = 0
     """Requests that were let in while this one, before them, did not fit."""
     refused_at: int = -1

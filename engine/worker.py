@@ -49,7 +49,7 @@ class WorkerParts:
 
 
 class RolePlugin(Protocol):
-    """What makes a worker a prefill or a decode worker."""
+    """What makes a worker one of its role."""
 
     @property
     def role(self) -> Role:

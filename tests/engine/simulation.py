@@ -231,6 +231,8 @@ class SimWorker:
         step = self.steps.popleft()
         live = [item for item in step.scheduled if item.tape.broken is None]
         self.model.broken = {i for i, item in enumerate(live) if item.request.key in self.broken}
+        if step.copies:
+            self.computer.copy(step.copies)
         self.inbox.post(self.computer.compute(step))
 
     def fail_step(self) -> None:
