@@ -58,7 +58,9 @@ class AggregatedRole:
         self._core = core
         self._tokenizer = tokenizer
         self._config = config
-        self._growth = GrowthReserve(core.ledger, config.growth_min, config.growth_max)
+        self._growth = GrowthReserve(
+            core.ledger, config.growth_min, config.growth_max, config.tokens_in_flight - 1
+        )
         self._waiting: list[AggregatedRequest] = []
         self._computing: ComputingPrompts[AggregatedRequest] = ComputingPrompts(core)
         self._running: RunningBatch[AggregatedRequest] = RunningBatch(
@@ -99,6 +101,8 @@ class AggregatedRole:
     def schedule(self) -> Sequence[Scheduled]:
         """See `Role`: the next token of all that generate, and prompts with what is left."""
         generating = self._running.schedule()
+        if self._running.waits_for_room:
+            return generating
         budget = self._config.chunk_tokens
         budget = max(budget - len(generating), budget // _PROMPT_SHARE, 1)
         return [*generating, *self._computing.schedule(budget)]

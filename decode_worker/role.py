@@ -81,7 +81,9 @@ class DecodeRole:
         self._inbox = inbox
         self._tokenizer = tokenizer
         self._config = config
-        self._growth = GrowthReserve(core.ledger, config.growth_min, config.growth_max)
+        self._growth = GrowthReserve(
+            core.ledger, config.growth_min, config.growth_max, config.tokens_in_flight - 1
+        )
         self._running: RunningBatch[DecodeRequest] = RunningBatch(
             core, self._growth, self._retract, retract_every=config.debug_retract_every
         )

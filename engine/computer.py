@@ -6,6 +6,7 @@ only now is it known which tokens the step before has sampled.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -22,6 +23,8 @@ from kvrelay.model_runner.errors import NonFiniteLogitsError
 from kvrelay.model_runner.prompt_scores import score_prompt
 from kvrelay.model_runner.sampler import Sampled, SampledToken, SamplingRow
 from kvrelay.model_runner.verify import Drafted, verify
+
+logger = logging.getLogger(__name__)
 
 Drafts = Sequence[Sequence[int]]
 
@@ -116,12 +119,13 @@ class StepComputer:
         if not wanted:
             return drafts
         tapes = [items[i].tape for i in wanted]
-        proposed = self._drafter.propose(
-            tapes,
-            [_sampling_row(tape, tape.choices[0]) for tape in tapes],
-            [counts[i] for i in wanted],
-            [table[wanted] for table in tables],
-        )
+        rows = [_sampling_row(tape, tape.choices[0]) for tape in tapes]
+        own = [table[wanted] for table in tables]
+        try:
+            proposed = self._drafter.propose(tapes, rows, [counts[i] for i in wanted], own)
+        except Exception:  # a worse guess than none: but nobody's tokens depend on it
+            logger.exception("drafting failed; the step goes on without")
+            return drafts
         for i, draft in zip(wanted, proposed, strict=True):
             drafts[i] = draft
         return drafts
@@ -131,7 +135,11 @@ class StepComputer:
         if self._drafter is None or not chunks:
             return
         own = [table[chunks] for table in tables]
-        self._drafter.follow(make_batch([items[i] for i in chunks], [()] * len(chunks), own))
+        batch = make_batch([items[i] for i in chunks], [()] * len(chunks), own)
+        try:
+            self._drafter.follow(batch)
+        except Exception:  # its guesses will be worse
+            logger.exception("the drafter could not follow a prompt")
 
 
 def _is_live(item: Scheduled) -> bool:

@@ -88,6 +88,11 @@ class WorkerConfig:
     metrics_port: int = 0
     """0: any free port."""
 
+    @property
+    def tokens_in_flight(self) -> int:
+        """Tokens of one request, at most, that the steps launched at a time generate."""
+        return (1 + self.drafts_for(True)) * (2 if self.overlap else 1)
+
     def drafts_for(self, wanted: bool) -> int:
         """Drafted tokens a step for a request that does, or does not, want any."""
         return self.num_draft_tokens if wanted and self.speculation is not Speculation.NONE else 0

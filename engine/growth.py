@@ -25,13 +25,15 @@ class GrowthReserve:
         ledger: the account that the requests grow in.
         least: of `max_tokens`, the smallest part that is ever left for a request, in [0, 1].
         most: the largest.
+        ahead: tokens that steps in flight may write beyond those that are kept.
     """
 
-    def __init__(self, ledger: Ledger, least: float, most: float) -> None:
+    def __init__(self, ledger: Ledger, least: float, most: float, ahead: int = 0) -> None:
         assert 0 <= least <= most <= 1
         self._ledger = ledger
         self._least = least
         self._most = most
+        self._ahead = ahead
         self._part = most
 
     def finished(self, request: Request) -> None:
@@ -71,7 +73,8 @@ class GrowthReserve:
         """Pages of each pool that the requests, with or without memory now, will come to need."""
         ledger, total = self._ledger, [0] * len(self._ledger.pools)
         for request in requests:
-            goal = min(request.num_tokens + self.tokens(request) - 1, request.most_tokens)
+            goal = request.num_tokens + self.tokens(request) - 1 + self._ahead
+            goal = min(goal, request.most_tokens)
             lease = request.lease
             has = (
                 request.input_len
