@@ -7,6 +7,7 @@ from enum import StrEnum
 from pathlib import Path
 
 from kvrelay.mem_cache.geometry import PageOrder
+from kvrelay.net.tls import TlsFiles
 
 
 class PrefixIndexKind(StrEnum):
@@ -87,6 +88,8 @@ class WorkerConfig:
     """0: any free port."""
     metrics_port: int = 0
     """0: any free port."""
+    tls: TlsFiles | None = None
+    """Shown to routers and other workers, who must show one of the same authority; None: plain."""
 
     def drafts_for(self, wanted: bool) -> int:
         """Drafted tokens a step for a request that does, or does not, want any."""
