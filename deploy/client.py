@@ -17,6 +17,7 @@ from kvrelay.deploy.environment import TOKEN_VARIABLE, Environment
 from kvrelay.deploy.errors import DeployError, OptionError
 from kvrelay.deploy.params import FILE
 from kvrelay.net.options import MAX_MESSAGE_BYTES, message_bounds
+from kvrelay.net.tls import TlsFileError, check_certificates
 from kvrelay.router.auth import bearer, read_tokens
 from kvrelay.v1 import inference_pb2_grpc as rpc
 
@@ -44,13 +45,16 @@ class Access:
         return () if self.token is None else bearer(self.token)
 
     def credentials(self) -> grpc.ChannelCredentials | None:
-        """Of a channel; None: plain text. Raises OptionError if the file cannot be read."""
+        """Of a channel; None: plain text. Raises OptionError if the file is of no use."""
         if not self.tls:
             return None
+        if self.ca is None:
+            return grpc.ssl_channel_credentials()
         try:
-            return grpc.ssl_channel_credentials(None if self.ca is None else self.ca.read_bytes())
-        except OSError as error:
-            raise OptionError("--ca", f"{self.ca}: {error.strerror}") from error
+            check_certificates("ca", self.ca)
+        except TlsFileError as error:
+            raise OptionError("--ca", error.problem) from error
+        return grpc.ssl_channel_credentials(self.ca.read_bytes())
 
     def check(self, server: Address) -> None:
         """Raise DeployError if the token would be seen on its way to `server`."""

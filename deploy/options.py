@@ -216,9 +216,10 @@ class ServeOptions:
     @property
     def cluster_tls(self) -> TlsFiles | None:
         """What router and workers show each other; None: plain text."""
-        if self.tls_cert is None or self.tls_key is None:
+        if self.tls_cert is None or self.tls_key is None or self.tls_ca is None:
             return None
-        return TlsFiles(self.tls_cert, self.tls_key, self.tls_ca)
+        # A worker's working directory is another.
+        return TlsFiles(self.tls_cert.absolute(), self.tls_key.absolute(), self.tls_ca.absolute())
 
     @property
     def front_tls(self) -> TlsFiles | None:

@@ -22,6 +22,7 @@ _LEAST_PING_INTERVAL_MS: Final = KEEPALIVE_MS // 2
 _KEEPALIVE: Final = [
     ("grpc.keepalive_time_ms", KEEPALIVE_MS),
     ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_MS),
+    ("grpc.http2.ping_timeout_ms", KEEPALIVE_TIMEOUT_MS),  # else a minute
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),  # as many as there is silence for
 ]
@@ -51,6 +52,6 @@ def server_options(most_bytes: int, *, internal: bool) -> Options:
     return [
         *message_bounds(most_bytes),
         ("grpc.so_reuseport", 0),  # else a second process shares the port in silence
-        ("grpc.http2.min_recv_ping_interval_without_data_ms", _LEAST_PING_INTERVAL_MS),
+        ("grpc.http2.min_ping_interval_without_data_ms", _LEAST_PING_INTERVAL_MS),
         *(_KEEPALIVE if internal else []),
     ]

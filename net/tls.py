@@ -51,11 +51,11 @@ class TlsFiles:
         Raises:
             TlsFileError: names the first file that is in the way.
         """
-        _check_certificates("cert", self.cert)
+        check_certificates("cert", self.cert)
         _check_readable("key", self.key)
         _context(self, ssl.PROTOCOL_TLS_SERVER)
         if self.ca is not None:
-            _check_certificates("ca", self.ca)
+            check_certificates("ca", self.ca)
             _shake_hands(self, self.ca, host)
 
     def server_credentials(self) -> grpc.ServerCredentials:
@@ -79,7 +79,8 @@ def _check_readable(field: str, path: Path) -> None:
         raise TlsFileError(field, f"{path}: {error.strerror}") from error
 
 
-def _check_certificates(field: str, path: Path) -> None:
+def check_certificates(field: str, path: Path) -> None:
+    """Raise TlsFileError unless there is a certificate in the file."""
     _check_readable(field, path)
     try:
         ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(path)

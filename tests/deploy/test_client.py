@@ -74,6 +74,12 @@ def test_files_of_no_use_are_named(tmp_path: Path, command: tuple[str, ...]):
         result = run(*command, option, str(missing))
         assert result.exit_code == 2
         assert f"Error: {option}: {missing}: No such file or directory" in result.stderr
+    empty = tmp_path / "empty"
+    empty.touch()
+    for option, what in (("--token-file", "token in it"), ("--ca", "certificate in PEM in it")):
+        result = run(*command, option, str(empty))
+        assert result.exit_code == 2
+        assert f"Error: {option}: {empty}: there is no {what}" in result.stderr
 
 
 def test_status_needs_all_three_files_for_the_workers(tmp_path: Path):

@@ -13,7 +13,6 @@ import pytest
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from kvrelay.net.ends import bind, worker_channel, worker_credentials, worker_server
-from kvrelay.net.options import channel_options, server_options
 from kvrelay.net.tls import TlsFiles
 from tests.certificates import Authority
 
@@ -103,11 +102,3 @@ async def test_a_port_in_use_is_said(files: TlsFiles, secure: bool):
         taken = f"127.0.0.1:{listener.getsockname()[1]}"
         with pytest.raises(OSError, match=f"cannot listen on {taken}: is the port in use"):
             bind(worker_server(), taken, files if secure else None)
-
-
-def test_a_server_takes_the_pings_that_channels_send():
-    for internal in (False, True):
-        server = dict(server_options(1, internal=internal))
-        least = server["grpc.http2.min_recv_ping_interval_without_data_ms"]
-        assert least < dict(channel_options())["grpc.keepalive_time_ms"]
-    assert server["grpc.keepalive_permit_without_calls"] == 1
