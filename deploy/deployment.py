@@ -93,6 +93,7 @@ def worker_configs(options: ServeOptions, model: Model) -> list[WorkerConfig]:
             audit_pages=options.audit_pages,
             host=WORKER_HOST,
             metrics_port=next(ports, 0),
+            tls=options.cluster_tls,
         )
         for role, count in options.roles.items()
         for number in range(count)
@@ -109,6 +110,9 @@ def router_config(options: ServeOptions, model: Model) -> RouterConfig:
         metrics_address=str(options.metrics),
         default_max_tokens=options.default_max_tokens,
         max_live_requests=options.max_live_requests,
+        worker_tls=options.cluster_tls,
+        front_tls=options.front_tls,
+        auth_token_file=options.auth_token_file,
     )
 
 

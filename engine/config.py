@@ -7,6 +7,7 @@ from enum import StrEnum
 from pathlib import Path
 
 from kvrelay.mem_cache.geometry import PageOrder
+from kvrelay.net.tls import TlsFiles
 
 
 class PrefixIndexKind(StrEnum):
@@ -87,6 +88,8 @@ class WorkerConfig:
     """0: any free port."""
     metrics_port: int = 0
     """0: any free port."""
+    tls: TlsFiles | None = None
+    """Shown to routers and other workers, who must show one of the same authority; None: plain."""
 
     @property
     def tokens_in_flight(self) -> int:

@@ -7,35 +7,12 @@ from typing import NoReturn, Protocol, TypeVar
 
 import grpc
 
-MAX_MESSAGE_BYTES = 64 << 20
-"""Either way; well above what a router takes from a client."""
-
 
 class _OneOf(Protocol):
     def WhichOneof(self, oneof_group: str, /) -> str | None: ...  # noqa: N802
 
 
 MessageT = TypeVar("MessageT", bound=_OneOf)
-
-
-def make_server() -> grpc.aio.Server:
-    """A server with bounded messages, whose port nobody else can share."""
-    return grpc.aio.server(
-        options=[
-            ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-            ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-            ("grpc.so_reuseport", 0),
-        ]
-    )
-
-
-def bind(server: grpc.aio.Server, host: str, port: int) -> int:
-    """Open a listener; returns its port. A port in use raises `OSError`."""
-    try:
-        bound: int = server.add_insecure_port(f"{host}:{port}")
-    except RuntimeError as error:
-        raise OSError(f"grpc_port: cannot listen on {host}:{port}, is it in use?") from error
-    return bound
 
 
 async def refuse(context: grpc.aio.ServicerContext, code: grpc.StatusCode, detail: str) -> NoReturn:

@@ -18,7 +18,6 @@ from kvrelay.engine.commands import Inbox, Inspect, PeerDied
 from kvrelay.engine.computer import StepComputer
 from kvrelay.engine.config import WorkerConfig, WorkerInfo
 from kvrelay.engine.core import EngineCore
-from kvrelay.engine.edge import bind, make_server
 from kvrelay.engine.loading import load_model
 from kvrelay.engine.loop import Engine, EngineThread, Role
 from kvrelay.engine.memory import make_ledger
@@ -30,6 +29,7 @@ from kvrelay.engine.wire import SubmitRules
 from kvrelay.kv_transfer.agent import TransferAgent
 from kvrelay.mem_cache.ledger import Ledger
 from kvrelay.model_runner.runner import ModelRunner
+from kvrelay.net.ends import bind, worker_server
 from kvrelay.text.tokenizer import load_tokenizer
 from kvrelay.v1 import worker_pb2_grpc
 
@@ -89,7 +89,7 @@ class Worker:
             TokenizerError: the checkpoint's tokenizer.json is missing or broken.
             CheckpointError: the model cannot be served.
             ValueError: an option does not fit; the message begins with its name.
-            OSError: a port is in use.
+            OSError: a port is in use, or a file for TLS cannot be read.
         """
         config = self._config
         self._loop = loop = asyncio.get_running_loop()
@@ -179,12 +179,13 @@ class Worker:
         return min(limit, runner.max_model_len) if limit else runner.max_model_len
 
     async def _listen(self, service: WorkerService) -> int:
-        self._server = make_server()
+        self._server = worker_server()
         worker_pb2_grpc.add_WorkerServiceServicer_to_server(service, self._server)
         healthy = health.aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(healthy, self._server)
         self._role.register(self._server)
-        port = bind(self._server, self._config.host, self._config.grpc_port)
+        address = f"{self._config.host}:{self._config.grpc_port}"
+        port = bind(self._server, address, self._config.tls)
         await self._server.start()
         await healthy.set("", health_pb2.HealthCheckResponse.SERVING)
         return port
