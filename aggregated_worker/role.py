@@ -125,6 +125,12 @@ class AggregatedRole:
         assert isinstance(request, AggregatedRequest)
         self._leave(request, End(EndReason.FAILED, error=f"the forward failed: {error}"))
 
+    def give_back(self) -> None:
+        """See `Role`: all of them, wherever they are."""
+        for request in list(self._core.requests.values()):
+            assert isinstance(request, AggregatedRequest)
+            self._leave(request, End(EndReason.RETRACTED), Outcome.RETRACTED)
+
     def load(self) -> Load:
         """See `Role`."""
         return Load(
@@ -174,7 +180,13 @@ class AggregatedRole:
         self._core.end(request, Outcome.FINISHED, end, tokens=tokens, timings=timings)
 
     def _retract(self, request: AggregatedRequest) -> None:
-        """Wait again, before everything that came later, with what was generated as input."""
+        """Wait again, before everything that came later, with what was generated as input.
+
+        Elsewhere, if no more requests are taken here.
+        """
+        if self._core.draining:
+            self._leave(request, End(EndReason.RETRACTED), Outcome.RETRACTED)
+            return
         self._core.end(request, Outcome.RETRACTED, None)
         again = self._make(
             replace(
@@ -187,13 +199,15 @@ class AggregatedRole:
         self._core.requests[again.key] = again
         self._waiting.append(again)
 
-    def _leave(self, request: AggregatedRequest, end: End) -> None:
+    def _leave(
+        self, request: AggregatedRequest, end: End, outcome: Outcome = Outcome.ABORTED
+    ) -> None:
         """End a request early, wherever it is."""
         if request in self._waiting:
             self._waiting.remove(request)
         self._computing.leave(request)
         self._running.leave(request)
-        self._core.end(request, Outcome.ABORTED, end, timings=request.timings())
+        self._core.end(request, outcome, end, timings=request.timings())
 
     def _make(self, command: Submit) -> AggregatedRequest:
         emitted = command.input_ids[command.prompt_len :]

@@ -164,6 +164,13 @@ class DecodeRole:
         end = End(EndReason.FAILED, error=f"the forward failed: {error}")
         self._leave(request, Outcome.ABORTED, end)
 
+    def give_back(self) -> None:
+        """See `Role`: all of them, wherever they are."""
+        for request in list(self._core.requests.values()):
+            assert isinstance(request, DecodeRequest)
+            outcome = Outcome.RETRACTED if request.every_step else Outcome.ABORTED
+            self._leave(request, outcome, End(EndReason.RETRACTED))
+
     def load(self) -> Load:
         """See `Role`."""
         running, requests = len(self._running), self._core.requests.values()

@@ -54,7 +54,7 @@ async def deployed(
                 )
             )
         with progress.step("router", "connecting to the workers") as step:
-            router = Router(router_config(options, model), cluster.discovery)
+            router = Router(router_config(options, model), cluster.discovery, cluster)
             stack.push_async_callback(router.stop)
             await router.start()
             await router.wait_ready()
@@ -90,6 +90,8 @@ def worker_configs(options: ServeOptions, model: Model) -> list[WorkerConfig]:
             num_draft_tokens=options.num_draft_tokens,
             debug_retract_every=options.debug_retract_every,
             threads=options.threads_per_worker(),
+            drain_grace=options.drain_grace,
+            quarantine_limit=options.quarantine_limit,
             audit_pages=options.audit_pages,
             host=WORKER_HOST,
             metrics_port=next(ports, 0),

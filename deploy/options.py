@@ -17,6 +17,8 @@ DEFAULT_MODEL: Final = "smollm2-135m-instruct"
 DEFAULT_GRPC: Final = Address("127.0.0.1", 50051)
 DEFAULT_METRICS: Final = Address("127.0.0.1", 9400)
 DEFAULT_WORKER_TIMEOUT: Final = 15.0
+DEFAULT_DRAIN_GRACE: Final = 30.0
+DEFAULT_QUARANTINE_LIMIT: Final = 600.0
 WORKER_HOST: Final = "127.0.0.1"
 """Routers and workers are on one machine; nobody else needs to reach a worker."""
 PAGE_ORDERS: Final = ("page_first", "layer_first")
@@ -97,6 +99,10 @@ class ServeOptions:
     max_live_requests: int = 1024
     worker_timeout: float = DEFAULT_WORKER_TIMEOUT
     """Seconds without an answer of its engine after which a worker is killed and replaced."""
+    drain_grace: float = DEFAULT_DRAIN_GRACE
+    """Seconds after which a worker that drains gives back what can go on elsewhere."""
+    quarantine_limit: float = DEFAULT_QUARANTINE_LIMIT
+    """Seconds that memory may be in quarantine until its worker drains; 0: for ever."""
     debug_retract_every: int = 0
     """Retract a request every so many steps, for tests; 0: only when memory is short."""
     audit_pages: bool = False
@@ -115,6 +121,9 @@ class ServeOptions:
         self._check_speculation()
         if not 0 < self.worker_timeout < float("inf"):
             raise OptionError("--worker-timeout", "must be seconds, more than 0")
+        for field in ("drain_grace", "quarantine_limit"):
+            if not 0 <= getattr(self, field) < float("inf"):  # so that NaN fails, too
+                raise OptionError(option_name(field), "must be seconds, at least 0")
         self._check_choice("page_order", self.page_order, PAGE_ORDERS)
         self._check_choice("prefix_index", self.prefix_index, PREFIX_INDEXES)
         self._check_choice("dtype", self.dtype, DTYPES)

@@ -223,6 +223,18 @@ _PART = click.FloatRange(min=0, max=1)
     help="Seconds without an answer of its engine after which a worker is killed and replaced.",
 )
 @click.option(
+    "--drain-grace",
+    type=click.FloatRange(min=0),
+    default=_DEFAULTS.drain_grace,
+    help="Seconds that requests may still take on a worker that drains, until they are moved.",
+)
+@click.option(
+    "--quarantine-limit",
+    type=click.FloatRange(min=0),
+    default=_DEFAULTS.quarantine_limit,
+    help="Seconds that memory may be in quarantine until its worker drains and restarts; 0: never.",
+)
+@click.option(
     "--debug-retract-every",
     type=_NOT_NEGATIVE,
     default=_DEFAULTS.debug_retract_every,

@@ -132,6 +132,7 @@ def _worker(worker: pb.WorkerStatus) -> dict[str, Any]:
         "address": worker.address,
         "metrics_address": worker.metrics_address,
         "ready": worker.ready,
+        "draining": worker.draining,
         "waiting_requests": worker.load.waiting_requests,
         "running_requests": worker.load.running_requests,
         "waiting_tokens": worker.load.waiting_tokens,
@@ -175,7 +176,7 @@ def _workers_table(workers: Iterable[dict[str, Any]]) -> str:
             worker["worker"],
             worker["role"],
             worker["incarnation"],
-            "yes" if worker["ready"] else "no",
+            _readiness(worker),
             worker["address"],
             worker["metrics_address"],
             worker["waiting_requests"],
@@ -187,6 +188,12 @@ def _workers_table(workers: Iterable[dict[str, Any]]) -> str:
         for worker in workers
     ]
     return _table(head, rows)
+
+
+def _readiness(worker: dict[str, Any]) -> str:
+    if worker["draining"]:
+        return "draining" if worker["ready"] else "restarting"
+    return "yes" if worker["ready"] else "no"
 
 
 def _owners_table(workers: Iterable[dict[str, Any]]) -> str:

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from kvrelay.deploy.errors import ClusterError
 from kvrelay.deploy.local_ray import ray
-from kvrelay.deploy.worker_host import HOSTS
+from kvrelay.deploy.worker_host import actor_class
 from kvrelay.engine.config import WorkerConfig, WorkerInfo
 
 _log = logging.getLogger(__name__)
@@ -29,12 +29,16 @@ class Watcher(Protocol):
         """This incarnation can be used from now on."""
         ...
 
+    def worker_draining(self, info: WorkerInfo) -> None:
+        """It takes no more requests, and is about to be lost."""
+        ...
+
     def worker_lost(self, info: WorkerInfo) -> None:
         """It cannot be reached; it may yet be alive."""
         ...
 
     def worker_dead(self, info: WorkerInfo) -> None:
-        """Its process has ended: another one runs in its place."""
+        """Its process has ended: another one runs in its place, or none will."""
         ...
 
 
@@ -62,12 +66,15 @@ class WorkerSupervisor:
         watcher: Watcher,
     ) -> None:
         self.name = config.name
+        self.role = config.role
         self._config = config
         self._actor_options = actor_options
         self._log_level = log_level
         self._timeout = timeout
         self._watcher = watcher
         self._actor = self._place()
+        self.removing = False
+        """After this life there is no other."""
         self._following: asyncio.Task[None] | None = None
         self._telling: set[asyncio.Task[None]] = set()
 
@@ -95,6 +102,21 @@ class WorkerSupervisor:
         self._telling.add(telling)
         telling.add_done_callback(self._telling.discard)
 
+    async def drain(self, *, remove: bool) -> None:
+        """Begin to drain the worker, which then leaves, as its watcher will hear.
+
+        Raises ClusterError if it cannot be told. To drain one that drains already
+        changes nothing, but that it can still be removed.
+
+        Args:
+            remove: no other life follows.
+        """
+        try:
+            await self._actor.drain.remote()
+        except ray.exceptions.RayError as error:
+            raise ClusterError(f"{self.name} could not be told: {_reason(error)}") from error
+        self.removing = self.removing or remove
+
     async def stop(self) -> None:
         """End the worker, in good order if it can, and its actor for good."""
         tasks = [*self._telling, *([self._following] if self._following else [])]
@@ -118,12 +140,17 @@ class WorkerSupervisor:
     async def _follow(self, info: WorkerInfo) -> None:
         pauses = _Pauses()
         while True:
+            drains = asyncio.create_task(self._notice_drain(info))
             reason = await self._lost(info)
+            drains.cancel()
             self._watcher.worker_lost(info)
             _log.warning("%s is lost: %s", info.incarnation, reason)
             await pauses.pause()
             if await self._insist("current") != info:
                 self._watcher.worker_dead(info)
+                if self.removing:
+                    ray.kill(self._actor)
+                    return
                 info = await self._insist("start")
             self._watcher.worker_live(info)
             _log.warning("%s is up", info.incarnation)
@@ -138,6 +165,12 @@ class WorkerSupervisor:
             for sign in signs:
                 sign.cancel()
             await asyncio.gather(*signs, return_exceptions=True)
+
+    async def _notice_drain(self, info: WorkerInfo) -> None:
+        """Pass on that it drains, whoever has told it to."""
+        with contextlib.suppress(ray.exceptions.RayError):
+            await self._actor.draining.remote(info.incarnation)
+            self._watcher.worker_draining(info)
 
     async def _silent(self) -> str:
         """Wait until the engine does not answer any more; then its process is killed.
@@ -201,7 +234,7 @@ class WorkerSupervisor:
             _log.critical("%s is no longer supervised", self.name, exc_info=error)
 
     def _place(self) -> Any:
-        host = ray.remote(HOSTS[self._config.role])
+        host = ray.remote(actor_class(self._config.role))
         return host.options(**self._actor_options).remote(self._config, self._log_level)
 
 

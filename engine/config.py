@@ -79,6 +79,10 @@ class WorkerConfig:
     """Drafted tokens that a step verifies at most."""
     bypass_limit: int = 16
     """Requests that may be let in before an older one that does not fit."""
+    drain_grace: float = 30.0
+    """Seconds after which a worker that drains gives back what can go on elsewhere."""
+    quarantine_limit: float = 600.0
+    """Seconds that memory may be in quarantine until the worker drains; 0: for ever."""
     audit_pages: bool = False
     """Check every single page after every step, not the sums alone; for tests and debugging."""
     threads: int = 1

@@ -192,6 +192,7 @@ def _load_to_wire(load: Load) -> inference_pb2.WorkerLoad:
         pools=[_pool_to_wire(pool) for pool in load.pools],
         growth_tokens=load.growth_tokens,
         step_seconds=load.step_seconds,
+        draining=load.draining,
     )
 
 

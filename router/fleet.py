@@ -63,8 +63,13 @@ class Fleet:
     @property
     def ready(self) -> bool:
         """A prefill and a decode worker, or an aggregated one, can take requests."""
-        roles = {link.endpoint.role for link in self._links.values() if link.ready}
+        roles = {link.endpoint.role for link in self._links.values() if _takes_requests(link)}
         return roles >= {WorkerRole.PREFILL, WorkerRole.DECODE} or WorkerRole.AGGREGATED in roles
+
+    @property
+    def awaits_successors(self) -> bool:
+        """Some worker leaves, and another one is to take its place."""
+        return any(endpoint.draining for endpoint in self.endpoints)
 
     def limits(self) -> Limits:
         """What the listed workers can take; raises `Unavailable` if a role is missing."""
@@ -112,6 +117,8 @@ class Fleet:
         for incarnation in self._links.keys() - listed.keys():
             del self._links[incarnation]
             self._close(self._tasks.pop(incarnation))
+        for incarnation in listed.keys() & self._links.keys():
+            self._links[incarnation].endpoint = listed[incarnation]
         for incarnation in listed.keys() - self._links.keys():
             link = self._make_link(listed[incarnation], self.news.announce)
             self._links[incarnation] = link
@@ -127,5 +134,9 @@ class Fleet:
         return {
             link.candidate(suspect=incarnation in suspects): link
             for incarnation, link in self._links.items()
-            if link.endpoint.role is role and link.ready
+            if link.endpoint.role is role and _takes_requests(link)
         }
+
+
+def _takes_requests(link: WorkerLink) -> bool:
+    return link.ready and not link.draining

@@ -16,6 +16,7 @@ from prometheus_client import start_http_server
 from tokenizers import Tokenizer
 
 from kvrelay.net.ends import bind, front_server, worker_credentials
+from kvrelay.router.admin import Administrator, AdminService
 from kvrelay.router.auth import BearerTokens, read_tokens
 from kvrelay.router.config import RouterConfig
 from kvrelay.router.discovery import Discovery, WorkerEndpoint
@@ -26,9 +27,10 @@ from kvrelay.router.metrics import RouterMetrics
 from kvrelay.router.service import InferenceService
 from kvrelay.router.worker_link import WorkerLink
 from kvrelay.text.tokenizer import TokenizerError, load_tokenizer
-from kvrelay.v1 import inference_pb2, inference_pb2_grpc
+from kvrelay.v1 import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc
 
 _SERVICE = inference_pb2.DESCRIPTOR.services_by_name["InferenceService"].full_name
+_ADMIN = admin_pb2.DESCRIPTOR.services_by_name["AdminService"].full_name
 _STATUS_SECONDS = 2.0  # for the last statuses to reach their clients
 
 
@@ -36,10 +38,21 @@ class Router:
     """Takes requests by gRPC and has them served by the workers that discovery lists.
 
     `start` and `stop` once each, on one event loop. Routers share nothing.
+
+    Args:
+        config: what to be.
+        discovery: says which workers there are.
+        administrator: carries out what operators ask for; None: nobody does.
     """
 
-    def __init__(self, config: RouterConfig, discovery: Discovery) -> None:
+    def __init__(
+        self,
+        config: RouterConfig,
+        discovery: Discovery,
+        administrator: Administrator | None = None,
+    ) -> None:
         self._config = config
+        self._administrator = administrator
         self._id = uuid.uuid4().hex
         self._metrics = RouterMetrics(config.model_name)
         self._fleet = Fleet(discovery, self._make_link)
@@ -102,9 +115,12 @@ class Router:
         service = InferenceService(self._config, self._fleet, live, tokenizer, self._metrics)
         inference_pb2_grpc.add_InferenceServiceServicer_to_server(service, server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
-        reflection.enable_server_reflection(
-            (_SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), server
-        )
+        shown = [_SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME]
+        if self._administrator is not None:
+            admin = AdminService(self._administrator, self._fleet)
+            admin_pb2_grpc.add_AdminServiceServicer_to_server(admin, server)
+            shown.append(_ADMIN)
+        reflection.enable_server_reflection(shown, server)
         host, _ = _host_and_port(self._config.grpc_address)
         try:
             port = bind(server, self._config.grpc_address, self._config.front_tls)

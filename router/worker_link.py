@@ -62,7 +62,7 @@ class WorkerLink:
         router_id: names this router to the worker.
         credentials: for the worker; None: plain text.
         max_message_bytes: of one message, each way.
-        on_change: called when `ready` has changed.
+        on_change: called when `ready` or `draining` has changed.
         on_stale: called for each output with tokens of no attempt known here.
     """
 
@@ -79,6 +79,7 @@ class WorkerLink:
         self.endpoint = endpoint
         self.ready = False
         self.load = WorkerLoad()
+        self._drains = False
         self._router_id = router_id
         self._credentials = credentials
         self._max_message_bytes = max_message_bytes
@@ -88,6 +89,11 @@ class WorkerLink:
         self._commands: asyncio.Queue[worker_pb2.AttachRequest | None] = asyncio.Queue()
         # Sent since the last load came: whether that load knew of them is open.
         self._tokens_since_load = 0
+
+    @property
+    def draining(self) -> bool:
+        """It, or whoever lists it, has said that it takes no more requests: that is for good."""
+        return self._drains or self.endpoint.draining
 
     def submit(
         self,
@@ -109,6 +115,11 @@ class WorkerLink:
         Its listener hears no more of it.
         """
         if self._submitted.pop((request_id, attempt), None) is not None:
+            self._commands.put_nowait(wire.cancel_command(request_id, attempt))
+
+    def give_up(self, request_id: str, attempt: int) -> None:
+        """As `cancel`, but its listener still hears how the attempt ends there."""
+        if (request_id, attempt) in self._submitted:
             self._commands.put_nowait(wire.cancel_command(request_id, attempt))
 
     def candidate(self, *, suspect: bool = False) -> Candidate:
@@ -171,6 +182,9 @@ class WorkerLink:
         if response.HasField("load"):
             self.load = wire.read_load(response.load)
             self._tokens_since_load = 0
+            if self.load.draining and not self._drains:
+                self._drains = True
+                self._on_change()
         if not self.ready:
             self._set_ready(True)
         for message in response.outputs:

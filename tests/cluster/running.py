@@ -79,8 +79,9 @@ class RunningCluster:
                 await asyncio.sleep(0.02)
 
     async def metric(self, name: str, **labels: str) -> float:
-        """The sum of a metric's samples over all workers."""
+        """The sum of a metric's samples over the router and all workers."""
         addresses = [w.metrics_address for w in self.deployment.cluster.workers.values()]
+        addresses.append(self.deployment.router.metrics_address)
         pages = await asyncio.gather(*(asyncio.to_thread(_scrape, a) for a in addresses))
         return sum(
             sample.value
