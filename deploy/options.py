@@ -9,6 +9,7 @@ from typing import Final
 from kvrelay.deploy.address import MAX_PORT, Address
 from kvrelay.deploy.errors import OptionError
 from kvrelay.engine.config import Speculation
+from kvrelay.engine.faults import parse_faults
 
 DEFAULT_MODEL: Final = "smollm2-135m-instruct"
 DEFAULT_GRPC: Final = Address("127.0.0.1", 50051)
@@ -87,6 +88,8 @@ class ServeOptions:
     """Seconds without an answer of its engine after which a worker is killed and replaced."""
     debug_retract_every: int = 0
     """Retract a request every so many steps, for tests; 0: only when memory is short."""
+    debug_faults: str = ""
+    """What is to go wrong, for tests and drills; see `engine.faults`."""
     audit_pages: bool = False
     """Check every single page after every step, not the sums alone."""
 
@@ -100,6 +103,7 @@ class ServeOptions:
             self._check_at_least(0, field, getattr(self, field))
         self._check_roles()
         self._check_growth()
+        self._check_faults()
         self._check_speculation()
         if not 0 < self.worker_timeout < float("inf"):
             raise OptionError("--worker-timeout", "must be seconds, more than 0")
@@ -141,6 +145,16 @@ class ServeOptions:
             raise OptionError(
                 "--growth-min", f"must not be above --growth-max, {self.growth_max:g}"
             )
+
+    def _check_faults(self) -> None:
+        try:
+            faults = parse_faults(self.debug_faults)
+        except ValueError as error:
+            raise OptionError("--debug-faults", str(error)) from error
+        names = {f"{role}-{n}" for role, count in self.roles.items() for n in range(count)}
+        for fault in faults:
+            if fault.worker and fault.worker not in names:
+                raise OptionError("--debug-faults", f"there is no worker {fault.worker}")
 
     def _check_speculation(self) -> None:
         self._check_choice("speculation", self.speculation, SPECULATIONS)

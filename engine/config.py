@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
+from kvrelay.engine.faults import Fault
 from kvrelay.mem_cache.geometry import PageOrder
 
 
@@ -78,6 +79,10 @@ class WorkerConfig:
     """Drafted tokens that a step verifies at most."""
     bypass_limit: int = 16
     """Requests that may be let in before an older one that does not fit."""
+    peer_timeout: float = 15.0
+    """Seconds without a word after which a hand-over's other side is given up."""
+    faults: tuple[Fault, ...] | None = None
+    """What is to go wrong here; None: nothing, ever. With none at first, some can come later."""
     audit_pages: bool = False
     """Check every single page after every step, not the sums alone; for tests and debugging."""
     threads: int = 1
