@@ -194,13 +194,18 @@ class PrefillRole:
             failed = End(EndReason.FAILED, error=str(error), retryable=True)
             self._leave(request, HandOverEnd.FAILED, failed)
 
-    def _close(self, stream: HandOverStream, error: str = "the decode worker left") -> None:
+    def _close(
+        self,
+        stream: HandOverStream,
+        reason: HandOverEnd = HandOverEnd.ABORTED,
+        error: str = "the decode worker left",
+    ) -> None:
         if self._early_streams.get(stream.key) is stream:
             del self._early_streams[stream.key]
         request = self._live(stream.key)
         if request is not None and request.stream is stream:
             gone = End(EndReason.FAILED, error=error, retryable=True)
-            self._leave(request, HandOverEnd.ABORTED, gone)
+            self._leave(request, reason, gone)
 
     def _drop_peer(self, incarnation: str) -> None:
         """A decode worker is dead: its streams have ended, whether the network says so or not."""
@@ -216,7 +221,8 @@ class PrefillRole:
         self._next_look = now + self._peer_timeout / 3
         for stream in self._streams():
             if now - stream.words.heard_at > self._peer_timeout:
-                self._close(stream, f"the decode worker was silent for {self._peer_timeout:g} s")
+                error = f"the decode worker was silent for {self._peer_timeout:g} s"
+                self._close(stream, HandOverEnd.FAILED, error)
 
     def _streams(self) -> list[HandOverStream]:
         """All that are open."""
