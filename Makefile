@@ -7,6 +7,7 @@
 #           TORCH="torch==2.13.0 --extra-index-url URL"
 #   SERVE   options of `kvrelay serve`, e.g. SERVE="--prefill 2 --decode 2"
 #   BENCH   options of the load generator; with --target no cluster is started
+#   SOAK    options of the soak, e.g. SOAK="--minutes 5 --seed 3"
 #   TESTS   what pytest is told, e.g. TESTS="tests/router -x"
 
 PYTHON ?= python3
@@ -14,6 +15,7 @@ TORCH ?= torch==2.13.0
 SERVE ?=
 BENCH ?= --sweep
 TESTS ?=
+SOAK ?=
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -103,6 +105,18 @@ check-stubs: $(READY)
 .PHONY: bench
 bench: $(READY) ## load the running cluster, or one that is started for it
 	@exec $(BIN)/python -m benchmarks.with_cluster $(SERVE) -- $(BENCH)
+
+.PHONY: chaos
+chaos: $(READY) ## the fault matrix on a real cluster; writes docs/chaos.md (most of an hour)
+	@exec $(BIN)/python -m tests.chaos
+
+.PHONY: chaos-short
+chaos-short: $(READY) ## its most telling cells
+	@exec $(BIN)/python -m tests.chaos --short
+
+.PHONY: soak
+soak: $(READY) ## random load, aborts and faults; SOAK="--minutes 20 --seed 1"
+	@exec $(BIN)/python -m tests.chaos.soak $(SOAK)
 
 .PHONY: constraints
 constraints: $(READY) ## pin the versions that are installed now

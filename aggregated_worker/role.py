@@ -12,6 +12,7 @@ from kvrelay.engine.admission import admit_in_turn
 from kvrelay.engine.commands import Cancel, Submit
 from kvrelay.engine.config import WorkerConfig
 from kvrelay.engine.core import EngineCore
+from kvrelay.engine.faults import Phase
 from kvrelay.engine.growth import GrowthReserve
 from kvrelay.engine.outputs import NO_TIMINGS, End, EndReason, Load, Timings
 from kvrelay.engine.prompts import ComputingPrompts, PromptRun
@@ -74,6 +75,7 @@ class AggregatedRole:
         request = self._make(command)
         if self._core.admit(request, request.most_tokens):
             self._waiting.append(request)
+            self._core.faults.reach(Phase.QUEUED)
 
     def cancel(self, command: Cancel) -> None:
         """See `Role`."""

@@ -20,6 +20,10 @@ class DecodeRequest(GeneratingRequest):
     hand_over: DecodeHandOver
     pulls: list[Pull] = field(default_factory=list)
     """Its reads, ended ones included: they fence its pages."""
+    reading: set[Pull] = field(default_factory=set)
+    """Those of its reads whose end was not told."""
+    read_at: float = 0.0
+    """When one of them last began or ended."""
     announced_at: float = 0.0
     activated_at: float = 0.0
 

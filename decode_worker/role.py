@@ -15,6 +15,7 @@ from kvrelay.engine.admission import admit_in_turn
 from kvrelay.engine.commands import Cancel, Inbox, PeerDied, Submit, Wake
 from kvrelay.engine.config import WorkerConfig
 from kvrelay.engine.core import EngineCore
+from kvrelay.engine.faults import Phase
 from kvrelay.engine.growth import GrowthReserve
 from kvrelay.engine.outputs import End, EndReason, Load
 from kvrelay.engine.request import Request
@@ -26,17 +27,23 @@ from kvrelay.kv_transfer.errors import ProtocolError
 from kvrelay.kv_transfer.hand_over import (
     Announce,
     Ask,
+    Beat,
     DecodeHandOver,
     DecodeState,
     Ended,
+    FromDecode,
     FromPrefill,
     Released,
+    Said,
 )
 from kvrelay.kv_transfer.hand_over import (
     EndReason as HandOverEnd,
 )
 from kvrelay.kv_transfer.pull import Pull, PullState
 from kvrelay.mem_cache.release import Outcome
+
+_SLOWEST_READ = 4
+"""Of the time after which a silent peer is given up: what one read may take."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +88,8 @@ class DecodeRole:
         self._inbox = inbox
         self._tokenizer = tokenizer
         self._config = config
+        self._peer_timeout = config.peer_timeout
+        self._next_beat = time.monotonic() + self._peer_timeout / 3
         self._growth = GrowthReserve(
             core.ledger, config.growth_min, config.growth_max, config.tokens_in_flight - 1
         )
@@ -105,6 +114,7 @@ class DecodeRole:
         )
         if self._core.admit(request, request.most_tokens):
             self._core.outbox.put(self._client, request.stream)
+            self._core.faults.reach(Phase.QUEUED, request.stream.peer.incarnation)
 
     def cancel(self, command: Cancel) -> None:
         """See `Role`."""
@@ -123,7 +133,7 @@ class DecodeRole:
             case FromPeer():
                 request = self._live(message.stream)
                 if request is not None:
-                    self._listen(request, message.message)
+                    self._hear(request, message.said)
             case StreamLost():
                 request = self._live(message.stream)
                 if request is not None and request.hand_over.state is not DecodeState.VALID:
@@ -135,12 +145,13 @@ class DecodeRole:
 
     def admit(self) -> None:
         """See `Role`: grant what was asked for, in turn."""
+        self._beat()
         limit = self._config.bypass_limit
         for request in admit_in_turn(self._core.ledger, self._asked(), self._reserve, limit):
             # What the prefix index has here already, and what no window needs, is not read.
             protected = request.held.num_protected_pages
             missing = [max(first, protected) for first in request.held.first_pages]
-            self._core.outbox.put(request.stream, request.hand_over.grant(missing))
+            self._say(request, request.hand_over.grant(missing))
 
     def schedule(self) -> Sequence[Scheduled]:
         """See `Role`: the next token of every running request."""
@@ -186,19 +197,51 @@ class DecodeRole:
 
     # The hand-over
 
-    def _listen(self, request: DecodeRequest, message: FromPrefill) -> None:
+    def _hear(self, request: DecodeRequest, said: Said[FromPrefill]) -> None:
         try:
-            match message:
-                case Ask():
-                    request.hand_over.on_ask()
-                case Announce():
-                    self._pull(request, message)
-                case Released():
-                    self._activate(request, message)
-                case Ended():
-                    self._prefill_ended(request, message)
+            if request.stream.words.hear(said, time.monotonic()):
+                self._listen(request, said.message)
+            else:
+                self._core.metrics.count_duplicate()
         except ProtocolError as error:
             self._fail(request, str(error))
+
+    def _listen(self, request: DecodeRequest, message: FromPrefill) -> None:
+        match message:
+            case Ask():
+                request.hand_over.on_ask()
+            case Announce():
+                self._core.faults.reach(Phase.ANNOUNCED, request.stream.peer.incarnation)
+                self._pull(request, message)
+            case Released():
+                self._activate(request, message)
+            case Ended():
+                self._prefill_ended(request, message)
+
+    def _beat(self) -> None:
+        """Let every prefill worker that a request waits for hear of this one, now and then.
+
+        One that does not answer, or a read that does not end, costs the request its attempt.
+        """
+        now = time.monotonic()
+        if now < self._next_beat:
+            return
+        self._next_beat = now + self._peer_timeout / 3
+        for request in list(self._core.requests.values()):
+            assert isinstance(request, DecodeRequest)
+            if request.hand_over.state is DecodeState.VALID:
+                continue
+            slowest = _SLOWEST_READ * self._peer_timeout
+            if now - request.stream.words.heard_at > self._peer_timeout:
+                peer = request.stream.peer.incarnation
+                self._fail(request, f"{peer} was silent for {self._peer_timeout:g} s")
+            elif request.reading and now - request.read_at > slowest:
+                self._fail(request, f"a read has not ended for {slowest:g} s")
+            else:
+                self._say(request, Beat())
+
+    def _say(self, request: DecodeRequest, message: FromDecode) -> None:
+        self._core.outbox.put(request.stream, request.stream.words.say(message))
 
     def _pull(self, request: DecodeRequest, message: Announce) -> None:
         """Read the announced pages straight into the reserved ones."""
@@ -217,19 +260,28 @@ class DecodeRole:
                 lambda pull: self._inbox.post(PullEnded(stream, pull)),
             )
             request.pulls.append(pull)
+            request.reading.add(pull)
+            request.read_at = time.monotonic()
+            self._core.faults.reach(Phase.PULLING, stream.peer.incarnation)
         self._say_done(request)
 
     def _read_ended(self, request: DecodeRequest, pull: Pull) -> None:
         if pull.state is not PullState.DONE:
             self._fail(request, f"read from {pull.peer} failed: {pull.error}")
             return
+        if pull not in request.reading:  # its end was told before
+            self._core.metrics.count_duplicate()
+            return
+        request.reading.remove(pull)
+        request.read_at = time.monotonic()
         request.hand_over.on_read()
         self._say_done(request)
 
     def _say_done(self, request: DecodeRequest) -> None:
         done = request.hand_over.done()
         if done is not None:
-            self._core.outbox.put(request.stream, done)
+            self._say(request, done)
+            self._core.faults.reach(Phase.PULLED, request.stream.peer.incarnation)
 
     def _activate(self, request: DecodeRequest, message: Released) -> None:
         """The prefill side has confirmed: the prompt's KV is here, and is what it should be."""
@@ -246,6 +298,7 @@ class DecodeRole:
             else:
                 live.append((choice, first.token_id))
         self._running.begin(request, live)
+        self._core.faults.reach(Phase.DECODING, request.stream.peer.incarnation)
 
     def _prefill_ended(self, request: DecodeRequest, message: Ended) -> None:
         if message.reason is HandOverEnd.FAILED:
@@ -259,6 +312,7 @@ class DecodeRole:
         """Back to its router, which submits it again: another worker may have room."""
         end = End(EndReason.RETRACTED)
         self._core.end(request, Outcome.RETRACTED, end, timings=request.timings())
+        self._core.faults.reach(Phase.RETRACTED, request.stream.peer.incarnation)
 
     def _fail(self, request: DecodeRequest, error: str) -> None:
         self._leave(request, Outcome.ABORTED, End(EndReason.FAILED, error=error, retryable=True))

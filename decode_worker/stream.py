@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from dataclasses import dataclass
 
 import grpc
@@ -13,7 +14,7 @@ from kvrelay.engine.outbox import MessageStream
 from kvrelay.engine.outputs import RequestKey
 from kvrelay.kv_transfer.agent import TransferAgent
 from kvrelay.kv_transfer.errors import TransferError
-from kvrelay.kv_transfer.hand_over import FromDecode, FromPrefill
+from kvrelay.kv_transfer.hand_over import FromDecode, FromPrefill, Said, Words
 from kvrelay.net.ends import worker_channel
 from kvrelay.v1 import hand_over_pb2, hand_over_pb2_grpc
 
@@ -26,15 +27,16 @@ class Leave:
     """Close the stream: the prefill side may let go of the pages."""
 
 
-class HandOverStream(MessageStream[FromDecode]):
+class HandOverStream(MessageStream[Said[FromDecode]]):
     """One request's hand-over stream, as the decode side holds it."""
 
     def __init__(self, key: RequestKey, peer: Peer) -> None:
         super().__init__()
         self.key = key
         self.peer = peer
+        self.words = Words(time.monotonic())
 
-    def deliver(self, message: FromDecode | Leave) -> None:
+    def deliver(self, message: Said[FromDecode] | Leave) -> None:
         """See `Sink`."""
         if isinstance(message, Leave):
             self.close()
@@ -47,7 +49,7 @@ class FromPeer:
     """The prefill worker says something."""
 
     stream: HandOverStream
-    message: FromPrefill
+    said: Said[FromPrefill]
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ from kvrelay.kv_transfer.errors import PeerRefusedError, ProtocolError
 from kvrelay.kv_transfer.hand_over import (
     Announce,
     Ask,
+    Beat,
     Done,
     Ended,
     EndReason,
@@ -17,6 +18,7 @@ from kvrelay.kv_transfer.hand_over import (
     Grant,
     PageRun,
     Released,
+    Said,
 )
 from kvrelay.kv_transfer.peer import PeerDescription
 from kvrelay.kv_transfer.spans import PoolLayout
@@ -33,21 +35,29 @@ _DTYPES = {
 }
 
 
-def to_wire(message: FromDecode) -> hand_over_pb2.HandOverRequest:
+def to_wire(said: Said[FromDecode]) -> hand_over_pb2.HandOverRequest:
     """What the decode side says."""
-    match message:
+    wire = hand_over_pb2.HandOverRequest(number=said.number)
+    match said.message:
         case Grant():
-            return hand_over_pb2.HandOverRequest(grant=hand_over_pb2.HandOverGrant())
+            wire.grant.SetInParent()
         case Done():
-            return hand_over_pb2.HandOverRequest(done=hand_over_pb2.HandOverDone())
+            wire.done.SetInParent()
+        case Beat():
+            wire.beat.SetInParent()
+    return wire
 
 
-def from_wire(message: hand_over_pb2.HandOverResponse, vocab_size: int) -> FromPrefill:
+def from_wire(message: hand_over_pb2.HandOverResponse, vocab_size: int) -> Said[FromPrefill]:
     """What the prefill side says.
 
     Raises:
         ProtocolError: it is nothing that this side knows, or a token of another vocabulary.
     """
+    return Said(message.number, _message_from_wire(message, vocab_size))
+
+
+def _message_from_wire(message: hand_over_pb2.HandOverResponse, vocab_size: int) -> FromPrefill:
     match message.WhichOneof("message"):
         case "ask":
             return Ask()
@@ -66,6 +76,8 @@ def from_wire(message: hand_over_pb2.HandOverResponse, vocab_size: int) -> FromP
         case "ended":
             reason = _END_REASONS.get(message.ended.reason, EndReason.FAILED)
             return Ended(reason, message.ended.detail)
+        case "beat":
+            return Beat()
         case other:
             raise ProtocolError(f"unknown hand-over message: {other}")
 

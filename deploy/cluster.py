@@ -15,6 +15,7 @@ from kvrelay.deploy.local_ray import PlacementGroupSchedulingStrategy, ray
 from kvrelay.deploy.options import DEFAULT_WORKER_TIMEOUT
 from kvrelay.deploy.supervisor import WorkerSupervisor
 from kvrelay.engine.config import Role, WorkerConfig, WorkerInfo
+from kvrelay.engine.faults import Fault
 from kvrelay.router.admin import DrainPhase, DrainStep
 from kvrelay.router.discovery import Discovery, StaticDiscovery, WorkerEndpoint, WorkerRole
 from kvrelay.router.errors import CannotDrain, UnknownWorker
@@ -131,6 +132,17 @@ class Cluster:
         if remove and [one.role for one in staying.values()].count(role) == 1:
             raise CannotDrain(f"remove: {worker} is the last {role} worker")
         return self._live[worker], staying[worker]
+
+    async def arm(self, name: str, faults: Sequence[Fault]) -> None:
+        """Let these go wrong in a worker's present life, if it was built for faults."""
+        await self._supervisor(name).arm(faults)
+
+    async def faults_fired(self, name: str) -> int:
+        """Of those armed last in that worker, how many have happened."""
+        return await self._supervisor(name).faults_fired()
+
+    def _supervisor(self, name: str) -> WorkerSupervisor:
+        return next(one for one in self._supervisors if one.name == name)
 
     def worker_live(self, info: WorkerInfo) -> None:
         """See `Watcher`. What died while it could not be reached is told to it now."""

@@ -15,6 +15,7 @@ from kvrelay.deploy.models import Model
 from kvrelay.deploy.options import WORKER_HOST, ServeOptions
 from kvrelay.deploy.progress import Progress
 from kvrelay.engine.config import PrefixIndexKind, Role, Speculation, WorkerConfig, WorkerInfo
+from kvrelay.engine.faults import Fault, parse_faults
 from kvrelay.mem_cache.geometry import PageOrder
 from kvrelay.router.config import RouterConfig
 from kvrelay.router.router import Router
@@ -92,6 +93,8 @@ def worker_configs(options: ServeOptions, model: Model) -> list[WorkerConfig]:
             threads=options.threads_per_worker(),
             drain_grace=options.drain_grace,
             quarantine_limit=options.quarantine_limit,
+            peer_timeout=options.worker_timeout,
+            faults=_faults_of(f"{role}-{number}", options),
             audit_pages=options.audit_pages,
             host=WORKER_HOST,
             metrics_port=next(ports, 0),
@@ -116,6 +119,12 @@ def router_config(options: ServeOptions, model: Model) -> RouterConfig:
         front_tls=options.front_tls,
         auth_token_file=options.auth_token_file,
     )
+
+
+def _faults_of(worker: str, options: ServeOptions) -> tuple[Fault, ...] | None:
+    """Those that are for this worker; None if there are none at all."""
+    faults = parse_faults(options.debug_faults)
+    return tuple(one for one in faults if one.worker in ("", worker)) if faults else None
 
 
 def _device(asked: str) -> str:

@@ -10,6 +10,7 @@ from typing import Final
 from kvrelay.deploy.address import MAX_PORT, Address
 from kvrelay.deploy.errors import OptionError
 from kvrelay.engine.config import Speculation
+from kvrelay.engine.faults import parse_faults
 from kvrelay.net.tls import TlsFileError, TlsFiles
 from kvrelay.router.auth import read_tokens
 
@@ -105,6 +106,8 @@ class ServeOptions:
     """Seconds that memory may be in quarantine until its worker drains; 0: for ever."""
     debug_retract_every: int = 0
     """Retract a request every so many steps, for tests; 0: only when memory is short."""
+    debug_faults: str = ""
+    """What is to go wrong, for tests and drills; see `engine.faults`."""
     audit_pages: bool = False
     """Check every single page after every step, not the sums alone."""
 
@@ -118,6 +121,7 @@ class ServeOptions:
             self._check_at_least(0, field, getattr(self, field))
         self._check_roles()
         self._check_growth()
+        self._check_faults()
         self._check_speculation()
         if not 0 < self.worker_timeout < float("inf"):
             raise OptionError("--worker-timeout", "must be seconds, more than 0")
@@ -163,6 +167,16 @@ class ServeOptions:
             raise OptionError(
                 "--growth-min", f"must not be above --growth-max, {self.growth_max:g}"
             )
+
+    def _check_faults(self) -> None:
+        try:
+            faults = parse_faults(self.debug_faults)
+        except ValueError as error:
+            raise OptionError("--debug-faults", str(error)) from error
+        names = {f"{role}-{n}" for role, count in self.roles.items() for n in range(count)}
+        for fault in faults:
+            if fault.worker and fault.worker not in names:
+                raise OptionError("--debug-faults", f"there is no worker {fault.worker}")
 
     def _check_speculation(self) -> None:
         self._check_choice("speculation", self.speculation, SPECULATIONS)

@@ -241,6 +241,14 @@ _PART = click.FloatRange(min=0, max=1)
     help="Retract a request every so many steps, for tests; 0: only when memory is short.",
 )
 @click.option(
+    "--debug-faults",
+    metavar="SPECS",
+    default=_DEFAULTS.debug_faults,
+    show_default="none",
+    help="What is to go wrong, for drills: [WORKER/]ACTION:WHERE[:N][:SECONDSs], with commas "
+    "between them; e.g. delay:pull:3:0.5s or prefill-0/kill:announced.",
+)
+@click.option(
     "--audit-pages",
     is_flag=True,
     help="Check every single page after every step; for debugging, it costs time.",

@@ -15,6 +15,7 @@ from kvrelay.deploy.errors import ClusterError
 from kvrelay.deploy.local_ray import ray
 from kvrelay.deploy.worker_host import actor_class
 from kvrelay.engine.config import WorkerConfig, WorkerInfo
+from kvrelay.engine.faults import Fault
 
 _log = logging.getLogger(__name__)
 _FIRST_PAUSE = 0.1
@@ -117,6 +118,15 @@ class WorkerSupervisor:
             raise ClusterError(f"{self.name} could not be told: {_reason(error)}") from error
         self.removing = self.removing or remove
 
+    async def arm(self, faults: Sequence[Fault]) -> None:
+        """Let these go wrong in the worker's present life; see `WorkerHost.arm`."""
+        await self._actor.arm.remote(faults)
+
+    async def faults_fired(self) -> int:
+        """See `WorkerHost.faults_fired`."""
+        fired: int = await self._actor.faults_fired.remote()
+        return fired
+
     async def stop(self) -> None:
         """End the worker, in good order if it can, and its actor for good."""
         tasks = [*self._telling, *([self._following] if self._following else [])]
@@ -151,7 +161,7 @@ class WorkerSupervisor:
                 if self.removing:
                     ray.kill(self._actor)
                     return
-                info = await self._insist("start")
+                info = await self._insist("restart")
             self._watcher.worker_live(info)
             _log.warning("%s is up", info.incarnation)
 
@@ -205,7 +215,7 @@ class WorkerSupervisor:
         while True:
             try:
                 # To start takes as long as the weights do; to say who it is does not.
-                async with asyncio.timeout(None if method == "start" else self._timeout):
+                async with asyncio.timeout(None if method == "restart" else self._timeout):
                     return await getattr(self._actor, method).remote()
             except TimeoutError:
                 _log.error("%s does not answer, so it is killed", self.name)

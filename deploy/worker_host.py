@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
 import os
 import signal
@@ -12,6 +13,7 @@ from typing import Any, ClassVar, Protocol
 
 from kvrelay.deploy.stop_signals import TermSignal
 from kvrelay.engine.config import Role, WorkerConfig, WorkerInfo
+from kvrelay.engine.faults import Fault, FaultPlan
 
 _log = logging.getLogger(__name__)
 _ENGINE_DIED = 70
@@ -45,6 +47,10 @@ class Worker(Protocol):
 
     async def peer_died(self, incarnation: str) -> None:
         """Learn, perhaps not for the first time, that another's process has ended."""
+
+    @property
+    def faults(self) -> FaultPlan:
+        """What is to go wrong in it."""
 
 
 class WorkerHost(ABC):
@@ -122,6 +128,22 @@ class WorkerHost(ABC):
                 task.cancel()
         if self._worker is not None:
             await self._worker.stop()
+
+    async def restart(self) -> WorkerInfo:
+        """As `start`, in a later life: what was to go wrong has gone wrong in the first."""
+        if self._config.faults:
+            self._config = dataclasses.replace(self._config, faults=())
+        return await self.start()
+
+    async def arm(self, faults: Sequence[Fault]) -> None:
+        """Let these go wrong from now on, if the worker was started with ``--debug-faults``."""
+        assert self._worker is not None
+        self._worker.faults.arm(faults)
+
+    async def faults_fired(self) -> int:
+        """Of those armed last, how many have happened."""
+        assert self._worker is not None
+        return self._worker.faults.fired
 
     async def peers_died(self, incarnations: Sequence[str]) -> None:
         """Pass on that the processes of others' incarnations have ended; it may know already.

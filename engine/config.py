@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
+from kvrelay.engine.faults import Fault
 from kvrelay.mem_cache.geometry import PageOrder
 from kvrelay.net.tls import TlsFiles
 
@@ -83,6 +84,10 @@ class WorkerConfig:
     """Seconds after which a worker that drains gives back what can go on elsewhere."""
     quarantine_limit: float = 600.0
     """Seconds that memory may be in quarantine until the worker drains; 0: for ever."""
+    peer_timeout: float = 15.0
+    """Seconds without a word after which a hand-over's other side is given up."""
+    faults: tuple[Fault, ...] | None = None
+    """What is to go wrong here; None: nothing, ever. With none at first, some can come later."""
     audit_pages: bool = False
     """Check every single page after every step, not the sums alone; for tests and debugging."""
     threads: int = 1

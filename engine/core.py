@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from kvrelay.engine.commands import Submit
+from kvrelay.engine.faults import FaultPlan
 from kvrelay.engine.metrics import WorkerMetrics
 from kvrelay.engine.outbox import Outbox
 from kvrelay.engine.outputs import (
@@ -42,12 +43,20 @@ class EngineCore:
         ledger: the account of the worker's memory.
         outbox: carries messages to the event loop.
         metrics: what is counted on the way.
+        faults: what is to go wrong on the way; nothing by default.
     """
 
-    def __init__(self, ledger: Ledger, outbox: Outbox, metrics: WorkerMetrics) -> None:
+    def __init__(
+        self,
+        ledger: Ledger,
+        outbox: Outbox,
+        metrics: WorkerMetrics,
+        faults: FaultPlan | None = None,
+    ) -> None:
         self.ledger = ledger
         self.outbox = outbox
         self.metrics = metrics
+        self.faults = faults or FaultPlan()
         self.steps = StepClock()
         self.step_seconds = 0.0
         """Of the last forwards, a moving mean."""

@@ -61,6 +61,9 @@ class WorkerMetrics(Collector):
         self._retractions = self._counter(
             "retractions", "Running requests that made room for others"
         ).labels(**self._labels)
+        self._duplicates = self._counter(
+            "duplicate_messages", "Words of a hand-over that came twice, and were dropped"
+        ).labels(**self._labels)
         self._audit_failures = self._counter(
             "audit_failures", "Times that the account of memory was found wrong"
         ).labels(**self._labels)  # so that it is there, at zero, for an alert
@@ -108,6 +111,10 @@ class WorkerMetrics(Collector):
     def count_retraction(self) -> None:
         """A running request has made room for others."""
         self._retractions.inc()
+
+    def count_duplicate(self) -> None:
+        """Something came twice, and was dropped."""
+        self._duplicates.inc()
 
     def count_step(self, ended: StepEnded) -> None:
         """A forward has ended well."""

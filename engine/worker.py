@@ -6,7 +6,7 @@ import asyncio
 import logging
 import os
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -19,6 +19,8 @@ from kvrelay.engine.commands import Drain, GiveBack, Inbox, Inspect, PeerDied
 from kvrelay.engine.computer import StepComputer
 from kvrelay.engine.config import WorkerConfig, WorkerInfo
 from kvrelay.engine.core import EngineCore
+from kvrelay.engine.faults import FaultPlan
+from kvrelay.engine.faulty import FaultyOutbox, FaultyTransferAgent
 from kvrelay.engine.loading import load_model
 from kvrelay.engine.loop import Engine, EngineThread, Role
 from kvrelay.engine.memory import make_ledger
@@ -29,6 +31,7 @@ from kvrelay.engine.step import ForwardThread
 from kvrelay.engine.wire import SubmitRules
 from kvrelay.kv_transfer.agent import TransferAgent
 from kvrelay.mem_cache.ledger import Ledger
+from kvrelay.mem_cache.pool import KVPool
 from kvrelay.model_runner.runner import ModelRunner
 from kvrelay.net.ends import bind, worker_server
 from kvrelay.text.tokenizer import load_tokenizer
@@ -89,6 +92,8 @@ class Worker:
         self._draining = asyncio.Event()
         self._drained = asyncio.Event()
         self._watching: asyncio.Task[None] | None = None
+        self.faults = FaultPlan(config.faults or ())
+        """Has its effect only if the configuration names faults, or the lack of them."""
 
     async def start(self) -> WorkerInfo:
         """Load the model, reserve the memory, open the listeners.
@@ -107,9 +112,7 @@ class Worker:
         tokenizer = await loop.run_in_executor(None, load_tokenizer, config.model_path)
         model = await loop.run_in_executor(None, load_model, config)
         runner, pools = model.runner, model.pools
-        self._agent = await loop.run_in_executor(
-            None, TransferAgent, incarnation, pools, self._on_failure
-        )
+        self._agent = await loop.run_in_executor(None, self._make_agent, incarnation, pools)
         ledger = make_ledger(config, pools, self._max_model_len(runner))
         self._assemble(ledger, model.computer, tokenizer, runner.config.vocab_size)
         rules = SubmitRules(config.role, runner.config.vocab_size, runner.config.eos_token_ids)
@@ -206,7 +209,7 @@ class Worker:
         """The engine with its role, thread by thread; nothing runs yet but the forward's."""
         self._inbox = Inbox()
         self._metrics = WorkerMetrics(self._config)
-        core = EngineCore(ledger, Outbox(self._loop.call_soon_threadsafe), self._metrics)
+        core = EngineCore(ledger, self._make_outbox(), self._metrics, self.faults)
         parts = WorkerParts(self._config, core, self._inbox, self._agent, tokenizer, vocab_size)
         self._role = self._plug_in(parts)
         self._forward = ForwardThread(computer, self._inbox.post, self._on_failure)
@@ -218,6 +221,19 @@ class Worker:
             audit_pages=self._config.audit_pages,
         )
         self._engine = EngineThread(engine, self._inbox, self._on_failure)
+
+    def _make_agent(self, incarnation: str, pools: Sequence[KVPool]) -> TransferAgent:
+        if self._config.faults is None:
+            return TransferAgent(incarnation, pools, self._on_failure)
+        return FaultyTransferAgent(self.faults, incarnation, pools, self._on_failure)
+
+    def _make_outbox(self) -> Outbox:
+        call_soon = self._loop.call_soon_threadsafe
+        return (
+            Outbox(call_soon)
+            if self._config.faults is None
+            else FaultyOutbox(call_soon, self.faults)
+        )
 
     def _max_model_len(self, runner: ModelRunner) -> int:
         limit = self._config.max_model_len

@@ -113,8 +113,11 @@ class TransferAgent:
         as a fence, has passed.
         """
         pull = Pull(peer, tuple(local_pages), tuple(remote_pages))
-        self._orders.put(lambda: self._begin(pull, on_end))
+        self._order(pull, on_end)
         return pull
+
+    def _order(self, pull: Pull, on_end: Callable[[Pull], None]) -> None:
+        self._orders.put(lambda: self._begin(pull, on_end))
 
     def serve(self, change: int) -> None:
         """Tell that so many more (or fewer) requests may be read from by peers."""

@@ -16,6 +16,10 @@ announced untouched exactly while the stream lives.
 
 Either side may leave at any point: the prefill side by `Ended`, the decode
 side by closing the stream.
+
+Messages are numbered, each side's by themselves (`Words`). Now and then the
+decode side sends a `Beat`, which the prefill side answers: so either finds out
+when a message was lost, or when nobody answers any more.
 """
 
 from __future__ import annotations
@@ -23,6 +27,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum, StrEnum, auto
+from typing import Generic, TypeVar
 
 from kvrelay.kv_transfer.errors import ProtocolError
 
@@ -106,8 +111,62 @@ class Ended:
     detail: str = ""
 
 
-FromDecode = Grant | Done
-FromPrefill = Ask | Announce | Released | Ended
+@dataclass(frozen=True, slots=True)
+class Beat:
+    """Whoever says this is there; it has no number of its own, but that of the message before."""
+
+
+FromDecode = Grant | Done | Beat
+FromPrefill = Ask | Announce | Released | Ended | Beat
+MessageT_co = TypeVar("MessageT_co", covariant=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Said(Generic[MessageT_co]):
+    """A message with its place among those of its side."""
+
+    number: int
+    """From 1 on; of a `Beat` that of the message before."""
+    message: MessageT_co
+
+
+MessageT = TypeVar("MessageT")
+
+
+class Words:
+    """Numbers what one side says on a stream, and checks the numbers of what it hears.
+
+    Args:
+        now: as far as one knows the other side is there, by the caller's clock.
+    """
+
+    def __init__(self, now: float) -> None:
+        self.heard_at = now
+        """When the other side was last heard of."""
+        self._said = 0
+        self._heard = 0
+
+    def say(self, message: MessageT) -> Said[MessageT]:
+        """What to send."""
+        if not isinstance(message, Beat):
+            self._said += 1
+        return Said(self._said, message)
+
+    def hear(self, said: Said[object], now: float) -> bool:
+        """Whether to heed a message: not if it came before.
+
+        Raises:
+            ProtocolError: one before it has not come, and never will: a stream keeps the order.
+        """
+        self.heard_at = now
+        is_beat = isinstance(said.message, Beat)
+        expected = self._heard if is_beat else self._heard + 1
+        if said.number > expected:
+            raise ProtocolError(f"{said.number - expected} messages were lost")
+        if is_beat or said.number < expected:
+            return is_beat
+        self._heard = said.number
+        return True
 
 
 class PrefillState(Enum):

@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 
 from kvrelay.engine.outbox import MessageStream
 from kvrelay.engine.outputs import RequestKey
 from kvrelay.engine.request import Request
-from kvrelay.kv_transfer.hand_over import FromDecode, FromPrefill, PrefillHandOver, PrefillState
+from kvrelay.kv_transfer.hand_over import (
+    FromDecode,
+    FromPrefill,
+    PrefillHandOver,
+    PrefillState,
+    Said,
+    Words,
+)
 
 
-class HandOverStream(MessageStream[FromPrefill]):
+class HandOverStream(MessageStream[Said[FromPrefill]]):
     """One request's hand-over stream, as the prefill side holds it."""
 
     def __init__(self, key: RequestKey, decode_incarnation: str) -> None:
         super().__init__()
         self.key = key
         self.decode_incarnation = decode_incarnation
+        self.words = Words(time.monotonic())
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +40,7 @@ class StreamMessage:
     """The decode worker says something."""
 
     stream: HandOverStream
-    message: FromDecode
+    said: Said[FromDecode]
 
 
 @dataclass(frozen=True, slots=True)

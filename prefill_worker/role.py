@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Sequence
 
@@ -11,6 +12,7 @@ from kvrelay.engine.admission import admit_in_turn
 from kvrelay.engine.commands import Cancel, PeerDied, Submit
 from kvrelay.engine.config import WorkerConfig
 from kvrelay.engine.core import EngineCore
+from kvrelay.engine.faults import Phase
 from kvrelay.engine.outputs import NO_TIMINGS, End, EndReason, Load, RequestKey
 from kvrelay.engine.prompts import ComputingPrompts, PromptRun
 from kvrelay.engine.request import Request
@@ -19,6 +21,8 @@ from kvrelay.engine.stop import Finish, StopChecker
 from kvrelay.kv_transfer.agent import TransferAgent
 from kvrelay.kv_transfer.errors import ProtocolError
 from kvrelay.kv_transfer.hand_over import (
+    Announce,
+    Beat,
     Done,
     Ended,
     FirstToken,
@@ -66,6 +70,8 @@ class PrefillRole:
         self._tokenizer = tokenizer
         self._chunk_tokens = config.chunk_tokens
         self._bypass_limit = config.bypass_limit
+        self._peer_timeout = config.peer_timeout
+        self._next_look = time.monotonic() + self._peer_timeout / 3
         self._waiting: list[PrefillRequest] = []
         self._computing: ComputingPrompts[PrefillRequest] = ComputingPrompts(core)
         # Streams whose submission has not arrived yet: either may be first.
@@ -82,6 +88,7 @@ class PrefillRole:
             return
         request.stream = self._early_streams.pop(request.key, None)
         self._waiting.append(request)
+        self._core.faults.reach(Phase.QUEUED, request.decode_incarnation)
 
     def cancel(self, command: Cancel) -> None:
         """See `Role`."""
@@ -105,10 +112,12 @@ class PrefillRole:
 
     def admit(self) -> None:
         """See `Role`: ask for grants, and reserve what was granted."""
+        self._look_for_the_silent()
         granted = [r for r in self._waiting if r.hand_over.state is PrefillState.GRANTED]
         ledger, reserve = self._core.ledger, self._computing.reserve
         for request in admit_in_turn(ledger, granted, reserve, self._bypass_limit):
             self._waiting.remove(request)
+            self._core.faults.reach(Phase.PREFILLING, request.decode_incarnation)
             self._announce(request)
         asked = Counter(r.decode_incarnation for r in self._ahead())
         for request in sorted(self._waiting, key=lambda r: r.turn):
@@ -158,44 +167,72 @@ class PrefillRole:
         request = self._live(stream.key)
         taken = request.stream if request else self._early_streams.get(stream.key)
         if taken is not None:
-            self._core.outbox.put(
-                stream, Ended(HandOverEnd.FAILED, "the hand-over is open already")
-            )
+            refusal = Ended(HandOverEnd.FAILED, "the hand-over is open already")
+            self._core.outbox.put(stream, stream.words.say(refusal))
         elif request is None:
             self._early_streams[stream.key] = stream
         else:
             request.stream = stream
 
     def _answer(self, message: StreamMessage) -> None:
-        request = self._live(message.stream.key)
-        if request is None or request.stream is not message.stream:
+        stream, said = message.stream, message.said
+        if self._early_streams.get(stream.key) is stream:  # it can say no more than this
+            stream.words.heard_at = time.monotonic()
+            self._core.outbox.put(stream, stream.words.say(Beat()))
+            return
+        request = self._live(stream.key)
+        if request is None or request.stream is not stream:
             return
         try:
-            if isinstance(message.message, Grant):
+            if not stream.words.hear(said, time.monotonic()):
+                self._core.metrics.count_duplicate()
+            elif isinstance(said.message, Beat):
+                self._say(request, Beat())
+            elif isinstance(said.message, Grant):
                 request.hand_over.on_grant()
                 request.granted = True
                 self._agent.serve(+1)
-            elif isinstance(message.message, Done):
+            elif isinstance(said.message, Done):
                 self._say(request, request.hand_over.on_done())
                 self._forget(request, Outcome.HANDED_OVER)
         except ProtocolError as error:
             failed = End(EndReason.FAILED, error=str(error), retryable=True)
             self._leave(request, HandOverEnd.FAILED, failed)
 
-    def _close(self, stream: HandOverStream) -> None:
+    def _close(
+        self,
+        stream: HandOverStream,
+        reason: HandOverEnd = HandOverEnd.ABORTED,
+        error: str = "the decode worker left",
+    ) -> None:
         if self._early_streams.get(stream.key) is stream:
             del self._early_streams[stream.key]
         request = self._live(stream.key)
         if request is not None and request.stream is stream:
-            gone = End(EndReason.FAILED, error="the decode worker left", retryable=True)
-            self._leave(request, HandOverEnd.ABORTED, gone)
+            gone = End(EndReason.FAILED, error=error, retryable=True)
+            self._leave(request, reason, gone)
 
     def _drop_peer(self, incarnation: str) -> None:
         """A decode worker is dead: its streams have ended, whether the network says so or not."""
-        live = (r.stream for r in self._core.requests.values() if isinstance(r, PrefillRequest))
-        for stream in [*live, *self._early_streams.values()]:
-            if stream is not None and stream.decode_incarnation == incarnation:
+        for stream in self._streams():
+            if stream.decode_incarnation == incarnation:
                 self._close(stream)
+
+    def _look_for_the_silent(self) -> None:
+        """Give up on decode workers that ought to have said something long since."""
+        now = time.monotonic()
+        if now < self._next_look:
+            return
+        self._next_look = now + self._peer_timeout / 3
+        for stream in self._streams():
+            if now - stream.words.heard_at > self._peer_timeout:
+                error = f"the decode worker was silent for {self._peer_timeout:g} s"
+                self._close(stream, HandOverEnd.FAILED, error)
+
+    def _streams(self) -> list[HandOverStream]:
+        """All that are open."""
+        live = [r.stream for r in self._core.requests.values() if isinstance(r, PrefillRequest)]
+        return [stream for stream in [*live, *self._early_streams.values()] if stream is not None]
 
     def _announce(self, request: PrefillRequest) -> None:
         """Tell the decode side of the whole pages that have settled."""
@@ -271,5 +308,9 @@ class PrefillRole:
         return request
 
     def _say(self, request: PrefillRequest, message: FromPrefill | None) -> None:
-        if message is not None and request.stream is not None:
-            self._core.outbox.put(request.stream, message)
+        stream = request.stream
+        if message is None or stream is None:
+            return
+        if isinstance(message, Announce):
+            self._core.faults.reach(Phase.ANNOUNCED, stream.decode_incarnation)
+        self._core.outbox.put(stream, stream.words.say(message))

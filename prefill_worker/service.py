@@ -16,6 +16,7 @@ from kvrelay.kv_transfer.agent import TransferAgent
 from kvrelay.kv_transfer.hand_over import (
     Announce,
     Ask,
+    Beat,
     Done,
     Ended,
     EndReason,
@@ -23,6 +24,7 @@ from kvrelay.kv_transfer.hand_over import (
     FromPrefill,
     Grant,
     Released,
+    Said,
 )
 from kvrelay.kv_transfer.spans import PoolLayout
 from kvrelay.prefill_worker.request import (
@@ -131,30 +133,37 @@ def _pool_to_wire(pool: PoolLayout) -> hand_over_pb2.PoolDescription:
     )
 
 
-def _from_wire(message: hand_over_pb2.HandOverRequest) -> FromDecode:
+def _from_wire(message: hand_over_pb2.HandOverRequest) -> Said[FromDecode]:
+    return Said(message.number, _message_from_wire(message))
+
+
+def _message_from_wire(message: hand_over_pb2.HandOverRequest) -> FromDecode:
     match message.WhichOneof("message"):
         case "grant":
             return Grant()
         case "done":
             return Done()
+        case "beat":
+            return Beat()
         case other:
             raise ValueError(f"unknown hand-over message: {other}")
 
 
-def _to_wire(message: FromPrefill) -> hand_over_pb2.HandOverResponse:
-    match message:
+def _to_wire(said: Said[FromPrefill]) -> hand_over_pb2.HandOverResponse:
+    wire = hand_over_pb2.HandOverResponse(number=said.number)
+    match said.message:
         case Ask():
-            return hand_over_pb2.HandOverResponse(ask=hand_over_pb2.HandOverAsk())
-        case Announce():
-            return hand_over_pb2.HandOverResponse(announce=_announce_to_wire(message))
-        case Released():
-            released = hand_over_pb2.HandOverReleased(valid=message.valid)
-            return hand_over_pb2.HandOverResponse(released=released)
-        case Ended():
-            ended = hand_over_pb2.HandOverEnded(
-                reason=_END_REASONS[message.reason], detail=message.detail
-            )
-            return hand_over_pb2.HandOverResponse(ended=ended)
+            wire.ask.SetInParent()
+        case Announce() as message:
+            wire.announce.CopyFrom(_announce_to_wire(message))
+        case Released(valid):
+            wire.released.valid = valid
+            wire.released.SetInParent()
+        case Ended(reason, detail):
+            wire.ended.reason, wire.ended.detail = _END_REASONS[reason], detail
+        case Beat():
+            wire.beat.SetInParent()
+    return wire
 
 
 def _announce_to_wire(message: Announce) -> hand_over_pb2.HandOverAnnounce:

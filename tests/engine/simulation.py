@@ -9,6 +9,7 @@ gives wrong tokens.
 
 from __future__ import annotations
 
+import math
 import random
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -389,7 +390,7 @@ class Simulation:
         **options: Any,
     ) -> None:
         self.random = random.Random(seed)
-        options = {"audit_pages": True, "model_path": None, **options}
+        options = {"audit_pages": True, "model_path": None, "peer_timeout": math.inf, **options}
 
         def make(name: str, role: Role) -> SimWorker:
             config = WorkerConfig(

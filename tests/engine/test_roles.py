@@ -225,7 +225,7 @@ def test_second_stream_for_a_request_is_turned_away():
     request.prefill.inbox.post(StreamOpened(intruder))
     request.prefill.turn()
     (answer,) = drain(intruder)
-    assert "open already" in answer.detail
+    assert "open already" in answer.message.detail
     request.prefill.inbox.post(StreamClosed(intruder))
     simulation.run()
     assert_complete(request)

@@ -66,7 +66,7 @@ def has_result(request: SimRequest) -> bool:
 def has_verdict(request: SimRequest) -> bool:
     """The decode side may activate the request; its engine has not heard of it."""
     messages = request.decode.inbox._messages
-    return any(isinstance(m, FromPeer) and isinstance(m.message, Released) for m in messages)
+    return any(isinstance(m, FromPeer) and isinstance(m.said.message, Released) for m in messages)
 
 
 def is_in(request: SimRequest, state: DecodeState) -> bool:

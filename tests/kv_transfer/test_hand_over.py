@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from kvrelay.kv_transfer.errors import ProtocolError
 from kvrelay.kv_transfer.hand_over import (
     Announce,
+    Beat,
     DecodeHandOver,
     DecodeState,
     EndReason,
@@ -17,6 +18,7 @@ from kvrelay.kv_transfer.hand_over import (
     PrefillHandOver,
     PrefillState,
     Released,
+    Words,
 )
 
 
@@ -216,3 +218,23 @@ def test_malformed_window_is_refused(message):
     _, decode = granted_window((0, 2))
     with pytest.raises(ProtocolError):
         decode.on_announce(message)
+
+
+def test_words_come_in_order_and_once():
+    mine, theirs = Words(0.0), Words(0.0)
+    ask, beat = mine.say("ask"), mine.say(Beat())
+    assert theirs.hear(ask, 1.0)
+    assert not theirs.hear(ask, 2.0), "it came before"
+    assert theirs.hear(beat, 3.0)
+    assert theirs.hear(mine.say("announce"), 4.0)
+    assert theirs.heard_at == 4.0
+
+
+@pytest.mark.parametrize("last", [False, True], ids=["in the middle", "scenario 41: the last"])
+def test_a_lost_word_is_missed(last):
+    mine, theirs = Words(0.0), Words(0.0)
+    assert theirs.hear(mine.say("ask"), 0.0)
+    mine.say("lost")
+    said = mine.say(Beat()) if last else mine.say("announce")
+    with pytest.raises(ProtocolError, match="1 messages were lost"):
+        theirs.hear(said, 0.0)

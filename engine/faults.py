@@ -1,0 +1,215 @@
+"""Faults on demand, for tests and drills: `kvrelay serve --debug-faults`. Off unless asked for.
+
+::
+
+    [WORKER/]ACTION:WHERE[:N][:SECONDSs]
+
+    delay:pull:3:0.5s             the third read of pages begins half a second late
+    drop:done                     the first `Done` is never sent
+    prefill-0/kill:announced:2    that worker dies when it announces its second request
+    decode-1/stop:pulling:5s      that worker stands still for five seconds
+
+Each fault happens once, in a worker's first life. The hooks are few: the outbox
+(messages of a hand-over) and the transfer agent (reads), see `engine.faulty`, and
+`FaultPlan.reach`, which the roles call where a request enters a phase.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+logger = logging.getLogger(__name__)
+
+
+class Action(StrEnum):
+    """What goes wrong."""
+
+    DELAY = "delay"
+    """It comes late, and on its stream everything behind it."""
+    DROP = "drop"
+    """It never comes; of a read: nobody hears of its end."""
+    DUPLICATE = "duplicate"
+    """It comes twice; of a read: its end."""
+    FAIL = "fail"
+    """Its stream breaks instead; a read ends in an error."""
+    STOP = "stop"
+    """The process stands still, for good if no time is given."""
+    KILL = "kill"
+    """The process dies."""
+
+
+class Event(StrEnum):
+    """What can be delayed, dropped, duplicated, or fail."""
+
+    ASK = "ask"
+    GRANT = "grant"
+    ANNOUNCE = "announce"
+    DONE = "done"
+    RELEASED = "released"
+    ENDED = "ended"
+    PULL = "pull"
+    """A read of pages."""
+
+
+class Phase(StrEnum):
+    """Where a request can be when its worker is stopped or killed."""
+
+    QUEUED = "queued"
+    """It has come, and holds nothing."""
+    PREFILLING = "prefilling"
+    """Prefill side: it has memory, and its first chunk is next."""
+    ANNOUNCED = "announced"
+    """Pages were announced (prefill side), or their announcement has come (decode side)."""
+    PULLING = "pulling"
+    """Decode side: a read was ordered."""
+    PULLED = "pulled"
+    """Decode side: all is read, the verdict is awaited."""
+    DECODING = "decoding"
+    """It begins to generate."""
+    RETRACTED = "retracted"
+    """It was retracted."""
+    DRAINING = "draining"
+    """The worker takes nothing new."""
+
+
+_TO_PROCESSES = frozenset({Action.STOP, Action.KILL})
+_TIMED = frozenset({Action.DELAY, Action.STOP})
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """One thing that goes wrong, once."""
+
+    action: Action
+    where: Event | Phase
+    nth: int = 1
+    """Counted on each worker by itself."""
+    seconds: float = 0.0
+    worker: str = ""
+    """The one that it is for; empty: every one."""
+    peer: str = ""
+    """Of phases: only requests shared with this incarnation count; empty: all."""
+    pid: int = 0
+    """The process that is stopped or killed; 0: the worker's own."""
+
+
+_SPEC = re.compile(
+    r"(?:(?P<worker>[\w-]+)/)?(?P<action>\w+):(?P<where>\w+)"
+    r"(?::(?P<nth>\d+))?(?::(?P<seconds>\d+(?:\.\d*)?)s)?"
+)
+
+
+def parse_faults(specs: str) -> tuple[Fault, ...]:
+    """Specs with commas between them.
+
+    Raises:
+        ValueError: one line that says what is wrong with which.
+    """
+    return tuple(_parse_fault(one.strip()) for one in specs.split(",") if one.strip())
+
+
+def _parse_fault(spec: str) -> Fault:
+    match = _SPEC.fullmatch(spec)
+    if match is None:
+        raise ValueError(f"{spec!r} is not [WORKER/]ACTION:WHERE[:N][:SECONDSs]")
+    action = _choose(spec, match["action"], Action)
+    where: type[Event] | type[Phase] = Phase if action in _TO_PROCESSES else Event
+    fault = Fault(
+        action,
+        _choose(spec, match["where"], where),
+        nth=int(match["nth"] or 1),
+        seconds=float(match["seconds"] or 0),
+        worker=match["worker"] or "",
+    )
+    if fault.nth < 1:
+        raise ValueError(f"{spec!r}: they are counted from 1")
+    if fault.seconds and action not in _TIMED:
+        raise ValueError(f"{spec!r}: {action} takes no time")
+    if action is Action.DELAY and not fault.seconds:
+        raise ValueError(f"{spec!r}: by how much? e.g. {spec}:0.5s")
+    return fault
+
+
+def _choose(spec: str, value: str, kind: type[Any]) -> Any:
+    try:
+        return kind(value)
+    except ValueError:
+        raise ValueError(
+            f"{spec!r}: {value} is none of {', '.join(one.value for one in kind)}"
+        ) from None
+
+
+class FaultPlan:
+    """What is still to go wrong on one worker; without faults it does nothing.
+
+    `reach` and `take` belong to the engine thread, `arm` to any.
+    """
+
+    def __init__(self, faults: Sequence[Fault] = ()) -> None:
+        self.fired = 0
+        """Faults that have happened."""
+        self._armed: tuple[Fault, ...] = tuple(faults)
+
+    def arm(self, faults: Sequence[Fault]) -> None:
+        """Replace whatever has not happened yet."""
+        self.fired = 0
+        self._armed = tuple(faults)
+
+    def reach(self, phase: Phase, peer: str = "") -> None:
+        """A request, shared with `peer`, enters `phase` here. May not return."""
+        if not self._armed:
+            return
+        fault = self.take(phase, peer)
+        if fault is not None:
+            _strike(fault)
+
+    def take(self, where: Event | Phase, peer: str = "") -> Fault | None:
+        """One more of these: the fault that befalls it, if one does."""
+        left: list[Fault] = []
+        due: Fault | None = None
+        for fault in self._armed:
+            if fault.where is not where or fault.peer not in ("", peer):
+                left.append(fault)
+            elif fault.nth > 1:
+                left.append(dataclasses.replace(fault, nth=fault.nth - 1))
+            elif due is not None:
+                left.append(fault)
+            else:
+                due = fault
+        self._armed = tuple(left)
+        if due is not None:
+            self.fired += 1
+            logger.warning("fault: %s", due)
+        return due
+
+
+def _strike(fault: Fault) -> None:
+    """Stop or kill the process that the fault is for."""
+    own = os.getpid()
+    pid = fault.pid or own
+    stop = fault.action is Action.STOP
+    if stop and fault.seconds and pid == own:
+        # Whoever stands still cannot wake itself up.
+        wake = f"import os, time; time.sleep({fault.seconds}); os.kill({own}, {signal.SIGCONT:d})"
+        subprocess.Popen([sys.executable, "-S", "-c", wake])  # noqa: S603 (nothing from outside)
+    elif stop and fault.seconds:
+        threading.Timer(fault.seconds, _signal, (pid, signal.SIGCONT)).start()
+    _signal(pid, signal.SIGSTOP if stop else signal.SIGKILL)
+
+
+def _signal(pid: int, number: signal.Signals) -> None:
+    try:
+        os.kill(pid, number)
+    except ProcessLookupError:
+        logger.warning("fault: process %d is gone already", pid)

@@ -1,0 +1,68 @@
+"""The fault matrix: `python -m tests.chaos` writes docs/chaos.md; `--short` runs a few cells."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from kvrelay.deploy.local_ray import LocalRay
+from tests.chaos.cells import SHORT, Cell, matrix
+from tests.chaos.cluster import chaos_cluster
+from tests.chaos.experiment import STOP_S, Report, experiment
+from tests.chaos.load import make_cases
+from tests.chaos.report import to_markdown
+from tests.checkpoints import make_checkpoint
+
+TIMEOUT_S = 8.0
+"""Of the whole matrix: well above the stop that a worker is to survive."""
+SHORT_TIMEOUT_S = 4.0
+PAGE = Path("docs/chaos.md")
+
+
+async def run(model: Path, cells: Sequence[Cell], worker_timeout: float) -> dict[Cell, Report]:
+    """Run the cells on one cluster."""
+    reports: dict[Cell, Report] = {}
+    async with chaos_cluster(model, worker_timeout=worker_timeout) as chaos:
+        expected = await chaos.learn(make_cases())
+        for number, cell in enumerate(cells, 1):
+            report = await experiment(chaos, cell, expected, stop_s=min(STOP_S, worker_timeout / 2))
+            reports[cell] = report
+            verdict = "; ".join(report.problems) or "ok"
+            _say(
+                f"{number}/{len(cells)} {cell}: {report.requests} requests, slowest "
+                f"{report.slowest:.1f} s, {report.seconds:.1f} s in all: {verdict}"
+            )
+    return reports
+
+
+def _say(line: str) -> None:
+    print(line, flush=True)  # noqa: T201 (a program's output)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--short", action="store_true", help="a few cells, and no page written")
+    parser.add_argument("--only", default="", help="cells whose name contains this; no page")
+    options = parser.parse_args()
+    cells = list(SHORT) if options.short else [cell for cell in matrix() if not cell.impossible]
+    cells = [cell for cell in cells if options.only in str(cell)]
+    page = None if options.short or options.only else PAGE
+    begun = time.monotonic()
+    timeout = SHORT_TIMEOUT_S if options.short else TIMEOUT_S
+    with tempfile.TemporaryDirectory() as folder, LocalRay(workers=4):
+        model = make_checkpoint(Path(folder) / "llama")
+        reports = asyncio.run(run(model, cells, timeout))
+    if page is not None:
+        page.write_text(to_markdown(reports, list(matrix()), timeout=timeout))
+    wrong = sum(bool(report.problems) for report in reports.values())
+    _say(f"{len(cells)} cells in {time.monotonic() - begun:.0f} s, {wrong} went wrong")
+    sys.exit(bool(wrong))
+
+
+if __name__ == "__main__":
+    main()

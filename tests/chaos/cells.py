@@ -1,0 +1,114 @@
+"""The fault matrix: what is done to whom, and where a request is at that moment."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+
+from kvrelay.engine.faults import Action, Event, Phase
+
+
+class Harm(StrEnum):
+    """What is done."""
+
+    KILL = "kill"
+    STOP = "stop 5 s"
+    """Shorter than the time after which a worker is given up: it goes on."""
+    STOP_FOR_GOOD = "stop for good"
+    RESTART = "restart at the same address"
+    DROP = "drop a message"
+    DELAY = "delay a message"
+    DUPLICATE = "a message twice"
+    FAIL = "break the stream"
+
+
+class Victim(StrEnum):
+    """To whom."""
+
+    PREFILL = "P"
+    DECODE = "D"
+    ROUTER = "router"
+
+
+MESSAGE_ACTIONS = {
+    Harm.DROP: Action.DROP,
+    Harm.DELAY: Action.DELAY,
+    Harm.DUPLICATE: Action.DUPLICATE,
+    Harm.FAIL: Action.FAIL,
+}
+EVENTS = {
+    (Victim.PREFILL, Phase.QUEUED): Event.ASK,
+    (Victim.PREFILL, Phase.ANNOUNCED): Event.ANNOUNCE,
+    (Victim.PREFILL, Phase.PULLED): Event.RELEASED,
+    (Victim.DECODE, Phase.PREFILLING): Event.GRANT,
+    (Victim.DECODE, Phase.PULLING): Event.PULL,
+    (Victim.DECODE, Phase.PULLED): Event.DONE,
+}
+"""What a victim says in a phase, a read of pages included."""
+ROUTER_SAYS = (
+    "a router talks to a worker on one ordered stream, which is the lease: to lose a message of "
+    "it is to lose the stream, as when the router dies"
+)
+SAYS_NOTHING = {
+    (Victim.PREFILL, Phase.PREFILLING): "P says nothing between the grant and its first page",
+    (Victim.PREFILL, Phase.PULLING): "while D reads, P has nothing to say",
+    (Victim.PREFILL, Phase.DECODING): "the hand-over is over",
+    (Victim.PREFILL, Phase.RETRACTED): "the hand-over is over",
+    (Victim.DECODE, Phase.QUEUED): "D waits to be asked",
+    (Victim.DECODE, Phase.ANNOUNCED): "D answers an announcement by reading: see pulling",
+    (Victim.DECODE, Phase.DECODING): "the hand-over is over",
+    (Victim.DECODE, Phase.RETRACTED): "the hand-over is over",
+}
+NO_DRAIN_YET = "not yet: workers cannot be drained"
+ROUTER_DRAINS = "a router stops taking requests and waits for its own: there is no such phase"
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One experiment."""
+
+    harm: Harm
+    victim: Victim
+    phase: Phase
+
+    def __str__(self) -> str:
+        return f"{self.harm}, {self.victim}, {self.phase}"
+
+    @property
+    def event(self) -> Event | None:
+        """What it befalls, if that is a message."""
+        return EVENTS.get((self.victim, self.phase)) if self.harm in MESSAGE_ACTIONS else None
+
+    @property
+    def impossible(self) -> str:
+        """Why it cannot be; empty if it can."""
+        if self.phase is Phase.DRAINING:
+            return ROUTER_DRAINS if self.victim is Victim.ROUTER else NO_DRAIN_YET
+        if self.harm not in MESSAGE_ACTIONS or self.event is not None:
+            return ""
+        if self.victim is Victim.ROUTER:
+            return ROUTER_SAYS
+        return SAYS_NOTHING[self.victim, self.phase]
+
+
+def matrix() -> Iterator[Cell]:
+    """All of them, row by row."""
+    for harm in Harm:
+        for victim in Victim:
+            for phase in Phase:
+                yield Cell(harm, victim, phase)
+
+
+SHORT = (
+    Cell(Harm.KILL, Victim.PREFILL, Phase.PULLING),
+    Cell(Harm.DROP, Victim.DECODE, Phase.PULLED),
+    Cell(Harm.KILL, Victim.DECODE, Phase.DECODING),
+    Cell(Harm.DROP, Victim.PREFILL, Phase.ANNOUNCED),
+    Cell(Harm.KILL, Victim.ROUTER, Phase.DECODING),
+    Cell(Harm.DUPLICATE, Victim.DECODE, Phase.PULLING),
+    Cell(Harm.STOP_FOR_GOOD, Victim.DECODE, Phase.PULLED),
+    Cell(Harm.FAIL, Victim.PREFILL, Phase.ANNOUNCED),
+    Cell(Harm.RESTART, Victim.PREFILL, Phase.ANNOUNCED),
+)
+"""The most telling ones, a few seconds each."""

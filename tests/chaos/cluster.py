@@ -1,0 +1,286 @@
+"""A real cluster of two prefill and two decode workers, whose router is a process of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+
+import grpc
+import psutil
+from prometheus_client.parser import text_string_to_metric_families
+
+from kvrelay.deploy.address import Address
+from kvrelay.deploy.cluster import Cluster
+from kvrelay.deploy.deployment import worker_configs
+from kvrelay.deploy.local_ray import ray
+from kvrelay.deploy.models import Model
+from kvrelay.deploy.options import ServeOptions
+from kvrelay.engine.config import WorkerConfig, WorkerInfo
+from kvrelay.engine.faults import Fault
+from kvrelay.v1 import inference_pb2, inference_pb2_grpc
+from tests.chaos.load import Case, ask
+from tests.chaos.router_process import to_line
+
+ANY_PORT = Address("127.0.0.1", 0)
+START_S = 60.0
+REST_S = 30.0
+
+
+def free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return one.getsockname()[1]
+
+
+def make_configs(model: Path, timeout: float, dtype: str, retract_every: int) -> list[WorkerConfig]:
+    """The second of each role always comes back at the address that it had."""
+    options = ServeOptions(
+        model=str(model),
+        grpc=ANY_PORT,
+        metrics=ANY_PORT,
+        prefill=2,
+        decode=2,
+        page_size=4,
+        chunk_tokens=32,
+        kv_memory=4 << 20,
+        threads=1,
+        audit_pages=True,
+        worker_timeout=timeout,
+    )
+    return [
+        replace(
+            config,
+            dtype=dtype,
+            faults=(),
+            debug_retract_every=retract_every if config.role == "decode" else 0,
+            grpc_port=free_port() if config.name.endswith("-1") else 0,
+        )
+        for config in worker_configs(options, Model("tiny", model))
+    ]
+
+
+def bound_of(worker_timeout: float) -> float:
+    """Seconds within which every request is to have its end."""
+    return 6 * worker_timeout + 20
+
+
+class RouterProcess:
+    """A router that can be harmed, and replaced."""
+
+    def __init__(self, model: Path, cluster: Cluster) -> None:
+        self._model = model
+        self._cluster = cluster
+        self._process: asyncio.subprocess.Process | None = None
+        self._feeding: asyncio.Task[None] | None = None
+        self._channels: list[grpc.aio.Channel] = []
+        self._up = asyncio.Event()
+        self.address = ""
+        self.stub: inference_pb2_grpc.InferenceServiceStub
+
+    @property
+    def pid(self) -> int:
+        assert self._process is not None
+        return self._process.pid
+
+    @property
+    def alive(self) -> bool:
+        return self._process is not None and self._process.returncode is None
+
+    async def start(self, address: str = "127.0.0.1:0") -> None:
+        """Returns once it can serve."""
+        self._process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            *("-m", "tests.chaos.router_process", str(self._model), address),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+        )
+        self._feeding = asyncio.create_task(self._feed(self._process))
+        assert self._process.stdout is not None
+        async with asyncio.timeout(START_S):
+            self.address = (await self._process.stdout.readline()).decode().strip()
+        assert self.address, "the router did not start"
+        options = [("grpc.use_local_subchannel_pool", 1), ("grpc.enable_http_proxy", 0)]
+        self._channels.append(grpc.aio.insecure_channel(self.address, options))
+        self.stub = inference_pb2_grpc.InferenceServiceStub(self._channels[-1])
+        self._up.set()
+
+    async def current(self) -> inference_pb2_grpc.InferenceServiceStub:
+        """To talk to it, once there is one."""
+        await self._up.wait()
+        return self.stub
+
+    async def close(self) -> None:
+        """For good."""
+        await self.end()
+        for channel in self._channels:
+            await channel.close()
+
+    async def end(self) -> None:
+        """Whatever state it is in. Calls to it get their end by themselves."""
+        self._up.clear()
+        if self._feeding is not None:
+            self._feeding.cancel()
+            await asyncio.gather(self._feeding, return_exceptions=True)
+        if self._process is not None:
+            with suppress(ProcessLookupError):
+                self._process.kill()
+            await self._process.wait()
+
+    async def _feed(self, process: asyncio.subprocess.Process) -> None:
+        """Tell it which workers there are, at once and whenever that changes."""
+        assert process.stdin is not None
+        while True:
+            changed = asyncio.create_task(self._cluster.discovery.changed())
+            await asyncio.sleep(0)  # it is registered now
+            try:
+                process.stdin.write(to_line(list(self._cluster.discovery.endpoints())))
+                await changed
+            finally:
+                changed.cancel()
+
+
+class ChaosCluster:
+    """The workers, the router, and what tests do to them."""
+
+    def __init__(self, model: Path, cluster: Cluster, timeout: float) -> None:
+        self.cluster = cluster
+        self.router = RouterProcess(model, cluster)
+        self.timeout = timeout
+        self.bound = bound_of(timeout)
+        """Seconds within which every request is to have its end."""
+
+    async def learn(self, cases: Sequence[Case]) -> dict[Case, list[int]]:
+        """What an undisturbed run says."""
+        expected = {}
+        for case in cases:
+            outcome = await ask(self.router.stub, case, self.bound)
+            assert outcome.completed, outcome
+            expected[case] = outcome.tokens
+        return expected
+
+    def worker(self, name: str) -> WorkerInfo:
+        return self.cluster.workers[name]
+
+    async def arm(self, name: str, *faults: Fault) -> None:
+        await self.cluster.arm(name, faults)
+
+    async def until_fired(self, observer: str, pids: Sequence[int]) -> None:
+        """Until the fault that was armed there has happened, or one of the processes shows it."""
+        async with asyncio.timeout(START_S):
+            while not any(map(is_down, pids)):
+                with suppress(TimeoutError, ray.exceptions.RayError):
+                    async with asyncio.timeout(1):
+                        if await self.cluster.faults_fired(observer):
+                            return
+                await asyncio.sleep(0.01)
+
+    async def until_replaced(self, before: WorkerInfo) -> WorkerInfo:
+        """Until another life of the worker serves; returns it."""
+        async with asyncio.timeout(self.timeout + START_S):
+            while (info := self.cluster.workers.get(before.name, before)) == before:
+                await asyncio.sleep(0.05)
+            while not await self._serves(info):
+                await asyncio.sleep(0.05)
+        return info
+
+    async def _serves(self, info: WorkerInfo) -> bool:
+        workers = await self.status()
+        return any(one.incarnation == info.incarnation and one.ready for one in workers)
+
+    async def status(self) -> list:
+        request = inference_pb2.GetServerInfoRequest()
+        return list((await self.router.stub.GetServerInfo(request, timeout=10)).workers)
+
+    async def replace_router(self, *, same_address: bool) -> None:
+        """The one that there was is gone, or is made to be."""
+        address = self.router.address if same_address else "127.0.0.1:0"
+        await self.router.end()
+        await self.router.start(address)
+
+    async def until_at_rest(self) -> None:
+        """Every page and row of every worker is free, or cached and evictable; none in quarantine.
+
+        Read from the workers themselves.
+        """
+        deadline = time.monotonic() + REST_S
+        while True:
+            problems = [p for info in self.cluster.workers.values() for p in await unrest(info)]
+            if len(self.cluster.workers) == 4 and not problems:
+                return
+            assert time.monotonic() < deadline, f"not at rest: {problems}"
+            await asyncio.sleep(0.05)
+
+
+def is_down(pid: int) -> bool:
+    """Gone, or stopped."""
+    try:
+        return psutil.Process(pid).status() in (psutil.STATUS_STOPPED, psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return True
+
+
+def is_gone(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+def wake(pid: int) -> None:
+    with suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGCONT)
+
+
+async def samples(info: WorkerInfo) -> list:
+    """A worker's metrics; none if it cannot be asked."""
+    return await asyncio.to_thread(_scrape, info.metrics_address)
+
+
+def _scrape(address: str) -> list:
+    with urllib.request.urlopen(f"http://{address}/metrics", timeout=10) as response:
+        text = response.read().decode()
+    return [one for family in text_string_to_metric_families(text) for one in family.samples]
+
+
+async def unrest(info: WorkerInfo) -> list[str]:
+    """What a worker has that an idle one has not."""
+    try:
+        found = await samples(info)
+    except (urllib.error.URLError, OSError) as error:
+        return [f"{info.name}: {error}"]
+    problems = []
+    for one in found:
+        state = one.labels.get("state")
+        if not one.value or state in ("free", "cached_evictable"):
+            continue
+        if one.name in ("kvrelay_requests", "kvrelay_pages"):
+            what = one.labels.get("pool", "requests")
+            problems.append(f"{info.name}: {one.value:g} {what} {state}")
+        elif one.name == "kvrelay_audit_failures_total":
+            problems.append(f"{info.name}: the account is wrong")
+    return problems
+
+
+@asynccontextmanager
+async def chaos_cluster(
+    model: Path, *, worker_timeout: float, dtype: str = "float32", retract_every: int = 150
+) -> AsyncIterator[ChaosCluster]:
+    """Run one in the Ray that is initialised."""
+    configs = make_configs(model, worker_timeout, dtype, retract_every)
+    async with Cluster(configs, worker_timeout=worker_timeout) as cluster:
+        chaos = ChaosCluster(model, cluster, worker_timeout)
+        try:
+            await chaos.router.start()
+            yield chaos
+        finally:
+            await chaos.router.close()

@@ -1,0 +1,191 @@
+"""One cell of the fault matrix, on a cluster that others were done on before."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from dataclasses import dataclass, field
+
+from kvrelay.engine.config import WorkerInfo
+from kvrelay.engine.faults import Action, Fault, Phase
+from tests.chaos.cells import MESSAGE_ACTIONS, Cell, Harm, Victim
+from tests.chaos.cluster import ChaosCluster, is_gone, samples, wake
+from tests.chaos.load import Case, Load, Outcome, check
+
+STOP_S = 5.0
+DELAY_S = 1.0
+SEEN_BY_ITSELF = {
+    Victim.PREFILL: (Phase.QUEUED, Phase.PREFILLING),
+    Victim.DECODE: (
+        Phase.QUEUED,
+        Phase.PULLING,
+        Phase.PULLED,
+        Phase.DECODING,
+        Phase.RETRACTED,
+    ),
+}
+"""Phases that a worker enters itself: the others are seen by a worker of the other role."""
+PREFILL_SEES = (Phase.QUEUED, Phase.PREFILLING)
+"""Phases that the prefill worker sees; the decode worker sees the others."""
+
+
+@dataclass
+class Report:
+    """What came of a cell."""
+
+    cell: Cell
+    problems: list[str] = field(default_factory=list)
+    requests: int = 0
+    lost: int = 0
+    """Requests that ended without a completion, where that may be."""
+    slowest: float = 0.0
+    """Seconds of the request that took longest."""
+    seconds: float = 0.0
+    """Of the experiment."""
+
+
+async def experiment(
+    chaos: ChaosCluster, cell: Cell, expected: dict[Case, list[int]], *, stop_s: float = STOP_S
+) -> Report:
+    """Do the harm under load, wait until all is well again, and say what was not."""
+    report, begun = Report(cell), time.monotonic()
+    load = Load(chaos.router.current, list(expected), chaos.bound)
+    problems, before = report.problems, dict(chaos.cluster.workers)
+    try:
+        await load.warm(3)
+        problems += await _harm(chaos, cell, stop_s)
+    except Exception as error:  # whatever it is, the other cells are to be tried, too
+        problems.append(f"{type(error).__name__}: {error}")
+    outcomes = await load.stop()
+    problems += check(outcomes, expected, may_be_lost=cell.victim is Victim.ROUTER)
+    problems += _changed(chaos, cell, before)
+    try:
+        await chaos.until_at_rest()
+        problems += await _probe(chaos, expected)
+        await chaos.until_at_rest()
+    except Exception as error:
+        problems.append(f"{type(error).__name__}: {error}")
+    _count(report, outcomes)
+    report.seconds = time.monotonic() - begun
+    return report
+
+
+def _count(report: Report, outcomes: list[Outcome]) -> None:
+    report.requests = len(outcomes)
+    report.lost = sum(not outcome.completed for outcome in outcomes)
+    report.slowest = max(outcome.seconds for outcome in outcomes)
+
+
+def _changed(chaos: ChaosCluster, cell: Cell, before: dict[str, WorkerInfo]) -> list[str]:
+    """Workers that nobody harmed, and that were replaced."""
+    victims = _victim_names(cell)
+    return [
+        f"{name} was replaced"
+        for name, info in before.items()
+        if name not in victims and chaos.cluster.workers.get(name) != info
+    ]
+
+
+def _victim_names(cell: Cell) -> tuple[str, ...]:
+    if cell.victim is Victim.ROUTER or cell.harm in MESSAGE_ACTIONS or cell.harm is Harm.STOP:
+        return ()
+    return (_victim_name(cell),)
+
+
+def _victim_name(cell: Cell) -> str:
+    number = 1 if cell.harm is Harm.RESTART else 0
+    return f"{'prefill' if cell.victim is Victim.PREFILL else 'decode'}-{number}"
+
+
+async def _probe(chaos: ChaosCluster, expected: dict[Case, list[int]]) -> list[str]:
+    """The cluster serves again: twice as many requests at once as there are pairs of workers."""
+    load = Load(chaos.router.current, list(expected), chaos.bound, seed=1, clients=8)
+    await load.warm(1)
+    return check(await load.stop(), expected, may_be_lost=False)
+
+
+async def _harm(chaos: ChaosCluster, cell: Cell, stop_s: float) -> list[str]:
+    if cell.harm in MESSAGE_ACTIONS:
+        return await _harm_message(chaos, cell)
+    if cell.victim is Victim.ROUTER:
+        return await _harm_router(chaos, cell, stop_s)
+    return await _harm_worker(chaos, cell, stop_s)
+
+
+async def _harm_message(chaos: ChaosCluster, cell: Cell) -> list[str]:
+    assert cell.event is not None
+    name = _victim_name(cell)
+    await chaos.arm(name, Fault(MESSAGE_ACTIONS[cell.harm], cell.event, seconds=DELAY_S))
+    await chaos.until_fired(name, ())
+    return []
+
+
+async def _harm_worker(chaos: ChaosCluster, cell: Cell, stop_s: float) -> list[str]:
+    before = chaos.worker(_victim_name(cell))
+    observer, fault = _strike(chaos, cell, before, stop_s)
+    await chaos.arm(observer, fault)
+    await chaos.until_fired(observer, (before.pid,))
+    if cell.harm is Harm.STOP:
+        await asyncio.sleep(stop_s + 0.5)
+        same = chaos.cluster.workers.get(before.name) == before
+        return [] if same else [f"{before.name} was given up after {stop_s:g} s"]
+    after = await chaos.until_replaced(before)
+    problems = [] if is_gone(before.pid) else [f"{before.incarnation} still runs"]
+    if cell.harm is Harm.RESTART:
+        if after.address != before.address:
+            problems.append(f"{before.name} moved from {before.address} to {after.address}")
+        problems += await _is_used(after)
+    return problems
+
+
+async def _is_used(info: WorkerInfo) -> list[str]:
+    """The load that goes on comes to it, too: whoever held its predecessor's agent gets along."""
+    try:
+        async with asyncio.timeout(20):
+            while not any(
+                one.name == "kvrelay_releases_total"
+                and one.labels["outcome"] in ("handed_over", "finished")
+                for one in await samples(info)
+            ):
+                await asyncio.sleep(0.1)
+    except TimeoutError:
+        return [f"nothing went through {info.incarnation}"]
+    return []
+
+
+def _strike(
+    chaos: ChaosCluster, cell: Cell, victim: WorkerInfo, stop_s: float
+) -> tuple[str, Fault]:
+    """Who sees the phase, and what is to happen there then."""
+    itself = cell.phase in SEEN_BY_ITSELF[cell.victim]
+    action = Action.STOP if cell.harm in (Harm.STOP, Harm.STOP_FOR_GOOD) else Action.KILL
+    seconds = stop_s if cell.harm is Harm.STOP else 0.0
+    if itself:
+        return victim.name, Fault(action, cell.phase, seconds=seconds)
+    observer = "decode-0" if cell.victim is Victim.PREFILL else "prefill-0"
+    return observer, Fault(
+        action, cell.phase, seconds=seconds, peer=victim.incarnation, pid=victim.pid
+    )
+
+
+async def _harm_router(chaos: ChaosCluster, cell: Cell, stop_s: float) -> list[str]:
+    """Until it has happened, and another router serves, if the one that there was does not."""
+    pid = chaos.router.pid
+    action = Action.STOP if cell.harm in (Harm.STOP, Harm.STOP_FOR_GOOD) else Action.KILL
+    observer = "prefill-0" if cell.phase in PREFILL_SEES else "decode-0"
+    await chaos.arm(observer, Fault(action, cell.phase, pid=pid))
+    await chaos.until_fired(observer, (pid,))
+    if cell.harm is Harm.STOP:
+        await asyncio.sleep(stop_s)
+        wake(pid)
+        await asyncio.sleep(0.5)
+        return []
+    if cell.harm is Harm.STOP_FOR_GOOD:
+        # Nobody tells the workers: what it had submitted runs to its end.
+        await chaos.until_at_rest()
+        os.kill(pid, signal.SIGKILL)
+    await chaos.replace_router(same_address=cell.harm is Harm.RESTART)
+    await asyncio.sleep(1)
+    return []

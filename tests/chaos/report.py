@@ -1,0 +1,76 @@
+"""docs/chaos.md, from what the run has found."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from kvrelay.engine.faults import Phase
+from tests.chaos.cells import Cell, Harm, Victim
+from tests.chaos.cluster import bound_of
+from tests.chaos.experiment import Report
+
+HEAD = """\
+# The fault matrix
+
+Made by `make chaos`; `make chaos-short`, and with it `make test`, runs the most telling cells.
+{summary}
+
+A real cluster: two prefill workers (P) and two decode workers (D) as Ray actors over NIXL and
+gRPC, a router in a process of its own, a tiny Llama in float32, every page audited at every
+step, and a worker given up after {timeout:g} s without a sign of life. Five clients ask one
+request after another, greedy and sampled ones; some requests are retracted, too. When a request
+reaches the phase, the harm is done. Then:
+
+- every client gets its end within {bound:g} s: a completion; or `UNAVAILABLE`, only where the
+  router was harmed, which holds its clients' connections;
+- every completed stream has, token for token, what the undisturbed run said; every other one a
+  beginning of it;
+- every page and row of every worker comes back, and quarantine is empty;
+- no worker was replaced but the one that was killed or stopped for good, and of that one no
+  process is left;
+- what comes back at the same address is used again by the workers that knew its predecessor;
+- eight new requests at once are served right.
+
+A cell says how many requests there were, and the seconds of the slowest. `-` cannot be, for the
+reason given below.
+"""
+
+
+def to_markdown(reports: Mapping[Cell, Report], cells: Sequence[Cell], *, timeout: float) -> str:
+    """The whole page."""
+    wrong = [report for report in reports.values() if report.problems]
+    minutes = sum(report.seconds for report in reports.values()) / 60
+    requests = sum(report.requests for report in reports.values())
+    summary = (
+        f"The last run: {len(reports)} cells, {requests} requests, {minutes:.0f} minutes, "
+        f"{len(wrong)} failures."
+    )
+    lines = [HEAD.format(summary=summary, timeout=timeout, bound=bound_of(timeout))]
+    lines.append("| harm | to | " + " | ".join(Phase) + " |")
+    lines.append("| --- | --- | " + " | ".join("---" for _ in Phase) + " |")
+    reasons: dict[str, list[Cell]] = {}
+    for harm in Harm:
+        for victim in Victim:
+            row = [cell for cell in cells if (cell.harm, cell.victim) == (harm, victim)]
+            if row:
+                texts = " | ".join(_text(cell, reports, reasons) for cell in row)
+                lines.append(f"| {harm} | {victim} | {texts} |")
+    lines += ["", "## What cannot be", ""]
+    lines += [f"{number}. {reason}" for number, reason in enumerate(reasons, 1)]
+    if wrong:
+        lines += ["", "## What went wrong", ""]
+        for report in wrong:
+            lines.append(f"- {report.cell}: {'; '.join(report.problems)}")
+    return "\n".join(lines) + "\n"
+
+
+def _text(cell: Cell, reports: Mapping[Cell, Report], reasons: dict[str, list[Cell]]) -> str:
+    if cell.impossible:
+        reasons.setdefault(cell.impossible, []).append(cell)
+        return f"- ({list(reasons).index(cell.impossible) + 1})"
+    report = reports.get(cell)
+    if report is None:
+        return "not run"
+    lost = f", {report.lost} lost" if report.lost else ""
+    verdict = "**failed**" if report.problems else "ok"
+    return f"{verdict}: {report.requests}{lost}, {report.slowest:.1f} s"

@@ -1,0 +1,174 @@
+"""Random load, aborts and faults from a seed: `python -m tests.chaos.soak --minutes 20 --seed 1`.
+
+In float64, so that a token cannot depend on who else was in its batch. Every
+minute the load pauses: then every page must be back. At the end it says how much
+memory each process had gained, for those that lived long enough to tell; the
+first worker of each role and this process are never killed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import random
+import sys
+import tempfile
+import time
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import psutil
+
+from kvrelay.deploy.local_ray import LocalRay
+from kvrelay.engine.faults import Action, Event, Fault, Phase
+from tests.chaos.cluster import ChaosCluster, chaos_cluster
+from tests.chaos.load import Case, Load, Outcome, check, make_cases
+from tests.checkpoints import make_checkpoint
+
+WORKER_TIMEOUT_S = 8.0
+ROUND_S = 60.0
+SETTLED_S = 60.0
+"""What a process gains before this age is its warming up."""
+LONG_ENOUGH_S = 120.0
+MIB = 1 << 20
+
+
+@dataclass
+class Memory:
+    """What each process has taken, as time goes by."""
+
+    seen: dict[str, list[tuple[float, float]]] = field(default_factory=lambda: defaultdict(list))
+
+    def look(self, chaos: ChaosCluster) -> None:
+        processes = {info.incarnation: info.pid for info in chaos.cluster.workers.values()}
+        processes |= {"this process": os.getpid(), f"router {chaos.router.pid}": chaos.router.pid}
+        for name, pid in processes.items():
+            try:
+                taken = psutil.Process(pid).memory_info().rss / MIB
+            except psutil.NoSuchProcess:
+                continue
+            self.seen[name].append((time.monotonic(), taken))
+
+    def report(self) -> Iterator[str]:
+        for name, seen in self.seen.items():
+            times, taken = np.array(seen).T
+            settled = times - times[0] >= SETTLED_S
+            if times[-1] - times[0] < LONG_ENOUGH_S or settled.sum() < 3:
+                continue
+            slope = np.polyfit(times[settled] / 60, taken[settled], 1)[0]
+            yield (
+                f"{name}: {taken[settled][0]:.1f} MiB after a minute, {taken[-1]:.1f} MiB at the "
+                f"end, {slope:+.2f} MiB a minute over {(times[-1] - times[0]) / 60:.0f} minutes"
+            )
+
+
+def random_fault(rng: random.Random, chaos: ChaosCluster) -> tuple[str, Fault]:
+    """Something that goes wrong, and the worker that it is armed on."""
+    if rng.random() < 0.6:
+        event = rng.choice(list(Event))
+        action = rng.choice([Action.DELAY, Action.DUPLICATE, Action.FAIL, Action.DROP])
+        said_by_decode = event in (Event.GRANT, Event.DONE, Event.PULL)
+        name = f"{'decode' if said_by_decode else 'prefill'}-{rng.randrange(2)}"
+        return name, Fault(action, event, nth=rng.randint(1, 4), seconds=rng.random())
+    action = rng.choice([Action.KILL, Action.KILL, Action.STOP])
+    seconds = rng.choice([0.0, 1.0, 3.0]) if action is Action.STOP else 0.0
+    own = {
+        "prefill": [Phase.QUEUED, Phase.PREFILLING, Phase.ANNOUNCED],
+        "decode": [Phase.QUEUED, Phase.ANNOUNCED, Phase.PULLING, Phase.PULLED, Phase.DECODING],
+    }
+    role = rng.choice(["prefill", "decode"])
+    return f"{role}-1", Fault(action, rng.choice(own[role]), rng.randint(1, 4), seconds=seconds)
+
+
+async def soak(model: Path, minutes: float, seed: int) -> int:
+    """Returns how many things went wrong."""
+    rng, wrong, memory = random.Random(seed), 0, Memory()
+    totals: Counter[str] = Counter()
+    async with chaos_cluster(model, worker_timeout=WORKER_TIMEOUT_S, dtype="float64") as chaos:
+        expected = await chaos.learn(make_cases(seed, 24))
+        ends = time.monotonic() + minutes * 60
+        while time.monotonic() < ends:
+            faults = await _round(chaos, expected, rng, min(ROUND_S, minutes * 60), memory, totals)
+            wrong += await _settle(chaos, expected, faults)
+            killed = rng.random() < 0.3
+            if killed:  # between rounds, so that the streams of a round all have their ends
+                await chaos.replace_router(same_address=rng.random() < 0.5)
+                totals["routers replaced"] += 1
+            _say(f"{time.monotonic() - ends + minutes * 60:.0f} s: {dict(totals)}, {wrong} wrong")
+    for line in memory.report():
+        _say(line)
+    return wrong
+
+
+async def _round(
+    chaos: ChaosCluster,
+    expected: dict[Case, list[int]],
+    rng: random.Random,
+    seconds: float,
+    memory: Memory,
+    totals: Counter[str],
+) -> list[Outcome]:
+    """Load, and a fault every few seconds."""
+    load = Load(
+        chaos.router.current, list(expected), chaos.bound, seed=rng.randrange(1 << 30), aborts=0.2
+    )
+    ends = time.monotonic() + seconds
+    while time.monotonic() < ends:
+        name, fault = random_fault(rng, chaos)
+        if name in chaos.cluster.workers:
+            try:
+                async with asyncio.timeout(5):
+                    await chaos.arm(name, fault)
+                totals[f"{fault.action}"] += 1
+            except Exception as error:  # it is being replaced
+                totals[f"not armed: {type(error).__name__}"] += 1
+        memory.look(chaos)
+        await asyncio.sleep(rng.uniform(1, 8))
+    outcomes = await load.stop()
+    totals["requests"] += len(outcomes)
+    totals["aborted"] += sum(outcome.aborted for outcome in outcomes)
+    return outcomes
+
+
+async def _settle(
+    chaos: ChaosCluster, expected: dict[Case, list[int]], outcomes: list[Outcome]
+) -> int:
+    """Every page is back, and no token was wrong; how many things were not so."""
+    problems = check(outcomes, expected, may_be_lost=False)
+    try:
+        for _ in range(600):
+            if len(chaos.cluster.workers) == 4:
+                break
+            await asyncio.sleep(0.1)
+        for name in chaos.cluster.workers:
+            await chaos.arm(name)  # what has not happened is not to happen now
+        await chaos.until_at_rest()
+    except Exception as error:
+        problems.append(f"{type(error).__name__}: {error}")
+    for problem in problems:
+        _say(f"WRONG: {problem}")
+    return len(problems)
+
+
+def _say(line: str) -> None:
+    print(line, flush=True)  # noqa: T201 (a program's output)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--minutes", type=float, default=20)
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder, LocalRay(workers=4):
+        model = make_checkpoint(Path(folder) / "llama")
+        wrong = asyncio.run(soak(model, options.minutes, options.seed))
+    _say(f"{wrong} things went wrong")
+    sys.exit(bool(wrong))
+
+
+if __name__ == "__main__":
+    main()

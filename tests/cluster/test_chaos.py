@@ -1,0 +1,55 @@
+"""The most telling cells of the fault matrix, one after the other on one cluster.
+
+`make chaos` runs all of them; see docs/chaos.md.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import pytest
+
+from kvrelay.engine.faults import Action, Event, Fault
+from tests.chaos.cells import SHORT, Cell
+from tests.chaos.cluster import ChaosCluster, chaos_cluster
+from tests.chaos.experiment import experiment
+from tests.chaos.load import Case, ask, make_cases
+
+WORKER_TIMEOUT_S = 4.0
+
+
+@pytest.fixture(scope="module")
+async def chaos(ray, tiny) -> AsyncIterator[ChaosCluster]:
+    async with chaos_cluster(tiny, worker_timeout=WORKER_TIMEOUT_S) as cluster:
+        yield cluster
+
+
+@pytest.fixture(scope="module")
+async def expected(chaos: ChaosCluster) -> dict[Case, list[int]]:
+    return await chaos.learn(make_cases())
+
+
+@pytest.mark.parametrize("cell", SHORT, ids=str)
+@pytest.mark.filterwarnings("ignore::ResourceWarning")
+async def test_nobody_notices(chaos: ChaosCluster, expected: dict[Case, list[int]], cell: Cell):
+    """Scenario 40 is among them: the restart at the same address."""
+    report = await experiment(chaos, cell, expected)
+    assert not report.problems
+
+
+async def test_scenario_34_abort_while_a_slow_read_writes_its_pages(
+    chaos: ChaosCluster, expected: dict[Case, list[int]]
+):
+    """The reads begin when their request has long gone, and others have come."""
+    cases = list(expected)
+    for number in range(2):
+        late = [Fault(Action.DELAY, Event.PULL, nth=n, seconds=0.5) for n in range(1, 4)]
+        await chaos.arm(f"decode-{number}", *late)
+    aborted = [asyncio.create_task(ask(chaos.router.stub, case, 60.0, 1)) for case in cases[:3]]
+    await asyncio.gather(*aborted)
+    others = await asyncio.gather(*(ask(chaos.router.stub, case, 60.0) for case in cases * 2))
+    for other in others:
+        assert other.completed
+        assert other.tokens == expected[other.case]
+    await chaos.until_at_rest()

@@ -1,0 +1,281 @@
+"""Scenarios 32 to 41: what ends a hand-over early, by number; see `tests.engine.test_scenarios`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from kvrelay.engine.commands import Wake
+from kvrelay.engine.outputs import EndReason
+from kvrelay.kv_transfer.hand_over import (
+    Announce,
+    Ask,
+    DecodeState,
+    Done,
+    Ended,
+    Grant,
+    PrefillState,
+    Released,
+    Said,
+)
+from kvrelay.kv_transfer.pull import Pull, PullState
+from kvrelay.prefill_worker.request import PrefillRequest
+from tests.engine.simulation import SimRequest, Simulation, reference
+from tests.engine.test_scenarios import has_verdict, is_in, one_pair, random_prompts, step_until
+
+
+def assert_right(*requests: SimRequest) -> None:
+    for request in requests:
+        assert request.output == reference(request.prompt, request.max_tokens)
+
+
+def reads_of(request: SimRequest) -> list[tuple[Pull, Callable[[Pull], None]]]:
+    """Those of a decode worker that serves nobody else."""
+    return list(request.decode.agent.ordered)
+
+
+def holds_on_to_reads(simulation: Simulation) -> None:
+    """No read ends until `agent.ordered` is what the simulation sees again."""
+    simulation._read = lambda worker: None  # type: ignore[method-assign]
+
+
+AFTER_THE_PULL: dict[str, Callable[[SimRequest], bool]] = {
+    "all is read": lambda request: is_in(request, DecodeState.READ),
+    "to be activated": has_verdict,
+}
+
+
+@pytest.mark.parametrize("point", AFTER_THE_PULL)
+@pytest.mark.parametrize("seed", range(4))
+def test_scenario_32_abort_after_the_pull_before_it_runs(seed: int, point: str) -> None:
+    simulation = one_pair(seed)
+    prompt, other = random_prompts(seed, 2, 30)
+    request = simulation.submit(prompt, 8)
+    step_until(simulation, lambda: AFTER_THE_PULL[point](request))
+    simulation.cancel(request, request.decode)
+    request.decode.turn()
+    (pages, rows) = request.decode.ledger.counts()
+    assert (pages.held, pages.promised, pages.quarantined, rows.held) == (0, 0, 0, 0)
+    later = simulation.submit(other, 8)
+    simulation.run()
+    assert request.ends[request.decode.name].reason is EndReason.ABORTED
+    assert_right(later)
+    simulation.assert_at_baseline()
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_scenario_32_abort_while_retracted(seed: int) -> None:
+    """It is on its way through the workers again, with what it has emitted."""
+    simulation = one_pair(seed, pages=18, growth_min=0.0, growth_max=0.0, cached=False)
+    first, second = (simulation.submit(prompt, 24) for prompt in random_prompts(seed, 2, 20))
+    step_until(simulation, lambda: bool(first.retractions or second.retractions))
+    retracted, other = (first, second) if first.retractions else (second, first)
+    for worker in (retracted.prefill, retracted.decode):
+        simulation.cancel(retracted, worker)
+    simulation.run()
+    assert retracted.output == reference(retracted.prompt, 24)[: len(retracted.output)]
+    assert_right(other)
+    simulation.assert_at_baseline()
+
+
+def on_prefill(request: SimRequest) -> PrefillRequest | None:
+    mine = request.prefill.core.requests.get(request.key)
+    return mine if isinstance(mine, PrefillRequest) else None
+
+
+def prefill_is(request: SimRequest, *states: PrefillState) -> bool:
+    mine = on_prefill(request)
+    return mine is not None and mine.hand_over.state in states
+
+
+def between_chunks(request: SimRequest) -> bool:
+    mine = on_prefill(request)
+    return mine is not None and 0 < mine.settled_len < mine.input_len
+
+
+ON_PREFILL: dict[str, Callable[[SimRequest], bool]] = {
+    "waiting": lambda request: prefill_is(request, PrefillState.QUEUED, PrefillState.ASKED),
+    "between chunks": between_chunks,
+    "all is announced": lambda request: prefill_is(request, PrefillState.ANNOUNCED),
+}
+
+
+@pytest.mark.parametrize("point", ON_PREFILL)
+@pytest.mark.parametrize("seed", range(4))
+def test_scenario_33_abort_on_the_prefill_side_is_heard_on_the_other(seed: int, point: str) -> None:
+    simulation = one_pair(seed)
+    simulation._cancel_other = lambda request, worker: None  # type: ignore[method-assign]
+    prompt, other = random_prompts(seed, 2, 60)
+    request = simulation.submit(prompt, 8)
+    step_until(simulation, lambda: simulation.pairs and ON_PREFILL[point](request))
+    simulation.cancel(request, request.prefill)
+    request.prefill.turn()
+    assert request.prefill.ledger.page_counts()[0].held == 0
+    later = simulation.submit(other, 8)
+    simulation.run()
+    assert request.ends[request.decode.name].reason is EndReason.ABORTED
+    assert_right(later)
+    simulation.assert_at_baseline()
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_scenario_34_abort_while_a_read_writes_its_pages(seed: int) -> None:
+    """Others come at once; the read goes on for as long as it likes."""
+    simulation = one_pair(seed, pages=30, rows=6, cached=False)
+    read, prompts = simulation._read, random_prompts(seed, 4, 22)
+    request = simulation.submit(prompts[0], 8)
+    holds_on_to_reads(simulation)
+    step_until(simulation, lambda: bool(reads_of(request)))
+    late = reads_of(request)
+    written = {int(page) for pull, _ in late for page in pull.local_pages[0]}
+    for worker in (request.prefill, request.decode):
+        simulation.cancel(request, worker)
+    request.decode.turn()
+    others = [simulation.submit(prompt, 8) for prompt in prompts[1:]]
+
+    def read_others(worker: Any) -> None:
+        """The late ones only when there is nothing else to do."""
+        mine = [entry for entry in worker.agent.ordered if entry in late]
+        worker.agent.ordered = [entry for entry in worker.agent.ordered if entry not in late]
+        if worker.agent.ordered:
+            read(worker)
+        worker.agent.ordered += mine
+
+    simulation._read = read_others  # type: ignore[method-assign]
+    step_until(simulation, lambda: all(len(other.ends) == 2 for other in others))
+    (counts,) = request.decode.ledger.page_counts()
+    assert counts.quarantined >= len(written) > 0
+    assert_right(*others)
+    simulation._read = read  # type: ignore[method-assign]
+    simulation.run()
+    simulation.assert_at_baseline()
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_scenario_35_one_read_fails_while_another_runs(seed: int) -> None:
+    simulation = one_pair(seed, cached=False)
+    read = simulation._read
+    (prompt,) = random_prompts(seed, 1, 60)
+    request = simulation.submit(prompt, 8)
+    holds_on_to_reads(simulation)
+    step_until(simulation, lambda: len(reads_of(request)) >= 2)
+    (failing, on_end), *running = reads_of(request)
+    request.decode.agent.ordered = running
+    failing.state, failing.error = PullState.FAILED, "injected"
+    failing.settle()
+    on_end(failing)
+    request.decode.turn()
+    (counts,) = request.decode.ledger.page_counts()
+    # The pages of every read but the one that has ended for good wait.
+    assert counts.quarantined >= sum(pull.num_pages for pull, _ in running) > 0
+    simulation._collect()
+    end = request.ends[request.decode.name]
+    assert (end.reason, end.retryable) == (EndReason.FAILED, True)
+    assert "injected" in end.error
+    simulation._read = read  # type: ignore[method-assign]
+    simulation.run()
+    simulation.assert_at_baseline()
+
+
+def test_scenario_38_a_prompt_that_fits_the_prefill_side_alone_ends_with_a_clear_error() -> None:
+    simulation = one_pair(38, pages=20)
+    prompt, other = random_prompts(38, 2, 60)
+    big, small = simulation.submit(prompt, 40), simulation.submit(other, 8)
+    simulation.run()
+    end = big.ends[big.decode.name]
+    assert (end.reason, end.retryable) == (EndReason.FAILED, False)
+    assert end.error == "99 tokens: one request can hold 80 here"
+    assert_right(small)
+    simulation.assert_at_baseline()
+
+
+LOST = [Ask, Grant, Announce, Done, Released, Ended]
+
+
+@pytest.mark.parametrize("kind", LOST, ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("seed", range(4))
+def test_scenario_41_a_lost_word_leaves_nobody_waiting(seed: int, kind: type) -> None:
+    simulation = one_pair(seed, peer_timeout=15.0)
+    carry, lost = simulation._carry, []
+
+    def lose(pair: Any) -> None:
+        for stream in (pair[1], pair[3]):
+            kept = []
+            while not stream._queue.empty():
+                said = stream._queue.get_nowait()
+                is_it = isinstance(said, Said) and isinstance(said.message, kind)
+                if kind is Announce and is_it:
+                    is_it = bool(said.message.first_tokens)  # the last
+                (lost if is_it and not lost else kept).append(said)
+            for said in kept:
+                stream._queue.put_nowait(said)
+        carry(pair)
+
+    simulation._carry = lose  # type: ignore[method-assign]
+    if kind is Ended:
+        simulation._cancel_other = lambda request, worker: None  # type: ignore[method-assign]
+    (prompt,) = random_prompts(seed, 1, 40)
+    request = simulation.submit(prompt, 8)
+    if kind is Ended:
+        step_until(simulation, lambda: between_chunks(request))
+        simulation.cancel(request, request.prefill)
+    simulation.run()
+    assert lost
+    assert request.decode.name not in request.ends, "nobody has noticed: that is what beats are for"
+    for silent in (False, True):
+        _time_passes(request, silent=silent)
+        simulation.run()
+    assert request.ends[request.decode.name].reason in (EndReason.FAILED, EndReason.ABORTED)
+    assert request.ends.keys() == {request.prefill.name, request.decode.name}
+    simulation.assert_at_baseline()
+    again = simulation.submit(prompt, 8)
+    simulation.run()
+    assert_right(again)
+
+
+def _time_passes(request: SimRequest, *, silent: bool) -> None:
+    """A beat is due; what has not answered one by then is silent."""
+    role: Any = request.decode.engine._role
+    role._next_beat = -math.inf
+    for one in request.decode.core.requests.values():
+        if silent:
+            one.stream.words.heard_at = -math.inf
+    request.decode.inbox.post(Wake())
+
+
+def test_a_decode_worker_that_says_nothing_any_more_holds_no_page_of_the_other() -> None:
+    simulation = one_pair(1, peer_timeout=15.0)
+    request = simulation.submit(list(range(40)), 8)
+    step_until(simulation, lambda: prefill_is(request, PrefillState.ANNOUNCED))
+    role: Any = request.prefill.engine._role
+    role._next_look = -math.inf
+    (stream,) = role._streams()
+    stream.words.heard_at = -math.inf
+    request.prefill.inbox.post(Wake())
+    request.prefill.turn()
+    assert request.prefill.ledger.page_counts()[0].held == 0
+    simulation.run()
+    end = request.ends[request.decode.name]
+    assert (end.reason, end.retryable) == (EndReason.FAILED, True)
+    simulation.assert_at_baseline()
+
+
+def test_a_read_that_does_not_end_costs_its_attempt_and_its_pages_stay_fenced() -> None:
+    simulation = one_pair(1, peer_timeout=15.0)
+    read = simulation._read
+    request = simulation.submit(list(range(40)), 8)
+    holds_on_to_reads(simulation)
+    step_until(simulation, lambda: is_in(request, DecodeState.ANNOUNCED))
+    (mine,) = request.decode.core.requests.values()
+    mine.read_at = -math.inf
+    _time_passes(request, silent=False)
+    request.decode.turn()
+    assert request.decode.ledger.page_counts()[0].quarantined == 10
+    simulation._read = read  # type: ignore[method-assign]
+    simulation.run()
+    end = request.ends[request.decode.name]
+    assert (end.reason, end.error) == (EndReason.FAILED, "a read has not ended for 60 s")
+    simulation.assert_at_baseline()
