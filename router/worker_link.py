@@ -81,6 +81,8 @@ class WorkerLink:
     ) -> None:
         self.endpoint = endpoint
         self.ready = False
+        self.met = False
+        """It has been ready, be it for a moment."""
         self.load = WorkerLoad()
         self._drains = False
         self._router_id = router_id
@@ -213,6 +215,7 @@ class WorkerLink:
 
     def _set_ready(self, ready: bool) -> None:
         self.ready = ready
+        self.met = self.met or ready
         self._on_change()
 
     def _options(self) -> list[tuple[str, int]]:
