@@ -112,11 +112,12 @@ class WorkerSupervisor:
         Args:
             remove: no other life follows.
         """
+        before, self.removing = self.removing, self.removing or remove
         try:
             await self._actor.drain.remote()
         except ray.exceptions.RayError as error:
+            self.removing = before
             raise ClusterError(f"{self.name} could not be told: {_reason(error)}") from error
-        self.removing = self.removing or remove
 
     async def arm(self, faults: Sequence[Fault]) -> None:
         """Let these go wrong in the worker's present life; see `WorkerHost.arm`."""
@@ -150,9 +151,7 @@ class WorkerSupervisor:
     async def _follow(self, info: WorkerInfo) -> None:
         pauses = _Pauses()
         while True:
-            drains = asyncio.create_task(self._notice_drain(info))
             reason = await self._lost(info)
-            drains.cancel()
             self._watcher.worker_lost(info)
             _log.warning("%s is lost: %s", info.incarnation, reason)
             await pauses.pause()
@@ -168,19 +167,20 @@ class WorkerSupervisor:
     async def _lost(self, info: WorkerInfo) -> str:
         """Wait until the incarnation's process has ended, or cannot be reached, or is killed."""
         signs = [asyncio.create_task(self._gone(info)), asyncio.create_task(self._silent())]
+        drain = asyncio.create_task(self._notice_drain(info))
         try:
             await asyncio.wait(signs, return_when=asyncio.FIRST_COMPLETED)
             return next(sign.result() for sign in signs if sign.done())
         finally:
-            for sign in signs:
-                sign.cancel()
-            await asyncio.gather(*signs, return_exceptions=True)
+            for task in (*signs, drain):
+                task.cancel()
+            await asyncio.gather(*signs, drain, return_exceptions=True)
 
     async def _notice_drain(self, info: WorkerInfo) -> None:
         """Pass on that it drains, whoever has told it to."""
         with contextlib.suppress(ray.exceptions.RayError):
-            await self._actor.draining.remote(info.incarnation)
-            self._watcher.worker_draining(info)
+            if await self._actor.draining.remote(info.incarnation):
+                self._watcher.worker_draining(info)
 
     async def _silent(self) -> str:
         """Wait until the engine does not answer any more; then its process is killed.

@@ -115,10 +115,14 @@ class WorkerHost(ABC):
         if self._worker is not None:
             self._worker.drain()
 
-    async def draining(self, incarnation: str) -> None:
-        """Wait until the worker drains, for whatever reason; at once in another process."""
-        if self._worker is not None and self._info and self._info.incarnation == incarnation:
-            await self._worker.draining()
+    async def draining(self, incarnation: str) -> bool:
+        """Wait until the worker drains, for whatever reason; false, and at once, in a process
+        that is not this incarnation's.
+        """
+        if self._worker is None or self._info is None or self._info.incarnation != incarnation:
+            return False
+        await self._worker.draining()
+        return True
 
     async def stop(self) -> None:
         """Stop the worker in good order; the process stays, for the supervisor to end."""

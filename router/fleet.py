@@ -47,6 +47,7 @@ class Fleet:
         self._links: dict[str, WorkerLink] = {}  # by incarnation, as are the tasks
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._closing: set[asyncio.Task[None]] = set()
+        self._successors: set[str] = set()  # incarnations that came for ones that drained
         self.news = News()
         """Announced when the list, or some link's readiness, has changed."""
 
@@ -68,8 +69,12 @@ class Fleet:
 
     @property
     def awaits_successors(self) -> bool:
-        """Some worker leaves, and another one is to take its place."""
-        return any(endpoint.draining for endpoint in self.endpoints)
+        """Some worker leaves, and another one is to take its place, or is about to be reached."""
+        links = self._links.items()
+        return any(
+            link.endpoint.draining or (incarnation in self._successors and not link.met)
+            for incarnation, link in links
+        )
 
     def limits(self) -> Limits:
         """What the listed workers can take; raises `Unavailable` if a role is missing."""
@@ -114,7 +119,9 @@ class Fleet:
             await asyncio.gather(*self._closing, return_exceptions=True)
 
     def _follow(self, listed: dict[str, WorkerEndpoint]) -> None:
+        drained = {endpoint.worker for endpoint in self.endpoints if endpoint.draining}
         for incarnation in self._links.keys() - listed.keys():
+            self._successors.discard(incarnation)
             del self._links[incarnation]
             self._close(self._tasks.pop(incarnation))
         for incarnation in listed.keys() & self._links.keys():
@@ -122,6 +129,8 @@ class Fleet:
         for incarnation in listed.keys() - self._links.keys():
             link = self._make_link(listed[incarnation], self.news.announce)
             self._links[incarnation] = link
+            if link.endpoint.worker in drained:
+                self._successors.add(incarnation)
             self._tasks[incarnation] = asyncio.create_task(link.run(), name=link.endpoint.worker)
         self.news.announce()
 

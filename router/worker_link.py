@@ -78,6 +78,8 @@ class WorkerLink:
     ) -> None:
         self.endpoint = endpoint
         self.ready = False
+        self.met = False
+        """It has been ready, be it for a moment."""
         self.load = WorkerLoad()
         self._drains = False
         self._router_id = router_id
@@ -214,6 +216,7 @@ class WorkerLink:
 
     def _set_ready(self, ready: bool) -> None:
         self.ready = ready
+        self.met = self.met or ready
         self._on_change()
 
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
+import time
 
 import pytest
 
-from kvrelay.engine.commands import GiveBack
+from kvrelay.engine.commands import GiveBack, Wake
 from kvrelay.engine.config import Role, Speculation
 from kvrelay.engine.outputs import EndReason
+from kvrelay.engine.worker import Worker
 from tests.engine.simulation import SimRequest, Simulation, SimWorker, count, reference
 from tests.engine.test_modes import SAMPLINGS, expected
 
@@ -143,3 +146,40 @@ def test_what_a_drained_worker_retracts_is_counted_by_its_outcome() -> None:
     assert worker.core.metrics.registry.get_sample_value(name, labels) == 1
     assert count(worker, "retractions") == 0, "that is for want of memory alone"
     assert request.output == reference(request.prompt, 12)
+
+
+async def test_memory_in_quarantine_for_too_long_drains_the_worker(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """But not if its fences have passed and nobody has looked since."""
+    simulation = cluster(1, Role.DECODE, quarantine_limit=0.2)
+    sim = simulation.decodes[0]
+    sim.turn()
+    worker = Worker(sim.config, lambda parts: None)  # type: ignore[arg-type, return-value]
+    worker._loop = asyncio.get_running_loop()
+    worker._inbox, worker._metrics = sim.inbox, sim.core.metrics
+    since: float | None = time.monotonic() - 1
+    ledger = type(sim.ledger)
+    monkeypatch.setattr(ledger, "quarantined_since", property(lambda _: since))
+    sim.inbox.post(Wake())
+    sim.turn()
+    since = None  # its fences have passed
+    watching = asyncio.create_task(worker._watch_quarantine(0.2))
+    turns = asyncio.create_task(_turn_for_ever(sim))
+    await asyncio.sleep(0.1)
+    assert not sim.core.draining
+    since = time.monotonic() - 1
+    sim.inbox.post(Wake())
+    async with asyncio.timeout(10):
+        await worker.draining()
+        await watching
+        await worker.drained()
+    turns.cancel()
+    assert sim.core.draining
+    assert count(sim, "quarantine_drains") == 1
+
+
+async def _turn_for_ever(sim: SimWorker) -> None:
+    while True:
+        sim.turn()
+        await asyncio.sleep(0.01)

@@ -149,9 +149,12 @@ async def test_new_requests_wait_for_the_successor_of_an_only_worker(
         assert not any(call.done() for call in calls)
         assert cluster.prefill.submits == []
         old.incarnation = "decode-0-2"
+        cluster.list_workers()  # it is listed a moment before it can be reached
+        await asyncio.sleep(0.1)
+        calls.append(asyncio.create_task(collect(cluster.generate())))
+        await asyncio.sleep(0.1)
         await old.start()
-        cluster.list_workers()
-        assert [streamed.token_ids for streamed in await asyncio.gather(*calls)] == [COUNTED] * 3
+        assert [streamed.token_ids for streamed in await asyncio.gather(*calls)] == [COUNTED] * 4
         assert await resubmitted(cluster, "retracted") == 0
 
 
