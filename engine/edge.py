@@ -9,6 +9,9 @@ import grpc
 
 MAX_MESSAGE_BYTES = 64 << 20
 """Either way; well above what a router takes from a client."""
+KEEPALIVE_MS = 10_000
+"""After which a caller is asked whether it is there, and in which it is to answer. A router or a
+decode worker that stands still, or whose host has vanished, would else never end its stream."""
 
 
 class _OneOf(Protocol):
@@ -25,6 +28,10 @@ def make_server() -> grpc.aio.Server:
             ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
             ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
             ("grpc.so_reuseport", 0),
+            ("grpc.keepalive_time_ms", KEEPALIVE_MS),
+            ("grpc.keepalive_timeout_ms", KEEPALIVE_MS),
+            ("grpc.http2.ping_timeout_ms", KEEPALIVE_MS),
+            ("grpc.http2.max_pings_without_data", 0),  # as many as it takes
         ]
     )
 
