@@ -15,6 +15,7 @@ from tests.chaos.cells import SHORT, Cell
 from tests.chaos.cluster import ChaosCluster, chaos_cluster
 from tests.chaos.experiment import experiment
 from tests.chaos.load import Case, ask, make_cases
+from tests.cluster.running import running
 
 WORKER_TIMEOUT_S = 4.0
 
@@ -53,3 +54,17 @@ async def test_scenario_34_abort_while_a_slow_read_writes_its_pages(
         assert other.completed
         assert other.tokens == expected[other.case]
     await chaos.until_at_rest()
+
+
+@pytest.mark.filterwarnings("ignore::ResourceWarning")
+async def test_a_worker_that_is_told_to_die_does_so_in_its_first_life_only(ray, tiny):
+    """As `kvrelay serve --debug-faults` has it."""
+    options = {"page_size": 4, "dtype": "float32", "worker_timeout": WORKER_TIMEOUT_S}
+    async with running(tiny, debug_faults="decode-0/kill:decoding", **options) as cluster:
+        first = cluster.deployment.cluster.workers["decode-0"]
+        for _ in range(3):
+            answer = await cluster.generate(range(40), temperature=0, max_tokens=8)
+            assert len(answer.tokens) == 8
+        second = cluster.deployment.cluster.workers["decode-0"]
+        assert second.incarnation != first.incarnation
+        await cluster.assert_at_baseline()

@@ -95,6 +95,34 @@ def test_workers_are_told_what_the_engine_is_to_do():
         assert config.draft_model_path == Path("draft")
 
 
+@pytest.mark.parametrize(
+    ("faults", "why"),
+    [
+        ("drop:everything", "'drop:everything': everything is none of ask, grant"),
+        ("decode-1/kill:queued", "there is no worker decode-1"),
+    ],
+)
+def test_faults_that_cannot_be_are_refused(faults: str, why: str):
+    with pytest.raises(OptionError, match=f"^--debug-faults: {why}"):
+        ServeOptions(debug_faults=faults)
+
+
+def test_workers_are_told_of_the_faults_that_are_for_them():
+    def faults(specs: str) -> list[int | None]:
+        configs = worker_configs(ServeOptions(debug_faults=specs), Model("none", Path()))
+        return [None if config.faults is None else len(config.faults) for config in configs]
+
+    assert faults("") == [None, None]
+    assert faults("drop:done, prefill-0/kill:announced:2") == [2, 1]
+
+
+def test_a_silent_peer_is_given_up_as_a_silent_worker_is():
+    options = ServeOptions(worker_timeout=3.5)
+    assert {config.peer_timeout for config in worker_configs(options, Model("none", Path()))} == {
+        3.5
+    }
+
+
 def test_workers_defaults_are_the_engines():
     default = WorkerConfig("decode-0", Role.DECODE, Path(), "none")
     [_, config] = worker_configs(ServeOptions(metrics=ANY_PORT), Model("none", Path()))

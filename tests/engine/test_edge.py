@@ -1,0 +1,56 @@
+"""The worker's listener."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import sys
+
+import pytest
+
+from kvrelay.engine import edge
+from kvrelay.engine.commands import Attach, Detach, Inbox
+from kvrelay.engine.config import Role
+from kvrelay.engine.service import WorkerService
+from kvrelay.engine.wire import SubmitRules
+from kvrelay.v1 import worker_pb2_grpc
+
+ROUTER = """
+import sys, time, grpc
+from kvrelay.v1 import worker_pb2, worker_pb2_grpc
+
+def hello():
+    yield worker_pb2.AttachRequest(hello=worker_pb2.AttachHello(router="r", incarnation="w-1"))
+    time.sleep(600)
+
+stub = worker_pb2_grpc.WorkerServiceStub(grpc.insecure_channel(sys.argv[1]))
+for _ in stub.Attach(hello()):
+    pass
+"""
+
+
+async def test_a_router_that_stands_still_is_let_go(monkeypatch: pytest.MonkeyPatch):
+    """Its process lives, its connection is open, and it will never read what it is sent."""
+    monkeypatch.setattr(edge, "KEEPALIVE_MS", 500)
+    inbox, server = Inbox(), edge.make_server()
+    service = WorkerService("w-1", inbox, SubmitRules(Role.DECODE, 97, ()))
+    worker_pb2_grpc.add_WorkerServiceServicer_to_server(service, server)
+    port = edge.bind(server, "127.0.0.1", 0)
+    await server.start()
+    router = await asyncio.create_subprocess_exec(sys.executable, "-c", ROUTER, f"127.0.0.1:{port}")
+    try:
+        async with asyncio.timeout(60):
+            assert isinstance(await _next(inbox), Attach)
+            router.send_signal(signal.SIGSTOP)
+            assert isinstance(await _next(inbox), Detach)
+    finally:
+        router.kill()
+        await router.wait()
+        await server.stop(0)
+
+
+async def _next(inbox: Inbox) -> object:
+    while not inbox._messages:
+        await asyncio.sleep(0.02)
+    (message,) = inbox.drain()
+    return message
