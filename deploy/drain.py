@@ -7,7 +7,7 @@ from typing import Final
 import click
 
 from kvrelay.deploy.address import Address
-from kvrelay.deploy.client import connected
+from kvrelay.deploy.client import Access, connected, with_access
 from kvrelay.deploy.edge import with_clear_errors
 from kvrelay.deploy.errors import DeployError
 from kvrelay.deploy.options import DEFAULT_GRPC
@@ -25,7 +25,8 @@ _READY: Final = pb.DrainWorkerResponse.PHASE_READY
 @click.option("--remove", is_flag=True, help="No other worker takes its place.")
 @click.option("--server", type=ADDRESS, default=str(DEFAULT_GRPC), show_default=True)
 @with_clear_errors
-def drain(*, debug: bool, worker: str, remove: bool, server: Address) -> None:
+@with_access
+def drain(*, debug: bool, worker: str, remove: bool, server: Address, access: Access) -> None:
     """Let WORKER leave: it takes no more requests, finishes its own or moves them.
 
     Another worker takes its place, and the command ends when that one is ready.
@@ -33,8 +34,9 @@ def drain(*, debug: bool, worker: str, remove: bool, server: Address) -> None:
     """
     request = pb.DrainWorkerRequest(worker=worker, remove=remove)
     last = None
-    with connected(server, admin_pb2_grpc.AdminServiceStub) as admin:
-        for response in admin.DrainWorker(request):
+    access.check(server)
+    with connected(server, access.credentials(), admin_pb2_grpc.AdminServiceStub) as admin:
+        for response in admin.DrainWorker(request, metadata=access.metadata):
             click.echo(_line(worker, response, remove=remove))
             last = response.phase
     if last != (_LEFT if remove else _READY):
