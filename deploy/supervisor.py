@@ -115,6 +115,8 @@ class WorkerSupervisor:
         before, self.removing = self.removing, self.removing or remove
         try:
             await self._actor.drain.remote()
+        except ray.exceptions.RayActorError:
+            pass  # it had nothing to finish, and left before it could answer
         except ray.exceptions.RayError as error:
             self.removing = before
             raise ClusterError(f"{self.name} could not be told: {_reason(error)}") from error

@@ -25,9 +25,6 @@ SAMPLINGS: list[dict[str, Any]] = [
 ]
 CASES = [(prompt, sampling) for prompt in PROMPTS for sampling in SAMPLINGS]
 Phase = admin_pb2.DrainWorkerResponse
-LEAVING_SECONDS = 20
-"""For four workers that drain, from the call to the end of the process; without the starts of
-their successors, which take what the machine's other work leaves them."""
 
 
 async def tokens_of(cluster: RunningCluster, case: int) -> list[int]:
@@ -96,7 +93,6 @@ async def test_a_rolling_restart_of_every_worker_under_load_loses_no_request(ray
             name: info.incarnation for name, info in cluster.deployment.cluster.workers.items()
         }
         async with under_load(cluster, clients=6) as load:
-            seconds = 0.0
             for worker in sorted(before):
                 phases = await drain(cluster, worker)
                 assert list(phases) == [
@@ -104,7 +100,6 @@ async def test_a_rolling_restart_of_every_worker_under_load_loses_no_request(ray
                     Phase.PHASE_LEFT,
                     Phase.PHASE_READY,
                 ]
-                seconds += phases[Phase.PHASE_LEFT]
                 await load.more(3)
         after = {
             name: info.incarnation for name, info in cluster.deployment.cluster.workers.items()
@@ -112,7 +107,6 @@ async def test_a_rolling_restart_of_every_worker_under_load_loses_no_request(ray
         assert after.keys() == before.keys()
         assert not set(after.values()) & set(before.values())
         assert await cluster.metric("kvrelay_resubmissions_total", reason="retracted") > 0
-        assert seconds < LEAVING_SECONDS
 
 
 async def test_aggregated_workers_drain_too_and_one_is_removed(ray, tiny):

@@ -48,7 +48,7 @@ def make_cluster(folder: Path) -> Cluster:
                 model_name="none",
                 metrics_port=9401 + number,
             )
-            for number, role in enumerate((Role.PREFILL, Role.DECODE))
+            for number, role in enumerate(Role)
         ],
         worker_timeout=TIMEOUT_SECONDS,
     )
@@ -112,7 +112,7 @@ async def test_a_first_start_that_fails_is_one_line_and_not_repeated(
 
 async def test_live_workers_are_discovered(cluster: Cluster):
     endpoints = cluster.discovery.endpoints()
-    assert [one.worker for one in endpoints] == ["decode-0", "prefill-0"]
+    assert [one.worker for one in endpoints] == ["aggregated-0", "decode-0", "prefill-0"]
     for endpoint in endpoints:
         assert endpoint.incarnation == cluster.workers[endpoint.worker].incarnation
 
@@ -271,7 +271,7 @@ async def test_a_removed_worker_does_not_come_back(tmp_path: Path):
             steps = [step async for step in cluster.drain("prefill-0", remove=True)]
         assert [step.phase for step in steps] == [DrainPhase.DRAINING, DrainPhase.LEFT]
         assert [one.worker for one in cluster.discovery.endpoints()] == ["prefill-1"]
-        assert heard(tmp_path, "prefill-1") == [removed.incarnation]
+        await until(lambda: heard(tmp_path, "prefill-1") == [removed.incarnation])
         await asyncio.sleep(2)
         assert list(cluster.workers) == ["prefill-1"]
         with pytest.raises(UnknownWorker, match=r"the workers are: prefill-1$"):
