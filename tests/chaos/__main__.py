@@ -20,7 +20,7 @@ from tests.checkpoints import make_checkpoint
 
 TIMEOUT_S = 8.0
 """Of the whole matrix: well above the stop that a worker is to survive."""
-SHORT_TIMEOUT_S = 4.0
+SHORT_TIMEOUT_S = 6.0
 PAGE = Path("docs/chaos.md")
 
 
