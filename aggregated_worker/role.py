@@ -59,7 +59,9 @@ class AggregatedRole:
         self._core = core
         self._tokenizer = tokenizer
         self._config = config
-        self._growth = GrowthReserve(core.ledger, config.growth_min, config.growth_max)
+        self._growth = GrowthReserve(
+            core.ledger, config.growth_min, config.growth_max, config.tokens_in_flight - 1
+        )
         self._waiting: list[AggregatedRequest] = []
         self._computing: ComputingPrompts[AggregatedRequest] = ComputingPrompts(core)
         self._running: RunningBatch[AggregatedRequest] = RunningBatch(
@@ -95,12 +97,14 @@ class AggregatedRole:
             self._waiting.remove(request)
 
     def _reserve(self, request: AggregatedRequest) -> bool:
-        growing = [*self._running, *self._computing, request]
-        return self._computing.reserve(request, self._growth.pages(growing))
+        growing = [*self._running, *self._computing]
+        return self._computing.reserve(request, self._growth.leaving(request, growing))
 
     def schedule(self) -> Sequence[Scheduled]:
         """See `Role`: the next token of all that generate, and prompts with what is left."""
         generating = self._running.schedule()
+        if self._running.waits_for_room:
+            return generating
         budget = self._config.chunk_tokens
         budget = max(budget - len(generating), budget // _PROMPT_SHARE, 1)
         return [*generating, *self._computing.schedule(budget)]
@@ -122,6 +126,12 @@ class AggregatedRole:
         """See `Role`."""
         assert isinstance(request, AggregatedRequest)
         self._leave(request, End(EndReason.FAILED, error=f"the forward failed: {error}"))
+
+    def give_back(self) -> None:
+        """See `Role`: all of them, wherever they are."""
+        for request in list(self._core.requests.values()):
+            assert isinstance(request, AggregatedRequest)
+            self._leave(request, End(EndReason.RETRACTED), Outcome.RETRACTED)
 
     def load(self) -> Load:
         """See `Role`."""
@@ -152,7 +162,8 @@ class AggregatedRole:
                 request.prompt_timings,
                 choice=choice,
                 index=len(known),
-                cached_tokens=run.cached_tokens,
+                # When it begins again it finds its own pages.
+                cached_tokens=0 if known else run.cached_tokens,
                 prompt_logprobs=run.scores if choice == request.choices[0] else (),
             )
         firsts = zip(request.choices, tokens, ends, strict=True)
@@ -171,7 +182,13 @@ class AggregatedRole:
         self._core.end(request, Outcome.FINISHED, end, tokens=tokens, timings=timings)
 
     def _retract(self, request: AggregatedRequest) -> None:
-        """Wait again, before everything that came later, with what was generated as input."""
+        """Wait again, before everything that came later, with what was generated as input.
+
+        Elsewhere, if no more requests are taken here.
+        """
+        if self._core.draining:
+            self._leave(request, End(EndReason.RETRACTED), Outcome.RETRACTED)
+            return
         self._core.end(request, Outcome.RETRACTED, None)
         again = self._make(
             replace(
@@ -179,19 +196,20 @@ class AggregatedRole:
                 key=request.key,
                 input_ids=tuple(request.token_ids(0, request.num_tokens)),
                 choices=(request.key.choice,),
-                prompt_logprobs=None,
             )
         )
         self._core.requests[again.key] = again
         self._waiting.append(again)
 
-    def _leave(self, request: AggregatedRequest, end: End) -> None:
+    def _leave(
+        self, request: AggregatedRequest, end: End, outcome: Outcome = Outcome.ABORTED
+    ) -> None:
         """End a request early, wherever it is."""
         if request in self._waiting:
             self._waiting.remove(request)
         self._computing.leave(request)
         self._running.leave(request)
-        self._core.end(request, Outcome.ABORTED, end, timings=request.timings())
+        self._core.end(request, outcome, end, timings=request.timings())
 
     def _make(self, command: Submit) -> AggregatedRequest:
         emitted = command.input_ids[command.prompt_len :]

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import grpc
 
 from benchmarks.workload import Job, Prompts
+from kvrelay.deploy.client import Metadata
 from kvrelay.v1 import inference_pb2 as pb
 from kvrelay.v1 import inference_pb2_grpc as rpc
 
@@ -133,7 +134,7 @@ def _phases(complete: pb.GenerateComplete | None) -> PhaseSeconds | None:
 
 
 class Client:
-    """Sends jobs to one server. A request that outlives ``deadline_s`` fails."""
+    """Sends jobs to one server, with ``metadata``. A request that outlives ``deadline_s`` fails."""
 
     def __init__(
         self,
@@ -141,18 +142,21 @@ class Client:
         prompts: Prompts,
         clock: Stopwatch,
         deadline_s: float,
+        metadata: Metadata = (),
     ) -> None:
         self._stub = stub
         self._prompts = prompts
         self._clock = clock
         self._deadline_s = deadline_s
+        self._metadata = metadata
 
     async def send(self, job: Job) -> RequestRecord:
         """Send one job and read its stream to the end. A fault of the server is in the record."""
         request = _request(self._prompts.token_ids(job), job.output_len)
         log = _StreamLog(job, self._clock.now())
         try:
-            async for response in self._stub.Generate(request, timeout=self._deadline_s):
+            call = self._stub.Generate(request, timeout=self._deadline_s, metadata=self._metadata)
+            async for response in call:
                 log.take(response, self._clock.now())
         except grpc.aio.AioRpcError as error:
             return log.record(self._clock.now(), error.code().name, error.details() or "")

@@ -31,6 +31,10 @@ from benchmarks.workload import (
     trace_jobs,
     trace_workloads,
 )
+from kvrelay.deploy.address import Address
+from kvrelay.deploy.client import Access, with_access
+from kvrelay.deploy.errors import DeployError
+from kvrelay.deploy.params import ADDRESS
 
 DEFAULT_SHAPES = (Shape(256, 128),)
 DEFAULT_SLOTS = (8,)
@@ -73,7 +77,9 @@ def _trace_workloads(
 
 
 @click.command(context_settings={"show_default": True, "max_content_width": 100})
-@click.option("--target", default="127.0.0.1:50051", help="Address of the cluster's gRPC API.")
+@click.option(
+    "--target", type=ADDRESS, default="127.0.0.1:50051", help="Address of the cluster's gRPC API."
+)
 @click.option(
     "--shape",
     "shapes",
@@ -162,8 +168,10 @@ def _trace_workloads(
     type=click.Path(dir_okay=False, path_type=Path),
     help="Draw the distributions (.png, .svg, .pdf); needs the extra 'bench'.",
 )
+@with_access
 def main(
-    target: str,
+    target: Address,
+    access: Access,
     shapes: Sequence[Shape] | None,
     slots: Sequence[int] | None,
     rates: Sequence[float] | None,
@@ -202,9 +210,11 @@ def main(
             caps = (max_input_len, max_output_len)
             workloads = _trace_workloads(trace, loads, requests, caps, seed)
         bounds = Bounds(max_seconds, request_timeout, warmup)
-        results = asyncio.run(bench(target, workloads, bounds, Slo(slo_ttft_ms, slo_itl_ms)))
+        slo = Slo(slo_ttft_ms, slo_itl_ms)
+        access.check(target)
+        results = asyncio.run(bench(str(target), workloads, bounds, slo, access))
         _publish(results, json_path, json_requests, plot_path)
-    except (ServerError, WorkloadError, TraceError, PlotError, OSError) as error:
+    except (DeployError, ServerError, WorkloadError, TraceError, PlotError, OSError) as error:
         raise click.ClickException(str(error)) from error
     if not any(run.report.requests.completed for run in results.runs):
         raise click.ClickException("no request completed")

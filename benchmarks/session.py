@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
+from functools import partial
 from typing import Any
 
 import click
@@ -15,6 +16,7 @@ from benchmarks.client import Client, RequestRecord, Stopwatch
 from benchmarks.report import Report, Slo, summarise
 from benchmarks.runner import closed_loop, drive
 from benchmarks.workload import ClosedLoop, Prompts, Workload, check_lengths
+from kvrelay.deploy.client import OPEN, Access
 from kvrelay.v1 import inference_pb2 as pb
 from kvrelay.v1 import inference_pb2_grpc as rpc
 
@@ -75,18 +77,25 @@ def _run_json(run: Run, with_requests: bool) -> dict[str, Any]:
     return document
 
 
-async def bench(target: str, workloads: Sequence[Workload], bounds: Bounds, slo: Slo) -> Results:
+async def bench(
+    target: str,
+    workloads: Sequence[Workload],
+    bounds: Bounds,
+    slo: Slo,
+    access: Access = OPEN,
+) -> Results:
     """Run the workloads one after another against the server at ``target``.
 
     Raises ``ServerError`` and ``WorkloadError``; a request that fails is a
     record, not an error.
     """
     started = datetime.now(UTC)
-    async with grpc.aio.insecure_channel(target) as channel:
+    with_token = {"metadata": access.metadata, "timeout": _INFO_SECONDS}
+    async with _channel(target, access) as channel:
         stub = rpc.InferenceServiceStub(channel)
         try:
-            model = await stub.GetModelInfo(pb.GetModelInfoRequest(), timeout=_INFO_SECONDS)
-            server = await stub.GetServerInfo(pb.GetServerInfoRequest(), timeout=_INFO_SECONDS)
+            model = await stub.GetModelInfo(pb.GetModelInfoRequest(), **with_token)
+            server = await stub.GetServerInfo(pb.GetServerInfoRequest(), **with_token)
         except grpc.aio.AioRpcError as error:
             raise ServerError(f"{target}: {error.code().name}: {error.details()}") from error
         for workload in workloads:
@@ -94,16 +103,28 @@ async def bench(target: str, workloads: Sequence[Workload], bounds: Bounds, slo:
         runs = []
         for workload in workloads:
             click.echo(_announcement(workload), err=True)
-            runs.append(await _measure(stub, model.vocab_size, workload, bounds, slo))
+            client = partial(Client, stub, deadline_s=bounds.deadline_s, metadata=access.metadata)
+            runs.append(await _measure(client, model.vocab_size, workload, bounds, slo))
     return Results(target, started, _describe(model, server), runs)
 
 
+def _channel(target: str, access: Access) -> grpc.aio.Channel:
+    credentials = access.credentials()
+    if credentials is None:
+        return grpc.aio.insecure_channel(target)
+    return grpc.aio.secure_channel(target, credentials)
+
+
 async def _measure(
-    stub: rpc.InferenceServiceStub, vocab_size: int, workload: Workload, bounds: Bounds, slo: Slo
+    make_client: Callable[[Prompts, Stopwatch], Client],
+    vocab_size: int,
+    workload: Workload,
+    bounds: Bounds,
+    slo: Slo,
 ) -> Run:
-    await _warm_up(stub, vocab_size, workload, bounds)
+    await _warm_up(make_client, vocab_size, workload, bounds)
     clock = Stopwatch()
-    client = Client(stub, Prompts(vocab_size, workload.seed), clock, bounds.deadline_s)
+    client = make_client(Prompts(vocab_size, workload.seed), clock)
     cpu = time.process_time()
     records = await drive(workload, client.send, clock, bounds.max_seconds)
     records.sort(key=lambda record: record.index)
@@ -111,14 +132,17 @@ async def _measure(
 
 
 async def _warm_up(
-    stub: rpc.InferenceServiceStub, vocab_size: int, workload: Workload, bounds: Bounds
+    make_client: Callable[[Prompts, Stopwatch], Client],
+    vocab_size: int,
+    workload: Workload,
+    bounds: Bounds,
 ) -> None:
     """Send requests like the workload's first ones, but of other prompts. All must complete."""
     jobs = [replace(job, due=None, blocks=()) for job in workload.jobs[: bounds.warmup]]
     slots = workload.load.concurrency if isinstance(workload.load, ClosedLoop) else 1
     clock = Stopwatch()
     prompts = Prompts(vocab_size, workload.seed, warm_up=True)
-    client = Client(stub, prompts, clock, bounds.deadline_s)
+    client = make_client(prompts, clock)
     for record in await closed_loop(jobs, client.send, slots, clock, bounds.max_seconds):
         if not record.completed:
             raise ServerError(f"a warm-up request failed: {record.status}: {record.detail}")

@@ -27,7 +27,7 @@ from click.core import ParameterSource
 
 from benchmarks import serve_load
 from kvrelay.deploy.address import Address
-from kvrelay.deploy.client import connected
+from kvrelay.deploy.client import Access, connected, open_channel
 from kvrelay.deploy.errors import DeployError
 from kvrelay.deploy.serve import serve
 from kvrelay.v1 import inference_pb2 as pb
@@ -62,8 +62,10 @@ def run(serve_options: Sequence[str], load_options: Sequence[str]) -> NoReturn:
     load = serve_load.main.make_context("serve_load", list(load_options))
     if load.get_parameter_source("target") is not ParameterSource.DEFAULT:
         serve_load.main(load_options)
-    if address.port and _answers(address):
-        _await_workers(address)
+    told = load.params
+    access = Access.given(told["token_file"], told["ca"], tls=told["tls"])
+    if address.port and _answers(address, access):
+        _await_workers(address, access)
         serve_load.main([*load_options, "--target", str(address)])
     with _started(serve_options) as target:
         serve_load.main([*load_options, "--target", target])
@@ -80,9 +82,9 @@ def _interrupt(_number: int, _frame: FrameType | None) -> NoReturn:
     raise KeyboardInterrupt
 
 
-def _answers(address: Address) -> bool:
-    """Whether somebody listens there who speaks gRPC."""
-    with grpc.insecure_channel(str(address), [("grpc.enable_http_proxy", 0)]) as channel:
+def _answers(address: Address, access: Access) -> bool:
+    """Whether somebody listens there who speaks gRPC, with TLS if that is what is asked for."""
+    with open_channel(address, access.credentials()) as channel:
         try:
             grpc.channel_ready_future(channel).result(timeout=1.0)
         except grpc.FutureTimeoutError:
@@ -90,13 +92,17 @@ def _answers(address: Address) -> bool:
     return True
 
 
-def _await_workers(address: Address) -> None:
+def _await_workers(address: Address, access: Access) -> None:
     """Wait until every worker that a running cluster lists is ready, and both roles are there."""
     deadline = time.monotonic() + READY_SECONDS
     roles = {pb.WORKER_ROLE_PREFILL, pb.WORKER_ROLE_DECODE}
-    with connected(address) as service:
+    access.check(address)
+    with connected(address, access.credentials()) as service:
         while True:
-            workers = service.GetServerInfo(pb.GetServerInfoRequest(), timeout=5.0).workers
+            info = service.GetServerInfo(
+                pb.GetServerInfoRequest(), timeout=5.0, metadata=access.metadata
+            )
+            workers = info.workers
             if all(one.ready for one in workers) and {one.role for one in workers} == roles:
                 return
             if time.monotonic() > deadline:

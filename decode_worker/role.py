@@ -90,7 +90,9 @@ class DecodeRole:
         self._config = config
         self._peer_timeout = config.peer_timeout
         self._next_beat = time.monotonic() + self._peer_timeout / 3
-        self._growth = GrowthReserve(core.ledger, config.growth_min, config.growth_max)
+        self._growth = GrowthReserve(
+            core.ledger, config.growth_min, config.growth_max, config.tokens_in_flight - 1
+        )
         self._running: RunningBatch[DecodeRequest] = RunningBatch(
             core, self._growth, self._retract, retract_every=config.debug_retract_every
         )
@@ -172,6 +174,13 @@ class DecodeRole:
         assert isinstance(request, DecodeRequest)
         end = End(EndReason.FAILED, error=f"the forward failed: {error}")
         self._leave(request, Outcome.ABORTED, end)
+
+    def give_back(self) -> None:
+        """See `Role`: all of them, wherever they are."""
+        for request in list(self._core.requests.values()):
+            assert isinstance(request, DecodeRequest)
+            outcome = Outcome.RETRACTED if request.every_step else Outcome.ABORTED
+            self._leave(request, outcome, End(EndReason.RETRACTED))
 
     def load(self) -> Load:
         """See `Role`."""
@@ -282,8 +291,12 @@ class DecodeRole:
         request.activated_at = time.monotonic()
         self._core.outbox.put(request.stream, Leave())
         self._core.ledger.commit(request.held, request.input_len)
-        firsts = zip(request.choices, request.hand_over.first_tokens, strict=True)
-        live = [(choice, first.token_id) for choice, first in firsts if not first.finished]
+        live = []
+        for choice, first in zip(request.choices, request.hand_over.first_tokens, strict=True):
+            if first.finished:
+                self._core.emit(request, end=End(EndReason.ABORTED), choice=choice)
+            else:
+                live.append((choice, first.token_id))
         self._running.begin(request, live)
         self._core.faults.reach(Phase.DECODING, request.stream.peer.incarnation)
 
@@ -315,8 +328,8 @@ class DecodeRole:
     def _reserve(self, request: DecodeRequest) -> bool:
         """The whole input, but for what the prefix index has, if the growth to come fits beside."""
         ledger, length = self._core.ledger, request.input_len
-        growing = [r for r in self._core.requests.values() if r.lease is not None or r is request]
-        if not self._core.reserve(request, length, self._growth.pages(growing)):
+        growing = [r for r in self._core.requests.values() if r.lease is not None]
+        if not self._core.reserve(request, length, self._growth.leaving(request, growing)):
             return False
         ledger.slide(request.held, length)
         grown = ledger.grow(request.held, length)

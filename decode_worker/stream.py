@@ -15,6 +15,7 @@ from kvrelay.engine.outputs import RequestKey
 from kvrelay.kv_transfer.agent import TransferAgent
 from kvrelay.kv_transfer.errors import TransferError
 from kvrelay.kv_transfer.hand_over import FromDecode, FromPrefill, Said, Words
+from kvrelay.net.ends import worker_channel
 from kvrelay.v1 import hand_over_pb2, hand_over_pb2_grpc
 
 REACH_TIMEOUT_S = 10.0
@@ -66,12 +67,20 @@ class HandOverClient:
         agent: learns to read each prefill worker's pool before the first stream to it.
         inbox: the engine's.
         vocab_size: of the model; a first token beyond it ends its stream.
+        credentials: for prefill workers; None: plain text.
     """
 
-    def __init__(self, agent: TransferAgent, inbox: Inbox, vocab_size: int) -> None:
+    def __init__(
+        self,
+        agent: TransferAgent,
+        inbox: Inbox,
+        vocab_size: int,
+        credentials: grpc.ChannelCredentials | None,
+    ) -> None:
         self._agent = agent
         self._inbox = inbox
         self._vocab_size = vocab_size
+        self._credentials = credentials
         self._peers: dict[str, asyncio.Task[grpc.aio.Channel]] = {}
         self._carriers: set[asyncio.Task[None]] = set()
 
@@ -161,8 +170,7 @@ class HandOverClient:
             raise
 
     async def _introduce(self, peer: Peer) -> grpc.aio.Channel:
-        # A worker is never behind the user's web proxy.
-        channel = grpc.aio.insecure_channel(peer.address, [("grpc.enable_http_proxy", 0)])
+        channel = worker_channel(peer.address, self._credentials)
         stub = hand_over_pb2_grpc.HandOverServiceStub(channel)
         request = hand_over_pb2.DescribeAgentRequest(incarnation=peer.incarnation)
         try:

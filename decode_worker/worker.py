@@ -8,13 +8,15 @@ from kvrelay.decode_worker.role import DecodeRole
 from kvrelay.decode_worker.stream import HandOverClient
 from kvrelay.engine.config import WorkerConfig
 from kvrelay.engine.worker import Worker, WorkerParts
+from kvrelay.net.ends import worker_credentials
 
 
 class DecodePlugin:
     """See `engine.worker.RolePlugin`."""
 
     def __init__(self, parts: WorkerParts) -> None:
-        self._client = HandOverClient(parts.agent, parts.inbox, parts.vocab_size)
+        credentials = worker_credentials(parts.config.tls)
+        self._client = HandOverClient(parts.agent, parts.inbox, parts.vocab_size, credentials)
         self.role = DecodeRole(
             parts.core, parts.agent, self._client, parts.inbox, parts.tokenizer, parts.config
         )

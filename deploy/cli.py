@@ -6,7 +6,7 @@ import importlib
 
 import click
 
-_COMMANDS = ("generate", "serve", "status")
+_COMMANDS = ("drain", "generate", "serve", "status")
 
 
 class _Commands(click.Group):

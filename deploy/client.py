@@ -2,32 +2,128 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Final
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final, Self
 
+import click
 import grpc
 
 from kvrelay.deploy.address import Address
-from kvrelay.deploy.errors import DeployError
+from kvrelay.deploy.environment import TOKEN_VARIABLE, Environment
+from kvrelay.deploy.errors import DeployError, OptionError
+from kvrelay.deploy.params import FILE
+from kvrelay.net.options import MAX_MESSAGE_BYTES, message_bounds
+from kvrelay.net.tls import TlsFileError, check_certificates
+from kvrelay.router.auth import bearer, read_tokens
 from kvrelay.v1 import inference_pb2_grpc as rpc
 
-_MAX_MESSAGE_BYTES: Final = 64 << 20
+Metadata = tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Access:
+    """What opens a cluster's front to a client."""
+
+    tls: bool = False
+    """Speak TLS."""
+    ca: Path | None = None
+    """Who must have signed the server's certificate; None: one of the public authorities."""
+    token: str | None = field(default=None, repr=False)
+
+    @classmethod
+    def given(cls, token_file: Path | None, ca: Path | None, *, tls: bool) -> Self:
+        """As the options say, and the environment. Raises DeployError for what is of no use."""
+        return cls(tls or ca is not None, ca, _token(token_file))
+
+    @property
+    def metadata(self) -> Metadata:
+        """What every call brings."""
+        return () if self.token is None else bearer(self.token)
+
+    def credentials(self) -> grpc.ChannelCredentials | None:
+        """Of a channel; None: plain text. Raises OptionError if the file is of no use."""
+        if not self.tls:
+            return None
+        if self.ca is None:
+            return grpc.ssl_channel_credentials()
+        try:
+            check_certificates("ca", self.ca)
+        except TlsFileError as error:
+            raise OptionError("--ca", error.problem) from error
+        return grpc.ssl_channel_credentials(self.ca.read_bytes())
+
+    def check(self, server: Address) -> None:
+        """Raise DeployError if the token would be seen on its way to `server`."""
+        if self.token is not None and not self.tls and not server.is_loopback:
+            raise DeployError(
+                f"{server}: the token would go to another machine in plain text: "
+                "give --ca, or --tls"
+            )
+
+
+OPEN: Final = Access()
+
+
+def with_access(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command the options that say how to get in, and hand it `access`."""
+
+    @click.option(
+        "--token-file",
+        type=FILE,
+        help=f"Its first token is brought; without it that in {TOKEN_VARIABLE}, if there is one.",
+    )
+    @click.option(
+        "--ca", type=FILE, help="Speak TLS with a server whose certificate this authority signed."
+    )
+    @click.option("--tls", is_flag=True, help="Speak TLS, as with --ca; any public authority's.")
+    @functools.wraps(command)
+    def given(*, token_file: Path | None, ca: Path | None, tls: bool, **options: Any) -> None:
+        try:
+            access = Access.given(token_file, ca, tls=tls)
+        except DeployError as error:
+            raise click.UsageError(str(error)) from error
+        command(access=access, **options)
+
+    return given
+
+
+def _token(path: Path | None) -> str | None:
+    if path is None:
+        return Environment.read().token
+    try:
+        return read_tokens(path)[0]
+    except ValueError as error:
+        raise OptionError("--token-file", str(error)) from error
 
 
 @contextmanager
-def connected(server: Address, stub: Any = rpc.InferenceServiceStub) -> Iterator[Any]:
+def connected(
+    server: Address,
+    credentials: grpc.ChannelCredentials | None = None,
+    stub: Any = rpc.InferenceServiceStub,
+) -> Iterator[Any]:
     """A stub, of the InferenceService unless said otherwise, at `server`.
 
     A call's error leaves the context as DeployError: server, status and
     message in one line.
     """
-    options = [("grpc.max_receive_message_length", _MAX_MESSAGE_BYTES)]
-    if server.is_loopback:
-        # Not through the user's web proxy, which would look for it on its own machine.
-        options.append(("grpc.enable_http_proxy", 0))
-    with grpc.insecure_channel(str(server), options=options) as channel:
+    with open_channel(server, credentials) as channel:
         try:
             yield stub(channel)
         except grpc.RpcError as error:
             raise DeployError(f"{server}: {error.code().name}: {error.details()}") from error
+
+
+def open_channel(server: Address, credentials: grpc.ChannelCredentials | None) -> grpc.Channel:
+    """A channel to `server`; without credentials, in plain text."""
+    options = message_bounds(MAX_MESSAGE_BYTES)
+    if server.is_loopback:
+        # Not through the user's web proxy, which would look for it on its own machine.
+        options.append(("grpc.enable_http_proxy", 0))
+    if credentials is None:
+        return grpc.insecure_channel(str(server), options)
+    return grpc.secure_channel(str(server), credentials, options)

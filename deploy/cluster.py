@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import replace
 from types import MappingProxyType, TracebackType
 from typing import Any, Self
 
@@ -15,7 +16,9 @@ from kvrelay.deploy.options import DEFAULT_WORKER_TIMEOUT
 from kvrelay.deploy.supervisor import WorkerSupervisor
 from kvrelay.engine.config import Role, WorkerConfig, WorkerInfo
 from kvrelay.engine.faults import Fault
+from kvrelay.router.admin import DrainPhase, DrainStep
 from kvrelay.router.discovery import Discovery, StaticDiscovery, WorkerEndpoint, WorkerRole
+from kvrelay.router.errors import CannotDrain, UnknownWorker
 
 _PLACEMENT_SECONDS = 30.0
 
@@ -49,6 +52,7 @@ class Cluster:
         self._on_start = on_start
         self._live: dict[str, WorkerInfo] = {}
         self._dead: list[WorkerInfo] = []  # every one there ever was: one for each restart
+        self._draining: dict[str, WorkerInfo] = {}  # until their successors are live
         self._discovery = StaticDiscovery()
         self._groups: list[Any] = []
         self._supervisors: list[WorkerSupervisor] = []
@@ -97,7 +101,37 @@ class Cluster:
         for group in groups:
             ray.util.remove_placement_group(group)
         self._live.clear()
+        self._draining.clear()
         self._publish()
+
+    async def drain(self, worker: str, *, remove: bool) -> AsyncIterator[DrainStep]:
+        """See `router.admin.Administrator`."""
+        info, supervisor = self._to_drain(worker, remove)
+        try:
+            await supervisor.drain(remove=remove)
+        except ClusterError as error:
+            raise CannotDrain(str(error)) from error
+        yield DrainStep(DrainPhase.DRAINING, info.incarnation)
+        while info not in self._dead:
+            await self._discovery.changed()
+        yield DrainStep(DrainPhase.LEFT, info.incarnation)
+        if remove:
+            return
+        while worker not in self._live:
+            await self._discovery.changed()
+        yield DrainStep(DrainPhase.READY, self._live[worker].incarnation)
+
+    def _to_drain(self, worker: str, remove: bool) -> tuple[WorkerInfo, WorkerSupervisor]:
+        """The worker's life and who follows it; see `drain` for what it raises."""
+        staying = {one.name: one for one in self._supervisors if not one.removing}
+        if worker not in staying:
+            raise UnknownWorker(worker, staying)
+        if worker not in self._live:
+            raise CannotDrain(f"worker: {worker} is not up; another one is on its way")
+        role = staying[worker].role
+        if remove and [one.role for one in staying.values()].count(role) == 1:
+            raise CannotDrain(f"remove: {worker} is the last {role} worker")
+        return self._live[worker], staying[worker]
 
     async def arm(self, name: str, faults: Sequence[Fault]) -> None:
         """Let these go wrong in a worker's present life, if it was built for faults."""
@@ -112,9 +146,15 @@ class Cluster:
 
     def worker_live(self, info: WorkerInfo) -> None:
         """See `Watcher`. What died while it could not be reached is told to it now."""
+        self._draining.pop(info.name, None)
         self._live[info.name] = info
         self._publish()
         self._tell(info.name, self._dead)
+
+    def worker_draining(self, info: WorkerInfo) -> None:
+        """See `Watcher`."""
+        self._draining[info.name] = info
+        self._publish()
 
     def worker_lost(self, info: WorkerInfo) -> None:
         """See `Watcher`."""
@@ -124,6 +164,9 @@ class Cluster:
     def worker_dead(self, info: WorkerInfo) -> None:
         """See `Watcher`. The others may now let go of what it could still have read or written."""
         self._dead.append(info)
+        if any(one.removing for one in self._supervisors if one.name == info.name):
+            self._draining.pop(info.name, None)
+        self._publish()
         for name in self._live:
             self._tell(name, [info])
 
@@ -181,7 +224,13 @@ class Cluster:
         self._on_start(await supervisor.start())
 
     def _publish(self) -> None:
-        self._discovery.replace([_endpoint(self._live[name]) for name in sorted(self._live)])
+        listed = self._live | self._draining
+        self._discovery.replace(
+            [
+                replace(_endpoint(listed[name]), draining=name in self._draining)
+                for name in sorted(listed)
+            ]
+        )
 
 
 def _endpoint(info: WorkerInfo) -> WorkerEndpoint:

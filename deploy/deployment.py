@@ -55,7 +55,7 @@ async def deployed(
                 )
             )
         with progress.step("router", "connecting to the workers") as step:
-            router = Router(router_config(options, model), cluster.discovery)
+            router = Router(router_config(options, model), cluster.discovery, cluster)
             stack.push_async_callback(router.stop)
             await router.start()
             await router.wait_ready()
@@ -91,11 +91,14 @@ def worker_configs(options: ServeOptions, model: Model) -> list[WorkerConfig]:
             num_draft_tokens=options.num_draft_tokens,
             debug_retract_every=options.debug_retract_every,
             threads=options.threads_per_worker(),
+            drain_grace=options.drain_grace,
+            quarantine_limit=options.quarantine_limit,
             peer_timeout=options.worker_timeout,
             faults=_faults_of(f"{role}-{number}", options),
             audit_pages=options.audit_pages,
             host=WORKER_HOST,
             metrics_port=next(ports, 0),
+            tls=options.cluster_tls,
         )
         for role, count in options.roles.items()
         for number in range(count)
@@ -112,6 +115,9 @@ def router_config(options: ServeOptions, model: Model) -> RouterConfig:
         metrics_address=str(options.metrics),
         default_max_tokens=options.default_max_tokens,
         max_live_requests=options.max_live_requests,
+        worker_tls=options.cluster_tls,
+        front_tls=options.front_tls,
+        auth_token_file=options.auth_token_file,
     )
 
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self
 
 from kvrelay.deploy.errors import DeployError
+from kvrelay.router.auth import is_token
 
+TOKEN_VARIABLE = "KVRELAY_TOKEN"  # noqa: S105 (a name)
 _RAY_SETTINGS = {
     # No usage report leaves the machine, and no notice about it is printed.
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -28,6 +30,8 @@ class Environment:
 
     cache_home: Path
     """XDG_CACHE_HOME, or ``~/.cache``: converted models lie below it."""
+    token: str | None = field(default=None, repr=False)
+    """KVRELAY_TOKEN: what a client of a guarded cluster brings."""
 
     @classmethod
     def read(cls, variables: Mapping[str, str] = os.environ) -> Self:
@@ -35,12 +39,23 @@ class Environment:
 
         Raises DeployError, naming the variable, for a value that cannot be used.
         """
-        cache_home = variables.get("XDG_CACHE_HOME", "")
-        if not cache_home:
-            return cls(cache_home=Path.home() / ".cache")
-        if not Path(cache_home).is_absolute():
-            raise DeployError(f"XDG_CACHE_HOME: {cache_home!r} is not an absolute path")
-        return cls(cache_home=Path(cache_home))
+        return cls(_cache_home(variables), _token(variables))
+
+
+def _cache_home(variables: Mapping[str, str]) -> Path:
+    cache_home = variables.get("XDG_CACHE_HOME", "")
+    if not cache_home:
+        return Path.home() / ".cache"
+    if not Path(cache_home).is_absolute():
+        raise DeployError(f"XDG_CACHE_HOME: {cache_home!r} is not an absolute path")
+    return Path(cache_home)
+
+
+def _token(variables: Mapping[str, str]) -> str | None:
+    token = variables.get(TOKEN_VARIABLE, "")
+    if token and not is_token(token):
+        raise DeployError(f"{TOKEN_VARIABLE}: is not a token: letters, digits, -._~+/ and =")
+    return token or None
 
 
 def settle_ray() -> None:

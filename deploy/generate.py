@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import click
 
 from kvrelay.deploy.address import Address
-from kvrelay.deploy.client import connected
+from kvrelay.deploy.client import Access, connected, with_access
 from kvrelay.deploy.edge import with_clear_errors
 from kvrelay.deploy.errors import DeployError
 from kvrelay.deploy.options import DEFAULT_GRPC
@@ -66,6 +66,7 @@ _FIELDS = {"top_logprobs": "logprobs"}
 @click.option("--json", "as_json", is_flag=True, help="One JSON object a line.")
 @click.option("--server", type=ADDRESS, default=str(DEFAULT_GRPC), show_default=True)
 @with_clear_errors
+@with_access
 def generate(
     *,
     debug: bool,
@@ -73,6 +74,7 @@ def generate(
     request_id: str,
     as_json: bool,
     server: Address,
+    access: Access,
     logprobs: bool,
     top_logprobs: int | None,
     **sampling: Any,
@@ -88,8 +90,9 @@ def generate(
         request_id=request_id, text=prompt, sampling_params=sampling_params(sampling)
     )
     writer: Writer = JsonLines() if as_json else _text_writer(request)
-    with connected(server) as service:
-        stream_to(writer, service.Generate(request))
+    access.check(server)
+    with connected(server, access.credentials()) as service:
+        stream_to(writer, service.Generate(request, metadata=access.metadata))
 
 
 def sampling_params(given: dict[str, Any]) -> pb.SamplingParams:

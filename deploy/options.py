@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Final
 
 from kvrelay.deploy.address import MAX_PORT, Address
 from kvrelay.deploy.errors import OptionError
 from kvrelay.engine.config import Speculation
 from kvrelay.engine.faults import parse_faults
+from kvrelay.net.tls import TlsFileError, TlsFiles
+from kvrelay.router.auth import read_tokens
 
 DEFAULT_MODEL: Final = "smollm2-135m-instruct"
 DEFAULT_GRPC: Final = Address("127.0.0.1", 50051)
 DEFAULT_METRICS: Final = Address("127.0.0.1", 9400)
 DEFAULT_WORKER_TIMEOUT: Final = 15.0
+DEFAULT_DRAIN_GRACE: Final = 30.0
+DEFAULT_QUARANTINE_LIMIT: Final = 600.0
 WORKER_HOST: Final = "127.0.0.1"
 """Routers and workers are on one machine; nobody else needs to reach a worker."""
 PAGE_ORDERS: Final = ("page_first", "layer_first")
@@ -62,8 +67,17 @@ class ServeOptions:
     device: str = "auto"
     grpc: Address = DEFAULT_GRPC
     metrics: Address = DEFAULT_METRICS
+    tls_cert: Path | None = None
+    """With its key and authority, for TLS between router and workers, and at the front, too."""
+    tls_key: Path | None = None
+    tls_ca: Path | None = None
+    front_tls_cert: Path | None = None
+    """With its key, what clients are shown in place of `tls_cert`."""
+    front_tls_key: Path | None = None
+    auth_token_file: Path | None = None
+    """Clients must bring one of the tokens in it; None: everybody may come."""
     insecure: bool = False
-    """Allow addresses that other machines can reach, in plain text."""
+    """Allow addresses that other machines can reach without TLS and tokens."""
     max_running: int = 64
     chunk_tokens: int = 512
     max_model_len: int | None = None
@@ -86,6 +100,10 @@ class ServeOptions:
     max_live_requests: int = 1024
     worker_timeout: float = DEFAULT_WORKER_TIMEOUT
     """Seconds without an answer of its engine after which a worker is killed and replaced."""
+    drain_grace: float = DEFAULT_DRAIN_GRACE
+    """Seconds after which a worker that drains gives back what can go on elsewhere."""
+    quarantine_limit: float = DEFAULT_QUARANTINE_LIMIT
+    """Seconds that memory may be in quarantine until its worker drains; 0: for ever."""
     debug_retract_every: int = 0
     """Retract a request every so many steps, for tests; 0: only when memory is short."""
     debug_faults: str = ""
@@ -107,6 +125,9 @@ class ServeOptions:
         self._check_speculation()
         if not 0 < self.worker_timeout < float("inf"):
             raise OptionError("--worker-timeout", "must be seconds, more than 0")
+        for field in ("drain_grace", "quarantine_limit"):
+            if not 0 <= getattr(self, field) < float("inf"):  # so that NaN fails, too
+                raise OptionError(option_name(field), "must be seconds, at least 0")
         self._check_choice("page_order", self.page_order, PAGE_ORDERS)
         self._check_choice("prefix_index", self.prefix_index, PREFIX_INDEXES)
         self._check_choice("dtype", self.dtype, DTYPES)
@@ -114,8 +135,9 @@ class ServeOptions:
         for field in ("model", "model_name", "draft_model"):
             if getattr(self, field) is not None and not getattr(self, field).strip():
                 raise OptionError(option_name(field), "must not be empty")
-        self._check_reach("--grpc", self.grpc)
-        self._check_reach("--metrics", self.metrics)
+        check_together(tls_cert=self.tls_cert, tls_key=self.tls_key, tls_ca=self.tls_ca)
+        check_together(front_tls_cert=self.front_tls_cert, front_tls_key=self.front_tls_key)
+        self._check_reach()
         self._check_worker_ports()
 
     @staticmethod
@@ -170,14 +192,26 @@ class ServeOptions:
             expected = ", ".join(choices)
             raise OptionError(option_name(field), f"must be one of {expected}, got {value!r}")
 
-    def _check_reach(self, option: str, address: Address) -> None:
-        if address.is_loopback or self.insecure:
+    def _check_reach(self) -> None:
+        if self.insecure:
             return
-        raise OptionError(
-            option,
-            f"{address} can be reached from other machines, and there is no TLS yet: "
-            "listen on 127.0.0.1, or allow plain text with --insecure",
-        )
+        lacking = []
+        if self.front_tls is None:
+            lacking.append("--tls-cert or --front-tls-cert")
+        if self.auth_token_file is None:
+            lacking.append("--auth-token-file")
+        if lacking and not self.grpc.is_loopback:
+            raise OptionError(
+                "--grpc",
+                f"{self.grpc} can be reached from other machines: give {' and '.join(lacking)}, "
+                "listen on 127.0.0.1, or allow it as it is with --insecure",
+            )
+        if not self.metrics.is_loopback:
+            raise OptionError(
+                "--metrics",
+                f"{self.metrics} can be reached from other machines, and metrics are in plain "
+                "text, for everybody: listen on 127.0.0.1, or allow it with --insecure",
+            )
 
     def _check_worker_ports(self) -> None:
         if self.metrics.port == 0:
@@ -203,6 +237,34 @@ class ServeOptions:
         return tuple(Address(WORKER_HOST, first + number) for number in range(self.workers))
 
     @property
+    def cluster_tls(self) -> TlsFiles | None:
+        """What router and workers show each other; None: plain text."""
+        if self.tls_cert is None or self.tls_key is None or self.tls_ca is None:
+            return None
+        # A worker's working directory is another.
+        return TlsFiles(self.tls_cert.absolute(), self.tls_key.absolute(), self.tls_ca.absolute())
+
+    @property
+    def front_tls(self) -> TlsFiles | None:
+        """What clients are shown; None: plain text."""
+        if self.front_tls_cert is not None and self.front_tls_key is not None:
+            return TlsFiles(self.front_tls_cert, self.front_tls_key)
+        if self.tls_cert is not None and self.tls_key is not None:
+            return TlsFiles(self.tls_cert, self.tls_key)
+        return None
+
+    def check_files(self) -> None:
+        """Raise OptionError for the first file of TLS or tokens that cannot be used."""
+        check_tls("tls", self.cluster_tls, WORKER_HOST)
+        if self.front_tls_cert is not None:
+            check_tls("front_tls", self.front_tls)
+        if self.auth_token_file is not None:
+            try:
+                read_tokens(self.auth_token_file)
+            except ValueError as error:
+                raise OptionError("--auth-token-file", str(error)) from error
+
+    @property
     def roles(self) -> dict[str, int]:
         """How many workers there are to be of each role."""
         if self.aggregated:
@@ -221,6 +283,23 @@ class ServeOptions:
         if self.threads is not None:
             return self.threads
         return max(1, len(os.sched_getaffinity(0)) // self.workers)
+
+
+def check_together(**fields: Path | None) -> None:
+    """Raise OptionError unless all of the files are given, or none."""
+    given = [field for field, path in fields.items() if path is not None]
+    missing = [field for field, path in fields.items() if path is None]
+    if given and missing:
+        raise OptionError(option_name(missing[0]), f"must be given with {option_name(given[0])}")
+
+
+def check_tls(prefix: str, files: TlsFiles | None, host: str | None = None) -> None:
+    """Raise OptionError if one of the files, whose options begin with `prefix`, is of no use."""
+    try:
+        if files is not None:
+            files.check(host)
+    except TlsFileError as error:
+        raise OptionError(option_name(f"{prefix}_{error.field}"), error.problem) from error
 
 
 def option_name(field: str) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import click
 
 from kvrelay.deploy.address import Address
@@ -61,3 +63,5 @@ class SwitchParam(click.ParamType[bool]):
 SIZE = SizeParam()
 SWITCH = SwitchParam()
 ADDRESS = AddressParam()
+FILE = click.Path(path_type=Path)
+"""Of which whoever reads it says what is wrong with it."""

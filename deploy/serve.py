@@ -27,9 +27,10 @@ from kvrelay.deploy.options import (
     PAGE_ORDERS,
     PREFIX_INDEXES,
     SPECULATIONS,
+    WORKER_HOST,
     ServeOptions,
 )
-from kvrelay.deploy.params import ADDRESS, SIZE, SWITCH
+from kvrelay.deploy.params import ADDRESS, FILE, SIZE, SWITCH
 from kvrelay.deploy.progress import Progress
 from kvrelay.deploy.sizes import format_size
 from kvrelay.deploy.stop_signals import StopSignals
@@ -111,9 +112,31 @@ _PART = click.FloatRange(min=0, max=1)
     "prefill first; port 0: any.",
 )
 @click.option(
+    "--tls-cert",
+    type=FILE,
+    help="TLS between router and workers, and for clients, too: the certificate, in PEM. It must "
+    f"name {WORKER_HOST}, where workers listen.",
+)
+@click.option("--tls-key", type=FILE, help="Its private key.")
+@click.option(
+    "--tls-ca",
+    type=FILE,
+    help="Its authority: router and workers refuse each other without a certificate of it.",
+)
+@click.option(
+    "--front-tls-cert", type=FILE, help="TLS for clients alone, or with another certificate."
+)
+@click.option("--front-tls-key", type=FILE, help="Its private key.")
+@click.option(
+    "--auth-token-file",
+    type=FILE,
+    help="Clients must bring one of the tokens in it, one a line, but for health checks.",
+)
+@click.option(
     "--insecure",
     is_flag=True,
-    help="Allow --grpc and --metrics on addresses that other machines reach, in plain text.",
+    help="Allow --grpc without TLS and tokens, and --metrics, which has neither, on addresses "
+    "that other machines reach.",
 )
 @click.option(
     "--max-running",
@@ -200,6 +223,18 @@ _PART = click.FloatRange(min=0, max=1)
     help="Seconds without an answer of its engine after which a worker is killed and replaced.",
 )
 @click.option(
+    "--drain-grace",
+    type=click.FloatRange(min=0),
+    default=_DEFAULTS.drain_grace,
+    help="Seconds that requests may still take on a worker that drains, until they are moved.",
+)
+@click.option(
+    "--quarantine-limit",
+    type=click.FloatRange(min=0),
+    default=_DEFAULTS.quarantine_limit,
+    help="Seconds that memory may be in quarantine until its worker drains and restarts; 0: never.",
+)
+@click.option(
     "--debug-retract-every",
     type=_NOT_NEGATIVE,
     default=_DEFAULTS.debug_retract_every,
@@ -237,6 +272,7 @@ def run(options: ServeOptions, progress: Progress, *, debug: bool) -> None:
     """
     with StopSignals() as signals:
         try:
+            options.check_files()
             options.grpc.check_free("--grpc")
             for address in (options.metrics, *options.worker_metrics()):
                 address.check_free("--metrics")
@@ -311,14 +347,16 @@ async def _serve(
     try:
         async with deployed(options, model, progress, log_level=log_level) as deployment:
             signals.deliver_to(lambda: loop.call_soon_threadsafe(stopped.set))
-            _say_ready(deployment, model, progress)
+            _say_ready(deployment, model, options, progress)
             await stopped.wait()
             progress.line("Stopping the router and the workers.")
     finally:
         signals.stopping()  # the loop that it was delivered to ends here
 
 
-def _say_ready(deployment: Deployment, model: Model, progress: Progress) -> None:
+def _say_ready(
+    deployment: Deployment, model: Model, options: ServeOptions, progress: Progress
+) -> None:
     router = deployment.router
     progress.line(f"Ready in {progress.elapsed:.1f} s.")
     progress.line()
@@ -330,8 +368,20 @@ def _say_ready(deployment: Deployment, model: Model, progress: Progress) -> None
     progress.line()
     server = "" if router.grpc_address == str(DEFAULT_GRPC) else f" --server {router.grpc_address}"
     example = 'generate "The capital of France is" --max-tokens 32'
-    progress.line(f"Try:  {_command()} {example}{server}")
+    progress.line(f"Try:  {_command()} {example}{server}{_access(options)}")
     progress.line("Ctrl-C stops it.")
+
+
+def _access(options: ServeOptions) -> str:
+    """What a client must be told, beside the address."""
+    access = ""
+    if options.front_tls_cert is not None:
+        access += " --tls"
+    elif options.tls_ca is not None:
+        access += f" --ca {shlex.quote(str(options.tls_ca))}"
+    if options.auth_token_file is not None:
+        access += f" --token-file {shlex.quote(str(options.auth_token_file))}"
+    return access
 
 
 def _command() -> str:

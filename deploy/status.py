@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any, Final
 
 import click
 import grpc
 
 from kvrelay.deploy.address import Address
-from kvrelay.deploy.client import connected
+from kvrelay.deploy.client import Access, Metadata, connected, with_access
 from kvrelay.deploy.edge import with_clear_errors
 from kvrelay.deploy.errors import DeployError
-from kvrelay.deploy.options import DEFAULT_GRPC
-from kvrelay.deploy.params import ADDRESS
+from kvrelay.deploy.options import DEFAULT_GRPC, check_tls, check_together
+from kvrelay.deploy.params import ADDRESS, FILE
+from kvrelay.net.tls import TlsFiles
 from kvrelay.v1 import inference_pb2 as pb
 from kvrelay.v1 import worker_pb2, worker_pb2_grpc
 
@@ -34,23 +36,54 @@ STATES: Final = (
 @click.option("--pages", is_flag=True, help="Who has each page, too, asked of the workers.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object.")
 @click.option("--server", type=ADDRESS, default=str(DEFAULT_GRPC), show_default=True)
+@click.option("--tls-cert", type=FILE, help="With --pages, for workers that ask for one.")
+@click.option("--tls-key", type=FILE, help="Its private key.")
+@click.option("--tls-ca", type=FILE, help="Its authority, and the workers'.")
 @with_clear_errors
-def status(*, debug: bool, pages: bool, as_json: bool, server: Address) -> None:
+@with_access
+def status(
+    *,
+    debug: bool,
+    pages: bool,
+    as_json: bool,
+    server: Address,
+    access: Access,
+    tls_cert: Path | None,
+    tls_key: Path | None,
+    tls_ca: Path | None,
+) -> None:
     """Print workers, their load, and each pool's pages by state, with their sum."""
-    with connected(server) as service:
-        info = service.GetServerInfo(pb.GetServerInfoRequest(), timeout=_SECONDS)
-        model = _model(service)
+    access.check(server)
+    to_workers = _worker_credentials(tls_cert, tls_key, tls_ca)
+    with connected(server, access.credentials()) as service:
+        info = service.GetServerInfo(
+            pb.GetServerInfoRequest(), timeout=_SECONDS, metadata=access.metadata
+        )
+        model = _model(service, access.metadata)
     report = as_object(model, info)
     if pages:
         for worker in report["workers"]:
-            worker["owners"] = _owners(worker["address"])
+            worker["owners"] = _owners(worker["address"], to_workers)
     click.echo(json.dumps(report) if as_json else as_text(report))
 
 
-def _model(service: Any) -> str | None:
+def _worker_credentials(
+    cert: Path | None, key: Path | None, ca: Path | None
+) -> grpc.ChannelCredentials | None:
+    check_together(tls_cert=cert, tls_key=key, tls_ca=ca)
+    if cert is None or key is None:
+        return None
+    files = TlsFiles(cert, key, ca)
+    check_tls("tls", files)
+    return files.channel_credentials()
+
+
+def _model(service: Any, metadata: Metadata) -> str | None:
     """What the model is called; None while a role has no worker, which is when one looks here."""
     try:
-        name: str = service.GetModelInfo(pb.GetModelInfoRequest(), timeout=_SECONDS).model
+        name: str = service.GetModelInfo(
+            pb.GetModelInfoRequest(), timeout=_SECONDS, metadata=metadata
+        ).model
     except grpc.RpcError as error:
         if error.code() is not grpc.StatusCode.UNAVAILABLE:
             raise
@@ -58,10 +91,11 @@ def _model(service: Any) -> str | None:
     return name
 
 
-def _owners(address: str) -> list[dict[str, Any]]:
+def _owners(address: str, credentials: grpc.ChannelCredentials | None) -> list[dict[str, Any]]:
     """Every page of a worker, in runs of one owner, as it says itself; none if it does not."""
     try:
-        with connected(Address.parse(address), worker_pb2_grpc.WorkerServiceStub) as worker:
+        stub = worker_pb2_grpc.WorkerServiceStub
+        with connected(Address.parse(address), credentials, stub) as worker:
             answer = worker.GetPageOwners(worker_pb2.GetPageOwnersRequest(), timeout=_SECONDS)
     except DeployError as error:
         click.echo(f"kvrelay: {error}", err=True)
@@ -98,6 +132,7 @@ def _worker(worker: pb.WorkerStatus) -> dict[str, Any]:
         "address": worker.address,
         "metrics_address": worker.metrics_address,
         "ready": worker.ready,
+        "draining": worker.draining,
         "waiting_requests": worker.load.waiting_requests,
         "running_requests": worker.load.running_requests,
         "waiting_tokens": worker.load.waiting_tokens,
@@ -141,7 +176,7 @@ def _workers_table(workers: Iterable[dict[str, Any]]) -> str:
             worker["worker"],
             worker["role"],
             worker["incarnation"],
-            "yes" if worker["ready"] else "no",
+            _readiness(worker),
             worker["address"],
             worker["metrics_address"],
             worker["waiting_requests"],
@@ -153,6 +188,12 @@ def _workers_table(workers: Iterable[dict[str, Any]]) -> str:
         for worker in workers
     ]
     return _table(head, rows)
+
+
+def _readiness(worker: dict[str, Any]) -> str:
+    if worker["draining"]:
+        return "draining" if worker["ready"] else "restarting"
+    return "yes" if worker["ready"] else "no"
 
 
 def _owners_table(workers: Iterable[dict[str, Any]]) -> str:

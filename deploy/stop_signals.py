@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
+import socket
 from collections.abc import Callable
 from types import FrameType
 from typing import Any, Self
@@ -54,3 +56,24 @@ class StopSignals:
         if self._stop is None:
             raise KeyboardInterrupt
         self._stop()
+
+
+class TermSignal:
+    """SIGTERM to a process whose event loop is not in its main thread; made in the main thread.
+
+    The main thread may be in C code for ever, where no Python handler runs: so the
+    signal is heard through the socket that the interpreter writes to at once.
+    """
+
+    def __init__(self) -> None:
+        self._ear, self._mouth = socket.socketpair()
+        self._ear.setblocking(False)
+        self._mouth.setblocking(False)
+        signal.signal(signal.SIGTERM, lambda *_: None)
+        signal.set_wakeup_fd(self._mouth.fileno(), warn_on_full_buffer=False)
+
+    async def heard(self) -> None:
+        """Wait for the next one."""
+        loop = asyncio.get_running_loop()
+        while signal.SIGTERM not in await loop.sock_recv(self._ear, 64):
+            pass

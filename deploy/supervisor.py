@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from kvrelay.deploy.errors import ClusterError
 from kvrelay.deploy.local_ray import ray
-from kvrelay.deploy.worker_host import HOSTS
+from kvrelay.deploy.worker_host import actor_class
 from kvrelay.engine.config import WorkerConfig, WorkerInfo
 from kvrelay.engine.faults import Fault
 
@@ -30,12 +30,16 @@ class Watcher(Protocol):
         """This incarnation can be used from now on."""
         ...
 
+    def worker_draining(self, info: WorkerInfo) -> None:
+        """It takes no more requests, and is about to be lost."""
+        ...
+
     def worker_lost(self, info: WorkerInfo) -> None:
         """It cannot be reached; it may yet be alive."""
         ...
 
     def worker_dead(self, info: WorkerInfo) -> None:
-        """Its process has ended: another one runs in its place."""
+        """Its process has ended: another one runs in its place, or none will."""
         ...
 
 
@@ -63,12 +67,15 @@ class WorkerSupervisor:
         watcher: Watcher,
     ) -> None:
         self.name = config.name
+        self.role = config.role
         self._config = config
         self._actor_options = actor_options
         self._log_level = log_level
         self._timeout = timeout
         self._watcher = watcher
         self._actor = self._place()
+        self.removing = False
+        """After this life there is no other."""
         self._following: asyncio.Task[None] | None = None
         self._telling: set[asyncio.Task[None]] = set()
 
@@ -95,6 +102,22 @@ class WorkerSupervisor:
         telling = asyncio.create_task(self._tell(incarnations))
         self._telling.add(telling)
         telling.add_done_callback(self._telling.discard)
+
+    async def drain(self, *, remove: bool) -> None:
+        """Begin to drain the worker, which then leaves, as its watcher will hear.
+
+        Raises ClusterError if it cannot be told. To drain one that drains already
+        changes nothing, but that it can still be removed.
+
+        Args:
+            remove: no other life follows.
+        """
+        before, self.removing = self.removing, self.removing or remove
+        try:
+            await self._actor.drain.remote()
+        except ray.exceptions.RayError as error:
+            self.removing = before
+            raise ClusterError(f"{self.name} could not be told: {_reason(error)}") from error
 
     async def arm(self, faults: Sequence[Fault]) -> None:
         """Let these go wrong in the worker's present life; see `WorkerHost.arm`."""
@@ -134,6 +157,9 @@ class WorkerSupervisor:
             await pauses.pause()
             if await self._insist("current") != info:
                 self._watcher.worker_dead(info)
+                if self.removing:
+                    ray.kill(self._actor)
+                    return
                 info = await self._insist("restart")
             self._watcher.worker_live(info)
             _log.warning("%s is up", info.incarnation)
@@ -141,13 +167,20 @@ class WorkerSupervisor:
     async def _lost(self, info: WorkerInfo) -> str:
         """Wait until the incarnation's process has ended, or cannot be reached, or is killed."""
         signs = [asyncio.create_task(self._gone(info)), asyncio.create_task(self._silent())]
+        drain = asyncio.create_task(self._notice_drain(info))
         try:
             await asyncio.wait(signs, return_when=asyncio.FIRST_COMPLETED)
             return next(sign.result() for sign in signs if sign.done())
         finally:
-            for sign in signs:
-                sign.cancel()
-            await asyncio.gather(*signs, return_exceptions=True)
+            for task in (*signs, drain):
+                task.cancel()
+            await asyncio.gather(*signs, drain, return_exceptions=True)
+
+    async def _notice_drain(self, info: WorkerInfo) -> None:
+        """Pass on that it drains, whoever has told it to."""
+        with contextlib.suppress(ray.exceptions.RayError):
+            if await self._actor.draining.remote(info.incarnation):
+                self._watcher.worker_draining(info)
 
     async def _silent(self) -> str:
         """Wait until the engine does not answer any more; then its process is killed.
@@ -212,7 +245,7 @@ class WorkerSupervisor:
             _log.critical("%s is no longer supervised", self.name, exc_info=error)
 
     def _place(self) -> Any:
-        host = ray.remote(HOSTS[self._config.role])
+        host = ray.remote(actor_class(self._config.role))
         return host.options(**self._actor_options).remote(self._config, self._log_level)
 
 

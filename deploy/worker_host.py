@@ -6,16 +6,19 @@ import asyncio
 import dataclasses
 import logging
 import os
+import signal
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, ClassVar, Protocol
 
+from kvrelay.deploy.stop_signals import TermSignal
 from kvrelay.engine.config import Role, WorkerConfig, WorkerInfo
 from kvrelay.engine.faults import Fault, FaultPlan
 
 _log = logging.getLogger(__name__)
 _ENGINE_DIED = 70
-"""Exit status; to Ray any status but its own counts as a crash, and is followed by a restart."""
+_DRAINED = 71
+"""Exit statuses; to Ray any but its own counts as a crash, and is followed by a restart."""
 
 
 class Worker(Protocol):
@@ -26,6 +29,15 @@ class Worker(Protocol):
 
     async def stop(self) -> None:
         """End every request and give everything back."""
+
+    def drain(self) -> None:
+        """Take no more requests, and finish or give back those that are here."""
+
+    async def draining(self) -> None:
+        """Return when it drains."""
+
+    async def drained(self) -> None:
+        """Return when it has drained."""
 
     async def failed(self) -> str:
         """Return the reason when the engine has died; until then, wait."""
@@ -49,6 +61,9 @@ class WorkerHost(ABC):
         log_level: from here on its log goes to its standard error.
     """
 
+    sigterm: ClassVar[TermSignal | None] = None
+    """This process's; see `actor_class`."""
+
     def __init__(self, config: WorkerConfig, log_level: int) -> None:
         logging.basicConfig(level=log_level, format="%(levelname)s %(name)s: %(message)s")
         self._config = config
@@ -56,6 +71,9 @@ class WorkerHost(ABC):
         self._info: WorkerInfo | None = None
         self._starting: asyncio.Task[WorkerInfo] | None = None
         self._guard: asyncio.Task[None] | None = None
+        self._leaving: asyncio.Task[None] | None = None
+        self._heeding: asyncio.Task[None] | None = None
+        self._stopping = False
 
     def __repr__(self) -> str:
         """Ray puts this before each line of the worker's log."""
@@ -68,6 +86,7 @@ class WorkerHost(ABC):
         for ever; here it is an exception, and the supervisor decides.
         """
         if self._starting is None:
+            self._heeding = asyncio.create_task(self._heed_sigterm())
             self._starting = asyncio.create_task(self._start())
         return await asyncio.shield(self._starting)
 
@@ -88,10 +107,29 @@ class WorkerHost(ABC):
         if self._worker is not None:
             await self._worker.beat()
 
+    async def drain(self) -> None:
+        """Begin to drain the worker; the process ends when that is done, in good order.
+
+        The same follows a SIGTERM.
+        """
+        if self._worker is not None:
+            self._worker.drain()
+
+    async def draining(self, incarnation: str) -> bool:
+        """Wait until the worker drains, for whatever reason; false, and at once, in a process
+        that is not this incarnation's.
+        """
+        if self._worker is None or self._info is None or self._info.incarnation != incarnation:
+            return False
+        await self._worker.draining()
+        return True
+
     async def stop(self) -> None:
         """Stop the worker in good order; the process stays, for the supervisor to end."""
-        if self._guard is not None:
-            self._guard.cancel()
+        self._stopping = True
+        for task in (self._guard, self._leaving):
+            if task is not None:
+                task.cancel()
         if self._worker is not None:
             await self._worker.stop()
 
@@ -130,7 +168,28 @@ class WorkerHost(ABC):
         self._info = await worker.start()
         self._worker = worker
         self._guard = asyncio.create_task(self._die_with_the_engine(worker))
+        self._leaving = asyncio.create_task(self._leave_when_drained(worker))
         return self._info
+
+    async def _heed_sigterm(self) -> None:
+        """The first one drains a worker that serves; any other ends the process at once."""
+        if self.sigterm is None:
+            return
+        await self.sigterm.heard()
+        if self._worker is not None and not self._stopping:
+            _log.warning("SIGTERM: the worker drains")
+            self._worker.drain()
+            await self.sigterm.heard()
+        os._exit(128 + signal.SIGTERM)
+
+    async def _leave_when_drained(self, worker: Worker) -> None:
+        await worker.drained()
+        if self._guard is not None:
+            self._guard.cancel()
+        await worker.stop()
+        _log.warning("the worker has drained, so the process ends")
+        logging.shutdown()
+        os._exit(_DRAINED)
 
     async def _die_with_the_engine(self, worker: Worker) -> None:
         reason = await worker.failed()
@@ -175,3 +234,21 @@ HOSTS: dict[Role, type[WorkerHost]] = {
     Role.DECODE: DecodeWorker,
     Role.AGGREGATED: AggregatedWorker,
 }
+
+
+class _OnArrival:
+    """Becomes a `TermSignal` in the process that it is sent to."""
+
+    def __reduce__(self) -> tuple[type[TermSignal], tuple[()]]:
+        return TermSignal, ()
+
+
+def actor_class(role: Role) -> Any:
+    """The role's host, for Ray to make its actor of.
+
+    Ray makes an actor in another thread than the main one, where alone a signal
+    can be taken; but it unpickles the actor's class there. So the signal comes
+    with a class that is made here, and which is therefore pickled whole.
+    """
+    host = HOSTS[role]
+    return type(host.__name__, (host,), {"__doc__": host.__doc__, "sigterm": _OnArrival()})

@@ -87,6 +87,19 @@ class Inspect:
 
 
 @dataclass(frozen=True, slots=True)
+class Drain:
+    """Take no more requests: what still comes is retracted. Those that are here go on."""
+
+    on_drained: Callable[[], object]
+    """Called once, on the engine thread: no request is left, and no forward runs."""
+
+
+@dataclass(frozen=True, slots=True)
+class GiveBack:
+    """Of a worker that drains: retract what can go on elsewhere."""
+
+
+@dataclass(frozen=True, slots=True)
 class Stop:
     """End the engine's loop."""
 

@@ -6,6 +6,7 @@ only now is it known which tokens the step before has sampled.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -22,6 +23,8 @@ from kvrelay.model_runner.errors import NonFiniteLogitsError
 from kvrelay.model_runner.prompt_scores import score_prompt
 from kvrelay.model_runner.sampler import Sampled, SampledToken, SamplingRow
 from kvrelay.model_runner.verify import Drafted, verify
+
+logger = logging.getLogger(__name__)
 
 Drafts = Sequence[Sequence[int]]
 
@@ -85,10 +88,12 @@ class StepComputer:
         self._copy = copy
         self._drafter = drafter
 
+    def copy(self, copies: Sequence[PageCopy]) -> None:
+        """See `Computer`."""
+        self._copy(copies)
+
     def compute(self, step: Step) -> StepEnded:
         """See `Computer`."""
-        if step.copies:
-            self._copy(step.copies)
         # A request may have ended, or failed, by the step before this one.
         live = [i for i, item in enumerate(step.scheduled) if _is_live(item)]
         computed = [Computed(error=item.tape.broken) for item in step.scheduled]
@@ -107,17 +112,20 @@ class StepComputer:
     def _propose(self, items: Sequence[Scheduled], tables: Sequence[Int32Array]) -> Drafts:
         """Drafts for those who want them, and have room for output behind them."""
         drafts: list[Sequence[int]] = [()] * len(items)
+        if self._drafter is None:
+            return drafts
         counts = [min(item.num_drafts, item.tape.room - 1) for item in items]
         wanted = [i for i, count in enumerate(counts) if count > 0]
-        if self._drafter is None or not wanted:
+        if not wanted:
             return drafts
         tapes = [items[i].tape for i in wanted]
-        proposed = self._drafter.propose(
-            tapes,
-            [_sampling_row(tape, tape.choices[0]) for tape in tapes],
-            [counts[i] for i in wanted],
-            [table[wanted] for table in tables],
-        )
+        rows = [_sampling_row(tape, tape.choices[0]) for tape in tapes]
+        own = [table[wanted] for table in tables]
+        try:
+            proposed = self._drafter.propose(tapes, rows, [counts[i] for i in wanted], own)
+        except Exception:  # a worse guess than none: but nobody's tokens depend on it
+            logger.exception("drafting failed; the step goes on without")
+            return drafts
         for i, draft in zip(wanted, proposed, strict=True):
             drafts[i] = draft
         return drafts
@@ -127,7 +135,11 @@ class StepComputer:
         if self._drafter is None or not chunks:
             return
         own = [table[chunks] for table in tables]
-        self._drafter.follow(make_batch([items[i] for i in chunks], [()] * len(chunks), own))
+        batch = make_batch([items[i] for i in chunks], [()] * len(chunks), own)
+        try:
+            self._drafter.follow(batch)
+        except Exception:  # its guesses will be worse
+            logger.exception("the drafter could not follow a prompt")
 
 
 def _is_live(item: Scheduled) -> bool:

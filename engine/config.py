@@ -8,6 +8,7 @@ from pathlib import Path
 
 from kvrelay.engine.faults import Fault
 from kvrelay.mem_cache.geometry import PageOrder
+from kvrelay.net.tls import TlsFiles
 
 
 class PrefixIndexKind(StrEnum):
@@ -79,6 +80,10 @@ class WorkerConfig:
     """Drafted tokens that a step verifies at most."""
     bypass_limit: int = 16
     """Requests that may be let in before an older one that does not fit."""
+    drain_grace: float = 30.0
+    """Seconds after which a worker that drains gives back what can go on elsewhere."""
+    quarantine_limit: float = 600.0
+    """Seconds that memory may be in quarantine until the worker drains; 0: for ever."""
     peer_timeout: float = 15.0
     """Seconds without a word after which a hand-over's other side is given up."""
     faults: tuple[Fault, ...] | None = None
@@ -92,6 +97,13 @@ class WorkerConfig:
     """0: any free port."""
     metrics_port: int = 0
     """0: any free port."""
+    tls: TlsFiles | None = None
+    """Shown to routers and other workers, who must show one of the same authority; None: plain."""
+
+    @property
+    def tokens_in_flight(self) -> int:
+        """Tokens of one request, at most, that the steps launched at a time generate."""
+        return (1 + self.drafts_for(True)) * (2 if self.overlap else 1)
 
     def drafts_for(self, wanted: bool) -> int:
         """Drafted tokens a step for a request that does, or does not, want any."""

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
+from kvrelay.engine.commands import Submit
 from kvrelay.engine.faults import FaultPlan
 from kvrelay.engine.metrics import WorkerMetrics
 from kvrelay.engine.outbox import Outbox
@@ -61,6 +62,8 @@ class EngineCore:
         """Of the last forwards, a moving mean."""
         self.requests: dict[RequestKey, Request] = {}
         self.links: list[RouterLink] = []
+        self.draining = False
+        """No more requests are taken. Set by the loop, and never unset."""
         self._copies: list[PageCopy] = []
         self._outputs: dict[RouterLink, list[Output]] = {}
         self._last_load: Load | None = None
@@ -75,6 +78,14 @@ class EngineCore:
         self.metrics.count_step(ended)
         weight = 1.0 if self.step_seconds == 0 else _STEP_WEIGHT
         self.step_seconds += weight * (ended.seconds - self.step_seconds)
+
+    def turn_away(self, command: Submit) -> None:
+        """Give a new request back to its router at once: other workers may take it."""
+        emitted = len(command.input_ids) - command.prompt_len
+        for choice in command.choices:
+            key = command.key.of_choice(choice)
+            output = Output(key, emitted, end=End(EndReason.RETRACTED))
+            self._outputs.setdefault(command.link, []).append(output)
 
     def admit(self, request: Request, most_tokens: int) -> bool:
         """Enter a new request; one that could never be completed here is refused with the reason.

@@ -7,42 +7,12 @@ from typing import NoReturn, Protocol, TypeVar
 
 import grpc
 
-MAX_MESSAGE_BYTES = 64 << 20
-"""Either way; well above what a router takes from a client."""
-KEEPALIVE_MS = 10_000
-"""After which a caller is asked whether it is there, and in which it is to answer. A router or a
-decode worker that stands still, or whose host has vanished, would else never end its stream."""
-
 
 class _OneOf(Protocol):
     def WhichOneof(self, oneof_group: str, /) -> str | None: ...  # noqa: N802
 
 
 MessageT = TypeVar("MessageT", bound=_OneOf)
-
-
-def make_server() -> grpc.aio.Server:
-    """A server with bounded messages, whose port nobody else can share."""
-    return grpc.aio.server(
-        options=[
-            ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-            ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-            ("grpc.so_reuseport", 0),
-            ("grpc.keepalive_time_ms", KEEPALIVE_MS),
-            ("grpc.keepalive_timeout_ms", KEEPALIVE_MS),
-            ("grpc.http2.ping_timeout_ms", KEEPALIVE_MS),
-            ("grpc.http2.max_pings_without_data", 0),  # as many as it takes
-        ]
-    )
-
-
-def bind(server: grpc.aio.Server, host: str, port: int) -> int:
-    """Open a listener; returns its port. A port in use raises `OSError`."""
-    try:
-        bound: int = server.add_insecure_port(f"{host}:{port}")
-    except RuntimeError as error:
-        raise OSError(f"grpc_port: cannot listen on {host}:{port}, is it in use?") from error
-    return bound
 
 
 async def refuse(context: grpc.aio.ServicerContext, code: grpc.StatusCode, detail: str) -> NoReturn:

@@ -25,13 +25,15 @@ class GrowthReserve:
         ledger: the account that the requests grow in.
         least: of `max_tokens`, the smallest part that is ever left for a request, in [0, 1].
         most: the largest.
+        ahead: tokens that steps in flight may write beyond those that are kept.
     """
 
-    def __init__(self, ledger: Ledger, least: float, most: float) -> None:
+    def __init__(self, ledger: Ledger, least: float, most: float, ahead: int = 0) -> None:
         assert 0 <= least <= most <= 1
         self._ledger = ledger
         self._least = least
         self._most = most
+        self._ahead = ahead
         self._part = most
 
     def finished(self, request: Request) -> None:
@@ -58,11 +60,21 @@ class GrowthReserve:
             total += min(max(ceil(part * most), has + 1), most) - has
         return total
 
+    def leaving(self, request: Request, others: Iterable[Request]) -> list[int] | None:
+        """Pages of each pool that are to be left when a request is let in beside `others`.
+
+        Nothing for one that is alone: it would wait for ever if its choices do not fit together.
+        Then some of them are retracted, and go on when there is room.
+        """
+        growing = [*others, request]
+        return self.pages(growing) if len(growing) > 1 else None
+
     def pages(self, requests: Iterable[Request]) -> list[int]:
         """Pages of each pool that the requests, with or without memory now, will come to need."""
         ledger, total = self._ledger, [0] * len(self._ledger.pools)
         for request in requests:
-            goal = min(request.num_tokens + self.tokens(request) - 1, request.most_tokens)
+            goal = request.num_tokens + self.tokens(request) - 1 + self._ahead
+            goal = min(goal, request.most_tokens)
             lease = request.lease
             has = (
                 request.input_len

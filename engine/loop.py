@@ -1,4 +1,4 @@
-"""The one loop that both roles run in.
+"""The one loop that all roles run in.
 
 ::
 
@@ -19,10 +19,23 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Protocol
 
-from kvrelay.engine.commands import Attach, Cancel, Detach, Inbox, Inspect, Stop, Submit, Wake
+from kvrelay.engine.commands import (
+    Attach,
+    Cancel,
+    Detach,
+    Drain,
+    GiveBack,
+    Inbox,
+    Inspect,
+    Stop,
+    Submit,
+    Wake,
+)
 from kvrelay.engine.core import EngineCore
+from kvrelay.engine.faults import Phase
 from kvrelay.engine.outputs import Load
 from kvrelay.engine.request import Request
 from kvrelay.engine.step import Computed, Scheduled, Step, StepEnded, plan_step
@@ -60,6 +73,10 @@ class Role(Protocol):
 
     def failed(self, request: Request, error: Exception) -> None:
         """A forward, or this request's part of one, has failed: it cannot go on."""
+        ...
+
+    def give_back(self) -> None:
+        """Retract every request that loses little by going on elsewhere: the worker drains."""
         ...
 
     def load(self) -> Load:
@@ -101,6 +118,7 @@ class Engine:
         self._audit = core.ledger.audit_pages if audit_pages else core.ledger.audit
         self._most_running = 2 if overlap else 1
         self._stopping = False
+        self._on_drained: list[Callable[[], object]] = []
 
     @property
     def stopped(self) -> bool:
@@ -126,10 +144,18 @@ class Engine:
         if not self._stopping:
             self._work()
         self._audit()
-        load = self._role.load()
+        load = replace(self._role.load(), draining=self._core.draining)
         ledger = self._core.ledger
         self._core.metrics.publish(load, ledger.quarantined_since, ledger.cache_counts)
         self._core.flush(load)
+        self._tell_if_drained()
+
+    def _tell_if_drained(self) -> None:
+        """After the last outputs are on their way; memory may still be fenced by dead peers."""
+        if self._on_drained and not self._core.requests and not self._core.steps.running:
+            on_drained, self._on_drained = self._on_drained, []
+            for tell in on_drained:
+                tell()
 
     def _work(self) -> None:
         """Let requests in and launch what can be; again if that has made room for others."""
@@ -173,7 +199,7 @@ class Engine:
             case StepEnded():
                 self._settle(message)
             case Submit():
-                self._role.submit(message)
+                self._submit(message)
             case Cancel():
                 self._role.cancel(message)
             case Attach():
@@ -184,11 +210,23 @@ class Engine:
                 pass
             case Inspect():
                 message.look(self._core.ledger)
+            case Drain():
+                self._core.draining = True
+                self._on_drained.append(message.on_drained)
+                self._core.faults.reach(Phase.DRAINING)
+            case GiveBack():
+                self._role.give_back()
             case Stop():
                 self._stopping = True
                 self._cancel(list(self._core.requests.values()))
             case _:
                 self._role.handle(message)
+
+    def _submit(self, command: Submit) -> None:
+        if self._core.draining:
+            self._core.turn_away(command)
+        else:
+            self._role.submit(command)
 
     def _detach(self, message: Detach) -> None:
         self._core.links.remove(message.link)

@@ -69,7 +69,7 @@ def _make_index(config: WorkerConfig, windows: Sequence[int | None]) -> PrefixIn
 
 def tokens_ahead(config: WorkerConfig) -> int:
     """Tokens that a request may be allocated beyond those that are settled."""
-    # A draft model may look back from a token before.
-    generated = 1 + config.drafts_for(True) + (config.speculation is Speculation.DRAFT)
+    # With drafts the window is kept for a token before: a draft model may look back from there.
+    generated = 1 + config.drafts_for(True) + (config.speculation is not Speculation.NONE)
     step = generated if config.role is Role.DECODE else max(config.chunk_tokens, generated)
     return 2 * step if config.overlap else step

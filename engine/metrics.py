@@ -67,6 +67,9 @@ class WorkerMetrics(Collector):
         self._audit_failures = self._counter(
             "audit_failures", "Times that the account of memory was found wrong"
         ).labels(**self._labels)  # so that it is there, at zero, for an alert
+        self._quarantine_drains = self._counter(
+            "quarantine_drains", "Times that memory was in quarantine for too long"
+        ).labels(**self._labels)
         self._failed_steps = self._counter("failed_steps", "Forwards that failed")
         self._transfer_bytes = self._counter("transfer_bytes", "KV bytes read from peers")
         self._transfer_pages = self._counter("transfer_pages", "KV pages read from peers")
@@ -86,6 +89,16 @@ class WorkerMetrics(Collector):
     def count_audit_failure(self) -> None:
         """Memory was lost, or is owned twice: the worker is about to end."""
         self._audit_failures.inc()
+
+    @property
+    def quarantine_age(self) -> float:
+        """Seconds that the oldest memory in quarantine has been there; any thread."""
+        since = self._published[1]
+        return 0.0 if since is None else time.monotonic() - since
+
+    def count_quarantine_drain(self) -> None:
+        """Memory was in quarantine for too long: the worker is about to drain."""
+        self._quarantine_drains.inc()
 
     def count_release(self, outcome: Outcome) -> None:
         """A request's memory was given back."""
@@ -109,9 +122,8 @@ class WorkerMetrics(Collector):
         self._step_seconds.observe(ended.seconds)
         drafted = sum([result.num_drafts for result in ended.computed])
         if drafted:
-            kept = sum([len(result.tokens) - 1 for result in ended.computed if result.num_drafts])
             self._draft_tokens.inc(drafted)
-            self._accepted_tokens.inc(kept)
+            self._accepted_tokens.inc(sum([result.num_accepted for result in ended.computed]))
 
     def count_pull(self, pull: Pull) -> None:
         """A read has ended."""
@@ -123,7 +135,7 @@ class WorkerMetrics(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """See `prometheus_client.registry.Collector`."""
-        load, since, cache = self._published
+        load, _, cache = self._published
         yield self._pools(load.pools)
         requests = self._gauge("requests", "Requests on this worker", ["state"])
         self._add(requests, load.waiting_requests, "waiting")
@@ -133,7 +145,7 @@ class WorkerMetrics(Collector):
         self._add(waiting, load.waiting_tokens)
         yield waiting
         age = self._gauge("quarantine_age_seconds", "Age of the oldest quarantined memory")
-        self._add(age, 0.0 if since is None else time.monotonic() - since)
+        self._add(age, self.quarantine_age)
         yield age
         for name, text in _CACHE_COUNTERS.items():
             counter = CounterMetricFamily(f"kvrelay_prefix_{name}", text, labels=[*self._labels])

@@ -42,7 +42,8 @@ class EndReason(StrEnum):
     FAILED = "failed"
     """`End.error` says why."""
     RETRACTED = "retracted"
-    """It made room for others: to be submitted again, with what was emitted."""
+    """It made room for others, or the worker drains: to be submitted again, with what was
+    emitted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +98,8 @@ class Load:
     """That running requests are expected to add."""
     step_seconds: float = 0.0
     """Of the last forwards, a moving mean."""
+    draining: bool = False
+    """No more requests are taken."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -71,7 +71,7 @@ class ComputingPrompts(Generic[RequestT]):
             return False
         request.settled_len = request.held.cache_protected_len
         tape = request.make_tape(request.choices)
-        queued = time.monotonic() - request.arrived
+        queued = time.monotonic() - request.received
         cached = min(request.settled_len, len(request.prompt_ids))
         self._runs[request] = PromptRun(tape, cached, queued)
         return True

@@ -45,6 +45,9 @@ class Request:
     priority: int = 0
     """Lower runs earlier."""
     arrived: float = field(default_factory=time.monotonic)
+    """When a router took it, by this worker's clock."""
+    received: float = field(default_factory=time.monotonic)
+    """When this attempt began here; earlier ones have timings of their own."""
     bypassed: int = 0
     """Requests that were let in while this one, before them, did not fit."""
     refused_at: int = -1
@@ -66,16 +69,18 @@ class Request:
     def of(cls, command: Submit, **more: Any) -> Self:
         """What a router has submitted."""
         prompt = command.input_ids[: command.prompt_len]
+        emitted = command.input_ids[command.prompt_len :]
         return cls(
             key=command.key,
             link=command.link,
             prompt_ids=prompt,
-            output_ids=list(command.input_ids[command.prompt_len :]),
+            output_ids=list(emitted),
             input_len=len(command.input_ids),
             choices=command.choices,
             sampling=command.sampling,
             stops=command.stops,
-            prompt_logprobs=command.prompt_logprobs,
+            # An earlier attempt has reported them before its first token.
+            prompt_logprobs=None if emitted else command.prompt_logprobs,
             speculate=command.speculate,
             priority=command.priority,
             arrived=command.arrived,

@@ -60,6 +60,8 @@ class RunningBatch(Generic[RequestT]):
         self._retract = retract
         self._retract_every = retract_every
         self._until_retraction = retract_every
+        self.waits_for_room = False
+        """Short of pages, until the steps in flight have ended: better not launch others."""
         self._requests: dict[RequestT, None] = {}
 
     def __len__(self) -> int:
@@ -89,6 +91,7 @@ class RunningBatch(Generic[RequestT]):
                 self._join(one)
             else:
                 self._core.metrics.count_retraction()
+                self._growth.retracted()
                 self._retract(one)
 
     def _fork(self, request: RequestT, choice: int) -> RequestT:
@@ -119,13 +122,16 @@ class RunningBatch(Generic[RequestT]):
         Short of pages, the request with the least to lose is retracted, once no
         step is in flight: until then its pages could not be used anyway.
         """
+        self.waits_for_room = False
         self._force_retraction()
         while due := self._due():
             if self._grow(due):
+                self._until_retraction -= 1
                 for request in due:
                     request.in_flight += 1
                 return [request.every_step for request in due if request.every_step]
             if self._core.steps.running:
+                self.waits_for_room = True
                 break
             self._make_room()
             self._growth.retracted()
@@ -175,10 +181,7 @@ class RunningBatch(Generic[RequestT]):
         return tokens, finish
 
     def _force_retraction(self) -> None:
-        if not self._retract_every or not self._requests:
-            return
-        self._until_retraction -= 1
-        if self._until_retraction <= 0:
+        if self._retract_every and self._requests and self._until_retraction <= 0:
             self._until_retraction = self._retract_every
             self._make_room()
 

@@ -117,6 +117,6 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
         try:
             self._inbox.post(submit_from_wire(message, link, self._rules))
         except ValueError as error:
-            key = RequestKey(link.router, message.request_id, message.attempt)
+            key = RequestKey(link.router, message.request_id, message.attempt, message.first_choice)
             end = End(EndReason.FAILED, error=str(error))
             link.deliver(StepOutputs((Output(key, 0, end=end),)))

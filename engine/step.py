@@ -46,9 +46,14 @@ class Computed(NamedTuple):
     error: Exception | None = None
     """Why there are no more of them: the request cannot go on."""
     num_drafts: int = 0
-    """Drafted tokens that were verified; those accepted are the tokens but the last."""
+    """Drafted tokens that were verified."""
     prompt_logprobs: Sequence[SampledToken] = ()
     """Of the tokens that follow those of a prompt's chunk, in the prompt."""
+
+    @property
+    def num_accepted(self) -> int:
+        """Drafted tokens that the model sampled; but for an error, one more token follows them."""
+        return len(self.tokens) - (self.error is None) if self.num_drafts else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +83,13 @@ class StepEnded:
 
 class Computer(Protocol):
     """Runs a step's forward and samples from it. Blocks; has a thread of its own."""
+
+    def copy(self, copies: Sequence[PageCopy]) -> None:
+        """Copy pages, for the forwards that follow.
+
+        There is nobody to blame for an error: requests of later steps may need the pages.
+        """
+        ...
 
     def compute(self, step: Step) -> StepEnded:
         """Compute one step. What one request alone is to blame for is in its own `Computed`."""
@@ -139,8 +151,13 @@ class ForwardThread:
 
 
 def compute_or_fail(computer: Computer, step: Step) -> StepEnded:
-    """Compute a step; if that fails, nothing of its requests is computed any more."""
+    """Compute a step; if that fails, nothing of its requests is computed any more.
+
+    But if its copies fail, the error is raised.
+    """
     begun = time.monotonic()
+    if step.copies:
+        computer.copy(step.copies)
     try:
         ended = computer.compute(step)
     except Exception as error:  # whatever it was, the engine must hear of it

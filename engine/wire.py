@@ -37,6 +37,10 @@ _FINISH_REASONS = {
 }
 
 
+MAX_CHOICES = 16
+"""Of one prompt."""
+
+
 @dataclass(frozen=True, slots=True)
 class SubmitRules:
     """What a worker must be told, and within which bounds."""
@@ -62,8 +66,10 @@ def submit_from_wire(
         raise ValueError("input_ids: must not be empty")
     if params.max_tokens < 1:
         raise ValueError("max_tokens: must be at least 1")
-    if params.n < 1:
-        raise ValueError("n: must be at least 1")
+    if not 1 <= params.n <= MAX_CHOICES:
+        raise ValueError(f"n: must be from 1 to {MAX_CHOICES}")
+    if message.first_choice >= MAX_CHOICES:
+        raise ValueError(f"first_choice: must be below {MAX_CHOICES}")
     emitted = len(message.input_ids) - message.num_prompt_tokens
     if not 0 <= emitted < min(params.max_tokens, len(message.input_ids)):
         raise ValueError(
@@ -186,6 +192,7 @@ def _load_to_wire(load: Load) -> inference_pb2.WorkerLoad:
         pools=[_pool_to_wire(pool) for pool in load.pools],
         growth_tokens=load.growth_tokens,
         step_seconds=load.step_seconds,
+        draining=load.draining,
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import uuid
 from collections.abc import Callable, Sequence
@@ -14,11 +15,10 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from prometheus_client import start_http_server
 from tokenizers import Tokenizer
 
-from kvrelay.engine.commands import Inbox, Inspect, PeerDied
+from kvrelay.engine.commands import Drain, GiveBack, Inbox, Inspect, PeerDied
 from kvrelay.engine.computer import StepComputer
 from kvrelay.engine.config import WorkerConfig, WorkerInfo
 from kvrelay.engine.core import EngineCore
-from kvrelay.engine.edge import bind, make_server
 from kvrelay.engine.faults import FaultPlan
 from kvrelay.engine.faulty import FaultyOutbox, FaultyTransferAgent
 from kvrelay.engine.loading import load_model
@@ -33,10 +33,15 @@ from kvrelay.kv_transfer.agent import TransferAgent
 from kvrelay.mem_cache.ledger import Ledger
 from kvrelay.mem_cache.pool import KVPool
 from kvrelay.model_runner.runner import ModelRunner
+from kvrelay.net.ends import bind, worker_server
 from kvrelay.text.tokenizer import load_tokenizer
 from kvrelay.v1 import worker_pb2_grpc
 
+logger = logging.getLogger(__name__)
+
 STOP_GRACE_S = 1.0
+QUARANTINE_LOOKS = 10
+"""At the quarantine's age, in the time that it may have."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +57,7 @@ class WorkerParts:
 
 
 class RolePlugin(Protocol):
-    """What makes a worker a prefill or a decode worker."""
+    """What makes a worker one of its role."""
 
     @property
     def role(self) -> Role:
@@ -84,6 +89,9 @@ class Worker:
         self._config = config
         self._plug_in = plug_in
         self._failure: asyncio.Future[str] | None = None
+        self._draining = asyncio.Event()
+        self._drained = asyncio.Event()
+        self._watching: asyncio.Task[None] | None = None
         self.faults = FaultPlan(config.faults or ())
         """Has its effect only if the configuration names faults, or the lack of them."""
 
@@ -94,7 +102,7 @@ class Worker:
             TokenizerError: the checkpoint's tokenizer.json is missing or broken.
             CheckpointError: the model cannot be served.
             ValueError: an option does not fit; the message begins with its name.
-            OSError: a port is in use.
+            OSError: a port is in use, or a file for TLS cannot be read.
         """
         config = self._config
         self._loop = loop = asyncio.get_running_loop()
@@ -113,6 +121,8 @@ class Worker:
             config.metrics_port, config.host, self._metrics.registry
         )
         self._engine.start()
+        if config.quarantine_limit:
+            self._watching = asyncio.create_task(self._watch_quarantine(config.quarantine_limit))
         return WorkerInfo(
             name=config.name,
             role=config.role,
@@ -129,9 +139,30 @@ class Worker:
 
     async def stop(self) -> None:
         """Close the listeners, end the engine; the pool stays registered."""
+        if self._watching is not None:
+            self._watching.cancel()
         await self._server.stop(STOP_GRACE_S)
         await self._role.close()
         await self._loop.run_in_executor(None, self._stop_threads)
+
+    def drain(self) -> None:
+        """Take no more requests; after the grace, give back what can go on elsewhere.
+
+        For good, and once, however often it is called. The worker is still to be stopped.
+        """
+        if self._draining.is_set():
+            return
+        self._draining.set()
+        self._inbox.post(Drain(lambda: self._loop.call_soon_threadsafe(self._drained.set)))
+        self._loop.call_later(self._config.drain_grace, self._inbox.post, GiveBack())
+
+    async def draining(self) -> None:
+        """Wait until it drains, for whatever reason."""
+        await self._draining.wait()
+
+    async def drained(self) -> None:
+        """Wait until it has drained: no request is left."""
+        await self._drained.wait()
 
     async def failed(self) -> str:
         """Wait until one of its threads has given up, which may be never; returns the reason."""
@@ -148,6 +179,20 @@ class Worker:
         """The supervisor says that another worker's process is gone for good."""
         self._inbox.post(PeerDied(incarnation))
         await self._role.peer_died(incarnation)
+
+    async def _watch_quarantine(self, limit: float) -> None:
+        """Drain once memory was in quarantine for too long: what fences it will not pass."""
+        while True:
+            await asyncio.sleep(limit / QUARANTINE_LOOKS)
+            if self._metrics.quarantine_age > limit:
+                # A whole pass of the engine, which finds fences that have passed meanwhile.
+                await self.beat()
+                await self.beat()
+            if self._metrics.quarantine_age > limit:
+                logger.error("memory is in quarantine for over %g s: the worker drains", limit)
+                self._metrics.count_quarantine_drain()
+                self.drain()
+                return
 
     def _stop_threads(self) -> None:
         """In the order in which they depend on each other."""
@@ -195,12 +240,13 @@ class Worker:
         return min(limit, runner.max_model_len) if limit else runner.max_model_len
 
     async def _listen(self, service: WorkerService) -> int:
-        self._server = make_server()
+        self._server = worker_server()
         worker_pb2_grpc.add_WorkerServiceServicer_to_server(service, self._server)
         healthy = health.aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(healthy, self._server)
         self._role.register(self._server)
-        port = bind(self._server, self._config.host, self._config.grpc_port)
+        address = f"{self._config.host}:{self._config.grpc_port}"
+        port = bind(self._server, address, self._config.tls)
         await self._server.start()
         await healthy.set("", health_pb2.HealthCheckResponse.SERVING)
         return port

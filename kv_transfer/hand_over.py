@@ -322,6 +322,8 @@ class DecodeHandOver:
         last = bool(message.first_tokens)
         if last and len(message.first_tokens) != self._choices:
             raise ProtocolError(f"{len(message.first_tokens)} first tokens of {self._choices}")
+        if last and all(first.finished for first in message.first_tokens):
+            raise ProtocolError("every output is finished: there is nothing to hand over")
         if len(message.runs) != len(self._windowed):
             raise ProtocolError(f"{len(message.runs)} pools announced of {len(self._windowed)}")
         upto = self._announced_pages

@@ -117,7 +117,7 @@ class Books:
 
     # Leases, and what they are promised
 
-    def enter(
+    def enter_lease(
         self,
         holder: str,
         namespace: str,
@@ -136,7 +136,7 @@ class Books:
             self.rows.committed[row] = self.rows.allocated[row] = self.rows.protected[row]
         return lease
 
-    def leave(self, lease: Lease, pending: Sequence[Fence]) -> None:
+    def leave_lease(self, lease: Lease, pending: Sequence[Fence]) -> None:
         """Take back all that a lease has: it has no row any more."""
         self.break_promise(lease)
         owned = [lease.own_pages(pool) for pool in self.numbers]

@@ -1,4 +1,4 @@
-"""The Triton kernel behind `copy_pages`; the only file of this room that imports triton.
+"""The Triton kernel behind `CopyPlan`; the only file of this room that imports triton.
 
 CUDA builds of torch bring triton along; CPU builds do not, and do without this file.
 Development installs it there, too: the tests run the kernel through its interpreter.
@@ -16,35 +16,39 @@ BLOCK_WORDS = 1024
 """Words that a program copies: 8 KiB, 64 bytes for each thread of its four warps."""
 
 
-def copy_pieces(
-    source: torch.Tensor, source_pages: Int64Array, target: torch.Tensor, target_pages: Int64Array
-) -> None:
-    """Copy ``source[source_pages[i]]`` to ``target[target_pages[i]]``, all at once.
+class DevicePairs:
+    """Pages of two pools on one device: ``source_pages[i]`` goes to ``target_pages[i]``.
 
     Asynchronous, on the current stream. Checks nothing: a page out of range
     reads or writes other memory.
-
-    Args:
-        source: ``[pages, layers, words]`` with any strides of pages and layers.
-        source_pages: page ids, at least one.
-        target: of the same words and layers, on the same device.
-        target_pages: as many page ids, each once.
     """
-    _, layers, words = source.shape
-    grid = (len(source_pages), layers, triton.cdiv(words, BLOCK_WORDS))
-    with torch.cuda.device_of(source):  # type: ignore[no-untyped-call]
-        _copy_pieces[grid](
-            source,
-            torch.from_numpy(source_pages).to(source.device),
-            source.stride(0),
-            source.stride(1),
-            target,
-            torch.from_numpy(target_pages).to(target.device),
-            target.stride(0),
-            target.stride(1),
-            words,
-            block_words=BLOCK_WORDS,
-        )
+
+    def __init__(
+        self, device: torch.device, source_pages: Int64Array, target_pages: Int64Array
+    ) -> None:
+        self._source_pages = torch.from_numpy(source_pages).to(device)
+        self._target_pages = torch.from_numpy(target_pages).to(device)
+
+    def copy(self, source: torch.Tensor, target: torch.Tensor, layers: slice = slice(None)) -> None:
+        """Copy all pairs at once between ``[pages, layers, words]`` of any page, layer strides."""
+        source, target = source[:, layers], target[:, layers]
+        _, num_layers, words = source.shape
+        grid = (len(self._source_pages), num_layers, triton.cdiv(words, BLOCK_WORDS))
+        if 0 in grid:
+            return
+        with torch.cuda.device_of(source):  # type: ignore[no-untyped-call]
+            _copy_pieces[grid](
+                source,
+                self._source_pages,
+                source.stride(0),
+                source.stride(1),
+                target,
+                self._target_pages,
+                target.stride(0),
+                target.stride(1),
+                words,
+                block_words=BLOCK_WORDS,
+            )
 
 
 @triton.jit  # type: ignore[untyped-decorator]

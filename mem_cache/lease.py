@@ -85,9 +85,9 @@ class Lease:
     ) -> None:
         self.holder = holder
         self.row = row
+        """-1 once it is released."""
         self.page_size = page_size
         self.namespace = namespace
-        """-1 once it is released."""
         self._rows = rows
         self._prefix_lock: PrefixLock | None = None
         self._set_aside: list[Pages] = [NO_PAGES for _ in rows.page_tables]

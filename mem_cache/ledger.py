@@ -151,7 +151,7 @@ class Ledger:
             promises = self._promises(promised_tokens, lock, spared)
         if promises is None:
             return None
-        lease = books.enter(holder, namespace, promised_tokens, promises, lock)
+        lease = books.enter_lease(holder, namespace, promised_tokens, promises, lock)
         counts = books.cache_counts
         counts.lookups += len(token_ids) > 0
         counts.hits += lease.cache_protected_len > 0
@@ -330,7 +330,7 @@ class Ledger:
         To quarantine if anything is `pending`, else to free.
         """
         lease.move_to(LeaseState.RELEASED)
-        self._books.leave(lease, lease.pending(pending))
+        self._books.leave_lease(lease, lease.pending(pending))
 
     def reclaim(self) -> int:
         """Free what the quarantine's fences no longer protect; returns the pages freed.

@@ -90,7 +90,7 @@ def _child(
     lock = parent._prefix_lock
     if lock is not None:
         books.index.lock_again(lock)
-    return books.enter(holder, parent.namespace, promised_tokens, promises, lock)
+    return books.enter_lease(holder, parent.namespace, promised_tokens, promises, lock)
 
 
 def _give(

@@ -145,6 +145,11 @@ class PrefillRole:
         failed = End(EndReason.FAILED, error=f"the forward failed: {error}")
         self._leave(request, HandOverEnd.FAILED, failed)
 
+    def give_back(self) -> None:
+        """See `Role`: prompts that have not begun. The others finish, hand-over included."""
+        for request in list(self._waiting):
+            self._leave(request, HandOverEnd.ABORTED, End(EndReason.RETRACTED))
+
     def load(self) -> Load:
         """See `Role`."""
         return Load(

@@ -22,8 +22,11 @@ _COMPLETING = {EndReason.STOP, EndReason.LENGTH}
 class Keeper(Protocol):
     """Whoever made an attempt, and makes others where it ends early."""
 
-    def retracted(self, choice: int, detail: str) -> None:
-        """The choice gave its memory to others; it is no part of the attempt any more."""
+    def retracted(self, choices: Set[int], detail: str) -> None:
+        """These gave way to others, or a worker drains; they are no part of the attempt any more.
+
+        There is one at least.
+        """
         ...
 
     def failed(self, choices: Set[int], error: Unavailable, suspects: Set[str]) -> None:
@@ -51,6 +54,7 @@ class Attempt:
     prefill    handed over the decode side goes on
     decode     retracted   another attempt is to go on, once prefill
                            has had its word: its first token is kept
+    prefill    retracted   another attempt is to go on, for every choice
     decode     aborted     prefill has the say: it may have completed
                            the choice and ended the hand-over, and
                            its word is still on the way
@@ -58,8 +62,10 @@ class Attempt:
                failed
     ========== =========== ==========================================
 
-    An aggregated worker is a decode worker whose prefill has had its word. A
-    request that has its outcome ignores the rest.
+    An aggregated worker is a decode worker whose prefill has had its word. If a
+    worker drains, it retracts what another attempt may complete, whoever was
+    the first to say that this one is over. A request that has its outcome
+    ignores the rest.
     """
 
     def __init__(
@@ -129,19 +135,30 @@ class Attempt:
     def _take_end(self, role: WorkerRole, choice: int, end: WorkerEnd) -> None:
         if role is WorkerRole.PREFILL:
             self._awaits_prefill.discard(choice)
+            if end.reason in (EndReason.ABORTED, EndReason.RETRACTED, EndReason.FAILED):
+                self._fail_by(role, end)
+                return
+        elif end.reason is EndReason.FAILED:
+            self._fail_by(role, end)
+            return
         elif end.reason in (EndReason.ABORTED, EndReason.RETRACTED):
             self._decode_gave_up[choice] = end
         gave_up = self._decode_gave_up.get(choice)
-        if end.reason is EndReason.FAILED or (
-            end.reason is EndReason.ABORTED and role is WorkerRole.PREFILL
-        ):
-            self._fail_by(role, end)
-        elif gave_up is not None and choice not in self._awaits_prefill:
-            if gave_up.reason is EndReason.RETRACTED:
-                self._leave(choice)
-                self._keeper.retracted(choice, self._say(WorkerRole.DECODE, gave_up))
-            else:
-                self._fail_by(WorkerRole.DECODE, gave_up)
+        if gave_up is None:
+            return
+        if choice in self._awaits_prefill:
+            self._hurry_prefill(gave_up)
+        elif gave_up.reason is EndReason.RETRACTED:
+            self._leave(choice)
+            self._keeper.retracted({choice}, self._say(WorkerRole.DECODE, gave_up))
+        else:
+            self._fail_by(WorkerRole.DECODE, gave_up)
+
+    def _hurry_prefill(self, gave_up: WorkerEnd) -> None:
+        """A decode worker that drains may never take the prompt over: nothing else would end it."""
+        prefill, decode = self._placement.prefill, self._placement.decode
+        if prefill is not None and decode.draining and gave_up.reason is EndReason.RETRACTED:
+            prefill.give_up(self._submission.request_id, self._submission.attempt)
 
     def _leave(self, choice: int) -> None:
         """The choice is no part of the attempt any more; without any, neither are the workers."""
@@ -151,17 +168,33 @@ class Attempt:
 
     def _fail_by(self, role: WorkerRole, end: WorkerEnd) -> None:
         text = self._say(role, end)
-        if end.retryable or end.reason is EndReason.ABORTED:
+        if end.reason is EndReason.RETRACTED:
+            self._retract(text)
+        elif end.retryable or end.reason is EndReason.ABORTED:
             suspects = {link.endpoint.incarnation for link in self._placement.links}
             self._fail(Unavailable(text), suspects)
         else:
             self._live.fail(InternalFailure(text))
 
     def _fail(self, error: Unavailable, suspects: Set[str]) -> None:
+        """Over for every choice; nobody is to blame if a worker is leaving."""
+        if any(link.draining for link in self._placement.links):
+            self._retract(str(error))
+            return
+        choices = self._end_all()
+        if choices:
+            self._keeper.failed(choices, error, suspects)
+
+    def _retract(self, detail: str) -> None:
+        choices = self._end_all()
+        if choices:
+            self._keeper.retracted(choices, detail)
+
+    def _end_all(self) -> frozenset[int]:
+        """Give up all that is open; the choices that another attempt is to go on with."""
         choices = frozenset(self._open)
         self.release()
-        if choices and self._live.outcome is None:
-            self._keeper.failed(choices, error, suspects)
+        return choices if self._live.outcome is None else frozenset()
 
     def _say(self, role: WorkerRole, end: WorkerEnd) -> str:
         prefill = self._placement.prefill

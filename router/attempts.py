@@ -29,7 +29,8 @@ class Attempts:
     An attempt can end early for a choice:
 
     ========= ==================================================================
-    retracted its memory went to others; that costs the request nothing
+    retracted its memory went to others, or its worker drains; that costs the
+              request nothing
     failed    a worker was lost, or failed in a way that another may not; when
               this is a choice's `max_attempts`-th, the request is unavailable
     ========= ==================================================================
@@ -63,6 +64,11 @@ class Attempts:
         """The first attempt, at all choices."""
         self._submit(range(self._live.request.sampling.n), placement)
 
+    def start_later(self) -> None:
+        """The same, once there are workers for it."""
+        choices = range(self._live.request.sampling.n)
+        self._submit_later(choices, "every worker that could take the request drains", pause=0.0)
+
     def release(self) -> None:
         """See `Release`."""
         for task in self._resuming:
@@ -70,9 +76,9 @@ class Attempts:
         for attempt in self._running:
             attempt.release()
 
-    def retracted(self, choice: int, detail: str) -> None:
+    def retracted(self, choices: Set[int], detail: str) -> None:
         """See `Keeper`."""
-        unfinished = self._interrupt({choice})
+        unfinished = self._interrupt(choices)
         self._resume(unfinished, "retracted", detail, pause=0.0)
 
     def failed(self, choices: Set[int], error: Unavailable, suspects: Set[str]) -> None:
@@ -99,9 +105,12 @@ class Attempts:
     def _resume(self, choices: Set[int], reason: str, detail: str, pause: float) -> None:
         for run in self._runs(choices):
             self._metrics.resubmitted(reason)
-            task = asyncio.create_task(self._resubmit(run, detail, pause))
-            self._resuming.add(task)
-            task.add_done_callback(self._resuming.discard)
+            self._submit_later(run, detail, pause)
+
+    def _submit_later(self, choices: range, detail: str, pause: float) -> None:
+        task = asyncio.create_task(self._resubmit(choices, detail, pause))
+        self._resuming.add(task)
+        task.add_done_callback(self._resuming.discard)
 
     def _runs(self, choices: Set[int]) -> list[range]:
         """These as they are submitted: neighbours together, but only while nothing has come."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from kvrelay.net.tls import TlsFiles
+
 
 @dataclass(frozen=True, slots=True)
 class RouterConfig:
@@ -34,3 +36,9 @@ class RouterConfig:
     """How long such a request waits for a worker to go on with."""
     shutdown_grace_seconds: float = 5.0
     """How long `stop` lets live requests go on before it ends them."""
+    worker_tls: TlsFiles | None = None
+    """Shown to workers, who must show one of the same authority; None: plain text."""
+    front_tls: TlsFiles | None = None
+    """Shown to clients, who show none; None: plain text."""
+    auth_token_file: Path | None = None
+    """The tokens, one a line, of which a client must bring one; None: everybody may come."""

@@ -38,6 +38,9 @@ class WorkerEndpoint:
     vocab_size: int
     architecture: str
     eos_token_ids: tuple[int, ...]
+    draining: bool = False
+    """It is to get no more requests; those that nobody else can take wait for its successor.
+    It is listed, alive or not, until that one is there."""
 
 
 class Discovery(Protocol):

@@ -9,10 +9,14 @@
     ├── Overloaded             RESOURCE_EXHAUSTED, says when to come again
     ├── Unavailable            UNAVAILABLE: another try could succeed
     └── InternalFailure        INTERNAL: another try would fail the same way
+    AdminError                 an operator's call is refused
+    ├── UnknownWorker          NOT_FOUND, lists those that there are
+    └── CannotDrain            FAILED_PRECONDITION, says why
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import ClassVar
 
 
@@ -66,3 +70,19 @@ class InternalFailure(RequestError):  # noqa: N818
     """A worker failed the request and another attempt would fail too."""
 
     outcome = "internal"
+
+
+class AdminError(Exception):
+    """An operator's call cannot be carried out."""
+
+
+class UnknownWorker(AdminError):  # noqa: N818
+    """There is no worker of this name."""
+
+    def __init__(self, worker: str, names: Iterable[str]) -> None:
+        known = ", ".join(sorted(names)) or "none"
+        super().__init__(f"worker: there is no {worker!r}; the workers are: {known}")
+
+
+class CannotDrain(AdminError):  # noqa: N818
+    """The worker cannot be drained now."""

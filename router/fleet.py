@@ -47,6 +47,7 @@ class Fleet:
         self._links: dict[str, WorkerLink] = {}  # by incarnation, as are the tasks
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._closing: set[asyncio.Task[None]] = set()
+        self._successors: set[str] = set()  # incarnations that came for ones that drained
         self.news = News()
         """Announced when the list, or some link's readiness, has changed."""
 
@@ -63,8 +64,17 @@ class Fleet:
     @property
     def ready(self) -> bool:
         """A prefill and a decode worker, or an aggregated one, can take requests."""
-        roles = {link.endpoint.role for link in self._links.values() if link.ready}
+        roles = {link.endpoint.role for link in self._links.values() if _takes_requests(link)}
         return roles >= {WorkerRole.PREFILL, WorkerRole.DECODE} or WorkerRole.AGGREGATED in roles
+
+    @property
+    def awaits_successors(self) -> bool:
+        """Some worker leaves, and another one is to take its place, or is about to be reached."""
+        links = self._links.items()
+        return any(
+            link.endpoint.draining or (incarnation in self._successors and not link.met)
+            for incarnation, link in links
+        )
 
     def limits(self) -> Limits:
         """What the listed workers can take; raises `Unavailable` if a role is missing."""
@@ -109,12 +119,18 @@ class Fleet:
             await asyncio.gather(*self._closing, return_exceptions=True)
 
     def _follow(self, listed: dict[str, WorkerEndpoint]) -> None:
+        drained = {endpoint.worker for endpoint in self.endpoints if endpoint.draining}
         for incarnation in self._links.keys() - listed.keys():
+            self._successors.discard(incarnation)
             del self._links[incarnation]
             self._close(self._tasks.pop(incarnation))
+        for incarnation in listed.keys() & self._links.keys():
+            self._links[incarnation].endpoint = listed[incarnation]
         for incarnation in listed.keys() - self._links.keys():
             link = self._make_link(listed[incarnation], self.news.announce)
             self._links[incarnation] = link
+            if link.endpoint.worker in drained:
+                self._successors.add(incarnation)
             self._tasks[incarnation] = asyncio.create_task(link.run(), name=link.endpoint.worker)
         self.news.announce()
 
@@ -127,5 +143,9 @@ class Fleet:
         return {
             link.candidate(suspect=incarnation in suspects): link
             for incarnation, link in self._links.items()
-            if link.endpoint.role is role and link.ready
+            if link.endpoint.role is role and _takes_requests(link)
         }
+
+
+def _takes_requests(link: WorkerLink) -> bool:
+    return link.ready and not link.draining

@@ -12,7 +12,7 @@ from kvrelay.router.attempts import Attempts
 from kvrelay.router.choice import Choice, StopRules
 from kvrelay.router.config import RouterConfig
 from kvrelay.router.errors import AlreadyExists, Overloaded, Unavailable
-from kvrelay.router.fleet import Fleet
+from kvrelay.router.fleet import Fleet, Placement
 from kvrelay.router.generation import GenerationRequest
 from kvrelay.router.live_request import LiveRequest
 from kvrelay.router.metrics import RouterMetrics, Stopwatch
@@ -86,14 +86,26 @@ class LiveRequests:
             raise Unavailable("the router is stopping")
         if len(self._live) >= self._config.max_live_requests:
             raise Overloaded(len(self._live), self._config.retry_after_ms)
-        placement = self._fleet.place(len(request.input_ids), request.total_tokens)
-        choices = self._choices(request, placement.decode.endpoint.eos_token_ids)
+        placement = self._place(request)
+        choices = self._choices(request, self._fleet.endpoints[0].eos_token_ids)
         live = LiveRequest(request, choices, stopwatch, self._forget)
         attempts = Attempts(live, self._fleet, self._config, self._metrics, self._numbers)
         self._live[request.request_id] = live
         live.assign(attempts)
-        attempts.start(placement)
+        if placement is None:
+            attempts.start_later()
+        else:
+            attempts.start(placement)
         return live
+
+    def _place(self, request: GenerationRequest) -> Placement | None:
+        """Workers for its first attempt; None: it has to wait for one that is being replaced."""
+        try:
+            return self._fleet.place(len(request.input_ids), request.total_tokens)
+        except Unavailable:
+            if self._fleet.awaits_successors:
+                return None
+            raise
 
     def _choices(self, request: GenerationRequest, eos_token_ids: Sequence[int]) -> list[Choice]:
         sampling = request.sampling

@@ -37,6 +37,8 @@ class WorkerLoad:
     """That running requests are expected to add."""
     step_seconds: float = 0.0
     """A moving mean of a forward's; zero before the first."""
+    draining: bool = False
+    """It takes no more requests."""
 
     @property
     def room_tokens(self) -> int:

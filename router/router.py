@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import uuid
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,9 @@ from grpc_reflection.v1alpha import reflection
 from prometheus_client import start_http_server
 from tokenizers import Tokenizer
 
+from kvrelay.net.ends import bind, front_server, worker_credentials
+from kvrelay.router.admin import Administrator, AdminService
+from kvrelay.router.auth import BearerTokens, read_tokens
 from kvrelay.router.config import RouterConfig
 from kvrelay.router.discovery import Discovery, WorkerEndpoint
 from kvrelay.router.errors import StartError
@@ -24,9 +27,10 @@ from kvrelay.router.metrics import RouterMetrics
 from kvrelay.router.service import InferenceService
 from kvrelay.router.worker_link import WorkerLink
 from kvrelay.text.tokenizer import TokenizerError, load_tokenizer
-from kvrelay.v1 import inference_pb2, inference_pb2_grpc
+from kvrelay.v1 import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc
 
 _SERVICE = inference_pb2.DESCRIPTOR.services_by_name["InferenceService"].full_name
+_ADMIN = admin_pb2.DESCRIPTOR.services_by_name["AdminService"].full_name
 _STATUS_SECONDS = 2.0  # for the last statuses to reach their clients
 
 
@@ -34,15 +38,28 @@ class Router:
     """Takes requests by gRPC and has them served by the workers that discovery lists.
 
     `start` and `stop` once each, on one event loop. Routers share nothing.
+
+    Args:
+        config: what to be.
+        discovery: says which workers there are.
+        administrator: carries out what operators ask for; None: nobody does.
     """
 
-    def __init__(self, config: RouterConfig, discovery: Discovery) -> None:
+    def __init__(
+        self,
+        config: RouterConfig,
+        discovery: Discovery,
+        administrator: Administrator | None = None,
+    ) -> None:
         self._config = config
+        self._administrator = administrator
         self._id = uuid.uuid4().hex
         self._metrics = RouterMetrics(config.model_name)
         self._fleet = Fleet(discovery, self._make_link)
         self._health = health.aio.HealthServicer()
         self._undo = contextlib.AsyncExitStack()
+        self._worker_credentials: grpc.ChannelCredentials | None = None
+        self._guards: Sequence[BearerTokens] = ()
         self.grpc_address = config.grpc_address
         """Where clients come in; with the real port once started."""
         self.metrics_address = config.metrics_address
@@ -54,6 +71,7 @@ class Router:
         Raises:
             StartError: one line that says what is in the way.
         """
+        self._read_locks()
         async with contextlib.AsyncExitStack() as undo:
             tokenizer = await asyncio.to_thread(_load_tokenizer, self._config.model_path)
             live = LiveRequests(self._config, self._fleet, tokenizer, self._metrics)
@@ -76,30 +94,38 @@ class Router:
         """Ends in order: no new requests, live ones finish or fail, then everything closes."""
         await self._undo.aclose()
 
+    def _read_locks(self) -> None:
+        """What workers are shown, and what clients must bring."""
+        path = self._config.auth_token_file
+        try:
+            self._worker_credentials = worker_credentials(self._config.worker_tls)
+            self._guards = [] if path is None else [BearerTokens(read_tokens(path))]
+        except OSError as error:
+            raise StartError(f"TLS: {error}") from error
+        except ValueError as error:
+            raise StartError(f"tokens: {error}") from error
+
     async def _serve_clients(
         self, undo: contextlib.AsyncExitStack, live: LiveRequests, tokenizer: Tokenizer
     ) -> None:
         # Twice the limit reaches the validator, whose refusal names the field.
         # Beyond that gRPC itself refuses, with RESOURCE_EXHAUSTED.
         bytes_taken = 2 * self._config.max_message_bytes
-        server = grpc.aio.server(
-            options=[
-                ("grpc.max_receive_message_length", bytes_taken),
-                ("grpc.max_send_message_length", bytes_taken),
-                ("grpc.so_reuseport", 0),  # else a second router shares the port in silence
-            ]
-        )
+        server = front_server(bytes_taken, self._guards)
         service = InferenceService(self._config, self._fleet, live, tokenizer, self._metrics)
         inference_pb2_grpc.add_InferenceServiceServicer_to_server(service, server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
-        reflection.enable_server_reflection(
-            (_SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), server
-        )
+        shown = [_SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME]
+        if self._administrator is not None:
+            admin = AdminService(self._administrator, self._fleet)
+            admin_pb2_grpc.add_AdminServiceServicer_to_server(admin, server)
+            shown.append(_ADMIN)
+        reflection.enable_server_reflection(shown, server)
         host, _ = _host_and_port(self._config.grpc_address)
         try:
-            port = server.add_insecure_port(self._config.grpc_address)
-        except RuntimeError as error:
-            raise _in_use("gRPC", self._config.grpc_address) from error
+            port = bind(server, self._config.grpc_address, self._config.front_tls)
+        except OSError as error:
+            raise StartError(f"gRPC: {error}") from error
         await server.start()
         undo.push_async_callback(server.stop, _STATUS_SECONDS)
         self.grpc_address = f"{host}:{port}"
@@ -111,7 +137,8 @@ class Router:
                 port, host.strip("[]"), registry=self._metrics.registry
             )
         except OSError as error:
-            raise _in_use("metrics", self._config.metrics_address) from error
+            address = self._config.metrics_address
+            raise StartError(f"metrics: cannot listen on {address}: is the port in use?") from error
         undo.push_async_callback(asyncio.to_thread, thread.join)
         undo.callback(server.server_close)
         undo.push_async_callback(asyncio.to_thread, server.shutdown)
@@ -133,6 +160,7 @@ class Router:
         return WorkerLink(
             endpoint,
             router_id=self._id,
+            credentials=self._worker_credentials,
             # A submission is a client's message with every default filled in.
             max_message_bytes=4 * self._config.max_message_bytes,
             on_change=on_change,
@@ -163,7 +191,3 @@ def _host_and_port(address: str) -> tuple[str, int]:
     if not host or not port.isdecimal():
         raise StartError(f"{address!r} is not an address: host:port")
     return host, int(port)
-
-
-def _in_use(what: str, address: str) -> StartError:
-    return StartError(f"{what}: cannot listen on {address}: is the port in use?")

@@ -1,68 +1,26 @@
-"""The public gRPC service. Statuses are chosen here and nowhere else."""
+"""The public gRPC service."""
 
 from __future__ import annotations
 
 import asyncio
-import functools
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from importlib.metadata import version
-from typing import TypeVar
 
 import grpc
 from tokenizers import Tokenizer
 
 from kvrelay.router import wire
 from kvrelay.router.config import RouterConfig
-from kvrelay.router.errors import (
-    AlreadyExists,
-    InternalFailure,
-    InvalidField,
-    Overloaded,
-    RequestError,
-    Unavailable,
-)
+from kvrelay.router.errors import RequestError
 from kvrelay.router.fleet import Fleet
 from kvrelay.router.live_request import LiveRequest
 from kvrelay.router.live_requests import LiveRequests
 from kvrelay.router.metrics import RouterMetrics
+from kvrelay.router.status import with_status
 from kvrelay.router.validation import Validator, check_token_ids
 from kvrelay.v1 import inference_pb2 as pb
 from kvrelay.v1 import inference_pb2_grpc
-
-_STATUS = {
-    InvalidField: grpc.StatusCode.INVALID_ARGUMENT,
-    AlreadyExists: grpc.StatusCode.ALREADY_EXISTS,
-    Overloaded: grpc.StatusCode.RESOURCE_EXHAUSTED,
-    Unavailable: grpc.StatusCode.UNAVAILABLE,
-    InternalFailure: grpc.StatusCode.INTERNAL,
-}
-
-MessageT = TypeVar("MessageT")
-ResponseT = TypeVar("ResponseT")
-Handler = Callable[["InferenceService", MessageT, grpc.aio.ServicerContext], Awaitable[ResponseT]]
-
-
-def _with_status(handler: Handler[MessageT, ResponseT]) -> Handler[MessageT, ResponseT]:
-    """Ends the call with the status that belongs to the `RequestError` it raises."""
-
-    @functools.wraps(handler)
-    async def call(
-        service: InferenceService, message: MessageT, context: grpc.aio.ServicerContext
-    ) -> ResponseT:
-        try:
-            return await handler(service, message, context)
-        except RequestError as error:
-            await context.abort(_STATUS[type(error)], str(error), _trailers(error))
-            raise  # not reached: abort raises
-
-    return call
-
-
-def _trailers(error: RequestError) -> tuple[tuple[str, str], ...]:
-    if isinstance(error, Overloaded):
-        return (("retry-after-ms", str(error.retry_after_ms)),)
-    return ()
 
 
 class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
@@ -89,7 +47,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
             max_message_bytes=config.max_message_bytes,
         )
 
-    @_with_status
+    @with_status
     async def Generate(  # noqa: N802
         self, message: pb.GenerateRequest, context: grpc.aio.ServicerContext
     ) -> None:
@@ -115,7 +73,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         input_ids = await asyncio.to_thread(self._encode, message.text, add_special_tokens=add)
         return pb.TokenizeResponse(input_ids=input_ids)
 
-    @_with_status
+    @with_status
     async def Detokenize(  # noqa: N802
         self, message: pb.DetokenizeRequest, context: grpc.aio.ServicerContext
     ) -> pb.DetokenizeResponse:
@@ -127,7 +85,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         )
         return pb.DetokenizeResponse(text=text)
 
-    @_with_status
+    @with_status
     async def GetModelInfo(  # noqa: N802
         self, message: pb.GetModelInfoRequest, context: grpc.aio.ServicerContext
     ) -> pb.GetModelInfoResponse:
@@ -178,5 +136,8 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
     def _workers(self) -> list[pb.WorkerStatus]:
         links = sorted(self._fleet.links, key=lambda link: link.endpoint.worker)
         return [
-            wire.worker_status(link.endpoint, ready=link.ready, load=link.load) for link in links
+            wire.worker_status(
+                link.endpoint, ready=link.ready, draining=link.draining, load=link.load
+            )
+            for link in links
         ]

@@ -225,6 +225,8 @@ def _tightest(limits: Limits) -> tuple[int, str]:
     return min(
         (limits.max_model_len, "the model's max_model_len"),
         (limits.decode_pool_tokens, "the largest pool for outputs"),
+        # Prompt and output, too, if the request is resumed: its output is computed again there.
+        (limits.prefill_pool_tokens, "the largest pool for prompts"),
     )
 
 

@@ -134,6 +134,7 @@ def read_load(message: inference_pb2.WorkerLoad) -> WorkerLoad:
         pools=tuple(_read_pool(pool) for pool in message.pools),
         growth_tokens=message.growth_tokens,
         step_seconds=message.step_seconds,
+        draining=message.draining,
     )
 
 
@@ -187,7 +188,7 @@ def event_response(request_id: str, event: Event) -> inference_pb2.GenerateRespo
 
 
 def worker_status(
-    endpoint: WorkerEndpoint, *, ready: bool, load: WorkerLoad
+    endpoint: WorkerEndpoint, *, ready: bool, draining: bool, load: WorkerLoad
 ) -> inference_pb2.WorkerStatus:
     """A worker as GetServerInfo and GetLoads show it."""
     return inference_pb2.WorkerStatus(
@@ -197,6 +198,7 @@ def worker_status(
         address=endpoint.address,
         metrics_address=endpoint.metrics_address,
         ready=ready,
+        draining=draining,
         load=inference_pb2.WorkerLoad(
             waiting_requests=load.waiting_requests,
             running_requests=load.running_requests,
@@ -204,6 +206,7 @@ def worker_status(
             pools=[_pool_message(pool) for pool in load.pools],
             growth_tokens=load.growth_tokens,
             step_seconds=load.step_seconds,
+            draining=load.draining,
         ),
     )
 

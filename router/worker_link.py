@@ -10,6 +10,7 @@ from typing import Protocol
 
 import grpc
 
+from kvrelay.net.ends import worker_channel
 from kvrelay.router import wire
 from kvrelay.router.discovery import WorkerEndpoint, WorkerRole
 from kvrelay.router.generation import Submission
@@ -22,12 +23,6 @@ _log = logging.getLogger(__name__)
 
 _FIRST_RETRY_SECONDS = 0.1
 _LONGEST_RETRY_SECONDS = 5.0
-
-# A gRPC server closes connections that ping more often than every 5 minutes,
-# unless told otherwise. Dead processes are noticed by their closed socket, dead
-# hosts earlier by discovery; this is for a connection that died unseen.
-_KEEPALIVE_MS = 330_000
-_KEEPALIVE_TIMEOUT_MS = 20_000
 
 
 class Listener(Protocol):
@@ -65,8 +60,9 @@ class WorkerLink:
     Args:
         endpoint: the incarnation meant; another one at its address refuses.
         router_id: names this router to the worker.
+        credentials: for the worker; None: plain text.
         max_message_bytes: of one message, each way.
-        on_change: called when `ready` has changed.
+        on_change: called when `ready` or `draining` has changed.
         on_stale: called for each output with tokens of no attempt known here.
     """
 
@@ -75,14 +71,19 @@ class WorkerLink:
         endpoint: WorkerEndpoint,
         *,
         router_id: str,
+        credentials: grpc.ChannelCredentials | None,
         max_message_bytes: int,
         on_change: Callable[[], None],
         on_stale: Callable[[], None],
     ) -> None:
         self.endpoint = endpoint
         self.ready = False
+        self.met = False
+        """It has been ready, be it for a moment."""
         self.load = WorkerLoad()
+        self._drains = False
         self._router_id = router_id
+        self._credentials = credentials
         self._max_message_bytes = max_message_bytes
         self._on_change = on_change
         self._on_stale = on_stale
@@ -90,6 +91,11 @@ class WorkerLink:
         self._commands: asyncio.Queue[worker_pb2.AttachRequest | None] = asyncio.Queue()
         # Sent since the last load came: whether that load knew of them is open.
         self._tokens_since_load = 0
+
+    @property
+    def draining(self) -> bool:
+        """It, or whoever lists it, has said that it takes no more requests: that is for good."""
+        return self._drains or self.endpoint.draining
 
     def submit(
         self,
@@ -111,6 +117,11 @@ class WorkerLink:
         Its listener hears no more of it.
         """
         if self._submitted.pop((request_id, attempt), None) is not None:
+            self._commands.put_nowait(wire.cancel_command(request_id, attempt))
+
+    def give_up(self, request_id: str, attempt: int) -> None:
+        """As `cancel`, but its listener still hears how the attempt ends there."""
+        if (request_id, attempt) in self._submitted:
             self._commands.put_nowait(wire.cancel_command(request_id, attempt))
 
     def candidate(self, *, suspect: bool = False) -> Candidate:
@@ -146,7 +157,7 @@ class WorkerLink:
         detail = "was detached"
         # A channel of its own for each stream: a channel's own pauses between
         # connection attempts would add to ours.
-        async with grpc.aio.insecure_channel(self.endpoint.address, self._options()) as channel:
+        async with self._open_channel() as channel:
             call = worker_pb2_grpc.WorkerServiceStub(channel).Attach(_until_none(self._commands))
             try:
                 async for response in call:
@@ -166,10 +177,16 @@ class WorkerLink:
         _log.log(level, "%s (%s): %s", self.endpoint.worker, self.endpoint.incarnation, detail)
         return was_ready
 
+    def _open_channel(self) -> grpc.aio.Channel:
+        return worker_channel(self.endpoint.address, self._credentials, self._max_message_bytes)
+
     def _receive(self, response: worker_pb2.AttachResponse) -> None:
         if response.HasField("load"):
             self.load = wire.read_load(response.load)
             self._tokens_since_load = 0
+            if self.load.draining and not self._drains:
+                self._drains = True
+                self._on_change()
         if not self.ready:
             self._set_ready(True)
         for message in response.outputs:
@@ -199,18 +216,8 @@ class WorkerLink:
 
     def _set_ready(self, ready: bool) -> None:
         self.ready = ready
+        self.met = self.met or ready
         self._on_change()
-
-    def _options(self) -> list[tuple[str, int]]:
-        return [
-            ("grpc.max_receive_message_length", self._max_message_bytes),
-            ("grpc.max_send_message_length", self._max_message_bytes),
-            ("grpc.enable_http_proxy", 0),  # a worker is never behind the user's web proxy
-            ("grpc.keepalive_time_ms", _KEEPALIVE_MS),
-            ("grpc.keepalive_timeout_ms", _KEEPALIVE_TIMEOUT_MS),
-            # Else a channel to the same address may share a dying connection.
-            ("grpc.use_local_subchannel_pool", 1),
-        ]
 
 
 async def _until_none(

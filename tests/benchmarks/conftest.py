@@ -27,6 +27,7 @@ class ScriptedService(rpc.InferenceServiceServicer):
     pause_s: float = 0.0
     faults: dict[int, str] = field(default_factory=dict)
     requests: list[pb.GenerateRequest] = field(default_factory=list)
+    authorizations: list[object] = field(default_factory=list)
     running: int = 0
     most_running: int = 0
     busy: asyncio.Event = field(default_factory=asyncio.Event)
@@ -36,6 +37,7 @@ class ScriptedService(rpc.InferenceServiceServicer):
     async def GetModelInfo(  # noqa: N802
         self, request: pb.GetModelInfoRequest, context: grpc.aio.ServicerContext
     ) -> pb.GetModelInfoResponse:
+        self._take_authorization(context)
         return pb.GetModelInfoResponse(
             model="scripted", vocab_size=VOCAB_SIZE, max_model_len=MAX_MODEL_LEN, dtype="none"
         )
@@ -43,6 +45,7 @@ class ScriptedService(rpc.InferenceServiceServicer):
     async def GetServerInfo(  # noqa: N802
         self, request: pb.GetServerInfoRequest, context: grpc.aio.ServicerContext
     ) -> pb.GetServerInfoResponse:
+        self._take_authorization(context)
         roles = (pb.WORKER_ROLE_PREFILL, pb.WORKER_ROLE_DECODE, pb.WORKER_ROLE_DECODE)
         return pb.GetServerInfoResponse(
             version="0", workers=[pb.WorkerStatus(role=role) for role in roles]
@@ -53,6 +56,7 @@ class ScriptedService(rpc.InferenceServiceServicer):
     ) -> AsyncIterator[pb.GenerateResponse]:
         fault = self.faults.get(len(self.requests), "")
         self.requests.append(request)
+        self._take_authorization(context)
         self.running += 1
         self.busy.set()
         self.idle.clear()
@@ -65,6 +69,9 @@ class ScriptedService(rpc.InferenceServiceServicer):
             if not self.running:
                 self.idle.set()
                 self.busy.clear()
+
+    def _take_authorization(self, context: grpc.aio.ServicerContext) -> None:
+        self.authorizations.append(dict(context.invocation_metadata()).get("authorization"))
 
     async def _stream(
         self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext, fault: str

@@ -19,6 +19,7 @@ from benchmarks.workload import (
     WorkloadError,
     fixed_workloads,
 )
+from kvrelay.deploy.client import Access
 
 ROOT = Path(__file__).resolve().parents[2]
 BOUNDS = Bounds(max_seconds=30, deadline_s=20, warmup=0)
@@ -225,6 +226,12 @@ def test_a_missing_matplotlib_is_named_before_anything_is_sent(monkeypatch):
     result = CliRunner().invoke(main, ["--plot", "x.png", "--target", "127.0.0.1:1"])
     assert result.exit_code == 1
     assert "pip install 'kvrelay[bench]'" in result.output
+
+
+async def test_every_call_brings_the_token(service):
+    [workload] = fixed_workloads([Shape(5, 3)], [ClosedLoop(1)], 2, seed=0)
+    await bench(service.address, [workload], BOUNDS, Slo(), Access(token="secret"))
+    assert service.authorizations == ["Bearer secret"] * 4  # what it is, twice, and two requests
 
 
 async def test_the_plot_is_drawn(service, tmp_path):

@@ -21,6 +21,7 @@ class ObedientWorker:
     def __init__(self, config: WorkerConfig) -> None:
         self._config = config
         self._folder = config.model_path
+        self._drains = asyncio.Event()
 
     async def start(self) -> WorkerInfo:
         match self._take("start"):
@@ -48,6 +49,18 @@ class ObedientWorker:
 
     async def stop(self) -> None:
         (self._folder / f"{self._config.name}.stopped").touch()
+
+    def drain(self) -> None:
+        self._drains.set()
+
+    async def draining(self) -> None:
+        await self._drains.wait()
+
+    async def drained(self) -> None:
+        """As one whose requests take as long as the test wants."""
+        await self._drains.wait()
+        while not self._take("leave"):
+            await asyncio.sleep(0.02)
 
     async def failed(self) -> str:
         while not self._take("fail"):
@@ -84,5 +97,5 @@ class ObedientHost(WorkerHost):
 
 
 def give_order(folder: Path, worker: str, order: str, *lines: str) -> None:
-    """`order` is ``born``, ``start``, ``fail``, ``told`` or ``beat``; each takes one line."""
+    """`order`: ``born``, ``start``, ``fail``, ``told``, ``beat``, ``leave``; each takes a line."""
     (folder / f"{worker}.{order}").write_text("\n".join(lines))

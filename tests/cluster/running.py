@@ -79,8 +79,9 @@ class RunningCluster:
                 await asyncio.sleep(0.02)
 
     async def metric(self, name: str, **labels: str) -> float:
-        """The sum of a metric's samples over all workers."""
+        """The sum of a metric's samples over the router and all workers."""
         addresses = [w.metrics_address for w in self.deployment.cluster.workers.values()]
+        addresses.append(self.deployment.router.metrics_address)
         pages = await asyncio.gather(*(asyncio.to_thread(_scrape, a) for a in addresses))
         return sum(
             sample.value
@@ -105,8 +106,16 @@ def _scrape(address: str) -> str:
 
 
 @asynccontextmanager
-async def running(path: Path, **options: Any) -> AsyncIterator[RunningCluster]:
-    """Run a cluster of `path`'s model on free ports, with every page audited at every step."""
+async def running(
+    path: Path, credentials: grpc.ChannelCredentials | None = None, **options: Any
+) -> AsyncIterator[RunningCluster]:
+    """Run a cluster of `path`'s model on free ports, with every page audited at every step.
+
+    Args:
+        path: of the checkpoint.
+        credentials: of the client; None: plain text.
+        options: of `kvrelay serve`.
+    """
     serve = ServeOptions(
         model=str(path), grpc=ANY_PORT, metrics=ANY_PORT, audit_pages=True, **options
     )
@@ -114,6 +123,12 @@ async def running(path: Path, **options: Any) -> AsyncIterator[RunningCluster]:
     model = Model(path.name, path, draft_path=Path(draft) if draft else None)
     async with (
         deployed(serve, model, Progress(io.StringIO())) as deployment,
-        grpc.aio.insecure_channel(deployment.router.grpc_address) as channel,
+        _channel(deployment.router.grpc_address, credentials) as channel,
     ):
         yield RunningCluster(deployment, inference_pb2_grpc.InferenceServiceStub(channel))
+
+
+def _channel(address: str, credentials: grpc.ChannelCredentials | None) -> grpc.aio.Channel:
+    if credentials is None:
+        return grpc.aio.insecure_channel(address)
+    return grpc.aio.secure_channel(address, credentials)

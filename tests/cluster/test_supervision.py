@@ -7,6 +7,7 @@ import contextlib
 import os
 import signal
 from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -17,6 +18,8 @@ from kvrelay.deploy.errors import ClusterError
 from kvrelay.deploy.local_ray import ray as ray_module
 from kvrelay.deploy.worker_host import HOSTS
 from kvrelay.engine.config import Role, WorkerConfig, WorkerInfo
+from kvrelay.router.admin import DrainPhase
+from kvrelay.router.errors import CannotDrain, UnknownWorker
 from tests.cluster import obedient_worker
 from tests.cluster.obedient_worker import ObedientHost, give_order
 
@@ -45,7 +48,7 @@ def make_cluster(folder: Path) -> Cluster:
                 model_name="none",
                 metrics_port=9401 + number,
             )
-            for number, role in enumerate(Role)
+            for number, role in enumerate((Role.PREFILL, Role.DECODE))
         ],
         worker_timeout=TIMEOUT_SECONDS,
     )
@@ -109,7 +112,7 @@ async def test_a_first_start_that_fails_is_one_line_and_not_repeated(
 
 async def test_live_workers_are_discovered(cluster: Cluster):
     endpoints = cluster.discovery.endpoints()
-    assert [one.worker for one in endpoints] == ["decode-0", "prefill-0"]
+    assert [one.worker for one in endpoints] == ["aggregated-0", "decode-0", "prefill-0"]
     for endpoint in endpoints:
         assert endpoint.incarnation == cluster.workers[endpoint.worker].incarnation
 
@@ -210,6 +213,89 @@ async def test_a_process_that_takes_long_to_begin_is_not_killed_for_ever(
     await next_life(cluster, first)
     assert (orders / "decode-0.born").exists(), "every slow life was cut short"
     (orders / "decode-0.born").unlink()
+
+
+async def drained_by_signal(cluster: Cluster, worker: str) -> None:
+    os.kill(cluster.workers[worker].pid, signal.SIGTERM)
+
+
+async def drained_by_call(cluster: Cluster, worker: str) -> None:
+    steps = aiter(cluster.drain(worker, remove=False))
+    assert (await anext(steps)).phase is DrainPhase.DRAINING
+
+
+@pytest.mark.parametrize("drain", [drained_by_signal, drained_by_call])
+async def test_a_worker_that_drains_is_listed_until_its_successor_is_live(
+    cluster: Cluster, orders: Path, drain
+):
+    first = cluster.workers["decode-0"]
+    await drain(cluster, "decode-0")
+    await until(lambda: "decode-0" in draining(cluster))
+    assert cluster.workers["decode-0"] == first
+    listed = incarnations(cluster)
+    give_order(orders, "decode-0", "leave", "now")
+    while "decode-0" in cluster.workers:
+        assert incarnations(cluster) == listed
+        await cluster.discovery.changed()
+    assert "decode-0" in draining(cluster)
+    second = await next_life(cluster, first)
+    assert not draining(cluster)
+    assert incarnations(cluster) == listed - {first.incarnation} | {second.incarnation}
+    assert not psutil.pid_exists(first.pid)
+    assert (orders / "decode-0.stopped").exists()
+    await until(lambda: was_told(orders, "prefill-0", first))
+
+
+async def test_a_drain_tells_of_its_phases(cluster: Cluster, orders: Path):
+    first = cluster.workers["prefill-0"]
+    give_order(orders, "prefill-0", "leave", "now")
+    async with asyncio.timeout(SECONDS):
+        steps = [step async for step in cluster.drain("prefill-0", remove=False)]
+    assert [step.phase for step in steps] == list(DrainPhase)
+    second = cluster.workers["prefill-0"]
+    assert [step.incarnation for step in steps] == [first.incarnation] * 2 + [second.incarnation]
+
+
+async def test_what_cannot_be_drained_is_said(cluster: Cluster):
+    with pytest.raises(UnknownWorker) as unknown:
+        await anext(cluster.drain("decode-9", remove=False))
+    names = "aggregated-0, decode-0, prefill-0"
+    assert str(unknown.value) == f"worker: there is no 'decode-9'; the workers are: {names}"
+    with pytest.raises(CannotDrain, match=r"^remove: decode-0 is the last decode worker$"):
+        await anext(cluster.drain("decode-0", remove=True))
+
+
+async def test_a_second_sigterm_does_not_wait(cluster: Cluster):
+    first = cluster.workers["prefill-0"]
+    os.kill(first.pid, signal.SIGTERM)
+    await until(lambda: "prefill-0" in draining(cluster))
+    os.kill(first.pid, signal.SIGTERM)
+    await next_life(cluster, first)
+
+
+async def test_a_removed_worker_does_not_come_back(tmp_path: Path):
+    configs = make_cluster(tmp_path)._configs[:1]
+    configs += (replace(configs[0], name="prefill-1"),)
+    async with Cluster(configs, worker_timeout=TIMEOUT_SECONDS) as cluster:
+        removed = cluster.workers["prefill-0"]
+        give_order(tmp_path, "prefill-0", "leave", "now")
+        async with asyncio.timeout(SECONDS):
+            steps = [step async for step in cluster.drain("prefill-0", remove=True)]
+        assert [step.phase for step in steps] == [DrainPhase.DRAINING, DrainPhase.LEFT]
+        assert [one.worker for one in cluster.discovery.endpoints()] == ["prefill-1"]
+        assert heard(tmp_path, "prefill-1") == [removed.incarnation]
+        await asyncio.sleep(2)
+        assert list(cluster.workers) == ["prefill-1"]
+        with pytest.raises(UnknownWorker, match=r"the workers are: prefill-1$"):
+            await anext(cluster.drain("prefill-0", remove=False))
+
+
+def draining(cluster: Cluster) -> set[str]:
+    return {one.worker for one in cluster.discovery.endpoints() if one.draining}
+
+
+def incarnations(cluster: Cluster) -> set[str]:
+    return {one.incarnation for one in cluster.discovery.endpoints()}
 
 
 async def test_stopping_is_in_good_order_and_ends_every_process(tmp_path: Path):

@@ -38,9 +38,12 @@ class ScriptedService(rpc.InferenceServiceServicer):
         self.requests: list[pb.GenerateRequest] = []
         self.cancelled = threading.Event()
         self.workers: list[pb.WorkerStatus] = []
+        self.authorizations: list[str | bytes | None] = []
+        """Of each call, what it brought."""
 
     def Generate(self, request, context):  # noqa: N802 (gRPC's name)
         self.requests.append(request)
+        self._take_authorization(context)
         context.add_callback(self.cancelled.set)
         for event in self.events:
             kind = "delta" if isinstance(event, pb.GenerateDelta) else "complete"
@@ -51,20 +54,30 @@ class ScriptedService(rpc.InferenceServiceServicer):
             context.abort(*self.failure)
 
     def GetModelInfo(self, request, context):  # noqa: N802 (gRPC's name)
+        self._take_authorization(context)
         return pb.GetModelInfoResponse(model="tiny")
 
     def GetServerInfo(self, request, context):  # noqa: N802 (gRPC's name)
+        self._take_authorization(context)
         return pb.GetServerInfoResponse(
             version="0.1.0", uptime_seconds=12.5, live_requests=3, workers=self.workers
         )
 
+    def _take_authorization(self, context):
+        self.authorizations.append(dict(context.invocation_metadata()).get("authorization"))
+
 
 @contextmanager
-def serving(service: ScriptedService) -> Iterator[str]:
+def serving(
+    service: ScriptedService, credentials: grpc.ServerCredentials | None = None
+) -> Iterator[str]:
     """Serve on a free port; yields the address."""
     server = grpc.server(ThreadPoolExecutor(4))
     rpc.add_InferenceServiceServicer_to_server(service, server)
-    port = server.add_insecure_port("127.0.0.1:0")
+    if credentials is None:
+        port = server.add_insecure_port("127.0.0.1:0")
+    else:
+        port = server.add_secure_port("127.0.0.1:0", credentials)
     server.start()
     try:
         yield f"127.0.0.1:{port}"

@@ -7,12 +7,13 @@ from pathlib import Path
 import pytest
 
 from kvrelay.deploy.address import Address
-from kvrelay.deploy.deployment import worker_configs
+from kvrelay.deploy.deployment import router_config, worker_configs
 from kvrelay.deploy.errors import OptionError
 from kvrelay.deploy.models import Model
 from kvrelay.deploy.options import PAGE_ORDERS, ServeOptions
 from kvrelay.engine.config import Role, WorkerConfig
 from kvrelay.mem_cache.geometry import PageOrder
+from kvrelay.net.tls import TlsFiles
 
 ANY_PORT = Address("127.0.0.1", 0)
 BAD = [
@@ -129,11 +130,65 @@ def test_workers_defaults_are_the_engines():
 
 
 @pytest.mark.parametrize("option", ["grpc", "metrics"])
-def test_plain_text_beyond_the_machine_needs_insecure(option: str):
+def test_an_open_door_beyond_the_machine_needs_insecure(option: str):
     reachable = {option: Address("0.0.0.0", 1234)}
     with pytest.raises(OptionError, match=f"^--{option}: .*--insecure"):
         ServeOptions(**reachable)
     ServeOptions(**reachable, insecure=True)
+
+
+PAIR = {"tls_cert": Path("crt"), "tls_key": Path("key"), "tls_ca": Path("ca")}
+FRONT_PAIR = {"front_tls_cert": Path("front.crt"), "front_tls_key": Path("front.key")}
+TOKENS = {"auth_token_file": Path("tokens")}
+
+
+@pytest.mark.parametrize(
+    ("given", "lacking"),
+    [
+        ({}, "--tls-cert or --front-tls-cert and --auth-token-file, listen on"),
+        (PAIR, "give --auth-token-file, listen on"),
+        (FRONT_PAIR, "give --auth-token-file, listen on"),
+        (TOKENS, "give --tls-cert or --front-tls-cert, listen on"),
+    ],
+)
+def test_beyond_the_machine_takes_both_tls_and_tokens(given: dict[str, Path], lacking: str):
+    reachable = Address("0.0.0.0", 1234)
+    with pytest.raises(OptionError, match=f"^--grpc: .*{lacking}"):
+        ServeOptions(grpc=reachable, **given)
+    ServeOptions(**given)
+    ServeOptions(grpc=reachable, **given, insecure=True)
+
+
+@pytest.mark.parametrize("pair", [PAIR, FRONT_PAIR])
+def test_with_tls_and_tokens_every_machine_may_connect(pair: dict[str, Path]):
+    ServeOptions(grpc=Address("0.0.0.0", 1234), **pair, **TOKENS)
+
+
+@pytest.mark.parametrize("files", [PAIR, FRONT_PAIR])
+def test_a_certificate_its_key_and_authority_come_together(files: dict[str, Path]):
+    for missing in files:
+        incomplete = {field: path for field, path in files.items() if field != missing}
+        option = "--" + missing.replace("_", "-")
+        with pytest.raises(OptionError, match=f"^{option}: must be given with --"):
+            ServeOptions(**incomplete)
+
+
+def test_the_front_shows_its_own_certificate_or_the_clusters():
+    here = Path.cwd()  # workers are elsewhere
+    files = TlsFiles(here / "crt", here / "key", here / "ca")
+    front = TlsFiles(Path("front.crt"), Path("front.key"))
+    for given, cluster_tls, front_tls in (
+        ({}, None, None),
+        (PAIR, files, TlsFiles(Path("crt"), Path("key"))),
+        (FRONT_PAIR, None, front),
+        ({**PAIR, **FRONT_PAIR}, files, front),
+    ):
+        options = ServeOptions(**given)
+        assert (options.cluster_tls, options.front_tls) == (cluster_tls, front_tls)
+        model = Model("none", Path())
+        assert {config.tls for config in worker_configs(options, model)} == {cluster_tls}
+        config = router_config(options, model)
+        assert (config.worker_tls, config.front_tls) == (cluster_tls, front_tls)
 
 
 def test_workers_metrics_have_fixed_ports_after_the_routers():

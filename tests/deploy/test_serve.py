@@ -14,6 +14,7 @@ from click.testing import CliRunner, Result
 
 from kvrelay.deploy.cli import main
 from kvrelay.deploy.stop_signals import StopSignals
+from tests.certificates import Authority
 
 
 def serve(*arguments: str) -> Result:
@@ -44,6 +45,50 @@ def test_a_reachable_address_is_wrong_usage():
     result = serve("--grpc", "0.0.0.0:50051")
     assert result.exit_code == 2
     assert "--insecure" in result.stderr
+
+
+FRONT = ("--front-tls-cert", "--front-tls-key")
+CLUSTER = ("--tls-cert", "--tls-key", "--tls-ca")
+
+
+@pytest.mark.parametrize("options", [FRONT, CLUSTER])
+def test_a_file_that_is_not_there_is_said_of_its_option(tmp_path: Path, options: tuple[str, ...]):
+    files = Authority(tmp_path).issue()
+    missing = tmp_path / "missing"
+    for wrong in options:
+        paths = dict(zip(options, (files.cert, files.key, files.ca), strict=False))
+        paths[wrong] = missing
+        refused(wrong, f"{missing}: No such file or directory", *paths.items())
+
+
+def test_files_that_do_not_match_are_said_of_their_option(tmp_path: Path):
+    authority, stranger = Authority(tmp_path / "tls"), Authority(tmp_path / "other", "other")
+    files, other = authority.issue(), authority.issue("second")
+    elsewhere = authority.issue("elsewhere", host="worker.example")
+    wrong_key = (("--front-tls-cert", files.cert), ("--front-tls-key", other.key))
+    refused("--front-tls-key", f"{other.key}: is not the key of {files.cert}", *wrong_key)
+
+    def cluster(cert: Path, key: Path, ca: Path) -> list[tuple[str, Path]]:
+        return list(zip(CLUSTER, (cert, key, ca), strict=True))
+
+    refused("--tls-key", "is not the key of", *cluster(files.cert, other.key, authority.ca))
+    refused("--tls-cert", f"by {stranger.ca}", *cluster(files.cert, files.key, stranger.ca))
+    refused("--tls-cert", "127.0.0.1", *cluster(elsewhere.cert, elsewhere.key, authority.ca))
+
+
+def test_a_file_without_tokens_is_said_of_its_option(tmp_path: Path):
+    empty = tmp_path / "tokens"
+    empty.touch()
+    refused("--auth-token-file", f"{empty}: there is no token in it", ("--auth-token-file", empty))
+
+
+def refused(option: str, problem: str, *given: tuple[str, Path]) -> None:
+    """Wrong usage, in one line of the option."""
+    result = serve(*(str(word) for pair in given for word in pair))
+    assert result.exit_code == 2
+    [line] = [line for line in result.stderr.splitlines() if line.startswith("Error:")]
+    assert line.startswith(f"Error: {option}: ")
+    assert problem in line
 
 
 def test_a_missing_model_is_one_line(tmp_path: Path):

@@ -23,7 +23,16 @@ from kvrelay.aggregated_worker.role import AggregatedRole
 from kvrelay.decode_worker.role import DecodeRole
 from kvrelay.decode_worker.stream import FromPeer, StreamLost
 from kvrelay.decode_worker.stream import HandOverStream as DecodeStream
-from kvrelay.engine.commands import Attach, Cancel, Detach, Inbox, Peer, PeerDied, Submit
+from kvrelay.engine.commands import (
+    Attach,
+    Cancel,
+    Detach,
+    Drain,
+    Inbox,
+    Peer,
+    PeerDied,
+    Submit,
+)
 from kvrelay.engine.computer import Drafter, StepComputer
 from kvrelay.engine.config import Role, WorkerConfig
 from kvrelay.engine.core import EngineCore
@@ -32,7 +41,7 @@ from kvrelay.engine.loop import Engine
 from kvrelay.engine.memory import make_ledger, tokens_ahead
 from kvrelay.engine.metrics import WorkerMetrics
 from kvrelay.engine.outbox import Outbox
-from kvrelay.engine.outputs import EndReason, Output, RequestKey, RouterLink
+from kvrelay.engine.outputs import End, EndReason, Output, RequestKey, RouterLink
 from kvrelay.engine.step import Step, compute_or_fail
 from kvrelay.engine.stop import StopConditions
 from kvrelay.engine.tape import Tape
@@ -174,6 +183,9 @@ class SimWorker:
     opened: list[DecodeStream] = field(default_factory=list)
     broken: set[RequestKey] = field(default_factory=set)
     """Requests whose logits are not finite here."""
+    draining: bool = False
+    """The router knows that it takes no more requests."""
+    drained: bool = False
 
     def __post_init__(self) -> None:
         self.model, self.ledger = self._load()
@@ -228,10 +240,19 @@ class SimWorker:
         if self.inbox._messages:
             self.engine.turn(self.inbox.drain())
 
+    def drain(self) -> None:
+        self.inbox.post(Drain(self._has_drained))
+
+    def _has_drained(self) -> None:
+        assert not self.drained
+        self.drained = True
+
     def end_step(self) -> None:
         step = self.steps.popleft()
         live = [item for item in step.scheduled if item.tape.broken is None]
         self.model.broken = {i for i, item in enumerate(live) if item.request.key in self.broken}
+        if step.copies:
+            self.computer.copy(step.copies)
         self.inbox.post(self.computer.compute(step))
 
     def fail_step(self) -> None:
@@ -339,6 +360,8 @@ class SimRequest:
     disturbed: bool = False
     cached_tokens: int = 0
     retractions: int = 0
+    decode_drained: bool = False
+    """An attempt was given back whose prompt may still have been computed."""
 
     @property
     def output(self) -> list[int]:
@@ -381,6 +404,9 @@ class Simulation:
             self.prefills = [make(f"p{i}", Role.PREFILL) for i in range(workers)]
             self.decodes = [make(f"d{i}", Role.DECODE) for i in range(workers)]
         self.workers = list(dict.fromkeys([*self.prefills, *self.decodes]))
+        self.by_name = {worker.name: worker for worker in self.workers}
+        """Those that have left, too."""
+        self._make = make
         self.pairs: list[tuple[SimWorker, DecodeStream, SimWorker, PrefillStream]] = []
         self._arrivals = 0
         self.attempts = 0
@@ -429,7 +455,10 @@ class Simulation:
 
     def _place(self) -> tuple[SimWorker, SimWorker]:
         """The workers for a request's prompt and for its output; may be the same one."""
-        prefill, decode = self.random.choice(self.prefills), self.random.choice(self.decodes)
+        prefill, decode = (
+            self.random.choice([worker for worker in workers if not worker.draining])
+            for workers in (self.prefills, self.decodes)
+        )
         return prefill, prefill if decode in self.prefills else decode
 
     def _attempt(self, choices: Sequence[SimRequest]) -> None:
@@ -496,6 +525,33 @@ class Simulation:
         worker.link = RouterLink("router")
         worker.inbox.post(Attach(worker.link))
 
+    def replace(self, worker: SimWorker) -> SimWorker:
+        """A worker that has drained leaves; another one takes its place."""
+        assert worker.drained
+        assert not worker.core.requests
+        assert worker.agent.serving == 0
+        worker.ledger.audit_pages()
+        successor = self._make(worker.name + "'", worker.role_name)
+        self.by_name[successor.name] = successor
+        for workers in {id(w): w for w in (self.workers, self.prefills, self.decodes)}.values():
+            if worker in workers:
+                workers[workers.index(worker)] = successor
+        for message in worker.inbox.drain() if worker.inbox._messages else ():
+            if isinstance(message, Submit):
+                self._lose(worker, message)
+        for pair in [pair for pair in self.pairs if worker in (pair[0], pair[2])]:
+            self._unpair(pair)
+        for decode in self.decodes:
+            decode.inbox.post(PeerDied(worker.name))
+        return successor
+
+    def _lose(self, worker: SimWorker, command: Submit) -> None:
+        """As a router: what was on its way to a worker that has left goes elsewhere."""
+        for choice in command.choices:
+            request = self.requests[command.key.of_choice(choice)]
+            if request.key == command.key.of_choice(choice):
+                self._move(request, worker)
+
     def step(self) -> bool:
         """Let one random thing happen; whether anything could."""
         actions: list[Callable[[], None]] = []
@@ -549,7 +605,10 @@ class Simulation:
 
     def _open(self, worker: SimWorker) -> None:
         stream = worker.opened.pop(0)
-        prefill = next(p for p in self.prefills if p.name == stream.peer.incarnation)
+        prefill = self.by_name[stream.peer.incarnation]
+        if prefill not in self.prefills:
+            worker.inbox.post(StreamLost(stream, "it has left"))
+            return
         other = PrefillStream(stream.key.of_choice(0), worker.name)
         prefill.inbox.post(StreamOpened(other))
         self.pairs.append((worker, stream, prefill, other))
@@ -577,7 +636,7 @@ class Simulation:
         """Move one read's bytes as they are on the other side now, and end it."""
         entry = self.random.choice(worker.agent.ordered)
         pull, on_end = entry
-        peer = next(p for p in self.prefills if p.name == pull.peer)
+        peer = self.by_name[pull.peer]
         worker.model.read(peer.model, pull)
         if pull.state is PullState.FAILED:
             return
@@ -590,22 +649,23 @@ class Simulation:
     def _collect(self) -> None:
         for worker in self.workers:
             for step in drain(worker.link):
+                if step.load is not None:
+                    worker.draining = step.load.draining
                 for output in step.outputs:
                     self._take(worker, output)
 
     def _take(self, worker: SimWorker, output: Output) -> None:
         request = self.requests[output.key]
         if output.key != request.key:
-            assert not output.tokens, "an attempt that was given back goes on"
+            late = worker.role_name is Role.PREFILL and request.decode_drained
+            assert not output.tokens or late, "an attempt that was given back goes on"
             return
         for offset, token in enumerate(output.tokens):
             assert output.index + offset not in request.tokens, "a token was said twice"
             request.tokens[output.index + offset] = token.token_id
         request.cached_tokens += output.cached_tokens
-        if output.end is not None and output.end.reason is EndReason.RETRACTED:
-            request.retractions += 1
-            request.prefill, request.decode = self._place()
-            self._attempt([request])
+        if output.end is not None and self._moves(request, output.end):
+            self._move(request, worker)
         elif output.end is not None:
             assert worker.name not in request.ends, "a worker ended a request twice"
             request.ends[worker.name] = output.end
@@ -613,6 +673,19 @@ class Simulation:
                 self.ended(request)
             if output.end.reason in (EndReason.ABORTED, EndReason.FAILED):
                 self._cancel_other(request, worker)
+
+    def _moves(self, request: SimRequest, end: End) -> bool:
+        """Whether another attempt is to go on, at no cost."""
+        drains = request.prefill.draining or request.decode.draining
+        return end.reason is EndReason.RETRACTED or (end.retryable and drains)
+
+    def _move(self, request: SimRequest, worker: SimWorker) -> None:
+        """As a router: `worker` is out, so another attempt goes on."""
+        self._cancel_other(request, worker)
+        request.retractions += 1
+        request.decode_drained |= request.decode.draining
+        request.prefill, request.decode = self._place()
+        self._attempt([request])
 
     def _cancel_other(self, request: SimRequest, worker: SimWorker) -> None:
         """As a router does when one of a request's two workers is out."""

@@ -141,3 +141,11 @@ def test_the_reserve_counts_pages_that_are_not_there_yet():
     assert reserve.pages([waiting]) == [1]
     # Each of three choices has two pages more, and two of them a copy of the prompt's last.
     assert reserve.pages([request(prompt=6, most=11, choices=3)]) == [3 * 2 + 2]
+
+
+def test_nothing_is_left_for_one_that_is_alone():
+    reserve = GrowthReserve(ledger(pages=10), 1.0, 1.0)
+    several = request(choices=8)
+    assert reserve.pages([several]) > [10]
+    assert reserve.leaving(several, []) is None
+    assert reserve.leaving(several, [request(1)]) == reserve.pages([request(1), several])

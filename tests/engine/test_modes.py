@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import itertools
 import random
+import time
 
 import pytest
 
 from kvrelay.engine.config import Speculation
+from kvrelay.engine.outputs import Output
 from kvrelay.model_runner.sampling_params import SamplingParams
-from tests.engine.simulation import SimRequest, Simulation, reference
+from tests.engine.simulation import SimRequest, Simulation, SimWorker, count, reference
 
 SAMPLINGS = (
     SamplingParams(temperature=0),
@@ -88,3 +90,54 @@ def test_tokens_do_not_depend_on_the_mode(
         run_load(simulation, page_size, count=16, choices=3)
         if retract_every:
             assert any(request.retractions for request in simulation.submitted) or aggregated
+
+
+@pytest.mark.parametrize("aggregated", [False, True], ids=["pair", "aggregated"])
+def test_choices_that_do_not_fit_together_are_let_in_and_take_turns(aggregated) -> None:
+    """By the growth reserve alone they would wait for ever: eight outputs of 40 in 80 tokens."""
+    simulation = Simulation(
+        1, page_size=4, pages=20, rows=8, chunk=16, workers=1, aggregated=aggregated
+    )
+    requests = simulation.submit_choices(8, list(range(9)), 40, sampling=SAMPLINGS[1])
+    simulation.run()
+    for request in requests:
+        assert request.output == expected(request)
+    simulation.assert_at_baseline()
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("speculation", [Speculation.NONE, Speculation.NGRAM])
+def test_a_window_pool_holds_what_it_was_promised_to_hold(overlap, speculation) -> None:
+    """Two requests fit (see `SimWorker`): neither has to make room."""
+    options = {"overlap": overlap, "speculation": speculation}
+    simulation = Simulation(
+        1, 1, pages=0, rows=2, chunk=16, cached=False, windows=(7,), workers=1, **options
+    )
+    requests = [simulation.submit([number] * 12, 40) for number in range(2)]
+    simulation.run()
+    for request in requests:
+        assert request.output == expected(request)
+        assert not request.retractions
+    simulation.assert_at_baseline()
+
+
+@pytest.mark.parametrize("aggregated", [False, True], ids=["pair", "aggregated"])
+def test_what_begins_again_counts_neither_its_own_pages_nor_its_own_past(aggregated) -> None:
+    simulation = Simulation(
+        1, 4, pages=40, rows=8, chunk=16, workers=1, aggregated=aggregated, debug_retract_every=3
+    )
+    simulation.now = lambda: time.monotonic() - 1000
+    waits, take = [], simulation._take
+
+    def watch(worker: SimWorker, output: Output) -> None:
+        waits.append(output.timings.queue)
+        take(worker, output)
+
+    simulation._take = watch
+    request = simulation.submit(list(range(20)), 12)
+    simulation.run()
+    assert request.output == expected(request)
+    assert count(request.decode, "retractions") > 1
+    assert max(waits) < 1000, "earlier attempts have told of that time"
+    if aggregated:  # of a pair, a router does not count what a later attempt has found
+        assert request.cached_tokens == 0

@@ -6,8 +6,11 @@ import random
 
 import pytest
 
+from kvrelay.engine.config import Speculation
 from kvrelay.engine.outputs import EndReason
-from tests.engine.simulation import SimRequest, Simulation, SimWorker, reference
+from kvrelay.engine.step import ForwardThread, Step
+from kvrelay.mem_cache.sharing import PageCopy
+from tests.engine.simulation import SimRequest, Simulation, SimWorker, count, reference
 
 
 def together(seed: int) -> tuple[Simulation, list[SimRequest]]:
@@ -57,3 +60,31 @@ def test_a_forward_that_fails_takes_its_own_requests_along(seed: int, side: str)
         else:
             assert request.output == reference(request.prompt, request.max_tokens)
     simulation.assert_at_baseline()
+
+
+def test_drafts_without_any_token_fail_their_request_alone() -> None:
+    simulation = Simulation(
+        0, page_size=4, pages=80, rows=8, chunk=32, speculation=Speculation.NGRAM
+    )
+    victim = simulation.submit([1, 2, 3], 8)
+    victim.decode.broken.add(victim.key)
+    simulation.run()
+    assert victim.ends[victim.decode.name].reason is EndReason.FAILED
+    assert count(victim.decode, "draft_tokens") > 0
+    assert count(victim.decode, "accepted_draft_tokens") == 0
+    simulation.assert_at_baseline()
+
+
+def test_copies_that_fail_end_the_forward_thread() -> None:
+    """Who needs them may be in no step yet: it would go on with what is in its page."""
+
+    class Broken:
+        def copy(self, copies) -> None:
+            raise RuntimeError("injected")
+
+    ended, failures = [], []
+    thread = ForwardThread(Broken(), ended.append, failures.append)
+    thread.launch(Step(1, (), (), (PageCopy(0, 1, 2),)))
+    thread.close()
+    assert failures == ["RuntimeError: injected"]
+    assert not ended

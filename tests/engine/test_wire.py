@@ -6,9 +6,11 @@ import time
 
 import pytest
 
+from kvrelay.engine.commands import Inbox
 from kvrelay.engine.config import Role
-from kvrelay.engine.outputs import RouterLink
+from kvrelay.engine.outputs import EndReason, RouterLink
 from kvrelay.engine.request import Request
+from kvrelay.engine.service import WorkerService
 from kvrelay.engine.wire import SubmitRules, submit_from_wire
 from kvrelay.v1 import inference_pb2, worker_pb2
 
@@ -79,3 +81,13 @@ def test_what_was_emitted_before_is_output():
     assert (request.prompt_ids, request.output_ids, request.input_len) == ((1,), [2, 3], 3)
     assert (submit.key.choice, submit.choices) == (2, (2,))
     assert submit.arrived <= time.monotonic() - 5
+
+
+def test_a_refusal_names_a_choice_that_was_asked_for():
+    """A router takes no notice of others: the request would wait for ever."""
+    link, service = RouterLink("router"), WorkerService("w", Inbox(), rules(Role.PREFILL))
+    refused = message(input_ids=[100], num_prompt_tokens=1, first_choice=2)
+    service._take(worker_pb2.AttachRequest(submit=refused), link)
+    (output,) = link._queue.get_nowait().outputs
+    assert output.end.reason is EndReason.FAILED
+    assert (output.key.attempt, output.key.choice) == (1, 2)

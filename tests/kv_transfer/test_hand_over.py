@@ -154,6 +154,12 @@ def test_message_before_its_time_is_refused(too_early):
         too_early(PrefillHandOver(), DecodeHandOver(1))
 
 
+def test_nothing_is_handed_over_of_outputs_that_are_all_finished():
+    _, decode = granted(1)
+    with pytest.raises(ProtocolError, match="finished"):
+        decode.on_announce(announced(0, (5,), (FirstToken(9, finished=True),)))
+
+
 def test_grant_and_ask_twice_are_refused():
     prefill, decode = granted(1)
     for again in (prefill.on_grant, prefill.ask, decode.on_ask, lambda: decode.grant([0])):

@@ -203,7 +203,7 @@ class Memory:
         return [step, *holder.transfers, *holder.peers]
 
     def fork(self, holder: Holder, number: int, promised: int) -> list[Holder] | None:
-        """Open leases of the same tokens so far, and launch the forward that copies for them."""
+        """Open leases of the same tokens so far; launch the forward that copies, if any is to."""
         length = holder.settled
         self.opened += number
         forked = self.ledger.fork(
@@ -216,10 +216,11 @@ class Memory:
         )
         if forked is None:
             return None
-        self.steps.launch()
         copying = self._flight(holder, length, length, reads=True)
         copying.copies = forked.copies
-        self.forwards.append(copying)
+        if forked.copies:
+            self.steps.launch()
+            self.forwards.append(copying)
         children = []
         for one, lease in enumerate(forked.leases):
             tokens = [*holder.tokens[:length], *(100 + one for _ in holder.tokens[length:])]

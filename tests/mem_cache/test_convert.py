@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import importlib.util
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
 
 from kvrelay.mem_cache import convert
-from kvrelay.mem_cache.convert import copy_pages
+from kvrelay.mem_cache.convert import CopyPlan, copy_pages
 from kvrelay.mem_cache.geometry import KVGeometry, PageOrder
 from kvrelay.mem_cache.pool import KVPool
 
@@ -79,7 +80,7 @@ def implementation(request, monkeypatch):
     if request.param == "triton":
         kernel = import_kernel(True, monkeypatch)
         monkeypatch.setattr(kernel, "BLOCK_WORDS", 128)
-        monkeypatch.setattr(convert, "_copy_pieces_on_cpu", kernel.copy_pieces)
+        monkeypatch.setattr(convert, "_HostPairs", partial(kernel.DevicePairs, CPU))
 
 
 every_order = pytest.mark.parametrize(
@@ -110,8 +111,9 @@ def test_copies_scattered_pages(
         ([*range(40, 50), *range(3, 9)], [*range(9, 15), *range(60, 70)]),
         ([0, 1, 2, 3, 9, 4, 5, 6, 7], [5, 6, 7, 8, 0, 10, 11, 12, 13]),
         ([1, 2, 5], [0, 1, 4]),
+        ([5, 0, 5, 7, 5, 0], [0, 9, 4, 1, 6, 3]),
     ],
-    ids=["runs", "reversed", "every_other", "breaks_apart", "run_and_lone", "lone_and_run"],
+    ids=["runs", "reversed", "every_other", "breaks_apart", "run_and_lone", "lone_and_run", "twos"],
 )
 def test_neighbours_are_copied_together(source_order, target_order, source_pages, target_pages):
     source = make_pool(make_geometry(), source_order, 70)
@@ -124,21 +126,63 @@ def test_staged_copy(monkeypatch, implementation, source_order, target_order, st
     """What goes between devices, with the CPU as both."""
     geometry = make_geometry()
     monkeypatch.setattr(convert, "STAGED_BYTES", staged_pages * geometry.page_bytes)
-    parts, on_one_device = [], convert._copy_pieces
+    parts, on_one_device = [], convert._pairs_on
 
-    def copy_part(*arguments):
+    def pairs_on(*arguments):
         parts.append(arguments)
-        on_one_device(*arguments)
+        return on_one_device(*arguments)
 
-    def copy_pieces(*arguments):
-        monkeypatch.setattr(convert, "_copy_pieces", copy_part)
-        convert._copy_pieces_staged(*arguments)
-
-    monkeypatch.setattr(convert, "_copy_pieces", copy_pieces)
+    monkeypatch.setattr(convert, "_pairs_on", pairs_on)
+    monkeypatch.setattr(convert, "_pairs_between", convert._StagedPairs)
     source = make_pool(geometry, source_order, 7)
     check_copy(source, SOURCE_PAGES, make_pool(geometry, target_order, 10), TARGET_PAGES)
     gathers_and_scatters = 2 * -(-len(SOURCE_PAGES) // max(1, staged_pages))
     assert len(parts) == gathers_and_scatters
+
+
+@every_order
+@pytest.mark.parametrize("staged", [False, True], ids=["direct", "staged"])
+def test_plan_copies_layer_by_layer_and_again(
+    monkeypatch, implementation, source_order, target_order, staged
+):
+    """Each copy takes the bytes of that moment to the layers that it names, and checks nothing."""
+    geometry = make_geometry()
+    source, target = make_pool(geometry, source_order, 7), make_pool(geometry, target_order, 10)
+    if staged:
+        monkeypatch.setattr(convert, "_pairs_between", convert._StagedPairs)
+        monkeypatch.setattr(convert, "STAGED_BYTES", 2 * geometry.layer_page_bytes)
+    read, written = SOURCE_PAGES.copy(), TARGET_PAGES.copy()
+    plan = CopyPlan(source, read, target, written)
+    read[:] = written[:] = [0] * len(read)  # the plan has its own
+    monkeypatch.delattr(convert, "_checked_pages")
+    monkeypatch.delattr(convert, "_check_pairs")
+    for content in range(2):
+        source.data.flatten().view(torch.uint8).add_(content)
+        expected = bytes_of(target)
+        for layers in [range(1), range(2, NUM_LAYERS), range(1, 2)]:
+            for layer in layers:
+                expected[layer, TARGET_PAGES] = bytes_of(source)[layer, SOURCE_PAGES]
+            plan.copy(layers)
+            assert torch.equal(bytes_of(target), expected)
+    source.data.zero_()
+    plan.copy()
+    expected[:, TARGET_PAGES] = 0
+    assert torch.equal(bytes_of(target), expected)
+
+
+def test_plan_refuses_wrong_pages_before_and_wrong_layers_while_copying():
+    source = make_pool(make_geometry(), PageOrder.LAYER_FIRST, 7)
+    target = make_pool(make_geometry(), PageOrder.PAGE_FIRST, 10)
+    with pytest.raises(ValueError, match="source_pages names page 7"):
+        CopyPlan(source, [0, 7], target, [0, 1])
+    plan = CopyPlan(source, SOURCE_PAGES, target, TARGET_PAGES)
+    before = bytes_of(target)
+    with pytest.raises(ValueError, match="layers"):
+        plan.copy(range(3, NUM_LAYERS + 1))
+    assert torch.equal(bytes_of(target), before)
+    plan.copy(range(3, NUM_LAYERS))
+    before[3:, TARGET_PAGES] = bytes_of(source)[3:, SOURCE_PAGES]
+    assert torch.equal(bytes_of(target), before)
 
 
 @pytest.mark.parametrize("order", list(PageOrder))
@@ -169,7 +213,7 @@ def test_page_ids_of_any_whole_number(dtype):
     check_copy(source, np.array(SOURCE_PAGES, dtype), target, np.array(TARGET_PAGES, dtype))
 
 
-def test_no_pages_is_no_fault():
+def test_no_pages_is_no_fault(implementation):
     pool = make_pool(make_geometry(), PageOrder.PAGE_FIRST, 4)
     check_copy(pool, [], make_pool(make_geometry(), PageOrder.LAYER_FIRST, 4), [])
 

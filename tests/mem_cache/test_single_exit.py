@@ -28,8 +28,8 @@ def users_of(*attributes: str) -> set[str]:
     ("attributes", "allowed"),
     [
         (("give_back",), {"mem_cache/release.py"}),
-        (("leave",), {"mem_cache/ledger.py"}),
-        (("enter",), {"mem_cache/ledger.py", "mem_cache/sharing.py"}),
+        (("leave_lease",), {"mem_cache/ledger.py"}),
+        (("enter_lease",), {"mem_cache/ledger.py", "mem_cache/sharing.py"}),
         (("LEASE", "QUARANTINE", "INDEX", "SESSION"), BOOKS | {"mem_cache/ledger.py"}),
         (("move_each",), {"mem_cache/books.py"}),
         (("move_to",), {"mem_cache/ledger.py", "mem_cache/turns.py"}),
@@ -52,8 +52,8 @@ def users_of(*attributes: str) -> set[str]:
     ],
     ids=[
         "give_back",
-        "leave",
-        "enter",
+        "leave_lease",
+        "enter_lease",
         "owners",
         "moves",
         "states",

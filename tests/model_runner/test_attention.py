@@ -21,7 +21,6 @@ from kvrelay.model_runner.torch_attention import TorchAttention
 CPU = torch.device("cpu")
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
 LENGTHS = [(1, 700), (4, 9), (1, 1), (1, 16), (20, 20), (1, 500), (300, 310), (1, 17), (40, 90)]
-LENGTHS += [(16, 300), (17, 300), (3, 40)]
 GROUPED = KVGeometry(2, 3, 24, torch.float32, 5)
 PLAIN = QueryHeads(6, 24, 24**-0.5)
 KINDS = {

@@ -11,6 +11,8 @@ from typing import Any
 
 import grpc
 
+from kvrelay.net.ends import bind, worker_server
+from kvrelay.net.tls import TlsFiles
 from kvrelay.router.discovery import WorkerEndpoint, WorkerRole
 from kvrelay.v1 import inference_pb2 as pb
 from kvrelay.v1 import worker_pb2, worker_pb2_grpc
@@ -31,8 +33,9 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer):
     submission must not be is among the `faults`.
     """
 
-    def __init__(self, name: str, role: WorkerRole) -> None:
+    def __init__(self, name: str, role: WorkerRole, tls: TlsFiles | None = None) -> None:
         self.name = name
+        self._tls = tls
         self.role = role
         self.incarnation = f"{name}-1"
         self.submits: list[worker_pb2.SubmitRequest] = []
@@ -64,9 +67,9 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer):
         )
 
     async def start(self) -> None:
-        self._server = grpc.aio.server()
+        self._server = worker_server()
         worker_pb2_grpc.add_WorkerServiceServicer_to_server(self, self._server)
-        self._port = self._server.add_insecure_port(f"127.0.0.1:{self._port}")
+        self._port = bind(self._server, f"127.0.0.1:{self._port}", self._tls)
         await self._server.start()
 
     async def stop(self) -> None:

@@ -46,6 +46,8 @@ class RecordedLink:
         self.endpoint = ScriptedWorker(f"{role}-0", role).endpoint
         self.submits: list[int] = []
         self.cancels: list[int] = []
+        self.hurried: list[int] = []
+        self.draining = False
 
     def submit(self, submission: Submission, listener: Any, prefill: Any = None) -> None:
         assert (prefill is None) == (self.endpoint.role is PREFILL)
@@ -54,6 +56,9 @@ class RecordedLink:
     def cancel(self, request_id: str, attempt: int) -> None:
         if attempt not in self.cancels:  # the second one finds nothing
             self.cancels.append(attempt)
+
+    def give_up(self, request_id: str, attempt: int) -> None:
+        self.hurried.append(attempt)
 
 
 class RecordedKeeper:
@@ -64,8 +69,8 @@ class RecordedKeeper:
         self.failures: list[tuple[set[int], str]] = []
         self.stales = 0
 
-    def retracted(self, choice: int, detail: str) -> None:
-        self.retractions.append(choice)
+    def retracted(self, choices: Any, detail: str) -> None:
+        self.retractions += sorted(choices)
 
     def failed(self, choices: Any, error: Unavailable, suspects: Any) -> None:
         self.failures.append((set(choices), str(error)))

@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+import pytest
+
+from kvrelay.net.ends import worker_credentials
+from kvrelay.net.tls import TlsFiles
 from kvrelay.router.discovery import WorkerRole
 from kvrelay.router.generation import Submission
 from kvrelay.router.limits import Limits
@@ -15,6 +22,7 @@ from kvrelay.router.validation import Validator
 from kvrelay.router.worker_link import WorkerLink
 from kvrelay.v1 import inference_pb2 as pb
 from kvrelay.v1 import worker_pb2
+from tests.certificates import Authority
 
 from .scripted_worker import ScriptedWorker, load, until
 
@@ -43,11 +51,14 @@ def submission(request_id: str, prompt_tokens: int) -> Submission:
 
 
 @asynccontextmanager
-async def running(worker: ScriptedWorker) -> AsyncIterator[WorkerLink]:
+async def running(
+    worker: ScriptedWorker, shown: TlsFiles | None = None
+) -> AsyncIterator[WorkerLink]:
     await worker.start()
     link = WorkerLink(
         worker.endpoint,
         router_id="router",
+        credentials=worker_credentials(shown),
         max_message_bytes=1 << 20,
         on_change=lambda: None,
         on_stale=lambda: None,
@@ -93,3 +104,26 @@ async def test_a_worker_that_is_away_costs_next_to_nothing() -> None:
         assert time.process_time() - before < 0.1
         await worker.start()
         await until(lambda: link.ready)
+
+
+@pytest.mark.parametrize("shown", ["nothing", "another authority's", "the authority's"])
+async def test_a_worker_takes_routers_of_its_authority_alone(
+    shown: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG, "kvrelay.router.worker_link")
+    authority, stranger = Authority(tmp_path / "tls"), Authority(tmp_path / "other", "other")
+    # It trusts the worker, so that it is the worker who refuses.
+    stranger_files = replace(stranger.issue(), ca=authority.ca)
+    files = {
+        "nothing": None,
+        "another authority's": stranger_files,
+        "the authority's": authority.issue("router"),
+    }
+    worker = ScriptedWorker("prefill-0", WorkerRole.PREFILL, authority.issue())
+    async with running(worker, files[shown]) as link:
+        if shown == "the authority's":
+            await until(lambda: link.ready)
+        else:
+            await until(lambda: caplog.text.count("UNAVAILABLE") == 2)  # it comes again
+            assert not link.ready
+            assert worker.hellos == []

@@ -1,0 +1,52 @@
+"""`kvrelay drain`: a worker leaves without the loss of a request."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import click
+
+from kvrelay.deploy.address import Address
+from kvrelay.deploy.client import Access, connected, with_access
+from kvrelay.deploy.edge import with_clear_errors
+from kvrelay.deploy.errors import DeployError
+from kvrelay.deploy.options import DEFAULT_GRPC
+from kvrelay.deploy.params import ADDRESS
+from kvrelay.v1 import admin_pb2 as pb
+from kvrelay.v1 import admin_pb2_grpc
+
+_DRAINING: Final = pb.DrainWorkerResponse.PHASE_DRAINING
+_LEFT: Final = pb.DrainWorkerResponse.PHASE_LEFT
+_READY: Final = pb.DrainWorkerResponse.PHASE_READY
+
+
+@click.command()
+@click.argument("worker")
+@click.option("--remove", is_flag=True, help="No other worker takes its place.")
+@click.option("--server", type=ADDRESS, default=str(DEFAULT_GRPC), show_default=True)
+@with_clear_errors
+@with_access
+def drain(*, debug: bool, worker: str, remove: bool, server: Address, access: Access) -> None:
+    """Let WORKER leave: it takes no more requests, finishes its own or moves them.
+
+    Another worker takes its place, and the command ends when that one is ready.
+    Ctrl-C ends the command, and not the drain.
+    """
+    request = pb.DrainWorkerRequest(worker=worker, remove=remove)
+    last = None
+    access.check(server)
+    with connected(server, access.credentials(), admin_pb2_grpc.AdminServiceStub) as admin:
+        for response in admin.DrainWorker(request, metadata=access.metadata):
+            click.echo(_line(worker, response, remove=remove))
+            last = response.phase
+    if last != (_LEFT if remove else _READY):
+        raise DeployError(f"{server}: the router stopped telling of {worker}")
+
+
+def _line(worker: str, response: pb.DrainWorkerResponse, *, remove: bool) -> str:
+    if response.phase == _DRAINING:
+        return f"{worker} drains, {response.requests} requests left  ({response.incarnation})"
+    if response.phase == _LEFT:
+        then = "" if remove else "; another one starts"
+        return f"{worker} has left{then}  ({response.incarnation})"
+    return f"{worker} is ready again  ({response.incarnation})"

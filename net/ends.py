@@ -1,0 +1,57 @@
+"""Both ends of the connections that a cluster's processes make: channels and listeners."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import grpc
+
+from kvrelay.net.options import MAX_MESSAGE_BYTES, channel_options, server_options
+from kvrelay.net.tls import TlsFiles
+
+
+def worker_channel(
+    address: str,
+    credentials: grpc.ChannelCredentials | None,
+    most_bytes: int = MAX_MESSAGE_BYTES,
+) -> grpc.aio.Channel:
+    """A channel to a worker; without credentials, in plain text."""
+    options = channel_options(most_bytes)
+    if credentials is None:
+        return grpc.aio.insecure_channel(address, options)
+    return grpc.aio.secure_channel(address, credentials, options)
+
+
+def worker_credentials(files: TlsFiles | None) -> grpc.ChannelCredentials | None:
+    """What `worker_channel` takes, read from the files; None: plain text."""
+    return None if files is None else files.channel_credentials()
+
+
+def worker_server() -> grpc.aio.Server:
+    """A worker's server, without a listener yet."""
+    return grpc.aio.server(options=server_options(MAX_MESSAGE_BYTES, internal=True))
+
+
+def front_server(
+    most_bytes: int, interceptors: Sequence[grpc.aio.ServerInterceptor]
+) -> grpc.aio.Server:
+    """A router's server for clients, without a listener yet."""
+    options = server_options(most_bytes, internal=False)
+    return grpc.aio.server(options=options, interceptors=interceptors)
+
+
+def bind(server: grpc.aio.Server, address: str, files: TlsFiles | None) -> int:
+    """Open a listener, with TLS if there are files; returns its port.
+
+    Raises:
+        OSError: the port is in use, or a file cannot be read.
+    """
+    credentials = None if files is None else files.server_credentials()
+    try:
+        if credentials is None:
+            port: int = server.add_insecure_port(address)
+        else:
+            port = server.add_secure_port(address, credentials)
+    except RuntimeError as error:
+        raise OSError(f"cannot listen on {address}: is the port in use?") from error
+    return port

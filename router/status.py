@@ -1,0 +1,60 @@
+"""Which gRPC status a refusal gets. Statuses are chosen here and nowhere else."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+import grpc
+
+from kvrelay.router.errors import (
+    AdminError,
+    AlreadyExists,
+    CannotDrain,
+    InternalFailure,
+    InvalidField,
+    Overloaded,
+    RequestError,
+    Unavailable,
+    UnknownWorker,
+)
+
+_STATUS: dict[type[Exception], grpc.StatusCode] = {
+    InvalidField: grpc.StatusCode.INVALID_ARGUMENT,
+    AlreadyExists: grpc.StatusCode.ALREADY_EXISTS,
+    Overloaded: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    Unavailable: grpc.StatusCode.UNAVAILABLE,
+    InternalFailure: grpc.StatusCode.INTERNAL,
+    UnknownWorker: grpc.StatusCode.NOT_FOUND,
+    CannotDrain: grpc.StatusCode.FAILED_PRECONDITION,
+}
+
+ServiceT = TypeVar("ServiceT")
+MessageT = TypeVar("MessageT")
+ResponseT = TypeVar("ResponseT")
+Handler = Callable[[ServiceT, MessageT, grpc.aio.ServicerContext], Awaitable[ResponseT]]
+
+
+def with_status(
+    handler: Handler[ServiceT, MessageT, ResponseT],
+) -> Handler[ServiceT, MessageT, ResponseT]:
+    """Ends the call with the status that belongs to the error it raises."""
+
+    @functools.wraps(handler)
+    async def call(
+        service: ServiceT, message: MessageT, context: grpc.aio.ServicerContext
+    ) -> ResponseT:
+        try:
+            return await handler(service, message, context)
+        except (RequestError, AdminError) as error:
+            await context.abort(_STATUS[type(error)], str(error), _trailers(error))
+            raise  # not reached: abort raises
+
+    return call
+
+
+def _trailers(error: Exception) -> tuple[tuple[str, str], ...]:
+    if isinstance(error, Overloaded):
+        return (("retry-after-ms", str(error.retry_after_ms)),)
+    return ()

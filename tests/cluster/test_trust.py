@@ -1,0 +1,121 @@
+"""A cluster whose every door is locked: who has the keys is served, and nobody else."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import grpc
+from click.testing import CliRunner, Result
+
+from kvrelay.deploy.cli import main
+from kvrelay.net.ends import worker_channel, worker_credentials
+from kvrelay.net.tls import TlsFiles
+from kvrelay.v1 import (
+    hand_over_pb2,
+    hand_over_pb2_grpc,
+    inference_pb2,
+    worker_pb2,
+    worker_pb2_grpc,
+)
+from tests.certificates import Authority
+
+from .running import RunningCluster, running
+
+TOKEN = "only-friends"
+
+
+async def test_a_locked_cluster_serves_its_friends(ray: None, tiny: Path, tmp_path: Path) -> None:
+    authority = Authority(tmp_path / "tls")
+    files = authority.issue()
+    tokens = tmp_path / "tokens"
+    tokens.write_text(f"another\n{TOKEN}\n")
+    tls = grpc.ssl_channel_credentials(authority.ca.read_bytes())
+    friend = grpc.composite_channel_credentials(tls, grpc.access_token_call_credentials(TOKEN))
+    locks = {
+        "tls_cert": files.cert,
+        "tls_key": files.key,
+        "tls_ca": files.ca,
+        "auth_token_file": tokens,
+    }
+    async with running(tiny, friend, dtype="float32", **locks) as cluster:
+        answer = await cluster.generate("the quick brown fox", max_tokens=6, ignore_eos=True)
+        assert len(answer.tokens) == 6
+        await cluster.assert_at_baseline()
+
+        await strangers_do_not_reach_the_front(cluster, tls)
+        await strangers_do_not_reach_the_workers(cluster, files, tmp_path)
+        await commands_are_told_the_keys(cluster, files, tokens)
+
+
+async def strangers_do_not_reach_the_front(
+    cluster: RunningCluster, tls: grpc.ChannelCredentials
+) -> None:
+    address = cluster.deployment.router.grpc_address
+    wrong = grpc.composite_channel_credentials(tls, grpc.access_token_call_credentials("guess"))
+    for credentials, code in (
+        (tls, grpc.StatusCode.UNAUTHENTICATED),
+        (wrong, grpc.StatusCode.UNAUTHENTICATED),
+        (None, grpc.StatusCode.UNAVAILABLE),
+    ):
+        async with worker_channel(address, credentials) as channel:
+            stub = type(cluster.stub)(channel)
+            assert await status_of(stub.GetModelInfo, inference_pb2.GetModelInfoRequest()) is code
+
+
+async def strangers_do_not_reach_the_workers(
+    cluster: RunningCluster, files: TlsFiles, folder: Path
+) -> None:
+    """The metadata of NIXL, above all, are for those who show a certificate."""
+    assert files.ca is not None
+    stranger = replace(Authority(folder / "other", "other").issue(), ca=files.ca)
+    refused, opened = grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.OK
+    workers = cluster.deployment.cluster.workers
+    assert set(workers) == {"prefill-0", "decode-0"}
+    for credentials, code in (
+        (None, refused),
+        (grpc.ssl_channel_credentials(files.ca.read_bytes()), refused),
+        (worker_credentials(stranger), refused),
+        (worker_credentials(files), opened),
+    ):
+        for info in workers.values():
+            async with worker_channel(info.address, credentials) as channel:
+                ask = worker_pb2_grpc.WorkerServiceStub(channel).GetPageOwners
+                assert await status_of(ask, worker_pb2.GetPageOwnersRequest()) is code
+        prefill = workers["prefill-0"]
+        async with worker_channel(prefill.address, credentials) as channel:
+            describe = hand_over_pb2_grpc.HandOverServiceStub(channel).DescribeAgent
+            request = hand_over_pb2.DescribeAgentRequest(incarnation=prefill.incarnation)
+            assert await status_of(describe, request) is code
+
+
+async def commands_are_told_the_keys(
+    cluster: RunningCluster, files: TlsFiles, tokens: Path
+) -> None:
+    at = ("--server", cluster.deployment.router.grpc_address)
+    keys = (*at, "--ca", str(files.ca), "--token-file", str(tokens))
+    generated = await command("generate", "the lazy dog", "--max-tokens", "4", *keys)
+    assert generated.exit_code == 0, generated.stderr
+    refused = await command("generate", "the lazy dog", *at, "--ca", str(files.ca))
+    assert refused.exit_code == 1
+    assert "UNAUTHENTICATED: authorization: a bearer token is needed" in refused.stderr
+
+    certificate = ("--tls-cert", str(files.cert), "--tls-key", str(files.key))
+    to_workers = (*certificate, "--tls-ca", str(files.ca))
+    told = await command("status", "--json", "--pages", *keys, *to_workers)
+    assert (told.exit_code, told.stderr) == (0, "")
+    assert all(worker["owners"] for worker in json.loads(told.stdout)["workers"])
+
+
+async def command(*arguments: str) -> Result:
+    return await asyncio.to_thread(CliRunner().invoke, main, list(arguments))
+
+
+async def status_of(method: grpc.aio.UnaryUnaryMultiCallable, request: object) -> grpc.StatusCode:
+    try:
+        await method(request, timeout=5)
+    except grpc.aio.AioRpcError as error:
+        return error.code()
+    return grpc.StatusCode.OK

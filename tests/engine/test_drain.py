@@ -1,0 +1,185 @@
+"""A worker that drains takes nothing more, leaves nothing behind, and costs no request a token."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+
+import pytest
+
+from kvrelay.engine.commands import GiveBack, Wake
+from kvrelay.engine.config import Role, Speculation
+from kvrelay.engine.outputs import EndReason
+from kvrelay.engine.worker import Worker
+from tests.engine.simulation import SimRequest, Simulation, SimWorker, count, reference
+from tests.engine.test_modes import SAMPLINGS, expected
+
+ROLES = pytest.mark.parametrize("role", list(Role))
+
+
+def cluster(seed: int, role: Role, **options) -> Simulation:
+    sizes = {"page_size": 4, "pages": 48, "rows": 6, "chunk": 8}
+    return Simulation(seed, aggregated=role is Role.AGGREGATED, **{**sizes, **options})
+
+
+def worker_of(request: SimRequest, role: Role) -> SimWorker:
+    return request.prefill if role is Role.PREFILL else request.decode
+
+
+@ROLES
+@pytest.mark.parametrize("grace", [0, 7, None])
+def test_drain_at_every_point_of_one_request(role: Role, grace: int | None) -> None:
+    """After k events for every k; what is left is given back at once, later, or never."""
+    moved = stayed = 0
+    for events in range(70):
+        simulation = cluster(events, role)
+        request = simulation.submit(list(range(30)), 6)
+        for _ in range(events):
+            simulation.step()
+        worker = worker_of(request, role)
+        worker.drain()
+        for _ in range(grace or 0):
+            simulation.step()
+        if grace is not None:
+            worker.inbox.post(GiveBack())
+        simulation.run()
+        assert worker.drained
+        assert request.output == reference(request.prompt, 6), events
+        assert EndReason.FAILED not in {end.reason for end in request.ends.values()}
+        moved += worker_of(request, role) is not worker
+        stayed += worker_of(request, role) is worker
+        simulation.assert_at_baseline()
+    assert stayed
+    # Without an end to the grace, all that came before it finishes here.
+    assert bool(moved) == (grace is not None)
+
+
+@ROLES
+@pytest.mark.parametrize("choices", [1, 3])
+def test_what_is_on_its_way_when_the_drain_begins_is_turned_away(role: Role, choices: int) -> None:
+    """And the other side's part of it ends, whichever side hears of the request first."""
+    turned_away = 0
+    for seed in range(20):
+        simulation = cluster(seed, role)
+        workers = simulation.prefills if role is Role.PREFILL else simulation.decodes
+        workers[0].drain()
+        for _ in range(6):
+            simulation.submit_choices(choices, [seed, 2, 3], 4)
+        simulation.run()
+        assert workers[0].drained
+        assert not workers[0].steps
+        for request in simulation.submitted:
+            assert worker_of(request, role) is workers[1]
+            assert request.output == expected(request)
+            turned_away += request.retractions
+        simulation.assert_at_baseline()
+    assert turned_away
+
+
+def test_drain_of_a_worker_without_requests_ends_at_once() -> None:
+    for role in Role:
+        simulation = cluster(1, role)
+        worker = simulation.workers[0]
+        worker.drain()
+        worker.turn()
+        assert worker.drained
+
+
+@pytest.mark.parametrize("speculation", [Speculation.NONE, Speculation.NGRAM])
+@pytest.mark.parametrize("aggregated", [False, True], ids=["pairs", "aggregated"])
+@pytest.mark.parametrize("seed", range(8))
+def test_a_rolling_restart_under_load_costs_no_token(seed, aggregated, speculation) -> None:
+    """Every worker drains in turn and is replaced, choices and short memory included."""
+    role = Role.AGGREGATED if aggregated else Role.DECODE
+    simulation = cluster(
+        seed,
+        role,
+        pages=30 if seed % 2 else 80,
+        growth_min=0.0,
+        growth_max=0.3,
+        speculation=speculation,
+    )
+    rng = random.Random(seed)
+
+    def load(events: int) -> None:
+        for _ in range(events):
+            simulation.step()
+            if rng.random() < (0.25 if aggregated else 0.08):
+                prompt = [rng.randrange(97) for _ in range(rng.randint(1, 40))]
+                choices = rng.choice((1, 1, 3))
+                sampling = rng.choice(SAMPLINGS)
+                simulation.submit_choices(
+                    choices, prompt, rng.randint(1, 16), rng.randint(0, 1), sampling
+                )
+
+    load(300)
+    for worker in list(simulation.workers):
+        worker.drain()
+        load(rng.randint(0, 60))
+        worker.inbox.post(GiveBack())
+        while not worker.drained:
+            load(1)
+        load(rng.randint(0, 30))
+        simulation.replace(worker)
+        load(100)
+    simulation.run()
+    assert len(simulation.submitted) > 20
+    assert any(request.retractions for request in simulation.submitted)
+    for request in simulation.submitted:
+        assert request.output == expected(request), request
+        assert not request.disturbed
+    simulation.assert_at_baseline()
+
+
+def test_what_a_drained_worker_retracts_is_counted_by_its_outcome() -> None:
+    simulation = cluster(3, Role.DECODE)
+    request = simulation.submit(list(range(20)), 12)
+    while len(request.tokens) < 4:
+        assert simulation.step()
+    worker = request.decode
+    worker.drain()
+    worker.inbox.post(GiveBack())
+    simulation.run()
+    labels = {"role": "decode", "worker": worker.name, "model": "sim", "outcome": "retracted"}
+    name = "kvrelay_releases_total"
+    assert worker.core.metrics.registry.get_sample_value(name, labels) == 1
+    assert count(worker, "retractions") == 0, "that is for want of memory alone"
+    assert request.output == reference(request.prompt, 12)
+
+
+async def test_memory_in_quarantine_for_too_long_drains_the_worker(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """But not if its fences have passed and nobody has looked since."""
+    simulation = cluster(1, Role.DECODE, quarantine_limit=0.2)
+    sim = simulation.decodes[0]
+    sim.turn()
+    worker = Worker(sim.config, lambda parts: None)  # type: ignore[arg-type, return-value]
+    worker._loop = asyncio.get_running_loop()
+    worker._inbox, worker._metrics = sim.inbox, sim.core.metrics
+    since: float | None = time.monotonic() - 1
+    ledger = type(sim.ledger)
+    monkeypatch.setattr(ledger, "quarantined_since", property(lambda _: since))
+    sim.inbox.post(Wake())
+    sim.turn()
+    since = None  # its fences have passed
+    watching = asyncio.create_task(worker._watch_quarantine(0.2))
+    turns = asyncio.create_task(_turn_for_ever(sim))
+    await asyncio.sleep(0.1)
+    assert not sim.core.draining
+    since = time.monotonic() - 1
+    sim.inbox.post(Wake())
+    async with asyncio.timeout(10):
+        await worker.draining()
+        await watching
+        await worker.drained()
+    turns.cancel()
+    assert sim.core.draining
+    assert count(sim, "quarantine_drains") == 1
+
+
+async def _turn_for_ever(sim: SimWorker) -> None:
+    while True:
+        sim.turn()
+        await asyncio.sleep(0.01)

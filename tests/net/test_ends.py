@@ -1,0 +1,104 @@
+"""Who gets through to a worker's listener, behind which there is a health service alone."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import grpc
+import pytest
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+
+from kvrelay.net.ends import bind, worker_channel, worker_credentials, worker_server
+from kvrelay.net.tls import TlsFiles
+from tests.certificates import Authority
+
+REFUSED = grpc.StatusCode.UNAVAILABLE
+
+
+@pytest.fixture(scope="module")
+def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
+    return Authority(tmp_path_factory.mktemp("tls"))
+
+
+@pytest.fixture(scope="module")
+def files(authority: Authority) -> TlsFiles:
+    return authority.issue()
+
+
+@asynccontextmanager
+async def listening(files: TlsFiles | None) -> AsyncIterator[str]:
+    server = worker_server()
+    health_pb2_grpc.add_HealthServicer_to_server(health.aio.HealthServicer(), server)
+    port = bind(server, "127.0.0.1:0", files)
+    await server.start()
+    try:
+        yield f"127.0.0.1:{port}"
+    finally:
+        await server.stop(None)
+
+
+async def call(address: str, credentials: grpc.ChannelCredentials | None) -> grpc.StatusCode:
+    async with worker_channel(address, credentials) as channel:
+        try:
+            await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())
+        except grpc.aio.AioRpcError as error:
+            return error.code()
+    return grpc.StatusCode.OK
+
+
+async def test_certificates_of_one_authority_reach_each_other(
+    authority: Authority, files: TlsFiles
+):
+    async with listening(files) as address:
+        assert await call(address, worker_credentials(files)) is grpc.StatusCode.OK
+        other = authority.issue("other")
+        assert await call(address, worker_credentials(other)) is grpc.StatusCode.OK
+
+
+async def test_a_worker_refuses_who_has_no_certificate(files: TlsFiles):
+    assert files.ca is not None
+    async with listening(files) as address:
+        bare = grpc.ssl_channel_credentials(files.ca.read_bytes())
+        assert await call(address, bare) is REFUSED
+
+
+async def test_a_worker_refuses_another_authoritys_certificate(files: TlsFiles, tmp_path: Path):
+    stranger = Authority(tmp_path, "stranger").issue()
+    async with listening(files) as address:
+        # It takes the worker's certificate, so that it is the worker who refuses.
+        credentials = worker_credentials(replace(stranger, ca=files.ca))
+        assert await call(address, credentials) is REFUSED
+
+
+async def test_a_worker_refuses_plain_text(files: TlsFiles):
+    async with listening(files) as address:
+        assert await call(address, None) is REFUSED
+
+
+async def test_another_authoritys_worker_is_refused(files: TlsFiles, tmp_path: Path):
+    stranger = Authority(tmp_path, "stranger").issue()
+    async with listening(replace(stranger, ca=files.ca)) as address:
+        assert await call(address, worker_credentials(files)) is REFUSED
+
+
+async def test_a_worker_of_another_name_is_refused(authority: Authority, files: TlsFiles):
+    async with listening(authority.issue("elsewhere", host="worker.example")) as address:
+        assert await call(address, worker_credentials(files)) is REFUSED
+
+
+async def test_without_files_it_is_plain_text(files: TlsFiles):
+    async with listening(None) as address:
+        assert await call(address, None) is grpc.StatusCode.OK
+        assert await call(address, worker_credentials(files)) is REFUSED
+
+
+@pytest.mark.parametrize("secure", [False, True])
+async def test_a_port_in_use_is_said(files: TlsFiles, secure: bool):
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        taken = f"127.0.0.1:{listener.getsockname()[1]}"
+        with pytest.raises(OSError, match=f"cannot listen on {taken}: is the port in use"):
+            bind(worker_server(), taken, files if secure else None)

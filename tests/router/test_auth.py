@@ -1,0 +1,183 @@
+"""Who may call a real router's public service, with tokens and with TLS."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+
+from kvrelay.net.tls import TlsFiles
+from kvrelay.router.auth import bearer, read_tokens
+from kvrelay.router.config import RouterConfig
+from kvrelay.router.discovery import StaticDiscovery
+from kvrelay.router.errors import StartError
+from kvrelay.router.router import Router
+from kvrelay.v1 import inference_pb2 as pb
+from kvrelay.v1 import inference_pb2_grpc
+from tests.certificates import Authority
+
+from .cluster import status_of
+
+TOKENS = "# alice\nalpha-1\n\n  beta_2==  \n"
+OK = grpc.StatusCode.OK
+UNAUTHENTICATED = grpc.StatusCode.UNAUTHENTICATED
+
+
+@pytest.fixture
+def guarded(config: RouterConfig, tmp_path: Path) -> RouterConfig:
+    path = tmp_path / "tokens"
+    path.write_text(TOKENS)
+    return replace(config, auth_token_file=path)
+
+
+@asynccontextmanager
+async def front(config: RouterConfig) -> AsyncIterator[str]:
+    """A router without workers."""
+    router = Router(config, StaticDiscovery([]))
+    await router.start()
+    try:
+        yield router.grpc_address
+    finally:
+        await router.stop()
+
+
+async def info(
+    address: str,
+    metadata: Any = (),
+    credentials: grpc.ChannelCredentials | None = None,
+) -> tuple[grpc.StatusCode, str]:
+    options = [("grpc.use_local_subchannel_pool", 1)]
+    if credentials is None:
+        channel = grpc.aio.insecure_channel(address, options)
+    else:
+        channel = grpc.aio.secure_channel(address, credentials, options)
+    async with channel:
+        stub = inference_pb2_grpc.InferenceServiceStub(channel)
+        try:
+            await stub.GetServerInfo(pb.GetServerInfoRequest(), metadata=metadata)
+        except grpc.aio.AioRpcError as error:
+            return error.code(), error.details() or ""
+    return OK, ""
+
+
+async def test_a_known_token_opens(guarded: RouterConfig):
+    async with front(guarded) as address:
+        for value in ("Bearer alpha-1", "bearer alpha-1", "BEARER  beta_2==", "Bearer beta_2== "):
+            assert await info(address, (("authorization", value),)) == (OK, "")
+
+
+async def test_anything_else_does_not(guarded: RouterConfig):
+    missing, other, unknown = (
+        "authorization: a bearer token is needed",
+        "authorization: must be Bearer and a token",
+        "authorization: the bearer token is not known here",
+    )
+    async with front(guarded) as address:
+        for values, detail in (
+            ([], missing),
+            (["Basic alpha-1"], other),
+            (["alpha-1"], other),
+            (["Bearer wrong", "Bearer alpha-1"], other),
+            (["Bearer alpha-2"], unknown),
+            (["Bearer alpha-"], unknown),
+            (["Bearer alpha-1 beta_2=="], unknown),
+            (["Bearer # alice"], unknown),
+            (["Bearer "], unknown),
+        ):
+            metadata = tuple(("authorization", value) for value in values)
+            assert await info(address, metadata) == (UNAUTHENTICATED, detail)
+
+
+async def test_every_kind_of_call_is_guarded_but_health_checks(guarded: RouterConfig):
+    async with front(guarded) as address, grpc.aio.insecure_channel(address) as channel:
+        stub = inference_pb2_grpc.InferenceServiceStub(channel)
+        refused = await status_of(stub.Generate(pb.GenerateRequest(text="x")))
+        assert refused.code() is UNAUTHENTICATED
+
+        reflection = reflection_pb2_grpc.ServerReflectionStub(channel)
+        ask = reflection_pb2.ServerReflectionRequest(list_services="")
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await anext(aiter(reflection.ServerReflectionInfo(iter([ask]))))
+        assert caught.value.code() is UNAUTHENTICATED
+        call = reflection.ServerReflectionInfo(iter([ask]), metadata=bearer("alpha-1"))
+        assert (await anext(aiter(call))).list_services_response.service
+
+        unknown = channel.unary_unary("/no.such.Service/Method")
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await unknown(b"")
+        assert caught.value.code() is UNAUTHENTICATED
+
+        check = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())
+        assert (await check).status == health_pb2.HealthCheckResponse.NOT_SERVING
+
+
+async def test_a_big_message_without_a_token_is_not_read(guarded: RouterConfig):
+    async with front(guarded) as address, grpc.aio.insecure_channel(address) as channel:
+        stub = inference_pb2_grpc.InferenceServiceStub(channel)
+        big = pb.GenerateRequest(text="x" * (4 * guarded.max_message_bytes))
+        # Read, it would be RESOURCE_EXHAUSTED.
+        assert (await status_of(stub.Generate(big))).code() is UNAUTHENTICATED
+
+
+async def test_without_a_file_everybody_may_come(config: RouterConfig):
+    async with front(config) as address:
+        assert await info(address) == (OK, "")
+        assert await info(address, bearer("whatever")) == (OK, "")
+
+
+async def test_the_front_speaks_tls(guarded: RouterConfig, tmp_path: Path):
+    authority = Authority(tmp_path / "tls")
+    files = authority.issue()
+    guarded = replace(guarded, front_tls=TlsFiles(files.cert, files.key))
+    ca = grpc.ssl_channel_credentials(authority.ca.read_bytes())
+    stranger = grpc.ssl_channel_credentials(Authority(tmp_path / "other").ca.read_bytes())
+    async with front(guarded) as address:
+        assert (await info(address, bearer("alpha-1"), ca))[0] is OK
+        assert (await info(address, (), ca))[0] is UNAUTHENTICATED
+        for credentials in (None, stranger):
+            code, _ = await info(address, bearer("alpha-1"), credentials)
+            assert code is grpc.StatusCode.UNAVAILABLE
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        (None, "No such file or directory"),
+        (b"", "there is no token in it"),
+        (b"# none\n\n", "there is no token in it"),
+        (b"good\ntwo words\n", "line 2 is not a token"),
+        (b"caf\xc3\xa9\n", "line 1 is not a token"),
+    ],
+)
+async def test_a_file_without_usable_tokens_is_one_line(
+    config: RouterConfig, tmp_path: Path, content: bytes | None, problem: str
+):
+    path = tmp_path / "tokens"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(ValueError, match=f"^{path}: {problem}") as caught:
+        read_tokens(path)
+    assert "words" not in str(caught.value)
+    router = Router(replace(config, auth_token_file=path), StaticDiscovery([]))
+    with pytest.raises(StartError, match=f"^tokens: {path}: {problem}"):
+        await router.start()
+
+
+async def test_missing_certificates_are_one_line(config: RouterConfig, tmp_path: Path):
+    none = TlsFiles(*(tmp_path / name for name in ("crt", "key", "ca")))
+    for changed in ({"worker_tls": none}, {"front_tls": replace(none, ca=None)}):
+        with pytest.raises(StartError, match="No such file"):
+            await Router(replace(config, **changed), StaticDiscovery([])).start()
+
+
+def test_tokens_are_lines(tmp_path: Path):
+    path = tmp_path / "tokens"
+    path.write_text(TOKENS)
+    assert read_tokens(path) == ("alpha-1", "beta_2==")
