@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import time
@@ -10,6 +11,7 @@ from dataclasses import dataclass, field
 
 from kvrelay.engine.config import WorkerInfo
 from kvrelay.engine.faults import Action, Fault, Phase
+from kvrelay.router.errors import CannotDrain
 from tests.chaos.cells import MESSAGE_ACTIONS, Cell, Harm, Victim
 from tests.chaos.cluster import ChaosCluster, is_gone, samples, wake
 from tests.chaos.load import Case, Load, Outcome, check
@@ -149,9 +151,12 @@ async def _harm_worker(chaos: ChaosCluster, cell: Cell, stop_s: float) -> list[s
 
 async def _drain(chaos: ChaosCluster, name: str) -> None:
     """Until another life of the worker serves: whatever happens to the one that drains."""
-    async with asyncio.timeout(chaos.bound):
-        async for _ in chaos.cluster.drain(name, remove=False):
-            pass
+    before = chaos.worker(name)
+    with contextlib.suppress(CannotDrain):  # it died before it could say that it had understood
+        async with asyncio.timeout(chaos.bound):
+            async for _ in chaos.cluster.drain(name, remove=False):
+                pass
+    await chaos.until_replaced(before)
 
 
 async def _is_used(info: WorkerInfo) -> list[str]:
