@@ -112,7 +112,7 @@ async def test_a_first_start_that_fails_is_one_line_and_not_repeated(
 
 async def test_live_workers_are_discovered(cluster: Cluster):
     endpoints = cluster.discovery.endpoints()
-    assert [one.worker for one in endpoints] == ["aggregated-0", "decode-0", "prefill-0"]
+    assert [one.worker for one in endpoints] == ["decode-0", "prefill-0"]
     for endpoint in endpoints:
         assert endpoint.incarnation == cluster.workers[endpoint.worker].incarnation
 
