@@ -7,6 +7,7 @@
 #           TORCH="torch==2.13.0 --extra-index-url URL"
 #   SERVE   options of `kvrelay serve`, e.g. SERVE="--prefill 2 --decode 2"
 #   BENCH   options of the load generator; with --target no cluster is started
+#   CHAOS   options of the fault matrix, e.g. CHAOS="--only draining"
 #   SOAK    options of the soak, e.g. SOAK="--minutes 5 --seed 3"
 #   TESTS   what pytest is told, e.g. TESTS="tests/router -x"
 
@@ -15,6 +16,7 @@ TORCH ?= torch==2.13.0
 SERVE ?=
 BENCH ?= --sweep
 TESTS ?=
+CHAOS ?=
 SOAK ?=
 
 VENV := .venv
@@ -108,7 +110,7 @@ bench: $(READY) ## load the running cluster, or one that is started for it
 
 .PHONY: chaos
 chaos: $(READY) ## the fault matrix on a real cluster; writes docs/chaos.md (most of an hour)
-	@exec $(BIN)/python -m tests.chaos
+	@exec $(BIN)/python -m tests.chaos $(CHAOS)
 
 .PHONY: chaos-short
 chaos-short: $(READY) ## its most telling cells

@@ -213,15 +213,16 @@ class WorkerSupervisor:
         The worker has started before with this configuration, so what fails now
         is taken to pass: it is tried again, in a fresh process, ever less often.
         """
-        pauses = _Pauses()
+        pauses, patience = _Pauses(), self._timeout
         while True:
             try:
                 # To start takes as long as the weights do; to say who it is does not.
-                async with asyncio.timeout(None if method == "restart" else self._timeout):
+                async with asyncio.timeout(None if method == "restart" else patience):
                     return await getattr(self._actor, method).remote()
             except TimeoutError:
                 _log.error("%s does not answer, so it is killed", self.name)
                 ray.kill(self._actor, no_restart=False)
+                patience *= 2  # a process that has yet to import everything is none that hangs
             except ray.exceptions.ActorUnavailableError:
                 _log.info("%s cannot be reached yet", self.name)
             except ray.exceptions.ActorDiedError as error:

@@ -35,6 +35,7 @@ from kvrelay.engine.commands import (
     Wake,
 )
 from kvrelay.engine.core import EngineCore
+from kvrelay.engine.faults import Phase
 from kvrelay.engine.outputs import Load
 from kvrelay.engine.request import Request
 from kvrelay.engine.step import Computed, Scheduled, Step, StepEnded, plan_step
@@ -212,6 +213,7 @@ class Engine:
             case Drain():
                 self._core.draining = True
                 self._on_drained.append(message.on_drained)
+                self._core.faults.reach(Phase.DRAINING)
             case GiveBack():
                 self._role.give_back()
             case Stop():

@@ -60,7 +60,7 @@ SAYS_NOTHING = {
     (Victim.DECODE, Phase.DECODING): "the hand-over is over",
     (Victim.DECODE, Phase.RETRACTED): "the hand-over is over",
 }
-NO_DRAIN_YET = "not yet: workers cannot be drained"
+DRAINS_ALIKE = "a hand-over is the same while its worker drains"
 ROUTER_DRAINS = "a router stops taking requests and waits for its own: there is no such phase"
 
 
@@ -83,10 +83,12 @@ class Cell:
     @property
     def impossible(self) -> str:
         """Why it cannot be; empty if it can."""
-        if self.phase is Phase.DRAINING:
-            return ROUTER_DRAINS if self.victim is Victim.ROUTER else NO_DRAIN_YET
+        if self.phase is Phase.DRAINING and self.victim is Victim.ROUTER:
+            return ROUTER_DRAINS
         if self.harm not in MESSAGE_ACTIONS or self.event is not None:
             return ""
+        if self.phase is Phase.DRAINING:
+            return DRAINS_ALIKE
         if self.victim is Victim.ROUTER:
             return ROUTER_SAYS
         return SAYS_NOTHING[self.victim, self.phase]

@@ -214,7 +214,8 @@ class ChaosCluster:
         """
         deadline = time.monotonic() + REST_S
         while True:
-            problems = [p for info in self.cluster.workers.values() for p in await unrest(info)]
+            workers = list(self.cluster.workers.values())
+            problems = [problem for info in workers for problem in await unrest(info)]
             if len(self.cluster.workers) == 4 and not problems:
                 return
             assert time.monotonic() < deadline, f"not at rest: {problems}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import time
@@ -10,6 +11,7 @@ from dataclasses import dataclass, field
 
 from kvrelay.engine.config import WorkerInfo
 from kvrelay.engine.faults import Action, Fault, Phase
+from kvrelay.router.errors import CannotDrain
 from tests.chaos.cells import MESSAGE_ACTIONS, Cell, Harm, Victim
 from tests.chaos.cluster import ChaosCluster, is_gone, samples, wake
 from tests.chaos.load import Case, Load, Outcome, check
@@ -17,13 +19,14 @@ from tests.chaos.load import Case, Load, Outcome, check
 STOP_S = 5.0
 DELAY_S = 1.0
 SEEN_BY_ITSELF = {
-    Victim.PREFILL: (Phase.QUEUED, Phase.PREFILLING),
+    Victim.PREFILL: (Phase.QUEUED, Phase.PREFILLING, Phase.DRAINING),
     Victim.DECODE: (
         Phase.QUEUED,
         Phase.PULLING,
         Phase.PULLED,
         Phase.DECODING,
         Phase.RETRACTED,
+        Phase.DRAINING,
     ),
 }
 """Phases that a worker enters itself: the others are seen by a worker of the other role."""
@@ -89,7 +92,9 @@ def _changed(chaos: ChaosCluster, cell: Cell, before: dict[str, WorkerInfo]) -> 
 
 
 def _victim_names(cell: Cell) -> tuple[str, ...]:
-    if cell.victim is Victim.ROUTER or cell.harm in MESSAGE_ACTIONS or cell.harm is Harm.STOP:
+    if cell.victim is Victim.ROUTER or cell.harm in MESSAGE_ACTIONS:
+        return ()
+    if cell.harm is Harm.STOP and cell.phase is not Phase.DRAINING:
         return ()
     return (_victim_name(cell),)
 
@@ -126,8 +131,12 @@ async def _harm_worker(chaos: ChaosCluster, cell: Cell, stop_s: float) -> list[s
     before = chaos.worker(_victim_name(cell))
     observer, fault = _strike(chaos, cell, before, stop_s)
     await chaos.arm(observer, fault)
+    draining = cell.phase is Phase.DRAINING
+    drain = asyncio.create_task(_drain(chaos, before.name)) if draining else None
     await chaos.until_fired(observer, (before.pid,))
-    if cell.harm is Harm.STOP:
+    if drain is not None:
+        await drain
+    elif cell.harm is Harm.STOP:
         await asyncio.sleep(stop_s + 0.5)
         same = chaos.cluster.workers.get(before.name) == before
         return [] if same else [f"{before.name} was given up after {stop_s:g} s"]
@@ -138,6 +147,16 @@ async def _harm_worker(chaos: ChaosCluster, cell: Cell, stop_s: float) -> list[s
             problems.append(f"{before.name} moved from {before.address} to {after.address}")
         problems += await _is_used(after)
     return problems
+
+
+async def _drain(chaos: ChaosCluster, name: str) -> None:
+    """Until another life of the worker serves: whatever happens to the one that drains."""
+    before = chaos.worker(name)
+    with contextlib.suppress(CannotDrain):  # it died before it could say that it had understood
+        async with asyncio.timeout(chaos.bound):
+            async for _ in chaos.cluster.drain(name, remove=False):
+                pass
+    await chaos.until_replaced(before)
 
 
 async def _is_used(info: WorkerInfo) -> list[str]:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
 
 from kvrelay.engine.faults import Phase
 from tests.chaos.cells import Cell, Harm, Victim
@@ -36,13 +40,31 @@ reason given below.
 """
 
 
+def save(reports: Mapping[Cell, Report], path: Path) -> None:
+    """For runs of some cells only, which leave the others as they were."""
+    path.write_text(json.dumps([asdict(report) for report in reports.values()], indent=1) + "\n")
+
+
+def load(path: Path) -> dict[Cell, Report]:
+    """What was saved last."""
+    if not path.exists():
+        return {}
+    found = [_report(**one) for one in json.loads(path.read_text())]
+    return {report.cell: report for report in found if not report.cell.impossible}
+
+
+def _report(cell: dict[str, str], **more: Any) -> Report:
+    where = Cell(Harm(cell["harm"]), Victim(cell["victim"]), Phase(cell["phase"]))
+    return Report(where, **more)
+
+
 def to_markdown(reports: Mapping[Cell, Report], cells: Sequence[Cell], *, timeout: float) -> str:
     """The whole page."""
     wrong = [report for report in reports.values() if report.problems]
     minutes = sum(report.seconds for report in reports.values()) / 60
     requests = sum(report.requests for report in reports.values())
     summary = (
-        f"The last run: {len(reports)} cells, {requests} requests, {minutes:.0f} minutes, "
+        f"Last run: {len(reports)} cells, {requests} requests, {minutes:.0f} minutes, "
         f"{len(wrong)} failures."
     )
     lines = [HEAD.format(summary=summary, timeout=timeout, bound=bound_of(timeout))]

@@ -144,7 +144,7 @@ async def _settle(
             if len(chaos.cluster.workers) == 4:
                 break
             await asyncio.sleep(0.1)
-        for name in chaos.cluster.workers:
+        for name in list(chaos.cluster.workers):
             await chaos.arm(name)  # what has not happened is not to happen now
         await chaos.until_at_rest()
     except Exception as error:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
+import time
 import uuid
 from pathlib import Path
 
@@ -87,10 +88,14 @@ class ObedientWorker:
 
 
 class ObedientHost(WorkerHost):
+    def __init__(self, config: WorkerConfig, log_level: int) -> None:
+        super().__init__(config, log_level)
+        time.sleep(float(ObedientWorker(config)._take("born") or 0))
+
     def _build(self, config: WorkerConfig) -> Worker:
         return ObedientWorker(config)
 
 
 def give_order(folder: Path, worker: str, order: str, *lines: str) -> None:
-    """`order` is ``start``, ``fail``, ``told``, ``beat`` or ``leave``: one line for each event."""
+    """`order`: ``born``, ``start``, ``fail``, ``told``, ``beat``, ``leave``; each takes a line."""
     (folder / f"{worker}.{order}").write_text("\n".join(lines))

@@ -11,18 +11,17 @@ from collections.abc import AsyncIterator
 import pytest
 
 from kvrelay.engine.faults import Action, Event, Fault
+from tests.chaos.__main__ import SHORT_TIMEOUT_S
 from tests.chaos.cells import SHORT, Cell
 from tests.chaos.cluster import ChaosCluster, chaos_cluster
 from tests.chaos.experiment import experiment
 from tests.chaos.load import Case, ask, make_cases
 from tests.cluster.running import running
 
-WORKER_TIMEOUT_S = 4.0
-
 
 @pytest.fixture(scope="module")
 async def chaos(ray, tiny) -> AsyncIterator[ChaosCluster]:
-    async with chaos_cluster(tiny, worker_timeout=WORKER_TIMEOUT_S) as cluster:
+    async with chaos_cluster(tiny, worker_timeout=SHORT_TIMEOUT_S) as cluster:
         yield cluster
 
 
@@ -59,7 +58,7 @@ async def test_scenario_34_abort_while_a_slow_read_writes_its_pages(
 @pytest.mark.filterwarnings("ignore::ResourceWarning")
 async def test_a_worker_that_is_told_to_die_does_so_in_its_first_life_only(ray, tiny):
     """As `kvrelay serve --debug-faults` has it."""
-    options = {"page_size": 4, "dtype": "float32", "worker_timeout": WORKER_TIMEOUT_S}
+    options = {"page_size": 4, "dtype": "float32", "worker_timeout": SHORT_TIMEOUT_S}
     async with running(tiny, debug_faults="decode-0/kill:decoding", **options) as cluster:
         first = cluster.deployment.cluster.workers["decode-0"]
         for _ in range(3):

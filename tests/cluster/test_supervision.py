@@ -203,6 +203,18 @@ async def test_a_worker_whose_engine_is_silent_is_killed_and_replaced(
     await until(lambda: was_told(orders, "decode-0", first))
 
 
+async def test_a_process_that_takes_long_to_begin_is_not_killed_for_ever(
+    cluster: Cluster, orders: Path
+):
+    first = cluster.workers["decode-0"]
+    slow = str(TIMEOUT_SECONDS * 1.5)
+    give_order(orders, "decode-0", "born", *[slow] * 5)
+    os.kill(first.pid, signal.SIGKILL)
+    await next_life(cluster, first)
+    assert (orders / "decode-0.born").exists(), "every slow life was cut short"
+    (orders / "decode-0.born").unlink()
+
+
 async def drained_by_signal(cluster: Cluster, worker: str) -> None:
     os.kill(cluster.workers[worker].pid, signal.SIGTERM)
 

@@ -69,6 +69,8 @@ EVERYTHING: dict[str, Any] = {
     "default_max_tokens": 9,
     "max_live_requests": 10,
     "worker_timeout": 2.5,
+    "drain_grace": 3.5,
+    "quarantine_limit": 4.5,
     "debug_faults": "drop:done:2",
     "debug_retract_every": 11,
     "audit_pages": True,

@@ -8,11 +8,12 @@ import sys
 
 import pytest
 
-from kvrelay.engine import edge
 from kvrelay.engine.commands import Attach, Detach, Inbox
 from kvrelay.engine.config import Role
 from kvrelay.engine.service import WorkerService
 from kvrelay.engine.wire import SubmitRules
+from kvrelay.net import options
+from kvrelay.net.ends import bind, worker_server
 from kvrelay.v1 import worker_pb2_grpc
 
 ROUTER = """
@@ -31,11 +32,12 @@ for _ in stub.Attach(hello()):
 
 async def test_a_router_that_stands_still_is_let_go(monkeypatch: pytest.MonkeyPatch):
     """Its process lives, its connection is open, and it will never read what it is sent."""
-    monkeypatch.setattr(edge, "KEEPALIVE_MS", 500)
-    inbox, server = Inbox(), edge.make_server()
+    often = [(name, 500 if name.endswith("_ms") else value) for name, value in options._KEEPALIVE]
+    monkeypatch.setattr(options, "_KEEPALIVE", often)
+    inbox, server = Inbox(), worker_server()
     service = WorkerService("w-1", inbox, SubmitRules(Role.DECODE, 97, ()))
     worker_pb2_grpc.add_WorkerServiceServicer_to_server(service, server)
-    port = edge.bind(server, "127.0.0.1", 0)
+    port = bind(server, "127.0.0.1:0", None)
     await server.start()
     router = await asyncio.create_subprocess_exec(sys.executable, "-c", ROUTER, f"127.0.0.1:{port}")
     try:
