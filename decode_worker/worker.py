@@ -14,7 +14,9 @@ class DecodePlugin:
     """See `engine.worker.RolePlugin`."""
 
     def __init__(self, parts: WorkerParts) -> None:
-        self._client = HandOverClient(parts.agent, parts.inbox, parts.vocab_size)
+        self._client = HandOverClient(
+            parts.agent, parts.inbox, parts.vocab_size, parts.config.min_transfer_gbps
+        )
         self.role = DecodeRole(
             parts.core, parts.agent, self._client, parts.inbox, parts.tokenizer, parts.config
         )

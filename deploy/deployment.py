@@ -15,6 +15,7 @@ from kvrelay.deploy.models import Model
 from kvrelay.deploy.options import WORKER_HOST, ServeOptions
 from kvrelay.deploy.progress import Progress
 from kvrelay.engine.config import PrefixIndexKind, Role, Speculation, WorkerConfig, WorkerInfo
+from kvrelay.kv_transfer.checksums import VerifyPages
 from kvrelay.mem_cache.geometry import PageOrder
 from kvrelay.router.config import RouterConfig
 from kvrelay.router.router import Router
@@ -91,6 +92,8 @@ def worker_configs(options: ServeOptions, model: Model) -> list[WorkerConfig]:
             debug_retract_every=options.debug_retract_every,
             threads=options.threads_per_worker(),
             audit_pages=options.audit_pages,
+            verify_pages=VerifyPages(options.verify_pages),
+            min_transfer_gbps=options.min_transfer_gbps,
             host=WORKER_HOST,
             metrics_port=next(ports, 0),
         )
@@ -109,6 +112,7 @@ def router_config(options: ServeOptions, model: Model) -> RouterConfig:
         metrics_address=str(options.metrics),
         default_max_tokens=options.default_max_tokens,
         max_live_requests=options.max_live_requests,
+        strict=options.strict,
     )
 
 

@@ -9,6 +9,7 @@ from typing import Final
 from kvrelay.deploy.address import MAX_PORT, Address
 from kvrelay.deploy.errors import OptionError
 from kvrelay.engine.config import Speculation
+from kvrelay.kv_transfer.checksums import VerifyPages
 
 DEFAULT_MODEL: Final = "smollm2-135m-instruct"
 DEFAULT_GRPC: Final = Address("127.0.0.1", 50051)
@@ -21,6 +22,7 @@ PREFIX_INDEXES: Final = ("radix", "none")
 DTYPES: Final = ("bfloat16", "float16", "float32")
 DEVICES: Final = ("auto", "cpu", "cuda")
 SPECULATIONS: Final = tuple(one.value for one in Speculation)
+VERIFY_PAGES: Final = tuple(one.value for one in VerifyPages)
 
 _AT_LEAST_ONE: Final = (
     "page_size",
@@ -79,6 +81,12 @@ class ServeOptions:
     """The model that drafts, where one does; found like `model`."""
     num_draft_tokens: int = 4
     """Tokens in a draft at most."""
+    verify_pages: str = "off"
+    """Which pages' bytes are compared after they were read."""
+    min_transfer_gbps: float = 0.0
+    """Pairs of workers whose transport a probe finds slower do not work together."""
+    strict: bool = False
+    """Fail requests that would have to be computed again, unless they were retracted."""
     threads: int | None = None
     """Of one worker's forward; None: the machine's cores shared out."""
     default_max_tokens: int = 256
@@ -103,6 +111,9 @@ class ServeOptions:
         self._check_speculation()
         if not 0 < self.worker_timeout < float("inf"):
             raise OptionError("--worker-timeout", "must be seconds, more than 0")
+        if not 0 <= self.min_transfer_gbps < float("inf"):
+            raise OptionError("--min-transfer-gbps", "must be GB/s, 0 or more")
+        self._check_choice("verify_pages", self.verify_pages, VERIFY_PAGES)
         self._check_choice("page_order", self.page_order, PAGE_ORDERS)
         self._check_choice("prefix_index", self.prefix_index, PREFIX_INDEXES)
         self._check_choice("dtype", self.dtype, DTYPES)

@@ -21,7 +21,18 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
-from kvrelay.engine.commands import Attach, Cancel, Detach, Inbox, Inspect, Stop, Submit, Wake
+from kvrelay.engine.commands import (
+    Attach,
+    Cancel,
+    Detach,
+    Dropped,
+    Inbox,
+    Inspect,
+    Misdirected,
+    Stop,
+    Submit,
+    Wake,
+)
 from kvrelay.engine.core import EngineCore
 from kvrelay.engine.outputs import Load
 from kvrelay.engine.request import Request
@@ -175,7 +186,11 @@ class Engine:
             case Submit():
                 self._role.submit(message)
             case Cancel():
+                if not self._core.choices_of(message.key):
+                    self._core.metrics.count_dropped(Dropped.CANCEL)
                 self._role.cancel(message)
+            case Misdirected():
+                self._core.metrics.count_dropped(Dropped.INCARNATION)
             case Attach():
                 self._core.attach(message.link)
             case Detach():

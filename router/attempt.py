@@ -26,10 +26,12 @@ class Keeper(Protocol):
         """The choice gave its memory to others; it is no part of the attempt any more."""
         ...
 
-    def failed(self, choices: Set[int], error: Unavailable, suspects: Set[str]) -> None:
+    def failed(
+        self, choices: Set[int], error: Unavailable, reason: str, suspects: Set[str]
+    ) -> None:
         """The attempt is over, and these choices, at least one, had not ended.
 
-        The cause is one of the suspects, which are incarnations of workers.
+        The reason, in a word, lies with one of the suspects, incarnations of workers.
         """
         ...
 
@@ -107,7 +109,7 @@ class Attempt:
         """See `Listener`."""
         lost = Unavailable(f"worker {endpoint.worker} was lost: {detail}")
         with self._failing_alone():
-            self._fail(lost, {endpoint.incarnation})
+            self._fail(lost, "worker_lost", {endpoint.incarnation})
 
     @contextlib.contextmanager
     def _failing_alone(self) -> Iterator[None]:
@@ -153,15 +155,16 @@ class Attempt:
         text = self._say(role, end)
         if end.retryable or end.reason is EndReason.ABORTED:
             suspects = {link.endpoint.incarnation for link in self._placement.links}
-            self._fail(Unavailable(text), suspects)
+            aborted = end.reason is EndReason.ABORTED
+            self._fail(Unavailable(text), "aborted" if aborted else end.cause or "failed", suspects)
         else:
             self._live.fail(InternalFailure(text))
 
-    def _fail(self, error: Unavailable, suspects: Set[str]) -> None:
+    def _fail(self, error: Unavailable, reason: str, suspects: Set[str]) -> None:
         choices = frozenset(self._open)
         self.release()
         if choices and self._live.outcome is None:
-            self._keeper.failed(choices, error, suspects)
+            self._keeper.failed(choices, error, reason, suspects)
 
     def _say(self, role: WorkerRole, end: WorkerEnd) -> str:
         prefill = self._placement.prefill

@@ -8,6 +8,7 @@
     ├── AlreadyExists          ALREADY_EXISTS
     ├── Overloaded             RESOURCE_EXHAUSTED, says when to come again
     ├── Unavailable            UNAVAILABLE: another try could succeed
+    ├── DataLoss               DATA_LOSS: strict, and what was handed over cannot be trusted
     └── InternalFailure        INTERNAL: another try would fail the same way
 """
 
@@ -60,6 +61,12 @@ class Unavailable(RequestError):  # noqa: N818
     """No worker can serve the request now, or the one that did is lost."""
 
     outcome = "unavailable"
+
+
+class DataLoss(RequestError):  # noqa: N818
+    """KV did not arrive as it was computed, and is not to be computed again in silence."""
+
+    outcome = "data_loss"
 
 
 class InternalFailure(RequestError):  # noqa: N818

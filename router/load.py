@@ -25,6 +25,17 @@ class PoolState:
 
 
 @dataclass(frozen=True, slots=True)
+class PeerTransfer:
+    """What a probe has found of the transport from a prefill worker."""
+
+    incarnation: str
+    backend: str
+    transports: str
+    gbps: float
+    refused: bool
+
+
+@dataclass(frozen=True, slots=True)
 class WorkerLoad:
     """What one worker has to do and what memory it has left."""
 
@@ -37,6 +48,8 @@ class WorkerLoad:
     """That running requests are expected to add."""
     step_seconds: float = 0.0
     """A moving mean of a forward's; zero before the first."""
+    peers: tuple[PeerTransfer, ...] = ()
+    """Of a decode worker, the prefill workers that it has met."""
 
     @property
     def room_tokens(self) -> int:

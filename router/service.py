@@ -16,6 +16,7 @@ from kvrelay.router import wire
 from kvrelay.router.config import RouterConfig
 from kvrelay.router.errors import (
     AlreadyExists,
+    DataLoss,
     InternalFailure,
     InvalidField,
     Overloaded,
@@ -35,6 +36,7 @@ _STATUS = {
     AlreadyExists: grpc.StatusCode.ALREADY_EXISTS,
     Overloaded: grpc.StatusCode.RESOURCE_EXHAUSTED,
     Unavailable: grpc.StatusCode.UNAVAILABLE,
+    DataLoss: grpc.StatusCode.DATA_LOSS,
     InternalFailure: grpc.StatusCode.INTERNAL,
 }
 

@@ -67,7 +67,7 @@ class RecordedKeeper:
     def retracted(self, choice: int, detail: str) -> None:
         self.retractions.append(choice)
 
-    def failed(self, choices: Any, error: Unavailable, suspects: Any) -> None:
+    def failed(self, choices: Any, error: Unavailable, reason: str, suspects: Any) -> None:
         self.failures.append((set(choices), str(error)))
 
     def stale(self) -> None:
