@@ -65,6 +65,9 @@ EVERYTHING: dict[str, Any] = {
     "worker_timeout": 2.5,
     "debug_retract_every": 11,
     "audit_pages": True,
+    "verify_pages": "all",
+    "min_transfer_gbps": 1.5,
+    "strict": True,
 }
 
 
