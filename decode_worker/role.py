@@ -10,19 +10,28 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from kvrelay.decode_worker.request import DecodeRequest
-from kvrelay.decode_worker.stream import FromPeer, HandOverClient, HandOverStream, Leave, StreamLost
+from kvrelay.decode_worker.stream import (
+    FromPeer,
+    HandOverClient,
+    HandOverStream,
+    Leave,
+    PeerAttested,
+    StreamLost,
+)
 from kvrelay.engine.admission import admit_in_turn
-from kvrelay.engine.commands import Cancel, Inbox, PeerDied, Submit, Wake
+from kvrelay.engine.commands import Cancel, Dropped, Inbox, PeerDied, Submit, Wake
 from kvrelay.engine.config import WorkerConfig
 from kvrelay.engine.core import EngineCore
 from kvrelay.engine.faults import Phase
 from kvrelay.engine.growth import GrowthReserve
-from kvrelay.engine.outputs import End, EndReason, Load
+from kvrelay.engine.outputs import Cause, End, EndReason, Load
 from kvrelay.engine.request import Request
 from kvrelay.engine.running import RunningBatch
 from kvrelay.engine.step import Computed, Scheduled
 from kvrelay.engine.stop import StopChecker
 from kvrelay.kv_transfer.agent import TransferAgent
+from kvrelay.kv_transfer.attestation import Attestation
+from kvrelay.kv_transfer.checksums import PageSum, VerifyPages, choose, locate
 from kvrelay.kv_transfer.errors import ProtocolError
 from kvrelay.kv_transfer.hand_over import (
     Announce,
@@ -52,6 +61,14 @@ class PullEnded:
 
     stream: HandOverStream
     pull: Pull
+
+
+@dataclass(frozen=True, slots=True)
+class PagesHashed:
+    """What a request has read is ready to be compared."""
+
+    stream: HandOverStream
+    sums: tuple[PageSum, ...]
 
 
 class DecodeRole:
@@ -96,6 +113,8 @@ class DecodeRole:
         self._running: RunningBatch[DecodeRequest] = RunningBatch(
             core, self._growth, self._retract, retract_every=config.debug_retract_every
         )
+        self._peers: dict[str, Attestation] = {}
+        self._dead: set[str] = set()
 
     # What arrives
 
@@ -130,15 +149,26 @@ class DecodeRole:
                 request = self._live(message.stream)
                 if request is not None:
                     self._read_ended(request, message.pull)
+            case PagesHashed():
+                request = self._live(message.stream)
+                if request is not None:
+                    self._say_done(request, message.sums)
             case FromPeer():
                 request = self._live(message.stream)
                 if request is not None:
                     self._hear(request, message.said)
+                else:
+                    self._core.metrics.count_dropped(Dropped.HAND_OVER)
             case StreamLost():
                 request = self._live(message.stream)
                 if request is not None and request.hand_over.state is not DecodeState.VALID:
-                    self._fail(request, f"hand-over from {message.stream.peer}: {message.detail}")
+                    peer = message.stream.peer.incarnation
+                    self._fail(request, message.cause, f"hand-over from {peer}: {message.detail}")
+            case PeerAttested():
+                self._meet(message.attestation)
             case PeerDied():
+                self._dead.add(message.incarnation)
+                self._peers.pop(message.incarnation, None)
                 self._agent.confirm_death(message.incarnation, lambda: self._inbox.post(Wake()))
 
     # What to do next
@@ -193,9 +223,16 @@ class DecodeRole:
             pools=self._core.ledger.counts(),
             growth_tokens=self._growth.total_tokens(self._running),
             step_seconds=self._core.step_seconds,
+            peers=tuple(self._peers.values()),
         )
 
     # The hand-over
+
+    def _meet(self, attestation: Attestation) -> None:
+        if attestation.peer not in self._dead:
+            self._peers[attestation.peer] = attestation
+        if attestation.refused:
+            self._core.metrics.count_refusal()
 
     def _hear(self, request: DecodeRequest, said: Said[FromPrefill]) -> None:
         try:
@@ -204,7 +241,7 @@ class DecodeRole:
             else:
                 self._core.metrics.count_duplicate()
         except ProtocolError as error:
-            self._fail(request, str(error))
+            self._fail(request, Cause.PROTOCOL_ERROR, str(error))
 
     def _listen(self, request: DecodeRequest, message: FromPrefill) -> None:
         match message:
@@ -234,9 +271,11 @@ class DecodeRole:
             slowest = _SLOWEST_READ * self._peer_timeout
             if now - request.stream.words.heard_at > self._peer_timeout:
                 peer = request.stream.peer.incarnation
-                self._fail(request, f"{peer} was silent for {self._peer_timeout:g} s")
+                error = f"{peer} was silent for {self._peer_timeout:g} s"
+                self._fail(request, Cause.PEER_LOST, error)
             elif request.reading and now - request.read_at > slowest:
-                self._fail(request, f"a read has not ended for {slowest:g} s")
+                error = f"a read has not ended for {slowest:g} s"
+                self._fail(request, Cause.READ_FAILED, error)
             else:
                 self._say(request, Beat())
 
@@ -263,11 +302,12 @@ class DecodeRole:
             request.reading.add(pull)
             request.read_at = time.monotonic()
             self._core.faults.reach(Phase.PULLING, stream.peer.incarnation)
-        self._say_done(request)
+        self._verify(request)
 
     def _read_ended(self, request: DecodeRequest, pull: Pull) -> None:
         if pull.state is not PullState.DONE:
-            self._fail(request, f"read from {pull.peer} failed: {pull.error}")
+            error = f"read from {pull.peer} failed: {pull.error}"
+            self._fail(request, Cause.READ_FAILED, error)
             return
         if pull not in request.reading:  # its end was told before
             self._core.metrics.count_duplicate()
@@ -275,18 +315,38 @@ class DecodeRole:
         request.reading.remove(pull)
         request.read_at = time.monotonic()
         request.hand_over.on_read()
-        self._say_done(request)
+        self._verify(request)
 
-    def _say_done(self, request: DecodeRequest) -> None:
-        done = request.hand_over.done()
-        if done is not None:
-            self._say(request, done)
-            self._core.faults.reach(Phase.PULLED, request.stream.peer.incarnation)
+    def _verify(self, request: DecodeRequest) -> None:
+        """Once everything is read, hash what is to be compared; nothing is, as a rule."""
+        hand_over, held, stream = request.hand_over, request.held, request.stream
+        if not hand_over.has_read:
+            return
+        mode = self._config.verify_pages
+        read = hand_over.places_read if mode is not VerifyPages.OFF else []
+        places = choose(mode, read, request.key.request_id)
+        if not places:
+            self._say_done(request)
+            return
+        pages = locate(places, held.tables(), held.page_size, request.input_len)
+        self._agent.hash_pages(pages, lambda sums: self._inbox.post(PagesHashed(stream, sums)))
+
+    def _say_done(self, request: DecodeRequest, sums: Sequence[PageSum] = ()) -> None:
+        self._core.metrics.count_verified(len(sums))
+        self._say(request, request.hand_over.done(sums))
+        self._core.faults.reach(Phase.PULLED, request.stream.peer.incarnation)
 
     def _activate(self, request: DecodeRequest, message: Released) -> None:
         """The prefill side has confirmed: the prompt's KV is here, and is what it should be."""
-        if not request.hand_over.on_released(message):
-            self._fail(request, "the prefill side let go of pages while they were read")
+        valid = request.hand_over.on_released(message)
+        if message.mismatches:
+            self._core.metrics.count_mismatches(message.mismatches)
+            error = f"{message.mismatches} pages are not as they were computed"
+            self._fail(request, Cause.PAGE_MISMATCH, error)
+            return
+        if not valid:
+            error = "the prefill side let go of pages while they were read"
+            self._fail(request, Cause.RELEASED_INVALID, error)
             return
         request.activated_at = time.monotonic()
         self._core.outbox.put(request.stream, Leave())
@@ -302,7 +362,8 @@ class DecodeRole:
 
     def _prefill_ended(self, request: DecodeRequest, message: Ended) -> None:
         if message.reason is HandOverEnd.FAILED:
-            self._fail(request, f"the prefill side failed: {message.detail}")
+            error = f"the prefill side failed: {message.detail}"
+            self._fail(request, Cause.PEER_FAILED, error)
         else:
             self._leave(request, Outcome.ABORTED, End(EndReason.ABORTED))
 
@@ -314,8 +375,9 @@ class DecodeRole:
         self._core.end(request, Outcome.RETRACTED, end, timings=request.timings())
         self._core.faults.reach(Phase.RETRACTED, request.stream.peer.incarnation)
 
-    def _fail(self, request: DecodeRequest, error: str) -> None:
-        self._leave(request, Outcome.ABORTED, End(EndReason.FAILED, error=error, retryable=True))
+    def _fail(self, request: DecodeRequest, cause: Cause, error: str) -> None:
+        end = End(EndReason.FAILED, error=error, cause=cause)
+        self._leave(request, Outcome.ABORTED, end)
 
     def _leave(self, request: DecodeRequest, outcome: Outcome, end: End) -> None:
         """End a request early, wherever it is; its running reads still fence its pages."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from dataclasses import dataclass
 
@@ -11,15 +12,20 @@ import grpc
 from kvrelay.decode_worker.wire import from_wire, peer_from_wire, to_wire
 from kvrelay.engine.commands import Inbox, Peer
 from kvrelay.engine.outbox import MessageStream
-from kvrelay.engine.outputs import RequestKey
+from kvrelay.engine.outputs import Cause, RequestKey
 from kvrelay.kv_transfer.agent import TransferAgent
-from kvrelay.kv_transfer.errors import TransferError
+from kvrelay.kv_transfer.attestation import Attestation, attest
+from kvrelay.kv_transfer.errors import TransferError, TransferRefusedError
 from kvrelay.kv_transfer.hand_over import FromDecode, FromPrefill, Said, Words
 from kvrelay.net.ends import worker_channel
 from kvrelay.v1 import hand_over_pb2, hand_over_pb2_grpc
 
+logger = logging.getLogger(__name__)
+
 REACH_TIMEOUT_S = 10.0
 """For a prefill worker's first answer; nothing is held for it yet."""
+REFUSAL_S = 10.0
+"""Until a prefill worker that was refused is measured again: it may have been disturbed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +64,22 @@ class StreamLost:
 
     stream: HandOverStream
     detail: str
+    cause: Cause = Cause.PEER_LOST
+
+
+@dataclass(frozen=True, slots=True)
+class PeerAttested:
+    """The transport from a prefill worker was measured; it may be refused for that."""
+
+    attestation: Attestation
+
+
+@dataclass(frozen=True, slots=True)
+class _Refusal:
+    """A pair that does not read from each other for now."""
+
+    until: float
+    error: TransferRefusedError
 
 
 class HandOverClient:
@@ -67,6 +89,7 @@ class HandOverClient:
         agent: learns to read each prefill worker's pool before the first stream to it.
         inbox: the engine's.
         vocab_size: of the model; a first token beyond it ends its stream.
+        min_gbps: a prefill worker that can be read at less is refused.
         credentials: for prefill workers; None: plain text.
     """
 
@@ -75,12 +98,16 @@ class HandOverClient:
         agent: TransferAgent,
         inbox: Inbox,
         vocab_size: int,
+        min_gbps: float,
         credentials: grpc.ChannelCredentials | None,
     ) -> None:
         self._agent = agent
         self._inbox = inbox
         self._vocab_size = vocab_size
         self._credentials = credentials
+        self._min_gbps = min_gbps
+        self._refusals: dict[str, _Refusal] = {}
+        self._attesting = asyncio.Lock()
         self._peers: dict[str, asyncio.Task[grpc.aio.Channel]] = {}
         self._carriers: set[asyncio.Task[None]] = set()
 
@@ -92,6 +119,7 @@ class HandOverClient:
 
     async def forget(self, incarnation: str) -> None:
         """Drop what was known of a worker that died."""
+        self._refusals.pop(incarnation, None)
         reached = self._peers.pop(incarnation, None)
         if reached is None:
             return
@@ -110,16 +138,18 @@ class HandOverClient:
             await self.forget(incarnation)
 
     async def _carry(self, stream: HandOverStream) -> None:
-        detail = "the stream ended"
+        detail, cause = "the stream ended", Cause.PEER_LOST
         try:
             channel = await self._reach(stream.peer)
             await self._talk(hand_over_pb2_grpc.HandOverServiceStub(channel), stream)
+        except TransferRefusedError as error:
+            detail, cause = str(error), Cause.TRANSFER_REFUSED
         except TransferError as error:
-            detail = str(error)
+            detail, cause = str(error), Cause.PROTOCOL_ERROR
         except grpc.RpcError as error:
             detail = _status_of(error)
         finally:
-            self._inbox.post(StreamLost(stream, detail))
+            self._inbox.post(StreamLost(stream, detail, cause))
 
     async def _talk(
         self, stub: hand_over_pb2_grpc.HandOverServiceStub, stream: HandOverStream
@@ -157,7 +187,13 @@ class HandOverClient:
         return hand_over_pb2.HandOverRequest(open=opened)
 
     async def _reach(self, peer: Peer) -> grpc.aio.Channel:
-        """A channel to a prefill worker whose pool can be read; introduced at first contact."""
+        """A channel to a prefill worker whose pool can be read; introduced at first contact.
+
+        A refusal stands for a while; then the pair is measured again.
+        """
+        refusal = self._refusals.get(peer.incarnation)
+        if refusal is not None and time.monotonic() < refusal.until:
+            raise refusal.error
         reached = self._peers.get(peer.incarnation)
         if reached is None:
             reached = asyncio.create_task(self._introduce(peer))
@@ -180,7 +216,29 @@ class HandOverClient:
             await channel.close()
             raise
         self._agent.add_peer(described)
+        try:
+            await self._attest(peer)
+        except TransferRefusedError as error:
+            await channel.close()
+            self._refuse(peer, error)
+            raise
         return channel
+
+    async def _attest(self, peer: Peer) -> None:
+        try:
+            async with self._attesting:
+                found = await attest(self._agent, peer.incarnation, self._min_gbps)
+        except TransferError as error:
+            raise TransferRefusedError(str(error)) from error
+        self._inbox.post(PeerAttested(found))
+        if found.refused:
+            floor = f"{self._min_gbps:g} GB/s are asked for"
+            raise TransferRefusedError(f"{peer.incarnation} can be read at {found}; {floor}")
+
+    def _refuse(self, peer: Peer, error: TransferRefusedError) -> None:
+        level = logging.DEBUG if peer.incarnation in self._refusals else logging.ERROR
+        logger.log(level, "a prefill worker is refused: %s", error)
+        self._refusals[peer.incarnation] = _Refusal(time.monotonic() + REFUSAL_S, error)
 
 
 def _status_of(error: grpc.RpcError) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from kvrelay.kv_transfer.checksums import PageSum
 from kvrelay.kv_transfer.errors import PeerRefusedError, ProtocolError
 from kvrelay.kv_transfer.hand_over import (
     Announce,
@@ -42,10 +43,15 @@ def to_wire(said: Said[FromDecode]) -> hand_over_pb2.HandOverRequest:
         case Grant():
             wire.grant.SetInParent()
         case Done():
+            wire.done.sums.extend(map(_sum_to_wire, said.message.sums))
             wire.done.SetInParent()
         case Beat():
             wire.beat.SetInParent()
     return wire
+
+
+def _sum_to_wire(page: PageSum) -> hand_over_pb2.PageSum:
+    return hand_over_pb2.PageSum(pool=page.place.pool, page=page.place.page, value=page.value)
 
 
 def from_wire(message: hand_over_pb2.HandOverResponse, vocab_size: int) -> Said[FromPrefill]:
@@ -72,7 +78,7 @@ def _message_from_wire(message: hand_over_pb2.HandOverResponse, vocab_size: int)
             tokens = (FirstToken(t.token_id, t.finished) for t in announce.first_tokens)
             return Announce(tuple(runs), tuple(tokens))
         case "released":
-            return Released(message.released.valid)
+            return Released(message.released.valid, message.released.mismatches)
         case "ended":
             reason = _END_REASONS.get(message.ended.reason, EndReason.FAILED)
             return Ended(reason, message.ended.detail)
@@ -89,15 +95,24 @@ def peer_from_wire(message: hand_over_pb2.DescribeAgentResponse) -> PeerDescript
         PeerRefusedError: a value is out of range.
     """
     try:
-        geometries = [_geometry_from_wire(pool.geometry) for pool in message.pools]
+        *layouts, scratch = (
+            PoolLayout(
+                _geometry_from_wire(pool.geometry),
+                pool.pages,
+                pool.address,
+                message.device_id,
+                message.memory_type,
+            )
+            for pool in (*message.pools, message.scratch)
+        )
     except (KeyError, ValueError) as error:
         raise PeerRefusedError(f"geometry of {message.incarnation}: {error}") from error
-    layouts = (
-        PoolLayout(geometry, pool.pages, pool.address, message.device_id, message.memory_type)
-        for geometry, pool in zip(geometries, message.pools, strict=True)
-    )
     return PeerDescription(
-        message.incarnation, message.agent_metadata, message.agent_metadata_sha256, tuple(layouts)
+        incarnation=message.incarnation,
+        metadata=message.agent_metadata,
+        metadata_sha256=message.agent_metadata_sha256,
+        layouts=tuple(layouts),
+        scratch=scratch,
     )
 
 

@@ -15,8 +15,14 @@ class DecodePlugin:
     """See `engine.worker.RolePlugin`."""
 
     def __init__(self, parts: WorkerParts) -> None:
-        credentials = worker_credentials(parts.config.tls)
-        self._client = HandOverClient(parts.agent, parts.inbox, parts.vocab_size, credentials)
+        config = parts.config
+        self._client = HandOverClient(
+            parts.agent,
+            parts.inbox,
+            parts.vocab_size,
+            config.min_transfer_gbps,
+            worker_credentials(config.tls),
+        )
         self.role = DecodeRole(
             parts.core, parts.agent, self._client, parts.inbox, parts.tokenizer, parts.config
         )

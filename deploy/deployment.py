@@ -16,6 +16,7 @@ from kvrelay.deploy.options import WORKER_HOST, ServeOptions
 from kvrelay.deploy.progress import Progress
 from kvrelay.engine.config import PrefixIndexKind, Role, Speculation, WorkerConfig, WorkerInfo
 from kvrelay.engine.faults import Fault, parse_faults
+from kvrelay.kv_transfer.checksums import VerifyPages
 from kvrelay.mem_cache.geometry import PageOrder
 from kvrelay.router.config import RouterConfig
 from kvrelay.router.router import Router
@@ -96,6 +97,8 @@ def worker_configs(options: ServeOptions, model: Model) -> list[WorkerConfig]:
             peer_timeout=options.worker_timeout,
             faults=_faults_of(f"{role}-{number}", options),
             audit_pages=options.audit_pages,
+            verify_pages=VerifyPages(options.verify_pages),
+            min_transfer_gbps=options.min_transfer_gbps,
             host=WORKER_HOST,
             metrics_port=next(ports, 0),
             tls=options.cluster_tls,
@@ -118,6 +121,7 @@ def router_config(options: ServeOptions, model: Model) -> RouterConfig:
         worker_tls=options.cluster_tls,
         front_tls=options.front_tls,
         auth_token_file=options.auth_token_file,
+        strict=options.strict,
     )
 
 

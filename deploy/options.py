@@ -11,6 +11,7 @@ from kvrelay.deploy.address import MAX_PORT, Address
 from kvrelay.deploy.errors import OptionError
 from kvrelay.engine.config import Speculation
 from kvrelay.engine.faults import parse_faults
+from kvrelay.kv_transfer.checksums import VerifyPages
 from kvrelay.net.tls import TlsFileError, TlsFiles
 from kvrelay.router.auth import read_tokens
 
@@ -27,6 +28,7 @@ PREFIX_INDEXES: Final = ("radix", "none")
 DTYPES: Final = ("bfloat16", "float16", "float32")
 DEVICES: Final = ("auto", "cpu", "cuda")
 SPECULATIONS: Final = tuple(one.value for one in Speculation)
+VERIFY_PAGES: Final = tuple(one.value for one in VerifyPages)
 
 _AT_LEAST_ONE: Final = (
     "page_size",
@@ -94,6 +96,12 @@ class ServeOptions:
     """The model that drafts, where one does; found like `model`."""
     num_draft_tokens: int = 4
     """Tokens in a draft at most."""
+    verify_pages: str = "off"
+    """Which pages' bytes are compared after they were read."""
+    min_transfer_gbps: float = 0.0
+    """Pairs of workers whose transport a probe finds slower do not work together."""
+    strict: bool = False
+    """Fail requests that would have to be computed again, unless they were retracted."""
     threads: int | None = None
     """Of one worker's forward; None: the machine's cores shared out."""
     default_max_tokens: int = 256
@@ -128,6 +136,9 @@ class ServeOptions:
         for field in ("drain_grace", "quarantine_limit"):
             if not 0 <= getattr(self, field) < float("inf"):  # so that NaN fails, too
                 raise OptionError(option_name(field), "must be seconds, at least 0")
+        if not 0 <= self.min_transfer_gbps < float("inf"):
+            raise OptionError("--min-transfer-gbps", "must be GB/s, 0 or more")
+        self._check_choice("verify_pages", self.verify_pages, VERIFY_PAGES)
         self._check_choice("page_order", self.page_order, PAGE_ORDERS)
         self._check_choice("prefix_index", self.prefix_index, PREFIX_INDEXES)
         self._check_choice("dtype", self.dtype, DTYPES)

@@ -27,6 +27,7 @@ from kvrelay.deploy.options import (
     PAGE_ORDERS,
     PREFIX_INDEXES,
     SPECULATIONS,
+    VERIFY_PAGES,
     WORKER_HOST,
     ServeOptions,
 )
@@ -197,6 +198,26 @@ _PART = click.FloatRange(min=0, max=1)
     type=_POSITIVE,
     default=_DEFAULTS.num_draft_tokens,
     help="Tokens in a draft at most.",
+)
+@click.option(
+    "--verify-pages",
+    type=click.Choice(VERIFY_PAGES),
+    default=_DEFAULTS.verify_pages,
+    help="Compare checksums of the pages that a decode worker has read: of none, of a sample of "
+    "each request's, or of all.",
+)
+@click.option(
+    "--min-transfer-gbps",
+    type=click.FloatRange(min=0),
+    default=_DEFAULTS.min_transfer_gbps,
+    help="A decode worker refuses a prefill worker whose pages it reads slower, in GB/s, by the "
+    "probe that it makes when they meet.",
+)
+@click.option(
+    "--strict",
+    is_flag=True,
+    help="A request that would have to be computed again, as its worker or its KV was lost, fails "
+    "instead and says why; retractions excepted.",
 )
 @click.option(
     "--threads",

@@ -139,6 +139,17 @@ def _worker(worker: pb.WorkerStatus) -> dict[str, Any]:
         "growth_tokens": worker.load.growth_tokens,
         "step_seconds": worker.load.step_seconds,
         "pools": [_pool(pool) for pool in worker.load.pools],
+        "peers": [_peer(peer) for peer in worker.load.peers],
+    }
+
+
+def _peer(peer: pb.PeerTransfer) -> dict[str, Any]:
+    return {
+        "incarnation": peer.incarnation,
+        "backend": peer.backend,
+        "transports": peer.transports,
+        "gbps": peer.gbps,
+        "refused": peer.refused,
     }
 
 
@@ -163,6 +174,8 @@ def as_text(report: dict[str, Any]) -> str:
         _workers_table(workers),
         _pools_table(workers),
     ]
+    if any(worker["peers"] for worker in workers):
+        parts.append(_peers_table(workers))
     if any("owners" in worker for worker in workers):
         parts.append(_owners_table(workers))
     return "\n\n".join(parts)
@@ -209,6 +222,23 @@ def _owners_table(workers: Iterable[dict[str, Any]]) -> str:
         ]
         for worker in workers
         for run in worker["owners"]
+    ]
+    return _table(head, rows)
+
+
+def _peers_table(workers: Iterable[dict[str, Any]]) -> str:
+    head = ["worker", "reads from", "GB/s", "backend", "transports", ""]
+    rows = [
+        [
+            worker["worker"],
+            peer["incarnation"],
+            f"{peer['gbps']:.3g}",
+            peer["backend"],
+            peer["transports"],
+            "REFUSED: too slow" if peer["refused"] else "",
+        ]
+        for worker in workers
+        for peer in worker["peers"]
     ]
     return _table(head, rows)
 

@@ -7,6 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from enum import StrEnum
 
 from kvrelay.engine.outputs import RequestKey, RouterLink
 from kvrelay.engine.stop import StopConditions
@@ -20,6 +21,26 @@ class Peer:
 
     address: str
     incarnation: str
+
+
+class Dropped(StrEnum):
+    """What a message that was dropped had been; of an older attempt, or of another worker."""
+
+    SUBMIT = "submit"
+    """Came twice."""
+    CANCEL = "cancel"
+    """Of what has ended already, or never was."""
+    HAND_OVER = "hand_over"
+    """Of a request that has ended here."""
+    STREAM = "stream"
+    """A second one for a request."""
+    INCARNATION = "incarnation"
+    """Meant another life of this worker."""
+
+
+@dataclass(frozen=True, slots=True)
+class Misdirected:
+    """A call meant another life of this worker; it was refused."""
 
 
 @dataclass(frozen=True, slots=True)

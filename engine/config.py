@@ -7,6 +7,7 @@ from enum import StrEnum
 from pathlib import Path
 
 from kvrelay.engine.faults import Fault
+from kvrelay.kv_transfer.checksums import VerifyPages
 from kvrelay.mem_cache.geometry import PageOrder
 from kvrelay.net.tls import TlsFiles
 
@@ -90,6 +91,10 @@ class WorkerConfig:
     """What is to go wrong here; None: nothing, ever. With none at first, some can come later."""
     audit_pages: bool = False
     """Check every single page after every step, not the sums alone; for tests and debugging."""
+    verify_pages: VerifyPages = VerifyPages.OFF
+    """Of the pages that are read from a prefill worker, those whose bytes are compared."""
+    min_transfer_gbps: float = 0.0
+    """A decode worker does not read from a prefill worker that a probe finds slower."""
     threads: int = 1
     """Threads of one forward on a CPU."""
     host: str = "127.0.0.1"

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from kvrelay.engine.commands import Submit
+from kvrelay.engine.commands import Dropped, Submit
 from kvrelay.engine.faults import FaultPlan
 from kvrelay.engine.metrics import WorkerMetrics
 from kvrelay.engine.outbox import Outbox
@@ -96,6 +96,7 @@ class EngineCore:
         """
         if request.key in self.requests:
             logger.warning("request %s was submitted twice", request.key)
+            self.metrics.count_dropped(Dropped.SUBMIT)
             return False
         capacity = self.ledger.max_lease_tokens
         if most_tokens > capacity:

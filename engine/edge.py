@@ -7,6 +7,8 @@ from typing import NoReturn, Protocol, TypeVar
 
 import grpc
 
+from kvrelay.engine.commands import Inbox, Misdirected
+
 
 class _OneOf(Protocol):
     def WhichOneof(self, oneof_group: str, /) -> str | None: ...  # noqa: N802
@@ -34,8 +36,11 @@ async def first_message(
     return first
 
 
-async def check_incarnation(context: grpc.aio.ServicerContext, meant: str, actual: str) -> None:
-    """Refuse a caller that means another life of this worker."""
+async def check_incarnation(
+    context: grpc.aio.ServicerContext, meant: str, actual: str, inbox: Inbox
+) -> None:
+    """Refuse a caller that means another life of this worker; the engine counts it."""
     if meant != actual:
+        inbox.post(Misdirected())
         detail = f"incarnation: this worker is {actual}, not {meant}"
         await refuse(context, grpc.StatusCode.FAILED_PRECONDITION, detail)

@@ -27,9 +27,11 @@ from kvrelay.engine.commands import (
     Cancel,
     Detach,
     Drain,
+    Dropped,
     GiveBack,
     Inbox,
     Inspect,
+    Misdirected,
     Stop,
     Submit,
     Wake,
@@ -201,7 +203,9 @@ class Engine:
             case Submit():
                 self._submit(message)
             case Cancel():
-                self._role.cancel(message)
+                self._abort(message)
+            case Misdirected():
+                self._core.metrics.count_dropped(Dropped.INCARNATION)
             case Attach():
                 self._core.attach(message.link)
             case Detach():
@@ -227,6 +231,11 @@ class Engine:
             self._core.turn_away(command)
         else:
             self._role.submit(command)
+
+    def _abort(self, command: Cancel) -> None:
+        if not self._core.choices_of(command.key):
+            self._core.metrics.count_dropped(Dropped.CANCEL)
+        self._role.cancel(command)
 
     def _detach(self, message: Detach) -> None:
         self._core.links.remove(message.link)

@@ -11,6 +11,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
+from kvrelay.engine.commands import Dropped
 from kvrelay.engine.config import WorkerConfig
 from kvrelay.engine.outputs import Load
 from kvrelay.engine.step import StepEnded
@@ -74,6 +75,20 @@ class WorkerMetrics(Collector):
         self._transfer_bytes = self._counter("transfer_bytes", "KV bytes read from peers")
         self._transfer_pages = self._counter("transfer_pages", "KV pages read from peers")
         self._transfers = self._counter("transfers", "Reads of KV from peers", ["result"])
+        self._verified_pages = self._counter(
+            "verified_pages", "Pages read from peers whose bytes were compared"
+        ).labels(**self._labels)
+        self._page_mismatches = self._counter(
+            "page_mismatches", "Pages read from peers that are not as they were computed"
+        ).labels(**self._labels)
+        self._refusals = self._counter(
+            "transfer_refusals", "Peers that are not read from: the transport is too slow"
+        ).labels(**self._labels)
+        self._dropped = self._counter(
+            "dropped_messages", "Late, duplicate and misdirected messages", ["kind"]
+        )
+        for kind in Dropped:
+            self._dropped.labels(**self._labels, kind=kind.value)
         self._step_seconds = self._histogram("step_seconds", "Seconds of one forward").labels(
             **self._labels
         )
@@ -133,6 +148,22 @@ class WorkerMetrics(Collector):
             self._transfer_pages.labels(**self._labels).inc(pull.num_pages)
             self._transfer_seconds.labels(**self._labels).observe(pull.seconds)
 
+    def count_verified(self, pages: int) -> None:
+        """So many pages were hashed, to be compared."""
+        self._verified_pages.inc(pages)
+
+    def count_mismatches(self, pages: int) -> None:
+        """So many pages have other bytes here than where they were computed."""
+        self._page_mismatches.inc(pages)
+
+    def count_refusal(self) -> None:
+        """A peer's transport is too slow."""
+        self._refusals.inc()
+
+    def count_dropped(self, kind: Dropped) -> None:
+        """A message came too late, twice, or to the wrong worker; it did nothing."""
+        self._dropped.labels(**self._labels, kind=kind.value).inc()
+
     def collect(self) -> Iterator[Metric]:
         """See `prometheus_client.registry.Collector`."""
         load, _, cache = self._published
@@ -147,6 +178,14 @@ class WorkerMetrics(Collector):
         age = self._gauge("quarantine_age_seconds", "Age of the oldest quarantined memory")
         self._add(age, self.quarantine_age)
         yield age
+        attested = self._gauge(
+            "transfer_attested_gbps",
+            "What a probe read from a peer in 1e9 bytes a second, when they met",
+            ["peer", "backend", "transports"],
+        )
+        for peer in load.peers:
+            self._add(attested, peer.gbps, peer.peer, peer.backend, peer.transports)
+        yield attested
         for name, text in _CACHE_COUNTERS.items():
             counter = CounterMetricFamily(f"kvrelay_prefix_{name}", text, labels=[*self._labels])
             counter.add_metric([*self._labels.values()], getattr(cache, name))

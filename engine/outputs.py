@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from kvrelay.engine.outbox import MessageStream
 from kvrelay.engine.stop import Finish
+from kvrelay.kv_transfer.attestation import Attestation
 from kvrelay.mem_cache.ledger import PoolCounts
 from kvrelay.model_runner.sampler import SampledToken
 
@@ -46,6 +47,25 @@ class EndReason(StrEnum):
     emitted."""
 
 
+class Cause(StrEnum):
+    """What a failed request, that another attempt could complete, has failed of."""
+
+    PEER_LOST = "peer_lost"
+    """The hand-over's stream broke: the other worker has left, or is gone."""
+    PEER_FAILED = "peer_failed"
+    """The prefill worker gave the request up."""
+    READ_FAILED = "read_failed"
+    """A read of its pages did not end well."""
+    RELEASED_INVALID = "released_invalid"
+    """The prefill worker had not held its pages all along."""
+    PAGE_MISMATCH = "page_mismatch"
+    """Other bytes were read than were computed."""
+    TRANSFER_REFUSED = "transfer_refused"
+    """The transport between the two is too slow, or does not work."""
+    PROTOCOL_ERROR = "protocol_error"
+    """A hand-over message came where it may not."""
+
+
 @dataclass(frozen=True, slots=True)
 class End:
     """A request's end on this worker."""
@@ -53,8 +73,8 @@ class End:
     reason: EndReason
     finish: Finish | None = None
     error: str = ""
-    retryable: bool = False
-    """Another attempt could complete the request."""
+    cause: Cause | None = None
+    """Of a failure; if there is one, another attempt could complete the request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +120,8 @@ class Load:
     """Of the last forwards, a moving mean."""
     draining: bool = False
     """No more requests are taken."""
+    peers: tuple[Attestation, ...] = ()
+    """Workers that it reads from, and how fast."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -87,7 +87,7 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
         context: grpc.aio.ServicerContext,
     ) -> RouterLink:
         first = await first_message(requests, context, "command", "hello")
-        await check_incarnation(context, first.hello.incarnation, self._incarnation)
+        await check_incarnation(context, first.hello.incarnation, self._incarnation, self._inbox)
         return RouterLink(first.hello.router)
 
     async def _read(

@@ -10,6 +10,7 @@ from itertools import groupby
 from kvrelay.engine.commands import Peer, Submit
 from kvrelay.engine.config import Role
 from kvrelay.engine.outputs import (
+    Cause,
     End,
     EndReason,
     Load,
@@ -19,6 +20,7 @@ from kvrelay.engine.outputs import (
     StepOutputs,
 )
 from kvrelay.engine.stop import FinishReason, StopConditions
+from kvrelay.kv_transfer.attestation import Attestation
 from kvrelay.mem_cache.account import Owner
 from kvrelay.mem_cache.ledger import Ledger, PoolCounts
 from kvrelay.model_runner.sampler import SampledToken
@@ -30,6 +32,15 @@ _END_REASONS = {
     EndReason.ABORTED: worker_pb2.RequestEnd.REASON_ABORTED,
     EndReason.FAILED: worker_pb2.RequestEnd.REASON_FAILED,
     EndReason.RETRACTED: worker_pb2.RequestEnd.REASON_RETRACTED,
+}
+_CAUSES = {
+    Cause.PEER_LOST: worker_pb2.RequestEnd.CAUSE_PEER_LOST,
+    Cause.PEER_FAILED: worker_pb2.RequestEnd.CAUSE_PEER_FAILED,
+    Cause.READ_FAILED: worker_pb2.RequestEnd.CAUSE_READ_FAILED,
+    Cause.RELEASED_INVALID: worker_pb2.RequestEnd.CAUSE_RELEASED_INVALID,
+    Cause.PAGE_MISMATCH: worker_pb2.RequestEnd.CAUSE_PAGE_MISMATCH,
+    Cause.TRANSFER_REFUSED: worker_pb2.RequestEnd.CAUSE_TRANSFER_REFUSED,
+    Cause.PROTOCOL_ERROR: worker_pb2.RequestEnd.CAUSE_PROTOCOL_ERROR,
 }
 _FINISH_REASONS = {
     FinishReason.STOP: worker_pb2.RequestEnd.REASON_STOP,
@@ -175,7 +186,10 @@ def _end_to_wire(end: End) -> worker_pb2.RequestEnd:
     finish = end.finish
     if finish is None:
         return worker_pb2.RequestEnd(
-            reason=_END_REASONS[end.reason], error=end.error, retryable=end.retryable
+            reason=_END_REASONS[end.reason],
+            error=end.error,
+            retryable=end.cause is not None,
+            cause=_CAUSES[end.cause] if end.cause else None,
         )
     return worker_pb2.RequestEnd(
         reason=_FINISH_REASONS[finish.reason],
@@ -193,6 +207,17 @@ def _load_to_wire(load: Load) -> inference_pb2.WorkerLoad:
         growth_tokens=load.growth_tokens,
         step_seconds=load.step_seconds,
         draining=load.draining,
+        peers=map(_peer_to_wire, load.peers),
+    )
+
+
+def _peer_to_wire(peer: Attestation) -> inference_pb2.PeerTransfer:
+    return inference_pb2.PeerTransfer(
+        incarnation=peer.peer,
+        backend=peer.backend,
+        transports=peer.transports,
+        gbps=peer.gbps,
+        refused=peer.refused,
     )
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import os
 import queue
 import threading
 import time
@@ -18,9 +19,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from kvrelay.kv_transfer.checksums import LocalPage, PageHasher, PageSum
 from kvrelay.kv_transfer.errors import TransferError
 from kvrelay.kv_transfer.peer import PeerDescription
 from kvrelay.kv_transfer.pull import Pull, PullState
+from kvrelay.kv_transfer.scratch import make_scratch
 from kvrelay.kv_transfer.spans import PoolLayout, SpanPairs, pair_spans
 from kvrelay.mem_cache.geometry import Int64Array
 from kvrelay.mem_cache.pool import KVPool
@@ -65,8 +68,12 @@ class TransferAgent:
         logging.getLogger("nixl").setLevel(logging.WARNING)
         self.incarnation = incarnation
         self.layouts = tuple(map(_layout, pools))
+        self.transports = os.environ.get("UCX_TLS", "all")  # UCX's own setting
+        self.scratch = make_scratch(pools[0])
+        self._scratch_layout = _layout(self.scratch)
         self._agent = nixl_agent(incarnation, nixl_agent_config(enable_prog_thread=False))
-        regions = [(pool.address, pool.nbytes, pool.device_id, "") for pool in self.layouts]
+        every = (*self.layouts, self._scratch_layout)
+        regions = [(pool.address, pool.nbytes, pool.device_id, "") for pool in every]
         self._registration = self._agent.register_memory(regions, self.layouts[0].memory_type)
         self._metadata = bytes(self._agent.get_agent_metadata())
         self._peers: dict[str, PeerDescription] = {}
@@ -77,6 +84,7 @@ class TransferAgent:
         self._serving = 0
         self._closed = False
         self._on_failure = on_failure
+        self._hasher = PageHasher(pools, on_failure)
         self._orders: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="kv-transfer", daemon=True)
         self._thread.start()
@@ -84,7 +92,9 @@ class TransferAgent:
     def describe(self) -> PeerDescription:
         """What peers need in order to read this worker's pool."""
         digest = hashlib.sha256(self._metadata).digest()
-        return PeerDescription(self.incarnation, self._metadata, digest, self.layouts)
+        return PeerDescription(
+            self.incarnation, self._metadata, digest, self.layouts, self._scratch_layout
+        )
 
     def add_peer(self, peer: PeerDescription) -> None:
         """Make a peer's pool readable. Check the description first: its bytes are untrusted."""
@@ -116,6 +126,15 @@ class TransferAgent:
         self._order(pull, on_end)
         return pull
 
+    def read_scratch(self, peer: str, on_end: Callable[[Pull], None]) -> Pull:
+        """Order a read of a peer's scratch pages into the own ones, in pieces of real size.
+
+        `on_end` is called once, on the agent's thread.
+        """
+        pull = Pull(peer, (), (), scratch=True)
+        self._orders.put(lambda: self._begin(pull, on_end))
+        return pull
+
     def _order(self, pull: Pull, on_end: Callable[[Pull], None]) -> None:
         self._orders.put(lambda: self._begin(pull, on_end))
 
@@ -123,8 +142,18 @@ class TransferAgent:
         """Tell that so many more (or fewer) requests may be read from by peers."""
         self._orders.put(lambda: self._change_serving(change))
 
+    def hash_pages(
+        self, pages: Sequence[LocalPage], on_end: Callable[[tuple[PageSum, ...]], None]
+    ) -> None:
+        """Order the checksums of pages here. `on_end` is called once, on another thread.
+
+        The caller locks the pages, or ignores the answer once it does not.
+        """
+        self._hasher.order(pages, on_end)
+
     def close(self) -> None:
-        """Stop the thread. The registration stays: a peer may still be reading."""
+        """Stop the threads. The registration stays: a peer may still be reading."""
+        self._hasher.close()
         self._orders.put(self._close)
         self._thread.join()
 
@@ -203,19 +232,10 @@ class TransferAgent:
         try:
             if peer is None:
                 raise TransferError(f"worker {pull.peer} is not known to this one")
-            pairs = SpanPairs.joined(
-                [
-                    pair_spans(*pool)
-                    for pool in zip(
-                        self.layouts,
-                        pull.local_pages,
-                        peer.layouts,
-                        pull.remote_pages,
-                        strict=True,
-                    )
-                ]
-            )
+            pairs = self._pair(pull, peer)
             handle = self._prepare(pairs, peer)
+            if pull.scratch:
+                pull.backend = self._agent.query_xfer_backend(handle)
         except Exception as error:
             pull.state, pull.error = PullState.FAILED, str(error)
             pull.settle()
@@ -225,6 +245,16 @@ class TransferAgent:
         running = _Running(pull, handle, begun, on_end)
         self._running.append(running)
         self._look_at(running, self._agent.transfer)
+
+    def _pair(self, pull: Pull, peer: PeerDescription) -> SpanPairs:
+        here, there = self.layouts, peer.layouts
+        if pull.scratch:
+            here, there = (self._scratch_layout,), (peer.scratch,)
+            pages = np.arange(min(here[0].total_pages, there[0].total_pages))
+            # Back to front, so that no two of them are neighbours on both sides.
+            pull.local_pages, pull.remote_pages = (pages,), (pages[::-1],)
+        pools = zip(here, pull.local_pages, there, pull.remote_pages, strict=True)
+        return SpanPairs.joined([pair_spans(*pool) for pool in pools])
 
     def _prepare(self, pairs: SpanPairs, peer: PeerDescription) -> object:
         def descriptors(addresses: Int64Array, layout: PoolLayout) -> object:

@@ -11,5 +11,9 @@ class PeerRefusedError(TransferError):
     """A peer's description cannot be trusted or does not fit this pool."""
 
 
+class TransferRefusedError(TransferError):
+    """The transport from a peer does not work, or is slower than what is asked of it."""
+
+
 class ProtocolError(TransferError):
     """A hand-over message came where it may not."""

@@ -11,7 +11,8 @@ announced untouched exactly while the stream lives.
     ASKED      <-- Grant -----------------------  GRANTED   (whole prompt reserved)
     GRANTED    --- Announce (pages of a chunk) >  GRANTED   (reads them)
     ANNOUNCED  --- Announce (.., first token) ->  ANNOUNCED (reads the rest)
-               <-- Done ------------------------  READ      (every read ended well)
+               <-- Done (sums of pages) --------  READ      (every read ended well)
+    VERIFYING                                               (only if there are sums)
     RELEASED   --- Released(valid) ------------>  VALID     (may be activated)
 
 Either side may leave at any point: the prefill side by `Ended`, the decode
@@ -29,6 +30,7 @@ from dataclasses import dataclass
 from enum import Enum, StrEnum, auto
 from typing import Generic, TypeVar
 
+from kvrelay.kv_transfer.checksums import PageSum, Place
 from kvrelay.kv_transfer.errors import ProtocolError
 
 
@@ -95,12 +97,17 @@ class Announce:
 class Done:
     """Every announced page was read."""
 
+    sums: tuple[PageSum, ...] = ()
+    """Of what was read: to be compared with what was announced."""
+
 
 @dataclass(frozen=True, slots=True)
 class Released:
-    """Answer to `Done`: whether the pages were held all along."""
+    """Answer to `Done`: whether the pages were held all along, and are the same."""
 
     valid: bool
+    mismatches: int = 0
+    """Pages whose sums differ; not valid, if there are any."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,6 +187,8 @@ class PrefillState(Enum):
     """May compute and announce."""
     ANNOUNCED = auto()
     """All is announced; the decode side reads."""
+    VERIFYING = auto()
+    """The decode side has read; what it read is compared."""
     RELEASED = auto()
     """The decode side needs nothing more from here."""
     ENDED = auto()
@@ -259,11 +268,28 @@ class PrefillHandOver:
         runs = (PageRun(n, tuple(table[n:])) for table, n in zip(tables, firsts, strict=True))
         return Announce(tuple(runs), tuple(first_tokens))
 
-    def on_done(self) -> Released:
-        """The decode side has read everything: its verdict is this side's to give."""
+    @property
+    def is_announced(self) -> bool:
+        """The decode side has all that it needs to go on, but for the verdict."""
+        return self.state in (PrefillState.ANNOUNCED, PrefillState.VERIFYING)
+
+    def on_done(self, message: Done) -> Released | None:
+        """The decode side has read everything: its verdict is this side's to give.
+
+        `None` if it has told sums: `on_verified` is to follow.
+        """
         self._expect(PrefillState.ANNOUNCED, "done")
+        if message.sums:
+            self.state = PrefillState.VERIFYING
+            return None
         self.state = PrefillState.RELEASED
         return Released(valid=True)
+
+    def on_verified(self, mismatches: int) -> Released:
+        """What the decode side has read was compared."""
+        self._expect(PrefillState.VERIFYING, "verified")
+        self.state = PrefillState.RELEASED
+        return Released(valid=not mismatches, mismatches=mismatches)
 
     def end(self, reason: EndReason, detail: str = "") -> Ended | None:
         """Leave early; what to tell the decode side, if it still waits for anything."""
@@ -297,6 +323,7 @@ class DecodeHandOver:
         self._missing: Sequence[int] = ()
         self._announced_pages = 0
         self._reads = 0
+        self._read: list[tuple[PageRun, ...]] = []
 
     def on_ask(self) -> None:
         """The prefill side is ready for this request."""
@@ -338,6 +365,7 @@ class DecodeHandOver:
             self.state = DecodeState.ANNOUNCED
         wanted = tuple(map(PageRun.since, message.runs, self._missing))
         self._reads += any(run.page_ids for run in wanted)
+        self._read.append(wanted)
         return wanted
 
     def _check_full(self, run: PageRun, last: bool) -> int:
@@ -364,12 +392,26 @@ class DecodeHandOver:
         """One read has ended well."""
         self._reads -= 1
 
-    def done(self) -> Done | None:
-        """What to say once everything is announced and read; `None` before."""
-        if self.state is not DecodeState.ANNOUNCED or self._reads:
-            return None
+    @property
+    def has_read(self) -> bool:
+        """Everything is announced, and every read has ended well."""
+        return self.state is DecodeState.ANNOUNCED and not self._reads
+
+    @property
+    def places_read(self) -> list[Place]:
+        """The pages that were read, or will be."""
+        return [
+            Place(pool, page)
+            for runs in self._read
+            for pool, run in enumerate(runs)
+            for page in range(run.first_page, run.end)
+        ]
+
+    def done(self, sums: Sequence[PageSum] = ()) -> Done:
+        """What to say once everything was read, and hashed, if it is to be compared."""
+        assert self.has_read, f"done while {self.state.name}"
         self.state = DecodeState.READ
-        return Done()
+        return Done(tuple(sums))
 
     def on_released(self, message: Released) -> bool:
         """Whether the pages may be used."""

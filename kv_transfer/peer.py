@@ -25,6 +25,8 @@ class PeerDescription:
     metadata_sha256: bytes
     layouts: tuple[PoolLayout, ...]
     """One for each of its pools."""
+    scratch: PoolLayout
+    """Pages to probe the transport with."""
 
     def check(self, incarnation: str, own: Sequence[PoolLayout]) -> None:
         """Raise `PeerRefusedError` unless this is `incarnation` and its pages fit `own`."""
@@ -32,6 +34,8 @@ class PeerDescription:
             raise PeerRefusedError(f"expected worker {incarnation}, found {self.incarnation}")
         if hashlib.sha256(self.metadata).digest() != self.metadata_sha256:
             raise PeerRefusedError(f"agent metadata of {incarnation} does not match its digest")
+        if not self.layouts or self.scratch.geometry != self.layouts[0].geometry:
+            raise PeerRefusedError(f"scratch pages of {incarnation} are not like its pool's")
         mine, theirs = ([pool.geometry for pool in pools] for pools in (own, self.layouts))
         if len(mine) != len(theirs) or not all(map(KVGeometry.holds_same_tokens_as, mine, theirs)):
             raise PeerRefusedError(f"pages of {incarnation} ({theirs}) do not fit {mine}")

@@ -41,6 +41,10 @@ class Pull:
     error: str = ""
     nbytes: int = 0
     seconds: float = 0.0
+    scratch: bool = False
+    """It reads the peer's scratch pages, instead of its pools, to see how fast that is."""
+    backend: str = ""
+    """That NIXL has chosen; told of scratch pages alone."""
     _settled: threading.Event = field(default_factory=threading.Event)
 
     @property

@@ -44,6 +44,14 @@ class StreamMessage:
 
 
 @dataclass(frozen=True, slots=True)
+class PagesCompared:
+    """What the decode worker has read was compared with what is here."""
+
+    stream: HandOverStream
+    mismatches: int
+
+
+@dataclass(frozen=True, slots=True)
 class StreamClosed:
     """The lease on the request's pages has ended."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -9,16 +10,17 @@ from collections.abc import Sequence
 from tokenizers import Tokenizer
 
 from kvrelay.engine.admission import admit_in_turn
-from kvrelay.engine.commands import Cancel, PeerDied, Submit
+from kvrelay.engine.commands import Cancel, Dropped, Inbox, PeerDied, Submit
 from kvrelay.engine.config import WorkerConfig
 from kvrelay.engine.core import EngineCore
 from kvrelay.engine.faults import Phase
-from kvrelay.engine.outputs import NO_TIMINGS, End, EndReason, Load, RequestKey
+from kvrelay.engine.outputs import NO_TIMINGS, Cause, End, EndReason, Load, RequestKey
 from kvrelay.engine.prompts import ComputingPrompts, PromptRun
 from kvrelay.engine.request import Request
 from kvrelay.engine.step import Computed, Scheduled
 from kvrelay.engine.stop import Finish, StopChecker
 from kvrelay.kv_transfer.agent import TransferAgent
+from kvrelay.kv_transfer.checksums import PageSum, locate
 from kvrelay.kv_transfer.errors import ProtocolError
 from kvrelay.kv_transfer.hand_over import (
     Announce,
@@ -38,11 +40,14 @@ from kvrelay.mem_cache.release import Outcome
 from kvrelay.model_runner.sampler import SampledToken
 from kvrelay.prefill_worker.request import (
     HandOverStream,
+    PagesCompared,
     PrefillRequest,
     StreamClosed,
     StreamMessage,
     StreamOpened,
 )
+
+logger = logging.getLogger(__name__)
 
 ASK_AHEAD = 4
 """Requests for each decode worker that may hold its grant before their turn to compute."""
@@ -58,15 +63,22 @@ class PrefillRole:
     Args:
         core: the worker's memory, requests and outputs.
         agent: looks after peers' reads while there may be any.
+        inbox: where comparisons report their end.
         tokenizer: for stop strings.
         config: the token budget of a step, and how many may pass a misfit.
     """
 
     def __init__(
-        self, core: EngineCore, agent: TransferAgent, tokenizer: Tokenizer, config: WorkerConfig
+        self,
+        core: EngineCore,
+        agent: TransferAgent,
+        inbox: Inbox,
+        tokenizer: Tokenizer,
+        config: WorkerConfig,
     ) -> None:
         self._core = core
         self._agent = agent
+        self._inbox = inbox
         self._tokenizer = tokenizer
         self._chunk_tokens = config.chunk_tokens
         self._bypass_limit = config.bypass_limit
@@ -103,6 +115,8 @@ class PrefillRole:
                 self._open(message.stream)
             case StreamMessage():
                 self._answer(message)
+            case PagesCompared():
+                self._judge(message)
             case StreamClosed():
                 self._close(message.stream)
             case PeerDied():
@@ -167,6 +181,7 @@ class PrefillRole:
         request = self._live(stream.key)
         taken = request.stream if request else self._early_streams.get(stream.key)
         if taken is not None:
+            self._core.metrics.count_dropped(Dropped.STREAM)
             refusal = Ended(HandOverEnd.FAILED, "the hand-over is open already")
             self._core.outbox.put(stream, stream.words.say(refusal))
         elif request is None:
@@ -182,6 +197,7 @@ class PrefillRole:
             return
         request = self._live(stream.key)
         if request is None or request.stream is not stream:
+            self._core.metrics.count_dropped(Dropped.HAND_OVER)
             return
         try:
             if not stream.words.hear(said, time.monotonic()):
@@ -193,11 +209,37 @@ class PrefillRole:
                 request.granted = True
                 self._agent.serve(+1)
             elif isinstance(said.message, Done):
-                self._say(request, request.hand_over.on_done())
-                self._forget(request, Outcome.HANDED_OVER)
+                self._done(request, stream, said.message)
         except ProtocolError as error:
-            failed = End(EndReason.FAILED, error=str(error), retryable=True)
+            failed = End(EndReason.FAILED, error=str(error), cause=Cause.PROTOCOL_ERROR)
             self._leave(request, HandOverEnd.FAILED, failed)
+
+    def _done(self, request: PrefillRequest, stream: HandOverStream, done: Done) -> None:
+        released = request.hand_over.on_done(done)
+        if released is not None:
+            self._say(request, released)
+            self._forget(request, Outcome.HANDED_OVER)
+            return
+        held = request.held
+        try:
+            places = [page.place for page in done.sums]
+            pages = locate(places, held.tables(), held.page_size, request.input_len)
+        except ValueError as error:
+            raise ProtocolError(f"sums of what was not announced: {error}") from error
+        self._agent.hash_pages(
+            pages,
+            lambda own: self._inbox.post(PagesCompared(stream, _count_mismatches(own, done.sums))),
+        )
+
+    def _judge(self, message: PagesCompared) -> None:
+        """The pages were compared; they were held all the while, if the request still lives."""
+        request = self._live(message.stream.key)
+        if request is None or request.stream is not message.stream:
+            return
+        self._say(request, request.hand_over.on_verified(message.mismatches))
+        # It may be this copy that is wrong: nobody else is to find it in the prefix index.
+        same = not message.mismatches
+        self._forget(request, Outcome.HANDED_OVER if same else Outcome.ABORTED)
 
     def _close(
         self,
@@ -209,7 +251,7 @@ class PrefillRole:
             del self._early_streams[stream.key]
         request = self._live(stream.key)
         if request is not None and request.stream is stream:
-            gone = End(EndReason.FAILED, error=error, retryable=True)
+            gone = End(EndReason.FAILED, error=error, cause=Cause.PEER_LOST)
             self._leave(request, reason, gone)
 
     def _drop_peer(self, incarnation: str) -> None:
@@ -282,7 +324,7 @@ class PrefillRole:
 
     def _leave(self, request: PrefillRequest, reason: HandOverEnd, end: End) -> None:
         """End a request early; once it is announced, the router has had its last word."""
-        told = request.hand_over.state is PrefillState.ANNOUNCED
+        told = request.hand_over.is_announced
         self._say(request, request.hand_over.end(reason, end.error))
         self._forget(request, Outcome.ABORTED, None if told else end)
 
@@ -314,3 +356,12 @@ class PrefillRole:
         if isinstance(message, Announce):
             self._core.faults.reach(Phase.ANNOUNCED, stream.decode_incarnation)
         self._core.outbox.put(stream, stream.words.say(message))
+
+
+def _count_mismatches(own: Sequence[PageSum], theirs: Sequence[PageSum]) -> int:
+    """Pages that differ; both sides name them in the same order."""
+    differ = [mine.place for mine, other in zip(own, theirs, strict=True) if mine != other]
+    if differ:
+        pages = ", ".join(f"page {page} of pool {pool}" for pool, page in differ)
+        logger.error("a decode worker has read other bytes than were computed: %s", pages)
+    return len(differ)

@@ -13,6 +13,8 @@ from kvrelay.engine.commands import Inbox
 from kvrelay.engine.edge import check_incarnation, first_message
 from kvrelay.engine.outputs import RequestKey
 from kvrelay.kv_transfer.agent import TransferAgent
+from kvrelay.kv_transfer.attestation import ATTEST_S
+from kvrelay.kv_transfer.checksums import PageSum, Place
 from kvrelay.kv_transfer.hand_over import (
     Announce,
     Ask,
@@ -61,8 +63,10 @@ class HandOverService(hand_over_pb2_grpc.HandOverServiceServicer):
         request: hand_over_pb2.DescribeAgentRequest,
         context: grpc.aio.ServicerContext,
     ) -> hand_over_pb2.DescribeAgentResponse:
-        """Tell a puller how to read this worker's pool."""
-        await check_incarnation(context, request.incarnation, self._agent.incarnation)
+        """Tell a puller how to read this worker's pool; it will probe the transport then."""
+        await check_incarnation(context, request.incarnation, self._agent.incarnation, self._inbox)
+        self._agent.serve(+1)
+        asyncio.get_running_loop().call_later(ATTEST_S, self._agent.serve, -1)
         peer = self._agent.describe()
         return hand_over_pb2.DescribeAgentResponse(
             incarnation=peer.incarnation,
@@ -71,6 +75,7 @@ class HandOverService(hand_over_pb2_grpc.HandOverServiceServicer):
             device_id=peer.layouts[0].device_id,
             memory_type=peer.layouts[0].memory_type,
             pools=map(_pool_to_wire, peer.layouts),
+            scratch=_pool_to_wire(peer.scratch),
         )
 
     async def HandOver(  # noqa: N802 (gRPC's name)
@@ -98,7 +103,8 @@ class HandOverService(hand_over_pb2_grpc.HandOverServiceServicer):
     ) -> HandOverStream:
         first = await first_message(requests, context, "message", "open")
         opened = first.open
-        await check_incarnation(context, opened.prefill_incarnation, self._agent.incarnation)
+        meant, actual = opened.prefill_incarnation, self._agent.incarnation
+        await check_incarnation(context, meant, actual, self._inbox)
         key = RequestKey(opened.router, opened.request_id, opened.attempt)
         return HandOverStream(key, opened.decode_incarnation)
 
@@ -142,11 +148,15 @@ def _message_from_wire(message: hand_over_pb2.HandOverRequest) -> FromDecode:
         case "grant":
             return Grant()
         case "done":
-            return Done()
+            return Done(tuple(map(_sum_from_wire, message.done.sums)))
         case "beat":
             return Beat()
         case other:
             raise ValueError(f"unknown hand-over message: {other}")
+
+
+def _sum_from_wire(page: hand_over_pb2.PageSum) -> PageSum:
+    return PageSum(Place(page.pool, page.page), page.value)
 
 
 def _to_wire(said: Said[FromPrefill]) -> hand_over_pb2.HandOverResponse:
@@ -156,8 +166,8 @@ def _to_wire(said: Said[FromPrefill]) -> hand_over_pb2.HandOverResponse:
             wire.ask.SetInParent()
         case Announce() as message:
             wire.announce.CopyFrom(_announce_to_wire(message))
-        case Released(valid):
-            wire.released.valid = valid
+        case Released(valid, mismatches):
+            wire.released.valid, wire.released.mismatches = valid, mismatches
             wire.released.SetInParent()
         case Ended(reason, detail):
             wire.ended.reason, wire.ended.detail = _END_REASONS[reason], detail

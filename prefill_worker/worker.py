@@ -15,7 +15,7 @@ class PrefillPlugin:
     """See `engine.worker.RolePlugin`."""
 
     def __init__(self, parts: WorkerParts) -> None:
-        self.role = PrefillRole(parts.core, parts.agent, parts.tokenizer, parts.config)
+        self.role = PrefillRole(parts.core, parts.agent, parts.inbox, parts.tokenizer, parts.config)
         self._service = HandOverService(parts.agent, parts.inbox)
 
     def register(self, server: grpc.aio.Server) -> None:

@@ -29,10 +29,12 @@ class Keeper(Protocol):
         """
         ...
 
-    def failed(self, choices: Set[int], error: Unavailable, suspects: Set[str]) -> None:
+    def failed(
+        self, choices: Set[int], error: Unavailable, reason: str, suspects: Set[str]
+    ) -> None:
         """The attempt is over, and these choices, at least one, had not ended.
 
-        The cause is one of the suspects, which are incarnations of workers.
+        The reason, in a word, lies with one of the suspects, incarnations of workers.
         """
         ...
 
@@ -113,7 +115,7 @@ class Attempt:
         """See `Listener`."""
         lost = Unavailable(f"worker {endpoint.worker} was lost: {detail}")
         with self._failing_alone():
-            self._fail(lost, {endpoint.incarnation})
+            self._fail(lost, "worker_lost", {endpoint.incarnation})
 
     @contextlib.contextmanager
     def _failing_alone(self) -> Iterator[None]:
@@ -172,18 +174,19 @@ class Attempt:
             self._retract(text)
         elif end.retryable or end.reason is EndReason.ABORTED:
             suspects = {link.endpoint.incarnation for link in self._placement.links}
-            self._fail(Unavailable(text), suspects)
+            aborted = end.reason is EndReason.ABORTED
+            self._fail(Unavailable(text), "aborted" if aborted else end.cause or "failed", suspects)
         else:
             self._live.fail(InternalFailure(text))
 
-    def _fail(self, error: Unavailable, suspects: Set[str]) -> None:
+    def _fail(self, error: Unavailable, reason: str, suspects: Set[str]) -> None:
         """Over for every choice; nobody is to blame if a worker is leaving."""
         if any(link.draining for link in self._placement.links):
             self._retract(str(error))
             return
         choices = self._end_all()
         if choices:
-            self._keeper.failed(choices, error, suspects)
+            self._keeper.failed(choices, error, reason, suspects)
 
     def _retract(self, detail: str) -> None:
         choices = self._end_all()

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Set
 
 from kvrelay.router.attempt import Attempt
 from kvrelay.router.config import RouterConfig
-from kvrelay.router.errors import InternalFailure, RequestError, Unavailable
+from kvrelay.router.errors import DataLoss, InternalFailure, RequestError, Unavailable
 from kvrelay.router.fleet import Fleet, Placement
 from kvrelay.router.generation import Submission
 from kvrelay.router.live_request import LiveRequest
@@ -23,6 +23,15 @@ _PAUSES = (0.05, 0.5)
 known by then, and what passes has passed."""
 
 
+_UNTRUSTED = {"page_mismatch", "released_invalid"}
+"""Reasons to distrust what was handed over."""
+
+
+def _strict_failure(error: Unavailable, reason: str) -> RequestError:
+    kind = DataLoss if reason in _UNTRUSTED else Unavailable
+    return kind(f"{reason}: {error} (strict: it is not computed again)")
+
+
 class Attempts:
     """Sees to it that some attempt works on every unfinished choice, until the outcome.
 
@@ -32,7 +41,8 @@ class Attempts:
     retracted its memory went to others, or its worker drains; that costs the
               request nothing
     failed    a worker was lost, or failed in a way that another may not; when
-              this is a choice's `max_attempts`-th, the request is unavailable
+              this is a choice's `max_attempts`-th, or always if the router is
+              `strict`, the request fails
     ========= ==================================================================
 
     Either way the choice is submitted again: the prompt and what it has emitted,
@@ -81,16 +91,21 @@ class Attempts:
         unfinished = self._interrupt(choices)
         self._resume(unfinished, "retracted", detail, pause=0.0)
 
-    def failed(self, choices: Set[int], error: Unavailable, suspects: Set[str]) -> None:
+    def failed(
+        self, choices: Set[int], error: Unavailable, reason: str, suspects: Set[str]
+    ) -> None:
         """See `Keeper`."""
         self._suspects |= suspects
         unfinished = self._interrupt(choices)
         self._failures.update(unfinished)
         worst = max((self._failures[choice] for choice in unfinished), default=0)
-        if worst >= self._config.max_attempts:
+        if unfinished and self._config.strict:
+            self._metrics.failed_strictly(reason)
+            self._live.fail(_strict_failure(error, reason))
+        elif worst >= self._config.max_attempts:
             self._live.fail(Unavailable(f"{error} (attempt {worst} of {worst})"))
         else:
-            self._resume(unfinished, "failed", str(error), _PAUSES[min(worst, len(_PAUSES)) - 1])
+            self._resume(unfinished, reason, str(error), _PAUSES[min(worst, len(_PAUSES)) - 1])
 
     def stale(self) -> None:
         """See `Keeper`."""

@@ -32,6 +32,8 @@ class RouterConfig:
     """Of one message from a client."""
     max_attempts: int = 3
     """How often an output may fail, because a worker is lost, say, until its request does."""
+    strict: bool = False
+    """A request that would have to be computed again fails instead, unless it was retracted."""
     failover_wait_seconds: float = 60.0
     """How long such a request waits for a worker to go on with."""
     shutdown_grace_seconds: float = 5.0

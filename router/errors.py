@@ -8,6 +8,7 @@
     ├── AlreadyExists          ALREADY_EXISTS
     ├── Overloaded             RESOURCE_EXHAUSTED, says when to come again
     ├── Unavailable            UNAVAILABLE: another try could succeed
+    ├── DataLoss               DATA_LOSS: strict, and what was handed over cannot be trusted
     └── InternalFailure        INTERNAL: another try would fail the same way
     AdminError                 an operator's call is refused
     ├── UnknownWorker          NOT_FOUND, lists those that there are
@@ -64,6 +65,12 @@ class Unavailable(RequestError):  # noqa: N818
     """No worker can serve the request now, or the one that did is lost."""
 
     outcome = "unavailable"
+
+
+class DataLoss(RequestError):  # noqa: N818
+    """KV did not arrive as it was computed, and is not to be computed again in silence."""
+
+    outcome = "data_loss"
 
 
 class InternalFailure(RequestError):  # noqa: N818

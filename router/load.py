@@ -25,6 +25,17 @@ class PoolState:
 
 
 @dataclass(frozen=True, slots=True)
+class PeerTransfer:
+    """What a probe has found of the transport from a prefill worker."""
+
+    incarnation: str
+    backend: str
+    transports: str
+    gbps: float
+    refused: bool
+
+
+@dataclass(frozen=True, slots=True)
 class WorkerLoad:
     """What one worker has to do and what memory it has left."""
 
@@ -39,6 +50,8 @@ class WorkerLoad:
     """A moving mean of a forward's; zero before the first."""
     draining: bool = False
     """It takes no more requests."""
+    peers: tuple[PeerTransfer, ...] = ()
+    """Of a decode worker, the prefill workers that it has met."""
 
     @property
     def room_tokens(self) -> int:

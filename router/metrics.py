@@ -41,6 +41,12 @@ class RouterMetrics:
             ["model", "reason"],
             registry=self.registry,
         )
+        self._strict = Counter(
+            "kvrelay_strict_failures",
+            "Requests that failed instead of being computed again, by why",
+            ["model", "reason"],
+            registry=self.registry,
+        )
         self._contradicted = self._counter(
             "kvrelay_contradicted_tokens",
             "Tokens of a later attempt that differ from those already streamed, which stay",
@@ -70,6 +76,10 @@ class RouterMetrics:
     def resubmitted(self, reason: str) -> None:
         """There is to be another attempt, because the one before was `reason`."""
         self._resubmitted.labels(self._model, reason).inc()
+
+    def failed_strictly(self, reason: str) -> None:
+        """There is to be no other attempt, though there could be."""
+        self._strict.labels(self._model, reason).inc()
 
     def stopwatch(self) -> Stopwatch:
         """For a request that has just arrived."""

@@ -16,7 +16,7 @@ from kvrelay.router.events import (
     TokenLogprobs,
 )
 from kvrelay.router.generation import SamplingParams, Submission
-from kvrelay.router.load import PoolState, WorkerLoad
+from kvrelay.router.load import PeerTransfer, PoolState, WorkerLoad
 from kvrelay.router.worker_output import EndReason, WorkerEnd, WorkerOutput
 from kvrelay.v1 import inference_pb2, worker_pb2
 
@@ -135,6 +135,7 @@ def read_load(message: inference_pb2.WorkerLoad) -> WorkerLoad:
         growth_tokens=message.growth_tokens,
         step_seconds=message.step_seconds,
         draining=message.draining,
+        peers=tuple(map(_read_peer, message.peers)),
     )
 
 
@@ -158,7 +159,36 @@ def _read_end(message: worker_pb2.RequestEnd) -> WorkerEnd:
         return WorkerEnd(EndReason.FAILED, error=f"unknown end reason {message.reason}")
     matched_field = message.WhichOneof("matched_stop")
     matched = getattr(message, matched_field) if matched_field else None
-    return WorkerEnd(reason, matched, message.error, message.retryable)
+    return WorkerEnd(reason, matched, message.error, message.retryable, _read_cause(message))
+
+
+def _read_cause(message: worker_pb2.RequestEnd) -> str:
+    """The enum's own words; those of a newer worker are not known here."""
+    causes = worker_pb2.RequestEnd.Cause
+    if message.cause == causes.CAUSE_UNSPECIFIED or message.cause not in causes.values():
+        return ""
+    name: str = causes.Name(message.cause)
+    return name.removeprefix("CAUSE_").lower()
+
+
+def _read_peer(message: inference_pb2.PeerTransfer) -> PeerTransfer:
+    return PeerTransfer(
+        incarnation=message.incarnation,
+        backend=message.backend,
+        transports=message.transports,
+        gbps=message.gbps,
+        refused=message.refused,
+    )
+
+
+def _peer_message(peer: PeerTransfer) -> inference_pb2.PeerTransfer:
+    return inference_pb2.PeerTransfer(
+        incarnation=peer.incarnation,
+        backend=peer.backend,
+        transports=peer.transports,
+        gbps=peer.gbps,
+        refused=peer.refused,
+    )
 
 
 def _read_pool(message: inference_pb2.PoolState) -> PoolState:
@@ -207,6 +237,7 @@ def worker_status(
             growth_tokens=load.growth_tokens,
             step_seconds=load.step_seconds,
             draining=load.draining,
+            peers=map(_peer_message, load.peers),
         ),
     )
 

@@ -35,6 +35,8 @@ class WorkerEnd:
     error: str = ""
     retryable: bool = False
     """Another attempt could complete it."""
+    cause: str = ""
+    """Of a retryable failure, in one word; empty: the worker did not say."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -74,6 +74,9 @@ EVERYTHING: dict[str, Any] = {
     "debug_faults": "drop:done:2",
     "debug_retract_every": 11,
     "audit_pages": True,
+    "verify_pages": "all",
+    "min_transfer_gbps": 1.5,
+    "strict": True,
 }
 
 

@@ -38,6 +38,10 @@ BAD = [
     ("num_draft_tokens", 0),
     ("speculation", "luck"),
     ("draft_model", "some/draft"),  # nobody would use it
+    ("verify_pages", "some"),
+    ("min_transfer_gbps", -1.0),
+    ("min_transfer_gbps", float("nan")),
+    ("min_transfer_gbps", float("inf")),
     ("device", "tpu"),
     ("model", ""),
     ("model_name", "  "),

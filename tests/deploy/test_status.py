@@ -76,6 +76,35 @@ def test_a_pool_that_does_not_balance_is_marked(kvrelay: Kvrelay, service: Scrip
     assert " 99 (!)    100 " in kvrelay("status").stdout
 
 
+def test_what_a_worker_reads_from_and_how_fast(kvrelay: Kvrelay, service: ScriptedService):
+    service.workers[0].load.peers.extend(
+        [
+            pb.PeerTransfer(
+                incarnation="prefill-0-def", backend="UCX", transports="all", gbps=5.25
+            ),
+            pb.PeerTransfer(
+                incarnation="prefill-1-abc", backend="UCX", transports="tcp", gbps=0.5, refused=True
+            ),
+        ]
+    )
+    assert kvrelay("status").stdout.endswith(
+        """
+worker    reads from     GB/s  backend  transports
+decode-0  prefill-0-def  5.25  UCX      all
+decode-0  prefill-1-abc  0.5   UCX      tcp         REFUSED: too slow
+"""
+    )
+    decode, prefill = json.loads(kvrelay("status", "--json").stdout)["workers"]
+    assert decode["peers"][0] == {
+        "incarnation": "prefill-0-def",
+        "backend": "UCX",
+        "transports": "all",
+        "gbps": 5.25,
+        "refused": False,
+    }
+    assert prefill["peers"] == []
+
+
 def test_json_says_the_same(kvrelay: Kvrelay):
     report = json.loads(kvrelay("status", "--json").stdout)
     assert report["model"] == "tiny"

@@ -45,6 +45,7 @@ from kvrelay.engine.outputs import End, EndReason, Output, RequestKey, RouterLin
 from kvrelay.engine.step import Step, compute_or_fail
 from kvrelay.engine.stop import StopConditions
 from kvrelay.engine.tape import Tape
+from kvrelay.kv_transfer.checksums import LocalPage, PageSum, hash_bytes
 from kvrelay.kv_transfer.pull import Pull, PullState
 from kvrelay.mem_cache.convert import copy_pages
 from kvrelay.mem_cache.ledger import Ledger, PoolShape, window_pages
@@ -146,6 +147,10 @@ class SimAgent:
         self.incarnation = incarnation
         self.serving = 0
         self.ordered: list[tuple[Pull, Callable[[Pull], None]]] = []
+        self.to_hash: list[tuple[Sequence[LocalPage], Callable[[tuple[PageSum, ...]], None]]] = []
+
+    def hash_pages(self, pages: Any, on_end: Any) -> None:
+        self.to_hash.append((pages, on_end))
 
     def serve(self, change: int) -> None:
         self.serving += change
@@ -197,7 +202,7 @@ class SimWorker:
         if self.role_name is Role.AGGREGATED:
             role = AggregatedRole(self.core, self.tokenizer, self.config)
         elif self.role_name is Role.PREFILL:
-            role = PrefillRole(self.core, self.agent, self.tokenizer, self.config)
+            role = PrefillRole(self.core, self.agent, self.inbox, self.tokenizer, self.config)
         else:
             role = DecodeRole(self.core, self.agent, self, self.inbox, self.tokenizer, self.config)
         options = {"overlap": self.config.overlap, "audit_pages": self.config.audit_pages}
@@ -247,6 +252,11 @@ class SimWorker:
         assert not self.drained
         self.drained = True
 
+    def hash(self) -> None:
+        """The hasher's thread is done with its oldest order."""
+        pages, on_end = self.agent.to_hash.pop(0)
+        on_end(tuple(PageSum(page.place, self.model.sum(page)) for page in pages))
+
     def end_step(self) -> None:
         step = self.steps.popleft()
         live = [item for item in step.scheduled if item.tape.broken is None]
@@ -288,6 +298,10 @@ class CountingModel:
         pages = zip(self.kv, pull.local_pages, peer.kv, pull.remote_pages, strict=True)
         for kv, local, theirs, remote in pages:
             kv[local] = theirs[remote]
+
+    def sum(self, page: LocalPage) -> int:
+        """Of the settled tokens."""
+        return hash_bytes(self.kv[page.place.pool][page.page_id, : page.tokens].view(np.uint8))
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
         if self.fails:
@@ -562,6 +576,8 @@ class Simulation:
                 actions.append(worker.end_step)
             if worker.agent.ordered:
                 actions.append(lambda worker=worker: self._read(worker))
+            if worker.agent.to_hash:
+                actions.append(worker.hash)
             if worker.opened:
                 actions.append(lambda worker=worker: self._open(worker))
         actions += [lambda pair=pair: self._carry(pair) for pair in self.pairs if self._ready(pair)]
@@ -577,6 +593,9 @@ class Simulation:
     def can_end_step(self, worker: SimWorker) -> bool:
         """Whether a forward that was launched has had time to end."""
         return True
+
+    def on_read(self, worker: SimWorker, pull: Pull) -> None:
+        """The bytes of a read have arrived; they can be tampered with."""
 
     def ended(self, request: SimRequest) -> None:
         """A request has ended on all of its workers."""
@@ -638,6 +657,7 @@ class Simulation:
         pull, on_end = entry
         peer = self.by_name[pull.peer]
         worker.model.read(peer.model, pull)
+        self.on_read(worker, pull)
         if pull.state is PullState.FAILED:
             return
         worker.agent.ordered.remove(entry)
@@ -677,7 +697,7 @@ class Simulation:
     def _moves(self, request: SimRequest, end: End) -> bool:
         """Whether another attempt is to go on, at no cost."""
         drains = request.prefill.draining or request.decode.draining
-        return end.reason is EndReason.RETRACTED or (end.retryable and drains)
+        return end.reason is EndReason.RETRACTED or (end.cause is not None and drains)
 
     def _move(self, request: SimRequest, worker: SimWorker) -> None:
         """As a router: `worker` is out, so another attempt goes on."""

@@ -173,7 +173,7 @@ def test_scenario_35_one_read_fails_while_another_runs(seed: int) -> None:
     assert counts.quarantined >= sum(pull.num_pages for pull, _ in running) > 0
     simulation._collect()
     end = request.ends[request.decode.name]
-    assert (end.reason, end.retryable) == (EndReason.FAILED, True)
+    assert (end.reason, end.cause is not None) == (EndReason.FAILED, True)
     assert "injected" in end.error
     simulation._read = read  # type: ignore[method-assign]
     simulation.run()
@@ -186,7 +186,7 @@ def test_scenario_38_a_prompt_that_fits_the_prefill_side_alone_ends_with_a_clear
     big, small = simulation.submit(prompt, 40), simulation.submit(other, 8)
     simulation.run()
     end = big.ends[big.decode.name]
-    assert (end.reason, end.retryable) == (EndReason.FAILED, False)
+    assert (end.reason, end.cause is not None) == (EndReason.FAILED, False)
     assert end.error == "99 tokens: one request can hold 80 here"
     assert_right(small)
     simulation.assert_at_baseline()
@@ -259,7 +259,7 @@ def test_a_decode_worker_that_says_nothing_any_more_holds_no_page_of_the_other()
     assert request.prefill.ledger.page_counts()[0].held == 0
     simulation.run()
     end = request.ends[request.decode.name]
-    assert (end.reason, end.retryable) == (EndReason.FAILED, True)
+    assert (end.reason, end.cause is not None) == (EndReason.FAILED, True)
     simulation.assert_at_baseline()
 
 

@@ -6,10 +6,17 @@ import random
 
 import pytest
 
-from kvrelay.engine.commands import PeerDied, Stop
+from kvrelay.decode_worker.stream import FromPeer
+from kvrelay.engine.commands import Misdirected, PeerDied, Stop
 from kvrelay.engine.outputs import EndReason
-from kvrelay.prefill_worker.request import HandOverStream, StreamClosed, StreamOpened
-from tests.engine.simulation import SimRequest, Simulation, drain, reference
+from kvrelay.kv_transfer.hand_over import Ask, Grant, Released
+from kvrelay.prefill_worker.request import (
+    HandOverStream,
+    StreamClosed,
+    StreamMessage,
+    StreamOpened,
+)
+from tests.engine.simulation import SimRequest, Simulation, SimWorker, drain, reference
 
 BASES = [[random.Random(base).randrange(97) for _ in range(60)] for base in range(2)]
 
@@ -27,6 +34,14 @@ def assert_complete(request: SimRequest) -> None:
     ends = {end.reason for end in request.ends.values()}
     assert EndReason.FINISHED in ends
     assert EndReason.FAILED not in ends
+
+
+def dropped(worker: SimWorker, kind: str) -> float:
+    """Messages that did nothing."""
+    labels = {"role": worker.role_name, "worker": worker.name, "model": "sim", "kind": kind}
+    value = worker.core.metrics.registry.get_sample_value("kvrelay_dropped_messages_total", labels)
+    assert value is not None
+    return value
 
 
 WINDOWS = pytest.mark.parametrize(
@@ -226,6 +241,7 @@ def test_second_stream_for_a_request_is_turned_away():
     request.prefill.turn()
     (answer,) = drain(intruder)
     assert "open already" in answer.message.detail
+    assert dropped(request.prefill, "stream") == 1
     request.prefill.inbox.post(StreamClosed(intruder))
     simulation.run()
     assert_complete(request)
@@ -239,6 +255,30 @@ def test_duplicate_submission_is_dropped():
         worker.inbox.post(worker.inbox._messages[-1])
     simulation.run()
     assert_complete(request)
+    for worker in (request.prefill, request.decode):
+        assert dropped(worker, "submit") == 1
+    simulation.assert_at_baseline()
+
+
+def test_late_messages_of_a_hand_over_are_dropped_and_counted():
+    simulation = Simulation(5, page_size=4, pages=20, rows=4, chunk=8)
+    request = simulation.submit(list(range(20)), 6)
+    while not simulation.pulls:
+        simulation.step()
+    ((_, mine, _, theirs),) = simulation.pairs
+    simulation.run()
+    assert_complete(request)
+    before = dropped(request.decode, "hand_over"), dropped(request.prefill, "hand_over")
+    request.decode.inbox.post(FromPeer(mine, Ask()))
+    request.decode.inbox.post(FromPeer(mine, Released(valid=True)))
+    request.prefill.inbox.post(StreamMessage(theirs, Grant()))
+    request.prefill.inbox.post(Misdirected())
+    simulation.cancel(request, request.decode)
+    simulation.run()
+    after = dropped(request.decode, "hand_over"), dropped(request.prefill, "hand_over")
+    assert after == (before[0] + 2, before[1] + 1)
+    assert dropped(request.decode, "cancel") == 1
+    assert dropped(request.prefill, "incarnation") == 1
     simulation.assert_at_baseline()
 
 

@@ -17,7 +17,9 @@ import pytest
 import torch
 
 from kvrelay.kv_transfer.agent import TransferAgent
-from kvrelay.kv_transfer.errors import PeerRefusedError
+from kvrelay.kv_transfer.attestation import attest
+from kvrelay.kv_transfer.checksums import LocalPage, PageSum, Place
+from kvrelay.kv_transfer.errors import PeerRefusedError, TransferError
 from kvrelay.kv_transfer.peer import PeerDescription
 from kvrelay.kv_transfer.pull import Pull, PullState
 from kvrelay.mem_cache.geometry import KVGeometry, PageOrder
@@ -45,7 +47,8 @@ def serve(connection: Connection, order: PageOrder, page_size: int, serving: int
     agent = TransferAgent(f"peer-{os.getpid()}", [pool], print)
     agent.serve(serving)
     connection.send(agent.describe())
-    connection.recv()
+    while (page := connection.recv()) != "stop":
+        connection.send(sums(agent, page))
     agent.close()
 
 
@@ -207,6 +210,61 @@ def test_description_is_checked_before_its_bytes_are_loaded(agent):
         own.check(agent.incarnation, [other])
     with pytest.raises(PeerRefusedError, match="do not fit"):
         own.check(agent.incarnation, [*agent.layouts, *agent.layouts])
+
+
+@pytest.mark.parametrize("order", list(PageOrder))
+async def test_attestation_measures_reads_of_scratch_pages_and_no_others(agent, order):
+    peer = Peer(order)
+    agent.add_peer(peer.description)
+    found = await attest(agent, peer.description.incarnation, floor=0.0)
+    assert (found.peer, found.backend) == (peer.description.incarnation, "UCX")
+    assert 0.001 < found.gbps < 1000
+    assert not found.refused
+    assert all((agent.pool.layer(layer) == 0).all() for layer in range(4))
+    asked_too_much = await attest(agent, peer.description.incarnation, floor=1e6)
+    assert asked_too_much.refused
+    assert "GB/s by UCX" in str(asked_too_much)
+    peer.stop()
+
+
+async def test_attestation_of_a_peer_that_does_not_answer_ends(agent, monkeypatch):
+    monkeypatch.setattr("kvrelay.kv_transfer.attestation.ATTEST_S", 0.3)
+    with pytest.raises(TransferError, match="is not known"):
+        await attest(agent, "nobody", floor=0.0)
+    peer = Peer()
+    os.kill(peer.process.pid, signal.SIGSTOP)
+    agent.add_peer(peer.description)
+    with pytest.raises(TransferError, match=r"not read in 0\.3 s"):
+        await attest(agent, peer.description.incarnation, floor=0.0)
+    peer.stop()
+
+
+async def test_attestation_sees_other_bytes(agent, monkeypatch):
+    peer = Peer()
+    agent.add_peer(peer.description)
+    monkeypatch.setattr("kvrelay.kv_transfer.scratch._byte", lambda pool, page, layer: 7)
+    with pytest.raises(TransferError, match="other bytes than it has"):
+        await attest(agent, peer.description.incarnation, floor=0.0)
+    peer.stop()
+
+
+def sums(agent: TransferAgent, page: int) -> int:
+    ended: queue.SimpleQueue[tuple[PageSum, ...]] = queue.SimpleQueue()
+    agent.hash_pages([LocalPage(Place(0, 0), page, 16)], ended.put)
+    return ended.get(timeout=WAIT_S)[0].value
+
+
+@pytest.mark.parametrize("order", list(PageOrder))
+def test_a_byte_that_changes_on_the_way_changes_the_sum(agent, order):
+    peer = Peer(order)
+    agent.add_peer(peer.description)
+    peer.connection.send(12)
+    expected = peer.connection.recv()
+    assert read(agent, peer, [3], [12]).state is PullState.DONE
+    assert sums(agent, 3) == expected
+    agent.pool.layer(2)[3].view(torch.uint8)[0, 1, 4, 7] ^= 16
+    assert sums(agent, 3) != expected
+    peer.stop()
 
 
 def test_idle_agent_uses_no_cpu(agent):

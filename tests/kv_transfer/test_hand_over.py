@@ -6,12 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvrelay.kv_transfer.checksums import PageSum, Place
 from kvrelay.kv_transfer.errors import ProtocolError
 from kvrelay.kv_transfer.hand_over import (
     Announce,
     Beat,
     DecodeHandOver,
     DecodeState,
+    Done,
     EndReason,
     FirstToken,
     PageRun,
@@ -80,23 +82,37 @@ def test_scenario_39_by_its_numbers():
 def test_done_is_said_when_all_is_announced_and_read():
     prefill, decode = granted(2)
     decode.on_announce(prefill.announce([[5, 6]], 1))
-    assert decode.done() is None
+    assert not decode.has_read
     decode.on_read()
-    assert decode.done() is None, "the last announcement is still to come"
+    assert not decode.has_read, "the last announcement is still to come"
     decode.on_announce(prefill.announce_last([[5, 6]], [0], NINE))
-    assert decode.done() is None, "a read is still running"
+    assert not decode.has_read, "a read is still running"
     decode.on_read()
-    assert decode.done() is not None
-    assert decode.done() is None, "once"
-    assert decode.on_released(prefill.on_done())
+    assert decode.has_read
+    done = decode.done()
+    assert not decode.has_read, "once"
+    assert decode.on_released(prefill.on_done(done))
     assert (prefill.state, decode.state) == (PrefillState.RELEASED, DecodeState.VALID)
+
+
+@pytest.mark.parametrize("mismatches", [0, 2])
+def test_what_was_read_is_compared_before_the_release(mismatches):
+    prefill, decode = granted(1)
+    decode.on_announce(prefill.announce_last([[5]], [0], NINE))
+    decode.on_read()
+    done = decode.done([PageSum(Place(0, 0), 77)])
+    assert prefill.on_done(done) is None
+    assert (prefill.state, prefill.is_announced) == (PrefillState.VERIFYING, True)
+    released = prefill.on_verified(mismatches)
+    assert released == Released(valid=not mismatches, mismatches=mismatches)
+    assert decode.on_released(released) is not bool(mismatches)
 
 
 def test_pages_that_were_let_go_are_not_activated():
     prefill, decode = granted(1)
     decode.on_announce(prefill.announce_last([[5]], [0], NINE))
     decode.on_read()
-    assert decode.done()
+    decode.done()
     assert not decode.on_released(Released(valid=False))
     assert decode.state is not DecodeState.VALID
 
@@ -141,7 +157,8 @@ def test_announcement_twice_is_refused():
     "too_early",
     [
         lambda prefill, decode: prefill.on_grant(),
-        lambda prefill, decode: prefill.on_done(),
+        lambda prefill, decode: prefill.on_done(Done()),
+        lambda prefill, decode: prefill.on_verified(0),
         lambda prefill, decode: prefill.announce([[1]], 1),
         lambda prefill, decode: prefill.announce_last([[1]], [0], NINE),
         lambda prefill, decode: decode.grant([0]),
@@ -173,7 +190,7 @@ def test_leaving_early_is_said_once_and_not_after_the_release():
     assert prefill.end(EndReason.ABORTED) is None
     prefill, decode = granted(1)
     decode.on_announce(prefill.announce_last([[5]], [0], NINE))
-    prefill.on_done()
+    prefill.on_done(Done())
     assert prefill.end(EndReason.ABORTED) is None
 
 
@@ -195,13 +212,15 @@ def test_a_windows_pages_come_last_and_only_those_that_it_holds():
     last = prefill.announce_last([[5, 6, 1, 2], [-1, -1, 3, 4]], [0, 2], NINE)
     assert last.runs == (PageRun(2, (1, 2)), PageRun(2, (3, 4)))
     assert decode.on_announce(last) == (PageRun(2, (1, 2)), PageRun(3, (4,)))
+    assert decode.places_read == [(0, 0), (0, 1), (0, 2), (0, 3), (1, 3)]
 
 
 def test_what_the_decode_side_has_is_not_read():
     _, decode = granted_window((4, 4))
     wanted = decode.on_announce(Announce((PageRun(0, (5, 6, 1, 2)), PageRun(2, (3, 4))), NINE))
     assert not any(run.page_ids for run in wanted)
-    assert decode.done() is not None, "nothing is read, the first token is there"
+    assert decode.has_read, "nothing is to be read, the first token is there"
+    assert decode.places_read == []
 
 
 @pytest.mark.parametrize(

@@ -72,7 +72,7 @@ class RecordedKeeper:
     def retracted(self, choices: Any, detail: str) -> None:
         self.retractions += sorted(choices)
 
-    def failed(self, choices: Any, error: Unavailable, suspects: Any) -> None:
+    def failed(self, choices: Any, error: Unavailable, reason: str, suspects: Any) -> None:
         self.failures.append((set(choices), str(error)))
 
     def stale(self) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from typing import Any
 
 import grpc
 import pytest
@@ -20,6 +22,7 @@ from .scripted_worker import (
     check_emitted,
     choices_of,
     count_decode,
+    count_prefill,
     emitted_by,
     load,
     say_counted,
@@ -264,7 +267,7 @@ async def test_a_restarted_worker_is_waited_for(patient: RouterConfig) -> None:
         cluster.list_workers()
         streamed += await read(call)
         assert [token for _, token in streamed] == COUNTED
-        assert await resubmitted(cluster, "failed") == 1
+        assert await resubmitted(cluster, "worker_lost") == 1
 
 
 async def test_an_abort_during_that_wait_is_the_end(patient: RouterConfig) -> None:
@@ -280,6 +283,80 @@ async def test_an_abort_during_that_wait_is_the_end(patient: RouterConfig) -> No
         await asyncio.wait_for(cluster.router.wait_ready(), 5)
         await asyncio.sleep(0.1)
         assert len(cluster.prefill.submits) == len(cluster.decode.submits) == 1
+
+
+CAUSES = {
+    "peer_lost": END.CAUSE_PEER_LOST,
+    "page_mismatch": END.CAUSE_PAGE_MISMATCH,
+    "transfer_refused": END.CAUSE_TRANSFER_REFUSED,
+    "failed": END.CAUSE_UNSPECIFIED,
+}
+
+
+def broken(cause: Any) -> Any:
+    return END(reason=END.REASON_FAILED, error="pull: broken", retryable=True, cause=cause)
+
+
+@pytest.mark.parametrize("reason", CAUSES)
+async def test_each_recomputation_is_counted_by_its_reason(cluster: Cluster, reason: str) -> None:
+    cluster.prefill.on_submit = count_prefill
+    call = cluster.generate()
+    cluster.decode.say(await cluster.decode.submitted(), end=broken(CAUSES[reason]))
+    cluster.decode.on_submit = count_decode
+    assert (await collect(call)).token_ids == COUNTED
+    assert await resubmitted(cluster, reason) == 1
+
+
+async def test_a_cause_that_is_not_known_yet_is_a_failure(cluster: Cluster) -> None:
+    cluster.prefill.on_submit = count_prefill
+    call = cluster.generate()
+    cluster.decode.say(await cluster.decode.submitted(), end=broken(99))
+    cluster.decode.on_submit = count_decode
+    assert (await collect(call)).token_ids == COUNTED
+    assert await resubmitted(cluster, "failed") == 1
+
+
+@pytest.mark.parametrize(
+    ("reason", "status"),
+    [
+        ("peer_lost", grpc.StatusCode.UNAVAILABLE),
+        ("page_mismatch", grpc.StatusCode.DATA_LOSS),
+        ("transfer_refused", grpc.StatusCode.UNAVAILABLE),
+    ],
+)
+async def test_strict_fails_what_would_be_computed_again(
+    config: RouterConfig, reason: str, status: grpc.StatusCode
+) -> None:
+    async with running(replace(config, strict=True), "prefill-0", "decode-0") as cluster:
+        call = cluster.generate()
+        cluster.decode.say(await cluster.decode.submitted(), end=broken(CAUSES[reason]))
+        error = await status_of(call)
+        assert error.code() is status
+        assert error.details() == (
+            f"{reason}: decode-0: pull: broken (strict: it is not computed again)"
+        )
+        failures = f'kvrelay_strict_failures_total{{model="counter",reason="{reason}"}}'
+        assert await cluster.metric(failures) == 1
+        assert await resubmitted(cluster, reason) == 0
+        assert len(cluster.decode.submits) == 1
+
+
+async def test_strict_names_a_lost_worker(config: RouterConfig) -> None:
+    async with running(replace(config, strict=True), "prefill-0", "decode-0") as cluster:
+        call = cluster.generate()
+        await asyncio.gather(cluster.prefill.submitted(), cluster.decode.submitted())
+        await cluster.decode.stop()
+        error = await status_of(call)
+        assert error.code() is grpc.StatusCode.UNAVAILABLE
+        assert error.details().startswith("worker_lost: worker decode-0 was lost: ")
+
+
+async def test_strict_goes_on_after_a_retraction(config: RouterConfig) -> None:
+    async with running(replace(config, strict=True), "prefill-0", "decode-0") as cluster:
+        cluster.count()
+        cluster.decode.on_submit = retract_after(3)
+        assert (await collect(cluster.generate())).token_ids == COUNTED
+        assert await resubmitted(cluster, "retracted") == 1
 
 
 async def test_attempts_are_bounded(cluster: Cluster, config: RouterConfig) -> None:

@@ -14,20 +14,22 @@ class DescribeAgentRequest(_message.Message):
     def __init__(self, incarnation: _Optional[str] = ...) -> None: ...
 
 class DescribeAgentResponse(_message.Message):
-    __slots__ = ("incarnation", "agent_metadata", "agent_metadata_sha256", "device_id", "memory_type", "pools")
+    __slots__ = ("incarnation", "agent_metadata", "agent_metadata_sha256", "device_id", "memory_type", "pools", "scratch")
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     AGENT_METADATA_FIELD_NUMBER: _ClassVar[int]
     AGENT_METADATA_SHA256_FIELD_NUMBER: _ClassVar[int]
     DEVICE_ID_FIELD_NUMBER: _ClassVar[int]
     MEMORY_TYPE_FIELD_NUMBER: _ClassVar[int]
     POOLS_FIELD_NUMBER: _ClassVar[int]
+    SCRATCH_FIELD_NUMBER: _ClassVar[int]
     incarnation: str
     agent_metadata: bytes
     agent_metadata_sha256: bytes
     device_id: int
     memory_type: str
     pools: _containers.RepeatedCompositeFieldContainer[PoolDescription]
-    def __init__(self, incarnation: _Optional[str] = ..., agent_metadata: _Optional[bytes] = ..., agent_metadata_sha256: _Optional[bytes] = ..., device_id: _Optional[int] = ..., memory_type: _Optional[str] = ..., pools: _Optional[_Iterable[_Union[PoolDescription, _Mapping]]] = ...) -> None: ...
+    scratch: PoolDescription
+    def __init__(self, incarnation: _Optional[str] = ..., agent_metadata: _Optional[bytes] = ..., agent_metadata_sha256: _Optional[bytes] = ..., device_id: _Optional[int] = ..., memory_type: _Optional[str] = ..., pools: _Optional[_Iterable[_Union[PoolDescription, _Mapping]]] = ..., scratch: _Optional[_Union[PoolDescription, _Mapping]] = ...) -> None: ...
 
 class PoolDescription(_message.Message):
     __slots__ = ("address", "pages", "geometry")
@@ -94,8 +96,20 @@ class HandOverGrant(_message.Message):
     def __init__(self) -> None: ...
 
 class HandOverDone(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("sums",)
+    SUMS_FIELD_NUMBER: _ClassVar[int]
+    sums: _containers.RepeatedCompositeFieldContainer[PageSum]
+    def __init__(self, sums: _Optional[_Iterable[_Union[PageSum, _Mapping]]] = ...) -> None: ...
+
+class PageSum(_message.Message):
+    __slots__ = ("pool", "page", "value")
+    POOL_FIELD_NUMBER: _ClassVar[int]
+    PAGE_FIELD_NUMBER: _ClassVar[int]
+    VALUE_FIELD_NUMBER: _ClassVar[int]
+    pool: int
+    page: int
+    value: int
+    def __init__(self, pool: _Optional[int] = ..., page: _Optional[int] = ..., value: _Optional[int] = ...) -> None: ...
 
 class HandOverBeat(_message.Message):
     __slots__ = ()
@@ -146,10 +160,12 @@ class FirstToken(_message.Message):
     def __init__(self, token_id: _Optional[int] = ..., finished: bool = ...) -> None: ...
 
 class HandOverReleased(_message.Message):
-    __slots__ = ("valid",)
+    __slots__ = ("valid", "mismatches")
     VALID_FIELD_NUMBER: _ClassVar[int]
+    MISMATCHES_FIELD_NUMBER: _ClassVar[int]
     valid: bool
-    def __init__(self, valid: bool = ...) -> None: ...
+    mismatches: int
+    def __init__(self, valid: bool = ..., mismatches: _Optional[int] = ...) -> None: ...
 
 class HandOverEnded(_message.Message):
     __slots__ = ("reason", "detail")

@@ -291,7 +291,7 @@ class WorkerStatus(_message.Message):
     def __init__(self, worker: _Optional[str] = ..., role: _Optional[_Union[WorkerRole, str]] = ..., incarnation: _Optional[str] = ..., address: _Optional[str] = ..., metrics_address: _Optional[str] = ..., ready: bool = ..., load: _Optional[_Union[WorkerLoad, _Mapping]] = ..., draining: bool = ...) -> None: ...
 
 class WorkerLoad(_message.Message):
-    __slots__ = ("waiting_requests", "running_requests", "waiting_tokens", "pools", "growth_tokens", "step_seconds", "draining")
+    __slots__ = ("waiting_requests", "running_requests", "waiting_tokens", "pools", "growth_tokens", "step_seconds", "draining", "peers")
     WAITING_REQUESTS_FIELD_NUMBER: _ClassVar[int]
     RUNNING_REQUESTS_FIELD_NUMBER: _ClassVar[int]
     WAITING_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -299,6 +299,7 @@ class WorkerLoad(_message.Message):
     GROWTH_TOKENS_FIELD_NUMBER: _ClassVar[int]
     STEP_SECONDS_FIELD_NUMBER: _ClassVar[int]
     DRAINING_FIELD_NUMBER: _ClassVar[int]
+    PEERS_FIELD_NUMBER: _ClassVar[int]
     waiting_requests: int
     running_requests: int
     waiting_tokens: int
@@ -306,7 +307,22 @@ class WorkerLoad(_message.Message):
     growth_tokens: int
     step_seconds: float
     draining: bool
-    def __init__(self, waiting_requests: _Optional[int] = ..., running_requests: _Optional[int] = ..., waiting_tokens: _Optional[int] = ..., pools: _Optional[_Iterable[_Union[PoolState, _Mapping]]] = ..., growth_tokens: _Optional[int] = ..., step_seconds: _Optional[float] = ..., draining: bool = ...) -> None: ...
+    peers: _containers.RepeatedCompositeFieldContainer[PeerTransfer]
+    def __init__(self, waiting_requests: _Optional[int] = ..., running_requests: _Optional[int] = ..., waiting_tokens: _Optional[int] = ..., pools: _Optional[_Iterable[_Union[PoolState, _Mapping]]] = ..., growth_tokens: _Optional[int] = ..., step_seconds: _Optional[float] = ..., draining: bool = ..., peers: _Optional[_Iterable[_Union[PeerTransfer, _Mapping]]] = ...) -> None: ...
+
+class PeerTransfer(_message.Message):
+    __slots__ = ("incarnation", "backend", "transports", "gbps", "refused")
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    BACKEND_FIELD_NUMBER: _ClassVar[int]
+    TRANSPORTS_FIELD_NUMBER: _ClassVar[int]
+    GBPS_FIELD_NUMBER: _ClassVar[int]
+    REFUSED_FIELD_NUMBER: _ClassVar[int]
+    incarnation: str
+    backend: str
+    transports: str
+    gbps: float
+    refused: bool
+    def __init__(self, incarnation: _Optional[str] = ..., backend: _Optional[str] = ..., transports: _Optional[str] = ..., gbps: _Optional[float] = ..., refused: bool = ...) -> None: ...
 
 class PoolState(_message.Message):
     __slots__ = ("pool", "page_size", "total", "free", "held", "cached_evictable", "cached_protected", "session", "quarantined", "promised")

@@ -127,7 +127,7 @@ class RequestOutput(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., index: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[_inference_pb2.TokenLogprobs, _Mapping]]] = ..., end: _Optional[_Union[RequestEnd, _Mapping]] = ..., timings: _Optional[_Union[_inference_pb2.PhaseTimings, _Mapping]] = ..., cached_tokens: _Optional[int] = ..., choice: _Optional[int] = ..., prompt_logprobs: _Optional[_Iterable[_Union[_inference_pb2.TokenLogprobs, _Mapping]]] = ...) -> None: ...
 
 class RequestEnd(_message.Message):
-    __slots__ = ("reason", "matched_token_id", "matched_stop_string", "error", "retryable")
+    __slots__ = ("reason", "matched_token_id", "matched_stop_string", "error", "retryable", "cause")
     class Reason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         REASON_UNSPECIFIED: _ClassVar[RequestEnd.Reason]
@@ -144,14 +144,34 @@ class RequestEnd(_message.Message):
     REASON_HANDED_OVER: RequestEnd.Reason
     REASON_FAILED: RequestEnd.Reason
     REASON_RETRACTED: RequestEnd.Reason
+    class Cause(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+        __slots__ = ()
+        CAUSE_UNSPECIFIED: _ClassVar[RequestEnd.Cause]
+        CAUSE_PEER_LOST: _ClassVar[RequestEnd.Cause]
+        CAUSE_PEER_FAILED: _ClassVar[RequestEnd.Cause]
+        CAUSE_READ_FAILED: _ClassVar[RequestEnd.Cause]
+        CAUSE_RELEASED_INVALID: _ClassVar[RequestEnd.Cause]
+        CAUSE_PAGE_MISMATCH: _ClassVar[RequestEnd.Cause]
+        CAUSE_TRANSFER_REFUSED: _ClassVar[RequestEnd.Cause]
+        CAUSE_PROTOCOL_ERROR: _ClassVar[RequestEnd.Cause]
+    CAUSE_UNSPECIFIED: RequestEnd.Cause
+    CAUSE_PEER_LOST: RequestEnd.Cause
+    CAUSE_PEER_FAILED: RequestEnd.Cause
+    CAUSE_READ_FAILED: RequestEnd.Cause
+    CAUSE_RELEASED_INVALID: RequestEnd.Cause
+    CAUSE_PAGE_MISMATCH: RequestEnd.Cause
+    CAUSE_TRANSFER_REFUSED: RequestEnd.Cause
+    CAUSE_PROTOCOL_ERROR: RequestEnd.Cause
     REASON_FIELD_NUMBER: _ClassVar[int]
     MATCHED_TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
     MATCHED_STOP_STRING_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
     RETRYABLE_FIELD_NUMBER: _ClassVar[int]
+    CAUSE_FIELD_NUMBER: _ClassVar[int]
     reason: RequestEnd.Reason
     matched_token_id: int
     matched_stop_string: str
     error: str
     retryable: bool
-    def __init__(self, reason: _Optional[_Union[RequestEnd.Reason, str]] = ..., matched_token_id: _Optional[int] = ..., matched_stop_string: _Optional[str] = ..., error: _Optional[str] = ..., retryable: bool = ...) -> None: ...
+    cause: RequestEnd.Cause
+    def __init__(self, reason: _Optional[_Union[RequestEnd.Reason, str]] = ..., matched_token_id: _Optional[int] = ..., matched_stop_string: _Optional[str] = ..., error: _Optional[str] = ..., retryable: bool = ..., cause: _Optional[_Union[RequestEnd.Cause, str]] = ...) -> None: ...

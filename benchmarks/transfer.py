@@ -1,0 +1,280 @@
+"""What a transfer costs: the agent against bare NIXL, and a whole hand-over.
+
+python -m benchmarks.transfer rate
+python -m benchmarks.transfer hand-over
+
+`rate` reads pages of another process's pool, scattered on both sides, many
+requests' reads in flight at once: by the `TransferAgent`, and by NIXL alone with
+the same bytes in the same pieces, handles ready before the clock starts or made
+on the clock. The three take turns. GB/s are 10⁹ bytes a second, the median and
+the best of the rounds; the ratio is that of the bests, which a busy machine
+disturbs least, to bare NIXL with handles made on the clock, as they have to be
+where every read is of other pages.
+
+`hand-over` starts a cluster of one prefill and one decode worker, sends prompts
+one at a time, and takes two figures from each answer. `transfer` is the decode
+worker's own, from the last announcement's arrival to the activation. `added` is
+the time between the first token, which the prefill worker sends when its last
+chunk is done, and the second, less the usual time between two tokens: whatever
+lies between the last chunk and the first decode step, messages included.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import multiprocessing
+import queue
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection
+from typing import Any
+
+import click
+import grpc
+import numpy as np
+import torch
+
+from benchmarks.table import table
+from kvrelay.deploy.models import Model, resolve_model, users_models
+from kvrelay.deploy.options import DEFAULT_MODEL, PAGE_ORDERS, ServeOptions
+from kvrelay.deploy.params import ADDRESS
+from kvrelay.kv_transfer.agent import TransferAgent
+from kvrelay.kv_transfer.peer import PeerDescription
+from kvrelay.kv_transfer.pull import Pull, PullState
+from kvrelay.kv_transfer.spans import PoolLayout, SpanPairs, pair_spans
+from kvrelay.mem_cache.geometry import Int64Array, KVGeometry, PageOrder
+from kvrelay.mem_cache.pool import KVPool
+from kvrelay.v1 import inference_pb2, inference_pb2_grpc
+
+PAGE_SIZE = 16
+WAIT_S = 120.0
+PROGRESS_S = 500e-6
+"""Of the bare target: as often as the agent's."""
+Pages = Sequence[tuple[Int64Array, Int64Array]]
+"""Of each read the local ones and the peer's."""
+
+
+def make_pool(order: PageOrder, pages: int) -> KVPool:
+    """Of SmolLM2-135M's geometry: 30 layers, 3 heads of 64, in bfloat16."""
+    geometry = KVGeometry(30, 3, 64, torch.bfloat16, PAGE_SIZE, order)
+    return KVPool(geometry, pages, torch.device("cpu"))
+
+
+class Bare:
+    """NIXL and nothing else."""
+
+    def __init__(self, name: str, order: PageOrder, pages: int) -> None:
+        from nixl._api import nixl_agent, nixl_agent_config
+
+        self.pool = make_pool(order, pages)
+        geometry, address = self.pool.geometry, self.pool.address
+        self.layout = PoolLayout(geometry, pages, address, 0, "DRAM")
+        self.agent = nixl_agent(name, nixl_agent_config(enable_prog_thread=False))
+        self._regions = [(address, self.layout.nbytes, 0, "")]
+        self.agent.register_memory(self._regions, "DRAM")
+
+    def handles(self, peer: str, there: PoolLayout, reads: Pages) -> list[Any]:
+        """A handle for each read, not started."""
+        made = []
+        for local, remote in reads:
+            pairs = pair_spans(self.layout, local, there, remote)
+            here, far = (self._descriptors(pairs, side) for side in (pairs.local, pairs.remote))
+            made.append(self.agent.initialize_xfer("READ", here, far, peer, b""))
+        return made
+
+    def finish(self, handles: list[Any]) -> None:
+        """Start all of them, and look until they have ended."""
+        waiting = [handle for handle in handles if self.agent.transfer(handle) == "PROC"]
+        while waiting:
+            waiting = [h for h in waiting if self.agent.check_xfer_state(h) == "PROC"]
+
+    def release(self, handles: list[Any]) -> None:
+        """They have ended."""
+        for handle in handles:
+            self.agent.release_xfer_handle(handle)
+
+    def _descriptors(self, pairs: SpanPairs, addresses: Int64Array) -> Any:
+        rows = np.stack([addresses, pairs.lengths, np.zeros_like(addresses)], axis=1)
+        return self.agent.get_xfer_descs(rows.astype(np.uint64), "DRAM")
+
+
+def serve_bare(connection: Connection, order: PageOrder, pages: int) -> None:
+    """Let the pool be read until told to stop."""
+    bare = Bare("bare-target", order, pages)
+    connection.send((bytes(bare.agent.get_agent_metadata()), bare.layout))
+    while not connection.poll(PROGRESS_S):
+        bare.agent.get_new_notifs()
+
+
+def serve_agent(connection: Connection, order: PageOrder, pages: int) -> None:
+    """The same, by an agent."""
+    agent = TransferAgent("agent-target", [make_pool(order, pages)], print)
+    agent.serve(+1)
+    connection.send(agent.describe())
+    connection.recv()
+    agent.close()
+
+
+class Peer:
+    """Another process with a pool."""
+
+    def __init__(self, serve: Callable[..., None], order: PageOrder, pages: int) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._connection, theirs = context.Pipe()
+        self._process = context.Process(target=serve, args=(theirs, order, pages))
+        self._process.start()
+        self.description: Any = self._connection.recv()
+
+    def stop(self) -> None:
+        """Wait for its end."""
+        self._connection.send("stop")
+        self._process.join()
+
+
+def read_by_agent(agent: TransferAgent, peer: PeerDescription, reads: Pages) -> None:
+    """Order all of them at once, and wait."""
+    ended: queue.SimpleQueue[Pull] = queue.SimpleQueue()
+    for local, remote in reads:
+        agent.pull(peer.incarnation, [local], [remote], ended.put)
+    for _ in reads:
+        pull = ended.get(timeout=WAIT_S)
+        assert pull.state is PullState.DONE, pull.error
+
+
+def measure_rate(order: PageOrder, requests: int, tokens: int, rounds: int) -> list[list[str]]:
+    """A row for each way to read."""
+    each = tokens // PAGE_SIZE
+    pages = requests * each
+    rng = np.random.default_rng(0)
+    local, remote = (rng.permutation(pages).reshape(requests, each) for _ in range(2))
+    reads = list(zip(local, remote, strict=True))
+    bare, bare_peer = Bare("bare-reader", order, pages), Peer(serve_bare, order, pages)
+    metadata, layout = bare_peer.description
+    bare.agent.add_remote_agent(metadata)
+    agent = TransferAgent("agent-reader", [make_pool(order, pages)], print)
+    agent_peer = Peer(serve_agent, order, pages)
+    agent.add_peer(agent_peer.description)
+    nbytes = pages * bare.pool.geometry.page_bytes
+
+    def ready() -> float:
+        handles = bare.handles("bare-target", layout, reads)
+        begun = time.perf_counter()
+        bare.finish(handles)
+        seconds = time.perf_counter() - begun
+        bare.release(handles)
+        return seconds
+
+    def made() -> float:
+        begun = time.perf_counter()
+        handles = bare.handles("bare-target", layout, reads)
+        bare.finish(handles)
+        bare.release(handles)
+        return time.perf_counter() - begun
+
+    def by_agent() -> float:
+        begun = time.perf_counter()
+        read_by_agent(agent, agent_peer.description, reads)
+        return time.perf_counter() - begun
+
+    ways = {"NIXL, handles ready": ready, "NIXL": made, "agent": by_agent}
+    seconds: dict[str, list[float]] = {way: [] for way in ways}
+    for number in range(rounds + 1):
+        for way, run in ways.items():
+            taken = run()
+            if number:  # the first connects
+                seconds[way].append(taken)
+    for peer in (bare_peer, agent_peer):
+        peer.stop()
+    agent.close()
+    best = {way: nbytes / min(taken) / 1e9 for way, taken in seconds.items()}
+    return [
+        [
+            order.value,
+            way,
+            f"{nbytes / statistics.median(taken) / 1e9:.2f}",
+            f"{best[way]:.2f}",
+            f"{best[way] / best['NIXL']:.2f}",
+        ]
+        for way, taken in seconds.items()
+    ]
+
+
+async def measure_hand_overs(
+    stub: inference_pb2_grpc.InferenceServiceStub, tokens: int, prompts: int
+) -> tuple[list[float], list[float]]:
+    """Of each prompt, all different, the seconds `transfer` and `added`."""
+    transfer, added = [], []
+    for number in range(prompts + 1):
+        rng = np.random.default_rng(number)
+        request = inference_pb2.GenerateRequest()
+        request.input_ids.ids.extend(rng.integers(1000, 40_000, tokens).tolist())
+        sampling = inference_pb2.SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
+        request.sampling_params.CopyFrom(sampling)
+        arrived = []
+        async for response in stub.Generate(request):
+            if response.HasField("complete"):
+                timings = response.complete.timings
+            else:
+                arrived.append(time.perf_counter())
+        if number:  # the first introduces the workers to each other
+            first, *later = np.diff(arrived)
+            transfer.append(timings.transfer_seconds)
+            added.append(first - statistics.median(later))
+    return transfer, added
+
+
+async def hand_overs(options: ServeOptions, model: Model, tokens: int, prompts: int) -> str:
+    """Start a cluster, measure, print."""
+    from kvrelay.deploy.deployment import deployed
+    from kvrelay.deploy.progress import Progress
+
+    async with (
+        deployed(options, model, Progress(io.StringIO())) as deployment,
+        grpc.aio.insecure_channel(deployment.router.grpc_address) as channel,
+    ):
+        stub = inference_pb2_grpc.InferenceServiceStub(channel)
+        transfer, added = await measure_hand_overs(stub, tokens, prompts)
+    rows = []
+    for name, seconds in (("transfer", transfer), ("added", added)):
+        p10, p50, p90 = np.percentile(seconds, [10, 50, 90]) * 1000
+        rows.append([name, f"{p10:.1f}", f"{p50:.1f}", f"{p90:.1f}"])
+    return table(("ms", "p10", "median", "p90"), rows)
+
+
+@click.group()
+def main() -> None:
+    """Print what a transfer costs."""
+
+
+@main.command(context_settings={"show_default": True})
+@click.option("--requests", type=click.IntRange(min=1), default=12, help="Read at once.")
+@click.option("--tokens", type=click.IntRange(min=PAGE_SIZE), default=1024, help="Of each.")
+@click.option("--rounds", type=click.IntRange(min=1), default=15)
+def rate(requests: int, tokens: int, rounds: int) -> None:
+    """GB/s of the agent and of bare NIXL, both page orders."""
+    rows = [row for order in PageOrder for row in measure_rate(order, requests, tokens, rounds)]
+    click.echo(table(("order", "by", "GB/s", "best", "ratio"), rows))
+
+
+@main.command(context_settings={"show_default": True})
+@click.option("--model", default=DEFAULT_MODEL, help="As `kvrelay serve --model`.")
+@click.option("--tokens", type=click.IntRange(min=1), default=1024, help="Of a prompt.")
+@click.option("--prompts", type=click.IntRange(min=2), default=20)
+@click.option("--chunk-tokens", type=click.IntRange(min=1), default=512)
+@click.option("--page-order", type=click.Choice(PAGE_ORDERS), default="page_first")
+@click.option("--verify-pages", default="off", help="As `kvrelay serve --verify-pages`.")
+@click.option("--grpc", "address", type=ADDRESS, default="127.0.0.1:0")
+def hand_over(model: str, tokens: int, prompts: int, address: Any, **options: Any) -> None:
+    """Milliseconds from the last chunk to the first decode step."""
+    from kvrelay.deploy.local_ray import LocalRay
+
+    found = resolve_model(model, "bfloat16", users_models(), lambda _: None)
+    serve = ServeOptions(model=model, grpc=address, metrics=address, threads=1, **options)
+    with LocalRay(serve.workers):
+        click.echo(asyncio.run(hand_overs(serve, found, tokens, prompts)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,121 @@
+"""A decode worker meets a prefill worker: real NIXL and gRPC, the engines left out."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+
+import grpc
+import pytest
+import torch
+
+from kvrelay.decode_worker.stream import (
+    HandOverClient,
+    HandOverStream,
+    PeerAttested,
+    StreamLost,
+)
+from kvrelay.engine.commands import Inbox, Misdirected, Peer
+from kvrelay.engine.outputs import Cause, RequestKey
+from kvrelay.kv_transfer.agent import TransferAgent
+from kvrelay.mem_cache.geometry import KVGeometry
+from kvrelay.mem_cache.pool import KVPool
+from kvrelay.prefill_worker.service import HandOverService
+from kvrelay.v1 import hand_over_pb2_grpc
+
+WAIT_S = 30
+
+
+def make_agent(name: str) -> TransferAgent:
+    geometry = KVGeometry(4, 2, 32, torch.float32, 16)
+    pool = KVPool(geometry, 8, torch.device("cpu"))
+    return TransferAgent(f"{name}-{time.monotonic_ns()}", [pool], print)
+
+
+@dataclass
+class Prefill:
+    """A prefill worker without an engine."""
+
+    peer: Peer
+    inbox: Inbox
+
+
+@pytest.fixture
+async def prefill() -> AsyncIterator[Prefill]:
+    agent, inbox = make_agent("prefill"), Inbox()
+    server = grpc.aio.server()
+    service = HandOverService(agent, inbox)
+    hand_over_pb2_grpc.add_HandOverServiceServicer_to_server(service, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    yield Prefill(Peer(f"127.0.0.1:{port}", agent.incarnation), inbox)
+    await server.stop(None)
+    agent.close()
+
+
+@pytest.fixture
+def agent() -> TransferAgent:
+    agent = make_agent("decode")
+    yield agent
+    agent.close()
+
+
+async def heard(inbox: Inbox, kind: type) -> object:
+    """The next message of this kind."""
+    async with asyncio.timeout(WAIT_S):
+        while True:
+            for message in list(inbox._messages):
+                inbox._messages.remove(message)
+                if isinstance(message, kind):
+                    return message
+            await asyncio.sleep(0.005)
+
+
+def stream_to(peer: Peer, number: int = 0) -> HandOverStream:
+    return HandOverStream(RequestKey("router", f"request-{number}", 1), peer)
+
+
+async def test_a_pair_is_measured_when_it_meets(prefill: Prefill, agent: TransferAgent):
+    inbox = Inbox()
+    client = HandOverClient(agent, inbox, 100, min_gbps=0.0)
+    client.deliver(stream_to(prefill.peer))
+    met = await heard(inbox, PeerAttested)
+    assert met.attestation.peer == prefill.peer.incarnation
+    assert met.attestation.gbps > 0
+    client.deliver(stream_to(prefill.peer, 1))
+    await asyncio.sleep(0.1)
+    assert not any(isinstance(message, PeerAttested) for message in inbox._messages), "once"
+    await client.close()
+
+
+async def test_a_pair_below_the_floor_is_refused_and_measured_again_later(
+    prefill: Prefill, agent: TransferAgent, monkeypatch, caplog
+):
+    inbox = Inbox()
+    client = HandOverClient(agent, inbox, 100, min_gbps=1e6)
+    for number in range(3):
+        client.deliver(stream_to(prefill.peer, number))
+        lost = await heard(inbox, StreamLost)
+        assert lost.cause is Cause.TRANSFER_REFUSED
+        assert "1e+06 GB/s are asked for" in lost.detail
+    refusals = [r for r in caplog.records if r.levelno == logging.ERROR and "refused" in r.message]
+    assert len(refusals) == 1, "said once a pair"
+    monkeypatch.setattr(client, "_min_gbps", 0.0)
+    monkeypatch.setattr(time, "monotonic", lambda now=time.monotonic: now() + 3600)
+    client.deliver(stream_to(prefill.peer, 3))
+    met = await heard(inbox, PeerAttested)
+    assert not met.attestation.refused
+    await client.close()
+
+
+async def test_another_life_of_a_worker_is_another_worker(prefill: Prefill, agent: TransferAgent):
+    inbox = Inbox()
+    client = HandOverClient(agent, inbox, 100, min_gbps=0.0)
+    client.deliver(stream_to(Peer(prefill.peer.address, "prefill-of-yesterday")))
+    lost = await heard(inbox, StreamLost)
+    assert (lost.cause, "not prefill-of-yesterday" in lost.detail) == (Cause.PEER_LOST, True)
+    assert isinstance(await heard(prefill.inbox, Misdirected), Misdirected)
+    await client.close()

@@ -1,0 +1,126 @@
+"""Checksums of pages: what they see, and what they must not."""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from kvrelay.kv_transfer.checksums import (
+    SAMPLED_PART,
+    LocalPage,
+    PageHasher,
+    PageSum,
+    Place,
+    VerifyPages,
+    choose,
+    locate,
+)
+from kvrelay.mem_cache.convert import copy_pages
+from kvrelay.mem_cache.geometry import KVGeometry, PageOrder
+from kvrelay.mem_cache.pool import KVPool
+
+TOKENS = 16
+PLACES = [Place(pool, page) for pool in range(2) for page in range(40)]
+
+
+def random_pool(order: PageOrder, *, latent: bool = False, seed: int = 0) -> KVPool:
+    heads = 1 if latent else 2
+    geometry = KVGeometry(3, heads, 32, torch.bfloat16, TOKENS, order, latent=latent)
+    pool = KVPool(geometry, 8, torch.device("cpu"))
+    pool.data.normal_(generator=torch.Generator().manual_seed(seed))
+    return pool
+
+
+class Sums:
+    """Hashes pages of pools, one after the other."""
+
+    def __init__(self) -> None:
+        self._failures: list[str] = []
+        self._hashers: list[PageHasher] = []
+
+    def __call__(self, pool: KVPool, page_id: int, tokens: int = TOKENS) -> int:
+        hasher = PageHasher([pool], self._failures.append)
+        self._hashers.append(hasher)
+        ended: queue.SimpleQueue[tuple[PageSum, ...]] = queue.SimpleQueue()
+        hasher.order([LocalPage(Place(0, 3), page_id, tokens)], ended.put)
+        (found,) = ended.get(timeout=10)
+        assert found.place == (0, 3)
+        return found.value
+
+    def close(self) -> None:
+        for hasher in self._hashers:
+            hasher.close()
+        assert not self._failures
+
+
+@pytest.fixture
+def sums() -> Iterator[Sums]:
+    sums = Sums()
+    yield sums
+    sums.close()
+
+
+@pytest.mark.parametrize("latent", [False, True], ids=["heads", "latent"])
+@pytest.mark.parametrize("tokens", [1, 5, TOKENS])
+def test_a_copy_has_the_same_sum_in_either_order(sums: Sums, tokens: int, latent: bool):
+    source = random_pool(PageOrder.PAGE_FIRST, latent=latent)
+    target = random_pool(PageOrder.LAYER_FIRST, latent=latent, seed=1)
+    copy_pages(source, [2], target, [7])
+    assert sums(source, 2, tokens) == sums(target, 7, tokens)
+    assert sums(source, 2, tokens) != sums(source, 3, tokens)
+
+
+@pytest.mark.parametrize("order", list(PageOrder))
+def test_any_settled_byte_changes_the_sum_and_no_other(sums: Sums, order: PageOrder):
+    pool = random_pool(order)
+    before = sums(pool, 4, tokens=5)
+    for layer in range(3):
+        for part, head, token in ((0, 0, 0), (1, 1, 4)):
+            value = pool.layer(layer)[4][part, head, token, 31:].view(torch.uint8)
+            value ^= 1
+            assert sums(pool, 4, tokens=5) != before
+            value ^= 1
+    pool.layer(1)[4][:, :, 5:] = 0
+    assert sums(pool, 4, tokens=5) == before
+    assert sums(pool, 4) != before
+
+
+def test_a_page_that_is_not_there_is_the_workers_failure():
+    failures: list[str] = []
+    hasher = PageHasher([random_pool(PageOrder.PAGE_FIRST)], failures.append)
+    hasher.order([LocalPage(Place(1, 0), 0, TOKENS)], lambda sums: None)
+    hasher.close()
+    assert len(failures) == 1
+
+
+def test_sample_is_the_requests_own_and_never_empty():
+    for count in (1, 5, SAMPLED_PART, 80):
+        places = PLACES[:count]
+        for number in range(50):
+            chosen = choose(VerifyPages.SAMPLE, places, f"request-{number}")
+            assert chosen == choose(VerifyPages.SAMPLE, places, f"request-{number}")
+            assert 1 <= len(chosen) <= -(-count // SAMPLED_PART)
+            assert set(chosen) <= set(places)
+    chosen = [choose(VerifyPages.SAMPLE, PLACES, str(number)) for number in range(300)]
+    assert {place for places in chosen for place in places} == set(PLACES)
+    assert choose(VerifyPages.SAMPLE, [], "nothing was read") == []
+
+
+def test_off_and_all():
+    assert choose(VerifyPages.OFF, PLACES, "x") == []
+    assert choose(VerifyPages.ALL, PLACES, "x") == PLACES
+
+
+def test_the_last_page_counts_as_far_as_it_is_filled():
+    tables = [[5, 6, 7], [-1, 9, 8]]
+    found = locate([Place(0, 1), Place(0, 2), Place(1, 2)], tables, 4, 10)
+    assert [(page.page_id, page.tokens) for page in found] == [(6, 4), (7, 2), (8, 2)]
+
+
+@pytest.mark.parametrize("place", [(0, 3), (1, 0), (2, 0), (0, 2)])
+def test_what_is_not_held_is_not_hashed(place: tuple[int, int]):
+    with pytest.raises(ValueError, match="is not held"):
+        locate([Place(*place)], [[5, 6, 7], [-1, 9, 8]], 4, 8)
