@@ -80,7 +80,7 @@ def stream_to(peer: Peer, number: int = 0) -> HandOverStream:
 
 async def test_a_pair_is_measured_when_it_meets(prefill: Prefill, agent: TransferAgent):
     inbox = Inbox()
-    client = HandOverClient(agent, inbox, 100, min_gbps=0.0)
+    client = HandOverClient(agent, inbox, 100, min_gbps=0.0, credentials=None)
     client.deliver(stream_to(prefill.peer))
     met = await heard(inbox, PeerAttested)
     assert met.attestation.peer == prefill.peer.incarnation
@@ -95,7 +95,7 @@ async def test_a_pair_below_the_floor_is_refused_and_measured_again_later(
     prefill: Prefill, agent: TransferAgent, monkeypatch, caplog
 ):
     inbox = Inbox()
-    client = HandOverClient(agent, inbox, 100, min_gbps=1e6)
+    client = HandOverClient(agent, inbox, 100, min_gbps=1e6, credentials=None)
     for number in range(3):
         client.deliver(stream_to(prefill.peer, number))
         lost = await heard(inbox, StreamLost)
@@ -113,7 +113,7 @@ async def test_a_pair_below_the_floor_is_refused_and_measured_again_later(
 
 async def test_another_life_of_a_worker_is_another_worker(prefill: Prefill, agent: TransferAgent):
     inbox = Inbox()
-    client = HandOverClient(agent, inbox, 100, min_gbps=0.0)
+    client = HandOverClient(agent, inbox, 100, min_gbps=0.0, credentials=None)
     client.deliver(stream_to(Peer(prefill.peer.address, "prefill-of-yesterday")))
     lost = await heard(inbox, StreamLost)
     assert (lost.cause, "not prefill-of-yesterday" in lost.detail) == (Cause.PEER_LOST, True)
