@@ -11,6 +11,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import grpc
+import pytest
 from click.testing import CliRunner, Result
 
 from kvrelay.deploy.cli import main
@@ -109,6 +110,7 @@ async def test_a_rolling_restart_of_every_worker_under_load_loses_no_request(ray
         assert await cluster.metric("kvrelay_resubmissions_total", reason="retracted") > 0
 
 
+@pytest.mark.slow
 async def test_aggregated_workers_drain_too_and_one_is_removed(ray, tiny):
     async with running(
         tiny, aggregated=2, dtype="float32", kv_memory=8 << 20, drain_grace=0.3

@@ -86,7 +86,14 @@ async def test_abort_of_an_unknown_id_says_so(cluster):
     assert not answer.aborted
 
 
-@pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+@pytest.mark.parametrize(
+    "fault",
+    [
+        pytest.param(signal.SIGKILL, id="killed"),
+        # The fault matrix stops a worker for good, too.
+        pytest.param(signal.SIGSTOP, id="stopped", marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.parametrize("worker", ["prefill-0", "decode-1"])
 @pytest.mark.filterwarnings("ignore::ResourceWarning")
 async def test_worker_comes_back_as_another_incarnation(cluster, worker, fault):
