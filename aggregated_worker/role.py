@@ -127,7 +127,7 @@ class AggregatedRole:
         assert isinstance(request, AggregatedRequest)
         self._leave(request, End(EndReason.FAILED, error=f"the forward failed: {error}"))
 
-    def give_back(self) -> None:
+    def hand_back(self) -> None:
         """See `Role`: all of them, wherever they are."""
         for request in list(self._core.requests.values()):
             assert isinstance(request, AggregatedRequest)

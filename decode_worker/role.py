@@ -205,7 +205,7 @@ class DecodeRole:
         end = End(EndReason.FAILED, error=f"the forward failed: {error}")
         self._leave(request, Outcome.ABORTED, end)
 
-    def give_back(self) -> None:
+    def hand_back(self) -> None:
         """See `Role`: all of them, wherever they are."""
         for request in list(self._core.requests.values()):
             assert isinstance(request, DecodeRequest)

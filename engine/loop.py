@@ -77,7 +77,7 @@ class Role(Protocol):
         """A forward, or this request's part of one, has failed: it cannot go on."""
         ...
 
-    def give_back(self) -> None:
+    def hand_back(self) -> None:
         """Retract every request that loses little by going on elsewhere: the worker drains."""
         ...
 
@@ -219,7 +219,7 @@ class Engine:
                 self._on_drained.append(message.on_drained)
                 self._core.faults.reach(Phase.DRAINING)
             case GiveBack():
-                self._role.give_back()
+                self._role.hand_back()
             case Stop():
                 self._stopping = True
                 self._cancel(list(self._core.requests.values()))

@@ -159,7 +159,7 @@ class PrefillRole:
         failed = End(EndReason.FAILED, error=f"the forward failed: {error}")
         self._leave(request, HandOverEnd.FAILED, failed)
 
-    def give_back(self) -> None:
+    def hand_back(self) -> None:
         """See `Role`: prompts that have not begun. The others finish, hand-over included."""
         for request in list(self._waiting):
             self._leave(request, HandOverEnd.ABORTED, End(EndReason.RETRACTED))

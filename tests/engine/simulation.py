@@ -701,7 +701,10 @@ class Simulation:
 
     def _move(self, request: SimRequest, worker: SimWorker) -> None:
         """As a router: `worker` is out, so another attempt goes on."""
-        self._cancel_other(request, worker)
+        if request.prefill is not request.decode:
+            self._cancel_other(request, worker)
+        if len(request.output) == request.max_tokens:
+            return  # the prefill side has said all that there is to say
         request.retractions += 1
         request.decode_drained |= request.decode.draining
         request.prefill, request.decode = self._place()

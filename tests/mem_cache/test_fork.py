@@ -57,13 +57,14 @@ def test_choices_share_whole_pages_and_copy_the_last(page_size, prompt, shared, 
         assert lengths(one.lease) == (protected, prompt, prompt)
         assert one.lease.pages()[:shared].tolist() == table[:shared].tolist()
         assert len(one.lease.own_pages()) == copied
-    (forward,) = memory.forwards
+    copies = [copy for forward in memory.forwards for copy in forward.copies]
     targets = [(0, table[shared], child.lease.pages()[shared]) for child in children if copied]
-    assert list(forward.copies) == targets
+    assert copies == targets
     assert full(memory).cached_protected == shared
     wanted = -(-(prompt + 6) // page_size) - shared - copied
     assert full(memory).promised == 3 * wanted
-    memory.settle()
+    if copies:
+        memory.settle()
     for one in (first, *children):
         compute(memory, one, 3, 3)
     memory.check()

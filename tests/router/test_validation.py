@@ -14,7 +14,7 @@ from kvrelay.router.limits import Limits
 from kvrelay.router.validation import Validator
 from kvrelay.v1 import inference_pb2 as pb
 
-LIMITS = Limits(vocab_size=100, max_model_len=64, prefill_pool_tokens=48, decode_pool_tokens=80)
+LIMITS = Limits(vocab_size=100, max_model_len=64, prefill_pool_tokens=80, decode_pool_tokens=80)
 VALIDATOR = Validator(
     model_name="toy",
     encode=lambda text: [ord(character) % 128 for character in text],
@@ -89,7 +89,9 @@ def test_a_bad_envelope_is_named(field: str, bad: pb.GenerateRequest) -> None:
     ("field", "numbers", "prompt_tokens", "max_tokens", "limits"),
     [
         ("max_tokens", ("40", "25", "65", "64"), 40, 25, LIMITS),
-        ("input_ids", ("49", "48"), 49, 1, LIMITS),
+        ("input_ids", ("49", "48"), 49, 1, Limits(100, 64, 48, 99)),
+        # Resumed, its output is computed again where prompts are.
+        ("max_tokens", ("30", "20", "50", "48"), 30, 20, Limits(100, 64, 48, 99)),
         ("input_ids", ("64",), 64, None, Limits(100, 64, 99, 99)),
         ("max_tokens", ("30", "11", "41", "40"), 30, 11, Limits(100, 64, 99, 40)),
         ("input_ids", ("41", "40"), 41, None, Limits(100, 64, 99, 40)),
@@ -110,7 +112,7 @@ def test_what_just_fits_is_taken() -> None:
 
 def test_unset_max_tokens_is_the_default_or_what_fits() -> None:
     assert validate(message([1] * 10)).sampling.max_tokens == 16
-    assert validate(message([1] * 46), Limits(100, 64, 48, 50)).sampling.max_tokens == 4
+    assert validate(message([1] * 46), Limits(100, 64, 99, 50)).sampling.max_tokens == 4
 
 
 def test_every_default_is_concrete() -> None:
