@@ -239,7 +239,6 @@ def test_a_planted_fault_is_found(name: str, monkeypatch: pytest.MonkeyPatch):
     find(FAULTS[name], monkeypatch, SEARCH)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", RARE)
 def test_a_fault_that_seldom_shows_is_found(name: str, monkeypatch: pytest.MonkeyPatch):
     find(FAULTS[name], monkeypatch, settings(SEARCH, max_examples=8000))
