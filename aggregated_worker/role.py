@@ -114,9 +114,9 @@ class AggregatedRole:
         request = item.request
         assert isinstance(request, AggregatedRequest)
         if item is request.every_step:
-            self._generated(request, computed)
+            self._running.settled(request, computed)
             return
-        self._computing.settled(item, computed)
+        self._computing.settled(request, item, computed)
         if item.sample:
             run = self._computing.leave(request)
             assert run is not None
@@ -172,14 +172,6 @@ class AggregatedRole:
             self._running.begin(request, live)
         else:
             self._core.end(request, Outcome.FINISHED, None)
-
-    def _generated(self, request: AggregatedRequest, computed: Computed) -> None:
-        tokens, finish = self._running.settled(request, computed)
-        if finish is None:
-            self._core.emit(request, tokens)
-            return
-        end, timings = End(EndReason.FINISHED, finish), request.timings()
-        self._core.end(request, Outcome.FINISHED, end, tokens=tokens, timings=timings)
 
     def _retract(self, request: AggregatedRequest) -> None:
         """Wait again, before everything that came later, with what was generated as input.

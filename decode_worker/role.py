@@ -191,13 +191,7 @@ class DecodeRole:
         """See `Role`: say the tokens, and whether they were the last."""
         request = item.request
         assert isinstance(request, DecodeRequest)
-        tokens, finish = self._running.settled(request, computed)
-        if finish is None:
-            self._core.emit(request, tokens)
-        else:
-            end = End(EndReason.FINISHED, finish)
-            timings = request.timings()
-            self._core.end(request, Outcome.FINISHED, end, tokens=tokens, timings=timings)
+        self._running.settled(request, computed)
 
     def failed(self, request: Request, error: Exception) -> None:
         """See `Role`."""

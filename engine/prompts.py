@@ -95,11 +95,10 @@ class ComputingPrompts(Generic[RequestT]):
         assert grown, "a promise was broken"
         return Scheduled(request, self._runs[request].tape, tokens, sample=last)
 
-    def settled(self, item: Scheduled, computed: Computed) -> None:
+    def settled(self, request: RequestT, item: Scheduled, computed: Computed) -> None:
         """A chunk of one of them has ended."""
-        request = item.request
         request.settled_len += item.num_tokens
-        self._runs[request].scores += computed.prompt_logprobs  # type: ignore[index]
+        self._runs[request].scores += computed.prompt_logprobs
         if not item.sample:
             self._core.ledger.slide(request.held, request.settled_len)
 

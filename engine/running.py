@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
@@ -10,10 +11,12 @@ import numpy as np
 
 from kvrelay.engine.core import EngineCore
 from kvrelay.engine.growth import GrowthReserve
+from kvrelay.engine.outputs import End, EndReason, Timings
 from kvrelay.engine.request import Request
 from kvrelay.engine.step import Computed, Scheduled
 from kvrelay.engine.stop import Finish, StopChecker
 from kvrelay.mem_cache.lease import Batch
+from kvrelay.mem_cache.release import Outcome
 from kvrelay.model_runner.sampler import SampledToken
 
 
@@ -28,6 +31,10 @@ class GeneratingRequest(Request):
     """What is computed of it in every step; once it runs."""
     in_flight: int = 0
     """Steps that were launched for it and have not ended."""
+
+    @abstractmethod
+    def timings(self) -> Timings:
+        """What it took until now, as far as this worker saw it."""
 
 
 RequestT = TypeVar("RequestT", bound=GeneratingRequest)
@@ -159,10 +166,20 @@ class RunningBatch(Generic[RequestT]):
         ledger.slide_all(batch, np.array(seen_from))
         return ledger.grow_all(batch, np.array(goals))
 
-    def settled(
+    def settled(self, request: RequestT, computed: Computed) -> None:
+        """A step has ended for it: say its new tokens, none after the one that ends it."""
+        tokens, finish = self._take(request, computed)
+        if finish is None:
+            self._core.emit(request, tokens)
+            return
+        self.leave(request)
+        self._growth.finished(request)
+        end, timings = End(EndReason.FINISHED, finish), request.timings()
+        self._core.end(request, Outcome.FINISHED, end, tokens=tokens, timings=timings)
+
+    def _take(
         self, request: RequestT, computed: Computed
     ) -> tuple[Sequence[SampledToken], Finish | None]:
-        """A step has ended for it; its new tokens, none after the one that ends it."""
         request.in_flight -= 1
         tokens, finish = computed.tokens, None
         for index, token in enumerate(tokens):
@@ -170,8 +187,6 @@ class RunningBatch(Generic[RequestT]):
             finish = request.checker.check(token.token_id)
             if finish is not None:
                 tokens = tokens[: index + 1]
-                self.leave(request)
-                self._growth.finished(request)
                 break
         request.settled_len += len(tokens)
         if computed.num_drafts and finish is None:

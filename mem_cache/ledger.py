@@ -231,7 +231,6 @@ class Ledger:
         *,
         copied: Fence,
         pending: Sequence[Fence] = (),
-        leaving: Sequence[int] | None = None,
     ) -> Fork | None:
         """Open a lease for each of `holders` that continues from what `lease` has committed.
 
@@ -249,7 +248,6 @@ class Ledger:
             copied: passes when the forward that copies has ended. Until then neither the
                 page that it reads nor those that it writes are used again, whoever ends.
             pending: what may still read `lease`'s pages.
-            leaving: as in `open`.
         """
         return sharing.fork(
             self._books,
@@ -259,7 +257,6 @@ class Ledger:
             promised_tokens,
             copied,
             lease.pending(pending),
-            leaving or [0] * len(self.pools),
         )
 
     # Sessions

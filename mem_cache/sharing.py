@@ -50,7 +50,6 @@ def fork(
     promised_tokens: int,
     copied: Fence,
     pending: Sequence[Fence],
-    leaving: Sequence[int],
 ) -> Fork | None:
     """See `Ledger.fork`."""
     lease.check_open("forking")
@@ -63,7 +62,7 @@ def fork(
         return None
     whole = length // books.page_size
     promises = books.promises(promised_tokens, whole)
-    spared = [number * pages + left for pages, left in zip(promises, leaving, strict=True)]
+    spared = [number * pages for pages in promises]
     shared = token_ids[: whole * books.page_size]
     if not _give(books, lease, shared, pending, spared=spared, share=True):
         return None

@@ -14,7 +14,6 @@ from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from kvrelay.model_runner.errors import NonFiniteLogitsError
 from kvrelay.model_runner.sampling_params import SamplingParams
@@ -75,27 +74,6 @@ class SampledToken:
 
 Sampled: TypeAlias = SampledToken | NonFiniteLogitsError
 """What becomes of one row."""
-
-
-class Sampler:
-    """Stateless but for the vocabulary's size."""
-
-    def __init__(self, vocab_size: int) -> None:
-        self._vocab_size = vocab_size
-
-    def sample(self, logits: torch.Tensor, rows: Sequence[SamplingRow]) -> list[Sampled]:
-        """Choose a token for each row, or say why none can be.
-
-        Args:
-            logits: ``[S, vocab_size]`` float32 on any device; not changed.
-            rows: `S` of them.
-        """
-        assert logits.shape == (len(rows), self._vocab_size)
-        if not rows:
-            return []
-        raw: Float32Array = logits.cpu().numpy()
-        likeliest = find_likeliest(raw, rows)
-        return [sample_row(raw[i], row, likeliest[i]) for i, row in enumerate(rows)]
 
 
 def find_likeliest(raw: Float32Array, rows: Iterable[SamplingRow]) -> Sequence[int | None]:

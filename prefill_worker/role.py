@@ -147,7 +147,7 @@ class PrefillRole:
         """See `Role`: announce the pages that are complete now."""
         request = item.request
         assert isinstance(request, PrefillRequest)
-        self._computing.settled(item, computed)
+        self._computing.settled(request, item, computed)
         if item.sample:
             self._complete(request, computed.tokens)
         else:

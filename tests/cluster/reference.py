@@ -7,38 +7,31 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM
 
-LONG = 128
-"""Prompts from here on are not padded together: that would cost more than it saves."""
-
 
 class Reference:
-    """Greedy generation by transformers in float32."""
+    """Greedy decoding by transformers in float32.
+
+    An output is greedy if each of its tokens is the likeliest after all those
+    before it. That takes one forward over prompt and output instead of one a
+    token, and says the same: where the first tokens are those that greedy
+    decoding gives, the next is asked for after just these.
+    """
 
     def __init__(self, path: Path) -> None:
         self._model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+        self._known: dict[tuple[int, ...], list[int]] = {}
+        """The longest output after a prompt that is known to be greedy."""
 
-    def generate_all(self, prompts: list[list[int]], max_tokens: int) -> list[list[int]]:
-        """`generate` for prompts in ascending length: short ones eight at a time."""
-        short = [prompt for prompt in prompts if len(prompt) < LONG]
-        batches = [short[start : start + 8] for start in range(0, len(short), 8)]
-        batches += [[prompt] for prompt in prompts[len(short) :]]
-        return [tokens for batch in batches for tokens in self.generate(batch, max_tokens)]
-
-    def generate(self, prompts: list[list[int]], max_tokens: int) -> list[list[int]]:
-        """The `max_tokens` tokens after each prompt, end-of-sequence tokens included.
-
-        Several prompts are one batch, padded on the left.
-        """
-        longest = max(map(len, prompts))
-        padded = [[0] * (longest - len(prompt)) + prompt for prompt in prompts]
-        real = [[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts]
-        with torch.inference_mode():
-            output = self._model.generate(
-                torch.tensor(padded),
-                attention_mask=torch.tensor(real),
-                max_new_tokens=max_tokens,
-                do_sample=False,
-                eos_token_id=-1,
-                pad_token_id=0,
-            )
-        return output[:, longest:].tolist()
+    def assert_greedy(self, prompts: list[list[int]], outputs: list[list[int]], count: int) -> None:
+        """Each output is the `count` tokens after its prompt, end-of-sequence tokens included."""
+        for prompt, output in zip(prompts, outputs, strict=True):
+            assert len(output) == count, f"{len(output)} tokens after {len(prompt)}"
+            known = self._known.get(tuple(prompt), [])
+            if output == known[:count]:
+                continue
+            with torch.inference_mode():
+                tokens = torch.tensor([prompt + output[:-1]])
+                logits = self._model(tokens, logits_to_keep=count).logits[0]
+            likeliest = logits.argmax(dim=-1).tolist()
+            assert output == likeliest, f"after {len(prompt)} tokens"
+            self._known[tuple(prompt)] = output

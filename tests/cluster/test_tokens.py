@@ -18,7 +18,7 @@ LENGTHS = (
 )  # fmt: skip
 NEW_TOKENS = 64
 ALONE_TOKENS = 24
-"""Of requests that run one after the other; those at once go on to the end."""
+"""Of requests that run one after the other in `make test`; those at once go on to the end."""
 AT_ONCE = 8
 TEXT = Path(__file__).parents[2] / "LICENSE"
 SHAPES = [
@@ -38,8 +38,8 @@ def prompts(smollm2: Path) -> list[list[int]]:
 
 
 @pytest.fixture(scope="session")
-def expected(smollm2: Path, prompts: list[list[int]]) -> list[list[int]]:
-    return Reference(smollm2).generate_all(prompts, NEW_TOKENS)
+def reference(smollm2: Path) -> Reference:
+    return Reference(smollm2)
 
 
 async def ask(cluster: RunningCluster, prompt: list[int], max_tokens: int = NEW_TOKENS) -> Answer:
@@ -90,30 +90,34 @@ def serving(smollm2: Path, prefill: int, decode: int, page_size: int, prefix_ind
 
 @pytest.mark.parametrize(("prefill", "decode", "page_size"), SHAPES)
 @pytest.mark.timeout(900)
-async def test_smollm2_eight_at_once(ray, smollm2, prompts, expected, prefill, decode, page_size):
+async def test_smollm2_eight_at_once(ray, smollm2, prompts, reference, prefill, decode, page_size):
     async with serving(smollm2, prefill, decode, page_size, "none") as cluster:
-        assert await ask_at_once(cluster, prompts) == expected
+        outputs = await ask_at_once(cluster, prompts)
         await cluster.assert_at_baseline()
         pages = sum(-(-len(prompt) // page_size) for prompt in prompts)
         await assert_moved(cluster, pages, page_size)
+    reference.assert_greedy(prompts, outputs, NEW_TOKENS)
 
 
 @pytest.mark.parametrize(
-    ("prefill", "decode", "page_size"),
-    [(1, 1, 16), *(pytest.param(*shape, marks=pytest.mark.slow)
-                   for shape in [(1, 1, 1), (2, 2, 1), (2, 2, 16)])],
-)  # fmt: skip
+    ("prefill", "decode", "page_size", "count"),
+    [
+        (1, 1, 16, ALONE_TOKENS),
+        *(
+            pytest.param(*shape, NEW_TOKENS, marks=pytest.mark.slow)
+            for shape in [(1, 1, 16), (1, 1, 1), (2, 2, 1), (2, 2, 16)]
+        ),
+    ],
+)
 @pytest.mark.timeout(900)
-async def test_smollm2_alone(ray, smollm2, prompts, expected, prefill, decode, page_size):
+async def test_smollm2_alone(ray, smollm2, prompts, reference, prefill, decode, page_size, count):
     async with serving(smollm2, prefill, decode, page_size, "radix") as cluster:
-        beginnings = [tokens[:ALONE_TOKENS] for tokens in expected]
-        for prompt, tokens in zip(prompts, beginnings, strict=True):
-            answer = await ask(cluster, prompt, ALONE_TOKENS)
-            assert answer.tokens == tokens, f"{len(prompt)} tokens"
+        outputs = [(await ask(cluster, prompt, count)).tokens for prompt in prompts]
         await cluster.assert_at_baseline()
         # With several decode workers a prefix may be with another.
         if decode == 1:
-            await assert_moved(cluster, pages_lacking(prompts, beginnings, page_size), page_size)
+            await assert_moved(cluster, pages_lacking(prompts, outputs, page_size), page_size)
+    reference.assert_greedy(prompts, outputs, count)
 
 
 TINY = [
@@ -135,7 +139,6 @@ async def test_tiny_models_equal_transformers(
 ):
     path = make_checkpoint(tmp_path / architecture, architecture)
     prompts = [[(7 * i + n) % VOCAB_SIZE for i in range(n)] for n in LENGTHS]
-    expected = Reference(path).generate_all(prompts, NEW_TOKENS)
     async with running(
         path,
         prefill=prefill,
@@ -145,16 +148,16 @@ async def test_tiny_models_equal_transformers(
         chunk_tokens=64,
         kv_memory=32 << 20,
     ) as cluster:
-        assert await ask_at_once(cluster, prompts) == expected
-        for prompt, tokens in zip(prompts, expected, strict=True):
+        outputs = await ask_at_once(cluster, prompts)
+        for prompt, tokens in zip(prompts, outputs, strict=True):
             assert (await ask(cluster, prompt)).tokens == tokens, f"alone, {len(prompt)} tokens"
         await cluster.assert_at_baseline()
+    Reference(path).assert_greedy(prompts, outputs, NEW_TOKENS)
 
 
 async def test_layer_first_pools_hand_over_too(ray, tiny):
-    reference = Reference(tiny)
     prompt = list(range(40))
-    (expected,) = reference.generate([prompt], NEW_TOKENS)
     async with running(tiny, dtype="float32", page_order="layer_first") as cluster:
-        assert (await ask(cluster, prompt)).tokens == expected
+        output = (await ask(cluster, prompt)).tokens
         await cluster.assert_at_baseline()
+    Reference(tiny).assert_greedy([prompt], [output], NEW_TOKENS)

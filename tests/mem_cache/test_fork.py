@@ -136,7 +136,7 @@ def test_choice_ends_before_its_page_is_copied(who, outcome, cached):
 
 
 @CACHED
-@pytest.mark.parametrize("short", ["rows", "pages", "window pages", "leaving"])
+@pytest.mark.parametrize("short", ["rows", "pages", "window pages"])
 def test_fork_refused_changes_nothing(short, cached):
     memory = make(
         4,
@@ -149,12 +149,11 @@ def test_fork_refused_changes_nothing(short, cached):
     )
     first = prompt_of(memory, 10, 20)
     before = state(memory, first)
-    leaving = [40, 0] if short == "leaving" else None
     for _ in range(2):
         copied = StepFence(memory.steps, memory.steps.launched + 1)
         ids = first.ids(10)
         holders = ["second", "third"]
-        forked = memory.ledger.fork(first.lease, holders, ids, 30, copied=copied, leaving=leaving)
+        forked = memory.ledger.fork(first.lease, holders, ids, 30, copied=copied)
         assert forked is None
         assert state(memory, first) == before
         memory.check()

@@ -609,6 +609,46 @@ def test_scenario_21_lent_session_is_counted_once_while_its_turn_runs():
     assert_at_baseline(memory)
 
 
+def idle_sessions(*names: str) -> tuple[Memory, Sessions, list[float]]:
+    """Sessions of two pages each, saved at seconds 0, 1 and so on, and nothing free."""
+    memory = make(4, 2 * len(names))
+    now = [0.0]
+    sessions = Sessions(memory.ledger, lambda: now[0])
+    for name in names:
+        holder = holding(memory, 8, 8)
+        memory.holders.remove(holder)
+        sessions.save(name, holder.lease)
+        now[0] += 1
+    return memory, sessions, now
+
+
+def test_the_session_that_was_idle_for_longest_makes_room_never_one_that_is_lent():
+    memory, sessions, _ = idle_sessions("first", "second", "third")
+    turn = sessions.borrow("first", "turn", 8, 8)
+    assert turn is not None
+    assert memory.ledger.open("refused", 8) is None
+    assert sessions.evict_oldest() == "second"
+    assert full(memory).free == 2
+    sessions.save("first", turn)
+    assert [sessions.evict_oldest() for _ in range(3)] == ["third", "first", None]
+    assert_at_baseline(memory)
+
+
+def test_sessions_expire_when_they_have_been_idle_for_so_long_but_not_while_they_are_lent():
+    memory, sessions, now = idle_sessions("first", "second", "third")
+    turn = sessions.borrow("first", "turn", 8, 8)
+    assert turn is not None
+    now[0] = 11
+    assert sessions.expire(11) == []
+    assert sessions.expire(10) == ["second"]
+    sessions.save("first", turn)
+    assert sessions.expire(1) == ["third"]
+    assert "first" in sessions
+    now[0] += 1
+    assert sessions.expire(1) == ["first"]
+    assert_at_baseline(memory)
+
+
 # Speculation
 
 

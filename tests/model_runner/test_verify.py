@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvrelay.model_runner.errors import NonFiniteLogitsError
-from kvrelay.model_runner.sampler import Sampled, SampledToken, Sampler, SamplingRow
+from kvrelay.model_runner.sampler import Sampled, SampledToken, SamplingRow, sample_row
 from kvrelay.model_runner.sampling_params import SamplingParams
 from kvrelay.model_runner.verify import Drafted, verify
 
@@ -54,7 +54,7 @@ class Sequence:
         while len(output) < LENGTH:
             banned = self.banned if len(output) < self.min_tokens else []
             row = replace(self.row(output), banned_ids=banned, banned_for=1)
-            samples += Sampler(VOCAB).sample(toy_logits(self.prompt + output)[None], [row])
+            samples.append(sample_row(toy_logits(self.prompt + output).numpy(), row))
             assert isinstance(samples[-1], SampledToken)
             output.append(samples[-1].token_id)
         return samples
