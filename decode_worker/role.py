@@ -223,17 +223,18 @@ class DecodeRole:
     # The hand-over
 
     def _meet(self, attestation: Attestation) -> None:
+        before = self._peers.get(attestation.peer)
+        if attestation.refusal and not (before and before.refusal):
+            self._core.metrics.count_refusal()
         if attestation.peer not in self._dead:
             self._peers[attestation.peer] = attestation
-        if attestation.refused:
-            self._core.metrics.count_refusal()
 
     def _hear(self, request: DecodeRequest, said: Said[FromPrefill]) -> None:
         try:
             if request.stream.words.hear(said, time.monotonic()):
                 self._listen(request, said.message)
             else:
-                self._core.metrics.count_duplicate()
+                self._core.metrics.count_dropped(Dropped.DUPLICATE)
         except ProtocolError as error:
             self._fail(request, Cause.PROTOCOL_ERROR, str(error))
 
@@ -304,7 +305,7 @@ class DecodeRole:
             self._fail(request, Cause.READ_FAILED, error)
             return
         if pull not in request.reading:  # its end was told before
-            self._core.metrics.count_duplicate()
+            self._core.metrics.count_dropped(Dropped.DUPLICATE)
             return
         request.reading.remove(pull)
         request.read_at = time.monotonic()
@@ -326,21 +327,17 @@ class DecodeRole:
         self._agent.hash_pages(pages, lambda sums: self._inbox.post(PagesHashed(stream, sums)))
 
     def _say_done(self, request: DecodeRequest, sums: Sequence[PageSum] = ()) -> None:
-        self._core.metrics.count_verified(len(sums))
         self._say(request, request.hand_over.done(sums))
         self._core.faults.reach(Phase.PULLED, request.stream.peer.incarnation)
 
     def _activate(self, request: DecodeRequest, message: Released) -> None:
         """The prefill side has confirmed: the prompt's KV is here, and is what it should be."""
         valid = request.hand_over.on_released(message)
-        if message.mismatches:
+        self._core.metrics.count_verified(request.hand_over.num_compared)
+        if not valid:
             self._core.metrics.count_mismatches(message.mismatches)
             error = f"{message.mismatches} pages are not as they were computed"
             self._fail(request, Cause.PAGE_MISMATCH, error)
-            return
-        if not valid:
-            error = "the prefill side let go of pages while they were read"
-            self._fail(request, Cause.RELEASED_INVALID, error)
             return
         request.activated_at = time.monotonic()
         self._core.outbox.put(request.stream, Leave())

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Coroutine
 from dataclasses import dataclass
+from typing import Any
 
 import grpc
 
@@ -14,8 +16,8 @@ from kvrelay.engine.commands import Inbox, Peer
 from kvrelay.engine.outbox import MessageStream
 from kvrelay.engine.outputs import Cause, RequestKey
 from kvrelay.kv_transfer.agent import TransferAgent
-from kvrelay.kv_transfer.attestation import Attestation, attest
-from kvrelay.kv_transfer.errors import TransferError, TransferRefusedError
+from kvrelay.kv_transfer.attestation import Attestation, Prober
+from kvrelay.kv_transfer.errors import PeerRefusedError, TransferError, TransferRefusedError
 from kvrelay.kv_transfer.hand_over import FromDecode, FromPrefill, Said, Words
 from kvrelay.net.ends import worker_channel
 from kvrelay.v1 import hand_over_pb2, hand_over_pb2_grpc
@@ -25,7 +27,9 @@ logger = logging.getLogger(__name__)
 REACH_TIMEOUT_S = 10.0
 """For a prefill worker's first answer; nothing is held for it yet."""
 REFUSAL_S = 10.0
-"""Until a prefill worker that was refused is measured again: it may have been disturbed."""
+"""Between measurements of a prefill worker that is refused: it may have been disturbed."""
+CLOSE_GRACE_S = 5.0
+"""For what still goes on in a channel that broke."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,10 +80,10 @@ class PeerAttested:
 
 @dataclass(frozen=True, slots=True)
 class _Refusal:
-    """A pair that does not read from each other for now."""
+    """Nothing is read from a prefill worker for now."""
 
-    until: float
-    error: TransferRefusedError
+    why: str
+    remeasuring: asyncio.Task[None]
 
 
 class HandOverClient:
@@ -105,44 +109,53 @@ class HandOverClient:
         self._inbox = inbox
         self._vocab_size = vocab_size
         self._credentials = credentials
-        self._min_gbps = min_gbps
+        self._prober = Prober(agent, min_gbps)
         self._refusals: dict[str, _Refusal] = {}
-        self._attesting = asyncio.Lock()
         self._peers: dict[str, asyncio.Task[grpc.aio.Channel]] = {}
-        self._carriers: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
 
     def deliver(self, stream: HandOverStream) -> None:
         """Open `stream` and carry it to its end."""
-        task = asyncio.create_task(self._carry(stream))
-        self._carriers.add(task)
-        task.add_done_callback(self._carriers.discard)
+        self._spawn(self._carry(stream))
 
     async def forget(self, incarnation: str) -> None:
-        """Drop what was known of a worker that died."""
-        self._refusals.pop(incarnation, None)
+        """Drop what was known of a worker that died; those who wait for it wait no more."""
+        self._prober.forget(incarnation)
+        refusal = self._refusals.pop(incarnation, None)
+        if refusal is not None:
+            refusal.remeasuring.cancel()
         reached = self._peers.pop(incarnation, None)
-        if reached is None:
-            return
-        try:
-            channel = await reached
-        except (TransferError, grpc.RpcError):
-            return
-        await channel.close()
+        if reached is not None:
+            reached.cancel()
+            await _close(reached, None)
 
     async def close(self) -> None:
         """End every stream and every channel."""
-        for task in self._carriers:
+        tasks = [*self._tasks]
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._carriers, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
         for incarnation in list(self._peers):
             await self.forget(incarnation)
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
 
     async def _carry(self, stream: HandOverStream) -> None:
         detail, cause = "the stream ended", Cause.PEER_LOST
         try:
-            channel = await self._reach(stream.peer)
-            await self._talk(hand_over_pb2_grpc.HandOverServiceStub(channel), stream)
-        except TransferRefusedError as error:
+            reached = self._reach(stream.peer)
+            channel = await asyncio.shield(reached)
+            try:
+                await self._talk(hand_over_pb2_grpc.HandOverServiceStub(channel), stream)
+            except grpc.aio.AioRpcError as error:
+                if error.code() is grpc.StatusCode.UNAVAILABLE:
+                    self._disconnected(stream.peer, reached)
+                raise
+        except (TransferRefusedError, PeerRefusedError) as error:
             detail, cause = str(error), Cause.TRANSFER_REFUSED
         except TransferError as error:
             detail, cause = str(error), Cause.PROTOCOL_ERROR
@@ -186,59 +199,82 @@ class HandOverClient:
         )
         return hand_over_pb2.HandOverRequest(open=opened)
 
-    async def _reach(self, peer: Peer) -> grpc.aio.Channel:
+    def _reach(self, peer: Peer) -> asyncio.Task[grpc.aio.Channel]:
         """A channel to a prefill worker whose pool can be read; introduced at first contact.
 
-        A refusal stands for a while; then the pair is measured again.
+        Raises `TransferRefusedError` while the worker is refused.
         """
         refusal = self._refusals.get(peer.incarnation)
-        if refusal is not None and time.monotonic() < refusal.until:
-            raise refusal.error
+        if refusal is not None:
+            raise TransferRefusedError(refusal.why)
         reached = self._peers.get(peer.incarnation)
         if reached is None:
             reached = asyncio.create_task(self._introduce(peer))
             self._peers[peer.incarnation] = reached
-        try:
-            return await asyncio.shield(reached)
-        except Exception:
-            if self._peers.get(peer.incarnation) is reached:
-                del self._peers[peer.incarnation]
-            raise
+            reached.add_done_callback(lambda done: self._drop_failed(peer, done))
+        return reached
+
+    def _drop_failed(self, peer: Peer, done: asyncio.Task[grpc.aio.Channel]) -> None:
+        """Its next request tries again."""
+        failed = done.cancelled() or done.exception() is not None
+        if failed and self._peers.get(peer.incarnation) is done:
+            del self._peers[peer.incarnation]
+
+    def _disconnected(self, peer: Peer, reached: asyncio.Task[grpc.aio.Channel]) -> None:
+        """When it can be reached again that may be by another path: it is measured anew."""
+        if self._peers.get(peer.incarnation) is reached:
+            del self._peers[peer.incarnation]
+            self._spawn(_close(reached, CLOSE_GRACE_S))
 
     async def _introduce(self, peer: Peer) -> grpc.aio.Channel:
         channel = worker_channel(peer.address, self._credentials)
-        stub = hand_over_pb2_grpc.HandOverServiceStub(channel)
-        request = hand_over_pb2.DescribeAgentRequest(incarnation=peer.incarnation)
         try:
-            described = peer_from_wire(await stub.DescribeAgent(request, timeout=REACH_TIMEOUT_S))
-            described.check(peer.incarnation, self._agent.layouts)
-        except (TransferError, grpc.RpcError):
+            found = await self._measure(peer, channel)
+            if found.refusal:
+                logger.error("a prefill worker is refused: %s", found.refusal)
+                remeasuring = self._spawn(self._remeasure(peer))
+                self._refusals[peer.incarnation] = _Refusal(found.refusal, remeasuring)
+                raise TransferRefusedError(found.refusal)
+        except BaseException:
             await channel.close()
-            raise
-        self._agent.add_peer(described)
-        try:
-            await self._attest(peer)
-        except TransferRefusedError as error:
-            await channel.close()
-            self._refuse(peer, error)
             raise
         return channel
 
-    async def _attest(self, peer: Peer) -> None:
-        try:
-            async with self._attesting:
-                found = await attest(self._agent, peer.incarnation, self._min_gbps)
-        except TransferError as error:
-            raise TransferRefusedError(str(error)) from error
-        self._inbox.post(PeerAttested(found))
-        if found.refused:
-            floor = f"{self._min_gbps:g} GB/s are asked for"
-            raise TransferRefusedError(f"{peer.incarnation} can be read at {found}; {floor}")
+    async def _remeasure(self, peer: Peer) -> None:
+        """Until it is refused no more. No request has to fail to find that out."""
+        found = None
+        while found is None or found.refusal:
+            await asyncio.sleep(REFUSAL_S)
+            async with worker_channel(peer.address, self._credentials) as channel:
+                try:
+                    found = await self._measure(peer, channel)
+                except (TransferError, grpc.RpcError) as error:
+                    logger.info("%s could not be measured again: %s", peer.incarnation, error)
+        del self._refusals[peer.incarnation]
+        logger.warning("a prefill worker is refused no more: %s is read at %s", found.peer, found)
 
-    def _refuse(self, peer: Peer, error: TransferRefusedError) -> None:
-        level = logging.DEBUG if peer.incarnation in self._refusals else logging.ERROR
-        logger.log(level, "a prefill worker is refused: %s", error)
-        self._refusals[peer.incarnation] = _Refusal(time.monotonic() + REFUSAL_S, error)
+    async def _measure(self, peer: Peer, channel: grpc.aio.Channel) -> Attestation:
+        """Learn how its pool is read, and how fast it can be.
+
+        Raises:
+            TransferError: it is another one, or has other pages than this worker.
+            grpc.RpcError: it does not answer.
+        """
+        stub = hand_over_pb2_grpc.HandOverServiceStub(channel)
+        request = hand_over_pb2.DescribeAgentRequest(incarnation=peer.incarnation)
+        described = peer_from_wire(await stub.DescribeAgent(request, timeout=REACH_TIMEOUT_S))
+        described.check(peer.incarnation, self._agent.layouts)
+        self._agent.add_peer(described)
+        found = await self._prober.measure(peer.incarnation)
+        self._inbox.post(PeerAttested(found))
+        return found
+
+
+async def _close(reached: asyncio.Task[grpc.aio.Channel], grace: float | None) -> None:
+    """Once what still goes on there has ended, or after so many seconds; None: at once."""
+    await asyncio.wait([reached])
+    if not reached.cancelled() and reached.exception() is None:
+        await reached.result().close(grace)
 
 
 def _status_of(error: grpc.RpcError) -> str:

@@ -227,13 +227,14 @@ class Cluster:
         listed = self._live | self._draining
         self._discovery.replace(
             [
-                replace(_endpoint(listed[name]), draining=name in self._draining)
+                replace(endpoint_of(listed[name]), draining=name in self._draining)
                 for name in sorted(listed)
             ]
         )
 
 
-def _endpoint(info: WorkerInfo) -> WorkerEndpoint:
+def endpoint_of(info: WorkerInfo) -> WorkerEndpoint:
+    """What a router is to know of a worker."""
     return WorkerEndpoint(
         worker=info.name,
         role=WorkerRole(info.role.value),

@@ -148,8 +148,9 @@ def _peer(peer: pb.PeerTransfer) -> dict[str, Any]:
         "incarnation": peer.incarnation,
         "backend": peer.backend,
         "transports": peer.transports,
-        "gbps": peer.gbps,
-        "refused": peer.refused,
+        "read_gbps": peer.read_gbps,
+        "write_gbps": peer.write_gbps,
+        "refusal": peer.refusal,
     }
 
 
@@ -227,15 +228,16 @@ def _owners_table(workers: Iterable[dict[str, Any]]) -> str:
 
 
 def _peers_table(workers: Iterable[dict[str, Any]]) -> str:
-    head = ["worker", "reads from", "GB/s", "backend", "transports", ""]
+    head = ["worker", "reads from", "GB/s", "back", "backend", "transports", ""]
     rows = [
         [
             worker["worker"],
             peer["incarnation"],
-            f"{peer['gbps']:.3g}",
+            f"{peer['read_gbps']:.3g}",
+            f"{peer['write_gbps']:.3g}",
             peer["backend"],
             peer["transports"],
-            "REFUSED: too slow" if peer["refused"] else "",
+            f"REFUSED: {peer['refusal']}" if peer["refusal"] else "",
         ]
         for worker in workers
         for peer in worker["peers"]

@@ -32,6 +32,8 @@ class Dropped(StrEnum):
     """Of what has ended already, or never was."""
     HAND_OVER = "hand_over"
     """Of a request that has ended here."""
+    DUPLICATE = "duplicate"
+    """A word of a hand-over, or the end of a read, that came twice."""
     STREAM = "stream"
     """A second one for a request."""
     INCARNATION = "incarnation"

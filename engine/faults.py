@@ -6,6 +6,7 @@
 
     delay:pull:3:0.5s             the third read of pages begins half a second late
     drop:done                     the first `Done` is never sent
+    corrupt:pull                  a bit of the first read flips: see `--verify-pages`
     prefill-0/kill:announced:2    that worker dies when it announces its second request
     decode-1/stop:pulling:5s      that worker stands still for five seconds
 
@@ -43,6 +44,8 @@ class Action(StrEnum):
     """It comes twice; of a read: its end."""
     FAIL = "fail"
     """Its stream breaks instead; a read ends in an error."""
+    CORRUPT = "corrupt"
+    """Of a read alone: one bit of what it brings is flipped."""
     STOP = "stop"
     """The process stands still, for good if no time is given."""
     KILL = "kill"
@@ -50,7 +53,7 @@ class Action(StrEnum):
 
 
 class Event(StrEnum):
-    """What can be delayed, dropped, duplicated, or fail."""
+    """What can be delayed, dropped, duplicated, corrupted, or fail."""
 
     ASK = "ask"
     GRANT = "grant"
@@ -136,6 +139,8 @@ def _parse_fault(spec: str) -> Fault:
         raise ValueError(f"{spec!r}: they are counted from 1")
     if fault.seconds and action not in _TIMED:
         raise ValueError(f"{spec!r}: {action} takes no time")
+    if action is Action.CORRUPT and fault.where is not Event.PULL:
+        raise ValueError(f"{spec!r}: only a pull can be corrupted")
     if action is Action.DELAY and not fault.seconds:
         raise ValueError(f"{spec!r}: by how much? e.g. {spec}:0.5s")
     return fault

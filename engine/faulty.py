@@ -6,12 +6,15 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
+
 from kvrelay.engine.faults import Action, Event, FaultPlan
 from kvrelay.engine.outbox import MessageStream, MessageT, Outbox, Sink
 from kvrelay.kv_transfer.agent import TransferAgent
 from kvrelay.kv_transfer.hand_over import Announce, Ask, Done, Ended, Grant, Released, Said
 from kvrelay.kv_transfer.pull import Pull, PullState
 from kvrelay.mem_cache.geometry import Int64Array
+from kvrelay.mem_cache.pool import KVPool
 
 _EVENTS: dict[type, Event] = {
     Ask: Event.ASK,
@@ -84,9 +87,16 @@ class FaultyTransferAgent(TransferAgent):
         more: see `TransferAgent`.
     """
 
-    def __init__(self, plan: FaultPlan, *more: Any) -> None:
+    def __init__(
+        self,
+        plan: FaultPlan,
+        incarnation: str,
+        pools: Sequence[KVPool],
+        on_failure: Callable[[str], None],
+    ) -> None:
         self._plan = plan
-        super().__init__(*more)
+        self._pools = pools
+        super().__init__(incarnation, pools, on_failure)
 
     def pull(
         self,
@@ -110,8 +120,25 @@ class FaultyTransferAgent(TransferAgent):
                 return pull
             case Action.DUPLICATE:
                 return super().pull(peer, local_pages, remote_pages, _twice(on_end))
+            case Action.CORRUPT:
+                return super().pull(peer, local_pages, remote_pages, self._flips(on_end))
             case _:
                 return super().pull(peer, local_pages, remote_pages, lambda pull: None)
+
+
+    def _flips(self, on_end: Callable[[Pull], None]) -> Callable[[Pull], None]:
+        """Let a bit flip of the first token on the last page."""
+
+        def flip(pull: Pull) -> None:
+            pool, page = [
+                (pool, int(pages[-1]))
+                for pool, pages in zip(self._pools, pull.local_pages, strict=True)
+                if len(pages)
+            ][-1]
+            pool.layer(0)[page].view(torch.uint8)[0, 0, 0, 0] ^= 4
+            on_end(pull)
+
+        return flip
 
 
 def _twice(on_end: Callable[[Pull], None]) -> Callable[[Pull], None]:

@@ -62,9 +62,6 @@ class WorkerMetrics(Collector):
         self._retractions = self._counter(
             "retractions", "Running requests that made room for others"
         ).labels(**self._labels)
-        self._duplicates = self._counter(
-            "duplicate_messages", "Words of a hand-over that came twice, and were dropped"
-        ).labels(**self._labels)
         self._audit_failures = self._counter(
             "audit_failures", "Times that the account of memory was found wrong"
         ).labels(**self._labels)  # so that it is there, at zero, for an alert
@@ -127,10 +124,6 @@ class WorkerMetrics(Collector):
         """A running request has made room for others."""
         self._retractions.inc()
 
-    def count_duplicate(self) -> None:
-        """Something came twice, and was dropped."""
-        self._duplicates.inc()
-
     def count_step(self, ended: StepEnded) -> None:
         """A forward has ended well."""
         self._computed_tokens.inc(ended.num_tokens)
@@ -180,11 +173,13 @@ class WorkerMetrics(Collector):
         yield age
         attested = self._gauge(
             "transfer_attested_gbps",
-            "What a probe read from a peer in 1e9 bytes a second, when they met",
-            ["peer", "backend", "transports"],
+            "What a probe moved from and to a peer in 1e9 bytes a second, when they met",
+            ["peer", "backend", "transports", "direction"],
         )
         for peer in load.peers:
-            self._add(attested, peer.gbps, peer.peer, peer.backend, peer.transports)
+            labels = peer.peer, peer.backend, peer.transports
+            self._add(attested, peer.read_gbps, *labels, "read")
+            self._add(attested, peer.write_gbps, *labels, "write")
         yield attested
         for name, text in _CACHE_COUNTERS.items():
             counter = CounterMetricFamily(f"kvrelay_prefix_{name}", text, labels=[*self._labels])

@@ -56,8 +56,6 @@ class Cause(StrEnum):
     """The prefill worker gave the request up."""
     READ_FAILED = "read_failed"
     """A read of its pages did not end well."""
-    RELEASED_INVALID = "released_invalid"
-    """The prefill worker had not held its pages all along."""
     PAGE_MISMATCH = "page_mismatch"
     """Other bytes were read than were computed."""
     TRANSFER_REFUSED = "transfer_refused"

@@ -37,7 +37,6 @@ _CAUSES = {
     Cause.PEER_LOST: worker_pb2.RequestEnd.CAUSE_PEER_LOST,
     Cause.PEER_FAILED: worker_pb2.RequestEnd.CAUSE_PEER_FAILED,
     Cause.READ_FAILED: worker_pb2.RequestEnd.CAUSE_READ_FAILED,
-    Cause.RELEASED_INVALID: worker_pb2.RequestEnd.CAUSE_RELEASED_INVALID,
     Cause.PAGE_MISMATCH: worker_pb2.RequestEnd.CAUSE_PAGE_MISMATCH,
     Cause.TRANSFER_REFUSED: worker_pb2.RequestEnd.CAUSE_TRANSFER_REFUSED,
     Cause.PROTOCOL_ERROR: worker_pb2.RequestEnd.CAUSE_PROTOCOL_ERROR,
@@ -216,8 +215,9 @@ def _peer_to_wire(peer: Attestation) -> inference_pb2.PeerTransfer:
         incarnation=peer.peer,
         backend=peer.backend,
         transports=peer.transports,
-        gbps=peer.gbps,
-        refused=peer.refused,
+        read_gbps=peer.read_gbps,
+        write_gbps=peer.write_gbps,
+        refusal=peer.refusal,
     )
 
 

@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 
@@ -23,13 +24,15 @@ from kvrelay.kv_transfer.checksums import LocalPage, PageHasher, PageSum
 from kvrelay.kv_transfer.errors import TransferError
 from kvrelay.kv_transfer.peer import PeerDescription
 from kvrelay.kv_transfer.pull import Pull, PullState
-from kvrelay.kv_transfer.scratch import make_scratch
+from kvrelay.kv_transfer.scratch import constant_pages, landing_pages, make_scratch
 from kvrelay.kv_transfer.spans import PoolLayout, SpanPairs, pair_spans
 from kvrelay.mem_cache.geometry import Int64Array
 from kvrelay.mem_cache.pool import KVPool
 
 logger = logging.getLogger(__name__)
 
+Operation = Literal["READ", "WRITE"]
+"""What NIXL is to do with the peer's memory."""
 READING_DELAY_S = (50e-6, 5e-3)
 """Between looks at reads in flight: at first, and for one that takes its time."""
 SERVING_DELAY_S = 500e-6
@@ -69,7 +72,7 @@ class TransferAgent:
         self.incarnation = incarnation
         self.layouts = tuple(map(_layout, pools))
         self.transports = os.environ.get("UCX_TLS", "all")  # UCX's own setting
-        self.scratch = make_scratch(pools[0])
+        self.scratch = make_scratch(pools[0], incarnation)
         self._scratch_layout = _layout(self.scratch)
         self._agent = nixl_agent(incarnation, nixl_agent_config(enable_prog_thread=False))
         every = (*self.layouts, self._scratch_layout)
@@ -126,17 +129,19 @@ class TransferAgent:
         self._order(pull, on_end)
         return pull
 
-    def read_scratch(self, peer: str, on_end: Callable[[Pull], None]) -> Pull:
-        """Order a read of a peer's scratch pages into the own ones, in pieces of real size.
-
-        `on_end` is called once, on the agent's thread.
-        """
-        pull = Pull(peer, (), (), scratch=True)
-        self._orders.put(lambda: self._begin(pull, on_end))
-        return pull
-
     def _order(self, pull: Pull, on_end: Callable[[Pull], None]) -> None:
         self._orders.put(lambda: self._begin(pull, on_end))
+
+    def probe(self, peer: str, operation: Operation, on_end: Callable[[Pull], None]) -> Pull:
+        """Order a read of a peer's scratch pages into the own ones, or a write to them.
+
+        In pieces of the pool's size. `on_end` is called once, on the agent's thread.
+        """
+        constant, landing = constant_pages(self.scratch), landing_pages(self.scratch)
+        reads = operation == "READ"
+        pull = Pull(peer, (landing if reads else constant,), (constant if reads else landing,))
+        self._orders.put(lambda: self._begin(pull, on_end, operation, probes=True))
+        return pull
 
     def serve(self, change: int) -> None:
         """Tell that so many more (or fewer) requests may be read from by peers."""
@@ -226,44 +231,48 @@ class TransferAgent:
             entry.pull.settle()
         on_settled()
 
-    def _begin(self, pull: Pull, on_end: Callable[[Pull], None]) -> None:
+    def _begin(
+        self,
+        pull: Pull,
+        on_end: Callable[[Pull], None],
+        operation: Operation = "READ",
+        *,
+        probes: bool = False,
+    ) -> None:
         peer = self._peers.get(pull.peer)
         begun = time.monotonic()
         try:
             if peer is None:
                 raise TransferError(f"worker {pull.peer} is not known to this one")
-            pairs = self._pair(pull, peer)
-            handle = self._prepare(pairs, peer)
-            if pull.scratch:
-                pull.backend = self._agent.query_xfer_backend(handle)
+            pairs = self._pair(pull, peer, probes)
+            handle = self._prepare(operation, pairs, peer)
         except Exception as error:
             pull.state, pull.error = PullState.FAILED, str(error)
             pull.settle()
             on_end(pull)
             return
+        if probes:
+            pull.backend = self._agent.query_xfer_backend(handle)
         pull.state, pull.nbytes = PullState.RUNNING, pairs.nbytes
         running = _Running(pull, handle, begun, on_end)
         self._running.append(running)
         self._look_at(running, self._agent.transfer)
 
-    def _pair(self, pull: Pull, peer: PeerDescription) -> SpanPairs:
+    def _pair(self, pull: Pull, peer: PeerDescription, probes: bool) -> SpanPairs:
         here, there = self.layouts, peer.layouts
-        if pull.scratch:
+        if probes:
             here, there = (self._scratch_layout,), (peer.scratch,)
-            pages = np.arange(min(here[0].total_pages, there[0].total_pages))
-            # Back to front, so that no two of them are neighbours on both sides.
-            pull.local_pages, pull.remote_pages = (pages,), (pages[::-1],)
         pools = zip(here, pull.local_pages, there, pull.remote_pages, strict=True)
         return SpanPairs.joined([pair_spans(*pool) for pool in pools])
 
-    def _prepare(self, pairs: SpanPairs, peer: PeerDescription) -> object:
+    def _prepare(self, operation: Operation, pairs: SpanPairs, peer: PeerDescription) -> object:
         def descriptors(addresses: Int64Array, layout: PoolLayout) -> object:
             device = np.full(len(addresses), layout.device_id, np.int64)
             rows = np.stack([addresses, pairs.lengths, device], axis=1).astype(np.uint64)
             return self._agent.get_xfer_descs(rows, layout.memory_type)
 
         return self._agent.initialize_xfer(
-            "READ",
+            operation,
             descriptors(pairs.local, self.layouts[0]),
             descriptors(pairs.remote, peer.layouts[0]),
             peer.incarnation,

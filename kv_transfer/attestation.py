@@ -1,84 +1,116 @@
 """What a pair of workers can move, measured when they meet.
 
-A puller reads scratch pages of its peer, which are registered beside the pools
-and look like their pages, and times it. Pages travel in this direction alone,
-so it is the one that is probed: the peer has no use for the puller's memory.
+A puller reads scratch pages of its peer, which are registered beside the pools and
+look like their pages, and writes others, against the clock. KV is only ever read,
+so it is the read that has to be fast enough; the other way is told beside it.
 """
 
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
+import time
+from dataclasses import dataclass, replace
 
-from kvrelay.kv_transfer.agent import TransferAgent
+from kvrelay.kv_transfer.agent import Operation, TransferAgent
 from kvrelay.kv_transfer.errors import TransferError
 from kvrelay.kv_transfer.pull import Pull, PullState
-from kvrelay.kv_transfer.scratch import holds_scratch_of
+from kvrelay.kv_transfer.scratch import clear_landing, holds_scratch_of
 
 ATTEST_S = 10.0
 """For all of it. Nothing is held for the peer yet."""
-TIMED_READS = 5
-"""Of which the best counts: others were disturbed."""
+TIMED = 5
+"""Reads, or writes, of which the best counts: others were disturbed."""
+LONG_ENOUGH_S = 0.5
+"""After which one that was timed is enough."""
 
 
 @dataclass(frozen=True, slots=True)
 class Attestation:
-    """What the transport from a peer was found to be."""
+    """What the transport between this worker and a peer was found to be."""
 
     peer: str
     """Its incarnation."""
-    backend: str
+    backend: str = ""
     """NIXL's, e.g. ``UCX``."""
-    transports: str
+    transports: str = ""
     """That the backend may choose from, as far as it was told."""
-    gbps: float
-    """10⁹ bytes a second, in pieces of the pool's real size."""
-    floor: float = 0.0
-    """What is asked of it."""
-
-    @property
-    def refused(self) -> bool:
-        """It is slower than what is asked of it."""
-        return self.gbps < self.floor
+    read_gbps: float = 0.0
+    """10⁹ bytes a second from the peer, in pieces of the pool's real size."""
+    write_gbps: float = 0.0
+    """To it."""
+    refusal: str = ""
+    """Why the peer is not read from; empty if it is."""
 
     def __str__(self) -> str:
-        return f"{self.gbps:.3g} GB/s by {self.backend} ({self.transports})"
+        return f"{self.read_gbps:.3g} GB/s by {self.backend} ({self.transports})"
 
 
-async def attest(agent: TransferAgent, peer: str, floor: float) -> Attestation:
-    """Read a peer's scratch pages, once to connect, then against the clock.
+class Prober:
+    """Measures peers, one at a time: what is read from them arrives at the same place.
 
-    One at a time: the scratch pages that are read into are the same for all peers.
-
-    Raises:
-        TransferError: a read failed, took too long, or brought other bytes.
+    Args:
+        agent: reads and writes.
+        floor: GB/s below which a peer is refused.
     """
-    try:
-        async with asyncio.timeout(ATTEST_S):
-            agent.scratch.data.zero_()
-            first = await _read(agent, peer)
-            if not holds_scratch_of(agent.scratch, first):
-                raise TransferError(f"scratch pages of {peer}: other bytes than it has were read")
-            reads = [await _read(agent, peer) for _ in range(TIMED_READS)]
-    except TimeoutError:
-        raise TransferError(f"scratch pages of {peer}: not read in {ATTEST_S:g} s") from None
-    best = max(read.nbytes / read.seconds for read in reads)
-    return Attestation(peer, first.backend, agent.transports, best / 1e9, floor)
 
+    def __init__(self, agent: TransferAgent, floor: float) -> None:
+        self._agent = agent
+        self._floor = floor
+        self._turn = asyncio.Lock()
+        self._last: dict[str, Pull] = {}  # by peer, until it has ended well
 
-async def _read(agent: TransferAgent, peer: str) -> Pull:
-    loop = asyncio.get_running_loop()
-    ended: asyncio.Future[Pull] = loop.create_future()
+    async def measure(self, peer: str) -> Attestation:
+        """A peer that does not answer, or not with its bytes, is refused, as a slow one is."""
+        async with self._turn:
+            try:
+                async with asyncio.timeout(ATTEST_S):
+                    return await self._measure(peer)
+            except TimeoutError:
+                return Attestation(peer, refusal=f"{peer} was not read in {ATTEST_S:g} s")
+            except TransferError as error:
+                return Attestation(peer, refusal=str(error))
 
-    def tell(pull: Pull) -> None:
-        if not ended.done():
-            ended.set_result(pull)
+    def forget(self, peer: str) -> None:
+        """It is gone."""
+        self._last.pop(peer, None)
 
-    def on_end(pull: Pull) -> None:
-        loop.call_soon_threadsafe(tell, pull)
+    async def _measure(self, peer: str) -> Attestation:
+        last = self._last.get(peer)
+        if last is not None and not last.passed():
+            raise TransferError(f"{peer}: an earlier probe has not ended yet")
+        clear_landing(self._agent.scratch)
+        first = await self._move(peer, "READ")  # which connects the two, too
+        if not holds_scratch_of(self._agent.scratch, first):
+            raise TransferError(f"{peer}: other bytes than it has were read")
+        read, write = await self._time(peer, "READ"), await self._time(peer, "WRITE")
+        found = Attestation(peer, first.backend, self._agent.transports, read, write)
+        if read >= self._floor:
+            return found
+        return replace(found, refusal=f"{peer} is read at {found}; {self._floor:g} are asked for")
 
-    agent.read_scratch(peer, on_end)
-    pull = await ended
-    if pull.state is not PullState.DONE:
-        raise TransferError(f"scratch pages of {peer}: {pull.error}")
-    return pull
+    async def _time(self, peer: str, operation: Operation) -> float:
+        """GB/s."""
+        begun, best = time.monotonic(), 0.0
+        for _ in range(TIMED):
+            moved = await self._move(peer, operation)
+            best = max(best, moved.nbytes / moved.seconds / 1e9)
+            if time.monotonic() - begun > LONG_ENOUGH_S:
+                break
+        return best
+
+    async def _move(self, peer: str, operation: Operation) -> Pull:
+        loop = asyncio.get_running_loop()
+        ended: asyncio.Future[Pull] = loop.create_future()
+
+        def tell(pull: Pull) -> None:
+            if not ended.done():
+                ended.set_result(pull)
+
+        def on_end(pull: Pull) -> None:
+            loop.call_soon_threadsafe(tell, pull)
+
+        self._last[peer] = self._agent.probe(peer, operation, on_end)
+        pull = await ended
+        if pull.state is not PullState.DONE:
+            raise TransferError(f"{peer}: {pull.error}")
+        return pull

@@ -149,15 +149,15 @@ def settled_bytes(pool: KVPool, page_id: int, tokens: int) -> npt.NDArray[np.uin
 def hash_bytes(array: npt.NDArray[np.uint8]) -> int:
     """A weighted sum modulo 2⁶⁴ of the bytes as 64-bit words, little-endian.
 
-    Faster than CRC-32, and wider. The weights are odd, so a change of one word
-    always shows. The words' upper halves count twice: changes of highest bits,
-    on which a weight has no influence, would cancel each other out in pairs.
+    Faster than CRC-32, and wider. Each word's upper half is folded into its lower
+    one first, which no two words share the result of, and the weights are odd: so a
+    change of one word always shows. Without the fold, changes of highest bits, on
+    which a weight has no influence, would cancel each other out in pairs.
     """
     rest = -len(array) % 8
     words = (np.pad(array, (0, rest)) if rest else array).view(np.uint64)
-    weights = _weights(len(words))
-    whole, upper = np.dot(words, weights), np.dot(words >> np.uint64(32), weights)
-    return (int(whole) + _STEP * int(upper)) % 2**64
+    folded = words ^ (words >> np.uint64(32))
+    return int(np.dot(folded, _weights(len(words))))
 
 
 _STEP = 0x9E3779B97F4A7C15

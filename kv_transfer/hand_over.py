@@ -322,8 +322,10 @@ class DecodeHandOver:
         self._windowed = windowed
         self._missing: Sequence[int] = ()
         self._announced_pages = 0
-        self._reads = 0
-        self._read: list[tuple[PageRun, ...]] = []
+        self._reads_running = 0
+        self._wanted: list[tuple[PageRun, ...]] = []
+        self.num_compared = 0
+        """Pages whose sums were told to the prefill side."""
 
     def on_ask(self) -> None:
         """The prefill side is ready for this request."""
@@ -364,8 +366,8 @@ class DecodeHandOver:
             self.first_tokens = message.first_tokens
             self.state = DecodeState.ANNOUNCED
         wanted = tuple(map(PageRun.since, message.runs, self._missing))
-        self._reads += any(run.page_ids for run in wanted)
-        self._read.append(wanted)
+        self._reads_running += any(run.page_ids for run in wanted)
+        self._wanted.append(wanted)
         return wanted
 
     def _check_full(self, run: PageRun, last: bool) -> int:
@@ -390,19 +392,19 @@ class DecodeHandOver:
 
     def on_read(self) -> None:
         """One read has ended well."""
-        self._reads -= 1
+        self._reads_running -= 1
 
     @property
     def has_read(self) -> bool:
         """Everything is announced, and every read has ended well."""
-        return self.state is DecodeState.ANNOUNCED and not self._reads
+        return self.state is DecodeState.ANNOUNCED and not self._reads_running
 
     @property
     def places_read(self) -> list[Place]:
         """The pages that were read, or will be."""
         return [
             Place(pool, page)
-            for runs in self._read
+            for runs in self._wanted
             for pool, run in enumerate(runs)
             for page in range(run.first_page, run.end)
         ]
@@ -411,6 +413,7 @@ class DecodeHandOver:
         """What to say once everything was read, and hashed, if it is to be compared."""
         assert self.has_read, f"done while {self.state.name}"
         self.state = DecodeState.READ
+        self.num_compared = len(sums)
         return Done(tuple(sums))
 
     def on_released(self, message: Released) -> bool:

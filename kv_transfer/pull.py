@@ -26,6 +26,8 @@ class PullState(Enum):
 class Pull:
     """One READ of `remote_pages` of a peer into `local_pages` of this worker's pools.
 
+    Or a probe, of scratch pages in place of the pools, in one direction or the other.
+
     It is its own fence: the local pages may be used again once `passed`, that
     is when it ended well, never started, or the process it read from is
     confirmed dead. An error alone proves nothing: other pieces of the same
@@ -41,10 +43,8 @@ class Pull:
     error: str = ""
     nbytes: int = 0
     seconds: float = 0.0
-    scratch: bool = False
-    """It reads the peer's scratch pages, instead of its pools, to see how fast that is."""
     backend: str = ""
-    """That NIXL has chosen; told of scratch pages alone."""
+    """That NIXL has chosen; told of probes alone."""
     _settled: threading.Event = field(default_factory=threading.Event)
 
     @property

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvrelay.engine.outbox import MessageStream
 from kvrelay.engine.outputs import RequestKey
 from kvrelay.engine.request import Request
+from kvrelay.kv_transfer.checksums import PageSum
 from kvrelay.kv_transfer.hand_over import (
     FromDecode,
     FromPrefill,
@@ -44,11 +46,12 @@ class StreamMessage:
 
 
 @dataclass(frozen=True, slots=True)
-class PagesCompared:
-    """What the decode worker has read was compared with what is here."""
+class PagesHashed:
+    """The pages that the decode worker has told sums of were hashed here, too."""
 
     stream: HandOverStream
-    mismatches: int
+    own: Sequence[PageSum]
+    theirs: Sequence[PageSum]
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,7 +40,7 @@ from kvrelay.mem_cache.release import Outcome
 from kvrelay.model_runner.sampler import SampledToken
 from kvrelay.prefill_worker.request import (
     HandOverStream,
-    PagesCompared,
+    PagesHashed,
     PrefillRequest,
     StreamClosed,
     StreamMessage,
@@ -115,7 +115,7 @@ class PrefillRole:
                 self._open(message.stream)
             case StreamMessage():
                 self._answer(message)
-            case PagesCompared():
+            case PagesHashed():
                 self._judge(message)
             case StreamClosed():
                 self._close(message.stream)
@@ -201,7 +201,7 @@ class PrefillRole:
             return
         try:
             if not stream.words.hear(said, time.monotonic()):
-                self._core.metrics.count_duplicate()
+                self._core.metrics.count_dropped(Dropped.DUPLICATE)
             elif isinstance(said.message, Beat):
                 self._say(request, Beat())
             elif isinstance(said.message, Grant):
@@ -228,18 +228,18 @@ class PrefillRole:
             raise ProtocolError(f"sums of what was not announced: {error}") from error
         self._agent.hash_pages(
             pages,
-            lambda own: self._inbox.post(PagesCompared(stream, _count_mismatches(own, done.sums))),
+            lambda own: self._inbox.post(PagesHashed(stream, own, done.sums)),
         )
 
-    def _judge(self, message: PagesCompared) -> None:
-        """The pages were compared; they were held all the while, if the request still lives."""
+    def _judge(self, message: PagesHashed) -> None:
+        """Compare; the pages were held all the while, if the request still lives."""
         request = self._live(message.stream.key)
         if request is None or request.stream is not message.stream:
             return
-        self._say(request, request.hand_over.on_verified(message.mismatches))
-        # It may be this copy that is wrong: nobody else is to find it in the prefix index.
-        same = not message.mismatches
-        self._forget(request, Outcome.HANDED_OVER if same else Outcome.ABORTED)
+        mismatches = _count_mismatches(message.own, message.theirs)
+        self._say(request, request.hand_over.on_verified(mismatches))
+        # It may be what was computed here that is wrong: it is not published.
+        self._forget(request, Outcome.ABORTED if mismatches else Outcome.HANDED_OVER)
 
     def _close(
         self,

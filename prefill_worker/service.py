@@ -39,6 +39,9 @@ from kvrelay.v1 import hand_over_pb2, hand_over_pb2_grpc
 
 logger = logging.getLogger(__name__)
 
+PROBED_S = 3 * ATTEST_S
+"""After which a puller that has asked is taken to have probed: it may have to wait for others."""
+
 _END_REASONS = {
     EndReason.FINISHED: hand_over_pb2.HandOverEnded.REASON_FINISHED,
     EndReason.ABORTED: hand_over_pb2.HandOverEnded.REASON_ABORTED,
@@ -66,7 +69,7 @@ class HandOverService(hand_over_pb2_grpc.HandOverServiceServicer):
         """Tell a puller how to read this worker's pool; it will probe the transport then."""
         await check_incarnation(context, request.incarnation, self._agent.incarnation, self._inbox)
         self._agent.serve(+1)
-        asyncio.get_running_loop().call_later(ATTEST_S, self._agent.serve, -1)
+        asyncio.get_running_loop().call_later(PROBED_S, self._agent.serve, -1)
         peer = self._agent.describe()
         return hand_over_pb2.DescribeAgentResponse(
             incarnation=peer.incarnation,

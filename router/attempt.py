@@ -12,11 +12,18 @@ from kvrelay.router.errors import InternalFailure, Unavailable
 from kvrelay.router.fleet import Placement
 from kvrelay.router.generation import Submission
 from kvrelay.router.live_request import LiveRequest
-from kvrelay.router.worker_output import EndReason, WorkerEnd, WorkerOutput
+from kvrelay.router.worker_output import EndReason, FailureReason, WorkerEnd, WorkerOutput
 
 _log = logging.getLogger(__name__)
 
 _COMPLETING = {EndReason.STOP, EndReason.LENGTH}
+_LEAVING = {
+    FailureReason.WORKER_LOST,
+    FailureReason.PEER_LOST,
+    FailureReason.PEER_FAILED,
+    FailureReason.ABORTED,
+}
+"""What may come of it that a worker drains."""
 
 
 class Keeper(Protocol):
@@ -30,11 +37,11 @@ class Keeper(Protocol):
         ...
 
     def failed(
-        self, choices: Set[int], error: Unavailable, reason: str, suspects: Set[str]
+        self, choices: Set[int], error: Unavailable, reason: FailureReason, suspects: Set[str]
     ) -> None:
         """The attempt is over, and these choices, at least one, had not ended.
 
-        The reason, in a word, lies with one of the suspects, incarnations of workers.
+        The reason lies with one of the suspects, incarnations of workers.
         """
         ...
 
@@ -66,7 +73,8 @@ class Attempt:
 
     An aggregated worker is a decode worker whose prefill has had its word. If a
     worker drains, it retracts what another attempt may complete, whoever was
-    the first to say that this one is over. A request that has its outcome
+    the first to say that this one is over; what no drain explains is a failure
+    then, too. A request that has its outcome
     ignores the rest.
     """
 
@@ -115,7 +123,7 @@ class Attempt:
         """See `Listener`."""
         lost = Unavailable(f"worker {endpoint.worker} was lost: {detail}")
         with self._failing_alone():
-            self._fail(lost, "worker_lost", {endpoint.incarnation})
+            self._fail(lost, FailureReason.WORKER_LOST, {endpoint.incarnation})
 
     @contextlib.contextmanager
     def _failing_alone(self) -> Iterator[None]:
@@ -174,14 +182,14 @@ class Attempt:
             self._retract(text)
         elif end.retryable or end.reason is EndReason.ABORTED:
             suspects = {link.endpoint.incarnation for link in self._placement.links}
-            aborted = end.reason is EndReason.ABORTED
-            self._fail(Unavailable(text), "aborted" if aborted else end.cause or "failed", suspects)
+            said = FailureReason.ABORTED if end.reason is EndReason.ABORTED else end.cause
+            self._fail(Unavailable(text), said or FailureReason.FAILED, suspects)
         else:
             self._live.fail(InternalFailure(text))
 
-    def _fail(self, error: Unavailable, reason: str, suspects: Set[str]) -> None:
-        """Over for every choice; nobody is to blame if a worker is leaving."""
-        if any(link.draining for link in self._placement.links):
+    def _fail(self, error: Unavailable, reason: FailureReason, suspects: Set[str]) -> None:
+        """Over for every choice; nobody is to blame if that is because a worker is leaving."""
+        if reason in _LEAVING and any(link.draining for link in self._placement.links):
             self._retract(str(error))
             return
         choices = self._end_all()

@@ -15,6 +15,7 @@ from kvrelay.router.fleet import Fleet, Placement
 from kvrelay.router.generation import Submission
 from kvrelay.router.live_request import LiveRequest
 from kvrelay.router.metrics import RouterMetrics
+from kvrelay.router.worker_output import FailureReason
 
 _log = logging.getLogger(__name__)
 
@@ -23,12 +24,8 @@ _PAUSES = (0.05, 0.5)
 known by then, and what passes has passed."""
 
 
-_UNTRUSTED = {"page_mismatch", "released_invalid"}
-"""Reasons to distrust what was handed over."""
-
-
-def _strict_failure(error: Unavailable, reason: str) -> RequestError:
-    kind = DataLoss if reason in _UNTRUSTED else Unavailable
+def _strict_failure(error: Unavailable, reason: FailureReason) -> RequestError:
+    kind = DataLoss if reason is FailureReason.PAGE_MISMATCH else Unavailable
     return kind(f"{reason}: {error} (strict: it is not computed again)")
 
 
@@ -92,7 +89,7 @@ class Attempts:
         self._resume(unfinished, "retracted", detail, pause=0.0)
 
     def failed(
-        self, choices: Set[int], error: Unavailable, reason: str, suspects: Set[str]
+        self, choices: Set[int], error: Unavailable, reason: FailureReason, suspects: Set[str]
     ) -> None:
         """See `Keeper`."""
         self._suspects |= suspects

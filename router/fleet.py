@@ -96,17 +96,23 @@ class Fleet:
         prefills = self._ready_links(WorkerRole.PREFILL, suspects)
         decodes = self._ready_links(WorkerRole.DECODE, suspects)
         alone = self._ready_links(WorkerRole.AGGREGATED, suspects)
-        prefill = choose_prefill(prefills, input_tokens)
-        decode = choose_decode(decodes, total_tokens)
-        if prefill is not None and decode is not None:
-            return Placement(decodes[decode], prefills[prefill])
+        missing, refusal = WorkerRole.PREFILL, ""
+        while (prefill := choose_prefill(prefills, input_tokens)) is not None:
+            link = prefills.pop(prefill)
+            peer = link.endpoint.incarnation
+            willing = [one for one in decodes if not one.load.refusal_of(peer)]
+            decode = choose_decode(willing, total_tokens)
+            if decode is not None:
+                return Placement(decodes[decode], link)
+            missing = WorkerRole.DECODE
+            refusal = next((one.load.refusal_of(peer) for one in decodes), refusal)
         aggregated = choose_aggregated(alone, total_tokens)
         if aggregated is not None:
             return Placement(alone[aggregated], None)
-        missing = WorkerRole.PREFILL if prefill is None else WorkerRole.DECODE
         if {endpoint.role for endpoint in self.endpoints} == {WorkerRole.AGGREGATED}:
             missing = WorkerRole.AGGREGATED
-        raise Unavailable(f"no {missing} worker that could hold the request is ready")
+        why = f": {refusal}" if refusal else ""
+        raise Unavailable(f"no {missing} worker that could hold the request is ready{why}")
 
     async def run(self) -> None:
         """Follows discovery until cancelled; then every link is closed."""

@@ -10,7 +10,10 @@ class PoolState:
     """A pool's account; the states from `free` to `quarantined` sum to `total`."""
 
     pool: str
-    """``full``, ``window`` or ``latent`` (pages), or ``rows``."""
+    """Of pages: ``full``, ``window`` or ``latent``, with ``draft_`` before it for a draft model's.
+
+    Or ``rows``.
+    """
     page_size: int
     """Tokens a page; 0 for rows."""
     total: int
@@ -31,8 +34,10 @@ class PeerTransfer:
     incarnation: str
     backend: str
     transports: str
-    gbps: float
-    refused: bool
+    read_gbps: float
+    write_gbps: float
+    refusal: str
+    """Why nothing is read from it; empty if it is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +57,10 @@ class WorkerLoad:
     """It takes no more requests."""
     peers: tuple[PeerTransfer, ...] = ()
     """Of a decode worker, the prefill workers that it has met."""
+
+    def refusal_of(self, incarnation: str) -> str:
+        """Why this decode worker does not read from that prefill worker; empty if it may."""
+        return next((peer.refusal for peer in self.peers if peer.incarnation == incarnation), "")
 
     @property
     def room_tokens(self) -> int:

@@ -17,7 +17,7 @@ from kvrelay.router.events import (
 )
 from kvrelay.router.generation import SamplingParams, Submission
 from kvrelay.router.load import PeerTransfer, PoolState, WorkerLoad
-from kvrelay.router.worker_output import EndReason, WorkerEnd, WorkerOutput
+from kvrelay.router.worker_output import EndReason, FailureReason, WorkerEnd, WorkerOutput
 from kvrelay.v1 import inference_pb2, worker_pb2
 
 _ROLES = {
@@ -38,6 +38,15 @@ _END_REASONS = {
     worker_pb2.RequestEnd.REASON_FAILED: EndReason.FAILED,
     worker_pb2.RequestEnd.REASON_RETRACTED: EndReason.RETRACTED,
 }
+_CAUSES = {
+    worker_pb2.RequestEnd.CAUSE_PEER_LOST: FailureReason.PEER_LOST,
+    worker_pb2.RequestEnd.CAUSE_PEER_FAILED: FailureReason.PEER_FAILED,
+    worker_pb2.RequestEnd.CAUSE_READ_FAILED: FailureReason.READ_FAILED,
+    worker_pb2.RequestEnd.CAUSE_PAGE_MISMATCH: FailureReason.PAGE_MISMATCH,
+    worker_pb2.RequestEnd.CAUSE_TRANSFER_REFUSED: FailureReason.TRANSFER_REFUSED,
+    worker_pb2.RequestEnd.CAUSE_PROTOCOL_ERROR: FailureReason.PROTOCOL_ERROR,
+}
+"""Those of a newer worker are not known here."""
 
 
 # To workers.
@@ -159,16 +168,7 @@ def _read_end(message: worker_pb2.RequestEnd) -> WorkerEnd:
         return WorkerEnd(EndReason.FAILED, error=f"unknown end reason {message.reason}")
     matched_field = message.WhichOneof("matched_stop")
     matched = getattr(message, matched_field) if matched_field else None
-    return WorkerEnd(reason, matched, message.error, message.retryable, _read_cause(message))
-
-
-def _read_cause(message: worker_pb2.RequestEnd) -> str:
-    """The enum's own words; those of a newer worker are not known here."""
-    causes = worker_pb2.RequestEnd.Cause
-    if message.cause == causes.CAUSE_UNSPECIFIED or message.cause not in causes.values():
-        return ""
-    name: str = causes.Name(message.cause)
-    return name.removeprefix("CAUSE_").lower()
+    return WorkerEnd(reason, matched, message.error, message.retryable, _CAUSES.get(message.cause))
 
 
 def _read_peer(message: inference_pb2.PeerTransfer) -> PeerTransfer:
@@ -176,8 +176,9 @@ def _read_peer(message: inference_pb2.PeerTransfer) -> PeerTransfer:
         incarnation=message.incarnation,
         backend=message.backend,
         transports=message.transports,
-        gbps=message.gbps,
-        refused=message.refused,
+        read_gbps=message.read_gbps,
+        write_gbps=message.write_gbps,
+        refusal=message.refusal,
     )
 
 
@@ -186,8 +187,9 @@ def _peer_message(peer: PeerTransfer) -> inference_pb2.PeerTransfer:
         incarnation=peer.incarnation,
         backend=peer.backend,
         transports=peer.transports,
-        gbps=peer.gbps,
-        refused=peer.refused,
+        read_gbps=peer.read_gbps,
+        write_gbps=peer.write_gbps,
+        refusal=peer.refusal,
     )
 
 

@@ -25,6 +25,26 @@ class EndReason(StrEnum):
     """Its memory went to others: to be submitted again, with what it has emitted."""
 
 
+class FailureReason(StrEnum):
+    """Why an attempt is over before its end, and another one may do better."""
+
+    WORKER_LOST = "worker_lost"
+    ABORTED = "aborted"
+    """A worker gave it up, unasked."""
+    PEER_LOST = "peer_lost"
+    """The hand-over's stream broke."""
+    PEER_FAILED = "peer_failed"
+    READ_FAILED = "read_failed"
+    PAGE_MISMATCH = "page_mismatch"
+    """Other bytes were read than were computed."""
+    TRANSFER_REFUSED = "transfer_refused"
+    """The transport between the two is too slow, or does not work."""
+    PROTOCOL_ERROR = "protocol_error"
+    """A hand-over message came where it may not."""
+    FAILED = "failed"
+    """The worker did not say why."""
+
+
 @dataclass(frozen=True, slots=True)
 class WorkerEnd:
     """The end of a choice on one worker."""
@@ -35,8 +55,8 @@ class WorkerEnd:
     error: str = ""
     retryable: bool = False
     """Another attempt could complete it."""
-    cause: str = ""
-    """Of a retryable failure, in one word; empty: the worker did not say."""
+    cause: FailureReason | None = None
+    """Of a retryable failure; None: the worker did not say."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 import urllib.request
+from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -37,11 +38,15 @@ class Answer:
 
 
 @dataclass
-class RunningCluster:
-    """A deployment and a client of it."""
+class Cluster(ABC):
+    """Workers and a router, through a client of theirs."""
 
-    deployment: Deployment
     stub: inference_pb2_grpc.InferenceServiceStub
+
+    @property
+    @abstractmethod
+    def metrics_addresses(self) -> list[str]:
+        """Of the workers and the router."""
 
     async def generate(
         self, prompt: str | Iterable[int], *, request_id: str = "", **sampling: Any
@@ -80,9 +85,8 @@ class RunningCluster:
 
     async def metric(self, name: str, **labels: str) -> float:
         """The sum of a metric's samples over the router and all workers."""
-        addresses = [w.metrics_address for w in self.deployment.cluster.workers.values()]
-        addresses.append(self.deployment.router.metrics_address)
-        pages = await asyncio.gather(*(asyncio.to_thread(_scrape, a) for a in addresses))
+        scrapes = (asyncio.to_thread(_scrape, address) for address in self.metrics_addresses)
+        pages = await asyncio.gather(*scrapes)
         return sum(
             sample.value
             for page in pages
@@ -90,6 +94,19 @@ class RunningCluster:
             for sample in family.samples
             if sample.name == name and labels.items() <= sample.labels.items()
         )
+
+
+@dataclass
+class RunningCluster(Cluster):
+    """One that `kvrelay serve` would have."""
+
+    deployment: Deployment
+
+    @property
+    def metrics_addresses(self) -> list[str]:
+        workers = self.deployment.cluster.workers.values()
+        router = self.deployment.router.metrics_address
+        return [*(worker.metrics_address for worker in workers), router]
 
 
 def _at_rest(worker: Any) -> bool:
@@ -125,7 +142,7 @@ async def running(
         deployed(serve, model, Progress(io.StringIO())) as deployment,
         _channel(deployment.router.grpc_address, credentials) as channel,
     ):
-        yield RunningCluster(deployment, inference_pb2_grpc.InferenceServiceStub(channel))
+        yield RunningCluster(inference_pb2_grpc.InferenceServiceStub(channel), deployment)
 
 
 def _channel(address: str, credentials: grpc.ChannelCredentials | None) -> grpc.aio.Channel:

@@ -12,6 +12,7 @@ import grpc
 import pytest
 import torch
 
+from kvrelay.decode_worker import stream
 from kvrelay.decode_worker.stream import (
     HandOverClient,
     HandOverStream,
@@ -20,11 +21,14 @@ from kvrelay.decode_worker.stream import (
 )
 from kvrelay.engine.commands import Inbox, Misdirected, Peer
 from kvrelay.engine.outputs import Cause, RequestKey
+from kvrelay.kv_transfer import scratch
 from kvrelay.kv_transfer.agent import TransferAgent
 from kvrelay.mem_cache.geometry import KVGeometry
 from kvrelay.mem_cache.pool import KVPool
+from kvrelay.prefill_worker.request import StreamOpened
 from kvrelay.prefill_worker.service import HandOverService
 from kvrelay.v1 import hand_over_pb2_grpc
+from tests.chaos.cluster import free_port
 
 WAIT_S = 30
 
@@ -41,18 +45,29 @@ class Prefill:
 
     peer: Peer
     inbox: Inbox
+    server: grpc.aio.Server
+    service: HandOverService
+
+    async def serve(self) -> None:
+        self.server = grpc.aio.server()
+        hand_over_pb2_grpc.add_HandOverServiceServicer_to_server(self.service, self.server)
+        self.server.add_insecure_port(self.peer.address)
+        await self.server.start()
+
+    async def disconnect(self) -> None:
+        """The network fails under the streams, and comes back; the worker lives on."""
+        await self.server.stop(None)
+        await self.serve()
 
 
 @pytest.fixture
 async def prefill() -> AsyncIterator[Prefill]:
     agent, inbox = make_agent("prefill"), Inbox()
-    server = grpc.aio.server()
-    service = HandOverService(agent, inbox)
-    hand_over_pb2_grpc.add_HandOverServiceServicer_to_server(service, server)
-    port = server.add_insecure_port("127.0.0.1:0")
-    await server.start()
-    yield Prefill(Peer(f"127.0.0.1:{port}", agent.incarnation), inbox)
-    await server.stop(None)
+    peer = Peer(f"127.0.0.1:{free_port()}", agent.incarnation)
+    prefill = Prefill(peer, inbox, grpc.aio.server(), HandOverService(agent, inbox))
+    await prefill.serve()
+    yield prefill
+    await prefill.server.stop(None)
     agent.close()
 
 
@@ -84,30 +99,64 @@ async def test_a_pair_is_measured_when_it_meets(prefill: Prefill, agent: Transfe
     client.deliver(stream_to(prefill.peer))
     met = await heard(inbox, PeerAttested)
     assert met.attestation.peer == prefill.peer.incarnation
-    assert met.attestation.gbps > 0
+    assert met.attestation.read_gbps > 0
+    await heard(prefill.inbox, StreamOpened)
     client.deliver(stream_to(prefill.peer, 1))
-    await asyncio.sleep(0.1)
+    await heard(prefill.inbox, StreamOpened)
     assert not any(isinstance(message, PeerAttested) for message in inbox._messages), "once"
     await client.close()
 
 
-async def test_a_pair_below_the_floor_is_refused_and_measured_again_later(
+async def test_a_pair_whose_connection_broke_is_measured_again(
+    prefill: Prefill, agent: TransferAgent
+):
+    inbox = Inbox()
+    client = HandOverClient(agent, inbox, 100, min_gbps=0.0, credentials=None)
+    client.deliver(stream_to(prefill.peer))
+    await heard(inbox, PeerAttested)
+    await heard(prefill.inbox, StreamOpened)
+    await prefill.disconnect()
+    assert (await heard(inbox, StreamLost)).cause is Cause.PEER_LOST
+    client.deliver(stream_to(prefill.peer, 1))
+    again = await heard(inbox, PeerAttested)
+    assert again.attestation.peer == prefill.peer.incarnation
+    await client.close()
+
+
+async def test_a_pair_below_the_floor_is_refused_until_it_is_faster(
     prefill: Prefill, agent: TransferAgent, monkeypatch, caplog
 ):
+    monkeypatch.setattr(stream, "REFUSAL_S", 0.05)
     inbox = Inbox()
     client = HandOverClient(agent, inbox, 100, min_gbps=1e6, credentials=None)
     for number in range(3):
         client.deliver(stream_to(prefill.peer, number))
         lost = await heard(inbox, StreamLost)
         assert lost.cause is Cause.TRANSFER_REFUSED
-        assert "1e+06 GB/s are asked for" in lost.detail
+        assert "1e+06 are asked for" in lost.detail
+    for _ in range(2):
+        assert "1e+06 are asked for" in (await heard(inbox, PeerAttested)).attestation.refusal
     refusals = [r for r in caplog.records if r.levelno == logging.ERROR and "refused" in r.message]
-    assert len(refusals) == 1, "said once a pair"
-    monkeypatch.setattr(client, "_min_gbps", 0.0)
-    monkeypatch.setattr(time, "monotonic", lambda now=time.monotonic: now() + 3600)
+    assert len(refusals) == 1, "said once"
+    monkeypatch.setattr(client._prober, "_floor", 0.0)
+    while (await heard(inbox, PeerAttested)).attestation.refusal:
+        pass
     client.deliver(stream_to(prefill.peer, 3))
-    met = await heard(inbox, PeerAttested)
-    assert not met.attestation.refused
+    await heard(prefill.inbox, StreamOpened)
+    await client.close()
+
+
+async def test_a_pair_that_cannot_be_read_is_refused(
+    prefill: Prefill, agent: TransferAgent, monkeypatch
+):
+    inbox = Inbox()
+    client = HandOverClient(agent, inbox, 100, min_gbps=0.0, credentials=None)
+    monkeypatch.setattr(scratch, "_byte", lambda name, page, layer: 7)
+    client.deliver(stream_to(prefill.peer))
+    assert "other bytes" in (await heard(inbox, PeerAttested)).attestation.refusal
+    lost = await heard(inbox, StreamLost)
+    assert (lost.cause, "other bytes" in lost.detail) == (Cause.TRANSFER_REFUSED, True)
+    await client.forget(prefill.peer.incarnation)
     await client.close()
 
 

@@ -80,18 +80,20 @@ def test_what_a_worker_reads_from_and_how_fast(kvrelay: Kvrelay, service: Script
     service.workers[0].load.peers.extend(
         [
             pb.PeerTransfer(
-                incarnation="prefill-0-def", backend="UCX", transports="all", gbps=5.25
+                incarnation="prefill-0-def",
+                backend="UCX",
+                transports="all",
+                read_gbps=5.25,
+                write_gbps=4,
             ),
-            pb.PeerTransfer(
-                incarnation="prefill-1-abc", backend="UCX", transports="tcp", gbps=0.5, refused=True
-            ),
+            pb.PeerTransfer(incarnation="prefill-1-abc", transports="tcp", refusal="too slow"),
         ]
     )
     assert kvrelay("status").stdout.endswith(
         """
-worker    reads from     GB/s  backend  transports
-decode-0  prefill-0-def  5.25  UCX      all
-decode-0  prefill-1-abc  0.5   UCX      tcp         REFUSED: too slow
+worker    reads from     GB/s  back  backend  transports
+decode-0  prefill-0-def  5.25  4     UCX      all
+decode-0  prefill-1-abc  0     0              tcp         REFUSED: too slow
 """
     )
     decode, prefill = json.loads(kvrelay("status", "--json").stdout)["workers"]
@@ -99,8 +101,9 @@ decode-0  prefill-1-abc  0.5   UCX      tcp         REFUSED: too slow
         "incarnation": "prefill-0-def",
         "backend": "UCX",
         "transports": "all",
-        "gbps": 5.25,
-        "refused": False,
+        "read_gbps": 5.25,
+        "write_gbps": 4,
+        "refusal": "",
     }
     assert prefill["peers"] == []
 

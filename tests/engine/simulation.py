@@ -52,7 +52,7 @@ from kvrelay.mem_cache.ledger import Ledger, PoolShape, window_pages
 from kvrelay.mem_cache.radix_tree import RadixTree
 from kvrelay.mem_cache.sharing import PageCopy
 from kvrelay.model_runner.batch import ForwardBatch
-from kvrelay.model_runner.sampler import SamplingRow, choose
+from kvrelay.model_runner.sampler import SampledToken, SamplingRow, choose
 from kvrelay.model_runner.sampling_params import SamplingParams
 from kvrelay.prefill_worker.request import (
     HandOverStream as PrefillStream,
@@ -369,7 +369,9 @@ class SimRequest:
     decode: SimWorker
     sampling: SamplingParams
     stops: StopConditions
-    tokens: dict[int, int] = field(default_factory=dict)
+    wanted_prompt_logprobs: int | None = None
+    tokens: dict[int, SampledToken] = field(default_factory=dict)
+    prompt_logprobs: tuple[SampledToken, ...] = ()
     ends: dict[str, Any] = field(default_factory=dict)
     disturbed: bool = False
     cached_tokens: int = 0
@@ -379,6 +381,11 @@ class SimRequest:
 
     @property
     def output(self) -> list[int]:
+        return [token.token_id for token in self.samples]
+
+    @property
+    def samples(self) -> list[SampledToken]:
+        """The output's tokens, with the log-probabilities that were asked for."""
         return [self.tokens[index] for index in sorted(self.tokens)]
 
 
@@ -446,6 +453,7 @@ class Simulation:
         max_tokens: int,
         priority: int = 0,
         sampling: SamplingParams = GREEDY,
+        prompt_logprobs: int | None = None,
         **stops: Any,
     ) -> list[SimRequest]:
         arrived = self.now()
@@ -455,8 +463,9 @@ class Simulation:
         for choice in range(choices):
             key = RequestKey("router", request_id, 0, choice)
             one = SimRequest(
-                key, prompt, max_tokens, priority, arrived, *place, sampling, conditions
-            )
+                key, prompt, max_tokens, priority, arrived, *place, sampling, conditions,
+                wanted_prompt_logprobs=prompt_logprobs,
+            )  # fmt: skip
             requests.append(one)
         self.submitted += requests
         self._attempt(requests)
@@ -491,6 +500,7 @@ class Simulation:
             request.sampling,
             request.stops,
             choices=tuple(one.key.choice for one in choices),
+            prompt_logprobs=request.wanted_prompt_logprobs,
             priority=request.priority,
             arrived=request.arrived,
         )
@@ -682,7 +692,8 @@ class Simulation:
             return
         for offset, token in enumerate(output.tokens):
             assert output.index + offset not in request.tokens, "a token was said twice"
-            request.tokens[output.index + offset] = token.token_id
+            request.tokens[output.index + offset] = token
+        request.prompt_logprobs += output.prompt_logprobs
         request.cached_tokens += output.cached_tokens
         if output.end is not None and self._moves(request, output.end):
             self._move(request, worker)

@@ -2,8 +2,9 @@
 
 A plain run computes one request at a time, alone, in one worker, without
 overlap, chunks, drafts or prefix index. In float64, or for SmolLM2 float32,
-the shape of a batch changes no token. Requests come at random times from the
-seed that is in the test's name; some are cancelled, some retracted.
+the shape of a batch changes no token, and log-probabilities by rounding only.
+Requests come at random times from the seed that is in the test's name; some
+are cancelled, some retracted.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import gc
 import itertools
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -20,6 +22,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from kvrelay.engine.config import PrefixIndexKind, Speculation
+from kvrelay.model_runner.sampler import SampledToken
 from kvrelay.model_runner.sampling_params import SamplingParams
 from tests.checkpoints import make_checkpoint
 from tests.engine.simulation import SimRequest, Simulation
@@ -112,6 +115,7 @@ class Asked:
     max_tokens: int
     sampling: int
     stops: int
+    prompt_logprobs: int | None
 
     def submit(self, simulation: Simulation) -> list[SimRequest]:
         return simulation.submit_choices(
@@ -119,6 +123,7 @@ class Asked:
             list(self.prompt),
             self.max_tokens,
             sampling=SAMPLINGS[self.sampling],
+            prompt_logprobs=self.prompt_logprobs,
             **STOPS[self.stops],
         )
 
@@ -138,33 +143,52 @@ def requests_of(seed: int, count: int, vocab_size: int, most: int) -> list[Asked
                 rng.randint(1, most),
                 rng.randrange(len(SAMPLINGS)),
                 rng.randrange(len(STOPS)),
+                rng.choice((None, None, 0, 2)),
             )
         )
     return asked
 
 
 @cache
-def plain_outputs(
-    model: Path, dtype: str, asked: tuple[Asked, ...]
-) -> list[list[tuple[list[int], Any]]]:
-    """Tokens and finish of every choice of each request."""
+def plain_run(model: Path, dtype: str, asked: tuple[Asked, ...]) -> list[list[SimRequest]]:
+    """Every choice of each request, at its end."""
     simulation = serve(model, model, dtype, Mode())
-    outputs = []
+    served = []
     for one in asked:
-        requests = one.submit(simulation)
+        served.append(one.submit(simulation))
         simulation.run()
-        outputs.append([(request.output, finish_of(request)) for request in requests])
-    return outputs
+    return served
 
 
 def finish_of(request: SimRequest) -> Any:
     return next((end.finish for end in request.ends.values() if end.finish is not None), None)
 
 
+def assert_same(request: SimRequest, plain: SimRequest) -> None:
+    assert request.output == plain.output
+    assert finish_of(request) == finish_of(plain)
+    assert_same_logprobs(request.samples, plain.samples)
+    assert_same_logprobs(request.prompt_logprobs, plain.prompt_logprobs)
+
+
+def assert_same_logprobs(ours: Sequence[SampledToken], plain: Sequence[SampledToken]) -> None:
+    assert [ids_of(token) for token in ours] == [ids_of(token) for token in plain]
+    assert logprobs_of(ours) == pytest.approx(logprobs_of(plain), abs=1e-4)
+
+
+def ids_of(token: SampledToken) -> list[int]:
+    return [token.token_id, *(token_id for token_id, _ in token.top)]
+
+
+def logprobs_of(tokens: Sequence[SampledToken]) -> list[float]:
+    asked = [token for token in tokens if token.logprob is not None]
+    return [value for one in asked for value in (one.logprob, *(other for _, other in one.top))]
+
+
 def assert_equal_to_plain(
     model: Path, draft: Path, dtype: str, mode: Mode, asked: list[Asked], seed: int
 ) -> None:
-    expected = plain_outputs(model, dtype, tuple(asked))
+    expected = plain_run(model, dtype, tuple(asked))
     simulation, rng = serve(model, draft, dtype, mode, seed), random.Random(seed)
     served = []
     for one in asked:
@@ -176,10 +200,9 @@ def assert_equal_to_plain(
             simulation.cancel(victim, rng.choice([victim.prefill, victim.decode]))
     simulation.run()
     for requests, plain in zip(served, expected, strict=True):
-        for request, (tokens, finish) in zip(requests, plain, strict=True):
+        for request, undisturbed in zip(requests, plain, strict=True):
             if not request.disturbed:
-                assert request.output == tokens
-                assert finish_of(request) == finish
+                assert_same(request, undisturbed)
     simulation.assert_at_baseline()
 
 
@@ -194,7 +217,13 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def cases(architectures: tuple[str, ...], modes: list[Mode], *marks: pytest.MarkDecorator) -> list:
     return [
-        pytest.param(architecture, mode, id=f"{architecture}-{mode}", marks=marks)
+        pytest.param(
+            architecture,
+            mode,
+            MODES.index(mode),
+            id=f"{architecture}-{mode}-seed{MODES.index(mode)}",
+            marks=marks,
+        )
         for architecture in architectures
         for mode in modes
     ]
@@ -209,22 +238,22 @@ TINY = [
 ]
 
 
-@pytest.mark.parametrize(("architecture", "mode"), TINY)
-def test_tiny_models(checkpoints: Path, architecture: str, mode: Mode) -> None:
+@pytest.mark.parametrize(("architecture", "mode", "seed"), TINY)
+def test_tiny_models(checkpoints: Path, architecture: str, mode: Mode, seed: int) -> None:
     asked = requests_of(5, 10, 512, 12)
     model = checkpoints / architecture
-    assert_equal_to_plain(model, checkpoints / "draft", "float64", mode, asked, seed=5)
+    assert_equal_to_plain(model, checkpoints / "draft", "float64", mode, asked, seed)
 
 
 SMOLLM2 = [
-    pytest.param(mode, id=str(mode), marks=() if index < 3 else pytest.mark.slow)
-    for index, mode in enumerate(SPREAD)
+    pytest.param(mode, seed, id=f"{mode}-seed{seed}", marks=() if seed < 3 else pytest.mark.slow)
+    for seed, mode in enumerate(SPREAD)
 ]
 
 
-@pytest.mark.parametrize("mode", SMOLLM2)
-def test_smollm2(smollm2: Path, mode: Mode) -> None:
+@pytest.mark.parametrize(("mode", "seed"), SMOLLM2)
+def test_smollm2(smollm2: Path, mode: Mode, seed: int) -> None:
     """With itself as the draft model: it guesses right, which a random one hardly ever does."""
     gc.collect()  # of two models a worker there had better be few at a time
     asked = requests_of(6, 6, 49152, 10)
-    assert_equal_to_plain(smollm2, smollm2, "float32", mode, asked, seed=6)
+    assert_equal_to_plain(smollm2, smollm2, "float32", mode, asked, seed)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import multiprocessing
 import os
@@ -17,9 +18,9 @@ import pytest
 import torch
 
 from kvrelay.kv_transfer.agent import TransferAgent
-from kvrelay.kv_transfer.attestation import attest
+from kvrelay.kv_transfer.attestation import Prober
 from kvrelay.kv_transfer.checksums import LocalPage, PageSum, Place
-from kvrelay.kv_transfer.errors import PeerRefusedError, TransferError
+from kvrelay.kv_transfer.errors import PeerRefusedError
 from kvrelay.kv_transfer.peer import PeerDescription
 from kvrelay.kv_transfer.pull import Pull, PullState
 from kvrelay.mem_cache.geometry import KVGeometry, PageOrder
@@ -213,39 +214,60 @@ def test_description_is_checked_before_its_bytes_are_loaded(agent):
 
 
 @pytest.mark.parametrize("order", list(PageOrder))
-async def test_attestation_measures_reads_of_scratch_pages_and_no_others(agent, order):
+async def test_a_probe_measures_scratch_pages_and_touches_no_others(agent, order):
     peer = Peer(order)
     agent.add_peer(peer.description)
-    found = await attest(agent, peer.description.incarnation, floor=0.0)
+    found = await Prober(agent, floor=0.0).measure(peer.description.incarnation)
     assert (found.peer, found.backend) == (peer.description.incarnation, "UCX")
-    assert 0.001 < found.gbps < 1000
-    assert not found.refused
+    assert 0.001 < found.read_gbps < 1000
+    assert 0.001 < found.write_gbps < 1000
+    assert not found.refusal
     assert all((agent.pool.layer(layer) == 0).all() for layer in range(4))
-    asked_too_much = await attest(agent, peer.description.incarnation, floor=1e6)
-    assert asked_too_much.refused
-    assert "GB/s by UCX" in str(asked_too_much)
+    pull = read(agent, peer, list(range(PAGES)), list(range(PAGES)))
+    assert pull.state is PullState.DONE
+    for page in range(PAGES):
+        assert_page(agent.pool, page, page)
+    asked_too_much = await Prober(agent, floor=1e6).measure(peer.description.incarnation)
+    assert asked_too_much.refusal.endswith("(all); 1e+06 are asked for")
     peer.stop()
 
 
-async def test_attestation_of_a_peer_that_does_not_answer_ends(agent, monkeypatch):
+async def test_a_peer_that_does_not_answer_is_refused_and_left_alone_until_it_does(
+    agent, monkeypatch
+):
     monkeypatch.setattr("kvrelay.kv_transfer.attestation.ATTEST_S", 0.3)
-    with pytest.raises(TransferError, match="is not known"):
-        await attest(agent, "nobody", floor=0.0)
+    prober = Prober(agent, floor=0.0)
+    assert "is not known" in (await prober.measure("nobody")).refusal
+    silent, other = Peer(), Peer()
+    name = silent.description.incarnation
+    os.kill(silent.process.pid, signal.SIGSTOP)
+    for peer in (silent, other):
+        agent.add_peer(peer.description)
+    assert (await prober.measure(name)).refusal == f"{name} was not read in 0.3 s"
+    assert "an earlier probe has not ended" in (await prober.measure(name)).refusal
+    assert not (await prober.measure(other.description.incarnation)).refusal
+    os.kill(silent.process.pid, signal.SIGCONT)
+    async with asyncio.timeout(WAIT_S):
+        while (await prober.measure(name)).refusal:
+            await asyncio.sleep(0.05)
+    for peer in (silent, other):
+        peer.stop()
+
+
+async def test_a_probe_sees_other_bytes(agent, monkeypatch):
     peer = Peer()
-    os.kill(peer.process.pid, signal.SIGSTOP)
     agent.add_peer(peer.description)
-    with pytest.raises(TransferError, match=r"not read in 0\.3 s"):
-        await attest(agent, peer.description.incarnation, floor=0.0)
+    monkeypatch.setattr("kvrelay.kv_transfer.scratch._byte", lambda name, page, layer: 7)
+    found = await Prober(agent, floor=0.0).measure(peer.description.incarnation)
+    assert "other bytes than it has" in found.refusal
     peer.stop()
 
 
-async def test_attestation_sees_other_bytes(agent, monkeypatch):
-    peer = Peer()
-    agent.add_peer(peer.description)
-    monkeypatch.setattr("kvrelay.kv_transfer.scratch._byte", lambda pool, page, layer: 7)
-    with pytest.raises(TransferError, match="other bytes than it has"):
-        await attest(agent, peer.description.incarnation, floor=0.0)
-    peer.stop()
+def test_scratch_pages_are_like_the_pools(agent):
+    own = agent.describe()
+    other = dataclasses.replace(own.scratch, geometry=make_pool(page_size=8).geometry)
+    with pytest.raises(PeerRefusedError, match="scratch pages"):
+        dataclasses.replace(own, scratch=other).check(agent.incarnation, agent.layouts)
 
 
 def sums(agent: TransferAgent, page: int) -> int:

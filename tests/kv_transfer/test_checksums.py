@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 import torch
 
@@ -16,6 +17,7 @@ from kvrelay.kv_transfer.checksums import (
     Place,
     VerifyPages,
     choose,
+    hash_bytes,
     locate,
 )
 from kvrelay.mem_cache.convert import copy_pages
@@ -86,6 +88,20 @@ def test_any_settled_byte_changes_the_sum_and_no_other(sums: Sums, order: PageOr
     pool.layer(1)[4][:, :, 5:] = 0
     assert sums(pool, 4, tokens=5) == before
     assert sums(pool, 4) != before
+
+
+def test_words_that_differ_in_one_place_have_other_sums():
+    """These two have the same sum where the upper half is added in place of being folded in."""
+    pair = np.array([0x0000000014E70B38, 0xA61FD45800000000], np.uint64)
+    assert len({hash_bytes(one.reshape(1).view(np.uint8)) for one in pair}) == 2
+    page = np.random.default_rng(0).integers(0, 2**64, 500, np.uint64)
+    sums = {hash_bytes(page.view(np.uint8))}
+    for place in range(len(page)):
+        for bit in (0, 31, 32, 63):
+            changed = page.copy()
+            changed[place] ^= np.uint64(1) << np.uint64(bit)
+            sums.add(hash_bytes(changed.view(np.uint8)))
+    assert len(sums) == 1 + 4 * len(page)
 
 
 def test_a_page_that_is_not_there_is_the_workers_failure():

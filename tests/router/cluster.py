@@ -75,15 +75,19 @@ class Cluster:
                     return
 
     async def metric(self, line: str) -> float:
-        """The value of the metrics line that begins with `line`; 0 if there is none."""
+        """The sum of the values of the metrics lines that begin with `line`."""
         host, port = self.router.metrics_address.rsplit(":", 1)
         reader, writer = await asyncio.open_connection(host, int(port))
         writer.write(b"GET /metrics HTTP/1.0\r\n\r\n")
         text = (await reader.read()).decode()
         writer.close()
         await writer.wait_closed()
-        values = [row.rsplit(" ", 1)[1] for row in text.splitlines() if row.startswith(line)]
-        return float(values[0]) if values else 0.0
+        return sum(float(row.rsplit(" ", 1)[1]) for row in text.split("\n") if row.startswith(line))
+
+    async def resubmitted(self, reason: str = "") -> float:
+        """Attempts after a request's first, of whatever reason if none is given."""
+        ending = f'{reason}"' if reason else ""
+        return await self.metric(f'kvrelay_resubmissions_total{{model="counter",reason="{ending}')
 
 
 @asynccontextmanager

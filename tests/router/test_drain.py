@@ -23,7 +23,12 @@ from .scripted_worker import END, ScriptedWorker, count_decode, count_prefill, l
 COUNTED = list(range(4, 12))
 RETRACTED = END(reason=END.REASON_RETRACTED)
 HANDED_OVER = END(reason=END.REASON_HANDED_OVER)
-GONE = END(reason=END.REASON_FAILED, error="the decode worker left", retryable=True)
+GONE = END(
+    reason=END.REASON_FAILED,
+    error="the decode worker left",
+    retryable=True,
+    cause=END.CAUSE_PEER_LOST,
+)
 
 
 @pytest.fixture
@@ -43,11 +48,6 @@ async def until_draining(cluster: Cluster, name: str) -> None:
             loads = await cluster.stub.GetLoads(pb.GetLoadsRequest())
             if any(one.draining for one in loads.workers if one.worker == name):
                 return
-
-
-async def resubmitted(cluster: Cluster, reason: str) -> float:
-    labels = f'{{model="counter",reason="{reason}"}}'
-    return await cluster.metric("kvrelay_resubmissions_total" + labels)
 
 
 @pytest.mark.parametrize("draining", ["prefill-0", "decode-0"])
@@ -86,7 +86,7 @@ async def test_what_prefill_turns_away_goes_on_elsewhere(
         # All choices go on together, and the decode side was told.
         assert len(other.submits) == 1
         assert [cancel.attempt for cancel in cluster.decode.cancels] == [old.attempt]
-        assert await resubmitted(cluster, "retracted") == 1
+        assert await cluster.resubmitted("retracted") == 1
 
 
 @pytest.mark.parametrize("heard", ["cancelled", "computed", "broken"])
@@ -115,7 +115,7 @@ async def test_what_decode_turns_away_ends_on_the_other_side(
         assert len(cluster.prefill.submits[1].input_ids) == (4 if heard == "computed" else 3)
         hurried = [cancel.attempt for cancel in cluster.prefill.cancels]
         assert hurried == ([prefill.attempt] if heard == "cancelled" else [])
-        assert await resubmitted(cluster, "failed") == 0
+        assert await cluster.resubmitted() == await cluster.resubmitted("retracted")
 
 
 async def test_a_draining_worker_that_is_lost_costs_no_attempt(config: RouterConfig) -> None:
@@ -131,7 +131,23 @@ async def test_a_draining_worker_that_is_lost_costs_no_attempt(config: RouterCon
         await until_draining(cluster, "decode-0")
         await draining.stop()
         assert [token for _, token in await read(call)] == COUNTED[1:]
-        assert await resubmitted(cluster, "failed") == 0
+        assert await cluster.resubmitted() == await cluster.resubmitted("retracted")
+
+
+@pytest.mark.parametrize("cause", ["PAGE_MISMATCH", "READ_FAILED", "TRANSFER_REFUSED"])
+async def test_a_drain_does_not_explain_everything(config: RouterConfig, cause: str) -> None:
+    async with running(config, "prefill-0", "decode-0", "decode-1") as cluster:
+        cluster.count()
+        draining = cluster.decode
+        draining.on_submit = None
+        call = cluster.generate()
+        decode = await draining.submitted()
+        say_draining(draining)
+        await until_draining(cluster, "decode-0")
+        why = END.Cause.Value(f"CAUSE_{cause}")
+        draining.say(decode, end=END(reason=END.REASON_FAILED, retryable=True, cause=why))
+        assert (await collect(call)).token_ids == COUNTED
+        assert await cluster.resubmitted(cause.lower()) == await cluster.resubmitted() == 1
 
 
 async def test_new_requests_wait_for_the_successor_of_an_only_worker(
@@ -155,7 +171,7 @@ async def test_new_requests_wait_for_the_successor_of_an_only_worker(
         await asyncio.sleep(0.1)
         await old.start()
         assert [streamed.token_ids for streamed in await asyncio.gather(*calls)] == [COUNTED] * 4
-        assert await resubmitted(cluster, "retracted") == 0
+        assert await cluster.resubmitted("retracted") == 0
 
 
 async def test_that_wait_ends(config: RouterConfig) -> None:

@@ -67,11 +67,6 @@ async def tokens_then_silence(worker: ScriptedWorker, submit: worker_pb2.SubmitR
             say_counted(worker, submit, position, choice)
 
 
-async def resubmitted(cluster: Cluster, reason: str) -> float:
-    line = f'kvrelay_resubmissions_total{{model="counter",reason="{reason}"}}'
-    return await cluster.metric(line)
-
-
 async def stale(cluster: Cluster) -> float:
     return await cluster.metric('kvrelay_stale_outputs_total{model="counter"}')
 
@@ -99,7 +94,7 @@ async def test_a_retracted_stream_goes_on_where_it_was(cluster: Cluster) -> None
         assert second.age_seconds > first.age_seconds
         assert worker.cancels == []
     assert cluster.decode.submits[1].prefill == cluster.decode.submits[0].prefill
-    assert await resubmitted(cluster, "retracted") == 1
+    assert await cluster.resubmitted("retracted") == 1
     assert await stale(cluster) == 0
 
 
@@ -111,8 +106,7 @@ async def test_retractions_in_a_row_use_up_no_attempts(cluster: Cluster) -> None
     emitted = [len(emitted_by(submit)) for submit in cluster.decode.submits]
     assert emitted == [0, 2, 3, 4, 6, 7][: len(emitted)]
     assert len(emitted) == 6
-    assert await resubmitted(cluster, "retracted") == 5
-    assert await resubmitted(cluster, "failed") == 0
+    assert await cluster.resubmitted() == await cluster.resubmitted("retracted") == 5
 
 
 async def test_one_of_three_choices_is_retracted(cluster: Cluster) -> None:
@@ -267,7 +261,7 @@ async def test_a_restarted_worker_is_waited_for(patient: RouterConfig) -> None:
         cluster.list_workers()
         streamed += await read(call)
         assert [token for _, token in streamed] == COUNTED
-        assert await resubmitted(cluster, "worker_lost") == 1
+        assert await cluster.resubmitted("worker_lost") == 1
 
 
 async def test_an_abort_during_that_wait_is_the_end(patient: RouterConfig) -> None:
@@ -304,7 +298,7 @@ async def test_each_recomputation_is_counted_by_its_reason(cluster: Cluster, rea
     cluster.decode.say(await cluster.decode.submitted(), end=broken(CAUSES[reason]))
     cluster.decode.on_submit = count_decode
     assert (await collect(call)).token_ids == COUNTED
-    assert await resubmitted(cluster, reason) == 1
+    assert await cluster.resubmitted(reason) == 1
 
 
 async def test_a_cause_that_is_not_known_yet_is_a_failure(cluster: Cluster) -> None:
@@ -313,7 +307,7 @@ async def test_a_cause_that_is_not_known_yet_is_a_failure(cluster: Cluster) -> N
     cluster.decode.say(await cluster.decode.submitted(), end=broken(99))
     cluster.decode.on_submit = count_decode
     assert (await collect(call)).token_ids == COUNTED
-    assert await resubmitted(cluster, "failed") == 1
+    assert await cluster.resubmitted("failed") == 1
 
 
 @pytest.mark.parametrize(
@@ -337,7 +331,7 @@ async def test_strict_fails_what_would_be_computed_again(
         )
         failures = f'kvrelay_strict_failures_total{{model="counter",reason="{reason}"}}'
         assert await cluster.metric(failures) == 1
-        assert await resubmitted(cluster, reason) == 0
+        assert await cluster.resubmitted(reason) == 0
         assert len(cluster.decode.submits) == 1
 
 
@@ -356,7 +350,7 @@ async def test_strict_goes_on_after_a_retraction(config: RouterConfig) -> None:
         cluster.count()
         cluster.decode.on_submit = retract_after(3)
         assert (await collect(cluster.generate())).token_ids == COUNTED
-        assert await resubmitted(cluster, "retracted") == 1
+        assert await cluster.resubmitted("retracted") == 1
 
 
 async def test_attempts_are_bounded(cluster: Cluster, config: RouterConfig) -> None:
@@ -407,6 +401,36 @@ async def test_the_next_attempt_is_made_elsewhere_if_there_is_an_elsewhere(
         assert len(broken.submits) == 2, "for others it is as good as any"
 
 
+def refuse(worker: ScriptedWorker, *prefills: ScriptedWorker) -> None:
+    """A decode worker says that it does not read from these."""
+    said = load()
+    for one in prefills:
+        said.peers.add(incarnation=one.incarnation, refusal=f"{one.name} is slow")
+    worker.send(worker_pb2.AttachResponse(load=said))
+
+
+async def test_no_request_goes_to_a_pair_that_is_refused(config: RouterConfig) -> None:
+    names = ("prefill-0", "prefill-1", "decode-0", "decode-1")
+    async with running(config, *names) as cluster:
+        cluster.count()
+        prefills, decodes = cluster.workers[:2], cluster.workers[2:]
+        refuse(decodes[0], *prefills)
+        refuse(decodes[1], prefills[0])
+        await asyncio.sleep(0.1)
+        for _ in range(3):
+            assert (await collect(cluster.generate())).token_ids == COUNTED
+        assert [len(one.submits) for one in cluster.workers] == [0, 3, 0, 3]
+        refuse(decodes[1], *prefills)
+        await asyncio.sleep(0.1)
+        error = await status_of(cluster.generate())
+        assert error.code() is grpc.StatusCode.UNAVAILABLE
+        assert "prefill-1 is slow" in (error.details() or "")
+        refuse(decodes[0])
+        await asyncio.sleep(0.1)
+        assert (await collect(cluster.generate())).token_ids == COUNTED
+        assert [len(one.submits) for one in decodes] == [1, 3]
+
+
 async def test_output_that_was_complete_is_not_submitted_again(cluster: Cluster) -> None:
     call = cluster.generate(max_tokens=3)
     cluster.prefill.say(await cluster.prefill.submitted(), 0, (4,), end=HANDED_OVER)
@@ -443,4 +467,4 @@ async def test_many_requests_survive_a_worker_that_retracts_again_and_again(
     cluster.decode.on_submit = retract_after(*[3, 0, 1] * 7)
     streams = await asyncio.gather(*(collect(cluster.generate(max_tokens=20)) for _ in range(8)))
     assert all(streamed.token_ids == list(range(4, 24)) for streamed in streams)
-    assert await resubmitted(cluster, "retracted") == 21
+    assert await cluster.resubmitted("retracted") == 21

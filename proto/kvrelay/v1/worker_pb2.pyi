@@ -150,7 +150,6 @@ class RequestEnd(_message.Message):
         CAUSE_PEER_LOST: _ClassVar[RequestEnd.Cause]
         CAUSE_PEER_FAILED: _ClassVar[RequestEnd.Cause]
         CAUSE_READ_FAILED: _ClassVar[RequestEnd.Cause]
-        CAUSE_RELEASED_INVALID: _ClassVar[RequestEnd.Cause]
         CAUSE_PAGE_MISMATCH: _ClassVar[RequestEnd.Cause]
         CAUSE_TRANSFER_REFUSED: _ClassVar[RequestEnd.Cause]
         CAUSE_PROTOCOL_ERROR: _ClassVar[RequestEnd.Cause]
@@ -158,7 +157,6 @@ class RequestEnd(_message.Message):
     CAUSE_PEER_LOST: RequestEnd.Cause
     CAUSE_PEER_FAILED: RequestEnd.Cause
     CAUSE_READ_FAILED: RequestEnd.Cause
-    CAUSE_RELEASED_INVALID: RequestEnd.Cause
     CAUSE_PAGE_MISMATCH: RequestEnd.Cause
     CAUSE_TRANSFER_REFUSED: RequestEnd.Cause
     CAUSE_PROTOCOL_ERROR: RequestEnd.Cause

@@ -1,0 +1,70 @@
+"""Whole workers and a router in the test's own process, over real gRPC and NIXL, without Ray."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+
+from kvrelay.decode_worker.worker import build as build_decode
+from kvrelay.deploy.cluster import endpoint_of
+from kvrelay.engine.config import Role, WorkerConfig, WorkerInfo
+from kvrelay.prefill_worker.worker import build as build_prefill
+from kvrelay.router.config import RouterConfig
+from kvrelay.router.discovery import StaticDiscovery
+from kvrelay.router.router import Router
+from kvrelay.v1 import inference_pb2_grpc
+from tests.cluster.running import Cluster
+
+_BUILD = {Role.PREFILL: build_prefill, Role.DECODE: build_decode}
+ANYWHERE = "127.0.0.1:0"
+
+
+@dataclass
+class InProcess(Cluster):
+    """Workers that nobody supervises."""
+
+    workers: list[WorkerInfo]
+    router: Router
+
+    @property
+    def metrics_addresses(self) -> list[str]:
+        workers = [worker.metrics_address for worker in self.workers]
+        return [*workers, self.router.metrics_address]
+
+
+@asynccontextmanager
+async def in_process(
+    path: Path, *, prefill: int = 1, decode: int = 1, strict: bool = False, **options: Any
+) -> AsyncIterator[InProcess]:
+    """Run a checkpoint, in float32, with every page audited at every step.
+
+    Args:
+        path: of the checkpoint.
+        prefill: workers.
+        decode: workers.
+        strict: see `RouterConfig`.
+        options: of every worker.
+    """
+    roles = [Role.PREFILL] * prefill + [Role.DECODE] * decode
+    async with AsyncExitStack() as stack:
+        infos = []
+        for number, role in enumerate(roles):
+            name = f"{role}-{number % prefill if role is Role.PREFILL else number - prefill}"
+            config = WorkerConfig(
+                name, role, path, "tiny", dtype="float32", audit_pages=True, **options
+            )
+            worker = _BUILD[role](config)
+            infos.append(await worker.start())
+            stack.push_async_callback(worker.stop)
+        config = RouterConfig("tiny", path, "float32", ANYWHERE, ANYWHERE, strict=strict)
+        router = Router(config, StaticDiscovery([endpoint_of(info) for info in infos]))
+        await router.start()
+        stack.push_async_callback(router.stop)
+        await router.wait_ready()
+        channel = await stack.enter_async_context(grpc.aio.insecure_channel(router.grpc_address))
+        yield InProcess(inference_pb2_grpc.InferenceServiceStub(channel), infos, router)
