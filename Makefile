@@ -9,12 +9,14 @@
 #   BENCH   options of the load generator; with --target no cluster is started
 #   CHAOS   options of the fault matrix, e.g. CHAOS="--only draining"
 #   SOAK    options of the soak, e.g. SOAK="--minutes 5 --seed 3"
+#   PARALLEL how pytest shares the tests out; empty: one after the other
 #   TESTS   what pytest is told, e.g. TESTS="tests/router -x"
 
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 SERVE ?=
 BENCH ?= --sweep
+PARALLEL ?= -n 2 --dist loadgroup
 TESTS ?=
 CHAOS ?=
 SOAK ?=
@@ -76,11 +78,11 @@ comma := ,
 
 .PHONY: test
 test: $(READY) ## the tests, but for the slow ones
-	$(BIN)/python -m pytest -m "not slow" $(TESTS)
+	$(BIN)/python -m pytest $(PARALLEL) -m "not slow" $(TESTS)
 
 .PHONY: test-all
 test-all: $(READY) ## all tests
-	$(BIN)/python -m pytest $(TESTS)
+	$(BIN)/python -m pytest $(PARALLEL) $(TESTS)
 
 .PHONY: check
 check: $(READY) check-stubs ## lint, format, types, layers, stubs

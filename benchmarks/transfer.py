@@ -41,6 +41,7 @@ from kvrelay.deploy.models import Model, resolve_model, users_models
 from kvrelay.deploy.options import DEFAULT_MODEL, PAGE_ORDERS, ServeOptions
 from kvrelay.deploy.params import ADDRESS
 from kvrelay.kv_transfer.agent import TransferAgent
+from kvrelay.kv_transfer.checksums import VerifyPages
 from kvrelay.kv_transfer.peer import PeerDescription
 from kvrelay.kv_transfer.pull import Pull, PullState
 from kvrelay.kv_transfer.spans import PoolLayout, SpanPairs, pair_spans
@@ -60,6 +61,11 @@ def make_pool(order: PageOrder, pages: int) -> KVPool:
     """Of SmolLM2-135M's geometry: 30 layers, 3 heads of 64, in bfloat16."""
     geometry = KVGeometry(30, 3, 64, torch.bfloat16, PAGE_SIZE, order)
     return KVPool(geometry, pages, torch.device("cpu"))
+
+
+def _runs(state: str) -> bool:
+    assert state in ("PROC", "DONE"), f"a read ended as {state}"
+    return state == "PROC"
 
 
 class Bare:
@@ -86,9 +92,9 @@ class Bare:
 
     def finish(self, handles: list[Any]) -> None:
         """Start all of them, and look until they have ended."""
-        waiting = [handle for handle in handles if self.agent.transfer(handle) == "PROC"]
+        waiting = [handle for handle in handles if _runs(self.agent.transfer(handle))]
         while waiting:
-            waiting = [h for h in waiting if self.agent.check_xfer_state(h) == "PROC"]
+            waiting = [one for one in waiting if _runs(self.agent.check_xfer_state(one))]
 
     def release(self, handles: list[Any]) -> None:
         """They have ended."""
@@ -264,7 +270,12 @@ def rate(requests: int, tokens: int, rounds: int) -> None:
 @click.option("--prompts", type=click.IntRange(min=2), default=20)
 @click.option("--chunk-tokens", type=click.IntRange(min=1), default=512)
 @click.option("--page-order", type=click.Choice(PAGE_ORDERS), default="page_first")
-@click.option("--verify-pages", default="off", help="As `kvrelay serve --verify-pages`.")
+@click.option(
+    "--verify-pages",
+    type=click.Choice([mode.value for mode in VerifyPages]),
+    default="off",
+    help="As `kvrelay serve --verify-pages`.",
+)
 @click.option("--grpc", "address", type=ADDRESS, default="127.0.0.1:0")
 def hand_over(model: str, tokens: int, prompts: int, address: Any, **options: Any) -> None:
     """Milliseconds from the last chunk to the first decode step."""

@@ -93,9 +93,9 @@ def _answers(address: Address, access: Access) -> bool:
 
 
 def _await_workers(address: Address, access: Access) -> None:
-    """Wait until every worker that a running cluster lists is ready, and both roles are there."""
+    """Wait until every worker that a running cluster lists is ready, and they can serve."""
     deadline = time.monotonic() + READY_SECONDS
-    roles = {pb.WORKER_ROLE_PREFILL, pb.WORKER_ROLE_DECODE}
+    pair = {pb.WORKER_ROLE_PREFILL, pb.WORKER_ROLE_DECODE}
     access.check(address)
     with connected(address, access.credentials()) as service:
         while True:
@@ -103,7 +103,9 @@ def _await_workers(address: Address, access: Access) -> None:
                 pb.GetServerInfoRequest(), timeout=5.0, metadata=access.metadata
             )
             workers = info.workers
-            if all(one.ready for one in workers) and {one.role for one in workers} == roles:
+            roles = {one.role for one in workers}
+            can_serve = roles >= pair or pb.WORKER_ROLE_AGGREGATED in roles
+            if can_serve and all(one.ready for one in workers):
                 return
             if time.monotonic() > deadline:
                 raise TimeoutError(f"{address}: not all workers are ready")

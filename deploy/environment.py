@@ -1,4 +1,8 @@
-"""Every environment variable that kvrelay reads or sets, in one place."""
+"""Every environment variable that the commands read or set, in one place.
+
+Beside them `model_runner` reads XDG_CACHE_HOME for its compiled kernels, and `kv_transfer`
+tells what UCX takes from UCX_TLS.
+"""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ class WorkerSupervisor:
     """Starts a worker's actor, then follows its lives until it is stopped.
 
     A call that lives as long as the worker's process tells of its end; a process
-    that lives on but does not answer is found by its engine's heartbeat, and killed.
+    that lives on but does not answer is found by its worker's heartbeat, and killed.
 
     Args:
         config: what the worker is to be, in every life.
@@ -195,7 +195,7 @@ class WorkerSupervisor:
                     await self._actor.beat.remote()
             except TimeoutError:
                 ray.kill(self._actor, no_restart=False)
-                return f"its engine has not answered for {self._timeout:g} s, so it is killed"
+                return f"it has not answered for {self._timeout:g} s, so it is killed"
             except ray.exceptions.RayError as error:
                 return _reason(error)
             await asyncio.sleep(self._timeout / 3)

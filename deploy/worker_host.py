@@ -43,7 +43,7 @@ class Worker(Protocol):
         """Return the reason when the engine has died; until then, wait."""
 
     async def beat(self) -> None:
-        """Return when the engine's loop has answered."""
+        """Return when the engine's loop and the transfer agent have answered."""
 
     async def peer_died(self, incarnation: str) -> None:
         """Learn, perhaps not for the first time, that another's process has ended."""
@@ -103,7 +103,7 @@ class WorkerHost(ABC):
             await asyncio.Event().wait()
 
     async def beat(self) -> None:
-        """A sign of life of the engine, not of this process alone."""
+        """A sign of life of the engine and the transfer agent, not of this process alone."""
         if self._worker is not None:
             await self._worker.beat()
 

@@ -125,7 +125,6 @@ class FaultyTransferAgent(TransferAgent):
             case _:
                 return super().pull(peer, local_pages, remote_pages, lambda pull: None)
 
-
     def _flips(self, on_end: Callable[[Pull], None]) -> Callable[[Pull], None]:
         """Let a bit flip of the first token on the last page."""
 

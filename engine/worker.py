@@ -170,10 +170,15 @@ class Worker:
         return await asyncio.shield(self._failure)
 
     async def beat(self) -> None:
-        """Return once the engine's loop has answered: a sign of life, also while it computes."""
-        answered = asyncio.Event()
-        self._inbox.post(Inspect(lambda _: self._loop.call_soon_threadsafe(answered.set)))
-        await answered.wait()
+        """Return once the engine's loop and the transfer agent have answered.
+
+        A sign of life of both, also while they compute and read.
+        """
+        engine, agent = asyncio.Event(), asyncio.Event()
+        self._inbox.post(Inspect(lambda _: self._loop.call_soon_threadsafe(engine.set)))
+        self._agent.answer(lambda: self._loop.call_soon_threadsafe(agent.set))
+        await engine.wait()
+        await agent.wait()
 
     async def peer_died(self, incarnation: str) -> None:
         """The supervisor says that another worker's process is gone for good."""

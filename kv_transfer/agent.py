@@ -143,6 +143,10 @@ class TransferAgent:
         self._orders.put(lambda: self._begin(pull, on_end, operation, probes=True))
         return pull
 
+    def answer(self, on_answer: Callable[[], None]) -> None:
+        """Have `on_answer` called on the agent's thread: a sign that it lives."""
+        self._orders.put(on_answer)
+
     def serve(self, change: int) -> None:
         """Tell that so many more (or fewer) requests may be read from by peers."""
         self._orders.put(lambda: self._change_serving(change))

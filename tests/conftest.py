@@ -10,8 +10,18 @@ from hypothesis import settings
 from kvrelay.deploy.models import resolve_model, users_models
 from kvrelay.deploy.options import DEFAULT_MODEL
 
+TESTS = Path(__file__).parent
+
 # Here, because pytest asks for the profile before it reads the tests.
 settings.register_profile("nightly", max_examples=6_000)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """For `pytest -n`: what shares a Ray, or a file's models, is run by one process."""
+    for item in items:
+        file = item.path.relative_to(TESTS)
+        group = "cluster" if file.parts[0] == "cluster" else str(file)
+        item.add_marker(pytest.mark.xdist_group(group))
 
 
 @pytest.fixture(scope="session")

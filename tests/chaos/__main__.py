@@ -1,13 +1,15 @@
 """The fault matrix: `python -m tests.chaos` writes docs/chaos.md and what it is made from.
 
 `--only WORDS` runs the cells whose names have them, and leaves the rest of the page as it was;
-`--short` runs the most telling ones, and writes nothing.
+`--short` runs the most telling ones, and writes nothing; `--two-networks` lets KV go over a slow
+link by TCP, and writes docs/chaos-two-networks.md.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import sys
 import tempfile
 import time
@@ -20,13 +22,15 @@ from tests.chaos.cluster import chaos_cluster
 from tests.chaos.experiment import STOP_S, Report, experiment
 from tests.chaos.load import make_cases
 from tests.chaos.report import load, save, to_markdown
+from tests.chaos.two_networks import SLOW_LINK, two_networks, why_not
 from tests.checkpoints import make_checkpoint
 
 TIMEOUT_S = 8.0
 """Of the whole matrix: well above the stop that a worker is to survive."""
 SHORT_TIMEOUT_S = 6.0
 PAGE = Path("docs/chaos.md")
-DATA = Path("docs/chaos.json")
+PAGE_OF_TWO_NETWORKS = Path("docs/chaos-two-networks.md")
+ONE_HOST = "KV goes from memory to memory on one host."
 
 
 async def run(model: Path, cells: Sequence[Cell], worker_timeout: float) -> dict[Cell, Report]:
@@ -53,18 +57,25 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--short", action="store_true", help="a few cells, and no page written")
     parser.add_argument("--only", default="", help="cells whose name contains this")
+    parser.add_argument("--two-networks", action="store_true", help="KV goes over a slow link")
     options = parser.parse_args()
+    if options.two_networks and (why := why_not()):
+        parser.error(f"--two-networks: {why}")
     cells = list(SHORT) if options.short else [cell for cell in matrix() if not cell.impossible]
     cells = [cell for cell in cells if options.only in str(cell)]
     begun = time.monotonic()
     timeout = SHORT_TIMEOUT_S if options.short else TIMEOUT_S
-    with tempfile.TemporaryDirectory() as folder, LocalRay(workers=4):
+    network = two_networks() if options.two_networks else contextlib.nullcontext()
+    with tempfile.TemporaryDirectory() as folder, LocalRay(workers=4), network:
         model = make_checkpoint(Path(folder) / "llama")
         reports = asyncio.run(run(model, cells, timeout))
     if not options.short:
-        all_reports = (load(DATA) if options.only else {}) | reports
-        save(all_reports, DATA)
-        PAGE.write_text(to_markdown(all_reports, list(matrix()), timeout=timeout))
+        page = PAGE_OF_TWO_NETWORKS if options.two_networks else PAGE
+        transport = SLOW_LINK if options.two_networks else ONE_HOST
+        data = page.with_suffix(".json")
+        all_reports = (load(data) if options.only else {}) | reports
+        save(all_reports, data)
+        page.write_text(to_markdown(all_reports, list(matrix()), transport, timeout=timeout))
     wrong = sum(bool(report.problems) for report in reports.values())
     _say(f"{len(cells)} cells in {time.monotonic() - begun:.0f} s, {wrong} went wrong")
     sys.exit(bool(wrong))

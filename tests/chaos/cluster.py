@@ -42,7 +42,9 @@ def free_port() -> int:
         return one.getsockname()[1]
 
 
-def make_configs(model: Path, timeout: float, dtype: str, retract_every: int) -> list[WorkerConfig]:
+def make_configs(
+    model: Path, timeout: float, dtype: str, retract_every: int, kv_memory: int
+) -> list[WorkerConfig]:
     """The second of each role always comes back at the address that it had."""
     options = ServeOptions(
         model=str(model),
@@ -52,7 +54,7 @@ def make_configs(model: Path, timeout: float, dtype: str, retract_every: int) ->
         decode=2,
         page_size=4,
         chunk_tokens=32,
-        kv_memory=4 << 20,
+        kv_memory=kv_memory,
         threads=1,
         audit_pages=True,
         worker_timeout=timeout,
@@ -172,7 +174,9 @@ class ChaosCluster:
         return self.cluster.workers[name]
 
     async def arm(self, name: str, *faults: Fault) -> None:
-        await self.cluster.arm(name, faults)
+        """A fault can strike before the worker has answered."""
+        with suppress(ray.exceptions.RayActorError):
+            await self.cluster.arm(name, faults)
 
     async def until_fired(self, observer: str, pids: Sequence[int]) -> None:
         """Until the fault that was armed there has happened, or one of the processes shows it."""
@@ -274,10 +278,15 @@ async def unrest(info: WorkerInfo) -> list[str]:
 
 @asynccontextmanager
 async def chaos_cluster(
-    model: Path, *, worker_timeout: float, dtype: str = "float32", retract_every: int = 150
+    model: Path,
+    *,
+    worker_timeout: float,
+    dtype: str = "float32",
+    retract_every: int = 150,
+    kv_memory: int = 4 << 20,
 ) -> AsyncIterator[ChaosCluster]:
     """Run one in the Ray that is initialised."""
-    configs = make_configs(model, worker_timeout, dtype, retract_every)
+    configs = make_configs(model, worker_timeout, dtype, retract_every, kv_memory)
     async with Cluster(configs, worker_timeout=worker_timeout) as cluster:
         chaos = ChaosCluster(model, cluster, worker_timeout)
         try:

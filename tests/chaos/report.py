@@ -17,7 +17,7 @@ HEAD = """\
 # The fault matrix
 
 Made by `make chaos`; `make chaos-short`, and with it `make test`, runs the most telling cells.
-{summary}
+{summary} {transport}
 
 A real cluster: two prefill workers (P) and two decode workers (D) as Ray actors over NIXL and
 gRPC, a router in a process of its own, a tiny Llama in float32, every page audited at every
@@ -58,7 +58,9 @@ def _report(cell: dict[str, str], **more: Any) -> Report:
     return Report(where, **more)
 
 
-def to_markdown(reports: Mapping[Cell, Report], cells: Sequence[Cell], *, timeout: float) -> str:
+def to_markdown(
+    reports: Mapping[Cell, Report], cells: Sequence[Cell], transport: str, *, timeout: float
+) -> str:
     """The whole page."""
     wrong = [report for report in reports.values() if report.problems]
     minutes = sum(report.seconds for report in reports.values()) / 60
@@ -67,7 +69,9 @@ def to_markdown(reports: Mapping[Cell, Report], cells: Sequence[Cell], *, timeou
         f"Last run: {len(reports)} cells, {requests} requests, {minutes:.0f} minutes, "
         f"{len(wrong)} failures."
     )
-    lines = [HEAD.format(summary=summary, timeout=timeout, bound=bound_of(timeout))]
+    lines = [
+        HEAD.format(summary=summary, transport=transport, timeout=timeout, bound=bound_of(timeout))
+    ]
     lines.append("| harm | to | " + " | ".join(Phase) + " |")
     lines.append("| --- | --- | " + " | ".join("---" for _ in Phase) + " |")
     reasons: dict[str, list[Cell]] = {}

@@ -31,6 +31,10 @@ RATE = "16mbit"
 BURST = "16kb"
 QUEUE = "2s"
 """What the link holds at most; more is dropped, and sent again by TCP."""
+SLOW_LINK = (
+    f"KV goes by TCP between two network namespaces, over a link of {RATE} (`tc tbf`): bytes "
+    "are on their way for a long time."
+)
 DEVICE = "kv0"
 PLACES = {Role.PREFILL: "10.213.0.1/24", Role.DECODE: "10.213.0.2/24"}
 

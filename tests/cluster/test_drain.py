@@ -87,9 +87,11 @@ async def drain(cluster: RunningCluster, worker: str, *, remove: bool = False) -
         return phases
 
 
-async def test_a_rolling_restart_of_every_worker_under_load_loses_no_request(ray, tiny):
+@pytest.mark.parametrize("prefill", [1, pytest.param(2, marks=pytest.mark.slow)])
+async def test_a_rolling_restart_of_every_worker_under_load_loses_no_request(ray, tiny, prefill):
+    """Two workers take each other's load; requests wait for the successor of an only one."""
     async with running(
-        tiny, prefill=2, decode=2, dtype="float32", kv_memory=8 << 20, drain_grace=0.3
+        tiny, prefill=prefill, decode=2, dtype="float32", kv_memory=8 << 20, drain_grace=0.3
     ) as cluster:
         before = {
             name: info.incarnation for name, info in cluster.deployment.cluster.workers.items()
@@ -136,6 +138,7 @@ async def restarted(cluster: RunningCluster, worker: str) -> None:
             await asyncio.sleep(0.05)
 
 
+@pytest.mark.slow
 async def test_requests_wait_for_the_successor_of_an_only_worker(ray, tiny):
     """Those that run when it begins to drain, and those that come while there is none."""
     async with running(

@@ -199,7 +199,7 @@ async def test_a_worker_whose_engine_is_silent_is_killed_and_replaced(
     second = await next_life(cluster, first)
     assert second.pid != first.pid
     assert not psutil.pid_exists(first.pid)
-    assert f"{first.incarnation} is lost: its engine has not answered for 3 s" in caplog.text
+    assert f"{first.incarnation} is lost: it has not answered for 3 s" in caplog.text
     await until(lambda: was_told(orders, "decode-0", first))
 
 

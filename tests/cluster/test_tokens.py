@@ -8,24 +8,27 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer
 
+from kvrelay.mem_cache.geometry import PageOrder
 from tests.checkpoints import VOCAB_SIZE, make_checkpoint
+from tests.cluster.in_process import in_process
 from tests.cluster.reference import Reference
-from tests.cluster.running import Answer, RunningCluster, running
+from tests.cluster.running import Answer, Cluster, RunningCluster, running
 
 LENGTHS = (
     1, 2, 3, 7, 15, 16, 17, 31, 32, 33, 48, 63, 64, 65, 100, 127, 128, 129, 200, 256, 300, 511,
     700, 1500,
 )  # fmt: skip
 NEW_TOKENS = 64
-ALONE_TOKENS = 24
-"""Of requests that run one after the other in `make test`; those at once go on to the end."""
+SOME_TOKENS = 24
+"""In `make test`."""
 AT_ONCE = 8
 TEXT = Path(__file__).parents[2] / "LICENSE"
 SHAPES = [
-    (2, 2, 1),
-    pytest.param(1, 1, 16, marks=pytest.mark.slow),
-    pytest.param(1, 1, 1, marks=pytest.mark.slow),
-    pytest.param(2, 2, 16, marks=pytest.mark.slow),
+    (2, 2, 1, SOME_TOKENS),
+    *(
+        pytest.param(*shape, NEW_TOKENS, marks=pytest.mark.slow)
+        for shape in [(2, 2, 1), (1, 1, 16), (1, 1, 1), (2, 2, 16)]
+    ),
 ]
 
 
@@ -42,17 +45,19 @@ def reference(smollm2: Path) -> Reference:
     return Reference(smollm2)
 
 
-async def ask(cluster: RunningCluster, prompt: list[int], max_tokens: int = NEW_TOKENS) -> Answer:
+async def ask(cluster: Cluster, prompt: list[int], max_tokens: int = NEW_TOKENS) -> Answer:
     return await cluster.generate(prompt, temperature=0, max_tokens=max_tokens, ignore_eos=True)
 
 
-async def ask_at_once(cluster: RunningCluster, prompts: list[list[int]]) -> list[list[int]]:
+async def ask_at_once(
+    cluster: Cluster, prompts: list[list[int]], max_tokens: int = NEW_TOKENS
+) -> list[list[int]]:
     """At most `AT_ONCE` requests at any time, longest first."""
     gate = asyncio.Semaphore(AT_ONCE)
 
     async def one(prompt: list[int]) -> list[int]:
         async with gate:
-            return (await ask(cluster, prompt)).tokens
+            return (await ask(cluster, prompt, max_tokens)).tokens
 
     return await asyncio.gather(*(one(prompt) for prompt in prompts))
 
@@ -88,21 +93,23 @@ def serving(smollm2: Path, prefill: int, decode: int, page_size: int, prefix_ind
     )
 
 
-@pytest.mark.parametrize(("prefill", "decode", "page_size"), SHAPES)
+@pytest.mark.parametrize(("prefill", "decode", "page_size", "count"), SHAPES)
 @pytest.mark.timeout(900)
-async def test_smollm2_eight_at_once(ray, smollm2, prompts, reference, prefill, decode, page_size):
+async def test_smollm2_eight_at_once(
+    ray, smollm2, prompts, reference, prefill, decode, page_size, count
+):
     async with serving(smollm2, prefill, decode, page_size, "none") as cluster:
-        outputs = await ask_at_once(cluster, prompts)
+        outputs = await ask_at_once(cluster, prompts, count)
         await cluster.assert_at_baseline()
         pages = sum(-(-len(prompt) // page_size) for prompt in prompts)
         await assert_moved(cluster, pages, page_size)
-    reference.assert_greedy(prompts, outputs, NEW_TOKENS)
+    reference.assert_greedy(prompts, outputs, count)
 
 
 @pytest.mark.parametrize(
     ("prefill", "decode", "page_size", "count"),
     [
-        (1, 1, 16, ALONE_TOKENS),
+        (1, 1, 16, SOME_TOKENS),
         *(
             pytest.param(*shape, NEW_TOKENS, marks=pytest.mark.slow)
             for shape in [(1, 1, 16), (1, 1, 1), (2, 2, 1), (2, 2, 16)]
@@ -134,17 +141,14 @@ TINY = [
 
 
 @pytest.mark.parametrize(("architecture", "prefill", "decode", "page_size"), TINY)
-async def test_tiny_models_equal_transformers(
-    ray, tmp_path, architecture, prefill, decode, page_size
-):
+async def test_tiny_models_equal_transformers(tmp_path, architecture, prefill, decode, page_size):
     path = make_checkpoint(tmp_path / architecture, architecture)
     prompts = [[(7 * i + n) % VOCAB_SIZE for i in range(n)] for n in LENGTHS]
-    async with running(
+    async with in_process(
         path,
         prefill=prefill,
         decode=decode,
         page_size=page_size,
-        dtype="float32",
         chunk_tokens=64,
         kv_memory=32 << 20,
     ) as cluster:
@@ -155,9 +159,9 @@ async def test_tiny_models_equal_transformers(
     Reference(path).assert_greedy(prompts, outputs, NEW_TOKENS)
 
 
-async def test_layer_first_pools_hand_over_too(ray, tiny):
+async def test_layer_first_pools_hand_over_too(tiny):
     prompt = list(range(40))
-    async with running(tiny, dtype="float32", page_order="layer_first") as cluster:
+    async with in_process(tiny, page_order=PageOrder.LAYER_FIRST) as cluster:
         output = (await ask(cluster, prompt)).tokens
         await cluster.assert_at_baseline()
     Reference(tiny).assert_greedy([prompt], [output], NEW_TOKENS)

@@ -67,6 +67,7 @@ def test_truncated_file_leaves_nothing(tmp_path: Path, smollm2_gguf: Path) -> No
     assert list(tmp_path.iterdir()) == [source]
 
 
+@pytest.mark.slow
 def test_nothing_is_drawn_on_the_terminal(
     tmp_path: Path, smollm2_gguf: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
