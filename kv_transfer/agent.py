@@ -88,7 +88,7 @@ class TransferAgent:
         self._closed = False
         self._on_failure = on_failure
         self._hasher = PageHasher(pools, on_failure)
-        self._orders: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._orders: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="kv-transfer", daemon=True)
         self._thread.start()
 
@@ -143,7 +143,7 @@ class TransferAgent:
         self._orders.put(lambda: self._begin(pull, on_end, operation, probes=True))
         return pull
 
-    def answer(self, on_answer: Callable[[], None]) -> None:
+    def answer(self, on_answer: Callable[[], object]) -> None:
         """Have `on_answer` called on the agent's thread: a sign that it lives."""
         self._orders.put(on_answer)
 
