@@ -2,7 +2,8 @@
 
 In float64, so that a token cannot depend on who else was in its batch. Every
 minute the load pauses: then every page must be back. At the end it says how much
-memory each process had gained, for those that lived long enough to tell; the
+memory each process had gained, for those that lived long enough to tell, and none
+may have grown by more than half a MiB a minute over more than ten minutes; the
 first worker of each role and this process are never killed.
 """
 
@@ -34,6 +35,8 @@ ROUND_S = 60.0
 SETTLED_S = 60.0
 """What a process gains before this age is its warming up."""
 LONG_ENOUGH_S = 120.0
+FLAT, FLAT_AFTER_MINUTES = 0.5, 10.0
+"""MiB a minute: more is a leak, in a process that lived for so long."""
 MIB = 1 << 20
 
 
@@ -53,16 +56,21 @@ class Memory:
                 continue
             self.seen[name].append((time.monotonic(), taken))
 
-    def report(self) -> Iterator[str]:
+    def report(self) -> Iterator[tuple[bool, str]]:
+        """For each process that lived long enough, whether it has grown, and by how much."""
         for name, seen in self.seen.items():
             times, taken = np.array(seen).T
             settled = times - times[0] >= SETTLED_S
             if times[-1] - times[0] < LONG_ENOUGH_S or settled.sum() < 3:
                 continue
             slope = np.polyfit(times[settled] / 60, taken[settled], 1)[0]
+            minutes = (times[-1] - times[0]) / 60
             yield (
-                f"{name}: {taken[settled][0]:.1f} MiB after a minute, {taken[-1]:.1f} MiB at the "
-                f"end, {slope:+.2f} MiB a minute over {(times[-1] - times[0]) / 60:.0f} minutes"
+                slope > FLAT and minutes > FLAT_AFTER_MINUTES,
+                (
+                    f"{name}: {taken[settled][0]:.1f} MiB after a minute, {taken[-1]:.1f} MiB at the "
+                    f"end, {slope:+.2f} MiB a minute over {minutes:.0f} minutes"
+                ),
             )
 
 
@@ -99,8 +107,9 @@ async def soak(model: Path, minutes: float, seed: int) -> int:
                 await chaos.replace_router(same_address=rng.random() < 0.5)
                 totals["routers replaced"] += 1
             _say(f"{time.monotonic() - ends + minutes * 60:.0f} s: {dict(totals)}, {wrong} wrong")
-    for line in memory.report():
-        _say(line)
+    for grows, line in memory.report():
+        wrong += grows
+        _say(f"GROWS: {line}" if grows else line)
     return wrong
 
 

@@ -6,16 +6,19 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 from collections.abc import AsyncIterator
 
 import pytest
 
+from kvrelay.deploy.local_ray import ray as ray_itself
 from kvrelay.engine.faults import Action, Event, Fault
 from tests.chaos.__main__ import SHORT_TIMEOUT_S
 from tests.chaos.cells import SHORT, Cell
-from tests.chaos.cluster import ChaosCluster, chaos_cluster
+from tests.chaos.cluster import ChaosCluster, chaos_cluster, wake
 from tests.chaos.experiment import experiment
-from tests.chaos.load import Case, ask, make_cases
+from tests.chaos.load import Case, Load, ask, check, make_cases
 from tests.cluster.running import running
 
 
@@ -53,6 +56,35 @@ async def test_scenario_34_abort_while_a_slow_read_writes_its_pages(
         assert other.completed
         assert other.tokens == expected[other.case]
     await chaos.until_at_rest()
+
+
+@pytest.mark.parametrize("name", ["decode-0", pytest.param("prefill-0", marks=pytest.mark.slow)])
+async def test_a_worker_that_cannot_be_killed_does_no_harm_when_it_wakes(
+    chaos: ChaosCluster,
+    expected: dict[Case, list[int]],
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+):
+    """It is given up, others take its requests, and what it says of them later is too late."""
+    monkeypatch.setattr(ray_itself, "kill", lambda *args, **more: None)
+    before = chaos.worker(name)
+    load = Load(chaos.router.current, list(expected), chaos.bound)
+    await load.warm(3)
+    os.kill(before.pid, signal.SIGSTOP)
+    try:
+        async with asyncio.timeout(60):
+            while name in chaos.cluster.workers:
+                await asyncio.sleep(0.05)
+            await load.warm(len(load.outcomes) + 5)
+    finally:
+        wake(before.pid)
+    async with asyncio.timeout(60):
+        while chaos.cluster.workers.get(name) != before:
+            await asyncio.sleep(0.05)
+    await load.warm(len(load.outcomes) + 5)
+    assert not check(await load.stop(), expected, may_be_lost=False)
+    await chaos.until_at_rest()
+    assert chaos.worker(name) == before
 
 
 @pytest.mark.filterwarnings("ignore::ResourceWarning")

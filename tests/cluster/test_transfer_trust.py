@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
 
+from kvrelay.decode_worker.worker import build
+from kvrelay.engine.config import Role, WorkerConfig
 from kvrelay.engine.faults import parse_faults
 from kvrelay.kv_transfer.checksums import VerifyPages
 from kvrelay.mem_cache.geometry import PageOrder
@@ -24,6 +28,19 @@ async def say(cluster: InProcess) -> list[int]:
 
 async def peers(cluster: InProcess) -> list[Any]:
     return [peer for worker in await cluster.status() for peer in worker.load.peers]
+
+
+async def test_a_worker_whose_transfer_thread_hangs_gives_no_sign_of_life(tiny: Path):
+    config = WorkerConfig("decode-0", Role.DECODE, tiny, "tiny", kv_memory=1 << 20)
+    worker, goes_on = build(config), threading.Event()
+    await worker.start()
+    await asyncio.wait_for(worker.beat(), 30)
+    worker._agent.answer(goes_on.wait)
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(worker.beat(), 0.5)
+    goes_on.set()
+    await asyncio.wait_for(worker.beat(), 30)
+    await worker.stop()
 
 
 @pytest.fixture

@@ -188,7 +188,7 @@ def test_prompt_that_does_not_fit_any_pool_is_refused_and_others_live():
     simulation.assert_at_baseline()
 
 
-def test_ids_that_begin_alike_are_different_requests():
+def test_scenario_42_ids_that_begin_alike_are_different_requests():
     """Scenario 42: aborting `1` leaves `10` alone."""
     simulation = Simulation(3, page_size=4, pages=60, rows=16, chunk=8)
     requests = [simulation.submit(list(range(12)), 4) for _ in range(11)]
@@ -298,7 +298,7 @@ def test_stop_gives_everything_back_wherever_it_comes(events):
 
 
 @pytest.mark.parametrize("length", [16, 18])
-def test_a_prompt_that_both_indexes_have_is_not_computed_and_does_not_travel(length):
+def test_scenario_36_a_prompt_that_both_indexes_have_is_not_computed_and_does_not_travel(length):
     """Scenario 36: the first token does."""
     simulation = Simulation(0, page_size=4, pages=40, rows=4, chunk=16)
     del simulation.prefills[1:], simulation.decodes[1:]
