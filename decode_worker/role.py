@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -50,6 +51,8 @@ from kvrelay.kv_transfer.hand_over import (
 )
 from kvrelay.kv_transfer.pull import Pull, PullState
 from kvrelay.mem_cache.release import Outcome
+
+logger = logging.getLogger(__name__)
 
 _SLOWEST_READ = 4
 """Of the time after which a silent peer is given up: what one read may take."""
@@ -270,6 +273,8 @@ class DecodeRole:
                 self._fail(request, Cause.PEER_LOST, error)
             elif request.reading and now - request.read_at > slowest:
                 error = f"a read has not ended for {slowest:g} s"
+                states = ", ".join(f"{pull.peer}: {pull.state.name}" for pull in request.reading)
+                logger.warning("request %s: %s (%s)", request.key.request_id, error, states)
                 self._fail(request, Cause.READ_FAILED, error)
             else:
                 self._say(request, Beat())

@@ -306,6 +306,13 @@ class TransferAgent:
         self._running.remove(running)
         running.pull.state, running.pull.error = PullState.FAILED, error
         running.pull.seconds = time.monotonic() - running.begun
+        logger.warning(
+            "a read of %d pages from %s failed after %.1f s (%s): they wait for its end",
+            running.pull.num_pages,
+            running.pull.peer,
+            running.pull.seconds,
+            error,
+        )
         self._failed.append(running)
         running.on_end(running.pull)
 
