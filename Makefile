@@ -9,14 +9,12 @@
 #   BENCH   options of the load generator; with --target no cluster is started
 #   CHAOS   options of the fault matrix, e.g. CHAOS="--only draining"
 #   SOAK    options of the soak, e.g. SOAK="--minutes 5 --seed 3"
-#   PARALLEL how pytest shares the tests out; empty: one after the other
 #   TESTS   what pytest is told, e.g. TESTS="tests/router -x"
 
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 SERVE ?=
 BENCH ?= --sweep
-PARALLEL ?= -n 2 --dist loadgroup
 TESTS ?=
 CHAOS ?=
 SOAK ?=
@@ -76,13 +74,20 @@ $(READY): $(INSTALLED)
 
 comma := ,
 
+# $(call tests,which): those that can share the machine two at a time, then the others.
+# No test at all (5) is no failure: TESTS may name some of one kind only.
+define tests
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not alone$(1)" $(TESTS) || [ $$? = 5 ]
+	$(BIN)/python -m pytest -m "alone$(1)" $(TESTS) || [ $$? = 5 ]
+endef
+
 .PHONY: test
 test: $(READY) ## the tests, but for the slow ones
-	$(BIN)/python -m pytest $(PARALLEL) -m "not slow" $(TESTS)
+	$(call tests, and not slow)
 
 .PHONY: test-all
 test-all: $(READY) ## all tests
-	$(BIN)/python -m pytest $(PARALLEL) $(TESTS)
+	$(call tests)
 
 .PHONY: check
 check: $(READY) check-stubs ## lint, format, types, layers, stubs

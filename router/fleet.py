@@ -72,7 +72,7 @@ class Fleet:
         """Some worker leaves, and another one is to take its place, or is about to be reached."""
         links = self._links.items()
         return any(
-            link.endpoint.draining or (incarnation in self._successors and not link.met)
+            link.draining or (incarnation in self._successors and not link.met)
             for incarnation, link in links
         )
 

@@ -10,18 +10,17 @@ from hypothesis import settings
 from kvrelay.deploy.models import resolve_model, users_models
 from kvrelay.deploy.options import DEFAULT_MODEL
 
-TESTS = Path(__file__).parent
+CLUSTER = Path(__file__).parent / "cluster"
 
 # Here, because pytest asks for the profile before it reads the tests.
 settings.register_profile("nightly", max_examples=6_000)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """For `pytest -n`: what shares a Ray, or a file's models, is run by one process."""
+    """Clusters are processes enough for a machine: nothing else runs beside them."""
     for item in items:
-        file = item.path.relative_to(TESTS)
-        group = "cluster" if file.parts[0] == "cluster" else str(file)
-        item.add_marker(pytest.mark.xdist_group(group))
+        if item.path.is_relative_to(CLUSTER):
+            item.add_marker(pytest.mark.alone)
 
 
 @pytest.fixture(scope="session")

@@ -58,7 +58,8 @@ async def test_scenario_34_abort_while_a_slow_read_writes_its_pages(
     await chaos.until_at_rest()
 
 
-@pytest.mark.parametrize("name", ["decode-0", pytest.param("prefill-0", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["decode-0", "prefill-0"])
 async def test_a_worker_that_cannot_be_killed_does_no_harm_when_it_wakes(
     chaos: ChaosCluster,
     expected: dict[Case, list[int]],
@@ -88,6 +89,7 @@ async def test_a_worker_that_cannot_be_killed_does_no_harm_when_it_wakes(
 
 
 @pytest.mark.filterwarnings("ignore::ResourceWarning")
+@pytest.mark.slow
 async def test_a_worker_that_is_told_to_die_does_so_in_its_first_life_only(ray, tiny):
     """As `kvrelay serve --debug-faults` has it."""
     options = {"page_size": 4, "dtype": "float32", "worker_timeout": SHORT_TIMEOUT_S}

@@ -64,20 +64,19 @@ async def test_scenario_34_bytes_that_come_after_an_abort_change_no_token(
 
 
 CELLS = [
-    Cell(Harm.KILL, Victim.PREFILL, Phase.PULLING),
-    *(
-        pytest.param(Cell(*cell), marks=pytest.mark.slow)
-        for cell in (
-            (Harm.STOP_FOR_GOOD, Victim.PREFILL, Phase.PULLING),
-            (Harm.RESTART, Victim.PREFILL, Phase.PULLING),
-            (Harm.KILL, Victim.DECODE, Phase.PULLING),
-            (Harm.STOP, Victim.DECODE, Phase.PULLING),
-            (Harm.KILL, Victim.ROUTER, Phase.PULLING),
-        )
-    ),
+    Cell(harm, victim, Phase.PULLING)
+    for harm, victim in (
+        (Harm.KILL, Victim.PREFILL),
+        (Harm.STOP_FOR_GOOD, Victim.PREFILL),
+        (Harm.RESTART, Victim.PREFILL),
+        (Harm.KILL, Victim.DECODE),
+        (Harm.STOP, Victim.DECODE),
+        (Harm.KILL, Victim.ROUTER),
+    )
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cell", CELLS, ids=str)
 @pytest.mark.filterwarnings("ignore::ResourceWarning")
 async def test_nobody_notices(chaos: ChaosCluster, expected: dict[Case, list[int]], cell: Cell):

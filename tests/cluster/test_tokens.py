@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 from tokenizers import Tokenizer
@@ -19,14 +20,25 @@ LENGTHS = (
     700, 1500,
 )  # fmt: skip
 NEW_TOKENS = 64
-SOME_TOKENS = 24
+
+
+class Size(NamedTuple):
+    """Of a run."""
+
+    prompts: int
+    """The shortest ones."""
+    tokens: int
+
+
+SOME = Size(LENGTHS.index(511) + 1, 24)
 """In `make test`."""
+ALL = Size(len(LENGTHS), NEW_TOKENS)
 AT_ONCE = 8
 TEXT = Path(__file__).parents[2] / "LICENSE"
 SHAPES = [
-    (2, 2, 1, SOME_TOKENS),
+    (2, 2, 1, SOME),
     *(
-        pytest.param(*shape, NEW_TOKENS, marks=pytest.mark.slow)
+        pytest.param(*shape, ALL, marks=pytest.mark.slow)
         for shape in [(2, 2, 1), (1, 1, 16), (1, 1, 1), (2, 2, 16)]
     ),
 ]
@@ -93,38 +105,40 @@ def serving(smollm2: Path, prefill: int, decode: int, page_size: int, prefix_ind
     )
 
 
-@pytest.mark.parametrize(("prefill", "decode", "page_size", "count"), SHAPES)
+@pytest.mark.parametrize(("prefill", "decode", "page_size", "size"), SHAPES)
 @pytest.mark.timeout(900)
 async def test_smollm2_eight_at_once(
-    ray, smollm2, prompts, reference, prefill, decode, page_size, count
+    ray, smollm2, prompts, reference, prefill, decode, page_size, size
 ):
+    asked = prompts[: size.prompts]
     async with serving(smollm2, prefill, decode, page_size, "none") as cluster:
-        outputs = await ask_at_once(cluster, prompts, count)
+        outputs = await ask_at_once(cluster, asked, size.tokens)
         await cluster.assert_at_baseline()
-        pages = sum(-(-len(prompt) // page_size) for prompt in prompts)
+        pages = sum(-(-len(prompt) // page_size) for prompt in asked)
         await assert_moved(cluster, pages, page_size)
-    reference.assert_greedy(prompts, outputs, count)
+    reference.assert_greedy(asked, outputs, size.tokens)
 
 
 @pytest.mark.parametrize(
-    ("prefill", "decode", "page_size", "count"),
+    ("prefill", "decode", "page_size", "size"),
     [
-        (1, 1, 16, SOME_TOKENS),
+        (1, 1, 16, SOME),
         *(
-            pytest.param(*shape, NEW_TOKENS, marks=pytest.mark.slow)
+            pytest.param(*shape, ALL, marks=pytest.mark.slow)
             for shape in [(1, 1, 16), (1, 1, 1), (2, 2, 1), (2, 2, 16)]
         ),
     ],
 )
 @pytest.mark.timeout(900)
-async def test_smollm2_alone(ray, smollm2, prompts, reference, prefill, decode, page_size, count):
+async def test_smollm2_alone(ray, smollm2, prompts, reference, prefill, decode, page_size, size):
+    asked = prompts[: size.prompts]
     async with serving(smollm2, prefill, decode, page_size, "radix") as cluster:
-        outputs = [(await ask(cluster, prompt, count)).tokens for prompt in prompts]
+        outputs = [(await ask(cluster, prompt, size.tokens)).tokens for prompt in asked]
         await cluster.assert_at_baseline()
         # With several decode workers a prefix may be with another.
         if decode == 1:
-            await assert_moved(cluster, pages_lacking(prompts, outputs, page_size), page_size)
-    reference.assert_greedy(prompts, outputs, count)
+            await assert_moved(cluster, pages_lacking(asked, outputs, page_size), page_size)
+    reference.assert_greedy(asked, outputs, size.tokens)
 
 
 TINY = [

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -158,6 +159,7 @@ async def test_memory_in_quarantine_for_too_long_drains_the_worker(
     worker = Worker(sim.config, lambda parts: None)  # type: ignore[arg-type, return-value]
     worker._loop = asyncio.get_running_loop()
     worker._inbox, worker._metrics = sim.inbox, sim.core.metrics
+    worker._agent = SimpleNamespace(answer=lambda on_answer: on_answer())
     since: float | None = time.monotonic() - 1
     ledger = type(sim.ledger)
     monkeypatch.setattr(ledger, "quarantined_since", property(lambda _: since))

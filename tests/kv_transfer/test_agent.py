@@ -289,6 +289,7 @@ def test_a_byte_that_changes_on_the_way_changes_the_sum(agent, order):
     peer.stop()
 
 
+@pytest.mark.alone
 def test_idle_agent_uses_no_cpu(agent):
     peer = Peer()
     agent.add_peer(peer.description)
