@@ -65,13 +65,10 @@ class Memory:
                 continue
             slope = np.polyfit(times[settled] / 60, taken[settled], 1)[0]
             minutes = (times[-1] - times[0]) / 60
-            yield (
-                slope > FLAT and minutes > FLAT_AFTER_MINUTES,
-                (
-                    f"{name}: {taken[settled][0]:.1f} MiB after a minute, {taken[-1]:.1f} MiB at the "
-                    f"end, {slope:+.2f} MiB a minute over {minutes:.0f} minutes"
-                ),
-            )
+            first, last = taken[settled][0], taken[-1]
+            said = f"{name}: {first:.1f} MiB after a minute, {last:.1f} MiB at the end, "
+            said += f"{slope:+.2f} MiB a minute over {minutes:.0f} minutes"
+            yield slope > FLAT and minutes > FLAT_AFTER_MINUTES, said
 
 
 def random_fault(rng: random.Random, chaos: ChaosCluster) -> tuple[str, Fault]:
