@@ -161,6 +161,8 @@ class HandOverClient:
             detail, cause = str(error), Cause.PROTOCOL_ERROR
         except grpc.RpcError as error:
             detail = _status_of(error)
+        except TimeoutError:
+            detail = f"it has not answered for {REACH_TIMEOUT_S:g} s"
         finally:
             self._inbox.post(StreamLost(stream, detail, cause))
 
@@ -248,7 +250,7 @@ class HandOverClient:
             async with worker_channel(peer.address, self._credentials) as channel:
                 try:
                     found = await self._measure(peer, channel)
-                except (TransferError, grpc.RpcError) as error:
+                except (TransferError, TimeoutError, grpc.RpcError) as error:
                     logger.info("%s could not be measured again: %s", peer.incarnation, error)
         del self._refusals[peer.incarnation]
         logger.warning("a prefill worker is refused no more: %s is read at %s", found.peer, found)
@@ -258,14 +260,23 @@ class HandOverClient:
 
         Raises:
             TransferError: it is another one, or has other pages than this worker.
-            grpc.RpcError: it does not answer.
+            grpc.RpcError: it cannot be reached.
+            TimeoutError: it does not answer.
         """
         stub = hand_over_pb2_grpc.HandOverServiceStub(channel)
         request = hand_over_pb2.DescribeAgentRequest(incarnation=peer.incarnation)
-        described = peer_from_wire(await stub.DescribeAgent(request, timeout=REACH_TIMEOUT_S))
-        described.check(peer.incarnation, self._agent.layouts)
-        self._agent.add_peer(described)
-        found = await self._prober.measure(peer.incarnation)
+        call = stub.DescribeAgent(request)
+        try:
+            async with asyncio.timeout(REACH_TIMEOUT_S):
+                answer = await call.read()
+            if answer is grpc.aio.EOF:
+                raise TransferError(f"{peer.incarnation} has not said how it is read")
+            described = peer_from_wire(answer)
+            described.check(peer.incarnation, self._agent.layouts)
+            self._agent.add_peer(described)
+            found = await self._prober.measure(peer.incarnation)
+        finally:
+            call.cancel()
         self._inbox.post(PeerAttested(found))
         return found
 

@@ -13,7 +13,6 @@ from kvrelay.engine.commands import Inbox
 from kvrelay.engine.edge import check_incarnation, first_message
 from kvrelay.engine.outputs import RequestKey
 from kvrelay.kv_transfer.agent import TransferAgent
-from kvrelay.kv_transfer.attestation import ATTEST_S
 from kvrelay.kv_transfer.checksums import PageSum, Place
 from kvrelay.kv_transfer.hand_over import (
     Announce,
@@ -39,9 +38,6 @@ from kvrelay.v1 import hand_over_pb2, hand_over_pb2_grpc
 
 logger = logging.getLogger(__name__)
 
-PROBED_S = 3 * ATTEST_S
-"""After which a puller that has asked is taken to have probed: it may have to wait for others."""
-
 _END_REASONS = {
     EndReason.FINISHED: hand_over_pb2.HandOverEnded.REASON_FINISHED,
     EndReason.ABORTED: hand_over_pb2.HandOverEnded.REASON_ABORTED,
@@ -65,13 +61,11 @@ class HandOverService(hand_over_pb2_grpc.HandOverServiceServicer):
         self,
         request: hand_over_pb2.DescribeAgentRequest,
         context: grpc.aio.ServicerContext,
-    ) -> hand_over_pb2.DescribeAgentResponse:
-        """Tell a puller how to read this worker's pool; it will probe the transport then."""
+    ) -> AsyncIterator[hand_over_pb2.DescribeAgentResponse]:
+        """Tell a puller how to read this worker's pool; it probes the transport, then it leaves."""
         await check_incarnation(context, request.incarnation, self._agent.incarnation, self._inbox)
-        self._agent.serve(+1)
-        asyncio.get_running_loop().call_later(PROBED_S, self._agent.serve, -1)
         peer = self._agent.describe()
-        return hand_over_pb2.DescribeAgentResponse(
+        described = hand_over_pb2.DescribeAgentResponse(
             incarnation=peer.incarnation,
             agent_metadata=peer.metadata,
             agent_metadata_sha256=peer.metadata_sha256,
@@ -80,6 +74,12 @@ class HandOverService(hand_over_pb2_grpc.HandOverServiceServicer):
             pools=map(_pool_to_wire, peer.layouts),
             scratch=_pool_to_wire(peer.scratch),
         )
+        self._agent.serve(+1)
+        try:
+            yield described
+            await asyncio.Event().wait()
+        finally:
+            self._agent.serve(-1)
 
     async def HandOver(  # noqa: N802 (gRPC's name)
         self,

@@ -42,7 +42,7 @@ class HandOverServiceStub(object):
                 request_serializer=kvrelay_dot_v1_dot_hand__over__pb2.HandOverRequest.SerializeToString,
                 response_deserializer=kvrelay_dot_v1_dot_hand__over__pb2.HandOverResponse.FromString,
                 _registered_method=True)
-        self.DescribeAgent = channel.unary_unary(
+        self.DescribeAgent = channel.unary_stream(
                 '/kvrelay.v1.HandOverService/DescribeAgent',
                 request_serializer=kvrelay_dot_v1_dot_hand__over__pb2.DescribeAgentRequest.SerializeToString,
                 response_deserializer=kvrelay_dot_v1_dot_hand__over__pb2.DescribeAgentResponse.FromString,
@@ -63,7 +63,8 @@ class HandOverServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def DescribeAgent(self, request, context):
-        """What a puller needs in order to read this worker's pool.
+        """What a puller needs in order to read this worker's pool: one answer, after
+        which the stream lives until the puller has probed the transport.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -77,7 +78,7 @@ def add_HandOverServiceServicer_to_server(servicer, server):
                     request_deserializer=kvrelay_dot_v1_dot_hand__over__pb2.HandOverRequest.FromString,
                     response_serializer=kvrelay_dot_v1_dot_hand__over__pb2.HandOverResponse.SerializeToString,
             ),
-            'DescribeAgent': grpc.unary_unary_rpc_method_handler(
+            'DescribeAgent': grpc.unary_stream_rpc_method_handler(
                     servicer.DescribeAgent,
                     request_deserializer=kvrelay_dot_v1_dot_hand__over__pb2.DescribeAgentRequest.FromString,
                     response_serializer=kvrelay_dot_v1_dot_hand__over__pb2.DescribeAgentResponse.SerializeToString,
@@ -134,7 +135,7 @@ class HandOverService(object):
             wait_for_ready=None,
             timeout=None,
             metadata=None):
-        return grpc.experimental.unary_unary(
+        return grpc.experimental.unary_stream(
             request,
             target,
             '/kvrelay.v1.HandOverService/DescribeAgent',
