@@ -28,6 +28,8 @@ REACH_TIMEOUT_S = 10.0
 """For a prefill worker's first answer; nothing is held for it yet."""
 REFUSAL_S = 10.0
 """Between measurements of a prefill worker that is refused: it may have been disturbed."""
+DEATH_SHOWS_S = 0.5
+"""In the connection, after NIXL has failed to read from the peer."""
 CLOSE_GRACE_S = 5.0
 """For what still goes on in a channel that broke."""
 
@@ -131,10 +133,10 @@ class HandOverClient:
 
     async def close(self) -> None:
         """End every stream and every channel."""
-        tasks = [*self._tasks]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        while tasks := [task for task in (*self._tasks, *self._peers.values()) if not task.done()]:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
         for incarnation in list(self._peers):
             await self.forget(incarnation)
 
@@ -155,7 +157,7 @@ class HandOverClient:
                 if error.code() is grpc.StatusCode.UNAVAILABLE:
                     self._disconnected(stream.peer, reached)
                 raise
-        except (TransferRefusedError, PeerRefusedError) as error:
+        except TransferRefusedError as error:
             detail, cause = str(error), Cause.TRANSFER_REFUSED
         except TransferError as error:
             detail, cause = str(error), Cause.PROTOCOL_ERROR
@@ -236,6 +238,8 @@ class HandOverClient:
                 logger.error("a prefill worker is refused: %s", found.refusal)
                 remeasuring = self._spawn(self._remeasure(peer))
                 self._refusals[peer.incarnation] = _Refusal(found.refusal, remeasuring)
+            self._inbox.post(PeerAttested(found))
+            if found.refusal:
                 raise TransferRefusedError(found.refusal)
         except BaseException:
             await channel.close()
@@ -247,25 +251,29 @@ class HandOverClient:
         found = None
         while found is None or found.refusal:
             await asyncio.sleep(REFUSAL_S)
-            async with worker_channel(peer.address, self._credentials) as channel:
-                try:
+            try:
+                async with worker_channel(peer.address, self._credentials) as channel:
                     found = await self._measure(peer, channel)
-                except (TransferError, TimeoutError, grpc.RpcError) as error:
-                    logger.info("%s could not be measured again: %s", peer.incarnation, error)
-        del self._refusals[peer.incarnation]
+            except (TransferError, TimeoutError, grpc.RpcError) as error:
+                logger.info("%s could not be measured again: %s", peer.incarnation, error)
+            except Exception:
+                logger.exception("%s could not be measured again", peer.incarnation)
+            else:
+                if not found.refusal:
+                    del self._refusals[peer.incarnation]
+                self._inbox.post(PeerAttested(found))
         logger.warning("a prefill worker is refused no more: %s is read at %s", found.peer, found)
 
     async def _measure(self, peer: Peer, channel: grpc.aio.Channel) -> Attestation:
         """Learn how its pool is read, and how fast it can be.
 
         Raises:
-            TransferError: it is another one, or has other pages than this worker.
-            grpc.RpcError: it cannot be reached.
+            TransferError: what it says makes no sense.
+            grpc.RpcError: it cannot be reached, or dies meanwhile.
             TimeoutError: it does not answer.
         """
         stub = hand_over_pb2_grpc.HandOverServiceStub(channel)
-        request = hand_over_pb2.DescribeAgentRequest(incarnation=peer.incarnation)
-        call = stub.DescribeAgent(request)
+        call = stub.DescribeAgent(hand_over_pb2.DescribeAgentRequest(incarnation=peer.incarnation))
         try:
             async with asyncio.timeout(REACH_TIMEOUT_S):
                 answer = await call.read()
@@ -274,11 +282,29 @@ class HandOverClient:
             described = peer_from_wire(answer)
             described.check(peer.incarnation, self._agent.layouts)
             self._agent.add_peer(described)
-            found = await self._prober.measure(peer.incarnation)
+            return await self._probe(peer, call)
+        except PeerRefusedError as error:
+            return Attestation(peer.incarnation, refusal=str(error))
         finally:
             call.cancel()
-        self._inbox.post(PeerAttested(found))
-        return found
+
+    async def _probe(self, peer: Peer, call: grpc.aio.UnaryStreamCall) -> Attestation:
+        """Measure while the call lives, which ends early only with the peer, or the connection."""
+        measuring = asyncio.create_task(self._prober.measure(peer.incarnation))
+        ended = asyncio.ensure_future(call.read())
+        try:
+            await asyncio.wait({measuring, ended}, return_when=asyncio.FIRST_COMPLETED)
+            if measuring.done() and measuring.result().refusal:
+                # NIXL may be the first to notice that the peer has died.
+                await asyncio.wait({ended}, timeout=DEATH_SHOWS_S)
+            if ended.done():
+                ended.result()
+                raise TransferError(f"{peer.incarnation} does not wait to be measured")
+            return await measuring
+        finally:
+            for task in (measuring, ended):
+                task.cancel()
+            await asyncio.gather(measuring, ended, return_exceptions=True)
 
 
 async def _close(reached: asyncio.Task[grpc.aio.Channel], grace: float | None) -> None:

@@ -107,12 +107,14 @@ class Cluster:
     async def drain(self, worker: str, *, remove: bool) -> AsyncIterator[DrainStep]:
         """See `router.admin.Administrator`."""
         info, supervisor = self._to_drain(worker, remove)
+        before = self._draining.get(worker)
         self.worker_draining(info)  # before it can have left: its successor is waited for
         try:
             await supervisor.drain(remove=remove)
         except ClusterError as error:
-            self._draining.pop(worker, None)
-            self._publish()
+            if before is None and self._draining.get(worker) == info:
+                del self._draining[worker]
+                self._publish()
             raise CannotDrain(str(error)) from error
         yield DrainStep(DrainPhase.DRAINING, info.incarnation)
         while info not in self._dead:

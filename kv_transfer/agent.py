@@ -46,7 +46,8 @@ class _Running:
     """A pull that was given to NIXL."""
 
     pull: Pull
-    handle: object
+    handle: object | None
+    """None: NIXL has let go of it, though its bytes may still arrive."""
     begun: float
     on_end: Callable[[Pull], None]
 
@@ -89,6 +90,7 @@ class TransferAgent:
         self._on_failure = on_failure
         self._hasher = PageHasher(pools, on_failure)
         self._orders: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
+        self._answers: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="kv-transfer", daemon=True)
         self._thread.start()
 
@@ -100,7 +102,10 @@ class TransferAgent:
         )
 
     def add_peer(self, peer: PeerDescription) -> None:
-        """Make a peer's pool readable. Check the description first: its bytes are untrusted."""
+        """Make a peer's pool readable. Check the description first: its bytes are untrusted.
+
+        One that is known is connected anew if transfers with it have failed.
+        """
         self._orders.put(lambda: self._add_peer(peer))
 
     def confirm_death(self, incarnation: str, on_settled: Callable[[], None]) -> None:
@@ -144,8 +149,8 @@ class TransferAgent:
         return pull
 
     def answer(self, on_answer: Callable[[], object]) -> None:
-        """Have `on_answer` called on the agent's thread: a sign that it lives."""
-        self._orders.put(on_answer)
+        """Have `on_answer` called on the agent's thread, at its next pass: a sign that it lives."""
+        self._answers.put(on_answer)
 
     def serve(self, change: int) -> None:
         """Tell that so many more (or fewer) requests may be read from by peers."""
@@ -173,6 +178,7 @@ class TransferAgent:
             while not self._closed:
                 self._obey()
                 self._progress()
+                self._answer()
         except Exception as error:
             logger.exception("the transfer agent gives up")
             self._on_failure(f"{type(error).__name__}: {error}")
@@ -199,6 +205,10 @@ class TransferAgent:
         for burial in list(self._burials):
             self._bury(*burial)
 
+    def _answer(self) -> None:
+        while not self._answers.empty():
+            self._answers.get()()
+
     def _close(self) -> None:
         self._closed = True
 
@@ -206,7 +216,9 @@ class TransferAgent:
         self._serving += change
 
     def _add_peer(self, peer: PeerDescription) -> None:
-        if peer.incarnation in self._peers or peer.incarnation in self._dead:
+        if peer.incarnation in self._dead:
+            return
+        if peer.incarnation in self._peers and not self._let_go_of_broken(peer.incarnation):
             return
         try:
             self._agent.add_remote_agent(peer.metadata)
@@ -216,18 +228,40 @@ class TransferAgent:
             return
         self._peers[peer.incarnation] = peer
 
+    def _let_go_of_broken(self, incarnation: str) -> bool:
+        """NIXL has nothing of a peer any more, if its last word was a failure.
+
+        What failed still waits for the peer's death: it may be that bytes arrive.
+        """
+        failed = [entry for entry in self._failed_with(incarnation) if entry.handle is not None]
+        if not failed or self._reads_from(incarnation):
+            return False
+        for entry in failed:
+            self._agent.release_xfer_handle(entry.handle)
+            entry.handle = None
+        del self._peers[incarnation]
+        self._agent.remove_remote_agent(incarnation)
+        return True
+
+    def _reads_from(self, incarnation: str) -> bool:
+        return any(running.pull.peer == incarnation for running in self._running)
+
+    def _failed_with(self, incarnation: str) -> list[_Running]:
+        return [entry for entry in self._failed if entry.pull.peer == incarnation]
+
     def _confirm_death(self, incarnation: str, on_settled: Callable[[], None]) -> None:
         self._dead.add(incarnation)
         self._burials.append((incarnation, on_settled))
 
     def _bury(self, incarnation: str, on_settled: Callable[[], None]) -> None:
         """Let go of a dead peer once none of its reads is left in NIXL's hands."""
-        if any(running.pull.peer == incarnation for running in self._running):
+        if self._reads_from(incarnation):
             return
         self._burials.remove((incarnation, on_settled))
-        failed = [entry for entry in self._failed if entry.pull.peer == incarnation]
+        failed = self._failed_with(incarnation)
         for entry in failed:
-            self._agent.release_xfer_handle(entry.handle)
+            if entry.handle is not None:
+                self._agent.release_xfer_handle(entry.handle)
         if self._peers.pop(incarnation, None) is not None:
             self._agent.remove_remote_agent(incarnation)
         for entry in failed:
@@ -307,7 +341,7 @@ class TransferAgent:
         running.pull.state, running.pull.error = PullState.FAILED, error
         running.pull.seconds = time.monotonic() - running.begun
         logger.warning(
-            "a read of %d pages from %s failed after %.1f s (%s): they wait for its end",
+            "a transfer of %d pages with %s failed after %.1f s (%s): they wait for its end",
             running.pull.num_pages,
             running.pull.peer,
             running.pull.seconds,

@@ -24,6 +24,9 @@ LONG_ENOUGH_S = 0.5
 """After which one that was timed is enough."""
 
 
+_UNENDED = (PullState.QUEUED, PullState.RUNNING)
+
+
 @dataclass(frozen=True, slots=True)
 class Attestation:
     """What the transport between this worker and a peer was found to be."""
@@ -57,7 +60,7 @@ class Prober:
         self._agent = agent
         self._floor = floor
         self._turn = asyncio.Lock()
-        self._last: dict[str, Pull] = {}  # by peer, until it has ended well
+        self._last: dict[str, Pull] = {}  # by peer
 
     async def measure(self, peer: str) -> Attestation:
         """A peer that does not answer, or not with its bytes, is refused, as a slow one is."""
@@ -75,12 +78,14 @@ class Prober:
         self._last.pop(peer, None)
 
     async def _measure(self, peer: str) -> Attestation:
-        last = self._last.get(peer)
-        if last is not None and not last.passed():
+        scratch = self._agent.scratch
+        running = {name for name, pull in self._last.items() if pull.state in _UNENDED}
+        if peer in running:
             raise TransferError(f"{peer}: an earlier probe has not ended yet")
-        clear_landing(self._agent.scratch)
+        await asyncio.to_thread(clear_landing, scratch)
         first = await self._move(peer, "READ")  # which connects the two, too
-        if not holds_scratch_of(self._agent.scratch, first):
+        same = await asyncio.to_thread(holds_scratch_of, scratch, first)
+        if not same and not running:  # others' late bytes may have come in between
             raise TransferError(f"{peer}: other bytes than it has were read")
         read, write = await self._time(peer, "READ"), await self._time(peer, "WRITE")
         found = Attestation(peer, first.backend, self._agent.transports, read, write)

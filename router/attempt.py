@@ -74,8 +74,7 @@ class Attempt:
     An aggregated worker is a decode worker whose prefill has had its word. If a
     worker drains, it retracts what another attempt may complete, whoever was
     the first to say that this one is over; what no drain explains is a failure
-    then, too. A request that has its outcome
-    ignores the rest.
+    then, too. A request that has its outcome ignores the rest.
     """
 
     def __init__(

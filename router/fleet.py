@@ -105,7 +105,8 @@ class Fleet:
             if decode is not None:
                 return Placement(decodes[decode], link)
             missing = WorkerRole.DECODE
-            refusal = next((one.load.refusal_of(peer) for one in decodes), refusal)
+            refusals = filter(None, (one.load.refusal_of(peer) for one in decodes))
+            refusal = next(refusals, refusal)
         aggregated = choose_aggregated(alone, total_tokens)
         if aggregated is not None:
             return Placement(alone[aggregated], None)

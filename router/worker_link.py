@@ -62,7 +62,7 @@ class WorkerLink:
         router_id: names this router to the worker.
         credentials: for the worker; None: plain text.
         max_message_bytes: of one message, each way.
-        on_change: called when `ready` or `draining` has changed.
+        on_change: called when `ready`, `draining` or the load's peers have changed.
         on_stale: called for each output with tokens of no attempt known here.
     """
 
@@ -182,10 +182,11 @@ class WorkerLink:
 
     def _receive(self, response: worker_pb2.AttachResponse) -> None:
         if response.HasField("load"):
-            self.load = wire.read_load(response.load)
+            before, self.load = self.load, wire.read_load(response.load)
             self._tokens_since_load = 0
-            if self.load.draining and not self._drains:
-                self._drains = True
+            drains = self.load.draining and not self._drains
+            self._drains |= drains
+            if drains or self.load.peers != before.peers:
                 self._on_change()
         if not self.ready:
             self._set_ready(True)

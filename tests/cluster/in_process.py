@@ -54,7 +54,7 @@ async def in_process(
     async with AsyncExitStack() as stack:
         infos = []
         for number, role in enumerate(roles):
-            name = f"{role}-{number % prefill if role is Role.PREFILL else number - prefill}"
+            name = f"{role}-{number if role is Role.PREFILL else number - prefill}"
             config = WorkerConfig(
                 name, role, path, "tiny", dtype="float32", audit_pages=True, **options
             )

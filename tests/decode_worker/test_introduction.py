@@ -23,6 +23,7 @@ from kvrelay.engine.commands import Inbox, Misdirected, Peer
 from kvrelay.engine.outputs import Cause, RequestKey
 from kvrelay.kv_transfer import scratch
 from kvrelay.kv_transfer.agent import TransferAgent
+from kvrelay.kv_transfer.attestation import Attestation
 from kvrelay.mem_cache.geometry import KVGeometry
 from kvrelay.mem_cache.pool import KVPool
 from kvrelay.prefill_worker.request import StreamOpened
@@ -47,6 +48,7 @@ class Prefill:
     inbox: Inbox
     server: grpc.aio.Server
     service: HandOverService
+    agent: TransferAgent
 
     async def serve(self) -> None:
         self.server = grpc.aio.server()
@@ -64,7 +66,7 @@ class Prefill:
 async def prefill() -> AsyncIterator[Prefill]:
     agent, inbox = make_agent("prefill"), Inbox()
     peer = Peer(f"127.0.0.1:{free_port()}", agent.incarnation)
-    prefill = Prefill(peer, inbox, grpc.aio.server(), HandOverService(agent, inbox))
+    prefill = Prefill(peer, inbox, grpc.aio.server(), HandOverService(agent, inbox), agent)
     await prefill.serve()
     yield prefill
     await prefill.server.stop(None)
@@ -89,6 +91,13 @@ async def heard(inbox: Inbox, kind: type) -> object:
             await asyncio.sleep(0.005)
 
 
+async def until_serving(agent: TransferAgent, number: int) -> None:
+    """Until so many may read from it."""
+    async with asyncio.timeout(WAIT_S):
+        while agent._serving != number:
+            await asyncio.sleep(0.005)
+
+
 def stream_to(peer: Peer, number: int = 0) -> HandOverStream:
     return HandOverStream(RequestKey("router", f"request-{number}", 1), peer)
 
@@ -101,6 +110,7 @@ async def test_a_pair_is_measured_when_it_meets(prefill: Prefill, agent: Transfe
     assert met.attestation.peer == prefill.peer.incarnation
     assert met.attestation.read_gbps > 0
     await heard(prefill.inbox, StreamOpened)
+    await until_serving(prefill.agent, 0)
     client.deliver(stream_to(prefill.peer, 1))
     await heard(prefill.inbox, StreamOpened)
     assert not any(isinstance(message, PeerAttested) for message in inbox._messages), "once"
@@ -157,7 +167,44 @@ async def test_a_pair_that_cannot_be_read_is_refused(
     lost = await heard(inbox, StreamLost)
     assert (lost.cause, "other bytes" in lost.detail) == (Cause.TRANSFER_REFUSED, True)
     await client.forget(prefill.peer.incarnation)
+    assert not client._refusals
+    assert not client._peers
     await client.close()
+    assert not client._tasks
+
+
+async def test_a_peer_that_dies_while_it_is_measured_is_lost_not_slow(
+    prefill: Prefill, agent: TransferAgent, monkeypatch
+):
+    inbox = Inbox()
+    client = HandOverClient(agent, inbox, 100, min_gbps=0.0, credentials=None)
+    measured = asyncio.Event()
+
+    async def measure(peer: str) -> Attestation:
+        await until_serving(prefill.agent, 1)
+        measured.set()
+        await prefill.server.stop(None)
+        return Attestation(peer, refusal="NIXL was the first to notice")
+
+    monkeypatch.setattr(client._prober, "measure", measure)
+    client.deliver(stream_to(prefill.peer))
+    await asyncio.wait_for(measured.wait(), WAIT_S)
+    assert (await heard(inbox, StreamLost)).cause is Cause.PEER_LOST
+    assert not client._refusals
+    assert not any(isinstance(message, PeerAttested) for message in inbox._messages)
+    await client.close()
+
+
+async def test_pages_that_do_not_fit_are_a_refusal(prefill: Prefill, monkeypatch):
+    other = KVPool(KVGeometry(4, 2, 32, torch.float32, 8), 8, torch.device("cpu"))
+    agent = TransferAgent(f"decode-{time.monotonic_ns()}", [other], print)
+    inbox = Inbox()
+    client = HandOverClient(agent, inbox, 100, min_gbps=0.0, credentials=None)
+    client.deliver(stream_to(prefill.peer))
+    assert "do not fit" in (await heard(inbox, PeerAttested)).attestation.refusal
+    assert (await heard(inbox, StreamLost)).cause is Cause.TRANSFER_REFUSED
+    await client.close()
+    agent.close()
 
 
 async def test_another_life_of_a_worker_is_another_worker(prefill: Prefill, agent: TransferAgent):

@@ -185,6 +185,37 @@ def test_restarted_peer_is_a_new_peer(agent):
     second.stop()
 
 
+def test_a_connection_that_broke_is_made_anew(agent, monkeypatch):
+    """NIXL reports a failure of a peer that lives; its pages still wait for its death."""
+    peer = Peer()
+    agent.add_peer(peer.description)
+    with monkeypatch.context() as patch:
+        patch.setattr(agent._agent, "transfer", lambda handle: "ERR")
+        broken = read(agent, peer, [1], [1])
+    assert broken.state is PullState.FAILED
+    agent.add_peer(peer.description)
+    assert read(agent, peer, [2], [7]).state is PullState.DONE
+    assert_page(agent.pool, 2, 7)
+    assert not broken.passed()
+    peer.kill()
+    settled = threading.Event()
+    agent.confirm_death(peer.description.incarnation, settled.set)
+    assert settled.wait(WAIT_S)
+    assert broken.passed()
+
+
+async def test_a_probe_that_failed_is_made_again(agent, monkeypatch):
+    peer = Peer()
+    agent.add_peer(peer.description)
+    prober, name = Prober(agent, floor=0.0), peer.description.incarnation
+    with monkeypatch.context() as patch:
+        patch.setattr(agent._agent, "transfer", lambda handle: "ERR")
+        assert "ended as ERR" in (await prober.measure(name)).refusal
+    agent.add_peer(peer.description)
+    assert not (await prober.measure(name)).refusal
+    peer.stop()
+
+
 def test_unknown_peer_and_page_out_of_range_fail_without_a_fence(agent):
     peer = Peer()
     unknown = read(agent, peer, [1], [1])

@@ -431,6 +431,23 @@ async def test_no_request_goes_to_a_pair_that_is_refused(config: RouterConfig) -
         assert [len(one.submits) for one in decodes] == [1, 3]
 
 
+async def test_a_request_that_waits_out_a_refusal_goes_on_when_it_ends(
+    patient: RouterConfig,
+) -> None:
+    async with running(patient, "prefill-0", "decode-0") as cluster:
+        cluster.prefill.on_submit = count_prefill
+        call = cluster.generate()
+        met = await cluster.decode.submitted()
+        refuse(cluster.decode, cluster.prefill)
+        why = END(reason=END.REASON_FAILED, retryable=True, cause=END.CAUSE_TRANSFER_REFUSED)
+        cluster.decode.say(met, end=why)
+        await asyncio.sleep(0.3)
+        assert len(cluster.decode.submits) == 1
+        cluster.decode.on_submit = count_decode
+        refuse(cluster.decode)
+        assert (await collect(call)).token_ids == COUNTED
+
+
 async def test_output_that_was_complete_is_not_submitted_again(cluster: Cluster) -> None:
     call = cluster.generate(max_tokens=3)
     cluster.prefill.say(await cluster.prefill.submitted(), 0, (4,), end=HANDED_OVER)
