@@ -7,7 +7,8 @@
 #           TORCH="torch==2.13.0 --extra-index-url URL"
 #   SERVE   options of `kvrelay serve`, e.g. SERVE="--prefill 2 --decode 2"
 #   BENCH   options of the load generator; with --target no cluster is started
-#   CHAOS   options of the fault matrix, e.g. CHAOS="--only draining"
+#   CHAOS   options of the fault matrix, e.g. CHAOS="--only draining" or, as root,
+#           CHAOS=--two-networks, where KV goes over a slow link
 #   SOAK    options of the soak, e.g. SOAK="--minutes 5 --seed 3"
 #   TESTS   what pytest is told, e.g. TESTS="tests/router -x"
 
@@ -118,7 +119,7 @@ bench: $(READY) ## load the running cluster, or one that is started for it
 	@exec $(BIN)/python -m benchmarks.with_cluster $(SERVE) -- $(BENCH)
 
 .PHONY: chaos
-chaos: $(READY) ## the fault matrix on a real cluster; writes docs/chaos.md (most of an hour)
+chaos: $(READY) ## the fault matrix on a real cluster; writes docs/chaos.md (20 minutes)
 	@exec $(BIN)/python -m tests.chaos $(CHAOS)
 
 .PHONY: chaos-short

@@ -6,6 +6,7 @@ import asyncio
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import grpc
 from click.testing import CliRunner, Result
@@ -113,9 +114,13 @@ async def command(*arguments: str) -> Result:
     return await asyncio.to_thread(CliRunner().invoke, main, list(arguments))
 
 
-async def status_of(method: grpc.aio.UnaryUnaryMultiCallable, request: object) -> grpc.StatusCode:
+async def status_of(method: Any, request: object) -> grpc.StatusCode:
+    """Of a call, or of a stream's first message."""
+    call = method(request, timeout=5)
     try:
-        await method(request, timeout=5)
+        await (call.read() if isinstance(call, grpc.aio.UnaryStreamCall) else call)
     except grpc.aio.AioRpcError as error:
         return error.code()
+    finally:
+        call.cancel()
     return grpc.StatusCode.OK
