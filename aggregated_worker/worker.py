@@ -1,28 +1,31 @@
-"""An aggregated worker, put together."""
+"""Builds an aggregated worker."""
 
 from __future__ import annotations
 
+from typing import Never
+
 import grpc
 
-from kvrelay.aggregated_worker.role import AggregatedRole
+from kvrelay.aggregated_worker.scheduler import AggregatedRequest, AggregatedScheduler
 from kvrelay.engine.config import WorkerConfig
-from kvrelay.engine.worker import Worker, WorkerParts
+from kvrelay.engine.worker.assembly import WorkerParts
+from kvrelay.engine.worker.worker import Worker
 
 
 class AggregatedPlugin:
-    """See `engine.worker.RolePlugin`: it has no peers."""
+    """The aggregated worker's own part: a scheduler, and no peers."""
 
-    def __init__(self, parts: WorkerParts) -> None:
-        self.role = AggregatedRole(parts.core, parts.tokenizer, parts.config)
+    def __init__(self, parts: WorkerParts[AggregatedRequest, Never]) -> None:
+        self.scheduler = AggregatedScheduler(parts.context, parts.tokenizer, parts.config)
 
     def register(self, server: grpc.aio.Server) -> None:
-        """Nobody calls it but routers."""
+        """Add nothing: only routers call it."""
 
     async def peer_died(self, incarnation: str) -> None:
-        """No matter."""
+        """Do nothing: there are no connections to other workers."""
 
     async def close(self) -> None:
-        """Nothing runs on the event loop."""
+        """Do nothing: nothing runs on the event loop."""
 
 
 def build(config: WorkerConfig) -> Worker:

@@ -41,11 +41,12 @@ import numpy as np
 
 from benchmarks.table import table
 from kvrelay.mem_cache.fence import StepClock, StepFence
+from kvrelay.mem_cache.kv_cache_manager import KVCacheManager
 from kvrelay.mem_cache.lease import Batch, Lease
-from kvrelay.mem_cache.ledger import Ledger, PoolShape
 from kvrelay.mem_cache.prefix_index import TokenIds
 from kvrelay.mem_cache.radix_tree import RadixTree
 from kvrelay.mem_cache.release import Outcome, release_kv_cache
+from kvrelay.mem_cache.shape import PoolShape
 
 MATCH_BAR_US = 200.0
 STEP_BAR_US = 300.0
@@ -151,8 +152,8 @@ class LeaseWork:
 
     def __init__(self, sizes: Sizes) -> None:
         self._sizes = sizes
-        self._ledger = _make_ledger(sizes, [None], sizes.prefix_tokens)
-        tokens, pages = sizes.prefix_tokens, self._ledger.pages_for(sizes.prefix_tokens)
+        self._kv_cache = _make_kv_cache(sizes, [None], sizes.prefix_tokens)
+        tokens, pages = sizes.prefix_tokens, self._kv_cache.shape.pages_for(sizes.prefix_tokens)
         self._allocate = f"allocate: open and grow a lease to {tokens} tokens, {pages} pages"
         self.bars: dict[str, float] = {}
 
@@ -161,11 +162,11 @@ class LeaseWork:
         for number in range(self._sizes.calls):
             tokens = self._sizes.prefix_tokens
             with watch.measure(self._allocate):
-                lease = self._ledger.open(f"request {number}", tokens)
+                lease = self._kv_cache.open(f"request {number}", tokens)
                 assert lease is not None
-                self._ledger.grow(lease, tokens)
+                self._kv_cache.grow(lease, tokens)
             with watch.measure("release it"):
-                release_kv_cache(self._ledger, lease, Outcome.ABORTED)
+                release_kv_cache(self._kv_cache, lease, Outcome.ABORTED)
 
 
 class TreeWork:
@@ -239,10 +240,10 @@ class StepWork:
         self._name = name
         self._sizes = sizes
         longest = 2 * sizes.total_pages * PAGE_SIZE // sizes.requests + steps
-        self._ledger = _make_ledger(sizes, windows, longest)
+        self._kv_cache = _make_kv_cache(sizes, windows, longest)
         for token_ids in Prompts(sizes).prefixes(sizes.prefixes):
             lease = self._open("prefix", len(token_ids), len(token_ids))
-            release_kv_cache(self._ledger, lease, Outcome.FINISHED, token_ids=token_ids)
+            release_kv_cache(self._kv_cache, lease, Outcome.FINISHED, token_ids=token_ids)
         self._quarantine_something()
         self._leases = Batch(
             self._open(f"request {number}", tokens, tokens + steps)
@@ -264,17 +265,17 @@ class StepWork:
 
     def _one_step(self) -> dict[str, float]:
         """Seconds of each part; what the engine keeps beside its account is not among them."""
-        ledger, leases = self._ledger, self._leases
-        settled = ledger.committed(leases)
+        kv_cache, leases = self._kv_cache, self._leases
+        settled = kv_cache.committed(leases)
         goals = settled + 1
         parts: list[tuple[str, Callable[[], object]]] = [
-            ("slide_all", lambda: ledger.slide_all(leases, settled)),
-            ("reclaim", ledger.reclaim),
-            ("grow_all", lambda: ledger.grow_all(leases, goals)),
-            ("commit_all", lambda: ledger.commit_all(leases, goals)),
-            ("page_tables", lambda: ledger.page_tables(leases)),
-            ("audit", ledger.audit),
-            ("counts", ledger.counts),
+            ("slide_all", lambda: kv_cache.slide_all(leases, settled)),
+            ("reclaim", kv_cache.reclaim),
+            ("grow_all", lambda: kv_cache.grow_all(leases, goals)),
+            ("commit_all", lambda: kv_cache.commit_all(leases, goals)),
+            ("page_tables", lambda: kv_cache.page_tables(leases)),
+            ("audit", kv_cache.audit.check),
+            ("counts", kv_cache.counts),
         ]
         seconds = {}
         for name, part in parts:
@@ -286,11 +287,11 @@ class StepWork:
 
     def _open(self, holder: str, tokens: int, promised: int) -> Lease:
         """A lease of as many tokens as a decode worker has one once a prompt is pulled."""
-        lease = self._ledger.open(holder, promised)
+        lease = self._kv_cache.open(holder, promised)
         assert lease is not None, "the sizes do not fit one another"
-        self._ledger.slide(lease, tokens)
-        self._ledger.grow(lease, tokens)
-        self._ledger.commit(lease, tokens)
+        self._kv_cache.slide(lease, tokens)
+        self._kv_cache.grow(lease, tokens)
+        self._kv_cache.commit(lease, tokens)
         return lease
 
     def _quarantine_something(self) -> None:
@@ -298,20 +299,22 @@ class StepWork:
         fence = StepFence(StepClock(), 1)
         for number in range(4):
             lease = self._open(f"gone {number}", PAGE_SIZE, PAGE_SIZE)
-            release_kv_cache(self._ledger, lease, Outcome.ABORTED, fences=[fence])
+            release_kv_cache(self._kv_cache, lease, Outcome.ABORTED, fences=[fence])
 
     def _lengths(self, *, aligned: bool) -> list[int]:
         """Tokens of each request; together they fill what the prefixes leave of the first pool."""
         chance = random.Random(0)
         weights = [chance.uniform(0.5, 1.5) for _ in range(self._sizes.requests)]
-        tokens = self._ledger.page_counts()[0].free * PAGE_SIZE / sum(weights)
+        tokens = self._kv_cache.page_counts()[0].free * PAGE_SIZE / sum(weights)
         lengths = [int(weight * tokens) for weight in weights]
         return [length // PAGE_SIZE * PAGE_SIZE if aligned else length for length in lengths]
 
 
-def _make_ledger(sizes: Sizes, windows: Sequence[int | None], max_row_tokens: int) -> Ledger:
+def _make_kv_cache(
+    sizes: Sizes, windows: Sequence[int | None], max_row_tokens: int
+) -> KVCacheManager:
     """Pools of the same size, for as many rows as there are requests and some more."""
-    return Ledger(
+    return KVCacheManager(
         [
             PoolShape("full" if window is None else "window", sizes.total_pages, window)
             for window in windows

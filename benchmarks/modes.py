@@ -23,27 +23,28 @@ import time
 from collections import defaultdict
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Never
 
 import click
 from tokenizers import Tokenizer
 
 from benchmarks.table import table
-from kvrelay.aggregated_worker.role import AggregatedRole
+from kvrelay.aggregated_worker.scheduler import AggregatedRequest, AggregatedScheduler
 from kvrelay.deploy.models import resolve_model, users_models
 from kvrelay.deploy.options import DEFAULT_MODEL
-from kvrelay.engine.commands import Attach, Inbox, Submit
-from kvrelay.engine.config import PrefixIndexKind, Role, Speculation, WorkerConfig
-from kvrelay.engine.core import EngineCore
-from kvrelay.engine.loading import load_model
-from kvrelay.engine.loop import Engine, EngineThread
-from kvrelay.engine.memory import make_ledger
-from kvrelay.engine.metrics import WorkerMetrics
-from kvrelay.engine.outbox import Outbox
-from kvrelay.engine.outputs import RequestKey, RouterLink, StepOutputs
-from kvrelay.engine.step import ForwardThread
-from kvrelay.engine.stop import StopConditions
-from kvrelay.model_runner.sampling_params import SamplingParams
+from kvrelay.engine.config import PrefixIndexKind, Speculation, WorkerConfig
+from kvrelay.engine.executor.step import ForwardThread
+from kvrelay.engine.scheduler.commands import Attach, Inbox, Submit
+from kvrelay.engine.scheduler.context import SchedulerContext
+from kvrelay.engine.scheduler.loop import Engine, EngineMessage, EngineThread
+from kvrelay.engine.scheduler.metrics import WorkerMetrics
+from kvrelay.engine.scheduler.outbox import Outbox, RouterLink
+from kvrelay.engine.worker.loading import load_model
+from kvrelay.engine.worker.memory import make_kv_cache
 from kvrelay.text.tokenizer import load_tokenizer
+from kvrelay.wire.output import EngineOutputs, RequestOutput
+from kvrelay.wire.request import RequestKey, SamplingParams, StopConditions
+from kvrelay.wire.worker_info import WorkerRole
 
 _PROSE = (
     "The harbour was quiet that morning, and the old captain sat on the wall and",
@@ -91,16 +92,21 @@ class Bench:
 
     def __init__(self, config: WorkerConfig, tokenizer: Tokenizer) -> None:
         model = load_model(config)
-        ledger = make_ledger(config, model.pools, model.runner.max_model_len)
-        self._tokenizer, self._inbox, self._metrics = tokenizer, Inbox(), WorkerMetrics(config)
+        kv_cache = make_kv_cache(config, model.pools, model.runner.max_model_len)
+        self._inbox: Inbox[EngineMessage[AggregatedRequest, Never]] = Inbox()
+        self._tokenizer, self._metrics = tokenizer, WorkerMetrics(config)
         self._labels = {"role": "aggregated", "worker": config.name, "model": config.model_name}
-        core = EngineCore(ledger, Outbox(self._deliver), self._metrics)
-        role = AggregatedRole(core, tokenizer, config)
-        self._forward = ForwardThread(model.computer, self._inbox.post, _give_up)
-        engine = Engine(core, role, self._forward, overlap=config.overlap, audit_pages=False)
+        context: SchedulerContext[AggregatedRequest] = SchedulerContext(
+            kv_cache, Outbox(self._deliver), self._metrics
+        )
+        scheduler = AggregatedScheduler(context, tokenizer, config)
+        self._forward = ForwardThread(model.executor, self._inbox.post, _give_up)
+        engine = Engine(
+            context, scheduler, self._forward, overlap=config.overlap, audit_pages=False
+        )
         self._thread = EngineThread(engine, self._inbox, _give_up)
         self._link = RouterLink("bench")
-        self._ended: Inbox = Inbox()
+        self._ended: Inbox[RequestOutput] = Inbox()
         self._number = 0
         self._thread.start()
         self._inbox.post(Attach(self._link))
@@ -117,7 +123,7 @@ class Bench:
             self._inbox.post(Submit(self._link, key, ids, len(ids), greedy, stops))
         left = len(prompts)
         while left:
-            left -= len(self._ended.drain())
+            left -= len(self._ended.take_all())
         seconds = time.perf_counter() - begun
         steps, busy, drafted, kept = (
             after - earlier for after, earlier in zip(self._totals(), before, strict=True)
@@ -135,7 +141,7 @@ class Bench:
         self._thread.close()
         self._forward.close()
 
-    def _deliver(self, call: object, batch: list[tuple[object, StepOutputs]]) -> None:
+    def _deliver(self, call: object, batch: list[tuple[object, EngineOutputs]]) -> None:
         for _, step in batch:
             for output in step.outputs:
                 if output.end is not None:
@@ -158,7 +164,7 @@ def measure(model: Path, requests: int, tokens: int, repetitions: int) -> list[l
     """A row for each set of prompts and mode."""
     base = WorkerConfig(
         "bench",
-        Role.AGGREGATED,
+        WorkerRole.AGGREGATED,
         model,
         "bench",
         prefix_index=PrefixIndexKind.NONE,

@@ -1,12 +1,12 @@
-"""What the engine's thread costs a step: settle the last one, plan and launch the next.
+"""What the engine's thread costs a step: take the last one's output, plan and launch the next.
 
 python -m benchmarks.scheduler
 
-The loop, the role, the account, admission and outputs are the real ones; the
-model answers at once, on another thread's account: only `Engine.turn` is timed.
+The loop, the scheduler, the memory's account, admission and outputs are the real ones; the
+model answers at once, on another thread's account: only `Engine.run_pass` is timed.
 All requests generate (an aggregated worker, whose prompts are computed before
 the clock runs), a token a step, 16 tokens a page, with a pool that has room.
-With overlap a turn settles step N while step N + 1 computes, and plans N + 2.
+With overlap a pass takes the output of step N while step N + 1 computes, and plans N + 2.
 
 A figure is the median (and the 99th percentile) over the steps that are timed.
 The bar is for the median at 256 requests with overlap, on a machine that does
@@ -27,21 +27,21 @@ import numpy as np
 import torch
 
 from benchmarks.table import table
-from kvrelay.aggregated_worker.role import AggregatedRole
-from kvrelay.engine.commands import Attach, Submit
-from kvrelay.engine.computer import StepComputer
-from kvrelay.engine.config import Role, WorkerConfig
-from kvrelay.engine.core import EngineCore
-from kvrelay.engine.loop import Engine
-from kvrelay.engine.metrics import WorkerMetrics
-from kvrelay.engine.outbox import Outbox
-from kvrelay.engine.outputs import RequestKey, RouterLink
-from kvrelay.engine.step import Step
-from kvrelay.engine.stop import StopConditions
-from kvrelay.mem_cache.ledger import Ledger, PoolShape
+from kvrelay.aggregated_worker.scheduler import AggregatedRequest, AggregatedScheduler
+from kvrelay.engine.config import WorkerConfig
+from kvrelay.engine.executor.model_executor import ModelExecutor
+from kvrelay.engine.executor.step import Step
+from kvrelay.engine.scheduler.commands import Attach, Submit
+from kvrelay.engine.scheduler.context import SchedulerContext
+from kvrelay.engine.scheduler.loop import Engine
+from kvrelay.engine.scheduler.metrics import WorkerMetrics
+from kvrelay.engine.scheduler.outbox import Outbox, RouterLink
+from kvrelay.mem_cache.kv_cache_manager import KVCacheManager
 from kvrelay.mem_cache.radix_tree import RadixTree
+from kvrelay.mem_cache.shape import PoolShape
 from kvrelay.model_runner.batch import ForwardBatch
-from kvrelay.model_runner.sampling_params import SamplingParams
+from kvrelay.wire.request import RequestKey, SamplingParams, StopConditions
+from kvrelay.wire.worker_info import WorkerRole
 
 BAR_MS = 1.0
 PROMPT_TOKENS = 64
@@ -67,7 +67,7 @@ class InstantModel:
         self._logits[0, 1] = 1
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
-        """See `engine.computer.Model`."""
+        """Logits of the same token, one row for each that is asked for."""
         return self._logits.expand(len(batch.logit_rows), VOCAB)
 
 
@@ -78,25 +78,27 @@ class Bench:
         tokens = PROMPT_TOKENS + 2 * steps + 64
         config = WorkerConfig(
             "bench",
-            Role.AGGREGATED,
+            WorkerRole.AGGREGATED,
             Path(),
             "counting",
             max_running=requests,
             chunk_tokens=4096,
             overlap=overlap,
         )
-        ledger = Ledger(
+        kv_cache = KVCacheManager(
             [PoolShape("full", (requests + 1) * (tokens // PAGE_SIZE + 1))],
             page_size=PAGE_SIZE,
             total_rows=requests,
             max_row_tokens=tokens,
             index=RadixTree(PAGE_SIZE, [None]),
         )
-        core = EngineCore(ledger, Outbox(lambda *_: None), WorkerMetrics(config))
-        role = AggregatedRole(core, None, config)  # type: ignore[arg-type]  # no stop strings
-        self._engine = Engine(core, role, self, overlap=overlap, audit_pages=False)
-        self._computer = StepComputer(InstantModel(), lambda _: None)
-        self._steps: deque[Step] = deque()
+        context: SchedulerContext[AggregatedRequest] = SchedulerContext(
+            kv_cache, Outbox(lambda *_: None), WorkerMetrics(config)
+        )
+        scheduler = AggregatedScheduler(context, None, config)  # type: ignore[arg-type]  # no stop strings
+        self._engine = Engine(context, scheduler, self, overlap=overlap, audit_pages=False)
+        self._executor = ModelExecutor(InstantModel(), lambda _: None)
+        self._steps: deque[Step[AggregatedRequest]] = deque()
         self._link = RouterLink("bench")
         rng = np.random.default_rng(0)
         submits = [
@@ -110,19 +112,19 @@ class Bench:
             )
             for number in range(requests)
         ]
-        self._engine.turn([Attach(self._link), *submits])
+        self._engine.run_pass([Attach(self._link), *submits])
         while any(len(step.scheduled) < requests for step in self._steps):
             self.step()
 
-    def launch(self, step: Step) -> None:
-        """See `engine.loop.Launcher`."""
+    def launch(self, step: Step[AggregatedRequest]) -> None:
+        """Keep a step until it is told to be computed."""
         self._steps.append(step)
 
     def step(self) -> float:
-        """The seconds of the turn that follows a forward."""
-        ended = self._computer.compute(self._steps.popleft())
+        """The seconds of the pass that follows a forward."""
+        ended = self._executor.execute(self._steps.popleft())
         begun = time.perf_counter()
-        self._engine.turn([ended])
+        self._engine.run_pass([ended])
         return time.perf_counter() - begun
 
 

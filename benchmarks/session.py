@@ -1,4 +1,4 @@
-"""A session with one server: asks what it is, then warms up and measures run after run."""
+"""Measures one server: asks for its model, then warms up and measures one run after the other."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ class ServerError(RuntimeError):
 
 @dataclass(frozen=True)
 class Bounds:
-    """What ends a run, whatever the server does: at most the sum of the two times.
+    """When a run ends, whatever the server does: after the sum of the two times at most.
 
-    The warm-up before it is bounded by the same two.
+    The same two limit the warm-up before it.
     """
 
     max_seconds: float  # no request is sent after that
@@ -137,7 +137,7 @@ async def _warm_up(
     workload: Workload,
     bounds: Bounds,
 ) -> None:
-    """Send requests like the workload's first ones, but of other prompts. All must complete."""
+    """Send requests like the workload's first ones, with other prompts. All must complete."""
     jobs = [replace(job, due=None, blocks=()) for job in workload.jobs[: bounds.warmup]]
     slots = workload.load.concurrency if isinstance(workload.load, ClosedLoop) else 1
     clock = Stopwatch()

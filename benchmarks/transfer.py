@@ -1,22 +1,22 @@
-"""What a transfer costs: the agent against bare NIXL, and a whole hand-over.
+"""Measures what a transfer costs: the agent beside bare NIXL, and a whole hand-over.
 
 python -m benchmarks.transfer rate
 python -m benchmarks.transfer hand-over
 
 `rate` reads pages of another process's pool, scattered on both sides, many
-requests' reads in flight at once: by the `TransferAgent`, and by NIXL alone with
-the same bytes in the same pieces, handles ready before the clock starts or made
-on the clock. The three take turns. GB/s are 10⁹ bytes a second, the median and
-the best of the rounds; the ratio is that of the bests, which a busy machine
-disturbs least, to bare NIXL with handles made on the clock, as they have to be
-where every read is of other pages.
+requests' reads in flight at once. Three ways take turns: the `TransferAgent`, and
+NIXL alone, which moves the same bytes in the same pieces with handles made before
+the clock starts, or after. GB/s are 10⁹ bytes a second: the median of the rounds,
+and the best. The ratio compares the bests, which a busy machine disturbs least, to
+bare NIXL with handles made after the clock starts: a server has to make them for
+every read, because each is of other pages.
 
 `hand-over` starts a cluster of one prefill and one decode worker, sends prompts
 one at a time, and takes two figures from each answer. `transfer` is the decode
 worker's own, from the last announcement's arrival to the activation. `added` is
 the time between the first token, which the prefill worker sends when its last
-chunk is done, and the second, less the usual time between two tokens: whatever
-lies between the last chunk and the first decode step, messages included.
+chunk is done, and the second, less the median time between two later tokens. It is
+the time from the last chunk to the first decode step, messages included.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ import torch
 
 from benchmarks.table import table
 from kvrelay.deploy.models import Model, resolve_model, users_models
-from kvrelay.deploy.options import DEFAULT_MODEL, PAGE_ORDERS, ServeOptions
+from kvrelay.deploy.options import DEFAULT_MODEL, ServeOptions
 from kvrelay.deploy.params import ADDRESS
 from kvrelay.kv_transfer.agent import TransferAgent
 from kvrelay.kv_transfer.checksums import VerifyPages
-from kvrelay.kv_transfer.peer import PeerDescription
+from kvrelay.kv_transfer.peer_description import PeerDescription
 from kvrelay.kv_transfer.pull import Pull, PullState
 from kvrelay.kv_transfer.spans import PoolLayout, SpanPairs, pair_spans
 from kvrelay.mem_cache.geometry import Int64Array, KVGeometry, PageOrder
@@ -52,13 +52,13 @@ from kvrelay.v1 import inference_pb2, inference_pb2_grpc
 PAGE_SIZE = 16
 WAIT_S = 120.0
 PROGRESS_S = 500e-6
-"""Of the bare target: as often as the agent's."""
+"""Between the bare target's progress calls: as often as a serving agent's."""
 Pages = Sequence[tuple[Int64Array, Int64Array]]
-"""Of each read the local ones and the peer's."""
+"""For each read, the local page ids and the peer's."""
 
 
 def make_pool(order: PageOrder, pages: int) -> KVPool:
-    """Of SmolLM2-135M's geometry: 30 layers, 3 heads of 64, in bfloat16."""
+    """A pool of SmolLM2-135M's geometry: 30 layers, 3 heads of 64, in bfloat16."""
     geometry = KVGeometry(30, 3, 64, torch.bfloat16, PAGE_SIZE, order)
     return KVPool(geometry, pages, torch.device("cpu"))
 
@@ -69,7 +69,7 @@ def _runs(state: str) -> bool:
 
 
 class Bare:
-    """NIXL and nothing else."""
+    """A NIXL agent without any code of kvrelay's, and a pool for it."""
 
     def __init__(self, name: str, order: PageOrder, pages: int) -> None:
         from nixl._api import nixl_agent, nixl_agent_config
@@ -91,13 +91,13 @@ class Bare:
         return made
 
     def finish(self, handles: list[Any]) -> None:
-        """Start all of them, and look until they have ended."""
+        """Start all reads, and check them until all have ended."""
         waiting = [handle for handle in handles if _runs(self.agent.transfer(handle))]
         while waiting:
             waiting = [one for one in waiting if _runs(self.agent.check_xfer_state(one))]
 
     def release(self, handles: list[Any]) -> None:
-        """They have ended."""
+        """Release the handles of reads that have ended."""
         for handle in handles:
             self.agent.release_xfer_handle(handle)
 
@@ -107,7 +107,7 @@ class Bare:
 
 
 def serve_bare(connection: Connection, order: PageOrder, pages: int) -> None:
-    """Let the pool be read until told to stop."""
+    """In a process of its own: a bare agent whose pool is read until a message comes."""
     bare = Bare("bare-target", order, pages)
     connection.send((bytes(bare.agent.get_agent_metadata()), bare.layout))
     while not connection.poll(PROGRESS_S):
@@ -115,16 +115,16 @@ def serve_bare(connection: Connection, order: PageOrder, pages: int) -> None:
 
 
 def serve_agent(connection: Connection, order: PageOrder, pages: int) -> None:
-    """The same, by an agent."""
+    """In a process of its own: a `TransferAgent` whose pool is read until a message comes."""
     agent = TransferAgent("agent-target", [make_pool(order, pages)], print)
-    agent.serve(+1)
+    agent.begin_serving()
     connection.send(agent.describe())
     connection.recv()
     agent.close()
 
 
 class Peer:
-    """Another process with a pool."""
+    """A process whose pool is read."""
 
     def __init__(self, serve: Callable[..., None], order: PageOrder, pages: int) -> None:
         context = multiprocessing.get_context("spawn")
@@ -134,13 +134,13 @@ class Peer:
         self.description: Any = self._connection.recv()
 
     def stop(self) -> None:
-        """Wait for its end."""
+        """Tell the process to stop, and wait for its end."""
         self._connection.send("stop")
         self._process.join()
 
 
 def read_by_agent(agent: TransferAgent, peer: PeerDescription, reads: Pages) -> None:
-    """Order all of them at once, and wait."""
+    """Start all reads at once, and wait until they have ended."""
     ended: queue.SimpleQueue[Pull] = queue.SimpleQueue()
     for local, remote in reads:
         agent.pull(peer.incarnation, [local], [remote], ended.put)
@@ -150,7 +150,7 @@ def read_by_agent(agent: TransferAgent, peer: PeerDescription, reads: Pages) -> 
 
 
 def measure_rate(order: PageOrder, requests: int, tokens: int, rounds: int) -> list[list[str]]:
-    """A row for each way to read."""
+    """Measure the three ways to read; returns a row of the table for each."""
     each = tokens // PAGE_SIZE
     pages = requests * each
     rng = np.random.default_rng(0)
@@ -210,8 +210,9 @@ def measure_rate(order: PageOrder, requests: int, tokens: int, rounds: int) -> l
 async def measure_hand_overs(
     stub: inference_pb2_grpc.InferenceServiceStub, tokens: int, prompts: int
 ) -> tuple[list[float], list[float]]:
-    """Of each prompt, all different, the seconds `transfer` and `added`."""
-    transfer, added = [], []
+    """The seconds `transfer` and `added` of each prompt. All prompts differ."""
+    transfer: list[float] = []
+    added: list[float] = []
     for number in range(prompts + 1):
         rng = np.random.default_rng(number)
         request = inference_pb2.GenerateRequest()
@@ -224,15 +225,15 @@ async def measure_hand_overs(
                 timings = response.complete.timings
             else:
                 arrived.append(time.perf_counter())
-        if number:  # the first introduces the workers to each other
-            first, *later = np.diff(arrived)
+        if number:  # the first one makes the workers shake hands
+            first, *later = np.diff(arrived).tolist()
             transfer.append(timings.transfer_seconds)
             added.append(first - statistics.median(later))
     return transfer, added
 
 
 async def hand_overs(options: ServeOptions, model: Model, tokens: int, prompts: int) -> str:
-    """Start a cluster, measure, print."""
+    """Start a cluster and measure; returns the table."""
     from kvrelay.deploy.deployment import deployed
     from kvrelay.deploy.progress import Progress
 
@@ -269,7 +270,9 @@ def rate(requests: int, tokens: int, rounds: int) -> None:
 @click.option("--tokens", type=click.IntRange(min=1), default=1024, help="Of a prompt.")
 @click.option("--prompts", type=click.IntRange(min=2), default=20)
 @click.option("--chunk-tokens", type=click.IntRange(min=1), default=512)
-@click.option("--page-order", type=click.Choice(PAGE_ORDERS), default="page_first")
+@click.option(
+    "--page-order", type=click.Choice([one.value for one in PageOrder]), default="page_first"
+)
 @click.option(
     "--verify-pages",
     type=click.Choice([mode.value for mode in VerifyPages]),

@@ -33,15 +33,15 @@ from kvrelay.deploy.serve import serve
 from kvrelay.v1 import inference_pb2 as pb
 
 START_SECONDS = 900.0
-"""For a cluster to be ready, a first download of its model included."""
+"""For a cluster to get ready, with the first download of its model."""
 READY_SECONDS = 60.0
-"""For the workers of a running cluster, of which some may be restarting."""
+"""For the workers of a running cluster, some of which may be restarting."""
 _GRPC_LINE = re.compile(r"  gRPC +(\S+)\n")
 _READY_LINE = "Ctrl-C stops it.\n"
 
 
 def main() -> None:
-    """Split the arguments at ``--``, find or start the cluster, load it."""
+    """Split the arguments at ``--``, find or start the cluster, and run the load generator."""
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _interrupt)
     try:
@@ -55,9 +55,9 @@ def main() -> None:
         sys.exit(128 + signal.SIGINT)
 
 
-def run(serve_options: Sequence[str], load_options: Sequence[str]) -> NoReturn:
-    """Load the cluster that the options mean; ends as serve_load does."""
-    # Parsed by the commands themselves, config file and all; a mistake ends it here.
+def run(serve_options: Sequence[str], load_options: Sequence[str]) -> None:
+    """Run the load generator against the cluster that the options mean; exits as it does."""
+    # The commands parse their options themselves, --config too; a wrong one raises here.
     address: Address = serve.make_context("kvrelay serve", list(serve_options)).params["grpc"]
     load = serve_load.main.make_context("serve_load", list(load_options))
     if load.get_parameter_source("target") is not ParameterSource.DEFAULT:
@@ -83,7 +83,7 @@ def _interrupt(_number: int, _frame: FrameType | None) -> NoReturn:
 
 
 def _answers(address: Address, access: Access) -> bool:
-    """Whether somebody listens there who speaks gRPC, with TLS if that is what is asked for."""
+    """Whether a gRPC server listens there, with TLS if `access` says so."""
     with open_channel(address, access.credentials()) as channel:
         try:
             grpc.channel_ready_future(channel).result(timeout=1.0)
@@ -93,7 +93,7 @@ def _answers(address: Address, access: Access) -> bool:
 
 
 def _await_workers(address: Address, access: Access) -> None:
-    """Wait until every worker that a running cluster lists is ready, and they can serve."""
+    """Wait until all workers of a running cluster are ready and can serve requests."""
     deadline = time.monotonic() + READY_SECONDS
     pair = {pb.WORKER_ROLE_PREFILL, pb.WORKER_ROLE_DECODE}
     access.check(address)
@@ -116,8 +116,8 @@ def _await_workers(address: Address, access: Access) -> None:
 def _started(options: Sequence[str]) -> Iterator[str]:
     """Run `kvrelay serve` until all its workers are ready; yields its gRPC address.
 
-    It is in a session of its own, so that a terminal's Ctrl-C reaches it once,
-    from here. A second Ctrl-C is passed on too, and does not wait.
+    It runs in a session of its own, so that a terminal's Ctrl-C reaches it once,
+    from here. A second Ctrl-C is passed on as well, and ends it at once.
     """
     command = [sys.executable, "-m", "kvrelay.deploy", "serve", *options]
     server = subprocess.Popen(  # noqa: S603 (our own command)
@@ -134,7 +134,7 @@ def _started(options: Sequence[str]) -> Iterator[str]:
 
 
 def _echo(server: subprocess.Popen[str], ready: Future[str]) -> None:
-    """Show what the server says; the address that it says is ready's."""
+    """Print what the server prints; `ready` gets the address that it names."""
     assert server.stdout is not None
     address = ""
     for line in server.stdout:

@@ -1,38 +1,41 @@
-"""A decode worker, put together."""
+"""Builds a decode worker."""
 
 from __future__ import annotations
 
 import grpc
 
-from kvrelay.decode_worker.role import DecodeRole
-from kvrelay.decode_worker.stream import HandOverClient
+from kvrelay.decode_worker.hand_over_client import HandOverClient
+from kvrelay.decode_worker.request import DecodeRequest
+from kvrelay.decode_worker.scheduler import DecodeMessage, DecodeScheduler
 from kvrelay.engine.config import WorkerConfig
-from kvrelay.engine.worker import Worker, WorkerParts
+from kvrelay.engine.worker.assembly import WorkerParts
+from kvrelay.engine.worker.worker import Worker
+from kvrelay.kv_transfer.transport_probe import TransportProber
 from kvrelay.net.ends import worker_credentials
 
 
 class DecodePlugin:
-    """See `engine.worker.RolePlugin`."""
+    """The decode worker's own part: its scheduler and its end of the hand-over."""
 
-    def __init__(self, parts: WorkerParts) -> None:
+    def __init__(self, parts: WorkerParts[DecodeRequest, DecodeMessage]) -> None:
         config = parts.config
         self._client = HandOverClient(
             parts.agent,
+            TransportProber(parts.agent, config.min_transfer_gigabytes_per_second * 1e9),
             parts.inbox,
             parts.vocab_size,
-            config.min_transfer_gbps,
             worker_credentials(config.tls),
         )
-        self.role = DecodeRole(
-            parts.core, parts.agent, self._client, parts.inbox, parts.tokenizer, parts.config
+        self.scheduler = DecodeScheduler(
+            parts.context, parts.agent, self._client, parts.inbox, parts.tokenizer, parts.config
         )
 
     def register(self, server: grpc.aio.Server) -> None:
-        """Nobody calls a decode worker but routers."""
+        """Add nothing: only routers call a decode worker."""
 
     async def peer_died(self, incarnation: str) -> None:
-        """A prefill worker is gone."""
-        await self._client.forget(incarnation)
+        """Drop the connection to a prefill worker that is gone."""
+        await self._client.forget_peer(incarnation)
 
     async def close(self) -> None:
         """End the hand-over streams."""

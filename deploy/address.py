@@ -1,4 +1,4 @@
-"""Where something listens: ``host:port``."""
+"""Addresses to listen on and to connect to: ``host:port``."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ class Address:
     def check_free(self, option: str) -> None:
         """Raise DeployError, naming `option`, if nothing can listen here now.
 
-        A check made early, so that a port in use is found before a model is
-        loaded; the listener itself finds it again if that changes meanwhile.
+        So a port in use is found before a model is loaded; the listener itself raises if
+        somebody takes the port later.
         """
         try:
             family, kind, protocol, _, target = socket.getaddrinfo(
@@ -68,3 +68,8 @@ class Address:
         except OSError as error:
             reason = error.strerror or str(error)
             raise DeployError(f"{option}: cannot listen on {self}: {reason}") from error
+
+
+DEFAULT_GRPC: Final = Address("127.0.0.1", 50051)
+"""Where `kvrelay serve` listens, and where the other commands look for it."""
+DEFAULT_METRICS: Final = Address("127.0.0.1", 9400)

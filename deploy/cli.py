@@ -1,4 +1,4 @@
-"""The `kvrelay` command. Each subcommand is a module of its own, imported when it is called."""
+"""The `kvrelay` command. Each subcommand is a module that is imported when it is called."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _COMMANDS = ("drain", "generate", "serve", "status")
 
 
 class _Commands(click.Group):
-    """Imports a subcommand only when it is asked for: some need seconds for that."""
+    """Imports a subcommand only when it is called: some take seconds to import."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(_COMMANDS)

@@ -1,4 +1,4 @@
-"""A cluster's services, as the command line calls them."""
+"""How the client commands connect to a running cluster."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from typing import Any, Final, Self
 import click
 import grpc
 
-from kvrelay.deploy.address import Address
+from kvrelay.deploy.address import DEFAULT_GRPC, Address
 from kvrelay.deploy.environment import TOKEN_VARIABLE, Environment
 from kvrelay.deploy.errors import DeployError, OptionError
-from kvrelay.deploy.params import FILE
+from kvrelay.deploy.params import ADDRESS, FILE
 from kvrelay.net.options import MAX_MESSAGE_BYTES, message_bounds
 from kvrelay.net.tls import TlsFileError, check_certificates
 from kvrelay.router.auth import bearer, read_tokens
@@ -26,26 +26,26 @@ Metadata = tuple[tuple[str, str], ...]
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """What opens a cluster's front to a client."""
+    """What a client needs to be let into a cluster: TLS and a token."""
 
     tls: bool = False
-    """Speak TLS."""
+    """Whether to use TLS."""
     ca: Path | None = None
-    """Who must have signed the server's certificate; None: one of the public authorities."""
+    """The authority that must have signed the server's certificate; None: any public one."""
     token: str | None = field(default=None, repr=False)
 
     @classmethod
     def given(cls, token_file: Path | None, ca: Path | None, *, tls: bool) -> Self:
-        """As the options say, and the environment. Raises DeployError for what is of no use."""
+        """From the options and the environment. Raises DeployError for a token that is unusable."""
         return cls(tls or ca is not None, ca, _token(token_file))
 
     @property
     def metadata(self) -> Metadata:
-        """What every call brings."""
+        """What is sent with every call."""
         return () if self.token is None else bearer(self.token)
 
     def credentials(self) -> grpc.ChannelCredentials | None:
-        """Of a channel; None: plain text. Raises OptionError if the file is of no use."""
+        """For a channel; None: plain text. Raises OptionError if the file of --ca is unusable."""
         if not self.tls:
             return None
         if self.ca is None:
@@ -57,7 +57,7 @@ class Access:
         return grpc.ssl_channel_credentials(self.ca.read_bytes())
 
     def check(self, server: Address) -> None:
-        """Raise DeployError if the token would be seen on its way to `server`."""
+        """Raise DeployError if the token would go to another machine in plain text."""
         if self.token is not None and not self.tls and not server.is_loopback:
             raise DeployError(
                 f"{server}: the token would go to another machine in plain text: "
@@ -67,19 +67,34 @@ class Access:
 
 OPEN: Final = Access()
 
+with_server = click.option(
+    "--server",
+    type=ADDRESS,
+    default=str(DEFAULT_GRPC),
+    show_default=True,
+    help="Where the cluster's router listens.",
+)
+"""Gives a command the router's address as `server`."""
+
 
 def with_access(command: Callable[..., None]) -> Callable[..., None]:
-    """Give a command the options that say how to get in, and hand it `access`."""
+    """Give a command --tls, --ca and --token-file, and call it with the `access` they mean."""
 
     @click.option(
         "--token-file",
         type=FILE,
-        help=f"Its first token is brought; without it that in {TOKEN_VARIABLE}, if there is one.",
+        help=f"Send the first token in this file; without it, the one in {TOKEN_VARIABLE}, if set.",
     )
     @click.option(
-        "--ca", type=FILE, help="Speak TLS with a server whose certificate this authority signed."
+        "--ca",
+        type=FILE,
+        help="Use TLS; the server's certificate must be signed by this authority.",
     )
-    @click.option("--tls", is_flag=True, help="Speak TLS, as with --ca; any public authority's.")
+    @click.option(
+        "--tls",
+        is_flag=True,
+        help="Use TLS; any public authority may have signed the server's certificate.",
+    )
     @functools.wraps(command)
     def given(*, token_file: Path | None, ca: Path | None, tls: bool, **options: Any) -> None:
         try:
@@ -106,10 +121,9 @@ def connected(
     credentials: grpc.ChannelCredentials | None = None,
     stub: Any = rpc.InferenceServiceStub,
 ) -> Iterator[Any]:
-    """A stub, of the InferenceService unless said otherwise, at `server`.
+    """A context with a stub of the service at `server`.
 
-    A call's error leaves the context as DeployError: server, status and
-    message in one line.
+    A call that fails raises DeployError in it, with server, status and message in one line.
     """
     with open_channel(server, credentials) as channel:
         try:

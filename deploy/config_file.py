@@ -22,7 +22,7 @@ _TOML_NAMES = {
 def load_defaults(ctx: click.Context, _param: click.Parameter, path: Path | None) -> Path | None:
     """Callback of an eager ``--config``: the file's values become the command's defaults.
 
-    The command line therefore wins. Raises click.BadParameter, naming the file
+    An option on the command line therefore wins. Raises click.BadParameter, naming the file
     and the key, for unknown keys and for values of the wrong type.
     """
     if path is not None:

@@ -5,8 +5,8 @@
     <root>/<name>-<sha256 prefix of the source>-<dtype>/    a checkpoint folder
         kvrelay-manifest.json                               sha256 of every file beside it
 
-A folder gets its name only when it is complete, and it is used only if every
-file still has its digest; a broken one is rebuilt from its source.
+A folder gets its name only when it is complete. It is used only if every file
+still has its digest; otherwise it is converted again.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Convert = Callable[[Path, Path, str], None]
 
 
 class ConvertedModels:
-    """Checkpoints by name and by digest of what they were made from."""
+    """Converted checkpoints, by name and by the digest of their source."""
 
     def __init__(self, root: Path, convert: Convert) -> None:
         self._root = root
@@ -43,10 +43,10 @@ class ConvertedModels:
         source: Callable[[], Path],
         say: Callable[[str], None],
     ) -> Path:
-        """The converted checkpoint's folder, made now if there is no sound one.
+        """The converted checkpoint's folder; converts the source first if there is none.
 
-        `source` is asked for the file only then, so what is cached needs it no
-        more. Two processes never convert the same model at once: the second waits.
+        `source` is called for the file only then: once a model is converted its source may
+        be gone. Two processes never convert the same model at once: the second waits.
         """
         folder = self._root / f"{name}-{source_sha256[:16]}-{dtype}"
         if _is_sound(folder, source_sha256):
@@ -60,9 +60,9 @@ class ConvertedModels:
         return folder
 
     def _build(self, folder: Path, source: Path, source_sha256: str, dtype: str) -> None:
-        """Fill a folder aside, then let it take the place of `folder`; under the lock."""
+        """Convert into another folder, then rename it to `folder`. Needs the lock."""
         aside = folder.with_name(folder.name + ".part")
-        # What a conversion that was killed has left.
+        # A conversion that was killed may have left it.
         shutil.rmtree(aside, ignore_errors=True)
         aside.mkdir()
         try:

@@ -1,4 +1,4 @@
-"""The composition root: options in, a running cluster with its router out."""
+"""Starts a cluster and its router from the options. Everything is put together here."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from kvrelay.deploy.errors import OptionError
 from kvrelay.deploy.models import Model
 from kvrelay.deploy.options import WORKER_HOST, ServeOptions
 from kvrelay.deploy.progress import Progress
-from kvrelay.engine.config import PrefixIndexKind, Role, Speculation, WorkerConfig, WorkerInfo
+from kvrelay.engine.config import WorkerConfig, WorkerOptions
 from kvrelay.engine.faults import Fault, parse_faults
-from kvrelay.kv_transfer.checksums import VerifyPages
-from kvrelay.mem_cache.geometry import PageOrder
-from kvrelay.router.config import RouterConfig
+from kvrelay.options.declaration import values_for
+from kvrelay.router.config import RouterConfig, RouterOptions
 from kvrelay.router.router import Router
+from kvrelay.wire.worker_info import WorkerInfo, WorkerRole
 
 
 @dataclass(frozen=True, slots=True)
 class Deployment:
-    """What runs: the workers and the router before them."""
+    """The workers that run, and the router that clients connect to."""
 
     cluster: Cluster
     router: Router
@@ -38,22 +38,17 @@ async def deployed(
     *,
     log_level: int = logging.WARNING,
 ) -> AsyncIterator[Deployment]:
-    """Run workers and router, ready for requests, in the Ray that is initialised.
+    """A context in which workers and router run, ready for requests; Ray must be initialised.
 
-    Leaving the context stops the router first, so that every live request gets
-    its end, then the workers.
+    At its end the router stops first, so that every live request is answered, then the
+    workers.
     """
     configs = worker_configs(options, model)
     async with AsyncExitStack() as stack:
         with progress.step("workers", f"loading {model.name}") as step:
             on_start = _count(len(configs), step.say)
             cluster = await stack.enter_async_context(
-                Cluster(
-                    configs,
-                    log_level=log_level,
-                    worker_timeout=options.worker_timeout,
-                    on_start=on_start,
-                )
+                Cluster(configs, log_level=log_level, on_start=on_start)
             )
         with progress.step("router", "connecting to the workers") as step:
             router = Router(router_config(options, model), cluster.discovery, cluster)
@@ -65,43 +60,23 @@ async def deployed(
 
 
 def worker_configs(options: ServeOptions, model: Model) -> list[WorkerConfig]:
-    """One configuration a worker, named by role and number."""
+    """A configuration for each worker, which is named by role and number."""
     device = _device(options.device)
     ports = iter([address.port for address in options.worker_metrics()])
     return [
         WorkerConfig(
             name=f"{role}-{number}",
-            role=Role(role),
+            role=WorkerRole(role),
             model_path=model.path,
             model_name=model.name,
-            dtype=options.dtype,
             device=device,
-            page_size=options.page_size,
-            kv_memory=options.kv_memory,
-            page_order=PageOrder(options.page_order),
-            prefix_index=PrefixIndexKind(options.prefix_index),
-            max_running=options.max_running,
-            chunk_tokens=options.chunk_tokens,
-            max_model_len=options.max_model_len,
-            overlap=options.overlap,
-            growth_min=options.growth_min,
-            growth_max=options.growth_max,
-            bypass_limit=options.bypass_limit,
-            speculation=Speculation(options.speculation),
-            draft_model_path=model.draft_path,
-            num_draft_tokens=options.num_draft_tokens,
-            debug_retract_every=options.debug_retract_every,
             threads=options.threads_per_worker(),
-            drain_grace=options.drain_grace,
-            quarantine_limit=options.quarantine_limit,
-            peer_timeout=options.worker_timeout,
+            draft_model_path=model.draft_path,
             faults=_faults_of(f"{role}-{number}", options),
-            audit_pages=options.audit_pages,
-            verify_pages=VerifyPages(options.verify_pages),
-            min_transfer_gbps=options.min_transfer_gbps,
             host=WORKER_HOST,
             metrics_port=next(ports, 0),
             tls=options.cluster_tls,
+            **values_for(WorkerOptions, options),
         )
         for role, count in options.roles.items()
         for number in range(count)
@@ -116,17 +91,14 @@ def router_config(options: ServeOptions, model: Model) -> RouterConfig:
         dtype=options.dtype,
         grpc_address=str(options.grpc),
         metrics_address=str(options.metrics),
-        default_max_tokens=options.default_max_tokens,
-        max_live_requests=options.max_live_requests,
         worker_tls=options.cluster_tls,
         front_tls=options.front_tls,
-        auth_token_file=options.auth_token_file,
-        strict=options.strict,
+        **values_for(RouterOptions, options),
     )
 
 
 def _faults_of(worker: str, options: ServeOptions) -> tuple[Fault, ...] | None:
-    """Those that are for this worker; None if there are none at all."""
+    """The faults that are for this worker; None if the options name none at all."""
     faults = parse_faults(options.debug_faults)
     return tuple(one for one in faults if one.worker in ("", worker)) if faults else None
 
@@ -140,7 +112,7 @@ def _device(asked: str) -> str:
 
 
 def _count(total: int, say: Callable[[str], None]) -> Callable[[WorkerInfo], None]:
-    """Say how many of `total` workers are up, as they come up."""
+    """A callback that says how many of `total` workers have started."""
     started: list[str] = []
 
     def on_start(info: WorkerInfo) -> None:

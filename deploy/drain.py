@@ -1,4 +1,4 @@
-"""`kvrelay drain`: a worker leaves without the loss of a request."""
+"""`kvrelay drain`: stops or replaces a worker without losing a request."""
 
 from __future__ import annotations
 
@@ -7,11 +7,9 @@ from typing import Final
 import click
 
 from kvrelay.deploy.address import Address
-from kvrelay.deploy.client import Access, connected, with_access
+from kvrelay.deploy.client import Access, connected, with_access, with_server
 from kvrelay.deploy.edge import with_clear_errors
 from kvrelay.deploy.errors import DeployError
-from kvrelay.deploy.options import DEFAULT_GRPC
-from kvrelay.deploy.params import ADDRESS
 from kvrelay.v1 import admin_pb2 as pb
 from kvrelay.v1 import admin_pb2_grpc
 
@@ -22,15 +20,15 @@ _READY: Final = pb.DrainWorkerResponse.PHASE_READY
 
 @click.command()
 @click.argument("worker")
-@click.option("--remove", is_flag=True, help="No other worker takes its place.")
-@click.option("--server", type=ADDRESS, default=str(DEFAULT_GRPC), show_default=True)
+@click.option("--remove", is_flag=True, help="Do not start another worker in its place.")
+@with_server
 @with_clear_errors
 @with_access
 def drain(*, debug: bool, worker: str, remove: bool, server: Address, access: Access) -> None:
-    """Let WORKER leave: it takes no more requests, finishes its own or moves them.
+    """Drain WORKER: it takes no more requests, finishes its own or moves them, and ends.
 
     Another worker takes its place, and the command ends when that one is ready.
-    Ctrl-C ends the command, and not the drain.
+    Ctrl-C ends the command; the drain goes on.
     """
     request = pb.DrainWorkerRequest(worker=worker, remove=remove)
     last = None
@@ -40,7 +38,7 @@ def drain(*, debug: bool, worker: str, remove: bool, server: Address, access: Ac
             click.echo(_line(worker, response, remove=remove))
             last = response.phase
     if last != (_LEFT if remove else _READY):
-        raise DeployError(f"{server}: the router stopped telling of {worker}")
+        raise DeployError(f"{server}: the connection ended before {worker} had drained")
 
 
 def _line(worker: str, response: pb.DrainWorkerResponse, *, remove: bool) -> str:

@@ -1,4 +1,4 @@
-"""Where a command's failure becomes one clear line and an exit status."""
+"""Turns a command's failure into one clear line and an exit status."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from kvrelay.model_runner.errors import ModelRunnerError
 from kvrelay.router.errors import StartError
 
 FAILED = 1
-_SAID = (DeployError, ModelRunnerError, StartError, OSError)
-"""Their messages are for the user as they stand."""
+_CLEAR = (DeployError, ModelRunnerError, StartError, OSError)
+"""Errors whose messages are written for the user."""
 
 
 def with_clear_errors(command: Callable[..., None]) -> Callable[..., None]:
-    """Give a command ``--debug``, and one line on stderr for any failure.
+    """Give a command ``--debug``, and print any failure as one line on standard error.
 
     Exit status: 0 done, 1 failed, 2 wrong usage, 128 + n ended by signal n.
     """
@@ -51,7 +51,7 @@ def _fail(error: Exception) -> NoReturn:
     text = " ".join(str(error).split())
     if isinstance(error, ModuleNotFoundError):
         text = f"the package {error.name} is missing"
-    elif not isinstance(error, _SAID):
+    elif not isinstance(error, _CLEAR):
         text = f"{type(error).__name__}: {text} (--debug shows where)"
     click.echo(f"kvrelay: {text}", err=True)
     _say_notes(error)
@@ -59,6 +59,6 @@ def _fail(error: Exception) -> NoReturn:
 
 
 def _say_notes(error: Exception) -> None:
-    """Where to look further, a line each."""
+    """Print the notes of an error, a line each: where to look further."""
     for note in getattr(error, "__notes__", ()):
         click.echo(f"kvrelay: {note}", err=True)

@@ -1,7 +1,7 @@
-"""Every environment variable that the commands read or set, in one place.
+"""The environment variables that the commands read or set.
 
-Beside them `model_runner` reads XDG_CACHE_HOME for its compiled kernels, and `kv_transfer`
-tells what UCX takes from UCX_TLS.
+Two more are read elsewhere: `model_runner` puts its compiled kernels into XDG_CACHE_HOME, and
+`kv_transfer` reports the transports that UCX_TLS allows.
 """
 
 from __future__ import annotations
@@ -13,29 +13,30 @@ from pathlib import Path
 from typing import Self
 
 from kvrelay.deploy.errors import DeployError
+from kvrelay.options.user_cache import cache_home
 from kvrelay.router.auth import is_token
 
 TOKEN_VARIABLE = "KVRELAY_TOKEN"  # noqa: S105 (a name)
 _RAY_SETTINGS = {
     # No usage report leaves the machine, and no notice about it is printed.
     "RAY_USAGE_STATS_ENABLED": "0",
-    # Said aloud, the default is not announced at every start.
+    # This is the default; Ray announces it at every start unless it is set.
     "RAY_AUTH_MODE": "token",
-    # Chooses the behaviour that Ray otherwise warns of as coming.
+    # Chooses the future behaviour, of which Ray otherwise warns.
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
-    # A dead worker gets one line from its supervisor instead of Ray's paragraph.
+    # The supervisor logs one line for a dead worker, in place of Ray's paragraph.
     "RAY_DEDUP_LOGS_SKIP_REGEX": "A worker died or was killed while executing",
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Environment:
-    """What kvrelay takes from its environment."""
+    """What the commands read from environment variables."""
 
     cache_home: Path
     """XDG_CACHE_HOME, or ``~/.cache``: converted models lie below it."""
     token: str | None = field(default=None, repr=False)
-    """KVRELAY_TOKEN: what a client of a guarded cluster brings."""
+    """KVRELAY_TOKEN: what a client sends to a cluster that asks for a token."""
 
     @classmethod
     def read(cls, variables: Mapping[str, str] = os.environ) -> Self:
@@ -47,12 +48,10 @@ class Environment:
 
 
 def _cache_home(variables: Mapping[str, str]) -> Path:
-    cache_home = variables.get("XDG_CACHE_HOME", "")
-    if not cache_home:
-        return Path.home() / ".cache"
-    if not Path(cache_home).is_absolute():
-        raise DeployError(f"XDG_CACHE_HOME: {cache_home!r} is not an absolute path")
-    return Path(cache_home)
+    try:
+        return cache_home(variables)
+    except ValueError as error:
+        raise DeployError(str(error)) from error
 
 
 def _token(variables: Mapping[str, str]) -> str | None:
@@ -62,7 +61,7 @@ def _token(variables: Mapping[str, str]) -> str | None:
     return token or None
 
 
-def settle_ray() -> None:
-    """Give Ray its settings, where the user has not; Ray reads them when it is imported."""
+def set_ray_variables() -> None:
+    """Set Ray's variables, except those that the user has set. Ray reads them at its import."""
     for name, value in _RAY_SETTINGS.items():
         os.environ.setdefault(name, value)

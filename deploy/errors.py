@@ -1,6 +1,6 @@
-"""What can go wrong before or beside serving, said in one line each.
+"""The errors of the commands; each message is one line, written for the user.
 
-DeployError            the message is for the user, as it stands
+DeployError            any of them
 ├── OptionError        an option's value cannot be used
 ├── ModelError         no checkpoint could be had for what was asked
 └── ClusterError       Ray or a worker did not start

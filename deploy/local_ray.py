@@ -1,7 +1,7 @@
-"""A Ray of one's own on this machine, and the one import of Ray in kvrelay.
+"""Starts a Ray on this machine, and is the one place that imports Ray.
 
-Ray reads its settings when it is imported; whoever needs Ray therefore takes
-it from here.
+Ray reads its settings when it is imported, so they are set here first; other modules import
+`ray` from here.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from kvrelay.deploy.environment import settle_ray
+from kvrelay.deploy.environment import set_ray_variables
 from kvrelay.deploy.ray_folder import RayFolder
 
-settle_ray()
+set_ray_variables()
 
 import ray  # noqa: E402 (after its settings)
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy  # noqa: E402
@@ -22,23 +22,22 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy  # n
 __all__ = ["LocalRay", "PlacementGroupSchedulingStrategy", "ray"]
 
 _OBJECT_STORE_BYTES = 80 << 20
-"""Nearly the least that Ray accepts: neither tokens nor KV go through it."""
+"""Nearly the least that Ray accepts: neither tokens nor KV go through its object store."""
 
 
 class LocalRay:
-    """A context in which a fresh local Ray runs; other people's are not touched.
+    """A context in which a new local Ray runs, beside any other that runs on this machine.
 
-    To be entered in the main thread: the system ends Ray's processes when the
-    thread that started them ends, even if this process is killed.
+    Enter it in the main thread: the system ends Ray's processes when the thread that
+    started them ends, even if this process is killed.
 
-    A failure that leaves the context keeps the folder of Ray's logs and notes
-    where it is; a stop that the user asked for (KeyboardInterrupt and the like)
-    is none.
+    If an exception leaves the context, the folder with Ray's logs is kept, and a note
+    on the exception says where it is. KeyboardInterrupt and the like do not count.
 
     Args:
-        workers: actors that will run, each with one (logical) CPU.
-        keep_logs: keep that folder in any case.
-        log_level: of what Ray says of itself.
+        workers: actors that will run, each on one (logical) CPU.
+        keep_logs: keep the folder in any case.
+        log_level: of Ray's own log.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""From what a user calls a model to a checkpoint folder on this machine."""
+"""Finds, fetches or converts the checkpoint folder that ``--model`` means."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class PackagedModel:
     file: str
     sha256: str
     install: str
-    """The command that brings it."""
+    """The command that installs it."""
 
 
 ALIASES: Final = {
@@ -53,7 +53,7 @@ class Model:
 
 
 class _NotFoundError(Exception):
-    """What an option names cannot be had; the option's name is still missing."""
+    """There is no such model; the caller adds the option's name."""
 
 
 def convert(source: Path, folder: Path, dtype: str) -> None:
@@ -64,7 +64,7 @@ def convert(source: Path, folder: Path, dtype: str) -> None:
     # Not at the top: torch takes seconds, and a cached model needs none of it.
     from transformers.utils import logging
 
-    from kvrelay.model_runner.gguf_import import convert_gguf
+    from kvrelay.model_runner.checkpoint.gguf_import import convert_gguf
 
     logging.disable_progress_bar()
     convert_gguf(source, folder, dtype)
@@ -89,11 +89,11 @@ def resolve_model(
 
     Args:
         dtype: what a GGUF file is converted to; a checkpoint stays as it is.
-        say: told what is being done, where that takes its time.
-        option: what `model` was given by.
+        say: is called with what is being done, if that takes long.
+        option: the one that `model` was given with.
 
     Raises:
-        ModelError: there is no such model, or it cannot be had.
+        ModelError: there is no such model, or it cannot be fetched.
         CheckpointError: a GGUF file cannot be converted.
     """
     if model in ALIASES:
@@ -118,7 +118,7 @@ def _from_elsewhere(
         return _from_hub(model, say)
     known = ", ".join(ALIASES)
     raise _NotFoundError(
-        f"{model} is no folder, .gguf file, hub id (owner/name) or alias ({known})"
+        f"{model} is not a folder, a .gguf file, a hub id (owner/name) or an alias ({known})"
     )
 
 
@@ -142,7 +142,7 @@ def _from_package(
 
 
 def _packaged_file(alias: str, package: PackagedModel) -> Path:
-    """Where the package's file lies; the package itself is not imported."""
+    """The path of the package's file; the package itself is not imported."""
     spec = importlib.util.find_spec(package.module)
     for folder in (spec and spec.submodule_search_locations) or []:
         path = Path(folder, package.file)
@@ -190,5 +190,5 @@ def _from_hub(model: str, say: Callable[[str], None]) -> Model:
         raise _NotFoundError(f"{model} is not on the hub, or is private") from error
     except HfHubHTTPError as error:
         reason = str(error).partition("\n")[0]
-        raise _NotFoundError(f"{model} cannot be had from the hub: {reason}") from error
+        raise _NotFoundError(f"{model} cannot be fetched from the hub: {reason}") from error
     return Model(model, Path(path))

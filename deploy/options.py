@@ -1,4 +1,4 @@
-"""What `kvrelay serve` can be told."""
+"""What `kvrelay serve` can be told: the workers' options, the router's, and the cluster's own."""
 
 from __future__ import annotations
 
@@ -7,173 +7,146 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from kvrelay.deploy.address import MAX_PORT, Address
+from kvrelay.deploy.address import DEFAULT_GRPC, DEFAULT_METRICS, MAX_PORT, Address
 from kvrelay.deploy.errors import OptionError
-from kvrelay.engine.config import Speculation
+from kvrelay.deploy.tls_options import check_tls, check_together
+from kvrelay.engine.config import Speculation, WorkerOptions
 from kvrelay.engine.faults import parse_faults
-from kvrelay.kv_transfer.checksums import VerifyPages
-from kvrelay.net.tls import TlsFileError, TlsFiles
+from kvrelay.net.tls import TlsFiles
+from kvrelay.options.declaration import Section, flag_of, option, options_of
 from kvrelay.router.auth import read_tokens
+from kvrelay.router.config import RouterOptions
 
 DEFAULT_MODEL: Final = "smollm2-135m-instruct"
-DEFAULT_GRPC: Final = Address("127.0.0.1", 50051)
-DEFAULT_METRICS: Final = Address("127.0.0.1", 9400)
-DEFAULT_WORKER_TIMEOUT: Final = 15.0
-DEFAULT_DRAIN_GRACE: Final = 30.0
-DEFAULT_QUARANTINE_LIMIT: Final = 600.0
 WORKER_HOST: Final = "127.0.0.1"
-"""Routers and workers are on one machine; nobody else needs to reach a worker."""
-PAGE_ORDERS: Final = ("page_first", "layer_first")
-PREFIX_INDEXES: Final = ("radix", "none")
-DTYPES: Final = ("bfloat16", "float16", "float32")
-DEVICES: Final = ("auto", "cpu", "cuda")
-SPECULATIONS: Final = tuple(one.value for one in Speculation)
-VERIFY_PAGES: Final = tuple(one.value for one in VerifyPages)
-
-_AT_LEAST_ONE: Final = (
-    "page_size",
-    "kv_memory",
-    "max_running",
-    "chunk_tokens",
-    "default_max_tokens",
-    "max_live_requests",
-    "num_draft_tokens",
-)
-_AT_LEAST_ZERO: Final = ("aggregated", "bypass_limit", "debug_retract_every")
-_AT_LEAST_ONE_IF_GIVEN: Final = ("max_model_len", "threads")
+"""Where workers listen. Router and workers run on one machine, so no other has to reach them."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ServeOptions:
+@dataclass(frozen=True, kw_only=True)
+class ServeOptions(RouterOptions, WorkerOptions):
     """A cluster on one machine, as asked for; checked when it is made.
 
-    An unusable value raises OptionError, which names the option.
+    Options that a worker or the router reads as they are stand in `WorkerOptions` and
+    `RouterOptions`; here are those that `deploy` reads. An unusable value raises OptionError,
+    which names the option.
     """
 
-    model: str = DEFAULT_MODEL
-    """A checkpoint folder, a .gguf file, a hub id, or an alias."""
-    model_name: str | None = None
-    """What clients call the model; None: from `model`."""
-    prefill: int | None = None
-    decode: int | None = None
-    """Workers of either role; None: 1, or none beside aggregated ones."""
-    aggregated: int = 0
-    """Workers that do both, in place of the others."""
-    page_size: int = 16
-    page_order: str = "page_first"
-    prefix_index: str = "radix"
-    """How workers find prefixes again."""
-    kv_memory: int = 512 << 20
-    """Bytes of each worker's pool."""
-    dtype: str = "bfloat16"
-    device: str = "auto"
-    grpc: Address = DEFAULT_GRPC
-    metrics: Address = DEFAULT_METRICS
-    tls_cert: Path | None = None
-    """With its key and authority, for TLS between router and workers, and at the front, too."""
-    tls_key: Path | None = None
-    tls_ca: Path | None = None
-    front_tls_cert: Path | None = None
-    """With its key, what clients are shown in place of `tls_cert`."""
-    front_tls_key: Path | None = None
-    auth_token_file: Path | None = None
-    """Clients must bring one of the tokens in it; None: everybody may come."""
-    insecure: bool = False
-    """Allow addresses that other machines can reach without TLS and tokens."""
-    max_running: int = 64
-    chunk_tokens: int = 512
-    max_model_len: int | None = None
-    overlap: bool = True
-    """Plan a step while the one before computes."""
-    growth_min: float = 0.1
-    growth_max: float = 1.0
-    """Bounds of the part of a request's max_tokens that admission reserves for growth."""
-    bypass_limit: int = 16
-    """Requests that may pass one that does not fit, before none may."""
-    speculation: str = "none"
-    """Who drafts tokens that a step then verifies."""
-    draft_model: str | None = None
-    """The model that drafts, where one does; found like `model`."""
-    num_draft_tokens: int = 4
-    """Tokens in a draft at most."""
-    verify_pages: str = "off"
-    """Which pages' bytes are compared after they were read."""
-    min_transfer_gbps: float = 0.0
-    """Pairs of workers whose transport a probe finds slower do not work together."""
-    strict: bool = False
-    """Fail requests that would have to be computed again, unless they were retracted."""
-    threads: int | None = None
-    """Of one worker's forward; None: the machine's cores shared out."""
-    default_max_tokens: int = 256
-    max_live_requests: int = 1024
-    worker_timeout: float = DEFAULT_WORKER_TIMEOUT
-    """Seconds without an answer of its engine after which a worker is killed and replaced."""
-    drain_grace: float = DEFAULT_DRAIN_GRACE
-    """Seconds after which a worker that drains gives back what can go on elsewhere."""
-    quarantine_limit: float = DEFAULT_QUARANTINE_LIMIT
-    """Seconds that memory may be in quarantine until its worker drains; 0: for ever."""
-    debug_retract_every: int = 0
-    """Retract a request every so many steps, for tests; 0: only when memory is short."""
-    debug_faults: str = ""
-    """What is to go wrong, for tests and drills; see `engine.faults`."""
-    audit_pages: bool = False
-    """Check every single page after every step, not the sums alone."""
+    model: str = option(
+        DEFAULT_MODEL,
+        f"The model: a checkpoint folder (safetensors), a .gguf file, a hub id (owner/name), or "
+        f"the alias {DEFAULT_MODEL}.",
+        Section.MODEL,
+        metavar="PATH_OR_ID",
+    )
+    model_name: str | None = option(
+        None, "What clients call the model.", Section.MODEL, shown_default="from --model"
+    )
+    device: str = option(
+        "auto",
+        "Where workers compute; auto takes cuda if this machine has it.",
+        Section.MODEL,
+        choices=("auto", "cpu", "cuda"),
+    )
+    prefill: int | None = option(
+        None, "Number of prefill workers.", Section.WORKERS, at_least=0, shown_default="1"
+    )
+    decode: int | None = option(
+        None, "Number of decode workers.", Section.WORKERS, at_least=0, shown_default="1"
+    )
+    aggregated: int = option(
+        0,
+        "Number of workers that do prefill and decode both, in place of the other two kinds.",
+        Section.WORKERS,
+        at_least=0,
+    )
+    threads: int | None = option(
+        None,
+        "CPU threads that one worker computes with.",
+        Section.WORKERS,
+        at_least=1,
+        shown_default="an equal share of the cores",
+    )
+    draft_model: str | None = option(
+        None,
+        "The model that guesses with --speculation draft; given like --model.",
+        Section.SPECULATION,
+        metavar="PATH_OR_ID",
+    )
+    grpc: Address = option(
+        DEFAULT_GRPC, "Where clients connect; port 0: any free one.", Section.ACCESS
+    )
+    metrics: Address = option(
+        DEFAULT_METRICS,
+        f"Where Prometheus reads the router's metrics; the workers' are at the next ports of "
+        f"{WORKER_HOST}, prefill workers first. Port 0: any free ports.",
+        Section.ACCESS,
+    )
+    tls_cert: Path | None = option(
+        None,
+        f"A certificate in PEM for TLS between router and workers, and for clients. It must name "
+        f"{WORKER_HOST}, where workers listen.",
+        Section.ACCESS,
+    )
+    tls_key: Path | None = option(None, "The private key of --tls-cert.", Section.ACCESS)
+    tls_ca: Path | None = option(
+        None,
+        "The authority that signed --tls-cert: router and workers refuse any process that shows no "
+        "certificate of it.",
+        Section.ACCESS,
+    )
+    front_tls_cert: Path | None = option(
+        None,
+        "A certificate in PEM for TLS with clients, in place of --tls-cert or without it.",
+        Section.ACCESS,
+    )
+    front_tls_key: Path | None = option(
+        None, "The private key of --front-tls-cert.", Section.ACCESS
+    )
+    insecure: bool = option(
+        False,
+        "Allow a --grpc address that other machines can reach without TLS and tokens, and such a "
+        "--metrics address, which never has either.",
+        Section.ACCESS,
+    )
+    debug_faults: str = option(
+        "",
+        "Faults to inject: [WORKER/]ACTION:WHERE[:N][:SECONDSs], separated by commas; for example "
+        "delay:pull:3:0.5s or prefill-0/kill:announced.",
+        Section.DEBUGGING,
+        metavar="SPECS",
+        shown_default="none",
+    )
 
     def __post_init__(self) -> None:
-        for field in _AT_LEAST_ONE:
-            self._check_at_least(1, field, getattr(self, field))
-        for field in _AT_LEAST_ONE_IF_GIVEN:
-            if getattr(self, field) is not None:
-                self._check_at_least(1, field, getattr(self, field))
-        for field in _AT_LEAST_ZERO:
-            self._check_at_least(0, field, getattr(self, field))
+        for one in options_of(type(self)):
+            try:
+                checked = one.checked(getattr(self, one.name))
+            except ValueError as error:
+                raise OptionError(one.flag, str(error)) from error
+            object.__setattr__(self, one.name, checked)
         self._check_roles()
         self._check_growth()
         self._check_faults()
         self._check_speculation()
-        if not 0 < self.worker_timeout < float("inf"):
-            raise OptionError("--worker-timeout", "must be seconds, more than 0")
-        for field in ("drain_grace", "quarantine_limit"):
-            if not 0 <= getattr(self, field) < float("inf"):  # so that NaN fails, too
-                raise OptionError(option_name(field), "must be seconds, at least 0")
-        if not 0 <= self.min_transfer_gbps < float("inf"):
-            raise OptionError("--min-transfer-gbps", "must be GB/s, 0 or more")
-        self._check_choice("verify_pages", self.verify_pages, VERIFY_PAGES)
-        self._check_choice("page_order", self.page_order, PAGE_ORDERS)
-        self._check_choice("prefix_index", self.prefix_index, PREFIX_INDEXES)
-        self._check_choice("dtype", self.dtype, DTYPES)
-        self._check_choice("device", self.device, DEVICES)
-        for field in ("model", "model_name", "draft_model"):
-            if getattr(self, field) is not None and not getattr(self, field).strip():
-                raise OptionError(option_name(field), "must not be empty")
         check_together(tls_cert=self.tls_cert, tls_key=self.tls_key, tls_ca=self.tls_ca)
         check_together(front_tls_cert=self.front_tls_cert, front_tls_key=self.front_tls_key)
         self._check_reach()
         self._check_worker_ports()
-
-    @staticmethod
-    def _check_at_least(least: int, field: str, value: int) -> None:
-        if value < least:
-            raise OptionError(option_name(field), f"must be at least {least}, got {value}")
 
     def _check_roles(self) -> None:
         for field in ("prefill", "decode"):
             count = getattr(self, field)
             if count is None:
                 continue
-            if not self.aggregated:
-                self._check_at_least(1, field, count)
-            elif count:
+            if not self.aggregated and not count:
+                raise OptionError(flag_of(field), f"must be at least 1, got {count}")
+            if self.aggregated and count:
                 raise OptionError(
                     "--aggregated",
-                    f"such workers do prefill and decode both: leave {option_name(field)} out",
+                    f"such workers do prefill and decode both: leave {flag_of(field)} out",
                 )
 
     def _check_growth(self) -> None:
-        for field in ("growth_min", "growth_max"):
-            value = getattr(self, field)
-            if not 0 <= value <= 1:  # so that NaN fails, too
-                raise OptionError(option_name(field), f"must be in [0, 1], got {value:g}")
         if self.growth_min > self.growth_max:
             raise OptionError(
                 "--growth-min", f"must not be above --growth-max, {self.growth_max:g}"
@@ -190,18 +163,11 @@ class ServeOptions:
                 raise OptionError("--debug-faults", f"there is no worker {fault.worker}")
 
     def _check_speculation(self) -> None:
-        self._check_choice("speculation", self.speculation, SPECULATIONS)
-        drafts = self.speculation == "draft"
+        drafts = self.speculation is Speculation.DRAFT
         if drafts and self.draft_model is None:
             raise OptionError("--draft-model", "must be given with --speculation draft")
         if self.draft_model is not None and not drafts:
             raise OptionError("--draft-model", "must be given with --speculation draft alone")
-
-    @staticmethod
-    def _check_choice(field: str, value: str, choices: tuple[str, ...]) -> None:
-        if value not in choices:
-            expected = ", ".join(choices)
-            raise OptionError(option_name(field), f"must be one of {expected}, got {value!r}")
 
     def _check_reach(self) -> None:
         if self.insecure:
@@ -238,9 +204,9 @@ class ServeOptions:
             )
 
     def worker_metrics(self) -> tuple[Address, ...]:
-        """Where each worker's metrics are, in the order of `roles`; none if any port will do.
+        """The addresses of the workers' metrics, in the order of `roles`; none if any will do.
 
-        Fixed ports, so that what reads them finds a restarted worker again.
+        The ports are fixed, so that Prometheus finds a restarted worker again.
         """
         if self.metrics.port == 0:
             return ()
@@ -249,15 +215,15 @@ class ServeOptions:
 
     @property
     def cluster_tls(self) -> TlsFiles | None:
-        """What router and workers show each other; None: plain text."""
+        """The certificate that router and workers show each other; None: plain text."""
         if self.tls_cert is None or self.tls_key is None or self.tls_ca is None:
             return None
-        # A worker's working directory is another.
+        # Absolute, because a worker has another working directory.
         return TlsFiles(self.tls_cert.absolute(), self.tls_key.absolute(), self.tls_ca.absolute())
 
     @property
     def front_tls(self) -> TlsFiles | None:
-        """What clients are shown; None: plain text."""
+        """The certificate that clients are shown; None: plain text."""
         if self.front_tls_cert is not None and self.front_tls_key is not None:
             return TlsFiles(self.front_tls_cert, self.front_tls_key)
         if self.tls_cert is not None and self.tls_key is not None:
@@ -277,7 +243,7 @@ class ServeOptions:
 
     @property
     def roles(self) -> dict[str, int]:
-        """How many workers there are to be of each role."""
+        """The number of workers of each role."""
         if self.aggregated:
             return {"aggregated": self.aggregated}
         prefill = 1 if self.prefill is None else self.prefill
@@ -286,33 +252,11 @@ class ServeOptions:
 
     @property
     def workers(self) -> int:
-        """Workers of all roles."""
+        """The number of workers of all roles."""
         return sum(self.roles.values())
 
     def threads_per_worker(self) -> int:
-        """Threads of one worker's forward: as asked, or a fair share of the cores."""
+        """CPU threads of one worker: as asked, or an equal share of the cores."""
         if self.threads is not None:
             return self.threads
         return max(1, len(os.sched_getaffinity(0)) // self.workers)
-
-
-def check_together(**fields: Path | None) -> None:
-    """Raise OptionError unless all of the files are given, or none."""
-    given = [field for field, path in fields.items() if path is not None]
-    missing = [field for field, path in fields.items() if path is None]
-    if given and missing:
-        raise OptionError(option_name(missing[0]), f"must be given with {option_name(given[0])}")
-
-
-def check_tls(prefix: str, files: TlsFiles | None, host: str | None = None) -> None:
-    """Raise OptionError if one of the files, whose options begin with `prefix`, is of no use."""
-    try:
-        if files is not None:
-            files.check(host)
-    except TlsFileError as error:
-        raise OptionError(option_name(f"{prefix}_{error.field}"), error.problem) from error
-
-
-def option_name(field: str) -> str:
-    """A field of ServeOptions as the command line spells it."""
-    return "--" + field.replace("_", "-")

@@ -1,4 +1,4 @@
-"""Option values that click does not know by itself."""
+"""Types of option values that click does not have."""
 
 from __future__ import annotations
 
@@ -64,4 +64,4 @@ SIZE = SizeParam()
 SWITCH = SwitchParam()
 ADDRESS = AddressParam()
 FILE = click.Path(path_type=Path)
-"""Of which whoever reads it says what is wrong with it."""
+"""A path that is checked by whoever reads the file."""

@@ -1,4 +1,4 @@
-"""Says what takes how long while a cluster starts."""
+"""Prints the steps of a cluster's start, and how long each takes."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ _TEXT_WIDTH = 58
 
 
 class Step:
-    """A step under way; what it says last stands beside its name."""
+    """A step that runs; its latest text is shown beside its name."""
 
     def __init__(self, show: Callable[[str], None]) -> None:
         self._show = show
         self.text = ""
 
     def say(self, text: str) -> None:
-        """Replace what the step says of itself."""
+        """Replace the text beside the step's name."""
         self.text = text
         self._show(text)
 
 
 class Progress:
-    """Writes one line a step: its name, what it did, its seconds.
+    """Writes a line for each step: its name, its text, its seconds.
 
-    On a terminal the line is there while the step runs; in a file it is
-    written once, when the step has ended.
+    A terminal shows the line while the step runs; a file gets it once, when the step has
+    ended.
     """
 
     def __init__(self, stream: TextIO) -> None:
@@ -38,7 +38,7 @@ class Progress:
 
     @property
     def elapsed(self) -> float:
-        """Seconds since the first moment."""
+        """Seconds since this object was made."""
         return time.monotonic() - self._started
 
     def line(self, text: str = "") -> None:
@@ -48,7 +48,7 @@ class Progress:
 
     @contextmanager
     def step(self, name: str, text: str) -> Iterator[Step]:
-        """Time a step. One that raises leaves its name and says that it failed."""
+        """Time a step. If it raises, its line says ``not done``."""
         started = time.monotonic()
         step = Step(lambda current: self._transient(name, current))
         step.say(text)

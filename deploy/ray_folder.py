@@ -1,4 +1,4 @@
-"""The folder of one local Ray: made for it, and removed even after a kill, at the next start."""
+"""The temporary folder of one local Ray; one that a killed process left is removed later."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _LONGEST_TEMP: Final = 40
 
 
 class RayFolder:
-    """A fresh temporary folder that this process owns until it removes or keeps it.
+    """A new temporary folder that this process owns until it removes or keeps it.
 
-    The owner holds a lock on a file in it, which the system drops when the
-    owner dies, however that comes: a folder whose file nobody has locked is
-    left over. One without that file is kept, or is not a RayFolder.
+    The owner holds a lock on a file in the folder. The system drops the lock when the owner
+    dies, for whatever reason: a folder whose file is not locked is left over. A folder without
+    that file was kept for the user, or is none of these.
     """
 
     def __init__(self) -> None:
@@ -36,12 +36,14 @@ class RayFolder:
         self._lock.close()
 
     def keep(self) -> None:
-        """Leave it to the user."""
+        """Leave the folder to the user: it is never removed."""
         (self.path / _LOCK).unlink(missing_ok=True)
         self._lock.close()
 
     def _locked(self) -> TextIO:
-        """Make the lock's file, which has its name only once it is locked."""
+        """Make the lock's file. It gets its name only when it is locked, so that no other
+        process can find it unlocked.
+        """
         unnamed = self.path / "owner.new"
         file = unnamed.open("w")
         fcntl.flock(file, fcntl.LOCK_EX)
@@ -50,14 +52,14 @@ class RayFolder:
 
 
 def _remove_left_over(parent: Path) -> None:
-    """Delete the folders whose owners are dead; other users' and anything unclear stay."""
+    """Delete the folders whose owners are dead, except other users'."""
     for folder in parent.glob(f"{_PREFIX}*"):
         with contextlib.suppress(OSError):
             _remove_if_left_over(folder)
 
 
 def _remove_if_left_over(folder: Path) -> None:
-    """Raises OSError where that is not for us to say, above all while the owner lives."""
+    """Raises OSError if the folder cannot be judged, above all while its owner lives."""
     if folder.is_symlink() or folder.stat().st_uid != os.getuid():
         return
     lock = folder / _LOCK

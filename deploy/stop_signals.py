@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM: the first asks to stop, the second does not wait."""
+"""Ctrl-C and SIGTERM: the first asks the process to stop, the second ends it at once."""
 
 from __future__ import annotations
 
@@ -14,11 +14,10 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class StopSignals:
-    """A context in which SIGINT and SIGTERM mean the same, to be entered in the main thread.
+    """A context that handles SIGINT and SIGTERM alike; enter it in the main thread.
 
-    The first one calls what `deliver_to` was given, or raises KeyboardInterrupt
-    where nothing was. The second ends this process at once; the system then
-    ends Ray's, which do not outlive it.
+    The first signal calls what `deliver_to` was given, or raises KeyboardInterrupt if it was
+    given nothing. The second ends this process at once; the system then ends Ray's processes.
     """
 
     def __init__(self) -> None:
@@ -37,16 +36,16 @@ class StopSignals:
             signal.signal(number, handler)
 
     def install(self) -> None:
-        """Take the signals, again if need be: Ray takes SIGTERM for itself."""
+        """Set the handlers. To be called again after Ray has started, which sets its own."""
         for number in _SIGNALS:
             signal.signal(number, self._handle)
 
     def deliver_to(self, stop: Callable[[], object]) -> None:
-        """From now on the first signal calls `stop`, in the main thread."""
+        """Let the first signal call `stop`, in the main thread, from now on."""
         self._stop = stop
 
     def stopping(self) -> None:
-        """All is being stopped already: the first signal changes nothing any more."""
+        """Let the first signal do nothing from now on: everything is being stopped already."""
         self._stop = lambda: None
 
     def _handle(self, number: int, _frame: FrameType | None) -> None:
@@ -61,19 +60,20 @@ class StopSignals:
 class TermSignal:
     """SIGTERM to a process whose event loop is not in its main thread; made in the main thread.
 
-    The main thread may be in C code for ever, where no Python handler runs: so the
-    signal is heard through the socket that the interpreter writes to at once.
+    The handler does nothing: the main thread may be in C code for long, and runs no Python
+    handler meanwhile. But the interpreter writes the signal's number to a socket at once, and
+    the event loop reads it there.
     """
 
     def __init__(self) -> None:
-        self._ear, self._mouth = socket.socketpair()
-        self._ear.setblocking(False)
-        self._mouth.setblocking(False)
+        self._reader, self._writer = socket.socketpair()
+        self._reader.setblocking(False)
+        self._writer.setblocking(False)
         signal.signal(signal.SIGTERM, lambda *_: None)
-        signal.set_wakeup_fd(self._mouth.fileno(), warn_on_full_buffer=False)
+        signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
 
-    async def heard(self) -> None:
-        """Wait for the next one."""
+    async def received(self) -> None:
+        """Wait for the next SIGTERM."""
         loop = asyncio.get_running_loop()
-        while signal.SIGTERM not in await loop.sock_recv(self._ear, 64):
+        while signal.SIGTERM not in await loop.sock_recv(self._reader, 64):
             pass

@@ -1,4 +1,4 @@
-"""Keeps one worker alive, and says which incarnation of it there is."""
+"""Keeps one worker running, and says which incarnation of it there is."""
 
 from __future__ import annotations
 
@@ -6,36 +6,36 @@ import asyncio
 import contextlib
 import errno
 import logging
-import math
-import time
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, Final, Protocol, TypeVar
 
 from kvrelay.deploy.errors import ClusterError
 from kvrelay.deploy.local_ray import ray
-from kvrelay.deploy.worker_host import actor_class
-from kvrelay.engine.config import WorkerConfig, WorkerInfo
+from kvrelay.deploy.pauses import Pauses
+from kvrelay.deploy.worker_actor import WorkerActor, reason_of
+from kvrelay.deploy.worker_host import WorkerHost
+from kvrelay.engine.config import WorkerConfig
 from kvrelay.engine.faults import Fault
+from kvrelay.wire.worker_info import WorkerInfo
 
+T = TypeVar("T")
 _log = logging.getLogger(__name__)
-_FIRST_PAUSE = 0.1
-_LONGEST_PAUSE = 10.0
-_STOP_SECONDS = 10.0
+_STOP_SECONDS: Final = 10.0
 
 
 class Watcher(Protocol):
-    """Is told how a worker fares, in the event loop."""
+    """Is told of every change of a worker, in the event loop."""
 
     def worker_live(self, info: WorkerInfo) -> None:
         """This incarnation can be used from now on."""
         ...
 
     def worker_draining(self, info: WorkerInfo) -> None:
-        """It takes no more requests, and is about to be lost."""
+        """It takes no more requests, and its process will end."""
         ...
 
     def worker_lost(self, info: WorkerInfo) -> None:
-        """It cannot be reached; it may yet be alive."""
+        """It cannot be reached; its process may still run."""
         ...
 
     def worker_dead(self, info: WorkerInfo) -> None:
@@ -44,91 +44,87 @@ class Watcher(Protocol):
 
 
 class WorkerSupervisor:
-    """Starts a worker's actor, then follows its lives until it is stopped.
+    """Starts a worker's actor, then replaces the worker whenever it dies, until it is stopped.
 
-    A call that lives as long as the worker's process tells of its end; a process
-    that lives on but does not answer is found by its worker's heartbeat, and killed.
+    A process that ends is noticed by a call that lasts as long as the process (`watch`); one that
+    runs but does not answer is noticed by the worker's heartbeat, and killed.
 
     Args:
-        config: what the worker is to be, in every life.
-        actor_options: where Ray is to place it and what it takes there.
+        config: what the worker is to be, in every incarnation. A heartbeat is asked for three
+            times within its `worker_timeout`.
+        placement: where Ray is to place the actor and what it takes there.
         log_level: of the worker's process.
-        timeout: seconds that the worker's engine may take to answer; it is asked
-            three times as often.
         watcher: is told of every change.
     """
 
     def __init__(
         self,
         config: WorkerConfig,
-        actor_options: dict[str, Any],
+        placement: dict[str, Any],
         log_level: int,
-        timeout: float,
         watcher: Watcher,
     ) -> None:
         self.name = config.name
         self.role = config.role
-        self._config = config
-        self._actor_options = actor_options
-        self._log_level = log_level
-        self._timeout = timeout
-        self._watcher = watcher
-        self._actor = self._place()
         self.removing = False
-        """After this life there is no other."""
+        """No other incarnation follows this one."""
+        self._config = config
+        self._timeout = config.worker_timeout
+        self._watcher = watcher
+        self._actor = WorkerActor(config, placement, log_level)
         self._following: asyncio.Task[None] | None = None
         self._telling: set[asyncio.Task[None]] = set()
 
     async def start(self) -> WorkerInfo:
-        """Start the worker's first life and begin to follow it.
+        """Start the worker's first incarnation and begin to follow it.
 
-        Raises ClusterError, in one line, if it does not start: what stops the
-        first life would stop every other, so it is not tried again.
+        Raises ClusterError, in one line, if it does not start: what stops the first
+        one would stop every other, so it is not tried again.
         """
         try:
-            info: WorkerInfo = await self._actor.start.remote()
+            info = await self._actor.call(WorkerHost.start)
         except ray.exceptions.RayError as error:
             raise ClusterError(f"{self.name} did not start: {self._why(error)}") from error
         self._watcher.worker_live(info)
         self._following = asyncio.create_task(self._follow(info))
-        self._following.add_done_callback(self._say_if_failed)
+        self._following.add_done_callback(self._log_failure)
         return info
 
     def tell_of_deaths(self, incarnations: Sequence[str]) -> None:
-        """Let the worker know that others' processes have ended; does not wait.
+        """Tell the worker that other workers' processes have ended; does not wait.
 
-        One that cannot be reached misses it, and is told again once it is live again.
+        A worker that cannot be reached does not learn of it; the watcher tells it when it is
+        live again.
         """
         telling = asyncio.create_task(self._tell(incarnations))
         self._telling.add(telling)
         telling.add_done_callback(self._telling.discard)
 
     async def drain(self, *, remove: bool) -> None:
-        """Begin to drain the worker, which then leaves, as its watcher will hear.
+        """Begin to drain the worker, whose process then ends; the watcher is told.
 
-        Raises ClusterError if it cannot be told. To drain one that drains already
-        changes nothing, but that it can still be removed.
+        To drain one that drains already changes nothing, except that it can still be removed.
+        Raises ClusterError if the worker cannot be told.
 
         Args:
-            remove: no other life follows.
+            remove: no other incarnation follows.
         """
         before, self.removing = self.removing, self.removing or remove
         try:
-            await self._actor.drain.remote()
+            await self._actor.call(WorkerHost.drain)
         except ray.exceptions.RayActorError:
-            pass  # it had nothing to finish, and left before it could answer
+            pass  # it had nothing to finish, and ended before it could answer
         except ray.exceptions.RayError as error:
             self.removing = before
-            raise ClusterError(f"{self.name} could not be told: {_reason(error)}") from error
+            raise ClusterError(f"{self.name} could not be told: {reason_of(error)}") from error
 
     async def arm(self, faults: Sequence[Fault]) -> None:
-        """Let these go wrong in the worker's present life; see `WorkerHost.arm`."""
-        await self._actor.arm.remote(faults)
+        """Inject these faults into the worker's present incarnation; see `WorkerHost.arm`."""
+        await self._actor.call(WorkerHost.arm, faults)
 
     async def faults_fired(self) -> int:
-        """See `WorkerHost.faults_fired`."""
-        fired: int = await self._actor.faults_fired.remote()
-        return fired
+        """How many of the faults that were armed last have happened."""
+        return await self._actor.call(WorkerHost.faults_fired)
 
     async def stop(self) -> None:
         """End the worker, in good order if it can, and its actor for good."""
@@ -138,37 +134,46 @@ class WorkerSupervisor:
         await asyncio.gather(*tasks, return_exceptions=True)
         with contextlib.suppress(TimeoutError, ray.exceptions.RayError):
             async with asyncio.timeout(_STOP_SECONDS):
-                await self._actor.stop.remote()
-        ray.kill(self._actor)
+                await self._actor.call(WorkerHost.stop)
+        self._actor.remove()
 
     async def _tell(self, incarnations: Sequence[str]) -> None:
         try:
-            await self._actor.peers_died.remote(incarnations)
+            await self._actor.call(WorkerHost.peers_died, incarnations)
         except (ray.exceptions.ActorUnavailableError, ray.exceptions.ActorDiedError) as error:
             # `watch` has ended for the same reason, so the worker is about to be found lost.
-            _log.info("%s was not told of %s: %s", self.name, incarnations, _reason(error))
+            _log.info("%s was not told of %s: %s", self.name, incarnations, reason_of(error))
         except ray.exceptions.RayError as error:
-            _log.error("%s failed on the death of %s: %s", self.name, incarnations, _reason(error))
+            reason = reason_of(error)
+            _log.error("%s failed on the death of %s: %s", self.name, incarnations, reason)
 
     async def _follow(self, info: WorkerInfo) -> None:
-        pauses = _Pauses()
+        """Replace one incarnation after the other, for as long as the supervisor runs."""
+        pauses = Pauses()
         while True:
             reason = await self._lost(info)
             self._watcher.worker_lost(info)
             _log.warning("%s is lost: %s", info.incarnation, reason)
             await pauses.pause()
-            if await self._insist("current") != info:
+            # To say who it is takes a process no time, to start a worker as long as its weights.
+            if await self._call_until_answered(WorkerHost.current, seconds=self._timeout) != info:
                 self._watcher.worker_dead(info)
                 if self.removing:
-                    ray.kill(self._actor)
+                    self._actor.remove()
                     return
-                info = await self._insist("restart")
+                info = await self._call_until_answered(WorkerHost.restart, seconds=None)
             self._watcher.worker_live(info)
             _log.warning("%s is up", info.incarnation)
 
     async def _lost(self, info: WorkerInfo) -> str:
-        """Wait until the incarnation's process has ended, or cannot be reached, or is killed."""
-        signs = [asyncio.create_task(self._gone(info)), asyncio.create_task(self._silent())]
+        """Wait until the incarnation's process has ended, is not reachable, or was killed.
+
+        Returns the reason.
+        """
+        signs = [
+            asyncio.create_task(self._process_ended(info)),
+            asyncio.create_task(self._heartbeat_failed()),
+        ]
         drain = asyncio.create_task(self._notice_drain(info))
         try:
             await asyncio.wait(signs, return_when=asyncio.FIRST_COMPLETED)
@@ -179,58 +184,65 @@ class WorkerSupervisor:
             await asyncio.gather(*signs, drain, return_exceptions=True)
 
     async def _notice_drain(self, info: WorkerInfo) -> None:
-        """Pass on that it drains, whoever has told it to."""
+        """Tell the watcher when the worker drains, for whatever reason."""
         with contextlib.suppress(ray.exceptions.RayError):
-            if await self._actor.draining.remote(info.incarnation):
+            if await self._actor.call(WorkerHost.draining, info.incarnation):
                 self._watcher.worker_draining(info)
 
-    async def _silent(self) -> str:
-        """Wait until the engine does not answer any more; then its process is killed.
+    async def _heartbeat_failed(self) -> str:
+        """Wait until the worker does not answer any more, and kill its process then.
 
-        Ray lets it go at once, and ends one that has been stopped, too.
+        Ray ends a process that was stopped, too. Returns the reason.
         """
         while True:
             try:
                 async with asyncio.timeout(self._timeout):
-                    await self._actor.beat.remote()
+                    await self._actor.call(WorkerHost.heartbeat)
             except TimeoutError:
-                ray.kill(self._actor, no_restart=False)
+                self._actor.restart()
                 return f"it has not answered for {self._timeout:g} s, so it is killed"
             except ray.exceptions.RayError as error:
-                return _reason(error)
+                return reason_of(error)
             await asyncio.sleep(self._timeout / 3)
 
-    async def _gone(self, info: WorkerInfo) -> str:
+    async def _process_ended(self, info: WorkerInfo) -> str:
+        """Wait until the incarnation's process has ended; returns the reason."""
         try:
-            await self._actor.watch.remote(info.incarnation)
+            await self._actor.call(WorkerHost.watch, info.incarnation)
         except ray.exceptions.RayError as error:
-            return _reason(error)
+            return reason_of(error)
         return "another process has taken its place"
 
-    async def _insist(self, method: str) -> Any:
-        """Call the actor until it answers, in whatever life.
+    async def _call_until_answered(
+        self, method: Callable[[WorkerHost], Coroutine[Any, Any, T]], *, seconds: float | None
+    ) -> T:
+        """Call the actor until it answers, in whatever process.
 
-        The worker has started before with this configuration, so what fails now
-        is taken to pass: it is tried again, in a fresh process, ever less often.
+        The worker has started before with this configuration, so what fails now is taken to
+        pass: it is tried again, in a fresh process, after ever longer pauses.
+
+        Args:
+            method: is called without arguments.
+            seconds: after which a process that has not answered is killed; twice as many for
+                each one after it, because one that still imports its modules does not hang.
         """
-        pauses, patience = _Pauses(), self._timeout
+        pauses = Pauses()
         while True:
             try:
-                # To start takes as long as the weights do; to say who it is does not.
-                async with asyncio.timeout(None if method == "restart" else patience):
-                    return await getattr(self._actor, method).remote()
+                async with asyncio.timeout(seconds):
+                    return await self._actor.call(method)
             except TimeoutError:
                 _log.error("%s does not answer, so it is killed", self.name)
-                ray.kill(self._actor, no_restart=False)
-                patience *= 2  # a process that has yet to import everything is none that hangs
+                self._actor.restart()
+                seconds = 2 * seconds if seconds is not None else None
             except ray.exceptions.ActorUnavailableError:
                 _log.info("%s cannot be reached yet", self.name)
             except ray.exceptions.ActorDiedError as error:
-                _log.error("Ray gave %s up: %s", self.name, _reason(error))
-                self._actor = self._place()
+                _log.error("Ray gave %s up: %s", self.name, reason_of(error))
+                self._actor.place_again()
             except ray.exceptions.RayError as error:
                 _log.error("%s did not restart: %s", self.name, self._why(error))
-                ray.kill(self._actor, no_restart=False)
+                self._actor.restart()
             await pauses.pause()
 
     def _why(self, error: Exception) -> str:
@@ -239,41 +251,9 @@ class WorkerSupervisor:
         if isinstance(cause, OSError) and cause.errno == errno.EADDRINUSE:
             # Its gRPC port is any free one.
             return f"--metrics: port {self._config.metrics_port} is in use"
-        return _reason(error)
+        return reason_of(error)
 
-    def _say_if_failed(self, following: asyncio.Task[None]) -> None:
-        """A supervisor must not fail; if it does, its worker is not restarted any more."""
+    def _log_failure(self, following: asyncio.Task[None]) -> None:
+        """Log that the worker is not restarted any more, if that is so: it must never be."""
         if not following.cancelled() and (error := following.exception()) is not None:
             _log.critical("%s is no longer supervised", self.name, exc_info=error)
-
-    def _place(self) -> Any:
-        host = ray.remote(actor_class(self._config.role))
-        return host.options(**self._actor_options).remote(self._config, self._log_level)
-
-
-class _Pauses:
-    """Ever longer ones, which begin anew once there was none for a long time."""
-
-    def __init__(self) -> None:
-        self._next = _FIRST_PAUSE
-        self._ended = -math.inf
-
-    async def pause(self) -> None:
-        """Sleep before the next try."""
-        if time.monotonic() - self._ended > _LONGEST_PAUSE:
-            self._next = _FIRST_PAUSE
-        await asyncio.sleep(self._next)
-        self._next = min(2 * self._next, _LONGEST_PAUSE)
-        self._ended = time.monotonic()
-
-
-def _reason(error: Exception) -> str:
-    """What went wrong, in one line."""
-    if isinstance(error, ray.exceptions.RayTaskError):
-        cause = error.cause
-        if isinstance(cause, ModuleNotFoundError):
-            return f"the package {cause.name} is missing"
-        return " ".join(str(cause).split()) or type(cause).__name__
-    if isinstance(error, ray.exceptions.RayActorError):
-        return "its process died"
-    return " ".join(str(error).split())

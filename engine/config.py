@@ -10,6 +10,8 @@ from kvrelay.engine.faults import Fault
 from kvrelay.kv_transfer.checksums import VerifyPages
 from kvrelay.mem_cache.geometry import PageOrder
 from kvrelay.net.tls import TlsFiles
+from kvrelay.options.declaration import Section, option
+from kvrelay.wire.worker_info import WorkerRole
 
 
 class PrefixIndexKind(StrEnum):
@@ -19,17 +21,6 @@ class PrefixIndexKind(StrEnum):
     """In a radix tree over whole pages."""
     NONE = "none"
     """Not at all: every request's pages are freed at its end."""
-
-
-class Role(StrEnum):
-    """What a worker does with a request."""
-
-    PREFILL = "prefill"
-    """Computes prompts and hands their KV over."""
-    DECODE = "decode"
-    """Takes KV over and generates."""
-    AGGREGATED = "aggregated"
-    """Both, in one worker: the baseline."""
 
 
 class Speculation(StrEnum):
@@ -42,62 +33,153 @@ class Speculation(StrEnum):
     """A smaller model."""
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerConfig:
+@dataclass(frozen=True, kw_only=True)
+class WorkerOptions:
+    """The options of `kvrelay serve` that each worker is told as they are."""
+
+    dtype: str = option(
+        "bfloat16",
+        "The type of weights, activations and KV.",
+        Section.MODEL,
+        choices=("bfloat16", "float16", "float32"),
+    )
+    max_model_len: int | None = option(
+        None,
+        "Limits prompt and output together, in tokens.",
+        Section.MODEL,
+        at_least=1,
+        shown_default="the model's own limit",
+    )
+    kv_memory: int = option(
+        512 << 20,
+        "KV memory of each worker, in bytes or like 512MiB or 2GiB.",
+        Section.MEMORY,
+        at_least=1,
+        unit="bytes",
+    )
+    page_size: int = option(16, "Tokens in a page of KV.", Section.MEMORY, at_least=1)
+    page_order: PageOrder = option(
+        PageOrder.PAGE_FIRST,
+        "How a pool lies in memory: page_first keeps all layers of a page together, layer_first "
+        "all pages of a layer.",
+        Section.MEMORY,
+    )
+    prefix_index: PrefixIndexKind = option(
+        PrefixIndexKind.RADIX,
+        "How a worker finds the KV of prefixes that it has computed before: radix keeps it in a "
+        "radix tree, none frees it when its request ends.",
+        Section.MEMORY,
+    )
+    growth_min: float = option(
+        0.1,
+        "The smallest part of a request's max_tokens that admission reserves for its output; "
+        "between this and --growth-max the part follows the lengths of earlier outputs.",
+        Section.MEMORY,
+        at_least=0,
+        at_most=1,
+    )
+    growth_max: float = option(1.0, "The largest such part.", Section.MEMORY, at_least=0, at_most=1)
+    max_running: int = option(
+        64,
+        "The most requests that hold memory on a worker at the same time.",
+        Section.REQUESTS,
+        at_least=1,
+    )
+    chunk_tokens: int = option(
+        512, "The most prompt tokens that one step computes.", Section.REQUESTS, at_least=1
+    )
+    bypass_limit: int = option(
+        16,
+        "The most requests that are admitted before an older one that does not fit into memory.",
+        Section.REQUESTS,
+        at_least=0,
+    )
+    overlap: bool = option(
+        True,
+        "Plan a step while the one before it computes; the tokens are the same either way.",
+        Section.REQUESTS,
+    )
+    speculation: Speculation = option(
+        Speculation.NONE,
+        "Who guesses the next tokens, so that one step verifies several: ngram looks them up in "
+        "the request's own text, draft asks --draft-model. The tokens are the same either way.",
+        Section.SPECULATION,
+    )
+    num_draft_tokens: int = option(
+        4, "The most tokens that are guessed for one step.", Section.SPECULATION, at_least=1
+    )
+    verify_pages: VerifyPages = option(
+        VerifyPages.OFF,
+        "Which pages a decode worker compares by checksum after it has read them: off none, "
+        "sample some of each request's, all every one. A request with a page that differs is "
+        "computed again.",
+        Section.TRANSFER,
+    )
+    min_transfer_gigabytes_per_second: float = option(
+        0.0,
+        "A decode worker refuses a prefill worker whose pages it reads more slowly than this, in "
+        "10^9 bytes a second; it measures that when the two connect.",
+        Section.TRANSFER,
+        at_least=0,
+        unit="GB/s",
+    )
+    worker_timeout: float = option(
+        15.0,
+        "Seconds without an answer after which a worker is killed and replaced, and after which "
+        "another worker gives up its transfers with it.",
+        Section.RECOVERY,
+        more_than=0,
+        unit="seconds",
+    )
+    drain_grace: float = option(
+        30.0,
+        "Seconds that requests may still run on a worker that drains; after that they are moved "
+        "to other workers.",
+        Section.RECOVERY,
+        at_least=0,
+        unit="seconds",
+    )
+    quarantine_limit: float = option(
+        600.0,
+        "Seconds that memory may stay in quarantine; after that its worker drains and restarts. "
+        "0: for ever.",
+        Section.RECOVERY,
+        at_least=0,
+        unit="seconds",
+    )
+    debug_retract_every: int = option(
+        0,
+        "Retract a running request every so many steps; 0: only when memory is short.",
+        Section.DEBUGGING,
+        at_least=0,
+    )
+    audit_pages: bool = option(
+        False,
+        "Check every page after every step, not only the sums over all pages. This is slow.",
+        Section.DEBUGGING,
+    )
+
+
+@dataclass(frozen=True)
+class WorkerConfig(WorkerOptions):
     """Everything one worker needs to know. Built once, by `deploy`."""
 
     name: str
     """Stable over restarts, e.g. ``decode-0``."""
-    role: Role
+    role: WorkerRole
     model_path: Path
     """A checkpoint folder: config.json, safetensors, tokenizer.json."""
     model_name: str
-    dtype: str = "bfloat16"
     device: str = "cpu"
-    page_size: int = 16
-    kv_memory: int = 512 << 20
-    """Bytes of the paged pool."""
-    page_order: PageOrder = PageOrder.PAGE_FIRST
-    prefix_index: PrefixIndexKind = PrefixIndexKind.RADIX
-    max_running: int = 64
-    """Rows: requests that hold memory at the same time."""
-    chunk_tokens: int = 512
-    """Prompt tokens that one prefill step computes at most."""
-    max_model_len: int | None = None
-    """Caps the model's own context length."""
-    overlap: bool = True
-    """Plan a step while the one before it computes."""
-    debug_retract_every: int = 0
-    """Retract a running request every so many decode steps; 0: only when memory is short."""
-    growth_min: float = 0.1
-    """The smallest part of `max_tokens` that admission leaves room for, measured or not."""
-    growth_max: float = 1.0
-    """The largest."""
-    speculation: Speculation = Speculation.NONE
-    """Who drafts tokens for one forward to verify."""
-    draft_model_path: Path | None = None
-    """The drafting checkpoint, for `Speculation.DRAFT`; of the same vocabulary."""
-    num_draft_tokens: int = 4
-    """Drafted tokens that a step verifies at most."""
-    bypass_limit: int = 16
-    """Requests that may be let in before an older one that does not fit."""
-    drain_grace: float = 30.0
-    """Seconds after which a worker that drains gives back what can go on elsewhere."""
-    quarantine_limit: float = 600.0
-    """Seconds that memory may be in quarantine until the worker drains; 0: for ever."""
-    peer_timeout: float = 15.0
-    """Seconds without a word after which a hand-over's other side is given up."""
-    faults: tuple[Fault, ...] | None = None
-    """What is to go wrong here; None: nothing, ever. With none at first, some can come later."""
-    audit_pages: bool = False
-    """Check every single page after every step, not the sums alone; for tests and debugging."""
-    verify_pages: VerifyPages = VerifyPages.OFF
-    """Of the pages that are read from a prefill worker, those whose bytes are compared."""
-    min_transfer_gbps: float = 0.0
-    """A decode worker does not read from a prefill worker that a probe finds slower."""
+    """``cpu`` or ``cuda``."""
     threads: int = 1
     """Threads of one forward on a CPU."""
+    draft_model_path: Path | None = None
+    """The drafting checkpoint, for `Speculation.DRAFT`; of the same vocabulary."""
+    faults: tuple[Fault, ...] | None = None
+    """The faults to inject; None: none, ever. With an empty tuple, some can be armed later."""
     host: str = "127.0.0.1"
+    """Where the worker listens."""
     grpc_port: int = 0
     """0: any free port."""
     metrics_port: int = 0
@@ -113,22 +195,3 @@ class WorkerConfig:
     def drafts_for(self, wanted: bool) -> int:
         """Drafted tokens a step for a request that does, or does not, want any."""
         return self.num_draft_tokens if wanted and self.speculation is not Speculation.NONE else 0
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerInfo:
-    """What a started worker says of itself."""
-
-    name: str
-    role: Role
-    incarnation: str
-    """Fresh at every start: a restarted worker is another one."""
-    address: str
-    metrics_address: str
-    pool_tokens: int
-    """Tokens that one request can hold there at most."""
-    max_model_len: int
-    vocab_size: int
-    architecture: str
-    eos_token_ids: tuple[int, ...]
-    pid: int

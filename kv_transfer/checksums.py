@@ -1,8 +1,8 @@
-"""Whether the pages that arrived are, byte by byte, those that were computed.
+"""Checksums of pages, which show whether a decode worker has the bytes that were computed.
 
-Both sides hash their own copy of the same pages, each on a thread of its own:
-the engine thread hashes nothing. Only settled tokens count: what lies behind
-them in a prompt's last page is nobody's, and need not be equal.
+Both sides hash their own copy of the same pages, each on a thread of its own,
+so that the engine thread hashes nothing. Only written tokens are hashed: the
+bytes behind them in a prompt's last page belong to nobody, and may differ.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -22,37 +21,22 @@ import torch
 
 from kvrelay.mem_cache.geometry import PageOrder
 from kvrelay.mem_cache.pool import KVPool
+from kvrelay.wire.hand_over import PageSum, Place
 
 logger = logging.getLogger(__name__)
 
 SAMPLED_PART = 16
-"""With `VerifyPages.SAMPLE` one page of so many, and at least one, is compared."""
+"""With `VerifyPages.SAMPLE` one page in so many is compared, and at least one."""
 
 
 class VerifyPages(StrEnum):
-    """Which of a request's pages are compared once they were read."""
+    """Which of a request's pages are compared after they were read."""
 
     OFF = "off"
     SAMPLE = "sample"
-    """Some, chosen by the request's id: an attempt that is repeated compares the same."""
+    """Some, chosen by the request's id, so that a repeated attempt compares the same ones."""
     ALL = "all"
     """Every page of every pool."""
-
-
-class Place(NamedTuple):
-    """A page of a request: both sides have it elsewhere in their pools."""
-
-    pool: int
-    page: int
-    """Its index in the request's page table."""
-
-
-@dataclass(frozen=True, slots=True)
-class PageSum:
-    """The checksum of the settled tokens of one page, over all of its layers."""
-
-    place: Place
-    value: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,11 +46,11 @@ class LocalPage:
     place: Place
     page_id: int
     tokens: int
-    """That have settled: all of them but on the last page."""
+    """Settled tokens: `page_size`, except on the prompt's last page."""
 
 
 def choose(mode: VerifyPages, places: Sequence[Place], request_id: str) -> list[Place]:
-    """Those of the pages that were read that are to be compared."""
+    """Those of the pages that were read whose checksums are to be compared."""
     match mode:
         case VerifyPages.OFF:
             return []
@@ -80,7 +64,7 @@ def choose(mode: VerifyPages, places: Sequence[Place], request_id: str) -> list[
 def locate(
     places: Sequence[Place], tables: Sequence[Sequence[int]], page_size: int, num_tokens: int
 ) -> list[LocalPage]:
-    """Find `places` in a request's page tables, one for each pool.
+    """Find `places` in a request's page tables, of which there is one for each pool.
 
     Raises:
         ValueError: the request has no such page here.
@@ -101,8 +85,8 @@ def _locate(
 class PageHasher:
     """Hashes pages on a thread of its own, in order. Its methods may be called from any thread.
 
-    It reads pools without a fence: whoever asks has the pages locked, or throws
-    the answer away when the request ends before it comes.
+    It reads pools without a fence: the caller has the pages locked, or ignores the
+    sums if the request ends before they come.
 
     Args:
         pools: the worker's.
@@ -114,45 +98,46 @@ class PageHasher:
         self._on_failure = on_failure
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="kv-verify")
 
-    def order(
+    def submit(
         self, pages: Sequence[LocalPage], on_end: Callable[[tuple[PageSum, ...]], None]
     ) -> None:
-        """Hash `pages`; `on_end` is called with their sums, on the hasher's thread."""
+        """Start to hash `pages`. `on_end` is called with their sums, on the hasher's thread."""
         self._thread.submit(self._run, pages, on_end)
 
     def close(self) -> None:
-        """Finish what was ordered, and end the thread."""
+        """Finish what was submitted, and end the thread."""
         self._thread.shutdown()
 
     def _run(
         self, pages: Sequence[LocalPage], on_end: Callable[[tuple[PageSum, ...]], None]
     ) -> None:
         try:
-            on_end(tuple(PageSum(page.place, self._sum(page)) for page in pages))
+            on_end(tuple(PageSum(*page.place, self._sum(page)) for page in pages))
         except Exception as error:
             logger.exception("pages could not be hashed")
             self._on_failure(f"{type(error).__name__}: {error}")
 
     def _sum(self, page: LocalPage) -> int:
-        return hash_bytes(settled_bytes(self._pools[page.place.pool], page.page_id, page.tokens))
+        return hash_bytes(written_bytes(self._pools[page.place.pool], page.page_id, page.tokens))
 
 
-def settled_bytes(pool: KVPool, page_id: int, tokens: int) -> npt.NDArray[np.uint8]:
+def written_bytes(pool: KVPool, page_id: int, tokens: int) -> npt.NDArray[np.uint8]:
     """The bytes of the first `tokens` of a page, layer by layer, whatever the page order."""
     first = pool.geometry.order is PageOrder.PAGE_FIRST
     page = pool.data[page_id] if first else pool.data[:, page_id]
-    settled = page[..., :tokens, :].contiguous().cpu()
-    array: npt.NDArray[np.uint8] = settled.view(torch.uint8).reshape(-1).numpy()
+    written = page[..., :tokens, :].contiguous().cpu()
+    array: npt.NDArray[np.uint8] = written.view(torch.uint8).reshape(-1).numpy()
     return array
 
 
 def hash_bytes(array: npt.NDArray[np.uint8]) -> int:
     """A weighted sum modulo 2⁶⁴ of the bytes as 64-bit words, little-endian.
 
-    Faster than CRC-32, and wider. Each word's upper half is folded into its lower
-    one first, which no two words share the result of, and the weights are odd: so a
-    change of one word always shows. Without the fold, changes of highest bits, on
-    which a weight has no influence, would cancel each other out in pairs.
+    It is faster than CRC-32, and wider. Each word's upper half is first folded into
+    its lower one, which maps different words to different words, and all weights are
+    odd: so a change of one word always changes the sum. Without the fold, changes of
+    the highest bit in two words would cancel each other out, because an odd weight
+    keeps the highest bit as it is.
     """
     rest = -len(array) % 8
     words = (np.pad(array, (0, rest)) if rest else array).view(np.uint64)
@@ -165,7 +150,7 @@ _STEP = 0x9E3779B97F4A7C15
 
 @functools.lru_cache(maxsize=64)
 def _weights(count: int) -> npt.NDArray[np.uint64]:
-    """Odd, and else as good as random: SplitMix64, which is the same everywhere."""
+    """Odd numbers that look random: SplitMix64, which is the same on every machine."""
     z = np.arange(1, count + 1, dtype=np.uint64) * np.uint64(_STEP)
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

@@ -5,21 +5,32 @@ from __future__ import annotations
 import threading
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from typing import Final
 
 from kvrelay.mem_cache.geometry import Int64Array
 
 
 class PullState(Enum):
-    """Where a pull is. Only the transfer agent's thread moves it on."""
+    """Where a pull is in its life."""
 
     QUEUED = auto()
     """Ordered; no byte has moved."""
     RUNNING = auto()
     """Bytes arrive at any time."""
     DONE = auto()
-    """Every byte is there."""
+    """Every byte has arrived."""
     FAILED = auto()
-    """It will not complete; `settled` tells whether bytes may still arrive."""
+    """It will not complete. `Pull.passed` tells whether bytes may still arrive."""
+
+
+TRANSITIONS: Final = {
+    PullState.QUEUED: {PullState.RUNNING, PullState.FAILED},
+    PullState.RUNNING: {PullState.DONE, PullState.FAILED},
+    PullState.DONE: set[PullState](),
+    PullState.FAILED: set[PullState](),
+}
+"""Every step that a pull can take: `start` runs it, `refuse` fails one that never ran, and
+`finish` or `fail` end it. Only the transfer thread takes them."""
 
 
 @dataclass(eq=False, slots=True)
@@ -37,14 +48,17 @@ class Pull:
     peer: str
     """Incarnation of the worker that is read from."""
     local_pages: tuple[Int64Array, ...]
-    """For each pool."""
+    """Page ids, for each pool."""
     remote_pages: tuple[Int64Array, ...]
+    """Page ids, for each pool as many as of `local_pages`."""
     state: PullState = PullState.QUEUED
     error: str = ""
+    """Why it failed."""
     nbytes: int = 0
     seconds: float = 0.0
+    """From its start to its end."""
     backend: str = ""
-    """That NIXL has chosen; told of probes alone."""
+    """The one that NIXL has chosen; only known of probes."""
     _settled: threading.Event = field(default_factory=threading.Event)
 
     @property
@@ -52,10 +66,37 @@ class Pull:
         """Pages that it reads, of all pools together."""
         return sum(map(len, self.local_pages))
 
+    def start(self, nbytes: int) -> None:
+        """NIXL has it: bytes arrive from now on."""
+        self._move_to(PullState.RUNNING)
+        self.nbytes = nbytes
+
+    def refuse(self, error: str) -> None:
+        """It was never given to NIXL, so no byte can arrive."""
+        assert self.state is PullState.QUEUED
+        self._move_to(PullState.FAILED)
+        self.error = error
+        self.settle()
+
+    def finish(self, seconds: float) -> None:
+        """Every byte has arrived."""
+        self._move_to(PullState.DONE)
+        self.seconds = seconds
+        self.settle()
+
+    def fail(self, error: str, seconds: float) -> None:
+        """NIXL has reported an error. Bytes may still arrive until the peer's confirmed death."""
+        self._move_to(PullState.FAILED)
+        self.error, self.seconds = error, seconds
+
     def settle(self) -> None:
-        """No byte of this pull will arrive any more. Called by the agent's thread."""
+        """Let the fence pass: no byte of this pull will arrive any more."""
         self._settled.set()
 
     def passed(self) -> bool:
-        """See `mem_cache.fence.Fence`."""
+        """Whether no byte of this pull can arrive any more, see `mem_cache.fence.Fence`."""
         return self._settled.is_set()
+
+    def _move_to(self, state: PullState) -> None:
+        assert state in TRANSITIONS[self.state], f"{self.state.name} to {state.name}"
+        self.state = state

@@ -1,4 +1,4 @@
-"""From pages to the byte runs that a transfer moves."""
+"""Turns lists of pages into the byte runs that a transfer moves."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ class SpanPairs:
 
     @property
     def nbytes(self) -> int:
-        """Bytes to move in all."""
+        """The number of bytes to move."""
         return int(self.lengths.sum())
 
     @classmethod
     def joined(cls, parts: Sequence[SpanPairs]) -> SpanPairs:
-        """All of them, one after the other."""
+        """The runs of all `parts`, one part after the other."""
         return cls(
             np.concatenate([part.local for part in parts]),
             np.concatenate([part.remote for part in parts]),
@@ -53,11 +53,14 @@ class SpanPairs:
 def pair_spans(
     local: PoolLayout, local_pages: Int64Array, remote: PoolLayout, remote_pages: Int64Array
 ) -> SpanPairs:
-    """The runs that copy `remote_pages` into `local_pages`, neighbours merged.
+    """The runs that copy `remote_pages` into `local_pages`, with neighbours merged.
 
     The two pools may differ in page order; a run ends where either side is no
-    longer contiguous. The piece size decides the speed of a transfer: one run
-    a page and less with `page_first` on both sides.
+    longer contiguous. Long runs are fast: with `page_first` on both sides a page
+    is at most one run.
+
+    Raises:
+        ValueError: a page id is out of range, or the two lists differ in length.
     """
     if len(local_pages) != len(remote_pages):
         raise ValueError(f"{len(remote_pages)} pages do not fit into {len(local_pages)}")
@@ -73,7 +76,7 @@ def pair_spans(
 
 
 def _pieces(layout: PoolLayout, pages: Int64Array) -> Int64Array:
-    """Offsets of every (page, layer) piece, page by page."""
+    """The byte offset of every (page, layer) piece, page by page; shape [pages * layers]."""
     if len(pages) and not 0 <= pages.min() <= pages.max() < layout.total_pages:
         raise ValueError(f"page ids must lie in [0, {layout.total_pages}), got {pages.tolist()}")
     return layout.geometry.piece_offsets(pages, layout.total_pages).ravel()

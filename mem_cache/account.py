@@ -1,4 +1,7 @@
-"""One pool's pages and who owns each: the only code that changes an owner."""
+"""One pool's pages: the owner of each, and the free list (vLLM's `BlockPool`).
+
+`PageAllocator` alone calls what changes an owner.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ Pages = npt.NDArray[np.int32]
 """Page ids, ``[n]``."""
 
 Shares = Sequence[tuple[str, int]]
-"""Whose some pages are: holders, and how many of the pages each has, in their order."""
+"""On whose behalf pages move: holders, and how many of the pages are for each, in order."""
 
 NO_PAGES: Pages = np.empty(0, np.int32)
 
@@ -56,7 +59,7 @@ class _Move:
 
 
 class PageAccount:
-    """The owners of one pool's pages, and those that are free, ready to be taken.
+    """The owners of one pool's pages, and a stack of those that are free.
 
     Args:
         name: of the pool; a label of its metrics.
@@ -68,57 +71,46 @@ class PageAccount:
         self.total = total
         self.owner_of = np.zeros(total, np.uint8)
         """``[total]`` the `Owner` of each page; read only."""
-        self._by_owner = [total, *([0] * (len(Owner) - 1))]
+        self.by_owner = [total, *([0] * (len(Owner) - 1))]
+        """How many pages each `Owner` has; read only."""
         # A stack; reversed, so that a fresh pool hands out neighbours in ascending order.
         self._free = np.arange(total, dtype=np.int32)[::-1].copy()
         self._history: deque[_Move] = deque(maxlen=HISTORY)
 
-    def count(self, owner: Owner) -> int:
-        """Pages that `owner` has. O(1)."""
-        return self._by_owner[owner]
-
     @property
     def free_pages(self) -> Pages:
-        """Who is free, a view; the last is handed out next."""
-        return self._free[: self._by_owner[Owner.FREE]]
+        """The pages that are free, a view; the last is handed out next."""
+        return self._free[: self.by_owner[Owner.FREE]]
 
-    def take(self, holder: str, wanted: int, target: Owner = Owner.LEASE) -> Pages:
-        """Hand out `wanted` free pages; there must be as many."""
-        return self.take_each(((holder, wanted),), target)
-
-    def take_each(self, shares: Shares, target: Owner = Owner.LEASE) -> Pages:
-        """`take` for each holder its share, one after the other."""
+    def allocate(self, shares: Shares, target: Owner = Owner.LEASE) -> Pages:
+        """Hand out free pages, to each holder its share; there must be as many."""
         wanted = sum([number for _, number in shares])
-        assert wanted <= self._by_owner[Owner.FREE], "more pages taken than are free"
-        last = self._by_owner[Owner.FREE]
+        last = self.by_owner[Owner.FREE]
+        assert wanted <= last, "more pages allocated than are free"
         pages = self._free[last - wanted : last][::-1].copy()
         self._change(shares, pages, Owner.FREE, target)
         return pages
 
-    def move(self, holder: str, pages: Pages, source: Owner, target: Owner) -> None:
-        """Change the owner of `pages`.
+    def move(self, shares: Shares, pages: Pages, source: Owner, target: Owner) -> None:
+        """Change the owner of `pages`, of which each holder has its share.
 
         Raises:
             ConservationError: a page is not `source`'s or comes twice; names it and its history.
         """
-        self.move_each(((holder, len(pages)),), pages, source, target)
-
-    def move_each(self, shares: Shares, pages: Pages, source: Owner, target: Owner) -> None:
-        """`move` each holder's share of `pages`."""
         if not len(pages):
             return
-        assert source is not Owner.FREE, "free pages are taken"
+        assert source is not Owner.FREE, "free pages are allocated"
         self._change(shares, pages, source, target)
         if target is Owner.FREE:
-            free = self._by_owner[Owner.FREE]
+            free = self.by_owner[Owner.FREE]
             self._free[free - len(pages) : free] = pages[::-1]
 
     def _change(self, shares: Shares, pages: Pages, source: Owner, target: Owner) -> None:
         self.check_owner(pages, source)
         self._check_distinct(pages)
         self.owner_of[pages.astype(np.intp)] = target.value
-        self._by_owner[source] -= len(pages)
-        self._by_owner[target] += len(pages)
+        self.by_owner[source] -= len(pages)
+        self.by_owner[target] += len(pages)
         self._history.append(_Move(shares, pages, source, target))
 
     def check_owner(self, pages: Pages, owner: Owner) -> None:

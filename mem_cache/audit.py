@@ -7,103 +7,184 @@ from collections.abc import Iterator
 import numpy as np
 
 from kvrelay.mem_cache.account import Owner, Pages
-from kvrelay.mem_cache.books import Books
-from kvrelay.mem_cache.counts import PoolCounts
 from kvrelay.mem_cache.errors import ConservationError
 from kvrelay.mem_cache.lease import LeaseState
+from kvrelay.mem_cache.lease_table import LeaseTable
+from kvrelay.mem_cache.page_allocator import PageAllocator
+from kvrelay.mem_cache.prefix_index import PrefixIndex
+from kvrelay.mem_cache.promises import Promises
+from kvrelay.mem_cache.rows import Rows
+from kvrelay.mem_cache.shape import CacheShape
+from kvrelay.wire.load import PoolCounts
 
 
-def pool_counts(books: Books, pool: int) -> PoolCounts:
-    """The account of a pool's pages. O(1)."""
-    account, evictable = books.accounts[pool], books.index.evictable(pool)
-    return PoolCounts(
-        pool=account.name,
-        page_size=books.page_size,
-        total=account.total,
-        free=len(account.free_pages),
-        held=books.held[pool],
-        cached_evictable=evictable,
-        cached_protected=books.index.size(pool) - evictable,
-        session=books.saved[pool],
-        quarantined=books.quarantined[pool],
-        promised=books.promised[pool],
-    )
+class Audit:
+    """Counts pages and rows by owner, and compares what each side says. It changes nothing.
 
+    Args:
+        shape: of the cache.
+        rows: of which each has one owner.
+        index: the prefix index.
+        allocator: knows the owner of each page.
+        promises: how many pages are promised.
+        leases: all of them.
+    """
 
-def row_counts(books: Books) -> PoolCounts:
-    """The account of the rows."""
-    return PoolCounts(
-        pool="rows",
-        page_size=0,
-        total=books.rows.total,
-        free=len(books.free_rows),
-        held=len(books.leases) - books.saved_rows,
-        cached_evictable=0,
-        cached_protected=0,
-        session=books.saved_rows,
-        quarantined=sum(entry.row is not None for entry in books.quarantine),
-        promised=0,
-    )
+    def __init__(
+        self,
+        shape: CacheShape,
+        rows: Rows,
+        index: PrefixIndex,
+        allocator: PageAllocator,
+        promises: Promises,
+        leases: LeaseTable,
+    ) -> None:
+        self._pools = shape.pool_numbers
+        self._page_size = shape.page_size
+        self._rows = rows
+        self._index = index
+        self._allocator = allocator
+        self._promises = promises
+        self._leases = leases
 
+    # Counts
 
-def audit(books: Books) -> None:
-    """See `Ledger.audit`."""
-    for pool, account in enumerate(books.accounts):
-        counts = pool_counts(books, pool)
-        if counts.accounted != counts.total:
-            raise ConservationError(f"{counts.accounted} of {counts.total}: {counts}")
-        claimed = (counts.free, counts.held, books.index.size(pool), counts.session)
-        owners = (Owner.FREE, Owner.LEASE, Owner.INDEX, Owner.SESSION)
-        owned = tuple(account.count(owner) for owner in owners)
-        if claimed != owned:
-            raise ConservationError(f"pages say {owned}, their owners {claimed}: {counts}")
-        if not 0 <= counts.promised <= counts.free + counts.cached_evictable:
-            raise ConservationError(f"{counts.promised} pages promised: {counts}")
-    rows = row_counts(books)
-    if rows.accounted != rows.total:
-        raise ConservationError(f"{rows.accounted} of {rows.total}: {rows}")
+    def page_counts(self) -> tuple[PoolCounts, ...]:
+        """How many pages of each pool are in each state. O(1)."""
+        return tuple([self._pool_counts(pool) for pool in self._pools])
 
+    def row_counts(self) -> PoolCounts:
+        """How many rows are in each state."""
+        allocator = self._allocator
+        return PoolCounts(
+            pool="rows",
+            page_size=0,
+            total=self._rows.total,
+            free=len(self._rows.free_rows),
+            held=len(self._leases.by_row) - allocator.session_rows,
+            cached_evictable=0,
+            cached_protected=0,
+            session=allocator.session_rows,
+            quarantined=self._quarantined_rows(),
+            promised=0,
+        )
 
-def audit_pages(books: Books) -> None:
-    """See `Ledger.audit_pages`."""
-    audit(books)
-    indexed = books.index.audit()
-    for pool, account in enumerate(books.accounts):
-        claimed = []
-        for owner, pages in _claims(books, pool, indexed[pool]):
-            account.check_owner(pages, owner)
-            claimed.append(pages)
-        claims = np.bincount(np.concatenate(claimed), minlength=account.total)
-        for page in np.flatnonzero(claims != 1).tolist():
-            raise ConservationError(
-                f"{account.name} page {page} has {claims[page]} owners: {account.history(page)}"
-            )
-    quarantined = [entry.row for entry in books.quarantine if entry.row is not None]
-    rows = [*books.free_rows, *books.leases, *quarantined]
-    if sorted(rows) != list(range(books.rows.total)):
-        raise ConservationError(f"of {books.rows.total} rows these are owned: {sorted(rows)}")
-    if books.rows.allocated[-1] or books.rows.states[-1]:
-        raise ConservationError("something was done to a lease that was released")
+    def _quarantined_rows(self) -> int:
+        return sum([entry.row is not None for entry in self._allocator.quarantine])
 
+    def _pool_counts(self, pool: int) -> PoolCounts:
+        allocator, evictable = self._allocator, self._index.evictable(pool)
+        account = allocator.accounts[pool]
+        return PoolCounts(
+            pool=account.name,
+            page_size=self._page_size,
+            total=account.total,
+            free=len(account.free_pages),
+            held=allocator.lease_pages[pool],
+            cached_evictable=evictable,
+            cached_protected=self._index.size(pool) - evictable,
+            session=allocator.session_pages[pool],
+            quarantined=allocator.quarantined_pages[pool],
+            promised=self._promises.totals[pool],
+        )
 
-def owner_map(books: Books, pool: int) -> list[tuple[Owner, str]]:
-    """See `Ledger.owner_map`."""
-    owners = [(Owner(owner), "") for owner in books.accounts[pool].owner_of.tolist()]
-    for lease in books.leases.values():
-        for page in lease.own_pages(pool).tolist():
-            owners[page] = (owners[page][0], lease.holder)
-    for entry in books.quarantine:
-        for page in entry.pages[pool].tolist():
-            owners[page] = (Owner.QUARANTINE, entry.holder)
-    return owners
+    # Checks
 
+    def check(self) -> None:
+        """Check the conservation equation of pages and rows. O(1), for every step.
 
-def _claims(books: Books, pool: int, indexed: Pages) -> Iterator[tuple[Owner, Pages]]:
-    """What each owner has of a pool by its own books."""
-    yield Owner.FREE, books.accounts[pool].free_pages
-    yield Owner.INDEX, indexed
-    for entry in books.quarantine:
-        yield Owner.QUARANTINE, entry.pages[pool]
-    for lease in books.leases.values():
-        saved = lease.state is LeaseState.SAVED
-        yield Owner.SESSION if saved else Owner.LEASE, lease.own_pages(pool)
+        What leases, sessions, the index and the quarantine say that they have
+        must be what the pages say that owns them.
+
+        Raises:
+            ConservationError: something was lost or is counted twice.
+        """
+        for pool, account in enumerate(self._allocator.accounts):
+            claimed = self._claimed_pages(pool)
+            if sum(claimed) != account.total:
+                counts = self._pool_counts(pool)
+                raise ConservationError(f"{sum(claimed)} of {account.total}: {counts}")
+            if claimed != account.by_owner:
+                raise ConservationError(
+                    f"{account.name}: pages say {account.by_owner}, their owners {claimed}"
+                )
+            promised = self._promises.totals[pool]
+            if not 0 <= promised <= self._allocator.available(pool):
+                raise ConservationError(f"{promised} pages promised: {self._pool_counts(pool)}")
+        owned = len(self._rows.free_rows) + len(self._leases.by_row) + self._quarantined_rows()
+        if owned != self._rows.total:
+            raise ConservationError(f"{owned} of {self._rows.total}: {self.row_counts()}")
+
+    def _claimed_pages(self, pool: int) -> list[int]:
+        """How many pages of a pool each `Owner` says that it has, in the order of `Owner`."""
+        allocator = self._allocator
+        return [
+            len(allocator.accounts[pool].free_pages),
+            allocator.lease_pages[pool],
+            self._index.size(pool),
+            allocator.session_pages[pool],
+            allocator.quarantined_pages[pool],
+        ]
+
+    def check_pages(self) -> None:
+        """Check every page and row one by one, besides `check`. For tests and debugging.
+
+        Raises:
+            ConservationError: names a page that is lost or has two owners, and its history.
+        """
+        self.check()
+        indexed = self._index.audit()
+        for pool, account in enumerate(self._allocator.accounts):
+            claimed = []
+            for owner, pages in self._claims(pool, indexed[pool]):
+                account.check_owner(pages, owner)
+                claimed.append(pages)
+            claims = np.bincount(np.concatenate(claimed), minlength=account.total)
+            for page in np.flatnonzero(claims != 1).tolist():
+                raise ConservationError(
+                    f"{account.name} page {page} has {claims[page]} owners: {account.history(page)}"
+                )
+        self._check_rows()
+
+    def _check_rows(self) -> None:
+        """Raise `ConservationError` unless each row has one owner, and a released lease nothing."""
+        quarantine = self._allocator.quarantine
+        quarantined = [entry.row for entry in quarantine if entry.row is not None]
+        rows = [*self._rows.free_rows, *self._leases.by_row, *quarantined]
+        if sorted(rows) != list(range(self._rows.total)):
+            raise ConservationError(f"of {self._rows.total} rows these are owned: {sorted(rows)}")
+        if self._rows.allocated[-1] or self._rows.states[-1]:
+            raise ConservationError("something was done to a lease that was released")
+
+    def _claims(self, pool: int, indexed: Pages) -> Iterator[tuple[Owner, Pages]]:
+        """What each owner says that it has of a pool."""
+        yield Owner.FREE, self._allocator.accounts[pool].free_pages
+        yield Owner.INDEX, indexed
+        for entry in self._allocator.quarantine:
+            yield Owner.QUARANTINE, entry.pages[pool]
+        for lease in self._leases.by_row.values():
+            saved = lease.state is LeaseState.SAVED
+            yield Owner.SESSION if saved else Owner.LEASE, lease.own_pages(pool)
+
+    # For people who look for a page
+
+    def history(self, pool: int, page: int) -> str:
+        """The last owners of a page, oldest first."""
+        return self._allocator.accounts[pool].history(page)
+
+    def free_pages(self, pool: int) -> list[int]:
+        """The pages of a pool that are free."""
+        pages: list[int] = self._allocator.accounts[pool].free_pages.tolist()
+        return pages
+
+    def owner_map(self, pool: int) -> list[tuple[Owner, str]]:
+        """The owner of each page of a pool, and the lease on whose behalf it has it."""
+        account = self._allocator.accounts[pool]
+        owners = [(Owner(owner), "") for owner in account.owner_of.tolist()]
+        for lease in self._leases.by_row.values():
+            for page in lease.own_pages(pool).tolist():
+                owners[page] = (owners[page][0], lease.holder)
+        for entry in self._allocator.quarantine:
+            for page in entry.pages[pool].tolist():
+                owners[page] = (Owner.QUARANTINE, entry.holder)
+        return owners

@@ -23,22 +23,22 @@ class StepClock:
     """Counts the forwards that were launched and those that have ended, in order."""
 
     launched: int = 0
-    settled: int = 0
+    ended: int = 0
 
     @property
     def running(self) -> int:
         """Forwards that were launched and have not ended."""
-        return self.launched - self.settled
+        return self.launched - self.ended
 
     def launch(self) -> int:
         """A forward starts; returns its number."""
         self.launched += 1
         return self.launched
 
-    def settle(self) -> None:
+    def end(self) -> None:
         """The oldest running forward has ended."""
-        assert self.settled < self.launched, "a forward ended that was never launched"
-        self.settled += 1
+        assert self.ended < self.launched, "a forward ended that was never launched"
+        self.ended += 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,4 +50,4 @@ class StepFence:
 
     def passed(self) -> bool:
         """See `Fence`."""
-        return self.clock.settled >= self.step
+        return self.clock.ended >= self.step

@@ -9,10 +9,10 @@ A lease's tokens, as intervals and their owners::
 
 Always ``0 <= cache_protected_len <= kv_committed_len <= kv_allocated_len``, and
 `cache_protected_len` is a multiple of the page size. The lengths are recorded
-when they change, by the ledger alone; nobody infers them from token counts.
+when they change, by this room alone; nobody infers them from token counts.
 
 The lengths are the same in every pool. In a window pool the pages that no
-forward will look at again have left: it holds none before its frontier.
+forward will look at again have been freed: a lease has none before its frontier.
 """
 
 from __future__ import annotations
@@ -24,17 +24,18 @@ from typing import Final
 import numpy as np
 
 from kvrelay.mem_cache.account import NO_PAGES, Pages
-from kvrelay.mem_cache.errors import LedgerError
+from kvrelay.mem_cache.errors import KVCacheError
 from kvrelay.mem_cache.fence import Fence
 from kvrelay.mem_cache.prefix_index import PrefixLock
 from kvrelay.mem_cache.rows import Ints, Rows
+from kvrelay.mem_cache.shape import CacheShape
 
 
 class LeaseState(IntEnum):
     """Where a lease is in its life."""
 
     RELEASED = 0
-    """Holds nothing any more."""
+    """It holds nothing any more."""
     OPEN = auto()
     """A request has it: it may grow and commit."""
     SAVED = auto()
@@ -51,17 +52,17 @@ TRANSITIONS: Final = {
 }
 """Every step that a lease can take: ``grow, commit, publish, slide, trim`` keep it OPEN,
 ``save`` (or ``roll_back``, then ``save``) and ``borrow`` go back and forth, ``close`` and then
-``give_back`` end it."""
+``free_lease`` end it."""
 
 
 _STATES: Final = tuple(sorted(LeaseState))
 
 
 class Lease:
-    """One request's hold on a row and on pages. Made by `Ledger.open`.
+    """One request's hold on a row and on pages. Made by `KVCacheManager.open`.
 
-    Its lengths are in the ledger's `Rows`, and all 0 once it is released. Only
-    the ledger writes anything of it: `books.py` and what works on it.
+    Its lengths are read from `Rows`, and are all 0 once it is released. Only
+    this room changes it; everybody else reads the properties.
     """
 
     __slots__ = (
@@ -69,6 +70,7 @@ class Lease:
         "_prefix_lock",
         "_rows",
         "_set_aside",
+        "_shape",
         "holder",
         "namespace",
         "page_size",
@@ -80,15 +82,16 @@ class Lease:
         holder: str,
         row: int,
         rows: Rows,
-        page_size: int,
+        shape: CacheShape,
         namespace: str,
     ) -> None:
         self.holder = holder
         self.row = row
         """-1 once it is released."""
-        self.page_size = page_size
+        self.page_size = shape.page_size
         self.namespace = namespace
         self._rows = rows
+        self._shape = shape
         self._prefix_lock: PrefixLock | None = None
         self._set_aside: list[Pages] = [NO_PAGES for _ in rows.page_tables]
         self._fences: list[Fence] = []
@@ -112,6 +115,11 @@ class Lease:
     def kv_allocated_len(self) -> int:
         """Tokens that the lease's pages were asked to hold; raised by `grow`."""
         return self._rows.allocated.item(self.row)
+
+    @property
+    def prefix_lock(self) -> PrefixLock | None:
+        """The lock on the pages that the prefix index owns, if there are any."""
+        return self._prefix_lock
 
     @property
     def promised_tokens(self) -> int:
@@ -147,7 +155,7 @@ class Lease:
     def own_pages(self, pool: int = 0) -> Pages:
         """Pages of a pool that this lease owns, a copy: not those that the index lent it.
 
-        A page that `Ledger.borrow` has set aside comes last.
+        A page that `KVCacheManager.borrow` has set aside comes last.
         """
         first = max(self._rows.frontiers.item(pool, self.row), self.num_protected_pages)
         table = self._rows.page_tables[pool, self.row]
@@ -157,21 +165,76 @@ class Lease:
         """A pool's page table in token order, a copy; -1 where a page has left the window."""
         return self._rows.page_tables[pool, self.row, : self.num_pages].copy()
 
+    def can_go_back(self, prefix_len: int) -> bool:
+        """Whether the lease still has all that a token at `prefix_len` sees, for itself."""
+        if prefix_len < self.cache_protected_len:
+            return False
+        needed = [
+            self._shape.first_page_seen(pool, prefix_len) for pool in self._shape.pool_numbers
+        ]
+        return all(map(int.__le__, self.first_pages, needed))
+
+    # Changed by this room alone
+
+    def adopt(self, lock: PrefixLock) -> PrefixLock | None:
+        """Begin the tables with the pages that `lock` locks.
+
+        Returns:
+            The lock that the lease had before, which the caller has to end.
+        """
+        self._rows.put_prefix(self.row, lock.pages, lock.num_pages * self.page_size)
+        before, self._prefix_lock = self._prefix_lock, lock
+        return before
+
+    def set_aside(self, pool: int, at: int, replacement: int) -> None:
+        """Put a fresh page in the place of page `at` of a table, and keep the old one aside."""
+        table = self._rows.page_tables[pool, self.row]
+        self._set_aside[pool] = table[at : at + 1].copy()
+        table[at] = replacement
+
+    def swap_set_aside(self, at: int) -> bool:
+        """Exchange page `at` of each table with the page aside; `False` if there is none."""
+        found = False
+        for pool, aside in enumerate(self._set_aside):
+            if len(aside):
+                self.set_aside(pool, at, int(aside[0]))
+                found = True
+        return found
+
+    def drop_set_aside(self) -> list[Pages]:
+        """For each pool the pages that were aside: the caller has to free them."""
+        aside, self._set_aside = self._set_aside, [NO_PAGES for _ in self._set_aside]
+        return aside
+
+    def add_fence(self, fence: Fence) -> None:
+        """Let every release of the lease's pages wait for `fence`, too."""
+        self._fences.append(fence)
+
     def pending(self, others: Sequence[Fence]) -> list[Fence]:
-        """`others`, and the forward that copies a page of this lease: see `Ledger.fork`."""
+        """`others`, and the lease's own fences that have not passed."""
         self._fences = [fence for fence in self._fences if not fence.passed()]
         return [*others, *self._fences]
 
+    def leave_row(self) -> int:
+        """Forget the row and all lengths; returns the row, which the caller has to free."""
+        row, self.row = self.row, -1
+        self._rows.clear(row)
+        return row
+
     def move_to(self, state: LeaseState) -> None:
-        """Take one step of `TRANSITIONS`; any other raises `LedgerError`."""
+        """Take one step of `TRANSITIONS`; any other raises `KVCacheError`."""
         if state not in TRANSITIONS[self.state]:
-            raise LedgerError(f"{self.holder}: its lease is {self.state.name}, not for {state!r}")
+            raise KVCacheError(f"{self.holder}: its lease is {self.state.name}, not for {state!r}")
         self._rows.states[self.row] = state
 
     def check_open(self, action: str) -> None:
-        """Raise `LedgerError` unless the lease is open."""
+        """Raise `KVCacheError` unless the lease is open."""
         if self.state is not LeaseState.OPEN:
-            raise LedgerError(f"{action} of {self.holder}: its lease is {self.state.name}")
+            raise KVCacheError(f"{action} of {self.holder}: its lease is {self.state.name}")
+
+    def times_rows_cleared(self) -> int:
+        """How often a row was taken from a lease of the same manager."""
+        return self._rows.times_cleared
 
     def __repr__(self) -> str:
         return (
@@ -182,25 +245,25 @@ class Lease:
 
 
 class Batch(tuple[Lease, ...]):
-    """Leases that take steps together: where `Rows` has them is looked up once, not in every call.
+    """Leases that take steps together: their rows are looked up once, not in every call.
 
-    And again when a lease of the same ledger has been released.
+    They are looked up again when a lease of the same manager has been released.
     """
 
     _found: Ints
     _as_of = -1
 
-    def find(self) -> Ints:
+    def rows(self) -> Ints:
         """The rows of its leases."""
-        released = self[0]._rows.released if self else 0
-        if released != self._as_of:
-            self._found, self._as_of = _rows_of(self), released
+        cleared = self[0].times_rows_cleared() if self else 0
+        if cleared != self._as_of:
+            self._found, self._as_of = _rows_of(self), cleared
         return self._found
 
 
 def rows_of(leases: Sequence[Lease]) -> Ints:
-    """Where `Rows` has each of them."""
-    return leases.find() if isinstance(leases, Batch) else _rows_of(leases)
+    """The row of each lease."""
+    return leases.rows() if isinstance(leases, Batch) else _rows_of(leases)
 
 
 def _rows_of(leases: Sequence[Lease]) -> Ints:

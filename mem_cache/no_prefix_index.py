@@ -1,4 +1,4 @@
-"""The prefix index of those who want none: what choices of one request share, and nothing else."""
+"""The prefix index of a worker without one: it has what choices of one request share."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from kvrelay.mem_cache.radix_tree import RadixTree
 
 
 class NoPrefixIndex:
-    """No reuse: nothing is found, nothing is kept.
+    """A `PrefixIndex` that finds nothing and keeps nothing.
 
-    What is shared is in a tree for as long as somebody locks it.
+    Only what is shared is in a tree, for as long as somebody locks it.
 
     Args:
         page_size: tokens a page.
-        windows: see `RadixTree`.
+        windows: for each pool the tokens that its layers look back; None: all.
     """
 
     def __init__(self, page_size: int, windows: Sequence[int | None]) -> None:

@@ -1,4 +1,4 @@
-"""The bytes themselves: one tensor that holds every page of a worker."""
+"""The bytes of the KV cache: one tensor that holds every page of a pool."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""The seam of the prefix index: who finds pages that an earlier request computed.
+"""What a prefix index does: it finds pages that an earlier request computed.
 
-An index never frees a request's memory: `insert` tells which pages it has
-taken, `evict` names pages that it lets go, and the ledger moves them. Pages
-come as one array a pool, in the order of the ledger's pools, each as long as
-the tokens are pages; `NO_PAGE` stands where a window pool has none.
+An index never frees a request's memory: `insert` returns the pages that it has
+taken, `evict` those that it has let go of, and `PageAllocator` moves them.
+Pages come as one array a pool, in the order of the pools, with one entry for
+each page of the tokens; `NO_PAGE` stands where a window pool has none.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Inserted:
 
 
 class PrefixIndex(Protocol):
-    """Whole pages of settled KV, found again by their token ids.
+    """Whole pages of written KV, found again by their token ids.
 
     `namespace` keeps tenants apart: what one has published, no other finds.
     """
@@ -62,7 +62,10 @@ class PrefixIndex(Protocol):
         ...
 
     def hold(self, token_ids: TokenIds, namespace: str = "") -> PrefixLock:
-        """Lock all that is known of `token_ids`, whether or not it can be continued from."""
+        """Lock all that is known of `token_ids`, whether or not it can be continued from.
+
+        The caller ends the lock before it lets anything be evicted.
+        """
         ...
 
     def lock_again(self, lock: PrefixLock) -> None:

@@ -17,10 +17,10 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from kvrelay.mem_cache.errors import LedgerError
+from kvrelay.mem_cache.errors import KVCacheError
 from kvrelay.mem_cache.fence import Fence
+from kvrelay.mem_cache.kv_cache_manager import KVCacheManager
 from kvrelay.mem_cache.lease import Lease, LeaseState
-from kvrelay.mem_cache.ledger import Ledger
 from kvrelay.mem_cache.release import Outcome, release_kv_cache
 
 
@@ -42,17 +42,19 @@ class _Session:
 
 
 class Sessions:
-    """The sessions of one worker. The engine thread alone calls it.
+    """The sessions of one worker. Only the engine thread may call it.
 
-    Misuse (a session that is unknown, or lent already) raises `LedgerError`.
+    Misuse (a session that is unknown, or lent already) raises `KVCacheError`.
 
     Args:
-        ledger: the account of their memory.
+        kv_cache: has their memory.
         clock: seconds, monotonic; tells who has been idle.
     """
 
-    def __init__(self, ledger: Ledger, clock: Callable[[], float] = time.monotonic) -> None:
-        self._ledger = ledger
+    def __init__(
+        self, kv_cache: KVCacheManager, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._kv_cache = kv_cache
         self._clock = clock
         self._sessions: dict[str, _Session] = {}
 
@@ -66,10 +68,10 @@ class Sessions:
         """A turn has ended well: its lease is the session's. Makes the session if it is new."""
         session = self._sessions.get(session_id)
         if session is not None and session.lease is not lease:
-            raise LedgerError(f"session {session_id}: {lease!r} is not what was lent")
+            raise KVCacheError(f"session {session_id}: {lease!r} is not what was lent")
         before = () if session is None else session.fences
         pending = tuple(fence for fence in (*before, *fences) if not fence.passed())
-        release_kv_cache(self._ledger, lease, Outcome.SAVED, fences=pending)
+        release_kv_cache(self._kv_cache, lease, Outcome.SAVED, fences=pending)
         closing = session is not None and session.closing
         self._sessions[session_id] = _Session(lease, pending, self._clock())
         if closing:
@@ -86,10 +88,10 @@ class Sessions:
     ) -> Lease | None:
         """Lend the session's lease to its next turn; `None` if memory is short: try again.
 
-        See `Ledger.borrow`.
+        `SessionLeases.borrow` says what becomes of the pages.
         """
         session = self._idle(session_id)
-        lent = self._ledger.borrow(
+        lent = self._kv_cache.sessions.borrow(
             session.lease,
             holder,
             prefix_len,
@@ -110,11 +112,11 @@ class Sessions:
         """
         session = self._lent(session_id)
         fences = tuple(fences)
-        if not self._ledger.can_go_back(session.lease, session.prefix_len):
+        if not session.lease.can_go_back(session.prefix_len):
             self.forget(session_id, fences)
             return False
         pending = [fence for fence in (*session.fences, *fences) if not fence.passed()]
-        self._ledger.roll_back(session.lease, session.prefix_len, pending)
+        self._kv_cache.sessions.roll_back(session.lease, session.prefix_len, pending)
         self.save(session_id, session.lease, pending)
         return True
 
@@ -126,13 +128,13 @@ class Sessions:
         session = self._lent(session_id)
         del self._sessions[session_id]
         fences = (*session.fences, *fences)
-        release_kv_cache(self._ledger, session.lease, Outcome.ABORTED, fences=fences)
+        release_kv_cache(self._kv_cache, session.lease, Outcome.ABORTED, fences=fences)
 
     def close(self, session_id: str) -> None:
         """End a session: now, or when its running turn has ended."""
         session = self._sessions.get(session_id)
         if session is None:
-            raise LedgerError(f"session {session_id} is not known")
+            raise KVCacheError(f"session {session_id} is not known")
         if session.lent:
             session.closing = True
         else:
@@ -163,16 +165,16 @@ class Sessions:
         session = self._sessions.get(session_id)
         if session is None or session.lent:
             what = "is not known" if session is None else "is lent to a turn"
-            raise LedgerError(f"session {session_id} {what}")
+            raise KVCacheError(f"session {session_id} {what}")
         return session
 
     def _lent(self, session_id: str) -> _Session:
         session = self._sessions.get(session_id)
         if session is None or not session.lent:
             what = "is not known" if session is None else "is not lent"
-            raise LedgerError(f"session {session_id} {what}")
+            raise KVCacheError(f"session {session_id} {what}")
         return session
 
     def _release(self, session_id: str) -> None:
         session = self._sessions.pop(session_id)
-        release_kv_cache(self._ledger, session.lease, Outcome.FINISHED, fences=session.fences)
+        release_kv_cache(self._kv_cache, session.lease, Outcome.FINISHED, fences=session.fences)

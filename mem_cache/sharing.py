@@ -1,4 +1,4 @@
-"""What a lease gives to the prefix index, and who else gets it. The contracts are `Ledger`'s."""
+"""What leases give to the prefix index, and how the choices of one request share pages."""
 
 from __future__ import annotations
 
@@ -8,12 +8,15 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvrelay.mem_cache import growth
-from kvrelay.mem_cache.books import Books
-from kvrelay.mem_cache.errors import LedgerError
+from kvrelay.mem_cache.errors import KVCacheError
 from kvrelay.mem_cache.fence import Fence
 from kvrelay.mem_cache.lease import Lease, LeaseState
-from kvrelay.mem_cache.prefix_index import NO_PAGE, PrefixLock, TokenIds
+from kvrelay.mem_cache.lease_lengths import LeaseLengths
+from kvrelay.mem_cache.lease_table import LeaseTable
+from kvrelay.mem_cache.page_allocator import PageAllocator
+from kvrelay.mem_cache.prefix_index import NO_PAGE, Inserted, PrefixIndex, PrefixLock, TokenIds
+from kvrelay.mem_cache.promises import Promises
+from kvrelay.mem_cache.shape import CacheShape
 
 
 class PageCopy(NamedTuple):
@@ -33,140 +36,214 @@ class Fork:
     """Of the prefix's unaligned last page, for each lease and pool; none if it is aligned."""
 
 
-def publish(books: Books, lease: Lease, token_ids: TokenIds, pending: Sequence[Fence]) -> None:
-    """See `Ledger.publish`."""
-    if lease.state is not LeaseState.CLOSED:
-        lease.check_open("publishing")
-    last = min(lease.kv_committed_len, len(token_ids)) // books.page_size
-    if last > lease.num_protected_pages:
-        _give(books, lease, token_ids[: last * books.page_size], pending)
-
-
-def fork(
-    books: Books,
-    lease: Lease,
-    holders: Sequence[str],
-    token_ids: TokenIds,
-    promised_tokens: int,
-    copied: Fence,
-    pending: Sequence[Fence],
-) -> Fork | None:
-    """See `Ledger.fork`."""
-    lease.check_open("forking")
-    length, number = len(token_ids), len(holders)
-    if length != lease.kv_committed_len or not books.can_go_back(lease, length):
-        raise LedgerError(f"fork of {lease!r} after {length} tokens")
-    if not length <= promised_tokens <= books.rows.row_pages * books.page_size:
-        raise LedgerError(f"fork of {lease!r} with a promise of {promised_tokens} tokens")
-    if len(books.free_rows) < number:
-        return None
-    whole = length // books.page_size
-    promises = books.promises(promised_tokens, whole)
-    spared = [number * pages for pages in promises]
-    shared = token_ids[: whole * books.page_size]
-    if not _give(books, lease, shared, pending, spared=spared, share=True):
-        return None
-    leases = [_child(books, lease, holder, promised_tokens, promises) for holder in holders]
-    grown = growth.grow_all(books, leases, [length] * number)
-    assert grown, "what was promised is not there"
-    growth.commit_all(books, leases, [length] * number)
-    if length % books.page_size == 0:
-        return Fork(tuple(leases), ())
-    copies = [
-        PageCopy(pool, int(table[lease.row, whole]), int(table[child.row, whole]))
-        for child in leases
-        for pool, table in enumerate(books.rows.page_tables)
-    ]
-    for one in (lease, *leases):
-        one._fences.append(copied)
-    return Fork(tuple(leases), tuple(copies))
-
-
-def _child(
-    books: Books, parent: Lease, holder: str, promised_tokens: int, promises: Sequence[int]
-) -> Lease:
-    """A lease that locks what its parent locks."""
-    lock = parent._prefix_lock
-    if lock is not None:
-        books.index.lock_again(lock)
-    return books.enter_lease(holder, parent.namespace, promised_tokens, promises, lock)
-
-
-def _give(
-    books: Books,
-    lease: Lease,
-    whole: TokenIds,
-    pending: Sequence[Fence],
-    *,
-    spared: Sequence[int] = (),
-    share: bool = False,
-) -> bool:
-    """Hand the pages of `whole` pages' tokens to the prefix index, and lock them there.
+class PrefixSharing:
+    """Moves pages of leases to the prefix index, where others find or share them.
 
     Args:
-        books: of the lease.
-        lease: that has them.
-        whole: settled tokens.
-        pending: what still reads the pages.
-        spared: pages of each pool that must be unpromised afterwards.
-        share: with others who have no other way to them.
-
-    Returns:
-        Whether it was done; nothing has changed if not.
+        shape: of the cache.
+        index: the prefix index.
+        allocator: of the pages.
+        promises: what a lease may still take.
+        leases: all of them.
+        lengths: of all of them.
     """
-    index, before = books.index, lease.num_protected_pages
-    last = len(whole) // books.page_size
-    spared = spared or [0] * len(books.pools)
-    if last <= before:
-        return all(books.unpromised(pool) >= spared[pool] for pool in books.numbers)
-    # What is locked cannot be evicted any more, while the duplicates of it come back later: so
-    # it may be that others were promised room that would then be missing.
-    known = index.hold(whole, lease.namespace)
-    further = [_further_promise(books, lease, pool, last) for pool in books.numbers]
-    for pool in books.numbers:
-        coming = 0 if pending else _coming_back(books, lease, pool, last, known)
-        if books.unpromised(pool) + coming < further[pool] + spared[pool]:
-            books.unlock(known)
-            return False
-    offered = list(books.rows.page_tables[:, lease.row, :last].copy())
-    inserted = (index.share if share else index.insert)(whole, offered, lease.namespace)
-    if inserted.lock.num_pages < last:
+
+    def __init__(
+        self,
+        shape: CacheShape,
+        index: PrefixIndex,
+        allocator: PageAllocator,
+        promises: Promises,
+        leases: LeaseTable,
+        lengths: LeaseLengths,
+    ) -> None:
+        self._shape = shape
+        self._index = index
+        self._allocator = allocator
+        self._promises = promises
+        self._leases = leases
+        self._lengths = lengths
+
+    def publish(self, lease: Lease, token_ids: TokenIds, pending: Sequence[Fence]) -> None:
+        """Give the whole pages of committed `token_ids` to the prefix index.
+
+        If that would break another lease's promise, nothing is done.
+        """
+        if lease.state is not LeaseState.CLOSED:
+            lease.check_open("publishing")
+        page_size = self._shape.page_size
+        whole = min(lease.kv_committed_len, len(token_ids)) // page_size
+        if whole > lease.num_protected_pages:
+            self._move_to_index(lease, token_ids[: whole * page_size], pending)
+
+    def fork(
+        self,
+        lease: Lease,
+        holders: Sequence[str],
+        token_ids: TokenIds,
+        promised_tokens: int,
+        copied: Fence,
+        pending: Sequence[Fence],
+    ) -> Fork | None:
+        """Begin a lease for each of `holders` with the pages that `lease` has committed.
+
+        See `KVCacheManager.fork` for the arguments.
+        """
+        length, number = len(token_ids), len(holders)
+        self._check_fork(lease, length, promised_tokens)
+        if self._leases.num_free_rows < number:
+            return None
+        whole = length // self._shape.page_size
+        needed = self._promises.pages_needed(promised_tokens, whole)
+        headroom = [number * pages for pages in needed]
+        shared = token_ids[: whole * self._shape.page_size]
+        if not self._move_to_index(lease, shared, pending, headroom=headroom, share=True):
+            return None
+        children = []
+        for holder in holders:
+            lock = lease.prefix_lock
+            if lock is not None:
+                self._index.lock_again(lock)
+            child = self._leases.begin_lease(holder, lease.namespace, promised_tokens, needed, lock)
+            children.append(child)
+        grown = self._lengths.grow(children, [length] * number)
+        assert grown, "what was promised is not there"
+        self._lengths.commit(children, [length] * number)
+        if length % self._shape.page_size == 0:
+            return Fork(tuple(children), ())
+        for one in (lease, *children):
+            one.add_fence(copied)
+        return Fork(tuple(children), self._copies(lease, children, whole))
+
+    def _check_fork(self, lease: Lease, length: int, promised_tokens: int) -> None:
+        """Raise `KVCacheError` if a lease cannot be forked after `length` tokens."""
+        lease.check_open("forking")
+        if length != lease.kv_committed_len or not lease.can_go_back(length):
+            raise KVCacheError(f"fork of {lease!r} after {length} tokens")
+        if not length <= promised_tokens <= self._leases.max_row_tokens:
+            raise KVCacheError(f"fork of {lease!r} with a promise of {promised_tokens} tokens")
+
+    def _copies(self, lease: Lease, children: Sequence[Lease], page: int) -> tuple[PageCopy, ...]:
+        """The copies of `page` of a lease's tables to those of its children."""
+        return tuple(
+            PageCopy(pool, int(lease.pages(pool)[page]), int(child.pages(pool)[page]))
+            for child in children
+            for pool in self._shape.pool_numbers
+        )
+
+    # From a lease to the index
+
+    def _move_to_index(
+        self,
+        lease: Lease,
+        tokens: TokenIds,
+        pending: Sequence[Fence],
+        *,
+        headroom: Sequence[int] | None = None,
+        share: bool = False,
+    ) -> bool:
+        """Give the pages of `tokens` to the prefix index, and lock them there for the lease.
+
+        Args:
+            lease: that has them.
+            tokens: of whole pages; their KV is written, or will be when `pending` has passed.
+            pending: what still reads or writes the pages.
+            headroom: pages of each pool that must be unpromised afterwards.
+            share: with others who have no other way to the pages.
+
+        Returns:
+            Whether it was done; nothing has changed if not.
+        """
+        num_pages = len(tokens) // self._shape.page_size
+        if num_pages <= lease.num_protected_pages:
+            return self._promises.has_room([0] * len(self._shape.pools), headroom)
+        # Held while the room is counted: what the index has of these tokens cannot be evicted
+        # once the lease locks it, so others may not be promised it.
+        known = self._index.hold(tokens, lease.namespace)
+        further = self._further_promise(lease, num_pages)
+        inserted = None
+        if self._has_room(lease, num_pages, known, further, pending, headroom):
+            inserted = self._insert(lease, num_pages, tokens, share)
+        if inserted is not None:
+            self._replace_pages(lease, num_pages, inserted, further, pending)
+        self._allocator.unlock(known)
+        return inserted is not None
+
+    def _further_promise(self, lease: Lease, num_pages: int) -> list[int]:
+        """For each pool the pages that a lease must be promised besides.
+
+        The pages of a window pool come back to a lease as the window moves on.
+        The first `num_pages`, which the index gets, will not come back to it.
+        """
+        further = []
+        to_come = self._shape.pages_for(lease.promised_tokens) - lease.num_pages
+        for pool, promised in enumerate(lease.promised_pages):
+            own = lease.num_pages - max(num_pages, lease.first_pages[pool])
+            most = self._shape.most_pages(pool, lease.promised_tokens) - own
+            further.append(max(0, min(to_come, most) - promised))
+        return further
+
+    def _has_room(
+        self,
+        lease: Lease,
+        num_pages: int,
+        known: PrefixLock,
+        further: Sequence[int],
+        pending: Sequence[Fence],
+        headroom: Sequence[int] | None,
+    ) -> bool:
+        """Whether everybody's promise can be kept while the lease locks what the index gets."""
+        needed = list(further)
+        if not pending:
+            for pool in self._shape.pool_numbers:
+                needed[pool] -= self._freed_at_once(lease, num_pages, pool, known)
+        return self._promises.has_room(needed, headroom)
+
+    def _freed_at_once(self, lease: Lease, num_pages: int, pool: int, known: PrefixLock) -> int:
+        """Pages of the lease that become free or evictable if the index gets `num_pages` of it.
+
+        They are those that a continuation will not see, which nobody locks, and
+        of the others the duplicates of what the index has, which is `known`.
+        """
+        end = num_pages * self._shape.page_size
+        first_seen = min(self._shape.first_page_seen(pool, end), num_pages - 1)
+        first_owned = max(lease.num_protected_pages, lease.first_pages[pool])
+        unseen = max(0, first_seen - first_owned)
+        duplicates = known.pages[pool][first_owned + unseen :] != NO_PAGE
+        return unseen + int(np.count_nonzero(duplicates))
+
+    def _insert(
+        self, lease: Lease, num_pages: int, tokens: TokenIds, share: bool
+    ) -> Inserted | None:
+        """Offer a lease's first pages to the index; `None` if it does not lock all of them."""
+        offered = [lease.pages(pool)[:num_pages] for pool in self._shape.pool_numbers]
+        insert = self._index.share if share else self._index.insert
+        inserted = insert(tokens, offered, lease.namespace)
+        if inserted.lock.num_pages == num_pages:
+            return inserted
         assert not any(map(len, inserted.taken)), "the index took what it does not lock"
-        books.unlock(inserted.lock)
-        books.unlock(known)
-        return False
-    duplicates = []
-    for taken, pages in zip(inserted.taken, offered, strict=True):
-        mine = pages[before:]
-        duplicates.append(mine[(mine != NO_PAGE) & ~np.isin(mine, taken)])
-    books.give_to_index(lease, inserted.taken)
-    old = lease._prefix_lock
-    books.adopt(lease, inserted.lock)
-    books.promise_more(lease, further)
-    if old is not None and not pending:
-        books.unlock(old)
-        old = None
-    books.unlock(known)
-    books.cache_counts.duplicate_pages += sum(map(len, duplicates))
-    books.let_go(lease.holder, duplicates, pending, lock=old)
-    return True
+        self._allocator.unlock(inserted.lock)
+        return None
 
+    def _replace_pages(
+        self,
+        lease: Lease,
+        num_pages: int,
+        inserted: Inserted,
+        further: Sequence[int],
+        pending: Sequence[Fence],
+    ) -> None:
+        """Let a lease read its first pages from the index, and free its duplicates of them.
 
-def _further_promise(books: Books, lease: Lease, pool: int, last: int) -> int:
-    """Pages that a lease must be promised besides if the index gets its first `last` pages.
-
-    In a window pool these would have come back to it as the window moves on;
-    the index has them from now on, and some of them locked.
-    """
-    own = lease.num_pages - max(last, lease.first_pages[pool])
-    to_come = books.pages_for(lease.promised_tokens) - lease.num_pages
-    most = books.most_pages(pool, lease.promised_tokens) - own
-    return max(0, min(to_come, most) - lease.promised_pages[pool])
-
-
-def _coming_back(books: Books, lease: Lease, pool: int, last: int, known: PrefixLock) -> int:
-    """Of the lease's pages before `last`: duplicates, and those that nobody will see."""
-    seen = min(books.frontier(pool, last * books.page_size), last - 1)
-    first = max(lease.num_protected_pages, lease.first_pages[pool])
-    theirs = known.pages[pool][first:] != NO_PAGE
-    return max(0, seen - first) + int(np.count_nonzero(theirs[max(0, seen - first) :]))
+        The lock that it had on the index before is ended with the duplicates:
+        what is still read must not be evicted either.
+        """
+        duplicates = []
+        for pool, taken in enumerate(inserted.taken):
+            own = lease.pages(pool)[lease.num_protected_pages : num_pages]
+            duplicates.append(own[(own != NO_PAGE) & ~np.isin(own, taken)])
+        self._allocator.cache_counts.duplicate_pages += sum(map(len, duplicates))
+        self._allocator.move_to_index(lease.holder, inserted.taken)
+        lock_before = lease.adopt(inserted.lock)
+        self._promises.raise_by(lease.row, further)
+        self._allocator.free_after(pending, lease.holder, duplicates, lock=lock_before)

@@ -1,9 +1,10 @@
-"""A smaller model that guesses what its target will say next.
+"""A smaller model that proposes the next tokens of its target.
 
 Speculative decoding by Leviathan and others 2023 (arXiv 2211.17192) and Chen
-and others 2023 (arXiv 2302.01318), but for how a guess is accepted: see
-`verify`. The draft model samples with the target's own parameters, seed and
-positions, so that where the two distributions are alike their draws are, too.
+and others 2023 (arXiv 2302.01318), but that `verify` accepts a draft only if it is
+the token that the target samples. The draft model samples with the target's own
+parameters, seed and positions, so that where the two distributions are alike
+their draws are, too.
 """
 
 from __future__ import annotations
@@ -18,16 +19,21 @@ import torch
 from kvrelay.mem_cache.geometry import KVGeometry, PageOrder
 from kvrelay.mem_cache.pool import KVPool
 from kvrelay.model_runner.batch import ForwardBatch, Int32Array
+from kvrelay.model_runner.config.model_config import ModelConfig
 from kvrelay.model_runner.errors import CheckpointError
-from kvrelay.model_runner.model_config import ModelConfig
 from kvrelay.model_runner.runner import ModelRunner
-from kvrelay.model_runner.sampler import Float32Array, SamplingRow, choose, find_likeliest
+from kvrelay.model_runner.sampling.sampler import (
+    Float32Array,
+    SamplingRow,
+    argmax_rows,
+    sample_token_id,
+)
 
 _NO_ROWS = np.empty(0, np.int64)
 
 
 @dataclass(frozen=True, slots=True)
-class Drafting:
+class DraftRequest:
     """A sequence whose next tokens are to be guessed."""
 
     row: SamplingRow
@@ -49,8 +55,8 @@ class Drafting:
 
 
 @dataclass(frozen=True, slots=True)
-class Proposal:
-    """What became of a `Drafting`."""
+class DraftProposal:
+    """The tokens proposed for a `DraftRequest`, and how far its draft KV goes."""
 
     token_ids: Sequence[int]
     """As many as were asked for; fewer if the draft model's logits are not finite."""
@@ -98,31 +104,31 @@ class DraftModel:
     def make_geometries(
         self, page_size: int, order: PageOrder = PageOrder.PAGE_FIRST
     ) -> tuple[KVGeometry, ...]:
-        """See `ModelRunner.make_geometries`; they follow the target's."""
+        """The pages that the draft model needs, one geometry a pool; they follow the target's."""
         return self._runner.make_geometries(page_size, order)
 
     def bind(self, pools: Sequence[KVPool]) -> None:
-        """See `ModelRunner.bind`."""
+        """Use `pools` from now on: one for each of the draft model's geometries, on its device."""
         self._runner.bind(pools)
         self._page_size = pools[0].geometry.page_size
 
     def warm_up(self) -> None:
-        """See `ModelRunner.warm_up`."""
+        """Compile and load what a first forward would have to. May take seconds."""
         self._runner.warm_up()
 
     def forward(self, batch: ForwardBatch) -> None:
-        """Write the draft KV of a batch of the target's; see `ModelRunner.forward`."""
+        """Write the draft KV of a batch of the target's; it is there when this returns."""
         self._runner.forward(replace(batch, logit_rows=_NO_ROWS))
 
     def propose(
-        self, sequences: Sequence[Drafting], page_tables: Sequence[Int32Array]
-    ) -> list[Proposal]:
+        self, sequences: Sequence[DraftRequest], page_tables: Sequence[Int32Array]
+    ) -> list[DraftProposal]:
         """Guess each sequence's next tokens; as many forwards as the most are asked for.
 
         Args:
             sequences: `B` of them.
             page_tables: ``[B, max_pages]`` for each pool, the target's may be there too,
-                with pages for the tokens up to `Drafting.kv_end`.
+                with pages for the tokens up to `DraftRequest.kv_end`.
         """
         if not sequences:
             return []
@@ -141,10 +147,12 @@ class DraftModel:
             for index in going:
                 kv_lens[index] += 1
             asked = going
-        return [Proposal(ids, kv_len) for ids, kv_len in zip(guesses, kv_lens, strict=True)]
+        return [DraftProposal(ids, kv_len) for ids, kv_len in zip(guesses, kv_lens, strict=True)]
 
-    def _check_tables(self, sequences: Sequence[Drafting], tables: Sequence[Int32Array]) -> None:
-        """A page that is not there would be another's: -1 is the pool's last."""
+    def _check_tables(
+        self, sequences: Sequence[DraftRequest], tables: Sequence[Int32Array]
+    ) -> None:
+        """Assert that every page to be written is there: -1 would index the pool's last."""
         assert self._page_size, "bind pools first"
         assert all(one.new_ids and one.kv_len >= 0 for one in sequences)
         last_pages = np.array([(one.kv_end - 1) // self._page_size for one in sequences])
@@ -152,7 +160,10 @@ class DraftModel:
             assert (table[np.arange(len(sequences)), last_pages] >= 0).all()
 
     def _run_new(
-        self, sequences: Sequence[Drafting], tables: tuple[Int32Array, ...], asked: Sequence[int]
+        self,
+        sequences: Sequence[DraftRequest],
+        tables: tuple[Int32Array, ...],
+        asked: Sequence[int],
     ) -> torch.Tensor:
         """Write what is new of every sequence; the logits of those that are asked for guesses."""
         query_start = np.cumsum([0, *(len(one.new_ids) for one in sequences)])
@@ -191,18 +202,18 @@ class DraftModel:
     def _guess(
         self,
         logits: torch.Tensor,
-        sequences: Sequence[Drafting],
+        sequences: Sequence[DraftRequest],
         guesses: Sequence[list[int]],
         asked: Sequence[int],
     ) -> list[int]:
         """Add a guess to each sequence that was `asked` for one; those that want another."""
         raw: Float32Array = logits.cpu().numpy()
         firsts = [sequences[index].row for index in asked]
-        likeliest = find_likeliest(raw, firsts)
+        likeliest = argmax_rows(raw, firsts)
         going = []
         for number, (index, first) in enumerate(zip(asked, firsts, strict=True)):
             row = first if first.is_argmax else first.after(guesses[index])
-            token_id = choose(raw[number], row, likeliest[number])
+            token_id = sample_token_id(raw[number], row, likeliest[number])
             if isinstance(token_id, int):
                 guesses[index].append(token_id)
                 if len(guesses[index]) < sequences[index].count:

@@ -1,4 +1,4 @@
-"""What can go wrong in this room, as one small tree.
+"""The errors of model_runner.
 
 ::
 
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 
 class ModelRunnerError(Exception):
-    """Root of the tree."""
+    """Base of every error of model_runner."""
 
 
 class CheckpointError(ModelRunnerError):

@@ -1,4 +1,4 @@
-"""The room's front: a model on a device, run batch by batch over its pools."""
+"""A model on a device, run batch by batch over its pools: what the engine uses of model_runner."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import torch
 
 from kvrelay.mem_cache.geometry import KVGeometry, PageOrder
 from kvrelay.mem_cache.pool import KVPool
-from kvrelay.model_runner.attention import AttentionBackend, make_attention
+from kvrelay.model_runner.attention.backend import AttentionBackend, make_attention
 from kvrelay.model_runner.batch import ForwardBatch, Int32Array
-from kvrelay.model_runner.checkpoint import Checkpoint
-from kvrelay.model_runner.config_reader import read_config
-from kvrelay.model_runner.decoder import Decoder
-from kvrelay.model_runner.model_config import LatentHeads
-from kvrelay.model_runner.options import parse_device, parse_dtype
+from kvrelay.model_runner.checkpoint.checkpoint import Checkpoint
+from kvrelay.model_runner.checkpoint.config_reader import read_config
+from kvrelay.model_runner.config.model_config import MLAConfig
+from kvrelay.model_runner.layers.decoder import Decoder
+from kvrelay.model_runner.torch_options import parse_device, parse_dtype
 
 _WARM_UP_CHUNK = 32
 """Tokens: more than a backend computes one by one."""
@@ -31,7 +31,7 @@ class ModelRunner:
         dtype: bfloat16, float16, float32 or float64; the checkpoint's own does not matter.
         device: ``cpu``, ``cuda``, ``cuda:1`` and so on.
         threads: CPU threads of a forward, set for the whole process; None leaves torch's own.
-        draft: it proposes tokens to another model; see `DraftModel`.
+        draft: it is the model of a `DraftModel`, whose pools come after its target's.
 
     Raises:
         CheckpointError: the files are not usable.
@@ -74,20 +74,20 @@ class ModelRunner:
         another; a model that has only one kind has one pool. A batch's page
         tables are in the same order, a draft model's after its target's.
         """
-        heads = self.config.heads
+        heads = self.config.attention
         return tuple(
             KVGeometry(
-                num_layers=sum(layer.window == window for layer in self.config.layers),
-                num_kv_heads=heads.cached_heads,
-                head_dim=heads.cached_dim,
+                num_layers=sum(layer.sliding_window == window for layer in self.config.layers),
+                num_kv_heads=heads.num_cached_heads,
+                head_dim=heads.cached_head_dim,
                 dtype=self.dtype,
                 page_size=page_size,
                 order=order,
-                latent=isinstance(heads, LatentHeads),
+                latent=isinstance(heads, MLAConfig),
                 window=window,
                 draft=self._draft,
             )
-            for window in self.config.windows
+            for window in self.config.pool_windows
         )
 
     def bind(self, pools: Sequence[KVPool]) -> None:
@@ -133,7 +133,7 @@ class ModelRunner:
 
     def own_tables(self, page_tables: Sequence[Int32Array]) -> tuple[Int32Array, ...]:
         """Those of this model's pools among a batch's: a target's come first, a draft's last."""
-        count = len(self.config.windows)
+        count = len(self.config.pool_windows)
         assert len(page_tables) >= count
         return tuple(page_tables[-count:] if self._draft else page_tables[:count])
 
@@ -143,7 +143,7 @@ class ModelRunner:
         return replace(batch, page_tables=self.own_tables(batch.page_tables))
 
     def _make_backends(self, pools: Sequence[KVPool]) -> tuple[AttentionBackend, ...]:
-        return tuple(make_attention(pool, self.config.heads.queries) for pool in pools)
+        return tuple(make_attention(pool, self.config.attention.query_heads) for pool in pools)
 
 
 def _warm_up_batch(new_tokens: list[int], pools: Sequence[KVPool]) -> ForwardBatch:

@@ -1,4 +1,4 @@
-"""Both ends of the connections that a cluster's processes make: channels and listeners."""
+"""Channels and servers for the connections between a cluster's processes, and to clients."""
 
 from __future__ import annotations
 
@@ -15,7 +15,13 @@ def worker_channel(
     credentials: grpc.ChannelCredentials | None,
     most_bytes: int = MAX_MESSAGE_BYTES,
 ) -> grpc.aio.Channel:
-    """A channel to a worker; without credentials, in plain text."""
+    """A channel to a worker; in plain text without credentials.
+
+    Args:
+        address: host:port.
+        credentials: from `worker_credentials`.
+        most_bytes: of one message, each way.
+    """
     options = channel_options(most_bytes)
     if credentials is None:
         return grpc.aio.insecure_channel(address, options)
@@ -23,7 +29,7 @@ def worker_channel(
 
 
 def worker_credentials(files: TlsFiles | None) -> grpc.ChannelCredentials | None:
-    """What `worker_channel` takes, read from the files; None: plain text."""
+    """Credentials for `worker_channel`, read from the files; None without files."""
     return None if files is None else files.channel_credentials()
 
 
@@ -35,13 +41,13 @@ def worker_server() -> grpc.aio.Server:
 def front_server(
     most_bytes: int, interceptors: Sequence[grpc.aio.ServerInterceptor]
 ) -> grpc.aio.Server:
-    """A router's server for clients, without a listener yet."""
+    """A router's server for clients, without a listener yet; `most_bytes` bound a message."""
     options = server_options(most_bytes, internal=False)
     return grpc.aio.server(options=options, interceptors=interceptors)
 
 
 def bind(server: grpc.aio.Server, address: str, files: TlsFiles | None) -> int:
-    """Open a listener, with TLS if there are files; returns its port.
+    """Opens a listener, with TLS if there are files; returns its port.
 
     Raises:
         OSError: the port is in use, or a file cannot be read.

@@ -1,4 +1,4 @@
-"""gRPC's options: the same numbers at both ends of every connection inside a cluster."""
+"""Options of gRPC channels and servers, with the same numbers at both ends."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from typing import Final
 Options = list[tuple[str, int]]
 
 MAX_MESSAGE_BYTES: Final = 64 << 20
-"""Between router and workers, either way; well above what a router takes from a client."""
+"""Of a message between router and workers; well above what a router takes from a client."""
 KEEPALIVE_MS: Final = 20_000
-"""A connection that has said nothing for so long is pinged, by either end, calls or none."""
+"""Either end pings a connection that was silent for so long, whether or not a call is open."""
 KEEPALIVE_TIMEOUT_MS: Final = 20_000
-"""If the answer takes longer, the other host is taken to be dead: its streams end.
+"""If the answer takes longer, the connection and its streams end.
 
-A process that has died is found at once, by its closed socket, and one that hangs by its
-supervisor; this finds hosts and networks that are gone without a word, within 40 s.
+This finds a host or a network that fails silently, within 40 s. A process that dies is found
+at once, because its socket closes, and its supervisor finds a process that hangs.
 """
 _LEAST_PING_INTERVAL_MS: Final = KEEPALIVE_MS // 2
 """A server ends connections that ping more often. gRPC's own bound is 5 minutes."""
@@ -24,12 +24,12 @@ _KEEPALIVE: Final = [
     ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_MS),
     ("grpc.http2.ping_timeout_ms", KEEPALIVE_TIMEOUT_MS),  # else a minute
     ("grpc.keepalive_permit_without_calls", 1),
-    ("grpc.http2.max_pings_without_data", 0),  # as many as there is silence for
+    ("grpc.http2.max_pings_without_data", 0),  # 0: no bound
 ]
 
 
 def message_bounds(most_bytes: int) -> Options:
-    """Of one message, each way."""
+    """Options that bound one message, each way."""
     return [
         ("grpc.max_receive_message_length", most_bytes),
         ("grpc.max_send_message_length", most_bytes),
@@ -37,21 +37,21 @@ def message_bounds(most_bytes: int) -> Options:
 
 
 def channel_options(most_bytes: int = MAX_MESSAGE_BYTES) -> Options:
-    """Of a channel to a worker."""
+    """Options of a channel to a worker."""
     return [
         *message_bounds(most_bytes),
         *_KEEPALIVE,
-        ("grpc.enable_http_proxy", 0),  # a worker is never behind the user's web proxy
+        ("grpc.enable_http_proxy", 0),  # never reach a worker through the user's web proxy
         # Else a channel to the same address may share a dying connection.
         ("grpc.use_local_subchannel_pool", 1),
     ]
 
 
 def server_options(most_bytes: int, *, internal: bool) -> Options:
-    """Of a listener: for routers and workers, or for clients, of whom nothing is known."""
+    """Options of a server: for routers and workers (`internal`), or for clients of any kind."""
     return [
         *message_bounds(most_bytes),
-        ("grpc.so_reuseport", 0),  # else a second process shares the port in silence
+        ("grpc.so_reuseport", 0),  # else a second process could share the port unnoticed
         ("grpc.http2.min_ping_interval_without_data_ms", _LEAST_PING_INTERVAL_MS),
         *(_KEEPALIVE if internal else []),
     ]

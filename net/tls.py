@@ -1,4 +1,4 @@
-"""One end's certificate, as files, and what gRPC makes of them."""
+"""A process's TLS files: checked early, and made into gRPC credentials."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from typing import Final
 import grpc
 
 _FLIGHTS: Final = 8
-"""Turns of either side in a TLS handshake: more than any needs."""
+"""Turns of either side in a TLS handshake; more than any handshake needs."""
 
 
 class TlsFileError(ValueError):
-    """A file cannot be used.
+    """A TLS file cannot be used.
 
     Args:
-        field: of `TlsFiles`, which holds its path.
-        problem: what is wrong, with the path in it.
+        field: the field of `TlsFiles` with the file's path.
+        problem: what is wrong; it contains the path.
     """
 
     def __init__(self, field: str, problem: str) -> None:
@@ -29,27 +29,27 @@ class TlsFileError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class TlsFiles:
-    """Where a process reads its certificate, once, when it starts; PEM all of them.
+    """The paths of a process's certificate, key and authority, all PEM; read once, at its start.
 
-    Paths and no bytes: they travel in configurations, which are logged and pickled.
+    Paths, not contents, because configurations are logged and pickled.
     """
 
     cert: Path
-    """The certificate, and what leads from it to its authority."""
+    """The certificate, and the chain from it to its authority."""
     key: Path
-    """Its private key, not encrypted."""
+    """The certificate's private key, not encrypted."""
     ca: Path | None = None
-    """Who must have signed the other side's certificate; None: the other side shows none."""
+    """The authority of the other side's certificate; None: the other side needs none."""
 
     def check(self, host: str | None = None) -> None:
-        """Find out early what would otherwise be a handshake that fails, again and again.
+        """Checks the files, so that a process does not start with handshakes that always fail.
 
-        The files are there and readable, and the key is the certificate's. With a
-        `ca`, this end and one like it shake hands in memory: the certificate must
-        be signed by it, of today, good for both sides, and name `host`.
+        The files must be readable, and the key the certificate's. With a `ca`, a
+        handshake in memory checks that the certificate is signed by it, valid today and
+        for both sides, and names `host`.
 
         Raises:
-            TlsFileError: names the first file that is in the way.
+            TlsFileError: names the first file that cannot be used.
         """
         check_certificates("cert", self.cert)
         _check_readable("key", self.key)
@@ -59,14 +59,14 @@ class TlsFiles:
             _shake_hands(self, self.ca, host)
 
     def server_credentials(self) -> grpc.ServerCredentials:
-        """For a listener; with a `ca`, it refuses who shows no certificate of it. May block."""
+        """For a listener; with a `ca`, it refuses peers without one of it. Reads files."""
         pair = (self.key.read_bytes(), self.cert.read_bytes())
         ca = None if self.ca is None else self.ca.read_bytes()
         return grpc.ssl_server_credentials([pair], ca, require_client_auth=ca is not None)
 
     def channel_credentials(self) -> grpc.ChannelCredentials:
-        """For a channel to a listener with the same `ca`. May block."""
-        assert self.ca is not None, "nothing tells whom to trust"
+        """For a channel to a listener with the same `ca`. Reads files."""
+        assert self.ca is not None, "without a ca there is no authority to trust"
         return grpc.ssl_channel_credentials(
             self.ca.read_bytes(), self.key.read_bytes(), self.cert.read_bytes()
         )
@@ -80,12 +80,12 @@ def _check_readable(field: str, path: Path) -> None:
 
 
 def check_certificates(field: str, path: Path) -> None:
-    """Raise TlsFileError unless there is a certificate in the file."""
+    """Raises TlsFileError unless the file contains a certificate."""
     _check_readable(field, path)
     try:
         ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(path)
     except ssl.SSLError as error:
-        raise TlsFileError(field, f"{path}: there is no certificate in PEM in it") from error
+        raise TlsFileError(field, f"{path}: contains no PEM certificate") from error
 
 
 def _context(files: TlsFiles, side: int) -> ssl.SSLContext:
@@ -96,13 +96,13 @@ def _context(files: TlsFiles, side: int) -> ssl.SSLContext:
     except ssl.SSLError as error:
         if error.reason == "KEY_VALUES_MISMATCH":
             raise TlsFileError("key", f"{files.key}: is not the key of {files.cert}") from error
-        problem = f"{files.key}: there is no private key in PEM in it, or an encrypted one"
+        problem = f"{files.key}: contains no PEM private key, or an encrypted one"
         raise TlsFileError("key", problem) from error
     return context
 
 
 def _shake_hands(files: TlsFiles, ca: Path, host: str | None) -> None:
-    """Both sides of a handshake, in turn, over memory."""
+    """Runs both sides of a handshake in memory; raises TlsFileError if it fails."""
     client = _context(files, ssl.PROTOCOL_TLS_CLIENT)
     server = _context(files, ssl.PROTOCOL_TLS_SERVER)
     client.check_hostname = host is not None
@@ -122,6 +122,6 @@ def _shake_hands(files: TlsFiles, ca: Path, host: str | None) -> None:
                 continue
             except ssl.SSLCertVerificationError as error:
                 why = error.verify_message.rstrip(".")
-                raise TlsFileError("cert", f"{files.cert}: {why}, by {ca}") from error
+                raise TlsFileError("cert", f"{files.cert}: {why}, checked with {ca}") from error
             except ssl.SSLError as error:
                 raise TlsFileError("cert", f"{files.cert}: {error.reason}") from error

@@ -5,49 +5,45 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
-from kvrelay.engine.outbox import MessageStream
-from kvrelay.engine.outputs import RequestKey
-from kvrelay.engine.request import Request
-from kvrelay.kv_transfer.checksums import PageSum
-from kvrelay.kv_transfer.hand_over import (
-    FromDecode,
-    FromPrefill,
-    PrefillHandOver,
-    PrefillState,
-    Said,
-    Words,
-)
+from kvrelay.engine.scheduler.outbox import MessageStream
+from kvrelay.engine.scheduler.request import Request
+from kvrelay.kv_transfer.hand_over.prefill_side import PrefillHandOver
+from kvrelay.kv_transfer.hand_over.sequencer import Sequencer
+from kvrelay.kv_transfer.hand_over.states import PrefillState
+from kvrelay.wire.hand_over import FromDecode, FromPrefill, PageSum, Sequenced
+from kvrelay.wire.request import RequestKey
 
 
-class HandOverStream(MessageStream[Said[FromPrefill]]):
+class HandOverStream(MessageStream[Sequenced[FromPrefill]]):
     """One request's hand-over stream, as the prefill side holds it."""
 
     def __init__(self, key: RequestKey, decode_incarnation: str) -> None:
         super().__init__()
         self.key = key
         self.decode_incarnation = decode_incarnation
-        self.words = Words(time.monotonic())
+        self.sequencer = Sequencer(time.monotonic())
 
 
 @dataclass(frozen=True, slots=True)
 class StreamOpened:
-    """A decode worker wants to take a request over."""
+    """A decode worker has opened the hand-over stream of a request."""
 
     stream: HandOverStream
 
 
 @dataclass(frozen=True, slots=True)
 class StreamMessage:
-    """The decode worker says something."""
+    """The decode worker has sent a message."""
 
     stream: HandOverStream
-    said: Said[FromDecode]
+    sequenced: Sequenced[FromDecode]
 
 
 @dataclass(frozen=True, slots=True)
 class PagesHashed:
-    """The pages that the decode worker has told sums of were hashed here, too."""
+    """The pages whose sums the decode worker has sent were hashed here, too."""
 
     stream: HandOverStream
     own: Sequence[PageSum]
@@ -56,9 +52,15 @@ class PagesHashed:
 
 @dataclass(frozen=True, slots=True)
 class StreamClosed:
-    """The lease on the request's pages has ended."""
+    """The stream has ended, and with it the lease on the request's pages."""
 
     stream: HandOverStream
+
+
+StreamEvent: TypeAlias = StreamOpened | StreamMessage | StreamClosed
+"""What the carrier of the streams posts."""
+PrefillMessage: TypeAlias = StreamEvent | PagesHashed
+"""What the prefill scheduler takes beside the commands that every scheduler takes."""
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
@@ -68,11 +70,11 @@ class PrefillRequest(Request):
     hand_over: PrefillHandOver
     stream: HandOverStream | None = None
     granted: bool = False
-    """Its decode worker holds memory for it, and may be reading."""
+    """Its decode worker holds memory for it, and may read its pages."""
 
     @property
-    def may_be_asked_for(self) -> bool:
-        """Whether its decode worker is there and was not asked yet."""
+    def can_ask(self) -> bool:
+        """Whether its decode worker has opened the stream and was not asked for memory yet."""
         return self.stream is not None and self.hand_over.state is PrefillState.QUEUED
 
     @property

@@ -1,21 +1,25 @@
-"""A prefill worker, put together."""
+"""Builds a prefill worker."""
 
 from __future__ import annotations
 
 import grpc
 
 from kvrelay.engine.config import WorkerConfig
-from kvrelay.engine.worker import Worker, WorkerParts
-from kvrelay.prefill_worker.role import PrefillRole
+from kvrelay.engine.worker.assembly import WorkerParts
+from kvrelay.engine.worker.worker import Worker
+from kvrelay.prefill_worker.request import PrefillMessage, PrefillRequest
+from kvrelay.prefill_worker.scheduler import PrefillScheduler
 from kvrelay.prefill_worker.service import HandOverService
 from kvrelay.v1 import hand_over_pb2_grpc
 
 
 class PrefillPlugin:
-    """See `engine.worker.RolePlugin`."""
+    """The prefill worker's own part: its scheduler and its end of the hand-over."""
 
-    def __init__(self, parts: WorkerParts) -> None:
-        self.role = PrefillRole(parts.core, parts.agent, parts.inbox, parts.tokenizer, parts.config)
+    def __init__(self, parts: WorkerParts[PrefillRequest, PrefillMessage]) -> None:
+        self.scheduler = PrefillScheduler(
+            parts.context, parts.agent, parts.inbox, parts.tokenizer, parts.config
+        )
         self._service = HandOverService(parts.agent, parts.inbox)
 
     def register(self, server: grpc.aio.Server) -> None:
@@ -23,10 +27,10 @@ class PrefillPlugin:
         hand_over_pb2_grpc.add_HandOverServiceServicer_to_server(self._service, server)
 
     async def peer_died(self, incarnation: str) -> None:
-        """There are no connections to decode workers; the role drops its streams."""
+        """Do nothing: decode workers connect to this one, and the scheduler ends their streams."""
 
     async def close(self) -> None:
-        """Streams end with the server."""
+        """Do nothing: streams end with the server."""
 
 
 def build(config: WorkerConfig) -> Worker:

@@ -1,4 +1,4 @@
-"""The operators' gRPC service: what the router passes on to whoever runs the workers."""
+"""The gRPC service for operators: the router passes their calls on to whoever runs the workers."""
 
 from __future__ import annotations
 
@@ -15,43 +15,43 @@ from kvrelay.router.status import with_status
 from kvrelay.v1 import admin_pb2 as pb
 from kvrelay.v1 import admin_pb2_grpc
 
-_LOOK_SECONDS = 0.5
-"""Between two looks at how many requests a worker still has."""
+_POLL_SECONDS = 0.5
+"""Between two looks at how many requests a draining worker still has."""
 
 
 class DrainPhase(StrEnum):
-    """How far a drain is."""
+    """How far a drain has come."""
 
     DRAINING = "draining"
     """The worker takes no more requests."""
     LEFT = "left"
     """Its process has ended."""
     READY = "ready"
-    """Another one has taken its place."""
+    """Its successor takes requests."""
 
 
 @dataclass(frozen=True, slots=True)
 class DrainStep:
-    """A drain has come this far."""
+    """A drain has reached a phase."""
 
     phase: DrainPhase
     incarnation: str
-    """The worker's that leaves; its successor's, when that is ready."""
+    """Of the worker that leaves; in `READY`, of its successor."""
 
 
 class Administrator(Protocol):
     """Runs the workers. `deploy` hands the router one."""
 
     def drain(self, worker: str, *, remove: bool) -> AsyncIterator[DrainStep]:
-        """Drain a worker, and tell of each phase. It goes on if nobody listens any more.
+        """Drains a worker and yields each phase. The drain goes on if nobody iterates any more.
 
         Args:
             worker: its name.
-            remove: nobody takes its place; the last phase is `LEFT` then.
+            remove: start no successor; the last phase is `LEFT` then.
 
         Raises:
-            UnknownWorker: none has this name.
-            CannotDrain: not now, or not at all.
+            UnknownWorker: no worker has this name.
+            CannotDrain: the worker cannot be drained now, or never.
         """
         ...
 
@@ -74,36 +74,36 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
     async def DrainWorker(  # noqa: N802
         self, message: pb.DrainWorkerRequest, context: grpc.aio.ServicerContext
     ) -> None:
-        """Streams a drain's phases; while it lasts also how many requests are left."""
+        """Streams a drain's phases, and how many requests the worker still has while it drains."""
         steps = aiter(self._administrator.drain(message.worker, remove=message.remove))
         step = await anext(steps, None)
         while step is not None:
             coming = asyncio.ensure_future(anext(steps, None))
             try:
-                await self._tell(step, coming, context)
+                await self._write(step, coming, context)
                 step = await coming
             finally:
                 coming.cancel()
 
-    async def _tell(
+    async def _write(
         self,
         step: DrainStep,
         coming: asyncio.Future[DrainStep | None],
         context: grpc.aio.ServicerContext,
     ) -> None:
-        """Tell of a step, and again when its requests have changed, until the next is coming."""
-        told = None
-        while told is None or not coming.done():
+        """Writes a step, and again whenever the worker's requests change, until the next step."""
+        written = None
+        while written is None or not coming.done():
             now = pb.DrainWorkerResponse(phase=_PHASES[step.phase], incarnation=step.incarnation)
             if step.phase is DrainPhase.DRAINING:
                 now.requests = self._requests(step.incarnation)
-            if now != told:
+            if now != written:
                 await context.write(now)
-            told = now
-            await asyncio.wait({coming}, timeout=_LOOK_SECONDS)
+            written = now
+            await asyncio.wait({coming}, timeout=_POLL_SECONDS)
 
     def _requests(self, incarnation: str) -> int:
-        """That the worker says it has."""
+        """Requests that the worker reports."""
         for link in self._fleet.links:
             if link.endpoint.incarnation == incarnation:
                 return link.load.waiting_requests + link.load.running_requests

@@ -1,4 +1,4 @@
-"""Who may call the public service: those who bring a bearer token that is known here."""
+"""Bearer tokens: which clients may call the public service."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ _OPEN: Final = f"/{health.SERVICE_NAME}/"
 
 
 def is_token(text: str) -> bool:
-    """Whether it can stand in a call's metadata."""
+    """Whether the text can be sent as a token in a call's metadata."""
     return _TOKEN.fullmatch(text) is not None
 
 
 def read_tokens(path: Path) -> tuple[str, ...]:
-    """The tokens in a file, one a line; empty lines and those that begin with # are none.
+    """The tokens in a file, one a line; empty lines and lines that begin with # are skipped.
 
     Raises:
-        ValueError: it cannot be read, a line is no token, or there is none. The message
-            has no token in it.
+        ValueError: the file cannot be read, a line is not a token, or there is none. The
+            message never contains a token.
     """
     try:
-        lines = path.read_text(encoding="latin-1").splitlines()  # every byte is some letter
+        lines = path.read_text(encoding="latin-1").splitlines()  # decodes any bytes
     except OSError as error:
         raise ValueError(f"{path}: {error.strerror}") from error
     tokens = []
@@ -39,24 +39,26 @@ def read_tokens(path: Path) -> tuple[str, ...]:
         if not line or line.startswith("#"):
             continue
         if not is_token(line):
-            raise ValueError(f"{path}: line {number} is not a token: letters, digits, -._~+/ and =")
+            raise ValueError(
+                f"{path}: line {number} is not a token: only letters, digits, -._~+/ and ="
+            )
         tokens.append(line)
     if not tokens:
-        raise ValueError(f"{path}: there is no token in it")
+        raise ValueError(f"{path}: contains no token")
     return tuple(tokens)
 
 
 def bearer(token: str) -> tuple[tuple[str, str], ...]:
-    """The metadata of a call that brings this token."""
+    """The metadata with which a client sends this token."""
     return ((HEADER, f"Bearer {token}"),)
 
 
 class BearerTokens(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc is untyped
-    """Ends calls that bring none of the tokens with UNAUTHENTICATED, their message unread.
+    """Refuses calls without one of the tokens with UNAUTHENTICATED and does not read their message.
 
-    Health checks need none: what checks a server's health, Kubernetes say, seldom has one,
-    and they tell nothing but whether it serves. Every other service does, reflection too.
-    How long a refusal takes does not depend on how much of a token was right.
+    Health checks need no token: Kubernetes, say, seldom has one, and the answer tells
+    nothing but whether the server serves. All other services need one, reflection too.
+    The time that a refusal takes does not depend on how much of a token was right.
     """
 
     def __init__(self, tokens: Sequence[str]) -> None:
@@ -67,7 +69,7 @@ class BearerTokens(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc is
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> grpc.RpcMethodHandler:
-        """See `grpc.aio.ServerInterceptor`."""
+        """Passes the call on, or returns a handler that refuses it."""
         if not handler_call_details.method.startswith(_OPEN):
             refusal = self._refusal(handler_call_details.invocation_metadata)
             if refusal is not None:
@@ -75,25 +77,29 @@ class BearerTokens(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc is
         return await continuation(handler_call_details)
 
     def _refusal(self, metadata: Sequence[tuple[str, str | bytes]]) -> str | None:
-        brought = [value for name, value in metadata if name == HEADER]
-        if not brought:
+        sent = [value for name, value in metadata if name == HEADER]
+        if not sent:
             return f"{HEADER}: a bearer token is needed"
-        [value] = brought if len(brought) == 1 else [""]
+        [value] = sent if len(sent) == 1 else [""]
         if not isinstance(value, str) or not value.lower().startswith(_SCHEME):
-            return f"{HEADER}: must be Bearer and a token"
+            return f"{HEADER}: must be 'Bearer' and one token"
         digest = _digest(value[len(_SCHEME) :].strip())
-        # All of them, also after one that matches.
+        # Compares all of them, also after one that matches, to always take the same time.
         known = [hmac.compare_digest(digest, one) for one in self._digests]
-        return None if any(known) else f"{HEADER}: the bearer token is not known here"
+        return (
+            None
+            if any(known)
+            else f"{HEADER}: the bearer token is not in the router's --auth-token-file"
+        )
 
 
 def _digest(token: str) -> bytes:
-    """Of one length, whatever the token's."""
+    """A digest, which has the same length for every token."""
     return hashlib.sha256(token.encode()).digest()
 
 
 def _refuse_with(detail: str) -> grpc.RpcMethodHandler:
-    """A handler for calls of any kind: it is of the one that reads nothing by itself."""
+    """A handler that refuses calls of any kind; a stream-stream handler reads no message first."""
 
     async def refuse(_requests: Any, context: grpc.aio.ServicerContext) -> None:
         await context.abort(grpc.StatusCode.UNAUTHENTICATED, detail)

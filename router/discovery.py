@@ -1,53 +1,19 @@
-"""Which workers there are: the seam through which `deploy` tells the router."""
+"""How the router learns which workers there are: `deploy` implements `Discovery`."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from enum import StrEnum
 from typing import Protocol
 
-from kvrelay.router.news import News
-
-
-class WorkerRole(StrEnum):
-    """What a worker does with a request."""
-
-    PREFILL = "prefill"
-    """Computes prompts and hands their KV over."""
-    DECODE = "decode"
-    """Takes KV over and generates."""
-    AGGREGATED = "aggregated"
-    """Both, in one worker: the baseline."""
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerEndpoint:
-    """One incarnation of a worker and where to reach it."""
-
-    worker: str
-    """Stable over restarts, e.g. ``decode-0``."""
-    role: WorkerRole
-    incarnation: str
-    """Fresh at every start: a restarted worker is another one."""
-    address: str
-    metrics_address: str
-    pool_tokens: int
-    """Tokens that its KV pool holds in all."""
-    max_model_len: int
-    vocab_size: int
-    architecture: str
-    eos_token_ids: tuple[int, ...]
-    draining: bool = False
-    """It is to get no more requests; those that nobody else can take wait for its successor.
-    It is listed, alive or not, until that one is there."""
+from kvrelay.router.notifier import Notifier
+from kvrelay.wire.worker_info import WorkerInfo
 
 
 class Discovery(Protocol):
-    """Knows the live workers. Used from the router's event loop only."""
+    """Lists the live workers. Used on the router's event loop only."""
 
-    def endpoints(self) -> Sequence[WorkerEndpoint]:
-        """The workers that are live now; must not block."""
+    def endpoints(self) -> Sequence[WorkerInfo]:
+        """The workers that are live now. Must not block."""
         ...
 
     async def changed(self) -> None:
@@ -58,19 +24,19 @@ class Discovery(Protocol):
 class StaticDiscovery:
     """A list of workers that somebody replaces when it changes."""
 
-    def __init__(self, endpoints: Sequence[WorkerEndpoint] = ()) -> None:
+    def __init__(self, endpoints: Sequence[WorkerInfo] = ()) -> None:
         self._endpoints = tuple(endpoints)
-        self._news = News()
+        self._changes = Notifier()
 
-    def endpoints(self) -> Sequence[WorkerEndpoint]:
+    def endpoints(self) -> Sequence[WorkerInfo]:
         """The list as last given."""
         return self._endpoints
 
-    def replace(self, endpoints: Sequence[WorkerEndpoint]) -> None:
-        """Sets the list and tells whoever waits; call it on the event loop."""
+    def replace(self, endpoints: Sequence[WorkerInfo]) -> None:
+        """Replaces the list and wakes those who wait in `changed`; call it on the event loop."""
         self._endpoints = tuple(endpoints)
-        self._news.announce()
+        self._changes.notify_all()
 
     async def changed(self) -> None:
         """Returns after the next `replace`."""
-        await self._news.next()
+        await self._changes.wait()

@@ -1,17 +1,19 @@
-"""What the router says no with. `service` maps each to a gRPC status, nobody else does.
+"""The errors that end a request, an operator's call or the router's start.
+
+`status.py` maps each to a gRPC status, and nothing else does.
 
 ::
 
-    StartError                 one clear line; the process does not come up
+    StartError                 one line for the operator; the process does not start
     RequestError               ends one request
     ├── InvalidField           INVALID_ARGUMENT, names the field
     ├── AlreadyExists          ALREADY_EXISTS
-    ├── Overloaded             RESOURCE_EXHAUSTED, says when to come again
+    ├── Overloaded             RESOURCE_EXHAUSTED, says when to try again
     ├── Unavailable            UNAVAILABLE: another try could succeed
-    ├── DataLoss               DATA_LOSS: strict, and what was handed over cannot be trusted
-    └── InternalFailure        INTERNAL: another try would fail the same way
+    ├── DataLoss               DATA_LOSS: KV arrived damaged; --strict forbids to compute it again
+    └── InternalFailure        INTERNAL: another attempt would fail the same way
     AdminError                 an operator's call is refused
-    ├── UnknownWorker          NOT_FOUND, lists those that there are
+    ├── UnknownWorker          NOT_FOUND, lists the workers that there are
     └── CannotDrain            FAILED_PRECONDITION, says why
 """
 
@@ -32,7 +34,7 @@ class RequestError(Exception):
     """Its value of the `outcome` metric label."""
 
 
-class InvalidField(RequestError):  # noqa: N818 - reads as what it says
+class InvalidField(RequestError):  # noqa: N818 - the name says what it is
     """A field of the request cannot be served as it is."""
 
     outcome = "invalid"
@@ -48,16 +50,21 @@ class AlreadyExists(RequestError):  # noqa: N818
     outcome = "conflict"
 
     def __init__(self, request_id: str) -> None:
-        super().__init__(f"request_id: {request_id!r} is live with a different body")
+        super().__init__(
+            f"request_id: {request_id!r} is in use by a live request with another body"
+        )
 
 
 class Overloaded(RequestError):  # noqa: N818
-    """As many requests are live as may be."""
+    """As many requests are live as the router takes: `--max-live-requests`."""
 
     outcome = "overloaded"
 
     def __init__(self, live: int, retry_after_ms: int) -> None:
-        super().__init__(f"{live} requests are live; try again in {retry_after_ms} ms")
+        super().__init__(
+            f"{live} requests are live, and the router takes no more (--max-live-requests); "
+            f"try again in {retry_after_ms} ms"
+        )
         self.retry_after_ms = retry_after_ms
 
 
@@ -68,7 +75,7 @@ class Unavailable(RequestError):  # noqa: N818
 
 
 class DataLoss(RequestError):  # noqa: N818
-    """KV did not arrive as it was computed, and is not to be computed again in silence."""
+    """KV arrived with other bytes than were computed; `--strict` forbids to compute it again."""
 
     outcome = "data_loss"
 

@@ -1,59 +1,11 @@
-"""What a reader of a live request is told."""
+"""The events that a reader of a live request gets, and what they are made of."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
 
-
-@dataclass(frozen=True, slots=True)
-class TokenLogprobs:
-    """Log-probabilities at one position of the output, or of the prompt."""
-
-    token_id: int
-    logprob: float
-    top: tuple[tuple[int, float], ...]
-    """The most likely tokens, best first."""
-
-
-@dataclass(frozen=True, slots=True)
-class Token:
-    """One token of the output."""
-
-    token_id: int
-    logprobs: TokenLogprobs | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class PhaseTimings:
-    """Seconds a request spent in each phase."""
-
-    queue: float = 0.0
-    prefill: float = 0.0
-    transfer: float = 0.0
-    decode: float = 0.0
-
-    def merged(self, other: PhaseTimings) -> PhaseTimings:
-        """Each phase as whoever knows it says.
-
-        The larger one, not the sum: a worker reports zero for a phase that is
-        not its own and may report its own more than once.
-        """
-        return PhaseTimings(
-            queue=max(self.queue, other.queue),
-            prefill=max(self.prefill, other.prefill),
-            transfer=max(self.transfer, other.transfer),
-            decode=max(self.decode, other.decode),
-        )
-
-    def plus(self, other: PhaseTimings) -> PhaseTimings:
-        """Each phase of one attempt, and of another after it."""
-        return PhaseTimings(
-            queue=self.queue + other.queue,
-            prefill=self.prefill + other.prefill,
-            transfer=self.transfer + other.transfer,
-            decode=self.decode + other.decode,
-        )
+from kvrelay.wire.output import PhaseTimings, SampledToken
 
 
 class FinishReason(StrEnum):
@@ -73,10 +25,10 @@ class Delta:
 
     index: int
     """Position of the first token in the output."""
-    tokens: tuple[Token, ...]
+    tokens: tuple[SampledToken, ...]
     text: str
     choice: int = 0
-    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    prompt_logprobs: tuple[SampledToken, ...] = ()
     """Of the prompt's tokens but the first; on the first delta of all alone."""
 
 
@@ -85,7 +37,7 @@ class ChoiceEnd:
     """Why a choice is complete."""
 
     finish_reason: FinishReason
-    matched: int | str | None
+    matched_stop: int | str | None
     """The token id or the string that stopped it."""
 
 

@@ -1,4 +1,4 @@
-"""All workers that discovery lists, each with its link."""
+"""All workers that discovery lists, each with a link, and the choice among them."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ import asyncio
 from collections.abc import Callable, Set
 from dataclasses import dataclass
 
-from kvrelay.router.discovery import Discovery, WorkerEndpoint, WorkerRole
+from kvrelay.router.discovery import Discovery
 from kvrelay.router.errors import Unavailable
 from kvrelay.router.limits import Limits
-from kvrelay.router.news import News
+from kvrelay.router.notifier import Notifier
 from kvrelay.router.placement import Candidate, choose_aggregated, choose_decode, choose_prefill
 from kvrelay.router.worker_link import WorkerLink
+from kvrelay.wire.worker_info import WorkerInfo, WorkerRole
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,43 +22,43 @@ class Placement:
     decode: WorkerLink
     """Generates the output."""
     prefill: WorkerLink | None
-    """Computes the input and hands it over; None: the other one does both."""
+    """Computes the input and hands it over; None: `decode` is an aggregated worker."""
 
     @property
     def links(self) -> tuple[WorkerLink, ...]:
-        """All of them."""
+        """The links to all of them."""
         return (self.decode,) if self.prefill is None else (self.decode, self.prefill)
 
 
 class Fleet:
-    """Has one link to every incarnation that discovery lists, and to no other.
+    """Keeps one link to every incarnation that discovery lists.
 
     Args:
-        discovery: says which workers there are.
-        make_link: makes a link that calls back when its readiness has changed.
+        discovery: lists the workers.
+        make_link: makes a link, which calls its second argument when its readiness changes.
     """
 
     def __init__(
         self,
         discovery: Discovery,
-        make_link: Callable[[WorkerEndpoint, Callable[[], None]], WorkerLink],
+        make_link: Callable[[WorkerInfo, Callable[[], None]], WorkerLink],
     ) -> None:
         self._discovery = discovery
         self._make_link = make_link
         self._links: dict[str, WorkerLink] = {}  # by incarnation, as are the tasks
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._closing: set[asyncio.Task[None]] = set()
-        self._successors: set[str] = set()  # incarnations that came for ones that drained
-        self.news = News()
-        """Announced when the list, or some link's readiness, has changed."""
+        self._successors: set[str] = set()  # incarnations that replace workers that drained
+        self.changes = Notifier()
+        """Notified when the list of workers, or a link's readiness, has changed."""
 
     @property
     def links(self) -> list[WorkerLink]:
-        """One for each worker that is listed."""
+        """The link to each listed worker."""
         return list(self._links.values())
 
     @property
-    def endpoints(self) -> list[WorkerEndpoint]:
+    def endpoints(self) -> list[WorkerInfo]:
         """The workers that are listed, ready or not."""
         return [link.endpoint for link in self._links.values()]
 
@@ -69,29 +70,33 @@ class Fleet:
 
     @property
     def awaits_successors(self) -> bool:
-        """Some worker leaves, and another one is to take its place, or is about to be reached."""
+        """A worker drains, or its successor has not been connected to yet."""
         links = self._links.items()
         return any(
-            link.draining or (incarnation in self._successors and not link.met)
+            link.draining or (incarnation in self._successors and not link.was_ready)
             for incarnation, link in links
         )
 
     def limits(self) -> Limits:
-        """What the listed workers can take; raises `Unavailable` if a role is missing."""
+        """Bounds on a request with these workers; raises `Unavailable` if a role is missing."""
         return Limits.of(self.endpoints)
 
     def place(
         self, input_tokens: int, total_tokens: int, suspects: Set[str] = frozenset()
     ) -> Placement:
-        """The workers for an attempt; raises `Unavailable` if none that could hold it is ready.
+        """Chooses the workers for an attempt.
 
-        A prefill and a decode worker; an aggregated one where there is no such
-        pair: in a fleet of both kinds it is what is left when the others are not.
+        A prefill and a decode worker that reads from it, or an aggregated worker if no
+        such pair is ready.
 
         Args:
             input_tokens: to be computed before the first output.
             total_tokens: with all the output that there can be.
-            suspects: incarnations that are taken only if there is nobody else.
+            suspects: incarnations that are chosen only if there is no other.
+
+        Raises:
+            Unavailable: no ready workers can hold it; names the role that is missing, and
+                why a decode worker reads from no prefill worker.
         """
         prefills = self._ready_links(WorkerRole.PREFILL, suspects)
         decodes = self._ready_links(WorkerRole.DECODE, suspects)
@@ -119,14 +124,14 @@ class Fleet:
         """Follows discovery until cancelled; then every link is closed."""
         try:
             while True:
-                self._follow({e.incarnation: e for e in self._discovery.endpoints()})
+                self._update_links({e.incarnation: e for e in self._discovery.endpoints()})
                 await self._discovery.changed()
         finally:
-            self._follow({})
+            self._update_links({})
             await asyncio.gather(*self._closing, return_exceptions=True)
 
-    def _follow(self, listed: dict[str, WorkerEndpoint]) -> None:
-        drained = {endpoint.worker for endpoint in self.endpoints if endpoint.draining}
+    def _update_links(self, listed: dict[str, WorkerInfo]) -> None:
+        drained = {endpoint.name for endpoint in self.endpoints if endpoint.draining}
         for incarnation in self._links.keys() - listed.keys():
             self._successors.discard(incarnation)
             del self._links[incarnation]
@@ -134,12 +139,12 @@ class Fleet:
         for incarnation in listed.keys() & self._links.keys():
             self._links[incarnation].endpoint = listed[incarnation]
         for incarnation in listed.keys() - self._links.keys():
-            link = self._make_link(listed[incarnation], self.news.announce)
+            link = self._make_link(listed[incarnation], self.changes.notify_all)
             self._links[incarnation] = link
-            if link.endpoint.worker in drained:
+            if link.endpoint.name in drained:
                 self._successors.add(incarnation)
-            self._tasks[incarnation] = asyncio.create_task(link.run(), name=link.endpoint.worker)
-        self.news.announce()
+            self._tasks[incarnation] = asyncio.create_task(link.run(), name=link.endpoint.name)
+        self.changes.notify_all()
 
     def _close(self, task: asyncio.Task[None]) -> None:
         task.cancel()

@@ -2,37 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
-
-@dataclass(frozen=True, slots=True)
-class SamplingParams:
-    """How to sample and when to stop, each choice for itself; ranges as in inference.proto."""
-
-    temperature: float
-    top_p: float
-    top_k: int
-    """0: all."""
-    min_p: float
-    frequency_penalty: float
-    presence_penalty: float
-    repetition_penalty: float
-    seed: int
-    """Drawn if the client gave none."""
-    max_tokens: int
-    min_tokens: int
-    stop: tuple[str, ...]
-    stop_token_ids: tuple[int, ...]
-    ignore_eos: bool
-    skip_special_tokens: bool
-    logprobs: int | None
-    """None: no log-probabilities at all, not even of the chosen token."""
-    logit_bias: tuple[tuple[int, float], ...]
-    n: int = 1
-    """Choices: independent outputs of the one prompt."""
-    prompt_logprobs: int | None = None
-    """None: none at all, as for `logprobs`."""
-    speculate: bool = True
+from kvrelay.wire.request import GenerationParams, RequestKey, SubmitRequest
+from kvrelay.wire.worker_info import WorkerAddress, WorkerInfo
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +18,7 @@ class GenerationRequest:
     """Digest of the body as the client sent it (a drawn seed is not in it):
     equal ones are the same request, tried again."""
     input_ids: tuple[int, ...]
-    sampling: SamplingParams
+    params: GenerationParams
     priority: int
 
     @property
@@ -54,7 +28,7 @@ class GenerationRequest:
         Not for all of them at once: where they do not fit together, some are
         retracted and go on later.
         """
-        return len(self.input_ids) + self.sampling.max_tokens
+        return len(self.input_ids) + self.params.stops.max_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,3 +65,18 @@ class Submission:
     def input_ids(self) -> tuple[int, ...]:
         """All that is to be computed before the next token."""
         return self.request.input_ids + self.emitted
+
+    def to_worker(self, prefill: WorkerInfo | None) -> SubmitRequest:
+        """What one of its workers is sent; `prefill` only for a decode worker."""
+        return SubmitRequest(
+            key=RequestKey("", self.request_id, self.attempt),
+            input_ids=self.input_ids,
+            num_prompt_tokens=self.num_prompt_tokens,
+            sampling_params=dataclasses.replace(
+                self.request.params, n=len(self.choices), prompt_logprobs=self.prompt_logprobs
+            ),
+            first_choice=self.choices.start,
+            priority=self.request.priority,
+            age_seconds=self.age_seconds,
+            prefill=WorkerAddress(prefill.address, prefill.incarnation) if prefill else None,
+        )

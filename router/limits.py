@@ -1,12 +1,12 @@
-"""What the model and its workers can take: a request beyond it is refused at once."""
+"""Bounds on a request, from the model and the workers' pools; a request beyond them is refused."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvrelay.router.discovery import WorkerEndpoint, WorkerRole
 from kvrelay.router.errors import Unavailable
+from kvrelay.wire.worker_info import WorkerInfo, WorkerRole
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,19 +17,20 @@ class Limits:
     max_model_len: int
     """Tokens, prompt and output together."""
     prefill_pool_tokens: int
-    """Of the largest pool that prompts are computed in: a prompt must fit."""
+    """Of one request, on the prefill worker that takes most: prompt and output together must fit,
+    since a request that is retried brings its output as a part of the prompt."""
     decode_pool_tokens: int
-    """Of the largest pool that outputs grow in: prompt and output together must fit."""
+    """The same on the decode worker that takes most."""
 
     @classmethod
-    def of(cls, endpoints: Sequence[WorkerEndpoint]) -> Limits:
-        """What these workers can take.
+    def of(cls, endpoints: Sequence[WorkerInfo]) -> Limits:
+        """The bounds with these workers.
 
-        In a fleet of both kinds, what the pairs can take or the aggregated
-        workers, whichever take more: no request needs some of each.
+        With pairs and aggregated workers, the bounds of whichever take more: a
+        request runs on a pair or on an aggregated worker.
 
         Raises:
-            Unavailable: there is neither a pair nor an aggregated worker.
+            Unavailable: there is neither a prefill and a decode worker nor an aggregated one.
         """
         prefill = _largest_pool(endpoints, WorkerRole.PREFILL)
         decode = _largest_pool(endpoints, WorkerRole.DECODE)
@@ -47,6 +48,6 @@ class Limits:
         )
 
 
-def _largest_pool(endpoints: Sequence[WorkerEndpoint], role: WorkerRole) -> int:
-    """In tokens; zero without any."""
+def _largest_pool(endpoints: Sequence[WorkerInfo], role: WorkerRole) -> int:
+    """Tokens of one request where most fit, among this role's workers; 0 if there are none."""
     return max((e.pool_tokens for e in endpoints if e.role is role), default=0)

@@ -1,185 +1,232 @@
-"""A request from its admission to its end, as its readers see it."""
+"""One request from its admission to its outcome.
+
+Calls go down, and what is called returns a value and knows none of its callers::
+
+    LiveRequest           whatever happens to the request comes in here: readers come and go,
+    │                     workers report or are lost, somebody aborts it, the router stops
+    ├── OutputStream      makes events for the readers, and holds the outcome
+    ├── Attempt           sends commands to workers; turns their ends into a verdict
+    └── Failover          decides whether, when and where to retry
+
+On a finish, whatever caused it: `OutputStream` sets the outcome; the method of
+`LiveRequest` that caused it then calls `_close_if_over`, which cancels the
+attempts and the retries that wait, and calls `on_end`, once.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from dataclasses import replace
-from typing import Protocol
+import itertools
+import logging
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence, Set
 
-from kvrelay.router.choice import Choice
-from kvrelay.router.errors import RequestError
-from kvrelay.router.events import (
-    Completion,
-    Delta,
-    Event,
-    FinishReason,
-    PhaseTimings,
-    TokenLogprobs,
-)
-from kvrelay.router.generation import GenerationRequest
-from kvrelay.router.metrics import Stopwatch
-from kvrelay.router.news import News
-from kvrelay.router.worker_output import WorkerEnd, WorkerOutput
+from kvrelay.router.attempt import Attempt, RequestFailed, Verdict
+from kvrelay.router.errors import InternalFailure, RequestError
+from kvrelay.router.events import Completion, Event
+from kvrelay.router.failover import Failover, Retry
+from kvrelay.router.fleet import Placement
+from kvrelay.router.generation import GenerationRequest, Submission
+from kvrelay.router.metrics import RESUBMISSIONS, STALE_OUTPUTS, RouterMetrics, Stopwatch
+from kvrelay.router.output_stream import OutputStream
+from kvrelay.wire.output import RequestOutput
+from kvrelay.wire.worker_info import WorkerInfo, WorkerRole
 
-
-class Release(Protocol):
-    """Whoever works for the request."""
-
-    def release(self) -> None:
-        """The request is over: nothing more is wanted."""
-        ...
+_log = logging.getLogger(__name__)
 
 
 class LiveRequest:
-    """Makes one stream of events from what the workers say, for any number of readers.
+    """Keeps an attempt running on every unfinished choice of a request, until the outcome.
 
-    The stream is ordered in each choice. A request has exactly one outcome, a
-    completion or an error, which never changes again; every way out is `_end`.
-    Each reader sees all events from the first. When the last reader leaves
-    before the outcome, the outcome is an abort.
+    When its last reader leaves before the outcome, the request is aborted.
 
     Args:
         request: what was asked for.
-        choices: its outputs, in order.
+        stream: its output.
+        failover: decides on its retries.
+        metrics: the router's.
         stopwatch: runs since it arrived.
-        on_end: called once, at the outcome.
+        attempt_numbers: none of them repeats on a router.
+        on_end: called once, when it has its outcome.
     """
 
     def __init__(
         self,
         request: GenerationRequest,
-        choices: Sequence[Choice],
+        stream: OutputStream,
+        failover: Failover,
+        metrics: RouterMetrics,
         stopwatch: Stopwatch,
+        attempt_numbers: Iterator[int],
         on_end: Callable[[LiveRequest], None],
     ) -> None:
         self.request = request
-        self.choices = tuple(choices)
-        self.outcome: Completion | RequestError | None = None
+        self._stream = stream
+        self._failover = failover
+        self._metrics = metrics
         self._stopwatch = stopwatch
+        self._attempt_numbers = attempt_numbers
         self._on_end = on_end
-        self._work: Release | None = None
-        self._first_attempt: int | None = None  # the one that brought the first token
-        self._cached_tokens = 0
-        self._prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
-        self._deltas: list[Delta] = []
         self._readers = 0
-        self._news = News()
+        self._attempts: dict[int, Attempt] = {}  # by number; those that are not over
+        self._retries: set[asyncio.Task[None]] = set()
+        self._closed = False
 
-    # What the readers do.
+    @property
+    def outcome(self) -> Completion | RequestError | None:
+        """How the request ended; None: it has not."""
+        return self._stream.outcome
+
+    @property
+    def streaming(self) -> bool:
+        """Its first token has come, of whichever choice."""
+        return self._stream.streaming
+
+    def start(self, placement: Placement) -> None:
+        """Submits all choices to these workers, as the first attempt."""
+        self._stopwatch.admitted(len(self.request.input_ids))
+        self._submit(range(self.request.params.n), placement)
+
+    def start_later(self) -> None:
+        """Submits all choices once there are workers for them."""
+        self._stopwatch.admitted(len(self.request.input_ids))
+        retry = Retry("", "every worker that could take the request drains")
+        self._submit_later(range(self.request.params.n), retry)
+
+    # What clients and the router's stop do.
 
     @contextlib.contextmanager
     def reader(self) -> Iterator[AsyncIterator[Event]]:
         """Attaches a reader for as long as the context lasts.
 
-        The events are all deltas from the first, then the completion; if the
-        outcome is an error it is raised in its place.
+        The events are all deltas from the first, then the completion; an outcome
+        that is an error is raised in its place.
         """
         self._readers += 1
         try:
-            yield self._events()
+            yield self._stream.events()
         finally:
             self._readers -= 1
             if self._readers == 0:
                 self.abort()
 
     def abort(self) -> None:
-        """Ends the request with what came so far; nothing if it has its outcome already."""
-        if self.outcome is None:
-            for choice in self.choices:
-                self._publish(choice.abort())
-            self._complete(FinishReason.ABORT)
-
-    async def _events(self) -> AsyncIterator[Event]:
-        told = 0
-        while self.outcome is None or told < len(self._deltas):
-            if told == len(self._deltas):
-                await self._news.next()
-                continue
-            yield self._deltas[told]
-            told += 1
-        if isinstance(self.outcome, RequestError):
-            raise self.outcome
-        yield self.outcome
-
-    # What those who work for it do.
-
-    @property
-    def streaming(self) -> bool:
-        """Its first token has come, of whichever choice."""
-        return any(choice.emitted for choice in self.choices)
-
-    @property
-    def age_seconds(self) -> float:
-        """Since it arrived."""
-        return self._stopwatch.seconds
-
-    @property
-    def prompt_logprobs_due(self) -> int | None:
-        """How many are still wanted at each place of the prompt; None: none at all."""
-        return self.request.sampling.prompt_logprobs if self._prompt_logprobs is None else None
-
-    def assign(self, work: Release) -> None:
-        """From now on `work` produces the output, and is released at the outcome."""
-        self._work = work
-        self._stopwatch.admitted(len(self.request.input_ids))
-
-    def take(self, output: WorkerOutput, final: WorkerEnd | None) -> None:
-        """Takes tokens in any order; `final` is the end that completes their choice."""
-        if output.tokens and self._first_attempt is None:
-            self._first_attempt = output.attempt
-        if output.attempt == self._first_attempt:  # a later one finds its own pages cached
-            self._cached_tokens = max(self._cached_tokens, output.cached_tokens)
-        if output.prompt_logprobs and self._prompt_logprobs is None:
-            self._prompt_logprobs = output.prompt_logprobs
-        delta, contradicted = self.choices[output.choice].take(output, final)
-        self._stopwatch.contradicted(contradicted)
-        self._publish(delta)
-        self._complete_if_ended()
-
-    def interrupt(self, choice: int) -> None:
-        """An attempt at this choice is over before its end; see `Choice.interrupt`."""
-        self._publish(self.choices[choice].interrupt())
-        self._complete_if_ended()
+        """Completes the request with what came so far; does nothing if it has its outcome."""
+        self._stream.abort()
+        self._close_if_over()
 
     def fail(self, error: RequestError) -> None:
-        """Ends the request without a completion; nothing if it has its outcome already."""
-        if self.outcome is None:
-            self._end(error, error.outcome)
+        """Ends the request with an error; does nothing if it has its outcome."""
+        self._stream.fail(error)
+        self._close_if_over()
 
-    def _publish(self, delta: Delta | None) -> None:
-        if delta is None:
+    # What workers report: `worker_link.Listener`.
+
+    def on_output(self, role: WorkerRole, output: RequestOutput) -> None:
+        """A worker produced tokens for a choice, or ended it."""
+        if self.outcome is not None:
             return
-        if not self._deltas and self._prompt_logprobs is not None:
-            delta = replace(delta, prompt_logprobs=self._prompt_logprobs)
-        self._deltas.append(delta)
-        if delta.tokens:
-            self._stopwatch.delta(delta.choice, len(delta.tokens))
-        self._news.announce()
+        with self._ending_with_its_errors():
+            attempt = self._attempts.get(output.key.attempt)
+            if attempt is not None and attempt.works_on(output.key.choice):
+                self._take(attempt, role, output)
+            elif output.tokens:
+                self._metrics.count(STALE_OUTPUTS)
 
-    def _complete_if_ended(self) -> None:
-        ends = [choice.ended for choice in self.choices]
-        if self.outcome is None and ends[0] is not None and None not in ends:
-            self._complete(ends[0].finish_reason)
+    def on_lost(self, attempt: int, endpoint: WorkerInfo, detail: str) -> None:
+        """A worker is lost and has released this attempt, or died with it."""
+        lost = self._attempts.get(attempt)
+        if self.outcome is None and lost is not None:
+            with self._ending_with_its_errors():
+                self._act_on(lost.on_lost(endpoint, detail))
 
-    def _complete(self, label: FinishReason) -> None:
-        timings = PhaseTimings()
-        for choice in self.choices:
-            timings = timings.merged(choice.timings)
-        completion = Completion(
-            choices=tuple(choice.ended for choice in self.choices if choice.ended is not None),
-            prompt_tokens=len(self.request.input_ids),
-            completion_tokens=sum(len(choice.emitted) for choice in self.choices),
-            cached_tokens=self._cached_tokens,
-            timings=timings,
-            seed=self.request.sampling.seed,
-        )
-        self._end(completion, label)
+    @contextlib.contextmanager
+    def _ending_with_its_errors(self) -> Iterator[None]:
+        """Fails this request, and no other, with what is raised within; closes it if it is over."""
+        try:
+            yield
+        except RequestError as error:
+            self._stream.fail(error)
+        except Exception as error:
+            _log.exception("request %s", self.request.request_id)
+            self._stream.fail(InternalFailure(f"router: {error}"))
+        self._close_if_over()
 
-    def _end(self, outcome: Completion | RequestError, label: str) -> None:
-        self.outcome = outcome
-        self._stopwatch.ended(label)
-        if self._work is not None:
-            self._work.release()
+    def _take(self, attempt: Attempt, role: WorkerRole, output: RequestOutput) -> None:
+        choice = output.key.choice
+        self._stream.take(output)
+        if self._stream.choices[choice].ended is not None:
+            attempt.end_choice(choice)
+        elif output.end is not None:
+            self._act_on(attempt.on_end(role, choice, output.end))
+
+    def _close_if_over(self) -> None:
+        if self.outcome is None or self._closed:
+            return
+        self._closed = True
+        for task in self._retries:
+            task.cancel()
+        for attempt in self._attempts.values():
+            attempt.cancel()
+        self._attempts.clear()
         self._on_end(self)
-        self._news.announce()
+
+    # Retries.
+
+    def _act_on(self, verdict: Verdict | None) -> None:
+        """Retries the choices that an attempt left unfinished; raises the request's error."""
+        if verdict is None:
+            return
+        if isinstance(verdict, RequestFailed):
+            raise verdict.error
+        for choice in verdict.choices:
+            self._stream.interrupt(choice)
+        choices = self._stream.choices
+        unfinished = {choice for choice in verdict.choices if choices[choice].ended is None}
+        retry = self._failover.decide(verdict, unfinished)
+        for batch in self._batches(unfinished):
+            self._metrics.count(RESUBMISSIONS, reason=retry.reason)
+            self._submit_later(batch, retry)
+
+    def _batches(self, choices: Set[int]) -> list[range]:
+        """These choices as they are submitted: one by one, or neighbours that emitted nothing."""
+        batches: list[range] = []
+        for choice in sorted(choices):
+            last = batches[-1] if batches else range(0)
+            if last and last.stop == choice and not self._emitted((last[0], choice)):
+                batches[-1] = range(last.start, choice + 1)
+            else:
+                batches.append(range(choice, choice + 1))
+        return batches
+
+    def _submit_later(self, choices: range, retry: Retry) -> None:
+        task = asyncio.create_task(self._retry(choices, retry))
+        self._retries.add(task)
+        task.add_done_callback(self._retries.discard)
+
+    async def _retry(self, choices: range, retry: Retry) -> None:
+        with self._ending_with_its_errors():
+            await asyncio.sleep(retry.pause_seconds)
+            input_tokens = len(self.request.input_ids) + len(self._emitted(choices))
+            placement = await self._failover.place(
+                input_tokens, self.request.total_tokens, retry.detail
+            )
+            self._submit(choices, placement)
+
+    def _submit(self, choices: range, placement: Placement) -> None:
+        submission = Submission(
+            request=self.request,
+            attempt=next(self._attempt_numbers),
+            choices=choices,
+            age_seconds=self._stopwatch.seconds,
+            emitted=self._emitted(choices),
+            prompt_logprobs=self._stream.prompt_logprobs_due,
+        )
+        self._attempts = {n: one for n, one in self._attempts.items() if one.open_choices}
+        attempt = self._attempts[submission.attempt] = Attempt(submission, placement)
+        attempt.submit(self)
+
+    def _emitted(self, choices: Sequence[int]) -> tuple[int, ...]:
+        """What these choices have told their readers, one after the other."""
+        emitted = (self._stream.choices[choice].emitted for choice in choices)
+        return tuple(itertools.chain.from_iterable(emitted))

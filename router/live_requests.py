@@ -1,4 +1,4 @@
-"""Every request that is live on this router."""
+"""All requests that are live on this router."""
 
 from __future__ import annotations
 
@@ -8,23 +8,24 @@ from collections.abc import Sequence
 
 from tokenizers import Tokenizer
 
-from kvrelay.router.attempts import Attempts
-from kvrelay.router.choice import Choice, StopRules
+from kvrelay.router.choice import Choice
 from kvrelay.router.config import RouterConfig
 from kvrelay.router.errors import AlreadyExists, Overloaded, Unavailable
+from kvrelay.router.failover import Failover
 from kvrelay.router.fleet import Fleet, Placement
 from kvrelay.router.generation import GenerationRequest
 from kvrelay.router.live_request import LiveRequest
 from kvrelay.router.metrics import RouterMetrics, Stopwatch
-from kvrelay.router.news import News
+from kvrelay.router.notifier import Notifier
+from kvrelay.router.output_stream import OutputStream
 from kvrelay.router.text import TextStream
 
 
 class LiveRequests:
-    """Admits requests, finds them by their exact id, and forgets them when they end.
+    """Admits requests, finds them by id, and drops them when they end.
 
-    Attempt numbers never repeat on a router: a request whose id was used
-    before, by one that some worker may still be releasing, is another one.
+    Attempt numbers never repeat on a router, so a worker that still releases an
+    ended request does not mix it up with a new one of the same id.
     """
 
     def __init__(
@@ -35,25 +36,25 @@ class LiveRequests:
         self._tokenizer = tokenizer
         self._live: dict[str, LiveRequest] = {}
         self._metrics = metrics
-        self._numbers = itertools.count(1)
+        self._attempt_numbers = itertools.count(1)
         self._closing = False
-        self._news = News()
+        self._ended = Notifier()
 
     def __len__(self) -> int:
         return len(self._live)
 
     def count(self, *, streaming: bool) -> int:
-        """Live ones whose first token has come, or has not; callable from any thread."""
+        """Live requests whose first token has come, or has not; callable from any thread."""
         return sum(live.streaming is streaming for live in list(self._live.values()))
 
     def open(self, request: GenerationRequest, stopwatch: Stopwatch) -> LiveRequest:
-        """The live request of this id and body, else a new one, sent to its workers.
+        """The live request with this id and body, or a new one, submitted to its workers.
 
         The caller attaches a reader before it awaits anything.
 
         Raises:
-            AlreadyExists: this id is live with another body.
-            Overloaded: no more may be live.
+            AlreadyExists: a live request has this id and another body.
+            Overloaded: `max_live_requests` are live.
             Unavailable: no workers are ready for it, or the router is stopping.
         """
         running = self._live.get(request.request_id)
@@ -64,19 +65,19 @@ class LiveRequests:
         return running
 
     def abort(self, request_id: str) -> bool:
-        """Ends the live request of exactly this id; false if there is none."""
+        """Ends the live request with exactly this id; returns False if there is none."""
         live = self._live.get(request_id)
         if live is not None:
             live.abort()
         return live is not None
 
     async def close(self, grace_seconds: float) -> None:
-        """Admits no more, lets the live ones go on for the grace, then fails the rest."""
+        """Admits no more requests, waits for the live ones, fails those left after the grace."""
         self._closing = True
         try:
             async with asyncio.timeout(grace_seconds):
                 while self._live:
-                    await self._news.next()
+                    await self._ended.wait()
         except TimeoutError:
             for live in list(self._live.values()):
                 live.fail(Unavailable("the router is stopping"))
@@ -88,18 +89,24 @@ class LiveRequests:
             raise Overloaded(len(self._live), self._config.retry_after_ms)
         placement = self._place(request)
         choices = self._choices(request, self._fleet.endpoints[0].eos_token_ids)
-        live = LiveRequest(request, choices, stopwatch, self._forget)
-        attempts = Attempts(live, self._fleet, self._config, self._metrics, self._numbers)
+        live = LiveRequest(
+            request,
+            OutputStream(request, choices, stopwatch),
+            Failover(self._fleet, self._config, self._metrics),
+            self._metrics,
+            stopwatch,
+            self._attempt_numbers,
+            self._forget,
+        )
         self._live[request.request_id] = live
-        live.assign(attempts)
         if placement is None:
-            attempts.start_later()
+            live.start_later()
         else:
-            attempts.start(placement)
+            live.start(placement)
         return live
 
     def _place(self, request: GenerationRequest) -> Placement | None:
-        """Workers for its first attempt; None: it has to wait for one that is being replaced."""
+        """Workers for its first attempt; None: it waits for the successor of one that drains."""
         try:
             return self._fleet.place(len(request.input_ids), request.total_tokens)
         except Unavailable:
@@ -108,24 +115,19 @@ class LiveRequests:
             raise
 
     def _choices(self, request: GenerationRequest, eos_token_ids: Sequence[int]) -> list[Choice]:
-        sampling = request.sampling
-        eos = () if sampling.ignore_eos else eos_token_ids
-        rules = StopRules(
-            max_tokens=sampling.max_tokens,
-            min_tokens=sampling.min_tokens,
-            stop_token_ids=frozenset({*eos, *sampling.stop_token_ids}),
-        )
-        return [Choice(index, self._text_stream(request), rules) for index in range(sampling.n)]
+        params = request.params
+        stops = params.stops.with_eos(eos_token_ids)
+        return [Choice(index, self._text_stream(request), stops) for index in range(params.n)]
 
     def _text_stream(self, request: GenerationRequest) -> TextStream:
-        sampling = request.sampling
+        stops = request.params.stops
         return TextStream(
             self._tokenizer,
-            stop=sampling.stop,
-            min_tokens=sampling.min_tokens,
-            skip_special_tokens=sampling.skip_special_tokens,
+            stop=stops.stop,
+            min_tokens=stops.min_tokens,
+            skip_special_tokens=stops.skip_special_tokens,
         )
 
     def _forget(self, live: LiveRequest) -> None:
         del self._live[live.request.request_id]
-        self._news.announce()
+        self._ended.notify_all()

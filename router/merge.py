@@ -1,31 +1,31 @@
-"""Output tokens in order, whatever order two workers deliver them in."""
+"""Puts output tokens in order: two workers deliver them in any."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvrelay.router.events import Token
+from kvrelay.wire.output import SampledToken
 
 
 class TokenMerge:
-    """Puts tokens in the order of their index; each index counts once.
+    """Orders tokens by their index; the first token that comes for an index stays.
 
-    ``[0, len(taken_ids))`` taken; above, tokens that wait for one before them.
+    Those at ``[0, len(taken_ids))`` were taken. Those above wait for a token before them.
     """
 
     def __init__(self) -> None:
         self._taken: list[int] = []
-        self._early: dict[int, Token] = {}
+        self._early: dict[int, SampledToken] = {}
 
     @property
     def taken_ids(self) -> Sequence[int]:
-        """The ids of the tokens that were taken; a view that grows with them."""
+        """The ids of the tokens that were taken; the list grows with them."""
         return self._taken
 
-    def add(self, index: int, tokens: Sequence[Token]) -> int:
-        """Adds tokens whose first is at `index`; those known already are ignored.
+    def add(self, index: int, tokens: Sequence[SampledToken]) -> int:
+        """Adds tokens whose first is at `index`; indexes that have a token keep it.
 
-        Returns how many of them were known as another token.
+        Returns how many of the tokens differ from the one that stays.
         """
         contradicted = 0
         for position, token in enumerate(tokens, start=index):
@@ -36,8 +36,8 @@ class TokenMerge:
             contradicted += known != token.token_id
         return contradicted
 
-    def take(self) -> tuple[Token, ...]:
-        """The tokens after those taken that have no gap before them."""
+    def take(self) -> tuple[SampledToken, ...]:
+        """Takes and returns the next tokens, up to the first that is missing."""
         ready = []
         while (token := self._early.pop(len(self._taken), None)) is not None:
             ready.append(token)
@@ -45,10 +45,10 @@ class TokenMerge:
         return tuple(ready)
 
     def forget_early(self) -> None:
-        """Drops the tokens that wait for one before them."""
+        """Drops the tokens that wait for a token before them."""
         self._early.clear()
 
     @property
     def gapless(self) -> bool:
-        """There is output and none of it waits for a token before it."""
+        """At least one token was taken, and none waits for a token before it."""
         return bool(self._taken) and not self._early

@@ -1,4 +1,4 @@
-"""The router: everything that stands between clients and workers, put together."""
+"""The router: builds the services, the fleet and the live requests, and starts and stops them."""
 
 from __future__ import annotations
 
@@ -19,30 +19,31 @@ from kvrelay.net.ends import bind, front_server, worker_credentials
 from kvrelay.router.admin import Administrator, AdminService
 from kvrelay.router.auth import BearerTokens, read_tokens
 from kvrelay.router.config import RouterConfig
-from kvrelay.router.discovery import Discovery, WorkerEndpoint
+from kvrelay.router.discovery import Discovery
 from kvrelay.router.errors import StartError
 from kvrelay.router.fleet import Fleet
 from kvrelay.router.live_requests import LiveRequests
-from kvrelay.router.metrics import RouterMetrics
+from kvrelay.router.metrics import LIVE_REQUESTS, STALE_OUTPUTS, RouterMetrics
 from kvrelay.router.service import InferenceService
 from kvrelay.router.worker_link import WorkerLink
 from kvrelay.text.tokenizer import TokenizerError, load_tokenizer
 from kvrelay.v1 import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc
+from kvrelay.wire.worker_info import WorkerInfo
 
 _SERVICE = inference_pb2.DESCRIPTOR.services_by_name["InferenceService"].full_name
 _ADMIN = admin_pb2.DESCRIPTOR.services_by_name["AdminService"].full_name
-_STATUS_SECONDS = 2.0  # for the last statuses to reach their clients
+_STOP_GRACE_SECONDS = 2.0  # for the last statuses to reach their clients
 
 
 class Router:
-    """Takes requests by gRPC and has them served by the workers that discovery lists.
+    """Takes requests by gRPC and has the workers that discovery lists serve them.
 
-    `start` and `stop` once each, on one event loop. Routers share nothing.
+    Call `start` and `stop` once each, on one event loop. Routers share nothing.
 
     Args:
-        config: what to be.
-        discovery: says which workers there are.
-        administrator: carries out what operators ask for; None: nobody does.
+        config: its addresses, bounds and files.
+        discovery: lists the workers.
+        administrator: carries out operators' calls; None: there is no admin service.
     """
 
     def __init__(
@@ -59,59 +60,61 @@ class Router:
         self._health = health.aio.HealthServicer()
         self._undo = contextlib.AsyncExitStack()
         self._worker_credentials: grpc.ChannelCredentials | None = None
-        self._guards: Sequence[BearerTokens] = ()
+        self._interceptors: Sequence[BearerTokens] = ()
         self.grpc_address = config.grpc_address
-        """Where clients come in; with the real port once started."""
+        """Where clients connect; with the real port once started."""
         self.metrics_address = config.metrics_address
         """Where Prometheus reads; with the real port once started."""
 
     async def start(self) -> None:
-        """Listens, and begins to attach to workers; nothing stays behind if it fails.
+        """Listens, and begins to attach to workers; undoes everything if it fails.
 
         Raises:
-            StartError: one line that says what is in the way.
+            StartError: one line that says what is wrong.
         """
-        self._read_locks()
+        self._read_credentials()
         async with contextlib.AsyncExitStack() as undo:
             tokenizer = await asyncio.to_thread(_load_tokenizer, self._config.model_path)
             live = LiveRequests(self._config, self._fleet, tokenizer, self._metrics)
-            self._metrics.watch_live("waiting", lambda: live.count(streaming=False))
-            self._metrics.watch_live("streaming", lambda: live.count(streaming=True))
+            self._metrics.watch(LIVE_REQUESTS, lambda: live.count(streaming=False), state="waiting")
+            self._metrics.watch(
+                LIVE_REQUESTS, lambda: live.count(streaming=True), state="streaming"
+            )
             self._serve_metrics(undo)
             _run_in(undo, self._fleet.run())
             await self._serve_clients(undo, live, tokenizer)
             undo.push_async_callback(live.close, self._config.shutdown_grace_seconds)
-            _run_in(undo, self._show_readiness())
+            _run_in(undo, self._report_health())
             undo.push_async_callback(self._health.enter_graceful_shutdown)
             self._undo = undo.pop_all()
 
     async def wait_ready(self) -> None:
         """Returns once a prefill and a decode worker, or an aggregated one, are attached."""
         while not self._fleet.ready:
-            await self._fleet.news.next()
+            await self._fleet.changes.wait()
 
     async def stop(self) -> None:
-        """Ends in order: no new requests, live ones finish or fail, then everything closes."""
+        """Refuses new requests, lets live ones finish or fails them, then closes everything."""
         await self._undo.aclose()
 
-    def _read_locks(self) -> None:
-        """What workers are shown, and what clients must bring."""
+    def _read_credentials(self) -> None:
+        """Reads the certificate for workers, and the tokens that clients must send."""
         path = self._config.auth_token_file
         try:
             self._worker_credentials = worker_credentials(self._config.worker_tls)
-            self._guards = [] if path is None else [BearerTokens(read_tokens(path))]
+            self._interceptors = [] if path is None else [BearerTokens(read_tokens(path))]
         except OSError as error:
             raise StartError(f"TLS: {error}") from error
         except ValueError as error:
-            raise StartError(f"tokens: {error}") from error
+            raise StartError(f"--auth-token-file: {error}") from error
 
     async def _serve_clients(
         self, undo: contextlib.AsyncExitStack, live: LiveRequests, tokenizer: Tokenizer
     ) -> None:
-        # Twice the limit reaches the validator, whose refusal names the field.
-        # Beyond that gRPC itself refuses, with RESOURCE_EXHAUSTED.
+        # The validator refuses messages of up to twice the limit, and names the field.
+        # gRPC refuses larger ones, with RESOURCE_EXHAUSTED.
         bytes_taken = 2 * self._config.max_message_bytes
-        server = front_server(bytes_taken, self._guards)
+        server = front_server(bytes_taken, self._interceptors)
         service = InferenceService(self._config, self._fleet, live, tokenizer, self._metrics)
         inference_pb2_grpc.add_InferenceServiceServicer_to_server(service, server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
@@ -127,7 +130,7 @@ class Router:
         except OSError as error:
             raise StartError(f"gRPC: {error}") from error
         await server.start()
-        undo.push_async_callback(server.stop, _STATUS_SECONDS)
+        undo.push_async_callback(server.stop, _STOP_GRACE_SECONDS)
         self.grpc_address = f"{host}:{port}"
 
     def _serve_metrics(self, undo: contextlib.AsyncExitStack) -> None:
@@ -144,11 +147,11 @@ class Router:
         undo.push_async_callback(asyncio.to_thread, server.shutdown)
         self.metrics_address = f"{host}:{server.server_port}"
 
-    async def _show_readiness(self) -> None:
+    async def _report_health(self) -> None:
         shown = None
         while True:
             if (ready := self._fleet.ready) is shown:
-                await self._fleet.news.next()
+                await self._fleet.changes.wait()
                 continue
             serving = health_pb2.HealthCheckResponse.ServingStatus
             status = serving.SERVING if ready else serving.NOT_SERVING
@@ -156,7 +159,7 @@ class Router:
                 await self._health.set(service, status)
             shown = ready
 
-    def _make_link(self, endpoint: WorkerEndpoint, on_change: Callable[[], None]) -> WorkerLink:
+    def _make_link(self, endpoint: WorkerInfo, on_change: Callable[[], None]) -> WorkerLink:
         return WorkerLink(
             endpoint,
             router_id=self._id,
@@ -164,12 +167,12 @@ class Router:
             # A submission is a client's message with every default filled in.
             max_message_bytes=4 * self._config.max_message_bytes,
             on_change=on_change,
-            on_stale=self._metrics.stale_output,
+            on_stale=lambda: self._metrics.count(STALE_OUTPUTS),
         )
 
 
 def _run_in(undo: contextlib.AsyncExitStack, work: Coroutine[Any, Any, None]) -> None:
-    """Runs `work` in the background until `undo` cancels it."""
+    """Runs `work` in the background; `undo` cancels it."""
     task = asyncio.create_task(work)
 
     async def end() -> None:
@@ -189,5 +192,5 @@ def _load_tokenizer(model_path: Path) -> Tokenizer:
 def _host_and_port(address: str) -> tuple[str, int]:
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal():
-        raise StartError(f"{address!r} is not an address: host:port")
+        raise StartError(f"{address!r} is not an address: must be host:port")
     return host, int(port)

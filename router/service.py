@@ -1,4 +1,4 @@
-"""The public gRPC service."""
+"""The gRPC service for clients."""
 
 from __future__ import annotations
 
@@ -10,21 +10,23 @@ from importlib.metadata import version
 import grpc
 from tokenizers import Tokenizer
 
-from kvrelay.router import wire
+from kvrelay.router.client_messages import event_response
 from kvrelay.router.config import RouterConfig
 from kvrelay.router.errors import RequestError
 from kvrelay.router.fleet import Fleet
 from kvrelay.router.live_request import LiveRequest
 from kvrelay.router.live_requests import LiveRequests
-from kvrelay.router.metrics import RouterMetrics
+from kvrelay.router.metrics import REQUESTS, RouterMetrics
+from kvrelay.router.sampling_params import check_token_ids
 from kvrelay.router.status import with_status
-from kvrelay.router.validation import Validator, check_token_ids
+from kvrelay.router.validation import Validator
 from kvrelay.v1 import inference_pb2 as pb
 from kvrelay.v1 import inference_pb2_grpc
+from kvrelay.wire.messages import WORKER_STATUS
 
 
 class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
-    """Answers clients; see inference.proto for what each call promises."""
+    """Serves `kvrelay.v1.InferenceService`; inference.proto describes each call."""
 
     def __init__(
         self,
@@ -53,11 +55,11 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
     ) -> None:
         """Streams a request's events, from the first, to one more reader."""
         live = await self._open(message)
-        # Written rather than yielded, so that a cancelled call leaves the
-        # reader's context at once and not when a generator is collected.
+        # Written, not yielded: a cancelled call then leaves the reader's context at
+        # once, and not when a generator is collected.
         with live.reader() as events:
             async for event in events:
-                await context.write(wire.event_response(live.request.request_id, event))
+                await context.write(event_response(live.request.request_id, event))
 
     async def Abort(  # noqa: N802
         self, message: pb.AbortRequest, context: grpc.aio.ServicerContext
@@ -104,7 +106,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
     async def GetServerInfo(  # noqa: N802
         self, message: pb.GetServerInfoRequest, context: grpc.aio.ServicerContext
     ) -> pb.GetServerInfoResponse:
-        """This router and its workers."""
+        """This router's version and state, and its workers."""
         return pb.GetServerInfoResponse(
             version=version("kvrelay"),
             uptime_seconds=time.monotonic() - self._started,
@@ -121,23 +123,18 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
     async def _open(self, message: pb.GenerateRequest) -> LiveRequest:
         stopwatch = self._metrics.stopwatch()
         try:
-            # In a thread: a long text takes long to tokenize.
+            # In a thread, because a long text takes long to tokenize.
             request = await asyncio.to_thread(
                 self._validator.validate, message, self._fleet.limits()
             )
             return self._live.open(request, stopwatch)
         except RequestError as error:
-            self._metrics.refused(error.outcome)
+            self._metrics.count(REQUESTS, outcome=error.outcome)
             raise
 
     def _encode(self, text: str, *, add_special_tokens: bool = True) -> Sequence[int]:
         return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
 
     def _workers(self) -> list[pb.WorkerStatus]:
-        links = sorted(self._fleet.links, key=lambda link: link.endpoint.worker)
-        return [
-            wire.worker_status(
-                link.endpoint, ready=link.ready, draining=link.draining, load=link.load
-            )
-            for link in links
-        ]
+        links = sorted(self._fleet.links, key=lambda link: link.endpoint.name)
+        return [WORKER_STATUS.to_message(link.status) for link in links]

@@ -1,4 +1,4 @@
-"""Which gRPC status a refusal gets. Statuses are chosen here and nowhere else."""
+"""The gRPC status of each error of `errors.py`."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ Handler = Callable[[ServiceT, MessageT, grpc.aio.ServicerContext], Awaitable[Res
 def with_status(
     handler: Handler[ServiceT, MessageT, ResponseT],
 ) -> Handler[ServiceT, MessageT, ResponseT]:
-    """Ends the call with the status that belongs to the error it raises."""
+    """Wraps a handler of a service: an error that it raises ends the call with its status."""
 
     @functools.wraps(handler)
     async def call(

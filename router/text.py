@@ -1,9 +1,8 @@
-"""From output tokens to text that may be shown.
+"""Makes text of output tokens that can be streamed.
 
-Two stages: a detokenizer that never splits a character, and a hold that keeps
-back what may still turn out to be a stop string. Where a request stops is the
-worker's decision; this file only sees to it that no part of a stop string has
-been shown by then.
+Two stages: a detokenizer that never splits a character, and a buffer that holds
+back text that may still become a stop string. The worker decides where a
+request stops; here no part of a stop string is streamed before that.
 """
 
 from __future__ import annotations
@@ -27,10 +26,10 @@ class TextStream:
 
     Args:
         tokenizer: shared; only decodes here.
-        stop: none of them is ever shown, nor a part of one that is completed.
+        stop: stop strings; none is ever returned, nor a part of one that is completed.
         min_tokens: a stop string completed before as many tokens is ordinary
             text, as it is for the worker.
-        skip_special_tokens: leave special tokens out of the text.
+        skip_special_tokens: whether to leave special tokens out of the text.
     """
 
     def __init__(
@@ -42,30 +41,30 @@ class TextStream:
         skip_special_tokens: bool = True,
     ) -> None:
         self._detokenizer = Detokenizer(tokenizer, skip_special_tokens=skip_special_tokens)
-        self._hold = StopStringHold(stop)
+        self._buffer = StopStringBuffer(stop)
         self._min_tokens = min_tokens
         self._pushed = 0
 
     def push(self, token_id: int) -> str:
-        """Takes the next token; returns the text that can be shown now, often none."""
+        """Adds a token; returns the text that can be streamed now, often none."""
         self._pushed += 1
         piece = self._detokenizer.push(token_id)
-        return self._hold.push(piece, may_stop=self._pushed >= self._min_tokens)
+        return self._buffer.push(piece, may_stop=self._pushed >= self._min_tokens)
 
     @property
     def matched(self) -> str | None:
-        """The stop string that the text has come to, if it has: it ends the output."""
-        return self._hold.matched
+        """The stop string that the text has reached, which ends the output; None: it has not."""
+        return self._buffer.matched
 
     def finish(self, matched_stop: str | None = None) -> str:
-        """The rest of the text: up to `matched_stop` if that ended it, else all of it."""
-        return self._hold.finish(self._detokenizer.finish(), matched_stop)
+        """The rest of the text: up to `matched_stop` if that ended the output, else all of it."""
+        return self._buffer.finish(self._detokenizer.finish(), matched_stop)
 
 
-class StopStringHold:
-    """Lets text through, except what may still become a stop string.
+class StopStringBuffer:
+    """Passes text on, but holds back what may still become a stop string.
 
-    ``shown | held``: `held` begins at the first place where a stop string has
+    ``passed on | held``: `held` begins where the first stop string begins that has
     occurred or could still be completed.
     """
 
@@ -75,7 +74,7 @@ class StopStringHold:
         self._held = ""
 
     def push(self, piece: str, *, may_stop: bool) -> str:
-        """Takes the next piece of text, returns what can be shown.
+        """Adds a piece of text; returns the text that can be passed on.
 
         A stop string that `piece` completes while `may_stop` is false is
         ordinary text, and so is everything before its end.
@@ -91,11 +90,11 @@ class StopStringHold:
 
     @property
     def matched(self) -> str | None:
-        """The stop string that `held` begins with; the one that a worker names, if several."""
+        """The stop string that `held` begins with; of several, the one that a worker would name."""
         return min((stop for stop in self._stop if self._held.startswith(stop)), default=None)
 
     def finish(self, piece: str, matched_stop: str | None) -> str:
-        """Takes the last piece, returns all that is held up to `matched_stop`."""
+        """Adds the last piece; returns all that is held, up to `matched_stop` if there is one."""
         held, self._held = self._held + piece, ""
         return held if matched_stop is None else held.partition(matched_stop)[0]
 

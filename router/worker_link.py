@@ -11,13 +11,20 @@ from typing import Protocol
 import grpc
 
 from kvrelay.net.ends import worker_channel
-from kvrelay.router import wire
-from kvrelay.router.discovery import WorkerEndpoint, WorkerRole
 from kvrelay.router.generation import Submission
-from kvrelay.router.load import WorkerLoad
 from kvrelay.router.placement import Candidate
-from kvrelay.router.worker_output import WorkerOutput
 from kvrelay.v1 import worker_pb2, worker_pb2_grpc
+from kvrelay.wire.load import WorkerLoad, WorkerStatus
+from kvrelay.wire.messages import ATTACH_REQUEST, ENGINE_OUTPUTS
+from kvrelay.wire.output import RequestOutput
+from kvrelay.wire.request import (
+    AttachHello,
+    AttachRequest,
+    CancelRequest,
+    RequestKey,
+    RouterCommand,
+)
+from kvrelay.wire.worker_info import WorkerInfo, WorkerRole
 
 _log = logging.getLogger(__name__)
 
@@ -26,40 +33,39 @@ _LONGEST_RETRY_SECONDS = 5.0
 
 
 class Listener(Protocol):
-    """Hears what becomes of one attempt at a request on one worker."""
+    """Hears what becomes of the attempts that were submitted with it."""
 
-    def on_output(self, role: WorkerRole, output: WorkerOutput) -> None:
-        """The worker of this role produced something."""
+    def on_output(self, role: WorkerRole, output: RequestOutput) -> None:
+        """The worker of this role produced tokens for a choice, or ended it."""
         ...
 
-    def on_lost(self, endpoint: WorkerEndpoint, detail: str) -> None:
-        """The worker is lost and has released the attempt, or died with it."""
+    def on_lost(self, attempt: int, endpoint: WorkerInfo, detail: str) -> None:
+        """The worker is lost and has released this attempt, or died with it."""
         ...
 
 
 @dataclass(slots=True)
 class _Submitted:
-    """An attempt that the worker has not ended, and that nobody has cancelled."""
+    """An attempt that the worker has not ended and that was not cancelled."""
 
     listener: Listener
     input_tokens: int
     open_choices: set[int]
-    """Those of its choices that the worker has not ended."""
+    """Its choices that the worker has not ended."""
     started: bool = False
-    """Some output came: its input is no longer backlog."""
+    """The worker has sent output for it: its input is no longer in the backlog."""
 
 
 class WorkerLink:
-    """Keeps the Attach stream of one worker incarnation and what runs through it.
+    """Keeps an Attach stream to one worker incarnation, and the attempts submitted on it.
 
-    The stream is the lease on whatever was submitted: when it breaks, the
-    worker releases it all, and every listener hears `on_lost`. A link is ready
-    from the first message of a stream, which brings the worker's load, to the
-    stream's end. Idle, it waits on that stream alone.
+    The stream is the lease on all that was submitted: when it breaks, the worker
+    releases that, and every listener hears `on_lost`. A link is ready from the
+    first message of a stream, which brings the worker's load, to the stream's end.
 
     Args:
-        endpoint: the incarnation meant; another one at its address refuses.
-        router_id: names this router to the worker.
+        endpoint: the incarnation; another one at the same address refuses the stream.
+        router_id: tells the worker which router this is.
         credentials: for the worker; None: plain text.
         max_message_bytes: of one message, each way.
         on_change: called when `ready`, `draining` or the load's peers have changed.
@@ -68,7 +74,7 @@ class WorkerLink:
 
     def __init__(
         self,
-        endpoint: WorkerEndpoint,
+        endpoint: WorkerInfo,
         *,
         router_id: str,
         credentials: grpc.ChannelCredentials | None,
@@ -78,10 +84,10 @@ class WorkerLink:
     ) -> None:
         self.endpoint = endpoint
         self.ready = False
-        self.met = False
-        """It has been ready, be it for a moment."""
+        self.was_ready = False
+        """It has been ready at some time."""
         self.load = WorkerLoad()
-        self._drains = False
+        self._reported_draining = False
         self._router_id = router_id
         self._credentials = credentials
         self._max_message_bytes = max_message_bytes
@@ -89,52 +95,66 @@ class WorkerLink:
         self._on_stale = on_stale
         self._submitted: dict[tuple[str, int], _Submitted] = {}
         self._commands: asyncio.Queue[worker_pb2.AttachRequest | None] = asyncio.Queue()
-        # Sent since the last load came: whether that load knew of them is open.
+        # Prompt tokens sent since the last load came; that load may count them or not.
         self._tokens_since_load = 0
 
     @property
     def draining(self) -> bool:
-        """It, or whoever lists it, has said that it takes no more requests: that is for good."""
-        return self._drains or self.endpoint.draining
+        """The worker, or discovery, reported that it takes no more requests. That never ends."""
+        return self._reported_draining or self.endpoint.draining
+
+    @property
+    def status(self) -> WorkerStatus:
+        """The worker as operators are shown it."""
+        return WorkerStatus(
+            worker=self.endpoint.name,
+            role=self.endpoint.role,
+            incarnation=self.endpoint.incarnation,
+            address=self.endpoint.address,
+            metrics_address=self.endpoint.metrics_address,
+            ready=self.ready,
+            draining=self.draining,
+            load=self.load,
+        )
 
     def submit(
         self,
         submission: Submission,
         listener: Listener,
-        prefill: WorkerEndpoint | None = None,
+        prefill: WorkerInfo | None = None,
     ) -> None:
         """Sends an attempt to the worker, which must be ready. Does not block."""
-        assert self.ready, f"{self.endpoint.worker} is not ready"
+        assert self.ready, f"{self.endpoint.name} is not ready"
         key = (submission.request_id, submission.attempt)
         input_tokens = len(submission.input_ids)
         self._submitted[key] = _Submitted(listener, input_tokens, set(submission.choices))
         self._tokens_since_load += input_tokens
-        self._commands.put_nowait(wire.submit_command(submission, prefill))
+        self._commands.put_nowait(_message(submission.to_worker(prefill)))
 
     def cancel(self, request_id: str, attempt: int) -> None:
-        """Tells the worker to give the attempt up; nothing if it has ended there.
+        """Tells the worker to abort the attempt; does nothing if it has ended there.
 
         Its listener hears no more of it.
         """
         if self._submitted.pop((request_id, attempt), None) is not None:
-            self._commands.put_nowait(wire.cancel_command(request_id, attempt))
+            self._commands.put_nowait(_cancel(request_id, attempt))
 
-    def give_up(self, request_id: str, attempt: int) -> None:
-        """As `cancel`, but its listener still hears how the attempt ends there."""
+    def ask_to_end(self, request_id: str, attempt: int) -> None:
+        """Tells the worker to abort the attempt; its listener still hears how it ends there."""
         if (request_id, attempt) in self._submitted:
-            self._commands.put_nowait(wire.cancel_command(request_id, attempt))
+            self._commands.put_nowait(_cancel(request_id, attempt))
 
     def candidate(self, *, suspect: bool = False) -> Candidate:
-        """The worker as placement sees it.
+        """The worker and its load, for placement.
 
-        What was sent since the last load is added to it. That load may have
-        been on its way when something was sent, so the backlog is at least
-        what this router knows to wait there.
+        The backlog is what the last load reported and what was sent since. That load may
+        have been on its way when something was sent before it came, so the backlog is at
+        least what this router has sent and no output came for.
         """
         reported = self.load.waiting_tokens + self._tokens_since_load
         own = sum(s.input_tokens for s in self._submitted.values() if not s.started)
         return Candidate(
-            worker=self.endpoint.worker,
+            worker=self.endpoint.name,
             pool_tokens=self.endpoint.pool_tokens,
             load=self.load,
             backlog_tokens=max(reported, own),
@@ -142,7 +162,7 @@ class WorkerLink:
         )
 
     async def run(self) -> None:
-        """Attaches, and again after every break, until cancelled."""
+        """Attaches to the worker, again after every break, until cancelled."""
         delay = _FIRST_RETRY_SECONDS
         while True:
             was_ready = await self._attach()
@@ -151,9 +171,10 @@ class WorkerLink:
             delay = min(2 * delay, _LONGEST_RETRY_SECONDS)
 
     async def _attach(self) -> bool:
-        """Lives through one stream; returns whether it ever became ready."""
+        """Runs one stream to its end; returns whether it became ready."""
         self._commands = asyncio.Queue()
-        self._commands.put_nowait(wire.hello_command(self._router_id, self.endpoint.incarnation))
+        hello = AttachHello(self._router_id, self.endpoint.incarnation)
+        self._commands.put_nowait(_message(hello))
         detail = "was detached"
         # A channel of its own for each stream: a channel's own pauses between
         # connection attempts would add to ours.
@@ -166,59 +187,69 @@ class WorkerLink:
             except grpc.aio.AioRpcError as error:
                 detail = f"{error.code().name}: {error.details()}"
             except Exception as error:  # costs this stream, not the link
-                _log.exception("stream of %s", self.endpoint.worker)
+                _log.exception("stream of %s", self.endpoint.name)
                 detail = f"router: {error}"
             finally:
                 call.cancel()
                 self._commands.put_nowait(None)
                 was_ready = self.ready
-                self._lose(detail)
+                self._end_stream(detail)
         level = logging.WARNING if was_ready else logging.DEBUG
-        _log.log(level, "%s (%s): %s", self.endpoint.worker, self.endpoint.incarnation, detail)
+        _log.log(level, "%s (%s): %s", self.endpoint.name, self.endpoint.incarnation, detail)
         return was_ready
 
     def _open_channel(self) -> grpc.aio.Channel:
         return worker_channel(self.endpoint.address, self._credentials, self._max_message_bytes)
 
     def _receive(self, response: worker_pb2.AttachResponse) -> None:
-        if response.HasField("load"):
-            before, self.load = self.load, wire.read_load(response.load)
+        step = ENGINE_OUTPUTS.from_message(response)
+        if step.load is not None:
+            before, self.load = self.load, step.load
             self._tokens_since_load = 0
-            drains = self.load.draining and not self._drains
-            self._drains |= drains
-            if drains or self.load.peers != before.peers:
+            begins_to_drain = self.load.draining and not self._reported_draining
+            self._reported_draining |= begins_to_drain
+            if begins_to_drain or self.load.peers != before.peers:
                 self._on_change()
         if not self.ready:
             self._set_ready(True)
-        for message in response.outputs:
-            self._dispatch(wire.read_output(message))
+        for output in step.outputs:
+            self._dispatch(output)
 
-    def _dispatch(self, output: WorkerOutput) -> None:
-        key = (output.request_id, output.attempt)
+    def _dispatch(self, output: RequestOutput) -> None:
+        key = (output.key.request_id, output.key.attempt)
         submitted = self._submitted.get(key)
         if submitted is None:
-            if output.tokens:  # else it only says that it has let go
+            if output.tokens:  # else it only reports that the attempt has ended
                 self._on_stale()
             return
         submitted.started = True
         if output.end is not None:
-            submitted.open_choices.discard(output.choice)
+            submitted.open_choices.discard(output.key.choice)
         if not submitted.open_choices:
             del self._submitted[key]
         submitted.listener.on_output(self.endpoint.role, output)
 
-    def _lose(self, detail: str) -> None:
+    def _end_stream(self, detail: str) -> None:
         lost, self._submitted = self._submitted, {}
         self.load, self._tokens_since_load = WorkerLoad(), 0
         if self.ready:
             self._set_ready(False)
-        for submitted in lost.values():
-            submitted.listener.on_lost(self.endpoint, detail)
+        for (_, attempt), submitted in lost.items():
+            submitted.listener.on_lost(attempt, self.endpoint, detail)
 
     def _set_ready(self, ready: bool) -> None:
         self.ready = ready
-        self.met = self.met or ready
+        self.was_ready = self.was_ready or ready
         self._on_change()
+
+
+def _message(command: RouterCommand) -> worker_pb2.AttachRequest:
+    return ATTACH_REQUEST.to_message(AttachRequest(command))
+
+
+def _cancel(request_id: str, attempt: int) -> worker_pb2.AttachRequest:
+    """The worker is to give the attempt up."""
+    return _message(CancelRequest(RequestKey("", request_id, attempt)))
 
 
 async def _until_none(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -40,7 +41,7 @@ SHAPE = {
     "eos_token_id": 1,
     "tie_word_embeddings": False,
 }
-ARCHITECTURES = {
+ARCHITECTURES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "llama": (LlamaConfig, LlamaForCausalLM, {}),
     "mistral": (MistralConfig, MistralForCausalLM, {"sliding_window": None, "head_dim": 16}),
     "mistral-window": (MistralConfig, MistralForCausalLM, {"sliding_window": 24}),
@@ -103,6 +104,13 @@ def make_checkpoint(folder: Path, architecture: str = "llama", seed: int = 0) ->
     model.to(torch.float32).save_pretrained(folder)
     make_tokenizer().save(str(folder / "tokenizer.json"))
     return folder
+
+
+def id_of(tokenizer: Tokenizer, token: str) -> int:
+    """The id of `token`, which must be in the vocabulary."""
+    found = tokenizer.token_to_id(token)
+    assert found is not None, token
+    return found
 
 
 def make_tokenizer() -> Tokenizer:

@@ -1,7 +1,7 @@
-"""From token ids to text, a token at a time.
+"""Turns token ids into text, a token at a time.
 
-Workers look for stop strings in this text and the router shows it. One
-implementation serves both, so that both see a stop string at the same token.
+Workers look for stop strings in this text and the router streams it. Both use
+this one implementation, so that both see a stop string at the same token.
 """
 
 from __future__ import annotations
@@ -13,11 +13,10 @@ from tokenizers.decoders import DecodeStream
 
 
 class Detokenizer:
-    """Incremental decoding that agrees with decoding everything at once.
+    """Decodes incrementally, with the same result as decoding all tokens at once.
 
-    That agreement is the tokenizer's to give: a few (byte fallback after
-    invalid UTF-8) change text that they have already rendered. What has been
-    shown stays, and decoding goes on from there.
+    Except with a few tokenizers (byte fallback after invalid UTF-8), which change text
+    of earlier tokens. Text that was returned stays, and decoding goes on from there.
     """
 
     def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool) -> None:
@@ -25,24 +24,24 @@ class Detokenizer:
         self._skip_special_tokens = skip_special_tokens
         self._stream = DecodeStream(skip_special_tokens=skip_special_tokens)
         self._token_ids: list[int] = []
-        self._settled = 0  # of _token_ids: those whose text has been returned
+        self._num_returned = 0  # tokens at the start of _token_ids whose text was returned
         self._text = ""
 
     def push(self, token_id: int) -> str:
-        """Takes the next token; returns text made of whole characters, often none."""
+        """Adds a token; returns new text of whole characters, often none."""
         self._token_ids.append(token_id)
         piece = self._step(token_id)
         if piece:
             self._text += piece
-            self._settled = len(self._token_ids)
+            self._num_returned = len(self._token_ids)
         return piece
 
     def finish(self) -> str:
-        """What is left, unfinished bytes as U+FFFD."""
+        """The text that was not returned yet; bytes of an incomplete character as U+FFFD."""
         whole = self._decode(self._token_ids)
         if whole.startswith(self._text):
             return whole[len(self._text) :]
-        return self._decode(self._token_ids[self._settled :])
+        return self._decode(self._token_ids[self._num_returned :])
 
     def _step(self, token_id: int) -> str:
         try:
@@ -53,7 +52,7 @@ class Detokenizer:
             # A new stream, which needs a token of context to go on from.
             self._stream = DecodeStream(skip_special_tokens=self._skip_special_tokens)
             self._stream.step(self._tokenizer, token_id)
-            return self._decode(self._token_ids[self._settled :])
+            return self._decode(self._token_ids[self._num_returned :])
 
     def _decode(self, token_ids: Sequence[int]) -> str:
         return self._tokenizer.decode(token_ids, skip_special_tokens=self._skip_special_tokens)

@@ -1,4 +1,4 @@
-"""A checkpoint's tokenizer, loaded the same way by workers and router."""
+"""Loads a checkpoint's tokenizer, for workers and the router alike."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from tokenizers import Tokenizer
 
 
 class TokenizerError(Exception):
-    """A checkpoint's tokenizer cannot be loaded: one line that names the file."""
+    """A checkpoint's tokenizer cannot be loaded; the message is one line and names the file."""
 
 
 def load_tokenizer(model_path: Path) -> Tokenizer:
-    """The tokenizer of the checkpoint folder `model_path`, which never cuts or pads.
+    """The tokenizer in the checkpoint folder `model_path`, without truncation or padding.
 
     Raises:
-        TokenizerError: tokenizer.json is missing or not one.
+        TokenizerError: tokenizer.json is missing, or is no tokenizer.
     """
     path = model_path / "tokenizer.json"
     try:

@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import grpc
 import pytest
@@ -119,10 +120,10 @@ def record() -> Callable[..., RequestRecord]:
     """Makes a completed record: sent at 0, first token at ``first``, then one every ``gap``."""
 
     def make(
-        first: float = 0.1, gap: float = 0.01, tokens: int = 11, index: int = 0, **changes: object
+        first: float = 0.1, gap: float = 0.01, tokens: int = 11, index: int = 0, **changes: Any
     ) -> RequestRecord:
         times = tuple(first + gap * i for i in range(tokens))
-        fields: dict[str, object] = {
+        fields: dict[str, Any] = {
             "index": index,
             "input_len": 5,
             "output_len": tokens,

@@ -20,6 +20,7 @@ from benchmarks.workload import (
     fixed_workloads,
 )
 from kvrelay.deploy.client import Access
+from tests.known import known
 
 ROOT = Path(__file__).resolve().parents[2]
 BOUNDS = Bounds(max_seconds=30, deadline_s=20, warmup=0)
@@ -53,11 +54,11 @@ async def test_closed_loop_keeps_its_slots_busy_and_sends_what_was_asked(service
 async def test_latencies_are_those_of_the_stream(service):
     service.pause_s = 0.02
     report = (await run_one(service, ClosedLoop(1), 2)).report
-    assert report.itl_ms.count == 6
-    assert report.ttft_ms.p50 >= 20
-    assert report.itl_ms.mean >= 15
-    assert report.e2e_ms.p50 >= 80
-    assert report.phases_ms["decode"].mean == pytest.approx(2)
+    assert known(report.itl_ms).count == 6
+    assert known(report.ttft_ms).p50 >= 20
+    assert known(report.itl_ms).mean >= 15
+    assert known(report.e2e_ms).p50 >= 80
+    assert known(report.phases_ms["decode"]).mean == pytest.approx(2)
     assert report.cached_tokens == 2
 
 
@@ -65,7 +66,7 @@ async def test_several_tokens_a_delta(service):
     service.tokens_per_delta = 3
     report = (await run_one(service, ClosedLoop(1), 2)).report
     assert report.tokens_per_delta == 2
-    assert report.itl_ms.count == 2
+    assert known(report.itl_ms).count == 2
 
 
 async def test_a_poisson_load_does_not_wait_for_answers(service):
@@ -73,7 +74,7 @@ async def test_a_poisson_load_does_not_wait_for_answers(service):
     run = await run_one(service, Poisson(1000.0), 10)
     assert service.most_running == 10
     assert run.report.requests.completed == 10
-    assert run.report.send_lag_ms.count == 10
+    assert known(run.report.send_lag_ms).count == 10
 
 
 @pytest.mark.parametrize(
@@ -91,8 +92,8 @@ async def test_a_faulty_answer_is_a_failure_and_misses_the_slo(service, fault, s
     run = await run_one(service, ClosedLoop(1), 4, slo=Slo(ttft_ms=10_000, itl_ms=10_000))
     assert run.report.requests.failures == {status: 1}
     assert detail in run.records[1].detail
-    assert run.report.slo.share == 0.75
-    assert run.report.ttft_ms.count == 3
+    assert known(run.report.slo).share == 0.75
+    assert known(run.report.ttft_ms).count == 3
 
 
 async def test_a_request_past_its_deadline_is_a_failure(service):

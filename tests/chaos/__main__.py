@@ -1,8 +1,8 @@
 """The fault matrix: `python -m tests.chaos` writes docs/chaos.md and what it is made from.
 
-`--only WORDS` runs the cells whose names have them, and leaves the rest of the page as it was;
-`--short` runs the most telling ones, and writes nothing; `--two-networks` lets KV go over a slow
-link by TCP, and writes docs/chaos-two-networks.md.
+`--only WORDS` runs the cells whose names contain the words, and keeps the page's other cells.
+`--short` runs a few cells and writes nothing. `--two-networks` sends KV over a slow link by TCP
+and writes docs/chaos-two-networks.md.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tests.chaos.two_networks import SLOW_LINK, two_networks, why_not
 from tests.checkpoints import make_checkpoint
 
 TIMEOUT_S = 8.0
-"""Of the whole matrix: well above the stop that a worker is to survive."""
+"""Worker timeout of the whole matrix: longer than the stop that a worker must survive."""
 SHORT_TIMEOUT_S = 6.0
 PAGE = Path("docs/chaos.md")
 PAGE_OF_TWO_NETWORKS = Path("docs/chaos-two-networks.md")
@@ -34,7 +34,7 @@ ONE_HOST = "KV goes from memory to memory on one host."
 
 
 async def run(model: Path, cells: Sequence[Cell], worker_timeout: float) -> dict[Cell, Report]:
-    """Run the cells on one cluster."""
+    """Run the cells on one cluster, in order."""
     reports: dict[Cell, Report] = {}
     async with chaos_cluster(model, worker_timeout=worker_timeout) as chaos:
         expected = await chaos.learn(make_cases())

@@ -1,4 +1,4 @@
-"""The fault matrix: what is done to whom, and where a request is at that moment."""
+"""The cells of the fault matrix: which harm is done to which process in which phase."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from kvrelay.engine.faults import Action, Event, Phase
 
 
 class Harm(StrEnum):
-    """What is done."""
+    """What is done to the victim."""
 
     KILL = "kill"
     STOP = "stop 5 s"
-    """Shorter than the time after which a worker is given up: it goes on."""
+    """Shorter than the time after which a worker is given up, so that it goes on."""
     STOP_FOR_GOOD = "stop for good"
     RESTART = "restart at the same address"
     DROP = "drop a message"
@@ -24,7 +24,7 @@ class Harm(StrEnum):
 
 
 class Victim(StrEnum):
-    """To whom."""
+    """The process that it is done to."""
 
     PREFILL = "P"
     DECODE = "D"
@@ -45,12 +45,12 @@ EVENTS = {
     (Victim.DECODE, Phase.PULLING): Event.PULL,
     (Victim.DECODE, Phase.PULLED): Event.DONE,
 }
-"""What a victim says in a phase, a read of pages included."""
-ROUTER_SAYS = (
+"""The message that a victim sends in a phase, or the read of pages that it starts."""
+ROUTER_STREAM = (
     "a router talks to a worker on one ordered stream, which is the lease: to lose a message of "
     "it is to lose the stream, as when the router dies"
 )
-SAYS_NOTHING = {
+SENDS_NOTHING = {
     (Victim.PREFILL, Phase.PREFILLING): "P says nothing between the grant and its first page",
     (Victim.PREFILL, Phase.PULLING): "while D reads, P has nothing to say",
     (Victim.PREFILL, Phase.DECODING): "the hand-over is over",
@@ -77,12 +77,12 @@ class Cell:
 
     @property
     def event(self) -> Event | None:
-        """What it befalls, if that is a message."""
+        """The message that is harmed; `None` if the harm is done to a process, or there is none."""
         return EVENTS.get((self.victim, self.phase)) if self.harm in MESSAGE_ACTIONS else None
 
     @property
     def impossible(self) -> str:
-        """Why it cannot be; empty if it can."""
+        """Why this cell cannot be run; empty if it can."""
         if self.phase is Phase.DRAINING and self.victim is Victim.ROUTER:
             return ROUTER_DRAINS
         if self.harm not in MESSAGE_ACTIONS or self.event is not None:
@@ -90,12 +90,12 @@ class Cell:
         if self.phase is Phase.DRAINING:
             return DRAINS_ALIKE
         if self.victim is Victim.ROUTER:
-            return ROUTER_SAYS
-        return SAYS_NOTHING[self.victim, self.phase]
+            return ROUTER_STREAM
+        return SENDS_NOTHING[self.victim, self.phase]
 
 
 def matrix() -> Iterator[Cell]:
-    """All of them, row by row."""
+    """All cells, the impossible ones included, row by row."""
     for harm in Harm:
         for victim in Victim:
             for phase in Phase:
@@ -113,4 +113,4 @@ SHORT = (
     Cell(Harm.FAIL, Victim.PREFILL, Phase.ANNOUNCED),
     Cell(Harm.RESTART, Victim.PREFILL, Phase.ANNOUNCED),
 )
-"""The most telling ones, a few seconds each."""
+"""The cells that `make chaos-short` runs, a few seconds each."""

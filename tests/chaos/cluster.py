@@ -18,6 +18,7 @@ from pathlib import Path
 import grpc
 import psutil
 from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
 
 from kvrelay.deploy.address import Address
 from kvrelay.deploy.cluster import Cluster
@@ -25,9 +26,10 @@ from kvrelay.deploy.deployment import worker_configs
 from kvrelay.deploy.local_ray import ray
 from kvrelay.deploy.models import Model
 from kvrelay.deploy.options import ServeOptions
-from kvrelay.engine.config import WorkerConfig, WorkerInfo
+from kvrelay.engine.config import WorkerConfig
 from kvrelay.engine.faults import Fault
 from kvrelay.v1 import inference_pb2, inference_pb2_grpc
+from kvrelay.wire.worker_info import WorkerInfo
 from tests.chaos.load import Case, ask
 from tests.chaos.router_process import to_line
 
@@ -39,13 +41,14 @@ REST_S = 30.0
 def free_port() -> int:
     with socket.socket() as one:
         one.bind(("127.0.0.1", 0))
-        return one.getsockname()[1]
+        port: int = one.getsockname()[1]
+        return port
 
 
 def make_configs(
     model: Path, timeout: float, dtype: str, retract_every: int, kv_memory: int
 ) -> list[WorkerConfig]:
-    """The second of each role always comes back at the address that it had."""
+    """Two workers of each role. The second has a fixed port, so a restart keeps its address."""
     options = ServeOptions(
         model=str(model),
         grpc=ANY_PORT,
@@ -99,7 +102,7 @@ class RouterProcess:
         return self._process is not None and self._process.returncode is None
 
     async def start(self, address: str = "127.0.0.1:0") -> None:
-        """Returns once it can serve."""
+        """Start the process and return once it can serve."""
         self._process = await asyncio.create_subprocess_exec(
             sys.executable,
             *("-m", "tests.chaos.router_process", str(self._model), address),
@@ -117,18 +120,18 @@ class RouterProcess:
         self._up.set()
 
     async def current(self) -> inference_pb2_grpc.InferenceServiceStub:
-        """To talk to it, once there is one."""
+        """A stub of the running router; waits while there is none."""
         await self._up.wait()
         return self.stub
 
     async def close(self) -> None:
-        """For good."""
+        """End the process and close the channels."""
         await self.end()
         for channel in self._channels:
             await channel.close()
 
     async def end(self) -> None:
-        """Whatever state it is in. Calls to it get their end by themselves."""
+        """Kill the process, running or stopped. Calls to it then fail by themselves."""
         self._up.clear()
         if self._feeding is not None:
             self._feeding.cancel()
@@ -139,7 +142,7 @@ class RouterProcess:
             await self._process.wait()
 
     async def _feed(self, process: asyncio.subprocess.Process) -> None:
-        """Tell it which workers there are, at once and whenever that changes."""
+        """Write the list of workers to the process, now and whenever it changes."""
         assert process.stdin is not None
         while True:
             changed = asyncio.create_task(self._cluster.discovery.changed())
@@ -162,7 +165,7 @@ class ChaosCluster:
         """Seconds within which every request is to have its end."""
 
     async def learn(self, cases: Sequence[Case]) -> dict[Case, list[int]]:
-        """What an undisturbed run says."""
+        """Each case's tokens in a run without faults."""
         expected = {}
         for case in cases:
             outcome = await ask(self.router.stub, case, self.bound)
@@ -174,12 +177,12 @@ class ChaosCluster:
         return self.cluster.workers[name]
 
     async def arm(self, name: str, *faults: Fault) -> None:
-        """A fault can strike before the worker has answered."""
+        """Arm faults on a worker. One may happen before the worker has answered this call."""
         with suppress(ray.exceptions.RayActorError):
             await self.cluster.arm(name, faults)
 
     async def until_fired(self, observer: str, pids: Sequence[int]) -> None:
-        """Until the fault that was armed there has happened, or one of the processes shows it."""
+        """Wait until a fault armed on `observer` has happened, or one of the processes is down."""
         async with asyncio.timeout(START_S):
             while not any(map(is_down, pids)):
                 with suppress(TimeoutError, ray.exceptions.RayError):
@@ -189,7 +192,7 @@ class ChaosCluster:
                 await asyncio.sleep(0.01)
 
     async def until_replaced(self, before: WorkerInfo) -> WorkerInfo:
-        """Until another life of the worker serves; returns it."""
+        """Wait until another incarnation of the worker serves; returns its information."""
         async with asyncio.timeout(self.timeout + START_S):
             while (info := self.cluster.workers.get(before.name, before)) == before:
                 await asyncio.sleep(0.05)
@@ -201,20 +204,20 @@ class ChaosCluster:
         workers = await self.status()
         return any(one.incarnation == info.incarnation and one.ready for one in workers)
 
-    async def status(self) -> list:
+    async def status(self) -> list[inference_pb2.WorkerStatus]:
         request = inference_pb2.GetServerInfoRequest()
         return list((await self.router.stub.GetServerInfo(request, timeout=10)).workers)
 
     async def replace_router(self, *, same_address: bool) -> None:
-        """The one that there was is gone, or is made to be."""
+        """End the router, if it still runs, and start another."""
         address = self.router.address if same_address else "127.0.0.1:0"
         await self.router.end()
         await self.router.start(address)
 
     async def until_at_rest(self) -> None:
-        """Every page and row of every worker is free, or cached and evictable; none in quarantine.
+        """Wait until each worker's pages and rows are free, or cached and evictable.
 
-        Read from the workers themselves.
+        The figures are read from the workers' metrics.
         """
         deadline = time.monotonic() + REST_S
         while True:
@@ -227,7 +230,7 @@ class ChaosCluster:
 
 
 def is_down(pid: int) -> bool:
-    """Gone, or stopped."""
+    """Whether a process has ended, or is stopped."""
     try:
         return psutil.Process(pid).status() in (psutil.STATUS_STOPPED, psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
@@ -246,19 +249,19 @@ def wake(pid: int) -> None:
         os.kill(pid, signal.SIGCONT)
 
 
-async def samples(info: WorkerInfo) -> list:
+async def samples(info: WorkerInfo) -> list[Sample]:
     """A worker's metrics; none if it cannot be asked."""
     return await asyncio.to_thread(_scrape, info.metrics_address)
 
 
-def _scrape(address: str) -> list:
+def _scrape(address: str) -> list[Sample]:
     with urllib.request.urlopen(f"http://{address}/metrics", timeout=10) as response:
         text = response.read().decode()
     return [one for family in text_string_to_metric_families(text) for one in family.samples]
 
 
 async def unrest(info: WorkerInfo) -> list[str]:
-    """What a worker has that an idle one has not."""
+    """The requests and pages of a worker that an idle one would not have."""
     try:
         found = await samples(info)
     except (urllib.error.URLError, OSError) as error:
@@ -285,9 +288,9 @@ async def chaos_cluster(
     retract_every: int = 150,
     kv_memory: int = 4 << 20,
 ) -> AsyncIterator[ChaosCluster]:
-    """Run one in the Ray that is initialised."""
+    """Run a cluster in the Ray that is initialised."""
     configs = make_configs(model, worker_timeout, dtype, retract_every, kv_memory)
-    async with Cluster(configs, worker_timeout=worker_timeout) as cluster:
+    async with Cluster(configs) as cluster:
         chaos = ChaosCluster(model, cluster, worker_timeout)
         try:
             await chaos.router.start()

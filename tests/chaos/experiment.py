@@ -1,4 +1,4 @@
-"""One cell of the fault matrix, on a cluster that others were done on before."""
+"""Runs one cell of the fault matrix. The cells share a cluster, one after the other."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import signal
 import time
 from dataclasses import dataclass, field
 
-from kvrelay.engine.config import WorkerInfo
 from kvrelay.engine.faults import Action, Fault, Phase
 from kvrelay.router.errors import CannotDrain
+from kvrelay.wire.worker_info import WorkerInfo
 from tests.chaos.cells import MESSAGE_ACTIONS, Cell, Harm, Victim
 from tests.chaos.cluster import ChaosCluster, is_gone, samples, wake
 from tests.chaos.load import Case, Load, Outcome, check
@@ -36,7 +36,7 @@ PREFILL_SEES = (Phase.QUEUED, Phase.PREFILLING)
 
 @dataclass
 class Report:
-    """What came of a cell."""
+    """The result of a cell."""
 
     cell: Cell
     problems: list[str] = field(default_factory=list)
@@ -52,14 +52,14 @@ class Report:
 async def experiment(
     chaos: ChaosCluster, cell: Cell, expected: dict[Case, list[int]], *, stop_s: float = STOP_S
 ) -> Report:
-    """Do the harm under load, wait until all is well again, and say what was not."""
+    """Do the harm under load, wait until the cluster has recovered, and report what was wrong."""
     report, begun = Report(cell), time.monotonic()
     load = Load(chaos.router.current, list(expected), chaos.bound)
     problems, before = report.problems, dict(chaos.cluster.workers)
     try:
         await load.warm(3)
         problems += await _harm(chaos, cell, stop_s)
-    except Exception as error:  # whatever it is, the other cells are to be tried, too
+    except Exception as error:  # the other cells are run all the same
         problems.append(f"{type(error).__name__}: {error}")
     outcomes = await load.stop()
     problems += check(outcomes, expected, may_be_lost=cell.victim is Victim.ROUTER)
@@ -82,7 +82,7 @@ def _count(report: Report, outcomes: list[Outcome]) -> None:
 
 
 def _changed(chaos: ChaosCluster, cell: Cell, before: dict[str, WorkerInfo]) -> list[str]:
-    """Workers that nobody harmed, and that were replaced."""
+    """Workers that were replaced although nothing was done to them."""
     victims = _victim_names(cell)
     return [
         f"{name} was replaced"
@@ -105,7 +105,7 @@ def _victim_name(cell: Cell) -> str:
 
 
 async def _probe(chaos: ChaosCluster, expected: dict[Case, list[int]]) -> list[str]:
-    """The cluster serves again: twice as many requests at once as there are pairs of workers."""
+    """Send eight requests at once, twice as many as there are pairs of workers."""
     load = Load(chaos.router.current, list(expected), chaos.bound, seed=1, clients=8)
     await load.warm(1)
     return check(await load.stop(), expected, may_be_lost=False)
@@ -150,7 +150,7 @@ async def _harm_worker(chaos: ChaosCluster, cell: Cell, stop_s: float) -> list[s
 
 
 async def _drain(chaos: ChaosCluster, name: str) -> None:
-    """Until another life of the worker serves: whatever happens to the one that drains."""
+    """Drain a worker and wait until another incarnation serves, however the old one ended."""
     before = chaos.worker(name)
     with contextlib.suppress(CannotDrain):  # it died before it could say that it had understood
         async with asyncio.timeout(chaos.bound):
@@ -160,7 +160,7 @@ async def _drain(chaos: ChaosCluster, name: str) -> None:
 
 
 async def _is_used(info: WorkerInfo) -> list[str]:
-    """The load that goes on comes to it, too: whoever held its predecessor's agent gets along."""
+    """Wait for a request on a restarted worker: its peers still knew its predecessor."""
     try:
         async with asyncio.timeout(20):
             while not any(
@@ -177,7 +177,7 @@ async def _is_used(info: WorkerInfo) -> list[str]:
 def _strike(
     chaos: ChaosCluster, cell: Cell, victim: WorkerInfo, stop_s: float
 ) -> tuple[str, Fault]:
-    """Who sees the phase, and what is to happen there then."""
+    """The worker that sees the phase, and the fault to arm on it."""
     itself = cell.phase in SEEN_BY_ITSELF[cell.victim]
     action = Action.STOP if cell.harm in (Harm.STOP, Harm.STOP_FOR_GOOD) else Action.KILL
     seconds = stop_s if cell.harm is Harm.STOP else 0.0
@@ -190,7 +190,7 @@ def _strike(
 
 
 async def _harm_router(chaos: ChaosCluster, cell: Cell, stop_s: float) -> list[str]:
-    """Until it has happened, and another router serves, if the one that there was does not."""
+    """Harm the router, and replace it unless it goes on by itself."""
     pid = chaos.router.pid
     action = Action.STOP if cell.harm in (Harm.STOP, Harm.STOP_FOR_GOOD) else Action.KILL
     observer = "prefill-0" if cell.phase in PREFILL_SEES else "decode-0"

@@ -1,4 +1,4 @@
-"""Steady load, and what every single request of it came to."""
+"""Clients that keep sending requests, and the outcome of each request."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Case:
 
 
 def make_cases(seed: int = 0, count: int = 8) -> list[Case]:
-    """Greedy ones and sampled ones, of several lengths; two of them begin alike."""
+    """Greedy and sampled requests of several lengths; some share the first 90 tokens."""
     rng = random.Random(seed)
     shared = tuple(rng.randrange(500) for _ in range(90))
     cases = []
@@ -40,7 +40,7 @@ def make_cases(seed: int = 0, count: int = 8) -> list[Case]:
 
 @dataclass
 class Outcome:
-    """What one request came to."""
+    """How one request ended."""
 
     case: Case
     tokens: list[int] = field(default_factory=list)
@@ -57,7 +57,7 @@ async def ask(
     bound: float,
     abort_after: int | None = None,
 ) -> Outcome:
-    """One request from its start to its end; cancelled after so many messages if asked to."""
+    """Send one request and wait for its end. `abort_after` so many messages it is cancelled."""
     request = inference_pb2.GenerateRequest()
     request.input_ids.ids.extend(case.prompt)
     request.sampling_params.CopyFrom(inference_pb2.SamplingParams(**dict(case.sampling)))
@@ -89,10 +89,10 @@ class Load:
     """Clients that ask one request after another until they are told to stop.
 
     Args:
-        stub: the router's that they talk to, at any moment.
-        cases: what they ask.
-        bound: seconds within which a request is to have its end.
-        aborts: of the requests, the part whose client leaves early.
+        stub: returns a stub of the router that runs now.
+        cases: what they ask, chosen at random.
+        bound: seconds after which a request fails.
+        aborts: the share of requests whose client cancels early.
     """
 
     def __init__(
@@ -114,12 +114,12 @@ class Load:
         ]
 
     async def warm(self, requests: int) -> None:
-        """Until so many have ended."""
+        """Wait until so many requests have ended."""
         while len(self.outcomes) < requests:
             await asyncio.sleep(0.02)
 
     async def stop(self) -> list[Outcome]:
-        """No more; what all of them came to, those included that run now."""
+        """Send no more, wait for the running requests, and return all outcomes."""
         self._stopping = True
         await asyncio.gather(*self._clients)
         return self.outcomes
@@ -138,9 +138,10 @@ class Load:
 def check(
     outcomes: Sequence[Outcome], expected: dict[Case, list[int]], *, may_be_lost: bool
 ) -> list[str]:
-    """What is wrong: a wrong token, an end that is none, a request lost that had no reason to be.
+    """List what is wrong: wrong tokens, and requests that failed without a reason.
 
     Args:
+        expected: each case's tokens in a run without faults.
         may_be_lost: the router was harmed, so that its requests may end in `UNAVAILABLE`.
     """
     wrong = []

@@ -1,4 +1,4 @@
-"""docs/chaos.md, from what the run has found."""
+"""Writes the page of the fault matrix from its reports."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ reason given below.
 
 
 def save(reports: Mapping[Cell, Report], path: Path) -> None:
-    """For runs of some cells only, which leave the others as they were."""
+    """Save the reports, so that a later run of some cells leaves the others as they were."""
     path.write_text(json.dumps([asdict(report) for report in reports.values()], indent=1) + "\n")
 
 
 def load(path: Path) -> dict[Cell, Report]:
-    """What was saved last."""
+    """The reports that were saved last; none if there is no such file."""
     if not path.exists():
         return {}
     found = [_report(**one) for one in json.loads(path.read_text())]
@@ -61,7 +61,7 @@ def _report(cell: dict[str, str], **more: Any) -> Report:
 def to_markdown(
     reports: Mapping[Cell, Report], cells: Sequence[Cell], transport: str, *, timeout: float
 ) -> str:
-    """The whole page."""
+    """The whole page, in Markdown."""
     wrong = [report for report in reports.values() if report.problems]
     minutes = sum(report.seconds for report in reports.values()) / 60
     requests = sum(report.requests for report in reports.values())

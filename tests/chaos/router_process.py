@@ -1,6 +1,7 @@
 """A router in a process of its own, which can be killed: `python -m tests.chaos.router_process`.
 
-Its workers come as lines of JSON on the standard input, the whole list each time; it ends with it.
+It reads its workers from standard input: a line of JSON with the whole list, whenever that
+changes. It ends when its input does.
 """
 
 from __future__ import annotations
@@ -11,22 +12,24 @@ import logging
 import sys
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from kvrelay.router.config import RouterConfig
-from kvrelay.router.discovery import StaticDiscovery, WorkerEndpoint, WorkerRole
+from kvrelay.router.discovery import StaticDiscovery
 from kvrelay.router.router import Router
+from kvrelay.wire.worker_info import WorkerInfo, WorkerRole
 
 
-def to_line(endpoints: list[WorkerEndpoint]) -> bytes:
-    return (json.dumps([asdict(one) for one in endpoints]) + "\n").encode()
+def to_line(workers: list[WorkerInfo]) -> bytes:
+    return (json.dumps([asdict(one) for one in workers]) + "\n").encode()
 
 
-def from_line(line: bytes) -> list[WorkerEndpoint]:
-    return [_endpoint(**one) for one in json.loads(line)]
+def from_line(line: bytes) -> list[WorkerInfo]:
+    return [_worker_info(**one) for one in json.loads(line)]
 
 
-def _endpoint(role: str, eos_token_ids: list[int], **more: object) -> WorkerEndpoint:
-    return WorkerEndpoint(role=WorkerRole(role), eos_token_ids=tuple(eos_token_ids), **more)
+def _worker_info(role: str, eos_token_ids: list[int], **more: Any) -> WorkerInfo:
+    return WorkerInfo(role=WorkerRole(role), eos_token_ids=tuple(eos_token_ids), **more)
 
 
 async def main(model: Path, address: str) -> None:

@@ -1,10 +1,10 @@
 """Random load, aborts and faults from a seed: `python -m tests.chaos.soak --minutes 20 --seed 1`.
 
-In float64, so that a token cannot depend on who else was in its batch. Every
-minute the load pauses: then every page must be back. At the end it says how much
-memory each process had gained, for those that lived long enough to tell, and none
-may have grown by more than half a MiB a minute over more than ten minutes; the
-first worker of each role and this process are never killed.
+It computes in float64, so that a token cannot depend on the other requests of its batch. Every
+minute the load pauses, and every page must be free again. At the end it prints how much memory
+each process has gained, if it lived for two minutes. A process that lived for ten minutes and
+grew by more than half a MiB a minute is a failure. The first worker of each role and this
+process are never killed.
 """
 
 from __future__ import annotations
@@ -33,16 +33,17 @@ from tests.checkpoints import make_checkpoint
 WORKER_TIMEOUT_S = 8.0
 ROUND_S = 60.0
 SETTLED_S = 60.0
-"""What a process gains before this age is its warming up."""
+"""Growth before this age is not counted, because a process still warms up."""
 LONG_ENOUGH_S = 120.0
+"""A process that lived for a shorter time is not reported."""
 FLAT, FLAT_AFTER_MINUTES = 0.5, 10.0
-"""MiB a minute: more is a leak, in a process that lived for so long."""
+"""Growth in MiB a minute that is no leak, and the age in minutes from which it is checked."""
 MIB = 1 << 20
 
 
 @dataclass
 class Memory:
-    """What each process has taken, as time goes by."""
+    """The resident memory of each process over time: pairs of seconds and MiB."""
 
     seen: dict[str, list[tuple[float, float]]] = field(default_factory=lambda: defaultdict(list))
 
@@ -66,18 +67,18 @@ class Memory:
             slope = np.polyfit(times[settled] / 60, taken[settled], 1)[0]
             minutes = (times[-1] - times[0]) / 60
             first, last = taken[settled][0], taken[-1]
-            said = f"{name}: {first:.1f} MiB after a minute, {last:.1f} MiB at the end, "
-            said += f"{slope:+.2f} MiB a minute over {minutes:.0f} minutes"
-            yield slope > FLAT and minutes > FLAT_AFTER_MINUTES, said
+            line = f"{name}: {first:.1f} MiB after a minute, {last:.1f} MiB at the end, "
+            line += f"{slope:+.2f} MiB a minute over {minutes:.0f} minutes"
+            yield slope > FLAT and minutes > FLAT_AFTER_MINUTES, line
 
 
 def random_fault(rng: random.Random, chaos: ChaosCluster) -> tuple[str, Fault]:
-    """Something that goes wrong, and the worker that it is armed on."""
+    """A random fault, and the name of the worker to arm it on."""
     if rng.random() < 0.6:
         event = rng.choice(list(Event))
         action = rng.choice([Action.DELAY, Action.DUPLICATE, Action.FAIL, Action.DROP])
-        said_by_decode = event in (Event.GRANT, Event.DONE, Event.PULL)
-        name = f"{'decode' if said_by_decode else 'prefill'}-{rng.randrange(2)}"
+        sent_by_decode = event in (Event.GRANT, Event.DONE, Event.PULL)
+        name = f"{'decode' if sent_by_decode else 'prefill'}-{rng.randrange(2)}"
         return name, Fault(action, event, nth=rng.randint(1, 4), seconds=rng.random())
     action = rng.choice([Action.KILL, Action.KILL, Action.STOP])
     seconds = rng.choice([0.0, 1.0, 3.0]) if action is Action.STOP else 0.0
@@ -90,7 +91,7 @@ def random_fault(rng: random.Random, chaos: ChaosCluster) -> tuple[str, Fault]:
 
 
 async def soak(model: Path, minutes: float, seed: int) -> int:
-    """Returns how many things went wrong."""
+    """Run the soak; returns how many things were wrong."""
     rng, wrong, memory = random.Random(seed), 0, Memory()
     totals: Counter[str] = Counter()
     async with chaos_cluster(model, worker_timeout=WORKER_TIMEOUT_S, dtype="float64") as chaos:
@@ -118,7 +119,7 @@ async def _round(
     memory: Memory,
     totals: Counter[str],
 ) -> list[Outcome]:
-    """Load, and a fault every few seconds."""
+    """Run load with a fault every few seconds; returns the outcome of every request."""
     load = Load(
         chaos.router.current, list(expected), chaos.bound, seed=rng.randrange(1 << 30), aborts=0.2
     )
@@ -143,7 +144,7 @@ async def _round(
 async def _settle(
     chaos: ChaosCluster, expected: dict[Case, list[int]], outcomes: list[Outcome]
 ) -> int:
-    """Every page is back, and no token was wrong; how many things were not so."""
+    """Wait until every page is free and check all tokens; returns how many things were wrong."""
     problems = check(outcomes, expected, may_be_lost=False)
     try:
         for _ in range(600):
@@ -151,7 +152,7 @@ async def _settle(
                 break
             await asyncio.sleep(0.1)
         for name in list(chaos.cluster.workers):
-            await chaos.arm(name)  # what has not happened is not to happen now
+            await chaos.arm(name)  # disarm what has not happened yet
         await chaos.until_at_rest()
     except Exception as error:
         problems.append(f"{type(error).__name__}: {error}")

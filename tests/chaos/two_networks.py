@@ -1,10 +1,9 @@
 """Two network namespaces with a slow link between them, and KV that goes over it by TCP.
 
-On one host UCX reads another process's memory by itself, and a read is over before
-anything can happen to it. Over this link bytes are on their way for a long time: they
-arrive after their request has been aborted, and after the process that sent them has
-died. Prefill workers have their NIXL agents in one namespace, decode workers in the
-other; gRPC, Ray and the metrics stay on the host's loopback.
+On one host UCX copies from another process's memory directly, and a read ends before a fault
+can happen to it. Over this link bytes take long: some arrive after their request was aborted,
+or after the process that sent them has died. Prefill workers have their NIXL agents in one
+namespace, decode workers in the other; gRPC, Ray and the metrics stay on the host's loopback.
 
 Linux, root, and the tools ip and tc of iproute2 are needed.
 """
@@ -12,6 +11,7 @@ Linux, root, and the tools ip and tc of iproute2 are needed.
 from __future__ import annotations
 
 import ctypes
+import functools
 import os
 import shutil
 import subprocess
@@ -19,24 +19,25 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 from unittest import mock
 
-from kvrelay.deploy.worker_host import HOSTS, DecodeWorker, PrefillWorker, Worker, WorkerHost
-from kvrelay.engine.config import Role, WorkerConfig
+from kvrelay.deploy.worker_host import BUILDERS, BuildWorker, Worker
+from kvrelay.engine.config import WorkerConfig
 from kvrelay.kv_transfer.agent import TransferAgent
+from kvrelay.wire.worker_info import WorkerRole
 
 RATE = "16mbit"
-"""Of the link: a prompt of 250 tokens of the tiny model takes a tenth of a second."""
+"""The link's speed: 250 tokens of the tiny model take a tenth of a second."""
 BURST = "16kb"
 QUEUE = "2s"
-"""What the link holds at most; more is dropped, and sent again by TCP."""
+"""How much the link queues, in time. TCP sends again what is dropped beyond that."""
 SLOW_LINK = (
     f"KV goes by TCP between two network namespaces, over a link of {RATE} (`tc tbf`): bytes "
     "are on their way for a long time."
 )
 DEVICE = "kv0"
-PLACES = {Role.PREFILL: "10.213.0.1/24", Role.DECODE: "10.213.0.2/24"}
+PLACES = {WorkerRole.PREFILL: "10.213.0.1/24", WorkerRole.DECODE: "10.213.0.2/24"}
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _NEW_MOUNTS, _NEW_NETWORK = 0x00020000, 0x40000000
@@ -44,7 +45,7 @@ _PRIVATE = 0x4000 | 0x40000
 
 
 def why_not() -> str:
-    """What is missing here; empty if nothing is."""
+    """What this machine lacks for two networks; empty if nothing."""
     if os.geteuid() != 0:
         return "network namespaces need root"
     missing = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
@@ -60,7 +61,7 @@ def why_not() -> str:
 
 @contextmanager
 def two_networks(rate: str = RATE) -> Iterator[None]:
-    """Clusters that start in here have their prefill and decode workers' NIXL agents apart."""
+    """Put the NIXL agents of clusters started inside into two networks, one for each role."""
     names = {role: f"kvrelay-{os.getpid()}-{role}" for role in PLACES}
     try:
         for name in names.values():
@@ -73,42 +74,38 @@ def two_networks(rate: str = RATE) -> Iterator[None]:
                 _ip("-n", names[role], "link", "set", device, "up")
             shape = ["root", "tbf", "rate", rate, "burst", BURST, "latency", QUEUE]
             _run("tc", "-n", names[role], "qdisc", "add", "dev", DEVICE, *shape)
-        hosts = {
-            Role.PREFILL: _apart(PrefillWorker, names[Role.PREFILL]),
-            Role.DECODE: _apart(DecodeWorker, names[Role.DECODE]),
+        apart = {
+            role: functools.partial(_build_apart, name, BUILDERS[role])
+            for role, name in names.items()
         }
-        with mock.patch.dict(HOSTS, hosts):
+        with mock.patch.dict(BUILDERS, apart):
             yield
     finally:
         for name in names.values():
             subprocess.run(["ip", "netns", "delete", name], check=False)
 
 
-def _apart(host: type[WorkerHost], namespace: str) -> type[WorkerHost]:
-    return type(host.__name__, (_Apart, host), {"namespace": namespace})
-
-
-class _Apart(WorkerHost):
+def _build_apart(namespace: str, build: BuildWorker, config: WorkerConfig) -> Worker:
     """A worker whose NIXL agent is in a network namespace of its own, and speaks TCP."""
+    os.environ["UCX_TLS"] = "tcp"
+    os.environ["UCX_NET_DEVICES"] = DEVICE
+    make = TransferAgent.__init__
 
-    namespace: ClassVar[str]
+    def make_there(agent: TransferAgent, *args: Any) -> None:
+        def build_there() -> None:
+            enter(namespace)
+            make(agent, *args)
 
-    def _build(self, config: WorkerConfig) -> Worker:
-        os.environ["UCX_TLS"] = "tcp"
-        os.environ["UCX_NET_DEVICES"] = DEVICE
-        make, namespace = TransferAgent.__init__, self.namespace
+        _in_a_thread(build_there)
 
-        def make_there(agent: TransferAgent, *args: Any) -> None:
-            _in_a_thread(lambda: (enter(namespace), make(agent, *args)))
-
-        TransferAgent.__init__ = make_there  # type: ignore[method-assign]
-        return super()._build(config)
+    TransferAgent.__init__ = make_there  # type: ignore[method-assign,assignment]
+    return build(config)
 
 
 def enter(namespace: str) -> None:
-    """Bring this thread, and those that it will start, into a network namespace.
+    """Move this thread, and those that it will start, into a network namespace.
 
-    With a /sys of that network's: there UCX looks for its devices.
+    It gets a /sys of that network, because UCX looks for its devices there.
     """
     _check(_libc.unshare(_NEW_MOUNTS))
     _check(_libc.mount(b"none", b"/", None, _PRIVATE, None))
@@ -118,7 +115,7 @@ def enter(namespace: str) -> None:
 
 
 def _in_a_thread(work: Callable[[], object]) -> None:
-    """As no thread can leave what it has entered."""
+    """Run `work` in a thread of its own, because a thread cannot leave a namespace again."""
     failures: list[BaseException] = []
 
     def run() -> None:

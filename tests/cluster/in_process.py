@@ -11,16 +11,16 @@ from typing import Any
 import grpc
 
 from kvrelay.decode_worker.worker import build as build_decode
-from kvrelay.deploy.cluster import endpoint_of
-from kvrelay.engine.config import Role, WorkerConfig, WorkerInfo
+from kvrelay.engine.config import WorkerConfig
 from kvrelay.prefill_worker.worker import build as build_prefill
 from kvrelay.router.config import RouterConfig
 from kvrelay.router.discovery import StaticDiscovery
 from kvrelay.router.router import Router
 from kvrelay.v1 import inference_pb2_grpc
+from kvrelay.wire.worker_info import WorkerInfo, WorkerRole
 from tests.cluster.running import Cluster
 
-_BUILD = {Role.PREFILL: build_prefill, Role.DECODE: build_decode}
+_BUILD = {WorkerRole.PREFILL: build_prefill, WorkerRole.DECODE: build_decode}
 ANYWHERE = "127.0.0.1:0"
 
 
@@ -50,19 +50,19 @@ async def in_process(
         strict: see `RouterConfig`.
         options: of every worker.
     """
-    roles = [Role.PREFILL] * prefill + [Role.DECODE] * decode
+    roles = [WorkerRole.PREFILL] * prefill + [WorkerRole.DECODE] * decode
     async with AsyncExitStack() as stack:
         infos = []
         for number, role in enumerate(roles):
-            name = f"{role}-{number if role is Role.PREFILL else number - prefill}"
+            name = f"{role}-{number if role is WorkerRole.PREFILL else number - prefill}"
             config = WorkerConfig(
                 name, role, path, "tiny", dtype="float32", audit_pages=True, **options
             )
             worker = _BUILD[role](config)
             infos.append(await worker.start())
             stack.push_async_callback(worker.stop)
-        config = RouterConfig("tiny", path, "float32", ANYWHERE, ANYWHERE, strict=strict)
-        router = Router(config, StaticDiscovery([endpoint_of(info) for info in infos]))
+        router_config = RouterConfig("tiny", path, "float32", ANYWHERE, ANYWHERE, strict=strict)
+        router = Router(router_config, StaticDiscovery(infos))
         await router.start()
         stack.push_async_callback(router.stop)
         await router.wait_ready()

@@ -13,8 +13,9 @@ import time
 import uuid
 from pathlib import Path
 
-from kvrelay.deploy.worker_host import Worker, WorkerHost
-from kvrelay.engine.config import WorkerConfig, WorkerInfo
+from kvrelay.deploy.worker_host import BuildWorker, WorkerHost
+from kvrelay.engine.config import WorkerConfig
+from kvrelay.wire.worker_info import WorkerInfo
 
 
 class ObedientWorker:
@@ -24,7 +25,7 @@ class ObedientWorker:
         self._drains = asyncio.Event()
 
     async def start(self) -> WorkerInfo:
-        match self._take("start"):
+        match self.take("start"):
             case "refuse":
                 raise ValueError("kv_memory: 1 byte does not hold\n one page")
             case "crash":
@@ -59,25 +60,25 @@ class ObedientWorker:
     async def drained(self) -> None:
         """As one whose requests take as long as the test wants."""
         await self._drains.wait()
-        while not self._take("leave"):
+        while not self.take("leave"):
             await asyncio.sleep(0.02)
 
     async def failed(self) -> str:
-        while not self._take("fail"):
+        while not self.take("fail"):
             await asyncio.sleep(0.02)
         return "told to"
 
-    async def beat(self) -> None:
-        if self._take("beat"):
+    async def heartbeat(self) -> None:
+        if self.take("heartbeat"):
             await asyncio.Event().wait()
 
     async def peer_died(self, incarnation: str) -> None:
-        if self._take("told"):
+        if self.take("told"):
             raise RuntimeError("not in the mood")
         with (self._folder / f"{self._config.name}.heard").open("a") as file:
             file.write(incarnation + "\n")
 
-    def _take(self, order: str) -> str:
+    def take(self, order: str) -> str:
         """The next line of an order, which is thereby gone."""
         path = self._folder / f"{self._config.name}.{order}"
         if not path.exists():
@@ -88,14 +89,16 @@ class ObedientWorker:
 
 
 class ObedientHost(WorkerHost):
-    def __init__(self, config: WorkerConfig, log_level: int) -> None:
-        super().__init__(config, log_level)
-        time.sleep(float(ObedientWorker(config)._take("born") or 0))
+    """Its process is slow to begin, if it is told to be."""
 
-    def _build(self, config: WorkerConfig) -> Worker:
-        return ObedientWorker(config)
+    def __init__(self, config: WorkerConfig, build: BuildWorker, log_level: int) -> None:
+        super().__init__(config, build, log_level)
+        time.sleep(float(ObedientWorker(config).take("born") or 0))
 
 
 def give_order(folder: Path, worker: str, order: str, *lines: str) -> None:
-    """`order`: ``born``, ``start``, ``fail``, ``told``, ``beat``, ``leave``; each takes a line."""
+    """Orders are ``born``, ``start``, ``fail``, ``told``, ``heartbeat``, ``leave``.
+
+    A worker takes one of the order's lines each time.
+    """
     (folder / f"{worker}.{order}").write_text("\n".join(lines))

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvrelay.deploy.address import Address
@@ -85,15 +86,24 @@ class Cluster(ABC):
 
     async def metric(self, name: str, **labels: str) -> float:
         """The sum of a metric's samples over the router and all workers."""
-        scrapes = (asyncio.to_thread(_scrape, address) for address in self.metrics_addresses)
-        pages = await asyncio.gather(*scrapes)
         return sum(
             sample.value
-            for page in pages
-            for family in text_string_to_metric_families(page)
+            for family in await self._families()
             for sample in family.samples
             if sample.name == name and labels.items() <= sample.labels.items()
         )
+
+    async def metric_names(self) -> set[str]:
+        """Of the counters (with `_total`), gauges and histograms of the router and all workers."""
+        return {
+            f"{family.name}_total" if family.type == "counter" else family.name
+            for family in await self._families()
+        }
+
+    async def _families(self) -> list[Metric]:
+        scrapes = (asyncio.to_thread(_scrape, address) for address in self.metrics_addresses)
+        pages = await asyncio.gather(*scrapes)
+        return [family for page in pages for family in text_string_to_metric_families(page)]
 
 
 @dataclass
@@ -119,7 +129,8 @@ def _at_rest(worker: Any) -> bool:
 
 def _scrape(address: str) -> str:
     with urllib.request.urlopen(f"http://{address}/metrics") as response:
-        return response.read().decode()
+        text: str = response.read().decode()
+        return text
 
 
 @asynccontextmanager

@@ -12,10 +12,9 @@ from typing import Any
 
 import grpc
 import pytest
-from click.testing import CliRunner, Result
 
-from kvrelay.deploy.cli import main
 from kvrelay.v1 import admin_pb2, admin_pb2_grpc
+from tests.cluster.commands import kvrelay
 from tests.cluster.running import RunningCluster, running
 
 PROMPTS = [[(7 * k + 11 * place) % 500 for place in range(length)] for k, length in
@@ -81,7 +80,8 @@ async def drain(cluster: RunningCluster, worker: str, *, remove: bool = False) -
     request = admin_pb2.DrainWorkerRequest(worker=worker, remove=remove)
     async with grpc.aio.insecure_channel(address) as channel:
         answers = admin_pb2_grpc.AdminServiceStub(channel).DrainWorker(request)
-        begun, phases = time.monotonic(), {}
+        begun = time.monotonic()
+        phases: dict[int, float] = {}
         async for answer in answers:
             phases.setdefault(answer.phase, time.monotonic() - begun)
         return phases
@@ -144,24 +144,20 @@ async def test_requests_wait_for_the_successor_of_an_only_worker(ray, tiny):
     async with running(
         tiny, prefill=1, decode=1, dtype="float32", kv_memory=8 << 20, drain_grace=0.1
     ) as cluster:
+        server = ("--server", cluster.deployment.router.grpc_address)
         async with under_load(cluster, clients=3):
             for worker in ("decode-0", "prefill-0"):
-                result = await kvrelay(cluster, "drain", worker)
-                assert result.exit_code == 0, result.stderr
+                result = await kvrelay("drain", worker, *server)
+                assert result.returncode == 0, result.stderr
                 lines = result.stdout.splitlines()
                 assert lines[0].startswith(f"{worker} drains, ")
                 assert lines[-2].startswith(f"{worker} has left; another one starts  ({worker}-")
                 assert lines[-1].startswith(f"{worker} is ready again  ({worker}-")
-        unknown = await kvrelay(cluster, "drain", "decode-7")
-        assert unknown.exit_code == 1
+        unknown = await kvrelay("drain", "decode-7", *server)
+        assert unknown.returncode == 1
         assert unknown.stderr.endswith(
             ": NOT_FOUND: worker: there is no 'decode-7'; the workers are: decode-0, prefill-0\n"
         )
-        last = await kvrelay(cluster, "drain", "decode-0", "--remove")
-        assert last.exit_code == 1
+        last = await kvrelay("drain", "decode-0", "--remove", *server)
+        assert last.returncode == 1
         assert "FAILED_PRECONDITION: remove: decode-0 is the last decode worker" in last.stderr
-
-
-async def kvrelay(cluster: RunningCluster, *arguments: str) -> Result:
-    server = ("--server", cluster.deployment.router.grpc_address)
-    return await asyncio.to_thread(CliRunner().invoke, main, [*arguments, *server])

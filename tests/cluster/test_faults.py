@@ -7,6 +7,7 @@ import os
 import random
 import signal
 from collections.abc import AsyncIterator
+from typing import Any
 
 import grpc
 import pytest
@@ -125,7 +126,7 @@ async def _is_back(cluster: RunningCluster, name: str, before: str) -> bool:
     )
 
 
-async def _read(call) -> list:
+async def _read(call: Any) -> list[Any]:
     return [event async for event in call]
 
 

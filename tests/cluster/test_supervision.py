@@ -16,12 +16,13 @@ import pytest
 from kvrelay.deploy.cluster import Cluster
 from kvrelay.deploy.errors import ClusterError
 from kvrelay.deploy.local_ray import ray as ray_module
-from kvrelay.deploy.worker_host import HOSTS
-from kvrelay.engine.config import Role, WorkerConfig, WorkerInfo
+from kvrelay.deploy.worker_host import BUILDERS
+from kvrelay.engine.config import WorkerConfig
 from kvrelay.router.admin import DrainPhase
 from kvrelay.router.errors import CannotDrain, UnknownWorker
+from kvrelay.wire.worker_info import WorkerInfo, WorkerRole
 from tests.cluster import obedient_worker
-from tests.cluster.obedient_worker import ObedientHost, give_order
+from tests.cluster.obedient_worker import ObedientHost, ObedientWorker, give_order
 
 SECONDS = 60
 TIMEOUT_SECONDS = 3.0
@@ -32,26 +33,29 @@ def obedient_workers(ray) -> Iterator[None]:
     """Their code travels with them: Ray's processes do not have the tests on their path."""
     ray_module.cloudpickle.register_pickle_by_value(obedient_worker)
     with pytest.MonkeyPatch.context() as patch:
-        for role in Role:
-            patch.setitem(HOSTS, role, ObedientHost)
+        for role in WorkerRole:
+            patch.setitem(BUILDERS, role, ObedientWorker)
+        patch.setattr("kvrelay.deploy.worker_host.WorkerHost", ObedientHost)
         yield
     ray_module.cloudpickle.unregister_pickle_by_value(obedient_worker)
 
 
+def make_configs(folder: Path) -> list[WorkerConfig]:
+    return [
+        WorkerConfig(
+            name=f"{role}-0",
+            role=role,
+            model_path=folder,
+            model_name="none",
+            metrics_port=9401 + number,
+            worker_timeout=TIMEOUT_SECONDS,
+        )
+        for number, role in enumerate(WorkerRole)
+    ]
+
+
 def make_cluster(folder: Path) -> Cluster:
-    return Cluster(
-        [
-            WorkerConfig(
-                name=f"{role}-0",
-                role=role,
-                model_path=folder,
-                model_name="none",
-                metrics_port=9401 + number,
-            )
-            for number, role in enumerate(Role)
-        ],
-        worker_timeout=TIMEOUT_SECONDS,
-    )
+    return Cluster(make_configs(folder))
 
 
 @pytest.fixture(scope="module")
@@ -112,9 +116,9 @@ async def test_a_first_start_that_fails_is_one_line_and_not_repeated(
 
 async def test_live_workers_are_discovered(cluster: Cluster):
     endpoints = cluster.discovery.endpoints()
-    assert [one.worker for one in endpoints] == ["aggregated-0", "decode-0", "prefill-0"]
+    assert [one.name for one in endpoints] == ["aggregated-0", "decode-0", "prefill-0"]
     for endpoint in endpoints:
-        assert endpoint.incarnation == cluster.workers[endpoint.worker].incarnation
+        assert endpoint.incarnation == cluster.workers[endpoint.name].incarnation
 
 
 async def test_a_killed_worker_comes_back_as_another_and_its_peer_is_told(
@@ -195,7 +199,7 @@ async def test_a_worker_whose_engine_is_silent_is_killed_and_replaced(
     cluster: Cluster, orders: Path, caplog: pytest.LogCaptureFixture
 ):
     first = cluster.workers["prefill-0"]
-    give_order(orders, "prefill-0", "beat", "none")
+    give_order(orders, "prefill-0", "heartbeat", "none")
     second = await next_life(cluster, first)
     assert second.pid != first.pid
     assert not psutil.pid_exists(first.pid)
@@ -274,15 +278,15 @@ async def test_a_second_sigterm_does_not_wait(cluster: Cluster):
 
 
 async def test_a_removed_worker_does_not_come_back(tmp_path: Path):
-    configs = make_cluster(tmp_path)._configs[:1]
-    configs += (replace(configs[0], name="prefill-1"),)
-    async with Cluster(configs, worker_timeout=TIMEOUT_SECONDS) as cluster:
+    config = make_configs(tmp_path)[0]
+    configs = [config, replace(config, name="prefill-1")]
+    async with Cluster(configs) as cluster:
         removed = cluster.workers["prefill-0"]
         give_order(tmp_path, "prefill-0", "leave", "now")
         async with asyncio.timeout(SECONDS):
             steps = [step async for step in cluster.drain("prefill-0", remove=True)]
         assert [step.phase for step in steps] == [DrainPhase.DRAINING, DrainPhase.LEFT]
-        assert [one.worker for one in cluster.discovery.endpoints()] == ["prefill-1"]
+        assert [one.name for one in cluster.discovery.endpoints()] == ["prefill-1"]
         await until(lambda: heard(tmp_path, "prefill-1") == [removed.incarnation])
         await asyncio.sleep(2)
         assert list(cluster.workers) == ["prefill-1"]
@@ -291,7 +295,7 @@ async def test_a_removed_worker_does_not_come_back(tmp_path: Path):
 
 
 def draining(cluster: Cluster) -> set[str]:
-    return {one.worker for one in cluster.discovery.endpoints() if one.draining}
+    return {one.name for one in cluster.discovery.endpoints() if one.draining}
 
 
 def incarnations(cluster: Cluster) -> set[str]:
@@ -310,7 +314,7 @@ async def test_stopping_is_in_good_order_and_ends_every_process(tmp_path: Path):
 async def test_more_workers_than_ray_has_room_for_is_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("kvrelay.deploy.cluster._PLACEMENT_SECONDS", 0.5)
-    config = make_cluster(tmp_path)._configs[0]
+    monkeypatch.setattr("kvrelay.deploy.placement.PLACEMENT_SECONDS", 0.5)
+    config = make_configs(tmp_path)[0]
     with pytest.raises(ClusterError, match="Ray has no room for 1000 workers"):
         await Cluster([config] * 1000).start()

@@ -10,11 +10,17 @@ from typing import Any
 import grpc
 import pytest
 
-from kvrelay.decode_worker.worker import build
-from kvrelay.engine.config import Role, WorkerConfig
+from kvrelay.decode_worker.request import DecodeRequest
+from kvrelay.decode_worker.scheduler import DecodeMessage
+from kvrelay.decode_worker.worker import DecodePlugin
+from kvrelay.engine.config import WorkerConfig
 from kvrelay.engine.faults import parse_faults
+from kvrelay.engine.worker.assembly import WorkerParts
+from kvrelay.engine.worker.worker import Worker
+from kvrelay.kv_transfer.agent import TransferAgent
 from kvrelay.kv_transfer.checksums import VerifyPages
 from kvrelay.mem_cache.geometry import PageOrder
+from kvrelay.wire.worker_info import WorkerRole
 from tests.cluster.in_process import InProcess, in_process
 
 PROMPT = [(13 * i) % 500 for i in range(61)]
@@ -31,15 +37,21 @@ async def peers(cluster: InProcess) -> list[Any]:
 
 
 async def test_a_worker_whose_transfer_thread_hangs_gives_no_sign_of_life(tiny: Path):
-    config = WorkerConfig("decode-0", Role.DECODE, tiny, "tiny", kv_memory=1 << 20)
-    worker, goes_on = build(config), threading.Event()
+    config = WorkerConfig("decode-0", WorkerRole.DECODE, tiny, "tiny", kv_memory=1 << 20)
+    agents: list[TransferAgent] = []
+
+    def plug_in(parts: WorkerParts[DecodeRequest, DecodeMessage]) -> DecodePlugin:
+        agents.append(parts.agent)
+        return DecodePlugin(parts)
+
+    worker, goes_on = Worker(config, plug_in), threading.Event()
     await worker.start()
-    await asyncio.wait_for(worker.beat(), 30)
-    worker._agent.answer(goes_on.wait)
+    await asyncio.wait_for(worker.heartbeat(), 30)
+    agents[0].report_alive(goes_on.wait)
     with pytest.raises(TimeoutError):
-        await asyncio.wait_for(worker.beat(), 0.5)
+        await asyncio.wait_for(worker.heartbeat(), 0.5)
     goes_on.set()
-    await asyncio.wait_for(worker.beat(), 30)
+    await asyncio.wait_for(worker.heartbeat(), 30)
     await worker.stop()
 
 
@@ -55,7 +67,11 @@ async def test_a_flipped_bit_is_found_and_the_request_computed_again(
 ):
     """The second read is of the first attempt, the fifth of the second."""
     faults = parse_faults("corrupt:pull:2,corrupt:pull:5")
-    options = {"page_order": order, "verify_pages": VerifyPages.ALL, "faults": faults}
+    options: dict[str, Any] = {
+        "page_order": order,
+        "verify_pages": VerifyPages.ALL,
+        "faults": faults,
+    }
     async with in_process(tiny, **SMALL, **options) as cluster:
         assert await say(cluster) == expected
         assert await cluster.metric("kvrelay_page_mismatches_total") == 2
@@ -65,7 +81,10 @@ async def test_a_flipped_bit_is_found_and_the_request_computed_again(
 
 
 async def test_strict_says_so_instead(tiny: Path):
-    options = {"verify_pages": VerifyPages.ALL, "faults": parse_faults("corrupt:pull")}
+    options: dict[str, Any] = {
+        "verify_pages": VerifyPages.ALL,
+        "faults": parse_faults("corrupt:pull"),
+    }
     async with in_process(tiny, strict=True, **SMALL, **options) as cluster:
         with pytest.raises(grpc.aio.AioRpcError) as lost:
             await say(cluster)
@@ -74,29 +93,34 @@ async def test_strict_says_so_instead(tiny: Path):
         assert await cluster.metric("kvrelay_strict_failures_total") == 1
 
 
-async def test_a_pair_is_attested_and_compares_nothing_by_default(tiny: Path):
+async def test_a_pair_is_probed_and_compares_nothing_by_default(tiny: Path):
     async with in_process(tiny, **SMALL) as cluster:
         await say(cluster)
         (peer,) = await peers(cluster)
         assert (peer.backend, peer.refusal) == ("UCX", "")
-        for direction, found in (("read", peer.read_gbps), ("write", peer.write_gbps)):
-            told = await cluster.metric("kvrelay_transfer_attested_gbps", direction=direction)
+        for direction, found in (
+            ("read", peer.read_bytes_per_second),
+            ("write", peer.write_bytes_per_second),
+        ):
+            told = await cluster.metric("kvrelay_transfer_bytes_per_second", direction=direction)
             assert told == pytest.approx(found)
             assert found > 0
         assert await cluster.metric("kvrelay_verified_pages_total") == 0
 
 
 async def test_a_pair_that_is_too_slow_serves_nothing_and_says_why(tiny: Path):
-    async with in_process(tiny, **SMALL, strict=True, min_transfer_gbps=1e6) as cluster:
+    async with in_process(
+        tiny, **SMALL, strict=True, min_transfer_gigabytes_per_second=1e6
+    ) as cluster:
         with pytest.raises(grpc.aio.AioRpcError) as met:
             await say(cluster)
         assert met.value.code() is grpc.StatusCode.UNAVAILABLE
         assert met.value.details().startswith("transfer_refused: decode-0: ")
-        assert "1e+06 are asked for" in met.value.details()
+        assert "asks for 1e+06" in met.value.details()
         with pytest.raises(grpc.aio.AioRpcError) as later:
             await say(cluster)
         assert later.value.code() is grpc.StatusCode.UNAVAILABLE
         assert later.value.details().startswith("no decode worker")
-        assert "1e+06 are asked for" in later.value.details()
+        assert "asks for 1e+06" in later.value.details()
         assert await cluster.metric("kvrelay_transfer_refusals_total") == 1
-        assert ["1e+06 are asked for" in peer.refusal for peer in await peers(cluster)] == [True]
+        assert ["asks for 1e+06" in peer.refusal for peer in await peers(cluster)] == [True]

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import grpc
-from click.testing import CliRunner, Result
 
-from kvrelay.deploy.cli import main
 from kvrelay.net.ends import worker_channel, worker_credentials
 from kvrelay.net.tls import TlsFiles
 from kvrelay.v1 import (
@@ -22,8 +19,8 @@ from kvrelay.v1 import (
     worker_pb2_grpc,
 )
 from tests.certificates import Authority
-
-from .running import RunningCluster, running
+from tests.cluster.commands import example, kvrelay
+from tests.cluster.running import RunningCluster, running
 
 TOKEN = "only-friends"
 
@@ -49,6 +46,8 @@ async def test_a_locked_cluster_serves_its_friends(ray: None, tiny: Path, tmp_pa
         await strangers_do_not_reach_the_front(cluster, tls)
         await strangers_do_not_reach_the_workers(cluster, files, tmp_path)
         await commands_are_told_the_keys(cluster, files, tokens)
+        await the_example_brings_its_token(cluster, files, tmp_path)
+        await cluster.assert_at_baseline()
 
 
 async def strangers_do_not_reach_the_front(
@@ -92,26 +91,31 @@ async def strangers_do_not_reach_the_workers(
             assert await status_of(describe, request) is code
 
 
+async def the_example_brings_its_token(
+    cluster: RunningCluster, files: TlsFiles, folder: Path
+) -> None:
+    token = folder / "token"
+    token.write_text(f"{TOKEN}\n")
+    server = cluster.deployment.router.grpc_address
+    assert await example("tls_and_tokens.py", server, str(files.ca), str(token))
+
+
 async def commands_are_told_the_keys(
     cluster: RunningCluster, files: TlsFiles, tokens: Path
 ) -> None:
     at = ("--server", cluster.deployment.router.grpc_address)
     keys = (*at, "--ca", str(files.ca), "--token-file", str(tokens))
-    generated = await command("generate", "the lazy dog", "--max-tokens", "4", *keys)
-    assert generated.exit_code == 0, generated.stderr
-    refused = await command("generate", "the lazy dog", *at, "--ca", str(files.ca))
-    assert refused.exit_code == 1
+    generated = await kvrelay("generate", "the lazy dog", "--max-tokens", "4", *keys)
+    assert generated.returncode == 0, generated.stderr
+    refused = await kvrelay("generate", "the lazy dog", *at, "--ca", str(files.ca))
+    assert refused.returncode == 1
     assert "UNAUTHENTICATED: authorization: a bearer token is needed" in refused.stderr
 
     certificate = ("--tls-cert", str(files.cert), "--tls-key", str(files.key))
     to_workers = (*certificate, "--tls-ca", str(files.ca))
-    told = await command("status", "--json", "--pages", *keys, *to_workers)
-    assert (told.exit_code, told.stderr) == (0, "")
+    told = await kvrelay("status", "--json", "--pages", *keys, *to_workers)
+    assert (told.returncode, told.stderr) == (0, "")
     assert all(worker["owners"] for worker in json.loads(told.stdout)["workers"])
-
-
-async def command(*arguments: str) -> Result:
-    return await asyncio.to_thread(CliRunner().invoke, main, list(arguments))
 
 
 async def status_of(method: Any, request: object) -> grpc.StatusCode:

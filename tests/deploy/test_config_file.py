@@ -75,7 +75,7 @@ EVERYTHING: dict[str, Any] = {
     "debug_retract_every": 11,
     "audit_pages": True,
     "verify_pages": "all",
-    "min_transfer_gbps": 1.5,
+    "min_transfer_gigabytes_per_second": 1.5,
     "strict": True,
 }
 

@@ -77,4 +77,4 @@ def test_a_removed_worker_has_no_successor():
 def test_a_stream_that_ends_too_early_is_a_failure(heard: int):
     result = drain(ScriptedAdmin(STEPS[:heard]))
     assert result.exit_code == 1
-    assert "the router stopped telling of decode-0" in result.stderr
+    assert "the connection ended before decode-0 had drained" in result.stderr

@@ -1,11 +1,12 @@
 from __future__ import annotations
 
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from huggingface_hub import errors as hub
 
-from kvrelay.deploy import models
 from kvrelay.deploy.converted import ConvertedModels
 from kvrelay.deploy.errors import ModelError
 from kvrelay.deploy.models import (
@@ -92,12 +93,12 @@ def test_a_corrupt_gguf_file_is_one_clear_line(tmp_path: Path):
 @pytest.mark.parametrize(
     ("model", "message"),
     [
-        ("{tmp}/none", "is no folder, .gguf file, hub id"),
+        ("{tmp}/none", "is not a folder, a .gguf file, a hub id"),
         ("{tmp}/none.gguf", "no such file"),
         ("{tmp}/file.bin", "is neither a folder nor a .gguf file"),
         ("{tmp}", "no config.json"),
-        ("gpt5", "is no folder, .gguf file, hub id"),
-        ("../up/../there", "is no folder, .gguf file, hub id"),
+        ("gpt5", "is not a folder, a .gguf file, a hub id"),
+        ("../up/../there", "is not a folder, a .gguf file, a hub id"),
     ],
 )
 def test_what_is_no_model_is_named(
@@ -111,7 +112,7 @@ def test_what_is_no_model_is_named(
 def test_a_hub_id_brings_only_what_is_needed(
     tmp_path: Path, converted: ConvertedModels, monkeypatch: pytest.MonkeyPatch
 ):
-    asked = {}
+    asked: dict[str, Any] = {}
 
     def download(repo: str, **patterns: list[str]) -> str:
         asked.update(patterns, repo=repo)
@@ -137,7 +138,15 @@ def test_a_hub_that_cannot_be_reached_is_one_clear_line(
         resolve("owner/some-model", converted)
 
 
-def test_the_package_is_found_without_being_imported():
-    # It would import llm, which need not be there.
-    path = models._packaged_file(DEFAULT_MODEL, ALIASES[DEFAULT_MODEL])
-    assert path.name == ALIASES[DEFAULT_MODEL].file
+def test_the_package_is_found_without_being_imported(tmp_path: Path):
+    """It would import llm, which need not be there."""
+    sources: list[str] = []
+
+    def note(source: Path, folder: Path, dtype: str) -> None:
+        sources.append(source.name)
+        folder.mkdir()
+
+    resolve(DEFAULT_MODEL, ConvertedModels(tmp_path, note))
+    package = ALIASES[DEFAULT_MODEL]
+    assert sources == [package.file]
+    assert package.module not in sys.modules

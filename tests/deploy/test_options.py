@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+import dataclasses
 import os
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -10,10 +12,11 @@ from kvrelay.deploy.address import Address
 from kvrelay.deploy.deployment import router_config, worker_configs
 from kvrelay.deploy.errors import OptionError
 from kvrelay.deploy.models import Model
-from kvrelay.deploy.options import PAGE_ORDERS, ServeOptions
-from kvrelay.engine.config import Role, WorkerConfig
-from kvrelay.mem_cache.geometry import PageOrder
+from kvrelay.deploy.option_table import markdown
+from kvrelay.deploy.options import ServeOptions
+from kvrelay.engine.config import Speculation, WorkerConfig
 from kvrelay.net.tls import TlsFiles
+from kvrelay.wire.worker_info import WorkerRole
 
 ANY_PORT = Address("127.0.0.1", 0)
 BAD = [
@@ -39,9 +42,9 @@ BAD = [
     ("speculation", "luck"),
     ("draft_model", "some/draft"),  # nobody would use it
     ("verify_pages", "some"),
-    ("min_transfer_gbps", -1.0),
-    ("min_transfer_gbps", float("nan")),
-    ("min_transfer_gbps", float("inf")),
+    ("min_transfer_gigabytes_per_second", -1.0),
+    ("min_transfer_gigabytes_per_second", float("nan")),
+    ("min_transfer_gigabytes_per_second", float("inf")),
     ("device", "tpu"),
     ("model", ""),
     ("model_name", "  "),
@@ -49,7 +52,7 @@ BAD = [
 
 
 @pytest.mark.parametrize(("field", "value"), BAD)
-def test_a_bad_value_names_its_option(field: str, value: object):
+def test_a_bad_value_names_its_option(field: str, value: Any):
     option = "--" + field.replace("_", "-")
     with pytest.raises(OptionError, match=f"^{option}: must") as caught:
         ServeOptions(**{field: value})
@@ -58,13 +61,15 @@ def test_a_bad_value_names_its_option(field: str, value: object):
 
 @pytest.mark.parametrize("field", ["prefill", "decode"])
 def test_aggregated_workers_are_in_place_of_the_others(field: str):
+    one: dict[str, Any] = {field: 1}
+    none: dict[str, Any] = {field: 0}
     with pytest.raises(OptionError, match=f"^--aggregated: .* leave --{field} out"):
-        ServeOptions(aggregated=1, **{field: 1})
-    assert ServeOptions(aggregated=1, **{field: 0}).roles == {"aggregated": 1}
+        ServeOptions(aggregated=1, **one)
+    assert ServeOptions(aggregated=1, **none).roles == {"aggregated": 1}
 
 
 def test_workers_are_named_by_role_and_number():
-    def names(**counts: int) -> list[tuple[str, str]]:
+    def names(**counts: Any) -> list[tuple[str, str]]:
         configs = worker_configs(ServeOptions(**counts), Model("none", Path()))
         return [(config.name, config.role.value) for config in configs]
 
@@ -80,11 +85,11 @@ def test_bounds_of_growth_are_in_order():
 
 def test_drafting_needs_a_model():
     with pytest.raises(OptionError, match=r"^--draft-model: must be given with"):
-        ServeOptions(speculation="draft")
+        ServeOptions(speculation=Speculation.DRAFT)
 
 
 def test_workers_are_told_what_the_engine_is_to_do():
-    told = {
+    told: dict[str, Any] = {
         "overlap": False,
         "growth_min": 0.25,
         "growth_max": 0.5,
@@ -122,28 +127,31 @@ def test_workers_are_told_of_the_faults_that_are_for_them():
 
 def test_a_silent_peer_is_given_up_as_a_silent_worker_is():
     options = ServeOptions(worker_timeout=3.5)
-    assert {config.peer_timeout for config in worker_configs(options, Model("none", Path()))} == {
+    assert {config.worker_timeout for config in worker_configs(options, Model("none", Path()))} == {
         3.5
     }
 
 
 def test_workers_defaults_are_the_engines():
-    default = WorkerConfig("decode-0", Role.DECODE, Path(), "none")
+    default = WorkerConfig("decode-0", WorkerRole.DECODE, Path(), "none")
     [_, config] = worker_configs(ServeOptions(metrics=ANY_PORT), Model("none", Path()))
     assert replace(config, threads=1) == default
 
 
 @pytest.mark.parametrize("option", ["grpc", "metrics"])
 def test_an_open_door_beyond_the_machine_needs_insecure(option: str):
-    reachable = {option: Address("0.0.0.0", 1234)}
+    reachable: dict[str, Any] = {option: Address("0.0.0.0", 1234)}
     with pytest.raises(OptionError, match=f"^--{option}: .*--insecure"):
         ServeOptions(**reachable)
     ServeOptions(**reachable, insecure=True)
 
 
-PAIR = {"tls_cert": Path("crt"), "tls_key": Path("key"), "tls_ca": Path("ca")}
-FRONT_PAIR = {"front_tls_cert": Path("front.crt"), "front_tls_key": Path("front.key")}
-TOKENS = {"auth_token_file": Path("tokens")}
+PAIR: dict[str, Any] = {"tls_cert": Path("crt"), "tls_key": Path("key"), "tls_ca": Path("ca")}
+FRONT_PAIR: dict[str, Any] = {
+    "front_tls_cert": Path("front.crt"),
+    "front_tls_key": Path("front.key"),
+}
+TOKENS: dict[str, Any] = {"auth_token_file": Path("tokens")}
 
 
 @pytest.mark.parametrize(
@@ -155,7 +163,7 @@ TOKENS = {"auth_token_file": Path("tokens")}
         (TOKENS, "give --tls-cert or --front-tls-cert, listen on"),
     ],
 )
-def test_beyond_the_machine_takes_both_tls_and_tokens(given: dict[str, Path], lacking: str):
+def test_beyond_the_machine_takes_both_tls_and_tokens(given: dict[str, Any], lacking: str):
     reachable = Address("0.0.0.0", 1234)
     with pytest.raises(OptionError, match=f"^--grpc: .*{lacking}"):
         ServeOptions(grpc=reachable, **given)
@@ -164,12 +172,12 @@ def test_beyond_the_machine_takes_both_tls_and_tokens(given: dict[str, Path], la
 
 
 @pytest.mark.parametrize("pair", [PAIR, FRONT_PAIR])
-def test_with_tls_and_tokens_every_machine_may_connect(pair: dict[str, Path]):
+def test_with_tls_and_tokens_every_machine_may_connect(pair: dict[str, Any]):
     ServeOptions(grpc=Address("0.0.0.0", 1234), **pair, **TOKENS)
 
 
 @pytest.mark.parametrize("files", [PAIR, FRONT_PAIR])
-def test_a_certificate_its_key_and_authority_come_together(files: dict[str, Path]):
+def test_a_certificate_its_key_and_authority_come_together(files: dict[str, Any]):
     for missing in files:
         incomplete = {field: path for field, path in files.items() if field != missing}
         option = "--" + missing.replace("_", "-")
@@ -181,12 +189,13 @@ def test_the_front_shows_its_own_certificate_or_the_clusters():
     here = Path.cwd()  # workers are elsewhere
     files = TlsFiles(here / "crt", here / "key", here / "ca")
     front = TlsFiles(Path("front.crt"), Path("front.key"))
-    for given, cluster_tls, front_tls in (
+    cases: list[tuple[dict[str, Any], TlsFiles | None, TlsFiles | None]] = [
         ({}, None, None),
         (PAIR, files, TlsFiles(Path("crt"), Path("key"))),
         (FRONT_PAIR, None, front),
         ({**PAIR, **FRONT_PAIR}, files, front),
-    ):
+    ]
+    for given, cluster_tls, front_tls in cases:
         options = ServeOptions(**given)
         assert (options.cluster_tls, options.front_tls) == (cluster_tls, front_tls)
         model = Model("none", Path())
@@ -231,6 +240,8 @@ def test_the_cores_are_shared_out_but_every_worker_has_a_thread(monkeypatch: pyt
     assert ServeOptions(prefill=8, threads=3).threads_per_worker() == 3
 
 
-def test_page_orders_are_those_of_the_pool():
-    # Spelled twice, so that `kvrelay --help` need not import torch.
-    assert set(PAGE_ORDERS) == {order.value for order in PageOrder}
+def test_the_docs_table_has_a_row_for_every_option():
+    rows = [line for line in markdown().splitlines() if line.startswith("| `--")]
+    assert len(rows) == len(dataclasses.fields(ServeOptions))
+    assert "| `--kv-memory` | size | `512MiB` |" in "\n".join(rows)
+    assert "| `--threads` | integer, at least 1 | an equal share of the cores |" in "\n".join(rows)

@@ -31,9 +31,13 @@ def temp(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         yield Path(folder)
 
 
-def test_what_a_killed_owner_left_goes_with_the_next_start(temp: Path):
+def left_by_a_killed_owner() -> Path:
     killed = subprocess.run([sys.executable, "-c", KILLED], stdout=subprocess.PIPE, text=True)
-    left = Path(killed.stdout.strip())
+    return Path(killed.stdout.strip())
+
+
+def test_what_a_killed_owner_left_goes_with_the_next_start(temp: Path):
+    left = left_by_a_killed_owner()
     assert left.parent == temp
     assert left.is_dir()
     folder = RayFolder()
@@ -55,11 +59,10 @@ def test_what_lives_was_kept_or_is_not_ours_stays(temp: Path):
 
 
 def test_another_users_folder_stays(monkeypatch: pytest.MonkeyPatch):
-    folder = RayFolder()
-    folder._lock.close()  # as when its owner dies
-    monkeypatch.setattr(os, "getuid", lambda: folder.path.stat().st_uid + 1)
+    left = left_by_a_killed_owner()
+    monkeypatch.setattr(os, "getuid", lambda: left.stat().st_uid + 1)
     RayFolder().remove()
-    assert folder.path.is_dir()
+    assert left.is_dir()
 
 
 @pytest.fixture

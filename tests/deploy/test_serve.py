@@ -15,6 +15,7 @@ from click.testing import CliRunner, Result
 from kvrelay.deploy.cli import main
 from kvrelay.deploy.stop_signals import StopSignals
 from tests.certificates import Authority
+from tests.known import known
 
 
 def serve(*arguments: str) -> Result:
@@ -56,8 +57,8 @@ def test_a_file_that_is_not_there_is_said_of_its_option(tmp_path: Path, options:
     files = Authority(tmp_path).issue()
     missing = tmp_path / "missing"
     for wrong in options:
-        paths = dict(zip(options, (files.cert, files.key, files.ca), strict=False))
-        paths[wrong] = missing
+        issued = zip(options, (files.cert, files.key, known(files.ca)), strict=False)
+        paths = {**dict(issued), wrong: missing}
         refused(wrong, f"{missing}: No such file or directory", *paths.items())
 
 
@@ -72,14 +73,16 @@ def test_files_that_do_not_match_are_said_of_their_option(tmp_path: Path):
         return list(zip(CLUSTER, (cert, key, ca), strict=True))
 
     refused("--tls-key", "is not the key of", *cluster(files.cert, other.key, authority.ca))
-    refused("--tls-cert", f"by {stranger.ca}", *cluster(files.cert, files.key, stranger.ca))
+    refused(
+        "--tls-cert", f"checked with {stranger.ca}", *cluster(files.cert, files.key, stranger.ca)
+    )
     refused("--tls-cert", "127.0.0.1", *cluster(elsewhere.cert, elsewhere.key, authority.ca))
 
 
 def test_a_file_without_tokens_is_said_of_its_option(tmp_path: Path):
     empty = tmp_path / "tokens"
     empty.touch()
-    refused("--auth-token-file", f"{empty}: there is no token in it", ("--auth-token-file", empty))
+    refused("--auth-token-file", f"{empty}: contains no token", ("--auth-token-file", empty))
 
 
 def refused(option: str, problem: str, *given: tuple[str, Path]) -> None:

@@ -9,9 +9,10 @@ from click.testing import CliRunner, Result
 
 from kvrelay.deploy.cli import main
 from kvrelay.router.config import RouterConfig
-from kvrelay.router.discovery import StaticDiscovery, WorkerEndpoint, WorkerRole
+from kvrelay.router.discovery import StaticDiscovery
 from kvrelay.router.router import Router
 from kvrelay.v1 import inference_pb2 as pb
+from kvrelay.wire.worker_info import WorkerInfo, WorkerRole
 from tests.checkpoints import make_tokenizer
 
 from .conftest import Kvrelay
@@ -83,8 +84,8 @@ def test_what_a_worker_reads_from_and_how_fast(kvrelay: Kvrelay, service: Script
                 incarnation="prefill-0-def",
                 backend="UCX",
                 transports="all",
-                read_gbps=5.25,
-                write_gbps=4,
+                read_bytes_per_second=5.25e9,
+                write_bytes_per_second=4e9,
             ),
             pb.PeerTransfer(incarnation="prefill-1-abc", transports="tcp", refusal="too slow"),
         ]
@@ -101,8 +102,8 @@ decode-0  prefill-1-abc  0     0              tcp         REFUSED: too slow
         "incarnation": "prefill-0-def",
         "backend": "UCX",
         "transports": "all",
-        "read_gbps": 5.25,
-        "write_gbps": 4,
+        "read_bytes_per_second": 5.25e9,
+        "write_bytes_per_second": 4e9,
         "refusal": "",
     }
     assert prefill["peers"] == []
@@ -135,8 +136,8 @@ async def test_a_router_whose_decode_workers_are_gone_still_tells(tmp_path: Path
     make_tokenizer().save(str(tmp_path / "tokenizer.json"))
     anywhere = "127.0.0.1:0"
     config = RouterConfig("tiny", tmp_path, "float32", anywhere, anywhere)
-    prefill = WorkerEndpoint(
-        worker="prefill-0",
+    prefill = WorkerInfo(
+        name="prefill-0",
         role=WorkerRole.PREFILL,
         incarnation="prefill-0-def",
         address="127.0.0.1:1",

@@ -1,4 +1,4 @@
-"""Who is let in, who computes how much of a prompt, and what is left for growth."""
+"""Which requests are admitted, how a step's tokens are divided, and what is left for growth."""
 
 from __future__ import annotations
 
@@ -6,19 +6,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvrelay.engine.admission import admit_in_turn
-from kvrelay.engine.chunks import share_budget
-from kvrelay.engine.growth import GrowthReserve
-from kvrelay.engine.outputs import RequestKey
-from kvrelay.engine.request import Request
-from kvrelay.engine.stop import StopConditions
-from kvrelay.mem_cache.ledger import Ledger, PoolShape
-from kvrelay.model_runner.sampling_params import SamplingParams
+from kvrelay.engine.scheduler.admission import admit_in_turn
+from kvrelay.engine.scheduler.chunks import share_budget
+from kvrelay.engine.scheduler.growth_reserve import GrowthReserve
+from kvrelay.engine.scheduler.outbox import RouterLink
+from kvrelay.engine.scheduler.request import Request
+from kvrelay.mem_cache.kv_cache_manager import KVCacheManager
+from kvrelay.mem_cache.shape import PoolShape
+from kvrelay.wire.request import RequestKey, SamplingParams, StopConditions
+from tests.known import known
 
 
-def ledger(pages: int = 100) -> Ledger:
+def kv_cache(pages: int = 100) -> KVCacheManager:
     shapes = [PoolShape("full", pages)]
-    return Ledger(shapes, page_size=4, total_rows=8, max_row_tokens=400)
+    return KVCacheManager(shapes, page_size=4, total_rows=8, max_row_tokens=400)
 
 
 def request(
@@ -26,7 +27,7 @@ def request(
 ) -> Request:
     return Request(
         key=RequestKey("router", str(number), 1),
-        link=None,
+        link=RouterLink("router"),
         prompt_ids=[1] * prompt,
         output_ids=[],
         input_len=prompt,
@@ -75,55 +76,55 @@ def test_a_long_prompt_lets_short_ones_through_and_still_ends():
 
 
 def test_a_misfit_is_bypassed_so_many_times_and_no_more():
-    account = ledger()
+    account = kv_cache()
     large, small = request(0), [request(number) for number in range(1, 9)]
-    fits, held = {*small}, account.open("room that comes back", 8)
+    fits, held = {*small}, known(account.open("room that comes back", 8))
     let_in = list(admit_in_turn(account, [large, *small], fits.__contains__, bypass_limit=3))
     assert let_in == small[:3]
     assert list(admit_in_turn(account, [large, *small[3:]], fits.__contains__, 3)) == []
     everyone = {large, *small}
     account.close(held)
-    account.give_back(held, [])
+    account.free_lease(held, [])
     waiting = [large, *small[3:]]
     assert list(admit_in_turn(account, waiting, everyone.__contains__, 3)) == waiting
 
 
 def test_who_was_refused_is_not_asked_again_until_there_is_room():
-    account, asked = ledger(), []
+    account, asked = kv_cache(), []
 
     def refuse(one: Request) -> bool:
         asked.append(one)
         return False
 
-    waiting, held = [request(0)], account.open("holder", 40)
+    waiting, held = [request(0)], known(account.open("holder", 40))
     for _ in range(3):
         assert list(admit_in_turn(account, waiting, refuse, 3)) == []
     assert len(asked) == 1
     account.close(held)
-    account.give_back(held, [])
+    account.free_lease(held, [])
     assert list(admit_in_turn(account, waiting, refuse, 3)) == []
     assert len(asked) == 2
 
 
 def test_priority_and_age_decide_whose_turn_it_is():
     late, urgent, early = request(2), request(3, priority=-1), request(1)
-    order = list(admit_in_turn(ledger(), [late, urgent, early], lambda _: True, 3))
+    order = list(admit_in_turn(kv_cache(), [late, urgent, early], lambda _: True, 3))
     assert order == [urgent, early, late]
 
 
 @pytest.mark.parametrize(("least", "most"), [(0.0, 1.0), (0.3, 0.6), (1.0, 1.0)])
 def test_the_reserve_learns_lengths_within_its_bounds(least, most):
-    reserve = GrowthReserve(ledger(), least, most)
+    reserve = GrowthReserve(kv_cache(), least, most)
     one = request(most=100)
     assert reserve.tokens(one) == max(1, round(100 * most))
     short = request(most=100)
     short.output_ids = [1] * 10
     for _ in range(200):
-        reserve.finished(short)
+        reserve.learn_from_finish(short)
     assert reserve.tokens(one) == pytest.approx(max(10, 100 * least), abs=1)
     low = reserve.tokens(one)
     for _ in range(20):
-        reserve.retracted()
+        reserve.learn_from_retraction()
     assert reserve.tokens(one) == max(1, round(100 * most))
     assert reserve.tokens(one) >= low
     one.output_ids = [1] * 99
@@ -131,21 +132,21 @@ def test_the_reserve_learns_lengths_within_its_bounds(least, most):
 
 
 def test_the_reserve_counts_pages_that_are_not_there_yet():
-    account = ledger()
+    account = kv_cache()
     reserve = GrowthReserve(account, 1.0, 1.0)
     waiting = request(prompt=6, most=11)
     # 6 + 10 tokens are 4 pages; the prompt's own 2 are reserved with it.
     assert reserve.pages([waiting]) == [2]
-    waiting.lease = account.open("waiting", 6)
-    assert account.grow(waiting.lease, 12)
+    lease = waiting.lease = known(account.open("waiting", 6))
+    assert account.grow(lease, 12)
     assert reserve.pages([waiting]) == [1]
     # Each of three choices has two pages more, and two of them a copy of the prompt's last.
     assert reserve.pages([request(prompt=6, most=11, choices=3)]) == [3 * 2 + 2]
 
 
 def test_nothing_is_left_for_one_that_is_alone():
-    reserve = GrowthReserve(ledger(pages=10), 1.0, 1.0)
+    reserve = GrowthReserve(kv_cache(pages=10), 1.0, 1.0)
     several = request(choices=8)
     assert reserve.pages([several]) > [10]
-    assert reserve.leaving(several, []) is None
-    assert reserve.leaving(several, [request(1)]) == reserve.pages([request(1), several])
+    assert reserve.headroom(several, []) is None
+    assert reserve.headroom(several, [request(1)]) == reserve.pages([request(1), several])

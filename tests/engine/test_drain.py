@@ -1,36 +1,36 @@
-"""A worker that drains takes nothing more, leaves nothing behind, and costs no request a token."""
+"""A worker that drains takes no request, loses no memory, and costs no request a token."""
 
 from __future__ import annotations
 
 import asyncio
 import random
 import time
-from types import SimpleNamespace
 
 import pytest
 
-from kvrelay.engine.commands import GiveBack, Wake
-from kvrelay.engine.config import Role, Speculation
-from kvrelay.engine.outputs import EndReason
-from kvrelay.engine.worker import Worker
+from kvrelay.engine.config import Speculation
+from kvrelay.engine.scheduler.commands import Inspect, RetractForDrain, Wake
+from kvrelay.engine.worker.quarantine import drain_on_old_quarantine
+from kvrelay.wire.output import EndReason
+from kvrelay.wire.worker_info import WorkerRole
 from tests.engine.simulation import SimRequest, Simulation, SimWorker, count, reference
 from tests.engine.test_modes import SAMPLINGS, expected
 
-ROLES = pytest.mark.parametrize("role", list(Role))
+ROLES = pytest.mark.parametrize("role", list(WorkerRole))
 
 
-def cluster(seed: int, role: Role, **options) -> Simulation:
+def cluster(seed: int, role: WorkerRole, **options) -> Simulation:
     sizes = {"page_size": 4, "pages": 48, "rows": 6, "chunk": 8}
-    return Simulation(seed, aggregated=role is Role.AGGREGATED, **{**sizes, **options})
+    return Simulation(seed, aggregated=role is WorkerRole.AGGREGATED, **{**sizes, **options})
 
 
-def worker_of(request: SimRequest, role: Role) -> SimWorker:
-    return request.prefill if role is Role.PREFILL else request.decode
+def worker_of(request: SimRequest, role: WorkerRole) -> SimWorker:
+    return request.prefill if role is WorkerRole.PREFILL else request.decode
 
 
 @ROLES
 @pytest.mark.parametrize("grace", [0, 7, None])
-def test_drain_at_every_point_of_one_request(role: Role, grace: int | None) -> None:
+def test_drain_at_every_point_of_one_request(role: WorkerRole, grace: int | None) -> None:
     """After k events for every k; what is left is given back at once, later, or never."""
     moved = stayed = 0
     for events in range(70):
@@ -43,7 +43,7 @@ def test_drain_at_every_point_of_one_request(role: Role, grace: int | None) -> N
         for _ in range(grace or 0):
             simulation.step()
         if grace is not None:
-            worker.inbox.post(GiveBack())
+            worker.inbox.post(RetractForDrain())
         simulation.run()
         assert worker.drained
         assert request.output == reference(request.prompt, 6), events
@@ -58,12 +58,14 @@ def test_drain_at_every_point_of_one_request(role: Role, grace: int | None) -> N
 
 @ROLES
 @pytest.mark.parametrize("choices", [1, 3])
-def test_what_is_on_its_way_when_the_drain_begins_is_turned_away(role: Role, choices: int) -> None:
+def test_what_is_on_its_way_when_the_drain_begins_is_turned_away(
+    role: WorkerRole, choices: int
+) -> None:
     """And the other side's part of it ends, whichever side hears of the request first."""
     turned_away = 0
     for seed in range(20):
         simulation = cluster(seed, role)
-        workers = simulation.prefills if role is Role.PREFILL else simulation.decodes
+        workers = simulation.prefills if role is WorkerRole.PREFILL else simulation.decodes
         workers[0].drain()
         for _ in range(6):
             simulation.submit_choices(choices, [seed, 2, 3], 4)
@@ -79,7 +81,7 @@ def test_what_is_on_its_way_when_the_drain_begins_is_turned_away(role: Role, cho
 
 
 def test_drain_of_a_worker_without_requests_ends_at_once() -> None:
-    for role in Role:
+    for role in WorkerRole:
         simulation = cluster(1, role)
         worker = simulation.workers[0]
         worker.drain()
@@ -92,7 +94,7 @@ def test_drain_of_a_worker_without_requests_ends_at_once() -> None:
 @pytest.mark.parametrize("seed", range(8))
 def test_a_rolling_restart_under_load_costs_no_token(seed, aggregated, speculation) -> None:
     """Every worker drains in turn and is replaced, choices and short memory included."""
-    role = Role.AGGREGATED if aggregated else Role.DECODE
+    role = WorkerRole.AGGREGATED if aggregated else WorkerRole.DECODE
     simulation = cluster(
         seed,
         role,
@@ -118,7 +120,7 @@ def test_a_rolling_restart_under_load_costs_no_token(seed, aggregated, speculati
     for worker in list(simulation.workers):
         worker.drain()
         load(rng.randint(0, 60))
-        worker.inbox.post(GiveBack())
+        worker.inbox.post(RetractForDrain())
         while not worker.drained:
             load(1)
         load(rng.randint(0, 30))
@@ -134,17 +136,17 @@ def test_a_rolling_restart_under_load_costs_no_token(seed, aggregated, speculati
 
 
 def test_what_a_drained_worker_retracts_is_counted_by_its_outcome() -> None:
-    simulation = cluster(3, Role.DECODE)
+    simulation = cluster(3, WorkerRole.DECODE)
     request = simulation.submit(list(range(20)), 12)
     while len(request.tokens) < 4:
         assert simulation.step()
     worker = request.decode
     worker.drain()
-    worker.inbox.post(GiveBack())
+    worker.inbox.post(RetractForDrain())
     simulation.run()
     labels = {"role": "decode", "worker": worker.name, "model": "sim", "outcome": "retracted"}
     name = "kvrelay_releases_total"
-    assert worker.core.metrics.registry.get_sample_value(name, labels) == 1
+    assert worker.context.metrics.registry.get_sample_value(name, labels) == 1
     assert count(worker, "retractions") == 0, "that is for want of memory alone"
     assert request.output == reference(request.prompt, 12)
 
@@ -153,32 +155,37 @@ async def test_memory_in_quarantine_for_too_long_drains_the_worker(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """But not if its fences have passed and nobody has looked since."""
-    simulation = cluster(1, Role.DECODE, quarantine_limit=0.2)
+    simulation = cluster(1, WorkerRole.DECODE, quarantine_limit=0.2)
     sim = simulation.decodes[0]
     sim.turn()
-    worker = Worker(sim.config, lambda parts: None)  # type: ignore[arg-type, return-value]
-    worker._loop = asyncio.get_running_loop()
-    worker._inbox, worker._metrics = sim.inbox, sim.core.metrics
-    worker._agent = SimpleNamespace(answer=lambda on_answer: on_answer())
     since: float | None = time.monotonic() - 1
-    ledger = type(sim.ledger)
-    monkeypatch.setattr(ledger, "quarantined_since", property(lambda _: since))
+    kv_cache = type(sim.kv_cache)
+    monkeypatch.setattr(kv_cache, "quarantined_since", property(lambda _: since))
     sim.inbox.post(Wake())
     sim.turn()
     since = None  # its fences have passed
-    watching = asyncio.create_task(worker._watch_quarantine(0.2))
+    watching = asyncio.create_task(
+        drain_on_old_quarantine(sim.context.metrics, 0.2, lambda: _passed(sim), sim.drain)
+    )
     turns = asyncio.create_task(_turn_for_ever(sim))
     await asyncio.sleep(0.1)
-    assert not sim.core.draining
+    assert not sim.context.draining
     since = time.monotonic() - 1
     sim.inbox.post(Wake())
     async with asyncio.timeout(10):
-        await worker.draining()
         await watching
-        await worker.drained()
+        while not sim.drained:
+            await asyncio.sleep(0.01)
     turns.cancel()
-    assert sim.core.draining
+    assert sim.context.draining
     assert count(sim, "quarantine_drains") == 1
+
+
+async def _passed(sim: SimWorker) -> None:
+    """Returns when the engine has looked into its inbox."""
+    passed = asyncio.Event()
+    sim.inbox.post(Inspect(lambda _: passed.set()))
+    await passed.wait()
 
 
 async def _turn_for_ever(sim: SimWorker) -> None:

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from kvrelay.engine.faults import Action, Event, Fault, FaultPlan, Phase, parse_faults
-from kvrelay.engine.faulty import FaultyOutbox
-from kvrelay.engine.outbox import MessageStream
-from kvrelay.kv_transfer.hand_over import Done, Said
+from kvrelay.engine.scheduler.outbox import MessageStream
+from kvrelay.engine.worker.faulty import FaultyOutbox
+from kvrelay.wire.hand_over import Done, Sequenced
 
-DONE = Said(1, Done())
-LATER = Said(1, "later")
+DONE = Sequenced(1, Done())
+LATER = Sequenced(1, "later")
 
 
 def test_faults_are_what_their_specs_say():

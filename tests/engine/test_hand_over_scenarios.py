@@ -8,21 +8,13 @@ from typing import Any
 
 import pytest
 
-from kvrelay.engine.commands import Wake
-from kvrelay.engine.outputs import EndReason
-from kvrelay.kv_transfer.hand_over import (
-    Announce,
-    Ask,
-    DecodeState,
-    Done,
-    Ended,
-    Grant,
-    PrefillState,
-    Released,
-    Said,
-)
+from kvrelay.decode_worker.request import DecodeRequest
+from kvrelay.engine.scheduler.commands import Wake
+from kvrelay.kv_transfer.hand_over.states import DecodeState, PrefillState
 from kvrelay.kv_transfer.pull import Pull, PullState
 from kvrelay.prefill_worker.request import PrefillRequest
+from kvrelay.wire.hand_over import Announce, Ask, Done, Ended, Grant, Released, Sequenced
+from kvrelay.wire.output import EndReason
 from tests.engine.simulation import SimRequest, Simulation, reference
 from tests.engine.test_scenarios import has_verdict, is_in, one_pair, random_prompts, step_until
 
@@ -39,7 +31,7 @@ def reads_of(request: SimRequest) -> list[tuple[Pull, Callable[[Pull], None]]]:
 
 def holds_on_to_reads(simulation: Simulation) -> None:
     """No read ends until `agent.ordered` is what the simulation sees again."""
-    simulation._read = lambda worker: None  # type: ignore[method-assign]
+    simulation.end_read = lambda worker: None  # type: ignore[method-assign]
 
 
 AFTER_THE_PULL: dict[str, Callable[[SimRequest], bool]] = {
@@ -57,7 +49,7 @@ def test_scenario_32_abort_after_the_pull_before_it_runs(seed: int, point: str) 
     step_until(simulation, lambda: AFTER_THE_PULL[point](request))
     simulation.cancel(request, request.decode)
     request.decode.turn()
-    (pages, rows) = request.decode.ledger.counts()
+    (pages, rows) = request.decode.kv_cache.counts()
     assert (pages.held, pages.promised, pages.quarantined, rows.held) == (0, 0, 0, 0)
     later = simulation.submit(other, 8)
     simulation.run()
@@ -82,7 +74,7 @@ def test_scenario_32_abort_while_retracted(seed: int) -> None:
 
 
 def on_prefill(request: SimRequest) -> PrefillRequest | None:
-    mine = request.prefill.core.requests.get(request.key)
+    mine = request.prefill.context.requests.get(request.key)
     return mine if isinstance(mine, PrefillRequest) else None
 
 
@@ -93,7 +85,7 @@ def prefill_is(request: SimRequest, *states: PrefillState) -> bool:
 
 def between_chunks(request: SimRequest) -> bool:
     mine = on_prefill(request)
-    return mine is not None and 0 < mine.settled_len < mine.input_len
+    return mine is not None and 0 < mine.kv_written_len < mine.input_len
 
 
 ON_PREFILL: dict[str, Callable[[SimRequest], bool]] = {
@@ -107,13 +99,13 @@ ON_PREFILL: dict[str, Callable[[SimRequest], bool]] = {
 @pytest.mark.parametrize("seed", range(4))
 def test_scenario_33_abort_on_the_prefill_side_is_heard_on_the_other(seed: int, point: str) -> None:
     simulation = one_pair(seed)
-    simulation._cancel_other = lambda request, worker: None  # type: ignore[method-assign]
+    simulation.cancel_on_other_worker = lambda request, worker: None  # type: ignore[method-assign]
     prompt, other = random_prompts(seed, 2, 60)
     request = simulation.submit(prompt, 8)
-    step_until(simulation, lambda: simulation.pairs and ON_PREFILL[point](request))
+    step_until(simulation, lambda: bool(simulation.pairs) and ON_PREFILL[point](request))
     simulation.cancel(request, request.prefill)
     request.prefill.turn()
-    assert request.prefill.ledger.page_counts()[0].held == 0
+    assert request.prefill.kv_cache.page_counts()[0].held == 0
     later = simulation.submit(other, 8)
     simulation.run()
     assert request.ends[request.decode.name].reason is EndReason.ABORTED
@@ -125,7 +117,7 @@ def test_scenario_33_abort_on_the_prefill_side_is_heard_on_the_other(seed: int, 
 def test_scenario_34_abort_while_a_read_writes_its_pages(seed: int) -> None:
     """Others come at once; the read goes on for as long as it likes."""
     simulation = one_pair(seed, pages=30, rows=6, cached=False)
-    read, prompts = simulation._read, random_prompts(seed, 4, 22)
+    read, prompts = simulation.end_read, random_prompts(seed, 4, 22)
     request = simulation.submit(prompts[0], 8)
     holds_on_to_reads(simulation)
     step_until(simulation, lambda: bool(reads_of(request)))
@@ -144,12 +136,12 @@ def test_scenario_34_abort_while_a_read_writes_its_pages(seed: int) -> None:
             read(worker)
         worker.agent.ordered += mine
 
-    simulation._read = read_others  # type: ignore[method-assign]
+    simulation.end_read = read_others  # type: ignore[method-assign]
     step_until(simulation, lambda: all(len(other.ends) == 2 for other in others))
-    (counts,) = request.decode.ledger.page_counts()
+    (counts,) = request.decode.kv_cache.page_counts()
     assert counts.quarantined >= len(written) > 0
     assert_right(*others)
-    simulation._read = read  # type: ignore[method-assign]
+    simulation.end_read = read  # type: ignore[method-assign]
     simulation.run()
     simulation.assert_at_baseline()
 
@@ -157,7 +149,7 @@ def test_scenario_34_abort_while_a_read_writes_its_pages(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(6))
 def test_scenario_35_one_read_fails_while_another_runs(seed: int) -> None:
     simulation = one_pair(seed, cached=False)
-    read = simulation._read
+    read = simulation.end_read
     (prompt,) = random_prompts(seed, 1, 60)
     request = simulation.submit(prompt, 8)
     holds_on_to_reads(simulation)
@@ -168,14 +160,14 @@ def test_scenario_35_one_read_fails_while_another_runs(seed: int) -> None:
     failing.settle()
     on_end(failing)
     request.decode.turn()
-    (counts,) = request.decode.ledger.page_counts()
+    (counts,) = request.decode.kv_cache.page_counts()
     # The pages of every read but the one that has ended for good wait.
     assert counts.quarantined >= sum(pull.num_pages for pull, _ in running) > 0
-    simulation._collect()
+    simulation.collect_outputs()
     end = request.ends[request.decode.name]
     assert (end.reason, end.cause is not None) == (EndReason.FAILED, True)
     assert "injected" in end.error
-    simulation._read = read  # type: ignore[method-assign]
+    simulation.end_read = read  # type: ignore[method-assign]
     simulation.run()
     simulation.assert_at_baseline()
 
@@ -197,26 +189,26 @@ LOST = [Ask, Grant, Announce, Done, Released, Ended]
 
 @pytest.mark.parametrize("kind", LOST, ids=lambda kind: kind.__name__)
 @pytest.mark.parametrize("seed", range(4))
-def test_scenario_41_a_lost_word_leaves_nobody_waiting(seed: int, kind: type) -> None:
-    simulation = one_pair(seed, peer_timeout=15.0)
-    carry, lost = simulation._carry, []
+def test_scenario_41_a_lost_message_leaves_nobody_waiting(seed: int, kind: type) -> None:
+    simulation = one_pair(seed, worker_timeout=15.0)
+    carry = simulation.carry_messages
+    lost: list[Any] = []
 
     def lose(pair: Any) -> None:
         for stream in (pair[1], pair[3]):
-            kept = []
-            while not stream._queue.empty():
-                said = stream._queue.get_nowait()
-                is_it = isinstance(said, Said) and isinstance(said.message, kind)
+            kept: list[Any] = []
+            for said in stream.take_all():
+                is_it = isinstance(said, Sequenced) and isinstance(said.message, kind)
                 if kind is Announce and is_it:
                     is_it = bool(said.message.first_tokens)  # the last
                 (lost if is_it and not lost else kept).append(said)
             for said in kept:
-                stream._queue.put_nowait(said)
+                stream.deliver(said) if said is not None else stream.close()
         carry(pair)
 
-    simulation._carry = lose  # type: ignore[method-assign]
+    simulation.carry_messages = lose  # type: ignore[method-assign]
     if kind is Ended:
-        simulation._cancel_other = lambda request, worker: None  # type: ignore[method-assign]
+        simulation.cancel_on_other_worker = lambda request, worker: None  # type: ignore[method-assign]
     (prompt,) = random_prompts(seed, 1, 40)
     request = simulation.submit(prompt, 8)
     if kind is Ended:
@@ -224,7 +216,9 @@ def test_scenario_41_a_lost_word_leaves_nobody_waiting(seed: int, kind: type) ->
         simulation.cancel(request, request.prefill)
     simulation.run()
     assert lost
-    assert request.decode.name not in request.ends, "nobody has noticed: that is what beats are for"
+    assert request.decode.name not in request.ends, (
+        "nobody has noticed: that is what heartbeats are for"
+    )
     for silent in (False, True):
         _time_passes(request, silent=silent)
         simulation.run()
@@ -237,26 +231,26 @@ def test_scenario_41_a_lost_word_leaves_nobody_waiting(seed: int, kind: type) ->
 
 
 def _time_passes(request: SimRequest, *, silent: bool) -> None:
-    """A beat is due; what has not answered one by then is silent."""
-    role: Any = request.decode.engine._role
-    role._next_beat = -math.inf
-    for one in request.decode.core.requests.values():
+    """A heartbeat is due; who has not answered one by then is silent."""
+    request.decode.scheduler.heartbeats.check.next_at = -math.inf
+    for one in request.decode.context.requests.values():
         if silent:
-            one.stream.words.heard_at = -math.inf
+            assert isinstance(one, DecodeRequest)
+            one.stream.sequencer.heard_at = -math.inf
     request.decode.inbox.post(Wake())
 
 
-def test_a_decode_worker_that_says_nothing_any_more_holds_no_page_of_the_other() -> None:
-    simulation = one_pair(1, peer_timeout=15.0)
+def test_a_decode_worker_that_is_silent_holds_no_page_of_the_other() -> None:
+    simulation = one_pair(1, worker_timeout=15.0)
     request = simulation.submit(list(range(40)), 8)
     step_until(simulation, lambda: prefill_is(request, PrefillState.ANNOUNCED))
-    role: Any = request.prefill.engine._role
-    role._next_look = -math.inf
-    (stream,) = role._streams()
-    stream.words.heard_at = -math.inf
+    hand_overs = request.prefill.scheduler.hand_overs
+    hand_overs.check.next_at = -math.inf
+    (stream,) = hand_overs.streams
+    stream.sequencer.heard_at = -math.inf
     request.prefill.inbox.post(Wake())
     request.prefill.turn()
-    assert request.prefill.ledger.page_counts()[0].held == 0
+    assert request.prefill.kv_cache.page_counts()[0].held == 0
     simulation.run()
     end = request.ends[request.decode.name]
     assert (end.reason, end.cause is not None) == (EndReason.FAILED, True)
@@ -264,17 +258,18 @@ def test_a_decode_worker_that_says_nothing_any_more_holds_no_page_of_the_other()
 
 
 def test_a_read_that_does_not_end_costs_its_attempt_and_its_pages_stay_fenced() -> None:
-    simulation = one_pair(1, peer_timeout=15.0)
-    read = simulation._read
+    simulation = one_pair(1, worker_timeout=15.0)
+    read = simulation.end_read
     request = simulation.submit(list(range(40)), 8)
     holds_on_to_reads(simulation)
     step_until(simulation, lambda: is_in(request, DecodeState.ANNOUNCED))
-    (mine,) = request.decode.core.requests.values()
+    (mine,) = request.decode.context.requests.values()
+    assert isinstance(mine, DecodeRequest)
     mine.read_at = -math.inf
     _time_passes(request, silent=False)
     request.decode.turn()
-    assert request.decode.ledger.page_counts()[0].quarantined == 10
-    simulation._read = read  # type: ignore[method-assign]
+    assert request.decode.kv_cache.page_counts()[0].quarantined == 10
+    simulation.end_read = read  # type: ignore[method-assign]
     simulation.run()
     end = request.ends[request.decode.name]
     assert (end.reason, end.error) == (EndReason.FAILED, "a read has not ended for 60 s")

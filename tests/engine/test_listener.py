@@ -5,16 +5,17 @@ from __future__ import annotations
 import asyncio
 import signal
 import sys
+from typing import Any
 
 import pytest
 
-from kvrelay.engine.commands import Attach, Detach, Inbox
-from kvrelay.engine.config import Role
-from kvrelay.engine.service import WorkerService
-from kvrelay.engine.wire import SubmitRules
+from kvrelay.engine.scheduler.commands import Attach, Detach, Inbox
+from kvrelay.engine.worker.service import WorkerService
+from kvrelay.engine.worker.submit_rules import SubmitRules
 from kvrelay.net import options
 from kvrelay.net.ends import bind, worker_server
 from kvrelay.v1 import worker_pb2_grpc
+from kvrelay.wire.worker_info import WorkerRole
 
 ROUTER = """
 import sys, time, grpc
@@ -34,8 +35,8 @@ async def test_a_router_that_stands_still_is_let_go(monkeypatch: pytest.MonkeyPa
     """Its process lives, its connection is open, and it will never read what it is sent."""
     often = [(name, 500 if name.endswith("_ms") else value) for name, value in options._KEEPALIVE]
     monkeypatch.setattr(options, "_KEEPALIVE", often)
-    inbox, server = Inbox(), worker_server()
-    service = WorkerService("w-1", inbox, SubmitRules(Role.DECODE, 97, ()))
+    inbox, server = Inbox[Any](), worker_server()
+    service = WorkerService("w-1", inbox, SubmitRules(WorkerRole.DECODE, 97, ()))
     worker_pb2_grpc.add_WorkerServiceServicer_to_server(service, server)
     port = bind(server, "127.0.0.1:0", None)
     await server.start()
@@ -51,8 +52,8 @@ async def test_a_router_that_stands_still_is_let_go(monkeypatch: pytest.MonkeyPa
         await server.stop(0)
 
 
-async def _next(inbox: Inbox) -> object:
-    while not inbox._messages:
+async def _next(inbox: Inbox[Any]) -> object:
+    while not inbox:
         await asyncio.sleep(0.02)
-    (message,) = inbox.drain()
+    (message,) = inbox.take_all()
     return message

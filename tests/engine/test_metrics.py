@@ -1,19 +1,20 @@
-"""What a scrape says is what the ledger says."""
+"""What a scrape says is what the audit counts."""
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvrelay.mem_cache.errors import ConservationError
-from kvrelay.prefill_worker.role import PrefillRole
+from kvrelay.prefill_worker.scheduler import PrefillScheduler
 from tests.engine.simulation import Simulation, SimWorker
 
 
 def scrape(worker: SimWorker) -> dict[tuple[str, str, str], float]:
     """Values by metric, pool and state."""
-    text = generate_latest(worker.core.metrics.registry).decode()
+    text = generate_latest(worker.context.metrics.registry).decode()
     return {
         (sample.name, sample.labels.get("pool", ""), sample.labels.get("state", "")): sample.value
         for family in text_string_to_metric_families(text)
@@ -32,7 +33,7 @@ def test_a_scrape_sums_to_the_pools_and_counts_what_the_index_does():
     simulation.run()
     worker = simulation.prefills[0]
     seen = scrape(worker)
-    for counts in worker.ledger.counts():
+    for counts in worker.kv_cache.counts():
         states = {state: v for (n, pool, state), v in seen.items()
                   if n == "kvrelay_pages" and pool == counts.pool}  # fmt: skip
         assert sum(states.values()) == counts.total
@@ -51,10 +52,12 @@ def test_a_wrong_account_is_counted_and_stops_the_engine(monkeypatch: pytest.Mon
     simulation = Simulation(0, page_size=4, pages=8, rows=4, chunk=16)
     worker = simulation.prefills[0]
 
-    def lose_a_page(role: PrefillRole) -> None:
-        worker.ledger._books.accounts[0].take("nobody", 1)
+    def take_a_free_page(scheduler: PrefillScheduler) -> None:
+        """The prefix index believes that it has a page that nobody gave it."""
+        pages = [np.zeros(1, np.int32) for _ in worker.kv_cache.shape.pools]
+        worker.kv_cache.index.insert(np.arange(4, dtype=np.int32), pages)
 
-    monkeypatch.setattr(PrefillRole, "admit", lose_a_page)
+    monkeypatch.setattr(PrefillScheduler, "admit", take_a_free_page)
     with pytest.raises(ConservationError):
         worker.turn()
     assert scrape(worker)["kvrelay_audit_failures_total", "", ""] == 1

@@ -9,8 +9,8 @@ import time
 import pytest
 
 from kvrelay.engine.config import Speculation
-from kvrelay.engine.outputs import Output
-from kvrelay.model_runner.sampling_params import SamplingParams
+from kvrelay.wire.output import RequestOutput
+from kvrelay.wire.request import SamplingParams
 from tests.engine.simulation import SimRequest, Simulation, SimWorker, count, reference
 
 SAMPLINGS = (
@@ -126,14 +126,14 @@ def test_what_begins_again_counts_neither_its_own_pages_nor_its_own_past(aggrega
     simulation = Simulation(
         1, 4, pages=40, rows=8, chunk=16, workers=1, aggregated=aggregated, debug_retract_every=3
     )
-    simulation.now = lambda: time.monotonic() - 1000
-    waits, take = [], simulation._take
+    simulation.now = lambda: time.monotonic() - 1000  # type: ignore[method-assign]
+    waits, take = [], simulation.take_output
 
-    def watch(worker: SimWorker, output: Output) -> None:
-        waits.append(output.timings.queue)
+    def watch(worker: SimWorker, output: RequestOutput) -> None:
+        waits.append(output.timings.queue_seconds)
         take(worker, output)
 
-    simulation._take = watch
+    simulation.take_output = watch  # type: ignore[method-assign]
     request = simulation.submit(list(range(20)), 12)
     simulation.run()
     assert request.output == expected(request)

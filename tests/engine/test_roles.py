@@ -1,4 +1,4 @@
-"""Both roles, thousands of interleavings: the right tokens, and every page back."""
+"""A prefill and a decode scheduler in thousands of interleavings: right tokens, no page lost."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ import random
 
 import pytest
 
-from kvrelay.decode_worker.stream import FromPeer
-from kvrelay.engine.commands import Misdirected, PeerDied, Stop
-from kvrelay.engine.outputs import EndReason
-from kvrelay.kv_transfer.hand_over import Ask, Grant, Released
+from kvrelay.decode_worker.hand_over_stream import PeerMessage
+from kvrelay.engine.scheduler.commands import Misdirected, PeerDied, Stop
 from kvrelay.prefill_worker.request import (
     HandOverStream,
     StreamClosed,
     StreamMessage,
     StreamOpened,
 )
-from tests.engine.simulation import SimRequest, Simulation, SimWorker, drain, reference
+from kvrelay.wire.hand_over import Ask, Ended, Grant, Released, Sequenced
+from kvrelay.wire.output import EndReason
+from tests.engine.simulation import SimRequest, Simulation, SimWorker, reference
 
 BASES = [[random.Random(base).randrange(97) for _ in range(60)] for base in range(2)]
 
@@ -32,14 +32,16 @@ def assert_complete(request: SimRequest) -> None:
     windows = request.prefill.windows
     assert request.output == reference(request.prompt, request.max_tokens, windows)
     ends = {end.reason for end in request.ends.values()}
-    assert EndReason.FINISHED in ends
+    assert EndReason.LENGTH in ends
     assert EndReason.FAILED not in ends
 
 
 def dropped(worker: SimWorker, kind: str) -> float:
-    """Messages that did nothing."""
+    """How many messages of a kind the worker has dropped."""
     labels = {"role": worker.role_name, "worker": worker.name, "model": "sim", "kind": kind}
-    value = worker.core.metrics.registry.get_sample_value("kvrelay_dropped_messages_total", labels)
+    value = worker.context.metrics.registry.get_sample_value(
+        "kvrelay_dropped_messages_total", labels
+    )
     assert value is not None
     return value
 
@@ -139,7 +141,7 @@ def test_pages_of_a_failed_read_wait_for_the_peers_death(seed):
             failed += 1
         if not simulation.step():
             break
-    quarantined = [worker.ledger.page_counts()[0].quarantined for worker in simulation.decodes]
+    quarantined = [worker.kv_cache.page_counts()[0].quarantined for worker in simulation.decodes]
     late = [len(worker.agent.ordered) for worker in simulation.decodes]
     assert all((pages > 0) == (reads > 0) for pages, reads in zip(quarantined, late, strict=True))
     simulation.settle_deaths()
@@ -217,16 +219,16 @@ def test_lower_priority_value_runs_first():
 
 
 def test_dead_decode_worker_lets_its_pages_on_the_prefill_side_go():
-    """Its host may vanish without a word: the stream never ends by itself."""
+    """Its host may vanish and send nothing: the stream never ends by itself."""
     simulation = Simulation(2, page_size=4, pages=20, rows=4, chunk=8)
     request = simulation.submit(list(range(20)), 6)
     while not request.tokens:
         simulation.step()
-    assert request.prefill.ledger.page_counts()[0].held > 0
+    assert request.prefill.kv_cache.page_counts()[0].held > 0
     simulation.pairs.clear()
     request.prefill.inbox.post(PeerDied(request.decode.name))
     request.prefill.turn()
-    assert request.prefill.ledger.page_counts()[0].held == 0
+    assert request.prefill.kv_cache.page_counts()[0].held == 0
     assert request.prefill.agent.serving == 0
 
 
@@ -239,7 +241,9 @@ def test_second_stream_for_a_request_is_turned_away():
     intruder = HandOverStream(request.key, "somebody")
     request.prefill.inbox.post(StreamOpened(intruder))
     request.prefill.turn()
-    (answer,) = drain(intruder)
+    (answer,) = intruder.take_all()
+    assert answer is not None
+    assert isinstance(answer.message, Ended)
     assert "open already" in answer.message.detail
     assert dropped(request.prefill, "stream") == 1
     request.prefill.inbox.post(StreamClosed(intruder))
@@ -252,7 +256,7 @@ def test_duplicate_submission_is_dropped():
     simulation = Simulation(5, page_size=4, pages=20, rows=4, chunk=8)
     request = simulation.submit(list(range(20)), 6)
     for worker in (request.prefill, request.decode):
-        worker.inbox.post(worker.inbox._messages[-1])
+        worker.inbox.post(list(worker.inbox)[-1])
     simulation.run()
     assert_complete(request)
     for worker in (request.prefill, request.decode):
@@ -269,9 +273,9 @@ def test_late_messages_of_a_hand_over_are_dropped_and_counted():
     simulation.run()
     assert_complete(request)
     before = dropped(request.decode, "hand_over"), dropped(request.prefill, "hand_over")
-    request.decode.inbox.post(FromPeer(mine, Ask()))
-    request.decode.inbox.post(FromPeer(mine, Released(valid=True)))
-    request.prefill.inbox.post(StreamMessage(theirs, Grant()))
+    request.decode.inbox.post(PeerMessage(mine, Sequenced(99, Ask())))
+    request.decode.inbox.post(PeerMessage(mine, Sequenced(100, Released(valid=True))))
+    request.prefill.inbox.post(StreamMessage(theirs, Sequenced(99, Grant())))
     request.prefill.inbox.post(Misdirected())
     simulation.cancel(request, request.decode)
     simulation.run()

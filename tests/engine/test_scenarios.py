@@ -1,4 +1,4 @@
-"""Memory scenarios that need the roles, by number; see `tests.mem_cache.test_scenarios`."""
+"""Memory scenarios that need a scheduler, by number. `tests.mem_cache.test_scenarios` has all."""
 
 from __future__ import annotations
 
@@ -8,13 +8,15 @@ from typing import Any
 
 import pytest
 
+from kvrelay.decode_worker.hand_over_stream import PeerMessage
 from kvrelay.decode_worker.request import DecodeRequest
-from kvrelay.decode_worker.stream import FromPeer
-from kvrelay.engine.commands import Stop
 from kvrelay.engine.config import Speculation
-from kvrelay.engine.outputs import EndReason, RequestKey
-from kvrelay.engine.step import StepEnded
-from kvrelay.kv_transfer.hand_over import DecodeState, Released
+from kvrelay.engine.executor.step import StepEnded
+from kvrelay.engine.scheduler.commands import Stop
+from kvrelay.kv_transfer.hand_over.states import DecodeState
+from kvrelay.wire.hand_over import Released
+from kvrelay.wire.output import EndReason
+from kvrelay.wire.request import RequestKey
 from tests.engine.simulation import SimRequest, Simulation, count, reference
 
 CHUNK = 16
@@ -43,12 +45,12 @@ def test_scenario_9_aborted_chunk_emits_nothing_when_its_forward_ends(seed: int)
     step_until(simulation, lambda: bool(prefill.steps) and prefill.steps[0].number == 2)
     simulation.cancel(request, prefill)
     prefill.turn()
-    (pages, rows) = prefill.ledger.counts()
+    (pages, rows) = prefill.kv_cache.counts()
     assert (pages.held, pages.promised, pages.quarantined) == (0, 0, 8)
     assert (rows.held, rows.quarantined) == (0, 1)
     prefill.end_step()
     prefill.turn()
-    (pages, rows) = prefill.ledger.counts()
+    (pages, rows) = prefill.kv_cache.counts()
     assert (pages.free, rows.free) == (pages.total, rows.total)
     simulation.run()
     assert not request.tokens
@@ -58,19 +60,21 @@ def test_scenario_9_aborted_chunk_emits_nothing_when_its_forward_ends(seed: int)
 
 def has_result(request: SimRequest) -> bool:
     """The prompt is computed; its engine has not heard of it."""
-    messages = request.prefill.inbox._messages
+    messages = request.prefill.inbox
     ended = [message for message in messages if isinstance(message, StepEnded)]
-    return any(computed.tokens for message in ended for computed in message.computed)
+    return any(computed.tokens for message in ended for computed in message.outputs)
 
 
 def has_verdict(request: SimRequest) -> bool:
     """The decode side may activate the request; its engine has not heard of it."""
-    messages = request.decode.inbox._messages
-    return any(isinstance(m, FromPeer) and isinstance(m.said.message, Released) for m in messages)
+    messages = request.decode.inbox
+    return any(
+        isinstance(m, PeerMessage) and isinstance(m.sequenced.message, Released) for m in messages
+    )
 
 
 def is_in(request: SimRequest, state: DecodeState) -> bool:
-    mine = request.decode.core.requests.get(request.key)
+    mine = request.decode.context.requests.get(request.key)
     return isinstance(mine, DecodeRequest) and mine.hand_over.state is state
 
 
@@ -90,7 +94,7 @@ def test_scenario_10_drain_releases_a_finished_prefill_that_is_not_merged_yet(
     simulation = one_pair(seed)
     request = simulation.submit(list(range(40)), 6)
     step_until(simulation, lambda: POINTS[point](request))
-    assert request.decode.ledger.page_counts()[0].held == 10
+    assert request.decode.kv_cache.page_counts()[0].held == 10
     for worker in simulation.workers:
         worker.inbox.post(Stop())
     simulation.run()
@@ -116,7 +120,7 @@ def test_scenario_46_no_token_is_sampled_from_a_chunk_but_the_last(length: int) 
             chunks[item.request.key.request_id].append((item.num_tokens, item.sample))
         launch(step)
 
-    prefill.launch = watch
+    prefill.launch = watch  # type: ignore[method-assign]
     simulation.run()
     for request in requests:
         counts, samples = zip(*chunks[request.key.request_id], strict=True)
@@ -141,7 +145,7 @@ def test_scenario_5_a_finish_beside_chunks_frees_the_slot_of_the_step_launched_a
         ahead += any(item.request.in_flight > 1 for item in generating)
         launch(step)
 
-    worker.launch = watch
+    worker.launch = watch  # type: ignore[method-assign]
     prompts = random_prompts(seed, 6, 40)
     # The stop token comes as a surprise: the step after it was launched already.
     outputs = [reference(prompt, 12) for prompt in prompts]
@@ -173,7 +177,7 @@ def test_scenario_7_a_chunked_request_keeps_its_table_while_rows_run_out() -> No
             tables[item.request.key] = table
         launch(step)
 
-    prefill.launch = watch
+    prefill.launch = watch  # type: ignore[method-assign]
     requests = [simulation.submit(prompt, 3) for prompt in random_prompts(7, 6, 50)]
     simulation.run()
     assert len(tables) == 6
@@ -198,11 +202,11 @@ def test_scenario_8_whoever_comes_in_gets_nothing_that_the_step_ahead_still_read
         nonlocal found
         turn()
         reading = [set(table[table >= 0].tolist()) for s in worker.steps for table in s.page_tables]
-        free = set(worker.ledger._books.accounts[0].free_pages.tolist())
+        free = set(worker.kv_cache.audit.free_pages(0))
         assert not any(pages & free for pages in reading)
-        found += any(counts.quarantined for counts in worker.ledger.page_counts())
+        found += any(counts.quarantined for counts in worker.kv_cache.page_counts())
 
-    worker.turn = watch
+    worker.turn = watch  # type: ignore[method-assign]
     for prompt in random_prompts(seed, 14, 20):
         output = reference(prompt, 12)
         stop = frozenset({output[5]})
@@ -251,9 +255,10 @@ def test_scenario_22_to_25_drafts_that_are_rejected_cost_no_token_and_no_page(
         end_step()
         for item in step.scheduled:
             if not item.request.has_ended:
-                assert item.tape.kv_len <= item.request.held.kv_allocated_len
+                assert item.token_state.kv_len <= item.request.held.kv_allocated_len
 
-    worker.turn, worker.end_step = watch, check_writes
+    worker.turn = watch  # type: ignore[method-assign]
+    worker.end_step = check_writes  # type: ignore[method-assign]
     requests = [simulation.submit(prompt, 30) for prompt in random_prompts(page_size, 5, 18)]
     simulation.run()
     for request in requests:
@@ -306,9 +311,9 @@ def test_scenario_48_room_for_one_and_a_half_prompts() -> None:
 
     def watch() -> None:
         turn()
-        held.append(decode.ledger.page_counts()[0].held)
+        held.append(decode.kv_cache.page_counts()[0].held)
 
-    decode.turn = watch
+    decode.turn = watch  # type: ignore[method-assign]
     requests = [simulation.submit(prompt, 4) for prompt in random_prompts(48, 2, 60)]
     simulation.run()
     # A prompt is 15 pages and its output one more: never a part of the second beside the first.

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import random
+from typing import Any, cast
 
 import pytest
 
 from kvrelay.engine.config import Speculation
-from kvrelay.engine.outputs import EndReason
-from kvrelay.engine.step import ForwardThread, Step
+from kvrelay.engine.executor.step import Executor, ForwardThread, Step
 from kvrelay.mem_cache.sharing import PageCopy
+from kvrelay.wire.output import EndReason
 from tests.engine.simulation import SimRequest, Simulation, SimWorker, count, reference
 
 
@@ -82,8 +83,11 @@ def test_copies_that_fail_end_the_forward_thread() -> None:
         def copy(self, copies) -> None:
             raise RuntimeError("injected")
 
-    ended, failures = [], []
-    thread = ForwardThread(Broken(), ended.append, failures.append)
+    ended: list[object] = []
+    failures: list[str] = []
+    thread: ForwardThread[Any] = ForwardThread(
+        cast("Executor", Broken()), ended.append, failures.append
+    )
     thread.launch(Step(1, (), (), (PageCopy(0, 1, 2),)))
     thread.close()
     assert failures == ["RuntimeError: injected"]

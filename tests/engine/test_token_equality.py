@@ -22,8 +22,8 @@ import pytest
 from tokenizers import Tokenizer
 
 from kvrelay.engine.config import PrefixIndexKind, Speculation
-from kvrelay.model_runner.sampler import SampledToken
-from kvrelay.model_runner.sampling_params import SamplingParams
+from kvrelay.wire.output import EndReason, SampledToken
+from kvrelay.wire.request import SamplingParams
 from tests.checkpoints import make_checkpoint
 from tests.engine.simulation import SimRequest, Simulation
 
@@ -36,7 +36,7 @@ SAMPLINGS = (
 STOPS: tuple[dict[str, Any], ...] = (
     {},
     {},
-    {"stop_strings": ("e", "th")},
+    {"stop": ("e", "th")},
     {"stop_token_ids": frozenset(range(40)), "min_tokens": 3},
 )
 
@@ -161,7 +161,8 @@ def plain_run(model: Path, dtype: str, asked: tuple[Asked, ...]) -> list[list[Si
 
 
 def finish_of(request: SimRequest) -> Any:
-    return next((end.finish for end in request.ends.values() if end.finish is not None), None)
+    complete = (EndReason.STOP, EndReason.LENGTH)
+    return next((end for end in request.ends.values() if end.reason in complete), None)
 
 
 def assert_same(request: SimRequest, plain: SimRequest) -> None:
@@ -181,8 +182,12 @@ def ids_of(token: SampledToken) -> list[int]:
 
 
 def logprobs_of(tokens: Sequence[SampledToken]) -> list[float]:
-    asked = [token for token in tokens if token.logprob is not None]
-    return [value for one in asked for value in (one.logprob, *(other for _, other in one.top))]
+    return [
+        value
+        for one in tokens
+        if one.logprob is not None
+        for value in (one.logprob, *(other for _, other in one.top))
+    ]
 
 
 def assert_equal_to_plain(
@@ -215,7 +220,9 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def cases(architectures: tuple[str, ...], modes: list[Mode], *marks: pytest.MarkDecorator) -> list:
+def cases(
+    architectures: tuple[str, ...], modes: list[Mode], *marks: pytest.MarkDecorator
+) -> list[Any]:
     return [
         pytest.param(
             architecture,

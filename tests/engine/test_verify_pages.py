@@ -6,9 +6,9 @@ import random
 
 import pytest
 
-from kvrelay.engine.outputs import Cause, EndReason
 from kvrelay.kv_transfer.checksums import VerifyPages
 from kvrelay.kv_transfer.pull import Pull
+from kvrelay.wire.output import EndReason, FailureReason
 from tests.engine.simulation import Simulation, SimWorker, count, reference
 
 
@@ -23,7 +23,7 @@ class Corrupting(Simulation):
             pool = self.random.choice(pools)
             page = self.random.choice(pull.local_pages[pool].tolist())
             # A page's first token has always settled.
-            worker.model.kv[pool][page, 0] ^= 1 << self.random.randrange(6)
+            worker.counting.kv[pool][page, 0] ^= 1 << self.random.randrange(6)
 
 
 def total(workers: list[SimWorker], counter: str) -> float:
@@ -52,7 +52,7 @@ def test_no_token_comes_of_a_page_that_is_not_as_it_was_computed(seed, page_size
         end = request.ends[request.decode.name]
         if end.reason is EndReason.FAILED:
             failed += 1
-            assert end.cause is Cause.PAGE_MISMATCH
+            assert end.cause is FailureReason.PAGE_MISMATCH
         else:
             assert request.output == expected
     assert 0 < failed < 40
@@ -69,7 +69,7 @@ def test_such_a_page_is_in_nobodys_prefix_index():
     simulation.run()
     assert total(simulation.decodes, "page_mismatches") == 3  # one of each read
     for worker in simulation.workers:
-        assert worker.ledger.page_counts()[0].cached_evictable == 0
+        assert worker.kv_cache.page_counts()[0].cached_evictable == 0
     simulation.share = 0.0
     again = simulation.submit(prompt, 4)
     simulation.run()

@@ -13,8 +13,6 @@ from kvrelay.kv_transfer.checksums import (
     SAMPLED_PART,
     LocalPage,
     PageHasher,
-    PageSum,
-    Place,
     VerifyPages,
     choose,
     hash_bytes,
@@ -23,6 +21,7 @@ from kvrelay.kv_transfer.checksums import (
 from kvrelay.mem_cache.convert import copy_pages
 from kvrelay.mem_cache.geometry import KVGeometry, PageOrder
 from kvrelay.mem_cache.pool import KVPool
+from kvrelay.wire.hand_over import PageSum, Place
 
 TOKENS = 16
 PLACES = [Place(pool, page) for pool in range(2) for page in range(40)]
@@ -47,7 +46,7 @@ class Sums:
         hasher = PageHasher([pool], self._failures.append)
         self._hashers.append(hasher)
         ended: queue.SimpleQueue[tuple[PageSum, ...]] = queue.SimpleQueue()
-        hasher.order([LocalPage(Place(0, 3), page_id, tokens)], ended.put)
+        hasher.submit([LocalPage(Place(0, 3), page_id, tokens)], ended.put)
         (found,) = ended.get(timeout=10)
         assert found.place == (0, 3)
         return found.value
@@ -67,7 +66,7 @@ def sums() -> Iterator[Sums]:
 
 @pytest.mark.parametrize("latent", [False, True], ids=["heads", "latent"])
 @pytest.mark.parametrize("tokens", [1, 5, TOKENS])
-def test_a_copy_has_the_same_sum_in_either_order(sums: Sums, tokens: int, latent: bool):
+def test_a_copy_has_the_same_sum_in_either_order(sums: Sums, tokens: int, latent: bool) -> None:
     source = random_pool(PageOrder.PAGE_FIRST, latent=latent)
     target = random_pool(PageOrder.LAYER_FIRST, latent=latent, seed=1)
     copy_pages(source, [2], target, [7])
@@ -76,7 +75,7 @@ def test_a_copy_has_the_same_sum_in_either_order(sums: Sums, tokens: int, latent
 
 
 @pytest.mark.parametrize("order", list(PageOrder))
-def test_any_settled_byte_changes_the_sum_and_no_other(sums: Sums, order: PageOrder):
+def test_any_settled_byte_changes_the_sum_and_no_other(sums: Sums, order: PageOrder) -> None:
     pool = random_pool(order)
     before = sums(pool, 4, tokens=5)
     for layer in range(3):
@@ -90,7 +89,7 @@ def test_any_settled_byte_changes_the_sum_and_no_other(sums: Sums, order: PageOr
     assert sums(pool, 4) != before
 
 
-def test_words_that_differ_in_one_place_have_other_sums():
+def test_words_that_differ_in_one_place_have_other_sums() -> None:
     """These two have the same sum where the upper half is added in place of being folded in."""
     pair = np.array([0x0000000014E70B38, 0xA61FD45800000000], np.uint64)
     assert len({hash_bytes(one.reshape(1).view(np.uint8)) for one in pair}) == 2
@@ -104,15 +103,15 @@ def test_words_that_differ_in_one_place_have_other_sums():
     assert len(sums) == 1 + 4 * len(page)
 
 
-def test_a_page_that_is_not_there_is_the_workers_failure():
+def test_a_page_that_is_not_there_is_the_workers_failure() -> None:
     failures: list[str] = []
     hasher = PageHasher([random_pool(PageOrder.PAGE_FIRST)], failures.append)
-    hasher.order([LocalPage(Place(1, 0), 0, TOKENS)], lambda sums: None)
+    hasher.submit([LocalPage(Place(1, 0), 0, TOKENS)], lambda sums: None)
     hasher.close()
     assert len(failures) == 1
 
 
-def test_sample_is_the_requests_own_and_never_empty():
+def test_sample_is_the_requests_own_and_never_empty() -> None:
     for count in (1, 5, SAMPLED_PART, 80):
         places = PLACES[:count]
         for number in range(50):
@@ -120,23 +119,23 @@ def test_sample_is_the_requests_own_and_never_empty():
             assert chosen == choose(VerifyPages.SAMPLE, places, f"request-{number}")
             assert 1 <= len(chosen) <= -(-count // SAMPLED_PART)
             assert set(chosen) <= set(places)
-    chosen = [choose(VerifyPages.SAMPLE, PLACES, str(number)) for number in range(300)]
-    assert {place for places in chosen for place in places} == set(PLACES)
+    by_request = [choose(VerifyPages.SAMPLE, PLACES, str(number)) for number in range(300)]
+    assert {place for chosen in by_request for place in chosen} == set(PLACES)
     assert choose(VerifyPages.SAMPLE, [], "nothing was read") == []
 
 
-def test_off_and_all():
+def test_off_and_all() -> None:
     assert choose(VerifyPages.OFF, PLACES, "x") == []
     assert choose(VerifyPages.ALL, PLACES, "x") == PLACES
 
 
-def test_the_last_page_counts_as_far_as_it_is_filled():
+def test_the_last_page_counts_as_far_as_it_is_filled() -> None:
     tables = [[5, 6, 7], [-1, 9, 8]]
     found = locate([Place(0, 1), Place(0, 2), Place(1, 2)], tables, 4, 10)
     assert [(page.page_id, page.tokens) for page in found] == [(6, 4), (7, 2), (8, 2)]
 
 
 @pytest.mark.parametrize("place", [(0, 3), (1, 0), (2, 0), (0, 2)])
-def test_what_is_not_held_is_not_hashed(place: tuple[int, int]):
+def test_what_is_not_held_is_not_hashed(place: tuple[int, int]) -> None:
     with pytest.raises(ValueError, match="is not held"):
         locate([Place(*place)], [[5, 6, 7], [-1, 9, 8]], 4, 8)

@@ -23,7 +23,9 @@ def make_pool(order: PageOrder, pages: int) -> tuple[KVPool, PoolLayout]:
     orders=st.tuples(st.sampled_from(PageOrder), st.sampled_from(PageOrder)),
     pairs=st.lists(st.tuples(st.integers(0, 9), st.integers(0, 11)), unique_by=lambda p: p[0]),
 )
-def test_copying_the_spans_copies_the_pages(orders, pairs):
+def test_copying_the_spans_copies_the_pages(
+    orders: tuple[PageOrder, PageOrder], pairs: list[tuple[int, int]]
+) -> None:
     target, local = make_pool(orders[0], 10)
     source, remote = make_pool(orders[1], 12)
     source.data.copy_(torch.randn_like(source.data))
@@ -46,7 +48,7 @@ def test_copying_the_spans_copies_the_pages(orders, pairs):
         )
 
 
-def test_neighbours_are_one_span():
+def test_neighbours_are_one_span() -> None:
     _, local = make_pool(PageOrder.PAGE_FIRST, 10)
     _, remote = make_pool(PageOrder.PAGE_FIRST, 10)
     spans = pair_spans(local, np.arange(2, 8), remote, np.arange(4, 10))
@@ -55,7 +57,7 @@ def test_neighbours_are_one_span():
     assert len(spans.lengths) == 2
 
 
-def test_page_outside_of_the_pool_is_refused():
+def test_page_outside_of_the_pool_is_refused() -> None:
     _, layout = make_pool(PageOrder.PAGE_FIRST, 10)
     with pytest.raises(ValueError, match=r"\[0, 10\)"):
         pair_spans(layout, np.array([0]), layout, np.array([10]))

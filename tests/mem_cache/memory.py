@@ -1,4 +1,4 @@
-"""A ledger with contents: every slot knows which token's KV was last written to it.
+"""A cache manager with contents: every slot knows whose token was last written to it.
 
 What a slot should hold is a number made of the namespace, the pool and all
 tokens up to its own, so that a page that was reused too early, or found under
@@ -13,13 +13,14 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from kvrelay.mem_cache.account import Owner
 from kvrelay.mem_cache.fence import Fence, StepClock, StepFence
+from kvrelay.mem_cache.kv_cache_manager import KVCacheManager
 from kvrelay.mem_cache.lease import Lease, LeaseState
-from kvrelay.mem_cache.ledger import Ledger, PoolShape
 from kvrelay.mem_cache.radix_tree import RadixTree
 from kvrelay.mem_cache.release import Outcome, release_kv_cache
+from kvrelay.mem_cache.shape import PoolShape
 from kvrelay.mem_cache.sharing import PageCopy
+from tests.known import known
 
 
 @dataclass(eq=False)
@@ -52,7 +53,8 @@ class Holder:
     tokens: list[int]
     namespace: str
     lease: Lease
-    settled: int
+    written: int
+    """Tokens whose KV was written, by forwards and transfers that have ended."""
     last_step: int = 0
     borrowed: int | None = None
     """Tokens that a session's turn began with."""
@@ -64,7 +66,7 @@ class Holder:
 
 
 class Memory:
-    """Operations on a ledger as the roles use it, with the contents beside."""
+    """Operations on a cache manager as the schedulers use it, with the contents beside."""
 
     def __init__(
         self,
@@ -78,7 +80,7 @@ class Memory:
         long_row: int = 8,
     ) -> None:
         windows = [pool.window for pool in pools]
-        self.ledger = Ledger(
+        self.kv_cache = KVCacheManager(
             pools,
             page_size=page_size,
             total_rows=rows,
@@ -97,10 +99,12 @@ class Memory:
 
     # What requests do
 
-    def open(self, tokens: list[int], promised: int, namespace: str = "", known: int = -1):
+    def open(
+        self, tokens: list[int], promised: int, namespace: str = "", known: int = -1
+    ) -> Holder | None:
         self.opened += 1
         known = len(tokens) if known < 0 else known
-        lease = self.ledger.open(
+        lease = self.kv_cache.open(
             f"r{self.opened}",
             promised,
             token_ids=np.asarray(tokens[:known], np.int32),
@@ -116,9 +120,9 @@ class Memory:
         """Launch a forward over the next `count` tokens; False if memory is short."""
         lease = holder.lease
         start = lease.kv_committed_len
-        if not self.ledger.grow(lease, start + count):
+        if not self.kv_cache.grow(lease, start + count):
             return False
-        self.ledger.commit(lease, start + count)
+        self.kv_cache.commit(lease, start + count)
         holder.last_step = self.steps.launch()
         self.forwards.append(self._flight(holder, start, start + count, reads=True))
         return True
@@ -127,8 +131,8 @@ class Memory:
         """Begin to read the next `count` tokens' pages from a peer; None if memory is short."""
         lease = holder.lease
         start, end = lease.kv_committed_len, lease.kv_committed_len + count
-        self.ledger.slide(lease, end)
-        if not self.ledger.grow(lease, end):
+        self.kv_cache.slide(lease, end)
+        if not self.kv_cache.grow(lease, end):
             return None
         flight = self._flight(holder, start, end, reads=False)
         holder.transfers.append(flight)
@@ -136,16 +140,16 @@ class Memory:
         return flight
 
     def announce(self, holder: Holder) -> None:
-        """Let a peer read what is settled."""
-        flight = self._flight(holder, holder.settled, holder.settled, reads=True)
+        """Let a peer read what is written."""
+        flight = self._flight(holder, holder.written, holder.written, reads=True)
         holder.peers.append(flight)
         self.others.append(flight)
 
     def publish(self, holder: Holder) -> None:
-        self.ledger.publish(holder.lease, holder.ids(holder.settled), self.readers(holder))
+        self.kv_cache.publish(holder.lease, holder.ids(holder.written), self.readers(holder))
 
     def slide(self, holder: Holder) -> None:
-        self.ledger.slide(holder.lease, holder.settled)
+        self.kv_cache.slide(holder.lease, holder.written)
 
     def release(self, holder: Holder, outcome: Outcome) -> None:
         """As the engine does; a peer's stream ends with its request."""
@@ -156,9 +160,9 @@ class Memory:
         fences = self.readers(holder)
         for peer in holder.peers:
             self.end(peer)
-        publish = holder.ids(holder.settled)
+        publish = holder.ids(holder.written)
         assert release_kv_cache(
-            self.ledger, holder.lease, outcome, token_ids=publish, fences=fences
+            self.kv_cache, holder.lease, outcome, token_ids=publish, fences=fences
         )
 
     def save(self, holder: Holder) -> None:
@@ -166,13 +170,13 @@ class Memory:
         for peer in holder.peers:
             self.end(peer)
         fences = self.readers(holder)
-        assert release_kv_cache(self.ledger, holder.lease, Outcome.SAVED, fences=fences)
+        assert release_kv_cache(self.kv_cache, holder.lease, Outcome.SAVED, fences=fences)
         self.saved.append(holder)
 
     def borrow(
         self, holder: Holder, prefix_len: int, promised: int, *, fresh_boundary: bool = False
     ) -> bool:
-        lent = self.ledger.borrow(
+        lent = self.kv_cache.sessions.borrow(
             holder.lease,
             holder.lease.holder + "'",
             prefix_len,
@@ -184,15 +188,15 @@ class Memory:
             self.saved.remove(holder)
             self.holders.append(holder)
             holder.borrowed = prefix_len
-            holder.settled = min(holder.settled, holder.lease.kv_committed_len)
+            holder.written = min(holder.written, holder.lease.kv_committed_len)
         return lent
 
     def roll_back(self, holder: Holder) -> None:
         """The turn fails; what it began with is there as before."""
         for peer in holder.peers:
             self.end(peer)
-        self.ledger.roll_back(holder.lease, holder.borrowed, self.pending(holder))
-        holder.settled = holder.borrowed
+        self.kv_cache.sessions.roll_back(holder.lease, known(holder.borrowed), self.pending(holder))
+        holder.written = known(holder.borrowed)
         self.save(holder)
 
     def pending(self, holder: Holder) -> list[Fence]:
@@ -204,9 +208,9 @@ class Memory:
 
     def fork(self, holder: Holder, number: int, promised: int) -> list[Holder] | None:
         """Open leases of the same tokens so far; launch the forward that copies, if any is to."""
-        length = holder.settled
+        length = holder.written
         self.opened += number
-        forked = self.ledger.fork(
+        forked = self.kv_cache.fork(
             holder.lease,
             [f"r{self.opened - one}" for one in range(number)],
             holder.ids(length),
@@ -233,22 +237,22 @@ class Memory:
 
     # What ends by itself
 
-    def settle(self) -> None:
+    def end_forward(self) -> None:
         """The oldest forward ends: it reads and writes."""
         forward = self.forwards.pop(0)
         self.check_reads(forward)
         for pool, source, target in forward.copies:
             self.contents[pool][target] = self.contents[pool][source]
         self._write(forward)
-        self.steps.settle()
+        self.steps.end()
         if not forward.forked:
-            self._settled(forward.holder, forward.life, forward.end)
+            self._record_written(forward.holder, forward.life, forward.end)
         for child, (life, end) in forward.forked.items():
-            self._settled(child, life, max(child.settled, end))
+            self._record_written(child, life, max(child.written, end))
 
-    def _settled(self, holder: Holder, life: str, end: int) -> None:
+    def _record_written(self, holder: Holder, life: str, end: int) -> None:
         if holder.lease.state is LeaseState.OPEN and life == holder.lease.holder:
-            holder.settled = end
+            holder.written = end
 
     def end(self, flight: InFlight) -> None:
         """A transfer or a peer's read ends."""
@@ -261,21 +265,21 @@ class Memory:
         self.others.remove(flight)
         lease = flight.holder.lease
         if not flight.reads and lease.state is LeaseState.OPEN and flight.life == lease.holder:
-            self.ledger.commit(lease, flight.end)
-            flight.holder.settled = flight.end
+            self.kv_cache.commit(lease, flight.end)
+            flight.holder.written = flight.end
 
     def reclaim(self) -> None:
-        self.ledger.reclaim()
+        self.kv_cache.reclaim()
 
     # What must hold
 
     def check(self) -> None:
         """Conservation, page by page, and the contents of all that anybody may read."""
-        self.ledger.audit_pages()
+        self.kv_cache.audit.check_pages()
         for holder in [*self.holders, *self.saved]:
             if not all(transfer.ended for transfer in holder.transfers):
                 continue  # its window is where the transfer ends, its contents are not there yet
-            view = self._flight(holder, holder.settled, holder.settled, reads=True)
+            view = self._flight(holder, holder.written, holder.written, reads=True)
             self.check_reads(view)
         for flight in self.others:
             if flight.reads:
@@ -285,7 +289,7 @@ class Memory:
         unwritten: dict[Holder, int] = {}
         for forward in self.forwards:
             for child in forward.forked:
-                unwritten[child] = child.settled
+                unwritten[child] = child.written
             first = min(forward.start, unwritten.get(forward.holder, forward.start))
             unwritten[forward.holder] = first
             self.check_reads(forward, first)
@@ -296,7 +300,7 @@ class Memory:
         As far as it is `written`: an earlier forward may have to end first.
         """
         last = flight.start if written is None else written
-        for pool, shape in enumerate(self.ledger.pools):
+        for pool, shape in enumerate(self.kv_cache.shape.pools):
             first = 0 if shape.window is None else max(0, flight.start - shape.window + 1)
             if first >= last:
                 continue
@@ -315,24 +319,24 @@ class Memory:
             written = slice(flight.start // self.page_size, -(-flight.end // self.page_size))
             pages = [page for copy in flight.copies if copy.pool == pool for page in copy[1:]]
             pages += [page for page in table[written].tolist() if page >= 0]
-            owners = self.ledger._books.accounts[pool].owner_of[pages]
-            assert (owners != Owner.FREE).all(), f"of {pages} some are free, {flight.life} runs"
+            free = set(self.kv_cache.audit.free_pages(pool))
+            assert free.isdisjoint(pages), f"of {pages} some are free, {flight.life} runs"
 
     def drain(self) -> None:
         """End everything; then nothing may be left but what the index keeps."""
         for holder in [*self.holders, *self.saved]:
             self.release(holder, Outcome.ABORTED)
         while self.forwards:
-            self.settle()
+            self.end_forward()
         for flight in list(self.others):
             self.end(flight)
         self.reclaim()
         self.check()
-        for pool, counts in enumerate(self.ledger.page_counts()):
+        for pool, counts in enumerate(self.kv_cache.page_counts()):
             assert counts.free + counts.cached_evictable == counts.total
             assert counts.promised == 0
-            assert self.ledger.index.evictable(pool) == self.ledger.index.size(pool)
-        assert self.ledger.row_counts().free == self.ledger.total_rows
+            assert self.kv_cache.index.evictable(pool) == self.kv_cache.index.size(pool)
+        assert self.kv_cache.audit.row_counts().free == self.kv_cache.total_rows
 
     # Inside
 

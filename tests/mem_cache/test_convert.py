@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,10 +15,11 @@ from kvrelay.mem_cache import convert
 from kvrelay.mem_cache.convert import CopyPlan, copy_pages
 from kvrelay.mem_cache.geometry import KVGeometry, PageOrder
 from kvrelay.mem_cache.pool import KVPool
+from tests.known import known
 
 CPU = torch.device("cpu")
 NUM_LAYERS = 5
-ATTENTION = {
+ATTENTION: dict[str, dict[str, Any]] = {
     # In bfloat16 pieces of 288 words: two blocks of the kernel and a part of a third.
     "mha": {"num_kv_heads": 6, "head_dim": 12, "page_size": 8},
     "gqa": {"num_kv_heads": 2, "head_dim": 8, "page_size": 4},
@@ -69,8 +71,8 @@ def import_kernel(interpret, monkeypatch):
     pytest.importorskip("triton", reason="triton is for Linux alone")
     monkeypatch.setenv("TRITON_INTERPRET", "1" if interpret else "0")
     spec = importlib.util.find_spec("kvrelay.mem_cache.convert_triton")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module = importlib.util.module_from_spec(known(spec))
+    known(known(spec).loader).exec_module(module)
     return module
 
 

@@ -7,26 +7,34 @@ from itertools import permutations
 import numpy as np
 import pytest
 
-from kvrelay.mem_cache.errors import LedgerError
+from kvrelay.mem_cache.errors import KVCacheError
 from kvrelay.mem_cache.fence import StepFence
-from kvrelay.mem_cache.ledger import Ledger, PoolShape
+from kvrelay.mem_cache.kv_cache_manager import KVCacheManager
 from kvrelay.mem_cache.release import Outcome
+from kvrelay.mem_cache.shape import PoolShape
+from tests.known import known
 from tests.mem_cache.memory import Holder, Memory
-from tests.mem_cache.test_scenarios import (
+from tests.mem_cache.scenarios import (
     CACHED,
     OTHERS,
     TOKENS,
     assert_at_baseline,
     compute,
+    end_all_forwards,
     full,
     lengths,
     make,
     publish,
-    settle_all,
     start,
     state,
     times_freed,
 )
+
+
+def unpromised(kv_cache: KVCacheManager, pool: int) -> int:
+    """Pages that can be had, free or by eviction, without breaking a promise."""
+    counts = kv_cache.page_counts()[pool]
+    return counts.free + counts.cached_evictable - counts.promised
 
 
 def prompt_of(memory: Memory, length: int, promised: int) -> Holder:
@@ -64,13 +72,13 @@ def test_choices_share_whole_pages_and_copy_the_last(page_size, prompt, shared, 
     wanted = -(-(prompt + 6) // page_size) - shared - copied
     assert full(memory).promised == 3 * wanted
     if copies:
-        memory.settle()
+        memory.end_forward()
     for one in (first, *children):
         compute(memory, one, 3, 3)
     memory.check()
     for one in (first, *children):
         memory.release(one, Outcome.FINISHED)
-    settle_all(memory)
+    end_all_forwards(memory)
     if not cached:
         assert full(memory).free == full(memory).total, "nothing stays cached"
     assert_at_baseline(memory)
@@ -90,7 +98,7 @@ def test_choices_of_a_windowed_model_end_in_any_order(order, cached):
         assert child.lease.pages(1)[:4].tolist() == window[:4].tolist()
         assert child.lease.pages(1)[4] != window[4]
     assert {copy.pool for copy in memory.forwards[0].copies} == {0, 1}
-    memory.settle()
+    memory.end_forward()
     choices = [first, *children]
     for _ in range(3):
         for one in choices:
@@ -100,9 +108,9 @@ def test_choices_of_a_windowed_model_end_in_any_order(order, cached):
     for number in order:
         memory.release(choices[number], Outcome.ABORTED)
         memory.check()
-    settle_all(memory)
+    end_all_forwards(memory)
     if not cached:
-        assert all(counts.free == counts.total for counts in memory.ledger.page_counts())
+        assert all(counts.free == counts.total for counts in memory.kv_cache.page_counts())
     assert_at_baseline(memory)
 
 
@@ -125,8 +133,8 @@ def test_choice_ends_before_its_page_is_copied(who, outcome, cached):
     assert pull is not None
     memory.end(pull)
     assert not set(other.lease.own_pages()) & set(last)
-    settle_all(memory)
-    assert times_freed(memory.ledger, last) == {1}
+    end_all_forwards(memory)
+    assert times_freed(memory.kv_cache, last) == {1}
     for one in list(memory.holders):
         memory.check()
         memory.release(one, Outcome.FINISHED)
@@ -153,7 +161,7 @@ def test_fork_refused_changes_nothing(short, cached):
         copied = StepFence(memory.steps, memory.steps.launched + 1)
         ids = first.ids(10)
         holders = ["second", "third"]
-        forked = memory.ledger.fork(first.lease, holders, ids, 30, copied=copied)
+        forked = memory.kv_cache.fork(first.lease, holders, ids, 30, copied=copied)
         assert forked is None
         assert state(memory, first) == before
         memory.check()
@@ -165,11 +173,11 @@ def test_fork_refused_changes_nothing(short, cached):
 def test_choice_forks_again(cached):
     memory = make(4, 40, rows=6, cached=cached)
     first = prompt_of(memory, 10, 24)
-    [second] = memory.fork(first, 1, 24)
-    memory.settle()
+    [second] = known(memory.fork(first, 1, 24))
+    memory.end_forward()
     compute(memory, second, 5)
-    [third] = memory.fork(second, 1, 24)
-    memory.settle()
+    [third] = known(memory.fork(second, 1, 24))
+    memory.end_forward()
     assert lengths(third.lease) == (12, 15, 15)
     assert third.lease.pages()[:3].tolist() == second.lease.pages()[:3].tolist()
     compute(memory, first, 6)
@@ -179,7 +187,7 @@ def test_choice_forks_again(cached):
     compute(memory, third, 3)
     memory.release(first, Outcome.FINISHED)
     memory.release(third, Outcome.FINISHED)
-    settle_all(memory)
+    end_all_forwards(memory)
     if not cached:
         assert full(memory).free == full(memory).total, "nothing stays cached"
     assert_at_baseline(memory)
@@ -193,16 +201,16 @@ def test_fork_of_a_prompt_that_another_has_published():
     publish(memory, other)
     memory.announce(first)
     own = first.lease.pages()
-    [second] = memory.fork(first, 1, 12)
+    [second] = known(memory.fork(first, 1, 12))
     assert first.lease.pages()[:2].tolist() == other.lease.pages().tolist()
     assert full(memory).quarantined == 2
-    settle_all(memory)
+    end_all_forwards(memory)
     assert full(memory).quarantined == 2
     memory.check()  # what the peer reads is right
     for one in (other, first, second):
         memory.release(one, Outcome.FINISHED)
-    settle_all(memory)
-    assert times_freed(memory.ledger, own[:2]) == {1}
+    end_all_forwards(memory)
+    assert times_freed(memory.kv_cache, own[:2]) == {1}
     assert_at_baseline(memory)
 
 
@@ -213,15 +221,15 @@ def test_fork_counts_the_duplicates_that_come_back_at_once():
     memory.release(other, Outcome.FINISHED)
     first = prompt_of(memory, 10, 12)
     waiting = start(memory, OTHERS, 20, known=0)
-    assert memory.ledger.unpromised(0) == 1
+    assert unpromised(memory.kv_cache, 0) == 1
     assert memory.fork(first, 2, 12) is None
     children = memory.fork(first, 1, 12)
     assert children is not None
-    assert memory.ledger.grow(waiting.lease, 20), "a promise was broken"
-    settle_all(memory)
+    assert memory.kv_cache.grow(waiting.lease, 20), "a promise was broken"
+    end_all_forwards(memory)
     for one in (first, *children, waiting):
         memory.release(one, Outcome.ABORTED)
-    settle_all(memory)
+    end_all_forwards(memory)
     assert_at_baseline(memory)
 
 
@@ -229,21 +237,21 @@ def test_fork_of_what_it_cannot_be():
     memory = make(4, 20)
     first = prompt_of(memory, 10, 12)
     fence = StepFence(memory.steps, 1)
-    with pytest.raises(LedgerError, match="after 9 tokens"):
-        memory.ledger.fork(first.lease, ["second"], first.ids(9), 12, copied=fence)
-    with pytest.raises(LedgerError, match="promise of 9 tokens"):
-        memory.ledger.fork(first.lease, ["second"], first.ids(10), 9, copied=fence)
+    with pytest.raises(KVCacheError, match="after 9 tokens"):
+        memory.kv_cache.fork(first.lease, ["second"], first.ids(9), 12, copied=fence)
+    with pytest.raises(KVCacheError, match="promise of 9 tokens"):
+        memory.kv_cache.fork(first.lease, ["second"], first.ids(10), 9, copied=fence)
     memory.release(first, Outcome.ABORTED)
-    with pytest.raises(LedgerError, match="RELEASED"):
-        memory.ledger.fork(first.lease, ["second"], first.ids(10), 12, copied=fence)
+    with pytest.raises(KVCacheError, match="RELEASED"):
+        memory.kv_cache.fork(first.lease, ["second"], first.ids(10), 12, copied=fence)
     assert_at_baseline(memory)
 
 
 # What admission asks
 
 
-def make_windowed() -> Ledger:
-    return Ledger(
+def make_windowed() -> KVCacheManager:
+    return KVCacheManager(
         [PoolShape("full", 20), PoolShape("window", 8, window=6)],
         page_size=4,
         total_rows=4,
@@ -253,25 +261,25 @@ def make_windowed() -> Ledger:
 
 
 def test_most_pages_is_what_is_promised():
-    ledger = make_windowed()
-    assert [ledger.most_pages(pool, 3) for pool in (0, 1)] == [1, 1]
-    assert [ledger.most_pages(pool, 80) for pool in (0, 1)] == [20, 4]
-    lease = ledger.open("a", 60)
+    kv_cache = make_windowed()
+    assert [kv_cache.shape.most_pages(pool, 3) for pool in (0, 1)] == [1, 1]
+    assert [kv_cache.shape.most_pages(pool, 80) for pool in (0, 1)] == [20, 4]
+    lease = kv_cache.open("a", 60)
     assert lease is not None
-    assert [counts.promised for counts in ledger.page_counts()] == [15, 4]
-    assert [ledger.unpromised(pool) for pool in (0, 1)] == [5, 4]
+    assert [counts.promised for counts in kv_cache.page_counts()] == [15, 4]
+    assert [unpromised(kv_cache, pool) for pool in (0, 1)] == [5, 4]
 
 
-@pytest.mark.parametrize(("leaving", "opened"), [
+@pytest.mark.parametrize(("headroom", "opened"), [
     (None, True), ([0, 0], True), ([5, 4], True), ([6, 0], False), ([0, 5], False),
 ])  # fmt: skip
-def test_open_leaves_pages_unpromised(leaving, opened):
-    ledger = make_windowed()
-    before = ledger.counts()
-    lease = ledger.open("a", 60, leaving=leaving)
+def test_open_leaves_pages_unpromised(headroom, opened):
+    kv_cache = make_windowed()
+    before = kv_cache.counts()
+    lease = kv_cache.open("a", 60, headroom=headroom)
     assert (lease is not None) is opened
     if not opened:
-        assert ledger.counts() == before
+        assert kv_cache.counts() == before
 
 
 def test_open_without_its_prefix_if_that_leaves_too_little():
@@ -279,15 +287,15 @@ def test_open_without_its_prefix_if_that_leaves_too_little():
     first = prompt_of(memory, 20, 20)
     memory.release(first, Outcome.FINISHED)
     ids = np.asarray(TOKENS[:20], np.int32)
-    plain = memory.ledger.open("plain", 24, token_ids=ids)
+    plain = memory.kv_cache.open("plain", 24, token_ids=ids)
     assert plain is not None
     assert plain.cache_protected_len == 20
-    assert memory.ledger.unpromised(1) == 3
-    memory.ledger.close(plain)
-    memory.ledger.give_back(plain, ())
-    careful = memory.ledger.open("careful", 24, token_ids=ids, leaving=[0, 3])
+    assert unpromised(memory.kv_cache, 1) == 3
+    memory.kv_cache.close(plain)
+    memory.kv_cache.free_lease(plain, ())
+    careful = memory.kv_cache.open("careful", 24, token_ids=ids, headroom=[0, 3])
     assert careful is not None
-    memory.ledger.close(careful)
-    memory.ledger.give_back(careful, ())
-    assert memory.ledger.open("too careful", 24, token_ids=ids, leaving=[0, 8]) is None
+    memory.kv_cache.close(careful)
+    memory.kv_cache.free_lease(careful, ())
+    assert memory.kv_cache.open("too careful", 24, token_ids=ids, headroom=[0, 8]) is None
     assert_at_baseline(memory)

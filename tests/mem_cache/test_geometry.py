@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -44,7 +45,13 @@ def test_pool_is_exactly_its_pages():
 
 @pytest.mark.parametrize("field", ["num_layers", "num_kv_heads", "head_dim", "page_size"])
 def test_empty_dimension_is_named(field):
-    sizes = {"num_layers": 1, "num_kv_heads": 1, "head_dim": 1, "page_size": 1, field: 0}
+    sizes: dict[str, Any] = {
+        "num_layers": 1,
+        "num_kv_heads": 1,
+        "head_dim": 1,
+        "page_size": 1,
+        field: 0,
+    }
     with pytest.raises(ValueError, match=field):
         KVGeometry(dtype=torch.float32, **sizes)
 

@@ -16,8 +16,8 @@ from hypothesis.stateful import (
     rule,
 )
 
-from kvrelay.mem_cache.ledger import PoolShape
 from kvrelay.mem_cache.release import Outcome
+from kvrelay.mem_cache.shape import PoolShape
 from tests.mem_cache.memory import Holder, Memory
 
 STEPS = 60
@@ -82,7 +82,7 @@ class MemoryMachine(RuleBasedStateMachine):
         tokens = [base + 1] * cut + [7 + self.memory.opened % 2] * (self.longest - cut)
         promised = min(count + output, self.longest)
         known = count - (0 if whole else 1)
-        version = self.memory.ledger.room_version
+        version = self.memory.kv_cache.room_version
         opened = self.memory.open(tokens, promised, namespace, known=known)
         # A refusal is remembered as an engine does; what was refused is refused until it rises.
         asked = (tuple(tokens), promised, namespace, known)
@@ -99,7 +99,7 @@ class MemoryMachine(RuleBasedStateMachine):
             return
         # As the engine: no more than two forwards of one request, and none far beyond the slide.
         self.memory.slide(holder)
-        if lease.kv_committed_len + count - holder.settled > AHEAD:
+        if lease.kv_committed_len + count - holder.written > AHEAD:
             return
         if lease.kv_committed_len + count > self.longest:
             return
@@ -115,7 +115,7 @@ class MemoryMachine(RuleBasedStateMachine):
         if any(not transfer.ended for transfer in holder.transfers):
             return
         while self.memory.forwards:
-            self.memory.settle()
+            self.memory.end_forward()
         self.run_to(holder, holder.lease.promised_tokens)
         if publish:
             self.memory.publish(holder)
@@ -125,14 +125,14 @@ class MemoryMachine(RuleBasedStateMachine):
         while (left := tokens - holder.lease.kv_committed_len) > 0:
             self.memory.slide(holder)
             assert self.memory.compute(holder, min(left, AHEAD)), "a promise was broken"
-            self.memory.settle()
+            self.memory.end_forward()
 
     @precondition(lambda self: self.memory.holders)
     @rule(number=st.integers(0), share=st.floats(0.1, 1))
     def pull(self, number: int, share: float) -> None:
         holder = self.pick(number)
         lease = holder.lease
-        if holder.last_step or holder.transfers or holder.settled != lease.kv_committed_len:
+        if holder.last_step or holder.transfers or holder.written != lease.kv_committed_len:
             return
         room = lease.promised_tokens - lease.kv_committed_len
         if room > 0:
@@ -152,20 +152,20 @@ class MemoryMachine(RuleBasedStateMachine):
         if any(not transfer.ended for transfer in holder.transfers):
             return
         while self.memory.forwards:
-            self.memory.settle()
+            self.memory.end_forward()
         prompt = max(lease.kv_committed_len, int(share * lease.promised_tokens))
         self.run_to(holder, prompt)
-        before = self.memory.ledger.counts()
+        before = self.memory.kv_cache.counts()
         state = [lease.cache_protected_len, lease.tables()]
         promised = min(self.longest, prompt + more)
         if self.memory.fork(holder, choices, promised) is None:
-            assert self.memory.ledger.counts() == before, "a refusal changed something"
+            assert self.memory.kv_cache.counts() == before, "a refusal changed something"
             assert [lease.cache_protected_len, lease.tables()] == state
 
     @precondition(lambda self: self.memory.forwards)
     @rule()
-    def settle(self) -> None:
-        self.memory.settle()
+    def end_forward(self) -> None:
+        self.memory.end_forward()
 
     @precondition(lambda self: self.memory.others)
     @rule(number=st.integers(0))
@@ -177,7 +177,7 @@ class MemoryMachine(RuleBasedStateMachine):
     def announce(self, number: int) -> None:
         holder = self.pick(number)
         # A window's pages are announced with the last chunk, after which nothing slides.
-        if all(shape.window is None for shape in self.memory.ledger.pools):
+        if all(shape.window is None for shape in self.memory.kv_cache.shape.pools):
             self.memory.announce(holder)
 
     @precondition(lambda self: self.memory.holders)
@@ -201,14 +201,14 @@ class MemoryMachine(RuleBasedStateMachine):
     )
     def borrow(self, number: int, share: float, more: int, fresh: bool) -> None:
         holder = self.memory.saved[number % len(self.memory.saved)]
-        low, high = holder.lease.cache_protected_len, holder.settled
+        low, high = holder.lease.cache_protected_len, holder.written
         prefix = low + int((high - low) * share)
-        if not self.memory.ledger.can_go_back(holder.lease, prefix):
+        if not holder.lease.can_go_back(prefix):
             prefix = high
         promised = min(self.longest, prefix + more)
-        before = self.memory.ledger.page_counts()
+        before = self.memory.kv_cache.page_counts()
         if not self.memory.borrow(holder, prefix, promised, fresh_boundary=fresh):
-            assert self.memory.ledger.page_counts() == before, "a refusal changed something"
+            assert self.memory.kv_cache.page_counts() == before, "a refusal changed something"
 
     @precondition(lambda self: self.memory.holders)
     @rule(number=st.integers(0))
@@ -217,7 +217,7 @@ class MemoryMachine(RuleBasedStateMachine):
         if holder.borrowed is None:
             return
         # What has left a window since, or was published, cannot be had back.
-        if self.memory.ledger.can_go_back(holder.lease, holder.borrowed):
+        if holder.lease.can_go_back(holder.borrowed):
             self.memory.roll_back(holder)
 
     @precondition(lambda self: self.memory.saved)

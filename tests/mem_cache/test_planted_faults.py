@@ -11,12 +11,17 @@ import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
 
-from kvrelay.mem_cache import growth
 from kvrelay.mem_cache.account import NO_PAGES
-from kvrelay.mem_cache.books import Books
+from kvrelay.mem_cache.eviction_queue import EvictionQueue
+from kvrelay.mem_cache.kv_cache_manager import KVCacheManager
 from kvrelay.mem_cache.lease import Lease, LeaseState
-from kvrelay.mem_cache.ledger import Ledger
+from kvrelay.mem_cache.lease_lengths import LeaseLengths
+from kvrelay.mem_cache.lease_table import LeaseTable
+from kvrelay.mem_cache.page_allocator import PageAllocator
 from kvrelay.mem_cache.prefix_index import PrefixLock
+from kvrelay.mem_cache.promises import Promises
+from kvrelay.mem_cache.radix_forest import RadixForest
+from kvrelay.mem_cache.radix_node import RadixNode
 from kvrelay.mem_cache.radix_tree import RadixTree
 from tests.mem_cache.test_memory_model import MemoryMachine
 
@@ -41,28 +46,26 @@ def wrap(patch: pytest.MonkeyPatch, owner: type, name: str, around: Callable[...
 
 
 @fault
-def give_back_twice(patch: pytest.MonkeyPatch) -> None:
-    def twice(original: Any, ledger: Ledger, lease: Lease, pending: Any) -> None:
-        pages = lease.own_pages()
-        original(ledger, lease, pending)
+def free_twice(patch: pytest.MonkeyPatch) -> None:
+    def twice(original: Any, leases: LeaseTable, lease: Lease, pending: Any) -> None:
+        allocator, pages = leases._allocator, lease.own_pages()
+        original(leases, lease, pending)
         if len(pages) and not pending:
-            ledger._books.let_go(
-                lease.holder, [pages, *[NO_PAGES] * (len(ledger.pools) - 1)], pending
-            )
+            others = [NO_PAGES] * (len(allocator.accounts) - 1)
+            allocator.free_after(pending, lease.holder, [pages, *others])
 
-    wrap(patch, Ledger, "give_back", twice)
+    wrap(patch, LeaseTable, "end_lease", twice)
 
 
 @fault
 def skip_the_tail(patch: pytest.MonkeyPatch) -> None:
     """What is allocated beyond what is committed is forgotten."""
 
-    def shorter(ledger: Ledger, lease: Lease, pending: Any) -> None:
-        ledger._books.rows.allocated[lease.row] = lease.kv_committed_len
-        give_back(ledger, lease, pending)
+    def shorter(original: Any, leases: LeaseTable, lease: Lease, pending: Any) -> None:
+        leases._rows.allocated[lease.row] = lease.kv_committed_len
+        original(leases, lease, pending)
 
-    give_back = Ledger.give_back
-    patch.setattr(Ledger, "give_back", shorter)
+    wrap(patch, LeaseTable, "end_lease", shorter)
 
 
 @fault
@@ -81,109 +84,118 @@ def never_unlock(patch: pytest.MonkeyPatch) -> None:
 
 @fault
 def publish_the_unaligned_page(patch: pytest.MonkeyPatch) -> None:
-    def more(original: Any, ledger: Ledger, lease: Lease, tokens: Any, pending: Any = ()) -> None:
-        end = min(-(-len(tokens) // ledger.page_size) * ledger.page_size, lease.kv_allocated_len)
-        ledger._books.rows.committed[lease.row] = max(lease.kv_committed_len, end)
+    def more(
+        original: Any, kv_cache: KVCacheManager, lease: Lease, tokens: Any, pending: Any = ()
+    ) -> None:
+        end = min(
+            -(-len(tokens) // kv_cache.shape.page_size) * kv_cache.shape.page_size,
+            lease.kv_allocated_len,
+        )
+        kv_cache._lengths._rows.committed[lease.row] = max(lease.kv_committed_len, end)
         padded = np.concatenate([tokens, np.zeros(max(0, end - len(tokens)), np.int32)])
-        original(ledger, lease, padded, pending)
+        original(kv_cache, lease, padded, pending)
 
-    wrap(patch, Ledger, "publish", more)
+    wrap(patch, KVCacheManager, "publish", more)
 
 
 @fault
 def reclaim_before_the_fence(patch: pytest.MonkeyPatch) -> None:
-    def hasty(original: Any, ledger: Ledger) -> int:
-        for entry in ledger._books.quarantine:
+    def hasty(original: Callable[..., int], allocator: PageAllocator) -> int:
+        for entry in allocator.quarantine:
             object.__setattr__(entry, "fences", entry.fences[1:])
-        return original(ledger)
+        return original(allocator)
 
-    wrap(patch, Ledger, "reclaim", hasty)
+    wrap(patch, PageAllocator, "reclaim", hasty)
 
 
 @fault
 def free_what_is_fenced(patch: pytest.MonkeyPatch) -> None:
     wrap(
         patch,
-        Ledger,
-        "give_back",
-        lambda original, ledger, lease, pending: original(ledger, lease, ()),
+        LeaseTable,
+        "end_lease",
+        lambda original, leases, lease, pending: original(leases, lease, ()),
     )
 
 
 @fault
 def forget_duplicates(patch: pytest.MonkeyPatch) -> None:
     def forgetful(
-        original: Any, books: Books, holder: str, pages: Any, pending: Any, **kw: Any
+        original: Any, allocator: PageAllocator, pending: Any, holder: str, pages: Any, **kw: Any
     ) -> None:
-        pages = [NO_PAGES for _ in books.pools] if not kw else pages
-        original(books, holder, pages, pending, **kw)
+        pages = pages if "row" in kw else [NO_PAGES for _ in allocator.accounts]
+        original(allocator, pending, holder, pages, **kw)
 
-    wrap(patch, Books, "let_go", forgetful)
+    wrap(patch, PageAllocator, "free_after", forgetful)
 
 
 @fault
 def evict_what_is_locked(patch: pytest.MonkeyPatch) -> None:
-    def unlocked(original: Any, tree: RadixTree, node: Any, pool: int) -> bool:
+    def unlocked(original: Callable[..., bool], queue: EvictionQueue, node: RadixNode) -> bool:
         locks, node.locks = node.locks, [0] * len(node.locks)
         try:
-            return original(tree, node, pool)
+            return original(queue, node)
         finally:
             node.locks = locks
 
-    wrap(patch, RadixTree, "_is_evictable", unlocked)
+    wrap(patch, EvictionQueue, "is_evictable", unlocked)
 
 
 @fault
 def split_without_its_locks(patch: pytest.MonkeyPatch) -> None:
-    def unlocked(original: Any, tree: RadixTree, node: Any, at: int) -> Any:
-        upper = original(tree, node, at)
+    def unlocked(
+        original: Callable[..., RadixNode], node: RadixNode, at: int, page_size: int
+    ) -> RadixNode:
+        upper = original(node, at, page_size)
         upper.locks = [0] * len(upper.locks)
         return upper
 
-    wrap(patch, RadixTree, "_split", unlocked)
+    wrap(patch, RadixNode, "split", unlocked)
 
 
 @fault
 def slide_a_page_too_far(patch: pytest.MonkeyPatch) -> None:
-    original = growth._slide_pool
-    patch.setattr(
-        growth,
-        "_slide_pool",
-        lambda books, pool, holders, rows, frontiers: original(
-            books, pool, holders, rows, frontiers + 1
+    wrap(
+        patch,
+        LeaseLengths,
+        "_advance_frontiers",
+        lambda original, lengths, pool, holders, rows, frontiers: original(
+            lengths, pool, holders, rows, frontiers + 1
         ),
     )
 
 
 @fault
 def grow_without_recording_it(patch: pytest.MonkeyPatch) -> None:
-    def silent(original: Any, ledger: Ledger, leases: Any, tokens: Any) -> bool:
+    def silent(
+        original: Callable[..., bool], lengths: LeaseLengths, leases: Any, tokens: Any
+    ) -> bool:
         before = [lease.kv_allocated_len for lease in leases]
-        grown = original(ledger, leases, tokens)
+        grown = original(lengths, leases, tokens)
         for lease, length in zip(leases, before, strict=True):
             if length:
-                less = max(length, lease.kv_allocated_len - ledger.page_size)
-                ledger._books.rows.allocated[lease.row] = less
+                less = max(length, lease.kv_allocated_len - lease.page_size)
+                lengths._rows.allocated[lease.row] = less
         return grown
 
-    wrap(patch, Ledger, "grow_all", silent)
+    wrap(patch, LeaseLengths, "grow", silent)
 
 
 @fault
 def release_a_session_as_a_request(patch: pytest.MonkeyPatch) -> None:
-    def close(ledger: Ledger, lease: Lease) -> None:
-        ledger._books.rows.states[lease.row] = LeaseState.CLOSED
+    def close(leases: LeaseTable, lease: Lease) -> None:
+        leases._rows.states[lease.row] = LeaseState.CLOSED
 
-    patch.setattr(Ledger, "close", close)
+    patch.setattr(LeaseTable, "close_lease", close)
 
 
 @fault
 def match_another_tenants_prefix(patch: pytest.MonkeyPatch) -> None:
     wrap(
         patch,
-        RadixTree,
-        "_root",
-        lambda original, tree, namespace: original(tree, ""),
+        RadixForest,
+        "top",
+        lambda original, forest, namespace: original(forest, ""),
     )
     wrap(
         patch,
@@ -197,9 +209,9 @@ def match_another_tenants_prefix(patch: pytest.MonkeyPatch) -> None:
 def break_a_promise(patch: pytest.MonkeyPatch) -> None:
     wrap(
         patch,
-        Books,
+        Promises,
         "unpromised",
-        lambda original, books, pool: original(books, pool) + books.promised[pool] // 2,
+        lambda original, promises, pool: original(promises, pool) + promises.totals[pool] // 2,
     )
 
 
@@ -217,11 +229,11 @@ def share_without_a_lock(patch: pytest.MonkeyPatch) -> None:
 def share_the_unaligned_page(patch: pytest.MonkeyPatch) -> None:
     """The choices' last pages keep what they had before."""
 
-    def fork(original: Any, ledger: Ledger, *args: Any, **kw: Any) -> Any:
-        forked = original(ledger, *args, **kw)
+    def fork(original: Any, kv_cache: KVCacheManager, *args: Any, **kw: Any) -> Any:
+        forked = original(kv_cache, *args, **kw)
         return forked and replace(forked, copies=forked.copies[1:])
 
-    wrap(patch, Ledger, "fork", fork)
+    wrap(patch, KVCacheManager, "fork", fork)
 
 
 RARE = {"publish_the_unaligned_page"}

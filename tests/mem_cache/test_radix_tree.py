@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from kvrelay.mem_cache.prefix_index import PrefixLock
+from kvrelay.mem_cache.radix_node import RadixNode
 from kvrelay.mem_cache.radix_tree import RadixTree
 
 TOKENS = np.arange(64, dtype=np.int32)
@@ -29,7 +30,7 @@ def make_tree(windows: list[int | None], *, cuts: int) -> RadixTree:
 def test_a_long_row_that_is_matched_is_joined(cuts, nodes):
     tree = make_tree([None], cuts=cuts)
     lock = tree.match(TOKENS)
-    assert len(list(tree._nodes())) == nodes
+    assert tree.num_nodes == nodes
     assert lock.pages[0].tolist() == PAGES.tolist()
     assert tree.evictable(0) == 0
     tree.unlock(lock)
@@ -43,7 +44,7 @@ def test_what_is_locked_apart_stays_apart():
     tree = make_tree([None], cuts=12)
     locks = [tree.match(TOKENS[: 4 * pages]) for pages in (16, 10, 10, 1)]
     tree.audit()
-    assert len(list(tree._nodes())) >= 3
+    assert tree.num_nodes >= 3
     for lock in locks:
         tree.unlock(lock)
         tree.audit()
@@ -56,19 +57,19 @@ def test_a_branch_keeps_nodes_apart_until_it_is_evicted():
     other = np.concatenate([TOKENS[:20], TOKENS[:8] + 1000])
     tree.unlock(tree.insert(other, [np.arange(200, 207, dtype=np.int32)]).lock)
     tree.unlock(tree.match(TOKENS))
-    nodes = len(list(tree._nodes()))
+    nodes = tree.num_nodes
     assert nodes > 2
     (gone,) = tree.evict(0, 2)
     assert sorted(gone) == [205, 206]
     tree.unlock(tree.match(TOKENS))
-    assert len(list(tree._nodes())) < nodes
+    assert tree.num_nodes < nodes
 
 
 def test_a_row_is_joined_up_to_where_a_window_begins():
     tree = make_tree([None, 9], cuts=12)
     lock = tree.match(TOKENS)
     assert lock.pages[1].tolist() == [-1] * 14 + [114, 115]
-    assert len(list(tree._nodes())) == 2
+    assert tree.num_nodes == 2
     assert (tree.evictable(0), tree.evictable(1)) == (0, 14)
     tree.unlock(lock)
     tree.audit()
@@ -80,7 +81,8 @@ class RandomUse:
 
     def __init__(self, seed: int) -> None:
         self.chance = random.Random(seed)
-        self.windows = self.chance.choice([[None], [None, 3], [3]])
+        choices: list[list[int | None]] = [[None], [None, 3], [3]]
+        self.windows = self.chance.choice(choices)
         self.tree = RadixTree(1, self.windows, long_row=2)
         self.locks: list[tuple[list[int], PrefixLock]] = []
         self.inside: list[set[int]] = [set() for _ in self.windows]
@@ -147,9 +149,9 @@ def test_what_is_locked_stays_whatever_is_split_and_joined():
 
 @pytest.mark.parametrize("forgotten", ["nothing", "locks", "windows", "pages"])
 def test_a_careless_join_is_found(forgotten, monkeypatch):
-    def is_one(tree, upper, lower):
+    def can_join(upper, lower, every_pool_has_window):
         same = [(a is None) == (b is None) for a, b in zip(upper.pages, lower.pages, strict=True)]
-        rooted = None in tree._windows or not any(upper.locks) or forgotten == "windows"
+        rooted = not every_pool_has_window or not any(upper.locks) or forgotten == "windows"
         locked = upper.locks == lower.locks or forgotten == "locks"
         return (
             len(upper.children) == 1 and locked and rooted and (all(same) or forgotten == "pages")
@@ -159,7 +161,7 @@ def test_a_careless_join_is_found(forgotten, monkeypatch):
         for seed in range(200):
             RandomUse(seed).run()
 
-    monkeypatch.setattr(RadixTree, "_is_one", is_one)
+    monkeypatch.setattr(RadixNode, "can_join", can_join)
     if forgotten == "nothing":
         run_all()
         return

@@ -1,80 +1,120 @@
-"""Nothing but `release_kv_cache` ends a lease, and nothing but the ledger moves a page."""
+"""Only `release_kv_cache` ends a lease, and only `PageAllocator` moves a page."""
 
 from __future__ import annotations
 
 import ast
+from functools import cache
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[2]
-ROOMS = ("mem_cache", "kv_transfer", "model_runner", "engine", "prefill_worker", "decode_worker")
+ROOMS = (
+    "mem_cache",
+    "kv_transfer",
+    "model_runner",
+    "engine",
+    "prefill_worker",
+    "decode_worker",
+    "aggregated_worker",
+)
 INDEXES = {"mem_cache/no_prefix_index.py"}
-BOOKS = {"mem_cache/books.py", "mem_cache/audit.py", "mem_cache/turns.py"}
-SOURCES = [path for room in ROOMS for path in sorted((ROOT / room).glob("*.py"))]
+ALLOCATOR = "mem_cache/page_allocator.py"
+MANAGER = "mem_cache/kv_cache_manager.py"
+SOURCES = [path for room in ROOMS for path in sorted((ROOT / room).rglob("*.py"))]
+
+
+@cache
+def nodes() -> tuple[tuple[Path, ast.AST], ...]:
+    """Every node of every source file, read once."""
+    return tuple((path, node) for path in SOURCES for node in ast.walk(ast.parse(path.read_text())))
 
 
 def users_of(*attributes: str) -> set[str]:
     """Files that read one of these attributes of anything."""
     return {
         str(path.relative_to(ROOT))
-        for path in SOURCES
-        for node in ast.walk(ast.parse(path.read_text()))
+        for path, node in nodes()
         if isinstance(node, ast.Attribute) and node.attr in attributes
     }
 
 
-@pytest.mark.parametrize(
-    ("attributes", "allowed"),
-    [
-        (("give_back",), {"mem_cache/release.py"}),
-        (("leave_lease",), {"mem_cache/ledger.py"}),
-        (("enter_lease",), {"mem_cache/ledger.py", "mem_cache/sharing.py"}),
-        (("LEASE", "QUARANTINE", "INDEX", "SESSION"), BOOKS | {"mem_cache/ledger.py"}),
-        (("move_each",), {"mem_cache/books.py"}),
-        (("move_to",), {"mem_cache/ledger.py", "mem_cache/turns.py"}),
-        (("evict",), INDEXES | {"mem_cache/books.py"}),
-        (
-            ("unlock",),
-            INDEXES | {"mem_cache/books.py", "mem_cache/ledger.py", "mem_cache/sharing.py"},
-        ),
-        (("_books",), {"mem_cache/ledger.py"}),
-        (
-            ("SAVED",),
-            {
-                "mem_cache/audit.py",
-                "mem_cache/ledger.py",
-                "mem_cache/release.py",
-                "mem_cache/session.py",
-                "mem_cache/turns.py",
-            },
-        ),
-    ],
-    ids=[
-        "give_back",
-        "leave_lease",
-        "enter_lease",
-        "owners",
-        "moves",
-        "states",
-        "evict",
-        "unlock",
-        "books",
-        "saved",
-    ],
-)
-def test_only_these_files_may(attributes: tuple[str, ...], allowed: set[str]):
-    users = users_of(*attributes) - {"mem_cache/account.py", "mem_cache/lease.py"}
-    assert users == allowed
+# Attributes, and all files that may read one of them, but for those that define them.
+USERS = {
+    "free_lease": {"mem_cache/release.py"},
+    "end_lease": {MANAGER},
+    "close_lease": {MANAGER},
+    "begin_lease": {MANAGER, "mem_cache/sharing.py"},
+    "LEASE QUARANTINE INDEX SESSION": {ALLOCATOR, "mem_cache/audit.py"},
+    "accounts": {ALLOCATOR, "mem_cache/audit.py"},
+    "move": {ALLOCATOR},
+    "free_after": {
+        "mem_cache/lease_lengths.py",
+        "mem_cache/lease_table.py",
+        "mem_cache/session_leases.py",
+        "mem_cache/sharing.py",
+    },
+    "move_to_index": {"mem_cache/sharing.py"},
+    "move_to_session": {"mem_cache/session_leases.py"},
+    "move_from_session": {"mem_cache/lease_table.py", "mem_cache/session_leases.py"},
+    "move_to": {"mem_cache/lease_table.py", "mem_cache/session_leases.py"},
+    "evict": INDEXES | {ALLOCATOR},
+    "unlock": INDEXES | {"mem_cache/radix_tree.py"} | {ALLOCATOR, MANAGER, "mem_cache/sharing.py"},
+    "SAVED": {
+        "mem_cache/audit.py",
+        "mem_cache/lease_table.py",
+        "mem_cache/release.py",
+        "mem_cache/session.py",
+        "mem_cache/session_leases.py",
+    },
+}
+DEFINED_IN = {
+    "LEASE QUARANTINE INDEX SESSION": "mem_cache/account.py",
+    "move": "mem_cache/account.py",
+    "accounts": ALLOCATOR,
+    "move_to": "mem_cache/lease.py",
+    "SAVED": "mem_cache/lease.py",
+}
+
+
+@pytest.mark.parametrize("attributes", USERS)
+def test_only_these_files_may(attributes: str):
+    defined_in = DEFINED_IN.get(attributes)
+    assert users_of(*attributes.split()) - {defined_in} == USERS[attributes] - {defined_in}
+
+
+def test_the_account_is_reached_through_nobody_else():
+    """What `KVCacheManager` is made of is its own; each part is given those that it works with."""
+    parts = ("_allocator", "_promises", "_leases", "_lengths", "_sharing", "_shape", "_rows")
+    reached = {
+        f"{path.name}: {ast.unparse(node)}"
+        for path, node in nodes()
+        if isinstance(node, ast.Attribute)
+        and node.attr in parts
+        and ast.unparse(node.value) != "self"
+    }
+    assert not reached
+
+
+def test_nothing_in_mem_cache_reads_what_is_private_to_another():
+    reached = {
+        f"{path.name}: {ast.unparse(node)}"
+        for path, node in nodes()
+        if path.is_relative_to(ROOT / "mem_cache")
+        and isinstance(node, ast.Attribute)
+        and node.attr.startswith("_")
+        and not node.attr.startswith("__")
+        and ast.unparse(node.value) not in {"self", "cls"}
+    }
+    assert not reached
 
 
 def test_the_engine_releases_in_one_place():
     calls = {
         str(path.relative_to(ROOT))
-        for path in SOURCES
-        for node in ast.walk(ast.parse(path.read_text()))
+        for path, node in nodes()
         if isinstance(node, ast.Call)
         and isinstance(node.func, ast.Name)
         and node.func.id == "release_kv_cache"
     }
-    assert calls == {"engine/core.py", "mem_cache/session.py"}
+    assert calls == {"engine/scheduler/context.py", "mem_cache/session.py"}

@@ -11,12 +11,12 @@ import torch
 
 from kvrelay.mem_cache.geometry import KVGeometry, PageOrder
 from kvrelay.mem_cache.pool import KVPool
-from kvrelay.model_runner import torch_attention
-from kvrelay.model_runner.attention import make_attention
+from kvrelay.model_runner.attention import torch_attention
+from kvrelay.model_runner.attention.backend import make_attention
+from kvrelay.model_runner.attention.cpu_attention import CpuAttention
+from kvrelay.model_runner.attention.torch_attention import TorchAttention
 from kvrelay.model_runner.batch import ForwardBatch
-from kvrelay.model_runner.cpu_attention import CpuAttention
-from kvrelay.model_runner.query_heads import QueryHeads
-from kvrelay.model_runner.torch_attention import TorchAttention
+from kvrelay.model_runner.config.query_heads import QueryHeads
 
 CPU = torch.device("cpu")
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
@@ -77,7 +77,7 @@ def copy_of(pool: KVPool) -> KVPool:
 
 
 def make_rows(batch: ForwardBatch, geometry: KVGeometry, heads: QueryHeads) -> torch.Tensor:
-    count = heads.count + geometry.parts * geometry.num_kv_heads
+    count = heads.num_heads + geometry.parts * geometry.num_kv_heads
     return torch.randn(len(batch.positions), count, geometry.head_dim).to(geometry.dtype)
 
 
@@ -87,7 +87,7 @@ def attend_by_formula(
     """Token by token, from layer 1 of a pool that has the new tokens."""
     geometry, layer = pool.geometry, pool.layer(1)
     (table,) = batch.page_tables
-    group = heads.count // geometry.num_kv_heads
+    group = heads.num_heads // geometry.num_kv_heads
     owners = np.repeat(np.arange(len(table)), np.diff(batch.query_start))
     results = []
     for row, owner, position in zip(rows, owners, batch.positions, strict=True):
@@ -95,7 +95,7 @@ def attend_by_formula(
         seen = np.arange(first, position + 1)
         pages, slots = table[owner, seen // geometry.page_size], seen % geometry.page_size
         vectors = layer[pages, :, :, slots]  # [seen, parts, kv_heads, head_dim]
-        for head in range(heads.count):
+        for head in range(heads.num_heads):
             keys, values = vectors[:, 0, head // group], vectors[:, -1, head // group]
             scores = keys @ row[head] * heads.scale
             if heads.softcap is not None:
@@ -119,7 +119,7 @@ def test_torch_agrees_with_the_formula(
     kind: str, page_size: int, order: PageOrder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Blocks shorter than a chunk, as a long one's are.
-    monkeypatch.setattr(torch_attention, "_LEAST_BLOCK", 10)
+    monkeypatch.setattr(torch_attention, "MIN_BLOCK_TOKENS", 10)
     geometry, heads = KINDS[kind]
     geometry = replace(geometry, page_size=page_size, order=order)
     lengths = [(1, 1), (7, 7), (1, 40), (50, 60), (1, 17), (3, 36), (2, 2)]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -13,9 +12,8 @@ from safetensors.torch import load_file, save_file
 
 from kvrelay.model_runner.errors import CheckpointError, UnsupportedOptionError
 from kvrelay.model_runner.runner import ModelRunner
-
-if TYPE_CHECKING:
-    from conftest import Models, Sequences
+from tests.model_runner.sequences import Sequences
+from tests.model_runner.tiny_models import Models
 
 NORM = "model.layers.1.input_layernorm.weight"
 SINGLE = "model.safetensors"
@@ -53,12 +51,10 @@ def assert_refused(folder: Path, *parts: str) -> None:
         assert part in str(refusal.value)
 
 
-def test_shards_give_the_same_model(
-    folder: Path, models: Models, sequences: type[Sequences], tokens: list[int]
-) -> None:
-    whole = sequences(ModelRunner(folder, "float32", "cpu"), 1, 20).forward({0: tokens[:20]})
+def test_shards_give_the_same_model(folder: Path, models: Models, tokens: list[int]) -> None:
+    whole = Sequences(ModelRunner(folder, "float32", "cpu"), 1, 20).forward({0: tokens[:20]})
     shard(folder)
-    parts = sequences(ModelRunner(folder, "float32", "cpu"), 1, 20).forward({0: tokens[:20]})
+    parts = Sequences(ModelRunner(folder, "float32", "cpu"), 1, 20).forward({0: tokens[:20]})
     assert torch.equal(whole, parts)
 
 

@@ -5,19 +5,17 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 import torch
 
 from kvrelay.mem_cache.geometry import KVGeometry, PageOrder
 from kvrelay.mem_cache.pool import KVPool
-from kvrelay.model_runner import torch_attention
-from kvrelay.model_runner.cpu_attention import CpuAttention
+from kvrelay.model_runner.attention import torch_attention
+from kvrelay.model_runner.attention.cpu_attention import CpuAttention
 from kvrelay.model_runner.runner import ModelRunner
-
-if TYPE_CHECKING:
-    from conftest import Models, Sequences
+from tests.model_runner.sequences import Sequences
+from tests.model_runner.tiny_models import Models
 
 WINDOWED = ["mistral-window", "qwen2-window", "qwen3-window", "gemma2", "gemma3"]
 LATENT = ["deepseek-v2", "deepseek-v2-yarn", "deepseek-v3", "deepseek-v3-halves"]
@@ -43,30 +41,26 @@ def assert_close(got: torch.Tensor, expected: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_whole_prompt(
-    name: str, models: Models, sequences: type[Sequences], tokens: list[int]
-) -> None:
+def test_whole_prompt(name: str, models: Models, tokens: list[int]) -> None:
     # Past yarn's and llama3's original context of 32, where their scaling is felt.
-    running = sequences(ModelRunner(models.folder(name), "float32", "cpu"), 1, 100)
+    running = Sequences(ModelRunner(models.folder(name), "float32", "cpu"), 1, 100)
     assert_close(running.forward({0: tokens[:100]}), models.logits(name, tokens[:100]))
 
 
 @pytest.mark.parametrize(
     "name", ["llama", "llama-yarn", "mistral", "qwen2", "qwen3", *WINDOWED, *LATENT]
 )
-def test_chunks_then_decode(
-    name: str, models: Models, sequences: type[Sequences], tokens: list[int]
-) -> None:
-    running = sequences(ModelRunner(models.folder(name), "float32", "cpu"), 1, 60)
+def test_chunks_then_decode(name: str, models: Models, tokens: list[int]) -> None:
+    running = Sequences(ModelRunner(models.folder(name), "float32", "cpu"), 1, 60)
     cuts = [0, 1, 8, 30, 31, 50, 51, 52, 53]
     parts = [running.forward({0: tokens[a:b]}) for a, b in pairwise(cuts)]
     assert_close(torch.cat(parts), models.logits(name, tokens[:53]))
 
 
 @pytest.mark.parametrize("name", EXPERTS)
-def test_experts(name: str, models: Models, sequences: type[Sequences], tokens: list[int]) -> None:
+def test_experts(name: str, models: Models, tokens: list[int]) -> None:
     # In float64: these small random models amplify float32's rounding tenfold, transformers' too.
-    running = sequences(ModelRunner(models.folder(name), "float64", "cpu"), 1, 60)
+    running = Sequences(ModelRunner(models.folder(name), "float64", "cpu"), 1, 60)
     parts = [running.forward({0: tokens[a:b]}) for a, b in pairwise([0, 1, 8, 50, 51, 52, 53])]
     assert_close(torch.cat(parts), models.logits_in_float64(name, tokens[:53]))
 
@@ -79,7 +73,6 @@ def test_evicted_pages_are_not_read(
     page_size: int,
     backend: str,
     models: Models,
-    sequences: type[Sequences],
     tokens: list[int],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -87,9 +80,9 @@ def test_evicted_pages_are_not_read(
         monkeypatch.setattr(CpuAttention, "supports", staticmethod(lambda pool: False))
     # Chunks that end inside of the first window, that cross it, that are longer than a window
     # and in blocks of it, that lie beyond it; then decode beside another sequence's chunks.
-    monkeypatch.setattr(torch_attention, "_LEAST_BLOCK", 10)
+    monkeypatch.setattr(torch_attention, "MIN_BLOCK_TOKENS", 10)
     runner = ModelRunner(models.folder(name), "float32", "cpu")
-    running = sequences(runner, 2, 100, page_size)
+    running = Sequences(runner, 2, 100, page_size)
     texts = [tokens[:100], tokens[20:100]]
     steps = [{0: (a, b)} for a, b in pairwise([0, 3, 7, 16, 50, 64, 66])]
     steps += [{0: (66 + i, 67 + i), 1: (4 * i, 4 * i + 4)} for i in range(17)]
@@ -111,11 +104,10 @@ def test_mixed_batches_on_shuffled_pages(
     order: PageOrder,
     dtype: str,
     models: Models,
-    sequences: type[Sequences],
     tokens: list[int],
 ) -> None:
     runner = ModelRunner(models.folder("llama"), dtype, "cpu")
-    running = sequences(runner, 3, 64, page_size, order)
+    running = Sequences(runner, 3, 64, page_size, order)
     texts = [tokens[:50], tokens[50:100], tokens[20:60]]
     steps = [
         {0: (0, 20)},
@@ -130,19 +122,15 @@ def test_mixed_batches_on_shuffled_pages(
         assert_close(got, torch.cat([references[i][a:b] for i, (a, b) in step.items()]))
 
 
-def test_logits_of_the_asked_rows_only(
-    models: Models, sequences: type[Sequences], tokens: list[int]
-) -> None:
-    running = sequences(ModelRunner(models.folder("llama"), "float32", "cpu"), 2, 40)
+def test_logits_of_the_asked_rows_only(models: Models, tokens: list[int]) -> None:
+    running = Sequences(ModelRunner(models.folder("llama"), "float32", "cpu"), 2, 40)
     got = running.forward({0: tokens[:20], 1: tokens[20:30]}, logit_rows=[29, 19, 3])
     first, second = models.logits("llama", tokens[:20]), models.logits("llama", tokens[20:30])
     assert_close(got, torch.stack([second[9], first[19], first[3]]))
 
 
-def test_no_rows_asked_still_writes_kv(
-    models: Models, sequences: type[Sequences], tokens: list[int]
-) -> None:
-    running = sequences(ModelRunner(models.folder("llama"), "float32", "cpu"), 1, 40)
+def test_no_rows_asked_still_writes_kv(models: Models, tokens: list[int]) -> None:
+    running = Sequences(ModelRunner(models.folder("llama"), "float32", "cpu"), 1, 40)
     nothing = running.forward({0: tokens[:20]}, logit_rows=[])
     assert nothing.shape == (0, 131)
     assert nothing.dtype == torch.float32
@@ -150,10 +138,8 @@ def test_no_rows_asked_still_writes_kv(
 
 
 @pytest.mark.parametrize("order", list(PageOrder))
-def test_only_own_pages_are_written(
-    order: PageOrder, models: Models, sequences: type[Sequences], tokens: list[int]
-) -> None:
-    running = sequences(ModelRunner(models.folder("llama"), "float32", "cpu"), 2, 12, 4, order)
+def test_only_own_pages_are_written(order: PageOrder, models: Models, tokens: list[int]) -> None:
+    running = Sequences(ModelRunner(models.folder("llama"), "float32", "cpu"), 2, 12, 4, order)
     running.forward({0: tokens[:6]})
     running.forward({0: tokens[6:7]})
     own = running.page_tables[0][0].tolist()
@@ -193,10 +179,8 @@ def test_geometries(models: Models) -> None:
 @pytest.mark.parametrize(
     "name", ["llama-biased", "qwen3", "mistral-window", "gemma2", "gemma3", "deepseek-v3"]
 )
-def test_half_precision_is_close(
-    name: str, dtype: str, models: Models, sequences: type[Sequences], tokens: list[int]
-) -> None:
-    running = sequences(ModelRunner(models.folder(name), dtype, "cpu"), 1, 60)
+def test_half_precision_is_close(name: str, dtype: str, models: Models, tokens: list[int]) -> None:
+    running = Sequences(ModelRunner(models.folder(name), dtype, "cpu"), 1, 60)
     parts = [running.forward({0: tokens[:40]})]
     parts += [running.forward({0: tokens[i : i + 1]}) for i in range(40, 50)]
     expected = models.logits(name, tokens[:50])
@@ -204,9 +188,7 @@ def test_half_precision_is_close(
     assert error < (0.03 if dtype == "bfloat16" else 0.004)
 
 
-def test_smollm2_greedy_tokens_equal_transformers(
-    smollm2: Path, sequences: type[Sequences]
-) -> None:
+def test_smollm2_greedy_tokens_equal_transformers(smollm2: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     prompt = [1, 4093, 198, 1780, 314, 260, 3575, 282, 4649, 47, 2, 198, 1, 520, 9531, 198]
@@ -217,7 +199,7 @@ def test_smollm2_greedy_tokens_equal_transformers(
         max_new_tokens=12,
         do_sample=False,
     )[0].tolist()
-    running = sequences(ModelRunner(smollm2, "float32", "cpu"), 1, 40, 16)
+    running = Sequences(ModelRunner(smollm2, "float32", "cpu"), 1, 40, 16)
     got, new = list(prompt), prompt
     while len(got) < len(expected):
         new = [int(running.forward({0: new})[-1].argmax())]

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,16 +13,16 @@ import torch
 
 from kvrelay.mem_cache.pool import KVPool
 from kvrelay.model_runner.batch import ForwardBatch
-from kvrelay.model_runner.draft_model import Drafting, DraftModel
+from kvrelay.model_runner.draft_model import DraftModel, DraftRequest
 from kvrelay.model_runner.errors import CheckpointError
-from kvrelay.model_runner.ngram import NgramIndex
 from kvrelay.model_runner.runner import ModelRunner
-from kvrelay.model_runner.sampler import SampledToken, SamplingRow
-from kvrelay.model_runner.sampling_params import SamplingParams
-from kvrelay.model_runner.verify import Drafted, verify
-
-if TYPE_CHECKING:
-    from conftest import Models
+from kvrelay.model_runner.sampling.ngram import NgramIndex
+from kvrelay.model_runner.sampling.sampler import SamplingRow
+from kvrelay.model_runner.sampling.verify import DraftedSequence, verify
+from kvrelay.wire.output import SampledToken
+from kvrelay.wire.request import SamplingParams
+from tests.model_runner.samples import as_tokens
+from tests.model_runner.tiny_models import Models
 
 PAGE_SIZE = 3
 CAPACITY = 90
@@ -69,6 +69,13 @@ class Speculation:
         self.target_kv = [0] * len(prompts)
         self.samples: list[list[SampledToken]] = [[] for _ in prompts]
         self.guessed = self.kept = 0
+        self.proposer: Callable[[dict[int, int]], dict[int, Sequence[int]]] = self.propose
+        """Guesses for each sequence: the draft model's unless a test has others."""
+
+    @property
+    def drafter(self) -> DraftModel:
+        assert self.draft is not None
+        return self.draft
 
     def prefill(self, chunk: int) -> None:
         """All but each prompt's last token, in chunks, through both models."""
@@ -113,15 +120,15 @@ class Speculation:
     def step(self, counts: dict[int, int]) -> None:
         """Propose so many tokens for some sequences, verify, keep what is right."""
         self.slide()
-        drafts = self.propose(counts)
+        drafts = self.proposer(counts)
         new = [[self.texts[i][-1], *drafts[i]] for i in counts]
         logits = self.run(list(counts), new, draft_too=False)
-        verified = verify(logits, [Drafted(self.row(i), drafts[i]) for i in counts])
+        verified = verify(logits, [DraftedSequence(self.row(i), drafts[i]) for i in counts])
         for i, samples in zip(counts, verified, strict=True):
             self.guessed += len(drafts[i])
             self.kept += len(samples) - 1
-            self.samples[i] += samples
-            self.texts[i] += [sample.token_id for sample in samples]
+            self.samples[i] += as_tokens(samples)
+            self.texts[i] += [token.token_id for token in as_tokens(samples)]
             self.target_kv[i] = len(self.texts[i]) - 1
             self.draft_kv[i] = min(self.draft_kv[i], len(self.texts[i]) - 1)
 
@@ -129,7 +136,7 @@ class Speculation:
         if self.draft is None:
             return dict.fromkeys(counts, ())
         drafting = [
-            Drafting(self.row(i), self.texts[i][self.draft_kv[i] :], count)
+            DraftRequest(self.row(i), self.texts[i][self.draft_kv[i] :], count)
             for i, count in counts.items()
         ]
         assert all(1 <= len(one.new_ids) <= 2 for one in drafting)
@@ -235,10 +242,10 @@ def test_many_new_tokens_are_caught_up_with(models: Models, tokens: list[int]) -
         running.step({0: 2, 1: 2, 2: 2, 3: 2})
     row = running.row(0)
     tables = [table[:1] for table in running.tables]
-    (close,) = running.draft.propose(
-        [Drafting(row, running.texts[0][running.draft_kv[0] :], 3)], tables
+    (close,) = running.drafter.propose(
+        [DraftRequest(row, running.texts[0][running.draft_kv[0] :], 3)], tables
     )
-    (far,) = running.draft.propose([Drafting(row, running.texts[0], 3)], tables)
+    (far,) = running.drafter.propose([DraftRequest(row, running.texts[0], 3)], tables)
     assert close == far
 
 
@@ -247,8 +254,8 @@ def test_broken_logits_end_a_proposal(models: Models, tokens: list[int]) -> None
     first_page = running.tables[1][2, 0]
     running.pools[1].data[first_page] = torch.nan
     counts = dict.fromkeys(range(4), 2)
-    drafting = [Drafting(running.row(i), running.texts[i][-1:], 2) for i in counts]
-    proposals = running.draft.propose(drafting, running.tables)
+    drafting = [DraftRequest(running.row(i), running.texts[i][-1:], 2) for i in counts]
+    proposals = running.drafter.propose(drafting, running.tables)
     assert [len(proposal.token_ids) for proposal in proposals] == [2, 2, 0, 2]
     assert [proposal.kv_len - len(running.texts[i]) for i, proposal in enumerate(proposals)] == [
         1,
@@ -265,12 +272,12 @@ def test_no_sequences(models: Models) -> None:
 
 def test_pages_that_are_missing_are_noticed(models: Models, tokens: list[int]) -> None:
     running = runs(models, "llama", ("llama", "float32"), tokens)
-    drafting = [Drafting(running.row(1), running.texts[1][-1:], 3)]
+    drafting = [DraftRequest(running.row(1), running.texts[1][-1:], 3)]
     table = running.tables[1][1:2].copy()
     table[0, 1:] = -1
-    running.draft.propose(drafting, [table])
+    running.drafter.propose(drafting, [table])
     with pytest.raises(AssertionError):
-        running.draft.propose([Drafting(running.row(1), running.texts[1][-1:], 4)], [table])
+        running.drafter.propose([DraftRequest(running.row(1), running.texts[1][-1:], 4)], [table])
 
 
 def test_geometries_are_the_drafts(models: Models) -> None:
@@ -309,6 +316,6 @@ def test_ngrams_change_no_token(
             indices[i].extend(running.texts[i][len(indices[i]) :])
         return {i: indices[i].propose(count) for i, count in counts.items()}
 
-    running.propose = propose
+    running.proposer = propose
     assert_same(running.finish(4), plain["llama"])
     assert running.guessed > 0

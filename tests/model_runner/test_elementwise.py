@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvrelay.model_runner.elementwise import CpuElementwise, Elementwise, TorchElementwise
-from kvrelay.model_runner.linear import PackedLinear, PlainLinear
+from kvrelay.model_runner.layers.elementwise import CpuElementwise, Elementwise, TorchElementwise
+from kvrelay.model_runner.layers.linear import PackedLinear, PlainLinear
 
 COMPILED, PLAIN = CpuElementwise(), TorchElementwise()
 
@@ -75,7 +75,7 @@ def test_packed_linear(rows: int, biased: bool) -> None:
     x, residual = torch.randn(rows, 24).bfloat16(), torch.randn(rows, 40).bfloat16()
     exact = PlainLinear(weight.float(), None if bias is None else bias.float())
     packed = PackedLinear(weight, bias)
-    close = {"rtol": 2**-6, "atol": 2**-5}
-    torch.testing.assert_close(packed(x).float(), exact(x.float()), **close)
+    torch.testing.assert_close(packed(x).float(), exact(x.float()), rtol=2**-6, atol=2**-5)
     expected = exact.add_to(residual.float(), x.float())
-    torch.testing.assert_close(packed.add_to(residual, x).float(), expected, **close)
+    got = packed.add_to(residual, x).float()
+    torch.testing.assert_close(got, expected, rtol=2**-6, atol=2**-5)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -13,13 +12,11 @@ from tokenizers import Tokenizer
 from transformers import modeling_gguf_pytorch_utils
 from transformers.utils import logging
 
-from kvrelay.model_runner.config_reader import read_config
+from kvrelay.model_runner.checkpoint.config_reader import read_config
+from kvrelay.model_runner.checkpoint.gguf_import import convert_gguf
 from kvrelay.model_runner.errors import CheckpointError, DependencyError
-from kvrelay.model_runner.gguf_import import convert_gguf
 from kvrelay.model_runner.runner import ModelRunner
-
-if TYPE_CHECKING:
-    from conftest import Sequences
+from tests.model_runner.sequences import Sequences
 
 
 def test_tokenizer_and_ends(smollm2: Path) -> None:
@@ -34,7 +31,7 @@ def test_tokenizer_and_ends(smollm2: Path) -> None:
     assert read_config(smollm2).eos_token_ids == (2,)
 
 
-def test_transformers_reads_the_same_model(smollm2: Path, sequences: type[Sequences]) -> None:
+def test_transformers_reads_the_same_model(smollm2: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     ids = [1, 4093, 198, 1780, 314, 260, 3575, 282, 4649, 47, 2, 198]
@@ -44,7 +41,7 @@ def test_transformers_reads_the_same_model(smollm2: Path, sequences: type[Sequen
     assert not notes["missing_keys"]
     with torch.inference_mode():
         expected = reference(torch.tensor([ids])).logits[0]
-    got = sequences(ModelRunner(smollm2, "float32", "cpu"), 1, 12).forward({0: ids})
+    got = Sequences(ModelRunner(smollm2, "float32", "cpu"), 1, 12).forward({0: ids})
     torch.testing.assert_close(got, expected, rtol=1e-3, atol=1e-3)
 
 

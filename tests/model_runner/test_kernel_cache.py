@@ -10,27 +10,26 @@ from pathlib import Path
 
 import pytest
 
-from kvrelay.model_runner import kernel_cache
-from kvrelay.model_runner.kernel_cache import SOURCES, make_cache_folder
+from kvrelay.model_runner.kernels.jit import kernel
+from kvrelay.model_runner.kernels.kernel_cache import SOURCES, make_cache_folder
 
 REPORT = """
-from kvrelay.model_runner.cpu_kernels import rms_norm
-from kvrelay.model_runner.decode_kernel import make_decode_kernel
-print(rms_norm._cache.cache_path, make_decode_kernel(2, 1, 1, 2, 2)._cache.cache_path)
+from kvrelay.model_runner.kernels.decode_attention import make_decode_kernel
+from kvrelay.model_runner.kernels.elementwise import rms_norm
+from kvrelay.model_runner.kernels.write_kv import write_kv
+for kernel in rms_norm, write_kv, make_decode_kernel(2, 1, 1, 2, 2):
+    print(kernel.stats.cache_path)
 """
 
 
 @pytest.fixture
 def sources(tmp_path: Path) -> Path:
-    folder = tmp_path / "sources"
-    folder.mkdir()
-    for name in SOURCES:
-        shutil.copy(Path(kernel_cache.__file__).with_name(name), folder)
-    return folder
+    """A copy of the folder that kernels are compiled from, to be changed."""
+    return shutil.copytree(SOURCES, tmp_path / "sources", ignore=shutil.ignore_patterns("__*__"))
 
 
 def cache_paths(cache_home: str) -> list[str]:
-    """Where a process that starts with this XDG_CACHE_HOME keeps two kernels."""
+    """Where a process that starts with this XDG_CACHE_HOME keeps three kernels."""
     environment = {**os.environ, "XDG_CACHE_HOME": cache_home}
     run = subprocess.run(
         [sys.executable, "-c", REPORT], env=environment, capture_output=True, text=True, check=True
@@ -38,21 +37,37 @@ def cache_paths(cache_home: str) -> list[str]:
     return run.stdout.split()
 
 
-@pytest.mark.parametrize("name", SOURCES)
+@pytest.mark.parametrize("name", sorted(path.name for path in SOURCES.glob("*.py")))
 def test_a_change_of_any_source_is_another_cache(tmp_path: Path, sources: Path, name: str) -> None:
     before = make_cache_folder(tmp_path, sources)
-    assert make_cache_folder(tmp_path, sources) == before
+    assert make_cache_folder(tmp_path, sources) == before == make_cache_folder(tmp_path)
     with (sources / name).open("a") as file:
         file.write("# changed")
     assert make_cache_folder(tmp_path, sources) != before
 
 
+def test_a_new_source_is_another_cache(tmp_path: Path, sources: Path) -> None:
+    before = make_cache_folder(tmp_path, sources)
+    (sources / "more_kernels.py").touch()
+    assert make_cache_folder(tmp_path, sources) != before
+
+
+def test_a_kernel_outside_of_the_sources_is_refused() -> None:
+    """A change of its file would not be noticed by the kernels it is compiled into."""
+
+    def double(x: float) -> float:
+        return 2 * x
+
+    with pytest.raises(AssertionError, match="a kernel outside of kernels/"):
+        kernel(double)
+
+
 def test_kernels_lie_below_the_users_cache(tmp_path: Path) -> None:
-    folder = make_cache_folder(tmp_path, Path(kernel_cache.__file__).parent)
+    folder = make_cache_folder(tmp_path)
     paths = cache_paths(str(tmp_path))
-    assert [Path(path).parent for path in paths] == [folder, folder]
+    assert [Path(path).parent for path in paths] == [folder] * 3
 
 
 @pytest.mark.parametrize("cache_home", ["/dev/null", "relative"])
 def test_an_unusable_cache_is_done_without(cache_home: str) -> None:
-    assert cache_paths(cache_home) == ["None", "None"]
+    assert cache_paths(cache_home) == ["None"] * 3

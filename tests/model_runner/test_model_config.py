@@ -16,10 +16,15 @@ from transformers import (
     Qwen2Config,
 )
 
-from kvrelay.model_runner.config_reader import read_config
+from kvrelay.model_runner.checkpoint.config_reader import read_config
+from kvrelay.model_runner.config.model_config import (
+    GQAConfig,
+    LayerConfig,
+    MLAConfig,
+    ModelConfig,
+)
+from kvrelay.model_runner.config.rope import DefaultRope, LinearRope, Llama3Rope, YarnRope
 from kvrelay.model_runner.errors import CheckpointError
-from kvrelay.model_runner.model_config import GroupedHeads, LatentHeads, LayerConfig, ModelConfig
-from kvrelay.model_runner.rope import LinearRope, Llama3Rope, PlainRope, YarnRope
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -69,8 +74,8 @@ def read(folder: Path, **changes: object) -> ModelConfig:
 
 def test_fields_and_defaults(tmp_path: Path) -> None:
     config = read(tmp_path)
-    assert config.layers == (LayerConfig(PlainRope(10_000.0)),) * 2
-    assert config.heads == GroupedHeads(num_heads=4, num_kv_heads=2, head_dim=16, scale=0.25)
+    assert config.layers == (LayerConfig(DefaultRope(10_000.0)),) * 2
+    assert config.attention == GQAConfig(num_heads=4, num_kv_heads=2, head_dim=16, scale=0.25)
     assert (config.max_model_len, config.vocab_size) == (128, 131)
     assert not config.tie_word_embeddings
     assert config.eos_token_ids == (7,)
@@ -103,18 +108,18 @@ def test_yarn_infers_factor_and_attention_factor(tmp_path: Path) -> None:
 
 
 def windows(config: ModelConfig) -> list[int | None]:
-    return [layer.window for layer in config.layers]
+    return [layer.sliding_window for layer in config.layers]
 
 
 @pytest.mark.parametrize("window", [None, 128, 4096])
 def test_window_that_is_never_felt_is_full_attention(tmp_path: Path, window: int | None) -> None:
     config = read(tmp_path, **MISTRAL, sliding_window=window)
-    assert (config.windows, config.places) == ((None,), ((0, 0), (0, 1)))
+    assert (config.pool_windows, config.layer_pools) == ((None,), ((0, 0), (0, 1)))
 
 
 def test_all_layers_of_a_mistral_share_its_window(tmp_path: Path) -> None:
     config = read(tmp_path, **MISTRAL, sliding_window=127)
-    assert (config.windows, config.places) == ((127,), ((0, 0), (0, 1)))
+    assert (config.pool_windows, config.layer_pools) == ((127,), ((0, 0), (0, 1)))
 
 
 def test_absent_window_is_transformers_default(tmp_path: Path) -> None:
@@ -145,25 +150,29 @@ def test_windows_of_a_qwen(
 def test_places_in_two_pools(tmp_path: Path) -> None:
     config = read(tmp_path, **GEMMA2, num_hidden_layers=5)
     assert windows(config) == [64, None, 64, None, 64]
-    assert config.windows == (None, 64)
-    assert config.places == ((1, 0), (0, 0), (1, 1), (0, 1), (1, 2))
+    assert config.pool_windows == (None, 64)
+    assert config.layer_pools == ((1, 0), (0, 0), (1, 1), (0, 1), (1, 2))
 
 
 def test_gemma3_as_on_the_hub(tmp_path: Path) -> None:
     old = {"rope_theta": 1e6, "rope_local_base_freq": 500, "sliding_window_pattern": 3}
     scaling = {"rope_type": "linear", "factor": 8.0}
     config = read(tmp_path, **GEMMA3, num_hidden_layers=4, rope_scaling=scaling, **old)
-    near = LayerConfig(PlainRope(500.0), 64)
+    near = LayerConfig(DefaultRope(500.0), 64)
     assert config.layers == (near, near, LayerConfig(LinearRope(1e6, 8.0)), near)
     assert config.tie_word_embeddings
-    assert (config.sandwich, config.embedding_scale, config.logit_softcap) == (True, 8.0, None)
+    assert (config.post_norms, config.embedding_scale, config.final_logit_softcapping) == (
+        True,
+        8.0,
+        None,
+    )
 
 
 def test_gemma3_as_transformers_5_saves_it(tmp_path: Path) -> None:
     rope = {FULL: {"rope_type": "default", "rope_theta": 7e5}, SLIDING: {"rope_theta": 300.0}}
     types = {"layer_types": [SLIDING, FULL]}
     config = read(tmp_path, **GEMMA3, rope_parameters=rope, **types)
-    assert config.layers == (LayerConfig(PlainRope(300.0), 64), LayerConfig(PlainRope(7e5)))
+    assert config.layers == (LayerConfig(DefaultRope(300.0), 64), LayerConfig(DefaultRope(7e5)))
 
 
 @pytest.mark.parametrize(
@@ -180,18 +189,20 @@ def test_absent_softcaps_of_a_gemma2_are_transformers_defaults(
     made = Gemma2Config()
     assert (made.attn_logit_softcapping, made.final_logit_softcapping) == (50.0, 30.0)
     config = read(tmp_path, **GEMMA2, **changes)
-    assert (config.heads.queries.softcap, config.logit_softcap) == (score, logit)
+    assert (config.attention.query_heads.softcap, config.final_logit_softcapping) == (score, logit)
 
 
 def test_latent_heads(tmp_path: Path) -> None:
     yarn = {"type": "yarn", "factor": 40, "mscale": 0.707, "mscale_all_dim": 0.707}
     config = read(tmp_path, **DEEPSEEK, rope_scaling=yarn)
-    assert isinstance(config.heads, LatentHeads)
-    assert (config.heads.cached_heads, config.heads.cached_dim) == (1, 32)
-    assert config.heads.query_rank == DeepseekV2Config().q_lora_rank == 1536
-    assert config.heads.scale == pytest.approx(20**-0.5 * (0.0707 * math.log(40) + 1) ** 2)
+    assert isinstance(config.attention, MLAConfig)
+    assert (config.attention.num_cached_heads, config.attention.cached_head_dim) == (1, 32)
+    assert config.attention.q_lora_rank == DeepseekV2Config().q_lora_rank == 1536
+    assert config.attention.scale == pytest.approx(20**-0.5 * (0.0707 * math.log(40) + 1) ** 2)
     assert config.layers[0].rope.attention_factor == 1.0
-    assert read(tmp_path, **DEEPSEEK, q_lora_rank=None).heads.query_rank is None
+    direct = read(tmp_path, **DEEPSEEK, q_lora_rank=None).attention
+    assert isinstance(direct, MLAConfig)
+    assert direct.q_lora_rank is None
 
 
 def test_end_in_generation_config_outside_the_vocabulary(tmp_path: Path) -> None:

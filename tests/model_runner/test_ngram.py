@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvrelay.model_runner.ngram import NgramIndex
+from kvrelay.model_runner.sampling.ngram import NgramIndex
 
 pieces = st.lists(st.lists(st.integers(0, 3), max_size=12), max_size=8)
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 import torch
 
-from kvrelay.model_runner.prompt_scores import score_prompt
-from kvrelay.model_runner.sampler import report
+from kvrelay.model_runner.sampling.prompt_scores import score_prompt
+from kvrelay.model_runner.sampling.sampler import gather_logprobs
 
 VOCAB = 300
 
@@ -25,7 +27,7 @@ def test_scores_equal_the_samplers_report(count: int, decimals: int) -> None:
     next_ids = np.random.default_rng(0).integers(0, VOCAB, 37).tolist()
     scored = score_prompt(logits, next_ids, count)
     for row, token_id, got in zip(logits.numpy(), next_ids, scored, strict=True):
-        expected = report(row, token_id, count)
+        expected = gather_logprobs(row, token_id, count)
         assert got.token_id == token_id
         assert got.logprob == pytest.approx(expected.logprob, abs=1e-12)
         assert [i for i, _ in got.top] == [i for i, _ in expected.top]
@@ -44,7 +46,8 @@ def test_a_broken_row_is_nan_and_the_others_are_not() -> None:
     logits[1, 50] = torch.nan
     first, broken, last = score_prompt(logits, [1, 2, 3], 2)
     assert [first, last] == [healthy[0], healthy[2]]
-    assert np.isnan(broken.logprob)
+    assert broken.logprob is not None
+    assert math.isnan(broken.logprob)
 
 
 def test_logits_are_not_changed() -> None:

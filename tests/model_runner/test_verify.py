@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,9 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvrelay.model_runner.errors import NonFiniteLogitsError
-from kvrelay.model_runner.sampler import Sampled, SampledToken, SamplingRow, sample_row
-from kvrelay.model_runner.sampling_params import SamplingParams
-from kvrelay.model_runner.verify import Drafted, verify
+from kvrelay.model_runner.sampling.sampler import Sampled, SamplingRow, sample_row
+from kvrelay.model_runner.sampling.verify import DraftedSequence, verify
+from kvrelay.wire.output import SampledToken
+from kvrelay.wire.request import SamplingParams
+from tests.model_runner.samples import as_tokens
 
 VOCAB = 6
 LENGTH = 14
@@ -91,18 +94,18 @@ def test_speculation_equals_plain_decoding(batch: list[Sequence], data: st.DataO
     while running := [i for i in range(len(batch)) if len(got[i]) < LENGTH]:
         drafted, logits = [], []
         for i in running:
-            output = [sample.token_id for sample in got[i]]
-            ahead = [sample.token_id for sample in expected[i][len(output) :]]
+            output = [token.token_id for token in as_tokens(got[i])]
+            ahead = [token.token_id for token in as_tokens(expected[i][len(output) :])]
             good = data.draw(st.integers(0, min(4, len(ahead))))
             drafts = ahead[:good] + data.draw(st.lists(token_ids, max_size=2))
-            drafted.append(Drafted(batch[i].row(output), drafts))
+            drafted.append(DraftedSequence(batch[i].row(output), drafts))
             context = batch[i].prompt + output
             logits += [toy_logits(context + drafts[:n]) for n in range(len(drafts) + 1)]
         for i, one, samples in zip(
             running, drafted, verify(torch.stack(logits), drafted), strict=True
         ):
             # As many as the drafts allow, no more and no fewer.
-            kept = [sample.token_id for sample in samples]
+            kept = [token.token_id for token in as_tokens(samples)]
             assert kept[:-1] == list(one.draft_ids[: len(kept) - 1])
             assert len(kept) == one.num_rows or kept[-1] != one.draft_ids[len(kept) - 1]
             got[i] += samples
@@ -110,12 +113,12 @@ def test_speculation_equals_plain_decoding(batch: list[Sequence], data: st.DataO
 
 
 @pytest.mark.parametrize("options", [{"temperature": 0}, {}, {"logit_bias": {1: 0.5}}])
-def test_broken_logits_end_a_sequence_and_no_other(options: dict[str, object]) -> None:
+def test_broken_logits_end_a_sequence_and_no_other(options: dict[str, Any]) -> None:
     row = SamplingRow(SamplingParams(**options), 3, [0], [])
     logits = torch.full((4, VOCAB), -50.0)
     logits[:, 2] = 50.0
     logits[1, 4] = torch.nan
-    first, second = verify(logits, [Drafted(row, [2, 2]), Drafted(row)])
+    first, second = verify(logits, [DraftedSequence(row, [2, 2]), DraftedSequence(row)])
     assert isinstance(first[0], SampledToken)
     assert isinstance(first[1], NonFiniteLogitsError)
     assert len(first) == 2

@@ -1,4 +1,4 @@
-"""Who gets through to a worker's listener, behind which there is a health service alone."""
+"""Which channels can connect to a worker's listener; the server has only a health service."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Silence on a connection, at a hundredth of its time."""
+"""Keepalive ends silent connections; its times are divided by a hundred here."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files that are of no use are found before anything starts."""
+"""Unusable TLS files are found before anything starts."""
 
 from __future__ import annotations
 
@@ -45,9 +45,9 @@ def test_a_folder_is_no_file(files: TlsFiles, tmp_path: Path):
 @pytest.mark.parametrize(
     ("field", "problem"),
     [
-        ("cert", "there is no certificate in PEM"),
-        ("key", "there is no private key in PEM"),
-        ("ca", "there is no certificate in PEM"),
+        ("cert", "contains no PEM certificate"),
+        ("key", "contains no PEM private key"),
+        ("ca", "contains no PEM certificate"),
     ],
 )
 @pytest.mark.parametrize("content", [b"", b"nothing", b"\xff\x00"])
@@ -73,7 +73,7 @@ def test_another_certificates_key_is_refused(authority: Authority, files: TlsFil
 
 def test_another_authoritys_certificate_is_refused(files: TlsFiles, tmp_path: Path):
     ca = Authority(tmp_path, "stranger").ca
-    with pytest.raises(TlsFileError, match=f"^cert: {files.cert}: .*, by {ca}"):
+    with pytest.raises(TlsFileError, match=f"^cert: {files.cert}: .*, checked with {ca}"):
         replace(files, ca=ca).check(LOOPBACK)
 
 

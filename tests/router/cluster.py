@@ -12,10 +12,11 @@ import grpc
 import pytest
 
 from kvrelay.router.config import RouterConfig
-from kvrelay.router.discovery import StaticDiscovery, WorkerRole
+from kvrelay.router.discovery import StaticDiscovery
 from kvrelay.router.router import Router
 from kvrelay.v1 import inference_pb2 as pb
 from kvrelay.v1 import inference_pb2_grpc
+from kvrelay.wire.worker_info import WorkerRole
 
 from .scripted_worker import ScriptedWorker, count_aggregated, count_decode, count_prefill, until
 

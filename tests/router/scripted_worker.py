@@ -1,21 +1,21 @@
-"""Workers whose every word is scripted.
+"""Workers that send what a test tells them to.
 
-Doubles of the *worker* only: gRPC, its servers and its channels are real.
+They replace the worker only: gRPC, its servers and its channels are real.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Any
+from collections.abc import AsyncIterator, Callable, Coroutine
+from typing import Any, TypeAlias
 
 import grpc
 
 from kvrelay.net.ends import bind, worker_server
 from kvrelay.net.tls import TlsFiles
-from kvrelay.router.discovery import WorkerEndpoint, WorkerRole
 from kvrelay.v1 import inference_pb2 as pb
 from kvrelay.v1 import worker_pb2, worker_pb2_grpc
+from kvrelay.wire.worker_info import WorkerInfo, WorkerRole
 
 END = worker_pb2.RequestEnd
 
@@ -23,6 +23,11 @@ END = worker_pb2.RequestEnd
 def load(*, waiting_tokens: int = 0, free: int = 64) -> pb.WorkerLoad:
     kv = pb.PoolState(pool="full", page_size=16, total=64, free=free, held=64 - free)
     return pb.WorkerLoad(waiting_tokens=waiting_tokens, pools=[kv])
+
+
+Answer: TypeAlias = Callable[
+    ["ScriptedWorker", worker_pb2.SubmitRequest], Coroutine[Any, Any, None]
+]
 
 
 class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer):
@@ -41,8 +46,7 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer):
         self.submits: list[worker_pb2.SubmitRequest] = []
         self.cancels: list[worker_pb2.CancelRequest] = []
         self.hellos: list[worker_pb2.AttachHello] = []
-        self.on_submit: Callable[[ScriptedWorker, worker_pb2.SubmitRequest], Awaitable[None]] | None
-        self.on_submit = None
+        self.on_submit: Answer | None = None
         self._outgoing: asyncio.Queue[worker_pb2.AttachResponse | None] = asyncio.Queue()
         self._answers: set[asyncio.Task[None]] = set()
         self.faults: list[str] = []
@@ -52,9 +56,9 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer):
         self._server: grpc.aio.Server | None = None
 
     @property
-    def endpoint(self) -> WorkerEndpoint:
-        return WorkerEndpoint(
-            worker=self.name,
+    def endpoint(self) -> WorkerInfo:
+        return WorkerInfo(
+            name=self.name,
             role=self.role,
             incarnation=self.incarnation,
             address=f"127.0.0.1:{self._port}",
@@ -168,7 +172,8 @@ def counted(submit: worker_pb2.SubmitRequest, position: int, choice: int = 0) ->
 
     As a real one, it depends on prompt, choice and position, and not on the attempt.
     """
-    return (submit.input_ids[submit.num_prompt_tokens - 1] + 1 + position + 50 * choice) % 256
+    last: int = submit.input_ids[submit.num_prompt_tokens - 1]
+    return (last + 1 + position + 50 * choice) % 256
 
 
 async def count_prefill(worker: ScriptedWorker, submit: worker_pb2.SubmitRequest) -> None:

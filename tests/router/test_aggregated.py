@@ -1,4 +1,4 @@
-"""Workers that do both: alone, and beside pairs."""
+"""Aggregated workers, alone and beside prefill and decode workers."""
 
 from __future__ import annotations
 

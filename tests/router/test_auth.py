@@ -76,8 +76,8 @@ async def test_a_known_token_opens(guarded: RouterConfig):
 async def test_anything_else_does_not(guarded: RouterConfig):
     missing, other, unknown = (
         "authorization: a bearer token is needed",
-        "authorization: must be Bearer and a token",
-        "authorization: the bearer token is not known here",
+        "authorization: must be 'Bearer' and one token",
+        "authorization: the bearer token is not in the router's --auth-token-file",
     )
     async with front(guarded) as address:
         for values, detail in (
@@ -150,8 +150,8 @@ async def test_the_front_speaks_tls(guarded: RouterConfig, tmp_path: Path):
     ("content", "problem"),
     [
         (None, "No such file or directory"),
-        (b"", "there is no token in it"),
-        (b"# none\n\n", "there is no token in it"),
+        (b"", "contains no token"),
+        (b"# none\n\n", "contains no token"),
         (b"good\ntwo words\n", "line 2 is not a token"),
         (b"caf\xc3\xa9\n", "line 1 is not a token"),
     ],
@@ -166,15 +166,18 @@ async def test_a_file_without_usable_tokens_is_one_line(
         read_tokens(path)
     assert "words" not in str(caught.value)
     router = Router(replace(config, auth_token_file=path), StaticDiscovery([]))
-    with pytest.raises(StartError, match=f"^tokens: {path}: {problem}"):
+    with pytest.raises(StartError, match=f"^--auth-token-file: {path}: {problem}"):
         await router.start()
 
 
 async def test_missing_certificates_are_one_line(config: RouterConfig, tmp_path: Path):
     none = TlsFiles(*(tmp_path / name for name in ("crt", "key", "ca")))
-    for changed in ({"worker_tls": none}, {"front_tls": replace(none, ca=None)}):
+    for changed in (
+        replace(config, worker_tls=none),
+        replace(config, front_tls=replace(none, ca=None)),
+    ):
         with pytest.raises(StartError, match="No such file"):
-            await Router(replace(config, **changed), StaticDiscovery([])).start()
+            await Router(changed, StaticDiscovery([])).start()
 
 
 def test_tokens_are_lines(tmp_path: Path):

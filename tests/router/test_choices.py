@@ -1,4 +1,4 @@
-"""Several outputs of one prompt, in one stream."""
+"""Several outputs of one prompt come in one stream."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Workers that drain, as the router sees them: nothing goes there, and nothing is lost there."""
+"""A worker that drains gets no new requests, and none of its requests is lost."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ import pytest
 
 from kvrelay.router.admin import DrainPhase, DrainStep
 from kvrelay.router.config import RouterConfig
-from kvrelay.router.discovery import StaticDiscovery, WorkerRole
+from kvrelay.router.discovery import StaticDiscovery
 from kvrelay.router.errors import UnknownWorker
 from kvrelay.router.router import Router
 from kvrelay.v1 import admin_pb2, admin_pb2_grpc, worker_pb2
 from kvrelay.v1 import inference_pb2 as pb
+from kvrelay.wire.worker_info import WorkerRole
 
 from .cluster import Cluster, collect, read, running
 from .scripted_worker import END, ScriptedWorker, count_decode, count_prefill, load, until
@@ -26,7 +27,6 @@ HANDED_OVER = END(reason=END.REASON_HANDED_OVER)
 GONE = END(
     reason=END.REASON_FAILED,
     error="the decode worker left",
-    retryable=True,
     cause=END.CAUSE_PEER_LOST,
 )
 
@@ -145,7 +145,7 @@ async def test_a_drain_does_not_explain_everything(config: RouterConfig, cause: 
         say_draining(draining)
         await until_draining(cluster, "decode-0")
         why = END.Cause.Value(f"CAUSE_{cause}")
-        draining.say(decode, end=END(reason=END.REASON_FAILED, retryable=True, cause=why))
+        draining.say(decode, end=END(reason=END.REASON_FAILED, cause=why))
         assert (await collect(call)).token_ids == COUNTED
         assert await cluster.resubmitted(cause.lower()) == await cluster.resubmitted() == 1
 
@@ -183,7 +183,8 @@ async def test_that_wait_ends(config: RouterConfig) -> None:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await collect(cluster.generate())
         assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
-        assert "drains; then for 0.2 s no decode worker" in str(caught.value.details())
+        details = str(caught.value.details())
+        assert "drains; it could not be submitted again within 0.2 s: no decode worker" in details
 
 
 class Operator:

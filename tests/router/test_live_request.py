@@ -1,117 +1,116 @@
-"""The record of one request: two workers in, one ordered stream out, one outcome."""
+"""A live request: reports of two workers go in, one ordered stream and one outcome come out."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from tokenizers import Tokenizer
 
-from kvrelay.router.attempt import Attempt
-from kvrelay.router.choice import Choice, StopRules
-from kvrelay.router.discovery import WorkerRole
-from kvrelay.router.errors import InternalFailure, RequestError, Unavailable
-from kvrelay.router.events import (
-    ChoiceEnd,
-    Completion,
-    Delta,
-    FinishReason,
-    PhaseTimings,
-    Token,
-)
+from kvrelay.router.attempt import AttemptFailed, AttemptRetracted
+from kvrelay.router.choice import Choice
+from kvrelay.router.errors import InternalFailure, RequestError
+from kvrelay.router.events import ChoiceEnd, Completion, Delta, FinishReason
+from kvrelay.router.failover import Failover, Retry
 from kvrelay.router.fleet import Placement
-from kvrelay.router.generation import GenerationRequest, Submission
+from kvrelay.router.generation import GenerationRequest
 from kvrelay.router.limits import Limits
 from kvrelay.router.live_request import LiveRequest
-from kvrelay.router.metrics import RouterMetrics
+from kvrelay.router.metrics import STALE_OUTPUTS, RouterMetrics
+from kvrelay.router.output_stream import OutputStream
 from kvrelay.router.text import TextStream
 from kvrelay.router.validation import Validator
-from kvrelay.router.worker_output import EndReason, WorkerEnd, WorkerOutput
+from kvrelay.router.worker_link import WorkerLink
 from kvrelay.v1 import inference_pb2 as pb
+from kvrelay.wire.output import (
+    EndReason,
+    FailureReason,
+    PhaseTimings,
+    RequestEnd,
+    RequestOutput,
+    SampledToken,
+)
+from kvrelay.wire.request import RequestKey
+from kvrelay.wire.worker_info import WorkerRole
+from tests.checkpoints import id_of
 
-from .scripted_worker import ScriptedWorker
+from .recorded_link import RecordedLink
 
 PREFILL, DECODE = WorkerRole.PREFILL, WorkerRole.DECODE
-HANDED_OVER = WorkerEnd(EndReason.HANDED_OVER)
-LENGTH = WorkerEnd(EndReason.LENGTH)
-ABORTED = WorkerEnd(EndReason.ABORTED)
-RETRACTED = WorkerEnd(EndReason.RETRACTED)
+HANDED_OVER = RequestEnd(EndReason.HANDED_OVER)
+LENGTH = RequestEnd(EndReason.LENGTH)
+ABORTED = RequestEnd(EndReason.ABORTED)
+RETRACTED = RequestEnd(EndReason.RETRACTED)
+BROKEN = RequestEnd(EndReason.FAILED, error="pull", cause=FailureReason.FAILED)
 
 
-class RecordedLink:
-    """Where an attempt submits and cancels."""
-
-    def __init__(self, role: WorkerRole) -> None:
-        self.endpoint = ScriptedWorker(f"{role}-0", role).endpoint
-        self.submits: list[int] = []
-        self.cancels: list[int] = []
-        self.hurried: list[int] = []
-        self.draining = False
-
-    def submit(self, submission: Submission, listener: Any, prefill: Any = None) -> None:
-        assert (prefill is None) == (self.endpoint.role is PREFILL)
-        self.submits.append(submission.attempt)
-
-    def cancel(self, request_id: str, attempt: int) -> None:
-        if attempt not in self.cancels:  # the second one finds nothing
-            self.cancels.append(attempt)
-
-    def give_up(self, request_id: str, attempt: int) -> None:
-        self.hurried.append(attempt)
-
-
-class RecordedKeeper:
-    """Who hears of an attempt's early ends."""
+class RecordedFailover:
+    """Remembers which attempts ended early, and has no workers for a retry."""
 
     def __init__(self) -> None:
-        self.retractions: list[int] = []
-        self.failures: list[tuple[set[int], str]] = []
-        self.stales = 0
+        self.retracted: list[int] = []
+        self.failed: list[tuple[set[int], str]] = []
 
-    def retracted(self, choices: Any, detail: str) -> None:
-        self.retractions += sorted(choices)
-
-    def failed(self, choices: Any, error: Unavailable, reason: str, suspects: Any) -> None:
-        self.failures.append((set(choices), str(error)))
-
-    def stale(self) -> None:
-        self.stales += 1
+    def decide(self, verdict: AttemptRetracted | AttemptFailed, unfinished: Any) -> Retry:
+        if isinstance(verdict, AttemptRetracted):
+            self.retracted += sorted(verdict.choices)
+        else:
+            self.failed.append((set(verdict.choices), str(verdict.error)))
+        return Retry("test", "", 60.0)
 
 
 class Run:
     """A live request on two recorded links, and what its outcome was when it ended."""
 
     def __init__(self, tokenizer: Tokenizer, **params: Any) -> None:
-        self.links: Any = (RecordedLink(PREFILL), RecordedLink(DECODE))
+        self.links = (RecordedLink(PREFILL), RecordedLink(DECODE))
         self.ended: list[LiveRequest] = []
-        self.keeper = RecordedKeeper()
+        self.failover = RecordedFailover()
+        self.metrics = RouterMetrics("m")
         request = made(**params)
-        sampling = request.sampling
-        rules = StopRules(sampling.max_tokens, sampling.min_tokens, frozenset([400]))
+        stops = request.params.stops.with_eos([400])
         choices = [
-            Choice(index, TextStream(tokenizer, stop=sampling.stop), rules)
-            for index in range(sampling.n)
+            Choice(index, TextStream(tokenizer, stop=stops.stop), stops)
+            for index in range(request.params.n)
         ]
-        self.live = LiveRequest(request, choices, RouterMetrics("m").stopwatch(), self.ended.append)
-        submission = Submission(request, 7, range(sampling.n), 0.0)
-        placement = Placement(self.links[1], self.links[0])
-        self.attempt = Attempt(submission, placement, self.live, self.keeper)
-        self.live.assign(self.attempt)
-        self.attempt.submit()
+        stopwatch = self.metrics.stopwatch()
+        self.stream = OutputStream(request, choices, stopwatch)
+        self.live = LiveRequest(
+            request,
+            self.stream,
+            cast("Failover", self.failover),
+            self.metrics,
+            stopwatch,
+            itertools.count(7),
+            self.ended.append,
+        )
+        prefill, decode = self.links
+        self.live.start(Placement(cast("WorkerLink", decode), cast("WorkerLink", prefill)))
+
+    def lose(self, link: int) -> None:
+        self.live.on_lost(7, self.links[link].endpoint, "socket closed")
+
+    @property
+    def stale_outputs(self) -> float | None:
+        name = STALE_OUTPUTS.name
+        return self.metrics.registry.get_sample_value(name, {"model": "m"})
 
     def say(
         self,
         role: WorkerRole,
         index: int,
         ids: Sequence[int],
-        end: WorkerEnd | None = None,
+        end: RequestEnd | None = None,
         timings: PhaseTimings | None = None,
+        choice: int = 0,
         **fields: Any,
     ) -> None:
-        tokens = tuple(Token(token_id) for token_id in ids)
+        tokens = tuple(SampledToken(token_id) for token_id in ids)
+        key = RequestKey("", "r", 7, choice)
         timings = timings or PhaseTimings()
-        self.attempt.on_output(role, WorkerOutput("r", 7, index, tokens, timings, end, **fields))
+        self.live.on_output(role, RequestOutput(key, index, tokens, end, timings, **fields))
 
     async def events(self) -> tuple[list[Delta], Completion | RequestError]:
         deltas: list[Delta] = []
@@ -144,9 +143,9 @@ def run(tokenizer: Tokenizer) -> Run:
 
 async def test_tokens_of_both_workers_in_order(run: Run) -> None:
     assert [link.submits for link in run.links] == [[7], [7]]
-    run.say(PREFILL, 0, [65], HANDED_OVER, PhaseTimings(queue=1, prefill=2))
+    run.say(PREFILL, 0, [65], HANDED_OVER, PhaseTimings(queue_seconds=1, prefill_seconds=2))
     run.say(DECODE, 1, [66])
-    run.say(DECODE, 2, [67], LENGTH, PhaseTimings(transfer=3, decode=4))
+    run.say(DECODE, 2, [67], LENGTH, PhaseTimings(transfer_seconds=3, decode_seconds=4))
     deltas, completion = await run.events()
     assert [(d.index, [t.token_id for t in d.tokens]) for d in deltas] == [
         (0, [65]),
@@ -178,7 +177,7 @@ async def test_an_end_without_tokens_waits_for_the_first_token(run: Run) -> None
 
 
 async def test_prefill_completes_and_decode_is_cancelled_quietly(run: Run) -> None:
-    run.say(PREFILL, 0, [65], WorkerEnd(EndReason.STOP, matched=65))
+    run.say(PREFILL, 0, [65], RequestEnd(EndReason.STOP, matched_stop=65))
     assert run.cancels[1] == [7]
     run.say(DECODE, 0, [], ABORTED)
     deltas, completion = await run.events()
@@ -199,46 +198,44 @@ async def test_decode_gives_up_what_was_handed_over(run: Run, decode_first: bool
     ends: list[Any] = [(DECODE, 1, [], ABORTED), (PREFILL, 0, [65], HANDED_OVER)]
     for end in ends if decode_first else reversed(ends):
         run.say(*end)
-    assert run.keeper.failures == [({0}, "decode-0: aborted")]
+    assert run.failover.failed == [({0}, "decode-0: aborted")]
 
 
-@pytest.mark.parametrize(
-    "end", [WorkerEnd(EndReason.FAILED, error="pull", retryable=True), ABORTED]
-)
-async def test_a_failure_on_prefill_ends_the_attempt_on_both(run: Run, end: WorkerEnd) -> None:
+@pytest.mark.parametrize("end", [BROKEN, ABORTED])
+async def test_a_failure_on_prefill_ends_the_attempt_on_both(run: Run, end: RequestEnd) -> None:
     run.say(PREFILL, 0, [], end)
-    assert run.keeper.failures == [({0}, f"prefill-0: {end.error or 'aborted'}")]
+    assert run.failover.failed == [({0}, f"prefill-0: {end.error or 'aborted'}")]
     assert run.live.outcome is None
     assert run.cancels[1] == [7]
 
 
 async def test_a_failure_for_good_ends_the_request(run: Run) -> None:
-    run.say(PREFILL, 0, [], WorkerEnd(EndReason.FAILED, error="shape"))
+    run.say(PREFILL, 0, [], RequestEnd(EndReason.FAILED, error="shape"))
     assert isinstance(run.live.outcome, InternalFailure)
     assert str(run.live.outcome) == "prefill-0: shape"
-    assert run.keeper.failures == []
+    assert run.failover.failed == []
     assert run.cancels[1] == [7]
 
 
 async def test_a_lost_worker_ends_the_attempt_once(run: Run) -> None:
     run.say(PREFILL, 0, [65], HANDED_OVER)
-    run.attempt.on_lost(run.links[1].endpoint, "socket closed")
-    run.attempt.on_lost(run.links[0].endpoint, "socket closed")
-    assert run.keeper.failures == [({0}, "worker decode-0 was lost: socket closed")]
+    run.lose(1)
+    run.lose(0)
+    assert run.failover.failed == [({0}, "worker decode-0 was lost: socket closed")]
     assert run.live.outcome is None
     assert run.cancels[0] == [7]
     run.say(DECODE, 1, [66])
-    assert run.keeper.stales == 1
-    assert list(run.live.choices[0].emitted) == [65]
+    assert run.stale_outputs == 1
+    assert list(run.stream.choices[0].emitted) == [65]
 
 
 async def test_a_retraction_waits_for_prefills_word(run: Run) -> None:
     run.say(DECODE, 1, [66])
     run.say(DECODE, 2, [], RETRACTED)
-    assert run.keeper.retractions == []
+    assert run.failover.retracted == []
     run.say(PREFILL, 0, [65], HANDED_OVER)
-    assert run.keeper.retractions == [0]
-    assert list(run.live.choices[0].emitted) == [65, 66]
+    assert run.failover.retracted == [0]
+    assert list(run.stream.choices[0].emitted) == [65, 66]
 
 
 async def test_a_retracted_choice_leaves_the_others_in_the_attempt(tokenizer: Tokenizer) -> None:
@@ -246,23 +243,23 @@ async def test_a_retracted_choice_leaves_the_others_in_the_attempt(tokenizer: To
     for choice in range(3):
         run.say(PREFILL, 0, [65 + choice], HANDED_OVER, choice=choice)
     run.say(DECODE, 1, [], RETRACTED, choice=1)
-    assert run.keeper.retractions == [1]
+    assert run.failover.retracted == [1]
     assert run.cancels == [[], []]
     run.say(DECODE, 1, [99], choice=1)
-    assert run.keeper.stales == 1
+    assert run.stale_outputs == 1
     for choice in (0, 2):
         run.say(DECODE, 1, [70], LENGTH, choice=choice)
     assert run.live.outcome is None
     assert run.cancels == [[7], [7]]  # nothing is left of the attempt
-    assert list(run.live.choices[1].emitted) == [66]
+    assert list(run.stream.choices[1].emitted) == [66]
 
 
 async def test_a_failure_is_of_every_choice_that_has_not_ended(tokenizer: Tokenizer) -> None:
     run = Run(tokenizer, n=3)
     run.say(PREFILL, 0, [65], LENGTH, choice=1)
-    run.say(DECODE, 0, [], WorkerEnd(EndReason.FAILED, error="x", retryable=True), choice=0)
-    run.say(DECODE, 0, [], WorkerEnd(EndReason.FAILED, error="x", retryable=True), choice=2)
-    assert run.keeper.failures == [({0, 2}, "decode-0: x")]
+    run.say(DECODE, 0, [], BROKEN, choice=0)
+    run.say(DECODE, 0, [], BROKEN, choice=2)
+    assert run.failover.failed == [({0, 2}, "decode-0: pull")]
 
 
 # What is left when an attempt is over before its choice's end.
@@ -270,9 +267,9 @@ async def test_a_failure_is_of_every_choice_that_has_not_ended(tokenizer: Tokeni
 
 async def test_what_waits_behind_a_gap_is_forgotten(run: Run) -> None:
     run.say(DECODE, 1, [66], LENGTH)
-    run.live.interrupt(0)
+    run.stream.interrupt(0)
     run.say(PREFILL, 0, [65], HANDED_OVER)
-    assert list(run.live.choices[0].emitted) == [65]
+    assert list(run.stream.choices[0].emitted) == [65]
     assert run.live.outcome is None
 
 
@@ -287,9 +284,9 @@ async def test_complete_output_needs_no_other_attempt(
     tokenizer: Tokenizer, params: Any, letters: str, end: ChoiceEnd
 ) -> None:
     run = Run(tokenizer, **params)
-    run.say(PREFILL, 0, [tokenizer.token_to_id(letter) for letter in letters], HANDED_OVER)
+    run.say(PREFILL, 0, [id_of(tokenizer, letter) for letter in letters], HANDED_OVER)
     assert run.live.outcome is None
-    run.live.interrupt(0)
+    run.stream.interrupt(0)
     deltas, completion = await run.events()
     assert isinstance(completion, Completion)
     assert completion.choices == (end,)
@@ -302,17 +299,17 @@ async def test_an_end_of_sequence_is_complete_from_min_tokens_on(
 ) -> None:
     run = Run(tokenizer, min_tokens=min_tokens)
     run.say(PREFILL, 0, [65, 400], HANDED_OVER)
-    run.live.interrupt(0)
-    ended = run.live.choices[0].ended
+    run.stream.interrupt(0)
+    ended = run.stream.choices[0].ended
     assert ended == (ChoiceEnd(FinishReason.STOP, 400) if min_tokens == 2 else None)
 
 
 async def test_timings_add_up_over_attempts(run: Run) -> None:
-    run.say(PREFILL, 0, [65], HANDED_OVER, PhaseTimings(queue=1, prefill=2))
-    run.say(DECODE, 1, [66], None, PhaseTimings(decode=3))
-    run.live.interrupt(0)
-    run.say(PREFILL, 2, [67], None, PhaseTimings(queue=0.5, prefill=1))
-    run.say(DECODE, 3, [68], LENGTH, PhaseTimings(transfer=4, decode=1))
+    run.say(PREFILL, 0, [65], HANDED_OVER, PhaseTimings(queue_seconds=1, prefill_seconds=2))
+    run.say(DECODE, 1, [66], None, PhaseTimings(decode_seconds=3))
+    run.stream.interrupt(0)
+    run.say(PREFILL, 2, [67], None, PhaseTimings(queue_seconds=0.5, prefill_seconds=1))
+    run.say(DECODE, 3, [68], LENGTH, PhaseTimings(transfer_seconds=4, decode_seconds=1))
     assert isinstance(run.live.outcome, Completion)
     assert run.live.outcome.timings == PhaseTimings(1.5, 3, 4, 4)
 
@@ -321,7 +318,7 @@ async def test_the_outcome_never_changes(run: Run) -> None:
     run.live.abort()
     outcome = run.live.outcome
     run.say(DECODE, 0, [65], LENGTH)
-    run.attempt.on_lost(run.links[0].endpoint, "x")
+    run.lose(0)
     run.live.abort()
     assert run.live.outcome is outcome
     assert run.ended == [run.live]
@@ -350,7 +347,7 @@ async def test_the_last_reader_to_leave_aborts(run: Run) -> None:
 
 async def test_an_abort_shows_what_was_held_back(tokenizer: Tokenizer) -> None:
     run = Run(tokenizer, stop=["AB"])
-    run.say(PREFILL, 0, [tokenizer.token_to_id("A")], HANDED_OVER)
+    run.say(PREFILL, 0, [id_of(tokenizer, "A")], HANDED_OVER)
     run.live.abort()
     deltas, completion = await run.events()
     assert [delta.text for delta in deltas] == ["", "A"]
@@ -360,20 +357,20 @@ async def test_an_abort_shows_what_was_held_back(tokenizer: Tokenizer) -> None:
 
 async def test_a_stop_string_is_cut_but_its_tokens_count(tokenizer: Tokenizer) -> None:
     run = Run(tokenizer, stop=["BC"])
-    a, b, c = (tokenizer.token_to_id(letter) for letter in "ABC")
+    a, b, c = (id_of(tokenizer, letter) for letter in "ABC")
     run.say(PREFILL, 0, [a], HANDED_OVER)
     run.say(DECODE, 1, [b])
-    run.say(DECODE, 2, [c], WorkerEnd(EndReason.STOP, matched="BC"))
+    run.say(DECODE, 2, [c], RequestEnd(EndReason.STOP, matched_stop="BC"))
     deltas, completion = await run.events()
     assert [delta.text for delta in deltas] == ["A", "", ""]
     assert isinstance(completion, Completion)
-    assert (completion.choices[0].matched, completion.completion_tokens) == ("BC", 3)
+    assert (completion.choices[0].matched_stop, completion.completion_tokens) == ("BC", 3)
 
 
 async def test_a_matched_token_has_no_text(tokenizer: Tokenizer) -> None:
     run = Run(tokenizer, stop_token_ids=[66])
     run.say(PREFILL, 0, [65], HANDED_OVER)
-    run.say(DECODE, 1, [66], WorkerEnd(EndReason.STOP, matched=66))
+    run.say(DECODE, 1, [66], RequestEnd(EndReason.STOP, matched_stop=66))
     deltas, completion = await run.events()
     assert "".join(delta.text for delta in deltas) == tokenizer.decode([65])
     assert isinstance(completion, Completion)

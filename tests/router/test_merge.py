@@ -1,16 +1,16 @@
-"""Tokens in order, once each, whatever the order they come in."""
+"""Tokens are put in order, once each, in whatever order they come."""
 
 from __future__ import annotations
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvrelay.router.events import Token
 from kvrelay.router.merge import TokenMerge
+from kvrelay.wire.output import SampledToken
 
 
-def tokens(*ids: int) -> list[Token]:
-    return [Token(token_id) for token_id in ids]
+def tokens(*ids: int) -> list[SampledToken]:
+    return [SampledToken(token_id) for token_id in ids]
 
 
 def test_later_tokens_wait_for_the_first() -> None:
@@ -48,7 +48,8 @@ def test_nothing_is_not_gapless() -> None:
 
 @given(st.permutations(list(range(12))), st.integers(1, 4))
 def test_any_order_and_any_overlap_give_each_token_once(order: list[int], length: int) -> None:
-    merge, taken = TokenMerge(), []
+    merge = TokenMerge()
+    taken: list[SampledToken] = []
     for index in order:
         merge.add(index, tokens(*range(index, index + length)))
         taken += merge.take()

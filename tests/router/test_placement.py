@@ -1,4 +1,4 @@
-"""Which worker a request goes to."""
+"""The worker that placement chooses for a request."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from kvrelay.router.load import PoolState, WorkerLoad
 from kvrelay.router.placement import Candidate, choose_aggregated, choose_decode, choose_prefill
+from kvrelay.wire.load import PoolCounts, WorkerLoad
 
 
 def candidate(
@@ -22,8 +22,8 @@ def candidate(
     growth: int = 0,
     suspect: bool = False,
 ) -> Candidate:
-    kv = PoolState("full", page_size, 10, free, 10 - free, 0, 0, 0, 0, promised)
-    rows = PoolState("rows", 0, 999, 999, 0, 0, 0, 0, 0, 0)
+    kv = PoolCounts("full", page_size, 10, free, 10 - free, 0, 0, 0, 0, promised)
+    rows = PoolCounts("rows", 0, 999, 999, 0, 0, 0, 0, 0, 0)
     load = WorkerLoad(running_requests=running, pools=(kv, rows), growth_tokens=growth)
     return Candidate(worker, pool_tokens, load, backlog, suspect)
 

@@ -20,6 +20,7 @@ from kvrelay.router.errors import StartError
 from kvrelay.router.router import Router
 from kvrelay.v1 import inference_pb2 as pb
 from kvrelay.v1 import worker_pb2
+from tests.checkpoints import id_of
 
 from .cluster import Cluster, collect, status_of
 from .scripted_worker import END, load, until
@@ -120,7 +121,7 @@ async def test_a_request_that_the_first_token_completes(cluster: Cluster) -> Non
 async def test_a_stop_string_across_tokens_is_not_shown(
     cluster: Cluster, tokenizer: Tokenizer
 ) -> None:
-    letters = [tokenizer.token_to_id(letter) for letter in "xab"]
+    letters = [id_of(tokenizer, letter) for letter in "xab"]
     call = cluster.generate(stop=["ab"])
     cluster.prefill.say(await cluster.prefill.submitted(), 0, (letters[0],), end=HANDED_OVER)
     submit = await cluster.decode.submitted()
@@ -339,7 +340,8 @@ async def test_outputs_of_no_attempt_are_dropped_and_counted(cluster: Cluster) -
 
 
 async def server_info(cluster: Cluster) -> pb.GetServerInfoResponse:
-    return await cluster.stub.GetServerInfo(pb.GetServerInfoRequest())
+    info: pb.GetServerInfoResponse = await cluster.stub.GetServerInfo(pb.GetServerInfoRequest())
+    return info
 
 
 async def test_loads_are_the_workers_own(cluster: Cluster) -> None:
@@ -445,8 +447,10 @@ async def test_ports_are_free_again_after_a_stop(config: RouterConfig) -> None:
     first = Router(config, StaticDiscovery())
     await first.start()
     await first.stop()
-    addresses = {"grpc_address": first.grpc_address, "metrics_address": first.metrics_address}
-    second = Router(dataclasses.replace(config, **addresses), StaticDiscovery())
+    same = dataclasses.replace(
+        config, grpc_address=first.grpc_address, metrics_address=first.metrics_address
+    )
+    second = Router(same, StaticDiscovery())
     await second.start()
     await second.stop()
 

@@ -1,4 +1,4 @@
-"""Rendering: nothing split, nothing lost, no part of a stop string shown."""
+"""Streamed text splits no character, loses nothing and has no part of a stop string."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from kvrelay.engine.stop import StopChecker, StopConditions
+from kvrelay.engine.executor.stop import StopChecker
 from kvrelay.router.text import TextStream
 from kvrelay.text.detokenizer import Detokenizer
+from kvrelay.wire.request import StopConditions
+from tests.checkpoints import id_of
 
 from .toy_tokenizers import byte_level_tokenizer, sentencepiece_tokenizer
 
@@ -28,12 +30,13 @@ def stop_at(
     tokenizer: Tokenizer, token_ids: Sequence[int], stop: Sequence[str], min_tokens: int = 0
 ) -> tuple[list[int], str | None]:
     """What the worker does: the tokens up to the one that completes a stop string, and which."""
-    conditions = StopConditions(1_000, min_tokens=min_tokens, stop_strings=tuple(stop))
+    conditions = StopConditions(1_000, min_tokens=min_tokens, stop=tuple(stop))
     checker = StopChecker(conditions, tokenizer)
     for count, token_id in enumerate(token_ids, start=1):
         finish = checker.check(token_id)
         if finish is not None:
-            return list(token_ids[:count]), finish.matched_stop_string
+            assert not isinstance(finish.matched_stop, int)
+            return list(token_ids[:count]), finish.matched_stop
     return list(token_ids), None
 
 
@@ -110,14 +113,14 @@ def test_no_part_of_a_stop_string_is_ever_shown(
 
 
 def test_a_character_comes_with_its_last_byte(tokenizer: Tokenizer) -> None:
-    token_ids = [tokenizer.token_to_id(mark) for mark in "ðŁ¦Ħ"]  # the bytes of U+1F984
+    token_ids = [id_of(tokenizer, mark) for mark in "ðŁ¦Ħ"]  # the bytes of U+1F984
     stream = TextStream(tokenizer)
     assert pieces(stream, token_ids) == ["", "", "", "🦄"]
 
 
 def test_unfinished_bytes_end_as_a_replacement_character(tokenizer: Tokenizer) -> None:
     stream = TextStream(tokenizer)
-    token_ids = [tokenizer.token_to_id(mark) for mark in "aðŁ"]
+    token_ids = [id_of(tokenizer, mark) for mark in "aðŁ"]
     assert pieces(stream, token_ids) == ["a", "", ""]
     assert stream.finish() == "�"
 
@@ -126,8 +129,8 @@ def test_text_once_shown_stays_when_the_tokenizer_changes_its_mind(
     sentencepiece: Tokenizer,
 ) -> None:
     """Byte fallback renders a whole run of bytes anew when it turns out invalid."""
-    valid = [sentencepiece.token_to_id(f"<0x{byte:02X}>") for byte in "é".encode()]
-    broken = sentencepiece.token_to_id("<0xC3>")
+    valid = [id_of(sentencepiece, f"<0x{byte:02X}>") for byte in "é".encode()]
+    broken = id_of(sentencepiece, "<0xC3>")
     word = sentencepiece.encode("the dog").ids
     assert sentencepiece.decode([*valid, broken, *word]) == "��� the dog"
     stream = TextStream(sentencepiece)
@@ -137,31 +140,31 @@ def test_text_once_shown_stays_when_the_tokenizer_changes_its_mind(
 
 def test_text_that_may_become_a_stop_string_waits(tokenizer: Tokenizer) -> None:
     stream = TextStream(tokenizer, stop=["###"])
-    hashes = tokenizer.token_to_id("#")
-    assert stream.push(tokenizer.token_to_id("a")) == "a"
+    hashes = id_of(tokenizer, "#")
+    assert stream.push(id_of(tokenizer, "a")) == "a"
     assert stream.push(hashes) == ""
     assert stream.push(hashes) == ""
-    assert stream.push(tokenizer.token_to_id("b")) == "##b"
+    assert stream.push(id_of(tokenizer, "b")) == "##b"
     assert pieces(stream, [hashes] * 3) == ["", "", ""]
     assert stream.finish("###") == ""
 
 
 def test_held_text_comes_at_an_end_without_a_match(tokenizer: Tokenizer) -> None:
     stream = TextStream(tokenizer, stop=["END"])
-    assert pieces(stream, [tokenizer.token_to_id(c) for c in "xEN"]) == ["x", "", ""]
+    assert pieces(stream, [id_of(tokenizer, c) for c in "xEN"]) == ["x", "", ""]
     assert stream.finish() == "EN"
 
 
 def test_the_longest_possible_beginning_is_held(tokenizer: Tokenizer) -> None:
     stream = TextStream(tokenizer, stop=["aab", "b!"])
-    ids = [tokenizer.token_to_id(c) for c in "aaab"]
+    ids = [id_of(tokenizer, c) for c in "aaab"]
     assert pieces(stream, ids) == ["", "", "a", ""]
     assert stream.finish("aab") == ""
 
 
 def test_a_stop_string_before_min_tokens_is_text(tokenizer: Tokenizer) -> None:
     stream = TextStream(tokenizer, stop=["ab"], min_tokens=4)
-    ids = [tokenizer.token_to_id(c) for c in "abxab"]
+    ids = [id_of(tokenizer, c) for c in "abxab"]
     assert "".join(pieces(stream, ids)) == "abx"
     assert stream.finish("ab") == ""
 
@@ -169,6 +172,6 @@ def test_a_stop_string_before_min_tokens_is_text(tokenizer: Tokenizer) -> None:
 @pytest.mark.parametrize("skip", [True, False])
 def test_special_tokens_show_only_when_asked(tokenizer: Tokenizer, skip: bool) -> None:
     stream = TextStream(tokenizer, skip_special_tokens=skip)
-    ids = [tokenizer.token_to_id("a"), tokenizer.token_to_id("<|tool|>")]
+    ids = [id_of(tokenizer, "a"), id_of(tokenizer, "<|tool|>")]
     shown = "".join(pieces(stream, ids)) + stream.finish()
     assert shown == ("a" if skip else "a<|tool|>")

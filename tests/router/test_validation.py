@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvrelay.router.discovery import WorkerEndpoint, WorkerRole
-from kvrelay.router.errors import InvalidField, Unavailable
+from kvrelay.router.errors import InvalidField
 from kvrelay.router.generation import GenerationRequest
 from kvrelay.router.limits import Limits
 from kvrelay.router.validation import Validator
@@ -111,24 +110,25 @@ def test_what_just_fits_is_taken() -> None:
 
 
 def test_unset_max_tokens_is_the_default_or_what_fits() -> None:
-    assert validate(message([1] * 10)).sampling.max_tokens == 16
-    assert validate(message([1] * 46), Limits(100, 64, 99, 50)).sampling.max_tokens == 4
+    assert validate(message([1] * 10)).params.stops.max_tokens == 16
+    assert validate(message([1] * 46), Limits(100, 64, 99, 50)).params.stops.max_tokens == 4
 
 
 def test_every_default_is_concrete() -> None:
     request = validate(message())
-    sampling = request.sampling
+    params = request.params
+    sampling = params.sampling
     assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p) == (1, 1, 0, 0)
     assert (sampling.frequency_penalty, sampling.presence_penalty) == (0, 0)
     assert sampling.repetition_penalty == 1
-    assert sampling.skip_special_tokens
+    assert params.stops.skip_special_tokens
     assert sampling.logprobs is None
-    assert (sampling.n, sampling.prompt_logprobs, sampling.speculate) == (1, None, True)
+    assert (params.n, params.prompt_logprobs, params.speculate) == (1, None, True)
     assert request.priority == 0
 
 
 def test_zero_is_not_unset() -> None:
-    sampling = validate(
+    params = validate(
         message(
             temperature=0.0,
             seed=0,
@@ -137,26 +137,26 @@ def test_zero_is_not_unset() -> None:
             skip_special_tokens=False,
             speculate=False,
         )
-    ).sampling
-    assert (sampling.temperature, sampling.seed) == (0, 0)
-    assert (sampling.logprobs, sampling.prompt_logprobs) == (0, 0)
-    assert not sampling.skip_special_tokens
-    assert not sampling.speculate
+    ).params
+    assert (params.sampling.temperature, params.sampling.seed) == (0, 0)
+    assert (params.sampling.logprobs, params.prompt_logprobs) == (0, 0)
+    assert not params.stops.skip_special_tokens
+    assert not params.speculate
 
 
 @pytest.mark.parametrize(("field", "most"), [("n", 16), ("prompt_logprobs", 20)])
 def test_the_most_that_is_allowed_is_taken(field: str, most: int) -> None:
-    assert getattr(validate(message(**{field: most})).sampling, field) == most
+    assert getattr(validate(message(**{field: most})).params, field) == most
 
 
 @pytest.mark.parametrize("top_k", [0, -1])
 def test_both_spellings_of_all_tokens_are_one(top_k: int) -> None:
-    assert validate(message(top_k=top_k)).sampling.top_k == 0
+    assert validate(message(top_k=top_k)).params.sampling.top_k == 0
 
 
 def test_a_drawn_seed_is_new_each_time_and_not_in_the_fingerprint() -> None:
     first, second = validate(message()), validate(message())
-    assert first.sampling.seed != second.sampling.seed
+    assert first.params.sampling.seed != second.params.sampling.seed
     assert first.fingerprint == second.fingerprint
     assert validate(message(seed=1)).fingerprint != first.fingerprint
 
@@ -174,40 +174,3 @@ def test_a_missing_id_is_made() -> None:
     made = {validate(message(envelope={"model": "toy"})).request_id for _ in range(3)}
     assert len(made) == 3
     assert "" not in made
-
-
-def endpoint(role: WorkerRole, pool_tokens: int, max_model_len: int = 64) -> WorkerEndpoint:
-    return WorkerEndpoint(
-        f"{role}-0", role, "i", "a:1", "m:1", pool_tokens, max_model_len, 100, "Toy", (0,)
-    )
-
-
-def test_limits_are_the_models_and_the_largest_pools() -> None:
-    limits = Limits.of(
-        [
-            endpoint(WorkerRole.PREFILL, 10, max_model_len=32),
-            endpoint(WorkerRole.PREFILL, 30),
-            endpoint(WorkerRole.DECODE, 20),
-        ]
-    )
-    assert limits == Limits(100, 32, 30, 20)
-
-
-def test_without_one_role_there_are_no_limits() -> None:
-    with pytest.raises(Unavailable, match="decode"):
-        Limits.of([endpoint(WorkerRole.PREFILL, 10)])
-
-
-def test_aggregated_workers_compute_prompts_and_outputs_in_one_pool() -> None:
-    aggregated = endpoint(WorkerRole.AGGREGATED, 20)
-    assert Limits.of([aggregated]) == Limits(100, 64, 20, 20)
-    assert Limits.of([aggregated, endpoint(WorkerRole.PREFILL, 30)]) == Limits(100, 64, 20, 20)
-
-
-@pytest.mark.parametrize(("decode", "expected"), [(20, (30, 20)), (19, (20, 20))])
-def test_limits_of_both_kinds_are_of_one_that_can_take_all(
-    decode: int, expected: tuple[int, int]
-) -> None:
-    pair = [endpoint(WorkerRole.PREFILL, 30), endpoint(WorkerRole.DECODE, decode)]
-    limits = Limits.of([*pair, endpoint(WorkerRole.AGGREGATED, 20)])
-    assert (limits.prefill_pool_tokens, limits.decode_pool_tokens) == expected

@@ -1,4 +1,4 @@
-"""One link to one scripted worker, without a router around it."""
+"""A link to one scripted worker, without a router."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ import pytest
 
 from kvrelay.net.ends import worker_credentials
 from kvrelay.net.tls import TlsFiles
-from kvrelay.router.discovery import WorkerRole
 from kvrelay.router.generation import Submission
 from kvrelay.router.limits import Limits
 from kvrelay.router.validation import Validator
 from kvrelay.router.worker_link import WorkerLink
 from kvrelay.v1 import inference_pb2 as pb
 from kvrelay.v1 import worker_pb2
+from kvrelay.wire.worker_info import WorkerRole
 from tests.certificates import Authority
 
 from .scripted_worker import ScriptedWorker, load, until
@@ -37,7 +37,7 @@ class Heard:
     def on_output(self, role: WorkerRole, output: Any) -> None:
         self.outputs.append(output)
 
-    def on_lost(self, endpoint: Any, detail: str) -> None:
+    def on_lost(self, attempt: int, endpoint: Any, detail: str) -> None:
         self.lost.append(detail)
 
 

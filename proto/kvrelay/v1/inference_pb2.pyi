@@ -311,20 +311,20 @@ class WorkerLoad(_message.Message):
     def __init__(self, waiting_requests: _Optional[int] = ..., running_requests: _Optional[int] = ..., waiting_tokens: _Optional[int] = ..., pools: _Optional[_Iterable[_Union[PoolState, _Mapping]]] = ..., growth_tokens: _Optional[int] = ..., step_seconds: _Optional[float] = ..., draining: bool = ..., peers: _Optional[_Iterable[_Union[PeerTransfer, _Mapping]]] = ...) -> None: ...
 
 class PeerTransfer(_message.Message):
-    __slots__ = ("incarnation", "backend", "transports", "read_gbps", "write_gbps", "refusal")
+    __slots__ = ("incarnation", "backend", "transports", "refusal", "read_bytes_per_second", "write_bytes_per_second")
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     BACKEND_FIELD_NUMBER: _ClassVar[int]
     TRANSPORTS_FIELD_NUMBER: _ClassVar[int]
-    READ_GBPS_FIELD_NUMBER: _ClassVar[int]
-    WRITE_GBPS_FIELD_NUMBER: _ClassVar[int]
     REFUSAL_FIELD_NUMBER: _ClassVar[int]
+    READ_BYTES_PER_SECOND_FIELD_NUMBER: _ClassVar[int]
+    WRITE_BYTES_PER_SECOND_FIELD_NUMBER: _ClassVar[int]
     incarnation: str
     backend: str
     transports: str
-    read_gbps: float
-    write_gbps: float
     refusal: str
-    def __init__(self, incarnation: _Optional[str] = ..., backend: _Optional[str] = ..., transports: _Optional[str] = ..., read_gbps: _Optional[float] = ..., write_gbps: _Optional[float] = ..., refusal: _Optional[str] = ...) -> None: ...
+    read_bytes_per_second: float
+    write_bytes_per_second: float
+    def __init__(self, incarnation: _Optional[str] = ..., backend: _Optional[str] = ..., transports: _Optional[str] = ..., refusal: _Optional[str] = ..., read_bytes_per_second: _Optional[float] = ..., write_bytes_per_second: _Optional[float] = ...) -> None: ...
 
 class PoolState(_message.Message):
     __slots__ = ("pool", "page_size", "total", "free", "held", "cached_evictable", "cached_protected", "session", "quarantined", "promised")

@@ -127,7 +127,7 @@ class RequestOutput(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., index: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[_inference_pb2.TokenLogprobs, _Mapping]]] = ..., end: _Optional[_Union[RequestEnd, _Mapping]] = ..., timings: _Optional[_Union[_inference_pb2.PhaseTimings, _Mapping]] = ..., cached_tokens: _Optional[int] = ..., choice: _Optional[int] = ..., prompt_logprobs: _Optional[_Iterable[_Union[_inference_pb2.TokenLogprobs, _Mapping]]] = ...) -> None: ...
 
 class RequestEnd(_message.Message):
-    __slots__ = ("reason", "matched_token_id", "matched_stop_string", "error", "retryable", "cause")
+    __slots__ = ("reason", "matched_token_id", "matched_stop_string", "error", "cause")
     class Reason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         REASON_UNSPECIFIED: _ClassVar[RequestEnd.Reason]
@@ -153,6 +153,9 @@ class RequestEnd(_message.Message):
         CAUSE_PAGE_MISMATCH: _ClassVar[RequestEnd.Cause]
         CAUSE_TRANSFER_REFUSED: _ClassVar[RequestEnd.Cause]
         CAUSE_PROTOCOL_ERROR: _ClassVar[RequestEnd.Cause]
+        CAUSE_WORKER_LOST: _ClassVar[RequestEnd.Cause]
+        CAUSE_ABORTED: _ClassVar[RequestEnd.Cause]
+        CAUSE_FAILED: _ClassVar[RequestEnd.Cause]
     CAUSE_UNSPECIFIED: RequestEnd.Cause
     CAUSE_PEER_LOST: RequestEnd.Cause
     CAUSE_PEER_FAILED: RequestEnd.Cause
@@ -160,16 +163,17 @@ class RequestEnd(_message.Message):
     CAUSE_PAGE_MISMATCH: RequestEnd.Cause
     CAUSE_TRANSFER_REFUSED: RequestEnd.Cause
     CAUSE_PROTOCOL_ERROR: RequestEnd.Cause
+    CAUSE_WORKER_LOST: RequestEnd.Cause
+    CAUSE_ABORTED: RequestEnd.Cause
+    CAUSE_FAILED: RequestEnd.Cause
     REASON_FIELD_NUMBER: _ClassVar[int]
     MATCHED_TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
     MATCHED_STOP_STRING_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
-    RETRYABLE_FIELD_NUMBER: _ClassVar[int]
     CAUSE_FIELD_NUMBER: _ClassVar[int]
     reason: RequestEnd.Reason
     matched_token_id: int
     matched_stop_string: str
     error: str
-    retryable: bool
     cause: RequestEnd.Cause
-    def __init__(self, reason: _Optional[_Union[RequestEnd.Reason, str]] = ..., matched_token_id: _Optional[int] = ..., matched_stop_string: _Optional[str] = ..., error: _Optional[str] = ..., retryable: bool = ..., cause: _Optional[_Union[RequestEnd.Cause, str]] = ...) -> None: ...
+    def __init__(self, reason: _Optional[_Union[RequestEnd.Reason, str]] = ..., matched_token_id: _Optional[int] = ..., matched_stop_string: _Optional[str] = ..., error: _Optional[str] = ..., cause: _Optional[_Union[RequestEnd.Cause, str]] = ...) -> None: ...

@@ -1,0 +1,215 @@
+"""The scheduler of an aggregated worker, which computes prompts and generates, in mixed steps."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Never, assert_never
+
+from tokenizers import Tokenizer
+
+from kvrelay.engine.config import WorkerConfig
+from kvrelay.engine.executor.step import Scheduled, StepOutput
+from kvrelay.engine.executor.stop import StopChecker
+from kvrelay.engine.faults import Phase
+from kvrelay.engine.scheduler.admission import admit_in_turn
+from kvrelay.engine.scheduler.choices import fork_and_run
+from kvrelay.engine.scheduler.commands import Cancel, Submit
+from kvrelay.engine.scheduler.context import SchedulerContext
+from kvrelay.engine.scheduler.growth_reserve import GrowthReserve
+from kvrelay.engine.scheduler.prompts import ComputingPrompts, PromptRun
+from kvrelay.engine.scheduler.running_batch import GeneratingRequest, RunningBatch
+from kvrelay.mem_cache.release import Outcome
+from kvrelay.wire.load import WorkerLoad
+from kvrelay.wire.output import NO_TIMINGS, EndReason, PhaseTimings, RequestEnd, SampledToken
+
+_PROMPT_SHARE = 4
+"""At least one in so many tokens of a step's budget is for prompts, however many generate."""
+
+
+@dataclass(eq=False, slots=True, kw_only=True)
+class AggregatedRequest(GeneratingRequest):
+    """A prompt to compute and to continue."""
+
+    submission: Submit
+    """What it begins again with, if it is retracted."""
+    prompt_timings: PhaseTimings = NO_TIMINGS
+    activated_at: float = 0.0
+
+    def timings(self) -> PhaseTimings:
+        """Seconds of the phases until now."""
+        if not self.activated_at:
+            return self.prompt_timings
+        return replace(self.prompt_timings, decode_seconds=time.monotonic() - self.activated_at)
+
+
+class AggregatedScheduler:
+    """Computes prompts and generates; the `Scheduler` of an aggregated worker.
+
+    The baseline: the same loop, batches and memory without a hand-over. A request
+    that is retracted waits here again, before everything that came later.
+
+    Args:
+        context: the worker's memory, requests and outputs.
+        tokenizer: for stop strings.
+        config: the token budget of a step, bounds of the growth reserve, drafts.
+    """
+
+    def __init__(
+        self,
+        context: SchedulerContext[AggregatedRequest],
+        tokenizer: Tokenizer,
+        config: WorkerConfig,
+    ) -> None:
+        self._context = context
+        self._tokenizer = tokenizer
+        self._config = config
+        self._growth = GrowthReserve(
+            context.kv_cache, config.growth_min, config.growth_max, config.tokens_in_flight - 1
+        )
+        self._waiting: list[AggregatedRequest] = []
+        self._computing: ComputingPrompts[AggregatedRequest] = ComputingPrompts(context)
+        self._running: RunningBatch[AggregatedRequest] = RunningBatch(
+            context, self._growth, self._release_retracted, retract_every=config.debug_retract_every
+        )
+
+    def submit(self, command: Submit) -> None:
+        """Let a new request wait for memory."""
+        request = self._make(command)
+        if self._context.register(request, request.most_tokens):
+            self._waiting.append(request)
+            self._context.faults.reach(Phase.QUEUED)
+
+    def cancel(self, command: Cancel) -> None:
+        """End a request, all choices of it, and free its memory."""
+        for request in self._context.choices_of(command.key):
+            self._end_early(request, RequestEnd(EndReason.ABORTED))
+
+    def peer_died(self, incarnation: str) -> None:
+        """Do nothing: an aggregated worker has no peers."""
+
+    def handle(self, message: Never) -> None:
+        """Take nothing: there are no messages beside the commands."""
+        assert_never(message)
+
+    def watch_peers(self) -> None:
+        """Do nothing: an aggregated worker has no peers."""
+
+    def admit(self) -> None:
+        """Reserve memory for waiting requests, in turn."""
+        if not self._waiting:
+            return
+        limit = self._config.bypass_limit
+        for request in admit_in_turn(self._context.kv_cache, self._waiting, self._reserve, limit):
+            self._waiting.remove(request)
+
+    def _reserve(self, request: AggregatedRequest) -> bool:
+        growing = [*self._running, *self._computing]
+        return self._computing.reserve_and_add(request, self._growth.headroom(request, growing))
+
+    def schedule(self) -> Sequence[Scheduled[AggregatedRequest]]:
+        """Allocate the next token of all that generate, and chunks of prompts with what is left."""
+        generating = self._running.schedule()
+        if self._running.waits_for_room:
+            return generating
+        budget = self._config.chunk_tokens
+        budget = max(budget - len(generating), budget // _PROMPT_SHARE, 1)
+        return [*generating, *self._computing.schedule(budget)]
+
+    def process_step_output(self, item: Scheduled[AggregatedRequest], output: StepOutput) -> None:
+        """Take the tokens of a request that generates, or a chunk of its prompt."""
+        request = item.request
+        if item is request.every_step:
+            self._running.process_step_output(request, output)
+            return
+        self._computing.process_step_output(item, output)
+        if item.sample:
+            run = self._computing.remove(request)
+            assert run is not None
+            self._begin_to_generate(request, run, output.tokens)
+
+    def fail(self, request: AggregatedRequest, error: Exception) -> None:
+        """End a request because its forward has failed."""
+        self._end_early(request, RequestEnd(EndReason.FAILED, error=f"the forward failed: {error}"))
+
+    def retract_for_drain(self) -> None:
+        """Retract all requests, whatever phase they are in."""
+        for request in list(self._context.requests.values()):
+            self._end_early(request, RequestEnd(EndReason.RETRACTED), Outcome.RETRACTED)
+
+    def load(self) -> WorkerLoad:
+        """Count requests, prompt tokens that are not computed, and expected growth."""
+        waiting_tokens = sum([r.input_len for r in self._waiting])
+        return self._context.measure_load(
+            waiting_requests=len(self._waiting),
+            waiting_tokens=waiting_tokens + self._computing.tokens_left,
+            growth_tokens=self._growth.total_tokens(self._running),
+        )
+
+    def _begin_to_generate(
+        self, request: AggregatedRequest, run: PromptRun, tokens: Sequence[SampledToken]
+    ) -> None:
+        """The prompt is computed: emit the first token of each choice, and continue from it."""
+        request.prompt_timings = run.timings()
+        request.activated_at = time.monotonic()
+        known = request.output_ids
+        ends = [request.checker.again(known).check(token.token_id) for token in tokens]
+        for choice, token, finish in zip(request.choices, tokens, ends, strict=True):
+            self._context.emit(
+                request,
+                [token],
+                finish,
+                request.prompt_timings,
+                choice=choice,
+                index=len(known),
+                # When it begins again it finds its own pages.
+                cached_tokens=0 if known else run.cached_tokens,
+                prompt_logprobs=run.scores if choice == request.choices[0] else (),
+            )
+        firsts = zip(request.choices, tokens, ends, strict=True)
+        live = [(choice, token.token_id) for choice, token, finish in firsts if finish is None]
+        if live:
+            fork_and_run(self._context, self._running, self._growth, request, live)
+        else:
+            self._context.release(request, Outcome.FINISHED, None)
+
+    def _release_retracted(self, request: AggregatedRequest) -> None:
+        """Free the memory of a request and let it wait again, with what it has generated.
+
+        It goes before everything that came later. If the worker drains, its router
+        submits it elsewhere instead.
+        """
+        if self._context.draining:
+            self._end_early(request, RequestEnd(EndReason.RETRACTED), Outcome.RETRACTED)
+            return
+        self._context.release(request, Outcome.RETRACTED, None)
+        again = self._make(
+            replace(
+                request.submission,
+                key=request.key,
+                input_ids=tuple(request.token_ids(0, request.num_tokens)),
+                choices=(request.key.choice,),
+            )
+        )
+        self._context.requests[again.key] = again
+        self._waiting.append(again)
+
+    def _end_early(
+        self, request: AggregatedRequest, end: RequestEnd, outcome: Outcome = Outcome.ABORTED
+    ) -> None:
+        """Release a request, whatever phase it is in."""
+        if request in self._waiting:
+            self._waiting.remove(request)
+        self._computing.remove(request)
+        self._running.remove(request)
+        self._context.release(request, outcome, end, timings=request.timings())
+
+    def _make(self, command: Submit) -> AggregatedRequest:
+        emitted = command.input_ids[command.prompt_len :]
+        return AggregatedRequest.of(
+            command,
+            submission=command,
+            checker=StopChecker(command.stops, self._tokenizer, emitted),
+            num_drafts=self._config.drafts_for(command.speculate),
+        )

@@ -1,0 +1,61 @@
+"""Grants the prefill workers' asks: reserves a whole prompt at once, or nothing."""
+
+from __future__ import annotations
+
+from kvrelay.decode_worker.live_requests import LiveRequests
+from kvrelay.decode_worker.request import DecodeRequest
+from kvrelay.engine.scheduler.admission import admit_in_turn
+from kvrelay.engine.scheduler.context import SchedulerContext
+from kvrelay.engine.scheduler.growth_reserve import GrowthReserve
+from kvrelay.kv_transfer.hand_over.states import DecodeState
+
+
+class Grants:
+    """Decides which requests that were asked for get memory.
+
+    Args:
+        context: the worker's memory and requests.
+        requests: sends the grants.
+        growth: what must stay free for those that have memory already.
+        bypass_limit: later requests that may pass one that does not fit.
+    """
+
+    def __init__(
+        self,
+        context: SchedulerContext[DecodeRequest],
+        requests: LiveRequests,
+        growth: GrowthReserve,
+        bypass_limit: int,
+    ) -> None:
+        self._context = context
+        self._requests = requests
+        self._growth = growth
+        self._bypass_limit = bypass_limit
+
+    def reserve_and_grant(self) -> None:
+        """Reserve memory for the requests that were asked for, in turn, and grant them."""
+        asked = [
+            request
+            for request in self._context.requests.values()
+            if request.hand_over.state is DecodeState.ASKED
+        ]
+        kv_cache = self._context.kv_cache
+        for request in admit_in_turn(kv_cache, asked, self._reserve, self._bypass_limit):
+            # What the prefix index has here already, and what no window needs, is not read.
+            protected = request.held.num_protected_pages
+            first_missing = [max(first, protected) for first in request.held.first_pages]
+            self._requests.send(request, request.hand_over.grant(first_missing))
+
+    def _reserve(self, request: DecodeRequest) -> bool:
+        """Allocate pages for the whole input, if what others are expected to add still fits.
+
+        Pages that the prefix index has are shared.
+        """
+        kv_cache, length = self._context.kv_cache, request.input_len
+        growing = [r for r in self._context.requests.values() if r.lease is not None]
+        if not self._context.reserve(request, length, self._growth.headroom(request, growing)):
+            return False
+        kv_cache.slide(request.held, length)
+        grown = kv_cache.grow(request.held, length)
+        assert grown, "a promise was broken"
+        return True

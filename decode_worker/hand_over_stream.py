@@ -1,0 +1,82 @@
+"""One request's hand-over stream as the decode side holds it, and what is posted about it.
+
+The engine thread sends messages and `CloseStream` into the stream through the outbox. The event
+loop carries them (`hand_over_client.py`), and posts `PeerMessage` and `StreamLost` to the inbox.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+from kvrelay.engine.scheduler.outbox import MessageStream
+from kvrelay.kv_transfer.hand_over.sequencer import Sequencer
+from kvrelay.wire.hand_over import FromDecode, FromPrefill, Sequenced
+from kvrelay.wire.load import PeerTransport
+from kvrelay.wire.output import FailureReason
+from kvrelay.wire.request import RequestKey
+from kvrelay.wire.worker_info import WorkerAddress
+
+
+@dataclass(frozen=True, slots=True)
+class CloseStream:
+    """Close the stream, so that the prefill side may release the request's pages."""
+
+    unreadable: bool = False
+    """A read from the prefill worker has failed, or does not end: connect to it anew."""
+
+
+class HandOverStream(MessageStream[Sequenced[FromDecode]]):
+    """One request's hand-over stream.
+
+    Args:
+        key: the request's.
+        peer: the prefill worker that computes its prompt.
+    """
+
+    def __init__(self, key: RequestKey, peer: WorkerAddress) -> None:
+        super().__init__()
+        self.key = key
+        self.peer = peer
+        self.sequencer = Sequencer(time.monotonic())
+        self.unreadable = False
+        """The connection to the peer is broken: streams that open from now on need another one."""
+
+    def deliver(self, message: Sequenced[FromDecode] | CloseStream) -> None:
+        """Queue a message to be sent, or close the stream after what is queued already."""
+        if isinstance(message, CloseStream):
+            self.unreadable = message.unreadable
+            self.close()
+        else:
+            super().deliver(message)
+
+
+@dataclass(frozen=True, slots=True)
+class OpenStream:
+    """To the hand-over client: connect to the stream's peer and carry the stream."""
+
+    stream: HandOverStream
+
+
+@dataclass(frozen=True, slots=True)
+class PeerMessage:
+    """To the engine: the prefill worker has sent a message."""
+
+    stream: HandOverStream
+    sequenced: Sequenced[FromPrefill]
+
+
+@dataclass(frozen=True, slots=True)
+class StreamLost:
+    """To the engine: the stream has ended, and with it the lease on the prefill side's pages."""
+
+    stream: HandOverStream
+    detail: str
+    cause: FailureReason = FailureReason.PEER_LOST
+
+
+@dataclass(frozen=True, slots=True)
+class PeerProbed:
+    """To the engine: the transport from a prefill worker was measured, and may be refused."""
+
+    transport: PeerTransport

@@ -1,0 +1,149 @@
+"""Reads announced pages from prefill workers, and hashes those that are to be compared."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvrelay.decode_worker.hand_over_stream import HandOverStream
+from kvrelay.decode_worker.live_requests import LiveRequests
+from kvrelay.decode_worker.request import DecodeRequest
+from kvrelay.engine.faults import Phase
+from kvrelay.engine.scheduler.commands import Dropped, Mailbox
+from kvrelay.engine.scheduler.context import SchedulerContext
+from kvrelay.kv_transfer.checksums import VerifyPages, choose, locate
+from kvrelay.kv_transfer.pull import Pull, PullState
+from kvrelay.kv_transfer.transfers import Transfers
+from kvrelay.wire.hand_over import Announce, PageSum
+from kvrelay.wire.output import FailureReason
+
+logger = logging.getLogger(__name__)
+
+_TIMEOUTS_A_READ = 4
+"""A read may take so many times as long as a peer may be silent."""
+
+
+@dataclass(frozen=True, slots=True)
+class PullEnded:
+    """A read of a request's pages has ended, well or not."""
+
+    stream: HandOverStream
+    pull: Pull
+
+
+@dataclass(frozen=True, slots=True)
+class PagesHashed:
+    """The pages of a request that are to be compared were hashed."""
+
+    stream: HandOverStream
+    sums: tuple[PageSum, ...]
+
+
+class Pulls:
+    """Reads into the pages that a grant has reserved, and says Done once all is read.
+
+    Args:
+        context: the worker's memory, requests and outputs.
+        requests: ends a request whose read fails.
+        agent: reads and hashes.
+        inbox: where reads and hashes report their end.
+        verify_pages: which pages are compared.
+        timeout: seconds that a peer may be silent.
+    """
+
+    def __init__(
+        self,
+        context: SchedulerContext[DecodeRequest],
+        requests: LiveRequests,
+        agent: Transfers,
+        inbox: Mailbox[PullEnded | PagesHashed],
+        verify_pages: VerifyPages,
+        timeout: float,
+    ) -> None:
+        self._context = context
+        self._requests = requests
+        self._agent = agent
+        self._inbox = inbox
+        self._verify_pages = verify_pages
+        self._slowest = _TIMEOUTS_A_READ * timeout
+
+    def read(self, request: DecodeRequest, message: Announce) -> None:
+        """Start to read the announced pages straight into the reserved ones."""
+        peer = request.stream.peer.incarnation
+        self._context.faults.reach(Phase.ANNOUNCED, peer)
+        wanted = request.hand_over.on_announce(message)
+        if message.first_tokens:
+            request.announced_at = time.monotonic()
+        if any(run.page_ids for run in wanted):
+            stream = request.stream
+            pull = self._agent.pull(
+                peer,
+                [
+                    request.held.pages(pool)[run.first_page : run.end].astype(np.int64)
+                    for pool, run in enumerate(wanted)
+                ],
+                [np.asarray(run.page_ids, np.int64) for run in wanted],
+                lambda pull: self._inbox.post(PullEnded(stream, pull)),
+            )
+            request.pulls.append(pull)
+            request.reading.add(pull)
+            request.read_at = time.monotonic()
+            self._context.faults.reach(Phase.PULLING, peer)
+        self._finish_if_all_read(request)
+
+    def pull_ended(self, message: PullEnded) -> None:
+        """Count a read's end. A failed one ends its request; after the last one follows Done."""
+        pull = message.pull
+        self._context.metrics.count_pull(pull)
+        request = self._requests.of_stream(message.stream)
+        if request is None:
+            return
+        if pull.state is not PullState.DONE:
+            error = f"read from {pull.peer} failed: {pull.error}"
+            self._requests.fail(request, FailureReason.READ_FAILED, error)
+            return
+        if pull not in request.reading:  # its end was told before
+            self._context.metrics.count_dropped(Dropped.DUPLICATE)
+            return
+        request.reading.remove(pull)
+        request.read_at = time.monotonic()
+        request.hand_over.on_read()
+        self._finish_if_all_read(request)
+
+    def pages_hashed(self, message: PagesHashed) -> None:
+        """Send the sums of a request's pages with its Done."""
+        request = self._requests.of_stream(message.stream)
+        if request is not None:
+            self._send_done(request, message.sums)
+
+    def fail_if_stuck(self, request: DecodeRequest, now: float) -> bool:
+        """End a request one of whose reads does not end; `True` if it is so."""
+        if not request.reading or now - request.read_at <= self._slowest:
+            return False
+        error = f"a read has not ended for {self._slowest:g} s"
+        states = ", ".join(f"{pull.peer}: {pull.state.name}" for pull in request.reading)
+        logger.warning("request %s: %s (%s)", request.key.request_id, error, states)
+        self._requests.fail(request, FailureReason.READ_FAILED, error)
+        return True
+
+    def _finish_if_all_read(self, request: DecodeRequest) -> None:
+        """Once all is read, send Done, or hash what is to be compared first."""
+        hand_over, held, stream = request.hand_over, request.held, request.stream
+        if not hand_over.has_read:
+            return
+        mode = self._verify_pages
+        read = hand_over.places_read if mode is not VerifyPages.OFF else []
+        places = choose(mode, read, request.key.request_id)
+        if not places:
+            self._send_done(request)
+            return
+        pages = locate(places, held.tables(), held.page_size, request.input_len)
+        self._agent.hash_pages(pages, lambda sums: self._inbox.post(PagesHashed(stream, sums)))
+
+    def _send_done(self, request: DecodeRequest, sums: Sequence[PageSum] = ()) -> None:
+        self._requests.send(request, request.hand_over.done(sums))
+        self._context.faults.reach(Phase.PULLED, request.stream.peer.incarnation)

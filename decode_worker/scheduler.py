@@ -1,0 +1,179 @@
+"""The scheduler of a decode worker: grant, pull, activate, generate."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeAlias, assert_never
+
+from tokenizers import Tokenizer
+
+from kvrelay.decode_worker.grants import Grants
+from kvrelay.decode_worker.hand_over_stream import (
+    HandOverStream,
+    OpenStream,
+    PeerMessage,
+    PeerProbed,
+    StreamLost,
+)
+from kvrelay.decode_worker.hand_overs import HandOvers
+from kvrelay.decode_worker.heartbeats import Heartbeats
+from kvrelay.decode_worker.live_requests import LiveRequests
+from kvrelay.decode_worker.pulls import PagesHashed, PullEnded, Pulls
+from kvrelay.decode_worker.request import DecodeRequest
+from kvrelay.engine.config import WorkerConfig
+from kvrelay.engine.executor.step import Scheduled, StepOutput
+from kvrelay.engine.executor.stop import StopChecker
+from kvrelay.engine.faults import Phase
+from kvrelay.engine.scheduler.commands import Cancel, Mailbox, Submit, Wake
+from kvrelay.engine.scheduler.context import SchedulerContext
+from kvrelay.engine.scheduler.growth_reserve import GrowthReserve
+from kvrelay.engine.scheduler.metrics import TRANSFER_REFUSALS
+from kvrelay.engine.scheduler.outbox import Sink
+from kvrelay.kv_transfer.hand_over.decode_side import DecodeHandOver
+from kvrelay.kv_transfer.transfers import Transfers
+from kvrelay.mem_cache.release import Outcome
+from kvrelay.wire.load import PeerTransport, WorkerLoad
+from kvrelay.wire.output import EndReason, RequestEnd
+
+DecodeMessage: TypeAlias = PullEnded | PagesHashed | PeerMessage | StreamLost | PeerProbed
+"""What the decode scheduler takes beside the commands that every scheduler takes."""
+
+
+class DecodeScheduler:
+    """Takes prompts over and generates; the `Scheduler` of a decode worker.
+
+    A request waits without memory, is asked for by its prefill worker, reserves
+    its whole prompt if what others are expected to generate still fits beside it,
+    pulls pages as they are announced, is activated when the prefill side confirms
+    that it held them all along, and then gains tokens step by step. If memory runs
+    short after all, the request with the least to lose is retracted, and its router
+    submits it again.
+
+    ``DecodeScheduler`` uses ``Grants``, ``HandOvers`` and ``Heartbeats``, the latter two
+    and the scheduler itself use ``Pulls``, and all use ``LiveRequests``, never the other way round.
+
+    Args:
+        context: the worker's memory, requests and outputs.
+        agent: reads the prefill workers' pools.
+        client: opens hand-over streams.
+        inbox: where reads and hashes report their end.
+        tokenizer: for stop strings.
+        config: bounds of the growth reserve, drafts, tests' forced retractions.
+    """
+
+    def __init__(
+        self,
+        context: SchedulerContext[DecodeRequest],
+        agent: Transfers,
+        client: Sink[OpenStream],
+        inbox: Mailbox[PullEnded | PagesHashed | Wake],
+        tokenizer: Tokenizer,
+        config: WorkerConfig,
+    ) -> None:
+        self._context = context
+        self._agent = agent
+        self._client = client
+        self._inbox = inbox
+        self._tokenizer = tokenizer
+        self._config = config
+        self._growth = GrowthReserve(
+            context.kv_cache, config.growth_min, config.growth_max, config.tokens_in_flight - 1
+        )
+        timeout = config.worker_timeout
+        self._requests = LiveRequests(context, self._growth, config.debug_retract_every)
+        self._running = self._requests.running
+        self._grants = Grants(context, self._requests, self._growth, config.bypass_limit)
+        self._pulls = Pulls(context, self._requests, agent, inbox, config.verify_pages, timeout)
+        self._hand_overs = HandOvers(context, self._requests, self._pulls, self._growth)
+        self.heartbeats = Heartbeats(context, self._requests, self._pulls, timeout)
+        self._probes: dict[str, PeerTransport] = {}
+        """The latest of each prefill worker that lives."""
+        self._dead: set[str] = set()
+
+    def submit(self, command: Submit) -> None:
+        """Open the hand-over stream of a new request, which waits until it is asked for."""
+        assert command.prefill is not None, "a decode worker is told who computes the prompt"
+        kv_cache = self._context.kv_cache
+        pages = kv_cache.shape.pages_for(len(command.input_ids))
+        emitted = command.input_ids[command.prompt_len :]
+        request = DecodeRequest.of(
+            command,
+            stream=HandOverStream(command.key, command.prefill),
+            hand_over=DecodeHandOver(pages, kv_cache.shape.windowed, len(command.choices)),
+            checker=StopChecker(command.stops, self._tokenizer, emitted),
+            num_drafts=self._config.drafts_for(command.speculate),
+        )
+        if self._context.register(request, request.most_tokens):
+            self._context.outbox.put(self._client, OpenStream(request.stream))
+            self._context.faults.reach(Phase.QUEUED, request.stream.peer.incarnation)
+
+    def cancel(self, command: Cancel) -> None:
+        """End a request, all choices of it, and free its memory."""
+        for request in self._context.choices_of(command.key):
+            self._requests.end_early(request, Outcome.ABORTED, RequestEnd(EndReason.ABORTED))
+
+    def peer_died(self, incarnation: str) -> None:
+        """Let fences on reads from a dead prefill worker pass. Its streams end by themselves."""
+        self._dead.add(incarnation)
+        self._probes.pop(incarnation, None)
+        self._agent.confirm_death(incarnation, lambda: self._inbox.post(Wake()))
+
+    def handle(self, message: DecodeMessage) -> None:
+        """Take what concerns a hand-over stream or a read."""
+        match message:
+            case PullEnded():
+                self._pulls.pull_ended(message)
+            case PagesHashed():
+                self._pulls.pages_hashed(message)
+            case PeerMessage():
+                self._hand_overs.receive(message)
+            case StreamLost():
+                self._hand_overs.stream_lost(message)
+            case PeerProbed():
+                self._record_probe(message.transport)
+            case _:
+                assert_never(message)
+
+    def watch_peers(self) -> None:
+        """Send due heartbeats, and fail requests whose peer, or read, takes too long."""
+        self.heartbeats.send_or_give_up()
+
+    def admit(self) -> None:
+        """Reserve memory for what prefill workers have asked for, and grant it."""
+        self._grants.reserve_and_grant()
+
+    def schedule(self) -> Sequence[Scheduled[DecodeRequest]]:
+        """Allocate pages for the next token of every running request."""
+        return self._running.schedule()
+
+    def process_step_output(self, item: Scheduled[DecodeRequest], output: StepOutput) -> None:
+        """Emit a request's new tokens, and release it if they end it."""
+        self._running.process_step_output(item.request, output)
+
+    def fail(self, request: DecodeRequest, error: Exception) -> None:
+        """End a request because its forward has failed."""
+        end = RequestEnd(EndReason.FAILED, error=f"the forward failed: {error}")
+        self._requests.end_early(request, Outcome.ABORTED, end)
+
+    def retract_for_drain(self) -> None:
+        """Retract all requests, whatever phase they are in."""
+        for request in list(self._context.requests.values()):
+            outcome = Outcome.RETRACTED if request.every_step else Outcome.ABORTED
+            self._requests.end_early(request, outcome, RequestEnd(EndReason.RETRACTED))
+
+    def load(self) -> WorkerLoad:
+        """Count requests, prompt tokens that were not read yet, and expected growth."""
+        requests = self._context.requests.values()
+        return self._context.measure_load(
+            waiting_requests=len(requests) - len(self._running),
+            waiting_tokens=sum([r.input_len for r in requests if not r.kv_written_len]),
+            growth_tokens=self._growth.total_tokens(self._running),
+            peers=self._probes.values(),
+        )
+
+    def _record_probe(self, probe: PeerTransport) -> None:
+        before = self._probes.get(probe.incarnation)
+        if probe.refusal and not (before and before.refusal):
+            self._context.metrics.count(TRANSFER_REFUSALS)
+        if probe.incarnation not in self._dead:
+            self._probes[probe.incarnation] = probe

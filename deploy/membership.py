@@ -1,0 +1,93 @@
+"""Which incarnations of a cluster's workers live, drain or are dead."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from types import MappingProxyType
+
+from kvrelay.router.discovery import Discovery, StaticDiscovery
+from kvrelay.wire.worker_info import WorkerInfo
+
+
+class Membership:
+    """Keeps the list that a router reads (`discovery`) in step with every change.
+
+    A worker that drains stays in the list until its successor is live, so that the requests
+    which nobody else can take know that there will be one. Belongs to one event loop.
+    """
+
+    def __init__(self) -> None:
+        self._live: dict[str, WorkerInfo] = {}
+        self._draining: dict[str, WorkerInfo] = {}
+        self._dead: list[WorkerInfo] = []
+        self._discovery = StaticDiscovery()
+
+    @property
+    def discovery(self) -> Discovery:
+        """The workers that a router may use."""
+        return self._discovery
+
+    @property
+    def live(self) -> Mapping[str, WorkerInfo]:
+        """The live incarnations by worker name; a view that changes with them."""
+        return MappingProxyType(self._live)
+
+    @property
+    def dead(self) -> Sequence[WorkerInfo]:
+        """Every incarnation whose process has ended: one for each restart."""
+        return tuple(self._dead)
+
+    def add_live(self, info: WorkerInfo) -> None:
+        """An incarnation can be used; one that drained has its successor."""
+        self._draining.pop(info.name, None)
+        self._live[info.name] = info
+        self._publish()
+
+    def remove_live(self, info: WorkerInfo) -> None:
+        """An incarnation cannot be reached any more."""
+        del self._live[info.name]
+        self._publish()
+
+    def is_draining(self, name: str) -> bool:
+        """Whether the worker drains, or has drained and has no successor yet."""
+        return name in self._draining
+
+    def add_draining(self, info: WorkerInfo) -> None:
+        """An incarnation takes no more requests."""
+        self._draining[info.name] = info
+        self._publish()
+
+    def remove_draining(self, info: WorkerInfo) -> None:
+        """An incarnation does not drain after all, or will have no successor."""
+        if self._draining.get(info.name) == info:
+            del self._draining[info.name]
+            self._publish()
+
+    def add_dead(self, info: WorkerInfo) -> None:
+        """An incarnation's process has ended."""
+        self._dead.append(info)
+        self._publish()
+
+    def clear(self) -> None:
+        """No worker is left."""
+        self._live.clear()
+        self._draining.clear()
+        self._publish()
+
+    async def until_dead(self, info: WorkerInfo) -> None:
+        """Wait until the incarnation's process has ended."""
+        while info not in self._dead:
+            await self._discovery.changed()
+
+    async def until_live(self, name: str) -> WorkerInfo:
+        """Wait until the worker has a live incarnation, which is returned."""
+        while name not in self._live:
+            await self._discovery.changed()
+        return self._live[name]
+
+    def _publish(self) -> None:
+        listed = self._live | self._draining
+        self._discovery.replace(
+            [replace(listed[name], draining=name in self._draining) for name in sorted(listed)]
+        )

@@ -1,0 +1,64 @@
+"""What `kvrelay serve` prints: its first line, and the addresses once it is ready."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import shlex
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kvrelay.deploy.address import DEFAULT_GRPC
+from kvrelay.deploy.models import Model
+from kvrelay.deploy.options import ServeOptions
+from kvrelay.deploy.sizes import format_size
+
+if TYPE_CHECKING:
+    from kvrelay.deploy.deployment import Deployment
+
+
+def headline(options: ServeOptions) -> str:
+    """The version, and the workers that will run."""
+    version = importlib.metadata.version("kvrelay")
+    memory = format_size(options.kv_memory)
+    workers = " + ".join(f"{count} {role}" for role, count in options.roles.items())
+    return f"kvrelay {version}: {workers}, {options.dtype}, {memory} of KV each"
+
+
+def ready_lines(deployment: Deployment, model: Model, options: ServeOptions) -> Iterator[str]:
+    """Where everything listens, and an example to paste."""
+    router = deployment.router
+    yield ""
+    yield f"  model      {model.path}"
+    yield f"  gRPC       {router.grpc_address}"
+    yield f"  metrics    http://{router.metrics_address}/metrics"
+    for name, worker in sorted(deployment.cluster.workers.items()):
+        yield f"  {name:<10} http://{worker.metrics_address}/metrics"
+    yield ""
+    server = "" if router.grpc_address == str(DEFAULT_GRPC) else f" --server {router.grpc_address}"
+    example = 'generate "The capital of France is" --max-tokens 32'
+    yield f"Try:  {_command()} {example}{server}{_access(options)}"
+    yield "Ctrl-C stops it."
+
+
+def _access(options: ServeOptions) -> str:
+    """The options, beside the address, that let a client in."""
+    access = ""
+    if options.front_tls_cert is not None:
+        access += " --tls"
+    elif options.tls_ca is not None:
+        access += f" --ca {shlex.quote(str(options.tls_ca))}"
+    if options.auth_token_file is not None:
+        access += f" --token-file {shlex.quote(str(options.auth_token_file))}"
+    return access
+
+
+def _command() -> str:
+    """The words that start this program in a shell: its name, if that is enough."""
+    called = sys.argv[0]
+    if Path(called).name != "kvrelay":
+        return f"{shlex.quote(sys.executable)} -m kvrelay.deploy"
+    found = shutil.which("kvrelay")
+    return "kvrelay" if found and Path(found).samefile(called) else shlex.quote(called)

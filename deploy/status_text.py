@@ -1,0 +1,129 @@
+"""What `kvrelay status` prints for people: tables of what ``--json`` prints."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, Final
+
+_STATES: Final = (
+    "free",
+    "held",
+    "cached_evictable",
+    "cached_protected",
+    "session",
+    "quarantined",
+)
+"""What a page can be. Every page is one of these, so they sum to the pool's total."""
+
+
+def as_text(report: dict[str, Any]) -> str:
+    """A line about the server, then tables of the workers, their pools, and more if there is."""
+    workers = report["workers"]
+    parts = [
+        f"{report['model'] or 'NO MODEL (a role has no worker)'}, kvrelay {report['version']}, "
+        f"up {report['uptime_seconds']:.0f} s, {report['live_requests']} live requests",
+        _workers_table(workers),
+        _pools_table(workers),
+    ]
+    if any(worker["peers"] for worker in workers):
+        parts.append(_peers_table(workers))
+    if any("owners" in worker for worker in workers):
+        parts.append(_owners_table(workers))
+    return "\n\n".join(parts)
+
+
+def _workers_table(workers: Iterable[dict[str, Any]]) -> str:
+    head = ["worker", "role", "incarnation", "ready", "address", "metrics"]
+    head += ["waiting", "running", "tokens due", "growth", "step"]
+    rows = [
+        [
+            worker["worker"],
+            worker["role"],
+            worker["incarnation"],
+            _readiness(worker),
+            worker["address"],
+            worker["metrics_address"],
+            worker["waiting_requests"],
+            worker["running_requests"],
+            worker["waiting_tokens"],
+            worker["growth_tokens"],
+            f"{1000 * worker['step_seconds']:.1f} ms" if worker["step_seconds"] else "-",
+        ]
+        for worker in workers
+    ]
+    return _table(head, rows)
+
+
+def _readiness(worker: dict[str, Any]) -> str:
+    if worker["draining"]:
+        return "draining" if worker["ready"] else "restarting"
+    return "yes" if worker["ready"] else "no"
+
+
+def _owners_table(workers: Iterable[dict[str, Any]]) -> str:
+    head = ["worker", "pool", "first page", "pages", "owner", "holder"]
+    rows = [
+        [
+            worker["worker"],
+            run["pool"],
+            run["first_page"],
+            run["num_pages"],
+            run["owner"],
+            run["holder"],
+        ]
+        for worker in workers
+        for run in worker["owners"]
+    ]
+    return _table(head, rows)
+
+
+def _peers_table(workers: Iterable[dict[str, Any]]) -> str:
+    head = ["worker", "reads from", "GB/s", "back", "backend", "transports", ""]
+    rows = [
+        [
+            worker["worker"],
+            peer["incarnation"],
+            f"{peer['read_bytes_per_second'] / 1e9:.3g}",
+            f"{peer['write_bytes_per_second'] / 1e9:.3g}",
+            peer["backend"],
+            peer["transports"],
+            f"REFUSED: {peer['refusal']}" if peer["refusal"] else "",
+        ]
+        for worker in workers
+        for peer in worker["peers"]
+    ]
+    return _table(head, rows)
+
+
+def _pools_table(workers: Iterable[dict[str, Any]]) -> str:
+    names = [state.replace("_", " ") for state in _STATES]
+    head = ["worker", "pool", "page size", *names, "sum", "total", "promised"]
+    rows = [
+        [
+            worker["worker"],
+            pool["pool"],
+            pool["page_size"] or "-",
+            *(pool[state] for state in _STATES),
+            # A pool that does not balance is a bug: it must stand out.
+            pool["sum"] if pool["sum"] == pool["total"] else f"{pool['sum']} (!)",
+            pool["total"],
+            pool["promised"],
+        ]
+        for worker in workers
+        for pool in worker["pools"]
+    ]
+    return _table(head, rows)
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    """Columns as wide as their widest cell: numbers to the right, words to the left."""
+    cells = [list(head), *([str(cell) for cell in row] for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    numeric = [any(isinstance(row[column], int) for row in rows) for column in range(len(head))]
+    return "\n".join(
+        "  ".join(
+            cell.rjust(width) if right else cell.ljust(width)
+            for cell, width, right in zip(line, widths, numeric, strict=True)
+        ).rstrip()
+        for line in cells
+    )

@@ -1,0 +1,56 @@
+"""Write the parts of pages that come from the code: `make docs-generated`.
+
+Such a part stands between `<!-- generated: NAME -->` and `<!-- end generated -->`. With `--check`
+nothing is written, and the exit status is 1 if a page differs from what the code says.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+import click
+
+from docs.tools import grpc_api, metrics
+from kvrelay.deploy import option_table
+
+ROOT: Final = Path(__file__).resolve().parents[2]
+PARTS: Final[dict[str, tuple[str, Callable[[], str]]]] = {
+    "grpc-api": ("docs/grpc-api.md", grpc_api.markdown),
+    "options": ("docs/configuration.md", option_table.markdown),
+    "router-metrics": ("docs/metrics.md", metrics.router_metrics),
+    "worker-metrics": ("docs/metrics.md", metrics.worker_metrics),
+}
+"""By name, the page that has the part, and what makes it."""
+
+
+def with_part(page: str, name: str, text: str) -> str:
+    """The page with the part replaced; ValueError if it has no such part."""
+    begin, end = f"<!-- generated: {name} -->", "<!-- end generated -->"
+    part = re.compile(f"{re.escape(begin)}.*?{re.escape(end)}", re.DOTALL)
+    if not part.search(page):
+        raise ValueError(f"there is no {begin}")
+    return part.sub(lambda _: f"{begin}\n\n{text.strip()}\n\n{end}", page, count=1)
+
+
+@click.command(help=__doc__)
+@click.option("--check", is_flag=True, help="Write nothing; fail if a page is out of date.")
+def main(check: bool) -> None:
+    """Write the parts, or say which pages differ."""
+    stale = []
+    for name, (path, make) in PARTS.items():
+        page = (ROOT / path).read_text()
+        fresh = with_part(page, name, make())
+        if fresh != page:
+            stale.append(path)
+            if not check:
+                (ROOT / path).write_text(fresh)
+    if stale and check:
+        raise click.ClickException(f"out of date: {', '.join(stale)}: make docs-generated")
+    click.echo("\n".join(f"wrote {path}" for path in stale) or "the pages say what the code says")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,71 @@
+"""The drafters of `model_executor.Drafter`: they guess next tokens, on the forward thread."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvrelay.engine.executor.token_state import TokenState
+from kvrelay.model_runner.batch import ForwardBatch, Int32Array
+from kvrelay.model_runner.draft_model import DraftModel, DraftRequest
+from kvrelay.model_runner.sampling.ngram import NgramIndex
+from kvrelay.model_runner.sampling.sampler import SamplingRow
+
+
+class NgramDrafter:
+    """Guesses that a request repeats its prompt or its output."""
+
+    def follow(self, batch: ForwardBatch) -> None:
+        """Do nothing: a prompt is indexed when its first guess is made."""
+
+    def propose(
+        self,
+        states: Sequence[TokenState],
+        rows: Sequence[SamplingRow],
+        counts: Sequence[int],
+        page_tables: Sequence[Int32Array],
+    ) -> list[Sequence[int]]:
+        """Look up what followed the latest tokens when they came before."""
+        return [
+            _index_of(state).propose(count) for state, count in zip(states, counts, strict=True)
+        ]
+
+
+def _index_of(state: TokenState) -> NgramIndex:
+    """The index of all tokens that a state has by now."""
+    if state.ngrams is None:
+        state.ngrams = NgramIndex()
+    state.ngrams.extend(state.token_ids[len(state.ngrams) :])
+    return state.ngrams
+
+
+class ModelDrafter:
+    """Lets a smaller model guess, whose KV lies in pools of its own behind the same leases.
+
+    Args:
+        model: bound to its pools.
+    """
+
+    def __init__(self, model: DraftModel) -> None:
+        self._model = model
+
+    def follow(self, batch: ForwardBatch) -> None:
+        """Compute the same chunks of prompts with the draft model."""
+        self._model.forward(batch)
+
+    def propose(
+        self,
+        states: Sequence[TokenState],
+        rows: Sequence[SamplingRow],
+        counts: Sequence[int],
+        page_tables: Sequence[Int32Array],
+    ) -> list[Sequence[int]]:
+        """Compute the known tokens that the draft model lacks, then generate guesses."""
+        drafting = []
+        for state, row, count in zip(states, rows, counts, strict=True):
+            # What it wrote for guesses that were not kept is written again.
+            kv_len = min(state.draft_kv_len, len(state.token_ids) - 1)
+            drafting.append(DraftRequest(row, state.token_ids[kv_len:], count))
+        proposals = self._model.propose(drafting, page_tables)
+        for state, proposal in zip(states, proposals, strict=True):
+            state.draft_kv_len = proposal.kv_len
+        return [proposal.token_ids for proposal in proposals]

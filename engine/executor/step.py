@@ -1,0 +1,156 @@
+"""One forward: what it is to compute, what came of it, and the thread that computes it.
+
+Requests are opaque here: a step carries them from the scheduler that planned it back to it.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Generic, NamedTuple, Protocol, TypeVar
+
+from kvrelay.engine.executor.token_state import TokenState
+from kvrelay.mem_cache.sharing import PageCopy
+from kvrelay.model_runner.batch import Int32Array
+from kvrelay.wire.output import SampledToken
+
+logger = logging.getLogger(__name__)
+
+RequestT = TypeVar("RequestT")
+RequestT_co = TypeVar("RequestT_co", covariant=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Scheduled(Generic[RequestT_co]):
+    """Compute a request's next tokens, for which its lease has room already."""
+
+    request: RequestT_co
+    """The forward thread does not look at it."""
+    token_state: TokenState
+    num_tokens: int
+    """Known ones: of a prompt's chunk, or 1, the one sampled last."""
+    sample: bool
+    """Whether the last of them yields a new token; not on an unfinished prompt's chunk."""
+    num_drafts: int = 0
+    """Drafted tokens, at most, that are verified behind them."""
+
+
+class StepOutput(NamedTuple):
+    """What came of one `Scheduled`."""
+
+    tokens: Sequence[SampledToken] = ()
+    """That follow each other in one output; of a prompt, the first one of each choice."""
+    error: Exception | None = None
+    """Why there are no more of them: the request cannot go on."""
+    num_drafts: int = 0
+    """Drafted tokens that were verified."""
+    prompt_logprobs: Sequence[SampledToken] = ()
+    """Of the tokens that follow those of a prompt's chunk, in the prompt."""
+
+    @property
+    def num_accepted(self) -> int:
+        """Drafted tokens that the model sampled; but for an error, one more token follows them."""
+        return len(self.tokens) - (self.error is None) if self.num_drafts else 0
+
+
+@dataclass(frozen=True, slots=True)
+class Step(Generic[RequestT_co]):
+    """A planned forward. It has a copy of the page tables: nothing changes them later."""
+
+    number: int
+    scheduled: Sequence[Scheduled[RequestT_co]]
+    page_tables: Sequence[Int32Array]
+    """For each pool the page tables of all items, as in `ForwardBatch`."""
+    copies: Sequence[PageCopy] = ()
+    """To be made before anything is written."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepEnded(Generic[RequestT_co]):
+    """A forward's result."""
+
+    step: Step[RequestT_co]
+    outputs: Sequence[StepOutput] = ()
+    """One for each of `step.scheduled`; none if the forward has failed as a whole."""
+    num_tokens: int = 0
+    """Tokens that it computed, drafted ones included."""
+    seconds: float = 0.0
+    error: Exception | None = None
+    """The forward has failed as a whole."""
+
+
+class Executor(Protocol):
+    """Runs a step's forward and samples from it. Blocks; has a thread of its own."""
+
+    def copy(self, copies: Sequence[PageCopy]) -> None:
+        """Copy pages, for the forwards that follow.
+
+        An error ends the worker: requests of later steps may need the pages.
+        """
+        ...
+
+    def execute(self, step: Step[RequestT]) -> StepEnded[RequestT]:
+        """Compute one step. An error that concerns one request alone is in its `StepOutput`."""
+        ...
+
+
+class ForwardThread(Generic[RequestT]):
+    """Computes steps in order, away from the engine thread, which stays responsive.
+
+    Args:
+        executor: computes the steps.
+        on_end: called with each step's end, on this thread.
+        on_failure: called once, on this thread, if it must give up.
+    """
+
+    def __init__(
+        self,
+        executor: Executor,
+        on_end: Callable[[StepEnded[RequestT]], None],
+        on_failure: Callable[[str], None],
+    ) -> None:
+        self._executor = executor
+        self._on_end = on_end
+        self._on_failure = on_failure
+        self._steps: queue.SimpleQueue[Step[RequestT] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="forward", daemon=True)
+        self._thread.start()
+
+    def launch(self, step: Step[RequestT]) -> None:
+        """Compute a step after those launched before it."""
+        self._steps.put(step)
+
+    def close(self) -> None:
+        """Compute what was launched, then end."""
+        self._steps.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            while (step := self._steps.get()) is not None:
+                self._on_end(execute_or_fail(self._executor, step))
+        except Exception as error:
+            logger.exception("the forward thread gives up")
+            self._on_failure(f"{type(error).__name__}: {error}")
+
+
+def execute_or_fail(executor: Executor, step: Step[RequestT]) -> StepEnded[RequestT]:
+    """Compute a step. If the forward fails, no later step computes anything of its requests.
+
+    Raises:
+        Exception: its page copies have failed.
+    """
+    begun = time.monotonic()
+    if step.copies:
+        executor.copy(step.copies)
+    try:
+        ended = executor.execute(step)
+    except Exception as error:  # whatever it was, the engine must hear of it
+        for item in step.scheduled:
+            item.token_state.broken = item.token_state.broken or error
+        return StepEnded(step, error=error)
+    return replace(ended, seconds=time.monotonic() - begun)

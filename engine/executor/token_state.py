@@ -1,0 +1,62 @@
+"""A request's tokens on the forward thread, which alone writes them once a step was launched.
+
+A step that is planned before the one before it has ended cannot name its own
+input: the token that it begins with is not sampled yet, and after a
+verification of drafts it is not even known how many were. So a step says only
+*whose* next tokens it computes; which ones they are, and where they go, is read
+from the `TokenState` when the forward begins.
+
+(SGLang's overlap scheduler solves the same with a map of future tokens on the
+device; vLLM's with a batch that its model runner keeps.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from kvrelay.model_runner.sampling.ngram import NgramIndex
+from kvrelay.wire.request import SamplingParams, StopConditions
+
+
+@dataclass(eq=False, slots=True, kw_only=True)
+class TokenState:
+    """A request's tokens as far as they are sampled, and how far their KV is written.
+
+    Made by the engine thread and never changed by it.
+    """
+
+    token_ids: list[int]
+    """Prompt and output."""
+    input_len: int
+    """Of `token_ids`, those whose KV comes from chunks or from a hand-over."""
+    prompt_ids: Sequence[int]
+    sampling: SamplingParams
+    stops: StopConditions
+    choices: Sequence[int]
+    """Which outputs of the prompt are sampled here: one, or all of them from its last chunk."""
+    prompt_logprobs: int | None = None
+    """How many of the likeliest to report for each prompt token; None: nothing."""
+    kv_len: int = 0
+    """Tokens whose KV is written and right; what a rejected draft wrote lies beyond."""
+    draft_kv_len: int = 0
+    """The same of the draft model's KV."""
+    broken: Exception | None = None
+    """Why nothing more is computed: what a failed step should have written is missing."""
+    ngrams: NgramIndex | None = field(default=None, repr=False)
+    """Where its n-grams are, for a drafter that looks them up."""
+
+    @property
+    def prompt_len(self) -> int:
+        """Tokens of the prompt."""
+        return len(self.prompt_ids)
+
+    @property
+    def room(self) -> int:
+        """Tokens that may yet be sampled; none, when a step was launched for one too many."""
+        return self.prompt_len + self.stops.max_tokens - len(self.token_ids)
+
+    @property
+    def in_prompt(self) -> bool:
+        """Whether the tokens to compute next are still of its input."""
+        return self.kv_len < self.input_len

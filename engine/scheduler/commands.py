@@ -1,0 +1,169 @@
+"""The commands that other threads send to the engine thread, and the inbox they arrive in."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Generic, Protocol, TypeAlias, TypeVar
+
+from kvrelay.engine.scheduler.outbox import RouterLink
+from kvrelay.mem_cache.kv_cache_manager import KVCacheManager
+from kvrelay.wire.request import RequestKey, SamplingParams, StopConditions
+from kvrelay.wire.worker_info import WorkerAddress
+
+
+class Dropped(StrEnum):
+    """Kinds of messages that were dropped: late, duplicate or meant for another worker."""
+
+    SUBMIT = "submit"
+    """A submission that came twice."""
+    CANCEL = "cancel"
+    """A cancellation of a request that has ended, or never came."""
+    HAND_OVER = "hand_over"
+    """A hand-over message of a request that has ended here."""
+    DUPLICATE = "duplicate"
+    """A hand-over message, or the end of a read, that came twice."""
+    STREAM = "stream"
+    """A second hand-over stream for one request."""
+    INCARNATION = "incarnation"
+    """A call that was meant for another incarnation of this worker."""
+
+
+@dataclass(frozen=True, slots=True)
+class Misdirected:
+    """A call was refused: it was meant for another incarnation of this worker."""
+
+
+@dataclass(frozen=True, slots=True)
+class Attach:
+    """A router's stream has opened."""
+
+    link: RouterLink
+
+
+@dataclass(frozen=True, slots=True)
+class Detach:
+    """A router's stream has ended: cancel its requests here."""
+
+    link: RouterLink
+
+
+@dataclass(frozen=True, slots=True)
+class Submit:
+    """A new attempt at a request."""
+
+    link: RouterLink
+    key: RequestKey
+    input_ids: tuple[int, ...]
+    """The prompt, and what an earlier attempt has emitted."""
+    prompt_len: int
+    """Of `input_ids`, the prompt."""
+    sampling: SamplingParams
+    stops: StopConditions
+    choices: tuple[int, ...] = (0,)
+    """The outputs of the one prompt that are wanted; one, if any was emitted before."""
+    prompt_logprobs: int | None = None
+    speculate: bool = True
+    priority: int = 0
+    arrived: float = field(default_factory=time.monotonic)
+    """When a router took it, by this worker's clock."""
+    prefill: WorkerAddress | None = None
+    """To a decode worker: who computes the prompt."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cancel:
+    """End a request, all choices of it. Unknown keys are ignored: it may just have ended."""
+
+    key: RequestKey
+
+
+@dataclass(frozen=True, slots=True)
+class PeerDied:
+    """The process of another worker is confirmed to be gone."""
+
+    incarnation: str
+
+
+@dataclass(frozen=True, slots=True)
+class Wake:
+    """Run a pass of the loop, for instance because a fence has passed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Inspect:
+    """Show the memory manager between two passes. An answer shows that the loop is alive."""
+
+    look: Callable[[KVCacheManager], object]
+    """Called on the engine thread; changes nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Drain:
+    """Take no more requests: retract those that still come. Those that are here go on."""
+
+    on_drained: Callable[[], object]
+    """Called once, on the engine thread: no request is left, and no forward runs."""
+
+
+@dataclass(frozen=True, slots=True)
+class RetractForDrain:
+    """Retract the requests that can go on elsewhere. Follows a `Drain`, after its grace."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """End the engine's loop."""
+
+
+RouterCommand: TypeAlias = Attach | Detach | Submit | Cancel
+"""What routers cause."""
+Command: TypeAlias = (
+    RouterCommand | Misdirected | PeerDied | Wake | Inspect | Drain | RetractForDrain | Stop
+)
+"""What the engine's loop takes from other threads, whatever the worker's role."""
+
+MessageT = TypeVar("MessageT")
+MessageT_contra = TypeVar("MessageT_contra", contravariant=True)
+
+
+class Mailbox(Protocol[MessageT_contra]):
+    """The end of an inbox that messages are posted to."""
+
+    def post(self, message: MessageT_contra, /) -> None:
+        """Add a message; any thread."""
+        ...
+
+
+class Inbox(Generic[MessageT]):
+    """A queue that many threads post to and one thread takes from."""
+
+    def __init__(self) -> None:
+        self._messages: deque[MessageT] = deque()
+        self._posted = threading.Condition()
+
+    def __len__(self) -> int:
+        return len(self._messages)
+
+    def __iter__(self) -> Iterator[MessageT]:
+        """The messages that wait, in order; they stay. For tests."""
+        return iter(list(self._messages))
+
+    def post(self, message: MessageT, /) -> None:
+        """Add a message; any thread."""
+        with self._posted:
+            self._messages.append(message)
+            self._posted.notify()
+
+    def take_all(self) -> list[MessageT]:
+        """Wait for a message, then take all that have come, in order."""
+        with self._posted:
+            while not self._messages:
+                self._posted.wait()
+            messages = list(self._messages)
+            self._messages.clear()
+            return messages

@@ -1,0 +1,267 @@
+"""What the loop and the scheduler share: memory, live requests, and outputs to routers."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Sequence
+from typing import Generic, TypeVar
+
+import numpy as np
+
+from kvrelay.engine.executor.step import StepEnded
+from kvrelay.engine.faults import FaultPlan
+from kvrelay.engine.scheduler.commands import Dropped, Submit
+from kvrelay.engine.scheduler.metrics import RELEASES, WorkerMetrics
+from kvrelay.engine.scheduler.outbox import Outbox, RouterLink
+from kvrelay.engine.scheduler.request import Request
+from kvrelay.mem_cache.fence import Fence, StepClock, StepFence
+from kvrelay.mem_cache.kv_cache_manager import KVCacheManager
+from kvrelay.mem_cache.release import Outcome, release_kv_cache
+from kvrelay.mem_cache.sharing import PageCopy
+from kvrelay.wire.load import PeerTransport, WorkerLoad
+from kvrelay.wire.output import (
+    NO_TIMINGS,
+    EndReason,
+    EngineOutputs,
+    PhaseTimings,
+    RequestEnd,
+    RequestOutput,
+    SampledToken,
+)
+from kvrelay.wire.request import RequestKey
+
+logger = logging.getLogger(__name__)
+
+RequestT = TypeVar("RequestT", bound=Request)
+
+_STEP_WEIGHT = 1 / 16
+"""Weight of the latest forward in the moving mean of their seconds."""
+
+
+class SchedulerContext(Generic[RequestT]):
+    """Memory, live requests and outputs of one worker. Only the engine thread uses it.
+
+    Args:
+        kv_cache: manages the worker's KV memory.
+        outbox: carries messages to the event loop.
+        metrics: counts what happens.
+        faults: injected faults; none by default.
+    """
+
+    def __init__(
+        self,
+        kv_cache: KVCacheManager,
+        outbox: Outbox,
+        metrics: WorkerMetrics,
+        faults: FaultPlan | None = None,
+    ) -> None:
+        self.kv_cache = kv_cache
+        self.outbox = outbox
+        self.metrics = metrics
+        self.faults = faults or FaultPlan()
+        self.steps = StepClock()
+        self.step_seconds = 0.0
+        """Seconds of a forward: a moving mean of the last ones."""
+        self.requests: dict[RequestKey, RequestT] = {}
+        self.links: list[RouterLink] = []
+        self.draining = False
+        """The worker takes no more requests. The loop sets it and never unsets it."""
+        self._copies: list[PageCopy] = []
+        self._outputs: dict[RouterLink, list[RequestOutput]] = {}
+        self._last_load: WorkerLoad | None = None
+
+    def attach(self, link: RouterLink) -> None:
+        """Add a router's stream; the router is told the load after this pass."""
+        self.links.append(link)
+        self._last_load = None
+
+    def count_step(self, ended: StepEnded[RequestT]) -> None:
+        """Count a forward that has ended well."""
+        self.metrics.count_step(ended)
+        weight = 1.0 if self.step_seconds == 0 else _STEP_WEIGHT
+        self.step_seconds += weight * (ended.seconds - self.step_seconds)
+
+    def retract_new(self, command: Submit) -> None:
+        """Retract a request that has just come: its router submits it to another worker."""
+        emitted = len(command.input_ids) - command.prompt_len
+        for choice in command.choices:
+            key = command.key.of_choice(choice)
+            output = RequestOutput(key, emitted, end=RequestEnd(EndReason.RETRACTED))
+            self._outputs.setdefault(command.link, []).append(output)
+
+    def register(self, request: RequestT, most_tokens: int) -> bool:
+        """Add a new request to the live ones; takes no memory.
+
+        Args:
+            request: dropped if its key is live: the submission came twice.
+            most_tokens: tokens that it may come to hold on this worker. If no pool
+                could ever hold so many, the request fails at once.
+
+        Returns:
+            Whether it was added.
+        """
+        if request.key in self.requests:
+            logger.warning("request %s was submitted twice", request.key)
+            self.metrics.count_dropped(Dropped.SUBMIT)
+            return False
+        capacity = self.kv_cache.max_lease_tokens
+        if most_tokens > capacity:
+            error = f"{most_tokens} tokens: one request can hold {capacity} here"
+            for choice in request.choices:
+                self.emit(request, end=RequestEnd(EndReason.FAILED, error=error), choice=choice)
+            return False
+        self.requests[request.key] = request
+        return True
+
+    def reserve(
+        self, request: RequestT, known_tokens: int, headroom: Sequence[int] | None = None
+    ) -> bool:
+        """Open a lease with a promise of pages for the request's whole input, or take nothing.
+
+        A request that waits for memory holds none: so a pair of workers cannot deadlock.
+
+        Args:
+            request: has no lease; has one if this returns `True`.
+            known_tokens: tokens of its input that may come from the prefix index.
+            headroom: pages of each pool that must stay free for others.
+        """
+        token_ids = np.asarray(request.token_ids(0, known_tokens), np.int32)
+        request.lease = self.kv_cache.open(
+            str(request.key), request.input_len, token_ids=token_ids, headroom=headroom
+        )
+        return request.lease is not None
+
+    def rekey_to_choice(self, request: RequestT, choice: int) -> None:
+        """Let a request that stood for several choices stand for one of them from now on."""
+        del self.requests[request.key]
+        request.key, request.choices = request.key.of_choice(choice), (choice,)
+        self.requests[request.key] = request
+
+    def fork(self, request: RequestT, others: Sequence[RequestT]) -> bool:
+        """Give `others` leases that share the pages of the input of `request`.
+
+        The next forward copies the input's last page if it is not full. If memory
+        is short, nothing changes and the result is `False`.
+        """
+        token_ids = np.asarray(request.token_ids(0, request.input_len), np.int32)
+        copied = StepFence(self.steps, self.steps.launched + 1)
+        holders = [str(other.key) for other in others]
+        fork = self.kv_cache.fork(
+            request.held, holders, token_ids, request.input_len, copied=copied
+        )
+        if fork is None:
+            return False
+        for other, lease in zip(others, fork.leases, strict=True):
+            other.lease = lease
+        self._copies += fork.copies
+        return True
+
+    def take_copies(self) -> list[PageCopy]:
+        """Take the page copies that the next forward must make first."""
+        copies, self._copies = self._copies, []
+        return copies
+
+    def choices_of(self, key: RequestKey) -> list[RequestT]:
+        """The live requests that stem from one submission, whichever choice `key` names."""
+        first = key.of_choice(0)
+        return [r for r in self.requests.values() if r.key.of_choice(0) == first]
+
+    def emit(
+        self,
+        request: RequestT,
+        tokens: Sequence[SampledToken] = (),
+        end: RequestEnd | None = None,
+        timings: PhaseTimings = NO_TIMINGS,
+        *,
+        cached_tokens: int = 0,
+        prompt_logprobs: Sequence[SampledToken] = (),
+        choice: int | None = None,
+        index: int | None = None,
+    ) -> None:
+        """Tell the request's router its latest `tokens`, or its end, or both, after this pass.
+
+        Args:
+            request: the tokens are the last of its output.
+            tokens: may be empty.
+            end: `None` if there is more to come.
+            timings: seconds of the phases that this worker saw.
+            cached_tokens: prompt tokens that the prefix index had.
+            prompt_logprobs: of the prompt's tokens but the first.
+            choice: the output that is meant, if the request stands for several.
+            index: the first token's place in the output, if `tokens` are not in `output_ids`.
+        """
+        key = request.key if choice is None else request.key.of_choice(choice)
+        index = len(request.output_ids) - len(tokens) if index is None else index
+        output = RequestOutput(
+            key, index, tuple(tokens), end, timings, cached_tokens, tuple(prompt_logprobs)
+        )
+        self._outputs.setdefault(request.link, []).append(output)
+
+    def release(
+        self,
+        request: RequestT,
+        outcome: Outcome,
+        end: RequestEnd | None,
+        *,
+        tokens: Sequence[SampledToken] = (),
+        timings: PhaseTimings = NO_TIMINGS,
+        fences: Iterable[Fence] = (),
+    ) -> None:
+        """Free a request's memory, forget it, and tell its router. Every request ends here.
+
+        Args:
+            request: live on this worker.
+            outcome: decides whether its pages go to the prefix index.
+            end: `None` if the router knows already, or if the request begins again here.
+            tokens: the last that were sampled, which the router was not told yet.
+            timings: seconds of the phases that this worker saw.
+            fences: transfers that still read or write its pages, besides its last forward.
+        """
+        self._release_kv_cache(request, outcome, fences)
+        request.has_ended = True
+        del self.requests[request.key]
+        if end is not None:
+            for choice in request.choices:
+                self.emit(request, tokens, end, timings, choice=choice)
+
+    def _release_kv_cache(
+        self, request: RequestT, outcome: Outcome, fences: Iterable[Fence]
+    ) -> None:
+        if request.lease is None:
+            return
+        fences = [StepFence(self.steps, request.last_step), *fences]
+        # Only written tokens are published: what a forward still writes is not.
+        tokens = np.asarray(request.token_ids(0, request.kv_written_len), np.int32)
+        if release_kv_cache(self.kv_cache, request.lease, outcome, token_ids=tokens, fences=fences):
+            self.metrics.count(RELEASES, outcome=outcome.value)
+
+    def measure_load(
+        self,
+        *,
+        waiting_requests: int,
+        waiting_tokens: int,
+        growth_tokens: int = 0,
+        peers: Iterable[PeerTransport] = (),
+    ) -> WorkerLoad:
+        """Make a `WorkerLoad` of the scheduler's counts and of what this context knows."""
+        return WorkerLoad(
+            waiting_requests=waiting_requests,
+            running_requests=len(self.requests) - waiting_requests,
+            waiting_tokens=waiting_tokens,
+            pools=self.kv_cache.counts(),
+            growth_tokens=growth_tokens,
+            step_seconds=self.step_seconds,
+            draining=self.draining,
+            peers=tuple(peers),
+        )
+
+    def flush(self, load: WorkerLoad) -> None:
+        """Send this pass's outputs to the routers, and the load if it has changed."""
+        changed = load != self._last_load
+        self._last_load = load
+        for link in self.links:
+            outputs = tuple(self._outputs.pop(link, ()))
+            if outputs or changed:
+                self.outbox.put(link, EngineOutputs(outputs, load if changed else None))
+        self._outputs.clear()
+        self.outbox.flush()

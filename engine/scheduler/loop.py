@@ -1,0 +1,327 @@
+"""The engine's loop. It is the same for all workers; the scheduler decides what is computed.
+
+::
+
+    take the inbox's messages (a forward's end is one: scheduler.process_step_output())
+    -> kv_cache.reclaim() -> scheduler.watch_peers() -> scheduler.admit()
+    -> scheduler.schedule() -> launch -> audit -> send outputs
+
+The engine thread runs it, and no other thread touches memory state. The forward
+runs on a thread of its own, so that messages are answered while it computes.
+Whatever changes the state arrives as a message, so a pass begins by waiting for one.
+
+With overlap a step is planned and launched while the one before it computes, so
+that the forward thread never waits for a plan. What the plan cannot know, which
+tokens the step before has sampled, the forward thread reads from the `TokenState`.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from typing import Generic, Protocol, TypeAlias, TypeVar, assert_never
+
+from kvrelay.engine.executor.step import Scheduled, Step, StepEnded, StepOutput
+from kvrelay.engine.faults import Phase
+from kvrelay.engine.scheduler.build_step import build_step
+from kvrelay.engine.scheduler.commands import (
+    Attach,
+    Cancel,
+    Command,
+    Detach,
+    Drain,
+    Dropped,
+    Inbox,
+    Inspect,
+    Misdirected,
+    PeerDied,
+    RetractForDrain,
+    RouterCommand,
+    Stop,
+    Submit,
+    Wake,
+)
+from kvrelay.engine.scheduler.context import SchedulerContext
+from kvrelay.engine.scheduler.metrics import AUDIT_FAILURES, FAILED_STEPS
+from kvrelay.engine.scheduler.request import Request
+from kvrelay.mem_cache.errors import ConservationError
+from kvrelay.wire.load import WorkerLoad
+
+logger = logging.getLogger(__name__)
+
+RequestT = TypeVar("RequestT", bound=Request)
+RequestT_contra = TypeVar("RequestT_contra", bound=Request, contravariant=True)
+MessageT = TypeVar("MessageT")
+MessageT_contra = TypeVar("MessageT_contra", contravariant=True)
+
+EngineMessage: TypeAlias = Command | StepEnded[RequestT] | MessageT
+"""What arrives in an engine's inbox; `MessageT` are its scheduler's own messages."""
+
+
+class Scheduler(Protocol[RequestT, MessageT_contra]):
+    """Decides what a worker does with its requests. On the engine thread; must not block."""
+
+    def submit(self, command: Submit) -> None:
+        """Take a new request."""
+        ...
+
+    def cancel(self, command: Cancel) -> None:
+        """End a request, if it still lives, and free its memory."""
+        ...
+
+    def peer_died(self, incarnation: str) -> None:
+        """Another worker's process is confirmed to be gone: end what depended on it."""
+        ...
+
+    def handle(self, message: MessageT_contra) -> None:
+        """Take a message of the scheduler's own kind."""
+        ...
+
+    def watch_peers(self) -> None:
+        """Send due heartbeats, and end requests whose peer is silent for too long; every pass."""
+        ...
+
+    def admit(self) -> None:
+        """Reserve memory for waiting requests, as far as it fits, and ask peers to do the same.
+
+        Called every pass, also while a forward runs.
+        """
+        ...
+
+    def schedule(self) -> Sequence[Scheduled[RequestT]]:
+        """Choose what the next forward computes, and allocate its pages. Empty: nothing.
+
+        Here the next step is decided. The implementations are
+        ``DecodeScheduler.schedule`` (by ``RunningBatch.schedule``),
+        ``PrefillScheduler.schedule`` (by ``ComputingPrompts.schedule``) and
+        ``AggregatedScheduler.schedule``, which mixes both.
+        """
+        ...
+
+    def process_step_output(self, item: Scheduled[RequestT], output: StepOutput) -> None:
+        """Take what a forward has computed for one request."""
+        ...
+
+    def fail(self, request: RequestT, error: Exception) -> None:
+        """End a request because a forward, or the request's part of one, has failed."""
+        ...
+
+    def retract_for_drain(self) -> None:
+        """Retract every request that loses little by going on elsewhere: the worker drains."""
+        ...
+
+    def load(self) -> WorkerLoad:
+        """Count how much there is to do."""
+        ...
+
+
+class Launcher(Protocol[RequestT_contra]):
+    """Computes steps; each one's end comes back as a `StepEnded` message."""
+
+    def launch(self, step: Step[RequestT_contra]) -> None:
+        """Compute a step after those launched before it. Does not block."""
+        ...
+
+
+class Engine(Generic[RequestT, MessageT]):
+    """Runs a scheduler, pass by pass, without any thread of its own.
+
+    Args:
+        context: the memory, requests and outputs that it works on.
+        scheduler: decides what to compute, and takes what was computed.
+        launcher: computes it.
+        overlap: plan a step while the one before it computes.
+        audit_pages: check every page after every pass, not the sums alone.
+    """
+
+    def __init__(
+        self,
+        context: SchedulerContext[RequestT],
+        scheduler: Scheduler[RequestT, MessageT],
+        launcher: Launcher[RequestT],
+        *,
+        overlap: bool,
+        audit_pages: bool,
+    ) -> None:
+        self._context = context
+        self._scheduler = scheduler
+        self._launcher = launcher
+        self._audit = (
+            context.kv_cache.audit.check_pages if audit_pages else context.kv_cache.audit.check
+        )
+        self._most_running = 2 if overlap else 1
+        self._stopping = False
+        self._on_drained: list[Callable[[], object]] = []
+
+    @property
+    def stopped(self) -> bool:
+        """It was told to stop, every request has ended, and no forward runs."""
+        return self._stopping and not self._context.steps.running
+
+    def run_pass(self, messages: Iterable[EngineMessage[RequestT, MessageT]]) -> None:
+        """Run one pass of the loop.
+
+        Raises:
+            ConservationError: memory was lost or is owned twice: the engine must stop.
+        """
+        try:
+            self._run_pass(messages)
+        except ConservationError:
+            self._context.metrics.count(AUDIT_FAILURES)
+            raise
+
+    def _run_pass(self, messages: Iterable[EngineMessage[RequestT, MessageT]]) -> None:
+        for message in messages:
+            self._handle(message)
+        self._context.kv_cache.reclaim()
+        if not self._stopping:
+            self._admit_and_launch()
+        self._audit()
+        load = self._scheduler.load()
+        kv_cache = self._context.kv_cache
+        self._context.metrics.publish(load, kv_cache.quarantined_since, kv_cache.cache_counts)
+        self._context.flush(load)
+        self._tell_if_drained()
+
+    def _tell_if_drained(self) -> None:
+        """After the last outputs were sent. Pages may still be fenced, by dead peers' transfers."""
+        if self._on_drained and not self._context.requests and not self._context.steps.running:
+            on_drained, self._on_drained = self._on_drained, []
+            for tell in on_drained:
+                tell()
+
+    def _admit_and_launch(self) -> None:
+        """Admit requests and launch what can be; again if launching has made room for others."""
+        kv_cache = self._context.kv_cache
+        self._scheduler.watch_peers()
+        while True:
+            self._scheduler.admit()
+            room = kv_cache.room_version
+            while self._context.steps.running < self._most_running and self._launch():
+                pass
+            if kv_cache.room_version == room:
+                return
+
+    def _launch(self) -> bool:
+        """Plan the next forward and launch it; `False` if there is nothing to compute."""
+        scheduled, copies = self._scheduler.schedule(), self._context.take_copies()
+        if not scheduled and not copies:
+            return False
+        step = build_step(self._context.steps.launch(), scheduled, copies, self._context.kv_cache)
+        self._launcher.launch(step)
+        return True
+
+    def _process_step(self, ended: StepEnded[RequestT]) -> None:
+        self._context.steps.end()
+        if ended.error is not None:
+            self._context.metrics.count(FAILED_STEPS)
+            logger.error("a forward failed", exc_info=ended.error)
+        elif ended.num_tokens:
+            self._context.count_step(ended)
+        scheduled = ended.step.scheduled
+        failed = [StepOutput(error=ended.error)] * len(scheduled)
+        for item, output in zip(scheduled, ended.outputs or failed, strict=True):
+            if item.request.has_ended:
+                continue
+            if output.error is None or output.tokens:
+                self._scheduler.process_step_output(item, output)
+            if output.error is not None and not item.request.has_ended:
+                self._scheduler.fail(item.request, output.error)
+
+    def _handle(self, message: EngineMessage[RequestT, MessageT]) -> None:
+        match message:
+            case StepEnded():
+                self._process_step(message)
+            case Attach() | Detach() | Submit() | Cancel():
+                self._handle_router(message)
+            case PeerDied():
+                self._scheduler.peer_died(message.incarnation)
+            case Misdirected():
+                self._context.metrics.count_dropped(Dropped.INCARNATION)
+            case Wake():
+                pass
+            case Inspect():
+                message.look(self._context.kv_cache)
+            case Drain():
+                self._context.draining = True
+                self._on_drained.append(message.on_drained)
+                self._context.faults.reach(Phase.DRAINING)
+            case RetractForDrain():
+                self._scheduler.retract_for_drain()
+            case Stop():
+                self._stopping = True
+                self._cancel_all(list(self._context.requests.values()))
+            case _:
+                self._scheduler.handle(message)
+
+    def _handle_router(self, command: RouterCommand) -> None:
+        match command:
+            case Submit():
+                self._submit(command)
+            case Cancel():
+                self._cancel(command)
+            case Attach():
+                self._context.attach(command.link)
+            case Detach():
+                self._detach(command)
+            case _:
+                assert_never(command)
+
+    def _submit(self, command: Submit) -> None:
+        if self._context.draining:
+            self._context.retract_new(command)
+        else:
+            self._scheduler.submit(command)
+
+    def _cancel(self, command: Cancel) -> None:
+        if not self._context.choices_of(command.key):
+            self._context.metrics.count_dropped(Dropped.CANCEL)
+        self._scheduler.cancel(command)
+
+    def _detach(self, message: Detach) -> None:
+        self._context.links.remove(message.link)
+        requests = self._context.requests.values()
+        self._cancel_all([request for request in requests if request.link is message.link])
+
+    def _cancel_all(self, requests: Iterable[RequestT]) -> None:
+        for request in requests:
+            self._scheduler.cancel(Cancel(request.key))
+
+
+class EngineThread(Generic[RequestT, MessageT]):
+    """The thread that runs an engine; no other thread touches its memory state.
+
+    Args:
+        engine: what to run.
+        inbox: where its messages come from.
+        on_failure: called once, on the thread, if the engine must give up.
+    """
+
+    def __init__(
+        self,
+        engine: Engine[RequestT, MessageT],
+        inbox: Inbox[EngineMessage[RequestT, MessageT]],
+        on_failure: Callable[[str], None],
+    ) -> None:
+        self._engine = engine
+        self._inbox = inbox
+        self._on_failure = on_failure
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    def start(self) -> None:
+        """Begin."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """End every request, wait for the forward that runs, audit the memory, end the thread."""
+        self._inbox.post(Stop())
+        self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            while not self._engine.stopped:
+                self._engine.run_pass(self._inbox.take_all())
+        except Exception as error:
+            logger.exception("the engine gives up")
+            self._on_failure(f"{type(error).__name__}: {error}")

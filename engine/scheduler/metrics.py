@@ -1,0 +1,231 @@
+"""A worker's metrics: all are declared here, each in one place.
+
+To add one, declare it below and call `WorkerMetrics.count` or `observe` with it. A
+metric whose value is read from the published state gets a line in `WorkerMetrics._values`.
+`METRICS` lists them all; docs/metrics.md is generated from it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Final
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.metrics_core import Metric as MetricFamily
+from prometheus_client.registry import Collector
+
+from kvrelay.engine.config import WorkerConfig
+from kvrelay.engine.executor.step import StepEnded
+from kvrelay.engine.scheduler.commands import Dropped
+from kvrelay.kv_transfer.pull import Pull, PullState
+from kvrelay.mem_cache.counts import CacheCounts
+from kvrelay.net.metrics import Instruments, Metric, MetricTable, MetricType
+from kvrelay.wire.load import WorkerLoad
+
+_SECONDS_BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5)
+
+METRICS: Final = MetricTable("role", "worker", "model")
+"""Every metric that a worker exports, with its role, its name and the served model's name."""
+
+# Steps and requests
+
+COMPUTED_TOKENS: Final = METRICS.counter(
+    "kvrelay_computed_tokens_total", "Tokens that forwards computed"
+)
+STEP_SECONDS: Final = METRICS.histogram(
+    "kvrelay_step_seconds", "Seconds of one forward", _SECONDS_BUCKETS
+)
+FAILED_STEPS: Final = METRICS.counter("kvrelay_failed_steps_total", "Forwards that failed")
+DRAFT_TOKENS: Final = METRICS.counter(
+    "kvrelay_draft_tokens_total", "Drafted tokens that forwards verified"
+)
+ACCEPTED_DRAFT_TOKENS: Final = METRICS.counter(
+    "kvrelay_accepted_draft_tokens_total", "Drafted tokens that were what the model sampled"
+)
+RETRACTIONS: Final = METRICS.counter(
+    "kvrelay_retractions_total", "Running requests that were retracted to make room for others"
+)
+REQUESTS: Final = METRICS.collected(
+    MetricType.GAUGE, "kvrelay_requests", "Requests on this worker", "state"
+)
+WAITING_TOKENS: Final = METRICS.collected(
+    MetricType.GAUGE, "kvrelay_waiting_tokens", "Prompt tokens not yet computed or read"
+)
+
+# Memory
+
+RELEASES: Final = METRICS.counter(
+    "kvrelay_releases_total", "Requests whose memory was released, by outcome", "outcome"
+)
+PAGES: Final = METRICS.collected(
+    MetricType.GAUGE,
+    "kvrelay_pages",
+    "Pages (or rows) by state; the states sum to the pool",
+    "pool",
+    "state",
+)
+QUARANTINE_AGE: Final = METRICS.collected(
+    MetricType.GAUGE,
+    "kvrelay_quarantine_age_seconds",
+    "Seconds that the oldest quarantined memory has been in quarantine",
+)
+QUARANTINE_DRAINS: Final = METRICS.counter(
+    "kvrelay_quarantine_drains_total",
+    "Times that this worker began to drain because memory was in quarantine for too long",
+)
+AUDIT_FAILURES: Final = METRICS.counter(
+    "kvrelay_audit_failures_total", "Times that the audit found memory lost or owned twice"
+)
+PREFIX_LOOKUPS: Final = METRICS.collected(
+    MetricType.COUNTER, "kvrelay_prefix_lookups_total", "Prompts looked up in the prefix index"
+)
+PREFIX_HITS: Final = METRICS.collected(
+    MetricType.COUNTER,
+    "kvrelay_prefix_hits_total",
+    "Prompts of which the prefix index had one page or more",
+)
+PREFIX_HIT_TOKENS: Final = METRICS.collected(
+    MetricType.COUNTER,
+    "kvrelay_prefix_hit_tokens_total",
+    "Prompt tokens found in the prefix index",
+)
+PREFIX_EVICTED_PAGES: Final = METRICS.collected(
+    MetricType.COUNTER,
+    "kvrelay_prefix_evicted_pages_total",
+    "Pages that the prefix index evicted to make room",
+)
+PREFIX_DUPLICATE_PAGES: Final = METRICS.collected(
+    MetricType.COUNTER,
+    "kvrelay_prefix_duplicate_pages_total",
+    "Pages freed because the prefix index had the same tokens already",
+)
+
+# Transfers and the hand-over
+
+TRANSFERS: Final = METRICS.counter(
+    "kvrelay_transfers_total", "Reads of KV from peers, by result", "result"
+)
+TRANSFER_BYTES: Final = METRICS.counter("kvrelay_transfer_bytes_total", "KV bytes read from peers")
+TRANSFER_PAGES: Final = METRICS.counter("kvrelay_transfer_pages_total", "KV pages read from peers")
+TRANSFER_SECONDS: Final = METRICS.histogram(
+    "kvrelay_transfer_seconds", "Seconds of one read of KV pages", _SECONDS_BUCKETS
+)
+TRANSFER_RATE: Final = METRICS.collected(
+    MetricType.GAUGE,
+    "kvrelay_transfer_bytes_per_second",
+    "Bytes a second that the latest probe moved from a peer (read) and to it (write)",
+    "peer",
+    "backend",
+    "transports",
+    "direction",
+)
+TRANSFER_REFUSALS: Final = METRICS.counter(
+    "kvrelay_transfer_refusals_total",
+    "Peers that are not read from because the transport is too slow or fails",
+)
+VERIFIED_PAGES: Final = METRICS.counter(
+    "kvrelay_verified_pages_total", "Pages read from peers whose bytes were compared"
+)
+PAGE_MISMATCHES: Final = METRICS.counter(
+    "kvrelay_page_mismatches_total", "Pages read from peers that differ from what was computed"
+)
+DROPPED_MESSAGES: Final = METRICS.counter(
+    "kvrelay_dropped_messages_total",
+    "Late, duplicate and misdirected messages that were dropped",
+    "kind",
+)
+
+_PAGE_STATES = ("free", "held", "cached_evictable", "cached_protected", "session", "quarantined")
+
+
+class WorkerMetrics(Instruments, Collector):
+    """The values of `METRICS` on one worker.
+
+    The engine thread publishes load and memory after every pass as one immutable
+    value, so a scrape at any moment sees page states that sum to the pool.
+    """
+
+    def __init__(self, config: WorkerConfig) -> None:
+        common = {
+            "role": config.role.value,
+            "worker": config.name,
+            "model": config.model_name,
+        }
+        super().__init__(METRICS, common)
+        self._common_values = tuple(common.values())
+        self._published: tuple[WorkerLoad, float | None, CacheCounts] = (
+            WorkerLoad(0, 0, 0, ()),
+            None,
+            CacheCounts(),
+        )
+        for kind in Dropped:
+            self.show(DROPPED_MESSAGES, kind=kind.value)
+        self.registry.register(self)
+
+    def publish(
+        self, load: WorkerLoad, quarantined_since: float | None, cache: CacheCounts
+    ) -> None:
+        """Set the state after a pass; engine thread. The time is `time.monotonic`'s."""
+        self._published = (load, quarantined_since, cache.copy())
+
+    @property
+    def quarantine_age(self) -> float:
+        """Seconds that the oldest memory in quarantine has been there; any thread."""
+        since = self._published[1]
+        return 0.0 if since is None else time.monotonic() - since
+
+    def count_step(self, ended: StepEnded[object]) -> None:
+        """Count a forward that has ended well."""
+        self.count(COMPUTED_TOKENS, ended.num_tokens)
+        self.observe(STEP_SECONDS, ended.seconds)
+        drafted = sum([output.num_drafts for output in ended.outputs])
+        if drafted:
+            self.count(DRAFT_TOKENS, drafted)
+            self.count(
+                ACCEPTED_DRAFT_TOKENS, sum([output.num_accepted for output in ended.outputs])
+            )
+
+    def count_pull(self, pull: Pull) -> None:
+        """Count a read that has ended, well or not."""
+        self.count(TRANSFERS, result=pull.state.name.lower())
+        if pull.state is PullState.DONE:
+            self.count(TRANSFER_BYTES, pull.nbytes)
+            self.count(TRANSFER_PAGES, pull.num_pages)
+            self.observe(TRANSFER_SECONDS, pull.seconds)
+
+    def count_dropped(self, kind: Dropped) -> None:
+        """Count a message that was dropped."""
+        self.count(DROPPED_MESSAGES, kind=kind.value)
+
+    def collect(self) -> Iterator[MetricFamily]:
+        """Yield the metrics whose values are read from the published state; any thread."""
+        families: dict[Metric, GaugeMetricFamily | CounterMetricFamily] = {}
+        for metric in METRICS:
+            if metric.collected:
+                counter = metric.type is MetricType.COUNTER
+                family = CounterMetricFamily if counter else GaugeMetricFamily
+                families[metric] = family(metric.name, metric.help, labels=metric.labels)
+        for metric, value, *labels in self._values():
+            families[metric].add_metric([*self._common_values, *labels], value)
+        yield from families.values()
+
+    def _values(self) -> Iterator[tuple[Metric, float, *tuple[str, ...]]]:
+        """The value and the own labels of each metric that is collected."""
+        load, _, cache = self._published
+        for counts in load.pools:
+            for state in _PAGE_STATES:
+                yield PAGES, getattr(counts, state), counts.pool, state
+        yield REQUESTS, load.waiting_requests, "waiting"
+        yield REQUESTS, load.running_requests, "running"
+        yield WAITING_TOKENS, load.waiting_tokens
+        yield QUARANTINE_AGE, self.quarantine_age
+        for peer in load.peers:
+            labels = peer.incarnation, peer.backend, peer.transports
+            yield TRANSFER_RATE, peer.read_bytes_per_second, *labels, "read"
+            yield TRANSFER_RATE, peer.write_bytes_per_second, *labels, "write"
+        yield PREFIX_LOOKUPS, cache.lookups
+        yield PREFIX_HITS, cache.hits
+        yield PREFIX_HIT_TOKENS, cache.hit_tokens
+        yield PREFIX_EVICTED_PAGES, cache.evicted_pages
+        yield PREFIX_DUPLICATE_PAGES, cache.duplicate_pages

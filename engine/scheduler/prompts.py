@@ -1,0 +1,114 @@
+"""The prompts that are being computed, chunk by chunk: on a prefill or an aggregated worker."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+from kvrelay.engine.executor.step import Scheduled, StepOutput
+from kvrelay.engine.executor.token_state import TokenState
+from kvrelay.engine.scheduler.chunks import share_budget
+from kvrelay.engine.scheduler.context import SchedulerContext
+from kvrelay.engine.scheduler.request import Request
+from kvrelay.wire.output import PhaseTimings, SampledToken
+
+RequestT = TypeVar("RequestT", bound=Request)
+
+
+@dataclass(eq=False, slots=True)
+class PromptRun:
+    """The computation of one request's input."""
+
+    token_state: TokenState
+    cached_tokens: int
+    """Prompt tokens that the prefix index had."""
+    queued: float
+    """Seconds until it had memory."""
+    begun: float = field(default_factory=time.monotonic)
+    scores: list[SampledToken] = field(default_factory=list)
+    """Of the prompt's tokens but the first, if they were asked for."""
+
+    def timings(self) -> PhaseTimings:
+        """Seconds until now."""
+        return PhaseTimings(
+            queue_seconds=self.queued, prefill_seconds=time.monotonic() - self.begun
+        )
+
+
+class ComputingPrompts(Generic[RequestT]):
+    """Requests whose input is computed. Each holds memory for all of it, and a row.
+
+    Args:
+        context: their memory.
+    """
+
+    def __init__(self, context: SchedulerContext[RequestT]) -> None:
+        self._context = context
+        self._runs: dict[RequestT, PromptRun] = {}
+
+    def __len__(self) -> int:
+        return len(self._runs)
+
+    def __iter__(self) -> Iterator[RequestT]:
+        return iter(self._runs)
+
+    @property
+    def tokens_left(self) -> int:
+        """Tokens of all inputs that are in no step yet."""
+        return sum([_tokens_left(request) for request in self._runs])
+
+    def reserve_and_add(self, request: RequestT, headroom: Sequence[int] | None = None) -> bool:
+        """Compute a request from now on: open its lease, with a promise of pages for its input.
+
+        What the prefix index has is shared, not computed.
+
+        Args:
+            request: has no memory.
+            headroom: pages of each pool that must stay free for others.
+
+        Returns:
+            Whether the memory was there. If not, nothing has changed.
+        """
+        # The last token is computed in any case, to be sampled from; and all are to be scored.
+        known = 0 if request.prompt_logprobs is not None else request.input_len - 1
+        if not self._context.reserve(request, known, headroom):
+            return False
+        request.kv_written_len = request.held.cache_protected_len
+        token_state = request.make_token_state(request.choices)
+        queued = time.monotonic() - request.received
+        cached = min(request.kv_written_len, len(request.prompt_ids))
+        self._runs[request] = PromptRun(token_state, cached, queued)
+        return True
+
+    def remove(self, request: RequestT) -> PromptRun | None:
+        """Compute no more of a request; its memory stays. None if it was not being computed."""
+        return self._runs.pop(request, None)
+
+    def schedule(self, budget: int) -> list[Scheduled[RequestT]]:
+        """Allocate the pages of the next chunks, which have `budget` tokens at most in all."""
+        left = {request: _tokens_left(request) for request in self._runs}
+        unplanned = {request: tokens for request, tokens in left.items() if tokens}
+        return [
+            self._next_chunk(request, tokens, last=tokens == unplanned[request])
+            for request, tokens in share_budget(unplanned, budget)
+        ]
+
+    def _next_chunk(self, request: RequestT, tokens: int, *, last: bool) -> Scheduled[RequestT]:
+        lease = request.held
+        grown = self._context.kv_cache.grow(lease, lease.kv_committed_len + tokens)
+        assert grown, "a promise was broken"
+        return Scheduled(request, self._runs[request].token_state, tokens, sample=last)
+
+    def process_step_output(self, item: Scheduled[RequestT], output: StepOutput) -> None:
+        """Record that a chunk's KV is written; frees pages that a window has passed."""
+        request = item.request
+        request.kv_written_len += item.num_tokens
+        self._runs[request].scores += output.prompt_logprobs
+        if not item.sample:
+            self._context.kv_cache.slide(request.held, request.kv_written_len)
+
+
+def _tokens_left(request: Request) -> int:
+    return request.input_len - request.held.kv_committed_len

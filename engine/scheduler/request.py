@@ -1,0 +1,125 @@
+"""A request on a worker, from its submission to its last output."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+from kvrelay.engine.executor.token_state import TokenState
+from kvrelay.engine.scheduler.commands import Submit
+from kvrelay.engine.scheduler.outbox import RouterLink
+from kvrelay.mem_cache.lease import Lease
+from kvrelay.wire.request import RequestKey, SamplingParams, StopConditions
+
+
+@dataclass(eq=False, slots=True, kw_only=True)
+class Request:
+    """One attempt at a request on this worker. Only the engine thread touches it.
+
+    Its tokens, and what of their KV is here::
+
+        0 .... kv_written_len ....... kv_committed_len ....... num_tokens
+        |  written by forwards  |  being written by    |  known, not yet
+        |  and reads that ended |  forwards in flight  |  computed
+    """
+
+    key: RequestKey
+    link: RouterLink
+    """Where its outputs go."""
+    prompt_ids: Sequence[int]
+    output_ids: list[int]
+    """Those included that an earlier attempt has emitted."""
+    input_len: int
+    """Tokens that it came with: the prompt, and what an earlier attempt has emitted."""
+    choices: tuple[int, ...]
+    """The outputs of the one prompt that are wanted from this submission."""
+    sampling: SamplingParams
+    stops: StopConditions
+    prompt_logprobs: int | None = None
+    """How many of the likeliest tokens to report for each prompt token; None: nothing."""
+    speculate: bool = True
+    """Whether drafts of its tokens may be verified."""
+    priority: int = 0
+    """Lower runs earlier."""
+    arrived: float = field(default_factory=time.monotonic)
+    """When a router took it, by this worker's clock."""
+    received: float = field(default_factory=time.monotonic)
+    """When this attempt began here; earlier ones have timings of their own."""
+    bypassed: int = 0
+    """Later requests that were admitted while this one did not fit."""
+    refused_at: int = -1
+    """`KVCacheManager.room_version` when it last did not fit: until that changes it cannot."""
+    lease: Lease | None = None
+    last_step: int = 0
+    """The last forward that reads this request's page table."""
+    kv_written_len: int = 0
+    """Tokens whose KV is here for good: it may be announced, published, or slid past."""
+    has_ended: bool = False
+    """It was released, though a forward may still compute it."""
+    most_tokens: int = field(init=False)
+    """Tokens whose KV it may come to hold: all but the last one sampled."""
+
+    def __post_init__(self) -> None:
+        self.most_tokens = len(self.prompt_ids) + self.stops.max_tokens - 1
+
+    @classmethod
+    def of(cls, command: Submit, **more: Any) -> Self:
+        """Make a request of what a router has submitted; `more` are the subclass's fields."""
+        prompt = command.input_ids[: command.prompt_len]
+        emitted = command.input_ids[command.prompt_len :]
+        return cls(
+            key=command.key,
+            link=command.link,
+            prompt_ids=prompt,
+            output_ids=list(emitted),
+            input_len=len(command.input_ids),
+            choices=command.choices,
+            sampling=command.sampling,
+            stops=command.stops,
+            # An earlier attempt has reported them before its first token.
+            prompt_logprobs=None if emitted else command.prompt_logprobs,
+            speculate=command.speculate,
+            priority=command.priority,
+            arrived=command.arrived,
+            **more,
+        )
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt and output together."""
+        return len(self.prompt_ids) + len(self.output_ids)
+
+    @property
+    def held(self) -> Lease:
+        """Its lease. It must have one."""
+        assert self.lease is not None, f"{self.key} holds no memory"
+        return self.lease
+
+    @property
+    def turn(self) -> tuple[int, float]:
+        """A key that sorts requests in the order in which they are to run."""
+        return (self.priority, self.arrived)
+
+    def token_ids(self, start: int, end: int) -> list[int]:
+        """The tokens at the absolute positions ``[start, end)``."""
+        prompt = len(self.prompt_ids)
+        tokens = list(self.prompt_ids[start:end])
+        if end > prompt:
+            tokens += self.output_ids[max(start - prompt, 0) : end - prompt]
+        return tokens
+
+    def make_token_state(self, choices: Sequence[int]) -> TokenState:
+        """Make the state for the forwards to come, which continue after the written KV."""
+        return TokenState(
+            token_ids=self.token_ids(0, self.num_tokens),
+            prompt_ids=self.prompt_ids,
+            input_len=self.input_len,
+            sampling=self.sampling,
+            stops=self.stops,
+            choices=choices,
+            prompt_logprobs=self.prompt_logprobs,
+            kv_len=self.kv_written_len,
+            draft_kv_len=self.kv_written_len,
+        )

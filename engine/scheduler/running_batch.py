@@ -1,0 +1,195 @@
+"""The requests that generate: plans their next step, and retracts one if memory is short."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+
+from kvrelay.engine.executor.step import Scheduled, StepOutput
+from kvrelay.engine.executor.stop import StopChecker
+from kvrelay.engine.scheduler.context import SchedulerContext
+from kvrelay.engine.scheduler.growth_reserve import GrowthReserve
+from kvrelay.engine.scheduler.metrics import RETRACTIONS
+from kvrelay.engine.scheduler.request import Request
+from kvrelay.mem_cache.lease import Batch
+from kvrelay.mem_cache.release import Outcome
+from kvrelay.wire.output import PhaseTimings, RequestEnd, SampledToken
+
+
+@dataclass(eq=False, slots=True, kw_only=True)
+class GeneratingRequest(Request):
+    """A request that this worker generates for."""
+
+    checker: StopChecker
+    num_drafts: int = 0
+    """Drafted tokens that a step verifies at most."""
+    every_step: Scheduled[Any] | None = None
+    """What every step computes of it, once it is in the running batch."""
+    in_flight: int = 0
+    """Steps that were launched for it and have not ended."""
+
+    @abstractmethod
+    def timings(self) -> PhaseTimings:
+        """Seconds of the phases until now, as far as this worker saw them."""
+
+
+RequestT = TypeVar("RequestT", bound=GeneratingRequest)
+
+
+class RunningBatch(Generic[RequestT]):
+    """Plans a decode step for all of its requests, and takes the tokens that it yields.
+
+    A step may be planned while the one before it computes. What is known of a
+    request then, and what the next step may add to it::
+
+        0 ...... kv_written_len ........................... length after the step
+        | surely | a step in flight adds 1 to 1 + num_drafts  | the next step adds
+        | right  | tokens: how many is not known yet          | as many again
+
+    So pages are allocated up to the largest length; what is not used of them is
+    used by later steps.
+
+    Args:
+        context: the requests' memory.
+        growth: learns how long outputs are.
+        release_retracted: called with a request that was removed to make room: frees
+            its memory and lets it be computed again later, here or elsewhere.
+        retract_every: if not 0, one request is retracted every so many steps, for tests.
+    """
+
+    def __init__(
+        self,
+        context: SchedulerContext[RequestT],
+        growth: GrowthReserve,
+        release_retracted: Callable[[RequestT], None],
+        *,
+        retract_every: int = 0,
+    ) -> None:
+        self._context = context
+        self._growth = growth
+        self._release_retracted = release_retracted
+        self._retract_every = retract_every
+        self._steps_until_retraction = retract_every
+        self.waits_for_room = False
+        """Pages are short until the steps in flight have ended: better not launch others."""
+        self._requests: dict[RequestT, None] = {}
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def __iter__(self) -> Iterator[RequestT]:
+        return iter(self._requests)
+
+    def add(self, request: RequestT) -> None:
+        """Generate for a request from now on. Its last token's KV is missing, all other is here."""
+        request.kv_written_len = request.num_tokens - 1
+        token_state = request.make_token_state((request.key.choice,))
+        request.every_step = Scheduled(request, token_state, 1, True, request.num_drafts)
+        self._requests[request] = None
+
+    def remove(self, request: RequestT) -> None:
+        """Generate no more for a request; its memory stays. Does nothing if it is not here."""
+        self._requests.pop(request, None)
+
+    def retract(self, request: RequestT) -> None:
+        """Remove a request because memory is short, and free its memory."""
+        self.remove(request)
+        self._context.metrics.count(RETRACTIONS)
+        self._release_retracted(request)
+
+    # Planning a step
+
+    def schedule(self) -> list[Scheduled[RequestT]]:
+        """Allocate pages for a step of every request that may need one.
+
+        If pages are short, the request with the least to lose is retracted, but only
+        once no step is in flight: until then its pages could not be used anyway.
+        """
+        self.waits_for_room = False
+        self._force_retraction()
+        while due := self._due():
+            if self._allocate_step(due):
+                self._steps_until_retraction -= 1
+                for request in due:
+                    request.in_flight += 1
+                return [request.every_step for request in due if request.every_step]
+            if self._context.steps.running:
+                self.waits_for_room = True
+                break
+            self._make_room()
+            self._growth.learn_from_retraction()
+        return []
+
+    def _due(self) -> list[RequestT]:
+        """The requests that the steps in flight may leave unfinished."""
+        # A step yields one token at least, so as many tokens as steps in flight are sure to come.
+        return [
+            request
+            for request in self._requests
+            if request.kv_written_len + request.in_flight < request.most_tokens
+        ]
+
+    def _allocate_step(self, due: Sequence[RequestT]) -> bool:
+        """Allocate pages for one more step of each, for the case that every draft is accepted."""
+        leases, first_read, lengths = [], [], []
+        for request in due:
+            written, drafts = request.kv_written_len, request.num_drafts
+            steps, most_tokens_a_step = request.in_flight + 1, 1 + drafts
+            leases.append(request.held)
+            # A draft model also computes the token before, so that one must be in the window.
+            first_read.append(written - 1 if drafts else written)
+            lengths.append(min(written + steps * most_tokens_a_step, request.most_tokens))
+        kv_cache, batch = self._context.kv_cache, Batch(leases)
+        kv_cache.slide_all(batch, np.array(first_read))
+        return kv_cache.grow_all(batch, np.array(lengths))
+
+    def _force_retraction(self) -> None:
+        if self._retract_every and self._requests and self._steps_until_retraction <= 0:
+            self._steps_until_retraction = self._retract_every
+            self._make_room()
+
+    def _make_room(self) -> None:
+        """Retract the request with the fewest output tokens; of several, the longest prompt."""
+        self.retract(min(self._requests, key=lambda r: (len(r.output_ids), -len(r.prompt_ids))))
+
+    # Taking its tokens
+
+    def process_step_output(self, request: RequestT, output: StepOutput) -> None:
+        """Take a step's tokens of one request and tell its router; release it if they end it."""
+        request.in_flight -= 1
+        tokens, finish = _take_tokens(request, output.tokens)
+        if finish is None:
+            if output.num_drafts:
+                self._commit_accepted(request)
+            self._context.emit(request, tokens)
+            return
+        self.remove(request)
+        self._growth.learn_from_finish(request)
+        timings = request.timings()
+        self._context.release(request, Outcome.FINISHED, finish, tokens=tokens, timings=timings)
+
+    def _commit_accepted(self, request: RequestT) -> None:
+        """Raise the committed length by the drafts that were accepted: their KV is right."""
+        lease = request.held
+        # Planning a step commits its first token alone.
+        sure = request.kv_written_len + request.in_flight
+        self._context.kv_cache.commit(lease, max(sure, lease.kv_committed_len))
+
+
+def _take_tokens(
+    request: GeneratingRequest, tokens: Sequence[SampledToken]
+) -> tuple[Sequence[SampledToken], RequestEnd | None]:
+    """Append sampled tokens to the output, up to the one that ends it; how it ends, if it does."""
+    finish = None
+    for index, token in enumerate(tokens):
+        request.output_ids.append(token.token_id)
+        finish = request.checker.check(token.token_id)
+        if finish is not None:
+            tokens = tokens[: index + 1]
+            break
+    request.kv_written_len += len(tokens)
+    return tokens, finish

@@ -1,0 +1,142 @@
+"""Puts a worker's engine together: memory, scheduler, threads. Nothing runs yet but the forward's.
+
+The parts refer to each other in one direction: the engine thread runs the engine, which
+runs the role's scheduler and launches steps on the forward thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Generic, Protocol, TypeVar
+
+import grpc
+from tokenizers import Tokenizer
+
+from kvrelay.engine.config import WorkerConfig
+from kvrelay.engine.executor.step import ForwardThread
+from kvrelay.engine.faults import FaultPlan
+from kvrelay.engine.scheduler.commands import Inbox
+from kvrelay.engine.scheduler.context import SchedulerContext
+from kvrelay.engine.scheduler.loop import Engine, EngineMessage, EngineThread, Scheduler
+from kvrelay.engine.scheduler.metrics import WorkerMetrics
+from kvrelay.engine.scheduler.outbox import Outbox
+from kvrelay.engine.scheduler.request import Request
+from kvrelay.engine.worker.faulty import FaultyOutbox, FaultyTransferAgent
+from kvrelay.engine.worker.loading import LoadedModel
+from kvrelay.engine.worker.memory import make_kv_cache
+from kvrelay.kv_transfer.agent import TransferAgent
+from kvrelay.mem_cache.kv_cache_manager import KVCacheManager
+
+RequestT = TypeVar("RequestT", bound=Request)
+MessageT = TypeVar("MessageT")
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerParts(Generic[RequestT, MessageT]):
+    """What a role's scheduler is built from."""
+
+    config: WorkerConfig
+    context: SchedulerContext[RequestT]
+    inbox: Inbox[EngineMessage[RequestT, MessageT]]
+    agent: TransferAgent
+    tokenizer: Tokenizer
+    vocab_size: int
+
+
+class RolePlugin(Protocol):
+    """What makes a worker one of its role."""
+
+    @property
+    def scheduler(self) -> Scheduler[Any, Any]:
+        """What the engine runs."""
+        ...
+
+    def register(self, server: grpc.aio.Server) -> None:
+        """Add the role's own services."""
+        ...
+
+    async def peer_died(self, incarnation: str) -> None:
+        """Drop connections to a worker that is gone."""
+        ...
+
+    async def close(self) -> None:
+        """End what the role runs on the event loop."""
+        ...
+
+
+MakePlugin = Callable[[WorkerParts[Any, Any]], RolePlugin]
+
+
+@dataclass(frozen=True, slots=True)
+class Assembly:
+    """A worker's engine and what it runs on."""
+
+    inbox: Inbox[Any]
+    metrics: WorkerMetrics
+    agent: TransferAgent
+    kv_cache: KVCacheManager
+    plugin: RolePlugin
+    forward: ForwardThread[Any]
+    engine: EngineThread[Any, Any]
+
+    def stop_threads(self) -> None:
+        """End the threads in the order in which they depend on each other. Blocks."""
+        self.engine.close()
+        self.forward.close()
+        self.agent.close()
+
+
+def assemble(
+    config: WorkerConfig,
+    model: LoadedModel,
+    agent: TransferAgent,
+    tokenizer: Tokenizer,
+    make_plugin: MakePlugin,
+    *,
+    faults: FaultPlan,
+    call_soon: Callable[..., object],
+    on_failure: Callable[[str], None],
+) -> Assembly:
+    """Put a worker's engine together.
+
+    Args:
+        config: the worker's.
+        model: computes its steps, and has its pools.
+        agent: reads and serves these pools.
+        tokenizer: for stop strings.
+        make_plugin: builds the role's part.
+        faults: injected, if the configuration has any.
+        call_soon: runs a function on the event loop, soon; from any thread.
+        on_failure: called on a thread that gives up, with the reason.
+    """
+    inbox: Inbox[Any] = Inbox()
+    metrics = WorkerMetrics(config)
+    kv_cache = make_kv_cache(config, model.pools, model.max_model_len)
+    outbox = Outbox(call_soon) if config.faults is None else FaultyOutbox(call_soon, faults)
+    context: SchedulerContext[Any] = SchedulerContext(kv_cache, outbox, metrics, faults)
+    vocab_size = model.runner.config.vocab_size
+    plugin = make_plugin(WorkerParts(config, context, inbox, agent, tokenizer, vocab_size))
+    forward: ForwardThread[Any] = ForwardThread(model.executor, inbox.post, on_failure)
+    engine: Engine[Any, Any] = Engine(
+        context,
+        plugin.scheduler,
+        forward,
+        overlap=config.overlap,
+        audit_pages=config.audit_pages,
+    )
+    thread = EngineThread(engine, inbox, on_failure)
+    return Assembly(inbox, metrics, agent, kv_cache, plugin, forward, thread)
+
+
+def make_agent(
+    config: WorkerConfig,
+    incarnation: str,
+    model: LoadedModel,
+    faults: FaultPlan,
+    on_failure: Callable[[str], None],
+) -> TransferAgent:
+    """Register the model's pools with NIXL. Blocks for as long as that takes."""
+    if config.faults is None:
+        return TransferAgent(incarnation, model.pools, on_failure)
+    return FaultyTransferAgent(faults, incarnation, model.pools, on_failure)

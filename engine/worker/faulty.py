@@ -1,0 +1,144 @@
+"""An outbox and a transfer agent that inject faults. Used only if the configuration asks for it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from kvrelay.engine.faults import Action, Event, FaultPlan
+from kvrelay.engine.scheduler.outbox import MessageStream, MessageT, Outbox, Sink
+from kvrelay.kv_transfer.agent import TransferAgent
+from kvrelay.kv_transfer.pull import Pull
+from kvrelay.mem_cache.pool import KVPool
+from kvrelay.wire.hand_over import Announce, Ask, Done, Ended, Grant, Released, Sequenced
+
+_EVENTS: dict[type, Event] = {
+    Ask: Event.ASK,
+    Grant: Event.GRANT,
+    Announce: Event.ANNOUNCE,
+    Done: Event.DONE,
+    Released: Event.RELEASED,
+    Ended: Event.ENDED,
+}
+
+
+class _Break(Sink[object]):
+    """Ends a stream where a message would have been."""
+
+    def __init__(self, stream: MessageStream[Any]) -> None:
+        self._stream = stream
+
+    def deliver(self, message: object) -> None:
+        """Close the stream instead."""
+        self._stream.close()
+
+
+class FaultyOutbox(Outbox):
+    """An outbox that delays, drops, duplicates or breaks hand-over messages as planned.
+
+    Args:
+        call_soon: runs a function with its arguments on the event loop, soon.
+        plan: the faults.
+    """
+
+    def __init__(self, call_soon: Callable[..., object], plan: FaultPlan) -> None:
+        super().__init__(call_soon)
+        self._plan = plan
+        self._held: dict[int, list[tuple[Sink[Any], Any]]] = {}
+        self._lock = threading.Lock()
+
+    def put(self, sink: Sink[MessageT], message: MessageT) -> None:
+        """Send `message` at the next flush, unless a fault is due for it."""
+        with self._lock:
+            if id(sink) in self._held:
+                self._held[id(sink)].append((sink, message))
+                return
+        event = _EVENTS.get(type(message.message)) if isinstance(message, Sequenced) else None
+        fault = self._plan.take(event) if event is not None else None
+        if fault is None:
+            super().put(sink, message)
+            return
+        match fault.action:
+            case Action.DELAY:
+                self._held[id(sink)] = [(sink, message)]
+                threading.Timer(fault.seconds, self._release, (id(sink),)).start()
+            case Action.DUPLICATE:
+                super().put(sink, message)
+                super().put(sink, message)
+            case Action.FAIL:
+                assert isinstance(sink, MessageStream)
+                super().put(_Break(sink), None)
+
+    def _release(self, key: int) -> None:
+        with self._lock:
+            for sink, message in self._held.pop(key):
+                self._call_soon(sink.deliver, message)
+
+
+class FaultyTransferAgent(TransferAgent):
+    """A transfer agent that delays, drops, duplicates, fails or corrupts reads as planned.
+
+    Args:
+        plan: the faults.
+        incarnation, pools, on_failure: as of `TransferAgent`.
+    """
+
+    def __init__(
+        self,
+        plan: FaultPlan,
+        incarnation: str,
+        pools: Sequence[KVPool],
+        on_failure: Callable[[str], None],
+    ) -> None:
+        self._plan = plan
+        self._pools = pools
+        super().__init__(incarnation, pools, on_failure)
+
+    def submit(self, pull: Pull, on_end: Callable[[Pull], None]) -> None:
+        """Start a pull, as `TransferAgent.submit` does, unless the plan has a fault for it."""
+        fault = self._plan.take(Event.PULL)
+        if fault is None:
+            super().submit(pull, on_end)
+            return
+        match fault.action:
+            case Action.DELAY:
+                threading.Timer(fault.seconds, super().submit, (pull, on_end)).start()
+            case Action.FAIL:
+                self.call_soon(lambda: _fail(pull, on_end))
+            case Action.DUPLICATE:
+                super().submit(pull, _twice(on_end))
+            case Action.CORRUPT:
+                super().submit(pull, self._flips(on_end))
+            case _:
+                super().submit(pull, lambda pull: None)
+
+    def _flips(self, on_end: Callable[[Pull], None]) -> Callable[[Pull], None]:
+        """Let a bit flip of the first token on the last page."""
+
+        def flip(pull: Pull) -> None:
+            pool, page = [
+                (pool, int(pages[-1]))
+                for pool, pages in zip(self._pools, pull.local_pages, strict=True)
+                if len(pages)
+            ][-1]
+            pool.layer(0)[page].view(torch.uint8)[0, 0, 0, 0] ^= 4
+            on_end(pull)
+
+        return flip
+
+
+def _twice(on_end: Callable[[Pull], None]) -> Callable[[Pull], None]:
+    def tell(pull: Pull) -> None:
+        on_end(pull)
+        on_end(pull)
+
+    return tell
+
+
+def _fail(pull: Pull, on_end: Callable[[Pull], None]) -> None:
+    """End a pull as failed before it has begun."""
+    pull.refuse("injected")
+    on_end(pull)

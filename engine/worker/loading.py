@@ -1,0 +1,70 @@
+"""Loads a worker's model, its draft model if there is one, and allocates their KV pools."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from kvrelay.engine.config import Speculation, WorkerConfig
+from kvrelay.engine.executor.drafters import ModelDrafter, NgramDrafter
+from kvrelay.engine.executor.model_executor import Drafter, ModelExecutor, PageCopier
+from kvrelay.engine.worker.memory import divide_memory
+from kvrelay.mem_cache.pool import KVPool
+from kvrelay.model_runner.draft_model import DraftModel
+from kvrelay.model_runner.runner import ModelRunner
+from kvrelay.model_runner.sampling import sampler
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """What computes a worker's steps, ready to run."""
+
+    runner: ModelRunner
+    pools: Sequence[KVPool]
+    """The model's own, then those of a draft model."""
+    executor: ModelExecutor
+    max_model_len: int
+    """Tokens of a request at most: the model's own limit, or the option's if that is less."""
+
+
+def load_model(config: WorkerConfig) -> LoadedModel:
+    """Read the weights, reserve the memory, compile. Takes seconds, or minutes.
+
+    Raises:
+        CheckpointError: a model cannot be served.
+        ValueError: an option does not fit; the message begins with its name.
+    """
+    runner = ModelRunner(config.model_path, config.dtype, config.device, config.threads)
+    draft = _load_draft(config, runner)
+    own = runner.make_geometries(config.page_size, config.page_order)
+    drafts = draft.make_geometries(config.page_size, config.page_order) if draft else ()
+    geometries = own + drafts
+    pools = [
+        KVPool(geometry, pages, torch.device(runner.device))
+        for geometry, pages in zip(geometries, divide_memory(config, geometries), strict=True)
+    ]
+    runner.bind(pools[: len(own)])
+    runner.warm_up()
+    sampler.warm_up()
+    drafter: Drafter | None = None
+    if draft is not None:
+        draft.bind(pools[len(own) :])
+        draft.warm_up()
+        drafter = ModelDrafter(draft)
+    elif config.speculation is Speculation.NGRAM:
+        drafter = NgramDrafter()
+    executor = ModelExecutor(runner, PageCopier(pools), drafter)
+    limit = min(config.max_model_len or runner.max_model_len, runner.max_model_len)
+    return LoadedModel(runner, pools, executor, limit)
+
+
+def _load_draft(config: WorkerConfig, target: ModelRunner) -> DraftModel | None:
+    if config.speculation is not Speculation.DRAFT:
+        return None
+    if config.draft_model_path is None:
+        raise ValueError("draft_model_path: speculation by a draft model needs one")
+    draft = DraftModel(config.draft_model_path, config.dtype, config.device)
+    draft.check_vocab(target.config)
+    return draft

@@ -1,0 +1,79 @@
+"""A worker's KV memory, made from its options: pools, page tables, prefix index."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvrelay.engine.config import PrefixIndexKind, Speculation, WorkerConfig
+from kvrelay.mem_cache.geometry import KVGeometry
+from kvrelay.mem_cache.kv_cache_manager import KVCacheManager
+from kvrelay.mem_cache.pool import KVPool
+from kvrelay.mem_cache.prefix_index import PrefixIndex
+from kvrelay.mem_cache.radix_tree import RadixTree
+from kvrelay.mem_cache.shape import PoolShape, window_pages
+from kvrelay.wire.worker_info import WorkerRole
+
+
+def divide_memory(config: WorkerConfig, geometries: Sequence[KVGeometry]) -> list[int]:
+    """Pages of each pool: together they fill `config.kv_memory`.
+
+    A pool for windows gets what `max_running` requests need there at most; the
+    rest goes to full attention, as many pages to each pool if there are several.
+
+    Raises:
+        ValueError: it does not hold one page of each.
+    """
+    page_bytes = sum(geometry.page_bytes for geometry in geometries)
+    equal = config.kv_memory // page_bytes
+    if equal < 1:
+        raise ValueError(
+            f"kv_memory: {config.kv_memory} bytes do not hold one page of "
+            f"{page_bytes} bytes ({config.page_size} tokens)"
+        )
+    full_bytes = sum(geometry.page_bytes for geometry in geometries if geometry.window is None)
+    if not full_bytes:
+        return [equal] * len(geometries)
+    windowed = {
+        geometry: min(equal, config.max_running * _window_pages(config, geometry.window))
+        for geometry in geometries
+        if geometry.window is not None
+    }
+    rest = config.kv_memory - sum(pages * one.page_bytes for one, pages in windowed.items())
+    return [windowed.get(geometry, rest // full_bytes) for geometry in geometries]
+
+
+def _window_pages(config: WorkerConfig, window: int) -> int:
+    return window_pages(window, config.page_size, tokens_ahead(config))
+
+
+def make_kv_cache(
+    config: WorkerConfig, pools: Sequence[KVPool], max_model_len: int
+) -> KVCacheManager:
+    """The account of `pools`, for requests of `max_model_len` tokens and less."""
+    return KVCacheManager(
+        [
+            PoolShape(pool.geometry.pool_name, pool.total_pages, pool.geometry.window)
+            for pool in pools
+        ],
+        page_size=config.page_size,
+        total_rows=config.max_running,
+        max_row_tokens=max_model_len,
+        ahead=tokens_ahead(config),
+        index=_make_index(config, [pool.geometry.window for pool in pools]),
+    )
+
+
+def _make_index(config: WorkerConfig, windows: Sequence[int | None]) -> PrefixIndex | None:
+    match config.prefix_index:
+        case PrefixIndexKind.RADIX:
+            return RadixTree(config.page_size, windows)
+        case PrefixIndexKind.NONE:
+            return None
+
+
+def tokens_ahead(config: WorkerConfig) -> int:
+    """Tokens that a request may be allocated beyond those that are written."""
+    # With drafts the window is kept for a token before: a draft model may look back from there.
+    generated = 1 + config.drafts_for(True) + (config.speculation is not Speculation.NONE)
+    step = generated if config.role is WorkerRole.DECODE else max(config.chunk_tokens, generated)
+    return 2 * step if config.overlap else step

@@ -1,0 +1,118 @@
+"""The routers' side of a worker: one stream each, in and out of the engine."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator
+
+import grpc
+
+from kvrelay.engine.scheduler.commands import Attach, Cancel, Command, Detach, Inspect, Mailbox
+from kvrelay.engine.scheduler.outbox import RouterLink
+from kvrelay.engine.worker.edge import check_incarnation, first_message
+from kvrelay.engine.worker.page_owners import page_owners
+from kvrelay.engine.worker.submit_rules import SubmitRules, submit_command
+from kvrelay.mem_cache.kv_cache_manager import KVCacheManager
+from kvrelay.v1 import worker_pb2, worker_pb2_grpc
+from kvrelay.wire.messages import ATTACH_REQUEST, ENGINE_OUTPUTS, PAGE_OWNERS
+from kvrelay.wire.output import EndReason, EngineOutputs, RequestEnd, RequestOutput
+from kvrelay.wire.page_owners import PageOwners
+from kvrelay.wire.request import CancelRequest, RequestKey, SubmitRequest
+
+logger = logging.getLogger(__name__)
+
+
+class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
+    """Serves `kvrelay.v1.WorkerService`.
+
+    Args:
+        incarnation: this worker's; a router that means another is refused.
+        inbox: the engine's.
+        rules: what submissions must keep to.
+    """
+
+    def __init__(self, incarnation: str, inbox: Mailbox[Command], rules: SubmitRules) -> None:
+        self._incarnation = incarnation
+        self._inbox = inbox
+        self._rules = rules
+
+    async def Attach(  # noqa: N802 (gRPC's name)
+        self,
+        requests: AsyncIterator[worker_pb2.AttachRequest],
+        context: grpc.aio.ServicerContext,
+    ) -> AsyncIterator[worker_pb2.AttachResponse]:
+        """Serve one router until its stream ends; then its requests end too."""
+        link = await self._greet(requests, context)
+        self._inbox.post(Attach(link))
+        reader = asyncio.create_task(self._read(requests, link))
+        try:
+            async for step in link:
+                yield ENGINE_OUTPUTS.to_message(step)
+        finally:
+            self._inbox.post(Detach(link))
+            reader.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await reader
+
+    async def GetPageOwners(  # noqa: N802 (gRPC's name)
+        self, request: worker_pb2.GetPageOwnersRequest, context: grpc.aio.ServicerContext
+    ) -> worker_pb2.GetPageOwnersResponse:
+        """The owner of each page, as the engine thread sees it between two passes."""
+        loop = asyncio.get_running_loop()
+        answer: asyncio.Future[PageOwners] = loop.create_future()
+
+        def tell(owners: PageOwners) -> None:
+            if not answer.cancelled():
+                answer.set_result(owners)
+
+        def look(kv_cache: KVCacheManager) -> None:
+            loop.call_soon_threadsafe(tell, page_owners(kv_cache))
+
+        self._inbox.post(Inspect(look))
+        return PAGE_OWNERS.to_message(await answer)
+
+    async def _greet(
+        self,
+        requests: AsyncIterator[worker_pb2.AttachRequest],
+        context: grpc.aio.ServicerContext,
+    ) -> RouterLink:
+        first = await first_message(requests, context, "command", "hello")
+        await check_incarnation(context, first.hello.incarnation, self._incarnation, self._inbox)
+        return RouterLink(first.hello.router)
+
+    async def _read(
+        self, requests: AsyncIterator[worker_pb2.AttachRequest], link: RouterLink
+    ) -> None:
+        """Feed the engine's inbox; the stream's end, whatever its cause, closes the link."""
+        try:
+            async for message in requests:
+                self.take(message, link)
+        except grpc.RpcError as error:
+            logger.info("router %s went away: %s", link.router, error)
+        finally:
+            link.close()
+
+    def take(self, message: worker_pb2.AttachRequest, link: RouterLink) -> None:
+        """Post what a router commands; refuse a submission that breaks a rule."""
+        try:
+            command = ATTACH_REQUEST.from_message(message).command
+            if isinstance(command, SubmitRequest):
+                self._inbox.post(submit_command(command, link, self._rules))
+            elif isinstance(command, CancelRequest):
+                self._inbox.post(Cancel(command.key._replace(router=link.router)))
+            else:
+                logger.warning("router %s sent a second hello", link.router)
+        except ValueError as error:
+            if message.HasField("submit"):
+                _refuse(message.submit, link, str(error))
+            else:
+                logger.warning("router %s: %s", link.router, error)
+
+
+def _refuse(submit: worker_pb2.SubmitRequest, link: RouterLink, error: str) -> None:
+    """Tell the router that the attempt has failed, by a choice that it asked for."""
+    key = RequestKey(link.router, submit.request_id, submit.attempt, submit.first_choice)
+    end = RequestEnd(EndReason.FAILED, error=error)
+    link.deliver(EngineOutputs((RequestOutput(key, 0, end=end),)))

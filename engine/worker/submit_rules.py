@@ -1,0 +1,82 @@
+"""What a submission must keep to, on the worker that takes it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from kvrelay.engine.scheduler.commands import Submit
+from kvrelay.engine.scheduler.outbox import RouterLink
+from kvrelay.wire.request import MAX_CHOICES, RequestKey, SubmitRequest
+from kvrelay.wire.worker_info import WorkerRole
+
+
+@dataclass(frozen=True, slots=True)
+class SubmitRules:
+    """What a worker must be told, and within which bounds."""
+
+    role: WorkerRole
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+
+    def check(self, submit: SubmitRequest) -> None:
+        """Check what depends on this worker, or on several fields.
+
+        Raises:
+            ValueError: a field is missing or out of range; the text begins with its name.
+        """
+        params = submit.sampling_params
+        stops = params.stops
+        self._check_ids("input_ids", submit.input_ids)
+        self._check_ids("stop_token_ids", stops.stop_token_ids)
+        self._check_ids("logit_bias", params.sampling.logit_bias)
+        if not submit.input_ids:
+            raise ValueError("input_ids: must not be empty")
+        if stops.max_tokens < 1:
+            raise ValueError("max_tokens: must be at least 1")
+        if not 1 <= params.n <= MAX_CHOICES:
+            raise ValueError(f"n: must be from 1 to {MAX_CHOICES}")
+        if submit.first_choice >= MAX_CHOICES:
+            raise ValueError(f"first_choice: must be below {MAX_CHOICES}")
+        emitted = len(submit.input_ids) - submit.num_prompt_tokens
+        if not 0 <= emitted < min(stops.max_tokens, len(submit.input_ids)):
+            raise ValueError(
+                f"num_prompt_tokens: {submit.num_prompt_tokens} of {len(submit.input_ids)} "
+                f"input_ids leave {emitted} emitted tokens of at most {stops.max_tokens}"
+            )
+        if emitted and params.n > 1:
+            raise ValueError("n: must be 1 for a request that has emitted tokens")
+        if (submit.prefill is not None) != (self.role is WorkerRole.DECODE):
+            raise ValueError("prefill: must be told to decode workers and to no others")
+
+    def _check_ids(self, field: str, token_ids: Iterable[int]) -> None:
+        worst = max(token_ids, default=0)
+        if worst >= self.vocab_size:
+            raise ValueError(
+                f"{field}: token id {worst} is not below the vocabulary of {self.vocab_size}"
+            )
+
+
+def submit_command(submit: SubmitRequest, link: RouterLink, rules: SubmitRules) -> Submit:
+    """The engine's command for a router's submission.
+
+    Raises:
+        ValueError: it breaks a rule; the text begins with the field's name.
+    """
+    rules.check(submit)
+    params, first = submit.sampling_params, submit.first_choice
+    return Submit(
+        link=link,
+        key=RequestKey(link.router, submit.key.request_id, submit.key.attempt, first),
+        input_ids=submit.input_ids,
+        prompt_len=submit.num_prompt_tokens,
+        sampling=params.sampling,
+        stops=params.stops.with_eos(rules.eos_token_ids),
+        choices=tuple(range(first, first + params.n)),
+        prompt_logprobs=params.prompt_logprobs,
+        speculate=params.speculate,
+        priority=submit.priority,
+        arrived=time.monotonic() - max(submit.age_seconds, 0.0),
+        prefill=submit.prefill,
+    )

@@ -1,0 +1,182 @@
+"""Starts, drains and stops one worker on its event loop, and reports failures of its threads."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import uuid
+
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from prometheus_client import start_http_server
+
+from kvrelay.engine.config import WorkerConfig
+from kvrelay.engine.faults import FaultPlan
+from kvrelay.engine.scheduler.commands import Drain, Inspect, PeerDied, RetractForDrain
+from kvrelay.engine.worker.assembly import MakePlugin, assemble, make_agent
+from kvrelay.engine.worker.loading import LoadedModel, load_model
+from kvrelay.engine.worker.quarantine import drain_on_old_quarantine
+from kvrelay.engine.worker.service import WorkerService
+from kvrelay.engine.worker.submit_rules import SubmitRules
+from kvrelay.net.ends import bind, worker_server
+from kvrelay.text.tokenizer import load_tokenizer
+from kvrelay.v1 import worker_pb2_grpc
+from kvrelay.wire.worker_info import WorkerInfo
+
+STOP_GRACE_S = 1.0
+
+
+class Worker:
+    """One worker process's whole content, on the event loop that starts it.
+
+    Args:
+        config: the worker's.
+        make_plugin: builds what the worker's role needs from the other parts.
+    """
+
+    def __init__(self, config: WorkerConfig, make_plugin: MakePlugin) -> None:
+        self._config = config
+        self._make_plugin = make_plugin
+        self._failure: asyncio.Future[str] | None = None
+        self._draining = asyncio.Event()
+        self._drained = asyncio.Event()
+        self._watching_quarantine: asyncio.Task[None] | None = None
+        self.faults = FaultPlan(config.faults or ())
+        """Takes effect only if the configuration names faults, or an empty tuple of them."""
+
+    async def start(self) -> WorkerInfo:
+        """Load the model, reserve the memory, open the listeners.
+
+        Raises:
+            TokenizerError: the checkpoint's tokenizer.json is missing or broken.
+            CheckpointError: the model cannot be served.
+            ValueError: an option does not fit; the message begins with its name.
+            OSError: a port is in use, or a file for TLS cannot be read.
+        """
+        config = self._config
+        self._loop = loop = asyncio.get_running_loop()
+        self._failure = loop.create_future()
+        incarnation = f"{config.name}-{uuid.uuid4().hex[:12]}"
+        # Before the weights, which take longer to read.
+        tokenizer = await loop.run_in_executor(None, load_tokenizer, config.model_path)
+        model = await loop.run_in_executor(None, load_model, config)
+        agent = await loop.run_in_executor(
+            None, make_agent, config, incarnation, model, self.faults, self._on_failure
+        )
+        self._parts = assemble(
+            config,
+            model,
+            agent,
+            tokenizer,
+            self._make_plugin,
+            faults=self.faults,
+            call_soon=loop.call_soon_threadsafe,
+            on_failure=self._on_failure,
+        )
+        port = await self._listen(incarnation, model)
+        self._metrics_server, self._metrics_thread = start_http_server(
+            config.metrics_port, config.host, self._parts.metrics.registry
+        )
+        self._parts.engine.start()
+        if config.quarantine_limit:
+            self._watching_quarantine = asyncio.create_task(
+                drain_on_old_quarantine(
+                    self._parts.metrics, config.quarantine_limit, self.heartbeat, self.drain
+                )
+            )
+        return self._describe(incarnation, port, model)
+
+    async def stop(self) -> None:
+        """Close the listeners, end the engine; the pool stays registered."""
+        if self._watching_quarantine is not None:
+            self._watching_quarantine.cancel()
+        await self._server.stop(STOP_GRACE_S)
+        await self._parts.plugin.close()
+        await self._loop.run_in_executor(None, self._stop_threads)
+
+    def drain(self) -> None:
+        """Take no more requests; after the grace, retract those that can go on elsewhere.
+
+        There is no way back, and further calls change nothing. The worker is still to be
+        stopped.
+        """
+        if self._draining.is_set():
+            return
+        self._draining.set()
+        post = self._parts.inbox.post
+        post(Drain(lambda: self._loop.call_soon_threadsafe(self._drained.set)))
+        self._loop.call_later(self._config.drain_grace, post, RetractForDrain())
+
+    async def draining(self) -> None:
+        """Wait until it drains, for whatever reason."""
+        await self._draining.wait()
+
+    async def drained(self) -> None:
+        """Wait until it has drained: no request is left."""
+        await self._drained.wait()
+
+    async def failed(self) -> str:
+        """Wait until one of its threads has failed, which may be never; returns the reason."""
+        assert self._failure is not None, "the worker was not started"
+        return await asyncio.shield(self._failure)
+
+    async def heartbeat(self) -> None:
+        """Return once the engine's loop and the transfer agent have answered.
+
+        Both answer while they compute and read, so no answer means that one hangs.
+        """
+        engine, agent = asyncio.Event(), asyncio.Event()
+        self._parts.inbox.post(Inspect(lambda _: self._loop.call_soon_threadsafe(engine.set)))
+        self._parts.agent.report_alive(lambda: self._loop.call_soon_threadsafe(agent.set))
+        await engine.wait()
+        await agent.wait()
+
+    async def peer_died(self, incarnation: str) -> None:
+        """The supervisor says that another worker's process is gone for good."""
+        self._parts.inbox.post(PeerDied(incarnation))
+        await self._parts.plugin.peer_died(incarnation)
+
+    def _stop_threads(self) -> None:
+        self._parts.stop_threads()
+        self._metrics_server.shutdown()
+        self._metrics_server.server_close()
+        self._metrics_thread.join()
+
+    async def _listen(self, incarnation: str, model: LoadedModel) -> int:
+        """Serve routers, peers and health checks; returns the port."""
+        config, checkpoint = self._config, model.runner.config
+        rules = SubmitRules(config.role, checkpoint.vocab_size, checkpoint.eos_token_ids)
+        service = WorkerService(incarnation, self._parts.inbox, rules)
+        self._server = worker_server()
+        worker_pb2_grpc.add_WorkerServiceServicer_to_server(service, self._server)
+        healthy = health.aio.HealthServicer()
+        health_pb2_grpc.add_HealthServicer_to_server(healthy, self._server)
+        self._parts.plugin.register(self._server)
+        port = bind(self._server, f"{config.host}:{config.grpc_port}", config.tls)
+        await self._server.start()
+        await healthy.set("", health_pb2.HealthCheckResponse.SERVING)
+        return port
+
+    def _describe(self, incarnation: str, port: int, model: LoadedModel) -> WorkerInfo:
+        config, checkpoint = self._config, model.runner.config
+        return WorkerInfo(
+            name=config.name,
+            role=config.role,
+            incarnation=incarnation,
+            address=f"{config.host}:{port}",
+            metrics_address=f"{config.host}:{self._metrics_server.server_port}",
+            pool_tokens=self._parts.kv_cache.max_lease_tokens,
+            max_model_len=model.max_model_len,
+            vocab_size=checkpoint.vocab_size,
+            architecture=checkpoint.architecture,
+            eos_token_ids=tuple(checkpoint.eos_token_ids),
+            pid=os.getpid(),
+        )
+
+    def _on_failure(self, reason: str) -> None:
+        """End the worker because one of its threads has failed; called on that thread."""
+        self._loop.call_soon_threadsafe(self._fail, reason)
+
+    def _fail(self, reason: str) -> None:
+        assert self._failure is not None
+        if not self._failure.done():
+            self._failure.set_result(reason)

@@ -1,0 +1,119 @@
+"""The decode side of a hand-over: what to send, what to read, and when everything is here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvrelay.kv_transfer.errors import ProtocolError
+from kvrelay.kv_transfer.hand_over.announced_pages import AnnouncedPages
+from kvrelay.kv_transfer.hand_over.states import DECODE_STEPS, DecodeState, next_state
+from kvrelay.wire.hand_over import (
+    Announce,
+    Done,
+    FirstToken,
+    Grant,
+    PageRun,
+    PageSum,
+    Place,
+    Released,
+)
+
+
+class DecodeHandOver:
+    """One request's hand-over on the decode side.
+
+    Every method that takes a step raises `ProtocolError` if `states.DECODE_STEPS` does not
+    allow it now.
+
+    Args:
+        prompt_pages: pages of the whole prompt.
+        windowed: for each pool, whether its layers have a sliding window.
+        choices: outputs that are wanted.
+    """
+
+    def __init__(
+        self, prompt_pages: int, windowed: Sequence[bool] = (False,), choices: int = 1
+    ) -> None:
+        self.state = DecodeState.OPEN
+        self.first_tokens: tuple[FirstToken, ...] = ()
+        """One for each output; empty until the last announcement."""
+        self.num_compared = 0
+        """Pages whose checksums were sent to the prefill side."""
+        self._choices = choices
+        self._prompt_pages = prompt_pages
+        self._windowed = windowed
+        self._announced = AnnouncedPages(prompt_pages, windowed, ())
+        self._reads_running = 0
+
+    @property
+    def has_read(self) -> bool:
+        """Everything is announced, and every read has ended well."""
+        return self.state is DecodeState.ANNOUNCED and not self._reads_running
+
+    @property
+    def places_read(self) -> list[Place]:
+        """The pages that were read, or will be."""
+        return self._announced.places
+
+    def on_ask(self) -> None:
+        """The prefill side is ready for this request."""
+        self._step("ask")
+
+    def grant(self, missing: Sequence[int]) -> Grant:
+        """Tell the prefill side that the whole prompt is reserved here.
+
+        Args:
+            missing: for each pool the first page that is to be read.
+        """
+        self._step("grant")
+        self._announced = AnnouncedPages(self._prompt_pages, self._windowed, missing)
+        return Grant()
+
+    def on_announce(self, message: Announce) -> tuple[PageRun, ...]:
+        """Check an announcement.
+
+        Returns:
+            what is to be read of it, a run for each pool. Unless all are empty, one read
+            fetches them together, and `on_read` follows.
+
+        Raises:
+            ProtocolError: its pages or tokens are not those that have to come now.
+        """
+        last = bool(message.first_tokens)
+        state = next_state(DECODE_STEPS, "announce_last" if last else "announce", self.state)
+        if last:
+            self._check_first_tokens(message.first_tokens)
+        to_read = self._announced.add(message.runs, last=last)
+        self._reads_running += any(run.page_ids for run in to_read)
+        self.first_tokens = message.first_tokens
+        self.state = state
+        return to_read
+
+    def on_read(self) -> None:
+        """One read has ended well."""
+        self._reads_running -= 1
+
+    def done(self, sums: Sequence[PageSum] = ()) -> Done:
+        """Tell the prefill side that everything was read. Call it once `has_read` is true.
+
+        Args:
+            sums: checksums of the pages that are to be compared.
+        """
+        assert self.has_read, f"done while {self.state.name}"
+        self._step("done")
+        self.num_compared = len(sums)
+        return Done(tuple(sums))
+
+    def on_released(self, message: Released) -> bool:
+        """The prefill side has answered `Done`. Returns whether the pages may be used."""
+        self._step("released" if message.valid else "released_as_invalid")
+        return message.valid
+
+    def _check_first_tokens(self, tokens: Sequence[FirstToken]) -> None:
+        if len(tokens) != self._choices:
+            raise ProtocolError(f"{len(tokens)} first tokens of {self._choices}")
+        if all(token.finished for token in tokens):
+            raise ProtocolError("every output is finished: there is nothing to hand over")
+
+    def _step(self, step: str) -> None:
+        self.state = next_state(DECODE_STEPS, step, self.state)

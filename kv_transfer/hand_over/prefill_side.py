@@ -1,0 +1,117 @@
+"""The prefill side of a hand-over: what to send, and which of its own pages to announce."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvrelay.kv_transfer.hand_over.states import PREFILL_STEPS, PrefillState, next_state
+from kvrelay.wire.hand_over import (
+    Announce,
+    Ask,
+    Done,
+    Ended,
+    FirstToken,
+    HandOverEnd,
+    PageRun,
+    Released,
+)
+
+
+class PrefillHandOver:
+    """One request's hand-over on the prefill side.
+
+    Every method but `end` raises `ProtocolError` if `states.PREFILL_STEPS` does not allow its
+    step now.
+
+    Args:
+        windowed: for each pool, whether its layers have a sliding window.
+    """
+
+    def __init__(self, windowed: Sequence[bool] = (False,)) -> None:
+        self.state = PrefillState.QUEUED
+        self._windowed = windowed
+        self._announced_pages = 0
+
+    @property
+    def is_announced(self) -> bool:
+        """The decode side has all that it needs to go on, but for the verdict."""
+        return self.state in (PrefillState.ANNOUNCED, PrefillState.VERIFYING)
+
+    def ask(self) -> Ask:
+        """Ask for the decode side's grant."""
+        self._step("ask")
+        return Ask()
+
+    def on_grant(self) -> None:
+        """The decode side has reserved the prompt."""
+        self._step("grant")
+
+    def announce(self, tables: Sequence[Sequence[int]], written_pages: int) -> Announce | None:
+        """Announce the written pages that were not announced before; `None` if there are none.
+
+        Args:
+            tables: the page table of each pool.
+            written_pages: how many whole pages at each table's start are written.
+        """
+        self._step("announce")
+        first = self._announced_pages
+        if written_pages <= first or all(self._windowed):
+            return None
+        self._announced_pages = written_pages
+        return Announce(
+            tuple(
+                PageRun(0) if windowed else PageRun(first, tuple(table[first:written_pages]))
+                for table, windowed in zip(tables, self._windowed, strict=True)
+            )
+        )
+
+    def announce_last(
+        self,
+        tables: Sequence[Sequence[int]],
+        first_pages: Sequence[int],
+        first_tokens: Sequence[FirstToken],
+    ) -> Announce:
+        """Announce the rest of the prompt: the unaligned last page and windows' pages, too.
+
+        Args:
+            tables: the page table of each pool.
+            first_pages: for each pool the first page that its window still holds.
+            first_tokens: one for each output.
+        """
+        self._step("announce_last")
+        firsts = [
+            held if windowed else self._announced_pages
+            for held, windowed in zip(first_pages, self._windowed, strict=True)
+        ]
+        runs = (PageRun(n, tuple(table[n:])) for table, n in zip(tables, firsts, strict=True))
+        return Announce(tuple(runs), tuple(first_tokens))
+
+    def on_done(self, message: Done) -> Released | None:
+        """The decode side has read everything. Returns the verdict, which is this side's.
+
+        `None` if the message has checksums: compare them and call `on_verified`.
+        """
+        if message.sums:
+            self._step("done_with_sums")
+            return None
+        self._step("done")
+        return Released(valid=True)
+
+    def on_verified(self, mismatches: int) -> Released:
+        """The decode side's checksums were compared. Returns the verdict.
+
+        Args:
+            mismatches: pages whose sums differ.
+        """
+        self._step("verified")
+        return Released(valid=not mismatches, mismatches=mismatches)
+
+    def end(self, reason: HandOverEnd, detail: str = "") -> Ended | None:
+        """Leave early. Returns what to tell the decode side, `None` if it waits for nothing."""
+        if self.state not in PREFILL_STEPS["end"]:
+            return None
+        self._step("end")
+        return Ended(reason, detail)
+
+    def _step(self, step: str) -> None:
+        self.state = next_state(PREFILL_STEPS, step, self.state)

@@ -1,0 +1,106 @@
+"""The hand-over of one request's KV, as two state machines without any I/O.
+
+Each side takes the other's messages and returns its own; the workers carry
+them. The stream between them is the lease: the prefill side keeps what it has
+announced untouched exactly while the stream lives.
+
+::
+
+    prefill side                                decode side
+    QUEUED     --- Ask ------------------------>  OPEN -> ASKED
+    ASKED      <-- Grant -----------------------  GRANTED   (whole prompt reserved)
+    GRANTED    --- Announce (pages of a chunk) >  GRANTED   (reads them)
+    ANNOUNCED  --- Announce (.., first token) ->  ANNOUNCED (reads the rest)
+               <-- Done (sums of pages) --------  READ      (every read ended well)
+    VERIFYING                                               (only if there are sums)
+    RELEASED   --- Released(valid) ------------>  VALID     (may be activated)
+
+Either side may leave at any point: the prefill side by `Ended`, the decode
+side by closing the stream.
+
+The tables say which step each side can take from which state, and where it
+leads. Every other step is a `ProtocolError`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import Enum, auto
+from typing import Final, TypeVar
+
+from kvrelay.kv_transfer.errors import ProtocolError
+
+
+class PrefillState(Enum):
+    """Where the prefill side is."""
+
+    QUEUED = auto()
+    """Not yet next to run."""
+    ASKED = auto()
+    """Waits for the decode side's memory."""
+    GRANTED = auto()
+    """May compute and announce."""
+    ANNOUNCED = auto()
+    """Everything is announced; the decode side reads."""
+    VERIFYING = auto()
+    """The decode side has read; what it read is compared."""
+    RELEASED = auto()
+    """The decode side needs nothing more from here."""
+    ENDED = auto()
+    """Left early."""
+
+
+PREFILL_STEPS: Final = {
+    "ask": {PrefillState.QUEUED: PrefillState.ASKED},
+    "grant": {PrefillState.ASKED: PrefillState.GRANTED},
+    "announce": {PrefillState.GRANTED: PrefillState.GRANTED},
+    "announce_last": {PrefillState.GRANTED: PrefillState.ANNOUNCED},
+    "done": {PrefillState.ANNOUNCED: PrefillState.RELEASED},
+    "done_with_sums": {PrefillState.ANNOUNCED: PrefillState.VERIFYING},
+    "verified": {PrefillState.VERIFYING: PrefillState.RELEASED},
+    "end": dict.fromkeys(
+        set(PrefillState) - {PrefillState.RELEASED, PrefillState.ENDED}, PrefillState.ENDED
+    ),
+}
+
+
+class DecodeState(Enum):
+    """Where the decode side is."""
+
+    OPEN = auto()
+    """Waits for the prefill side's turn."""
+    ASKED = auto()
+    """Is asked to reserve the prompt."""
+    GRANTED = auto()
+    """Reads what is announced."""
+    ANNOUNCED = auto()
+    """Everything is announced; reads are running."""
+    READ = auto()
+    """Every read ended well; waits for the verdict."""
+    VALID = auto()
+    """The pages are what they should be."""
+
+
+DECODE_STEPS: Final = {
+    "ask": {DecodeState.OPEN: DecodeState.ASKED},
+    "grant": {DecodeState.ASKED: DecodeState.GRANTED},
+    "announce": {DecodeState.GRANTED: DecodeState.GRANTED},
+    "announce_last": {DecodeState.GRANTED: DecodeState.ANNOUNCED},
+    "done": {DecodeState.ANNOUNCED: DecodeState.READ},
+    "released": {DecodeState.READ: DecodeState.VALID},
+    "released_as_invalid": {DecodeState.READ: DecodeState.READ},
+}
+
+StateT = TypeVar("StateT", PrefillState, DecodeState)
+
+
+def next_state(steps: Mapping[str, Mapping[StateT, StateT]], step: str, state: StateT) -> StateT:
+    """The state that a step of a table leads to from `state`.
+
+    Raises:
+        ProtocolError: the step cannot be taken from there.
+    """
+    target = steps[step].get(state)
+    if target is None:
+        raise ProtocolError(f"{step} while {state.name}")
+    return target

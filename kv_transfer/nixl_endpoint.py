@@ -1,0 +1,118 @@
+"""The only code that calls NIXL: what it is given to read and write, and its transfers.
+
+All calls but the constructor's come from one thread, that of the `TransferAgent`. NIXL has no
+progress thread of its own here, because that one spins a core even when idle (its delay is
+fixed at 0 in the Python package).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import numpy as np
+
+from kvrelay.kv_transfer.peer_description import PeerDescription
+from kvrelay.kv_transfer.spans import PoolLayout, SpanPairs
+from kvrelay.mem_cache.geometry import Int64Array
+
+Operation = Literal["READ", "WRITE"]
+"""What NIXL is to do with the peer's memory."""
+
+
+class NixlTransfer:
+    """One transfer in NIXL's hands.
+
+    Releasing it does not stop it: bytes of a transfer that has not ended may still arrive.
+    """
+
+    def __init__(self, agent: Any, handle: object) -> None:
+        self._agent = agent
+        self._handle: object | None = handle
+
+    @property
+    def is_released(self) -> bool:
+        """Whether NIXL has let go of it."""
+        return self._handle is None
+
+    def start(self) -> str:
+        """Start it; returns its state, see `check`."""
+        state: str = self._agent.transfer(self._handle)
+        return state
+
+    def check(self) -> str:
+        """Its state: ``PROC`` while it runs, ``DONE``, or an error's name. May raise NIXL's."""
+        state: str = self._agent.check_xfer_state(self._handle)
+        return state
+
+    def query_backend(self) -> str:
+        """The backend that NIXL has chosen for it, e.g. ``UCX``."""
+        backend: str = self._agent.query_xfer_backend(self._handle)
+        return backend
+
+    def release(self) -> None:
+        """Let NIXL forget it. A second call does nothing."""
+        if self._handle is not None:
+            self._agent.release_xfer_handle(self._handle)
+            self._handle = None
+
+
+class NixlEndpoint:
+    """This worker's NIXL agent. Its memory is registered once, and until the process ends.
+
+    Memory is never deregistered, because a peer's read of memory that is not registered any
+    more can kill this process.
+
+    Args:
+        name: of the agent; unique, so that a restarted worker is another agent.
+        memory: what peers may read, and transfers write; of one device.
+    """
+
+    def __init__(self, name: str, memory: Sequence[PoolLayout]) -> None:
+        from nixl._api import nixl_agent, nixl_agent_config
+
+        logging.getLogger("nixl").setLevel(logging.WARNING)
+        self._agent: Any = nixl_agent(name, nixl_agent_config(enable_prog_thread=False))
+        regions = [(pool.address, pool.nbytes, pool.device_id, "") for pool in memory]
+        self._registration = self._agent.register_memory(regions, memory[0].memory_type)
+        self.metadata = bytes(self._agent.get_agent_metadata())
+        """What peers give to `connect`."""
+
+    def make_progress(self) -> None:
+        """Move transfers on, those of peers with this worker included."""
+        self._agent.get_new_notifs()
+
+    def connect(self, peer: PeerDescription) -> None:
+        """Make a peer's memory known. Check the description first: its bytes are untrusted."""
+        self._agent.add_remote_agent(peer.metadata)
+
+    def disconnect(self, name: str) -> None:
+        """Forget a peer's memory and close the connections to it."""
+        self._agent.remove_remote_agent(name)
+
+    def prepare(
+        self, operation: Operation, spans: SpanPairs, local: PoolLayout, remote: PoolLayout, to: str
+    ) -> NixlTransfer:
+        """Make a transfer, without starting it.
+
+        Args:
+            operation: READ copies from the peer, WRITE to it.
+            spans: what to copy.
+            local: any pool of this worker: all are in memory of one kind.
+            remote: any pool of the peer.
+            to: the peer's name.
+        """
+        handle = self._agent.initialize_xfer(
+            operation,
+            self._descriptors(spans.local, spans.lengths, local),
+            self._descriptors(spans.remote, spans.lengths, remote),
+            to,
+            b"",
+        )
+        return NixlTransfer(self._agent, handle)
+
+    def _descriptors(self, addresses: Int64Array, lengths: Int64Array, pool: PoolLayout) -> object:
+        device = np.full(len(addresses), pool.device_id, np.int64)
+        rows = np.stack([addresses, lengths, device], axis=1).astype(np.uint64)
+        return self._agent.get_xfer_descs(rows, pool.memory_type)

@@ -1,0 +1,106 @@
+"""A worker's description of its pools, which lets peers read them, and its check."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+import torch
+
+from kvrelay.kv_transfer.errors import PeerRefusedError
+from kvrelay.kv_transfer.spans import PoolLayout
+from kvrelay.mem_cache.geometry import KVGeometry, PageOrder
+from kvrelay.wire.agent import AgentDescription, PoolDescription, PoolGeometry
+
+_DTYPES = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+}
+_DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class PeerDescription:
+    """All that a puller needs in order to read a worker's pools.
+
+    The metadata are NIXL's opaque bytes. They are untrusted: a flipped byte in
+    them can crash the process that loads them, so a digest travels with them
+    and is checked first.
+    """
+
+    incarnation: str
+    metadata: bytes
+    metadata_sha256: bytes
+    layouts: tuple[PoolLayout, ...]
+    """One for each pool."""
+    scratch: PoolLayout
+    """The pages to probe the transport with."""
+
+    @classmethod
+    def read(cls, plain: AgentDescription) -> PeerDescription:
+        """A peer's description of itself, unchecked but for its form.
+
+        Raises:
+            PeerRefusedError: a value is out of range.
+        """
+        try:
+            *layouts, scratch = (
+                PoolLayout(
+                    _geometry(pool.geometry),
+                    pool.pages,
+                    pool.address,
+                    plain.device_id,
+                    plain.memory_type,
+                )
+                for pool in (*plain.pools, plain.scratch)
+            )
+        except (KeyError, ValueError) as error:
+            raise PeerRefusedError(f"geometry of {plain.incarnation}: {error}") from error
+        digest = plain.agent_metadata_sha256
+        return cls(plain.incarnation, plain.agent_metadata, digest, tuple(layouts), scratch)
+
+    def plain(self) -> AgentDescription:
+        """The description in plain types, as it crosses processes."""
+        return AgentDescription(
+            incarnation=self.incarnation,
+            agent_metadata=self.metadata,
+            agent_metadata_sha256=self.metadata_sha256,
+            device_id=self.scratch.device_id,
+            memory_type=self.scratch.memory_type,
+            pools=tuple(map(_plain_pool, self.layouts)),
+            scratch=_plain_pool(self.scratch),
+        )
+
+    def check(self, incarnation: str, own: Sequence[PoolLayout]) -> None:
+        """Check a description that came from a peer, before NIXL loads its bytes.
+
+        Args:
+            incarnation: the worker that was asked for the description.
+            own: the pools that its pages are to be read into.
+
+        Raises:
+            PeerRefusedError: it is another worker's, its bytes were changed, or its pages do not
+                fit.
+        """
+        if self.incarnation != incarnation:
+            raise PeerRefusedError(f"expected worker {incarnation}, found {self.incarnation}")
+        if hashlib.sha256(self.metadata).digest() != self.metadata_sha256:
+            raise PeerRefusedError(f"agent metadata of {incarnation} does not match its digest")
+        if not self.layouts or self.scratch.geometry != self.layouts[0].geometry:
+            raise PeerRefusedError(f"scratch pages of {incarnation} are not like its pool's")
+        mine, theirs = ([pool.geometry for pool in pools] for pools in (own, self.layouts))
+        if len(mine) != len(theirs) or not all(map(KVGeometry.holds_same_tokens_as, mine, theirs)):
+            raise PeerRefusedError(f"pages of {incarnation} ({theirs}) do not fit {mine}")
+
+
+def _plain_pool(pool: PoolLayout) -> PoolDescription:
+    geometry = {field.name: getattr(pool.geometry, field.name) for field in fields(PoolGeometry)}
+    geometry |= {"dtype": _DTYPE_NAMES[pool.geometry.dtype], "order": pool.geometry.order.value}
+    return PoolDescription(pool.address, pool.total_pages, PoolGeometry(**geometry))
+
+
+def _geometry(plain: PoolGeometry) -> KVGeometry:
+    geometry = {field.name: getattr(plain, field.name) for field in fields(PoolGeometry)}
+    geometry |= {"dtype": _DTYPES[plain.dtype], "order": PageOrder(plain.order)}
+    return KVGeometry(**geometry)

@@ -1,0 +1,188 @@
+"""Reads of peers' bytes (and probes' writes): from their start until no byte can arrive any more.
+
+Everything here happens on the transfer thread.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kvrelay.kv_transfer.errors import TransferError
+from kvrelay.kv_transfer.nixl_endpoint import NixlEndpoint, NixlTransfer, Operation
+from kvrelay.kv_transfer.peer_description import PeerDescription
+from kvrelay.kv_transfer.pull import Pull, PullState
+from kvrelay.kv_transfer.spans import PoolLayout, SpanPairs, pair_spans
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(eq=False, slots=True)
+class _Read:
+    """A pull that was given to NIXL. Its state is the pull's."""
+
+    pull: Pull
+    transfer: NixlTransfer
+    started_at: float
+    on_end: Callable[[Pull], None]
+
+    @property
+    def seconds(self) -> float:
+        return time.monotonic() - self.started_at
+
+
+class ReadsFromPeers:
+    """All reads whose bytes may still arrive: the running ones, and those that have failed.
+
+    A read leaves when it has ended well, or when the peer's death is confirmed.
+
+    Args:
+        endpoint: NIXL.
+        pools: this worker's, which pulls write to.
+        scratch: this worker's scratch pages, which probes read and write.
+    """
+
+    def __init__(
+        self, endpoint: NixlEndpoint, pools: tuple[PoolLayout, ...], scratch: PoolLayout
+    ) -> None:
+        self._endpoint = endpoint
+        self._pools = pools
+        self._scratch = scratch
+        self._reads: list[_Read] = []
+        """In the order in which they were started."""
+
+    def start_pull(
+        self, pull: Pull, peer: PeerDescription | None, on_end: Callable[[Pull], None]
+    ) -> None:
+        """Read a peer's pages into this worker's pools."""
+        self._start(pull, on_end, lambda: self._prepare_pull(pull, peer))
+
+    def start_probe(
+        self,
+        pull: Pull,
+        peer: PeerDescription | None,
+        operation: Operation,
+        on_end: Callable[[Pull], None],
+    ) -> None:
+        """Copy scratch pages from a peer, or to it."""
+        self._start(pull, on_end, lambda: self._prepare_probe(pull, peer, operation))
+
+    def check_running(self) -> None:
+        """Ask NIXL for the state of every running read, and call `on_end` of those that ended."""
+        for read in self._running():
+            self._update(read, read.transfer.check)
+
+    def seconds_since_start(self) -> float | None:
+        """The age of the youngest running read; `None` if none is running."""
+        running = self._running()
+        return running[-1].seconds if running else None
+
+    def is_running(self, peer: str) -> bool:
+        """Whether a read from a peer is running."""
+        return any(read.pull.peer == peer for read in self._running())
+
+    def is_broken(self, peer: str) -> bool:
+        """Whether a read from a peer has failed since `release_failed`."""
+        return any(not read.transfer.is_released for read in self._failed(peer))
+
+    def release_failed(self, peer: str) -> None:
+        """Let NIXL forget a peer's failed reads. Their bytes may still arrive."""
+        for read in self._failed(peer):
+            read.transfer.release()
+
+    def settle_failed(self, peer: str) -> None:
+        """The peer's process is dead and disconnected: let the fences of its reads pass."""
+        for read in self._failed(peer):
+            self._reads.remove(read)
+            read.pull.settle()
+
+    def _running(self) -> list[_Read]:
+        return [read for read in self._reads if read.pull.state is PullState.RUNNING]
+
+    def _failed(self, peer: str) -> list[_Read]:
+        return [
+            read
+            for read in self._reads
+            if read.pull.state is PullState.FAILED and read.pull.peer == peer
+        ]
+
+    def _start(
+        self,
+        pull: Pull,
+        on_end: Callable[[Pull], None],
+        prepare: Callable[[], tuple[NixlTransfer, int]],
+    ) -> None:
+        started_at = time.monotonic()
+        try:
+            transfer, nbytes = prepare()
+        except Exception as error:  # NIXL's exceptions have no common base
+            pull.refuse(str(error))
+            on_end(pull)
+            return
+        pull.start(nbytes)
+        read = _Read(pull, transfer, started_at, on_end)
+        self._reads.append(read)
+        self._update(read, transfer.start)
+
+    def _prepare_pull(self, pull: Pull, peer: PeerDescription | None) -> tuple[NixlTransfer, int]:
+        """The transfer, and its bytes."""
+        known = _known(peer, pull)
+        pools = zip(self._pools, pull.local_pages, known.layouts, pull.remote_pages, strict=True)
+        spans = SpanPairs.joined([pair_spans(*pool) for pool in pools])
+        local, remote = self._pools[0], known.layouts[0]
+        transfer = self._endpoint.prepare("READ", spans, local, remote, known.incarnation)
+        return transfer, spans.nbytes
+
+    def _prepare_probe(
+        self, pull: Pull, peer: PeerDescription | None, operation: Operation
+    ) -> tuple[NixlTransfer, int]:
+        known = _known(peer, pull)
+        (local,), (remote,) = pull.local_pages, pull.remote_pages
+        spans = pair_spans(self._scratch, local, known.scratch, remote)
+        transfer = self._endpoint.prepare(
+            operation, spans, self._scratch, known.scratch, known.incarnation
+        )
+        try:
+            pull.backend = transfer.query_backend()
+        except Exception:
+            transfer.release()
+            raise
+        return transfer, spans.nbytes
+
+    def _update(self, read: _Read, ask: Callable[[], str]) -> None:
+        try:
+            state = ask()
+        except Exception as error:  # NIXL's exceptions have no common base
+            self._fail(read, f"{type(error).__name__}: {error}")
+            return
+        if state == "DONE":
+            self._finish(read)
+        elif state != "PROC":
+            self._fail(read, f"transfer ended as {state}")
+
+    def _finish(self, read: _Read) -> None:
+        self._reads.remove(read)
+        read.transfer.release()
+        read.pull.finish(read.seconds)
+        read.on_end(read.pull)
+
+    def _fail(self, read: _Read, error: str) -> None:
+        """Report a failure; the pull's pages stay fenced until the peer's death is confirmed."""
+        read.pull.fail(error, read.seconds)
+        logger.warning(
+            "a transfer of %d pages with %s failed after %.1f s (%s); "
+            "its pages stay in quarantine until the peer's death is confirmed",
+            read.pull.num_pages,
+            read.pull.peer,
+            read.pull.seconds,
+            error,
+        )
+        read.on_end(read.pull)
+
+
+def _known(peer: PeerDescription | None, pull: Pull) -> PeerDescription:
+    if peer is None:
+        raise TransferError(f"worker {pull.peer} is not known to this one")
+    return peer

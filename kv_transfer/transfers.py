@@ -1,0 +1,68 @@
+"""What a scheduler asks of KV transfers. `TransferAgent` does it, and so do tests' simulations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from kvrelay.kv_transfer.checksums import LocalPage
+from kvrelay.kv_transfer.pull import Pull
+from kvrelay.mem_cache.geometry import Int64Array
+from kvrelay.wire.hand_over import PageSum
+
+
+class Transfers(Protocol):
+    """Reads peers' pages, and lets peers read. No method blocks; each is safe on any thread."""
+
+    def pull(
+        self,
+        peer: str,
+        local_pages: Sequence[Int64Array],
+        remote_pages: Sequence[Int64Array],
+        on_end: Callable[[Pull], None],
+    ) -> Pull:
+        """Start to read pages of a peer into pages of this worker, an array of ids for each pool.
+
+        The caller keeps `local_pages` from any other use until the returned pull, taken as a
+        fence, has passed.
+
+        Args:
+            peer: the incarnation of the worker to read from.
+            local_pages: where the bytes go.
+            remote_pages: where they come from; for each pool as many as of `local_pages`.
+            on_end: called once, on another thread, when the read has ended, well or not.
+        """
+        ...
+
+    def hash_pages(
+        self, pages: Sequence[LocalPage], on_end: Callable[[tuple[PageSum, ...]], None]
+    ) -> None:
+        """Start to compute checksums of pages here.
+
+        The caller locks the pages, or ignores the answer once they are not locked any more.
+
+        Args:
+            pages: what to hash.
+            on_end: called once, on another thread, with the sums in the order of `pages`.
+        """
+        ...
+
+    def confirm_death(self, incarnation: str, on_fences_passed: Callable[[], None]) -> None:
+        """Tell that a peer's process is known to be gone, so that fences on it can pass.
+
+        Bytes that the peer had sent before may still arrive. The fences of its pulls pass once
+        NIXL has reported the end of each and has disconnected from the peer.
+
+        Args:
+            incarnation: the peer's.
+            on_fences_passed: called once, on another thread, when those fences have passed.
+        """
+        ...
+
+    def begin_serving(self) -> None:
+        """Tell that a peer may read pages of one more request from now on."""
+        ...
+
+    def end_serving(self) -> None:
+        """Tell that a peer reads the pages of one request no longer."""
+        ...

@@ -1,0 +1,134 @@
+"""Attention on a CPU: few new tokens by a compiled kernel on the pages in place, more by torch."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
+
+import numpy as np
+import torch
+
+from kvrelay.mem_cache.pool import KVPool
+from kvrelay.model_runner.attention.torch_attention import cut_spans
+from kvrelay.model_runner.batch import ForwardBatch, Int32Array, new_token_slots
+from kvrelay.model_runner.config.query_heads import QueryHeads
+from kvrelay.model_runner.kernels.arrays import Array, as_array
+from kvrelay.model_runner.kernels.decode_attention import make_decode_kernel
+from kvrelay.model_runner.kernels.write_kv import write_kv
+
+_SPLIT_TOKENS = 1024
+"""Tokens attended to in a step from which a second thread saves more than its hand-over costs."""
+_FEW_TOKENS = 16
+"""Up to so many new tokens, such as drafts to be verified, a sequence is computed token by token,
+each as in decode: that reads pages as often, but torch would have to gather them first."""
+_FEW_LATENTS = 3
+"""The same for latents: all heads share one, so torch's products are large sooner."""
+_NO_WINDOW = np.iinfo(np.int32).max
+"""A window longer than any sequence."""
+
+
+class CpuAttention:
+    """The `AttentionBackend` of bfloat16 and float32 on a CPU; as many threads as torch has."""
+
+    def __init__(self, pool: KVPool, heads: QueryHeads) -> None:
+        self.pool = pool
+        self.heads = heads
+        self.pages = as_array(pool.data.view(-1))
+        geometry = pool.geometry
+        self.window = geometry.window or _NO_WINDOW
+        self.few_tokens = _FEW_LATENTS if geometry.latent else _FEW_TOKENS
+        self.decode = make_decode_kernel(
+            geometry.parts,
+            geometry.num_kv_heads,
+            heads.num_heads // geometry.num_kv_heads,
+            geometry.head_dim,
+            heads.value_dim,
+        )
+        self.threads = torch.get_num_threads()
+        self.helpers = ThreadPoolExecutor(max(1, self.threads - 1), "attention")
+
+    @staticmethod
+    def supports(pool: KVPool) -> bool:
+        """Whether there are kernels for the pool's device and dtype."""
+        return pool.data.device.type == "cpu" and pool.data.dtype in (
+            torch.bfloat16,
+            torch.float32,
+        )
+
+    def plan(self, batch: ForwardBatch, page_table: Int32Array) -> CpuStepAttention:
+        """Sort the sequences of `batch` by their new tokens: few to the kernel, others to torch."""
+        return CpuStepAttention(self, batch, page_table)
+
+
+class CpuStepAttention:
+    """The `StepAttention` of `CpuAttention`."""
+
+    def __init__(self, backend: CpuAttention, batch: ForwardBatch, page_table: Int32Array) -> None:
+        self._backend = backend
+        self._page_ids, self._slots = new_token_slots(
+            batch, page_table, backend.pool.geometry.page_size
+        )
+        new_tokens = np.diff(batch.query_start)
+        few = new_tokens <= backend.few_tokens
+        owners = np.repeat(np.arange(len(new_tokens)), new_tokens)
+        rows = np.flatnonzero(few[owners])
+        self._rows = rows.astype(np.int32)
+        self._page_table = np.ascontiguousarray(page_table[owners[rows]])
+        # What a row attends to: its sequence, up to its own token.
+        self._seq_lens = (batch.positions[rows] + 1).astype(np.int32)
+        self._shares = self._split()
+        self._spans = [
+            span
+            for index in np.flatnonzero(~few)
+            for span in cut_spans(batch, int(index), page_table, backend.pool)
+        ]
+
+    def attend(self, layer: int, rows: torch.Tensor) -> torch.Tensor:
+        """Write and attend; shapes as in `StepAttention.attend`."""
+        backend, heads = self._backend, self._backend.heads
+        pages = backend.pool.layer(layer)
+        page_size = backend.pool.geometry.page_size
+        place = (backend.pages, int(pages.storage_offset()), pages.stride(0), page_size)
+        new = as_array(rows)
+        write_kv(*place, new, heads.num_heads, self._page_ids, self._slots)
+        out = rows.new_empty(len(rows), heads.num_heads * heads.value_dim)
+        if self._shares:
+            self._decode(place, new, as_array(out))
+        for span in self._spans:
+            attended = span.attend(pages, rows[:, : heads.num_heads], heads)
+            out[span.start : span.end].view(attended.shape).copy_(attended)
+        return out
+
+    def _decode(self, place: tuple[Array, int, int, int], new: Array, out: Array) -> None:
+        heads = self._backend.heads
+
+        def attend(share: slice) -> None:
+            self._backend.decode(
+                *place,
+                self._backend.window,
+                heads.scale,
+                heads.softcap or 0.0,
+                new,
+                self._rows[share],
+                self._page_table[share],
+                self._seq_lens[share],
+                out,
+            )
+
+        helped = [self._backend.helpers.submit(attend, share) for share in self._shares[1:]]
+        attend(self._shares[0])
+        for future in helped:
+            future.result()
+
+    def _split(self) -> list[slice]:
+        """The kernel's rows, cut where the tokens they attend to are about equal."""
+        count = len(self._rows)
+        if count == 0:
+            return []
+        totals = np.cumsum(np.minimum(self._seq_lens, self._backend.window))
+        shares = min(self._backend.threads, count)
+        if totals[-1] < _SPLIT_TOKENS or shares == 1:
+            return [slice(0, count)]
+        marks = totals[-1] * np.arange(1, shares) / shares
+        cuts = [0, *(int(cut) for cut in np.searchsorted(totals, marks)), count]
+        return [slice(a, b) for a, b in pairwise(cuts) if a < b]

@@ -1,0 +1,105 @@
+"""A .gguf file made into an ordinary checkpoint folder."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+
+from kvrelay.model_runner.errors import CheckpointError, DependencyError
+from kvrelay.model_runner.torch_options import parse_dtype
+
+
+def convert_gguf(gguf_path: Path, out_dir: Path, dtype: str = "bfloat16") -> None:
+    """Dequantize `gguf_path` into `out_dir`: weights (in `dtype`), configurations, tokenizer.
+
+    A file that cannot be read leaves nothing; what a failed write leaves is the
+    caller's to remove. Reading the format is left to transformers, imported
+    here because that takes seconds.
+
+    Raises:
+        CheckpointError: one line; the file is missing, corrupt, or of an
+            architecture that transformers cannot read from GGUF.
+        DependencyError: this version of transformers reads GGUF in another way.
+        UnsupportedOptionError: `dtype` is unknown.
+        FileExistsError: `out_dir` has something in it.
+    """
+    if out_dir.exists() and any(out_dir.iterdir()):
+        raise FileExistsError(f"{out_dir} is not empty")
+    if not gguf_path.is_file():
+        raise CheckpointError(f"{gguf_path}: file not found")
+    torch_dtype, load_gguf_checkpoint = parse_dtype(dtype), _gguf_loader()
+    with _no_progress_bars():
+        model, tokenizer = _read(gguf_path, torch_dtype, load_gguf_checkpoint)
+        model.save_pretrained(out_dir)
+        # One file says all about the tokenizer, its chat template included.
+        tokenizer.save_pretrained(out_dir, save_jinja_files=False)
+
+
+def _gguf_loader() -> Callable[..., Any]:
+    """transformers' inner function for the format, if it is as it is used here."""
+    import transformers
+
+    try:
+        from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
+
+        signature = inspect.signature(load_gguf_checkpoint)
+        signature.bind("", return_tensors=True, model_to_load=None, torch_dtype=None)
+    except (ImportError, TypeError) as error:
+        raise DependencyError(
+            f"transformers {transformers.__version__} reads GGUF in another way than 5.23,"
+            f" which kvrelay is made for: {error}"
+        ) from error
+    return cast("Callable[..., Any]", load_gguf_checkpoint)
+
+
+@contextmanager
+def _no_progress_bars() -> Iterator[None]:
+    """None on the user's terminal while a model is read and written."""
+    from transformers import modeling_gguf_pytorch_utils as reader
+    from transformers.utils import logging as writer
+
+    # The public switch does not reach the reader's bar, and does reach huggingface_hub's.
+    modules: list[Any] = [reader, writer]
+    bars = [module.tqdm for module in modules]
+    for module in modules:
+        module.tqdm = lambda items, **_: items
+    try:
+        yield
+    finally:
+        for module, bar in zip(modules, bars, strict=True):
+            module.tqdm = bar
+
+
+def _read(
+    gguf_path: Path, dtype: torch.dtype, load_gguf_checkpoint: Callable[..., Any]
+) -> tuple[Any, Any]:
+    """The file's model and tokenizer, as transformers objects."""
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+    try:
+        # What `from_pretrained(gguf_file=...)` does, which insists on accelerate for no need here.
+        config = AutoConfig.from_pretrained(gguf_path.parent, gguf_file=gguf_path.name)
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        read = load_gguf_checkpoint(
+            str(gguf_path), return_tensors=True, model_to_load=model, torch_dtype=dtype
+        )
+        _, unexpected = model.load_state_dict(read["tensors"], strict=False, assign=True)
+        model.tie_weights()
+        tokenizer = AutoTokenizer.from_pretrained(gguf_path.parent, gguf_file=gguf_path.name)
+    # The readers raise whatever their parsing meets: index, key, value errors and more.
+    except Exception as error:
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise CheckpointError(f"{gguf_path}: not readable as GGUF: {reason}") from error
+    absent = [name for name, weight in model.named_parameters() if weight.is_meta]
+    if absent or unexpected:
+        raise CheckpointError(
+            f"{gguf_path}: tensors do not match its architecture:"
+            f" missing {absent}, unexpected {unexpected}"
+        )
+    return model, tokenizer

@@ -1,0 +1,209 @@
+"""A decoder's shape and constants, as `read_config` makes them of a checkpoint's config.json."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from enum import StrEnum
+
+from kvrelay.model_runner.config.query_heads import QueryHeads
+from kvrelay.model_runner.config.rope import Rope
+
+
+class Architecture(StrEnum):
+    """The decoders that `Decoder` runs, by transformers' names."""
+
+    LLAMA = "LlamaForCausalLM"
+    """Biases by `attention_bias` and `mlp_bias`."""
+    MISTRAL = "MistralForCausalLM"
+    """No biases; in some every layer has a sliding window."""
+    QWEN2 = "Qwen2ForCausalLM"
+    """Biases on queries, keys and values, always; some layers may have a sliding window."""
+    QWEN3 = "Qwen3ForCausalLM"
+    """Each head's query and key is normalized; biases and windows by the configuration."""
+    GEMMA2 = "Gemma2ForCausalLM"
+    """Every other layer has a window; norms before and after each half layer; softcaps."""
+    GEMMA3 = "Gemma3ForCausalLM"
+    """Gemma 2 with head norms, no softcaps, and another rotation in layers with a window."""
+    DEEPSEEK_V2 = "DeepseekV2ForCausalLM"
+    """Latent attention (MLA)."""
+    DEEPSEEK_V3 = "DeepseekV3ForCausalLM"
+    """Latent attention, and another router of experts."""
+
+
+class LayerType(StrEnum):
+    """Which tokens a layer attends to, by transformers' names."""
+
+    FULL = "full_attention"
+    SLIDING = "sliding_attention"
+
+
+class Activation(StrEnum):
+    """The function of a feed-forward's gate, by transformers' names."""
+
+    SILU = "silu"
+    GELU_TANH = "gelu_pytorch_tanh"
+
+
+@dataclass(frozen=True, slots=True)
+class GQAConfig:
+    """Grouped-query attention: a head of keys and values is shared by a group of query heads.
+
+    Ainslie et al. (arXiv 2305.13245). With as many groups as heads it is plain
+    multi-head attention.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float
+    """Scores are multiplied by it."""
+    softcap: float | None = None
+    """`attn_logit_softcapping`: `QueryHeads.softcap`."""
+    qkv_bias: bool = False
+    output_bias: bool = False
+    qk_norm: bool = False
+    """Each head's query and key is normalized before it is rotated."""
+
+    @property
+    def rotary_dim(self) -> int:
+        """Dimensions of a head that rotate."""
+        return self.head_dim
+
+    @property
+    def num_cached_heads(self) -> int:
+        """Heads of a token in a page."""
+        return self.num_kv_heads
+
+    @property
+    def cached_head_dim(self) -> int:
+        """Dimensions of a head in a page."""
+        return self.head_dim
+
+    @property
+    def query_heads(self) -> QueryHeads:
+        """The heads whose queries an attention backend receives."""
+        return QueryHeads(self.num_heads, self.head_dim, self.scale, self.softcap)
+
+
+@dataclass(frozen=True, slots=True)
+class MLAConfig:
+    """Multi-head latent attention: DeepSeek-V2 (arXiv 2405.04434), section 2.1.
+
+    Keys and values of all heads are made from one latent a token, which is what
+    pages hold; a key's other part, the rotary one, is shared by the heads as it is.
+    """
+
+    num_heads: int
+    q_lora_rank: int | None
+    """Queries are made from a latent of this size; None: from the hidden state."""
+    kv_lora_rank: int
+    """Size of the latent that keys and values are made from."""
+    qk_nope_head_dim: int
+    """Dimensions of a head's query and key that do not rotate."""
+    qk_rope_head_dim: int
+    """Those that do."""
+    v_head_dim: int
+    """Dimensions of a head's value."""
+    scale: float
+    """Scores are multiplied by it."""
+    attention_bias: bool
+    """Biases on the products into latents, and on the output."""
+    rope_interleave: bool
+    """Neighbouring dimensions turn together in the checkpoint, not those half a head apart."""
+
+    @property
+    def rotary_dim(self) -> int:
+        """Dimensions of a head that rotate."""
+        return self.qk_rope_head_dim
+
+    @property
+    def num_cached_heads(self) -> int:
+        """Heads of a token in a page: the latent and the rotated key, as one."""
+        return 1
+
+    @property
+    def cached_head_dim(self) -> int:
+        """Dimensions of a head in a page."""
+        return self.kv_lora_rank + self.qk_rope_head_dim
+
+    @property
+    def query_heads(self) -> QueryHeads:
+        """The heads whose queries an attention backend receives, brought to the latent's space."""
+        return QueryHeads(self.num_heads, self.kv_lora_rank, self.scale)
+
+
+@dataclass(frozen=True, slots=True)
+class MoEConfig:
+    """A feed-forward that is a mixture of experts, by the names of transformers."""
+
+    n_routed_experts: int
+    num_experts_per_tok: int
+    moe_intermediate_size: int
+    """Inner size of a routed expert."""
+    shared_intermediate_size: int
+    """Inner size of the expert that every token goes to."""
+    n_group: int
+    """Groups of equally many experts; a token goes only to experts of its `topk_group` best."""
+    topk_group: int
+    routed_scaling_factor: float
+    """The chosen experts' weights are multiplied by it."""
+    norm_topk_prob: bool
+    """Before that they are divided by their sum."""
+    noaux_tc: bool
+    """Experts are chosen as in DeepSeek-V3, by sigmoids plus a bias, not by V2's softmax."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerConfig:
+    """The properties that may differ between the layers of a model."""
+
+    rope: Rope
+    sliding_window: int | None = None
+    """A token sees so many of the last tokens, itself included; None: all of them."""
+    moe: MoEConfig | None = None
+    """None: one gated product."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """A decoder's shape and constants."""
+
+    architecture: Architecture
+    hidden_size: int
+    intermediate_size: int
+    vocab_size: int
+    layers: tuple[LayerConfig, ...]
+    attention: GQAConfig | MLAConfig
+    activation: Activation
+    rms_norm_eps: float
+    mlp_bias: bool
+    tie_word_embeddings: bool
+    max_model_len: int
+    """Tokens of a sequence, prompt and output: `max_position_embeddings`."""
+    eos_token_ids: tuple[int, ...]
+    """Ascending; those of generation_config.json where it names any, else of config.json."""
+    post_norms: bool = False
+    """The results of attention and feed-forward are normalized too before they are added."""
+    add_unit_offset: bool = False
+    """Norm weights are stored less one, and applied in float32 (Gemma)."""
+    embedding_scale: float = 1.0
+    """Embeddings are multiplied by it."""
+    final_logit_softcapping: float | None = None
+    """Logits become ``softcap * tanh(logit / softcap)``."""
+
+    @property
+    def pool_windows(self) -> tuple[int | None, ...]:
+        """The window of each pool that the layers need; full attention (None) first."""
+        return tuple(sorted({layer.sliding_window for layer in self.layers}, key=lambda w: w or 0))
+
+    @property
+    def layer_pools(self) -> tuple[tuple[int, int], ...]:
+        """Of each layer: its pool, an index of `pool_windows`, and its index in that pool."""
+        taken: Counter[int] = Counter()
+        layer_pools = []
+        for layer in self.layers:
+            pool = self.pool_windows.index(layer.sliding_window)
+            layer_pools.append((pool, taken[pool]))
+            taken[pool] += 1
+        return tuple(layer_pools)

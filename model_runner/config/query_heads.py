@@ -1,0 +1,20 @@
+"""The query heads of a model: all that attention needs beside the geometry of its pages."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class QueryHeads:
+    """The query heads of a model's layers, and how scores are made of them."""
+
+    num_heads: int
+    """A multiple of the pages' `num_kv_heads`; neighbours share a head of keys and values."""
+    value_dim: int
+    """Leading dimensions of a cached head that are summed as its value: all of a value, or the
+    first `kv_lora_rank` of a latent's, the others of which are of the key alone."""
+    scale: float
+    """Products of queries and keys are multiplied by it."""
+    softcap: float | None = None
+    """Then they are brought into ``(-softcap, softcap)``: ``softcap * tanh(score / softcap)``."""

@@ -1,0 +1,128 @@
+"""What the compiled CPU kernels share: the decorator, bfloat16 as bits, exp, prefetch.
+
+numba has no bfloat16: kernels see it as uint16, the upper half of a float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, ParamSpec, TypeVar, cast
+
+import numba
+import numpy as np
+from llvmlite import ir  # type: ignore[import-untyped]
+from numba.extending import intrinsic, overload
+
+from kvrelay.model_runner.kernels.kernel_cache import is_kernel_source, kernel_cache
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_REASSOCIATE = {"reassoc", "contract", "nsz", "arcp"}
+"""Lets sums be vectorized. Not "nnan": a NaN must reach the sampler, which refuses it."""
+
+
+def _compile(function: Callable[P, R], **options: Any) -> Callable[P, R]:
+    source = Path(function.__code__.co_filename)
+    assert is_kernel_source(source), f"{source}: a kernel outside of kernels/ has a stale cache"
+    with kernel_cache() as cached:
+        # Divisions as in numpy: Python's check for zero keeps a loop from being vectorized.
+        decorate = numba.njit(cache=cached, nogil=True, error_model="numpy", **options)
+        return cast("Callable[P, R]", decorate(function))
+
+
+def kernel(function: Callable[P, R]) -> Callable[P, R]:
+    """Compile on first use, cache on disk, run without the GIL; sums may be reordered."""
+    return _compile(function, fastmath=_REASSOCIATE)
+
+
+def inlined(function: Callable[P, R]) -> Callable[P, R]:
+    """A part of kernels, compiled into its callers: their constants are constants in it too."""
+    return _compile(function, fastmath=_REASSOCIATE, forceinline=True)
+
+
+def exact(function: Callable[P, R]) -> Callable[P, R]:
+    """Like `inlined`, with floating point operations in the order they are written."""
+    return _compile(function, forceinline=True)
+
+
+def widen(bits: Any) -> Any:
+    """A stored element as float32, inside kernels: bfloat16 bits or a float32 itself."""
+    raise NotImplementedError("only inside a kernel")
+
+
+@overload(widen)  # type: ignore[untyped-decorator]
+def _widen(bits: Any) -> Any:
+    def widen_bits(bits: Any) -> Any:
+        return np.uint32(np.uint32(bits) << np.uint32(16)).view(np.float32)
+
+    def widen_float(bits: Any) -> Any:
+        return bits
+
+    return widen_bits if bits == numba.uint16 else widen_float
+
+
+def store(array: Any, index: Any, value: Any) -> None:
+    """Write a float32 to a row of bfloat16 bits or float32, inside kernels."""
+    raise NotImplementedError("only inside a kernel")
+
+
+@overload(store)  # type: ignore[untyped-decorator]
+def _store(array: Any, index: Any, value: Any) -> Any:
+    def store_bits(array: Any, index: Any, value: Any) -> None:
+        array[index] = round_to_bfloat16(value)
+
+    def store_float(array: Any, index: Any, value: Any) -> None:
+        array[index] = value
+
+    return store_bits if array.dtype == numba.uint16 else store_float
+
+
+@exact
+def round_to_bfloat16(value: Any) -> Any:
+    """To nearest, ties to even. (A NaN whose payload is all ones would overflow; none arises.)"""
+    bits = np.float32(value).view(np.uint32)
+    odd = (bits >> np.uint32(16)) & np.uint32(1)
+    return np.uint16((bits + np.uint32(0x7FFF) + odd) >> np.uint32(16))
+
+
+@exact
+def exp_of_negative(x: Any) -> Any:
+    """``exp(x)`` of a float32 ``x <= 0`` to about 1e-7, 0 below -87; NaN stays NaN.
+
+    Range reduction by Cody and Waite and a Taylor polynomial: unlike libm's
+    `expf`, a loop of it is vectorized.
+    """
+    n = np.int32(max(x, np.float32(-87.0)) * np.float32(1.44269504) - np.float32(0.5))
+    r = x - np.float32(n) * np.float32(0.693359375)
+    r = r - np.float32(n) * np.float32(-2.12194440e-4)
+    p = np.float32(1 / 5040)
+    p = p * r + np.float32(1 / 720)
+    p = p * r + np.float32(1 / 120)
+    p = p * r + np.float32(1 / 24)
+    p = p * r + np.float32(1 / 6)
+    p = p * r + np.float32(0.5)
+    p = p * r + np.float32(1.0)
+    p = p * r + np.float32(1.0)
+    power = p * np.uint32((n + np.int32(127)) << np.int32(23)).view(np.float32)
+    return np.float32(0.0) if x < np.float32(-87.0) else power
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def prefetch(_typing: Any, array: Any, index: Any) -> Any:
+    """Ask for the cache line of ``array[index]`` (1-D, contiguous); any index is harmless."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        data = context.make_array(signature.args[0])(context, builder, args[0]).data
+        byte = ir.IntType(8).as_pointer()
+        int32 = ir.IntType(32)
+        function = builder.module.declare_intrinsic(
+            "llvm.prefetch", [byte], ir.FunctionType(ir.VoidType(), [byte, int32, int32, int32])
+        )
+        pointer = builder.bitcast(builder.gep(data, [args[1]]), byte)
+        read, keep_in_all_caches, data_not_code = int32(0), int32(3), int32(1)
+        builder.call(function, [pointer, read, keep_in_all_caches, data_not_code])
+        return context.get_dummy_value()
+
+    return numba.void(array, index), generate

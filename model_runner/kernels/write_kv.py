@@ -1,0 +1,31 @@
+"""Copies new keys and values into their pages, compiled for a CPU.
+
+Pages are passed as the pool's flat memory with the offset and stride of a
+layer: the same compiled code then runs on both page orders, and knows that a
+head's run of a page is contiguous. `decode_attention` reads them in the same way.
+"""
+
+from __future__ import annotations
+
+from kvrelay.model_runner.kernels.arrays import Array
+from kvrelay.model_runner.kernels.jit import kernel
+
+
+@kernel
+def write_kv(
+    pages: Array,
+    layer_start: int,
+    page_stride: int,
+    page_size: int,
+    new: Array,
+    num_heads: int,
+    page_ids: Array,
+    slots: Array,
+) -> None:
+    """Copy all but the first `num_heads` of ``new [T, heads, D]`` to `slots` of `page_ids`."""
+    head_dim = new.shape[2]
+    for row in range(new.shape[0]):
+        page = layer_start + page_ids[row] * page_stride + slots[row] * head_dim
+        for head in range(new.shape[1] - num_heads):
+            at = page + head * page_size * head_dim
+            pages[at : at + head_dim] = new[row, num_heads + head]

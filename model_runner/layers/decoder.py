@@ -1,0 +1,123 @@
+"""One decoder for every supported architecture, put together from what `ModelConfig` says."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch.nn import functional
+
+from kvrelay.model_runner.attention.backend import AttentionBackend, StepAttention
+from kvrelay.model_runner.batch import ForwardBatch, Int64Array
+from kvrelay.model_runner.checkpoint.checkpoint import Checkpoint
+from kvrelay.model_runner.config.model_config import ModelConfig
+from kvrelay.model_runner.layers.elementwise import make_elementwise
+from kvrelay.model_runner.layers.feed_forward import make_feed_forward
+from kvrelay.model_runner.layers.linear import make_linear
+from kvrelay.model_runner.layers.loader import WeightLoader
+from kvrelay.model_runner.layers.rotary_embedding import RotaryEmbedding
+from kvrelay.model_runner.layers.self_attention import Rotation, make_self_attention
+
+EMBEDDING = "model.embed_tokens.weight"
+HEAD = "lm_head.weight"
+
+
+class DecoderLayer:
+    """Attention, then feed-forward, each normalized before and added after."""
+
+    def __init__(self, loader: WeightLoader, index: int) -> None:
+        config = loader.config
+        prefix = f"model.layers.{index}"
+        self.pool, self._place = config.layer_pools[index]
+        self.rope = config.layers[index].rope
+        after = f"{prefix}.post_attention_layernorm"
+        before = f"{prefix}.pre_feedforward_layernorm" if config.post_norms else after
+        self._input_norm = loader.norm(f"{prefix}.input_layernorm", config.hidden_size)
+        self._attention = make_self_attention(loader, f"{prefix}.self_attn", after)
+        self._inner_norm = loader.norm(before, config.hidden_size)
+        self._feed_forward = make_feed_forward(
+            loader,
+            config.layers[index].moe,
+            f"{prefix}.mlp",
+            f"{prefix}.post_feedforward_layernorm",
+        )
+
+    def attend(
+        self, hidden: torch.Tensor, attention: StepAttention, rotation: Rotation
+    ) -> torch.Tensor:
+        """The layer's first half, the one in which tokens see each other."""
+        normed = self._input_norm(hidden)
+        return self._attention.add_to(hidden, normed, self._place, attention, rotation)
+
+    def feed_forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """The layer's second half, each token by itself."""
+        return self._feed_forward.add_to(hidden, self._inner_norm(hidden))
+
+
+class Decoder:
+    """A model's weights, ready to run; immutable once built."""
+
+    def __init__(
+        self, config: ModelConfig, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self._config = config
+        self._device = device
+        loader = WeightLoader(config, checkpoint, make_elementwise(dtype, device))
+        self._rotaries = {
+            layer.rope: RotaryEmbedding(layer.rope, config.attention.rotary_dim, device)
+            for layer in config.layers
+        }
+        vocabulary = (config.vocab_size, config.hidden_size)
+        self._embedding = checkpoint.take(EMBEDDING, vocabulary)
+        # Rounded to the model's dtype, as Gemma was trained.
+        self._embedding_scale = torch.tensor(config.embedding_scale).to(device, dtype)
+        self._layers = [DecoderLayer(loader, index) for index in range(len(config.layers))]
+        self._norm = loader.norm("model.norm", config.hidden_size)
+        if config.tie_word_embeddings:
+            checkpoint.skip(HEAD)
+            self._head = make_linear(self._embedding)
+        else:
+            self._head = make_linear(checkpoint.take(HEAD, vocabulary))
+        checkpoint.finish()
+
+    def forward(self, batch: ForwardBatch, backends: Sequence[AttentionBackend]) -> torch.Tensor:
+        """Run `batch`, writing its keys and values into the pages of the backends' pools.
+
+        Args:
+            batch: with a page table for each pool.
+            backends: one for each of `ModelConfig.pool_windows`.
+
+        Returns:
+            ``[S, vocab_size]`` float32 logits of ``batch.logit_rows``.
+        """
+        steps = [
+            backend.plan(batch, table)
+            for backend, table in zip(backends, batch.page_tables, strict=True)
+        ]
+        positions = self._to_device(batch.positions)
+        rotations = {rope: rotary(positions) for rope, rotary in self._rotaries.items()}
+        hidden = self._embed(batch.input_ids)
+        *earlier, last = self._layers
+        for layer in earlier:
+            hidden = layer.attend(hidden, steps[layer.pool], rotations[layer.rope])
+            hidden = layer.feed_forward(hidden)
+        hidden = last.attend(hidden, steps[last.pool], rotations[last.rope])
+        # From here on tokens do not see each other: only the wanted rows go on.
+        if len(batch.logit_rows) == 0:
+            return torch.empty(0, self._config.vocab_size, device=self._device)
+        hidden = last.feed_forward(hidden[self._to_device(batch.logit_rows)])
+        return self._logits(hidden)
+
+    def _embed(self, input_ids: Int64Array) -> torch.Tensor:
+        hidden = functional.embedding(self._to_device(input_ids), self._embedding)
+        if self._config.embedding_scale == 1:
+            return hidden
+        return hidden * self._embedding_scale
+
+    def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        logits = self._head(self._norm(hidden)).to(torch.float32)
+        softcap = self._config.final_logit_softcapping
+        return logits if softcap is None else torch.tanh(logits / softcap) * softcap
+
+    def _to_device(self, array: Int64Array) -> torch.Tensor:
+        return torch.from_numpy(array).to(self._device)

@@ -1,0 +1,106 @@
+"""Normalization, rotation and activation: in plain torch, and by compiled kernels on a CPU."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch.nn import functional
+
+from kvrelay.model_runner.kernels import elementwise as cpu_kernels
+from kvrelay.model_runner.kernels.arrays import as_array
+
+
+class Elementwise(Protocol):
+    """The operations of a layer between its matrix products."""
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        """``x [T, N]`` scaled to unit mean square, times ``weight [N]``.
+
+        A float32 weight of an `x` that is less precise is applied before rounding.
+        """
+        ...
+
+    def rotate(self, heads: torch.Tensor, count: int, cos: torch.Tensor, sin: torch.Tensor) -> None:
+        """Rotate the first `count` heads of ``heads [T, heads, D]`` in place.
+
+        ``cos, sin [T, D / 2]`` float32. Dimension ``i`` turns with ``i + D / 2``.
+        """
+        ...
+
+    def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+        """``silu(gate) * up`` of ``[T, 2 * N]``: ``[T, N]``."""
+        ...
+
+    def gelu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+        """``gelu(gate) * up`` of ``[T, 2 * N]``: ``[T, N]``; gelu is approximated by tanh."""
+        ...
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """Over the last dimension of `x`, in float32 and in the order of transformers.
+
+    Llama rounds before a weight of its own dtype is applied, Gemma after one in float32.
+    """
+    wide = x.to(torch.float32)
+    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    return (weight * wide.to(weight.dtype)).to(x.dtype)
+
+
+class TorchElementwise:
+    """Any device, any dtype; rounds where transformers rounds."""
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        """``x [T, N]`` scaled to unit mean square, times ``weight [N]``: ``[T, N]``."""
+        return rms_norm(x, weight, eps)
+
+    def rotate(self, heads: torch.Tensor, count: int, cos: torch.Tensor, sin: torch.Tensor) -> None:
+        """Rotate the first `count` heads of ``heads [T, heads, D]`` in place."""
+        cos, sin = cos[:, None].to(heads.dtype), sin[:, None].to(heads.dtype)
+        first, second = heads[:, :count].chunk(2, dim=-1)
+        turned = first * cos - second * sin
+        second.copy_(second * cos + first * sin)
+        first.copy_(turned)
+
+    def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+        """``silu(gate) * up`` of ``[T, 2 * N]``: ``[T, N]``."""
+        gate, up = gate_up.chunk(2, dim=-1)
+        return functional.silu(gate) * up
+
+    def gelu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+        """``gelu(gate) * up`` of ``[T, 2 * N]``: ``[T, N]``; gelu is approximated by tanh."""
+        gate, up = gate_up.chunk(2, dim=-1)
+        return functional.gelu(gate, approximate="tanh") * up
+
+
+class CpuElementwise:
+    """bfloat16 on a CPU: one compiled pass each, float32 inside, rounded once at the end."""
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        """``x [T, N]`` scaled to unit mean square, times ``weight [N]``: ``[T, N]``."""
+        out = torch.empty_like(x)
+        cpu_kernels.rms_norm(as_array(x), as_array(weight), eps, as_array(out))
+        return out
+
+    def rotate(self, heads: torch.Tensor, count: int, cos: torch.Tensor, sin: torch.Tensor) -> None:
+        """Rotate the first `count` heads of ``heads [T, heads, D]`` in place."""
+        cpu_kernels.rotate(as_array(heads), count, cos.numpy(), sin.numpy())
+
+    def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+        """``silu(gate) * up`` of ``[T, 2 * N]``: ``[T, N]``."""
+        out = gate_up.new_empty(len(gate_up), gate_up.shape[1] // 2)
+        cpu_kernels.silu_mul(as_array(gate_up), as_array(out))
+        return out
+
+    def gelu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+        """``gelu(gate) * up`` of ``[T, 2 * N]``: ``[T, N]``; gelu is approximated by tanh."""
+        out = gate_up.new_empty(len(gate_up), gate_up.shape[1] // 2)
+        cpu_kernels.gelu_mul(as_array(gate_up), as_array(out))
+        return out
+
+
+def make_elementwise(dtype: torch.dtype, device: torch.device) -> Elementwise:
+    """The fastest implementation; float32 stays in torch, where it equals transformers exactly."""
+    if device.type == "cpu" and dtype is torch.bfloat16:
+        return CpuElementwise()
+    return TorchElementwise()

@@ -1,0 +1,185 @@
+"""The first half of a layer, in which tokens see each other: two ways of making keys and values."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+from kvrelay.model_runner.attention.backend import StepAttention
+from kvrelay.model_runner.config.model_config import GQAConfig, MLAConfig
+from kvrelay.model_runner.layers.elementwise import rms_norm
+from kvrelay.model_runner.layers.loader import WeightLoader
+
+Rotation = tuple[torch.Tensor, torch.Tensor]
+"""Cosines and sines of a batch's positions, each ``[T, rotary_dim / 2]`` float32."""
+
+_LATENT_EPS = 1e-6
+"""Of the norms of latents, whatever the model's other norms have."""
+
+
+class SelfAttention(Protocol):
+    """A layer's attention with the products around it."""
+
+    def add_to(
+        self,
+        residual: torch.Tensor,
+        x: torch.Tensor,
+        layer: int,
+        attention: StepAttention,
+        rotation: Rotation,
+    ) -> torch.Tensor:
+        """``residual`` and the attention of `x`, all ``[T, hidden_size]``.
+
+        Writes `layer` of the pool that `attention` is about.
+        """
+        ...
+
+
+class GroupedQueryAttention:
+    """Grouped-query attention; queries, keys and values are made by one product."""
+
+    def __init__(self, loader: WeightLoader, heads: GQAConfig, prefix: str, norm: str) -> None:
+        self._heads = heads
+        self._eps = loader.config.rms_norm_eps
+        self._elementwise = loader.elementwise
+        query_size, kv_size = heads.num_heads * heads.head_dim, heads.num_kv_heads * heads.head_dim
+        parts = {"q_proj": query_size, "k_proj": kv_size, "v_proj": kv_size}
+        self._qkv = loader.linear(prefix, parts, loader.config.hidden_size, heads.qkv_bias)
+        self._output = loader.output(prefix, "o_proj", query_size, heads.output_bias, norm)
+        self._head_norm = self._load_head_norm(loader, prefix) if heads.qk_norm else None
+
+    def add_to(
+        self,
+        residual: torch.Tensor,
+        x: torch.Tensor,
+        layer: int,
+        attention: StepAttention,
+        rotation: Rotation,
+    ) -> torch.Tensor:
+        """Write `layer` of the pool; ``residual`` and the attention of `x`."""
+        rows = self._qkv(x).view(len(x), -1, self._heads.head_dim)
+        turning = self._heads.num_heads + self._heads.num_kv_heads
+        if self._head_norm is not None:
+            rows[:, :turning] = rms_norm(rows[:, :turning], self._head_norm, self._eps)
+        self._elementwise.rotate(rows, turning, *rotation)
+        return self._output.add_to(residual, attention.attend(layer, rows))
+
+    def _load_head_norm(self, loader: WeightLoader, prefix: str) -> torch.Tensor:
+        """Weights of the query heads', then the key heads' norm, a row a head."""
+        heads = self._heads
+        query = loader.norm_weight(f"{prefix}.q_norm", heads.head_dim)
+        key = loader.norm_weight(f"{prefix}.k_norm", heads.head_dim)
+        return torch.cat((query.expand(heads.num_heads, -1), key.expand(heads.num_kv_heads, -1)))
+
+
+class MultiHeadLatentAttention:
+    """MLA: a token's keys and values stay compressed in one latent.
+
+    Instead of expanding every cached latent, queries are brought to its space
+    and sums of latents back to values: "absorption", DeepSeek-V2 (arXiv
+    2405.04434), section 2.1.2. With ``key = w_uk @ latent``::
+
+        query . (w_uk @ latent)  =  (w_uk^T @ query) . latent
+
+    so that all heads share one cached head: latent, then rotated key.
+    """
+
+    def __init__(self, loader: WeightLoader, heads: MLAConfig, prefix: str, norm: str) -> None:
+        self._heads = heads
+        self._elementwise = loader.elementwise
+        hidden_size = loader.config.hidden_size
+        self._query_parts = [heads.qk_nope_head_dim, heads.qk_rope_head_dim]
+        self._cached_parts = [heads.kv_lora_rank, heads.qk_rope_head_dim]
+        query_dim = sum(self._query_parts)
+        query_size = heads.num_heads * query_dim
+        query_order = _rotary_halves_order(heads, query_dim, heads.num_heads)
+        if heads.q_lora_rank is None:
+            self._q_a_proj = None
+            self._q_proj = loader.linear(
+                prefix, {"q_proj": query_size}, hidden_size, order=query_order
+            )
+        else:
+            rank = heads.q_lora_rank
+            self._q_a_proj = loader.linear(
+                prefix, {"q_a_proj": rank}, hidden_size, heads.attention_bias
+            )
+            self._q_a_norm = loader.norm(f"{prefix}.q_a_layernorm", rank, _LATENT_EPS)
+            self._q_proj = loader.linear(prefix, {"q_b_proj": query_size}, rank, order=query_order)
+        self._kv_a_proj = loader.linear(
+            prefix,
+            {"kv_a_proj_with_mqa": heads.cached_head_dim},
+            hidden_size,
+            heads.attention_bias,
+            order=_rotary_halves_order(heads, heads.cached_head_dim, 1),
+        )
+        self._kv_a_norm = loader.norm(f"{prefix}.kv_a_layernorm", heads.kv_lora_rank, _LATENT_EPS)
+        self._w_uk, self._w_uv = self._load_kv_b_proj(loader, prefix)
+        value_size = heads.num_heads * heads.v_head_dim
+        self._output = loader.output(prefix, "o_proj", value_size, heads.attention_bias, norm)
+
+    def add_to(
+        self,
+        residual: torch.Tensor,
+        x: torch.Tensor,
+        layer: int,
+        attention: StepAttention,
+        rotation: Rotation,
+    ) -> torch.Tensor:
+        """Write `layer` of the pool; ``residual`` and the attention of `x`."""
+        heads = self._heads
+        rows = x.new_empty(len(x), heads.num_heads + 1, heads.cached_head_dim)
+        latents, turning = torch.split(rows, self._cached_parts, dim=2)
+        unrotated, rotary = torch.split(self._make_queries(x), self._query_parts, dim=2)
+        latent, shared_key = torch.split(self._kv_a_proj(x), self._cached_parts, dim=1)
+        latents[:, :-1] = (unrotated.transpose(0, 1) @ self._w_uk).transpose(0, 1)
+        latents[:, -1] = self._kv_a_norm(latent.contiguous())
+        turned = torch.cat((rotary, shared_key[:, None]), dim=1)
+        self._elementwise.rotate(turned, heads.num_heads + 1, *rotation)
+        turning.copy_(turned)
+        sums = attention.attend(layer, rows).view(len(x), heads.num_heads, heads.kv_lora_rank)
+        values = (sums.transpose(0, 1) @ self._w_uv).transpose(0, 1)
+        return self._output.add_to(residual, values.flatten(1))
+
+    def _make_queries(self, x: torch.Tensor) -> torch.Tensor:
+        """``[T, num_heads, qk_nope_head_dim + qk_rope_head_dim]``"""
+        if self._q_a_proj is not None:
+            x = self._q_a_norm(self._q_a_proj(x))
+        return self._q_proj(x).view(len(x), self._heads.num_heads, -1)
+
+    def _load_kv_b_proj(
+        self, loader: WeightLoader, prefix: str
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """`W_UK` and `W_UV` of the paper.
+
+        ``[num_heads, qk_nope_head_dim, kv_lora_rank]`` makes keys of latents,
+        ``[num_heads, kv_lora_rank, v_head_dim]`` values.
+        """
+        heads = self._heads
+        parts = [heads.qk_nope_head_dim, heads.v_head_dim]
+        shape = (heads.num_heads * sum(parts), heads.kv_lora_rank)
+        both = loader.checkpoint.take(f"{prefix}.kv_b_proj.weight", shape)
+        key, value = torch.split(both.view(heads.num_heads, sum(parts), -1), parts, dim=1)
+        return key.contiguous(), value.transpose(1, 2).contiguous()
+
+
+def make_self_attention(loader: WeightLoader, prefix: str, norm: str) -> SelfAttention:
+    """The attention `prefix` of the checkpoint; `norm` is that of `WeightLoader.output`."""
+    heads = loader.config.attention
+    if isinstance(heads, MLAConfig):
+        return MultiHeadLatentAttention(loader, heads, prefix, norm)
+    return GroupedQueryAttention(loader, heads, prefix, norm)
+
+
+def _rotary_halves_order(heads: MLAConfig, dim: int, count: int) -> torch.Tensor | None:
+    """The order of `count` heads of `dim` outputs, as `WeightLoader.linear` takes it.
+
+    A head's last dimensions rotate; they are put so that halves turn with each
+    other, as in `Elementwise.rotate`. Products of queries and keys stay the same.
+    """
+    if not heads.rope_interleave:
+        return None
+    head = torch.arange(dim)
+    unrotated, rotary = head[: -heads.qk_rope_head_dim], head[-heads.qk_rope_head_dim :]
+    order = torch.cat((unrotated, rotary[0::2], rotary[1::2]))
+    return torch.cat([order + index * dim for index in range(count)])

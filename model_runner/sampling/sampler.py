@@ -1,0 +1,233 @@
+"""From logits to tokens, each a pure function of its own row, seed, choice and position.
+
+Nothing of a row's result depends on the rows beside it or on any state, so a
+stream that is resumed elsewhere goes on with the same tokens. The order of
+steps: bias, penalties, bans, temperature, top-k, top-p, min-p, noise.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from kvrelay.model_runner.errors import NonFiniteLogitsError
+from kvrelay.model_runner.kernels.gumbel import WORDS_MULTIPLE, add_noise, random_words
+from kvrelay.wire.output import SampledToken, TokenLogprob
+from kvrelay.wire.request import SamplingParams
+
+Float32Array = npt.NDArray[np.float32]
+IdArray = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingRow:
+    """Everything that the choice of one token depends on beside its logits."""
+
+    params: SamplingParams
+    position: int
+    """Absolute position of the token being sampled."""
+    prompt_ids: Sequence[int]
+    output_ids: Sequence[int]
+    """The output so far; may be left empty where `params.edits_logits` is false."""
+    banned_ids: Sequence[int] = ()
+    """Not to be sampled, such as ends of sequence before `min_tokens`."""
+    banned_for: int = 1
+    """How many tokens from this one on `banned_ids` counts for; 0: it does not."""
+    choice: int = 0
+    """Which of a request's completions this is: each has draws of its own. At least 0."""
+
+    @property
+    def edits_logits(self) -> bool:
+        """Whether logits are changed before the temperature."""
+        return (bool(self.banned_ids) and self.banned_for > 0) or self.params.edits_logits
+
+    @property
+    def is_argmax(self) -> bool:
+        """Whether the largest logit is chosen, wherever it is and whatever came before."""
+        return self.params.is_greedy and not self.edits_logits
+
+    def after(self, token_ids: Sequence[int]) -> SamplingRow:
+        """The row of the token that follows this one's, were it and those after it `token_ids`."""
+        count = len(token_ids)
+        outputs = (*self.output_ids, *token_ids) if self.params.edits_logits else self.output_ids
+        banned_for = max(0, self.banned_for - count)
+        return replace(
+            self, position=self.position + count, output_ids=outputs, banned_for=banned_for
+        )
+
+
+Sampled: TypeAlias = SampledToken | NonFiniteLogitsError
+"""The outcome of one row."""
+
+
+def argmax_rows(raw: Float32Array, rows: Iterable[SamplingRow]) -> Sequence[int | None]:
+    """The largest of each row of ``[S, V]`` logits, at once, if none of `rows` edits its logits.
+
+    Otherwise `None` for each: it must be looked for row by row, after the edits.
+    """
+    if any(row.edits_logits for row in rows):
+        return [None] * len(raw)
+    largest: list[int] = raw.argmax(axis=1).tolist()
+    return largest
+
+
+def sample_row(raw: Float32Array, row: SamplingRow, likeliest: int | None = None) -> Sampled:
+    """Choose a token by one row of ``[V]`` logits, or say why none can be.
+
+    Args:
+        raw: not changed.
+        row: everything else that the choice depends on.
+        likeliest: the first of the largest of the edited logits, where it is known.
+    """
+    token_id = sample_token_id(raw, row, likeliest)
+    if isinstance(token_id, NonFiniteLogitsError):
+        return token_id
+    return gather_logprobs(raw, token_id, row.params.logprobs)
+
+
+def sample_token_id(
+    raw: Float32Array, row: SamplingRow, likeliest: int | None = None
+) -> int | NonFiniteLogitsError:
+    """The token of `sample_row` without its log-probability; arguments as there."""
+    edited = edit_logits(raw, row) if row.edits_logits else raw
+    if likeliest is None:
+        # Prefers a NaN, so none is missed.
+        likeliest = int(edited.argmax())
+    largest = edited[likeliest]
+    if largest == -np.inf:
+        return NonFiniteLogitsError("no token can be sampled: every one is banned or impossible")
+    if not math.isfinite(largest):
+        return NonFiniteLogitsError(f"the model's logits are not finite: {largest}")
+    params = row.params
+    if params.is_greedy:
+        return likeliest
+    return sample_gumbel(edited, largest, row)
+
+
+def edit_logits(logits: Float32Array, row: SamplingRow) -> Float32Array:
+    """A copy of one row's ``[V]`` logits with bias, penalties and bans applied, in this order.
+
+    The formulas are vLLM's: repetition counts prompt and output, frequency and
+    presence the output alone.
+    """
+    params = row.params
+    logits = logits.copy()
+    for token_id, bias in params.logit_bias.items():
+        logits[token_id] += bias
+    if params.repetition_penalty != 1:
+        seen = np.unique(np.array([*row.prompt_ids, *row.output_ids], np.int64))
+        values = logits[seen]
+        penalty = np.float32(params.repetition_penalty)
+        logits[seen] = np.where(values > 0, values / penalty, values * penalty)
+    if params.frequency_penalty != 0 or params.presence_penalty != 0:
+        seen, counts = np.unique(np.array(row.output_ids, np.int64), return_counts=True)
+        logits[seen] -= np.float32(params.frequency_penalty) * counts.astype(np.float32)
+        logits[seen] -= np.float32(params.presence_penalty)
+    if row.banned_for > 0:
+        logits[list(row.banned_ids)] = -np.inf
+    return logits
+
+
+def sample_gumbel(logits: Float32Array, largest: np.float32, row: SamplingRow) -> int:
+    """The token with the largest sum of ``logit / temperature`` and its noise (`kernels.gumbel`).
+
+    A token's noise depends on seed, choice, position and its id alone, so a rounding error
+    of the logits, as from another batch, changes the result only where two tokens nearly tie,
+    or at the edge of top-k, top-p or min-p, which are applied before.
+
+    Args:
+        logits: ``[V]``, edited already.
+        largest: of `logits`.
+        row: everything else that the choice depends on.
+    """
+    params = row.params
+    words = np.empty(-(-len(logits) // WORDS_MULTIPLE) * WORDS_MULTIPLE, np.uint32)
+    random_words(np.uint64(params.seed & (2**64 - 1)), row.choice, row.position, words)
+    if params.top_k == 0 and params.top_p == 1 and params.min_p == 0:
+        return int(_add_noise(logits, largest, params.temperature, words).argmax())
+    # Below: a temperature near zero sends all but the likeliest to -inf, as it should.
+    with np.errstate(over="ignore"):
+        weights: Float32Array = np.exp((logits - largest) / np.float32(params.temperature))
+    kept = filter_top_k_top_p_min_p(weights, params)
+    return int(kept[_add_noise(logits[kept], largest, params.temperature, words[kept]).argmax()])
+
+
+def warm_up() -> None:
+    """Compile what a first draw would have to, or load it from disk. May take seconds."""
+    row = SamplingRow(SamplingParams(), 0, (), ())
+    sample_token_id(np.zeros(WORDS_MULTIPLE, np.float32), row)
+
+
+def _add_noise(
+    logits: Float32Array, largest: np.float32, temperature: float, words: npt.NDArray[np.uint32]
+) -> Float32Array:
+    scores = np.empty(len(logits), np.float32)
+    add_noise(logits, largest, np.float32(temperature), words, scores)
+    return scores
+
+
+def filter_top_k_top_p_min_p(weights: Float32Array, params: SamplingParams) -> IdArray:
+    """Ids, ascending, that top-k, then top-p, then min-p leave of unnormalized `weights`.
+
+    The largest weight is 1. Of equal weights the smaller id is the likelier.
+    """
+    ids = _top_k_set(weights, params.top_k or len(weights))
+    if params.top_p < 1:
+        ids = ids[_top_p_set(weights[ids], params.top_p)]
+    if params.min_p > 0:
+        ids = ids[weights[ids] >= params.min_p]
+    return np.sort(ids)
+
+
+def _top_k_set(values: Float32Array, count: int) -> IdArray:
+    """Indices, ascending, of the `count` largest values and of all that equal the last of them."""
+    if count >= len(values):
+        return np.arange(len(values))
+    cut = len(values) - count
+    return np.flatnonzero(values >= np.partition(values, cut)[cut])
+
+
+def topk_indices(values: Float32Array, count: int) -> IdArray:
+    """Indices of at least the `count` largest values in their order, equals by index."""
+    indices = _top_k_set(values, count)
+    return indices[np.argsort(-values[indices], kind="stable")]
+
+
+def _top_p_set(weights: Float32Array, top_p: float) -> IdArray:
+    """Indices of the fewest largest weights that reach `top_p` of their sum, in any order.
+
+    Weights are first counted by the upper half of their bits, which ascend with
+    their values; only those around the cut are then sorted.
+    """
+    buckets = weights.view(np.uint32) >> 16
+    sums = np.cumsum(np.bincount(buckets, weights)[::-1])
+    target = top_p * sums[-1]
+    step = int(np.searchsorted(sums, target))
+    bucket = len(sums) - 1 - step
+    inside, edge = np.flatnonzero(buckets > bucket), np.flatnonzero(buckets == bucket)
+    edge = edge[np.argsort(-weights[edge], kind="stable")]
+    before = sums[step - 1] if step else 0.0
+    reached = before + np.cumsum(weights[edge], dtype=np.float64)
+    return np.concatenate((inside, edge[: int(np.searchsorted(reached, target)) + 1]))
+
+
+def gather_logprobs(raw: Float32Array, token_id: int, count: int | None) -> SampledToken:
+    """The log-probabilities of `token_id` and of the `count` likeliest tokens.
+
+    Of the distribution before any editing; none at all if `count` is None.
+    """
+    if count is None:
+        return SampledToken(token_id, None, ())
+    largest = raw.max()
+    log_total = float(largest) + float(np.log(np.exp(raw - largest).sum(dtype=np.float64)))
+    top = topk_indices(raw, count)[:count] if count else ()
+    return SampledToken(
+        token_id,
+        float(raw[token_id]) - log_total,
+        tuple(TokenLogprob(int(i), float(raw[i]) - log_total) for i in top),
+    )

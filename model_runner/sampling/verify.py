@@ -1,0 +1,84 @@
+"""Decides which drafts a sequence keeps: those that plain decoding would have sampled.
+
+Most engines accept a draft with a probability that leaves the distribution as
+it was (Leviathan and others 2023, arXiv 2211.17192). Here a token is a function
+of its logits and of its seed, choice and position; so a draft is accepted if it
+is that token, and the output is that of plain decoding, token for token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from kvrelay.model_runner.sampling.sampler import (
+    Float32Array,
+    Sampled,
+    SamplingRow,
+    argmax_rows,
+    sample_row,
+)
+from kvrelay.wire.output import SampledToken
+
+
+@dataclass(frozen=True, slots=True)
+class DraftedSequence:
+    """A sequence's next token, and what may follow it."""
+
+    row: SamplingRow
+    """What the token after the last known one depends on."""
+    draft_ids: Sequence[int] = ()
+    """Guesses of that token and of those after it; none: plain decoding."""
+
+    @property
+    def num_rows(self) -> int:
+        """Logits that it takes: after the last known token, and after each draft."""
+        return len(self.draft_ids) + 1
+
+
+def verify(logits: torch.Tensor, drafted: Sequence[DraftedSequence]) -> list[list[Sampled]]:
+    """Sample each sequence's next tokens, as many as its drafts allow.
+
+    The first is sampled as in plain decoding. If it is the first draft, then
+    the logits after that draft are those that plain decoding would have next:
+    so on, until a sample is another than the draft.
+
+    Args:
+        logits: ``[S, vocab_size]`` float32 on any device, the sequences' rows end to end:
+            `DraftedSequence.num_rows` of each. Not changed.
+        drafted: the sequences.
+
+    Returns:
+        For each sequence 1 to `num_rows` samples. All but the last are drafts;
+        the last is not one, or comes after all of them, or says why there is no token.
+    """
+    assert len(logits) == sum(one.num_rows for one in drafted)
+    if not drafted:
+        return []
+    raw: Float32Array = logits.cpu().numpy()
+    likeliest = argmax_rows(raw, (one.row for one in drafted))
+    samples, start = [], 0
+    for one in drafted:
+        end = start + one.num_rows
+        samples.append(_accept(raw[start:end], one, likeliest[start:end]))
+        start = end
+    return samples
+
+
+def _accept(
+    raw: Float32Array, drafted: DraftedSequence, likeliest: Sequence[int | None]
+) -> list[Sampled]:
+    """One sequence's samples from its rows of logits."""
+    row, draft_ids = drafted.row, drafted.draft_ids
+    samples: list[Sampled] = []
+    for index in range(len(raw)):
+        now = row if row.is_argmax else row.after(draft_ids[:index])
+        sample = sample_row(raw[index], now, likeliest[index])
+        samples.append(sample)
+        if index == len(draft_ids) or not isinstance(sample, SampledToken):
+            break
+        if sample.token_id != draft_ids[index]:
+            break
+    return samples

@@ -1,0 +1,140 @@
+"""A process's metrics: one declaration each, and Prometheus' instruments made from them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+
+class MetricType(StrEnum):
+    """What a metric's value does."""
+
+    COUNTER = "counter"
+    """Only grows."""
+    GAUGE = "gauge"
+    """Goes up and down."""
+    HISTOGRAM = "histogram"
+    """Counts observations in buckets."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Metric:
+    """A metric's declaration."""
+
+    name: str
+    """As Prometheus stores it: a counter's ends in `_total`."""
+    type: MetricType
+    help: str
+    labels: tuple[str, ...]
+    """All labels; those that every metric of the table has come first."""
+    buckets: tuple[float, ...] = ()
+    """A histogram's upper bounds."""
+    collected: bool = False
+    """A collector of the process yields its values at each scrape; `Instruments` leaves it out."""
+
+
+class MetricTable:
+    """All metrics that one kind of process exports. Iterates in the order of declaration.
+
+    Args:
+        common_labels: every metric of the table has these.
+    """
+
+    def __init__(self, *common_labels: str) -> None:
+        self.common_labels = common_labels
+        self._metrics: list[Metric] = []
+
+    def __iter__(self) -> Iterator[Metric]:
+        return iter(self._metrics)
+
+    def counter(self, name: str, text: str, *labels: str) -> Metric:
+        """Declares a counter; `name` ends in `_total`."""
+        assert name.endswith("_total"), name
+        return self._declare(name, MetricType.COUNTER, text, labels)
+
+    def gauge(self, name: str, text: str, *labels: str) -> Metric:
+        """Declares a gauge."""
+        return self._declare(name, MetricType.GAUGE, text, labels)
+
+    def histogram(self, name: str, text: str, buckets: tuple[float, ...], *labels: str) -> Metric:
+        """Declares a histogram with these upper bounds; Prometheus adds infinity."""
+        return self._declare(name, MetricType.HISTOGRAM, text, labels, buckets)
+
+    def collected(self, kind: MetricType, name: str, text: str, *labels: str) -> Metric:
+        """Declares a metric whose values a collector of the process yields at each scrape."""
+        return self._declare(name, kind, text, labels, collected=True)
+
+    def _declare(
+        self,
+        name: str,
+        kind: MetricType,
+        text: str,
+        labels: tuple[str, ...],
+        buckets: tuple[float, ...] = (),
+        collected: bool = False,
+    ) -> Metric:
+        metric = Metric(name, kind, text, (*self.common_labels, *labels), buckets, collected)
+        self._metrics.append(metric)
+        return metric
+
+
+class Instruments:
+    """The values of a table's metrics in one process, in a registry of their own.
+
+    A metric without labels of its own is exported from the start, at zero. One
+    with labels is exported for the label values that were used, or given to `show`.
+    Calls are safe from any thread.
+
+    Args:
+        table: the declarations.
+        common: the value of each common label.
+    """
+
+    def __init__(self, table: MetricTable, common: Mapping[str, str]) -> None:
+        assert set(common) == set(table.common_labels), common
+        self.registry = CollectorRegistry()
+        self._common = dict(common)
+        self._families = {metric: self._family(metric) for metric in table if not metric.collected}
+        self._unlabelled = {
+            metric: family.labels(**self._common)
+            for metric, family in self._families.items()
+            if metric.labels == table.common_labels
+        }
+
+    def count(self, metric: Metric, amount: float = 1, **labels: str) -> None:
+        """Adds to a counter."""
+        counter = self._child(metric, labels)
+        assert isinstance(counter, Counter), metric.name
+        counter.inc(amount)
+
+    def observe(self, metric: Metric, value: float, **labels: str) -> None:
+        """Adds an observation to a histogram."""
+        histogram = self._child(metric, labels)
+        assert isinstance(histogram, Histogram), metric.name
+        histogram.observe(value)
+
+    def watch(self, metric: Metric, value: Callable[[], float], **labels: str) -> None:
+        """Calls `value` for a gauge at every scrape, on the scraper's thread."""
+        gauge = self._child(metric, labels)
+        assert isinstance(gauge, Gauge), metric.name
+        gauge.set_function(value)
+
+    def show(self, metric: Metric, **labels: str) -> None:
+        """Exports the metric with these label values from now on, though it is zero."""
+        self._child(metric, labels)
+
+    def _child(self, metric: Metric, labels: dict[str, str]) -> Counter | Gauge | Histogram:
+        if not labels and metric in self._unlabelled:
+            return self._unlabelled[metric]
+        return self._families[metric].labels(**self._common, **labels)
+
+    def _family(self, metric: Metric) -> Counter | Gauge | Histogram:
+        name, text, labels = metric.name, metric.help, metric.labels
+        if metric.type is MetricType.COUNTER:
+            return Counter(name, text, labels, registry=self.registry)
+        if metric.type is MetricType.GAUGE:
+            return Gauge(name, text, labels, registry=self.registry)
+        return Histogram(name, text, labels, registry=self.registry, buckets=metric.buckets)

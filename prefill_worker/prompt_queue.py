@@ -1,0 +1,99 @@
+"""The requests of a prefill worker: those that wait, those that are computed, and their release."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from kvrelay.engine.faults import Phase
+from kvrelay.engine.scheduler.admission import admit_in_turn
+from kvrelay.engine.scheduler.context import SchedulerContext
+from kvrelay.engine.scheduler.prompts import ComputingPrompts
+from kvrelay.kv_transfer.hand_over.states import PrefillState
+from kvrelay.kv_transfer.transfers import Transfers
+from kvrelay.mem_cache.release import Outcome
+from kvrelay.prefill_worker.request import PrefillRequest
+from kvrelay.prefill_worker.sending import announce_written_pages, send
+from kvrelay.wire.hand_over import HandOverEnd
+from kvrelay.wire.output import NO_TIMINGS, RequestEnd
+
+ASK_AHEAD = 4
+"""Requests for each decode worker that may hold its grant before their turn to compute."""
+_HOLDS_GRANT = (PrefillState.ASKED, PrefillState.GRANTED)
+
+
+class PromptQueue:
+    """Decides which prompts get memory, and frees it.
+
+    A request waits without memory, asks its decode worker to reserve the whole
+    prompt there, and once that is granted reserves its whole prompt here.
+
+    Args:
+        context: the worker's memory, requests and outputs.
+        agent: makes progress for peers' reads while there may be any.
+        bypass_limit: later requests that may pass one that does not fit.
+    """
+
+    def __init__(
+        self, context: SchedulerContext[PrefillRequest], agent: Transfers, bypass_limit: int
+    ) -> None:
+        self._context = context
+        self._agent = agent
+        self._bypass_limit = bypass_limit
+        self._waiting: list[PrefillRequest] = []
+        self.computing: ComputingPrompts[PrefillRequest] = ComputingPrompts(context)
+        """Requests with memory, whose input is computed; it chooses the chunks of a step."""
+
+    @property
+    def waiting(self) -> Sequence[PrefillRequest]:
+        """Requests without memory, in the order in which they came."""
+        return self._waiting
+
+    def add(self, request: PrefillRequest) -> None:
+        """Let a new request wait."""
+        self._waiting.append(request)
+
+    def reserve_granted(self) -> None:
+        """Reserve memory for the requests that were granted, in turn, and announce cached pages."""
+        granted = [r for r in self._waiting if r.hand_over.state is PrefillState.GRANTED]
+        kv_cache, reserve = self._context.kv_cache, self.computing.reserve_and_add
+        for request in admit_in_turn(kv_cache, granted, reserve, self._bypass_limit):
+            self._waiting.remove(request)
+            self._context.faults.reach(Phase.PREFILLING, request.decode_incarnation)
+            announce_written_pages(self._context, request)
+
+    def ask_for_grants(self) -> None:
+        """Ask the decode workers of the next requests to reserve memory; of each a few ahead."""
+        ahead = [r for r in self._waiting if r.hand_over.state in _HOLDS_GRANT]
+        asked = Counter(r.decode_incarnation for r in ahead)
+        for request in sorted(self._waiting, key=lambda r: r.turn):
+            if request.can_ask and asked[request.decode_incarnation] < ASK_AHEAD:
+                asked[request.decode_incarnation] += 1
+                send(self._context, request, request.hand_over.ask())
+
+    def take_grant(self, request: PrefillRequest) -> None:
+        """The request's decode worker has reserved the prompt, and may read from now on."""
+        request.hand_over.on_grant()
+        request.granted = True
+        self._agent.begin_serving()
+
+    def end_early(self, request: PrefillRequest, reason: HandOverEnd, end: RequestEnd) -> None:
+        """Release a request and tell its decode worker. Its router, too, unless it was told.
+
+        A router was told once all pages are announced: then the decode worker goes on.
+        """
+        told = request.hand_over.is_announced
+        send(self._context, request, request.hand_over.end(reason, end.error))
+        self.release(request, Outcome.ABORTED, None if told else end)
+
+    def release(
+        self, request: PrefillRequest, outcome: Outcome, end: RequestEnd | None = None
+    ) -> None:
+        """Free a request's memory and forget it; `end` is `None` if its router was told."""
+        if request in self._waiting:
+            self._waiting.remove(request)
+        run = self.computing.remove(request)
+        if request.granted:
+            self._agent.end_serving()
+        timings = run.timings() if run else NO_TIMINGS
+        self._context.release(request, outcome, end, timings=timings)

@@ -1,0 +1,165 @@
+"""The scheduler of a prefill worker: ask, reserve, compute in chunks, announce, release."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tokenizers import Tokenizer
+
+from kvrelay.engine.config import WorkerConfig
+from kvrelay.engine.executor.step import Scheduled, StepOutput
+from kvrelay.engine.executor.stop import StopChecker
+from kvrelay.engine.faults import Phase
+from kvrelay.engine.scheduler.commands import Cancel, Mailbox, Submit
+from kvrelay.engine.scheduler.context import SchedulerContext
+from kvrelay.engine.scheduler.prompts import PromptRun
+from kvrelay.kv_transfer.hand_over.prefill_side import PrefillHandOver
+from kvrelay.kv_transfer.transfers import Transfers
+from kvrelay.mem_cache.release import Outcome
+from kvrelay.prefill_worker.hand_overs import HandOvers
+from kvrelay.prefill_worker.prompt_queue import PromptQueue
+from kvrelay.prefill_worker.request import PagesHashed, PrefillMessage, PrefillRequest
+from kvrelay.prefill_worker.sending import announce_written_pages, send
+from kvrelay.wire.hand_over import FirstToken, HandOverEnd
+from kvrelay.wire.load import WorkerLoad
+from kvrelay.wire.output import EndReason, RequestEnd, SampledToken
+
+
+class PrefillScheduler:
+    """Schedules prompts; the `Scheduler` of a prefill worker.
+
+    A request waits without memory, asks its decode worker for memory there, is
+    granted it, reserves its whole prompt here, computes it chunk by chunk and keeps
+    it, locked, until its hand-over stream ends.
+
+    ``PrefillScheduler`` uses ``HandOvers`` (the streams), and both use ``PromptQueue``
+    (memory), never the other way round.
+
+    Args:
+        context: the worker's memory, requests and outputs.
+        agent: makes progress for peers' reads while there may be any.
+        inbox: where hashes of pages arrive.
+        tokenizer: for stop strings.
+        config: the token budget of a step, and how many may pass one that does not fit.
+    """
+
+    def __init__(
+        self,
+        context: SchedulerContext[PrefillRequest],
+        agent: Transfers,
+        inbox: Mailbox[PagesHashed],
+        tokenizer: Tokenizer,
+        config: WorkerConfig,
+    ) -> None:
+        self._context = context
+        self._tokenizer = tokenizer
+        self._chunk_tokens = config.chunk_tokens
+        self._queue = PromptQueue(context, agent, config.bypass_limit)
+        self.hand_overs = HandOvers(context, self._queue, agent, inbox, config.worker_timeout)
+
+    def submit(self, command: Submit) -> None:
+        """Let a new request wait, for a grant of its decode worker and then for memory here."""
+        request = PrefillRequest.of(
+            command, hand_over=PrefillHandOver(self._context.kv_cache.shape.windowed)
+        )
+        # Here one request stands for all of its choices, under the key of the first.
+        request.key = command.key.of_choice(0)
+        if not self._context.register(request, request.input_len):
+            return
+        request.stream = self.hand_overs.take_early_stream(request.key)
+        self._queue.add(request)
+        self._context.faults.reach(Phase.QUEUED, request.decode_incarnation)
+
+    def cancel(self, command: Cancel) -> None:
+        """End a request, if it still lives, and free its memory."""
+        request = self._context.requests.get(command.key.of_choice(0))
+        if request is not None:
+            self._queue.end_early(request, HandOverEnd.ABORTED, RequestEnd(EndReason.ABORTED))
+
+    def peer_died(self, incarnation: str) -> None:
+        """End the requests of a dead decode worker."""
+        self.hand_overs.end_streams_of(incarnation)
+
+    def handle(self, message: PrefillMessage) -> None:
+        """Take what concerns a hand-over stream."""
+        self.hand_overs.handle(message)
+
+    def watch_peers(self) -> None:
+        """End the requests of silent decode workers."""
+        self.hand_overs.end_silent_streams()
+
+    def admit(self) -> None:
+        """Reserve memory for what was granted, then ask decode workers for the next grants."""
+        self._queue.reserve_granted()
+        self._queue.ask_for_grants()
+
+    def schedule(self) -> Sequence[Scheduled[PrefillRequest]]:
+        """Allocate the pages of the prompts' next chunks, within the token budget."""
+        return self._queue.computing.schedule(self._chunk_tokens)
+
+    def process_step_output(self, item: Scheduled[PrefillRequest], output: StepOutput) -> None:
+        """Announce the pages that are complete now; with the last chunk, the first tokens too."""
+        self._queue.computing.process_step_output(item, output)
+        if item.sample:
+            self._complete(item.request, output.tokens)
+        else:
+            announce_written_pages(self._context, item.request)
+
+    def fail(self, request: PrefillRequest, error: Exception) -> None:
+        """End a request because its forward has failed."""
+        failed = RequestEnd(EndReason.FAILED, error=f"the forward failed: {error}")
+        self._queue.end_early(request, HandOverEnd.FAILED, failed)
+
+    def retract_for_drain(self) -> None:
+        """Retract the prompts that have not begun. The others finish, hand-over included."""
+        for request in list(self._queue.waiting):
+            self._queue.end_early(request, HandOverEnd.ABORTED, RequestEnd(EndReason.RETRACTED))
+
+    def load(self) -> WorkerLoad:
+        """Count requests and prompt tokens that wait."""
+        waiting = self._queue.waiting
+        return self._context.measure_load(
+            waiting_requests=len(waiting),
+            waiting_tokens=sum([r.input_len for r in waiting]) + self._queue.computing.tokens_left,
+        )
+
+    def _complete(self, request: PrefillRequest, tokens: Sequence[SampledToken]) -> None:
+        """The prompt is computed: emit the first tokens, and announce the rest of the pages.
+
+        If the first tokens end all choices, the request is released instead.
+        """
+        run = self._queue.computing.remove(request)
+        assert run is not None
+        first_tokens = []
+        for choice, token in zip(request.choices, tokens, strict=True):
+            checker = StopChecker(request.stops, self._tokenizer, request.output_ids)
+            finish = checker.check(token.token_id)
+            self._emit_first_token(request, run, choice, token, finish)
+            first_tokens.append(FirstToken(token.token_id, finished=finish is not None))
+        hand_over, held = request.hand_over, request.held
+        if all(first.finished for first in first_tokens):
+            send(self._context, request, hand_over.end(HandOverEnd.FINISHED))
+            self._queue.release(request, Outcome.FINISHED)
+            return
+        last = hand_over.announce_last(held.tables(), held.first_pages, first_tokens)
+        send(self._context, request, last)
+
+    def _emit_first_token(
+        self,
+        request: PrefillRequest,
+        run: PromptRun,
+        choice: int,
+        token: SampledToken,
+        finish: RequestEnd | None,
+    ) -> None:
+        is_first = choice == request.choices[0]
+        self._context.emit(
+            request,
+            [token],
+            finish or RequestEnd(EndReason.HANDED_OVER),
+            run.timings(),
+            index=len(request.output_ids),
+            choice=choice,
+            cached_tokens=run.cached_tokens,
+            prompt_logprobs=run.scores if is_first else (),
+        )

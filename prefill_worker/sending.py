@@ -1,0 +1,28 @@
+"""Sends messages of the prefill side on a request's hand-over stream."""
+
+from __future__ import annotations
+
+from kvrelay.engine.faults import Phase
+from kvrelay.engine.scheduler.context import SchedulerContext
+from kvrelay.prefill_worker.request import PrefillRequest
+from kvrelay.wire.hand_over import Announce, FromPrefill
+
+
+def send(
+    context: SchedulerContext[PrefillRequest], request: PrefillRequest, message: FromPrefill | None
+) -> None:
+    """Send a message at the end of this pass; nothing if it is None or no stream is open."""
+    stream = request.stream
+    if message is None or stream is None:
+        return
+    if isinstance(message, Announce):
+        context.faults.reach(Phase.ANNOUNCED, stream.decode_incarnation)
+    context.outbox.put(stream, stream.sequencer.number(message))
+
+
+def announce_written_pages(
+    context: SchedulerContext[PrefillRequest], request: PrefillRequest
+) -> None:
+    """Announce the whole pages whose KV is written and that were not announced yet."""
+    written_pages = request.kv_written_len // request.held.page_size
+    send(context, request, request.hand_over.announce(request.held.tables(), written_pages))

@@ -1,0 +1,37 @@
+"""The messages that a client is sent, from the events of its request."""
+
+from __future__ import annotations
+
+from kvrelay.router.events import ChoiceEnd, Completion, Delta, Event
+from kvrelay.v1 import inference_pb2
+from kvrelay.wire.codec import Codec
+from kvrelay.wire.messages import TIMINGS
+
+_DELTA = Codec(Delta, inference_pb2.GenerateDelta)
+_CHOICE_END = Codec(ChoiceEnd, inference_pb2.ChoiceEnd)
+
+
+def event_response(request_id: str, event: Event) -> inference_pb2.GenerateResponse:
+    """One event of a request's stream."""
+    if isinstance(event, Delta):
+        return inference_pb2.GenerateResponse(request_id=request_id, delta=_DELTA.to_message(event))
+    complete = _completion_message(event)
+    return inference_pb2.GenerateResponse(request_id=request_id, complete=complete)
+
+
+def _completion_message(completion: Completion) -> inference_pb2.GenerateComplete:
+    choices = list(map(_CHOICE_END.to_message, completion.choices))
+    first = choices[0]
+    matched = first.WhichOneof("matched_stop")
+    return inference_pb2.GenerateComplete(
+        finish_reason=first.finish_reason,
+        **({matched: getattr(first, matched)} if matched else {}),
+        choices=choices,
+        usage=inference_pb2.Usage(
+            prompt_tokens=completion.prompt_tokens,
+            completion_tokens=completion.completion_tokens,
+            cached_tokens=completion.cached_tokens,
+        ),
+        timings=TIMINGS.to_message(completion.timings),
+        seed=completion.seed,
+    )

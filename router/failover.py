@@ -1,0 +1,101 @@
+"""Whether, when and where a request is retried after an attempt ended early.
+
+`LiveRequest` asks here and submits the new attempt itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Set
+from dataclasses import dataclass
+
+from kvrelay.router.attempt import AttemptFailed, AttemptRetracted
+from kvrelay.router.config import RouterConfig
+from kvrelay.router.errors import DataLoss, RequestError, Unavailable
+from kvrelay.router.fleet import Fleet, Placement
+from kvrelay.router.metrics import STRICT_FAILURES, RouterMetrics
+from kvrelay.wire.output import FailureReason
+
+_PAUSES_SECONDS = (0.05, 0.5)
+"""Before the retry after a choice's first failure, and after its others. By then the router
+knows who else was lost with the worker, and a fault that passes has passed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Retry:
+    """Choices are to be submitted again."""
+
+    reason: str
+    """Its value of the `reason` metric label."""
+    detail: str
+    """Why the attempt before ended."""
+    pause_seconds: float = 0.0
+
+
+class Failover:
+    """Decides on the retries of one request.
+
+    A choice whose attempt was retracted is always submitted again. One whose
+    attempt failed is, too, unless that was its `max_attempts`-th failure or the
+    router is `strict`: then the request fails. The new attempt gets the prompt and
+    what was emitted, on workers that are chosen anew. A worker of an attempt that
+    failed is chosen only if there is no other.
+    """
+
+    def __init__(self, fleet: Fleet, config: RouterConfig, metrics: RouterMetrics) -> None:
+        self._fleet = fleet
+        self._config = config
+        self._metrics = metrics
+        self._failures: Counter[int] = Counter()  # by choice
+        self._suspects: set[str] = set()  # incarnations that attempts have failed with
+
+    def decide(self, verdict: AttemptRetracted | AttemptFailed, unfinished: Set[int]) -> Retry:
+        """How the unfinished choices of an attempt that ended are submitted again.
+
+        Raises:
+            RequestError: they are not; the request ends with this error.
+        """
+        if isinstance(verdict, AttemptRetracted):
+            return Retry("retracted", verdict.detail)
+        self._suspects |= verdict.suspects
+        self._failures.update(unfinished)
+        worst = max((self._failures[choice] for choice in unfinished), default=0)
+        if unfinished and self._config.strict:
+            self._metrics.count(STRICT_FAILURES, reason=verdict.reason)
+            raise _strict_failure(verdict)
+        if worst >= self._config.max_attempts:
+            raise Unavailable(f"{verdict.error} (attempt {worst} of {worst})")
+        pause = _PAUSES_SECONDS[min(worst, len(_PAUSES_SECONDS)) - 1]
+        return Retry(verdict.reason, str(verdict.error), pause)
+
+    async def place(self, input_tokens: int, total_tokens: int, detail: str) -> Placement:
+        """Workers for the next attempt, for which it waits up to `failover_wait_seconds`.
+
+        Args:
+            input_tokens: to be computed before the next token.
+            total_tokens: with all the output that there can be.
+            detail: why the attempt before ended.
+
+        Raises:
+            Unavailable: none were ready in that time.
+        """
+        seconds = self._config.failover_wait_seconds
+        missing: Unavailable | None = None
+        try:
+            async with asyncio.timeout(seconds):
+                while True:
+                    try:
+                        return self._fleet.place(input_tokens, total_tokens, self._suspects)
+                    except Unavailable as error:
+                        missing = error
+                    await self._fleet.changes.wait()
+        except TimeoutError:
+            raise Unavailable(
+                f"{detail}; it could not be submitted again within {seconds:g} s: {missing}"
+            ) from missing
+
+
+def _strict_failure(failed: AttemptFailed) -> RequestError:
+    kind = DataLoss if failed.reason is FailureReason.PAGE_MISMATCH else Unavailable
+    return kind(f"{failed.reason}: {failed.error} (--strict: it is not computed again)")

@@ -1,0 +1,129 @@
+"""One request's output, as its readers see it: events in order, and one outcome."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
+
+from kvrelay.router.choice import Choice
+from kvrelay.router.errors import RequestError
+from kvrelay.router.events import Completion, Delta, Event, FinishReason
+from kvrelay.router.generation import GenerationRequest
+from kvrelay.router.metrics import Stopwatch
+from kvrelay.router.notifier import Notifier
+from kvrelay.wire.output import PhaseTimings, RequestOutput, SampledToken
+
+
+class OutputStream:
+    """Makes one stream of events from what workers report, for any number of readers.
+
+    The deltas of each choice are in order. There is exactly one outcome, a
+    completion or an error; once set it never changes, and what comes after it
+    must not be given here. It calls nobody when that is set: whoever called the
+    method that set it looks at `outcome`.
+
+    Args:
+        request: what was asked for.
+        choices: its outputs, in order.
+        stopwatch: runs since the request arrived.
+    """
+
+    def __init__(
+        self, request: GenerationRequest, choices: Sequence[Choice], stopwatch: Stopwatch
+    ) -> None:
+        self.choices = tuple(choices)
+        self.outcome: Completion | RequestError | None = None
+        self._request = request
+        self._stopwatch = stopwatch
+        self._first_attempt: int | None = None  # the one that brought the first token
+        self._cached_tokens = 0
+        self._prompt_logprobs: tuple[SampledToken, ...] | None = None
+        self._deltas: list[Delta] = []
+        self._changes = Notifier()
+
+    async def events(self) -> AsyncIterator[Event]:
+        """All deltas from the first, then the completion; raises the outcome if it is an error."""
+        sent = 0
+        while self.outcome is None or sent < len(self._deltas):
+            if sent == len(self._deltas):
+                await self._changes.wait()
+                continue
+            yield self._deltas[sent]
+            sent += 1
+        if isinstance(self.outcome, RequestError):
+            raise self.outcome
+        yield self.outcome
+
+    @property
+    def streaming(self) -> bool:
+        """The first token has come, of whichever choice."""
+        return any(choice.emitted for choice in self.choices)
+
+    @property
+    def prompt_logprobs_due(self) -> int | None:
+        """Log-probabilities still wanted at each position of the prompt; None: none at all."""
+        return self._request.params.prompt_logprobs if self._prompt_logprobs is None else None
+
+    def take(self, output: RequestOutput) -> None:
+        """Adds a worker's tokens, which may come in any order, and the end that it reports."""
+        if output.tokens and self._first_attempt is None:
+            self._first_attempt = output.key.attempt
+        if output.key.attempt == self._first_attempt:  # a later one finds its own pages cached
+            self._cached_tokens = max(self._cached_tokens, output.cached_tokens)
+        if output.prompt_logprobs and self._prompt_logprobs is None:
+            self._prompt_logprobs = output.prompt_logprobs
+        delta, contradicted = self.choices[output.key.choice].take(output)
+        self._stopwatch.contradicted(contradicted)
+        self._publish(delta)
+        self._complete_if_ended()
+
+    def interrupt(self, choice: int) -> None:
+        """The choice's attempt is over before the choice was; see `Choice.interrupt`."""
+        self._publish(self.choices[choice].interrupt())
+        self._complete_if_ended()
+
+    def abort(self) -> None:
+        """Completes the request with what came so far; does nothing if it has its outcome."""
+        if self.outcome is None:
+            for choice in self.choices:
+                self._publish(choice.abort())
+            self._complete(FinishReason.ABORT)
+
+    def fail(self, error: RequestError) -> None:
+        """Ends the request with an error; does nothing if it has its outcome."""
+        if self.outcome is None:
+            self._end(error, error.outcome)
+
+    def _publish(self, delta: Delta | None) -> None:
+        if delta is None:
+            return
+        if not self._deltas and self._prompt_logprobs is not None:
+            delta = replace(delta, prompt_logprobs=self._prompt_logprobs)
+        self._deltas.append(delta)
+        if delta.tokens:
+            self._stopwatch.delta(delta.choice, len(delta.tokens))
+        self._changes.notify_all()
+
+    def _complete_if_ended(self) -> None:
+        ends = [choice.ended for choice in self.choices]
+        if self.outcome is None and ends[0] is not None and None not in ends:
+            self._complete(ends[0].finish_reason)
+
+    def _complete(self, label: FinishReason) -> None:
+        timings = PhaseTimings()
+        for choice in self.choices:
+            timings = timings.merged(choice.timings)
+        completion = Completion(
+            choices=tuple(choice.ended for choice in self.choices if choice.ended is not None),
+            prompt_tokens=len(self._request.input_ids),
+            completion_tokens=sum(len(choice.emitted) for choice in self.choices),
+            cached_tokens=self._cached_tokens,
+            timings=timings,
+            seed=self._request.params.sampling.seed,
+        )
+        self._end(completion, label)
+
+    def _end(self, outcome: Completion | RequestError, label: str) -> None:
+        self.outcome = outcome
+        self._stopwatch.ended(label)
+        self._changes.notify_all()

@@ -1,0 +1,102 @@
+"""The examples and the README's client, run as they are against a real cluster.
+
+`test_trust.py` runs the one with TLS and tokens.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+import yaml
+
+from kvrelay.deploy.address import DEFAULT_GRPC
+from kvrelay.deploy.options import ServeOptions
+from tests.cluster.commands import EXAMPLES, example, python
+from tests.cluster.running import RunningCluster, running
+
+ROOT = Path(__file__).parents[2]
+METRIC = re.compile(r"\bkvrelay_\w+")
+
+
+@pytest.fixture(scope="module")
+async def cluster(ray: None, tiny: Path) -> AsyncIterator[RunningCluster]:
+    async with running(tiny, dtype="float32") as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def server(cluster: RunningCluster) -> str:
+    return cluster.deployment.router.grpc_address
+
+
+async def test_generate(cluster: RunningCluster, server: str):
+    *_, last = (await example("generate.py", server)).splitlines()
+    assert re.fullmatch(r"FINISH_REASON_(STOP|LENGTH): \d+ tokens, \d\.\d{3} s in prefill", last)
+    await cluster.assert_at_baseline()
+
+
+async def test_generate_async(cluster: RunningCluster, server: str):
+    lines = (await example("generate_async.py", server)).splitlines()
+    assert [line.split("|")[0] for line in lines] == [
+        "The capital of France is",
+        "Water boils at",
+        "The quick brown fox",
+    ]
+    await cluster.assert_at_baseline()
+
+
+async def test_abort(cluster: RunningCluster, server: str):
+    told = await example("abort.py", server)
+    ended = re.fullmatch(r"aborted: True\nFINISH_REASON_ABORT after (\d+) tokens\n", told)
+    assert ended, told
+    assert 1 <= int(ended[1]) < 2000
+    await cluster.assert_at_baseline()
+
+
+async def test_retry_with_the_same_id(cluster: RunningCluster, server: str):
+    _, second, third = (await example("retry.py", server)).splitlines()
+    assert second.removeprefix("the second one saw ") == third.removeprefix(
+        "and a third one, later, "
+    )
+    await cluster.assert_at_baseline()
+
+
+async def test_several_outputs(cluster: RunningCluster, server: str):
+    lines = (await example("several_outputs.py", server)).splitlines()
+    assert len(lines) == len(set(lines)) == 3
+    await cluster.assert_at_baseline()
+
+
+async def test_the_readmes_client(cluster: RunningCluster, server: str, tmp_path: Path):
+    [code] = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    assert str(DEFAULT_GRPC) in code
+    client = tmp_path / "client.py"
+    client.write_text(code.replace(str(DEFAULT_GRPC), server))
+    done = await python(client)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout
+    await cluster.assert_at_baseline()
+
+
+async def test_the_alerts_name_metrics_that_there_are(cluster: RunningCluster):
+    rules = yaml.safe_load((EXAMPLES / "prometheus-rules.yml").read_text())
+    expressions = [rule["expr"] for group in rules["groups"] for rule in group["rules"]]
+    named = set(METRIC.findall(" ".join(expressions)))
+    assert named <= await cluster.metric_names()
+
+
+def test_prometheus_scrapes_a_cluster_with_the_default_options():
+    path = EXAMPLES / "prometheus.yml"
+    config = yaml.safe_load(path.read_text())
+    assert all((EXAMPLES / name).is_file() for name in config["rule_files"])
+    [job] = config["scrape_configs"]
+    [targets] = job["static_configs"]
+    options = ServeOptions()
+    assert targets["targets"] == [str(options.metrics), *map(str, options.worker_metrics())]
+    if promtool := shutil.which("promtool"):
+        subprocess.run([promtool, "check", "config", path], check=True)

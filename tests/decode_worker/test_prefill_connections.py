@@ -1,0 +1,298 @@
+"""A decode worker meets a prefill worker: real NIXL and gRPC, the engines left out."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import grpc
+import pytest
+import torch
+
+from kvrelay.decode_worker import refused_peers
+from kvrelay.decode_worker.hand_over_client import HandOverClient
+from kvrelay.decode_worker.hand_over_stream import (
+    CloseStream,
+    HandOverStream,
+    OpenStream,
+    PeerProbed,
+    StreamLost,
+)
+from kvrelay.engine.scheduler.commands import Inbox, Misdirected
+from kvrelay.kv_transfer import scratch
+from kvrelay.kv_transfer.agent import TransferAgent
+from kvrelay.kv_transfer.transport_probe import TransportProber
+from kvrelay.mem_cache.geometry import KVGeometry
+from kvrelay.mem_cache.pool import KVPool
+from kvrelay.prefill_worker.request import StreamMessage, StreamOpened
+from kvrelay.prefill_worker.service import HandOverService
+from kvrelay.v1 import hand_over_pb2_grpc
+from kvrelay.wire.hand_over import Heartbeat
+from kvrelay.wire.load import PeerTransport
+from kvrelay.wire.output import FailureReason
+from kvrelay.wire.request import RequestKey
+from kvrelay.wire.worker_info import WorkerAddress
+from tests.chaos.cluster import free_port
+
+WAIT_S = 30
+MessageT = TypeVar("MessageT")
+
+
+def make_agent(name: str) -> TransferAgent:
+    geometry = KVGeometry(4, 2, 32, torch.float32, 16)
+    pool = KVPool(geometry, 8, torch.device("cpu"))
+    return TransferAgent(f"{name}-{time.monotonic_ns()}", [pool], print)
+
+
+@dataclass
+class Prefill:
+    """A prefill worker without an engine."""
+
+    peer: WorkerAddress
+    inbox: ReadInbox
+    server: grpc.aio.Server
+    service: HandOverService
+    agent: TransferAgent
+
+    async def serve(self) -> None:
+        self.server = grpc.aio.server()
+        hand_over_pb2_grpc.add_HandOverServiceServicer_to_server(self.service, self.server)
+        self.server.add_insecure_port(self.peer.address)
+        await self.server.start()
+
+    async def disconnect(self) -> None:
+        """The network fails under the streams, and comes back; the worker lives on."""
+        await self.server.stop(None)
+        await self.serve()
+
+
+@pytest.fixture
+async def prefill() -> AsyncIterator[Prefill]:
+    agent, inbox = make_agent("prefill"), ReadInbox()
+    peer = WorkerAddress(f"127.0.0.1:{free_port()}", agent.incarnation)
+    prefill = Prefill(peer, inbox, grpc.aio.server(), HandOverService(agent, inbox), agent)
+    await prefill.serve()
+    yield prefill
+    await prefill.server.stop(None)
+    agent.close()
+
+
+@pytest.fixture
+def agent() -> Iterator[TransferAgent]:
+    agent = make_agent("decode")
+    yield agent
+    agent.close()
+
+
+class ReadInbox(Inbox[Any]):
+    """An inbox that is read here, in place of an engine."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._read: list[object] = []
+
+    def unread(self) -> list[object]:
+        """What was posted and not yet returned by `next`."""
+        self.post(None)  # `take_all` waits if there is nothing
+        self._read += self.take_all()
+        self._read.remove(None)
+        return self._read
+
+    async def next(self, kind: type[MessageT]) -> MessageT:
+        """The next message of a kind. Those before it are dropped."""
+        async with asyncio.timeout(WAIT_S):
+            while True:
+                unread = self.unread()
+                for index, message in enumerate(unread):
+                    if isinstance(message, kind):
+                        del unread[: index + 1]
+                        return message
+                unread.clear()
+                await asyncio.sleep(0.005)
+
+
+async def until_serving(agent: TransferAgent, number: int) -> None:
+    """Wait until so many requests may be read from the agent's pool."""
+    async with asyncio.timeout(WAIT_S):
+        while agent.num_serving != number:
+            await asyncio.sleep(0.005)
+
+
+def make_client(
+    agent: TransferAgent, inbox: Inbox[Any], prober: TransportProber | None = None
+) -> HandOverClient:
+    prober = prober or TransportProber(agent, 0.0)
+    return HandOverClient(agent, prober, inbox, vocab_size=100, credentials=None)
+
+
+def stream_to(peer: WorkerAddress, number: int = 0) -> HandOverStream:
+    return HandOverStream(RequestKey("router", f"request-{number}", 1), peer)
+
+
+async def test_a_pair_is_measured_when_it_meets(prefill: Prefill, agent: TransferAgent) -> None:
+    inbox = ReadInbox()
+    client = make_client(agent, inbox)
+    client.deliver(OpenStream(stream_to(prefill.peer)))
+    met = await inbox.next(PeerProbed)
+    assert met.transport.incarnation == prefill.peer.incarnation
+    assert met.transport.read_bytes_per_second > 0
+    await prefill.inbox.next(StreamOpened)
+    await until_serving(prefill.agent, 0)
+    client.deliver(OpenStream(stream_to(prefill.peer, 1)))
+    await prefill.inbox.next(StreamOpened)
+    assert not any(isinstance(message, PeerProbed) for message in inbox.unread()), "once"
+    await client.close()
+
+
+async def test_a_pair_whose_connection_broke_is_measured_again(
+    prefill: Prefill, agent: TransferAgent
+) -> None:
+    inbox = ReadInbox()
+    client = make_client(agent, inbox)
+    client.deliver(OpenStream(stream_to(prefill.peer)))
+    await inbox.next(PeerProbed)
+    await prefill.inbox.next(StreamOpened)
+    await prefill.disconnect()
+    assert (await inbox.next(StreamLost)).cause is FailureReason.PEER_LOST
+    client.deliver(OpenStream(stream_to(prefill.peer, 1)))
+    again = await inbox.next(PeerProbed)
+    assert again.transport.incarnation == prefill.peer.incarnation
+    await client.close()
+
+
+async def test_a_pair_whose_read_failed_is_measured_again(
+    prefill: Prefill, agent: TransferAgent
+) -> None:
+    """As a rule the connection of gRPC lives on: it is another one."""
+    inbox = ReadInbox()
+    client = make_client(agent, inbox)
+    failing, other = stream_to(prefill.peer), stream_to(prefill.peer, 1)
+    client.deliver(OpenStream(failing))
+    client.deliver(OpenStream(other))
+    await inbox.next(PeerProbed)
+    for _ in range(2):
+        await prefill.inbox.next(StreamOpened)
+    failing.deliver(CloseStream(unreadable=True))
+    assert (await inbox.next(StreamLost)).stream is failing
+    client.deliver(OpenStream(stream_to(prefill.peer, 2)))
+    await inbox.next(PeerProbed)
+    await prefill.inbox.next(StreamOpened)
+    other.deliver(other.sequencer.number(Heartbeat()))
+    await prefill.inbox.next(StreamMessage)
+    assert not any(isinstance(message, StreamLost) for message in inbox.unread())
+    await client.close()
+
+
+async def test_a_pair_below_the_floor_is_refused_until_it_is_faster(
+    prefill: Prefill,
+    agent: TransferAgent,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(refused_peers, "MEASURE_AGAIN_S", 0.05)
+    inbox = ReadInbox()
+    prober = TransportProber(agent, 1e15)
+    client = make_client(agent, inbox, prober)
+    for number in range(3):
+        client.deliver(OpenStream(stream_to(prefill.peer, number)))
+        lost = await inbox.next(StreamLost)
+        assert lost.cause is FailureReason.TRANSFER_REFUSED
+        assert "asks for 1e+06" in lost.detail
+    for _ in range(2):
+        assert "asks for 1e+06" in (await inbox.next(PeerProbed)).transport.refusal
+    refusals = [r for r in caplog.records if r.levelno == logging.ERROR and "refused" in r.message]
+    assert len(refusals) == 1, "said once"
+    prober.floor = 0.0
+    while (await inbox.next(PeerProbed)).transport.refusal:
+        pass
+    client.deliver(OpenStream(stream_to(prefill.peer, 3)))
+    await prefill.inbox.next(StreamOpened)
+    await client.close()
+
+
+async def test_a_pair_that_cannot_be_read_is_refused(
+    prefill: Prefill, agent: TransferAgent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inbox = ReadInbox()
+    client = make_client(agent, inbox)
+    monkeypatch.setattr(scratch, "scratch_byte", lambda name, page, layer: 7)
+    client.deliver(OpenStream(stream_to(prefill.peer)))
+    assert "other bytes" in (await inbox.next(PeerProbed)).transport.refusal
+    lost = await inbox.next(StreamLost)
+    assert (lost.cause, "other bytes" in lost.detail) == (FailureReason.TRANSFER_REFUSED, True)
+    assert client.known_peers == {prefill.peer.incarnation}
+    await client.forget_peer(prefill.peer.incarnation)
+    assert not client.known_peers
+    await client.close()
+    assert not client.num_streams
+
+
+async def test_a_peer_that_dies_while_it_is_measured_is_lost_not_slow(
+    prefill: Prefill, agent: TransferAgent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inbox = ReadInbox()
+    prober = TransportProber(agent, 0.0)
+    client = make_client(agent, inbox, prober)
+    measured = asyncio.Event()
+
+    async def measure(peer: str) -> PeerTransport:
+        await until_serving(prefill.agent, 1)
+        measured.set()
+        await prefill.server.stop(None)
+        return PeerTransport(peer, refusal="NIXL was the first to notice")
+
+    monkeypatch.setattr(prober, "measure", measure)
+    client.deliver(OpenStream(stream_to(prefill.peer)))
+    await asyncio.wait_for(measured.wait(), WAIT_S)
+    assert (await inbox.next(StreamLost)).cause is FailureReason.PEER_LOST
+    assert not client.known_peers
+    assert not any(isinstance(message, PeerProbed) for message in inbox.unread())
+    await client.close()
+
+
+async def test_pages_that_do_not_fit_are_a_refusal(
+    prefill: Prefill, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = KVPool(KVGeometry(4, 2, 32, torch.float32, 8), 8, torch.device("cpu"))
+    agent = TransferAgent(f"decode-{time.monotonic_ns()}", [other], print)
+    inbox = ReadInbox()
+    client = make_client(agent, inbox)
+    client.deliver(OpenStream(stream_to(prefill.peer)))
+    assert "do not fit" in (await inbox.next(PeerProbed)).transport.refusal
+    assert (await inbox.next(StreamLost)).cause is FailureReason.TRANSFER_REFUSED
+    await client.close()
+    agent.close()
+
+
+async def test_another_life_of_a_worker_is_another_worker(
+    prefill: Prefill, agent: TransferAgent
+) -> None:
+    inbox = ReadInbox()
+    client = make_client(agent, inbox)
+    client.deliver(
+        OpenStream(stream_to(WorkerAddress(prefill.peer.address, "prefill-of-yesterday")))
+    )
+    lost = await inbox.next(StreamLost)
+    assert (lost.cause, "not prefill-of-yesterday" in lost.detail) == (
+        FailureReason.PEER_LOST,
+        True,
+    )
+    assert isinstance(await prefill.inbox.next(Misdirected), Misdirected)
+    await client.close()
+
+
+async def test_a_stream_that_comes_while_the_client_closes_is_lost(
+    prefill: Prefill, agent: TransferAgent
+) -> None:
+    """The engine runs a little longer than the event loop's side of the worker."""
+    inbox = ReadInbox()
+    client = make_client(agent, inbox)
+    await client.close()
+    late = stream_to(prefill.peer)
+    client.deliver(OpenStream(late))
+    assert (await inbox.next(StreamLost)).stream is late
+    assert client.num_streams == 0

@@ -1,0 +1,171 @@
+"""The model that counts, over pages of integers, and a real one over pages of its own."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Iterator, Sequence
+
+import numpy as np
+import torch
+
+from kvrelay.engine.config import WorkerConfig
+from kvrelay.engine.executor.model_executor import Drafter, ModelExecutor
+from kvrelay.engine.executor.token_state import TokenState
+from kvrelay.engine.worker.loading import load_model
+from kvrelay.kv_transfer.checksums import LocalPage, hash_bytes
+from kvrelay.kv_transfer.pull import Pull
+from kvrelay.mem_cache.convert import copy_pages
+from kvrelay.mem_cache.shape import PoolShape
+from kvrelay.mem_cache.sharing import PageCopy
+from kvrelay.model_runner.batch import ForwardBatch
+from kvrelay.model_runner.sampling.sampler import SamplingRow, sample_token_id
+from kvrelay.wire.request import SamplingParams
+
+VOCAB = 97
+Windows = tuple[int | None, ...]
+"""For each pool what its layers look back; None: everything."""
+GREEDY = SamplingParams(temperature=0)
+
+
+FULL: Windows = (None,)
+
+
+def next_value(contexts: Iterable[Sequence[int] | np.ndarray]) -> int:
+    """What the counting model makes of what each pool's layers see."""
+    value = 0
+    for context in contexts:
+        weights = np.arange(len(context), 0, -1) ** 2
+        value = value * 31 + len(context) + int(np.dot(context, weights))
+    return value % VOCAB
+
+
+LOGITS = np.random.default_rng(0).normal(0, 2, (VOCAB, VOCAB)).astype(np.float32)
+"""The counting model's after each value."""
+
+
+def next_token(tokens: Sequence[int], row: SamplingRow, windows: Windows) -> int:
+    """The token that a plain run samples after `tokens`."""
+    value = next_value(tokens[-window if window else 0 :] for window in windows)
+    token_id = sample_token_id(LOGITS[value], row)
+    assert isinstance(token_id, int)
+    return token_id
+
+
+def reference(
+    prompt: Sequence[int],
+    max_tokens: int,
+    windows: Windows = FULL,
+    sampling: SamplingParams = GREEDY,
+    choice: int = 0,
+) -> list[int]:
+    """The output of a run that nothing disturbs."""
+    tokens = list(prompt)
+    for _ in range(max_tokens):
+        row = SamplingRow(sampling, len(tokens), prompt, tokens[len(prompt) :], choice=choice)
+        tokens.append(next_token(tokens, row, windows))
+    return tokens[len(prompt) :]
+
+
+class GuessDrafter:
+    """Guesses right as often as it is told to."""
+
+    def __init__(self, seed: int, windows: Windows, right: float = 0.7) -> None:
+        self._random = random.Random(seed)
+        self._windows = windows
+        self._right = right
+
+    def follow(self, batch: ForwardBatch) -> None:
+        """Keeps no KV."""
+
+    def propose(self, states, rows, counts, page_tables) -> list[list[int]]:
+        return [self._guess(*each) for each in zip(states, rows, counts, strict=True)]
+
+    def _guess(self, state: TokenState, row: SamplingRow, count: int) -> list[int]:
+        tokens = list(state.token_ids)
+        for _ in range(self._random.randint(0, count)):
+            guess = next_token(tokens, row.after(tokens[len(state.token_ids) :]), self._windows)
+            right = self._random.random() < self._right
+            tokens.append(guess if right else self._random.randrange(VOCAB))
+        return tokens[len(state.token_ids) :]
+
+
+class CountingModel:
+    """Reads and writes token ids in pages; its logits are sure of `next_token`."""
+
+    def __init__(
+        self, shapes: Sequence[PoolShape], page_size: int, drafter: Drafter | None
+    ) -> None:
+        self.windows = [shape.window for shape in shapes]
+        self.page_size = page_size
+        self.kv = [np.full((shape.total_pages, page_size), -1, np.int64) for shape in shapes]
+        self.broken: set[int] = set()
+        """Sequences of the next batch whose logits are not finite."""
+        self.fails = False
+        self.executor = ModelExecutor(self, self._copy, drafter)
+
+    def read(self, peer: SimModel, pull: Pull) -> None:
+        """Move one read's bytes as they are on the other side now."""
+        assert isinstance(peer, CountingModel)
+        pages = zip(self.kv, pull.local_pages, peer.kv, pull.remote_pages, strict=True)
+        for kv, local, theirs, remote in pages:
+            kv[local] = theirs[remote]
+
+    def sum(self, page: LocalPage) -> int:
+        """The hash of the tokens on a page whose KV is written."""
+        return hash_bytes(self.kv[page.place.pool][page.page_id, : page.tokens].view(np.uint8))
+
+    def forward(self, batch: ForwardBatch) -> torch.Tensor:
+        if self.fails:
+            raise RuntimeError("injected")
+        logits = np.zeros((len(batch.logit_rows), VOCAB), np.float32)
+        owners = np.repeat(np.arange(len(batch.seq_lens)), np.diff(batch.query_start))
+        for index in range(len(batch.seq_lens)):
+            self._write(batch, index)
+        for row, token in enumerate(batch.logit_rows.tolist()):
+            index = int(owners[token])
+            seen = self._context(batch, index, int(batch.positions[token]) + 1)
+            logits[row] = LOGITS[next_value(seen)]
+            if index in self.broken:
+                logits[row] = np.nan
+        return torch.from_numpy(logits)
+
+    def _copy(self, copies: Sequence[PageCopy]) -> None:
+        for copy in copies:
+            self.kv[copy.pool][copy.target] = self.kv[copy.pool][copy.source]
+
+    def _write(self, batch: ForwardBatch, index: int) -> None:
+        first, last = batch.query_start[index : index + 2]
+        at, ids = batch.positions[first:last], batch.input_ids[first:last]
+        for kv, tables in zip(self.kv, batch.page_tables, strict=True):
+            pages = tables[index][at // self.page_size]
+            # A window need not be there for the tokens that it has passed already.
+            kv[pages[pages >= 0], (at % self.page_size)[pages >= 0]] = ids[pages >= 0]
+
+    def _context(self, batch: ForwardBatch, index: int, length: int) -> Iterator[np.ndarray]:
+        for kv, tables, window in zip(self.kv, batch.page_tables, self.windows, strict=True):
+            seen = np.arange(max(0, length - window) if window else 0, length)
+            pages = tables[index][seen // self.page_size]
+            assert (pages >= 0).all(), "a page of the window has left"
+            yield kv[pages, seen % self.page_size]
+
+
+class RealModel:
+    """A model of a checkpoint, over pools of its own."""
+
+    fails = False
+    """Steps of a real model are not made to fail."""
+
+    def __init__(self, config: WorkerConfig) -> None:
+        model = load_model(config)
+        self.pools, self.executor = model.pools, model.executor
+        self.broken: set[int] = set()
+
+    def read(self, peer: SimModel, pull: Pull) -> None:
+        """Copy the pages that a peer's pools hold now."""
+        assert isinstance(peer, RealModel)
+        pages = zip(self.pools, pull.local_pages, peer.pools, pull.remote_pages, strict=True)
+        for pool, local, theirs, remote in pages:
+            copy_pages(theirs, remote, pool, local)
+
+
+SimModel = CountingModel | RealModel

@@ -1,0 +1,206 @@
+"""The router of a simulation: submits requests, and follows each over its attempts."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from kvrelay.engine.scheduler.commands import Cancel, Submit
+from kvrelay.wire.output import EndReason, RequestEnd, RequestOutput, SampledToken
+from kvrelay.wire.request import RequestKey, SamplingParams, StopConditions
+from kvrelay.wire.worker_info import WorkerAddress, WorkerRole
+from tests.engine.simulation.model import GREEDY
+from tests.engine.simulation.worker import SimWorker
+
+
+@dataclass(eq=False)
+class SimRequest:
+    """A request and what came of it."""
+
+    key: RequestKey
+    prompt: list[int]
+    max_tokens: int
+    priority: int
+    arrived: float
+    prefill: SimWorker
+    decode: SimWorker
+    sampling: SamplingParams
+    stops: StopConditions
+    wanted_prompt_logprobs: int | None = None
+    tokens: dict[int, SampledToken] = field(default_factory=dict)
+    prompt_logprobs: tuple[SampledToken, ...] = ()
+    ends: dict[str, Any] = field(default_factory=dict)
+    disturbed: bool = False
+    cached_tokens: int = 0
+    retractions: int = 0
+    decode_drained: bool = False
+    """An attempt was retracted by a drain; its prompt may still be computed."""
+
+    @property
+    def output(self) -> list[int]:
+        return [token.token_id for token in self.samples]
+
+    @property
+    def samples(self) -> list[SampledToken]:
+        """The output's tokens, with the log-probabilities that were asked for."""
+        return [self.tokens[index] for index in sorted(self.tokens)]
+
+
+class SimRouter:
+    """Places requests on random workers, and checks what the workers say of them.
+
+    A test may replace `take_output` and `cancel_on_other_worker` of one simulation.
+
+    Args:
+        random: chooses the workers.
+    """
+
+    prefills: list[SimWorker]
+    decodes: list[SimWorker]
+    workers: list[SimWorker]
+
+    def __init__(self, random: random.Random) -> None:
+        self.random = random
+        self._arrivals = 0
+        self.attempts = 0
+        self.submitted: list[SimRequest] = []
+        self.requests: dict[RequestKey, SimRequest] = {}
+        """All attempts' requests, by the attempt's key."""
+
+    def submit(
+        self,
+        prompt: list[int],
+        max_tokens: int,
+        priority: int = 0,
+        sampling: SamplingParams = GREEDY,
+    ) -> SimRequest:
+        return self.submit_choices(1, prompt, max_tokens, priority, sampling)[0]
+
+    def submit_choices(
+        self,
+        choices: int,
+        prompt: list[int],
+        max_tokens: int,
+        priority: int = 0,
+        sampling: SamplingParams = GREEDY,
+        prompt_logprobs: int | None = None,
+        **stops: Any,
+    ) -> list[SimRequest]:
+        arrived = self.now()
+        request_id, place = str(len(self.submitted)), self._place()
+        conditions = StopConditions(max_tokens=max_tokens, **stops)
+        requests = []
+        for choice in range(choices):
+            key = RequestKey("router", request_id, 0, choice)
+            one = SimRequest(
+                key, prompt, max_tokens, priority, arrived, *place, sampling, conditions,
+                wanted_prompt_logprobs=prompt_logprobs,
+            )  # fmt: skip
+            requests.append(one)
+        self.submitted += requests
+        self._attempt(requests)
+        return requests
+
+    def now(self) -> float:
+        """When the next request arrives."""
+        self._arrivals += 1
+        return float(self._arrivals)
+
+    def _place(self) -> tuple[SimWorker, SimWorker]:
+        """The workers for a request's prompt and for its output; may be the same one."""
+        prefill, decode = (
+            self.random.choice([worker for worker in workers if not worker.draining])
+            for workers in (self.prefills, self.decodes)
+        )
+        return prefill, prefill if decode in self.prefills else decode
+
+    def _attempt(self, choices: Sequence[SimRequest]) -> None:
+        """Submit choices of a request to its workers, with what was emitted."""
+        self.attempts += 1
+        for one in choices:
+            one.key = one.key._replace(attempt=self.attempts)
+            one.ends = {}
+            self.requests[one.key] = one
+        request = choices[0]
+        command = Submit(
+            request.prefill.link,
+            request.key,
+            (*request.prompt, *request.output),
+            len(request.prompt),
+            request.sampling,
+            request.stops,
+            choices=tuple(one.key.choice for one in choices),
+            prompt_logprobs=request.wanted_prompt_logprobs,
+            priority=request.priority,
+            arrived=request.arrived,
+        )
+        request.prefill.inbox.post(command)
+        if request.decode is not request.prefill:
+            peer = WorkerAddress("", request.prefill.name)
+            request.decode.inbox.post(replace(command, link=request.decode.link, prefill=peer))
+
+    def _lose(self, worker: SimWorker, command: Submit) -> None:
+        """Move the requests of a submission that was on its way to a worker that has left."""
+        for choice in command.choices:
+            request = self.requests[command.key.of_choice(choice)]
+            if request.key == command.key.of_choice(choice):
+                self._move(request, worker)
+
+    def ended(self, request: SimRequest) -> None:
+        """Called when a request has ended on all of its workers; a test may replace it."""
+
+    def collect_outputs(self) -> None:
+        """Take what the workers have sent."""
+        for worker in self.workers:
+            for step in worker.link.take_all():
+                assert step is not None
+                if step.load is not None:
+                    worker.draining = step.load.draining
+                for output in step.outputs:
+                    self.take_output(worker, output)
+
+    def take_output(self, worker: SimWorker, output: RequestOutput) -> None:
+        """Record an output of a worker, and do what a router does about it."""
+        request = self.requests[output.key]
+        if output.key != request.key:
+            late = worker.role_name is WorkerRole.PREFILL and request.decode_drained
+            assert not output.tokens or late, "an attempt that was retracted goes on"
+            return
+        for offset, token in enumerate(output.tokens):
+            assert output.index + offset not in request.tokens, "a token was emitted twice"
+            request.tokens[output.index + offset] = token
+        request.prompt_logprobs += output.prompt_logprobs
+        request.cached_tokens += output.cached_tokens
+        if output.end is not None and self._moves(request, output.end):
+            self._move(request, worker)
+        elif output.end is not None:
+            assert worker.name not in request.ends, "a worker ended a request twice"
+            request.ends[worker.name] = output.end
+            if request.ends.keys() >= {request.prefill.name, request.decode.name}:
+                self.ended(request)
+            if output.end.reason in (EndReason.ABORTED, EndReason.FAILED):
+                self.cancel_on_other_worker(request, worker)
+
+    def _moves(self, request: SimRequest, end: RequestEnd) -> bool:
+        """Whether another attempt goes on after this end, as no fault of the request."""
+        drains = request.prefill.draining or request.decode.draining
+        return end.reason is EndReason.RETRACTED or (end.cause is not None and drains)
+
+    def _move(self, request: SimRequest, worker: SimWorker) -> None:
+        """`worker` has ended its part: submit another attempt."""
+        if request.prefill is not request.decode:
+            self.cancel_on_other_worker(request, worker)
+        if len(request.output) == request.max_tokens:
+            return  # the prefill worker has emitted all of it
+        request.retractions += 1
+        request.decode_drained |= request.decode.draining
+        request.prefill, request.decode = self._place()
+        self._attempt([request])
+
+    def cancel_on_other_worker(self, request: SimRequest, worker: SimWorker) -> None:
+        """One of a request's two workers has ended its part: cancel it on the other one."""
+        other = request.decode if worker is request.prefill else request.prefill
+        if other.name not in request.ends:
+            other.inbox.post(Cancel(request.key))

@@ -1,0 +1,152 @@
+"""One worker: the real engine and scheduler, without threads."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvrelay.aggregated_worker.scheduler import AggregatedScheduler
+from kvrelay.decode_worker.hand_over_stream import HandOverStream as DecodeStream
+from kvrelay.decode_worker.hand_over_stream import OpenStream
+from kvrelay.decode_worker.scheduler import DecodeScheduler
+from kvrelay.engine.config import WorkerConfig
+from kvrelay.engine.executor.step import Step, execute_or_fail
+from kvrelay.engine.scheduler.commands import Attach, Drain, Inbox
+from kvrelay.engine.scheduler.context import SchedulerContext
+from kvrelay.engine.scheduler.loop import Engine
+from kvrelay.engine.scheduler.metrics import WorkerMetrics
+from kvrelay.engine.scheduler.outbox import Outbox, RouterLink
+from kvrelay.engine.worker.memory import make_kv_cache, tokens_ahead
+from kvrelay.mem_cache.kv_cache_manager import KVCacheManager
+from kvrelay.mem_cache.radix_tree import RadixTree
+from kvrelay.mem_cache.shape import PoolShape, window_pages
+from kvrelay.prefill_worker.scheduler import PrefillScheduler
+from kvrelay.wire.hand_over import PageSum
+from kvrelay.wire.request import RequestKey
+from kvrelay.wire.worker_info import WorkerRole
+from tests.engine.simulation.agent import SimAgent
+from tests.engine.simulation.model import CountingModel, GuessDrafter, RealModel, SimModel, Windows
+
+
+@dataclass(eq=False)
+class SimWorker:
+    """One worker: the real engine over a pool of integers."""
+
+    name: str
+    role_name: WorkerRole
+    pages: int
+    page_size: int
+    rows: int
+    cached: bool
+    windows: Windows
+    config: WorkerConfig
+    tokenizer: Any = None
+    """Only a real model has one."""
+    steps: deque[Step[Any]] = field(default_factory=deque)
+    opened: list[DecodeStream] = field(default_factory=list)
+    broken: set[RequestKey] = field(default_factory=set)
+    """Requests whose logits are not finite here."""
+    draining: bool = False
+    """The router knows that it takes no more requests."""
+    drained: bool = False
+
+    def __post_init__(self) -> None:
+        self.model, self.kv_cache = self._load()
+        self.executor = self.model.executor
+        self.agent = SimAgent(self.name)
+        self.inbox: Inbox[Any] = Inbox()
+        outbox = Outbox(lambda function, *args: function(*args))
+        self.context: SchedulerContext[Any] = SchedulerContext(
+            self.kv_cache, outbox, WorkerMetrics(self.config)
+        )
+        scheduler: Any
+        if self.role_name is WorkerRole.AGGREGATED:
+            scheduler = AggregatedScheduler(self.context, self.tokenizer, self.config)
+        elif self.role_name is WorkerRole.PREFILL:
+            scheduler = PrefillScheduler(
+                self.context, self.agent, self.inbox, self.tokenizer, self.config
+            )
+        else:
+            scheduler = DecodeScheduler(
+                self.context, self.agent, self, self.inbox, self.tokenizer, self.config
+            )
+        options = {"overlap": self.config.overlap, "audit_pages": self.config.audit_pages}
+        self.scheduler = scheduler
+        self.engine = Engine(self.context, scheduler, self, **options)
+        self.link = RouterLink("router")
+        self.inbox.post(Attach(self.link))
+
+    def _load(self) -> tuple[SimModel, KVCacheManager]:
+        if self.config.model_path is not None:
+            model = RealModel(self.config)
+            return model, make_kv_cache(self.config, model.pools, 512)
+        ahead = tokens_ahead(self.config)
+        shapes = [self._shape(window, ahead) for window in self.windows]
+        kv_cache = KVCacheManager(
+            shapes,
+            page_size=self.page_size,
+            total_rows=self.rows,
+            max_row_tokens=512,
+            ahead=ahead,
+            index=RadixTree(self.page_size, self.windows) if self.cached else None,
+        )
+        drafter = GuessDrafter(0, self.windows) if self.config.drafts_for(True) else None
+        return CountingModel(shapes, self.page_size, drafter), kv_cache
+
+    def _shape(self, window: int | None, ahead: int) -> PoolShape:
+        """A window pool is tight: two requests fit, and what is left over is cached."""
+        if window is None:
+            return PoolShape("full", self.pages)
+        return PoolShape("window", 2 * window_pages(window, self.page_size, ahead), window)
+
+    def deliver(self, command: OpenStream) -> None:
+        """Keep a stream that is to be opened; this is the hand-over client's part."""
+        self.opened.append(command.stream)
+
+    def launch(self, step: Step[Any]) -> None:
+        """Keep a step until it is told to end; this is the launcher's part."""
+        self.steps.append(step)
+
+    def turn(self) -> None:
+        if self.inbox:
+            self.engine.run_pass(self.inbox.take_all())
+
+    def drain(self) -> None:
+        self.inbox.post(Drain(self._has_drained))
+
+    def _has_drained(self) -> None:
+        assert not self.drained
+        self.drained = True
+
+    @property
+    def counting(self) -> CountingModel:
+        """The model, which must not be a real one."""
+        assert isinstance(self.model, CountingModel)
+        return self.model
+
+    def hash(self) -> None:
+        """End the oldest order of the hasher's thread."""
+        pages, on_end = self.agent.to_hash.pop(0)
+        on_end(tuple(PageSum(*page.place, self.counting.sum(page)) for page in pages))
+
+    def end_step(self) -> None:
+        step = self.steps.popleft()
+        live = [item for item in step.scheduled if item.token_state.broken is None]
+        self.model.broken = {i for i, item in enumerate(live) if item.request.key in self.broken}
+        if step.copies:
+            self.executor.copy(step.copies)
+        self.inbox.post(self.executor.execute(step))
+
+    def fail_step(self) -> None:
+        step, self.model.fails = self.steps.popleft(), True
+        ended = execute_or_fail(self.executor, step)
+        self.model.fails = False
+        self.inbox.post(ended)
+
+
+def count(worker: SimWorker, counter: str) -> float:
+    labels = {"role": worker.role_name, "worker": worker.name, "model": "sim"}
+    value = worker.context.metrics.registry.get_sample_value(f"kvrelay_{counter}_total", labels)
+    assert value is not None
+    return value

@@ -1,0 +1,186 @@
+"""Tiny random models of every architecture, saved by transformers, which computes their logits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    DeepseekV2Config,
+    DeepseekV3Config,
+    Gemma2Config,
+    Gemma3TextConfig,
+    LlamaConfig,
+    MistralConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+VOCAB_SIZE = 131
+_SHAPE: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.2,
+    "eos_token_id": 7,
+}
+
+
+def _rope(rope_type: str, **parameters: float) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_type": rope_type, "rope_theta": 10000.0, **parameters}}
+
+
+_DEEP = {**_SHAPE, "num_hidden_layers": 3}
+_LATENT = {
+    **_SHAPE,
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 24,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 10,
+    "first_k_dense_replace": 2,
+}
+_EXPERTS: dict[str, Any] = {
+    "first_k_dense_replace": 1,
+    "moe_intermediate_size": 24,
+    "n_routed_experts": 8,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 3,
+    "routed_scaling_factor": 1.7,
+}
+_LATENT_YARN = _rope(
+    "yarn", factor=4.0, mscale=0.7, mscale_all_dim=1.2, original_max_position_embeddings=32
+)
+
+CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
+    "llama": lambda: LlamaConfig(**_SHAPE),
+    "llama-tied": lambda: LlamaConfig(**_SHAPE, tie_word_embeddings=True),
+    "llama-biased": lambda: LlamaConfig(**_SHAPE, attention_bias=True, mlp_bias=True),
+    "llama-mha": lambda: LlamaConfig(**{**_SHAPE, "num_key_value_heads": 4}),
+    "llama-linear": lambda: LlamaConfig(**_SHAPE, **_rope("linear", factor=4.0)),
+    "llama-llama3": lambda: LlamaConfig(
+        **_SHAPE,
+        **_rope(
+            "llama3",
+            factor=8.0,
+            low_freq_factor=1.0,
+            high_freq_factor=4.0,
+            original_max_position_embeddings=32,
+        ),
+    ),
+    "llama-yarn": lambda: LlamaConfig(
+        **_SHAPE, **_rope("yarn", factor=4.0, original_max_position_embeddings=32)
+    ),
+    "mistral": lambda: MistralConfig(**_SHAPE, head_dim=24, sliding_window=None),
+    "mistral-window": lambda: MistralConfig(**_SHAPE, sliding_window=20),
+    "qwen2": lambda: Qwen2Config(**_SHAPE),
+    "qwen2-window": lambda: Qwen2Config(
+        **_DEEP, use_sliding_window=True, sliding_window=12, max_window_layers=1
+    ),
+    "qwen3": lambda: Qwen3Config(**_SHAPE, head_dim=32),
+    "qwen3-window": lambda: Qwen3Config(
+        **_DEEP,
+        use_sliding_window=True,
+        sliding_window=8,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+    ),
+    "gemma2": lambda: Gemma2Config(
+        **_DEEP,
+        head_dim=24,
+        sliding_window=11,
+        query_pre_attn_scalar=30,
+        attn_logit_softcapping=3.0,
+        final_logit_softcapping=4.0,
+    ),
+    "gemma3": lambda: Gemma3TextConfig(
+        **_DEEP,
+        head_dim=24,
+        sliding_window=9,
+        query_pre_attn_scalar=30,
+        sliding_window_pattern=2,
+        tie_word_embeddings=False,
+        rope_parameters={
+            "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+            "full_attention": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0},
+        },
+    ),
+    "deepseek-v2": lambda: DeepseekV2Config(**_LATENT, q_lora_rank=None, mlp_bias=True),
+    "deepseek-v2-yarn": lambda: DeepseekV2Config(**_LATENT, **_LATENT_YARN, q_lora_rank=20),
+    "deepseek-v3": lambda: DeepseekV3Config(**_LATENT, q_lora_rank=20, attention_bias=True),
+    "deepseek-v2-experts": lambda: DeepseekV2Config(
+        **{**_LATENT, **_EXPERTS}, q_lora_rank=None, n_group=1, topk_group=1
+    ),
+    "deepseek-v2-groups": lambda: DeepseekV2Config(
+        **{**_LATENT, **_EXPERTS},
+        q_lora_rank=None,
+        n_group=4,
+        topk_group=2,
+        topk_method="group_limited_greedy",
+    ),
+    "deepseek-v3-experts": lambda: DeepseekV3Config(
+        **{**_LATENT, **_EXPERTS}, n_group=4, topk_group=2
+    ),
+    "deepseek-v3-halves": lambda: DeepseekV3Config(
+        **_LATENT, **_LATENT_YARN, q_lora_rank=None, rope_interleave=False
+    ),
+}
+
+
+def save_random_model(config: PreTrainedConfig, folder: Path) -> PreTrainedModel:
+    """A seeded model of `config` in float32, saved to `folder`."""
+    torch.manual_seed(1)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            # Biases and norms start out as zeros and ones, which would hide a mix-up.
+            if name.endswith("bias") or "norm" in name:
+                weight.add_(torch.randn_like(weight) * 0.2)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.add_(torch.randn_like(buffer) * 0.2)
+    model.save_pretrained(folder)
+    return model
+
+
+class Models:
+    """Saved models by a key of `CONFIGS`, each made once."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self._models: dict[str, PreTrainedModel] = {}
+
+    def folder(self, name: str) -> Path:
+        self.reference(name)
+        return self._root / name
+
+    def reference(self, name: str) -> PreTrainedModel:
+        if name not in self._models:
+            self._models[name] = save_random_model(CONFIGS[name](), self._root / name)
+        return self._models[name]
+
+    def logits(self, name: str, tokens: Sequence[int]) -> torch.Tensor:
+        """``[len(tokens), vocab]`` by transformers."""
+        with torch.inference_mode():
+            return _logits(self.reference(name), tokens)
+
+    def logits_in_float64(self, name: str, tokens: Sequence[int]) -> torch.Tensor:
+        """The same, computed more precisely, rounded to float32."""
+        model = deepcopy(self.reference(name)).double()
+        model.set_experts_implementation("eager")  # the others have no float64
+        with torch.inference_mode():
+            return _logits(model, tokens).float()
+
+
+def _logits(model: PreTrainedModel, tokens: Sequence[int]) -> torch.Tensor:
+    logits: torch.Tensor = model(torch.tensor([list(tokens)])).logits[0]
+    return logits

@@ -1,0 +1,195 @@
+"""What an attempt does about every end that a worker can report: the whole table."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+
+from kvrelay.router.attempt import (
+    Attempt,
+    AttemptFailed,
+    AttemptRetracted,
+    RequestFailed,
+    Verdict,
+)
+from kvrelay.router.attempt_transitions import TRANSITIONS, Action, Phase, Report
+from kvrelay.router.fleet import Placement
+from kvrelay.router.generation import Submission
+from kvrelay.router.limits import Limits
+from kvrelay.router.validation import Validator
+from kvrelay.v1 import inference_pb2 as pb
+from kvrelay.wire.output import EndReason, FailureReason, RequestEnd
+from kvrelay.wire.worker_info import WorkerRole
+
+from .recorded_link import RecordedLink
+
+PREFILL, DECODE = WorkerRole.PREFILL, WorkerRole.DECODE
+SIDES = (PREFILL, DECODE)
+OPEN_PHASES = [phase for phase in Phase if phase is not Phase.ENDED]
+ENDS = {
+    Report.COMPLETE: RequestEnd(EndReason.STOP),
+    Report.HANDED_OVER: RequestEnd(EndReason.HANDED_OVER),
+    Report.RETRACTED: RequestEnd(EndReason.RETRACTED),
+    Report.ABORTED: RequestEnd(EndReason.ABORTED),
+    Report.FAILED: RequestEnd(EndReason.FAILED, error="x", cause=FailureReason.READ_FAILED),
+    Report.FAILED_FOR_GOOD: RequestEnd(EndReason.FAILED, error="x"),
+}
+PATHS: dict[Phase, list[tuple[WorkerRole, Report]]] = {
+    Phase.PREFILLING: [],
+    Phase.DECODING: [(PREFILL, Report.HANDED_OVER)],
+    Phase.DECODE_RETRACTED: [(DECODE, Report.RETRACTED)],
+    Phase.DECODE_ABORTED: [(DECODE, Report.ABORTED)],
+}
+"""How a choice gets into each phase."""
+
+
+class Tried:
+    """An attempt at three choices on two recorded links; the first choice is what ends."""
+
+    def __init__(self, phase: Phase = Phase.PREFILLING, *, draining: bool = False) -> None:
+        self.prefill, self.decode = RecordedLink(PREFILL), RecordedLink(DECODE)
+        self.decode.draining = draining
+        message = pb.GenerateRequest(request_id="r", sampling_params=pb.SamplingParams(n=3))
+        message.input_ids.ids.extend([1, 2, 3])
+        validator = Validator("m", lambda text: [], 16, 1 << 20)
+        request = validator.validate(message, Limits(402, 512, 512, 512))
+        links: Any = (self.decode, self.prefill)
+        self.attempt = Attempt(Submission(request, 7, range(3), 0.0), Placement(*links))
+        for side, report in PATHS[phase]:
+            assert self.report(side, report) is None
+        self.prefill.asked_to_end.clear()
+
+    def report(self, side: WorkerRole, report: Report) -> Verdict | None:
+        return self.attempt.on_end(side, 0, ENDS[report])
+
+    @property
+    def cancelled(self) -> bool:
+        assert self.prefill.cancels == self.decode.cancels
+        return bool(self.prefill.cancels)
+
+
+def test_the_table_has_an_answer_to_everything() -> None:
+    assert set(TRANSITIONS) == set(Phase)
+    for phase in OPEN_PHASES:
+        assert set(TRANSITIONS[phase]) == set(itertools.product(SIDES, Report)), phase
+    assert TRANSITIONS[Phase.ENDED] == {}
+
+
+@pytest.mark.parametrize("reason", EndReason)
+def test_every_end_is_a_report(reason: EndReason) -> None:
+    assert Report.of(RequestEnd(reason)) in Report
+
+
+@pytest.mark.parametrize("phase", OPEN_PHASES)
+@pytest.mark.parametrize("side", SIDES)
+@pytest.mark.parametrize("report", Report)
+def test_each_row_does_what_its_action_says(phase: Phase, side: WorkerRole, report: Report) -> None:
+    action, after = TRANSITIONS[phase][side, report]
+    tried = Tried(phase)
+    verdict = tried.report(side, report)
+    everything, first = {0, 1, 2}, {0}
+    left = tried.attempt.open_choices
+    match action:
+        case Action.CONTINUE | Action.AWAIT_PREFILL:
+            assert verdict is None
+            assert after is not Phase.ENDED
+            assert left == everything
+        case Action.RETRACT_CHOICE:
+            assert isinstance(verdict, AttemptRetracted)
+            assert verdict.choices == first
+            assert left == {1, 2}
+        case Action.RETRACT_ATTEMPT:
+            assert isinstance(verdict, AttemptRetracted)
+            assert verdict.choices == everything
+            assert not left
+        case Action.FAIL_ATTEMPT:
+            assert isinstance(verdict, AttemptFailed)
+            assert verdict.choices == everything
+            assert not left
+            assert verdict.suspects == {"prefill-0-1", "decode-0-1"}
+        case Action.FAIL_REQUEST:
+            assert isinstance(verdict, RequestFailed)
+            assert str(verdict.error) == f"{side}-0: x"
+            assert left == set()
+    assert tried.cancelled == (not left)
+    assert (after is Phase.ENDED) == (verdict is not None)
+    assert tried.prefill.asked_to_end == []
+
+
+@pytest.mark.parametrize("phase", OPEN_PHASES)
+@pytest.mark.parametrize("side", SIDES)
+@pytest.mark.parametrize("report", Report)
+def test_each_row_leads_to_its_phase(phase: Phase, side: WorkerRole, report: Report) -> None:
+    """Whatever comes next means the same as in an attempt that is in that phase already."""
+    _, after = TRANSITIONS[phase][side, report]
+    if after is Phase.ENDED:
+        return
+    for next_side, next_report in itertools.product(SIDES, Report):
+        tried, other = Tried(phase), Tried(after)
+        tried.report(side, report)
+        assert type(tried.report(next_side, next_report)) is type(
+            other.report(next_side, next_report)
+        )
+        assert tried.attempt.open_choices == other.attempt.open_choices
+
+
+@pytest.mark.parametrize("phase", OPEN_PHASES)
+@pytest.mark.parametrize("side", SIDES)
+@pytest.mark.parametrize("report", Report)
+def test_a_decode_worker_that_drains_ends_prefill_and_explains_an_abort(
+    phase: Phase, side: WorkerRole, report: Report
+) -> None:
+    """What it cannot explain is a failure none the less."""
+    action, after = TRANSITIONS[phase][side, report]
+    tried = Tried(phase, draining=True)
+    verdict = tried.report(side, report)
+    hurried = action is Action.AWAIT_PREFILL and after is Phase.DECODE_RETRACTED
+    assert tried.prefill.asked_to_end == ([7] if hurried else [])
+    if action is Action.FAIL_ATTEMPT:
+        assert isinstance(verdict, AttemptFailed) == (report is Report.FAILED)
+
+
+@pytest.mark.parametrize("order", [SIDES, SIDES[::-1]])
+@pytest.mark.parametrize("prefill", Report)
+@pytest.mark.parametrize(
+    "decode", [Report.RETRACTED, Report.ABORTED, Report.FAILED, Report.FAILED_FOR_GOOD]
+)
+def test_no_choice_waits_once_both_sides_gave_their_ends(
+    order: tuple[WorkerRole, ...], prefill: Report, decode: Report
+) -> None:
+    tried, ends = Tried(), {PREFILL: prefill, DECODE: decode}
+    verdict = tried.report(order[0], ends[order[0]]) or tried.report(order[1], ends[order[1]])
+    assert verdict is not None
+    assert not tried.attempt.works_on(0)
+
+
+@pytest.mark.parametrize("decode", [Report.RETRACTED, Report.ABORTED])
+@pytest.mark.parametrize("prefill", [Report.COMPLETE, Report.HANDED_OVER])
+def test_the_order_of_two_ends_changes_nothing(prefill: Report, decode: Report) -> None:
+    """Also not who is named: decode's end is the reason."""
+    verdicts = []
+    for order in ([PREFILL, DECODE], [DECODE, PREFILL]):
+        tried, said = Tried(), {PREFILL: prefill, DECODE: decode}
+        for side in order:
+            verdict = tried.report(side, said[side])
+        verdicts.append(verdict)
+    if isinstance(verdicts[0], AttemptRetracted):
+        assert verdicts[0].detail == "decode-0: retracted"
+        assert verdicts[0] == verdicts[1]
+    else:
+        one, other = verdicts
+        assert isinstance(one, AttemptFailed)
+        assert isinstance(other, AttemptFailed)
+        assert str(one.error) == str(other.error) == "decode-0: aborted"
+        assert one.reason is other.reason is FailureReason.ABORTED
+
+
+def test_the_last_choice_to_end_cancels_the_attempt() -> None:
+    tried = Tried()
+    for choice in range(3):
+        assert not tried.cancelled
+        tried.attempt.end_choice(choice)
+    assert tried.cancelled
+    assert tried.attempt.on_lost(tried.decode.endpoint, "x") is None

@@ -1,0 +1,46 @@
+"""Bounds on a request come from the model and the largest pools of the workers."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvrelay.router.errors import Unavailable
+from kvrelay.router.limits import Limits
+from kvrelay.wire.worker_info import WorkerInfo, WorkerRole
+
+
+def endpoint(role: WorkerRole, pool_tokens: int, max_model_len: int = 64) -> WorkerInfo:
+    return WorkerInfo(
+        f"{role}-0", role, "i", "a:1", "m:1", pool_tokens, max_model_len, 100, "Toy", (0,)
+    )
+
+
+def test_limits_are_the_models_and_the_largest_pools() -> None:
+    limits = Limits.of(
+        [
+            endpoint(WorkerRole.PREFILL, 10, max_model_len=32),
+            endpoint(WorkerRole.PREFILL, 30),
+            endpoint(WorkerRole.DECODE, 20),
+        ]
+    )
+    assert limits == Limits(100, 32, 30, 20)
+
+
+def test_without_one_role_there_are_no_limits() -> None:
+    with pytest.raises(Unavailable, match="decode"):
+        Limits.of([endpoint(WorkerRole.PREFILL, 10)])
+
+
+def test_aggregated_workers_compute_prompts_and_outputs_in_one_pool() -> None:
+    aggregated = endpoint(WorkerRole.AGGREGATED, 20)
+    assert Limits.of([aggregated]) == Limits(100, 64, 20, 20)
+    assert Limits.of([aggregated, endpoint(WorkerRole.PREFILL, 30)]) == Limits(100, 64, 20, 20)
+
+
+@pytest.mark.parametrize(("decode", "expected"), [(20, (30, 20)), (19, (20, 20))])
+def test_limits_of_both_kinds_are_of_one_that_can_take_all(
+    decode: int, expected: tuple[int, int]
+) -> None:
+    pair = [endpoint(WorkerRole.PREFILL, 30), endpoint(WorkerRole.DECODE, decode)]
+    limits = Limits.of([*pair, endpoint(WorkerRole.AGGREGATED, 20)])
+    assert (limits.prefill_pool_tokens, limits.decode_pool_tokens) == expected

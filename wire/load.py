@@ -1,0 +1,118 @@
+"""What a worker reports of its load and its memory; what placement and operators read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvrelay.wire.worker_info import WorkerRole
+
+
+@dataclass(frozen=True, slots=True)
+class PoolCounts:
+    """A pool's account at one moment, in pages (or rows); the states sum to `total`.
+
+    `promised` pages are still among the free, or evictable: running requests
+    may grow into them, so nobody else is admitted on their account.
+    """
+
+    pool: str
+    """Of pages: ``full``, ``window`` or ``latent``, with ``draft_`` before it for a draft model's.
+
+    Or ``rows``.
+    """
+    page_size: int
+    """Tokens a page; 0 for rows."""
+    total: int
+    free: int
+    held: int
+    cached_evictable: int
+    cached_protected: int
+    session: int
+    quarantined: int
+    promised: int
+
+    @property
+    def accounted(self) -> int:
+        """The sum of all states."""
+        return (
+            self.free
+            + self.held
+            + self.cached_evictable
+            + self.cached_protected
+            + self.session
+            + self.quarantined
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class PeerTransport:
+    """What a decode worker has found the transport from a prefill worker to be."""
+
+    incarnation: str
+    """The prefill worker's."""
+    backend: str = ""
+    """NIXL's, e.g. ``UCX``."""
+    transports: str = ""
+    """Those that the backend may choose from, as far as it was told."""
+    read_bytes_per_second: float = 0.0
+    """From the peer, in pieces of the pool's real size."""
+    write_bytes_per_second: float = 0.0
+    """To the peer, where no KV goes."""
+    refusal: str = ""
+    """Why nothing is read from the peer; empty if it is."""
+
+    def __str__(self) -> str:
+        speed = self.read_bytes_per_second / 1e9
+        return f"{speed:.3g} GB/s by {self.backend} ({self.transports})"
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerLoad:
+    """What one worker has to do, and what memory it has left."""
+
+    waiting_requests: int = 0
+    running_requests: int = 0
+    waiting_tokens: int = 0
+    """Prompt tokens that are not yet computed, or not yet pulled."""
+    pools: tuple[PoolCounts, ...] = ()
+    growth_tokens: int = 0
+    """Tokens that running requests are expected to add."""
+    step_seconds: float = 0.0
+    """A moving mean of a forward's seconds; zero before the first."""
+    draining: bool = False
+    """The worker takes no more requests."""
+    peers: tuple[PeerTransport, ...] = ()
+    """Of a decode worker: the prefill workers that it has met."""
+
+    def refusal_of(self, incarnation: str) -> str:
+        """Why this decode worker does not read from that prefill worker; empty if it may."""
+        return next((peer.refusal for peer in self.peers if peer.incarnation == incarnation), "")
+
+    @property
+    def room_tokens(self) -> int:
+        """Tokens that the first pool can still take; in tokens, so that page sizes may differ.
+
+        What running requests are promised, or expected to add if that is more,
+        is taken. Where there is a pool for windows, too, it comes second and
+        fills up later.
+        """
+        return sum(
+            (pool.free + pool.cached_evictable) * pool.page_size
+            - max(pool.promised * pool.page_size, self.growth_tokens)
+            for pool in self.pools[:1]
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerStatus:
+    """A worker as the router shows it to operators."""
+
+    worker: str
+    """Stable over restarts, e.g. ``decode-0``."""
+    role: WorkerRole
+    incarnation: str
+    address: str
+    metrics_address: str
+    ready: bool
+    draining: bool
+    load: WorkerLoad

@@ -1,0 +1,25 @@
+"""The messages that cross processes, each with its dataclass. gRPC's edges alone import this."""
+
+from __future__ import annotations
+
+from kvrelay.v1 import hand_over_pb2, inference_pb2, worker_pb2
+from kvrelay.wire.agent import AgentDescription
+from kvrelay.wire.codec import Codec
+from kvrelay.wire.hand_over import FromDecode, FromPrefill, Open, Sequenced
+from kvrelay.wire.load import WorkerStatus
+from kvrelay.wire.output import EngineOutputs, PhaseTimings
+from kvrelay.wire.page_owners import PageOwners
+from kvrelay.wire.request import AttachRequest, GenerationParams
+
+AGENT = Codec(AgentDescription, hand_over_pb2.DescribeAgentResponse)
+HAND_OVER_OPEN = Codec(Open, hand_over_pb2.HandOverOpen)
+FROM_DECODE: Codec[Sequenced[FromDecode], hand_over_pb2.HandOverRequest]
+FROM_DECODE = Codec(Sequenced, hand_over_pb2.HandOverRequest, message=FromDecode)
+FROM_PREFILL: Codec[Sequenced[FromPrefill], hand_over_pb2.HandOverResponse]
+FROM_PREFILL = Codec(Sequenced, hand_over_pb2.HandOverResponse, message=FromPrefill)
+ENGINE_OUTPUTS = Codec(EngineOutputs, worker_pb2.AttachResponse)
+TIMINGS = Codec(PhaseTimings, inference_pb2.PhaseTimings)
+WORKER_STATUS = Codec(WorkerStatus, inference_pb2.WorkerStatus)
+PAGE_OWNERS = Codec(PageOwners, worker_pb2.GetPageOwnersResponse)
+GENERATION_PARAMS = Codec(GenerationParams, inference_pb2.SamplingParams)
+ATTACH_REQUEST = Codec(AttachRequest, worker_pb2.AttachRequest)

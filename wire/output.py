@@ -1,0 +1,150 @@
+"""What a worker reports of its requests, step by step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import NamedTuple
+
+from kvrelay.wire.load import WorkerLoad
+from kvrelay.wire.request import RequestKey
+
+
+class TokenLogprob(NamedTuple):
+    """One of the most likely tokens at a position."""
+
+    token_id: int
+    logprob: float
+
+
+@dataclass(frozen=True, slots=True)
+class SampledToken:
+    """A token of an output or a prompt, and the model's own log-probabilities if asked for."""
+
+    token_id: int
+    logprob: float | None = None
+    """None: nobody asked."""
+    top: tuple[TokenLogprob, ...] = ()
+    """The likeliest tokens, likeliest first."""
+
+
+@dataclass(frozen=True, slots=True)
+class PhaseTimings:
+    """Seconds that a request spent in each phase; zero where the worker does not know."""
+
+    queue_seconds: float = 0.0
+    prefill_seconds: float = 0.0
+    transfer_seconds: float = 0.0
+    decode_seconds: float = 0.0
+
+    def merged(self, other: PhaseTimings) -> PhaseTimings:
+        """The larger one of each phase.
+
+        Not the sum: a worker reports zero for a phase that is not its own, and may report its
+        own more than once.
+        """
+        return PhaseTimings(
+            max(self.queue_seconds, other.queue_seconds),
+            max(self.prefill_seconds, other.prefill_seconds),
+            max(self.transfer_seconds, other.transfer_seconds),
+            max(self.decode_seconds, other.decode_seconds),
+        )
+
+    def plus(self, other: PhaseTimings) -> PhaseTimings:
+        """The sum of each phase, of an attempt and of another after it."""
+        return PhaseTimings(
+            self.queue_seconds + other.queue_seconds,
+            self.prefill_seconds + other.prefill_seconds,
+            self.transfer_seconds + other.transfer_seconds,
+            self.decode_seconds + other.decode_seconds,
+        )
+
+
+NO_TIMINGS = PhaseTimings()
+
+
+class EndReason(StrEnum):
+    """Why a worker says nothing more of a choice."""
+
+    STOP = "stop"
+    """It is complete: end of sequence, a stop token or a stop string."""
+    LENGTH = "length"
+    """It is complete: it has `max_tokens` tokens."""
+    ABORTED = "aborted"
+    """It was cancelled."""
+    HANDED_OVER = "handed_over"
+    """Prefill side: the decode side goes on."""
+    FAILED = "failed"
+    """`RequestEnd.error` says why."""
+    RETRACTED = "retracted"
+    """It made room for others, or the worker drains.
+
+    It is to be submitted again, with what it has emitted.
+    """
+
+
+class FailureReason(StrEnum):
+    """Why an attempt ended early although another one could complete the request."""
+
+    WORKER_LOST = "worker_lost"
+    """The router lost the worker. No worker says this."""
+    ABORTED = "aborted"
+    """A worker gave the request up unasked. No worker says this, the router concludes it."""
+    PEER_LOST = "peer_lost"
+    """The hand-over's stream broke: the other worker has left, or is gone."""
+    PEER_FAILED = "peer_failed"
+    """The prefill worker gave the request up."""
+    READ_FAILED = "read_failed"
+    """A read of its pages did not end well."""
+    PAGE_MISMATCH = "page_mismatch"
+    """Other bytes were read than were computed."""
+    TRANSFER_REFUSED = "transfer_refused"
+    """The transport between the two is too slow, or does not work."""
+    PROTOCOL_ERROR = "protocol_error"
+    """A hand-over message came where it may not."""
+    FAILED = "failed"
+    """The worker did not say why, or the reason is newer than this router."""
+
+
+@dataclass(frozen=True, slots=True)
+class RequestEnd:
+    """The end of a choice on one worker."""
+
+    reason: EndReason
+    matched_stop: int | str | None = None
+    """The token id or the string that stopped it."""
+    error: str = ""
+    cause: FailureReason | None = None
+    """Of a failure; if there is one, another attempt could complete the request."""
+
+    @property
+    def retryable(self) -> bool:
+        """Whether another attempt could complete the request."""
+        return self.cause is not None
+
+
+@dataclass(slots=True)  # not frozen: that would cost a microsecond more, for each token
+class RequestOutput:
+    """Tokens of one choice from one step, or its end, or both."""
+
+    key: RequestKey
+    """Its router is empty where a router has received it."""
+    index: int
+    """The first token's place in the output."""
+    tokens: tuple[SampledToken, ...] = ()
+    end: RequestEnd | None = None
+    """On this worker's last output of the choice."""
+    timings: PhaseTimings = NO_TIMINGS
+    cached_tokens: int = 0
+    """Prompt tokens that were not computed: found in the prefill side's prefix index."""
+    prompt_logprobs: tuple[SampledToken, ...] = ()
+    """Of the prompt's tokens but the first; from whoever computed it, with its last chunk."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineOutputs:
+    """What one pass of a worker's engine has for one router."""
+
+    outputs: tuple[RequestOutput, ...]
+    load: WorkerLoad | None = None
+    """Only when it has changed."""

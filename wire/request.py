@@ -1,0 +1,183 @@
+"""What a router tells a worker of a request."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple, TypeAlias
+
+from kvrelay.wire.worker_info import WorkerAddress
+
+MAX_CHOICES = 16
+"""Outputs of one prompt, at most."""
+
+
+class RequestKey(NamedTuple):
+    """Names one attempt at one request, on every worker that takes part in it."""
+
+    router: str
+    request_id: str
+    attempt: int
+    choice: int = 0
+    """Of several outputs that one submission asks for; the first one's names them all."""
+
+    def __str__(self) -> str:
+        choice = f"/{self.choice}" if self.choice else ""
+        return f"{self.request_id}#{self.attempt}{choice}"
+
+    def of_choice(self, choice: int) -> RequestKey:
+        """The same attempt's other output."""
+        return self._replace(choice=choice)
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """A request's choice of sampling; the names and meanings of vLLM and OpenAI.
+
+    A value out of range raises `ValueError` that starts with the field's name.
+    """
+
+    temperature: float = 1.0
+    """0 picks the likeliest token."""
+    top_p: float = 1.0
+    """Keep the fewest likeliest tokens whose probability reaches it; in (0, 1]."""
+    top_k: int = 0
+    """Keep this many of the likeliest tokens (ties with the last are kept too); 0 keeps all."""
+    min_p: float = 0.0
+    """Keep tokens at least this many times as likely as the likeliest; in [0, 1]."""
+    frequency_penalty: float = 0.0
+    """Taken off a logit for every time its token is in the output."""
+    presence_penalty: float = 0.0
+    """Taken off a logit if its token is in the output."""
+    repetition_penalty: float = 1.0
+    """Divides positive and multiplies negative logits of tokens in prompt or output."""
+    seed: int = 0
+    """Of the draws; a router draws it where the client gives none."""
+    logprobs: int | None = None
+    """How many of the likeliest tokens to report beside the sampled one; None reports nothing."""
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    """What is added to the logits of token ids."""
+
+    def __post_init__(self) -> None:
+        _require(0 <= self.temperature < math.inf, "temperature", "must be at least 0 and finite")
+        _require(0 < self.top_p <= 1, "top_p", "must be in (0, 1]")
+        _require(self.top_k >= 0, "top_k", "must be at least 0")
+        _require(0 <= self.min_p <= 1, "min_p", "must be in [0, 1]")
+        _require(math.isfinite(self.frequency_penalty), "frequency_penalty", "must be finite")
+        _require(math.isfinite(self.presence_penalty), "presence_penalty", "must be finite")
+        _require(
+            0 < self.repetition_penalty < math.inf,
+            "repetition_penalty",
+            "must be positive and finite",
+        )
+        _require(self.logprobs is None or self.logprobs >= 0, "logprobs", "must be at least 0")
+        _require(
+            all(math.isfinite(bias) for bias in self.logit_bias.values()),
+            "logit_bias",
+            "must be finite",
+        )
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether no draw is made."""
+        return self.temperature == 0
+
+    @property
+    def edits_logits(self) -> bool:
+        """Whether logits are changed before the temperature."""
+        return bool(self.logit_bias) or (
+            self.frequency_penalty != 0
+            or self.presence_penalty != 0
+            or self.repetition_penalty != 1
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class StopConditions:
+    """What ends an output besides its client."""
+
+    max_tokens: int
+    min_tokens: int = 0
+    """No stop condition but `max_tokens` counts before as many output tokens."""
+    stop_token_ids: frozenset[int] = frozenset()
+    """The client's; `with_eos` adds the model's end-of-sequence tokens."""
+    stop: tuple[str, ...] = ()
+    """Stop strings, which are looked for in the rendered text."""
+    ignore_eos: bool = False
+    """End-of-sequence tokens do not end the output."""
+    skip_special_tokens: bool = True
+    """Special tokens are left out of the rendered text."""
+
+    def with_eos(self, eos_token_ids: Iterable[int]) -> StopConditions:
+        """The same, with the model's end-of-sequence tokens unless they are ignored."""
+        eos = () if self.ignore_eos else eos_token_ids
+        return dataclasses.replace(self, stop_token_ids=self.stop_token_ids.union(eos))
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationParams:
+    """All that a client may choose for the outputs of a prompt."""
+
+    sampling: SamplingParams
+    stops: StopConditions
+    n: int = 1
+    """Choices: independent outputs of the one prompt."""
+    prompt_logprobs: int | None = None
+    """As `SamplingParams.logprobs`, for the prompt's tokens; None reports nothing."""
+    speculate: bool = True
+    """Drafts may be verified for it, where the worker has a drafter."""
+
+
+@dataclass(frozen=True, slots=True)
+class AttachHello:
+    """The first command on a router's stream to a worker."""
+
+    router: str
+    incarnation: str
+    """The worker that is meant; another one at its address refuses."""
+
+
+@dataclass(frozen=True, slots=True)
+class SubmitRequest:
+    """The worker is to start an attempt at some choices of a request."""
+
+    key: RequestKey
+    """Neither its router, which the stream names, nor its choice is sent."""
+    input_ids: tuple[int, ...]
+    """The prompt, and after it what an earlier attempt has emitted."""
+    num_prompt_tokens: int
+    """Of `input_ids`, the prompt."""
+    sampling_params: GenerationParams
+    first_choice: int = 0
+    """The choices wanted are the `n` from this one on."""
+    priority: int = 0
+    """A lower one is scheduled earlier."""
+    age_seconds: float = 0.0
+    """Since the router took the request."""
+    prefill: WorkerAddress | None = None
+    """To a decode worker: who computes the prompt."""
+
+
+@dataclass(frozen=True, slots=True)
+class CancelRequest:
+    """The worker is to end all choices of an attempt."""
+
+    key: RequestKey
+    """Neither its router nor its choice is sent."""
+
+
+RouterCommand: TypeAlias = AttachHello | SubmitRequest | CancelRequest
+
+
+@dataclass(frozen=True, slots=True)
+class AttachRequest:
+    """One message of a router's stream to a worker."""
+
+    command: RouterCommand
+
+
+def _require(holds: bool, field_name: str, rule: str) -> None:
+    if not holds:
+        raise ValueError(f"{field_name} {rule}")
