@@ -21,6 +21,7 @@ KVRELAY = (sys.executable, "-m", "kvrelay.deploy")
 ANYWHERE = "127.0.0.1:0"
 IDLE_LIMIT = 0.05
 IDLE_SECONDS = 4.0
+IDLE_LOOKS = 4
 
 
 @pytest.fixture
@@ -80,7 +81,9 @@ def test_serve_generate_status_and_ctrl_c(
 
     pids = cluster_pids(serve.pid)
     assert len(pids) == 3, "the command, a prefill and a decode worker"
-    assert cpu_fraction(pids, IDLE_SECONDS) < IDLE_LIMIT
+    # A neighbour on the machine can make one look dear; what polls is dear at every look.
+    looks = (cpu_fraction(pids, IDLE_SECONDS) for _ in range(IDLE_LOOKS))
+    assert any(fraction < IDLE_LIMIT for fraction in looks)
 
     serve.send_signal(signal.SIGINT)
     assert serve.wait(30) == 0
