@@ -285,7 +285,9 @@ def hand_over(model: str, tokens: int, prompts: int, address: Any, **options: An
     from kvrelay.deploy.local_ray import LocalRay
 
     found = resolve_model(model, "bfloat16", users_models(), lambda _: None)
-    serve = ServeOptions(model=model, grpc=address, metrics=address, threads=1, **options)
+    serve = ServeOptions(
+        model=model, grpc=address, admin=address, metrics=address, threads=1, **options
+    )
     with LocalRay(serve.workers):
         click.echo(asyncio.run(hand_overs(serve, found, tokens, prompts)))
 

@@ -72,4 +72,6 @@ class Address:
 
 DEFAULT_GRPC: Final = Address("127.0.0.1", 50051)
 """Where `kvrelay serve` listens, and where the other commands look for it."""
+DEFAULT_ADMIN: Final = Address("127.0.0.1", 50052)
+"""Where `kvrelay serve` listens to operators, and where `kvrelay drain` looks for it."""
 DEFAULT_METRICS: Final = Address("127.0.0.1", 9400)

@@ -12,13 +12,14 @@ from typing import Any, Final, Self
 import click
 import grpc
 
-from kvrelay.deploy.address import DEFAULT_GRPC, Address
+from kvrelay.deploy.address import DEFAULT_ADMIN, DEFAULT_GRPC, Address
 from kvrelay.deploy.environment import TOKEN_VARIABLE, Environment
 from kvrelay.deploy.errors import DeployError, OptionError
 from kvrelay.deploy.params import ADDRESS, FILE
 from kvrelay.net.options import MAX_MESSAGE_BYTES, message_bounds
 from kvrelay.net.tls import TlsFileError, check_certificates
-from kvrelay.router.auth import bearer, read_tokens
+from kvrelay.router.auth import bearer
+from kvrelay.router.token_file import read_plain_tokens
 from kvrelay.v1 import inference_pb2_grpc as rpc
 
 Metadata = tuple[tuple[str, str], ...]
@@ -75,6 +76,14 @@ with_server = click.option(
     help="Where the cluster's router listens.",
 )
 """Gives a command the router's address as `server`."""
+with_admin = click.option(
+    "--admin",
+    type=ADDRESS,
+    default=str(DEFAULT_ADMIN),
+    show_default=True,
+    help="Where the cluster's router listens to operators.",
+)
+"""Gives a command the address of the router's admin service as `admin`."""
 
 
 def with_access(command: Callable[..., None]) -> Callable[..., None]:
@@ -110,7 +119,7 @@ def _token(path: Path | None) -> str | None:
     if path is None:
         return Environment.read().token
     try:
-        return read_tokens(path)[0]
+        return read_plain_tokens(path)[0]
     except ValueError as error:
         raise OptionError("--token-file", str(error)) from error
 

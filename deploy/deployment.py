@@ -91,8 +91,10 @@ def router_config(options: ServeOptions, model: Model) -> RouterConfig:
         dtype=options.dtype,
         grpc_address=str(options.grpc),
         metrics_address=str(options.metrics),
+        admin_address=str(options.admin),
         worker_tls=options.cluster_tls,
         front_tls=options.front_tls,
+        admin_tls=options.admin_tls,
         **values_for(RouterOptions, options),
     )
 

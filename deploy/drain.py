@@ -7,7 +7,7 @@ from typing import Final
 import click
 
 from kvrelay.deploy.address import Address
-from kvrelay.deploy.client import Access, connected, with_access, with_server
+from kvrelay.deploy.client import Access, connected, with_access, with_admin
 from kvrelay.deploy.edge import with_clear_errors
 from kvrelay.deploy.errors import DeployError
 from kvrelay.v1 import admin_pb2 as pb
@@ -21,10 +21,10 @@ _READY: Final = pb.DrainWorkerResponse.PHASE_READY
 @click.command()
 @click.argument("worker")
 @click.option("--remove", is_flag=True, help="Do not start another worker in its place.")
-@with_server
+@with_admin
 @with_clear_errors
 @with_access
-def drain(*, debug: bool, worker: str, remove: bool, server: Address, access: Access) -> None:
+def drain(*, debug: bool, worker: str, remove: bool, admin: Address, access: Access) -> None:
     """Drain WORKER: it takes no more requests, finishes its own or moves them, and ends.
 
     Another worker takes its place, and the command ends when that one is ready.
@@ -32,13 +32,13 @@ def drain(*, debug: bool, worker: str, remove: bool, server: Address, access: Ac
     """
     request = pb.DrainWorkerRequest(worker=worker, remove=remove)
     last = None
-    access.check(server)
-    with connected(server, access.credentials(), admin_pb2_grpc.AdminServiceStub) as admin:
-        for response in admin.DrainWorker(request, metadata=access.metadata):
+    access.check(admin)
+    with connected(admin, access.credentials(), admin_pb2_grpc.AdminServiceStub) as service:
+        for response in service.DrainWorker(request, metadata=access.metadata):
             click.echo(_line(worker, response, remove=remove))
             last = response.phase
     if last != (_LEFT if remove else _READY):
-        raise DeployError(f"{server}: the connection ended before {worker} had drained")
+        raise DeployError(f"{admin}: the connection ended before {worker} had drained")
 
 
 def _line(worker: str, response: pb.DrainWorkerResponse, *, remove: bool) -> str:

@@ -14,7 +14,7 @@ from typing import Self
 
 from kvrelay.deploy.errors import DeployError
 from kvrelay.options.user_cache import cache_home
-from kvrelay.router.auth import is_token
+from kvrelay.router.token_file import is_token
 
 TOKEN_VARIABLE = "KVRELAY_TOKEN"  # noqa: S105 (a name)
 _RAY_SETTINGS = {

@@ -7,15 +7,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from kvrelay.deploy.address import DEFAULT_GRPC, DEFAULT_METRICS, MAX_PORT, Address
+from kvrelay.deploy.address import DEFAULT_ADMIN, DEFAULT_GRPC, DEFAULT_METRICS, MAX_PORT, Address
 from kvrelay.deploy.errors import OptionError
 from kvrelay.deploy.tls_options import check_tls, check_together
 from kvrelay.engine.config import Speculation, WorkerOptions
 from kvrelay.engine.faults import parse_faults
 from kvrelay.net.tls import TlsFiles
 from kvrelay.options.declaration import Section, flag_of, option, options_of
-from kvrelay.router.auth import read_tokens
 from kvrelay.router.config import RouterOptions
+from kvrelay.router.token_file import read_tokens
 
 DEFAULT_MODEL: Final = "smollm2-135m-instruct"
 WORKER_HOST: Final = "127.0.0.1"
@@ -75,6 +75,12 @@ class ServeOptions(RouterOptions, WorkerOptions):
     grpc: Address = option(
         DEFAULT_GRPC, "Where clients connect; port 0: any free one.", Section.ACCESS
     )
+    admin: Address = option(
+        DEFAULT_ADMIN,
+        "Where operators connect, to drain workers; port 0: any free one. With "
+        "--auth-token-file a token with the right admin is needed.",
+        Section.ACCESS,
+    )
     metrics: Address = option(
         DEFAULT_METRICS,
         f"Where Prometheus reads the router's metrics; the workers' are at the next ports of "
@@ -104,8 +110,8 @@ class ServeOptions(RouterOptions, WorkerOptions):
     )
     insecure: bool = option(
         False,
-        "Allow a --grpc address that other machines can reach without TLS and tokens, and such a "
-        "--metrics address, which never has either.",
+        "Allow --grpc and --admin addresses that other machines can reach without TLS and tokens, "
+        "and such a --metrics address, which never has either.",
         Section.ACCESS,
     )
     debug_faults: str = option(
@@ -131,7 +137,7 @@ class ServeOptions(RouterOptions, WorkerOptions):
         check_together(tls_cert=self.tls_cert, tls_key=self.tls_key, tls_ca=self.tls_ca)
         check_together(front_tls_cert=self.front_tls_cert, front_tls_key=self.front_tls_key)
         self._check_reach()
-        self._check_worker_ports()
+        self._check_ports()
 
     def _check_roles(self) -> None:
         for field in ("prefill", "decode"):
@@ -177,12 +183,13 @@ class ServeOptions(RouterOptions, WorkerOptions):
             lacking.append("--tls-cert or --front-tls-cert")
         if self.auth_token_file is None:
             lacking.append("--auth-token-file")
-        if lacking and not self.grpc.is_loopback:
-            raise OptionError(
-                "--grpc",
-                f"{self.grpc} can be reached from other machines: give {' and '.join(lacking)}, "
-                "listen on 127.0.0.1, or allow it as it is with --insecure",
-            )
+        for flag, address in (("--grpc", self.grpc), ("--admin", self.admin)):
+            if lacking and not address.is_loopback:
+                raise OptionError(
+                    flag,
+                    f"{address} can be reached from other machines: give {' and '.join(lacking)}, "
+                    "listen on 127.0.0.1, or allow it as it is with --insecure",
+                )
         if not self.metrics.is_loopback:
             raise OptionError(
                 "--metrics",
@@ -190,18 +197,21 @@ class ServeOptions(RouterOptions, WorkerOptions):
                 "text, for everybody: listen on 127.0.0.1, or allow it with --insecure",
             )
 
-    def _check_worker_ports(self) -> None:
+    def _check_ports(self) -> None:
+        if self.admin.port == self.grpc.port != 0:
+            raise OptionError("--admin", f"--grpc takes the port {self.grpc.port}, too")
         if self.metrics.port == 0:
             return
         last = self.metrics.port + self.workers
         if last > MAX_PORT:
             raise OptionError("--metrics", f"the workers take the ports up to {last}: too many")
-        if self.metrics.port <= self.grpc.port <= last:
-            raise OptionError(
-                "--metrics",
-                f"router and workers take the ports {self.metrics.port} to {last}, "
-                f"and --grpc one of them: {self.grpc.port}",
-            )
+        for flag, address in (("--grpc", self.grpc), ("--admin", self.admin)):
+            if self.metrics.port <= address.port <= last:
+                raise OptionError(
+                    "--metrics",
+                    f"router and workers take the ports {self.metrics.port} to {last}, "
+                    f"and {flag} one of them: {address.port}",
+                )
 
     def worker_metrics(self) -> tuple[Address, ...]:
         """The addresses of the workers' metrics, in the order of `roles`; none if any will do.
@@ -229,6 +239,18 @@ class ServeOptions(RouterOptions, WorkerOptions):
         if self.tls_cert is not None and self.tls_key is not None:
             return TlsFiles(self.tls_cert, self.tls_key)
         return None
+
+    @property
+    def admin_tls(self) -> TlsFiles | None:
+        """The certificate that operators are shown; None: plain text.
+
+        On loopback it is --tls-cert, which names that address; one for clients seldom does.
+        """
+        if not self.admin.is_loopback:
+            return self.front_tls
+        if self.tls_cert is None or self.tls_key is None:
+            return None
+        return TlsFiles(self.tls_cert, self.tls_key)
 
     def check_files(self) -> None:
         """Raise OptionError for the first file of TLS or tokens that cannot be used."""

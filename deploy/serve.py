@@ -55,6 +55,7 @@ def run(options: ServeOptions, progress: Progress, *, debug: bool) -> None:
         try:
             options.check_files()
             options.grpc.check_free("--grpc")
+            options.admin.check_free("--admin")
             for address in (options.metrics, *options.worker_metrics()):
                 address.check_free("--metrics")
             progress.line(headline(options))

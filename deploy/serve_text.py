@@ -14,6 +14,7 @@ from kvrelay.deploy.address import DEFAULT_GRPC
 from kvrelay.deploy.models import Model
 from kvrelay.deploy.options import ServeOptions
 from kvrelay.deploy.sizes import format_size
+from kvrelay.router.token_file import read_plain_tokens
 
 if TYPE_CHECKING:
     from kvrelay.deploy.deployment import Deployment
@@ -33,6 +34,7 @@ def ready_lines(deployment: Deployment, model: Model, options: ServeOptions) -> 
     yield ""
     yield f"  model      {model.path}"
     yield f"  gRPC       {router.grpc_address}"
+    yield f"  admin      {router.admin_address}"
     yield f"  metrics    http://{router.metrics_address}/metrics"
     for name, worker in sorted(deployment.cluster.workers.items()):
         yield f"  {name:<10} http://{worker.metrics_address}/metrics"
@@ -51,8 +53,17 @@ def _access(options: ServeOptions) -> str:
     elif options.tls_ca is not None:
         access += f" --ca {shlex.quote(str(options.tls_ca))}"
     if options.auth_token_file is not None:
-        access += f" --token-file {shlex.quote(str(options.auth_token_file))}"
+        access += f" --token-file {_client_token_file(options.auth_token_file)}"
     return access
+
+
+def _client_token_file(path: Path) -> str:
+    """A file that a client can take its token from: the router's, if that has plain tokens."""
+    try:
+        read_plain_tokens(path)
+    except ValueError:
+        return "TOKEN_FILE"
+    return shlex.quote(str(path))
 
 
 def _command() -> str:

@@ -1,51 +1,27 @@
-"""Bearer tokens: which clients may call the public service."""
+"""Bearer tokens: which clients may call which services of the router."""
 
 from __future__ import annotations
 
-import hashlib
-import hmac
-import re
 from collections.abc import Awaitable, Callable, Sequence
-from pathlib import Path
+from contextvars import ContextVar
 from typing import Any, Final
 
 import grpc
 from grpc_health.v1 import health
 
+from kvrelay.router.callers import ANYBODY, Caller, Right
+from kvrelay.router.token_file import Tokens
+from kvrelay.v1 import admin_pb2, inference_pb2
+
 HEADER: Final = "authorization"
 _SCHEME: Final = "bearer "
-_TOKEN: Final = re.compile(r"[A-Za-z0-9._~+/-]+=*")  # RFC 6750's b64token
 _OPEN: Final = f"/{health.SERVICE_NAME}/"
-
-
-def is_token(text: str) -> bool:
-    """Whether the text can be sent as a token in a call's metadata."""
-    return _TOKEN.fullmatch(text) is not None
-
-
-def read_tokens(path: Path) -> tuple[str, ...]:
-    """The tokens in a file, one a line; empty lines and lines that begin with # are skipped.
-
-    Raises:
-        ValueError: the file cannot be read, a line is not a token, or there is none. The
-            message never contains a token.
-    """
-    try:
-        lines = path.read_text(encoding="latin-1").splitlines()  # decodes any bytes
-    except OSError as error:
-        raise ValueError(f"{path}: {error.strerror}") from error
-    tokens = []
-    for number, line in enumerate(map(str.strip, lines), start=1):
-        if not line or line.startswith("#"):
-            continue
-        if not is_token(line):
-            raise ValueError(
-                f"{path}: line {number} is not a token: only letters, digits, -._~+/ and ="
-            )
-        tokens.append(line)
-    if not tokens:
-        raise ValueError(f"{path}: contains no token")
-    return tuple(tokens)
+_ADMIN: Final = admin_pb2.DESCRIPTOR.services_by_name["AdminService"].full_name
+_INFERENCE: Final = inference_pb2.DESCRIPTOR.services_by_name["InferenceService"].full_name
+_GENERATE_METHODS: Final = {
+    f"/{_INFERENCE}/{method}" for method in ("Generate", "Abort", "Tokenize", "Detokenize")
+}
+_caller: Final[ContextVar[Caller]] = ContextVar("caller", default=ANYBODY)
 
 
 def bearer(token: str) -> tuple[tuple[str, str], ...]:
@@ -53,55 +29,82 @@ def bearer(token: str) -> tuple[tuple[str, str], ...]:
     return ((HEADER, f"Bearer {token}"),)
 
 
-class BearerTokens(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc is untyped
-    """Refuses calls without one of the tokens with UNAUTHENTICATED and does not read their message.
+def current_caller() -> Caller:
+    """Who makes the call that is being handled: for handlers, in the call's own task."""
+    return _caller.get()
 
-    Health checks need no token: Kubernetes, say, seldom has one, and the answer tells
-    nothing but whether the server serves. All other services need one, reflection too.
-    The time that a refusal takes does not depend on how much of a token was right.
+
+class Refusal(Exception):  # noqa: N818
+    """A call is refused for its token, or for the lack of one."""
+
+    def __init__(self, code: grpc.StatusCode, detail: str) -> None:
+        super().__init__(f"{HEADER}: {detail}")
+        self.code = code
+
+
+class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc is untyped
+    """Refuses calls without a token that has the right to make them; does not read their message.
+
+    Without a token it is UNAUTHENTICATED, without the right PERMISSION_DENIED. Health checks
+    need no token: Kubernetes, say, seldom has one, and the answer tells nothing but whether the
+    server serves. All other services need one, reflection too.
+
+    Args:
+        tokens: those that are good now.
     """
 
-    def __init__(self, tokens: Sequence[str]) -> None:
-        self._digests = [_digest(token) for token in tokens]
+    def __init__(self, tokens: Callable[[], Tokens]) -> None:
+        self._tokens = tokens
 
     async def intercept_service(
         self,
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> grpc.RpcMethodHandler:
-        """Passes the call on, or returns a handler that refuses it."""
-        if not handler_call_details.method.startswith(_OPEN):
-            refusal = self._refusal(handler_call_details.invocation_metadata)
-            if refusal is not None:
+        """Passes the call on, with its `current_caller`, or returns a handler that refuses it."""
+        method = handler_call_details.method
+        if not method.startswith(_OPEN):
+            try:
+                caller = self.identify(handler_call_details.invocation_metadata)
+                _check_right(caller, method)
+            except Refusal as refusal:
                 return _refuse_with(refusal)
+            _caller.set(caller)  # in the task in which grpc.aio calls the handler, too
         return await continuation(handler_call_details)
 
-    def _refusal(self, metadata: Sequence[tuple[str, str | bytes]]) -> str | None:
+    def identify(self, metadata: Sequence[tuple[str, str | bytes]]) -> Caller:
+        """Whose token a call brings; raises `Refusal` without exactly one that is known."""
         sent = [value for name, value in metadata if name == HEADER]
         if not sent:
-            return f"{HEADER}: a bearer token is needed"
+            raise Refusal(grpc.StatusCode.UNAUTHENTICATED, "a bearer token is needed")
         [value] = sent if len(sent) == 1 else [""]
         if not isinstance(value, str) or not value.lower().startswith(_SCHEME):
-            return f"{HEADER}: must be 'Bearer' and one token"
-        digest = _digest(value[len(_SCHEME) :].strip())
-        # Compares all of them, also after one that matches, to always take the same time.
-        known = [hmac.compare_digest(digest, one) for one in self._digests]
-        return (
-            None
-            if any(known)
-            else f"{HEADER}: the bearer token is not in the router's --auth-token-file"
+            raise Refusal(grpc.StatusCode.UNAUTHENTICATED, "must be 'Bearer' and one token")
+        caller = self._tokens().find(value[len(_SCHEME) :].strip())
+        if caller is None:
+            detail = "the bearer token is not in the router's --auth-token-file"
+            raise Refusal(grpc.StatusCode.UNAUTHENTICATED, detail)
+        return caller
+
+
+def _check_right(caller: Caller, method: str) -> None:
+    """Raises `Refusal` if the caller may not call the method; some take any token."""
+    right = None
+    if method in _GENERATE_METHODS:
+        right = Right.GENERATE
+    elif method.startswith(f"/{_ADMIN}/"):
+        right = Right.ADMIN
+    if right is not None and not caller.may(right):
+        raise Refusal(
+            grpc.StatusCode.PERMISSION_DENIED,
+            f"the token {caller.name} lacks the right {right} (rights in --auth-token-file)",
         )
 
 
-def _digest(token: str) -> bytes:
-    """A digest, which has the same length for every token."""
-    return hashlib.sha256(token.encode()).digest()
-
-
-def _refuse_with(detail: str) -> grpc.RpcMethodHandler:
+def _refuse_with(refusal: Refusal) -> grpc.RpcMethodHandler:
     """A handler that refuses calls of any kind; a stream-stream handler reads no message first."""
 
     async def refuse(_requests: Any, context: grpc.aio.ServicerContext) -> None:
-        await context.abort(grpc.StatusCode.UNAUTHENTICATED, detail)
+        await context.abort(refusal.code, str(refusal))
 
     return grpc.stream_stream_rpc_method_handler(refuse)

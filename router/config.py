@@ -27,8 +27,8 @@ class RouterOptions:
     )
     auth_token_file: Path | None = option(
         None,
-        "A file with tokens, one a line: a client must send one of them with every call except "
-        "health checks.",
+        "A file with the tokens that clients must send, with every call except health checks, and "
+        "with what each may do: TOML, or one token a line. docs/security.md describes it.",
         Section.ACCESS,
     )
     strict: bool = option(
@@ -53,6 +53,8 @@ class RouterConfig(RouterOptions):
     """Where clients connect; port 0: any free one."""
     metrics_address: str
     """Where Prometheus reads; port 0: any free one."""
+    admin_address: str = "127.0.0.1:0"
+    """Where operators connect, if the router has an administrator."""
     retry_after_ms: int = 500
     """When a client that was refused should try again."""
     max_message_bytes: int = 16 << 20
@@ -67,3 +69,5 @@ class RouterConfig(RouterOptions):
     """Shown to workers, who must show one of the same authority; None: plain text."""
     front_tls: TlsFiles | None = None
     """Shown to clients, who show none; None: plain text."""
+    admin_tls: TlsFiles | None = None
+    """Shown to operators, who show none; None: plain text."""

@@ -16,8 +16,9 @@ from prometheus_client import start_http_server
 from tokenizers import Tokenizer
 
 from kvrelay.net.ends import bind, front_server, worker_credentials
+from kvrelay.net.tls import TlsFiles
 from kvrelay.router.admin import Administrator, AdminService
-from kvrelay.router.auth import BearerTokens, read_tokens
+from kvrelay.router.auth import Guard
 from kvrelay.router.config import RouterConfig
 from kvrelay.router.discovery import Discovery
 from kvrelay.router.errors import StartError
@@ -25,6 +26,7 @@ from kvrelay.router.fleet import Fleet
 from kvrelay.router.live_requests import LiveRequests
 from kvrelay.router.metrics import LIVE_REQUESTS, STALE_OUTPUTS, RouterMetrics
 from kvrelay.router.service import InferenceService
+from kvrelay.router.token_file import read_tokens
 from kvrelay.router.worker_link import WorkerLink
 from kvrelay.text.tokenizer import TokenizerError, load_tokenizer
 from kvrelay.v1 import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc
@@ -32,6 +34,7 @@ from kvrelay.wire.worker_info import WorkerInfo
 
 _SERVICE = inference_pb2.DESCRIPTOR.services_by_name["InferenceService"].full_name
 _ADMIN = admin_pb2.DESCRIPTOR.services_by_name["AdminService"].full_name
+_ADMIN_MESSAGE_BYTES = 64 << 10
 _STOP_GRACE_SECONDS = 2.0  # for the last statuses to reach their clients
 
 
@@ -60,11 +63,13 @@ class Router:
         self._health = health.aio.HealthServicer()
         self._undo = contextlib.AsyncExitStack()
         self._worker_credentials: grpc.ChannelCredentials | None = None
-        self._interceptors: Sequence[BearerTokens] = ()
+        self._interceptors: Sequence[Guard] = ()
         self.grpc_address = config.grpc_address
         """Where clients connect; with the real port once started."""
         self.metrics_address = config.metrics_address
         """Where Prometheus reads; with the real port once started."""
+        self.admin_address: str | None = None
+        """Where operators connect, once started; None without an administrator."""
 
     async def start(self) -> None:
         """Listens, and begins to attach to workers; undoes everything if it fails.
@@ -82,6 +87,8 @@ class Router:
             )
             self._serve_metrics(undo)
             _run_in(undo, self._fleet.run())
+            if self._administrator is not None:
+                await self._serve_operators(undo, self._administrator)
             await self._serve_clients(undo, live, tokenizer)
             undo.push_async_callback(live.close, self._config.shutdown_grace_seconds)
             _run_in(undo, self._report_health())
@@ -102,7 +109,9 @@ class Router:
         path = self._config.auth_token_file
         try:
             self._worker_credentials = worker_credentials(self._config.worker_tls)
-            self._interceptors = [] if path is None else [BearerTokens(read_tokens(path))]
+            if path is not None:
+                tokens = read_tokens(path)
+                self._interceptors = [Guard(lambda: tokens)]
         except OSError as error:
             raise StartError(f"TLS: {error}") from error
         except ValueError as error:
@@ -119,19 +128,23 @@ class Router:
         inference_pb2_grpc.add_InferenceServiceServicer_to_server(service, server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         shown = [_SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME]
-        if self._administrator is not None:
-            admin = AdminService(self._administrator, self._fleet)
-            admin_pb2_grpc.add_AdminServiceServicer_to_server(admin, server)
-            shown.append(_ADMIN)
         reflection.enable_server_reflection(shown, server)
-        host, _ = _host_and_port(self._config.grpc_address)
-        try:
-            port = bind(server, self._config.grpc_address, self._config.front_tls)
-        except OSError as error:
-            raise StartError(f"gRPC: {error}") from error
-        await server.start()
-        undo.push_async_callback(server.stop, _STOP_GRACE_SECONDS)
-        self.grpc_address = f"{host}:{port}"
+        config = self._config
+        self.grpc_address = await _listen(
+            undo, server, config.grpc_address, config.front_tls, "gRPC"
+        )
+
+    async def _serve_operators(
+        self, undo: contextlib.AsyncExitStack, administrator: Administrator
+    ) -> None:
+        server = front_server(_ADMIN_MESSAGE_BYTES, self._interceptors)
+        admin = AdminService(administrator, self._fleet)
+        admin_pb2_grpc.add_AdminServiceServicer_to_server(admin, server)
+        reflection.enable_server_reflection([_ADMIN, reflection.SERVICE_NAME], server)
+        config = self._config
+        self.admin_address = await _listen(
+            undo, server, config.admin_address, config.admin_tls, "admin"
+        )
 
     def _serve_metrics(self, undo: contextlib.AsyncExitStack) -> None:
         host, port = _host_and_port(self._config.metrics_address)
@@ -169,6 +182,24 @@ class Router:
             on_change=on_change,
             on_stale=lambda: self._metrics.count(STALE_OUTPUTS),
         )
+
+
+async def _listen(
+    undo: contextlib.AsyncExitStack,
+    server: grpc.aio.Server,
+    address: str,
+    files: TlsFiles | None,
+    what: str,
+) -> str:
+    """Starts the server, which `undo` stops; its address with the real port."""
+    host, _ = _host_and_port(address)
+    try:
+        port = bind(server, address, files)
+    except OSError as error:
+        raise StartError(f"{what}: {error}") from error
+    await server.start()
+    undo.push_async_callback(server.stop, _STOP_GRACE_SECONDS)
+    return f"{host}:{port}"
 
 
 def _run_in(undo: contextlib.AsyncExitStack, work: Coroutine[Any, Any, None]) -> None:

@@ -52,6 +52,7 @@ def make_configs(
     options = ServeOptions(
         model=str(model),
         grpc=ANY_PORT,
+        admin=ANY_PORT,
         metrics=ANY_PORT,
         prefill=2,
         decode=2,

@@ -145,7 +145,12 @@ async def running(
         options: of `kvrelay serve`.
     """
     serve = ServeOptions(
-        model=str(path), grpc=ANY_PORT, metrics=ANY_PORT, audit_pages=True, **options
+        model=str(path),
+        grpc=ANY_PORT,
+        admin=ANY_PORT,
+        metrics=ANY_PORT,
+        audit_pages=True,
+        **options,
     )
     draft = options.get("draft_model")
     model = Model(path.name, path, draft_path=Path(draft) if draft else None)

@@ -16,6 +16,7 @@ import pytest
 from kvrelay.v1 import admin_pb2, admin_pb2_grpc
 from tests.cluster.commands import kvrelay
 from tests.cluster.running import RunningCluster, running
+from tests.known import known
 
 PROMPTS = [[(7 * k + 11 * place) % 500 for place in range(length)] for k, length in
            enumerate((3, 17, 40, 64, 90, 150))]  # fmt: skip
@@ -76,7 +77,7 @@ async def under_load(cluster: RunningCluster, clients: int) -> AsyncIterator[Loa
 
 async def drain(cluster: RunningCluster, worker: str, *, remove: bool = False) -> dict[int, float]:
     """The phases that the router tells of, each with the seconds until then."""
-    address = cluster.deployment.router.grpc_address
+    address = known(cluster.deployment.router.admin_address)
     request = admin_pb2.DrainWorkerRequest(worker=worker, remove=remove)
     async with grpc.aio.insecure_channel(address) as channel:
         answers = admin_pb2_grpc.AdminServiceStub(channel).DrainWorker(request)
@@ -144,20 +145,20 @@ async def test_requests_wait_for_the_successor_of_an_only_worker(ray, tiny):
     async with running(
         tiny, prefill=1, decode=1, dtype="float32", kv_memory=8 << 20, drain_grace=0.1
     ) as cluster:
-        server = ("--server", cluster.deployment.router.grpc_address)
+        admin = ("--admin", known(cluster.deployment.router.admin_address))
         async with under_load(cluster, clients=3):
             for worker in ("decode-0", "prefill-0"):
-                result = await kvrelay("drain", worker, *server)
+                result = await kvrelay("drain", worker, *admin)
                 assert result.returncode == 0, result.stderr
                 lines = result.stdout.splitlines()
                 assert lines[0].startswith(f"{worker} drains, ")
                 assert lines[-2].startswith(f"{worker} has left; another one starts  ({worker}-")
                 assert lines[-1].startswith(f"{worker} is ready again  ({worker}-")
-        unknown = await kvrelay("drain", "decode-7", *server)
+        unknown = await kvrelay("drain", "decode-7", *admin)
         assert unknown.returncode == 1
         assert unknown.stderr.endswith(
             ": NOT_FOUND: worker: there is no 'decode-7'; the workers are: decode-0, prefill-0\n"
         )
-        last = await kvrelay("drain", "decode-0", "--remove", *server)
+        last = await kvrelay("drain", "decode-0", "--remove", *admin)
         assert last.returncode == 1
         assert "FAILED_PRECONDITION: remove: decode-0 is the last decode worker" in last.stderr

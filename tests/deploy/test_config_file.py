@@ -47,6 +47,7 @@ EVERYTHING: dict[str, Any] = {
     "dtype": "float32",
     "device": "cpu",
     "grpc": Address("0.0.0.0", 1),
+    "admin": Address("0.0.0.0", 2),
     "metrics": Address("127.0.0.1", 0),
     "tls_cert": Path("a.crt"),
     "tls_key": Path("a.key"),

@@ -49,7 +49,7 @@ def serving(admin: ScriptedAdmin) -> Iterator[str]:
 
 def drain(admin: ScriptedAdmin, *arguments: str) -> Result:
     with serving(admin) as address:
-        return CliRunner().invoke(main, ["drain", "decode-0", "--server", address, *arguments])
+        return CliRunner().invoke(main, ["drain", "decode-0", "--admin", address, *arguments])
 
 
 def test_each_step_is_a_line_and_the_successor_the_last():

@@ -165,15 +165,16 @@ TOKENS: dict[str, Any] = {"auth_token_file": Path("tokens")}
 )
 def test_beyond_the_machine_takes_both_tls_and_tokens(given: dict[str, Any], lacking: str):
     reachable = Address("0.0.0.0", 1234)
-    with pytest.raises(OptionError, match=f"^--grpc: .*{lacking}"):
-        ServeOptions(grpc=reachable, **given)
+    for listener in ("grpc", "admin"):
+        with pytest.raises(OptionError, match=f"^--{listener}: .*{lacking}"):
+            ServeOptions(**{**given, listener: reachable})
+        ServeOptions(**{**given, listener: reachable}, insecure=True)
     ServeOptions(**given)
-    ServeOptions(grpc=reachable, **given, insecure=True)
 
 
 @pytest.mark.parametrize("pair", [PAIR, FRONT_PAIR])
 def test_with_tls_and_tokens_every_machine_may_connect(pair: dict[str, Any]):
-    ServeOptions(grpc=Address("0.0.0.0", 1234), **pair, **TOKENS)
+    ServeOptions(grpc=Address("0.0.0.0", 1234), admin=Address("0.0.0.0", 1235), **pair, **TOKENS)
 
 
 @pytest.mark.parametrize("files", [PAIR, FRONT_PAIR])
@@ -204,6 +205,22 @@ def test_the_front_shows_its_own_certificate_or_the_clusters():
         assert (config.worker_tls, config.front_tls) == (cluster_tls, front_tls)
 
 
+def test_operators_are_shown_a_certificate_that_names_the_address():
+    named, front = (
+        TlsFiles(Path("crt"), Path("key")),
+        TlsFiles(Path("front.crt"), Path("front.key")),
+    )
+    here, everywhere = Address("127.0.0.1", 1234), Address("0.0.0.0", 1234)
+    cases: list[tuple[dict[str, Any], TlsFiles | None, TlsFiles | None]] = [
+        (FRONT_PAIR, None, front),
+        (PAIR, named, named),
+        ({**PAIR, **FRONT_PAIR}, named, front),
+    ]
+    for given, on_loopback, elsewhere in cases:
+        assert ServeOptions(admin=here, **given, **TOKENS).admin_tls == on_loopback
+        assert ServeOptions(admin=everywhere, **given, **TOKENS).admin_tls == elsewhere
+
+
 def test_workers_metrics_have_fixed_ports_after_the_routers():
     options = ServeOptions(prefill=1, decode=2, metrics=Address("127.0.0.1", 9400))
     assert [str(address) for address in options.worker_metrics()] == [
@@ -225,10 +242,18 @@ def test_any_port_for_the_router_is_any_for_the_workers():
     assert {one.metrics_port for one in worker_configs(options, Model("none", Path()))} == {0}
 
 
-@pytest.mark.parametrize(("metrics", "grpc"), [(65534, 1), (9400, 9402), (9400, 9400)])
-def test_metrics_ports_that_cannot_be_are_refused(metrics: int, grpc: int):
+@pytest.mark.parametrize(("metrics", "other"), [(65534, 1), (9400, 9402), (9400, 9400)])
+@pytest.mark.parametrize("listener", ["grpc", "admin"])
+def test_metrics_ports_that_cannot_be_are_refused(metrics: int, other: int, listener: str):
+    given: dict[str, Any] = {listener: Address("127.0.0.1", other)}
     with pytest.raises(OptionError, match=r"^--metrics: "):
-        ServeOptions(metrics=Address("127.0.0.1", metrics), grpc=Address("127.0.0.1", grpc))
+        ServeOptions(metrics=Address("127.0.0.1", metrics), **given)
+
+
+def test_operators_and_clients_have_different_ports():
+    with pytest.raises(OptionError, match=r"^--admin: --grpc takes the port 1234"):
+        ServeOptions(grpc=Address("127.0.0.1", 1234), admin=Address("127.0.0.1", 1234))
+    ServeOptions(grpc=ANY_PORT, admin=ANY_PORT)
 
 
 def test_the_cores_are_shared_out_but_every_worker_has_a_thread(monkeypatch: pytest.MonkeyPatch):

@@ -19,11 +19,11 @@ from tests.known import known
 
 
 def serve(*arguments: str) -> Result:
-    anywhere = ("--grpc", "127.0.0.1:0", "--metrics", "127.0.0.1:0")
+    anywhere = [f"--{listener}=127.0.0.1:0" for listener in ("grpc", "admin", "metrics")]
     return CliRunner().invoke(main, ["serve", *anywhere, *arguments])
 
 
-@pytest.mark.parametrize("option", ["--grpc", "--metrics"])
+@pytest.mark.parametrize("option", ["--grpc", "--admin", "--metrics"])
 def test_a_port_in_use_is_said_at_once(option: str):
     with socket.create_server(("127.0.0.1", 0)) as listener:
         taken = f"127.0.0.1:{listener.getsockname()[1]}"

@@ -14,20 +14,24 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from kvrelay.net.tls import TlsFiles
-from kvrelay.router.auth import bearer, read_tokens
+from kvrelay.router.admin import DrainStep
+from kvrelay.router.auth import bearer
 from kvrelay.router.config import RouterConfig
 from kvrelay.router.discovery import StaticDiscovery
-from kvrelay.router.errors import StartError
+from kvrelay.router.errors import StartError, UnknownWorker
 from kvrelay.router.router import Router
+from kvrelay.router.token_file import read_tokens
+from kvrelay.v1 import admin_pb2, admin_pb2_grpc, inference_pb2_grpc
 from kvrelay.v1 import inference_pb2 as pb
-from kvrelay.v1 import inference_pb2_grpc
 from tests.certificates import Authority
+from tests.known import known
 
 from .cluster import status_of
 
 TOKENS = "# alice\nalpha-1\n\n  beta_2==  \n"
 OK = grpc.StatusCode.OK
 UNAUTHENTICATED = grpc.StatusCode.UNAUTHENTICATED
+DENIED = grpc.StatusCode.PERMISSION_DENIED
 
 
 @pytest.fixture
@@ -180,7 +184,101 @@ async def test_missing_certificates_are_one_line(config: RouterConfig, tmp_path:
             await Router(changed, StaticDiscovery([])).start()
 
 
-def test_tokens_are_lines(tmp_path: Path):
-    path = tmp_path / "tokens"
-    path.write_text(TOKENS)
-    assert read_tokens(path) == ("alpha-1", "beta_2==")
+RIGHTS = """
+[[token]]
+name = "client"
+token = "may-generate"
+[[token]]
+name = "operator"
+token = "may-drain"
+rights = ["admin"]
+"""
+
+
+class NoWorkers:
+    """An administrator of a cluster without workers."""
+
+    async def drain(self, worker: str, *, remove: bool) -> AsyncIterator[DrainStep]:
+        raise UnknownWorker(worker, [])
+        yield  # an iterator, by this
+
+
+async def test_each_service_takes_its_own_right(config: RouterConfig, tmp_path: Path):
+    path = tmp_path / "tokens.toml"
+    path.write_text(RIGHTS)
+    router = Router(replace(config, auth_token_file=path), StaticDiscovery([]), NoWorkers())
+    await router.start()
+    try:
+        async with (
+            grpc.aio.insecure_channel(router.grpc_address) as front,
+            grpc.aio.insecure_channel(known(router.admin_address)) as back,
+        ):
+            stub = inference_pb2_grpc.InferenceServiceStub(front)
+            tokenize = (stub.Tokenize, pb.TokenizeRequest(text="x"))
+            abort = (stub.Abort, pb.AbortRequest(request_id="x"))
+            server_info = (stub.GetServerInfo, pb.GetServerInfoRequest())
+            drain = (admin_pb2_grpc.AdminServiceStub(back).DrainWorker, DRAIN)
+            for call, token, expected in (
+                (tokenize, "may-generate", OK),
+                (abort, "may-generate", OK),
+                (server_info, "may-generate", OK),
+                (drain, "may-generate", DENIED),
+                (tokenize, "may-drain", DENIED),
+                (abort, "may-drain", DENIED),
+                (server_info, "may-drain", OK),
+                (drain, "may-drain", grpc.StatusCode.NOT_FOUND),
+                (drain, "guess", UNAUTHENTICATED),
+            ):
+                code, detail = await outcome(*call, metadata=bearer(token))
+                assert code is expected, detail
+            _, detail = await outcome(*drain, metadata=bearer("may-generate"))
+            assert detail.startswith("authorization: the token client lacks the right admin")
+            assert (await outcome(*drain))[0] is UNAUTHENTICATED
+    finally:
+        await router.stop()
+
+
+async def test_operators_have_a_listener_of_their_own(config: RouterConfig):
+    router = Router(config, StaticDiscovery([]), NoWorkers())
+    await router.start()
+    try:
+        async with (
+            grpc.aio.insecure_channel(router.grpc_address) as front,
+            grpc.aio.insecure_channel(known(router.admin_address)) as back,
+        ):
+            drain = admin_pb2_grpc.AdminServiceStub
+            code, _ = await outcome(drain(front).DrainWorker, DRAIN)
+            assert code is grpc.StatusCode.UNIMPLEMENTED
+            code, _ = await outcome(drain(back).DrainWorker, DRAIN)
+            assert code is grpc.StatusCode.NOT_FOUND
+            stub = inference_pb2_grpc.InferenceServiceStub(back)
+            code, _ = await outcome(stub.GetServerInfo, pb.GetServerInfoRequest())
+            assert code is grpc.StatusCode.UNIMPLEMENTED
+    finally:
+        await router.stop()
+
+
+async def test_plain_tokens_may_generate_and_no_more(guarded: RouterConfig):
+    router = Router(guarded, StaticDiscovery([]), NoWorkers())
+    await router.start()
+    try:
+        assert await info(router.grpc_address, bearer("alpha-1")) == (OK, "")
+        async with grpc.aio.insecure_channel(known(router.admin_address)) as back:
+            drain = admin_pb2_grpc.AdminServiceStub(back).DrainWorker
+            code, _ = await outcome(drain, DRAIN, metadata=bearer("alpha-1"))
+            assert code is DENIED
+    finally:
+        await router.stop()
+
+
+DRAIN = admin_pb2.DrainWorkerRequest(worker="decode-0")
+
+
+async def outcome(method: Any, request: Any, **options: Any) -> tuple[grpc.StatusCode, str]:
+    """Of a call, or of a stream's first message."""
+    call = method(request, timeout=5, **options)
+    try:
+        await (call.read() if isinstance(call, grpc.aio.UnaryStreamCall) else call)
+    except grpc.aio.AioRpcError as error:
+        return error.code(), error.details() or ""
+    return OK, ""

@@ -17,6 +17,7 @@ from kvrelay.router.router import Router
 from kvrelay.v1 import admin_pb2, admin_pb2_grpc, worker_pb2
 from kvrelay.v1 import inference_pb2 as pb
 from kvrelay.wire.worker_info import WorkerRole
+from tests.known import known
 
 from .cluster import Cluster, collect, read, running
 from .scripted_worker import END, ScriptedWorker, count_decode, count_prefill, load, until
@@ -211,7 +212,7 @@ async def test_operators_are_told_of_each_phase_and_of_what_is_left(config: Rout
     router = Router(config, StaticDiscovery([worker.endpoint]), operator)
     await router.start()
     try:
-        async with grpc.aio.insecure_channel(router.grpc_address) as channel:
+        async with grpc.aio.insecure_channel(known(router.admin_address)) as channel:
             admin = admin_pb2_grpc.AdminServiceStub(channel)
             call = admin.DrainWorker(admin_pb2.DrainWorkerRequest(worker="decode-0", remove=True))
             answers = aiter(call)

@@ -1,0 +1,223 @@
+"""The file of --auth-token-file: which tokens there are, and what each is good for.
+
+A TOML file has a table for each token::
+
+    [[token]]
+    name = "alice"               # shown in messages and metrics, unique
+    sha256 = "9f86d081884c7d65…" # of the token; or the token itself: token = "…"
+    rights = ["generate"]        # of generate, admin and priorities; this is the default
+    tenant = "acme"              # shares cached prefixes; the default is the name
+    max_live_requests = 64
+    max_queued_prompt_tokens = 200000
+
+`sha256` and `token` may be lists, while a token replaces another. A file without tables has
+one token a line, each of which may generate and is a tenant of its own.
+
+No message contains a token, or any value that could be one by mistake.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import re
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from kvrelay.router.callers import Caller, Right
+
+_TOKEN: Final = re.compile(r"[A-Za-z0-9._~+/-]+=*")  # RFC 6750's b64token
+_ALPHABET: Final = "only letters, digits, -._~+/ and ="
+_NAME: Final = re.compile(r"[A-Za-z0-9._-]{1,64}")
+_FIELD_LIKE: Final = re.compile(r"[a-z_]{1,32}")
+_SHA256: Final = re.compile(r"[0-9a-f]{64}")
+_TOML_POSITION: Final = re.compile(r"\(at [^()]*\)$")
+_FIELDS: Final = (
+    "name",
+    "token",
+    "sha256",
+    "rights",
+    "tenant",
+    "max_live_requests",
+    "max_queued_prompt_tokens",
+)
+
+
+class Tokens:
+    """All tokens that a router takes, by their digests: it does not keep the tokens."""
+
+    def __init__(self, callers: Mapping[bytes, Caller]) -> None:
+        self._callers = dict(callers)
+
+    def find(self, token: str) -> Caller | None:
+        """Whose token it is; None: nobody's.
+
+        The time does not depend on how much of a token was right: what is compared are digests,
+        and all of them, also after one that is equal.
+        """
+        digest, found = digest_of(token), None
+        for known, caller in self._callers.items():
+            if hmac.compare_digest(digest, known):
+                found = caller
+        return found
+
+
+def digest_of(token: str) -> bytes:
+    """A token's SHA-256."""
+    return hashlib.sha256(token.encode()).digest()
+
+
+def is_token(text: str) -> bool:
+    """Whether the text can be sent as a token in a call's metadata."""
+    return _TOKEN.fullmatch(text) is not None
+
+
+def read_tokens(path: Path) -> Tokens:
+    """The tokens in a file.
+
+    Raises:
+        ValueError: the file cannot be used; the message names the file and the line, or the
+            entry and its field.
+    """
+    lines = _lines(path)
+    if not any(line.startswith("[") for line in lines):
+        return Tokens({digest_of(token): _plain(token) for token in _token_lines(path, lines)})
+    try:
+        # Latin-1 has decoded the lines; TOML is UTF-8.
+        table = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        # Not the whole message, which may quote the file.
+        at = _TOML_POSITION.search(str(error))
+        raise ValueError(f"{path}: is not TOML {at.group() if at else ''}".rstrip()) from None
+    return Tokens(_Entries(path).read(table))
+
+
+def read_plain_tokens(path: Path) -> tuple[str, ...]:
+    """The tokens in a file that has one a line, as a client's has.
+
+    Raises:
+        ValueError: the file cannot be read, a line is not a token, or there is none.
+    """
+    return _token_lines(path, _lines(path))
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        text = path.read_text(encoding="latin-1")  # decodes any bytes
+    except OSError as error:
+        raise ValueError(f"{path}: {error.strerror}") from error
+    return [line.strip() for line in text.splitlines()]
+
+
+def _token_lines(path: Path, lines: list[str]) -> tuple[str, ...]:
+    """The lines but those that are empty or begin with #."""
+    tokens = []
+    for number, line in enumerate(lines, start=1):
+        if not line or line.startswith("#"):
+            continue
+        if not is_token(line):
+            raise ValueError(f"{path}: line {number} is not a token: {_ALPHABET}")
+        tokens.append(line)
+    if not tokens:
+        raise ValueError(f"{path}: contains no token")
+    return tuple(tokens)
+
+
+def _plain(token: str) -> Caller:
+    """Who sends a token of a file with one a line.
+
+    The name is from the digest, and so the same wherever the line is, and on every router. No
+    entry of a TOML file can have it.
+    """
+    name = f"sha256:{digest_of(token).hex()[:16]}"
+    return Caller(name, tenant=name, rights=frozenset({Right.GENERATE}))
+
+
+class _Entries:
+    """Reads the tables of one TOML file, and checks each value."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._entry = ""  # which is being read, as messages name it
+
+    def read(self, table: Mapping[str, Any]) -> dict[bytes, Caller]:
+        """Every token's digest, with its caller."""
+        entries = table.get("token")
+        if table.keys() != {"token"} or not isinstance(entries, list):
+            raise ValueError(f"{self._path}: must have [[token]] tables and nothing else")
+        callers: dict[bytes, Caller] = {}
+        names: set[str] = set()
+        for number, fields in enumerate(entries, start=1):
+            self._entry = f"token {number}"
+            if not isinstance(fields, dict):
+                raise self._error("name", "must be in a [[token]] table")
+            caller = self._caller(fields)
+            if caller.name in names:
+                raise self._error("name", "another entry has the same")
+            names.add(caller.name)
+            for digest in self._digests(fields):
+                if digest in callers:
+                    raise self._error(_secret_field(fields), "is given twice in the file")
+                callers[digest] = caller
+        return callers
+
+    def _caller(self, fields: Mapping[str, Any]) -> Caller:
+        name = self._word(fields, "name")
+        self._entry += f" ({name})"
+        for field in fields.keys() - set(_FIELDS):
+            shown = field if _FIELD_LIKE.fullmatch(field) else "a field"
+            raise self._error(shown, f"is unknown; the fields are {', '.join(_FIELDS)}")
+        return Caller(
+            name=name,
+            tenant=self._word(fields, "tenant", default=name),
+            rights=self._rights(fields),
+            max_live_requests=self._limit(fields, "max_live_requests"),
+            max_queued_prompt_tokens=self._limit(fields, "max_queued_prompt_tokens"),
+        )
+
+    def _word(self, fields: Mapping[str, Any], field: str, default: str | None = None) -> str:
+        value = fields.get(field, default)
+        if not isinstance(value, str) or not _NAME.fullmatch(value):
+            raise self._error(field, "must be 1 to 64 letters, digits, ., _ and -")
+        return value
+
+    def _rights(self, fields: Mapping[str, Any]) -> frozenset[Right]:
+        given = fields.get("rights", [Right.GENERATE])
+        known = {right.value: right for right in Right}
+        if not isinstance(given, list) or not all(
+            isinstance(one, str) and one in known for one in given
+        ):
+            raise self._error("rights", f"must be a list of {', '.join(known)}")
+        return frozenset(known[one] for one in given)
+
+    def _limit(self, fields: Mapping[str, Any], field: str) -> int | None:
+        value = fields.get(field)
+        if value is None:
+            return None
+        if type(value) is not int or value < 1:  # a boolean is an int to Python
+            raise self._error(field, "must be an integer, at least 1")
+        return value
+
+    def _digests(self, fields: Mapping[str, Any]) -> list[bytes]:
+        if ("token" in fields) == ("sha256" in fields):
+            raise self._error("token", "give either token or sha256")
+        field = _secret_field(fields)
+        given = fields[field] if isinstance(fields[field], list) else [fields[field]]
+        if not given or not all(isinstance(one, str) for one in given):
+            raise self._error(field, "must be a string, or a list of strings")
+        if field == "token":
+            if not all(map(is_token, given)):
+                raise self._error(field, f"is not a token: {_ALPHABET}")
+            return [digest_of(one) for one in given]
+        if not all(_SHA256.fullmatch(one.lower()) for one in given):
+            raise self._error(field, "must have 64 hexadecimal digits")
+        return [bytes.fromhex(one) for one in given]
+
+    def _error(self, field: str, problem: str) -> ValueError:
+        return ValueError(f"{self._path}: {self._entry}: {field}: {problem}")
+
+
+def _secret_field(fields: Mapping[str, Any]) -> str:
+    return "token" if "token" in fields else "sha256"
