@@ -116,7 +116,8 @@ class ServeOptions(RouterOptions, WorkerOptions):
     )
     debug_faults: str = option(
         "",
-        "Faults to inject: [WORKER/]ACTION:WHERE[:N][:SECONDSs], separated by commas; for example "
+        "Faults to inject: [WORKER/]ACTION:WHERE[@REQUEST][:N][:SECONDSs][:always], separated by "
+        "commas; for example "
         "delay:pull:3:0.5s or prefill-0/kill:announced.",
         Section.DEBUGGING,
         metavar="SPECS",

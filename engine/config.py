@@ -131,6 +131,23 @@ class WorkerOptions:
         more_than=0,
         unit="seconds",
     )
+    step_timeout: float = option(
+        60.0,
+        "A worker whose forward has not ended after so many seconds, and "
+        "--step-timeout-per-token for each of its tokens, is replaced: it hangs. So is one that "
+        "does not end a checksum of pages.",
+        Section.RECOVERY,
+        more_than=0,
+        unit="seconds",
+    )
+    step_timeout_per_token: float = option(
+        0.5,
+        "Seconds that a forward may take longer for each of its tokens. More is needed where a "
+        "CPU computes a large model or long contexts.",
+        Section.RECOVERY,
+        at_least=0,
+        unit="seconds",
+    )
     drain_grace: float = option(
         30.0,
         "Seconds that requests may still run on a worker that drains; after that they are moved "
@@ -186,6 +203,10 @@ class WorkerConfig(WorkerOptions):
     """0: any free port."""
     tls: TlsFiles | None = None
     """Shown to routers and other workers, who must show one of the same authority; None: plain."""
+
+    def step_bound_seconds(self, tokens: int) -> float:
+        """Seconds after which a forward of so many tokens is taken to hang."""
+        return self.step_timeout + tokens * self.step_timeout_per_token
 
     @property
     def tokens_in_flight(self) -> int:

@@ -2,17 +2,21 @@
 
 ::
 
-    [WORKER/]ACTION:WHERE[:N][:SECONDSs]
+    [WORKER/]ACTION:WHERE[@REQUEST][:N][:SECONDSs][:always]
 
     delay:pull:3:0.5s             the third read of pages begins half a second late
     drop:done                     the first `Done` is never sent
     corrupt:pull                  a bit of the first read flips: see `--verify-pages`
     prefill-0/kill:announced:2    that worker dies when it announces its second request
     decode-1/stop:pulling:5s      that worker stands still for five seconds
+    hang:forward                  the first forward never ends
+    fail:forward@mine:always      every forward that computes the request `mine` fails
+    poison:forward                the first forward fails as if the device were broken
 
-Each fault happens once, in a worker's first life. The hooks are few: the outbox
-(messages of a hand-over) and the transfer agent (reads), see `engine.faulty`, and
-`FaultPlan.reach`, which the roles call where a request enters a phase.
+Each fault happens once, or always from the N-th time on, in a worker's first life. The
+hooks are few: the outbox (messages of a hand-over), the transfer agent (reads) and the
+executor (forwards), see `engine.worker.faulty`, and `FaultPlan.reach`, which the roles
+call where a request enters a phase.
 """
 
 from __future__ import annotations
@@ -25,7 +29,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
@@ -43,9 +47,13 @@ class Action(StrEnum):
     DUPLICATE = "duplicate"
     """It comes twice; of a read: its end."""
     FAIL = "fail"
-    """Its stream breaks instead; a read ends in an error."""
+    """Its stream breaks instead; a read or a forward ends in an error."""
     CORRUPT = "corrupt"
     """Of a read alone: one bit of what it brings is flipped."""
+    HANG = "hang"
+    """Of a forward alone: it never ends, unless other faults are armed."""
+    POISON = "poison"
+    """Of a forward alone: it ends in the error of a broken device."""
     STOP = "stop"
     """The process stands still, for good if no time is given."""
     KILL = "kill"
@@ -63,6 +71,8 @@ class Event(StrEnum):
     ENDED = "ended"
     PULL = "pull"
     """A read of pages."""
+    FORWARD = "forward"
+    """A step that computes anything."""
 
 
 class Phase(StrEnum):
@@ -88,11 +98,13 @@ class Phase(StrEnum):
 
 _TO_PROCESSES = frozenset({Action.STOP, Action.KILL})
 _TIMED = frozenset({Action.DELAY, Action.STOP})
+_TO_FORWARDS_ALONE = frozenset({Action.HANG, Action.POISON})
+_TO_FORWARDS = _TO_FORWARDS_ALONE | {Action.DELAY, Action.FAIL}
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """One thing that goes wrong, once."""
+    """One thing that goes wrong, once or always."""
 
     action: Action
     where: Event | Phase
@@ -103,13 +115,17 @@ class Fault:
     """The one that it is for; empty: every one."""
     peer: str = ""
     """Of phases: only requests shared with this incarnation count; empty: all."""
+    request: str = ""
+    """Of forwards: only those count that compute this request; empty: all."""
+    always: bool = False
+    """Of forwards: it happens from the n-th one on every time."""
     pid: int = 0
     """The process that is stopped or killed; 0: the worker's own."""
 
 
 _SPEC = re.compile(
-    r"(?:(?P<worker>[\w-]+)/)?(?P<action>\w+):(?P<where>\w+)"
-    r"(?::(?P<nth>\d+))?(?::(?P<seconds>\d+(?:\.\d*)?)s)?"
+    r"(?:(?P<worker>[\w-]+)/)?(?P<action>\w+):(?P<where>\w+)(?:@(?P<request>[\w.-]+))?"
+    r"(?::(?P<nth>\d+))?(?::(?P<seconds>\d+(?:\.\d*)?)s)?(?P<always>:always)?"
 )
 
 
@@ -125,7 +141,8 @@ def parse_faults(specs: str) -> tuple[Fault, ...]:
 def _parse_fault(spec: str) -> Fault:
     match = _SPEC.fullmatch(spec)
     if match is None:
-        raise ValueError(f"{spec!r} is not [WORKER/]ACTION:WHERE[:N][:SECONDSs]")
+        form = "[WORKER/]ACTION:WHERE[@REQUEST][:N][:SECONDSs][:always]"
+        raise ValueError(f"{spec!r} is not {form}")
     action = _choose(spec, match["action"], Action)
     where: type[Event] | type[Phase] = Phase if action in _TO_PROCESSES else Event
     fault = Fault(
@@ -134,7 +151,16 @@ def _parse_fault(spec: str) -> Fault:
         nth=int(match["nth"] or 1),
         seconds=float(match["seconds"] or 0),
         worker=match["worker"] or "",
+        request=match["request"] or "",
+        always=match["always"] is not None,
     )
+    _check(spec, fault)
+    return fault
+
+
+def _check(spec: str, fault: Fault) -> None:
+    """Raise ValueError unless the parts of a fault go together."""
+    action, forward = fault.action, fault.where is Event.FORWARD
     if fault.nth < 1:
         raise ValueError(f"{spec!r}: they are counted from 1")
     if fault.seconds and action not in _TIMED:
@@ -143,7 +169,10 @@ def _parse_fault(spec: str) -> Fault:
         raise ValueError(f"{spec!r}: only a pull can be corrupted")
     if action is Action.DELAY and not fault.seconds:
         raise ValueError(f"{spec!r}: by how much? e.g. {spec}:0.5s")
-    return fault
+    if forward and action not in _TO_FORWARDS:
+        raise ValueError(f"{spec!r}: a forward can {', '.join(sorted(_TO_FORWARDS))}")
+    if not forward and (action in _TO_FORWARDS_ALONE or fault.request or fault.always):
+        raise ValueError(f"{spec!r}: only a forward can {action}, be of a request, or fail always")
 
 
 def _choose(spec: str, value: str, kind: type[Any]) -> Any:
@@ -158,18 +187,29 @@ def _choose(spec: str, value: str, kind: type[Any]) -> Any:
 class FaultPlan:
     """What is still to go wrong on one worker; without faults it does nothing.
 
-    `reach` and `take` belong to the engine thread, `arm` to any.
+    Its methods may be called from any thread.
     """
 
     def __init__(self, faults: Sequence[Fault] = ()) -> None:
         self.fired = 0
         """Faults that have happened."""
         self._armed: tuple[Fault, ...] = tuple(faults)
+        self._lock = threading.Lock()
+        self._rearmed = threading.Event()
 
     def arm(self, faults: Sequence[Fault]) -> None:
         """Replace whatever has not happened yet."""
-        self.fired = 0
-        self._armed = tuple(faults)
+        with self._lock:
+            self.fired = 0
+            self._armed = tuple(faults)
+            self._rearmed.set()
+            self._rearmed = threading.Event()
+
+    def hang(self) -> None:
+        """Do not return before other faults are armed."""
+        with self._lock:
+            rearmed = self._rearmed
+        rearmed.wait()
 
     def reach(self, phase: Phase, peer: str = "") -> None:
         """A request, shared with `peer`, enters `phase` here. May not return."""
@@ -179,12 +219,31 @@ class FaultPlan:
         if fault is not None:
             _strike(fault)
 
-    def take(self, where: Event | Phase, peer: str = "") -> Fault | None:
-        """One more of these: the fault that befalls it, if one does."""
+    def take(
+        self, where: Event | Phase, peer: str = "", requests: Container[str] = ()
+    ) -> Fault | None:
+        """One more of these: the fault that befalls it, if one does.
+
+        Args:
+            where: what happens.
+            peer: the incarnation that a phase's request is shared with.
+            requests: the ids of those that a forward computes.
+        """
+        with self._lock:
+            due = self._take(where, peer, requests)
+        if due is not None:
+            logger.warning("fault: %s", due)
+        return due
+
+    def _take(self, where: Event | Phase, peer: str, requests: Container[str]) -> Fault | None:
         left: list[Fault] = []
         due: Fault | None = None
         for fault in self._armed:
-            if fault.where is not where or fault.peer not in ("", peer):
+            if (
+                fault.where is not where
+                or fault.peer not in ("", peer)
+                or (fault.request and fault.request not in requests)
+            ):
                 left.append(fault)
             elif fault.nth > 1:
                 left.append(dataclasses.replace(fault, nth=fault.nth - 1))
@@ -192,10 +251,10 @@ class FaultPlan:
                 left.append(fault)
             else:
                 due = fault
+                left += [fault] * fault.always
         self._armed = tuple(left)
         if due is not None:
             self.fired += 1
-            logger.warning("fault: %s", due)
         return due
 
 

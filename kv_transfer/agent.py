@@ -21,6 +21,7 @@ from kvrelay.kv_transfer.pull import Pull
 from kvrelay.kv_transfer.reads_from_peers import ReadsFromPeers
 from kvrelay.kv_transfer.scratch import constant_pages, landing_pages, make_scratch
 from kvrelay.kv_transfer.spans import PoolLayout
+from kvrelay.kv_transfer.work_in_progress import WorkInProgress
 from kvrelay.mem_cache.geometry import Int64Array
 from kvrelay.mem_cache.pool import KVPool
 from kvrelay.wire.hand_over import PageSum
@@ -73,6 +74,11 @@ class TransferAgent:
     def num_serving(self) -> int:
         """Requests that peers may read pages of."""
         return self._num_serving
+
+    @property
+    def hashing(self) -> WorkInProgress:
+        """The pages that are being hashed, and for how long."""
+        return self._hasher.work
 
     def describe(self) -> PeerDescription:
         """What peers need in order to read this worker's pools."""

@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from kvrelay.kv_transfer.work_in_progress import WorkInProgress
 from kvrelay.mem_cache.geometry import PageOrder
 from kvrelay.mem_cache.pool import KVPool
 from kvrelay.wire.hand_over import PageSum, Place
@@ -96,12 +97,15 @@ class PageHasher:
     def __init__(self, pools: Sequence[KVPool], on_failure: Callable[[str], None]) -> None:
         self._pools = pools
         self._on_failure = on_failure
+        self.work = WorkInProgress()
+        """What it was told to hash, in tokens, and has not hashed."""
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="kv-verify")
 
     def submit(
         self, pages: Sequence[LocalPage], on_end: Callable[[tuple[PageSum, ...]], None]
     ) -> None:
         """Start to hash `pages`. `on_end` is called with their sums, on the hasher's thread."""
+        self.work.begin(sum(page.tokens for page in pages))
         self._thread.submit(self._run, pages, on_end)
 
     def close(self) -> None:
@@ -116,6 +120,7 @@ class PageHasher:
         except Exception as error:
             logger.exception("pages could not be hashed")
             self._on_failure(f"{type(error).__name__}: {error}")
+        self.work.end()
 
     def _sum(self, page: LocalPage) -> int:
         return hash_bytes(written_bytes(self._pools[page.place.pool], page.page_id, page.tokens))

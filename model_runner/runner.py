@@ -17,7 +17,7 @@ from kvrelay.model_runner.checkpoint.checkpoint import Checkpoint
 from kvrelay.model_runner.checkpoint.config_reader import read_config
 from kvrelay.model_runner.config.model_config import MLAConfig
 from kvrelay.model_runner.layers.decoder import Decoder
-from kvrelay.model_runner.torch_options import parse_device, parse_dtype
+from kvrelay.model_runner.torch_options import parse_device, parse_dtype, wait_for_device
 
 _WARM_UP_CHUNK = 32
 """Tokens: more than a backend computes one by one."""
@@ -126,9 +126,8 @@ class ModelRunner:
         assert self._backends, "bind pools first"
         with torch.inference_mode():
             logits = self._decoder.forward(self._with_own_tables(batch), self._backends)
-        if self.device.type == "cuda":
-            # Launched is not done: peers read pages as soon as this returns.
-            torch.cuda.current_stream(self.device).synchronize()
+        # Launched is not done: peers read pages as soon as this returns.
+        wait_for_device(self.device)
         return logits
 
     def own_tables(self, page_tables: Sequence[Int32Array]) -> tuple[Int32Array, ...]:

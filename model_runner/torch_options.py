@@ -1,4 +1,4 @@
-"""Names of dtypes and devices, as people write them, made into torch's."""
+"""Dtypes and devices: their names, as people write them, made into torch's; and waiting."""
 
 from __future__ import annotations
 
@@ -35,3 +35,9 @@ def parse_device(name: str) -> torch.device:
             f"device {name!r} is not here: {count} CUDA devices were found"
         )
     return device
+
+
+def wait_for_device(device: torch.device) -> None:
+    """Return when all that was launched on the current stream is done; a CPU launches nothing."""
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()

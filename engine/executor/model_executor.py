@@ -23,6 +23,7 @@ from kvrelay.model_runner.errors import NonFiniteLogitsError
 from kvrelay.model_runner.sampling.prompt_scores import score_prompt
 from kvrelay.model_runner.sampling.sampler import Sampled, SamplingRow
 from kvrelay.model_runner.sampling.verify import DraftedSequence, verify
+from kvrelay.model_runner.torch_options import wait_for_device
 from kvrelay.wire.output import SampledToken
 
 logger = logging.getLogger(__name__)
@@ -67,11 +68,14 @@ class PageCopier:
         self._pools = pools
 
     def __call__(self, copies: Sequence[PageCopy]) -> None:
-        """Make the copies, for the forwards that follow."""
+        """Make the copies; they are there on return, for peers and for forwards that follow."""
         for number, pool in enumerate(self._pools):
             sources = [copy.source for copy in copies if copy.pool == number]
             targets = [copy.target for copy in copies if copy.pool == number]
             copy_pages(pool, sources, pool, targets)
+        # A step without a forward would end before its copies: nothing else waits for them.
+        for device in {pool.data.device for pool in self._pools}:
+            wait_for_device(device)
 
 
 class LogitRows:

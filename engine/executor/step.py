@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from kvrelay.engine.executor.token_state import TokenState
+from kvrelay.kv_transfer.work_in_progress import WorkInProgress
 from kvrelay.mem_cache.sharing import PageCopy
 from kvrelay.model_runner.batch import Int32Array
 from kvrelay.wire.output import SampledToken
@@ -68,6 +69,11 @@ class Step(Generic[RequestT_co]):
     copies: Sequence[PageCopy] = ()
     """To be made before anything is written."""
 
+    @property
+    def most_tokens(self) -> int:
+        """Tokens that it computes at most, drafted ones included."""
+        return sum([item.num_tokens + item.num_drafts for item in self.scheduled])
+
 
 @dataclass(frozen=True, slots=True)
 class StepEnded(Generic[RequestT_co]):
@@ -116,12 +122,15 @@ class ForwardThread(Generic[RequestT]):
         self._executor = executor
         self._on_end = on_end
         self._on_failure = on_failure
+        self.work = WorkInProgress()
+        """The steps that were launched and have not ended."""
         self._steps: queue.SimpleQueue[Step[RequestT] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="forward", daemon=True)
         self._thread.start()
 
     def launch(self, step: Step[RequestT]) -> None:
         """Compute a step after those launched before it."""
+        self.work.begin(step.most_tokens)
         self._steps.put(step)
 
     def close(self) -> None:
@@ -132,7 +141,9 @@ class ForwardThread(Generic[RequestT]):
     def _run(self) -> None:
         try:
             while (step := self._steps.get()) is not None:
-                self._on_end(execute_or_fail(self._executor, step))
+                ended = execute_or_fail(self._executor, step)
+                self.work.end()
+                self._on_end(ended)
         except Exception as error:
             logger.exception("the forward thread gives up")
             self._on_failure(f"{type(error).__name__}: {error}")

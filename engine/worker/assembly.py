@@ -22,7 +22,7 @@ from kvrelay.engine.scheduler.loop import Engine, EngineMessage, EngineThread, S
 from kvrelay.engine.scheduler.metrics import WorkerMetrics
 from kvrelay.engine.scheduler.outbox import Outbox
 from kvrelay.engine.scheduler.request import Request
-from kvrelay.engine.worker.faulty import FaultyOutbox, FaultyTransferAgent
+from kvrelay.engine.worker.faulty import FaultyExecutor, FaultyOutbox, FaultyTransferAgent
 from kvrelay.engine.worker.loading import LoadedModel
 from kvrelay.engine.worker.memory import make_kv_cache
 from kvrelay.kv_transfer.agent import TransferAgent
@@ -80,6 +80,17 @@ class Assembly:
     forward: ForwardThread[Any]
     engine: EngineThread[Any, Any]
 
+    def hang(self, config: WorkerConfig) -> str:
+        """Which work takes longer than it may, by the options of the worker; empty: none."""
+        for name, work in (("forward", self.forward.work), ("hashing", self.agent.hashing)):
+            oldest = work.oldest
+            if oldest is not None and oldest.seconds > config.step_bound_seconds(oldest.tokens):
+                return (
+                    f"the {name} of {oldest.tokens} tokens has not ended for "
+                    f"{oldest.seconds:.0f} s (--step-timeout)"
+                )
+        return ""
+
     def stop_threads(self) -> None:
         """End the threads in the order in which they depend on each other. Blocks."""
         self.engine.close()
@@ -117,7 +128,8 @@ def assemble(
     context: SchedulerContext[Any] = SchedulerContext(kv_cache, outbox, metrics, faults)
     vocab_size = model.runner.config.vocab_size
     plugin = make_plugin(WorkerParts(config, context, inbox, agent, tokenizer, vocab_size))
-    forward: ForwardThread[Any] = ForwardThread(model.executor, inbox.post, on_failure)
+    executor = model.executor if config.faults is None else FaultyExecutor(model.executor, faults)
+    forward: ForwardThread[Any] = ForwardThread(executor, inbox.post, on_failure)
     engine: Engine[Any, Any] = Engine(
         context,
         plugin.scheduler,

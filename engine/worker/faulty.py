@@ -1,19 +1,24 @@
-"""An outbox and a transfer agent that inject faults. Used only if the configuration asks for it."""
+"""An outbox, a transfer agent and an executor that inject faults, if the configuration says so."""
 
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
+from kvrelay.engine.executor.step import Executor, Step, StepEnded
 from kvrelay.engine.faults import Action, Event, FaultPlan
 from kvrelay.engine.scheduler.outbox import MessageStream, MessageT, Outbox, Sink
 from kvrelay.kv_transfer.agent import TransferAgent
 from kvrelay.kv_transfer.pull import Pull
 from kvrelay.mem_cache.pool import KVPool
+from kvrelay.mem_cache.sharing import PageCopy
 from kvrelay.wire.hand_over import Announce, Ask, Done, Ended, Grant, Released, Sequenced
+
+RequestT = TypeVar("RequestT")
 
 _EVENTS: dict[type, Event] = {
     Ask: Event.ASK,
@@ -128,6 +133,40 @@ class FaultyTransferAgent(TransferAgent):
             on_end(pull)
 
         return flip
+
+
+class FaultyExecutor:
+    """An executor whose forwards are late, hang or fail as planned; on the forward thread.
+
+    Args:
+        executor: computes what no fault befalls.
+        plan: the faults.
+    """
+
+    def __init__(self, executor: Executor, plan: FaultPlan) -> None:
+        self._executor = executor
+        self._plan = plan
+
+    def copy(self, copies: Sequence[PageCopy]) -> None:
+        """Copy pages, as the executor does."""
+        self._executor.copy(copies)
+
+    def execute(self, step: Step[RequestT]) -> StepEnded[RequestT]:
+        """Compute one step, unless the plan has a fault for it."""
+        computed: Sequence[Any] = [item.request for item in step.scheduled]
+        requests = {request.key.request_id for request in computed}
+        fault = self._plan.take(Event.FORWARD, requests=requests) if requests else None
+        match fault.action if fault else None:
+            case Action.HANG:
+                self._plan.hang()
+            case Action.FAIL:
+                raise RuntimeError("injected")
+            case Action.POISON:
+                raise RuntimeError("CUDA error: injected")
+            case Action.DELAY:
+                assert fault is not None
+                time.sleep(fault.seconds)
+        return self._executor.execute(step)
 
 
 def _twice(on_end: Callable[[Pull], None]) -> Callable[[Pull], None]:

@@ -122,13 +122,17 @@ class Worker:
     async def heartbeat(self) -> None:
         """Return once the engine's loop and the transfer agent have answered.
 
-        Both answer while they compute and read, so no answer means that one hangs.
+        Both answer while they compute and read, so no answer means that one hangs. A forward,
+        or hashing, that takes longer than `--step-timeout` allows ends the worker.
         """
         engine, agent = asyncio.Event(), asyncio.Event()
         self._parts.inbox.post(Inspect(lambda _: self._loop.call_soon_threadsafe(engine.set)))
         self._parts.agent.report_alive(lambda: self._loop.call_soon_threadsafe(agent.set))
         await engine.wait()
         await agent.wait()
+        if hang := self._parts.hang(self._config):
+            self._fail(hang)
+            await asyncio.Event().wait()  # not a sign of life
 
     async def peer_died(self, incarnation: str) -> None:
         """The supervisor says that another worker's process is gone for good."""

@@ -21,6 +21,7 @@ class Harm(StrEnum):
     DELAY = "delay a message"
     DUPLICATE = "a message twice"
     FAIL = "break the stream"
+    HANG = "a forward hangs"
 
 
 class Victim(StrEnum):
@@ -37,6 +38,9 @@ MESSAGE_ACTIONS = {
     Harm.DUPLICATE: Action.DUPLICATE,
     Harm.FAIL: Action.FAIL,
 }
+FORWARD_ACTIONS = {Harm.HANG: Action.HANG}
+COMPUTES = {Victim.PREFILL: Phase.PREFILLING, Victim.DECODE: Phase.DECODING}
+"""The phase in which a worker's forwards compute a request."""
 EVENTS = {
     (Victim.PREFILL, Phase.QUEUED): Event.ASK,
     (Victim.PREFILL, Phase.ANNOUNCED): Event.ANNOUNCE,
@@ -60,6 +64,9 @@ SENDS_NOTHING = {
     (Victim.DECODE, Phase.DECODING): "the hand-over is over",
     (Victim.DECODE, Phase.RETRACTED): "the hand-over is over",
 }
+COMPUTES_ELSEWHERE = (
+    "P computes while it prefills and D while it decodes; a router computes nothing"
+)
 DRAINS_ALIKE = "a hand-over is the same while its worker drains"
 ROUTER_DRAINS = "a router stops taking requests and waits for its own: there is no such phase"
 
@@ -85,6 +92,8 @@ class Cell:
         """Why this cell cannot be run; empty if it can."""
         if self.phase is Phase.DRAINING and self.victim is Victim.ROUTER:
             return ROUTER_DRAINS
+        if self.harm in FORWARD_ACTIONS:
+            return "" if COMPUTES.get(self.victim) is self.phase else COMPUTES_ELSEWHERE
         if self.harm not in MESSAGE_ACTIONS or self.event is not None:
             return ""
         if self.phase is Phase.DRAINING:

@@ -62,6 +62,8 @@ def make_configs(
         threads=1,
         audit_pages=True,
         worker_timeout=timeout,
+        step_timeout=timeout - 1,
+        step_timeout_per_token=0,
     )
     return [
         replace(

@@ -9,10 +9,10 @@ import signal
 import time
 from dataclasses import dataclass, field
 
-from kvrelay.engine.faults import Action, Fault, Phase
+from kvrelay.engine.faults import Action, Event, Fault, Phase
 from kvrelay.router.errors import CannotDrain
 from kvrelay.wire.worker_info import WorkerInfo
-from tests.chaos.cells import MESSAGE_ACTIONS, Cell, Harm, Victim
+from tests.chaos.cells import FORWARD_ACTIONS, MESSAGE_ACTIONS, Cell, Harm, Victim
 from tests.chaos.cluster import ChaosCluster, is_gone, samples, wake
 from tests.chaos.load import Case, Load, Outcome, check
 
@@ -114,6 +114,8 @@ async def _probe(chaos: ChaosCluster, expected: dict[Case, list[int]]) -> list[s
 async def _harm(chaos: ChaosCluster, cell: Cell, stop_s: float) -> list[str]:
     if cell.harm in MESSAGE_ACTIONS:
         return await _harm_message(chaos, cell)
+    if cell.harm in FORWARD_ACTIONS:
+        return await _harm_forward(chaos, cell)
     if cell.victim is Victim.ROUTER:
         return await _harm_router(chaos, cell, stop_s)
     return await _harm_worker(chaos, cell, stop_s)
@@ -125,6 +127,14 @@ async def _harm_message(chaos: ChaosCluster, cell: Cell) -> list[str]:
     await chaos.arm(name, Fault(MESSAGE_ACTIONS[cell.harm], cell.event, seconds=DELAY_S))
     await chaos.until_fired(name, ())
     return []
+
+
+async def _harm_forward(chaos: ChaosCluster, cell: Cell) -> list[str]:
+    before = chaos.worker(_victim_name(cell))
+    await chaos.arm(before.name, Fault(FORWARD_ACTIONS[cell.harm], Event.FORWARD))
+    await chaos.until_fired(before.name, (before.pid,))
+    await chaos.until_replaced(before)
+    return [] if is_gone(before.pid) else [f"{before.incarnation} still runs"]
 
 
 async def _harm_worker(chaos: ChaosCluster, cell: Cell, stop_s: float) -> list[str]:

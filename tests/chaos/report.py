@@ -30,7 +30,7 @@ reaches the phase, the harm is done. Then:
 - every completed stream has, token for token, what the undisturbed run said; every other one a
   beginning of it;
 - every page and row of every worker comes back, and quarantine is empty;
-- no worker was replaced but the one that was killed or stopped for good, and of that one no
+- no worker was replaced but the one that was killed, stopped for good or hangs, and of that one no
   process is left;
 - what comes back at the same address is used again by the workers that knew its predecessor;
 - eight new requests at once are served right.

@@ -12,6 +12,7 @@ import grpc
 
 from kvrelay.decode_worker.worker import build as build_decode
 from kvrelay.engine.config import WorkerConfig
+from kvrelay.engine.worker.worker import Worker
 from kvrelay.prefill_worker.worker import build as build_prefill
 from kvrelay.router.config import RouterConfig
 from kvrelay.router.discovery import StaticDiscovery
@@ -29,6 +30,8 @@ class InProcess(Cluster):
     """Workers that nobody supervises."""
 
     workers: list[WorkerInfo]
+    hosted: list[Worker]
+    """The same workers, themselves."""
     router: Router
 
     @property
@@ -52,7 +55,7 @@ async def in_process(
     """
     roles = [WorkerRole.PREFILL] * prefill + [WorkerRole.DECODE] * decode
     async with AsyncExitStack() as stack:
-        infos = []
+        infos, hosted = [], []
         for number, role in enumerate(roles):
             name = f"{role}-{number if role is WorkerRole.PREFILL else number - prefill}"
             config = WorkerConfig(
@@ -61,10 +64,12 @@ async def in_process(
             worker = _BUILD[role](config)
             infos.append(await worker.start())
             stack.push_async_callback(worker.stop)
+            hosted.append(worker)
         router_config = RouterConfig("tiny", path, "float32", ANYWHERE, ANYWHERE, strict=strict)
         router = Router(router_config, StaticDiscovery(infos))
         await router.start()
         stack.push_async_callback(router.stop)
         await router.wait_ready()
         channel = await stack.enter_async_context(grpc.aio.insecure_channel(router.grpc_address))
-        yield InProcess(inference_pb2_grpc.InferenceServiceStub(channel), infos, router)
+        stub = inference_pb2_grpc.InferenceServiceStub(channel)
+        yield InProcess(stub, infos, hosted, router)

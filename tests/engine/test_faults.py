@@ -23,6 +23,11 @@ def test_faults_are_what_their_specs_say():
         Fault(Action.STOP, Phase.PULLING, seconds=5.0, worker="decode-1"),
         Fault(Action.KILL, Phase.QUEUED),
     )
+    assert parse_faults("hang:forward:2, poison:forward, p0/fail:forward@chat-1.a:always") == (
+        Fault(Action.HANG, Event.FORWARD, nth=2),
+        Fault(Action.POISON, Event.FORWARD),
+        Fault(Action.FAIL, Event.FORWARD, worker="p0", request="chat-1.a", always=True),
+    )
     assert parse_faults("") == ()
 
 
@@ -38,6 +43,10 @@ def test_faults_are_what_their_specs_say():
         ("delay:pull", "'delay:pull': by how much"),
         ("delay:pull:2:0.5", "'delay:pull:2:0.5' is not "),
         ("drop:done,drop", "'drop' is not "),
+        ("drop:forward", "'drop:forward': a forward can delay, fail, hang, poison"),
+        ("hang:pull", "'hang:pull': only a forward can hang"),
+        ("drop:done:always", "'drop:done:always': only a forward "),
+        ("fail:pull@mine", "'fail:pull@mine': only a forward "),
     ],
 )
 def test_a_spec_that_says_nothing_is_refused_in_one_line(spec: str, why: str):
@@ -51,6 +60,14 @@ def test_the_nth_is_counted_and_happens_once():
     assert [fate is not None for fate in fates] == [False, False, True]
     assert plan.take(Event.DONE) is None
     assert plan.fired == 1
+
+
+def test_a_fault_of_forwards_can_be_of_one_request_and_happen_always():
+    plan = FaultPlan(parse_faults("fail:forward@mine:2:always"))
+    batches = [{"other"}, {"mine"}, {"other"}, {"mine", "other"}, {"mine"}, {"other"}]
+    fates = [plan.take(Event.FORWARD, requests=batch) for batch in batches]
+    assert [fate is not None for fate in fates] == [False, False, False, True, True, False]
+    assert plan.fired == 2
 
 
 def test_only_requests_shared_with_the_peer_count(monkeypatch: pytest.MonkeyPatch):
