@@ -31,6 +31,20 @@ class RouterOptions:
         "with what each may do: TOML, or one token a line. docs/security.md describes it.",
         Section.ACCESS,
     )
+    max_attempts: int = option(
+        3,
+        "A request fails when one of its outputs has failed this often, because a worker was lost, "
+        "say, without a new token in between.",
+        Section.RECOVERY,
+        at_least=1,
+    )
+    failover_wait: float = option(
+        60.0,
+        "Seconds that a request whose worker was lost waits for another one to go on with.",
+        Section.RECOVERY,
+        at_least=0,
+        unit="seconds",
+    )
     strict: bool = option(
         False,
         "Fail a request that would have to be computed again because its worker or its KV was "
@@ -59,10 +73,6 @@ class RouterConfig(RouterOptions):
     """When a client that was refused should try again."""
     max_message_bytes: int = 16 << 20
     """Of one message from a client."""
-    max_attempts: int = 3
-    """How often an output may fail, because a worker is lost, say, until its request does."""
-    failover_wait_seconds: float = 60.0
-    """How long a request that is to be computed again waits for a worker to go on with."""
     shutdown_grace_seconds: float = 5.0
     """How long `stop` lets live requests go on before it ends them."""
     worker_tls: TlsFiles | None = None

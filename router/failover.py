@@ -6,8 +6,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
-from collections.abc import Set
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from kvrelay.router.attempt import AttemptFailed, AttemptRetracted
@@ -33,12 +32,21 @@ class Retry:
     pause_seconds: float = 0.0
 
 
+@dataclass(frozen=True, slots=True)
+class _Failures:
+    """The failures of one choice since its latest new token."""
+
+    count: int
+    emitted: int
+    """Its tokens at the last of them."""
+
+
 class Failover:
     """Decides on the retries of one request.
 
     A choice whose attempt was retracted is always submitted again. One whose
-    attempt failed is, too, unless that was its `max_attempts`-th failure or the
-    router is `strict`: then the request fails. The new attempt gets the prompt and
+    attempt failed is, too, unless that was its `max_attempts`-th failure without a
+    new token in between, or the router is `strict`: then the request fails. The new attempt gets the prompt and
     what was emitted, on workers that are chosen anew. A worker of an attempt that
     failed is chosen only if there is no other.
     """
@@ -47,11 +55,17 @@ class Failover:
         self._fleet = fleet
         self._config = config
         self._metrics = metrics
-        self._failures: Counter[int] = Counter()  # by choice
+        self._failures: dict[int, _Failures] = {}  # by choice
         self._suspects: set[str] = set()  # incarnations that attempts have failed with
 
-    def decide(self, verdict: AttemptRetracted | AttemptFailed, unfinished: Set[int]) -> Retry:
+    def decide(
+        self, verdict: AttemptRetracted | AttemptFailed, unfinished: Mapping[int, int]
+    ) -> Retry:
         """How the unfinished choices of an attempt that ended are submitted again.
+
+        Args:
+            verdict: how it ended.
+            unfinished: those choices, and how many tokens of each were emitted by now.
 
         Raises:
             RequestError: they are not; the request ends with this error.
@@ -59,8 +73,7 @@ class Failover:
         if isinstance(verdict, AttemptRetracted):
             return Retry("retracted", verdict.detail)
         self._suspects |= verdict.suspects
-        self._failures.update(unfinished)
-        worst = max((self._failures[choice] for choice in unfinished), default=0)
+        worst = max((self._count_failure(*choice) for choice in unfinished.items()), default=0)
         if unfinished and self._config.strict:
             self._metrics.count(STRICT_FAILURES, reason=verdict.reason)
             raise _strict_failure(verdict)
@@ -69,8 +82,15 @@ class Failover:
         pause = _PAUSES_SECONDS[min(worst, len(_PAUSES_SECONDS)) - 1]
         return Retry(verdict.reason, str(verdict.error), pause)
 
+    def _count_failure(self, choice: int, emitted: int) -> int:
+        """Count a failure of a choice; returns its failures since its latest new token."""
+        before = self._failures.get(choice, _Failures(0, 0))
+        count = 1 if emitted > before.emitted else before.count + 1
+        self._failures[choice] = _Failures(count, emitted)
+        return count
+
     async def place(self, input_tokens: int, total_tokens: int, detail: str) -> Placement:
-        """Workers for the next attempt, for which it waits up to `failover_wait_seconds`.
+        """Workers for the next attempt, for which it waits up to `failover_wait` seconds.
 
         Args:
             input_tokens: to be computed before the next token.
@@ -80,7 +100,7 @@ class Failover:
         Raises:
             Unavailable: none were ready in that time.
         """
-        seconds = self._config.failover_wait_seconds
+        seconds = self._config.failover_wait
         missing: Unavailable | None = None
         try:
             async with asyncio.timeout(seconds):

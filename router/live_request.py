@@ -182,9 +182,10 @@ class LiveRequest:
         for choice in verdict.choices:
             self._stream.interrupt(choice)
         choices = self._stream.choices
-        unfinished = {choice for choice in verdict.choices if choices[choice].ended is None}
+        left = [choice for choice in verdict.choices if choices[choice].ended is None]
+        unfinished = {choice: len(choices[choice].emitted) for choice in left}
         retry = self._failover.decide(verdict, unfinished)
-        for batch in self._batches(unfinished):
+        for batch in self._batches(unfinished.keys()):
             self._metrics.count(RESUBMISSIONS, reason=retry.reason)
             self._submit_later(batch, retry)
 

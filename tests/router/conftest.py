@@ -40,7 +40,7 @@ def config(model_path: Path) -> RouterConfig:
         default_max_tokens=16,
         max_live_requests=8,
         max_message_bytes=64 << 10,
-        failover_wait_seconds=0.3,
+        failover_wait=0.3,
         shutdown_grace_seconds=0.0,
     )
 

@@ -189,7 +189,7 @@ async def test_a_token_that_was_streamed_stays_whatever_a_later_attempt_says(
 
 @pytest.fixture
 def patient(config: RouterConfig) -> RouterConfig:
-    return dataclasses.replace(config, failover_wait_seconds=5.0)
+    return dataclasses.replace(config, failover_wait=5.0)
 
 
 @pytest.mark.parametrize("choices", [1, 3])
@@ -361,6 +361,23 @@ async def test_attempts_are_bounded(cluster: Cluster, config: RouterConfig) -> N
     await until(lambda: len(cluster.prefill.cancels) == 3)
     await asyncio.sleep(0.2)
     assert len(cluster.decode.submits) == 3
+
+
+async def test_a_new_token_gives_all_attempts_back(cluster: Cluster, config: RouterConfig) -> None:
+    """Every attempt breaks, but each has brought tokens; then they bring none any more."""
+    cluster.prefill.on_submit = count_prefill
+    call = cluster.generate(max_tokens=20)
+    for number in range(1, 3 * config.max_attempts):
+        submit = await cluster.decode.submitted(number)
+        say_counted(cluster.decode, submit, check_emitted(cluster.decode, submit) + 1)
+        await read(call, 2)  # one of each worker
+        cluster.decode.say(submit, len(emitted_by(submit)) + 2, end=BROKEN)
+    cluster.prefill.on_submit = None
+    for number in range(3 * config.max_attempts, 4 * config.max_attempts - 1):
+        cluster.decode.say(await cluster.decode.submitted(number), end=BROKEN)
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await read(call)
+    assert caught.value.details() == "decode-0: pull: broken (attempt 3 of 3)"
 
 
 async def test_each_choice_has_attempts_of_its_own(cluster: Cluster) -> None:
