@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable
+from itertools import islice
+
 from kvrelay.decode_worker.live_requests import LiveRequests
 from kvrelay.decode_worker.request import DecodeRequest
 from kvrelay.engine.scheduler.admission import admit_in_turn
@@ -18,6 +22,7 @@ class Grants:
         requests: sends the grants.
         growth: what must stay free for those that have memory already.
         bypass_limit: later requests that may pass one that does not fit.
+        grants_ahead: prompts that may have memory here before anything of them is announced.
     """
 
     def __init__(
@@ -26,21 +31,32 @@ class Grants:
         requests: LiveRequests,
         growth: GrowthReserve,
         bypass_limit: int,
+        grants_ahead: int,
     ) -> None:
         self._context = context
         self._requests = requests
         self._growth = growth
         self._bypass_limit = bypass_limit
+        self._grants_ahead = grants_ahead
 
     def reserve_and_grant(self) -> None:
-        """Reserve memory for the requests that were asked for, in turn, and grant them."""
-        asked = [
-            request
-            for request in self._context.requests.values()
-            if request.hand_over.state is DecodeState.ASKED
-        ]
-        kv_cache = self._context.kv_cache
-        for request in admit_in_turn(kv_cache, asked, self._reserve, self._bypass_limit):
+        """Reserve memory for the requests that were asked for, in turn, and grant them.
+
+        Prefill workers take turns: the one with the fewest grants ahead is next.
+        """
+        live = self._context.requests.values()
+        asked = [r for r in live if r.hand_over.state is DecodeState.ASKED]
+        ahead = Counter(
+            r.stream.peer.incarnation
+            for r in live
+            if r.hand_over.state is DecodeState.GRANTED and not r.hand_over.begun
+        )
+        free = max(0, self._grants_ahead - ahead.total())
+        turns = _take_turns(asked, ahead)
+        admitted = admit_in_turn(
+            self._context.kv_cache, asked, self._reserve, self._bypass_limit, turns.__getitem__
+        )
+        for request in islice(admitted, free):
             # What the prefix index has here already, and what no window needs, is not read.
             protected = request.held.num_protected_pages
             first_missing = [max(first, protected) for first in request.held.first_pages]
@@ -59,3 +75,15 @@ class Grants:
         grown = kv_cache.grow(request.held, length)
         assert grown, "a promise was broken"
         return True
+
+
+def _take_turns(
+    asked: Iterable[DecodeRequest], ahead: Counter[str]
+) -> dict[DecodeRequest, tuple[float, ...]]:
+    """By priority, then the grants that its prefill worker will have ahead of it, then by age."""
+    before, turns = Counter(ahead), {}
+    for request in sorted(asked, key=lambda r: r.turn):
+        peer = request.stream.peer.incarnation
+        turns[request] = (request.priority, before[peer], request.arrived)
+        before[peer] += 1
+    return turns

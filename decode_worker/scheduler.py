@@ -82,7 +82,9 @@ class DecodeScheduler:
         timeout = config.worker_timeout
         self._requests = LiveRequests(context, self._growth, config.debug_retract_every)
         self._running = self._requests.running
-        self._grants = Grants(context, self._requests, self._growth, config.bypass_limit)
+        self._grants = Grants(
+            context, self._requests, self._growth, config.bypass_limit, config.grants_ahead
+        )
         self._pulls = Pulls(context, self._requests, agent, inbox, config.verify_pages, timeout)
         self._hand_overs = HandOvers(context, self._requests, self._pulls, self._growth)
         self.heartbeats = Heartbeats(context, self._requests, self._pulls, timeout)

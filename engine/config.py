@@ -94,6 +94,13 @@ class WorkerOptions:
         Section.REQUESTS,
         at_least=0,
     )
+    grants_ahead: int = option(
+        8,
+        "The most prompts that a decode worker holds memory for before a prefill worker begins to "
+        "hand them over; prefill workers take turns.",
+        Section.REQUESTS,
+        at_least=1,
+    )
     overlap: bool = option(
         True,
         "Plan a step while the one before it computes; the tokens are the same either way.",

@@ -18,7 +18,8 @@ from kvrelay.wire.hand_over import HandOverEnd
 from kvrelay.wire.output import NO_TIMINGS, RequestEnd
 
 ASK_AHEAD = 4
-"""Requests for each decode worker that may hold its grant before their turn to compute."""
+"""Requests for each decode worker that may hold its grant, or have asked for it, before their
+turn to compute. `--grants-ahead` bounds what a decode worker grants to all that ask."""
 _HOLDS_GRANT = (PrefillState.ASKED, PrefillState.GRANTED)
 
 

@@ -16,8 +16,9 @@ def admit_in_turn(
     waiting: Iterable[RequestT],
     reserve: Callable[[RequestT], bool],
     bypass_limit: int,
+    turn: Callable[[RequestT], tuple[float, ...]] = lambda request: request.turn,
 ) -> Iterator[RequestT]:
-    """Reserve memory for the requests that fit, by priority and age; yields each of them.
+    """Reserve memory for the requests that fit, in turn; yields each of them.
 
     A request that does not fit lets `bypass_limit` later ones pass in all; then
     those behind it wait until it fits. It is not tried again before some memory
@@ -28,10 +29,11 @@ def admit_in_turn(
         waiting: requests without memory, in any order.
         reserve: takes a request's memory; `False` if it does not fit.
         bypass_limit: later requests that may be admitted before the first that does not fit.
+        turn: orders them; by priority and age if not told otherwise.
     """
     misfit: RequestT | None = None
     room = kv_cache.room_version
-    for request in sorted(waiting, key=lambda r: r.turn):
+    for request in sorted(waiting, key=turn):
         if misfit is not None and misfit.bypassed >= bypass_limit:
             return
         if request.refused_at == room or not reserve(request):

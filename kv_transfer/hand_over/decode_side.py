@@ -35,6 +35,8 @@ class DecodeHandOver:
         self, prompt_pages: int, windowed: Sequence[bool] = (False,), choices: int = 1
     ) -> None:
         self.state = DecodeState.OPEN
+        self.begun = False
+        """Something was announced: the prefill side has reserved the prompt, too."""
         self.first_tokens: tuple[FirstToken, ...] = ()
         """One for each output; empty until the last announcement."""
         self.num_compared = 0
@@ -86,6 +88,7 @@ class DecodeHandOver:
         to_read = self._announced.add(message.runs, last=last)
         self._reads_running += any(run.page_ids for run in to_read)
         self.first_tokens = message.first_tokens
+        self.begun = True
         self.state = state
         return to_read
 
