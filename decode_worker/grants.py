@@ -81,7 +81,8 @@ def _take_turns(
     asked: Iterable[DecodeRequest], ahead: Counter[str]
 ) -> dict[DecodeRequest, tuple[float, ...]]:
     """By priority, then the grants that its prefill worker will have ahead of it, then by age."""
-    before, turns = Counter(ahead), {}
+    before = Counter(ahead)
+    turns: dict[DecodeRequest, tuple[float, ...]] = {}
     for request in sorted(asked, key=lambda r: r.turn):
         peer = request.stream.peer.incarnation
         turns[request] = (request.priority, before[peer], request.arrived)

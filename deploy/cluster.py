@@ -137,7 +137,7 @@ class Cluster:
         """Tell the others, which may now release what it could still have read or written."""
         self._members.add_dead(info)
         if info.name in self._supervisors and self._supervisors[info.name].removing:
-            self._members.remove_draining(info)
+            self._members.remove_awaited(info)
         for name in self.workers:
             self._tell(name, [info])
 

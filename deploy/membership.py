@@ -14,12 +14,14 @@ class Membership:
     """Keeps the list that a router reads (`discovery`) in step with every change.
 
     A worker that drains stays in the list until its successor is live, so that the requests
-    which nobody else can take know that there will be one. Belongs to one event loop.
+    which nobody else can take know that there will be one. One that is lost is awaited until
+    then, for the same reason. Belongs to one event loop.
     """
 
     def __init__(self) -> None:
         self._live: dict[str, WorkerInfo] = {}
         self._draining: dict[str, WorkerInfo] = {}
+        self._awaited: dict[str, WorkerInfo] = {}
         self._dead: list[WorkerInfo] = []
         self._discovery = StaticDiscovery()
 
@@ -41,12 +43,14 @@ class Membership:
     def add_live(self, info: WorkerInfo) -> None:
         """An incarnation can be used; one that drained has its successor."""
         self._draining.pop(info.name, None)
+        self._awaited.pop(info.name, None)
         self._live[info.name] = info
         self._publish()
 
     def remove_live(self, info: WorkerInfo) -> None:
-        """An incarnation cannot be reached any more."""
+        """An incarnation cannot be reached any more; its successor is awaited."""
         del self._live[info.name]
+        self._awaited[info.name] = info
         self._publish()
 
     def is_draining(self, name: str) -> bool:
@@ -58,8 +62,14 @@ class Membership:
         self._draining[info.name] = info
         self._publish()
 
+    def remove_awaited(self, info: WorkerInfo) -> None:
+        """An incarnation that is lost will have no successor."""
+        self._awaited.pop(info.name, None)
+        self.remove_draining(info)
+        self._publish()
+
     def remove_draining(self, info: WorkerInfo) -> None:
-        """An incarnation does not drain after all, or will have no successor."""
+        """An incarnation does not drain after all."""
         if self._draining.get(info.name) == info:
             del self._draining[info.name]
             self._publish()
@@ -72,6 +82,7 @@ class Membership:
     def clear(self) -> None:
         """No worker is left."""
         self._live.clear()
+        self._awaited.clear()
         self._draining.clear()
         self._publish()
 
@@ -89,5 +100,6 @@ class Membership:
     def _publish(self) -> None:
         listed = self._live | self._draining
         self._discovery.replace(
-            [replace(listed[name], draining=name in self._draining) for name in sorted(listed)]
+            [replace(listed[name], draining=name in self._draining) for name in sorted(listed)],
+            [one for name, one in self._awaited.items() if name not in listed],
         )

@@ -45,6 +45,20 @@ class RouterOptions:
         at_least=0,
         unit="seconds",
     )
+    worker_wait: float = option(
+        15.0,
+        "Seconds that a new request waits while no worker can take it and one is being replaced.",
+        Section.RECOVERY,
+        at_least=0,
+        unit="seconds",
+    )
+    max_waiting_for_workers: int = option(
+        256,
+        "The most new requests that wait so at the same time; the router refuses others, with a "
+        "hint to retry.",
+        Section.RECOVERY,
+        at_least=0,
+    )
     strict: bool = option(
         False,
         "Fail a request that would have to be computed again because its worker or its KV was "

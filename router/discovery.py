@@ -16,25 +16,34 @@ class Discovery(Protocol):
         """The workers that are live now. Must not block."""
         ...
 
+    def awaited(self) -> Sequence[WorkerInfo]:
+        """The workers that are lost and will have successors, as they were. Must not block."""
+        ...
+
     async def changed(self) -> None:
         """Returns after the next change; registers before it first suspends."""
         ...
 
 
 class StaticDiscovery:
-    """A list of workers that somebody replaces when it changes."""
+    """Lists of workers that somebody replaces when they change."""
 
     def __init__(self, endpoints: Sequence[WorkerInfo] = ()) -> None:
         self._endpoints = tuple(endpoints)
+        self._awaited: tuple[WorkerInfo, ...] = ()
         self._changes = Notifier()
 
     def endpoints(self) -> Sequence[WorkerInfo]:
         """The list as last given."""
         return self._endpoints
 
-    def replace(self, endpoints: Sequence[WorkerInfo]) -> None:
-        """Replaces the list and wakes those who wait in `changed`; call it on the event loop."""
-        self._endpoints = tuple(endpoints)
+    def awaited(self) -> Sequence[WorkerInfo]:
+        """The list as last given."""
+        return self._awaited
+
+    def replace(self, endpoints: Sequence[WorkerInfo], awaited: Sequence[WorkerInfo] = ()) -> None:
+        """Replaces the lists and wakes those who wait in `changed`; call it on the event loop."""
+        self._endpoints, self._awaited = tuple(endpoints), tuple(awaited)
         self._changes.notify_all()
 
     async def changed(self) -> None:

@@ -9,7 +9,7 @@
     ├── InvalidField           INVALID_ARGUMENT, names the field
     ├── AlreadyExists          ALREADY_EXISTS
     ├── Overloaded             RESOURCE_EXHAUSTED, says when to try again
-    ├── Unavailable            UNAVAILABLE: another try could succeed
+    ├── Unavailable            UNAVAILABLE: another try could succeed; may say when
     ├── DataLoss               DATA_LOSS: KV arrived damaged; --strict forbids to compute it again
     └── InternalFailure        INTERNAL: another attempt would fail the same way
     AdminError                 an operator's call is refused
@@ -32,6 +32,8 @@ class RequestError(Exception):
 
     outcome: ClassVar[str]
     """Its value of the `outcome` metric label."""
+    retry_after_ms: int | None = None
+    """When the client should try again; None: the error does not say."""
 
 
 class InvalidField(RequestError):  # noqa: N818 - the name says what it is
@@ -72,6 +74,11 @@ class Unavailable(RequestError):  # noqa: N818
     """No worker can serve the request now, or the one that did is lost."""
 
     outcome = "unavailable"
+
+    def __init__(self, message: str, retry_after_ms: int | None = None) -> None:
+        hint = "" if retry_after_ms is None else f"; try again in {retry_after_ms} ms"
+        super().__init__(message + hint)
+        self.retry_after_ms = retry_after_ms
 
 
 class DataLoss(RequestError):  # noqa: N818

@@ -1,4 +1,4 @@
-"""Whether, when and where a request is retried after an attempt ended early.
+"""When and where a request is submitted, and whether again after an attempt ended early.
 
 `LiveRequest` asks here and submits the new attempt itself.
 """
@@ -6,14 +6,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 from kvrelay.router.attempt import AttemptFailed, AttemptRetracted
 from kvrelay.router.config import RouterConfig
 from kvrelay.router.errors import DataLoss, RequestError, Unavailable
 from kvrelay.router.fleet import Fleet, Placement
-from kvrelay.router.metrics import STRICT_FAILURES, RouterMetrics
+from kvrelay.router.generation import GenerationRequest
+from kvrelay.router.metrics import STRICT_FAILURES, WORKER_WAITS, RouterMetrics
 from kvrelay.wire.output import FailureReason
 
 _PAUSES_SECONDS = (0.05, 0.5)
@@ -42,13 +45,13 @@ class _Failures:
 
 
 class Failover:
-    """Decides on the retries of one request.
+    """Finds workers for the attempts of one request, and decides on its retries.
 
     A choice whose attempt was retracted is always submitted again. One whose
     attempt failed is, too, unless that was its `max_attempts`-th failure without a
-    new token in between, or the router is `strict`: then the request fails. The new attempt gets the prompt and
-    what was emitted, on workers that are chosen anew. A worker of an attempt that
-    failed is chosen only if there is no other.
+    new token in between, or the router is `strict`: then the request fails. The new
+    attempt gets the prompt and what was emitted, on workers that are chosen anew. A
+    worker of an attempt that failed is chosen only if there is no other.
     """
 
     def __init__(self, fleet: Fleet, config: RouterConfig, metrics: RouterMetrics) -> None:
@@ -101,19 +104,52 @@ class Failover:
             Unavailable: none were ready in that time.
         """
         seconds = self._config.failover_wait
-        missing: Unavailable | None = None
+        found = await self._place_within(seconds, input_tokens, total_tokens, lambda: True)
+        if isinstance(found, Placement):
+            return found
+        raise Unavailable(
+            f"{detail}; it could not be submitted again within {seconds:g} s: {found}"
+        ) from found
+
+    async def place_first(self, request: GenerationRequest) -> Placement:
+        """Workers for the first attempt, for which it waits up to `worker_wait` seconds.
+
+        Raises:
+            Unavailable: none were ready in that time, or none are on their way any more.
+        """
+        seconds, outcome = self._config.worker_wait, "left"
+        tokens = len(request.input_ids), request.total_tokens
+        hope = partial(self._fleet.expects, *tokens)
         try:
+            found = await self._place_within(seconds, *tokens, hope)
+            if isinstance(found, Placement):
+                outcome = "served"
+                return found
+            if not hope():
+                outcome = "given_up"
+                raise found
+            outcome = "expired"
+            waited = f"{found}, and none came within {seconds:g} s (--worker-wait)"
+            raise Unavailable(waited, self._config.retry_after_ms) from found
+        finally:
+            self._metrics.count(WORKER_WAITS, outcome=outcome)
+
+    async def _place_within(
+        self, seconds: float, input_tokens: int, total_tokens: int, hope: Callable[[], bool]
+    ) -> Placement | Unavailable:
+        """Workers as soon as they are ready; what is missing if the time, or the hope, ends."""
+        missing = Unavailable("no workers were looked for")
+        with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 while True:
                     try:
                         return self._fleet.place(input_tokens, total_tokens, self._suspects)
                     except Unavailable as error:
                         missing = error
+                    if not hope():
+                        break
                     await self._fleet.changes.wait()
-        except TimeoutError:
-            raise Unavailable(
-                f"{detail}; it could not be submitted again within {seconds:g} s: {missing}"
-            ) from missing
+        return missing
 
 
 def _strict_failure(failed: AttemptFailed) -> RequestError:

@@ -48,7 +48,7 @@ class Fleet:
         self._links: dict[str, WorkerLink] = {}  # by incarnation, as are the tasks
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._closing: set[asyncio.Task[None]] = set()
-        self._successors: set[str] = set()  # incarnations that replace workers that drained
+        self._awaited: tuple[WorkerInfo, ...] = ()
         self.changes = Notifier()
         """Notified when the list of workers, or a link's readiness, has changed."""
 
@@ -69,17 +69,39 @@ class Fleet:
         return roles >= {WorkerRole.PREFILL, WorkerRole.DECODE} or WorkerRole.AGGREGATED in roles
 
     @property
-    def awaits_successors(self) -> bool:
-        """A worker drains, or its successor has not been connected to yet."""
-        links = self._links.items()
-        return any(
-            link.draining or (incarnation in self._successors and not link.was_ready)
-            for incarnation, link in links
-        )
+    def known(self) -> list[WorkerInfo]:
+        """The workers that are listed, and as they were those that are being replaced."""
+        return [*self.endpoints, *self._awaited]
 
     def limits(self) -> Limits:
-        """Bounds on a request with these workers; raises `Unavailable` if a role is missing."""
-        return Limits.of(self.endpoints)
+        """Bounds on a request with the known workers.
+
+        Raises:
+            Unavailable: a role has none.
+        """
+        return Limits.of(self.known)
+
+    def expects(self, input_tokens: int, total_tokens: int) -> bool:
+        """Whether workers that are on their way could take a request that `place` refuses now.
+
+        On their way are those that are being replaced, and those that are listed and
+        cannot be reached yet, or any more.
+        """
+        ready = [link.endpoint for link in self._links.values() if _takes_requests(link)]
+        coming = [link.endpoint for link in self._links.values() if not _takes_requests(link)]
+        coming += self._awaited
+
+        def fits(workers: list[WorkerInfo], role: WorkerRole, tokens: int) -> bool:
+            return any(one.role is role and one.pool_tokens >= tokens for one in workers)
+
+        prefill_comes = fits(coming, WorkerRole.PREFILL, input_tokens)
+        decode_comes = fits(coming, WorkerRole.DECODE, total_tokens)
+        return (
+            fits(coming, WorkerRole.AGGREGATED, total_tokens)
+            or (prefill_comes and decode_comes)
+            or (prefill_comes and fits(ready, WorkerRole.DECODE, total_tokens))
+            or (decode_comes and fits(ready, WorkerRole.PREFILL, input_tokens))
+        )
 
     def place(
         self, input_tokens: int, total_tokens: int, suspects: Set[str] = frozenset()
@@ -115,7 +137,7 @@ class Fleet:
         aggregated = choose_aggregated(alone, total_tokens)
         if aggregated is not None:
             return Placement(alone[aggregated], None)
-        if {endpoint.role for endpoint in self.endpoints} == {WorkerRole.AGGREGATED}:
+        if {endpoint.role for endpoint in self.known} == {WorkerRole.AGGREGATED}:
             missing = WorkerRole.AGGREGATED
         why = f": {refusal}" if refusal else ""
         raise Unavailable(f"no {missing} worker that could hold the request is ready{why}")
@@ -124,6 +146,7 @@ class Fleet:
         """Follows discovery until cancelled; then every link is closed."""
         try:
             while True:
+                self._awaited = tuple(self._discovery.awaited())
                 self._update_links({e.incarnation: e for e in self._discovery.endpoints()})
                 await self._discovery.changed()
         finally:
@@ -131,9 +154,7 @@ class Fleet:
             await asyncio.gather(*self._closing, return_exceptions=True)
 
     def _update_links(self, listed: dict[str, WorkerInfo]) -> None:
-        drained = {endpoint.name for endpoint in self.endpoints if endpoint.draining}
         for incarnation in self._links.keys() - listed.keys():
-            self._successors.discard(incarnation)
             del self._links[incarnation]
             self._close(self._tasks.pop(incarnation))
         for incarnation in listed.keys() & self._links.keys():
@@ -141,8 +162,6 @@ class Fleet:
         for incarnation in listed.keys() - self._links.keys():
             link = self._make_link(listed[incarnation], self.changes.notify_all)
             self._links[incarnation] = link
-            if link.endpoint.name in drained:
-                self._successors.add(incarnation)
             self._tasks[incarnation] = asyncio.create_task(link.run(), name=link.endpoint.name)
         self.changes.notify_all()
 

@@ -6,11 +6,11 @@ Calls go down, and what is called returns a value and knows none of its callers:
     │                     workers report or are lost, somebody aborts it, the router stops
     ├── OutputStream      makes events for the readers, and holds the outcome
     ├── Attempt           sends commands to workers; turns their ends into a verdict
-    └── Failover          decides whether, when and where to retry
+    └── Failover          finds workers, and decides whether and when to retry
 
 On a finish, whatever caused it: `OutputStream` sets the outcome; the method of
 `LiveRequest` that caused it then calls `_close_if_over`, which cancels the
-attempts and the retries that wait, and calls `on_end`, once.
+attempts and the submissions that wait, and calls `on_end`, once.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ import asyncio
 import contextlib
 import itertools
 import logging
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence, Set
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence, Set
+from typing import Any
 
 from kvrelay.router.attempt import Attempt, RequestFailed, Verdict
 from kvrelay.router.errors import InternalFailure, RequestError
@@ -43,7 +44,7 @@ class LiveRequest:
     Args:
         request: what was asked for.
         stream: its output.
-        failover: decides on its retries.
+        failover: finds workers for it, and decides on its retries.
         metrics: the router's.
         stopwatch: runs since it arrived.
         attempt_numbers: none of them repeats on a router.
@@ -61,6 +62,8 @@ class LiveRequest:
         on_end: Callable[[LiveRequest], None],
     ) -> None:
         self.request = request
+        self.waits_for_workers = False
+        """It has had no attempt, because no workers could take it."""
         self._stream = stream
         self._failover = failover
         self._metrics = metrics
@@ -69,7 +72,7 @@ class LiveRequest:
         self._on_end = on_end
         self._readers = 0
         self._attempts: dict[int, Attempt] = {}  # by number; those that are not over
-        self._retries: set[asyncio.Task[None]] = set()
+        self._submissions: set[asyncio.Task[None]] = set()
         self._closed = False
 
     @property
@@ -88,10 +91,16 @@ class LiveRequest:
         self._submit(range(self.request.params.n), placement)
 
     def start_later(self) -> None:
-        """Submits all choices once there are workers for them."""
+        """Submits all choices once there are workers for them; fails if none come in time."""
         self._stopwatch.admitted(len(self.request.input_ids))
-        retry = Retry("", "every worker that could take the request drains")
-        self._submit_later(range(self.request.params.n), retry)
+        self.waits_for_workers = True
+        self._run(self._start_when_placed())
+
+    async def _start_when_placed(self) -> None:
+        with self._ending_with_its_errors():
+            placement = await self._failover.place_first(self.request)
+            self.waits_for_workers = False
+            self._submit(range(self.request.params.n), placement)
 
     # What clients and the router's stop do.
 
@@ -164,7 +173,7 @@ class LiveRequest:
         if self.outcome is None or self._closed:
             return
         self._closed = True
-        for task in self._retries:
+        for task in self._submissions:
             task.cancel()
         for attempt in self._attempts.values():
             attempt.cancel()
@@ -187,7 +196,7 @@ class LiveRequest:
         retry = self._failover.decide(verdict, unfinished)
         for batch in self._batches(unfinished.keys()):
             self._metrics.count(RESUBMISSIONS, reason=retry.reason)
-            self._submit_later(batch, retry)
+            self._run(self._retry(batch, retry))
 
     def _batches(self, choices: Set[int]) -> list[range]:
         """These choices as they are submitted: one by one, or neighbours that emitted nothing."""
@@ -200,10 +209,11 @@ class LiveRequest:
                 batches.append(range(choice, choice + 1))
         return batches
 
-    def _submit_later(self, choices: range, retry: Retry) -> None:
-        task = asyncio.create_task(self._retry(choices, retry))
-        self._retries.add(task)
-        task.add_done_callback(self._retries.discard)
+    def _run(self, submission: Coroutine[Any, Any, None]) -> None:
+        """Lets it run until the request's end at most."""
+        task = asyncio.create_task(submission)
+        self._submissions.add(task)
+        task.add_done_callback(self._submissions.discard)
 
     async def _retry(self, choices: range, retry: Retry) -> None:
         with self._ending_with_its_errors():

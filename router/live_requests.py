@@ -15,7 +15,7 @@ from kvrelay.router.failover import Failover
 from kvrelay.router.fleet import Fleet, Placement
 from kvrelay.router.generation import GenerationRequest
 from kvrelay.router.live_request import LiveRequest
-from kvrelay.router.metrics import RouterMetrics, Stopwatch
+from kvrelay.router.metrics import WORKER_WAITS, RouterMetrics, Stopwatch
 from kvrelay.router.notifier import Notifier
 from kvrelay.router.output_stream import OutputStream
 from kvrelay.router.text import TextStream
@@ -47,6 +47,11 @@ class LiveRequests:
         """Live requests whose first token has come, or has not; callable from any thread."""
         return sum(live.streaming is streaming for live in list(self._live.values()))
 
+    @property
+    def waiting_for_workers(self) -> int:
+        """Requests that no worker could take yet; callable from any thread."""
+        return sum(live.waits_for_workers for live in list(self._live.values()))
+
     def open(self, request: GenerationRequest, stopwatch: Stopwatch) -> LiveRequest:
         """The live request with this id and body, or a new one, submitted to its workers.
 
@@ -55,7 +60,8 @@ class LiveRequests:
         Raises:
             AlreadyExists: a live request has this id and another body.
             Overloaded: `max_live_requests` are live.
-            Unavailable: no workers are ready for it, or the router is stopping.
+            Unavailable: no workers are ready for it, and none are on their way or too many
+                requests wait for them; or the router is stopping.
         """
         running = self._live.get(request.request_id)
         if running is None:
@@ -88,7 +94,7 @@ class LiveRequests:
         if len(self._live) >= self._config.max_live_requests:
             raise Overloaded(len(self._live), self._config.retry_after_ms)
         placement = self._place(request)
-        choices = self._choices(request, self._fleet.endpoints[0].eos_token_ids)
+        choices = self._choices(request, self._fleet.known[0].eos_token_ids)
         live = LiveRequest(
             request,
             OutputStream(request, choices, stopwatch),
@@ -106,13 +112,18 @@ class LiveRequests:
         return live
 
     def _place(self, request: GenerationRequest) -> Placement | None:
-        """Workers for its first attempt; None: it waits for the successor of one that drains."""
+        """Workers for its first attempt; None: it waits for workers that are on their way."""
+        tokens = len(request.input_ids), request.total_tokens
         try:
-            return self._fleet.place(len(request.input_ids), request.total_tokens)
-        except Unavailable:
-            if self._fleet.awaits_successors:
-                return None
-            raise
+            return self._fleet.place(*tokens)
+        except Unavailable as missing:
+            if not self._fleet.expects(*tokens):
+                raise
+            if (waiting := self.waiting_for_workers) >= self._config.max_waiting_for_workers:
+                self._metrics.count(WORKER_WAITS, outcome="full")
+                why = f"{missing}, and {waiting} requests wait already (--max-waiting-for-workers)"
+                raise Unavailable(why, self._config.retry_after_ms) from missing
+            return None
 
     def _choices(self, request: GenerationRequest, eos_token_ids: Sequence[int]) -> list[Choice]:
         params = request.params

@@ -24,6 +24,17 @@ LIVE_REQUESTS: Final = METRICS.gauge(
     "Requests that are live on this router: waiting for the first token, or streaming",
     "state",
 )
+WAITING_FOR_WORKERS: Final = METRICS.gauge(
+    "kvrelay_requests_waiting_for_workers",
+    "New requests that wait until a worker is replaced, because no other can take them",
+)
+WORKER_WAITS: Final = METRICS.counter(
+    "kvrelay_worker_waits_total",
+    "New requests that no worker could take while one was being replaced, by how that ended: "
+    "served, expired (--worker-wait), given_up (none is being replaced any more), left (by its "
+    "client), full (--max-waiting-for-workers)",
+    "outcome",
+)
 PROMPT_TOKENS: Final = METRICS.counter(
     "kvrelay_prompt_tokens_total", "Prompt tokens of the requests that were admitted"
 )

@@ -24,7 +24,12 @@ from kvrelay.router.discovery import Discovery
 from kvrelay.router.errors import StartError
 from kvrelay.router.fleet import Fleet
 from kvrelay.router.live_requests import LiveRequests
-from kvrelay.router.metrics import LIVE_REQUESTS, STALE_OUTPUTS, RouterMetrics
+from kvrelay.router.metrics import (
+    LIVE_REQUESTS,
+    STALE_OUTPUTS,
+    WAITING_FOR_WORKERS,
+    RouterMetrics,
+)
 from kvrelay.router.service import InferenceService
 from kvrelay.router.token_file import read_tokens
 from kvrelay.router.worker_link import WorkerLink
@@ -85,6 +90,7 @@ class Router:
             self._metrics.watch(
                 LIVE_REQUESTS, lambda: live.count(streaming=True), state="streaming"
             )
+            self._metrics.watch(WAITING_FOR_WORKERS, lambda: live.waiting_for_workers)
             self._serve_metrics(undo)
             _run_in(undo, self._fleet.run())
             if self._administrator is not None:

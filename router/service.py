@@ -93,7 +93,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
     ) -> pb.GetModelInfoResponse:
         """The served model, as its workers know it."""
         limits = self._fleet.limits()
-        endpoint = self._fleet.endpoints[0]
+        endpoint = self._fleet.known[0]
         return pb.GetModelInfoResponse(
             model=self._config.model_name,
             architecture=endpoint.architecture,

@@ -57,6 +57,6 @@ def with_status(
 
 
 def _trailers(error: Exception) -> tuple[tuple[str, str], ...]:
-    if isinstance(error, Overloaded):
+    if isinstance(error, RequestError) and error.retry_after_ms is not None:
         return (("retry-after-ms", str(error.retry_after_ms)),)
     return ()

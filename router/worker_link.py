@@ -84,8 +84,6 @@ class WorkerLink:
     ) -> None:
         self.endpoint = endpoint
         self.ready = False
-        self.was_ready = False
-        """It has been ready at some time."""
         self.load = WorkerLoad()
         self._reported_draining = False
         self._router_id = router_id
@@ -239,7 +237,6 @@ class WorkerLink:
 
     def _set_ready(self, ready: bool) -> None:
         self.ready = ready
-        self.was_ready = self.was_ready or ready
         self._on_change()
 
 

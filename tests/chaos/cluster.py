@@ -151,7 +151,7 @@ class RouterProcess:
             changed = asyncio.create_task(self._cluster.discovery.changed())
             await asyncio.sleep(0)  # it is registered now
             try:
-                process.stdin.write(to_line(list(self._cluster.discovery.endpoints())))
+                process.stdin.write(to_line(self._cluster.discovery))
                 await changed
             finally:
                 changed.cancel()

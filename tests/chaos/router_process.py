@@ -1,7 +1,7 @@
 """A router in a process of its own, which can be killed: `python -m tests.chaos.router_process`.
 
-It reads its workers from standard input: a line of JSON with the whole list, whenever that
-changes. It ends when its input does.
+It reads its workers from standard input: a line of JSON with those that are live and those
+that are awaited, whenever that changes. It ends when its input does.
 """
 
 from __future__ import annotations
@@ -15,17 +15,18 @@ from pathlib import Path
 from typing import Any
 
 from kvrelay.router.config import RouterConfig
-from kvrelay.router.discovery import StaticDiscovery
+from kvrelay.router.discovery import Discovery, StaticDiscovery
 from kvrelay.router.router import Router
 from kvrelay.wire.worker_info import WorkerInfo, WorkerRole
 
 
-def to_line(workers: list[WorkerInfo]) -> bytes:
-    return (json.dumps([asdict(one) for one in workers]) + "\n").encode()
+def to_line(discovery: Discovery) -> bytes:
+    lists = (discovery.endpoints(), discovery.awaited())
+    return (json.dumps([[asdict(one) for one in workers] for workers in lists]) + "\n").encode()
 
 
-def from_line(line: bytes) -> list[WorkerInfo]:
-    return [_worker_info(**one) for one in json.loads(line)]
+def from_line(line: bytes) -> list[list[WorkerInfo]]:
+    return [[_worker_info(**one) for one in workers] for workers in json.loads(line)]
 
 
 def _worker_info(role: str, eos_token_ids: list[int], **more: Any) -> WorkerInfo:
@@ -37,14 +38,15 @@ async def main(model: Path, address: str) -> None:
     reader = asyncio.StreamReader(limit=1 << 20)
     loop = asyncio.get_running_loop()
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
-    discovery = StaticDiscovery(from_line(await reader.readline()))
+    discovery = StaticDiscovery()
+    discovery.replace(*from_line(await reader.readline()))
     config = RouterConfig("tiny", model, "", grpc_address=address, metrics_address="127.0.0.1:0")
     router = Router(config, discovery)
     await router.start()
     await router.wait_ready()
     print(router.grpc_address, flush=True)  # noqa: T201 (it is read by whoever started this)
     while line := await reader.readline():
-        discovery.replace(from_line(line))
+        discovery.replace(*from_line(line))
     await router.stop()
 
 

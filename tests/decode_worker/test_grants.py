@@ -13,8 +13,8 @@ from tests.engine.test_scenarios import random_prompts
 class Watched:
     """Four prefill workers and one decode worker, and what the latter has granted."""
 
-    def __init__(self, seed: int, **options: int) -> None:
-        self.simulation = Simulation(seed, 4, 400, 64, 16, workers=4, **options)
+    def __init__(self, seed: int, grants_ahead: int) -> None:
+        self.simulation = Simulation(seed, 4, 400, 64, 16, workers=4, grants_ahead=grants_ahead)
         del self.simulation.decodes[1:]
         del self.simulation.workers[5:]
         self.most_ahead = 0

@@ -43,9 +43,20 @@ def test_a_worker_that_dies_is_not_listed_until_its_successor_is_live(members: M
     members.remove_live(FIRST)
     members.add_dead(FIRST)
     assert listed(members) == []
+    assert members.discovery.awaited() == (FIRST,)
     members.add_live(SECOND)
     assert listed(members) == [("decode-0-2", False)]
+    assert members.discovery.awaited() == ()
     assert members.dead == (FIRST,)
+
+
+def test_a_worker_that_is_removed_is_not_awaited(members: Membership):
+    members.add_draining(FIRST)
+    members.remove_live(FIRST)
+    assert members.discovery.awaited() == (), "it is listed still"
+    members.remove_awaited(FIRST)
+    assert listed(members) == []
+    assert members.discovery.awaited() == ()
 
 
 def test_a_worker_that_drains_is_listed_until_its_successor_is_live(members: Membership):

@@ -41,6 +41,7 @@ def config(model_path: Path) -> RouterConfig:
         max_live_requests=8,
         max_message_bytes=64 << 10,
         failover_wait=0.3,
+        worker_wait=0.3,
         shutdown_grace_seconds=0.0,
     )
 

@@ -441,6 +441,7 @@ async def test_no_request_goes_to_a_pair_that_is_refused(config: RouterConfig) -
         error = await status_of(cluster.generate())
         assert error.code() is grpc.StatusCode.UNAVAILABLE
         assert "prefill-1 is slow" in (error.details() or "")
+        assert await cluster.metric("kvrelay_worker_waits_total{") == 0, "nobody is on the way"
         refuse(decodes[0])
         await asyncio.sleep(0.1)
         assert (await collect(cluster.generate())).token_ids == COUNTED
