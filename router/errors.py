@@ -7,6 +7,7 @@
     StartError                 one line for the operator; the process does not start
     RequestError               ends one request
     ├── InvalidField           INVALID_ARGUMENT, names the field
+    ├── NotPermitted           PERMISSION_DENIED, names the field and the right
     ├── AlreadyExists          ALREADY_EXISTS
     ├── Overloaded             RESOURCE_EXHAUSTED, says when to try again
     ├── Unavailable            UNAVAILABLE: another try could succeed; may say when
@@ -21,6 +22,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from typing import ClassVar
+
+from kvrelay.router.callers import Caller, Right
 
 
 class StartError(Exception):
@@ -44,6 +47,16 @@ class InvalidField(RequestError):  # noqa: N818 - the name says what it is
     def __init__(self, field: str, message: str) -> None:
         super().__init__(f"{field}: {message}")
         self.field = field
+
+
+class NotPermitted(RequestError):  # noqa: N818
+    """The caller's token lacks the right to a field's value."""
+
+    outcome = "denied"
+
+    def __init__(self, field: str, caller: Caller, right: Right) -> None:
+        lack = f"the token {caller.name} lacks the right {right}"
+        super().__init__(f"{field}: {lack} (rights in --auth-token-file)")
 
 
 class AlreadyExists(RequestError):  # noqa: N818

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
+from kvrelay.router.callers import Caller
 from kvrelay.wire.request import GenerationParams, RequestKey, SubmitRequest
 from kvrelay.wire.worker_info import WorkerAddress, WorkerInfo
 
@@ -20,6 +21,15 @@ class GenerationRequest:
     input_ids: tuple[int, ...]
     params: GenerationParams
     priority: int
+    caller: Caller
+    """Whose request it is."""
+    namespace: str
+    """The part of the prefix index that it uses."""
+
+    @property
+    def id(self) -> tuple[str, str]:
+        """Unique on a router among live requests: a request id belongs to its caller."""
+        return (self.caller.name, self.request_id)
 
     @property
     def total_tokens(self) -> int:
@@ -79,4 +89,5 @@ class Submission:
             priority=self.request.priority,
             age_seconds=self.age_seconds,
             prefill=WorkerAddress(prefill.address, prefill.incarnation) if prefill else None,
+            namespace=self.request.namespace,
         )

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from tokenizers import Tokenizer
 
+from kvrelay.router.callers import Caller
 from kvrelay.router.choice import Choice
 from kvrelay.router.config import RouterConfig
 from kvrelay.router.errors import AlreadyExists, Overloaded, Unavailable
@@ -34,7 +35,7 @@ class LiveRequests:
         self._config = config
         self._fleet = fleet
         self._tokenizer = tokenizer
-        self._live: dict[str, LiveRequest] = {}
+        self._live: dict[tuple[str, str], LiveRequest] = {}  # by `GenerationRequest.id`
         self._metrics = metrics
         self._attempt_numbers = itertools.count(1)
         self._closing = False
@@ -53,26 +54,26 @@ class LiveRequests:
         return sum(live.waits_for_workers for live in list(self._live.values()))
 
     def open(self, request: GenerationRequest, stopwatch: Stopwatch) -> LiveRequest:
-        """The live request with this id and body, or a new one, submitted to its workers.
+        """The caller's live request with this id and body, or a new one, submitted to its workers.
 
         The caller attaches a reader before it awaits anything.
 
         Raises:
-            AlreadyExists: a live request has this id and another body.
+            AlreadyExists: a live request of the caller has this id and another body.
             Overloaded: `max_live_requests` are live.
             Unavailable: no workers are ready for it, and none are on their way or too many
                 requests wait for them; or the router is stopping.
         """
-        running = self._live.get(request.request_id)
+        running = self._live.get(request.id)
         if running is None:
             return self._admit(request, stopwatch)
         if running.request.fingerprint != request.fingerprint:
             raise AlreadyExists(request.request_id)
         return running
 
-    def abort(self, request_id: str) -> bool:
-        """Ends the live request with exactly this id; returns False if there is none."""
-        live = self._live.get(request_id)
+    def abort(self, caller: Caller, request_id: str) -> bool:
+        """Ends the caller's live request with exactly this id; returns False if there is none."""
+        live = self._live.get((caller.name, request_id))
         if live is not None:
             live.abort()
         return live is not None
@@ -104,7 +105,7 @@ class LiveRequests:
             self._attempt_numbers,
             self._forget,
         )
-        self._live[request.request_id] = live
+        self._live[request.id] = live
         if placement is None:
             live.start_later()
         else:
@@ -140,5 +141,5 @@ class LiveRequests:
         )
 
     def _forget(self, live: LiveRequest) -> None:
-        del self._live[live.request.request_id]
+        del self._live[live.request.id]
         self._ended.notify_all()

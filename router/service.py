@@ -10,6 +10,7 @@ from importlib.metadata import version
 import grpc
 from tokenizers import Tokenizer
 
+from kvrelay.router.auth import current_caller
 from kvrelay.router.client_messages import event_response
 from kvrelay.router.config import RouterConfig
 from kvrelay.router.errors import RequestError
@@ -65,7 +66,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         self, message: pb.AbortRequest, context: grpc.aio.ServicerContext
     ) -> pb.AbortResponse:
         """Ends a live request."""
-        return pb.AbortResponse(aborted=self._live.abort(message.request_id))
+        return pb.AbortResponse(aborted=self._live.abort(current_caller(), message.request_id))
 
     async def Tokenize(  # noqa: N802
         self, message: pb.TokenizeRequest, context: grpc.aio.ServicerContext
@@ -125,7 +126,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         try:
             # In a thread, because a long text takes long to tokenize.
             request = await asyncio.to_thread(
-                self._validator.validate, message, self._fleet.limits()
+                self._validator.validate, message, self._fleet.limits(), current_caller()
             )
             return self._live.open(request, stopwatch)
         except RequestError as error:

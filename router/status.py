@@ -15,6 +15,7 @@ from kvrelay.router.errors import (
     DataLoss,
     InternalFailure,
     InvalidField,
+    NotPermitted,
     Overloaded,
     RequestError,
     Unavailable,
@@ -23,6 +24,7 @@ from kvrelay.router.errors import (
 
 _STATUS: dict[type[Exception], grpc.StatusCode] = {
     InvalidField: grpc.StatusCode.INVALID_ARGUMENT,
+    NotPermitted: grpc.StatusCode.PERMISSION_DENIED,
     AlreadyExists: grpc.StatusCode.ALREADY_EXISTS,
     Overloaded: grpc.StatusCode.RESOURCE_EXHAUSTED,
     Unavailable: grpc.StatusCode.UNAVAILABLE,

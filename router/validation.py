@@ -11,7 +11,8 @@ import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from kvrelay.router.errors import InvalidField
+from kvrelay.router.callers import ANYBODY, Caller, Right
+from kvrelay.router.errors import InvalidField, NotPermitted
 from kvrelay.router.generation import GenerationRequest
 from kvrelay.router.limits import Limits
 from kvrelay.router.sampling_params import (
@@ -24,6 +25,7 @@ from kvrelay.v1 import inference_pb2
 Encode = Callable[[str], Sequence[int]]
 
 MAX_REQUEST_ID_BYTES = 128
+MAX_CACHE_SALT_BYTES = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,14 +44,19 @@ class Validator:
     default_max_tokens: int
     max_message_bytes: int
 
-    def validate(self, message: inference_pb2.GenerateRequest, limits: Limits) -> GenerationRequest:
+    def validate(
+        self, message: inference_pb2.GenerateRequest, limits: Limits, caller: Caller = ANYBODY
+    ) -> GenerationRequest:
         """The request with every field concrete; safe to call from any thread.
 
         Raises:
             InvalidField: names the field that cannot be served as it is.
+            NotPermitted: names the field that the caller may not set so.
         """
         prompt_field = _prompt_field(message)
         self._check_envelope(message, prompt_field)
+        if message.priority < 0 and not caller.may(Right.PRIORITIES):
+            raise NotPermitted("priority", caller, Right.PRIORITIES)
         params = message.sampling_params
         check_sampling_params(params, limits.vocab_size)
         input_ids = self._input_ids(message, prompt_field, limits)
@@ -60,21 +67,20 @@ class Validator:
             input_ids=input_ids,
             params=read_sampling_params(params, max_tokens),
             priority=message.priority,
+            caller=caller,
+            namespace=caller.namespace(message.cache_salt),
         )
 
     def _check_envelope(self, message: inference_pb2.GenerateRequest, prompt_field: str) -> None:
-        """Checks the message's size, its request id and its model."""
+        """Checks the message's size, its request id, its salt and its model."""
         size = message.ByteSize()
         if size > self.max_message_bytes:
             raise InvalidField(
                 prompt_field,
                 f"the message has {size} bytes, and the router takes {self.max_message_bytes}",
             )
-        id_bytes = len(message.request_id.encode())
-        if id_bytes > MAX_REQUEST_ID_BYTES:
-            raise InvalidField(
-                "request_id", f"must have at most {MAX_REQUEST_ID_BYTES} bytes, got {id_bytes}"
-            )
+        _check_bytes("request_id", message.request_id, MAX_REQUEST_ID_BYTES)
+        _check_bytes("cache_salt", message.cache_salt, MAX_CACHE_SALT_BYTES)
         if message.model not in ("", self.model_name):
             raise InvalidField(
                 "model", f"must be {self.model_name!r} or empty, got {message.model!r}"
@@ -113,6 +119,12 @@ class Validator:
                 "min_tokens", f"must be at most max_tokens, {max_tokens}, got {params.min_tokens}"
             )
         return max_tokens
+
+
+def _check_bytes(field: str, text: str, most: int) -> None:
+    size = len(text.encode())
+    if size > most:
+        raise InvalidField(field, f"must have at most {most} bytes, got {size}")
 
 
 def _prompt_field(message: inference_pb2.GenerateRequest) -> str:

@@ -158,6 +158,8 @@ class SubmitRequest:
     """Since the router took the request."""
     prefill: WorkerAddress | None = None
     """To a decode worker: who computes the prompt."""
+    namespace: str = ""
+    """The part of the prefix index that the request uses: its tenant's."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -73,6 +73,8 @@ class Submit:
     """When a router took it, by this worker's clock."""
     prefill: WorkerAddress | None = None
     """To a decode worker: who computes the prompt."""
+    namespace: str = ""
+    """Of the prefix index."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -127,7 +127,11 @@ class SchedulerContext(Generic[RequestT]):
         """
         token_ids = np.asarray(request.token_ids(0, known_tokens), np.int32)
         request.lease = self.kv_cache.open(
-            str(request.key), request.input_len, token_ids=token_ids, headroom=headroom
+            str(request.key),
+            request.input_len,
+            token_ids=token_ids,
+            namespace=request.namespace,
+            headroom=headroom,
         )
         return request.lease is not None
 

@@ -43,6 +43,8 @@ class Request:
     """Whether drafts of its tokens may be verified."""
     priority: int = 0
     """Lower runs earlier."""
+    namespace: str = ""
+    """The part of the prefix index in which its prefix is found and left."""
     arrived: float = field(default_factory=time.monotonic)
     """When a router took it, by this worker's clock."""
     received: float = field(default_factory=time.monotonic)
@@ -82,6 +84,7 @@ class Request:
             prompt_logprobs=None if emitted else command.prompt_logprobs,
             speculate=command.speculate,
             priority=command.priority,
+            namespace=command.namespace,
             arrived=command.arrived,
             **more,
         )

@@ -79,4 +79,5 @@ def submit_command(submit: SubmitRequest, link: RouterLink, rules: SubmitRules) 
         priority=submit.priority,
         arrived=time.monotonic() - max(submit.age_seconds, 0.0),
         prefill=submit.prefill,
+        namespace=submit.namespace,
     )

@@ -42,7 +42,13 @@ class InProcess(Cluster):
 
 @asynccontextmanager
 async def in_process(
-    path: Path, *, prefill: int = 1, decode: int = 1, strict: bool = False, **options: Any
+    path: Path,
+    *,
+    prefill: int = 1,
+    decode: int = 1,
+    strict: bool = False,
+    auth_token_file: Path | None = None,
+    **options: Any,
 ) -> AsyncIterator[InProcess]:
     """Run a checkpoint, in float32, with every page audited at every step.
 
@@ -51,6 +57,7 @@ async def in_process(
         prefill: workers.
         decode: workers.
         strict: see `RouterConfig`.
+        auth_token_file: see `RouterConfig`.
         options: of every worker.
     """
     roles = [WorkerRole.PREFILL] * prefill + [WorkerRole.DECODE] * decode
@@ -65,7 +72,15 @@ async def in_process(
             infos.append(await worker.start())
             stack.push_async_callback(worker.stop)
             hosted.append(worker)
-        router_config = RouterConfig("tiny", path, "float32", ANYWHERE, ANYWHERE, strict=strict)
+        router_config = RouterConfig(
+            "tiny",
+            path,
+            "float32",
+            ANYWHERE,
+            ANYWHERE,
+            strict=strict,
+            auth_token_file=auth_token_file,
+        )
         router = Router(router_config, StaticDiscovery(infos))
         await router.start()
         stack.push_async_callback(router.stop)

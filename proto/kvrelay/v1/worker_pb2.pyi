@@ -57,7 +57,7 @@ class AttachHello(_message.Message):
     def __init__(self, router: _Optional[str] = ..., incarnation: _Optional[str] = ...) -> None: ...
 
 class SubmitRequest(_message.Message):
-    __slots__ = ("request_id", "attempt", "input_ids", "sampling_params", "priority", "prefill", "num_prompt_tokens", "first_choice", "age_seconds")
+    __slots__ = ("request_id", "attempt", "input_ids", "sampling_params", "priority", "prefill", "num_prompt_tokens", "first_choice", "age_seconds", "namespace")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     INPUT_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -67,6 +67,7 @@ class SubmitRequest(_message.Message):
     NUM_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     FIRST_CHOICE_FIELD_NUMBER: _ClassVar[int]
     AGE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    NAMESPACE_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     attempt: int
     input_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -76,7 +77,8 @@ class SubmitRequest(_message.Message):
     num_prompt_tokens: int
     first_choice: int
     age_seconds: float
-    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., input_ids: _Optional[_Iterable[int]] = ..., sampling_params: _Optional[_Union[_inference_pb2.SamplingParams, _Mapping]] = ..., priority: _Optional[int] = ..., prefill: _Optional[_Union[PeerWorker, _Mapping]] = ..., num_prompt_tokens: _Optional[int] = ..., first_choice: _Optional[int] = ..., age_seconds: _Optional[float] = ...) -> None: ...
+    namespace: str
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., input_ids: _Optional[_Iterable[int]] = ..., sampling_params: _Optional[_Union[_inference_pb2.SamplingParams, _Mapping]] = ..., priority: _Optional[int] = ..., prefill: _Optional[_Union[PeerWorker, _Mapping]] = ..., num_prompt_tokens: _Optional[int] = ..., first_choice: _Optional[int] = ..., age_seconds: _Optional[float] = ..., namespace: _Optional[str] = ...) -> None: ...
 
 class PeerWorker(_message.Message):
     __slots__ = ("address", "incarnation")
