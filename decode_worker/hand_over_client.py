@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 
 import grpc
 
@@ -45,7 +46,6 @@ class HandOverClient:
         credentials: grpc.ChannelCredentials | None,
     ) -> None:
         self._agent = agent
-        self._prober = prober
         self._inbox = inbox
         self._vocab_size = vocab_size
         self._connections = PrefillConnections(
@@ -76,7 +76,6 @@ class HandOverClient:
 
     async def forget_peer(self, incarnation: str) -> None:
         """Disconnect from a prefill worker that died, which ends the streams to it."""
-        self._prober.forget(incarnation)
         await self._connections.forget(incarnation)
 
     async def close(self) -> None:
@@ -106,6 +105,7 @@ class HandOverClient:
 
     async def _exchange(self, channel: grpc.aio.Channel, stream: HandOverStream) -> None:
         """Carry messages both ways until either side ends."""
+        stream.begin(time.monotonic())
         call = hand_over_pb2_grpc.HandOverServiceStub(channel).HandOver()
         await call.write(self._open_message(stream))
         reader = asyncio.create_task(self._receive(call, stream))

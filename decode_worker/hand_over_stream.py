@@ -39,8 +39,15 @@ class HandOverStream(MessageStream[Sequenced[FromDecode]]):
         self.key = key
         self.peer = peer
         self.sequencer = Sequencer(time.monotonic())
+        self.is_open = False
+        """The handshake is over: from now on the peer answers heartbeats, or is given up."""
         self.unreadable = False
         """The connection to the peer is broken: streams that open from now on need another one."""
+
+    def begin(self, now: float) -> None:
+        """The stream is opened; the peer's silence counts from `now`, by the monotonic clock."""
+        self.sequencer.heard_at = now
+        self.is_open = True
 
     def deliver(self, message: Sequenced[FromDecode] | CloseStream) -> None:
         """Queue a message to be sent, or close the stream after what is queued already."""

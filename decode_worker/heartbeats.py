@@ -41,13 +41,14 @@ class Heartbeats:
     def send_or_give_up(self) -> None:
         """If heartbeats are due, send them, and fail requests whose peer or read takes too long.
 
-        A prefill worker answers each heartbeat, so one that was heard of long ago has not.
+        A prefill worker answers each heartbeat, so one that was heard of long ago has not. A
+        stream that is not open yet waits for a handshake, which has time-outs of its own.
         """
         now = time.monotonic()
         if not self.check.is_due(now):
             return
         for request in list(self._context.requests.values()):
-            if request.hand_over.state is DecodeState.VALID:
+            if request.hand_over.state is DecodeState.VALID or not request.stream.is_open:
                 continue
             if now - request.stream.sequencer.heard_at > self._timeout:
                 peer = request.stream.peer.incarnation

@@ -13,13 +13,20 @@ import queue
 import threading
 from collections.abc import Callable, Sequence
 
+import torch
+
 from kvrelay.kv_transfer.checksums import LocalPage, PageHasher
 from kvrelay.kv_transfer.nixl_endpoint import NixlEndpoint, Operation
 from kvrelay.kv_transfer.peer_description import PeerDescription
 from kvrelay.kv_transfer.peers import Peers
 from kvrelay.kv_transfer.pull import Pull
 from kvrelay.kv_transfer.reads_from_peers import ReadsFromPeers
-from kvrelay.kv_transfer.scratch import constant_pages, landing_pages, make_scratch
+from kvrelay.kv_transfer.scratch import (
+    constant_pages,
+    landing_pages,
+    make_landing,
+    make_scratch,
+)
 from kvrelay.kv_transfer.spans import PoolLayout
 from kvrelay.kv_transfer.work_in_progress import WorkInProgress
 from kvrelay.mem_cache.geometry import Int64Array
@@ -58,7 +65,7 @@ class TransferAgent:
         self.scratch = make_scratch(pools[0], incarnation)
         self._scratch_layout = _layout(self.scratch)
         self._endpoint = NixlEndpoint(incarnation, (*self.layouts, self._scratch_layout))
-        self._reads = ReadsFromPeers(self._endpoint, self.layouts, self._scratch_layout)
+        self._reads = ReadsFromPeers(self._endpoint, self.layouts)
         self._peers = Peers(self._endpoint, self._reads)
         self._num_serving = 0
         self._closed = False
@@ -119,16 +126,35 @@ class TransferAgent:
         """Start a pull that was made already. `on_end` is called once, on the transfer thread."""
         self.call_soon(lambda: self._reads.start_pull(pull, self._peers.find(pull.peer), on_end))
 
-    def probe(self, peer: str, operation: Operation, on_end: Callable[[Pull], None]) -> Pull:
-        """Start to read a peer's scratch pages into the own ones, or to write to them.
+    def make_landing(self) -> KVPool:
+        """Make pages that one peer's scratch pages can be read into, and register them."""
+        landing = make_landing(self.scratch)
+        layout = _layout(landing)
+        self.call_soon(lambda: self._endpoint.register(layout))
+        return landing
 
-        In pieces of the pool's size. `on_end` is called once, on the transfer thread.
+    def read_scratch(self, peer: str, landing: KVPool, on_end: Callable[[Pull], None]) -> Pull:
+        """Start to read a peer's constant scratch pages into pages of `make_landing`.
+
+        In pieces of the pool's size, which no two are neighbours on both sides. `on_end` is
+        called once, on the transfer thread.
         """
-        constant, landing = constant_pages(self.scratch), landing_pages(self.scratch)
-        reads = operation == "READ"
-        pull = Pull(peer, (landing if reads else constant,), (constant if reads else landing,))
+        constant = constant_pages(self.scratch)
+        return self._probe("READ", Pull(peer, (constant[::-1],), (constant,)), landing, on_end)
+
+    def write_scratch(self, peer: str, on_end: Callable[[Pull], None]) -> Pull:
+        """Start to write to the scratch pages that a peer has for this; else as `read_scratch`."""
+        local, remote = constant_pages(self.scratch), landing_pages(self.scratch)
+        return self._probe("WRITE", Pull(peer, (local,), (remote,)), self.scratch, on_end)
+
+    def _probe(
+        self, operation: Operation, pull: Pull, local: KVPool, on_end: Callable[[Pull], None]
+    ) -> Pull:
+        layout = _layout(local)
         self.call_soon(
-            lambda: self._reads.start_probe(pull, self._peers.find(peer), operation, on_end)
+            lambda: self._reads.start_probe(
+                pull, self._peers.find(pull.peer), operation, layout, on_end
+            )
         )
         return pull
 
@@ -160,6 +186,7 @@ class TransferAgent:
 
     def _run(self) -> None:
         try:
+            _use_device(self.scratch.data.device)
             while not self._closed:
                 self._run_command()
                 self._endpoint.make_progress()
@@ -192,6 +219,13 @@ class TransferAgent:
 
     def _change_serving(self, change: int) -> None:
         self._num_serving += change
+
+
+def _use_device(device: torch.device) -> None:
+    """Make a GPU's context this thread's: UCX's CUDA transports work in the current one."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        torch.cuda.synchronize(device)  # `set_device` alone leaves it to the next call
 
 
 def _layout(pool: KVPool) -> PoolLayout:

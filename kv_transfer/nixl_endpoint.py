@@ -59,7 +59,7 @@ class NixlTransfer:
 
 
 class NixlEndpoint:
-    """This worker's NIXL agent. Its memory is registered once, and until the process ends.
+    """This worker's NIXL agent. What is registered stays so until the process ends.
 
     Memory is never deregistered, because a peer's read of memory that is not registered any
     more can kill this process.
@@ -74,10 +74,15 @@ class NixlEndpoint:
 
         logging.getLogger("nixl").setLevel(logging.WARNING)
         self._agent: Any = nixl_agent(name, nixl_agent_config(enable_prog_thread=False))
-        regions = [(pool.address, pool.nbytes, pool.device_id, "") for pool in memory]
-        self._registration = self._agent.register_memory(regions, memory[0].memory_type)
+        regions = list(map(_region, memory))
+        self._registrations = [self._agent.register_memory(regions, memory[0].memory_type)]
         self.metadata = bytes(self._agent.get_agent_metadata())
         """What peers give to `connect`."""
+
+    def register(self, memory: PoolLayout) -> None:
+        """Let transfers of this worker write to more memory. Peers cannot read it."""
+        registration = self._agent.register_memory([_region(memory)], memory.memory_type)
+        self._registrations.append(registration)
 
     def make_progress(self) -> None:
         """Move transfers on, those of peers with this worker included."""
@@ -116,3 +121,7 @@ class NixlEndpoint:
         device = np.full(len(addresses), pool.device_id, np.int64)
         rows = np.stack([addresses, lengths, device], axis=1).astype(np.uint64)
         return self._agent.get_xfer_descs(rows, pool.memory_type)
+
+
+def _region(memory: PoolLayout) -> tuple[int, int, int, str]:
+    return memory.address, memory.nbytes, memory.device_id, ""

@@ -41,15 +41,11 @@ class ReadsFromPeers:
     Args:
         endpoint: NIXL.
         pools: this worker's, which pulls write to.
-        scratch: this worker's scratch pages, which probes read and write.
     """
 
-    def __init__(
-        self, endpoint: NixlEndpoint, pools: tuple[PoolLayout, ...], scratch: PoolLayout
-    ) -> None:
+    def __init__(self, endpoint: NixlEndpoint, pools: tuple[PoolLayout, ...]) -> None:
         self._endpoint = endpoint
         self._pools = pools
-        self._scratch = scratch
         self._reads: list[_Read] = []
         """In the order in which they were started."""
 
@@ -64,10 +60,11 @@ class ReadsFromPeers:
         pull: Pull,
         peer: PeerDescription | None,
         operation: Operation,
+        local: PoolLayout,
         on_end: Callable[[Pull], None],
     ) -> None:
-        """Copy scratch pages from a peer, or to it."""
-        self._start(pull, on_end, lambda: self._prepare_probe(pull, peer, operation))
+        """Copy a peer's scratch pages to pages of `local`, or the other way round."""
+        self._start(pull, on_end, lambda: self._prepare_probe(pull, peer, operation, local))
 
     def check_running(self) -> None:
         """Ask NIXL for the state of every running read, and call `on_end` of those that ended."""
@@ -136,14 +133,12 @@ class ReadsFromPeers:
         return transfer, spans.nbytes
 
     def _prepare_probe(
-        self, pull: Pull, peer: PeerDescription | None, operation: Operation
+        self, pull: Pull, peer: PeerDescription | None, operation: Operation, local: PoolLayout
     ) -> tuple[NixlTransfer, int]:
         known = _known(peer, pull)
-        (local,), (remote,) = pull.local_pages, pull.remote_pages
-        spans = pair_spans(self._scratch, local, known.scratch, remote)
-        transfer = self._endpoint.prepare(
-            operation, spans, self._scratch, known.scratch, known.incarnation
-        )
+        (here,), (there,) = pull.local_pages, pull.remote_pages
+        spans = pair_spans(local, here, known.scratch, there)
+        transfer = self._endpoint.prepare(operation, spans, local, known.scratch, known.incarnation)
         try:
             pull.backend = transfer.query_backend()
         except Exception:

@@ -1,7 +1,7 @@
 """Scratch pages, which belong to no request: peers probe the transport with them.
 
 The first half of a worker's scratch pages is constant, and is read by peers. The second half is
-written to: by this worker's own reads, and by peers.
+written to by peers. What this worker reads arrives in landing areas (`landing.py`).
 """
 
 from __future__ import annotations
@@ -43,41 +43,45 @@ def constant_pages(scratch: KVPool) -> Int64Array:
 
 
 def landing_pages(scratch: KVPool) -> Int64Array:
-    """The ids of the pages that are written to.
+    """The ids of the pages that peers write to.
 
     In descending order, so that no two pages are neighbours on both sides of a probe.
     """
     return np.arange(scratch.total_pages // 2, scratch.total_pages)[::-1]
 
 
-def clear_landing(scratch: KVPool) -> None:
-    """Zero the pages that are written to, so that a page that was not written is noticed."""
-    for layer in range(scratch.geometry.num_layers):
-        scratch.layer(layer)[scratch.total_pages // 2 :] = 0
-    _synchronize(scratch)
+def make_landing(scratch: KVPool) -> KVPool:
+    """Make pages that the constant pages of one peer can be read into."""
+    return KVPool(scratch.geometry, scratch.total_pages // 2, scratch.data.device)
 
 
-def holds_scratch_of(scratch: KVPool, pull: Pull) -> bool:
+def clear_landing(landing: KVPool) -> None:
+    """Zero a landing area, so that a page that was not written is noticed."""
+    landing.data.zero_()
+    _synchronize(landing)
+
+
+def holds_scratch_of(landing: KVPool, pull: Pull) -> bool:
     """Whether a read of a peer's constant pages brought the bytes that the peer has there."""
     (local,), (remote,) = pull.local_pages, pull.remote_pages
     return all(
-        _is_page(scratch, int(here), pull.peer, int(there))
+        _is_page(landing, int(here), pull.peer, int(there))
         for here, there in zip(local, remote, strict=True)
     )
 
 
-def _is_page(scratch: KVPool, page: int, peer: str, source: int) -> bool:
-    geometry = scratch.geometry
-    layers = written_bytes(scratch, page, geometry.page_size).reshape(geometry.num_layers, -1)
+def _is_page(landing: KVPool, page: int, peer: str, source: int) -> bool:
+    geometry = landing.geometry
+    layers = written_bytes(landing, page, geometry.page_size).reshape(geometry.num_layers, -1)
     return all(
         bool((row == scratch_byte(peer, source, layer)).all()) for layer, row in enumerate(layers)
     )
 
 
-def _synchronize(scratch: KVPool) -> None:
+def _synchronize(pool: KVPool) -> None:
     """Wait until a GPU has written: NIXL does not wait for its streams."""
-    if scratch.data.device.type == "cuda":
-        torch.cuda.synchronize(scratch.data.device)
+    if pool.data.device.type == "cuda":
+        torch.cuda.synchronize(pool.data.device)
 
 
 def scratch_byte(incarnation: str, page: int, layer: int) -> int:

@@ -3,35 +3,44 @@
 A puller reads scratch pages of its peer against the clock, and writes others. Those pages lie
 beside the pools and look like the pools' pages. KV is only ever read, so it is the read that
 must be fast enough; the speed of writes is reported beside it.
+
+Peers are connected and checked side by side, each in a landing area of its own. Those that
+answer take turns at being timed.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from dataclasses import replace
+from functools import partial
 
 from kvrelay.kv_transfer.agent import TransferAgent
 from kvrelay.kv_transfer.errors import TransferError
-from kvrelay.kv_transfer.nixl_endpoint import Operation
+from kvrelay.kv_transfer.landing import LandingArea, LandingAreas
 from kvrelay.kv_transfer.pull import Pull, PullState
 from kvrelay.kv_transfer.scratch import clear_landing, holds_scratch_of
 from kvrelay.wire.load import PeerTransport
 
 PROBE_TIMEOUT_S = 10.0
-"""For all moves of one probe. No request holds memory for it yet."""
+"""For one probe as a whole. No request holds memory for it yet."""
 TIMED_MOVES = 5
 """Moves of which the fastest counts, because others may have been disturbed."""
 ENOUGH_S = 0.5
 """After this time no further move is timed."""
+TURN_S = 2.0
+"""Wait for the turn to be timed. After that two are timed at once, and may seem slower."""
 MIN_OPTION = "--min-transfer-gigabytes-per-second"
 """The option of `kvrelay serve` that sets the least speed."""
 
-_UNENDED = (PullState.QUEUED, PullState.RUNNING)
+StartMove = Callable[[Callable[[Pull], None]], Pull]
+"""Starts a move; what it is given is called at the move's end, on another thread."""
 
 
 class TransportProber:
-    """Measures peers, one at a time, because all reads arrive in the same scratch pages.
+    """Measures peers, any number at once. Lives on the event loop.
 
     Args:
         agent: reads and writes.
@@ -41,8 +50,8 @@ class TransportProber:
     def __init__(self, agent: TransferAgent, floor: float) -> None:
         self._agent = agent
         self.floor = floor
-        self._one_at_a_time = asyncio.Lock()
-        self._last_moves: dict[str, Pull] = {}  # by peer
+        self._areas = LandingAreas(agent.make_landing)
+        self._timing = asyncio.Lock()
 
     async def measure(self, peer: str) -> PeerTransport:
         """Measure the transport from a peer, which the agent must know.
@@ -50,59 +59,74 @@ class TransportProber:
         Never raises for the peer's fault: one that is too slow, does not answer within
         `PROBE_TIMEOUT_S`, or sends other bytes than it has, comes back as refused.
         """
-        async with self._one_at_a_time:
-            try:
-                async with asyncio.timeout(PROBE_TIMEOUT_S):
-                    return await self._measure(peer)
-            except TimeoutError:
-                return PeerTransport(peer, refusal=f"{peer} was not read in {PROBE_TIMEOUT_S:g} s")
-            except TransferError as error:
-                return PeerTransport(peer, refusal=str(error))
+        try:
+            async with asyncio.timeout(PROBE_TIMEOUT_S):
+                with self._areas.lend(peer) as area:
+                    return await self._measure(peer, area)
+        except TimeoutError:
+            return PeerTransport(peer, refusal=f"{peer} was not read in {PROBE_TIMEOUT_S:g} s")
+        except TransferError as error:
+            return PeerTransport(peer, refusal=str(error))
 
-    def forget(self, peer: str) -> None:
-        """Drop what is kept of a peer that died."""
-        self._last_moves.pop(peer, None)
-
-    async def _measure(self, peer: str) -> PeerTransport:
-        scratch = self._agent.scratch
-        running = {name for name, pull in self._last_moves.items() if pull.state in _UNENDED}
-        if peer in running:
-            raise TransferError(f"{peer}: an earlier probe has not ended yet")
-        await asyncio.to_thread(clear_landing, scratch)
-        first = await self._move(peer, "READ")  # this also connects the two
-        same = await asyncio.to_thread(holds_scratch_of, scratch, first)
-        if not same and not running:  # late bytes of an earlier probe may have come in between
+    async def _measure(self, peer: str, area: LandingArea) -> PeerTransport:
+        read = partial(self._agent.read_scratch, peer, area.pages)
+        write = partial(self._agent.write_scratch, peer)
+        await asyncio.to_thread(clear_landing, area.pages)
+        first = await _move(area, read)  # this also connects the two
+        if not await asyncio.to_thread(holds_scratch_of, area.pages, first):
             raise TransferError(f"{peer}: other bytes than it has were read")
-        read, write = await self._time(peer, "READ"), await self._time(peer, "WRITE")
-        found = PeerTransport(peer, first.backend, self._agent.transports, read, write)
-        if read >= self.floor:
+        async with self._turn():
+            reads, writes = await _time(area, read), await _time(area, write)
+        found = PeerTransport(peer, first.backend, self._agent.transports, reads, writes)
+        if reads >= self.floor:
             return found
         asked = f"{MIN_OPTION} asks for {self.floor / 1e9:g}"
         return replace(found, refusal=f"{peer} is read at {found}; {asked}")
 
-    async def _time(self, peer: str, operation: Operation) -> float:
-        """Bytes a second of the fastest of up to `TIMED_MOVES` moves."""
-        begun, best = time.monotonic(), 0.0
-        for _ in range(TIMED_MOVES):
-            moved = await self._move(peer, operation)
-            best = max(best, moved.nbytes / moved.seconds)
-            if time.monotonic() - begun > ENOUGH_S:
-                break
-        return best
+    @asynccontextmanager
+    async def _turn(self) -> AsyncIterator[None]:
+        """Wait until no other peer is timed, or for `TURN_S`: that one may have stopped."""
+        try:
+            async with asyncio.timeout(TURN_S):
+                await self._timing.acquire()
+        except TimeoutError:
+            yield
+            return
+        try:
+            yield
+        finally:
+            self._timing.release()
 
-    async def _move(self, peer: str, operation: Operation) -> Pull:
-        loop = asyncio.get_running_loop()
-        ended: asyncio.Future[Pull] = loop.create_future()
 
-        def tell(pull: Pull) -> None:
-            if not ended.done():
-                ended.set_result(pull)
+async def _time(area: LandingArea, start: StartMove) -> float:
+    """Bytes a second of the fastest of up to `TIMED_MOVES` moves."""
+    begun, best = time.monotonic(), 0.0
+    for _ in range(TIMED_MOVES):
+        moved = await _move(area, start)
+        best = max(best, moved.nbytes / moved.seconds)
+        if time.monotonic() - begun > ENOUGH_S:
+            break
+    return best
 
-        def on_end(pull: Pull) -> None:
-            loop.call_soon_threadsafe(tell, pull)
 
-        self._last_moves[peer] = self._agent.probe(peer, operation, on_end)
-        pull = await ended
-        if pull.state is not PullState.DONE:
-            raise TransferError(f"{peer}: {pull.error}")
-        return pull
+async def _move(area: LandingArea, start: StartMove) -> Pull:
+    """Make one move and wait for its end.
+
+    Raises:
+        TransferError: it has failed.
+    """
+    loop = asyncio.get_running_loop()
+    ended: asyncio.Future[Pull] = loop.create_future()
+
+    def tell(pull: Pull) -> None:
+        if not ended.done():
+            ended.set_result(pull)
+
+    def on_end(pull: Pull) -> None:
+        loop.call_soon_threadsafe(tell, pull)
+
+    area.add(start(on_end))
+    pull = await ended
+    if pull.state is not PullState.DONE:
+        raise TransferError(f"{pull.peer}: {pull.error}")
+    return pull

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -70,15 +71,21 @@ class Prefill:
         await self.serve()
 
 
-@pytest.fixture
-async def prefill() -> AsyncIterator[Prefill]:
-    agent, inbox = make_agent("prefill"), ReadInbox()
+@asynccontextmanager
+async def prefill_worker(name: str = "prefill") -> AsyncIterator[Prefill]:
+    agent, inbox = make_agent(name), ReadInbox()
     peer = WorkerAddress(f"127.0.0.1:{free_port()}", agent.incarnation)
     prefill = Prefill(peer, inbox, grpc.aio.server(), HandOverService(agent, inbox), agent)
     await prefill.serve()
     yield prefill
     await prefill.server.stop(None)
     agent.close()
+
+
+@pytest.fixture
+async def prefill() -> AsyncIterator[Prefill]:
+    async with prefill_worker() as prefill:
+        yield prefill
 
 
 @pytest.fixture
@@ -185,6 +192,37 @@ async def test_a_pair_whose_read_failed_is_measured_again(
     await prefill.inbox.next(StreamMessage)
     assert not any(isinstance(message, StreamLost) for message in inbox.unread())
     await client.close()
+
+
+async def test_peers_whose_transfers_hang_keep_nobody_waiting(
+    prefill: Prefill, agent: TransferAgent
+) -> None:
+    """They answer by gRPC, and not by NIXL."""
+    inbox, begun = ReadInbox(), asyncio.Queue[str]()
+
+    class Prober(TransportProber):
+        async def measure(self, peer: str) -> PeerTransport:
+            begun.put_nowait(peer)
+            return await super().measure(peer)
+
+    client = make_client(agent, inbox, Prober(agent, 0.0))
+    async with AsyncExitStack() as workers:
+        waiting = []
+        for number in range(2):
+            stuck = await workers.enter_async_context(prefill_worker(f"stuck-{number}"))
+            stuck.agent.close()
+            waiting.append(stream_to(stuck.peer, number))
+            client.deliver(OpenStream(waiting[-1]))
+            assert await asyncio.wait_for(begun.get(), WAIT_S) == stuck.peer.incarnation
+        served = stream_to(prefill.peer, 2)
+        client.deliver(OpenStream(served))
+        met = await inbox.next(PeerProbed)
+        assert (met.transport.incarnation, met.transport.refusal) == (served.peer.incarnation, "")
+        await prefill.inbox.next(StreamOpened)
+        assert [stream.is_open for stream in (*waiting, served)] == [False, False, True]
+        for stream in waiting:
+            await client.forget_peer(stream.peer.incarnation)
+        await client.close()
 
 
 async def test_a_pair_below_the_floor_is_refused_until_it_is_faster(

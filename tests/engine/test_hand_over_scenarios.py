@@ -240,6 +240,19 @@ def _time_passes(request: SimRequest, *, silent: bool) -> None:
     request.decode.inbox.post(Wake())
 
 
+def test_a_peers_silence_counts_from_the_opening_of_the_stream() -> None:
+    """The handshake before it may take longer than a peer may be silent."""
+    simulation = one_pair(1, worker_timeout=15.0)
+    request = simulation.submit(list(range(40)), 8)
+    step_until(simulation, lambda: bool(request.decode.opened))
+    _time_passes(request, silent=True)
+    request.decode.turn()
+    assert not request.ends
+    simulation.run()
+    assert_right(request)
+    simulation.assert_at_baseline()
+
+
 def test_a_decode_worker_that_is_silent_holds_no_page_of_the_other() -> None:
     simulation = one_pair(1, worker_timeout=15.0)
     request = simulation.submit(list(range(40)), 8)

@@ -55,7 +55,9 @@ class Peer:
     ) -> None:
         context = multiprocessing.get_context("spawn")
         self.connection, theirs = context.Pipe()
-        self.process = context.Process(target=serve, args=(theirs, order, page_size, serving))
+        self.process = context.Process(
+            target=serve, args=(theirs, order, page_size, serving), daemon=True
+        )
         self.process.start()
         self.description: PeerDescription = self.connection.recv()
 

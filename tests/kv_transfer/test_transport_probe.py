@@ -7,8 +7,11 @@ import asyncio
 import pytest
 
 from kvrelay.kv_transfer.agent import TransferAgent
+from kvrelay.kv_transfer.errors import TransferError
+from kvrelay.kv_transfer.landing import LandingAreas
 from kvrelay.kv_transfer.nixl_endpoint import NixlTransfer
-from kvrelay.kv_transfer.pull import PullState
+from kvrelay.kv_transfer.pull import Pull, PullState
+from kvrelay.kv_transfer.scratch import make_landing
 from kvrelay.kv_transfer.transport_probe import TransportProber
 from kvrelay.mem_cache.geometry import PageOrder
 from kvrelay.mem_cache.pool import KVPool
@@ -70,6 +73,72 @@ async def test_a_peer_that_does_not_answer_is_refused_and_left_alone_until_it_do
             await asyncio.sleep(0.05)
     for peer in (silent, other):
         peer.stop()
+
+
+async def test_peers_that_hang_keep_nobody_from_being_measured(
+    agent: TransferAgent, pool: KVPool
+) -> None:
+    stuck, healthy = [Peer(), Peer()], Peer()
+    for peer in stuck:
+        peer.freeze()
+    prober = TransportProber(agent, floor=0.0)
+    measuring = []
+    for peer in [*stuck, healthy]:
+        agent.add_peer(peer.description)
+        name = peer.description.incarnation
+        measuring.append(asyncio.create_task(prober.measure(name)))
+    done, hanging = await asyncio.wait(measuring, return_when=asyncio.FIRST_COMPLETED)
+    assert done == {measuring[-1]}
+    assert not measuring[-1].result().refusal
+    for task in hanging:
+        task.cancel()
+    for peer in [*stuck, healthy]:
+        peer.stop()
+
+
+async def test_a_peer_that_stops_while_it_is_timed_delays_others_by_one_turn(
+    agent: TransferAgent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvrelay.kv_transfer.transport_probe.TURN_S", 0.05)
+    stops, other = Peer(), Peer()
+    for peer in (stops, other):
+        agent.add_peer(peer.description)
+    prober, timed = TransportProber(agent, floor=0.0), asyncio.Event()
+
+    def stop_instead(*_: object) -> Pull:
+        stops.freeze()
+        timed.set()
+        return Pull("a move that does not end", (), ())
+
+    with monkeypatch.context() as patch:
+        patch.setattr(agent, "write_scratch", stop_instead)
+        stuck = asyncio.create_task(prober.measure(stops.description.incarnation))
+        await timed.wait()
+    assert not (await prober.measure(other.description.incarnation)).refusal
+    assert not stuck.done()
+    stuck.cancel()
+    for peer in (stops, other):
+        peer.stop()
+
+
+def test_an_area_that_bytes_may_come_to_is_lent_to_its_own_peer_alone(pool: KVPool) -> None:
+    areas = LandingAreas(lambda: make_landing(pool))
+    with areas.lend("failing") as first:
+        failed = Pull("failing", (), ())
+        first.add(failed)
+        failed.start(0)
+        with pytest.raises(TransferError, match="has not ended yet"), areas.lend("failing"):
+            pass
+    with pytest.raises(TransferError, match="has not ended yet"), areas.lend("failing"):
+        pass
+    failed.fail("injected", 0.0)
+    with areas.lend("failing") as again:
+        assert again is first, "what still arrives is what this peer has there"
+    with areas.lend("other") as second:
+        assert second is not first
+    failed.settle()
+    with areas.lend("third") as third, areas.lend("fourth") as fourth:
+        assert {third, fourth} == {first, second}
 
 
 async def test_a_probe_sees_other_bytes(

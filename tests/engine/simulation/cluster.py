@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -197,6 +198,7 @@ class Simulation(SimRouter):
         if prefill not in self.prefills:
             worker.inbox.post(StreamLost(stream, "it has left"))
             return
+        stream.begin(time.monotonic())
         other = PrefillStream(stream.key.of_choice(0), worker.name)
         prefill.inbox.post(StreamOpened(other))
         self.pairs.append((worker, stream, prefill, other))
