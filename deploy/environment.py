@@ -1,7 +1,7 @@
 """The environment variables that the commands read or set.
 
-Two more are read elsewhere: `model_runner` puts its compiled kernels into XDG_CACHE_HOME, and
-`kv_transfer` reports the transports that UCX_TLS allows.
+Three more are used elsewhere: `model_runner` puts its compiled kernels into XDG_CACHE_HOME,
+`kv_transfer` reports the transports that UCX_TLS allows, and `text` sets TOKENIZERS_PARALLELISM.
 """
 
 from __future__ import annotations

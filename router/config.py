@@ -25,6 +25,13 @@ class RouterOptions:
         Section.REQUESTS,
         at_least=1,
     )
+    max_text_bytes: int = option(
+        64 << 20,
+        "The router refuses prompts while those that it tokenizes, or that wait for it, have this "
+        "many bytes together, with a hint to retry.",
+        Section.REQUESTS,
+        at_least=1,
+    )
     auth_token_file: Path | None = option(
         None,
         "A file with the tokens that clients must send, with every call except health checks, and "

@@ -10,6 +10,7 @@
     ├── NotPermitted           PERMISSION_DENIED, names the field and the right
     ├── AlreadyExists          ALREADY_EXISTS
     ├── Overloaded             RESOURCE_EXHAUSTED, says when to try again
+    ├── TextQueueFull          RESOURCE_EXHAUSTED, too
     ├── Unavailable            UNAVAILABLE: another try could succeed; may say when
     ├── DataLoss               DATA_LOSS: KV arrived damaged; --strict forbids to compute it again
     └── InternalFailure        INTERNAL: another attempt would fail the same way
@@ -79,6 +80,19 @@ class Overloaded(RequestError):  # noqa: N818
         super().__init__(
             f"{live} requests are live, and the router takes no more (--max-live-requests); "
             f"try again in {retry_after_ms} ms"
+        )
+        self.retry_after_ms = retry_after_ms
+
+
+class TextQueueFull(RequestError):  # noqa: N818
+    """The texts that are being tokenized are as long as the router takes: `--max-text-bytes`."""
+
+    outcome = "overloaded"
+
+    def __init__(self, num_bytes: int, retry_after_ms: int) -> None:
+        super().__init__(
+            f"{num_bytes} bytes of text are being tokenized, and the router takes no more "
+            f"(--max-text-bytes); try again in {retry_after_ms} ms"
         )
         self.retry_after_ms = retry_after_ms
 

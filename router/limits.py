@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvrelay.router.errors import Unavailable
+from kvrelay.router.errors import InvalidField, Unavailable
 from kvrelay.wire.worker_info import WorkerInfo, WorkerRole
 
 
@@ -46,6 +46,35 @@ class Limits:
             prefill_pool_tokens=prefill,
             decode_pool_tokens=decode,
         )
+
+    @property
+    def most_tokens(self) -> int:
+        """Tokens that prompt and output may have together."""
+        return min(self.max_model_len, self.decode_pool_tokens, self.prefill_pool_tokens)
+
+    @property
+    def reason(self) -> str:
+        """A clause that says why there may not be more than `most_tokens`."""
+        is_the_models = self.max_model_len == self.most_tokens
+        # A request that is resumed has its output computed again on a prefill worker.
+        holder = (
+            "the model takes (--max-model-len)" if is_the_models else "a worker holds (--kv-memory)"
+        )
+        return f"{self.most_tokens} tokens is the most that {holder}"
+
+    def check_prompt(self, field: str, tokens: int, *, is_exact: bool = True) -> None:
+        """Raises `InvalidField` unless at least one token of output fits after the prompt.
+
+        Args:
+            field: of the message, that has the prompt.
+            tokens: of the prompt.
+            is_exact: it has so many; else it has at least so many.
+        """
+        if tokens >= self.most_tokens:
+            number = f"{tokens} tokens" if is_exact else f"{tokens} tokens or more"
+            raise InvalidField(
+                field, f"the prompt has {number} and leaves no room for output: {self.reason}"
+            )
 
 
 def _largest_pool(endpoints: Sequence[WorkerInfo], role: WorkerRole) -> int:

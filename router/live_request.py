@@ -23,7 +23,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequen
 from typing import Any
 
 from kvrelay.router.attempt import Attempt, RequestFailed, Verdict
-from kvrelay.router.errors import InternalFailure, RequestError
+from kvrelay.router.errors import AlreadyExists, InternalFailure, RequestError
 from kvrelay.router.events import Completion, Event
 from kvrelay.router.failover import Failover, Retry
 from kvrelay.router.fleet import Placement
@@ -84,6 +84,11 @@ class LiveRequest:
     def streaming(self) -> bool:
         """Its first token has come, of whichever choice."""
         return self._stream.streaming
+
+    def check_same(self, fingerprint: bytes) -> None:
+        """Raises `AlreadyExists` for a request with this one's id and another body."""
+        if self.request.fingerprint != fingerprint:
+            raise AlreadyExists(self.request.request_id)
 
     def start(self, placement: Placement) -> None:
         """Submits all choices to these workers, as the first attempt."""

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from tokenizers import Tokenizer
 
 from kvrelay.router.callers import Caller
 from kvrelay.router.choice import Choice
 from kvrelay.router.config import RouterConfig
-from kvrelay.router.errors import AlreadyExists, Overloaded, Unavailable
+from kvrelay.router.errors import Overloaded, Unavailable
 from kvrelay.router.failover import Failover
 from kvrelay.router.fleet import Fleet, Placement
 from kvrelay.router.generation import GenerationRequest
@@ -39,6 +40,7 @@ class LiveRequests:
         self._metrics = metrics
         self._attempt_numbers = itertools.count(1)
         self._closing = False
+        self._validating = 0
         self._ended = Notifier()
 
     def __len__(self) -> int:
@@ -53,27 +55,48 @@ class LiveRequests:
         """Requests that no worker could take yet; callable from any thread."""
         return sum(live.waits_for_workers for live in list(self._live.values()))
 
+    def get(self, caller: Caller, request_id: str) -> LiveRequest | None:
+        """The caller's live request with this id."""
+        return self._live.get((caller.name, request_id))
+
+    @contextlib.contextmanager
+    def slot(self) -> Iterator[None]:
+        """Counts one more request as live while it is validated.
+
+        Raises:
+            Overloaded: `max_live_requests` are live, or are validated.
+            Unavailable: the router is stopping.
+        """
+        if self._closing:
+            raise Unavailable("the router is stopping")
+        taken = len(self._live) + self._validating
+        if taken >= self._config.max_live_requests:
+            raise Overloaded(taken, self._config.retry_after_ms)
+        self._validating += 1
+        try:
+            yield
+        finally:
+            self._validating -= 1
+
     def open(self, request: GenerationRequest, stopwatch: Stopwatch) -> LiveRequest:
         """The caller's live request with this id and body, or a new one, submitted to its workers.
 
-        The caller attaches a reader before it awaits anything.
+        The caller holds a `slot`, and attaches a reader before it awaits anything.
 
         Raises:
             AlreadyExists: a live request of the caller has this id and another body.
-            Overloaded: `max_live_requests` are live.
             Unavailable: no workers are ready for it, and none are on their way or too many
                 requests wait for them; or the router is stopping.
         """
         running = self._live.get(request.id)
         if running is None:
             return self._admit(request, stopwatch)
-        if running.request.fingerprint != request.fingerprint:
-            raise AlreadyExists(request.request_id)
+        running.check_same(request.fingerprint)
         return running
 
     def abort(self, caller: Caller, request_id: str) -> bool:
         """Ends the caller's live request with exactly this id; returns False if there is none."""
-        live = self._live.get((caller.name, request_id))
+        live = self.get(caller, request_id)
         if live is not None:
             live.abort()
         return live is not None
@@ -92,8 +115,6 @@ class LiveRequests:
     def _admit(self, request: GenerationRequest, stopwatch: Stopwatch) -> LiveRequest:
         if self._closing:
             raise Unavailable("the router is stopping")
-        if len(self._live) >= self._config.max_live_requests:
-            raise Overloaded(len(self._live), self._config.retry_after_ms)
         placement = self._place(request)
         choices = self._choices(request, self._fleet.known[0].eos_token_ids)
         live = LiveRequest(

@@ -30,9 +30,11 @@ from kvrelay.router.metrics import (
     WAITING_FOR_WORKERS,
     RouterMetrics,
 )
+from kvrelay.router.raw_requests import RawRequests
 from kvrelay.router.service import InferenceService
 from kvrelay.router.token_file import read_tokens
 from kvrelay.router.worker_link import WorkerLink
+from kvrelay.text.token_bytes import longest_token_bytes
 from kvrelay.text.tokenizer import TokenizerError, load_tokenizer
 from kvrelay.v1 import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc
 from kvrelay.wire.worker_info import WorkerInfo
@@ -40,6 +42,7 @@ from kvrelay.wire.worker_info import WorkerInfo
 _SERVICE = inference_pb2.DESCRIPTOR.services_by_name["InferenceService"].full_name
 _ADMIN = admin_pb2.DESCRIPTOR.services_by_name["AdminService"].full_name
 _ADMIN_MESSAGE_BYTES = 64 << 10
+_READ_BY_HANDLER = frozenset({f"/{_SERVICE}/Generate", f"/{_SERVICE}/Detokenize"})
 _STOP_GRACE_SECONDS = 2.0  # for the last statuses to reach their clients
 
 
@@ -129,8 +132,12 @@ class Router:
         # The validator refuses messages of up to twice the limit, and names the field.
         # gRPC refuses larger ones, with RESOURCE_EXHAUSTED.
         bytes_taken = 2 * self._config.max_message_bytes
-        server = front_server(bytes_taken, self._interceptors)
-        service = InferenceService(self._config, self._fleet, live, tokenizer, self._metrics)
+        server = front_server(bytes_taken, [*self._interceptors, RawRequests(_READ_BY_HANDLER)])
+        longest = await asyncio.to_thread(longest_token_bytes, tokenizer)
+        service = InferenceService(
+            self._config, self._fleet, live, tokenizer, longest, self._metrics
+        )
+        undo.callback(service.close)
         inference_pb2_grpc.add_InferenceServiceServicer_to_server(service, server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         shown = [_SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME]

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
+import functools
 import time
-from collections.abc import Sequence
 from importlib.metadata import version
 
 import grpc
@@ -13,14 +12,17 @@ from tokenizers import Tokenizer
 from kvrelay.router.auth import current_caller
 from kvrelay.router.client_messages import event_response
 from kvrelay.router.config import RouterConfig
-from kvrelay.router.errors import RequestError
+from kvrelay.router.errors import InvalidField, RequestError
 from kvrelay.router.fleet import Fleet
+from kvrelay.router.incoming import MAX_TEXT_TOKENS, MessageReader
 from kvrelay.router.live_request import LiveRequest
 from kvrelay.router.live_requests import LiveRequests
 from kvrelay.router.metrics import REQUESTS, RouterMetrics
 from kvrelay.router.sampling_params import check_token_ids
 from kvrelay.router.status import with_status
-from kvrelay.router.validation import Validator
+from kvrelay.router.text_threads import TextThreads
+from kvrelay.router.validation import Validator, fingerprint
+from kvrelay.text.encoding import TooManyTokens, decode, encode
 from kvrelay.v1 import inference_pb2 as pb
 from kvrelay.v1 import inference_pb2_grpc
 from kvrelay.wire.messages import WORKER_STATUS
@@ -35,6 +37,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         fleet: Fleet,
         live: LiveRequests,
         tokenizer: Tokenizer,
+        longest_token_bytes: int | None,
         metrics: RouterMetrics,
     ) -> None:
         self._config = config
@@ -45,17 +48,18 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         self._started = time.monotonic()
         self._validator = Validator(
             model_name=config.model_name,
-            encode=self._encode,
+            encode=functools.partial(encode, tokenizer),
             default_max_tokens=config.default_max_tokens,
-            max_message_bytes=config.max_message_bytes,
         )
+        self._reader = MessageReader(config.max_message_bytes, longest_token_bytes)
+        self._texts = TextThreads(config.max_text_bytes, config.retry_after_ms)
 
     @with_status
     async def Generate(  # noqa: N802
-        self, message: pb.GenerateRequest, context: grpc.aio.ServicerContext
+        self, raw: bytes, context: grpc.aio.ServicerContext
     ) -> None:
         """Streams a request's events, from the first, to one more reader."""
-        live = await self._open(message)
+        live = await self._open(raw)
         # Written, not yielded: a cancelled call then leaves the reader's context at
         # once, and not when a generator is collected.
         with live.reader() as events:
@@ -68,23 +72,40 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         """Ends a live request."""
         return pb.AbortResponse(aborted=self._live.abort(current_caller(), message.request_id))
 
+    @with_status
     async def Tokenize(  # noqa: N802
         self, message: pb.TokenizeRequest, context: grpc.aio.ServicerContext
     ) -> pb.TokenizeResponse:
         """Token ids of a text."""
         add = not message.HasField("add_special_tokens") or message.add_special_tokens
-        input_ids = await asyncio.to_thread(self._encode, message.text, add_special_tokens=add)
+        num_bytes = message.ByteSize()
+        self._reader.check_size("text", num_bytes)
+        try:
+            input_ids = await self._texts.run(
+                num_bytes,
+                encode,
+                self._tokenizer,
+                message.text,
+                MAX_TEXT_TOKENS,
+                add_special_tokens=add,
+            )
+        except TooManyTokens as error:
+            raise InvalidField(
+                "text", f"has {error}; the router takes {MAX_TEXT_TOKENS}"
+            ) from error
         return pb.TokenizeResponse(input_ids=input_ids)
 
     @with_status
     async def Detokenize(  # noqa: N802
-        self, message: pb.DetokenizeRequest, context: grpc.aio.ServicerContext
+        self, raw: bytes, context: grpc.aio.ServicerContext
     ) -> pb.DetokenizeResponse:
         """Text of token ids."""
+        message = self._reader.detokenize_request(raw)
         skip = not message.HasField("skip_special_tokens") or message.skip_special_tokens
         check_token_ids("input_ids", message.input_ids, self._fleet.limits().vocab_size)
-        text = await asyncio.to_thread(
-            self._tokenizer.decode, list(message.input_ids), skip_special_tokens=skip
+        input_ids = list(message.input_ids)
+        text = await self._texts.run(
+            len(raw), decode, self._tokenizer, input_ids, skip_special_tokens=skip
         )
         return pb.DetokenizeResponse(text=text)
 
@@ -121,20 +142,28 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         """The workers' load."""
         return pb.GetLoadsResponse(workers=self._workers())
 
-    async def _open(self, message: pb.GenerateRequest) -> LiveRequest:
+    def close(self) -> None:
+        """Drops the texts that wait to be tokenized; call it once no call is open."""
+        self._texts.close()
+
+    async def _open(self, raw: bytes) -> LiveRequest:
         stopwatch = self._metrics.stopwatch()
         try:
-            # In a thread, because a long text takes long to tokenize.
-            request = await asyncio.to_thread(
-                self._validator.validate, message, self._fleet.limits(), current_caller()
-            )
-            return self._live.open(request, stopwatch)
+            limits, caller = self._fleet.limits(), current_caller()
+            message = self._reader.generate_request(raw, limits)
+            self._validator.check(message, limits, caller)
+            running = self._live.get(caller, message.request_id)
+            if running is not None:
+                running.check_same(await self._texts.run(len(raw), fingerprint, message))
+                return running
+            with self._live.slot():
+                request = await self._texts.run(
+                    len(raw), self._validator.validate, message, limits, caller
+                )
+                return self._live.open(request, stopwatch)
         except RequestError as error:
             self._metrics.count(REQUESTS, outcome=error.outcome)
             raise
-
-    def _encode(self, text: str, *, add_special_tokens: bool = True) -> Sequence[int]:
-        return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
 
     def _workers(self) -> list[pb.WorkerStatus]:
         links = sorted(self._fleet.links, key=lambda link: link.endpoint.name)

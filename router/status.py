@@ -18,6 +18,7 @@ from kvrelay.router.errors import (
     NotPermitted,
     Overloaded,
     RequestError,
+    TextQueueFull,
     Unavailable,
     UnknownWorker,
 )
@@ -27,6 +28,7 @@ _STATUS: dict[type[Exception], grpc.StatusCode] = {
     NotPermitted: grpc.StatusCode.PERMISSION_DENIED,
     AlreadyExists: grpc.StatusCode.ALREADY_EXISTS,
     Overloaded: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    TextQueueFull: grpc.StatusCode.RESOURCE_EXHAUSTED,
     Unavailable: grpc.StatusCode.UNAVAILABLE,
     DataLoss: grpc.StatusCode.DATA_LOSS,
     InternalFailure: grpc.StatusCode.INTERNAL,

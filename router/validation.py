@@ -20,9 +20,11 @@ from kvrelay.router.sampling_params import (
     check_token_ids,
     read_sampling_params,
 )
+from kvrelay.text.encoding import TooManyTokens
 from kvrelay.v1 import inference_pb2
 
-Encode = Callable[[str], Sequence[int]]
+Encode = Callable[[str, int], Sequence[int]]
+"""Token ids of a text; raises `TooManyTokens` if there are more than the number."""
 
 MAX_REQUEST_ID_BYTES = 128
 MAX_CACHE_SALT_BYTES = 128
@@ -36,13 +38,27 @@ class Validator:
         model_name: what clients may call it; a request that names no model is for it, too.
         encode: tokenizes a prompt, with the tokenizer's special tokens.
         default_max_tokens: of a request that sets no `max_tokens`; less where less fits.
-        max_message_bytes: of one request's message.
     """
 
     model_name: str
     encode: Encode
     default_max_tokens: int
-    max_message_bytes: int
+
+    def check(
+        self, message: inference_pb2.GenerateRequest, limits: Limits, caller: Caller = ANYBODY
+    ) -> None:
+        """Checks all that takes no time: everything but what the prompt's tokens decide.
+
+        Raises:
+            InvalidField: names the field that cannot be served as it is.
+            NotPermitted: names the field that the caller may not set so.
+        """
+        self._check_envelope(message)
+        if message.priority < 0 and not caller.may(Right.PRIORITIES):
+            raise NotPermitted("priority", caller, Right.PRIORITIES)
+        check_sampling_params(message.sampling_params, limits.vocab_size)
+        if _prompt_field(message) == "input_ids":
+            limits.check_prompt("input_ids", len(message.input_ids.ids))
 
     def validate(
         self, message: inference_pb2.GenerateRequest, limits: Limits, caller: Caller = ANYBODY
@@ -53,17 +69,14 @@ class Validator:
             InvalidField: names the field that cannot be served as it is.
             NotPermitted: names the field that the caller may not set so.
         """
+        self.check(message, limits, caller)
         prompt_field = _prompt_field(message)
-        self._check_envelope(message, prompt_field)
-        if message.priority < 0 and not caller.may(Right.PRIORITIES):
-            raise NotPermitted("priority", caller, Right.PRIORITIES)
         params = message.sampling_params
-        check_sampling_params(params, limits.vocab_size)
         input_ids = self._input_ids(message, prompt_field, limits)
         max_tokens = self._max_tokens(params, prompt_field, len(input_ids), limits)
         return GenerationRequest(
             request_id=message.request_id or uuid.uuid4().hex,
-            fingerprint=_fingerprint(message),
+            fingerprint=fingerprint(message),
             input_ids=input_ids,
             params=read_sampling_params(params, max_tokens),
             priority=message.priority,
@@ -71,14 +84,8 @@ class Validator:
             namespace=caller.namespace(message.cache_salt),
         )
 
-    def _check_envelope(self, message: inference_pb2.GenerateRequest, prompt_field: str) -> None:
-        """Checks the message's size, its request id, its salt and its model."""
-        size = message.ByteSize()
-        if size > self.max_message_bytes:
-            raise InvalidField(
-                prompt_field,
-                f"the message has {size} bytes, and the router takes {self.max_message_bytes}",
-            )
+    def _check_envelope(self, message: inference_pb2.GenerateRequest) -> None:
+        """Checks the request id, the salt and the model."""
         _check_bytes("request_id", message.request_id, MAX_REQUEST_ID_BYTES)
         _check_bytes("cache_salt", message.cache_salt, MAX_CACHE_SALT_BYTES)
         if message.model not in ("", self.model_name):
@@ -92,11 +99,18 @@ class Validator:
         if prompt_field == "input_ids":
             input_ids = tuple(message.input_ids.ids)
         else:  # an empty text is no prompt, though the tokenizer may add a special token
-            input_ids = tuple(self.encode(message.text)) if message.text else ()
+            input_ids = self._encoded(message.text, limits) if message.text else ()
         if not input_ids:
             raise InvalidField(prompt_field, "the prompt is empty")
         check_token_ids(prompt_field, input_ids, limits.vocab_size)
         return input_ids
+
+    def _encoded(self, text: str, limits: Limits) -> tuple[int, ...]:
+        try:
+            return tuple(self.encode(text, limits.most_tokens))
+        except TooManyTokens as error:
+            limits.check_prompt("text", error.tokens, is_exact=error.is_exact)
+            raise
 
     def _max_tokens(
         self,
@@ -106,7 +120,8 @@ class Validator:
         limits: Limits,
     ) -> int:
         """The client's `max_tokens`, or the default, less where less fits after the prompt."""
-        room = _room(prompt_field, prompt_tokens, limits)
+        limits.check_prompt(prompt_field, prompt_tokens)
+        room = limits.most_tokens - prompt_tokens
         if not params.HasField("max_tokens"):
             max_tokens = min(self.default_max_tokens, room)
         elif params.max_tokens < 1:
@@ -134,39 +149,16 @@ def _prompt_field(message: inference_pb2.GenerateRequest) -> str:
     return field
 
 
-def _room(prompt_field: str, prompt_tokens: int, limits: Limits) -> int:
-    """Output tokens that fit after the prompt, at least one."""
-    total, bound = _tightest(limits)
-    if prompt_tokens >= total:
-        raise InvalidField(
-            prompt_field,
-            f"the prompt has {prompt_tokens} tokens and leaves no room for output: {bound}",
-        )
-    return total - prompt_tokens
-
-
 def _check_total(prompt_tokens: int, max_tokens: int, limits: Limits) -> None:
-    total, bound = _tightest(limits)
-    if prompt_tokens + max_tokens > total:
+    if prompt_tokens + max_tokens > limits.most_tokens:
         raise InvalidField(
             "max_tokens",
             f"the prompt's {prompt_tokens} tokens and max_tokens {max_tokens} are "
-            f"{prompt_tokens + max_tokens} tokens: {bound}",
+            f"{prompt_tokens + max_tokens} tokens: {limits.reason}",
         )
 
 
-def _tightest(limits: Limits) -> tuple[int, str]:
-    """The most tokens that prompt and output may have together, and a clause that says why."""
-    total, holder = min(
-        (limits.max_model_len, "the model takes (--max-model-len)"),
-        (limits.decode_pool_tokens, "a worker holds (--kv-memory)"),
-        # A request that is resumed has its output computed again on a prefill worker.
-        (limits.prefill_pool_tokens, "a worker holds (--kv-memory)"),
-    )
-    return total, f"{total} tokens is the most that {holder}"
-
-
-def _fingerprint(message: inference_pb2.GenerateRequest) -> bytes:
+def fingerprint(message: inference_pb2.GenerateRequest) -> bytes:
     """A digest of the message as the client sent it."""
     body = message.SerializeToString(deterministic=True)
     return hashlib.blake2b(body, digest_size=16).digest()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from tokenizers import Tokenizer
@@ -17,6 +18,9 @@ def load_tokenizer(model_path: Path) -> Tokenizer:
     Raises:
         TokenizerError: tokenizer.json is missing, or is no tokenizer.
     """
+    # The callers have threads of their own; the library's would not be bounded, and would have
+    # it warn at each fork.
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     path = model_path / "tokenizer.json"
     try:
         tokenizer = Tokenizer.from_file(str(path))

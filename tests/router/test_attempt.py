@@ -53,7 +53,7 @@ class Tried:
         self.decode.draining = draining
         message = pb.GenerateRequest(request_id="r", sampling_params=pb.SamplingParams(n=3))
         message.input_ids.ids.extend([1, 2, 3])
-        validator = Validator("m", lambda text: [], 16, 1 << 20)
+        validator = Validator("m", lambda text, most_tokens: [], 16)
         request = validator.validate(message, Limits(402, 512, 512, 512))
         links: Any = (self.decode, self.prefill)
         self.attempt = Attempt(Submission(request, 7, range(3), 0.0), Placement(*links))

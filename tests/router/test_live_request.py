@@ -130,7 +130,7 @@ class Run:
 
 
 def made(**params: Any) -> GenerationRequest:
-    validator = Validator("m", lambda text: [], 16, 1 << 20)
+    validator = Validator("m", lambda text, most_tokens: [], 16)
     message = pb.GenerateRequest(request_id="r", sampling_params=pb.SamplingParams(**params))
     message.input_ids.ids.extend([1, 2, 3])
     return validator.validate(message, Limits(402, 512, 512, 512))

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +24,7 @@ from kvrelay.v1 import inference_pb2 as pb
 from kvrelay.v1 import worker_pb2
 from tests.checkpoints import id_of
 
-from .cluster import Cluster, collect, status_of
+from .cluster import Cluster, collect, running, status_of
 from .scripted_worker import END, load, until
 
 HANDED_OVER = END(reason=END.REASON_HANDED_OVER)
@@ -279,6 +281,48 @@ async def test_overload_says_when_to_come_again(cluster: Cluster) -> None:
         call.cancel()
 
 
+async def test_requests_count_as_live_while_they_are_validated(
+    config: RouterConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A long text costs nothing where there is no room, and nobody else waits for it."""
+    texts: list[str] = []
+    let_go = threading.Event()
+
+    def hold(tokenizer: Tokenizer, text: str, most_tokens: int) -> Sequence[int]:
+        texts.append(text)
+        assert let_go.wait(10)
+        return [1, 2, 3]
+
+    monkeypatch.setattr("kvrelay.router.service.encode", hold)
+    config = dataclasses.replace(config, max_live_requests=2)
+    async with running(config, "prefill-0", "decode-0") as cluster:
+        cluster.count()
+        calls = [cluster.stub.Generate(pb.GenerateRequest(text=f"no. {i}")) for i in range(2)]
+        reads = [asyncio.create_task(collect(call)) for call in calls]
+        await until(lambda: len(texts) == 2)
+        error = await status_of(cluster.stub.Generate(pb.GenerateRequest(text="no. 3")))
+        assert error.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert "--max-live-requests" in str(error.details())
+        let_go.set()
+        assert all(len(streamed.token_ids) == 16 for streamed in await asyncio.gather(*reads))
+        assert texts == ["no. 0", "no. 1"]
+
+
+async def test_a_text_that_joins_a_live_request_is_not_tokenized_again(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    message = pb.GenerateRequest(request_id="shared", text="Hello world")
+    first = cluster.stub.Generate(message)
+    submit = await cluster.prefill.submitted()
+    monkeypatch.setattr("kvrelay.router.validation.Validator.validate", None)
+    second = cluster.stub.Generate(message)
+    other = cluster.stub.Generate(pb.GenerateRequest(request_id="shared", text="Hello"))
+    assert (await status_of(other)).code() == grpc.StatusCode.ALREADY_EXISTS
+    reads = [asyncio.create_task(collect(call)) for call in (first, second)]
+    cluster.prefill.say(submit, 0, (50,), end=LENGTH)
+    assert [streamed.token_ids for streamed in await asyncio.gather(*reads)] == [[50], [50]]
+
+
 async def test_without_a_ready_worker_it_is_unavailable(cluster: Cluster) -> None:
     await cluster.decode.stop()
     await until_status(cluster, health_pb2.HealthCheckResponse.NOT_SERVING)
@@ -365,9 +409,17 @@ async def test_model_info(cluster: Cluster) -> None:
     assert info.eos_token_ids == [400]
 
 
-async def test_tokenize_and_back(cluster: Cluster, tokenizer: Tokenizer) -> None:
+async def test_tokenize_and_back(
+    cluster: Cluster, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for user in ("incoming", "service"):
+        monkeypatch.setattr(f"kvrelay.router.{user}.MAX_TEXT_TOKENS", 512)
     ids = (await cluster.stub.Tokenize(pb.TokenizeRequest(text="日本 😀"))).input_ids
     assert ids == tokenizer.encode("日本 😀").ids
+    with pytest.raises(grpc.aio.AioRpcError, match=r"text: has 600 tokens; the router takes 512"):
+        await cluster.stub.Tokenize(pb.TokenizeRequest(text="@" * 600))
+    with pytest.raises(grpc.aio.AioRpcError, match=r"input_ids: has 513 tokens or more"):
+        await cluster.stub.Detokenize(pb.DetokenizeRequest(input_ids=[1] * 513))
     back = await cluster.stub.Detokenize(pb.DetokenizeRequest(input_ids=ids))
     assert back.text == "日本 😀"
     with pytest.raises(grpc.aio.AioRpcError, match="input_ids: token id 402"):

@@ -16,9 +16,8 @@ from kvrelay.v1 import inference_pb2 as pb
 LIMITS = Limits(vocab_size=100, max_model_len=64, prefill_pool_tokens=80, decode_pool_tokens=80)
 VALIDATOR = Validator(
     model_name="toy",
-    encode=lambda text: [ord(character) % 128 for character in text],
+    encode=lambda text, most_tokens: [ord(character) % 128 for character in text],
     default_max_tokens=16,
-    max_message_bytes=1000,
 )
 
 

@@ -44,7 +44,7 @@ class Heard:
 def submission(request_id: str, prompt_tokens: int) -> Submission:
     message = pb.GenerateRequest(request_id=request_id)
     message.input_ids.ids.extend([1] * prompt_tokens)
-    request = Validator("m", lambda text: [], 16, 1 << 20).validate(
+    request = Validator("m", lambda text, most_tokens: [], 16).validate(
         message, Limits(402, 512, 512, 512)
     )
     return Submission(request, 1, range(1), 0.0)

@@ -1,0 +1,98 @@
+"""The size of a request's parts, read from its bytes before they are parsed.
+
+Parsing holds up the event loop: 16 MiB of token ids take 70 ms. So a message that
+cannot be served is refused by the size of its parts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Set
+from dataclasses import dataclass
+from typing import Any, Final
+
+import grpc
+
+from kvrelay.v1 import inference_pb2
+
+_MAX_FIELDS: Final = 64
+"""At the top of a message; a GenerateRequest has six."""
+_VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
+_FIXED_SIZES: Final = {_FIXED64: 8, _FIXED32: 4}
+_FIELDS: Final = inference_pb2.GenerateRequest.DESCRIPTOR.fields_by_name
+_TEXT: Final = _FIELDS["text"].number
+_INPUT_IDS: Final = _FIELDS["input_ids"].number
+
+
+@dataclass(frozen=True, slots=True)
+class PartBytes:
+    """Bytes of a GenerateRequest's parts."""
+
+    text: int
+    input_ids: int
+    rest: int
+
+
+def measure_parts(raw: bytes) -> PartBytes:
+    """The bytes of a serialized GenerateRequest's parts.
+
+    Raises:
+        ValueError: it is malformed, or has more fields than any client would send.
+    """
+    sizes: dict[int, int] = {}
+    position = 0
+    for _ in range(_MAX_FIELDS):
+        if position == len(raw):
+            text, input_ids = sizes.get(_TEXT, 0), sizes.get(_INPUT_IDS, 0)
+            return PartBytes(text, input_ids, len(raw) - text - input_ids)
+        tag, position = _read_varint(raw, position)
+        number, wire_type = tag >> 3, tag & 7
+        if wire_type == _BYTES:
+            size, position = _read_varint(raw, position)
+            sizes[number] = sizes.get(number, 0) + size
+            position += size
+        elif wire_type == _VARINT:
+            _, position = _read_varint(raw, position)
+        elif wire_type in _FIXED_SIZES:
+            position += _FIXED_SIZES[wire_type]
+        else:
+            raise ValueError(f"unknown wire type {wire_type}")
+        if position > len(raw):
+            raise ValueError("it is cut off")
+    raise ValueError(f"it has more than {_MAX_FIELDS} fields")
+
+
+def _read_varint(raw: bytes, position: int) -> tuple[int, int]:
+    value = 0
+    for shift in range(0, 70, 7):
+        if position == len(raw):
+            raise ValueError("it is cut off")
+        byte = raw[position]
+        position += 1
+        value |= (byte & 0x7F) << shift
+        if byte < 0x80:
+            return value, position
+    raise ValueError("a number has more than ten bytes")
+
+
+class RawRequests(grpc.aio.ServerInterceptor):  # type: ignore[misc]
+    """Gives the handlers of some methods the bytes of a request in place of the message."""
+
+    def __init__(self, methods: Set[str]) -> None:
+        self._methods = methods
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Any:
+        """The handler, with nothing that parses its requests if it is one of the methods."""
+        handler = await continuation(handler_call_details)
+        if handler is None or handler_call_details.method not in self._methods:
+            return handler
+        if handler.unary_stream is not None:
+            return grpc.unary_stream_rpc_method_handler(
+                handler.unary_stream, response_serializer=handler.response_serializer
+            )
+        return grpc.unary_unary_rpc_method_handler(
+            handler.unary_unary, response_serializer=handler.response_serializer
+        )

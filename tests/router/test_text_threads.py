@@ -1,0 +1,83 @@
+"""Texts are worked on in threads, the short ones beside the long ones, and bounded in bytes."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from kvrelay.router.errors import TextQueueFull
+from kvrelay.router.text_threads import TextThreads
+
+from .scripted_worker import until
+
+SHORT, LONG = 100, 2 << 20
+
+
+class Held:
+    """Work that goes on until it is let go."""
+
+    def __init__(self) -> None:
+        self.began = threading.Event()
+        self.let_go = threading.Event()
+
+    def __call__(self) -> str:
+        self.began.set()
+        assert self.let_go.wait(10)
+        return "done"
+
+
+@pytest.fixture
+def texts() -> Iterator[TextThreads]:
+    texts = TextThreads(3 * LONG, retry_after_ms=500)
+    yield texts
+    texts.close()
+
+
+async def test_a_short_text_does_not_wait_for_long_ones(texts: TextThreads) -> None:
+    first, second = Held(), Held()
+    running = asyncio.create_task(texts.run(LONG, first))
+    waiting = asyncio.create_task(texts.run(LONG, second))
+    await until(first.began.is_set)
+    assert await texts.run(SHORT, lambda: "short") == "short"
+    assert not second.began.is_set()
+    first.let_go.set()
+    second.let_go.set()
+    assert await asyncio.gather(running, waiting) == ["done", "done"]
+    await until(lambda: texts.held_bytes == 0)
+
+
+async def test_more_bytes_than_it_takes_are_refused(texts: TextThreads) -> None:
+    held = Held()
+    tasks = [asyncio.create_task(texts.run(LONG, held)) for _ in range(3)]
+    await until(held.began.is_set)
+    with pytest.raises(TextQueueFull) as caught:
+        await texts.run(SHORT, lambda: None)
+    assert str(3 * LONG) in str(caught.value)
+    held.let_go.set()
+    await asyncio.gather(*tasks)
+    await until(lambda: texts.held_bytes == 0)
+    await texts.run(4 * LONG, lambda: None)  # alone, a text may have any length
+    await until(lambda: texts.held_bytes == 0)
+
+
+async def test_of_cancelled_calls_only_what_runs_goes_on(texts: TextThreads) -> None:
+    first, second = Held(), Held()
+    running = asyncio.create_task(texts.run(LONG, first))
+    waiting = asyncio.create_task(texts.run(LONG, second))
+    await until(first.began.is_set)
+    running.cancel()
+    waiting.cancel()
+    await asyncio.gather(running, waiting, return_exceptions=True)
+    await until(lambda: texts.held_bytes == LONG)  # it still runs, and takes memory
+    first.let_go.set()
+    await until(lambda: texts.held_bytes == 0)
+    assert not second.began.is_set()
+
+
+async def test_what_the_work_raises_is_raised(texts: TextThreads) -> None:
+    with pytest.raises(ZeroDivisionError):
+        await texts.run(SHORT, lambda: 1 // 0)
+    await until(lambda: texts.held_bytes == 0)
