@@ -20,6 +20,7 @@ from kvrelay.engine.scheduler.commands import Mailbox
 from kvrelay.kv_transfer.agent import TransferAgent
 from kvrelay.kv_transfer.errors import ProtocolError, TransferError, TransferRefusedError
 from kvrelay.kv_transfer.transport_probe import TransportProber
+from kvrelay.net.tls import CurrentTls
 from kvrelay.v1 import hand_over_pb2, hand_over_pb2_grpc
 from kvrelay.wire.hand_over import Announce, FromPrefill, Open, Sequenced
 from kvrelay.wire.messages import FROM_DECODE, FROM_PREFILL, HAND_OVER_OPEN
@@ -43,7 +44,7 @@ class HandOverClient:
         prober: TransportProber,
         inbox: Mailbox[PeerMessage | StreamLost | PeerProbed],
         vocab_size: int,
-        credentials: grpc.ChannelCredentials | None,
+        credentials: CurrentTls | None,
     ) -> None:
         self._agent = agent
         self._inbox = inbox

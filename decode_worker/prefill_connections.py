@@ -18,6 +18,7 @@ from kvrelay.decode_worker.handshake import Handshake
 from kvrelay.decode_worker.refused_peers import RefusedPeers
 from kvrelay.kv_transfer.errors import TransferRefusedError
 from kvrelay.net.ends import worker_channel
+from kvrelay.net.tls import CurrentTls
 from kvrelay.wire.load import PeerTransport
 from kvrelay.wire.worker_info import WorkerAddress
 
@@ -50,7 +51,7 @@ class PrefillConnections:
         self,
         handshake: Handshake,
         on_probed: Callable[[PeerTransport], None],
-        credentials: grpc.ChannelCredentials | None,
+        credentials: CurrentTls | None,
     ) -> None:
         self._handshake = handshake
         self._on_probed = on_probed

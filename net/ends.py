@@ -7,15 +7,15 @@ from collections.abc import Sequence
 import grpc
 
 from kvrelay.net.options import MAX_MESSAGE_BYTES, channel_options, server_options
-from kvrelay.net.tls import TlsFiles
+from kvrelay.net.tls import CurrentTls, TlsFiles
 
 
 def worker_channel(
     address: str,
-    credentials: grpc.ChannelCredentials | None,
+    credentials: CurrentTls | None,
     most_bytes: int = MAX_MESSAGE_BYTES,
 ) -> grpc.aio.Channel:
-    """A channel to a worker; in plain text without credentials.
+    """A channel to a worker, with the certificates of this moment; else in plain text.
 
     Args:
         address: host:port.
@@ -25,12 +25,12 @@ def worker_channel(
     options = channel_options(most_bytes)
     if credentials is None:
         return grpc.aio.insecure_channel(address, options)
-    return grpc.aio.secure_channel(address, credentials, options)
+    return grpc.aio.secure_channel(address, credentials.channel_credentials(), options)
 
 
-def worker_credentials(files: TlsFiles | None) -> grpc.ChannelCredentials | None:
+def worker_credentials(files: TlsFiles | None) -> CurrentTls | None:
     """Credentials for `worker_channel`, read from the files; None without files."""
-    return None if files is None else files.channel_credentials()
+    return None if files is None else CurrentTls(files)
 
 
 def worker_server() -> grpc.aio.Server:
@@ -47,17 +47,17 @@ def front_server(
 
 
 def bind(server: grpc.aio.Server, address: str, files: TlsFiles | None) -> int:
-    """Opens a listener, with TLS if there are files; returns its port.
+    """Opens a listener, with TLS if there are files, now and as they change; returns its port.
 
     Raises:
         OSError: the port is in use, or a file cannot be read.
     """
-    credentials = None if files is None else files.server_credentials()
+    tls = None if files is None else CurrentTls(files)
     try:
-        if credentials is None:
+        if tls is None:
             port: int = server.add_insecure_port(address)
         else:
-            port = server.add_secure_port(address, credentials)
+            port = server.add_secure_port(address, tls.server_credentials())
     except RuntimeError as error:
         raise OSError(f"cannot listen on {address}: is the port in use?") from error
     return port

@@ -1,16 +1,30 @@
-"""A process's TLS files: checked early, and made into gRPC credentials."""
+"""A process's TLS files: checked early, made into gRPC credentials, and read again if they change.
+
+What gRPC allows: a listener asks for its certificate at every new connection, and a channel has
+one for as long as it is open. So new files hold for new connections to a listener, and for
+channels that are opened later. Connections that are open go on with what they began with.
+"""
 
 from __future__ import annotations
 
+import logging
 import ssl
+import threading
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 import grpc
 
+from kvrelay.net.watched_files import WatchedFiles
+
 _FLIGHTS: Final = 8
 """Turns of either side in a TLS handshake; more than any handshake needs."""
+_LOOK_SECONDS: Final = 1.0
+"""Between two looks at the files, however many connections come."""
+_log = logging.getLogger(__name__)
 
 
 class TlsFileError(ValueError):
@@ -29,7 +43,7 @@ class TlsFileError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class TlsFiles:
-    """The paths of a process's certificate, key and authority, all PEM; read once, at its start.
+    """The paths of a process's certificate, key and authority, all PEM.
 
     Paths, not contents, because configurations are logged and pickled.
     """
@@ -58,11 +72,16 @@ class TlsFiles:
             check_certificates("ca", self.ca)
             _shake_hands(self, self.ca, host)
 
-    def server_credentials(self) -> grpc.ServerCredentials:
-        """For a listener; with a `ca`, it refuses peers without one of it. Reads files."""
+    @property
+    def paths(self) -> tuple[Path, ...]:
+        """All files."""
+        return (self.cert, self.key) if self.ca is None else (self.cert, self.key, self.ca)
+
+    def server_configuration(self) -> grpc.ServerCertificateConfiguration:
+        """What a listener shows, and whom it trusts. Reads files."""
         pair = (self.key.read_bytes(), self.cert.read_bytes())
         ca = None if self.ca is None else self.ca.read_bytes()
-        return grpc.ssl_server_credentials([pair], ca, require_client_auth=ca is not None)
+        return grpc.ssl_server_certificate_configuration([pair], ca)
 
     def channel_credentials(self) -> grpc.ChannelCredentials:
         """For a channel to a listener with the same `ca`. Reads files."""
@@ -70,6 +89,72 @@ class TlsFiles:
         return grpc.ssl_channel_credentials(
             self.ca.read_bytes(), self.key.read_bytes(), self.cert.read_bytes()
         )
+
+
+class CurrentTls:
+    """gRPC credentials from what TLS files contain now; callable from any thread.
+
+    New files that cannot be used change nothing: what was read before stays, and an error is
+    logged.
+
+    Raises:
+        OSError: a file cannot be read at the start.
+    """
+
+    def __init__(self, files: TlsFiles) -> None:
+        self._files = files
+        self._watched = WatchedFiles(files.paths)  # before the first read: no change is missed
+        self._lock = threading.Lock()
+        self._looked = time.monotonic()
+        self._read()
+
+    def channel_credentials(self) -> grpc.ChannelCredentials:
+        """For a channel that is opened now, to a listener with the same `ca`."""
+        self._look()
+        assert self._channel is not None, "without a ca there is no authority to trust"
+        return self._channel
+
+    def server_credentials(self) -> grpc.ServerCredentials:
+        """For a listener, which looks at the files when a peer connects.
+
+        With a `ca`, it refuses peers without a certificate of it.
+        """
+        needs_client = self._files.ca is not None
+        return grpc.dynamic_ssl_server_credentials(self._server, self._fetcher(), needs_client)
+
+    def _fetcher(self) -> Callable[[], grpc.ServerCertificateConfiguration | None]:
+        """Returns what a listener shows from now on; None: what it shows already."""
+        shown = self._server
+
+        def fetch() -> grpc.ServerCertificateConfiguration | None:
+            nonlocal shown
+            self._look()
+            if shown is self._server:
+                return None
+            shown = self._server
+            return shown
+
+        return fetch
+
+    def _look(self) -> None:
+        """Reads the files again if they have changed."""
+        with self._lock:
+            if time.monotonic() - self._looked < _LOOK_SECONDS:
+                return
+            self._looked = time.monotonic()
+            if not self._watched.changed():
+                return
+            try:
+                self._files.check()
+                self._read()
+            except (OSError, TlsFileError) as error:
+                _log.error("TLS: the certificates stay as they were: %s", error)
+            else:
+                _log.info("TLS: read the certificates again: %s", self._files.cert)
+
+    def _read(self) -> None:
+        self._server = self._files.server_configuration()
+        self._channel = None if self._files.ca is None else self._files.channel_credentials()
 
 
 def _check_readable(field: str, path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import uuid
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +16,11 @@ from prometheus_client import start_http_server
 from tokenizers import Tokenizer
 
 from kvrelay.net.ends import bind, front_server, worker_credentials
-from kvrelay.net.tls import TlsFiles
+from kvrelay.net.tls import CurrentTls, TlsFiles
 from kvrelay.router.admin import Administrator, AdminService
 from kvrelay.router.auth import Guard
 from kvrelay.router.config import RouterConfig
+from kvrelay.router.current_tokens import CurrentTokens
 from kvrelay.router.discovery import Discovery
 from kvrelay.router.errors import StartError
 from kvrelay.router.fleet import Fleet
@@ -32,7 +33,6 @@ from kvrelay.router.metrics import (
 )
 from kvrelay.router.raw_requests import RawRequests
 from kvrelay.router.service import InferenceService
-from kvrelay.router.token_file import read_tokens
 from kvrelay.router.worker_link import WorkerLink
 from kvrelay.text.token_bytes import longest_token_bytes
 from kvrelay.text.tokenizer import TokenizerError, load_tokenizer
@@ -70,8 +70,8 @@ class Router:
         self._fleet = Fleet(discovery, self._make_link)
         self._health = health.aio.HealthServicer()
         self._undo = contextlib.AsyncExitStack()
-        self._worker_credentials: grpc.ChannelCredentials | None = None
-        self._interceptors: Sequence[Guard] = ()
+        self._worker_credentials: CurrentTls | None = None
+        self._tokens: CurrentTokens | None = None
         self.grpc_address = config.grpc_address
         """Where clients connect; with the real port once started."""
         self.metrics_address = config.metrics_address
@@ -96,6 +96,8 @@ class Router:
             self._metrics.watch(WAITING_FOR_WORKERS, lambda: live.waiting_for_workers)
             self._serve_metrics(undo)
             _run_in(undo, self._fleet.run())
+            if self._tokens is not None:
+                _run_in(undo, self._tokens.follow())
             if self._administrator is not None:
                 await self._serve_operators(undo, self._administrator)
             await self._serve_clients(undo, live, tokenizer)
@@ -118,13 +120,15 @@ class Router:
         path = self._config.auth_token_file
         try:
             self._worker_credentials = worker_credentials(self._config.worker_tls)
-            if path is not None:
-                tokens = read_tokens(path)
-                self._interceptors = [Guard(lambda: tokens)]
+            self._tokens = None if path is None else CurrentTokens(path)
         except OSError as error:
             raise StartError(f"TLS: {error}") from error
         except ValueError as error:
             raise StartError(f"--auth-token-file: {error}") from error
+
+    def _guards(self) -> list[Guard]:
+        """The interceptors of a listener."""
+        return [] if self._tokens is None else [Guard(self._tokens)]
 
     async def _serve_clients(
         self, undo: contextlib.AsyncExitStack, live: LiveRequests, tokenizer: Tokenizer
@@ -132,7 +136,7 @@ class Router:
         # The validator refuses messages of up to twice the limit, and names the field.
         # gRPC refuses larger ones, with RESOURCE_EXHAUSTED.
         bytes_taken = 2 * self._config.max_message_bytes
-        server = front_server(bytes_taken, [*self._interceptors, RawRequests(_READ_BY_HANDLER)])
+        server = front_server(bytes_taken, [*self._guards(), RawRequests(_READ_BY_HANDLER)])
         longest = await asyncio.to_thread(longest_token_bytes, tokenizer)
         service = InferenceService(
             self._config, self._fleet, live, tokenizer, longest, self._metrics
@@ -150,7 +154,7 @@ class Router:
     async def _serve_operators(
         self, undo: contextlib.AsyncExitStack, administrator: Administrator
     ) -> None:
-        server = front_server(_ADMIN_MESSAGE_BYTES, self._interceptors)
+        server = front_server(_ADMIN_MESSAGE_BYTES, self._guards())
         admin = AdminService(administrator, self._fleet)
         admin_pb2_grpc.add_AdminServiceServicer_to_server(admin, server)
         reflection.enable_server_reflection([_ADMIN, reflection.SERVICE_NAME], server)

@@ -11,6 +11,7 @@ from typing import Protocol
 import grpc
 
 from kvrelay.net.ends import worker_channel
+from kvrelay.net.tls import CurrentTls
 from kvrelay.router.generation import Submission
 from kvrelay.router.placement import Candidate
 from kvrelay.v1 import worker_pb2, worker_pb2_grpc
@@ -77,7 +78,7 @@ class WorkerLink:
         endpoint: WorkerInfo,
         *,
         router_id: str,
-        credentials: grpc.ChannelCredentials | None,
+        credentials: CurrentTls | None,
         max_message_bytes: int,
         on_change: Callable[[], None],
         on_stale: Callable[[], None],

@@ -6,12 +6,14 @@ import datetime
 import ipaddress
 from pathlib import Path
 
+import grpc
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
-from kvrelay.net.tls import TlsFiles
+from kvrelay.net.ends import worker_channel
+from kvrelay.net.tls import CurrentTls, TlsFiles
 
 LOOPBACK = "127.0.0.1"
 _DAY = datetime.timedelta(days=1)
@@ -51,6 +53,18 @@ class Authority:
         files.cert.write_bytes(certificate.public_bytes(serialization.Encoding.PEM))
         files.key.write_bytes(_as_pem(key, password))
         return files
+
+
+def open_channel(
+    address: str, credentials: grpc.ChannelCredentials | CurrentTls | None
+) -> grpc.aio.Channel:
+    """A channel of its own, with credentials of any kind, or in plain text."""
+    options = [("grpc.use_local_subchannel_pool", 1)]
+    if credentials is None:
+        return grpc.aio.insecure_channel(address, options)
+    if isinstance(credentials, CurrentTls):
+        return worker_channel(address, credentials)
+    return grpc.aio.secure_channel(address, credentials, options)
 
 
 def _unsigned(

@@ -9,7 +9,7 @@ from typing import Any
 
 import grpc
 
-from kvrelay.net.ends import worker_channel, worker_credentials
+from kvrelay.net.ends import worker_credentials
 from kvrelay.net.tls import TlsFiles
 from kvrelay.v1 import (
     hand_over_pb2,
@@ -18,7 +18,7 @@ from kvrelay.v1 import (
     worker_pb2,
     worker_pb2_grpc,
 )
-from tests.certificates import Authority
+from tests.certificates import Authority, open_channel
 from tests.cluster.commands import example, kvrelay
 from tests.cluster.running import RunningCluster, running
 
@@ -60,7 +60,7 @@ async def strangers_do_not_reach_the_front(
         (wrong, grpc.StatusCode.UNAUTHENTICATED),
         (None, grpc.StatusCode.UNAVAILABLE),
     ):
-        async with worker_channel(address, credentials) as channel:
+        async with open_channel(address, credentials) as channel:
             stub = type(cluster.stub)(channel)
             assert await status_of(stub.GetModelInfo, inference_pb2.GetModelInfoRequest()) is code
 
@@ -81,11 +81,11 @@ async def strangers_do_not_reach_the_workers(
         (worker_credentials(files), opened),
     ):
         for info in workers.values():
-            async with worker_channel(info.address, credentials) as channel:
+            async with open_channel(info.address, credentials) as channel:
                 ask = worker_pb2_grpc.WorkerServiceStub(channel).GetPageOwners
                 assert await status_of(ask, worker_pb2.GetPageOwnersRequest()) is code
         prefill = workers["prefill-0"]
-        async with worker_channel(prefill.address, credentials) as channel:
+        async with open_channel(prefill.address, credentials) as channel:
             describe = hand_over_pb2_grpc.HandOverServiceStub(channel).DescribeAgent
             request = hand_over_pb2.DescribeAgentRequest(incarnation=prefill.incarnation)
             assert await status_of(describe, request) is code

@@ -13,7 +13,7 @@ from kvrelay.deploy.address import Address
 from kvrelay.deploy.cli import main
 from kvrelay.deploy.client import Access
 from kvrelay.deploy.errors import DeployError
-from kvrelay.net.tls import TlsFiles
+from kvrelay.net.tls import CurrentTls, TlsFiles
 from tests.certificates import Authority
 
 from .conftest import Kvrelay
@@ -61,7 +61,9 @@ def test_a_server_with_tls_is_reached_by_its_authority(tmp_path: Path, command: 
     files = Authority(tmp_path / "tls").issue()
     stranger = Authority(tmp_path / "other").ca
     service = ScriptedService()
-    with serving(service, TlsFiles(files.cert, files.key).server_credentials()) as address:
+    with serving(
+        service, CurrentTls(TlsFiles(files.cert, files.key)).server_credentials()
+    ) as address:
         assert run(*command, "--server", address, "--ca", str(files.ca)).exit_code == 0
         for other in ((), ("--tls",), ("--ca", str(stranger))):
             result = run(*command, "--server", address, *other)

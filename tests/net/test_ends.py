@@ -7,14 +7,17 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
-from kvrelay.net.ends import bind, worker_channel, worker_credentials, worker_server
-from kvrelay.net.tls import TlsFiles
-from tests.certificates import Authority
+from kvrelay.net import tls
+from kvrelay.net.ends import bind, worker_credentials, worker_server
+from kvrelay.net.tls import CurrentTls, TlsFiles
+from tests.certificates import Authority, open_channel
+from tests.known import known
 
 REFUSED = grpc.StatusCode.UNAVAILABLE
 
@@ -41,8 +44,8 @@ async def listening(files: TlsFiles | None) -> AsyncIterator[str]:
         await server.stop(None)
 
 
-async def call(address: str, credentials: grpc.ChannelCredentials | None) -> grpc.StatusCode:
-    async with worker_channel(address, credentials) as channel:
+async def call(address: str, credentials: Any) -> grpc.StatusCode:
+    async with open_channel(address, credentials) as channel:
         try:
             await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())
         except grpc.aio.AioRpcError as error:
@@ -102,3 +105,80 @@ async def test_a_port_in_use_is_said(files: TlsFiles, secure: bool):
         taken = f"127.0.0.1:{listener.getsockname()[1]}"
         with pytest.raises(OSError, match=f"cannot listen on {taken}: is the port in use"):
             bind(worker_server(), taken, files if secure else None)
+
+
+@pytest.fixture
+def looks_always(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The files are looked at whenever they are used."""
+    monkeypatch.setattr(tls, "_LOOK_SECONDS", 0.0)
+
+
+def replace_files(old: TlsFiles, new: TlsFiles) -> None:
+    """Put what `new` has into the files of `old`."""
+    for there, here in zip(old.paths, new.paths, strict=True):
+        there.write_bytes(here.read_bytes())
+
+
+@pytest.fixture
+def changing(tmp_path: Path) -> TlsFiles:
+    return Authority(tmp_path / "changing").issue()
+
+
+async def test_new_files_hold_for_new_connections(
+    files: TlsFiles, changing: TlsFiles, looks_always: None
+):
+    """Of listener and channel: what they show, and whom they trust."""
+    both = CurrentTls(changing)
+    async with (
+        listening(changing) as address,
+        open_channel(address, worker_credentials(changing)) as early,
+    ):
+        check = health_pb2_grpc.HealthStub(early).Check
+        await check(health_pb2.HealthCheckRequest())
+        assert await call(address, both) is grpc.StatusCode.OK
+        assert await call(address, worker_credentials(files)) is REFUSED
+
+        replace_files(changing, files)
+        assert await call(address, worker_credentials(files)) is grpc.StatusCode.OK
+        assert await call(address, both) is grpc.StatusCode.OK
+        await check(health_pb2.HealthCheckRequest())  # an open connection goes on
+
+
+async def test_broken_new_files_change_nothing(
+    files: TlsFiles, changing: TlsFiles, looks_always: None, caplog: pytest.LogCaptureFixture
+):
+    both = CurrentTls(changing)
+    ca = known(changing.ca)
+    async with listening(changing) as address:
+        for path, content, problem in (
+            (changing.key, files.key.read_bytes(), f"is not the key of {changing.cert}"),
+            (changing.key, b"", "contains no PEM private key"),
+            (ca, b"nothing", "contains no PEM certificate"),
+            (ca, None, "No such file or directory"),
+        ):
+            before = path.read_bytes()
+            caplog.clear()
+            path.unlink()
+            if content is not None:
+                path.write_bytes(content)
+            assert await call(address, both) is grpc.StatusCode.OK
+            assert await call(address, both) is grpc.StatusCode.OK
+            errors = [one for one in caplog.records if one.levelname == "ERROR"]
+            assert len(errors) == 2, "once for the listener, once for the channel"
+            for error in errors:
+                message = error.getMessage()
+                assert message.startswith("TLS: the certificates stay as they were: ")
+                assert f"{path}: {problem}" in message
+            path.write_bytes(before)
+            assert await call(address, both) is grpc.StatusCode.OK
+
+
+async def test_the_files_are_not_read_for_every_connection(
+    changing: TlsFiles, files: TlsFiles, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(tls, "_LOOK_SECONDS", 3600.0)
+    async with listening(changing) as address:
+        both = CurrentTls(changing)
+        replace_files(changing, files)
+        assert await call(address, both) is grpc.StatusCode.OK
+        assert await call(address, worker_credentials(files)) is REFUSED

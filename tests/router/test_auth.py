@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -17,16 +18,17 @@ from kvrelay.net.tls import TlsFiles
 from kvrelay.router.admin import DrainStep
 from kvrelay.router.auth import bearer
 from kvrelay.router.config import RouterConfig
+from kvrelay.router.current_tokens import CurrentTokens
 from kvrelay.router.discovery import StaticDiscovery
 from kvrelay.router.errors import StartError, UnknownWorker
 from kvrelay.router.router import Router
 from kvrelay.router.token_file import read_tokens
-from kvrelay.v1 import admin_pb2, admin_pb2_grpc, inference_pb2_grpc
+from kvrelay.v1 import admin_pb2, admin_pb2_grpc, inference_pb2_grpc, worker_pb2
 from kvrelay.v1 import inference_pb2 as pb
 from tests.certificates import Authority
 from tests.known import known
 
-from .cluster import status_of
+from .cluster import collect, running, status_of
 
 TOKENS = "# alice\nalpha-1\n\n  beta_2==  \n"
 OK = grpc.StatusCode.OK
@@ -282,3 +284,50 @@ async def outcome(method: Any, request: Any, **options: Any) -> tuple[grpc.Statu
     except grpc.aio.AioRpcError as error:
         return error.code(), error.details() or ""
     return OK, ""
+
+
+async def test_a_new_file_of_tokens_holds_at_once(guarded: RouterConfig):
+    """A token that is gone is refused, a new one is taken; what is open goes on."""
+    path = known(guarded.auth_token_file)
+    async with running(guarded, "prefill-0", "decode-0") as cluster:
+        request = pb.GenerateRequest(text="x")
+        call = cluster.stub.Generate(request, metadata=bearer("alpha-1"))
+        submit = await cluster.prefill.submitted()
+
+        other = path.with_name("other")
+        other.write_text("gamma-3\n")
+        other.replace(path)
+        address = cluster.router.grpc_address
+        async with asyncio.timeout(20):
+            while await info(address, bearer("gamma-3")) != (OK, ""):
+                await asyncio.sleep(0.05)
+        assert (await info(address, bearer("alpha-1")))[0] is UNAUTHENTICATED
+        end = worker_pb2.RequestEnd(reason=worker_pb2.RequestEnd.REASON_LENGTH)
+        cluster.prefill.say(submit, 0, (4,), end=end)
+        assert (await collect(call)).token_ids == [4]
+
+
+def test_a_broken_new_file_keeps_the_tokens(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    path = tmp_path / "tokens"
+    path.write_text(TOKENS)
+    tokens = CurrentTokens(path)
+    for content, problem in (
+        ("two words\n", "line 1 is not a token"),
+        ("[[token]]\nname = 'alice'\nright = []\n", "token 1 (alice): right: is unknown"),
+        (None, "No such file or directory"),
+    ):
+        caplog.clear()
+        path.unlink()
+        if content is not None:
+            path.write_text(content)
+        for _ in range(3):
+            tokens.look()
+        [error] = [one for one in caplog.records if one.levelname == "ERROR"]
+        assert f"--auth-token-file: {path}: {problem}" in error.getMessage()
+        assert tokens().find("alpha-1") is not None
+        path.write_text(TOKENS)
+        tokens.look()
+    path.write_text("gamma-3\n")
+    tokens.look()
+    assert tokens().find("alpha-1") is None
+    assert tokens().find("gamma-3") is not None
