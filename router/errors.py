@@ -11,6 +11,7 @@
     ├── AlreadyExists          ALREADY_EXISTS
     ├── Overloaded             RESOURCE_EXHAUSTED, says when to try again
     ├── TextQueueFull          RESOURCE_EXHAUSTED, too
+    ├── OverLimit              RESOURCE_EXHAUSTED, too: names the token's limit
     ├── Unavailable            UNAVAILABLE: another try could succeed; may say when
     ├── DataLoss               DATA_LOSS: KV arrived damaged; --strict forbids to compute it again
     └── InternalFailure        INTERNAL: another attempt would fail the same way
@@ -93,6 +94,19 @@ class TextQueueFull(RequestError):  # noqa: N818
         super().__init__(
             f"{num_bytes} bytes of text are being tokenized, and the router takes no more "
             f"(--max-text-bytes); try again in {retry_after_ms} ms"
+        )
+        self.retry_after_ms = retry_after_ms
+
+
+class OverLimit(RequestError):  # noqa: N818
+    """The caller has as much on this router as its token allows."""
+
+    outcome = "limited"
+
+    def __init__(self, caller: Caller, limit: str, have: str, retry_after_ms: int) -> None:
+        super().__init__(
+            f"{have}: the token {caller.name} may have no more ({limit} in --auth-token-file); "
+            f"try again in {retry_after_ms} ms"
         )
         self.retry_after_ms = retry_after_ms
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from tokenizers import Tokenizer
@@ -21,6 +22,7 @@ from kvrelay.router.metrics import WORKER_WAITS, RouterMetrics, Stopwatch
 from kvrelay.router.notifier import Notifier
 from kvrelay.router.output_stream import OutputStream
 from kvrelay.router.text import TextStream
+from kvrelay.router.token_limits import TokenLimits
 
 
 class LiveRequests:
@@ -40,7 +42,8 @@ class LiveRequests:
         self._metrics = metrics
         self._attempt_numbers = itertools.count(1)
         self._closing = False
-        self._validating = 0
+        self._validating: Counter[str] = Counter()  # by the caller's name
+        self._token_limits = TokenLimits(metrics, config.retry_after_ms)
         self._ended = Notifier()
 
     def __len__(self) -> int:
@@ -60,23 +63,26 @@ class LiveRequests:
         return self._live.get((caller.name, request_id))
 
     @contextlib.contextmanager
-    def slot(self) -> Iterator[None]:
-        """Counts one more request as live while it is validated.
+    def slot(self, caller: Caller) -> Iterator[None]:
+        """Counts one more request of the caller as live while it is validated.
 
         Raises:
+            OverLimit: the caller has as many live requests as its token allows.
             Overloaded: `max_live_requests` are live, or are validated.
             Unavailable: the router is stopping.
         """
         if self._closing:
             raise Unavailable("the router is stopping")
-        taken = len(self._live) + self._validating
+        self._token_limits.check_live(caller, self._of(caller), self._validating[caller.name])
+        taken = len(self._live) + self._validating.total()
         if taken >= self._config.max_live_requests:
             raise Overloaded(taken, self._config.retry_after_ms)
-        self._validating += 1
+        self._validating[caller.name] += 1
         try:
             yield
         finally:
-            self._validating -= 1
+            self._validating[caller.name] -= 1
+            self._validating += Counter()  # forgets the names that are at zero
 
     def open(self, request: GenerationRequest, stopwatch: Stopwatch) -> LiveRequest:
         """The caller's live request with this id and body, or a new one, submitted to its workers.
@@ -85,6 +91,7 @@ class LiveRequests:
 
         Raises:
             AlreadyExists: a live request of the caller has this id and another body.
+            OverLimit: with it more prompt tokens would wait than the caller's token allows.
             Unavailable: no workers are ready for it, and none are on their way or too many
                 requests wait for them; or the router is stopping.
         """
@@ -115,6 +122,8 @@ class LiveRequests:
     def _admit(self, request: GenerationRequest, stopwatch: Stopwatch) -> LiveRequest:
         if self._closing:
             raise Unavailable("the router is stopping")
+        caller = request.caller
+        self._token_limits.check_queued(caller, self._of(caller), len(request.input_ids))
         placement = self._place(request)
         choices = self._choices(request, self._fleet.known[0].eos_token_ids)
         live = LiveRequest(
@@ -132,6 +141,10 @@ class LiveRequests:
         else:
             live.start(placement)
         return live
+
+    def _of(self, caller: Caller) -> list[LiveRequest]:
+        """The caller's live requests."""
+        return [live for live in self._live.values() if live.request.caller.name == caller.name]
 
     def _place(self, request: GenerationRequest) -> Placement | None:
         """Workers for its first attempt; None: it waits for workers that are on their way."""

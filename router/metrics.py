@@ -19,6 +19,12 @@ REQUESTS: Final = METRICS.counter(
     "Requests that ended, by finish reason or by the cause of the refusal or failure",
     "outcome",
 )
+TOKEN_REFUSALS: Final = METRICS.counter(
+    "kvrelay_token_refusals_total",
+    "Requests that were refused for a limit that their token has in --auth-token-file",
+    "token",
+    "limit",
+)
 LIVE_REQUESTS: Final = METRICS.gauge(
     "kvrelay_requests_live",
     "Requests that are live on this router: waiting for the first token, or streaming",

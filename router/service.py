@@ -156,7 +156,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
             if running is not None:
                 running.check_same(await self._texts.run(len(raw), fingerprint, message))
                 return running
-            with self._live.slot():
+            with self._live.slot(caller):
                 request = await self._texts.run(
                     len(raw), self._validator.validate, message, limits, caller
                 )

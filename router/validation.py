@@ -74,6 +74,7 @@ class Validator:
         params = message.sampling_params
         input_ids = self._input_ids(message, prompt_field, limits)
         max_tokens = self._max_tokens(params, prompt_field, len(input_ids), limits)
+        _check_queueable(prompt_field, len(input_ids), caller)
         return GenerationRequest(
             request_id=message.request_id or uuid.uuid4().hex,
             fingerprint=fingerprint(message),
@@ -140,6 +141,17 @@ def _check_bytes(field: str, text: str, most: int) -> None:
     size = len(text.encode())
     if size > most:
         raise InvalidField(field, f"must have at most {most} bytes, got {size}")
+
+
+def _check_queueable(prompt_field: str, prompt_tokens: int, caller: Caller) -> None:
+    """Refuses a prompt that the caller may never have: to try again would not help."""
+    most = caller.max_queued_prompt_tokens
+    if most is not None and prompt_tokens > most:
+        raise InvalidField(
+            prompt_field,
+            f"the prompt has {prompt_tokens} tokens, and the token {caller.name} may queue {most} "
+            "(max_queued_prompt_tokens in --auth-token-file)",
+        )
 
 
 def _prompt_field(message: inference_pb2.GenerateRequest) -> str:
