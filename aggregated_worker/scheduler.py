@@ -20,6 +20,7 @@ from kvrelay.engine.scheduler.context import SchedulerContext
 from kvrelay.engine.scheduler.growth_reserve import GrowthReserve
 from kvrelay.engine.scheduler.prompts import ComputingPrompts, PromptRun
 from kvrelay.engine.scheduler.running_batch import GeneratingRequest, RunningBatch
+from kvrelay.engine.scheduler.suspects import Turns, alone_until, failed_end
 from kvrelay.mem_cache.release import Outcome
 from kvrelay.wire.load import WorkerLoad
 from kvrelay.wire.output import NO_TIMINGS, EndReason, PhaseTimings, RequestEnd, SampledToken
@@ -69,6 +70,7 @@ class AggregatedScheduler:
             context.kv_cache, config.growth_min, config.growth_max, config.tokens_in_flight - 1
         )
         self._waiting: list[AggregatedRequest] = []
+        self._turns: Turns[AggregatedRequest] = Turns()
         self._computing: ComputingPrompts[AggregatedRequest] = ComputingPrompts(context)
         self._running: RunningBatch[AggregatedRequest] = RunningBatch(
             context, self._growth, self._release_retracted, retract_every=config.debug_retract_every
@@ -110,12 +112,15 @@ class AggregatedScheduler:
 
     def schedule(self) -> Sequence[Scheduled[AggregatedRequest]]:
         """Allocate the next token of all that generate, and chunks of prompts with what is left."""
-        generating = self._running.schedule()
-        if self._running.waits_for_room:
+        return self._turns.next(self._schedule)
+
+    def _schedule(self, alone: bool) -> Sequence[Scheduled[AggregatedRequest]]:
+        generating = self._running.schedule(alone=alone)
+        if self._running.waits_for_room or (alone and generating):
             return generating
         budget = self._config.chunk_tokens
         budget = max(budget - len(generating), budget // _PROMPT_SHARE, 1)
-        return [*generating, *self._computing.schedule(budget)]
+        return [*generating, *self._computing.schedule(budget, alone=alone)]
 
     def process_step_output(self, item: Scheduled[AggregatedRequest], output: StepOutput) -> None:
         """Take the tokens of a request that generates, or a chunk of its prompt."""
@@ -131,7 +136,7 @@ class AggregatedScheduler:
 
     def fail(self, request: AggregatedRequest, error: Exception) -> None:
         """End a request because its forward has failed."""
-        self._end_early(request, RequestEnd(EndReason.FAILED, error=f"the forward failed: {error}"))
+        self._end_early(request, failed_end(error))
 
     def retract_for_drain(self) -> None:
         """Retract all requests, whatever phase they are in."""
@@ -212,4 +217,5 @@ class AggregatedScheduler:
             submission=command,
             checker=StopChecker(command.stops, self._tokenizer, emitted),
             num_drafts=self._config.drafts_for(command.speculate),
+            alone_until=alone_until(command, self._config),
         )

@@ -102,7 +102,12 @@ class Bench:
         scheduler = AggregatedScheduler(context, tokenizer, config)
         self._forward = ForwardThread(model.executor, self._inbox.post, _give_up)
         engine = Engine(
-            context, scheduler, self._forward, overlap=config.overlap, audit_pages=False
+            context,
+            scheduler,
+            self._forward,
+            failed_forwards_limit=config.failed_forwards_limit,
+            overlap=config.overlap,
+            audit_pages=False,
         )
         self._thread = EngineThread(engine, self._inbox, _give_up)
         self._link = RouterLink("bench")

@@ -96,7 +96,14 @@ class Bench:
             kv_cache, Outbox(lambda *_: None), WorkerMetrics(config)
         )
         scheduler = AggregatedScheduler(context, None, config)  # type: ignore[arg-type]  # no stop strings
-        self._engine = Engine(context, scheduler, self, overlap=overlap, audit_pages=False)
+        self._engine = Engine(
+            context,
+            scheduler,
+            self,
+            failed_forwards_limit=config.failed_forwards_limit,
+            overlap=overlap,
+            audit_pages=False,
+        )
         self._executor = ModelExecutor(InstantModel(), lambda _: None)
         self._steps: deque[Step[AggregatedRequest]] = deque()
         self._link = RouterLink("bench")

@@ -29,6 +29,7 @@ from kvrelay.engine.scheduler.context import SchedulerContext
 from kvrelay.engine.scheduler.growth_reserve import GrowthReserve
 from kvrelay.engine.scheduler.metrics import TRANSFER_REFUSALS
 from kvrelay.engine.scheduler.outbox import Sink
+from kvrelay.engine.scheduler.suspects import Turns, alone_until, failed_end
 from kvrelay.kv_transfer.hand_over.decode_side import DecodeHandOver
 from kvrelay.kv_transfer.transfers import Transfers
 from kvrelay.mem_cache.release import Outcome
@@ -82,6 +83,7 @@ class DecodeScheduler:
         timeout = config.worker_timeout
         self._requests = LiveRequests(context, self._growth, config.debug_retract_every)
         self._running = self._requests.running
+        self._turns: Turns[DecodeRequest] = Turns()
         self._grants = Grants(
             context, self._requests, self._growth, config.bypass_limit, config.grants_ahead
         )
@@ -104,6 +106,7 @@ class DecodeScheduler:
             hand_over=DecodeHandOver(pages, kv_cache.shape.windowed, len(command.choices)),
             checker=StopChecker(command.stops, self._tokenizer, emitted),
             num_drafts=self._config.drafts_for(command.speculate),
+            alone_until=alone_until(command, self._config),
         )
         if self._context.register(request, request.most_tokens):
             self._context.outbox.put(self._client, OpenStream(request.stream))
@@ -146,7 +149,7 @@ class DecodeScheduler:
 
     def schedule(self) -> Sequence[Scheduled[DecodeRequest]]:
         """Allocate pages for the next token of every running request."""
-        return self._running.schedule()
+        return self._turns.next(lambda alone: self._running.schedule(alone=alone))
 
     def process_step_output(self, item: Scheduled[DecodeRequest], output: StepOutput) -> None:
         """Emit a request's new tokens, and release it if they end it."""
@@ -154,8 +157,7 @@ class DecodeScheduler:
 
     def fail(self, request: DecodeRequest, error: Exception) -> None:
         """End a request because its forward has failed."""
-        end = RequestEnd(EndReason.FAILED, error=f"the forward failed: {error}")
-        self._requests.end_early(request, Outcome.ABORTED, end)
+        self._requests.end_early(request, Outcome.ABORTED, failed_end(error))
 
     def retract_for_drain(self) -> None:
         """Retract all requests, whatever phase they are in."""

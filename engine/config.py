@@ -138,6 +138,13 @@ class WorkerOptions:
         more_than=0,
         unit="seconds",
     )
+    failed_forwards_limit: int = option(
+        3,
+        "A worker is replaced when so many forwards in a row have failed; an error that breaks "
+        "its device ends it at once. Its requests go on elsewhere.",
+        Section.RECOVERY,
+        at_least=1,
+    )
     step_timeout: float = option(
         60.0,
         "A worker whose forward has not ended after so many seconds, and "

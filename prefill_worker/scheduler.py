@@ -13,6 +13,7 @@ from kvrelay.engine.faults import Phase
 from kvrelay.engine.scheduler.commands import Cancel, Mailbox, Submit
 from kvrelay.engine.scheduler.context import SchedulerContext
 from kvrelay.engine.scheduler.prompts import PromptRun
+from kvrelay.engine.scheduler.suspects import Turns, alone_until, failed_end
 from kvrelay.kv_transfer.hand_over.prefill_side import PrefillHandOver
 from kvrelay.kv_transfer.transfers import Transfers
 from kvrelay.mem_cache.release import Outcome
@@ -53,14 +54,18 @@ class PrefillScheduler:
     ) -> None:
         self._context = context
         self._tokenizer = tokenizer
+        self._config = config
         self._chunk_tokens = config.chunk_tokens
+        self._turns: Turns[PrefillRequest] = Turns()
         self._queue = PromptQueue(context, agent, config.bypass_limit)
         self.hand_overs = HandOvers(context, self._queue, agent, inbox, config.worker_timeout)
 
     def submit(self, command: Submit) -> None:
         """Let a new request wait, for a grant of its decode worker and then for memory here."""
         request = PrefillRequest.of(
-            command, hand_over=PrefillHandOver(self._context.kv_cache.shape.windowed)
+            command,
+            hand_over=PrefillHandOver(self._context.kv_cache.shape.windowed),
+            alone_until=alone_until(command, self._config),
         )
         # Here one request stands for all of its choices, under the key of the first.
         request.key = command.key.of_choice(0)
@@ -95,7 +100,8 @@ class PrefillScheduler:
 
     def schedule(self) -> Sequence[Scheduled[PrefillRequest]]:
         """Allocate the pages of the prompts' next chunks, within the token budget."""
-        return self._queue.computing.schedule(self._chunk_tokens)
+        computing = self._queue.computing
+        return self._turns.next(lambda alone: computing.schedule(self._chunk_tokens, alone=alone))
 
     def process_step_output(self, item: Scheduled[PrefillRequest], output: StepOutput) -> None:
         """Announce the pages that are complete now; with the last chunk, the first tokens too."""
@@ -107,8 +113,7 @@ class PrefillScheduler:
 
     def fail(self, request: PrefillRequest, error: Exception) -> None:
         """End a request because its forward has failed."""
-        failed = RequestEnd(EndReason.FAILED, error=f"the forward failed: {error}")
-        self._queue.end_early(request, HandOverEnd.FAILED, failed)
+        self._queue.end_early(request, HandOverEnd.FAILED, failed_end(error))
 
     def retract_for_drain(self) -> None:
         """Retract the prompts that have not begun. The others finish, hand-over included."""

@@ -12,9 +12,10 @@ from dataclasses import dataclass
 
 from kvrelay.router.attempt_transitions import TRANSITIONS, Action, Phase, Report
 from kvrelay.router.errors import InternalFailure, Unavailable
+from kvrelay.router.failed_forwards import FORWARD_FAILURES
 from kvrelay.router.fleet import Placement
 from kvrelay.router.generation import Submission
-from kvrelay.router.worker_link import Listener
+from kvrelay.router.worker_link import Listener, WorkerLink
 from kvrelay.wire.output import EndReason, FailureReason, RequestEnd
 from kvrelay.wire.worker_info import WorkerInfo, WorkerRole
 
@@ -132,7 +133,7 @@ class Attempt:
             case Action.RETRACT_ATTEMPT:
                 return AttemptRetracted(self._end_all(), detail)
             case Action.FAIL_ATTEMPT:
-                return self._fail_with(end, detail)
+                return self._fail_with(side, end, detail)
             case Action.FAIL_REQUEST:
                 self.cancel()
                 return RequestFailed(InternalFailure(detail))
@@ -147,10 +148,13 @@ class Attempt:
         if prefill is not None and decode.draining and end.reason is EndReason.RETRACTED:
             prefill.ask_to_end(self._submission.request_id, self._submission.attempt)
 
-    def _fail_with(self, end: RequestEnd, detail: str) -> Verdict:
+    def _fail_with(self, side: WorkerRole, end: RequestEnd, detail: str) -> Verdict:
         aborted = end.reason is EndReason.ABORTED
         reason = FailureReason.ABORTED if aborted else end.cause or FailureReason.FAILED
-        suspects = {link.endpoint.incarnation for link in self._placement.links}
+        links = self._placement.links
+        if reason in FORWARD_FAILURES:  # nothing but its own
+            links = (self._link_of(side),)
+        suspects = {link.endpoint.incarnation for link in links}
         return self._fail(Unavailable(detail), reason, suspects)
 
     def _fail(self, error: Unavailable, reason: FailureReason, suspects: Set[str]) -> Verdict:
@@ -167,6 +171,8 @@ class Attempt:
         return choices
 
     def _describe(self, side: WorkerRole, end: RequestEnd) -> str:
+        return f"{self._link_of(side).endpoint.name}: {end.error or end.reason}"
+
+    def _link_of(self, side: WorkerRole) -> WorkerLink:
         prefill = self._placement.prefill
-        link = prefill if prefill and side is WorkerRole.PREFILL else self._placement.decode
-        return f"{link.endpoint.name}: {end.error or end.reason}"
+        return prefill if prefill and side is WorkerRole.PREFILL else self._placement.decode

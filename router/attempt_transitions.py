@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from enum import Enum, auto
 from typing import Final
 
-from kvrelay.wire.output import EndReason, RequestEnd
+from kvrelay.wire.output import EndReason, FailureReason, RequestEnd
 from kvrelay.wire.worker_info import WorkerRole
 
 
@@ -42,6 +42,7 @@ class Report(Enum):
     HANDED_OVER = auto()
     RETRACTED = auto()
     ABORTED = auto()
+    """It gave the choice up unasked, or because the other worker did: that one says why."""
     FAILED = auto()
     """It failed, and another attempt could complete it."""
     FAILED_FOR_GOOD = auto()
@@ -50,6 +51,8 @@ class Report(Enum):
     @classmethod
     def of(cls, end: RequestEnd) -> Report:
         """The report that this end is."""
+        if end.cause is FailureReason.PEER_FAILED:
+            return cls.ABORTED
         if end.reason is EndReason.FAILED:
             return cls.FAILED if end.retryable else cls.FAILED_FOR_GOOD
         return _REPORTS[end.reason]

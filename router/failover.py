@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
 from kvrelay.router.attempt import AttemptFailed, AttemptRetracted
 from kvrelay.router.config import RouterConfig
-from kvrelay.router.errors import DataLoss, RequestError, Unavailable
+from kvrelay.router.errors import DataLoss, InternalFailure, RequestError, Unavailable
+from kvrelay.router.failed_forwards import FORWARD_FAILURES, FailedForwards
 from kvrelay.router.fleet import Fleet, Placement
 from kvrelay.router.generation import GenerationRequest
 from kvrelay.router.metrics import STRICT_FAILURES, WORKER_WAITS, RouterMetrics
@@ -51,7 +52,8 @@ class Failover:
     attempt failed is, too, unless that was its `max_attempts`-th failure without a
     new token in between, or the router is `strict`: then the request fails. The new
     attempt gets the prompt and what was emitted, on workers that are chosen anew. A
-    worker of an attempt that failed is chosen only if there is no other.
+    worker of an attempt that failed is chosen only if there is no other. A forward that
+    failed as a whole is no failure of its choices: see `FailedForwards`.
     """
 
     def __init__(self, fleet: Fleet, config: RouterConfig, metrics: RouterMetrics) -> None:
@@ -59,6 +61,7 @@ class Failover:
         self._config = config
         self._metrics = metrics
         self._failures: dict[int, _Failures] = {}  # by choice
+        self._failed_forwards = FailedForwards()
         self._suspects: set[str] = set()  # incarnations that attempts have failed with
 
     def decide(
@@ -76,13 +79,15 @@ class Failover:
         if isinstance(verdict, AttemptRetracted):
             return Retry("retracted", verdict.detail)
         self._suspects |= verdict.suspects
-        worst = max((self._count_failure(*choice) for choice in unfinished.items()), default=0)
+        in_forward = verdict.reason in FORWARD_FAILURES
+        count = partial(self._count_failed_forward, verdict) if in_forward else self._count_failure
+        worst = max((count(*choice) for choice in unfinished.items()), default=0)
         if unfinished and self._config.strict:
             self._metrics.count(STRICT_FAILURES, reason=verdict.reason)
             raise _strict_failure(verdict)
         if worst >= self._config.max_attempts:
             raise Unavailable(f"{verdict.error} (attempt {worst} of {worst})")
-        pause = _PAUSES_SECONDS[min(worst, len(_PAUSES_SECONDS)) - 1]
+        pause = _PAUSES_SECONDS[max(min(worst, len(_PAUSES_SECONDS)), 1) - 1]
         return Retry(verdict.reason, str(verdict.error), pause)
 
     def _count_failure(self, choice: int, emitted: int) -> int:
@@ -91,6 +96,18 @@ class Failover:
         count = 1 if emitted > before.emitted else before.count + 1
         self._failures[choice] = _Failures(count, emitted)
         return count
+
+    def _count_failed_forward(self, verdict: AttemptFailed, choice: int, emitted: int) -> int:
+        """Note a forward that failed with a choice; raises InternalFailure if it is to blame."""
+        [incarnation] = verdict.suspects
+        alone = verdict.reason is FailureReason.FORWARD_FAILED_ALONE
+        if self._failed_forwards.add(choice, emitted, incarnation, alone=alone):
+            raise InternalFailure(f"{verdict.error} (with this request alone, and before)")
+        return 0
+
+    def alone(self, choices: Iterable[int]) -> bool:
+        """Whether an attempt at these choices is to be computed apart from other requests."""
+        return any(choice in self._failed_forwards for choice in choices)
 
     async def place(self, input_tokens: int, total_tokens: int, detail: str) -> Placement:
         """Workers for the next attempt, for which it waits up to `failover_wait` seconds.

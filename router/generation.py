@@ -60,6 +60,8 @@ class Submission:
     emitted: tuple[int, ...] = ()
     prompt_logprobs: int | None = None
     """As the request's, unless they have come already."""
+    alone: bool = False
+    """A forward with one of the choices has failed: they are to have forwards of their own."""
 
     @property
     def request_id(self) -> str:
@@ -90,4 +92,5 @@ class Submission:
             age_seconds=self.age_seconds,
             prefill=WorkerAddress(prefill.address, prefill.incarnation) if prefill else None,
             namespace=self.request.namespace,
+            alone=self.alone,
         )

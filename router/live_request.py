@@ -237,6 +237,7 @@ class LiveRequest:
             age_seconds=self._stopwatch.seconds,
             emitted=self._emitted(choices),
             prompt_logprobs=self._stream.prompt_logprobs_due,
+            alone=self._failover.alone(choices),
         )
         self._attempts = {n: one for n, one in self._attempts.items() if one.open_choices}
         attempt = self._attempts[submission.attempt] = Attempt(submission, placement)

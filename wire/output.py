@@ -102,6 +102,10 @@ class FailureReason(StrEnum):
     """The transport between the two is too slow, or does not work."""
     PROTOCOL_ERROR = "protocol_error"
     """A hand-over message came where it may not."""
+    FORWARD_FAILED = "forward_failed"
+    """A forward that computed it and others failed, or hung."""
+    FORWARD_FAILED_ALONE = "forward_failed_alone"
+    """A forward that computed it alone failed, or hung; or its own row of one did."""
     FAILED = "failed"
     """The worker did not say why, or the reason is newer than this router."""
 

@@ -160,6 +160,8 @@ class SubmitRequest:
     """To a decode worker: who computes the prompt."""
     namespace: str = ""
     """The part of the prefix index that the request uses: its tenant's."""
+    alone: bool = False
+    """It may break the forward that it is in, so it is to have forwards of its own."""
 
 
 @dataclass(frozen=True, slots=True)

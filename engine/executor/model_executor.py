@@ -137,7 +137,7 @@ class ModelExecutor:
     def execute(self, step: Step[RequestT]) -> StepEnded[RequestT]:
         """Compute one step. An error that concerns one request alone is in its `StepOutput`."""
         # A request may have ended, or failed, by the step before this one.
-        live = [i for i, item in enumerate(step.scheduled) if _is_live(item)]
+        live = [i for i, item in enumerate(step.scheduled) if item.is_live]
         outputs = [StepOutput(error=item.token_state.broken) for item in step.scheduled]
         if not live:
             return StepEnded(step, outputs)
@@ -183,10 +183,6 @@ class ModelExecutor:
             self._drafter.follow(batch)
         except Exception:  # its guesses get worse, but stay guesses
             logger.exception("the drafter could not follow a prompt")
-
-
-def _is_live(item: Scheduled[object]) -> bool:
-    return item.token_state.broken is None and not (item.sample and item.token_state.room == 0)
 
 
 def make_batch(

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
+from kvrelay.engine.executor.failures import ForwardFailedError
 from kvrelay.engine.executor.token_state import TokenState
 from kvrelay.kv_transfer.work_in_progress import WorkInProgress
 from kvrelay.mem_cache.sharing import PageCopy
@@ -38,6 +39,11 @@ class Scheduled(Generic[RequestT_co]):
     """Whether the last of them yields a new token; not on an unfinished prompt's chunk."""
     num_drafts: int = 0
     """Drafted tokens, at most, that are verified behind them."""
+
+    @property
+    def is_live(self) -> bool:
+        """Whether it is computed: the step before may have ended it. On the forward thread."""
+        return self.token_state.broken is None and not (self.sample and self.token_state.room == 0)
 
 
 class StepOutput(NamedTuple):
@@ -81,12 +87,18 @@ class StepEnded(Generic[RequestT_co]):
 
     step: Step[RequestT_co]
     outputs: Sequence[StepOutput] = ()
-    """One for each of `step.scheduled`; none if the forward has failed as a whole."""
+    """One for each of `step.scheduled`."""
     num_tokens: int = 0
     """Tokens that it computed, drafted ones included."""
     seconds: float = 0.0
-    error: Exception | None = None
+    error: ForwardFailedError | None = None
     """The forward has failed as a whole."""
+
+    @property
+    def failure(self) -> Exception | None:
+        """Why nothing came of it for any request; None: something did, or there was none."""
+        errors = [output.error for output in self.outputs] if self.num_tokens else []
+        return self.error or (errors[0] if errors and None not in errors else None)
 
 
 class Executor(Protocol):
@@ -158,10 +170,14 @@ def execute_or_fail(executor: Executor, step: Step[RequestT]) -> StepEnded[Reque
     begun = time.monotonic()
     if step.copies:
         executor.copy(step.copies)
+    live = [item for item in step.scheduled if item.is_live]
     try:
         ended = executor.execute(step)
     except Exception as error:  # whatever it was, the engine must hear of it
-        for item in step.scheduled:
-            item.token_state.broken = item.token_state.broken or error
-        return StepEnded(step, error=error)
+        logger.exception("a forward of %d requests failed", len(live))
+        failed = ForwardFailedError.of(error, len(live))
+        for item in live:
+            item.token_state.broken = failed
+        outputs = [StepOutput(error=item.token_state.broken) for item in step.scheduled]
+        return StepEnded(step, outputs, error=failed)
     return replace(ended, seconds=time.monotonic() - begun)

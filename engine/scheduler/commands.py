@@ -75,6 +75,8 @@ class Submit:
     """To a decode worker: who computes the prompt."""
     namespace: str = ""
     """Of the prefix index."""
+    alone: bool = False
+    """It may break the forward that it is in."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +120,15 @@ class RetractForDrain:
 
 
 @dataclass(frozen=True, slots=True)
+class GiveUp:
+    """End the engine, because something else hangs. Routers are told first."""
+
+    reason: str
+    forward_hangs: bool
+    """It is the oldest forward that hangs: its requests may be the cause."""
+
+
+@dataclass(frozen=True, slots=True)
 class Stop:
     """End the engine's loop."""
 
@@ -125,7 +136,15 @@ class Stop:
 RouterCommand: TypeAlias = Attach | Detach | Submit | Cancel
 """What routers cause."""
 Command: TypeAlias = (
-    RouterCommand | Misdirected | PeerDied | Wake | Inspect | Drain | RetractForDrain | Stop
+    RouterCommand
+    | Misdirected
+    | PeerDied
+    | Wake
+    | Inspect
+    | Drain
+    | RetractForDrain
+    | GiveUp
+    | Stop
 )
 """What the engine's loop takes from other threads, whatever the worker's role."""
 

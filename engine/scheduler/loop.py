@@ -19,9 +19,11 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Generic, Protocol, TypeAlias, TypeVar, assert_never
 
+from kvrelay.engine.executor.failures import ForwardFailedError, WorkerBrokenError
 from kvrelay.engine.executor.step import Scheduled, Step, StepEnded, StepOutput
 from kvrelay.engine.faults import Phase
 from kvrelay.engine.scheduler.build_step import build_step
@@ -32,6 +34,7 @@ from kvrelay.engine.scheduler.commands import (
     Detach,
     Drain,
     Dropped,
+    GiveUp,
     Inbox,
     Inspect,
     Misdirected,
@@ -131,6 +134,7 @@ class Engine(Generic[RequestT, MessageT]):
         context: the memory, requests and outputs that it works on.
         scheduler: decides what to compute, and takes what was computed.
         launcher: computes it.
+        failed_forwards_limit: so many forwards that fail in a row end it.
         overlap: plan a step while the one before it computes.
         audit_pages: check every page after every pass, not the sums alone.
     """
@@ -141,6 +145,7 @@ class Engine(Generic[RequestT, MessageT]):
         scheduler: Scheduler[RequestT, MessageT],
         launcher: Launcher[RequestT],
         *,
+        failed_forwards_limit: int,
         overlap: bool,
         audit_pages: bool,
     ) -> None:
@@ -151,6 +156,10 @@ class Engine(Generic[RequestT, MessageT]):
             context.kv_cache.audit.check_pages if audit_pages else context.kv_cache.audit.check
         )
         self._most_running = 2 if overlap else 1
+        self._launched: deque[Step[RequestT]] = deque()
+        self._failed_forwards_limit = failed_forwards_limit
+        self._failed_in_a_row = 0
+        self._gives_up = ""
         self._stopping = False
         self._on_drained: list[Callable[[], object]] = []
 
@@ -164,6 +173,7 @@ class Engine(Generic[RequestT, MessageT]):
 
         Raises:
             ConservationError: memory was lost or is owned twice: the engine must stop.
+            WorkerBrokenError: forwards fail, or one hangs: routers are told, and it must stop.
         """
         try:
             self._run_pass(messages)
@@ -175,13 +185,15 @@ class Engine(Generic[RequestT, MessageT]):
         for message in messages:
             self._handle(message)
         self._context.kv_cache.reclaim()
-        if not self._stopping:
+        if not self._stopping and not self._gives_up:
             self._admit_and_launch()
         self._audit()
         load = self._scheduler.load()
         kv_cache = self._context.kv_cache
         self._context.metrics.publish(load, kv_cache.quarantined_since, kv_cache.cache_counts)
         self._context.flush(load)
+        if self._gives_up:
+            raise WorkerBrokenError(self._gives_up)
         self._tell_if_drained()
 
     def _tell_if_drained(self) -> None:
@@ -209,25 +221,50 @@ class Engine(Generic[RequestT, MessageT]):
         if not scheduled and not copies:
             return False
         step = build_step(self._context.steps.launch(), scheduled, copies, self._context.kv_cache)
+        self._launched.append(step)
         self._launcher.launch(step)
         return True
 
     def _process_step(self, ended: StepEnded[RequestT]) -> None:
         self._context.steps.end()
-        if ended.error is not None:
-            self._context.metrics.count(FAILED_STEPS)
-            logger.error("a forward failed", exc_info=ended.error)
-        elif ended.num_tokens:
+        self._launched.popleft()
+        if ended.error is None and ended.num_tokens:
             self._context.count_step(ended)
-        scheduled = ended.step.scheduled
-        failed = [StepOutput(error=ended.error)] * len(scheduled)
-        for item, output in zip(scheduled, ended.outputs or failed, strict=True):
+        if ended.failure is not None:
+            self._count_failure(ended.failure)
+        elif ended.num_tokens:
+            self._failed_in_a_row = 0
+        for item, output in zip(ended.step.scheduled, ended.outputs, strict=True):
             if item.request.has_ended:
                 continue
             if output.error is None or output.tokens:
                 self._scheduler.process_step_output(item, output)
             if output.error is not None and not item.request.has_ended:
                 self._scheduler.fail(item.request, output.error)
+
+    def _count_failure(self, error: Exception) -> None:
+        """Count a forward that has failed for all of its requests; perhaps it is the last one."""
+        self._context.metrics.count(FAILED_STEPS)
+        self._failed_in_a_row += 1
+        if isinstance(error, ForwardFailedError) and error.breaks_device:
+            self._give_up(f"the device is broken: {error}")
+        elif self._failed_in_a_row >= self._failed_forwards_limit:
+            self._give_up(f"{self._failed_in_a_row} forwards in a row have failed: {error}")
+
+    def _give_up(self, reason: str) -> None:
+        """End after this pass. To routers it is a worker that drains: its requests go on elsewhere.
+
+        Those of the forward that failed have ended by it, and the router knows the cause.
+        """
+        self._gives_up = reason
+        self._context.draining = True
+
+    def _fail_oldest_step(self, reason: str) -> None:
+        """End the requests of the forward that hangs."""
+        scheduled = self._launched[0].scheduled if self._launched else ()
+        live = [item.request for item in scheduled if not item.request.has_ended]
+        for request in live:
+            self._scheduler.fail(request, ForwardFailedError(reason, alone=len(live) == 1))
 
     def _handle(self, message: EngineMessage[RequestT, MessageT]) -> None:
         match message:
@@ -249,6 +286,10 @@ class Engine(Generic[RequestT, MessageT]):
                 self._context.faults.reach(Phase.DRAINING)
             case RetractForDrain():
                 self._scheduler.retract_for_drain()
+            case GiveUp():
+                if message.forward_hangs:
+                    self._fail_oldest_step(message.reason)
+                self._give_up(message.reason)
             case Stop():
                 self._stopping = True
                 self._cancel_all(list(self._context.requests.values()))

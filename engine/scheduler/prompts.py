@@ -86,10 +86,16 @@ class ComputingPrompts(Generic[RequestT]):
         """Compute no more of a request; its memory stays. None if it was not being computed."""
         return self._runs.pop(request, None)
 
-    def schedule(self, budget: int) -> list[Scheduled[RequestT]]:
-        """Allocate the pages of the next chunks, which have `budget` tokens at most in all."""
-        left = {request: _tokens_left(request) for request in self._runs}
+    def schedule(self, budget: int, *, alone: bool = False) -> list[Scheduled[RequestT]]:
+        """Allocate the pages of the next chunks, which have `budget` tokens at most in all.
+
+        With `alone` of the first of those that are computed alone, else of the others.
+        """
+        left = {one: _tokens_left(one) for one in self._runs if one.alone is alone}
         unplanned = {request: tokens for request, tokens in left.items() if tokens}
+        if alone and unplanned:
+            first = min(unplanned, key=lambda request: request.turn)
+            unplanned = {first: unplanned[first]}
         return [
             self._next_chunk(request, tokens, last=tokens == unplanned[request])
             for request, tokens in share_budget(unplanned, budget)

@@ -58,6 +58,8 @@ class Request:
     """The last forward that reads this request's page table."""
     kv_written_len: int = 0
     """Tokens whose KV is here for good: it may be announced, published, or slid past."""
+    alone_until: int = 0
+    """Output tokens until which it is computed in forwards of its own: it may break them."""
     has_ended: bool = False
     """It was released, though a forward may still compute it."""
     most_tokens: int = field(init=False)
@@ -93,6 +95,11 @@ class Request:
     def num_tokens(self) -> int:
         """Prompt and output together."""
         return len(self.prompt_ids) + len(self.output_ids)
+
+    @property
+    def alone(self) -> bool:
+        """Whether its next tokens are computed in a forward of their own."""
+        return len(self.output_ids) < self.alone_until
 
     @property
     def held(self) -> Lease:

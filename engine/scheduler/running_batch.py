@@ -103,15 +103,17 @@ class RunningBatch(Generic[RequestT]):
 
     # Planning a step
 
-    def schedule(self) -> list[Scheduled[RequestT]]:
+    def schedule(self, *, alone: bool = False) -> list[Scheduled[RequestT]]:
         """Allocate pages for a step of every request that may need one.
+
+        With `alone` for the first of those that are computed alone, else for the others.
 
         If pages are short, the request with the least to lose is retracted, but only
         once no step is in flight: until then its pages could not be used anyway.
         """
         self.waits_for_room = False
         self._force_retraction()
-        while due := self._due():
+        while due := self._due(alone=alone):
             if self._allocate_step(due):
                 self._steps_until_retraction -= 1
                 for request in due:
@@ -124,14 +126,16 @@ class RunningBatch(Generic[RequestT]):
             self._growth.learn_from_retraction()
         return []
 
-    def _due(self) -> list[RequestT]:
+    def _due(self, *, alone: bool) -> list[RequestT]:
         """The requests that the steps in flight may leave unfinished."""
         # A step yields one token at least, so as many tokens as steps in flight are sure to come.
-        return [
+        due = [
             request
             for request in self._requests
-            if request.kv_written_len + request.in_flight < request.most_tokens
+            if request.alone is alone
+            and request.kv_written_len + request.in_flight < request.most_tokens
         ]
+        return due[:1] if alone else due
 
     def _allocate_step(self, due: Sequence[RequestT]) -> bool:
         """Allocate pages for one more step of each, for the case that every draft is accepted."""

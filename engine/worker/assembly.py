@@ -16,7 +16,7 @@ from tokenizers import Tokenizer
 from kvrelay.engine.config import WorkerConfig
 from kvrelay.engine.executor.step import ForwardThread
 from kvrelay.engine.faults import FaultPlan
-from kvrelay.engine.scheduler.commands import Inbox
+from kvrelay.engine.scheduler.commands import GiveUp, Inbox
 from kvrelay.engine.scheduler.context import SchedulerContext
 from kvrelay.engine.scheduler.loop import Engine, EngineMessage, EngineThread, Scheduler
 from kvrelay.engine.scheduler.metrics import WorkerMetrics
@@ -80,16 +80,17 @@ class Assembly:
     forward: ForwardThread[Any]
     engine: EngineThread[Any, Any]
 
-    def hang(self, config: WorkerConfig) -> str:
-        """Which work takes longer than it may, by the options of the worker; empty: none."""
+    def hang(self, config: WorkerConfig) -> GiveUp | None:
+        """What to do about work that takes longer than it may, by the worker's options."""
         for name, work in (("forward", self.forward.work), ("hashing", self.agent.hashing)):
             oldest = work.oldest
             if oldest is not None and oldest.seconds > config.step_bound_seconds(oldest.tokens):
-                return (
+                reason = (
                     f"the {name} of {oldest.tokens} tokens has not ended for "
                     f"{oldest.seconds:.0f} s (--step-timeout)"
                 )
-        return ""
+                return GiveUp(reason, forward_hangs=work is self.forward.work)
+        return None
 
     def stop_threads(self) -> None:
         """End the threads in the order in which they depend on each other. Blocks."""
@@ -134,6 +135,7 @@ def assemble(
         context,
         plugin.scheduler,
         forward,
+        failed_forwards_limit=config.failed_forwards_limit,
         overlap=config.overlap,
         audit_pages=config.audit_pages,
     )

@@ -153,7 +153,7 @@ class FaultyExecutor:
 
     def execute(self, step: Step[RequestT]) -> StepEnded[RequestT]:
         """Compute one step, unless the plan has a fault for it."""
-        computed: Sequence[Any] = [item.request for item in step.scheduled]
+        computed: Sequence[Any] = [item.request for item in step.scheduled if item.is_live]
         requests = {request.key.request_id for request in computed}
         fault = self._plan.take(Event.FORWARD, requests=requests) if requests else None
         match fault.action if fault else None:

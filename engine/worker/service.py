@@ -37,6 +37,12 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
         self._incarnation = incarnation
         self._inbox = inbox
         self._rules = rules
+        self._links: set[RouterLink] = set()
+
+    def close(self) -> None:
+        """End the routers' streams after what is already in them."""
+        for link in self._links:
+            link.close()
 
     async def Attach(  # noqa: N802 (gRPC's name)
         self,
@@ -46,11 +52,13 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
         """Serve one router until its stream ends; then its requests end too."""
         link = await self._greet(requests, context)
         self._inbox.post(Attach(link))
+        self._links.add(link)
         reader = asyncio.create_task(self._read(requests, link))
         try:
             async for step in link:
                 yield ENGINE_OUTPUTS.to_message(step)
         finally:
+            self._links.discard(link)
             self._inbox.post(Detach(link))
             reader.cancel()
             with contextlib.suppress(asyncio.CancelledError):

@@ -80,4 +80,5 @@ def submit_command(submit: SubmitRequest, link: RouterLink, rules: SubmitRules) 
         arrived=time.monotonic() - max(submit.age_seconds, 0.0),
         prefill=submit.prefill,
         namespace=submit.namespace,
+        alone=submit.alone,
     )

@@ -23,6 +23,8 @@ from kvrelay.v1 import worker_pb2_grpc
 from kvrelay.wire.worker_info import WorkerInfo
 
 STOP_GRACE_S = 1.0
+LAST_WORDS_S = 0.5
+"""For streams to end when the engine has; those of routers end by themselves."""
 
 
 class Worker:
@@ -115,9 +117,15 @@ class Worker:
         await self._drained.wait()
 
     async def failed(self) -> str:
-        """Wait until one of its threads has failed, which may be never; returns the reason."""
+        """Wait until one of its threads has failed, which may be never; returns the reason.
+
+        By then the routers have heard what the engine said last.
+        """
         assert self._failure is not None, "the worker was not started"
-        return await asyncio.shield(self._failure)
+        reason = await asyncio.shield(self._failure)
+        self._service.close()
+        await self._server.stop(LAST_WORDS_S)
+        return reason
 
     async def heartbeat(self) -> None:
         """Return once the engine's loop and the transfer agent have answered.
@@ -130,8 +138,8 @@ class Worker:
         self._parts.agent.report_alive(lambda: self._loop.call_soon_threadsafe(agent.set))
         await engine.wait()
         await agent.wait()
-        if hang := self._parts.hang(self._config):
-            self._fail(hang)
+        if (hang := self._parts.hang(self._config)) is not None:
+            self._parts.inbox.post(hang)
             await asyncio.Event().wait()  # not a sign of life
 
     async def peer_died(self, incarnation: str) -> None:
@@ -149,9 +157,9 @@ class Worker:
         """Serve routers, peers and health checks; returns the port."""
         config, checkpoint = self._config, model.runner.config
         rules = SubmitRules(config.role, checkpoint.vocab_size, checkpoint.eos_token_ids)
-        service = WorkerService(incarnation, self._parts.inbox, rules)
+        self._service = WorkerService(incarnation, self._parts.inbox, rules)
         self._server = worker_server()
-        worker_pb2_grpc.add_WorkerServiceServicer_to_server(service, self._server)
+        worker_pb2_grpc.add_WorkerServiceServicer_to_server(self._service, self._server)
         healthy = health.aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(healthy, self._server)
         self._parts.plugin.register(self._server)

@@ -8,15 +8,18 @@ from typing import Any, cast
 import pytest
 
 from kvrelay.engine.config import Speculation
+from kvrelay.engine.executor.failures import WorkerBrokenError
 from kvrelay.engine.executor.step import Executor, ForwardThread, Step
+from kvrelay.engine.scheduler.commands import GiveUp
 from kvrelay.mem_cache.sharing import PageCopy
-from kvrelay.wire.output import EndReason
+from kvrelay.wire.output import EndReason, FailureReason
+from kvrelay.wire.request import RequestKey
 from tests.engine.simulation import SimRequest, Simulation, SimWorker, count, reference
 
 
-def together(seed: int) -> tuple[Simulation, list[SimRequest]]:
+def together(seed: int, **options: Any) -> tuple[Simulation, list[SimRequest]]:
     """Enough requests at once that steps hold several."""
-    simulation = Simulation(seed, page_size=4, pages=80, rows=8, chunk=32)
+    simulation = Simulation(seed, page_size=4, pages=80, rows=8, chunk=32, **options)
     rng = random.Random(seed)
     prompts = [[rng.randrange(97) for _ in range(rng.randint(1, 20))] for _ in range(12)]
     return simulation, [simulation.submit(prompt, 8) for prompt in prompts]
@@ -44,23 +47,116 @@ def test_a_row_without_a_token_fails_its_request_alone(seed: int, side: str) -> 
     simulation.assert_at_baseline()
 
 
+@pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("side", ["prefill", "decode"])
 @pytest.mark.parametrize("seed", range(4))
-def test_a_forward_that_fails_takes_its_own_requests_along(seed: int, side: str) -> None:
-    simulation, requests = together(seed)
+def test_requests_of_a_forward_that_fails_go_on_alone(seed: int, side: str, overlap: bool) -> None:
+    simulation, requests = together(seed, overlap=overlap)
+    worker = until_several(simulation, side)
+    lost = {item.request.key.request_id for item in worker.steps[0].scheduled}
+    worker.fail_step()
+    apart = 0
+    while simulation.step():
+        for step in [step for each in simulation.workers for step in each.steps]:
+            suspects = [item.request for item in step.scheduled if item.request.alone]
+            assert {suspect.key.request_id for suspect in suspects} <= lost
+            assert not suspects or len(step.scheduled) == 1
+            apart += bool(suspects)
+    assert apart
+    for request in requests:
+        assert request.output == reference(request.prompt, request.max_tokens)
+        assert request.alone == (request.key.request_id in lost)
+    simulation.assert_at_baseline()
+
+
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+def test_a_broken_device_ends_the_worker_at_once(side: str) -> None:
+    simulation, _ = together(1)
+    worker = until_several(simulation, side)
+    lost = {item.request.key for item in worker.steps[0].scheduled}
+    worker.fail_step("CUDA error: an illegal memory access was encountered")
+    with pytest.raises(WorkerBrokenError, match="the device is broken: RuntimeError: CUDA error"):
+        worker.turn()
+    assert said_why_it_ends(worker) == lost
+
+
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+def test_forwards_that_fail_in_a_row_end_the_worker(side: str) -> None:
+    simulation, _ = together(2, overlap=False, failed_forwards_limit=3)
+    worker = until_several(simulation, side)
+    for failures in (1, 2, 0, 1, 2, 3):
+        while not worker.steps:
+            if not simulation.step():
+                simulation.submit([1, 2, 3], 8)
+        if failures:
+            worker.fail_step()
+        else:
+            worker.end_step()
+        if failures == 3:
+            with pytest.raises(WorkerBrokenError, match="3 forwards in a row have failed: "):
+                worker.turn()
+        else:
+            worker.turn()
+
+
+def test_a_forward_that_hangs_is_the_cause_of_its_requests_ends() -> None:
+    simulation, _ = together(3)
+    worker = until_several(simulation, "decode")
+    hanging = {item.request.key for item in worker.steps[0].scheduled}
+    worker.inbox.post(GiveUp("it hangs", forward_hangs=True))
+    with pytest.raises(WorkerBrokenError, match="it hangs"):
+        worker.turn()
+    assert said_why_it_ends(worker) == hanging
+
+
+def test_hashing_that_hangs_is_no_fault_of_any_request() -> None:
+    simulation, _ = together(3)
+    worker = until_several(simulation, "decode")
+    worker.inbox.post(GiveUp("it hangs", forward_hangs=False))
+    with pytest.raises(WorkerBrokenError, match="it hangs"):
+        worker.turn()
+    assert not said_why_it_ends(worker)
+
+
+def test_suspects_and_all_others_take_turns() -> None:
+    simulation = Simulation(
+        0, page_size=4, pages=80, rows=8, chunk=64, aggregated=True, workers=1, overlap=False
+    )
+    [worker] = simulation.workers
+    suspects = [simulation.submit([n, 2, 3], 20, alone=True) for n in range(2)]
+    others = [simulation.submit([n, 2, 3], 20) for n in range(2, 6)]
+    steps: list[list[str]] = []
+    while simulation.step():
+        if worker.steps and (not steps or worker.steps[0].number > len(steps)):
+            steps.append([item.request.key.request_id for item in worker.steps[0].scheduled])
+    for request in suspects + others:
+        assert request.output == reference(request.prompt, request.max_tokens)
+    sizes = [len(step) for step in steps]
+    # A prompt and a token in flight, of two suspects: after that all generate together.
+    trial = 2 * (1 + worker.config.tokens_in_flight)
+    assert sizes[: 2 * trial : 2] == [1] * trial
+    assert max(sizes[2 * trial :]) == 6
+    simulation.assert_at_baseline()
+
+
+def until_several(simulation: Simulation, side: str) -> SimWorker:
+    """A worker whose next forward computes several requests."""
     workers = simulation.prefills if side == "prefill" else simulation.decodes
     while not any(len(worker.steps[0].scheduled) > 1 for worker in workers if worker.steps):
         assert simulation.step()
-    worker = next(w for w in workers if w.steps and len(w.steps[0].scheduled) > 1)
-    lost = {item.request.key for item in worker.steps[0].scheduled}
-    worker.fail_step()
-    simulation.run()
-    for request in requests:
-        if request.key in lost:
-            assert request.ends[worker.name].reason is EndReason.FAILED
-        else:
-            assert request.output == reference(request.prompt, request.max_tokens)
-    simulation.assert_at_baseline()
+    return next(w for w in workers if w.steps and len(w.steps[0].scheduled) > 1)
+
+
+def said_why_it_ends(worker: SimWorker) -> set[RequestKey]:
+    """The requests of which the worker said that a forward failed with them and others.
+
+    To its router it drains besides, which costs no other request an attempt.
+    """
+    said = [step for step in worker.link.take_all() if step is not None]
+    loads = [step.load for step in said if step.load is not None]
+    assert loads[-1].draining
+    ends = [(one.key, one.end) for step in said for one in step.outputs if one.end]
+    return {key for key, end in ends if end.cause is FailureReason.FORWARD_FAILED}
 
 
 def test_drafts_without_any_token_fail_their_request_alone() -> None:

@@ -186,6 +186,32 @@ def test_the_order_of_two_ends_changes_nothing(prefill: Report, decode: Report) 
         assert one.reason is other.reason is FailureReason.ABORTED
 
 
+@pytest.mark.parametrize(
+    "cause", [FailureReason.FORWARD_FAILED, FailureReason.FORWARD_FAILED_ALONE]
+)
+@pytest.mark.parametrize("side", SIDES)
+def test_a_failed_forward_puts_its_own_worker_alone_under_suspicion(
+    side: WorkerRole, cause: FailureReason
+) -> None:
+    tried = Tried()
+    verdict = tried.attempt.on_end(side, 0, RequestEnd(EndReason.FAILED, error="x", cause=cause))
+    assert isinstance(verdict, AttemptFailed)
+    assert verdict.reason is cause
+    assert verdict.suspects == {f"{side}-0-1"}
+
+
+def test_the_worker_that_failed_says_why_however_late() -> None:
+    """The decode worker hears of it, too, and may be faster."""
+    tried = Tried()
+    peer_failed = RequestEnd(EndReason.FAILED, error="x", cause=FailureReason.PEER_FAILED)
+    assert tried.attempt.on_end(DECODE, 0, peer_failed) is None
+    cause = FailureReason.FORWARD_FAILED
+    verdict = tried.attempt.on_end(PREFILL, 0, RequestEnd(EndReason.FAILED, cause=cause))
+    assert isinstance(verdict, AttemptFailed)
+    assert verdict.reason is cause
+    assert verdict.suspects == {"prefill-0-1"}
+
+
 def test_the_last_choice_to_end_cancels_the_attempt() -> None:
     tried = Tried()
     for choice in range(3):

@@ -13,6 +13,7 @@ import pytest
 from kvrelay.router.config import RouterConfig
 from kvrelay.v1 import inference_pb2 as pb
 from kvrelay.v1 import worker_pb2
+from kvrelay.wire.worker_info import WorkerRole
 
 from .cluster import Cluster, collect, read, running, status_of
 from .scripted_worker import (
@@ -279,6 +280,7 @@ async def test_an_abort_during_that_wait_is_the_end(patient: RouterConfig) -> No
 
 CAUSES = {
     "peer_lost": END.CAUSE_PEER_LOST,
+    "forward_failed": END.CAUSE_FORWARD_FAILED,
     "page_mismatch": END.CAUSE_PAGE_MISMATCH,
     "transfer_refused": END.CAUSE_TRANSFER_REFUSED,
     "failed": END.CAUSE_FAILED,
@@ -361,6 +363,83 @@ async def test_attempts_are_bounded(cluster: Cluster, config: RouterConfig) -> N
     await until(lambda: len(cluster.prefill.cancels) == 3)
     await asyncio.sleep(0.2)
     assert len(cluster.decode.submits) == 3
+
+
+# Forwards that fail.
+
+FORWARD_FAILED = END(
+    reason=END.REASON_FAILED, error="the forward failed", cause=END.CAUSE_FORWARD_FAILED
+)
+FAILED_ALONE = END(
+    reason=END.REASON_FAILED, error="the forward failed", cause=END.CAUSE_FORWARD_FAILED_ALONE
+)
+
+
+async def test_a_failed_batch_is_computed_alone_elsewhere(config: RouterConfig) -> None:
+    async with running(config, "prefill-0", "decode-0", "decode-1") as cluster:
+        cluster.prefill.on_submit = count_prefill
+        call = cluster.generate()
+        decodes = [worker for worker in cluster.workers if worker.role is WorkerRole.DECODE]
+        await until(lambda: any(worker.submits for worker in decodes))
+        decodes.sort(key=lambda worker: len(worker.submits))
+        other, first = decodes
+        other.on_submit = count_decode
+        first.say(first.submits[0], end=FORWARD_FAILED)
+        assert (await collect(call)).token_ids == COUNTED
+        alone = [submit.alone for submit in (*first.submits, *other.submits)]
+        assert alone == [submit.alone for submit in cluster.prefill.submits] == [False, True]
+
+
+async def test_failed_batches_cost_no_attempt(cluster: Cluster, config: RouterConfig) -> None:
+    """The neighbours may be to blame every time."""
+    cluster.prefill.on_submit = count_prefill
+    call = cluster.generate()
+    for number in range(1, 3 * config.max_attempts):
+        cluster.decode.say(await cluster.decode.submitted(number), end=FORWARD_FAILED)
+    cluster.decode.on_submit = count_decode
+    number += 1
+    cluster.decode.say(await cluster.decode.submitted(number), end=FORWARD_FAILED)
+    assert (await collect(call)).token_ids == COUNTED
+
+
+async def test_a_request_that_fails_alone_on_two_workers_is_to_blame(config: RouterConfig) -> None:
+    async with running(config, "prefill-0", "decode-0", "decode-1") as cluster:
+        call = cluster.generate()
+        decodes = [worker for worker in cluster.workers if worker.role is WorkerRole.DECODE]
+        for end in (FORWARD_FAILED, FAILED_ALONE):
+            await until(lambda: any(worker.submits for worker in decodes))
+            worker = next(worker for worker in decodes if worker.submits)
+            decodes.remove(worker)
+            worker.say(worker.submits[0], end=end)
+        error = await status_of(call)
+        assert error.code() is grpc.StatusCode.INTERNAL
+        blamed = "the forward failed (with this request alone, and before)"
+        assert error.details() == f"{worker.name}: {blamed}"
+
+
+async def test_a_single_worker_has_the_chance_to_be_replaced_first(cluster: Cluster) -> None:
+    call = cluster.generate()
+    for number in (1, 2):
+        cluster.decode.say(await cluster.decode.submitted(number), end=FAILED_ALONE)
+    cluster.decode.say(await cluster.decode.submitted(3), end=FAILED_ALONE)
+    error = await status_of(call)
+    assert error.code() is grpc.StatusCode.INTERNAL
+    assert await cluster.resubmitted("forward_failed_alone") == 2
+
+
+async def test_a_choice_that_has_gone_on_is_not_to_blame_for_an_earlier_failure(
+    cluster: Cluster,
+) -> None:
+    cluster.prefill.on_submit = count_prefill
+    call = cluster.generate(max_tokens=60)
+    for number in range(1, 4):
+        submit = await cluster.decode.submitted(number)
+        first = check_emitted(cluster.decode, submit) + 1
+        for position in range(first, first + 17):
+            say_counted(cluster.decode, submit, position)
+        cluster.decode.on_submit = count_decode if number == 3 else None
+        cluster.decode.say(submit, first + 17, end=FAILED_ALONE)
+    assert len((await collect(call)).token_ids) == 60
 
 
 async def test_a_new_token_gives_all_attempts_back(cluster: Cluster, config: RouterConfig) -> None:

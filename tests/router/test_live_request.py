@@ -60,6 +60,9 @@ class RecordedFailover:
             self.failed.append((set(verdict.choices), str(verdict.error)))
         return Retry("test", "", 60.0)
 
+    def alone(self, choices: Any) -> bool:
+        return False
+
 
 class Run:
     """A live request on two recorded links, and what its outcome was when it ended."""

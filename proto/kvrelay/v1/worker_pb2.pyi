@@ -57,7 +57,7 @@ class AttachHello(_message.Message):
     def __init__(self, router: _Optional[str] = ..., incarnation: _Optional[str] = ...) -> None: ...
 
 class SubmitRequest(_message.Message):
-    __slots__ = ("request_id", "attempt", "input_ids", "sampling_params", "priority", "prefill", "num_prompt_tokens", "first_choice", "age_seconds", "namespace")
+    __slots__ = ("request_id", "attempt", "input_ids", "sampling_params", "priority", "prefill", "num_prompt_tokens", "first_choice", "age_seconds", "namespace", "alone")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     INPUT_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -68,6 +68,7 @@ class SubmitRequest(_message.Message):
     FIRST_CHOICE_FIELD_NUMBER: _ClassVar[int]
     AGE_SECONDS_FIELD_NUMBER: _ClassVar[int]
     NAMESPACE_FIELD_NUMBER: _ClassVar[int]
+    ALONE_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     attempt: int
     input_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -78,7 +79,8 @@ class SubmitRequest(_message.Message):
     first_choice: int
     age_seconds: float
     namespace: str
-    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., input_ids: _Optional[_Iterable[int]] = ..., sampling_params: _Optional[_Union[_inference_pb2.SamplingParams, _Mapping]] = ..., priority: _Optional[int] = ..., prefill: _Optional[_Union[PeerWorker, _Mapping]] = ..., num_prompt_tokens: _Optional[int] = ..., first_choice: _Optional[int] = ..., age_seconds: _Optional[float] = ..., namespace: _Optional[str] = ...) -> None: ...
+    alone: bool
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., input_ids: _Optional[_Iterable[int]] = ..., sampling_params: _Optional[_Union[_inference_pb2.SamplingParams, _Mapping]] = ..., priority: _Optional[int] = ..., prefill: _Optional[_Union[PeerWorker, _Mapping]] = ..., num_prompt_tokens: _Optional[int] = ..., first_choice: _Optional[int] = ..., age_seconds: _Optional[float] = ..., namespace: _Optional[str] = ..., alone: bool = ...) -> None: ...
 
 class PeerWorker(_message.Message):
     __slots__ = ("address", "incarnation")
@@ -158,6 +160,8 @@ class RequestEnd(_message.Message):
         CAUSE_WORKER_LOST: _ClassVar[RequestEnd.Cause]
         CAUSE_ABORTED: _ClassVar[RequestEnd.Cause]
         CAUSE_FAILED: _ClassVar[RequestEnd.Cause]
+        CAUSE_FORWARD_FAILED: _ClassVar[RequestEnd.Cause]
+        CAUSE_FORWARD_FAILED_ALONE: _ClassVar[RequestEnd.Cause]
     CAUSE_UNSPECIFIED: RequestEnd.Cause
     CAUSE_PEER_LOST: RequestEnd.Cause
     CAUSE_PEER_FAILED: RequestEnd.Cause
@@ -168,6 +172,8 @@ class RequestEnd(_message.Message):
     CAUSE_WORKER_LOST: RequestEnd.Cause
     CAUSE_ABORTED: RequestEnd.Cause
     CAUSE_FAILED: RequestEnd.Cause
+    CAUSE_FORWARD_FAILED: RequestEnd.Cause
+    CAUSE_FORWARD_FAILED_ALONE: RequestEnd.Cause
     REASON_FIELD_NUMBER: _ClassVar[int]
     MATCHED_TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
     MATCHED_STOP_STRING_FIELD_NUMBER: _ClassVar[int]

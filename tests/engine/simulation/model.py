@@ -100,7 +100,8 @@ class CountingModel:
         self.kv = [np.full((shape.total_pages, page_size), -1, np.int64) for shape in shapes]
         self.broken: set[int] = set()
         """Sequences of the next batch whose logits are not finite."""
-        self.fails = False
+        self.fails = ""
+        """The error that the next forward ends with, if any."""
         self.executor = ModelExecutor(self, self._copy, drafter)
 
     def read(self, peer: SimModel, pull: Pull) -> None:
@@ -116,7 +117,7 @@ class CountingModel:
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
         if self.fails:
-            raise RuntimeError("injected")
+            raise RuntimeError(self.fails)
         logits = np.zeros((len(batch.logit_rows), VOCAB), np.float32)
         owners = np.repeat(np.arange(len(batch.seq_lens)), np.diff(batch.query_start))
         for index in range(len(batch.seq_lens)):
@@ -152,7 +153,7 @@ class CountingModel:
 class RealModel:
     """A model of a checkpoint, over pools of its own."""
 
-    fails = False
+    fails = ""
     """Steps of a real model are not made to fail."""
 
     def __init__(self, config: WorkerConfig) -> None:

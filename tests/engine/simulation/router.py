@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from kvrelay.engine.scheduler.commands import Cancel, Submit
-from kvrelay.wire.output import EndReason, RequestEnd, RequestOutput, SampledToken
+from kvrelay.wire.output import EndReason, FailureReason, RequestEnd, RequestOutput, SampledToken
 from kvrelay.wire.request import RequestKey, SamplingParams, StopConditions
 from kvrelay.wire.worker_info import WorkerAddress, WorkerRole
 from tests.engine.simulation.model import GREEDY
@@ -35,6 +35,8 @@ class SimRequest:
     disturbed: bool = False
     cached_tokens: int = 0
     retractions: int = 0
+    alone: bool = False
+    """A forward failed with it and others, so it is computed alone."""
     decode_drained: bool = False
     """An attempt was retracted by a drain; its prompt may still be computed."""
 
@@ -75,8 +77,10 @@ class SimRouter:
         max_tokens: int,
         priority: int = 0,
         sampling: SamplingParams = GREEDY,
+        *,
+        alone: bool = False,
     ) -> SimRequest:
-        return self.submit_choices(1, prompt, max_tokens, priority, sampling)[0]
+        return self.submit_choices(1, prompt, max_tokens, priority, sampling, alone=alone)[0]
 
     def submit_choices(
         self,
@@ -86,6 +90,8 @@ class SimRouter:
         priority: int = 0,
         sampling: SamplingParams = GREEDY,
         prompt_logprobs: int | None = None,
+        *,
+        alone: bool = False,
         **stops: Any,
     ) -> list[SimRequest]:
         arrived = self.now()
@@ -96,7 +102,7 @@ class SimRouter:
             key = RequestKey("router", request_id, 0, choice)
             one = SimRequest(
                 key, prompt, max_tokens, priority, arrived, *place, sampling, conditions,
-                wanted_prompt_logprobs=prompt_logprobs,
+                wanted_prompt_logprobs=prompt_logprobs, alone=alone,
             )  # fmt: skip
             requests.append(one)
         self.submitted += requests
@@ -135,6 +141,7 @@ class SimRouter:
             prompt_logprobs=request.wanted_prompt_logprobs,
             priority=request.priority,
             arrived=request.arrived,
+            alone=request.alone,
         )
         request.prefill.inbox.post(command)
         if request.decode is not request.prefill:
@@ -186,6 +193,9 @@ class SimRouter:
     def _moves(self, request: SimRequest, end: RequestEnd) -> bool:
         """Whether another attempt goes on after this end, as no fault of the request."""
         drains = request.prefill.draining or request.decode.draining
+        if end.cause is FailureReason.FORWARD_FAILED:
+            request.alone = True
+            return True
         return end.reason is EndReason.RETRACTED or (end.cause is not None and drains)
 
     def _move(self, request: SimRequest, worker: SimWorker) -> None:

@@ -71,9 +71,15 @@ class SimWorker:
             scheduler = DecodeScheduler(
                 self.context, self.agent, self, self.inbox, self.tokenizer, self.config
             )
-        options = {"overlap": self.config.overlap, "audit_pages": self.config.audit_pages}
         self.scheduler = scheduler
-        self.engine = Engine(self.context, scheduler, self, **options)
+        self.engine = Engine(
+            self.context,
+            scheduler,
+            self,
+            failed_forwards_limit=self.config.failed_forwards_limit,
+            overlap=self.config.overlap,
+            audit_pages=self.config.audit_pages,
+        )
         self.link = RouterLink("router")
         self.inbox.post(Attach(self.link))
 
@@ -138,10 +144,10 @@ class SimWorker:
             self.executor.copy(step.copies)
         self.inbox.post(self.executor.execute(step))
 
-    def fail_step(self) -> None:
-        step, self.model.fails = self.steps.popleft(), True
+    def fail_step(self, error: str = "injected") -> None:
+        step, self.model.fails = self.steps.popleft(), error
         ended = execute_or_fail(self.executor, step)
-        self.model.fails = False
+        self.model.fails = ""
         self.inbox.post(ended)
 
 
