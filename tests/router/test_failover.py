@@ -392,13 +392,13 @@ async def test_a_failed_batch_is_computed_alone_elsewhere(config: RouterConfig) 
 
 async def test_failed_batches_cost_no_attempt(cluster: Cluster, config: RouterConfig) -> None:
     """The neighbours may be to blame every time."""
-    cluster.prefill.on_submit = count_prefill
+    failures = 3 * config.max_attempts
     call = cluster.generate()
-    for number in range(1, 3 * config.max_attempts):
-        cluster.decode.say(await cluster.decode.submitted(number), end=FORWARD_FAILED)
-    cluster.decode.on_submit = count_decode
-    number += 1
-    cluster.decode.say(await cluster.decode.submitted(number), end=FORWARD_FAILED)
+    for number in range(1, failures + 1):
+        submit = await cluster.decode.submitted(number)
+        if number == failures:
+            cluster.count()
+        cluster.decode.say(submit, end=FORWARD_FAILED)
     assert (await collect(call)).token_ids == COUNTED
 
 
