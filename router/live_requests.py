@@ -73,7 +73,8 @@ class LiveRequests:
         """
         if self._closing:
             raise Unavailable("the router is stopping")
-        self._token_limits.check_live(caller, self._of(caller), self._validating[caller.name])
+        validating = self._validating[caller.name]
+        self._token_limits.check_live(caller, self._live.values(), validating)
         taken = len(self._live) + self._validating.total()
         if taken >= self._config.max_live_requests:
             raise Overloaded(taken, self._config.retry_after_ms)
@@ -122,8 +123,8 @@ class LiveRequests:
     def _admit(self, request: GenerationRequest, stopwatch: Stopwatch) -> LiveRequest:
         if self._closing:
             raise Unavailable("the router is stopping")
-        caller = request.caller
-        self._token_limits.check_queued(caller, self._of(caller), len(request.input_ids))
+        num_tokens = len(request.input_ids)
+        self._token_limits.check_queued(request.caller, self._live.values(), num_tokens)
         placement = self._place(request)
         choices = self._choices(request, self._fleet.known[0].eos_token_ids)
         live = LiveRequest(
@@ -141,10 +142,6 @@ class LiveRequests:
         else:
             live.start(placement)
         return live
-
-    def _of(self, caller: Caller) -> list[LiveRequest]:
-        """The caller's live requests."""
-        return [live for live in self._live.values() if live.request.caller.name == caller.name]
 
     def _place(self, request: GenerationRequest) -> Placement | None:
         """Workers for its first attempt; None: it waits for workers that are on their way."""

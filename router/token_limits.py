@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 
 from kvrelay.router.callers import Caller
 from kvrelay.router.errors import OverLimit
@@ -24,26 +24,29 @@ class TokenLimits:
         self._metrics = metrics
         self._retry_after_ms = retry_after_ms
 
-    def check_live(self, caller: Caller, own: Sequence[LiveRequest], validating: int) -> None:
+    def check_live(self, caller: Caller, live: Iterable[LiveRequest], validating: int) -> None:
         """Raises `OverLimit` unless one more request may be validated, whatever its prompt.
 
         Args:
             caller: who asks.
-            own: its live requests.
-            validating: its requests that are on their way to be live.
+            live: all requests.
+            validating: those of the caller that are on their way to be live.
         """
         most = caller.max_live_requests
-        if most is not None and len(own) + validating >= most:
-            have = f"{len(own) + validating} requests are live, of {most}"
-            self._refuse(caller, "max_live_requests", have)
-        self.check_queued(caller, own, 1)
+        if most is not None:
+            taken = len(_of(caller, live)) + validating
+            if taken >= most:
+                have = f"{taken} requests are live, of {most}"
+                self._refuse(caller, "max_live_requests", have)
+        self.check_queued(caller, live, 1)
 
-    def check_queued(self, caller: Caller, own: Sequence[LiveRequest], more_tokens: int) -> None:
+    def check_queued(self, caller: Caller, live: Iterable[LiveRequest], more_tokens: int) -> None:
         """Raises `OverLimit` unless a prompt of so many tokens may wait for its first token."""
         most = caller.max_queued_prompt_tokens
         if most is None:
             return
-        queued = sum(len(live.request.input_ids) for live in own if not live.streaming)
+        waiting = [one for one in _of(caller, live) if not one.streaming]
+        queued = sum(len(one.request.input_ids) for one in waiting)
         if queued + more_tokens > most:
             have = f"prompts of {queued} tokens wait, of {most}, and {more_tokens} would come"
             self._refuse(caller, "max_queued_prompt_tokens", have)
@@ -51,3 +54,8 @@ class TokenLimits:
     def _refuse(self, caller: Caller, limit: str, have: str) -> None:
         self._metrics.count(TOKEN_REFUSALS, token=caller.name, limit=limit)
         raise OverLimit(caller, limit, have, self._retry_after_ms)
+
+
+def _of(caller: Caller, live: Iterable[LiveRequest]) -> list[LiveRequest]:
+    """Those requests that are the caller's."""
+    return [one for one in live if one.request.caller.name == caller.name]

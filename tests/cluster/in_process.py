@@ -33,6 +33,7 @@ class InProcess(Cluster):
     hosted: list[Worker]
     """The same workers, themselves."""
     router: Router
+    discovery: StaticDiscovery
 
     @property
     def metrics_addresses(self) -> list[str]:
@@ -80,11 +81,13 @@ async def in_process(
             ANYWHERE,
             strict=strict,
             auth_token_file=auth_token_file,
+            worker_tls=options.get("tls"),
         )
-        router = Router(router_config, StaticDiscovery(infos))
+        discovery = StaticDiscovery(infos)
+        router = Router(router_config, discovery)
         await router.start()
         stack.push_async_callback(router.stop)
         await router.wait_ready()
         channel = await stack.enter_async_context(grpc.aio.insecure_channel(router.grpc_address))
         stub = inference_pb2_grpc.InferenceServiceStub(channel)
-        yield InProcess(stub, infos, hosted, router)
+        yield InProcess(stub, infos, hosted, router, discovery)

@@ -58,6 +58,16 @@ def test_an_entry_has_a_name_rights_and_limits(path: Path):
         assert tokens.find(other) is None
 
 
+def test_the_example_in_the_docs_is_a_file_of_tokens(path: Path):
+    page = Path(__file__).parents[2] / "docs" / "security.md"
+    found = re.search(r"^```toml\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
+    assert found
+    path.write_text(found[1])
+    assert read_tokens(path).find("another-token") == Caller(
+        "batch", "acme", frozenset({Right.GENERATE}), 64, 200_000
+    )
+
+
 def test_a_line_is_a_token_that_may_generate(path: Path):
     path.write_text("# alice\nalpha-1\n\n  beta_2==  \n")
     assert read_plain_tokens(path) == ("alpha-1", "beta_2==")
