@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -21,15 +22,36 @@ from kvrelay.v1 import (
 from tests.certificates import Authority, open_channel
 from tests.cluster.commands import example, kvrelay
 from tests.cluster.running import RunningCluster, running
+from tests.known import known
 
 TOKEN = "only-friends"
+OPERATOR = "may-drain"
+TOKENS = f"""
+[[token]]
+name = "friend"
+token = "{TOKEN}"
+
+[[token]]
+name = "operator"
+sha256 = "{hashlib.sha256(OPERATOR.encode()).hexdigest()}"
+rights = ["generate", "admin"]
+
+[[token]]
+name = "guest"
+token = "another"
+rights = ["generate"]
+max_live_requests = 1
+"""
 
 
 async def test_a_locked_cluster_serves_its_friends(ray: None, tiny: Path, tmp_path: Path) -> None:
     authority = Authority(tmp_path / "tls")
     files = authority.issue()
-    tokens = tmp_path / "tokens"
-    tokens.write_text(f"another\n{TOKEN}\n")
+    tokens = tmp_path / "tokens.toml"
+    tokens.write_text(TOKENS)
+    token_files = {name: tmp_path / name for name in (TOKEN, OPERATOR)}
+    for token, path in token_files.items():
+        path.write_text(f"{token}\n")
     tls = grpc.ssl_channel_credentials(authority.ca.read_bytes())
     friend = grpc.composite_channel_credentials(tls, grpc.access_token_call_credentials(TOKEN))
     locks = {
@@ -45,8 +67,10 @@ async def test_a_locked_cluster_serves_its_friends(ray: None, tiny: Path, tmp_pa
 
         await strangers_do_not_reach_the_front(cluster, tls)
         await strangers_do_not_reach_the_workers(cluster, files, tmp_path)
-        await commands_are_told_the_keys(cluster, files, tokens)
-        await the_example_brings_its_token(cluster, files, tmp_path)
+        await commands_are_told_the_keys(cluster, files, token_files[TOKEN])
+        await the_example_brings_its_token(cluster, files, token_files[TOKEN])
+        await operators_alone_drain(cluster, files, token_files)
+        await nobody_learns_of_the_requests_of_others(cluster, tls)
         await cluster.assert_at_baseline()
 
 
@@ -92,19 +116,15 @@ async def strangers_do_not_reach_the_workers(
 
 
 async def the_example_brings_its_token(
-    cluster: RunningCluster, files: TlsFiles, folder: Path
+    cluster: RunningCluster, files: TlsFiles, token: Path
 ) -> None:
-    token = folder / "token"
-    token.write_text(f"{TOKEN}\n")
     server = cluster.deployment.router.grpc_address
     assert await example("tls_and_tokens.py", server, str(files.ca), str(token))
 
 
-async def commands_are_told_the_keys(
-    cluster: RunningCluster, files: TlsFiles, tokens: Path
-) -> None:
+async def commands_are_told_the_keys(cluster: RunningCluster, files: TlsFiles, token: Path) -> None:
     at = ("--server", cluster.deployment.router.grpc_address)
-    keys = (*at, "--ca", str(files.ca), "--token-file", str(tokens))
+    keys = (*at, "--ca", str(files.ca), "--token-file", str(token))
     generated = await kvrelay("generate", "the lazy dog", "--max-tokens", "4", *keys)
     assert generated.returncode == 0, generated.stderr
     refused = await kvrelay("generate", "the lazy dog", *at, "--ca", str(files.ca))
@@ -116,6 +136,57 @@ async def commands_are_told_the_keys(
     told = await kvrelay("status", "--json", "--pages", *keys, *to_workers)
     assert (told.returncode, told.stderr) == (0, "")
     assert all(worker["owners"] for worker in json.loads(told.stdout)["workers"])
+
+
+async def operators_alone_drain(
+    cluster: RunningCluster, files: TlsFiles, token_files: dict[str, Path]
+) -> None:
+    """The admin service has a listener of its own, and takes the right admin."""
+    router = cluster.deployment.router
+    keys = ("--admin", known(router.admin_address), "--ca", str(files.ca))
+    refused = await kvrelay("drain", "none", *keys, "--token-file", str(token_files[TOKEN]))
+    assert refused.returncode == 1
+    assert "PERMISSION_DENIED: authorization: the token friend lacks the right" in refused.stderr
+    told = await kvrelay("drain", "none", *keys, "--token-file", str(token_files[OPERATOR]))
+    assert "NOT_FOUND: worker: there is no 'none'" in told.stderr
+    elsewhere = ("--admin", router.grpc_address, "--ca", str(files.ca))
+    told = await kvrelay("drain", "none", *elsewhere, "--token-file", str(token_files[OPERATOR]))
+    assert "UNIMPLEMENTED" in told.stderr
+    plain = ("--admin", known(router.admin_address))
+    told = await kvrelay("drain", "none", *plain, "--token-file", str(token_files[OPERATOR]))
+    assert "UNAVAILABLE" in told.stderr
+
+
+async def nobody_learns_of_the_requests_of_others(
+    cluster: RunningCluster, tls: grpc.ChannelCredentials
+) -> None:
+    """Neither that a request is live, nor what was computed for it; a token's limit is its own."""
+    guest = grpc.composite_channel_credentials(tls, grpc.access_token_call_credentials("another"))
+    prompt = list(range(3, 60))
+    own = cluster.stream(prompt, request_id="mine", max_tokens=400, ignore_eos=True)
+    first = await own.read()
+    assert first.request_id == "mine"
+    address = cluster.deployment.router.grpc_address
+    async with open_channel(address, guest) as channel:
+        other = type(cluster.stub)(channel)
+        assert not (await other.Abort(inference_pb2.AbortRequest(request_id="mine"))).aborted
+        request = inference_pb2.GenerateRequest(request_id="mine")
+        request.input_ids.ids.extend(prompt)
+        request.sampling_params.CopyFrom(
+            inference_pb2.SamplingParams(max_tokens=2, ignore_eos=True)
+        )
+        call = other.Generate(request)
+        answers = [answer async for answer in call]
+        assert answers[-1].complete.usage.cached_tokens == 0
+        again = [answer async for answer in other.Generate(request)]
+        assert again[-1].complete.usage.cached_tokens > 0
+        request.sampling_params.max_tokens = 400
+        held = other.Generate(request)
+        await held.read()
+        request.request_id = "more"
+        assert await status_of(other.Generate, request) is grpc.StatusCode.RESOURCE_EXHAUSTED
+        held.cancel()
+    assert (await cluster.stub.Abort(inference_pb2.AbortRequest(request_id="mine"))).aborted
 
 
 async def status_of(method: Any, request: object) -> grpc.StatusCode:
