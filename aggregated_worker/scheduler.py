@@ -136,7 +136,7 @@ class AggregatedScheduler:
 
     def fail(self, request: AggregatedRequest, error: Exception) -> None:
         """End a request because its forward has failed."""
-        self._end_early(request, failed_end(error))
+        self._end_early(request, failed_end(error), Outcome.FAILED)
 
     def retract_for_drain(self) -> None:
         """Retract all requests, whatever phase they are in."""

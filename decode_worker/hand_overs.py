@@ -101,6 +101,7 @@ class HandOvers:
         request.activated_at = time.monotonic()
         self._context.outbox.put(request.stream, CloseStream())
         self._context.kv_cache.commit(request.held, request.input_len)
+        self._context.publish_input(request)
         live = []
         for choice, first in zip(request.choices, request.hand_over.first_tokens, strict=True):
             if first.finished:

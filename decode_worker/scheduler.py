@@ -157,7 +157,7 @@ class DecodeScheduler:
 
     def fail(self, request: DecodeRequest, error: Exception) -> None:
         """End a request because its forward has failed."""
-        self._requests.end_early(request, Outcome.ABORTED, failed_end(error))
+        self._requests.end_early(request, Outcome.FAILED, failed_end(error))
 
     def retract_for_drain(self) -> None:
         """Retract all requests, whatever phase they are in."""

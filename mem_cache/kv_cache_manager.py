@@ -201,6 +201,33 @@ class KVCacheManager:
         """
         self._sharing.publish(lease, token_ids, lease.pending(pending))
 
+    def publish_settled(
+        self, lease: Lease, token_ids: TokenIds, pending: Sequence[Fence] = ()
+    ) -> bool:
+        """Give the whole pages of written `token_ids` to the prefix index, as far as they are new.
+
+        For a lease that goes on: the pages of its tables stay what they are, so
+        whoever reads them, a peer included, need not know. If the index has a
+        copy of some of them already, all stay the lease's own until it is released.
+
+        Args:
+            lease: open; every forward that is still to end begins after `token_ids`.
+            token_ids: the first ones, whose KV is written.
+            pending: what still reads the pages that no token after them sees.
+
+        Returns:
+            Whether anything was published.
+        """
+        return self._sharing.publish_settled(lease, token_ids, lease.pending(pending))
+
+    def forget(self, lease: Lease, token_ids: TokenIds) -> None:
+        """Let nobody find what a lease has published of `token_ids`, nor what continues it.
+
+        Those who have found it already go on. What the lease was opened with stays.
+        """
+        published = token_ids[: lease.cache_protected_len]
+        self.index.forget(published, lease.found_len, lease.namespace)
+
     def fork(
         self,
         lease: Lease,

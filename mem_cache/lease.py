@@ -71,6 +71,7 @@ class Lease:
         "_rows",
         "_set_aside",
         "_shape",
+        "found_len",
         "holder",
         "namespace",
         "page_size",
@@ -90,6 +91,8 @@ class Lease:
         """-1 once it is released."""
         self.page_size = shape.page_size
         self.namespace = namespace
+        self.found_len = 0
+        """Tokens that it was opened with, which others have computed."""
         self._rows = rows
         self._shape = shape
         self._prefix_lock: PrefixLock | None = None
@@ -185,6 +188,10 @@ class Lease:
         self._rows.put_prefix(self.row, lock.pages, lock.num_pages * self.page_size)
         before, self._prefix_lock = self._prefix_lock, lock
         return before
+
+    def narrow(self, lock: PrefixLock) -> None:
+        """Remember what is left of the lock: the rest of its pages is in no table any more."""
+        self._prefix_lock = lock
 
     def set_aside(self, pool: int, at: int, replacement: int) -> None:
         """Put a fresh page in the place of page `at` of a table, and keep the old one aside."""

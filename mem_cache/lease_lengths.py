@@ -83,8 +83,8 @@ class LeaseLengths:
             frontiers = _one_each(positions, leases) // self._shape.page_size - behind
             moving = np.flatnonzero(frontiers > self._rows.frontiers[pool, rows])
             if len(moving):
-                holders = [leases[one].holder for one in moving.tolist()]
-                self._advance_frontiers(pool, holders, rows[moving], frontiers[moving])
+                sliding = [leases[one] for one in moving.tolist()]
+                self._advance_frontiers(pool, sliding, rows[moving], frontiers[moving])
 
     def trim(self, lease: Lease, tokens: int, pending: Sequence[Fence]) -> None:
         """Lower both lengths to `tokens`, and free the pages beyond once `pending` has passed."""
@@ -147,7 +147,7 @@ class LeaseLengths:
         return _Missing(first, number, promised)
 
     def _advance_frontiers(
-        self, pool: int, holders: list[str], rows: Ints, frontiers: Ints
+        self, pool: int, leases: Sequence[Lease], rows: Ints, frontiers: Ints
     ) -> None:
         """Raise the frontier of each row, and free the pages that its lease owns before it.
 
@@ -156,7 +156,10 @@ class LeaseLengths:
             before ........ protected ........ frontier, or the table's end
             | the index's,  | the lease's own, |
             | only unlisted | freed            |
+
+        A lease whose window has passed all that it locks in this pool locks it no longer.
         """
+        holders = [lease.holder for lease in leases]
         table = self._rows.page_tables[pool]
         before = self._rows.frontiers[pool, rows]
         protected = self._rows.protected[rows] // self._shape.page_size
@@ -171,6 +174,10 @@ class LeaseLengths:
         self._allocator.free(pool, list(zip(holders, freed.tolist(), strict=True)), table[slots])
         table[slots] = NO_PAGE
         self._promises.renew(pool, rows, freed)
+        for one in np.flatnonzero((before < protected) & (protected <= frontiers)).tolist():
+            lock = leases[one].prefix_lock
+            assert lock is not None, "pages are protected without a lock"
+            leases[one].narrow(self._allocator.unlock_pool(lock, pool))
 
     def _cut_tables(self, lease: Lease, kept: int) -> list[Pages]:
         """Take all but the first `kept` pages from a lease's tables; returns them by pool."""

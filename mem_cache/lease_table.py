@@ -74,6 +74,7 @@ class LeaseTable:
         self._promises.give(row, promised_tokens, promised_pages)
         if lock is not None:
             lease.adopt(lock)
+            lease.found_len = lease.cache_protected_len
             rows.committed[row] = rows.allocated[row] = rows.protected[row]
         return lease
 

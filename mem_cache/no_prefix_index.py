@@ -42,10 +42,20 @@ class NoPrefixIndex:
         """Let go of what nobody locks any more."""
         if lock is self._nothing:
             return self._nothing.pages
-        self._shared.unlock(lock)
-        pools = range(len(lock.pages))
-        gone = [self._shared.evict(pool, self._shared.evictable(pool)) for pool in pools]
-        return tuple(np.concatenate(pages) for pages in zip(*gone, strict=True))
+        return self._let_go(self._shared.unlock(lock))
+
+    def unlock_pool(self, lock: PrefixLock, pool: int) -> tuple[PrefixLock, tuple[Pages, ...]]:
+        """See `PrefixIndex`."""
+        if lock is self._nothing:
+            return lock, self._nothing.pages
+        left, gone = self._shared.unlock_pool(lock, pool)
+        return left, self._let_go(gone)
+
+    def _let_go(self, gone: tuple[Pages, ...]) -> tuple[Pages, ...]:
+        """Evict all that nobody locks; returns it with what is `gone` already, by pool."""
+        pools = range(len(gone))
+        evicted = [self._shared.evict(pool, self._shared.evictable(pool)) for pool in pools]
+        return tuple(np.concatenate(pages) for pages in zip(gone, *evicted, strict=True))
 
     def insert(self, token_ids: TokenIds, pages: Sequence[Pages], namespace: str = "") -> Inserted:
         """Take nothing: all of `pages` stay the caller's."""
@@ -54,6 +64,13 @@ class NoPrefixIndex:
     def share(self, token_ids: TokenIds, pages: Sequence[Pages], namespace: str = "") -> Inserted:
         """See `PrefixIndex`."""
         return self._shared.share(token_ids, pages, namespace)
+
+    def finds(self, lock: PrefixLock) -> bool:
+        """What is shared was never forgotten."""
+        return True
+
+    def forget(self, token_ids: TokenIds, start: int, namespace: str = "") -> None:
+        """Do nothing: nobody finds anything."""
 
     def evict(self, pool: int, num_pages: int) -> tuple[Pages, ...]:
         """See `PrefixIndex`."""

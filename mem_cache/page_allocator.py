@@ -159,6 +159,14 @@ class PageAllocator:
             if len(pages):
                 self._free_indexed(pool, pages)
 
+    def unlock_pool(self, lock: PrefixLock, pool: int) -> PrefixLock:
+        """End a lock in one pool, free what the index lets go of, and return what is left of it."""
+        left, gone = self._index.unlock_pool(lock, pool)
+        for number, pages in enumerate(gone):
+            if len(pages):
+                self._free_indexed(number, pages)
+        return left
+
     # Sessions
 
     def move_to_session(self, lease: Lease) -> None:

@@ -76,6 +76,14 @@ class PrefixIndex(Protocol):
         """End one lock; returns the pages that the index lets go of for that."""
         ...
 
+    def unlock_pool(self, lock: PrefixLock, pool: int) -> tuple[PrefixLock, tuple[Pages, ...]]:
+        """End a lock in a window pool alone, because its window has passed.
+
+        Returns:
+            the lock that is left, to be ended as any, and the pages that the index lets go of.
+        """
+        ...
+
     def insert(self, token_ids: TokenIds, pages: Sequence[Pages], namespace: str = "") -> Inserted:
         """Take over `pages` of `token_ids`, and lock the prefix.
 
@@ -88,6 +96,17 @@ class PrefixIndex(Protocol):
         """`insert` for others who will `lock_again`: even an index that keeps nothing takes them.
 
         Until the last lock on them ends.
+        """
+        ...
+
+    def finds(self, lock: PrefixLock) -> bool:
+        """Whether what `lock` locks can still be found: it was not forgotten."""
+        ...
+
+    def forget(self, token_ids: TokenIds, start: int, namespace: str = "") -> None:
+        """Find nothing of `token_ids` from token `start` on any more, nor what continues them.
+
+        The pages stay until nobody locks them and they are evicted.
         """
         ...
 

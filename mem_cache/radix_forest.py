@@ -136,6 +136,15 @@ class RadixForest:
         """Keep a namespace's tree from now on: something is added to it."""
         self._tops[namespace] = top
 
+    def hide(self, node: RadixNode) -> None:
+        """Let nobody find a node, nor what is below it; locks on them are ended as ever."""
+        parent = node.parent
+        assert parent is not None
+        del parent.children[node.key]
+        # No page's tokens are nine bytes.
+        node.key, node.hidden = next(self._clock).to_bytes(9), True
+        parent.children[node.key] = node
+
     def remove_leaf(self, leaf: RadixNode) -> RadixNode:
         """Take a leaf away, and the tree if it is empty now. Returns the node above the leaf."""
         parent = leaf.parent

@@ -19,13 +19,24 @@ class RadixNode:
     Args:
         parent: the node above.
         key: the bytes of its first page's tokens, under which the parent has it; at the top
-            of a tree its namespace.
+            of a tree its namespace; of a node that is hidden, no tokens'.
         tokens: of whole pages.
         pages: for each pool; None in a window pool that has evicted them.
         locks: for each pool how many locks there are on the pages.
     """
 
-    __slots__ = ("children", "depth", "key", "locks", "pages", "parent", "queued", "tokens", "used")
+    __slots__ = (
+        "children",
+        "depth",
+        "hidden",
+        "key",
+        "locks",
+        "pages",
+        "parent",
+        "queued",
+        "tokens",
+        "used",
+    )
 
     def __init__(
         self,
@@ -37,6 +48,8 @@ class RadixNode:
     ) -> None:
         self.parent = parent
         self.key = key
+        self.hidden = False
+        """Nobody finds it, nor what is below it, any more."""
         self.depth = 0 if parent is None else parent.end
         """Tokens before this node's first."""
         self.tokens = tokens
@@ -135,6 +148,7 @@ class RadixNode:
             for pool, window in enumerate(windows)
             if window is None
         )
-        whole = bool(self.children) or all(pages is not None for pages in self.pages)
+        whole = all(pages is not None for pages in self.pages)
+        whole = whole or bool(self.children) or any(self.locks)
         if not (fits and linked and locked and whole and min(self.locks) >= 0):
             raise ConservationError(f"node at {self.depth}: {fits=} {linked=} {locked=} {whole=}")

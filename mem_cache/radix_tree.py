@@ -4,7 +4,7 @@ A node has the tokens of one or more pages and, for each pool, the pages
 themselves; its children differ in their first page. A node is split where a
 match or an insertion ends inside of it. The idea is SGLang's RadixAttention
 (Zheng et al., 2024), and so is that of its variant for sliding windows: a node
-may have lost its pages of a window pool, a leaf may not, and a prefix can be
+may have lost its pages of a window pool, a leaf that nobody locks may not, and a prefix can be
 continued from where the tokens that its next token sees are there.
 
 Pages that are locked stay. The others are evictable, least recently used
@@ -94,12 +94,29 @@ class RadixTree:
             queue.lock_again(locked.lowest, start)
 
     def unlock(self, lock: PrefixLock) -> tuple[Pages, ...]:
-        """End one lock. No pages are let go of for that: they stay until they are evicted."""
+        """End one lock. Pages stay until they are evicted, unless nobody could continue from them.
+
+        Those are of a leaf that has lost its pages of a window pool while it was locked.
+        """
         locked = lock.entry
         assert isinstance(locked, _LockedNodes)
         for queue, start in zip(self._queues, locked.starts, strict=True):
             queue.unlock(locked.lowest, start)
-        return self._nothing
+        if not _is_useless(locked.lowest):
+            return self._nothing
+        gone: list[list[Pages]] = [[] for _ in self._pools]
+        self._remove_leaf(locked.lowest, gone)
+        return _joined(gone)
+
+    def unlock_pool(self, lock: PrefixLock, pool: int) -> tuple[PrefixLock, tuple[Pages, ...]]:
+        """See `PrefixIndex`. No pages are let go of."""
+        locked = lock.entry
+        assert isinstance(locked, _LockedNodes)
+        self._queues[pool].unlock(locked.lowest, locked.starts[pool])
+        pages, starts = list(lock.pages), list(locked.starts)
+        pages[pool], starts[pool] = np.full_like(pages[pool], NO_PAGE), locked.lowest.end
+        left = PrefixLock(tuple(pages), _LockedNodes(locked.lowest, tuple(starts)))
+        return left, self._nothing
 
     def insert(self, token_ids: TokenIds, pages: Sequence[Pages], namespace: str = "") -> Inserted:
         """See `PrefixIndex`."""
@@ -118,6 +135,20 @@ class RadixTree:
         """The same as `insert`: what is inserted here is kept for everybody."""
         return self.insert(token_ids, pages, namespace)
 
+    def finds(self, lock: PrefixLock) -> bool:
+        """See `PrefixIndex`."""
+        locked = lock.entry
+        assert isinstance(locked, _LockedNodes)
+        return not any(node.hidden for node in locked.lowest.path())
+
+    def forget(self, token_ids: TokenIds, start: int, namespace: str = "") -> None:
+        """See `PrefixIndex`."""
+        lowest, known = self._forest.descend(self._forest.top(namespace), token_ids)
+        start = start // self._page_size * self._page_size
+        if start < known:
+            self._forest.split_at(lowest, start)
+            self._forest.hide(next(node for node in lowest.path() if node.depth == start))
+
     def evict(self, pool: int, num_pages: int) -> tuple[Pages, ...]:
         """See `PrefixIndex`."""
         evicted: list[list[Pages]] = [[] for _ in self._pools]
@@ -125,7 +156,7 @@ class RadixTree:
         left = max(0, queue.evictable - num_pages)
         while queue.evictable > left:
             node = queue.pop()
-            if node.children:
+            if node.children or any(node.locks):
                 evicted[pool].append(queue.drop_pages(node))
             else:
                 self._remove_leaf(node, evicted)
@@ -248,13 +279,18 @@ class RadixTree:
         for pool, queue in enumerate(self._queues):
             evicted[pool].append(queue.drop_pages(node))
         parent = self._forest.remove_leaf(node)
-        if parent.children or parent.parent is None:
-            return
-        if any(pages is None for pages in parent.pages):
+        if _is_useless(parent):
             self._remove_leaf(parent, evicted)
-        else:
+        elif not parent.children:
             for queue in self._queues:
                 queue.push(parent)
+
+
+def _is_useless(node: RadixNode) -> bool:
+    """Whether it is a leaf that nobody locks and that lacks its pages of a window pool."""
+    if node.parent is None or node.children or any(node.locks):
+        return False
+    return any(pages is None for pages in node.pages)
 
 
 def _num_lacking(offered: Pages) -> int:

@@ -22,7 +22,9 @@ class Outcome(StrEnum):
     """It makes room for others and will be computed again; its written pages are published:
     it may find them again, or they may be evicted."""
     ABORTED = "aborted"
-    """Cancelled or failed; nothing is published."""
+    """Cancelled, or ended by a peer; nothing further is published."""
+    FAILED = "failed"
+    """A forward of it has failed: its KV may be wrong, so what it has published is forgotten."""
     SAVED = "saved"
     """Its session keeps the memory for the next turn; nothing is freed."""
 
@@ -66,5 +68,7 @@ def release_kv_cache(
     kv_cache.close(lease)
     if outcome in _PUBLISHED:
         kv_cache.publish(lease, token_ids, pending)
+    elif outcome is Outcome.FAILED:
+        kv_cache.forget(lease, token_ids)
     kv_cache.free_lease(lease, pending)
     return True

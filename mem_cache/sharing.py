@@ -76,6 +76,19 @@ class PrefixSharing:
         if whole > lease.num_protected_pages:
             self._move_to_index(lease, token_ids[: whole * page_size], pending)
 
+    def publish_settled(self, lease: Lease, token_ids: TokenIds, pending: Sequence[Fence]) -> bool:
+        """Give the whole pages of written `token_ids` to the prefix index; the lease goes on.
+
+        See `KVCacheManager.publish_settled`.
+        """
+        lease.check_open("publishing")
+        page_size = self._shape.page_size
+        whole = min(lease.kv_committed_len, len(token_ids)) // page_size
+        if whole <= lease.num_protected_pages:
+            return False
+        tokens = token_ids[: whole * page_size]
+        return self._move_to_index(lease, tokens, pending, only_new=True)
+
     def fork(
         self,
         lease: Lease,
@@ -141,6 +154,7 @@ class PrefixSharing:
         *,
         headroom: Sequence[int] | None = None,
         share: bool = False,
+        only_new: bool = False,
     ) -> bool:
         """Give the pages of `tokens` to the prefix index, and lock them there for the lease.
 
@@ -150,6 +164,7 @@ class PrefixSharing:
             pending: what still reads or writes the pages.
             headroom: pages of each pool that must be unpromised afterwards.
             share: with others who have no other way to the pages.
+            only_new: do nothing if the index has a copy of any of the pages that the lease owns.
 
         Returns:
             Whether it was done; nothing has changed if not.
@@ -162,12 +177,21 @@ class PrefixSharing:
         known = self._index.hold(tokens, lease.namespace)
         further = self._further_promise(lease, num_pages)
         inserted = None
-        if self._has_room(lease, num_pages, known, further, pending, headroom):
+        may = self._may_insert(lease, known, only_new)
+        if may and self._has_room(lease, num_pages, known, further, pending, headroom):
             inserted = self._insert(lease, num_pages, tokens, share)
         if inserted is not None:
             self._replace_pages(lease, num_pages, inserted, further, pending)
         self._allocator.unlock(known)
         return inserted is not None
+
+    def _may_insert(self, lease: Lease, known: PrefixLock, only_new: bool) -> bool:
+        """Whether a lease's pages can continue `known`, which is what the index has of them."""
+        lock, protected = lease.prefix_lock, lease.num_protected_pages
+        if lock is not None and not self._index.finds(lock):
+            # It was forgotten; perhaps somebody has published copies since.
+            return not only_new and known.num_pages >= protected
+        return not only_new or known.num_pages <= protected
 
     def _further_promise(self, lease: Lease, num_pages: int) -> list[int]:
         """For each pool the pages that a lease must be promised besides.

@@ -33,16 +33,24 @@ class PromptQueue:
         context: the worker's memory, requests and outputs.
         agent: makes progress for peers' reads while there may be any.
         bypass_limit: later requests that may pass one that does not fit.
+        publish: give chunks to the prefix index as they are computed.
     """
 
     def __init__(
-        self, context: SchedulerContext[PrefillRequest], agent: Transfers, bypass_limit: int
+        self,
+        context: SchedulerContext[PrefillRequest],
+        agent: Transfers,
+        bypass_limit: int,
+        *,
+        publish: bool,
     ) -> None:
         self._context = context
         self._agent = agent
         self._bypass_limit = bypass_limit
         self._waiting: list[PrefillRequest] = []
-        self.computing: ComputingPrompts[PrefillRequest] = ComputingPrompts(context)
+        self.computing: ComputingPrompts[PrefillRequest] = ComputingPrompts(
+            context, publish=publish
+        )
         """Requests with memory, whose input is computed; it chooses the chunks of a step."""
 
     @property
@@ -78,14 +86,20 @@ class PromptQueue:
         request.granted = True
         self._agent.begin_serving()
 
-    def end_early(self, request: PrefillRequest, reason: HandOverEnd, end: RequestEnd) -> None:
+    def end_early(
+        self,
+        request: PrefillRequest,
+        reason: HandOverEnd,
+        end: RequestEnd,
+        outcome: Outcome = Outcome.ABORTED,
+    ) -> None:
         """Release a request and tell its decode worker. Its router, too, unless it was told.
 
         A router was told once all pages are announced: then the decode worker goes on.
         """
         told = request.hand_over.is_announced
         send(self._context, request, request.hand_over.end(reason, end.error))
-        self.release(request, Outcome.ABORTED, None if told else end)
+        self.release(request, outcome, None if told else end)
 
     def release(
         self, request: PrefillRequest, outcome: Outcome, end: RequestEnd | None = None

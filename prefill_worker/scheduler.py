@@ -14,6 +14,7 @@ from kvrelay.engine.scheduler.commands import Cancel, Mailbox, Submit
 from kvrelay.engine.scheduler.context import SchedulerContext
 from kvrelay.engine.scheduler.prompts import PromptRun
 from kvrelay.engine.scheduler.suspects import Turns, alone_until, failed_end
+from kvrelay.kv_transfer.checksums import VerifyPages
 from kvrelay.kv_transfer.hand_over.prefill_side import PrefillHandOver
 from kvrelay.kv_transfer.transfers import Transfers
 from kvrelay.mem_cache.release import Outcome
@@ -57,7 +58,9 @@ class PrefillScheduler:
         self._config = config
         self._chunk_tokens = config.chunk_tokens
         self._turns: Turns[PrefillRequest] = Turns()
-        self._queue = PromptQueue(context, agent, config.bypass_limit)
+        # What is compared may turn out wrong: it is published after the verdict.
+        publish = config.verify_pages is VerifyPages.OFF
+        self._queue = PromptQueue(context, agent, config.bypass_limit, publish=publish)
         self.hand_overs = HandOvers(context, self._queue, agent, inbox, config.worker_timeout)
 
     def submit(self, command: Submit) -> None:
@@ -113,7 +116,7 @@ class PrefillScheduler:
 
     def fail(self, request: PrefillRequest, error: Exception) -> None:
         """End a request because its forward has failed."""
-        self._queue.end_early(request, HandOverEnd.FAILED, failed_end(error))
+        self._queue.end_early(request, HandOverEnd.FAILED, failed_end(error), Outcome.FAILED)
 
     def retract_for_drain(self) -> None:
         """Retract the prompts that have not begun. The others finish, hand-over included."""

@@ -125,15 +125,29 @@ class SchedulerContext(Generic[RequestT]):
             known_tokens: tokens of its input that may come from the prefix index.
             headroom: pages of each pool that must stay free for others.
         """
-        token_ids = np.asarray(request.token_ids(0, known_tokens), np.int32)
         request.lease = self.kv_cache.open(
             str(request.key),
             request.input_len,
-            token_ids=token_ids,
+            token_ids=request.input_ids[:known_tokens],
             namespace=request.namespace,
             headroom=headroom,
         )
         return request.lease is not None
+
+    def publish_settled(self, request: RequestT) -> None:
+        """Give the whole pages of a request's input that are written to the prefix index.
+
+        The request goes on, with the same pages. Nothing that still runs reads
+        earlier tokens than those that come next.
+        """
+        self.kv_cache.publish_settled(request.held, request.input_ids[: request.kv_written_len])
+
+    def publish_input(self, request: RequestT) -> None:
+        """Give the whole pages of a request's input to the prefix index, and free duplicates.
+
+        All of it is written, and nothing reads its pages yet.
+        """
+        self.kv_cache.publish(request.held, request.input_ids)
 
     def rekey_to_choice(self, request: RequestT, choice: int) -> None:
         """Let a request that stood for several choices stand for one of them from now on."""
@@ -147,11 +161,10 @@ class SchedulerContext(Generic[RequestT]):
         The next forward copies the input's last page if it is not full. If memory
         is short, nothing changes and the result is `False`.
         """
-        token_ids = np.asarray(request.token_ids(0, request.input_len), np.int32)
         copied = StepFence(self.steps, self.steps.launched + 1)
         holders = [str(other.key) for other in others]
         fork = self.kv_cache.fork(
-            request.held, holders, token_ids, request.input_len, copied=copied
+            request.held, holders, request.input_ids, request.input_len, copied=copied
         )
         if fork is None:
             return False

@@ -42,10 +42,13 @@ class ComputingPrompts(Generic[RequestT]):
 
     Args:
         context: their memory.
+        publish: give each chunk to the prefix index once its forward has ended well.
+            Otherwise nothing is published before the request is released.
     """
 
-    def __init__(self, context: SchedulerContext[RequestT]) -> None:
+    def __init__(self, context: SchedulerContext[RequestT], *, publish: bool = True) -> None:
         self._context = context
+        self._publish = publish
         self._runs: dict[RequestT, PromptRun] = {}
 
     def __len__(self) -> int:
@@ -108,10 +111,12 @@ class ComputingPrompts(Generic[RequestT]):
         return Scheduled(request, self._runs[request].token_state, tokens, sample=last)
 
     def process_step_output(self, item: Scheduled[RequestT], output: StepOutput) -> None:
-        """Record that a chunk's KV is written; frees pages that a window has passed."""
+        """Record that a chunk's KV is written; publish it, then free what a window has passed."""
         request = item.request
         request.kv_written_len += item.num_tokens
         self._runs[request].scores += output.prompt_logprobs
+        if self._publish:
+            self._context.publish_settled(request)
         if not item.sample:
             self._context.kv_cache.slide(request.held, request.kv_written_len)
 

@@ -7,10 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
 
+import numpy as np
+
 from kvrelay.engine.executor.token_state import TokenState
 from kvrelay.engine.scheduler.commands import Submit
 from kvrelay.engine.scheduler.outbox import RouterLink
 from kvrelay.mem_cache.lease import Lease
+from kvrelay.mem_cache.prefix_index import TokenIds
 from kvrelay.wire.request import RequestKey, SamplingParams, StopConditions
 
 
@@ -64,8 +67,11 @@ class Request:
     """It was released, though a forward may still compute it."""
     most_tokens: int = field(init=False)
     """Tokens whose KV it may come to hold: all but the last one sampled."""
+    input_ids: TokenIds = field(init=False)
+    """``[input_len]`` what it came with, as the prefix index takes it."""
 
     def __post_init__(self) -> None:
+        self.input_ids = np.asarray(self.token_ids(0, self.input_len), np.int32)
         self.most_tokens = len(self.prompt_ids) + self.stops.max_tokens - 1
 
     @classmethod

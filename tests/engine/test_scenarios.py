@@ -46,12 +46,14 @@ def test_scenario_9_aborted_chunk_emits_nothing_when_its_forward_ends(seed: int)
     simulation.cancel(request, prefill)
     prefill.turn()
     (pages, rows) = prefill.kv_cache.counts()
-    assert (pages.held, pages.promised, pages.quarantined) == (0, 0, 8)
+    # The first chunk is published, and stays locked with what the second still writes.
+    assert (pages.held, pages.promised, pages.quarantined) == (0, 0, 4)
+    assert (pages.cached_protected, pages.cached_evictable) == (4, 0)
     assert (rows.held, rows.quarantined) == (0, 1)
     prefill.end_step()
     prefill.turn()
     (pages, rows) = prefill.kv_cache.counts()
-    assert (pages.free, rows.free) == (pages.total, rows.total)
+    assert (pages.free + 4, pages.cached_evictable, rows.free) == (pages.total, 4, rows.total)
     simulation.run()
     assert not request.tokens
     assert {end.reason for end in request.ends.values()} == {EndReason.ABORTED}

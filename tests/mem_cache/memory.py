@@ -148,6 +148,22 @@ class Memory:
     def publish(self, holder: Holder) -> None:
         self.kv_cache.publish(holder.lease, holder.ids(holder.written), self.readers(holder))
 
+    def publish_settled(self, holder: Holder) -> bool:
+        """What is written; the lease goes on, and whoever reads its pages does not notice."""
+        before = [holder.lease.pages(pool) for pool in range(len(self.contents))]
+        # An earlier turn's forward may still read what no token of this one sees.
+        readers = self.readers(holder) if holder.borrowed is not None else []
+        published = self.kv_cache.publish_settled(holder.lease, holder.ids(holder.written), readers)
+        for pool, table in enumerate(before):
+            now = holder.lease.pages(pool)
+            kept = (now == table) | (now < 0)
+            assert kept.all(), f"a page of {holder.lease!r} was replaced under its readers"
+        return published
+
+    def forget(self, holder: Holder) -> None:
+        """Nobody else finds what it has published; it goes on, and so do others."""
+        self.kv_cache.forget(holder.lease, holder.ids(holder.written))
+
     def slide(self, holder: Holder) -> None:
         self.kv_cache.slide(holder.lease, holder.written)
 

@@ -186,6 +186,16 @@ class MemoryMachine(RuleBasedStateMachine):
         self.memory.publish(self.pick(number))
 
     @precondition(lambda self: self.memory.holders)
+    @rule(number=st.integers(0))
+    def publish_settled(self, number: int) -> None:
+        self.memory.publish_settled(self.pick(number))
+
+    @precondition(lambda self: self.memory.holders)
+    @rule(number=st.integers(0))
+    def forget(self, number: int) -> None:
+        self.memory.forget(self.pick(number))
+
+    @precondition(lambda self: self.memory.holders)
     @rule(number=st.integers(0), outcome=st.sampled_from(list(Outcome)))
     def release(self, number: int, outcome: Outcome) -> None:
         holder = self.pick(number)

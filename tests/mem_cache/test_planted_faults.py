@@ -23,6 +23,7 @@ from kvrelay.mem_cache.promises import Promises
 from kvrelay.mem_cache.radix_forest import RadixForest
 from kvrelay.mem_cache.radix_node import RadixNode
 from kvrelay.mem_cache.radix_tree import RadixTree
+from kvrelay.mem_cache.sharing import PrefixSharing
 from tests.mem_cache.test_memory_model import MemoryMachine
 
 SEARCH = settings(
@@ -96,6 +97,32 @@ def publish_the_unaligned_page(patch: pytest.MonkeyPatch) -> None:
         original(kv_cache, lease, padded, pending)
 
     wrap(patch, KVCacheManager, "publish", more)
+
+
+@fault
+def publish_before_it_is_written(patch: pytest.MonkeyPatch) -> None:
+    """What a forward still writes is found by others."""
+
+    def early(
+        original: Any, kv_cache: KVCacheManager, lease: Lease, tokens: Any, pending: Any = ()
+    ) -> bool:
+        # Tokens repeat in this model, so the ones that are not known here are guessed well.
+        more = np.full(
+            max(0, lease.kv_committed_len - len(tokens)), tokens[-1] if len(tokens) else 1, np.int32
+        )
+        return bool(original(kv_cache, lease, np.concatenate([tokens, more]), pending))
+
+    wrap(patch, KVCacheManager, "publish_settled", early)
+
+
+@fault
+def replace_pages_that_a_peer_reads(patch: pytest.MonkeyPatch) -> None:
+    """Duplicates are freed while a lease goes on, as if nobody could read them."""
+
+    def replace_all(original: Any, sharing: PrefixSharing, *args: Any, **kw: Any) -> bool:
+        return bool(original(sharing, *args, **{**kw, "only_new": False}))
+
+    wrap(patch, PrefixSharing, "_move_to_index", replace_all)
 
 
 @fault
