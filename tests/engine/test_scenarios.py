@@ -313,7 +313,8 @@ def test_scenario_48_room_for_one_and_a_half_prompts() -> None:
 
     def watch() -> None:
         turn()
-        held.append(decode.kv_cache.page_counts()[0].held)
+        counts = decode.kv_cache.page_counts()[0]
+        held.append(counts.held + counts.cached_protected)
 
     decode.turn = watch  # type: ignore[method-assign]
     requests = [simulation.submit(prompt, 4) for prompt in random_prompts(48, 2, 60)]
