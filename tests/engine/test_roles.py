@@ -224,11 +224,12 @@ def test_dead_decode_worker_lets_its_pages_on_the_prefill_side_go():
     request = simulation.submit(list(range(20)), 6)
     while not request.tokens:
         simulation.step()
-    assert request.prefill.kv_cache.page_counts()[0].held > 0
+    assert request.prefill.kv_cache.page_counts()[0].cached_protected > 0
     simulation.pairs.clear()
     request.prefill.inbox.post(PeerDied(request.decode.name))
     request.prefill.turn()
-    assert request.prefill.kv_cache.page_counts()[0].held == 0
+    (counts,) = request.prefill.kv_cache.page_counts()
+    assert (counts.held, counts.cached_protected) == (0, 0)
     assert request.prefill.agent.serving == 0
 
 
