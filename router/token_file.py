@@ -81,13 +81,13 @@ def read_tokens(path: Path) -> Tokens:
         ValueError: the file cannot be used; the message names the file and the line, or the
             entry and its field.
     """
-    lines = _lines(path)
+    content = _content(path)
+    lines = _lines(content)
     if not any(line.startswith("[") for line in lines):
         return Tokens({digest_of(token): _plain(token) for token in _token_lines(path, lines)})
     try:
-        # Latin-1 has decoded the lines; TOML is UTF-8.
-        table = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        table = tomllib.loads(content.decode())
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
         # Not the whole message, which may quote the file.
         at = _TOML_POSITION.search(str(error))
         raise ValueError(f"{path}: is not TOML {at.group() if at else ''}".rstrip()) from None
@@ -100,15 +100,19 @@ def read_plain_tokens(path: Path) -> tuple[str, ...]:
     Raises:
         ValueError: the file cannot be read, a line is not a token, or there is none.
     """
-    return _token_lines(path, _lines(path))
+    return _token_lines(path, _lines(_content(path)))
 
 
-def _lines(path: Path) -> list[str]:
+def _content(path: Path) -> bytes:
     try:
-        text = path.read_text(encoding="latin-1")  # decodes any bytes
+        return path.read_bytes()
     except OSError as error:
         raise ValueError(f"{path}: {error.strerror}") from error
-    return [line.strip() for line in text.splitlines()]
+
+
+def _lines(content: bytes) -> list[str]:
+    # Latin-1 decodes any bytes. What is not ASCII is not in a token.
+    return [line.strip() for line in content.decode("latin-1").splitlines()]
 
 
 def _token_lines(path: Path, lines: list[str]) -> tuple[str, ...]:

@@ -100,7 +100,8 @@ def ready(serve: subprocess.Popen[str]) -> tuple[str, str]:
     for line in serve.stdout:
         said += line
         if line.startswith("Ctrl-C stops it."):
-            found = re.search(r"^  gRPC +(\S+)$.*^Try:  ([^\n]+)$", said, re.MULTILINE | re.DOTALL)
+            lines = r"^  gRPC +(\S+)$.*^  admin +127\.0\.0\.1:\d+$.*^Try:  ([^\n]+)$"
+            found = re.search(lines, said, re.MULTILINE | re.DOTALL)
             assert found, said
             return found[1], found[2]
     pytest.fail(f"it ended before it was ready:\n{said}")

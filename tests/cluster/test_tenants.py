@@ -42,6 +42,9 @@ async def test_cached_tokens_tell_nothing_of_other_tenants(tiny: Path, tmp_path:
             ("alpha", "y", 0),
         ):
             assert await ask(cluster, token, salt) == (expected, tokens), (token, salt)
+        for worker in cluster.workers:
+            hits = await cluster.metric("kvrelay_prefix_hits_total", worker=worker.name)
+            assert hits == 3, worker.name
 
 
 async def ask(cluster: Cluster, token: str, salt: str = "") -> tuple[int, list[int]]:

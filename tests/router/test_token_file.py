@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import re
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kvrelay.router.callers import Caller, Right
 from kvrelay.router.token_file import read_plain_tokens, read_tokens
@@ -121,6 +124,36 @@ ENTRY = f'[[token]]\nname = "alice"\ntoken = "{SECRET}"\n'
 def test_what_is_wrong_is_said_without_the_token(path: Path, content: str, problem: str):
     path.write_text(content)
     with pytest.raises(ValueError, match=f"^{re.escape(f'{path}: {problem}')}") as caught:
+        read_tokens(path)
+    assert SECRET not in str(caught.value)
+
+
+WHOLE = f"""
+[[token]]
+name = "alice"
+token = ["{SECRET}", "new-{SECRET}"]
+rights = ["generate", "admin"]
+tenant = "acme"
+max_live_requests = 4
+[[token]]
+name = "bob"
+sha256 = "{sha256("beta")}"
+"""
+
+
+@given(
+    cut=st.tuples(st.integers(0, len(WHOLE)), st.integers(0, len(WHOLE))),
+    put=st.sampled_from(["", "[", "]", "{", '"', "'", "=", "\n", "\x00", "caf\u00e9", "[" * 3000]),
+)
+def test_a_file_cut_anywhere_is_read_or_refused_without_the_token(
+    tmp_path_factory: pytest.TempPathFactory, cut: tuple[int, int], put: str
+):
+    path = tmp_path_factory.getbasetemp() / "cut"
+    path.write_text(WHOLE[: min(cut)] + put + WHOLE[max(cut) :])
+    with contextlib.suppress(ValueError):
+        read_tokens(path)
+        return
+    with pytest.raises(ValueError, match=f"^{re.escape(str(path))}: ") as caught:
         read_tokens(path)
     assert SECRET not in str(caught.value)
 
