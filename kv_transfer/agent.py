@@ -16,7 +16,8 @@ from collections.abc import Callable, Sequence
 import torch
 
 from kvrelay.kv_transfer.checksums import LocalPage, PageHasher
-from kvrelay.kv_transfer.nixl_endpoint import NixlEndpoint, Operation
+from kvrelay.kv_transfer.endpoints import Endpoints
+from kvrelay.kv_transfer.nixl_endpoint import Operation
 from kvrelay.kv_transfer.peer_description import PeerDescription
 from kvrelay.kv_transfer.peers import Peers
 from kvrelay.kv_transfer.pull import Pull
@@ -47,7 +48,8 @@ class TransferAgent:
     """This worker's end of all KV transfers; implements `Transfers`.
 
     Its methods may be called from any thread. They queue commands, which the transfer thread
-    runs in order. The pools stay registered with NIXL until the process ends.
+    runs in order. The pools stay registered with NIXL until the process ends, though it may be
+    another NIXL agent that knows them (`Endpoints`).
 
     Args:
         incarnation: this worker's; also the NIXL agent's name, so that a
@@ -64,9 +66,9 @@ class TransferAgent:
         self.transports = os.environ.get("UCX_TLS", "all")  # UCX's own setting
         self.scratch = make_scratch(pools[0], incarnation)
         self._scratch_layout = _layout(self.scratch)
-        self._endpoint = NixlEndpoint(incarnation, (*self.layouts, self._scratch_layout))
-        self._reads = ReadsFromPeers(self._endpoint, self.layouts)
-        self._peers = Peers(self._endpoint, self._reads)
+        self._endpoints = Endpoints(incarnation, (*self.layouts, self._scratch_layout))
+        self._reads = ReadsFromPeers(self._endpoints, self.layouts)
+        self._peers = Peers(self._endpoints, self._reads)
         self._num_serving = 0
         self._closed = False
         self._on_failure = on_failure
@@ -89,7 +91,8 @@ class TransferAgent:
 
     def describe(self) -> PeerDescription:
         """What peers need in order to read this worker's pools."""
-        metadata = self._endpoint.metadata
+        self._endpoints.is_readable = True
+        metadata = self._endpoints.current.metadata
         digest = hashlib.sha256(metadata).digest()
         return PeerDescription(
             self.incarnation, metadata, digest, self.layouts, self._scratch_layout
@@ -105,6 +108,10 @@ class TransferAgent:
         A peer that is known is connected anew if reads from it have failed.
         """
         self.call_soon(lambda: self._peers.add(peer))
+
+    def reconnect(self, incarnation: str) -> None:
+        """Connect anew to a peer that was added, if reads from it have failed."""
+        self.call_soon(lambda: self._peers.reconnect(incarnation))
 
     def confirm_death(self, incarnation: str, on_fences_passed: Callable[[], None]) -> None:
         """Tell that a peer's process is gone, so that fences on it can pass; see `Transfers`."""
@@ -130,7 +137,7 @@ class TransferAgent:
         """Make pages that one peer's scratch pages can be read into, and register them."""
         landing = make_landing(self.scratch)
         layout = _layout(landing)
-        self.call_soon(lambda: self._endpoint.register(layout))
+        self.call_soon(lambda: self._endpoints.register(layout))
         return landing
 
     def read_scratch(self, peer: str, landing: KVPool, on_end: Callable[[Pull], None]) -> Pull:
@@ -189,9 +196,9 @@ class TransferAgent:
             _use_device(self.scratch.data.device)
             while not self._closed:
                 self._run_command()
-                self._endpoint.make_progress()
+                self._endpoints.make_progress()
                 self._reads.check_running()
-                self._peers.settle_deaths()
+                self._peers.settle()
                 while not self._on_alive.empty():
                     self._on_alive.get()()
         except Exception as error:

@@ -8,10 +8,12 @@ fixed at 0 in the Python package).
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Sequence
 from typing import Any, Literal
 
 import numpy as np
+import torch
 
 from kvrelay.kv_transfer.peer_description import PeerDescription
 from kvrelay.kv_transfer.spans import PoolLayout, SpanPairs
@@ -55,14 +57,11 @@ class NixlTransfer:
         """Let NIXL forget it. A second call does nothing."""
         if self._handle is not None:
             self._agent.release_xfer_handle(self._handle)
-            self._handle = None
+            self._handle = self._agent = None
 
 
 class NixlEndpoint:
-    """This worker's NIXL agent. What is registered stays so until the process ends.
-
-    Memory is never deregistered, because a peer's read of memory that is not registered any
-    more can kill this process.
+    """A NIXL agent of this worker. What is registered stays so until the agent is destroyed.
 
     Args:
         name: of the agent; unique, so that a restarted worker is another agent.
@@ -73,6 +72,8 @@ class NixlEndpoint:
         from nixl._api import nixl_agent, nixl_agent_config
 
         logging.getLogger("nixl").setLevel(logging.WARNING)
+        self._is_on_gpu = memory[0].memory_type == "VRAM"
+        self._connected: set[str] = set()
         self._agent: Any = nixl_agent(name, nixl_agent_config(enable_prog_thread=False))
         regions = list(map(_region, memory))
         self._registrations = [self._agent.register_memory(regions, memory[0].memory_type)]
@@ -88,13 +89,34 @@ class NixlEndpoint:
         """Move transfers on, those of peers with this worker included."""
         self._agent.get_new_notifs()
 
+    def knows(self, name: str) -> bool:
+        """Whether a peer is connected."""
+        return name in self._connected
+
     def connect(self, peer: PeerDescription) -> None:
         """Make a peer's memory known. Check the description first: its bytes are untrusted."""
         self._agent.add_remote_agent(peer.metadata)
+        self._connected.add(peer.incarnation)
 
     def disconnect(self, name: str) -> None:
-        """Forget a peer's memory and close the connections to it."""
-        self._agent.remove_remote_agent(name)
+        """Forget a peer's memory, if it is known, and close the connections to it."""
+        if name in self._connected:
+            self._agent.remove_remote_agent(name)
+            self._connected.remove(name)
+
+    def destroy(self) -> bool:
+        """Destroy the agent, whose transfers are all released. No peer may know its memory.
+
+        A peer's read of memory that is not registered any more can kill this process.
+
+        Returns:
+            whether it is gone: no byte of its transfers arrives any more.
+        """
+        is_gone = weakref.ref(self._agent.agent)
+        self._agent = None
+        if self._is_on_gpu:
+            torch.cuda.synchronize()
+        return is_gone() is None
 
     def prepare(
         self, operation: Operation, spans: SpanPairs, local: PoolLayout, remote: PoolLayout, to: str

@@ -1,4 +1,4 @@
-"""The workers that this one reads from, and the confirmation of their deaths.
+"""The workers that this one reads from: connecting to them, and proving that no byte still comes.
 
 Everything here happens on the transfer thread.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
+from kvrelay.kv_transfer.endpoints import Endpoints
 from kvrelay.kv_transfer.nixl_endpoint import NixlEndpoint
 from kvrelay.kv_transfer.peer_description import PeerDescription
 from kvrelay.kv_transfer.reads_from_peers import ReadsFromPeers
@@ -19,23 +20,28 @@ class Peers:
     """Connects NIXL to peers, and disconnects it from those that are broken or dead.
 
     Args:
-        endpoint: NIXL.
+        endpoints: NIXL.
         reads: those from these peers.
     """
 
-    def __init__(self, endpoint: NixlEndpoint, reads: ReadsFromPeers) -> None:
-        self._endpoint = endpoint
+    def __init__(self, endpoints: Endpoints, reads: ReadsFromPeers) -> None:
+        self._endpoints = endpoints
         self._reads = reads
-        self._connected: dict[str, PeerDescription] = {}
-        """What NIXL knows, by incarnation: of a dead peer until its last read has ended."""
+        self._known: dict[str, PeerDescription] = {}
+        """By incarnation; of a dead peer until its last read has ended."""
         self._dead: set[str] = set()
         """Incarnations that are never connected again."""
         self._awaited_deaths: list[tuple[str, Callable[[], None]]] = []
         """Dead peers of which NIXL may still have reads, and what to call when it has none."""
+        self._needs_new_agent = False
+        """A living peer's reads have failed: their fences pass once the agent is destroyed."""
 
     def find(self, incarnation: str) -> PeerDescription | None:
-        """A connected peer's description; `None` if it is not connected."""
-        return self._connected.get(incarnation)
+        """A peer's description; `None` if NIXL is not connected to it."""
+        peer = self._known.get(incarnation)
+        if peer is None or not self._connect(peer):
+            return None
+        return peer
 
     def add(self, peer: PeerDescription) -> None:
         """Connect to a peer; anew, if it is connected and reads from it have failed.
@@ -44,48 +50,90 @@ class Peers:
         """
         if peer.incarnation in self._dead:
             return
-        if peer.incarnation in self._connected and not self._disconnect_broken(peer.incarnation):
-            return
-        try:
-            self._endpoint.connect(peer)
-        except Exception:  # NIXL's exceptions have no common base
-            logger.exception("could not load the agent metadata of %s", peer.incarnation)
-            return
-        self._connected[peer.incarnation] = peer
+        if self._reads.is_broken(peer.incarnation):
+            self._needs_new_agent = True
+            if not self._replace_agent():
+                self._disconnect_broken(peer.incarnation)
+        if self._connect(peer):
+            self._known[peer.incarnation] = peer
+
+    def reconnect(self, incarnation: str) -> None:
+        """Connect anew to a peer that was added, if reads from it have failed."""
+        peer = self._known.get(incarnation)
+        if peer is not None:
+            self.add(peer)
 
     def confirm_death(self, incarnation: str, on_fences_passed: Callable[[], None]) -> None:
         """Connect to a peer no more, and disconnect when none of its reads is running."""
         self._dead.add(incarnation)
         self._awaited_deaths.append((incarnation, on_fences_passed))
 
-    def settle_deaths(self) -> None:
-        """Let the fences pass of dead peers of which NIXL has no running read any more."""
+    def settle(self) -> None:
+        """Let the fences pass of failed reads that no byte can come from any more."""
+        self._settle_deaths()
+        if self._needs_new_agent:
+            self._replace_agent()
+        for endpoint in list(self._endpoints.retired):
+            if not self._reads.runs_on(endpoint):
+                self._destroy(endpoint)
+
+    def _settle_deaths(self) -> None:
+        """Those of dead peers of which NIXL has no running read any more."""
         for awaited in list(self._awaited_deaths):
             incarnation, on_fences_passed = awaited
             if self._reads.is_running(incarnation):
                 continue
             self._awaited_deaths.remove(awaited)
             self._reads.release_failed(incarnation)
-            if self._connected.pop(incarnation, None) is not None:
-                self._endpoint.disconnect(incarnation)
+            self._known.pop(incarnation, None)
+            self._endpoints.disconnect(incarnation)
             self._reads.settle_failed(incarnation)
             on_fences_passed()
 
-    def _disconnect_broken(self, incarnation: str) -> bool:
-        """Disconnect from a peer if reads from it have failed and none is running.
+    def _connect(self, peer: PeerDescription) -> bool:
+        """Let the current agent know a peer; returns whether it does."""
+        endpoint = self._endpoints.current
+        if not endpoint.knows(peer.incarnation):
+            try:
+                endpoint.connect(peer)
+            except Exception:  # NIXL's exceptions have no common base
+                logger.exception("could not load the agent metadata of %s", peer.incarnation)
+                return False
+        return True
 
-        The failed reads stay fenced until the peer's death: their bytes may still arrive.
-
-        Returns:
-            whether the peer is disconnected.
-        """
-        if not self._reads.is_broken(incarnation) or self._reads.is_running(incarnation):
+    def _replace_agent(self) -> bool:
+        """Replace the agent, if that may be; its failed reads end with it."""
+        if not self._endpoints.replace():
             return False
+        self._needs_new_agent = False
+        return True
+
+    def _disconnect_broken(self, incarnation: str) -> None:
+        """Disconnect from a peer whose reads have failed, unless one is running.
+
+        The failed reads stay fenced: their bytes may still arrive.
+        """
+        if self._reads.is_running(incarnation):
+            return
         try:
             self._reads.release_failed(incarnation)
-            self._endpoint.disconnect(incarnation)
+            self._endpoints.current.disconnect(incarnation)
         except Exception:  # it may be dead by now, or hold on to a transfer
             logger.exception("could not disconnect from %s", incarnation)
-            return False
-        del self._connected[incarnation]
-        return True
+
+    def _destroy(self, endpoint: NixlEndpoint) -> None:
+        """Destroy a replaced agent that has no running read, and let its fences pass.
+
+        If that fails, they pass with the deaths of their peers.
+        """
+        self._endpoints.retired.remove(endpoint)
+        try:
+            self._reads.release_on(endpoint)
+            is_gone = endpoint.destroy()
+        except Exception:
+            logger.exception("could not destroy a NIXL agent that was replaced")
+            return
+        if is_gone:
+            self._reads.settle_on(endpoint)
+        else:
+            logger.error("a NIXL agent that was replaced is still in use")

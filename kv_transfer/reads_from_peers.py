@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from kvrelay.kv_transfer.endpoints import Endpoints
 from kvrelay.kv_transfer.errors import TransferError
 from kvrelay.kv_transfer.nixl_endpoint import NixlEndpoint, NixlTransfer, Operation
 from kvrelay.kv_transfer.peer_description import PeerDescription
@@ -24,6 +25,8 @@ class _Read:
     """A pull that was given to NIXL. Its state is the pull's."""
 
     pull: Pull
+    endpoint: NixlEndpoint
+    """Runs it."""
     transfer: NixlTransfer
     started_at: float
     on_end: Callable[[Pull], None]
@@ -36,15 +39,16 @@ class _Read:
 class ReadsFromPeers:
     """All reads whose bytes may still arrive: the running ones, and those that have failed.
 
-    A read leaves when it has ended well, or when the peer's death is confirmed.
+    A read leaves when it has ended well, when the peer's death is confirmed, or when the NIXL
+    agent that ran it is destroyed.
 
     Args:
-        endpoint: NIXL.
+        endpoints: NIXL.
         pools: this worker's, which pulls write to.
     """
 
-    def __init__(self, endpoint: NixlEndpoint, pools: tuple[PoolLayout, ...]) -> None:
-        self._endpoint = endpoint
+    def __init__(self, endpoints: Endpoints, pools: tuple[PoolLayout, ...]) -> None:
+        self._endpoints = endpoints
         self._pools = pools
         self._reads: list[_Read] = []
         """In the order in which they were started."""
@@ -80,9 +84,17 @@ class ReadsFromPeers:
         """Whether a read from a peer is running."""
         return any(read.pull.peer == peer for read in self._running())
 
+    def runs_on(self, endpoint: NixlEndpoint) -> bool:
+        """Whether an agent has a running read."""
+        return any(read.endpoint is endpoint for read in self._running())
+
     def is_broken(self, peer: str) -> bool:
-        """Whether a read from a peer has failed since `release_failed`."""
-        return any(not read.transfer.is_released for read in self._failed(peer))
+        """Whether a read from a peer has failed on the current agent since `release_failed`."""
+        return any(
+            not read.transfer.is_released
+            for read in self._failed(peer)
+            if read.endpoint is self._endpoints.current
+        )
 
     def release_failed(self, peer: str) -> None:
         """Let NIXL forget a peer's failed reads. Their bytes may still arrive."""
@@ -91,7 +103,19 @@ class ReadsFromPeers:
 
     def settle_failed(self, peer: str) -> None:
         """The peer's process is dead and disconnected: let the fences of its reads pass."""
-        for read in self._failed(peer):
+        self._settle(self._failed(peer))
+
+    def release_on(self, endpoint: NixlEndpoint) -> None:
+        """Let NIXL forget the failed reads of an agent."""
+        for read in self._failed_on(endpoint):
+            read.transfer.release()
+
+    def settle_on(self, endpoint: NixlEndpoint) -> None:
+        """The agent is destroyed: let the fences of its reads pass."""
+        self._settle(self._failed_on(endpoint))
+
+    def _settle(self, reads: list[_Read]) -> None:
+        for read in reads:
             self._reads.remove(read)
             read.pull.settle()
 
@@ -99,11 +123,13 @@ class ReadsFromPeers:
         return [read for read in self._reads if read.pull.state is PullState.RUNNING]
 
     def _failed(self, peer: str) -> list[_Read]:
-        return [
-            read
-            for read in self._reads
-            if read.pull.state is PullState.FAILED and read.pull.peer == peer
-        ]
+        return [read for read in self._all_failed() if read.pull.peer == peer]
+
+    def _failed_on(self, endpoint: NixlEndpoint) -> list[_Read]:
+        return [read for read in self._all_failed() if read.endpoint is endpoint]
+
+    def _all_failed(self) -> list[_Read]:
+        return [read for read in self._reads if read.pull.state is PullState.FAILED]
 
     def _start(
         self,
@@ -119,7 +145,7 @@ class ReadsFromPeers:
             on_end(pull)
             return
         pull.start(nbytes)
-        read = _Read(pull, transfer, started_at, on_end)
+        read = _Read(pull, self._endpoints.current, transfer, started_at, on_end)
         self._reads.append(read)
         self._update(read, transfer.start)
 
@@ -129,7 +155,7 @@ class ReadsFromPeers:
         pools = zip(self._pools, pull.local_pages, known.layouts, pull.remote_pages, strict=True)
         spans = SpanPairs.joined([pair_spans(*pool) for pool in pools])
         local, remote = self._pools[0], known.layouts[0]
-        transfer = self._endpoint.prepare("READ", spans, local, remote, known.incarnation)
+        transfer = self._endpoints.current.prepare("READ", spans, local, remote, known.incarnation)
         return transfer, spans.nbytes
 
     def _prepare_probe(
@@ -138,7 +164,9 @@ class ReadsFromPeers:
         known = _known(peer, pull)
         (here,), (there,) = pull.local_pages, pull.remote_pages
         spans = pair_spans(local, here, known.scratch, there)
-        transfer = self._endpoint.prepare(operation, spans, local, known.scratch, known.incarnation)
+        transfer = self._endpoints.current.prepare(
+            operation, spans, local, known.scratch, known.incarnation
+        )
         try:
             pull.backend = transfer.query_backend()
         except Exception:
@@ -164,11 +192,11 @@ class ReadsFromPeers:
         read.on_end(read.pull)
 
     def _fail(self, read: _Read, error: str) -> None:
-        """Report a failure; the pull's pages stay fenced until the peer's death is confirmed."""
+        """Report a failure; the pull's pages stay fenced: bytes may still arrive."""
         read.pull.fail(error, read.seconds)
         logger.warning(
             "a transfer of %d pages with %s failed after %.1f s (%s); "
-            "its pages stay in quarantine until the peer's death is confirmed",
+            "its pages stay in quarantine until the peer answers again, or its death is confirmed",
             read.pull.num_pages,
             read.pull.peer,
             read.pull.seconds,

@@ -72,7 +72,7 @@ class TransportProber:
         read = partial(self._agent.read_scratch, peer, area.pages)
         write = partial(self._agent.write_scratch, peer)
         await asyncio.to_thread(clear_landing, area.pages)
-        first = await _move(area, read)  # this also connects the two
+        first = await self._read_first(peer, area, read)
         if not await asyncio.to_thread(holds_scratch_of, area.pages, first):
             raise TransferError(f"{peer}: other bytes than it has were read")
         async with self._turn():
@@ -82,6 +82,17 @@ class TransportProber:
             return found
         asked = f"{MIN_OPTION} asks for {self.floor / 1e9:g}"
         return replace(found, refusal=f"{peer} is read at {found}; {asked}")
+
+    async def _read_first(self, peer: str, area: LandingArea, read: StartMove) -> Pull:
+        """Make the first read, which connects the two; twice, if it fails.
+
+        A connection that broke while nobody used it shows only now. It costs no refusal.
+        """
+        try:
+            return await _move(area, read)
+        except TransferError:
+            self._agent.reconnect(peer)
+            return await _move(area, read)
 
     @asynccontextmanager
     async def _turn(self) -> AsyncIterator[None]:

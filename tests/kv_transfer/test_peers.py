@@ -8,6 +8,7 @@ import threading
 import numpy as np
 import pytest
 
+from kvrelay.kv_transfer import endpoints
 from kvrelay.kv_transfer.agent import TransferAgent
 from kvrelay.kv_transfer.nixl_endpoint import NixlTransfer
 from kvrelay.kv_transfer.pull import Pull, PullState
@@ -66,19 +67,102 @@ def test_scenario_40_restarted_peer_is_a_new_peer(agent: TransferAgent, pool: KV
     second.stop()
 
 
-def test_a_connection_that_broke_is_made_anew(
-    agent: TransferAgent, monkeypatch: pytest.MonkeyPatch, pool: KVPool
-) -> None:
-    """NIXL reports a failure of a peer that lives; its pages still wait for its death."""
-    peer = Peer()
-    agent.add_peer(peer.description)
+def fail_a_read(agent: TransferAgent, peer: Peer, monkeypatch: pytest.MonkeyPatch) -> Pull:
+    """NIXL reports a failure of a peer that lives."""
     with monkeypatch.context() as patch:
         patch.setattr(NixlTransfer, "start", lambda transfer: "ERR")
         broken = read(agent, peer, [1], [1])
     assert broken.state is PullState.FAILED
+    assert not broken.passed()
+    return broken
+
+
+def wait_for_a_pass(agent: TransferAgent) -> None:
+    """All that was ordered before has begun."""
+    alive = threading.Event()
+    agent.call_soon(lambda: agent.report_alive(alive.set))
+    assert alive.wait(WAIT_S)
+
+
+def wait_until_passed(agent: TransferAgent, pull: Pull) -> None:
+    """Within a few passes of the transfer thread."""
+    for _ in range(1000):
+        wait_for_a_pass(agent)
+        if pull.passed():
+            return
+    raise AssertionError("its bytes may still arrive")
+
+
+def test_pages_of_a_failed_read_come_back_though_the_peer_lives(
+    agent: TransferAgent, monkeypatch: pytest.MonkeyPatch, pool: KVPool
+) -> None:
+    peer, other = Peer(), Peer()
+    for one in (peer, other):
+        agent.add_peer(one.description)
+        assert read(agent, one, [1], [1]).state is PullState.DONE
+    broken = fail_a_read(agent, peer, monkeypatch)
     agent.add_peer(peer.description)
     assert read(agent, peer, [2], [7]).state is PullState.DONE
     assert_page(pool, 2, 7)
+    wait_until_passed(agent, broken)
+    assert read(agent, other, [3], [8]).state is PullState.DONE, "connected anew by itself"
+    assert_page(pool, 3, 8)
+    for one in (peer, other):
+        one.stop()
+
+
+def test_an_agent_that_is_replaced_ends_with_its_last_read(
+    agent: TransferAgent, monkeypatch: pytest.MonkeyPatch, pool: KVPool
+) -> None:
+    peer, slow = Peer(), Peer()
+    for one in (peer, slow):
+        agent.add_peer(one.description)
+    slow.freeze()
+    ended: queue.SimpleQueue[Pull] = queue.SimpleQueue()
+    agent.pull(slow.description.incarnation, [np.array([5])], [np.array([9])], ended.put)
+    wait_for_a_pass(agent)
+    broken = fail_a_read(agent, peer, monkeypatch)
+    agent.add_peer(peer.description)
+    assert read(agent, peer, [2], [7]).state is PullState.DONE
+    assert not broken.passed(), "the agent that ran it has a running read"
+    slow.thaw()
+    assert ended.get(timeout=WAIT_S).state is PullState.DONE
+    assert_page(pool, 5, 9)
+    wait_until_passed(agent, broken)
+    for one in (peer, slow):
+        one.stop()
+
+
+def test_an_agent_is_not_replaced_often(
+    agent: TransferAgent, monkeypatch: pytest.MonkeyPatch, pool: KVPool
+) -> None:
+    """Reads go on at once all the same; the pages come back with the next replacement."""
+    peer = Peer()
+    agent.add_peer(peer.description)
+    first = fail_a_read(agent, peer, monkeypatch)
+    agent.add_peer(peer.description)
+    second = fail_a_read(agent, peer, monkeypatch)
+    agent.add_peer(peer.description)
+    assert read(agent, peer, [2], [7]).state is PullState.DONE
+    assert_page(pool, 2, 7)
+    assert (first.passed(), second.passed()) == (True, False)
+    monkeypatch.setattr(endpoints, "REPLACE_EVERY_S", 0.0)
+    wait_until_passed(agent, second)
+    peer.stop()
+
+
+def test_an_agent_that_peers_may_read_is_not_replaced(
+    agent: TransferAgent, monkeypatch: pytest.MonkeyPatch, pool: KVPool
+) -> None:
+    """A peer's read of what is not registered any more can kill this process."""
+    metadata = agent.describe().metadata
+    peer = Peer()
+    agent.add_peer(peer.description)
+    broken = fail_a_read(agent, peer, monkeypatch)
+    agent.add_peer(peer.description)
+    assert read(agent, peer, [2], [7]).state is PullState.DONE
+    assert_page(pool, 2, 7)
+    assert agent.describe().metadata == metadata
     assert not broken.passed()
     peer.kill()
     settled = threading.Event()

@@ -32,6 +32,27 @@ async def test_a_probe_that_failed_is_made_again(
     peer.stop()
 
 
+async def test_a_connection_that_broke_unnoticed_is_no_refusal(
+    agent: TransferAgent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    peer = Peer()
+    agent.add_peer(peer.description)
+    prober, name = TransportProber(agent, floor=0.0), peer.description.incarnation
+    assert not (await prober.measure(name)).refusal
+    start, failed = NixlTransfer.start, []
+
+    def fail_once(transfer: NixlTransfer) -> str:
+        if failed:
+            return start(transfer)
+        failed.append(transfer)
+        return "ERR"
+
+    monkeypatch.setattr(NixlTransfer, "start", fail_once)
+    assert not (await prober.measure(name)).refusal
+    assert failed
+    peer.stop()
+
+
 @pytest.mark.parametrize("order", list(PageOrder))
 async def test_a_probe_measures_scratch_pages_and_touches_no_others(
     agent: TransferAgent, order: PageOrder, pool: KVPool

@@ -1,0 +1,82 @@
+"""This worker's NIXL agents: the one that starts reads, and those that it has replaced.
+
+Everything but the constructor happens on the transfer thread.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+
+from kvrelay.kv_transfer.nixl_endpoint import NixlEndpoint
+from kvrelay.kv_transfer.spans import PoolLayout
+
+logger = logging.getLogger(__name__)
+
+REPLACE_EVERY_S = 30.0
+"""At most so often: a new agent registers all memory, and connects to every peer anew."""
+
+
+class Endpoints:
+    """Replaces NIXL's agent, which is what makes sure that no byte of a failed read arrives.
+
+    NIXL cannot call a read back, and its error does not prove that no byte comes any more. But
+    every byte that a READ brings is written on behalf of the local agent, so none comes when
+    that one is destroyed. A replaced agent is kept until none of its reads is running.
+
+    An agent that peers may read from is never replaced: they know its memory.
+
+    Args:
+        name: of the first agent; those that replace it have numbers.
+        memory: what transfers read and write; of one device.
+    """
+
+    def __init__(self, name: str, memory: Sequence[PoolLayout]) -> None:
+        self._name = name
+        self._memory = list(memory)
+        self._num_made = 1
+        self._replaced_at = -REPLACE_EVERY_S
+        self.current = NixlEndpoint(name, memory)
+        """Starts reads."""
+        self.retired: list[NixlEndpoint] = []
+        """Replaced, and not destroyed yet."""
+        self.is_readable = False
+        """Whether peers may know the current agent."""
+
+    def make_progress(self) -> None:
+        """Move the transfers of all agents on, those of peers with this worker included."""
+        for endpoint in (self.current, *self.retired):
+            endpoint.make_progress()
+
+    def register(self, memory: PoolLayout) -> None:
+        """Let transfers of this worker write to more memory. Peers cannot read it."""
+        self._memory.append(memory)
+        self.current.register(memory)
+
+    def disconnect(self, peer: str) -> None:
+        """Let all agents forget a peer."""
+        for endpoint in (self.current, *self.retired):
+            endpoint.disconnect(peer)
+
+    def replace(self) -> bool:
+        """Make a new agent for the reads that start from now on; it knows no peer yet.
+
+        Returns:
+            whether it was made: not if the last one is young, or peers may read from it.
+        """
+        now = time.monotonic()
+        if self.is_readable or now - self._replaced_at < REPLACE_EVERY_S:
+            return False
+        self._replaced_at = now
+        try:
+            new = NixlEndpoint(f"{self._name}/{self._num_made}", self._memory)
+        except Exception:  # NIXL's exceptions have no common base
+            logger.exception("could not make a new NIXL agent")
+            return False
+        self._num_made += 1
+        self.retired.append(self.current)
+        self.current = new
+        seconds = time.monotonic() - now
+        logger.warning("reads have failed: a new NIXL agent was made in %.2f s", seconds)
+        return True
