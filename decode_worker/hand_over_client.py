@@ -8,6 +8,7 @@ import time
 import grpc
 
 from kvrelay.decode_worker.hand_over_stream import (
+    ConnectAnew,
     HandOverStream,
     OpenStream,
     PeerMessage,
@@ -28,7 +29,7 @@ from kvrelay.wire.output import FailureReason
 
 
 class HandOverClient:
-    """A sink of streams to open.
+    """A sink of streams to open, and of peers to connect anew.
 
     Args:
         agent: is given the description of each prefill worker before the first stream to it.
@@ -65,8 +66,12 @@ class HandOverClient:
         """Incarnations of the prefill workers that are connected, or refused."""
         return self._connections.incarnations
 
-    def deliver(self, command: OpenStream) -> None:
+    def deliver(self, command: OpenStream | ConnectAnew) -> None:
         """Open a stream and carry it to its end, in a task of its own; none while it closes."""
+        if isinstance(command, ConnectAnew):
+            if not self._closing:
+                self._connections.connect_anew(command.peer)
+            return
         if self._closing:
             lost = StreamLost(command.stream, "the worker stops", FailureReason.PEER_LOST)
             self._inbox.post(lost)

@@ -66,6 +66,17 @@ class OpenStream:
 
 
 @dataclass(frozen=True, slots=True)
+class ConnectAnew:
+    """To the hand-over client: a read from a prefill worker has failed, shake hands again.
+
+    Whether or not a request waits: the pages of the failed read come back only if the peer
+    answers, or dies.
+    """
+
+    peer: WorkerAddress
+
+
+@dataclass(frozen=True, slots=True)
 class PeerMessage:
     """To the engine: the prefill worker has sent a message."""
 

@@ -59,6 +59,7 @@ class PrefillConnections:
         self._refused = RefusedPeers(self._measure_once, on_probed)
         self._current: dict[str, _Connection] = {}
         """For each incarnation the connection that a new stream would use."""
+        self._closing: set[asyncio.Task[None]] = set()
 
     @property
     def incarnations(self) -> set[str]:
@@ -91,6 +92,21 @@ class PrefillConnections:
             if not connection.num_streams and not self._is_current(stream.peer, connection):
                 await connection.close()
 
+    def connect_anew(self, peer: WorkerAddress) -> None:
+        """Let streams that open from now on use another connection, and make it at once.
+
+        Nothing happens if a handshake is on its way already.
+        """
+        current = self._current.get(peer.incarnation)
+        if current is None or not current.handshake.done():
+            return
+        self._drop(peer, current)
+        if not current.num_streams:
+            closing = asyncio.create_task(current.close())
+            self._closing.add(closing)
+            closing.add_done_callback(self._closing.discard)
+        self._connection_to(peer)
+
     async def forget(self, incarnation: str) -> None:
         """Close the connection to a worker that died; streams that wait for it wait no more."""
         self._refused.forget(incarnation)
@@ -103,6 +119,7 @@ class PrefillConnections:
         """Close every connection."""
         for incarnation in list(self._current):
             await self.forget(incarnation)
+        await asyncio.gather(*self._closing)
         await self._refused.close()
 
     def _connection_to(self, peer: WorkerAddress) -> _Connection:

@@ -9,12 +9,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvrelay.decode_worker.hand_over_stream import HandOverStream
+from kvrelay.decode_worker.hand_over_stream import ConnectAnew, HandOverStream
 from kvrelay.decode_worker.live_requests import LiveRequests
 from kvrelay.decode_worker.request import DecodeRequest
 from kvrelay.engine.faults import Phase
 from kvrelay.engine.scheduler.commands import Dropped, Mailbox
 from kvrelay.engine.scheduler.context import SchedulerContext
+from kvrelay.engine.scheduler.outbox import Sink
 from kvrelay.kv_transfer.checksums import VerifyPages, choose, locate
 from kvrelay.kv_transfer.pull import Pull, PullState
 from kvrelay.kv_transfer.transfers import Transfers
@@ -50,6 +51,7 @@ class Pulls:
         context: the worker's memory, requests and outputs.
         requests: ends a request whose read fails.
         agent: reads and hashes.
+        client: connects anew to a peer whose read has failed.
         inbox: where reads and hashes report their end.
         verify_pages: which pages are compared.
         timeout: seconds that a peer may be silent.
@@ -60,6 +62,7 @@ class Pulls:
         context: SchedulerContext[DecodeRequest],
         requests: LiveRequests,
         agent: Transfers,
+        client: Sink[ConnectAnew],
         inbox: Mailbox[PullEnded | PagesHashed],
         verify_pages: VerifyPages,
         timeout: float,
@@ -67,6 +70,7 @@ class Pulls:
         self._context = context
         self._requests = requests
         self._agent = agent
+        self._client = client
         self._inbox = inbox
         self._verify_pages = verify_pages
         self._slowest = _TIMEOUTS_A_READ * timeout
@@ -99,6 +103,8 @@ class Pulls:
         """Count a read's end. A failed one ends its request; after the last one follows Done."""
         pull = message.pull
         self._context.metrics.count_pull(pull)
+        if pull.state is PullState.FAILED:
+            self._context.outbox.put(self._client, ConnectAnew(message.stream.peer))
         request = self._requests.of_stream(message.stream)
         if request is None:
             return

@@ -9,6 +9,7 @@ from tokenizers import Tokenizer
 
 from kvrelay.decode_worker.grants import Grants
 from kvrelay.decode_worker.hand_over_stream import (
+    ConnectAnew,
     HandOverStream,
     OpenStream,
     PeerMessage,
@@ -66,7 +67,7 @@ class DecodeScheduler:
         self,
         context: SchedulerContext[DecodeRequest],
         agent: Transfers,
-        client: Sink[OpenStream],
+        client: Sink[OpenStream | ConnectAnew],
         inbox: Mailbox[PullEnded | PagesHashed | Wake],
         tokenizer: Tokenizer,
         config: WorkerConfig,
@@ -87,7 +88,9 @@ class DecodeScheduler:
         self._grants = Grants(
             context, self._requests, self._growth, config.bypass_limit, config.grants_ahead
         )
-        self._pulls = Pulls(context, self._requests, agent, inbox, config.verify_pages, timeout)
+        self._pulls = Pulls(
+            context, self._requests, agent, client, inbox, config.verify_pages, timeout
+        )
         self._hand_overs = HandOvers(context, self._requests, self._pulls, self._growth)
         self.heartbeats = Heartbeats(context, self._requests, self._pulls, timeout)
         self._probes: dict[str, PeerTransport] = {}

@@ -5,7 +5,7 @@ can happen to it. Over this link bytes take long: some arrive after their reques
 or after the process that sent them has died. Prefill workers have their NIXL agents in one
 namespace, decode workers in the other; gRPC, Ray and the metrics stay on the host's loopback.
 
-Linux, root, and the tools ip and tc of iproute2 are needed.
+Linux, root, and the tools ip, tc and ss of iproute2 are needed.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import subprocess
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -48,7 +49,7 @@ def why_not() -> str:
     """What this machine lacks for two networks; empty if nothing."""
     if os.geteuid() != 0:
         return "network namespaces need root"
-    missing = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
+    missing = [tool for tool in ("ip", "tc", "ss") if shutil.which(tool) is None]
     if missing:
         return f"not installed: {', '.join(missing)} (iproute2)"
     probe = f"kvrelay-{os.getpid()}"
@@ -59,8 +60,22 @@ def why_not() -> str:
     return ""
 
 
+@dataclass(frozen=True)
+class Link:
+    """The two ends of the slow link, by namespace."""
+
+    namespaces: tuple[str, ...]
+
+    def cut(self) -> int:
+        """Break all TCP connections at both ends; returns how many sockets those were.
+
+        New ones can be made at once.
+        """
+        return sum(map(_cut, self.namespaces))
+
+
 @contextmanager
-def two_networks(rate: str = RATE) -> Iterator[None]:
+def two_networks(rate: str = RATE) -> Iterator[Link]:
     """Put the NIXL agents of clusters started inside into two networks, one for each role."""
     names = {role: f"kvrelay-{os.getpid()}-{role}" for role in PLACES}
     try:
@@ -79,7 +94,7 @@ def two_networks(rate: str = RATE) -> Iterator[None]:
             for role, name in names.items()
         }
         with mock.patch.dict(BUILDERS, apart):
-            yield
+            yield Link(tuple(names.values()))
     finally:
         for name in names.values():
             subprocess.run(["ip", "netns", "delete", name], check=False)
@@ -129,6 +144,15 @@ def _in_a_thread(work: Callable[[], object]) -> None:
     thread.join()
     for failure in failures:
         raise failure
+
+
+def _cut(namespace: str) -> int:
+    """Let the kernel abort the namespace's connections; each line that ss prints is one."""
+    kill = ("ss", "--kill", "--no-header", "--tcp", "state", "established")
+    told = subprocess.run(
+        ("ip", "netns", "exec", namespace, *kill), check=True, capture_output=True, text=True
+    )
+    return len(told.stdout.splitlines())
 
 
 def _check(result: int) -> None:

@@ -18,6 +18,7 @@ from kvrelay.decode_worker import refused_peers
 from kvrelay.decode_worker.hand_over_client import HandOverClient
 from kvrelay.decode_worker.hand_over_stream import (
     CloseStream,
+    ConnectAnew,
     HandOverStream,
     OpenStream,
     PeerProbed,
@@ -191,6 +192,27 @@ async def test_a_pair_whose_read_failed_is_measured_again(
     other.deliver(other.sequencer.number(Heartbeat()))
     await prefill.inbox.next(StreamMessage)
     assert not any(isinstance(message, StreamLost) for message in inbox.unread())
+    await client.close()
+
+
+async def test_a_read_that_failed_after_its_request_connects_anew_at_once(
+    prefill: Prefill, agent: TransferAgent
+) -> None:
+    """Its pages come back with the new connection, whether or not a request comes."""
+    inbox = ReadInbox()
+    client = make_client(agent, inbox)
+    stream = stream_to(prefill.peer)
+    client.deliver(OpenStream(stream))
+    await inbox.next(PeerProbed)
+    await prefill.inbox.next(StreamOpened)
+    stream.deliver(CloseStream())
+    await inbox.next(StreamLost)
+    await until_serving(prefill.agent, 0)
+    for _ in range(2):
+        client.deliver(ConnectAnew(prefill.peer))
+    assert not (await inbox.next(PeerProbed)).transport.refusal
+    await until_serving(prefill.agent, 0)
+    assert not inbox.unread(), "one handshake for both"
     await client.close()
 
 

@@ -39,7 +39,8 @@ async def test_a_connection_that_broke_unnoticed_is_no_refusal(
     agent.add_peer(peer.description)
     prober, name = TransportProber(agent, floor=0.0), peer.description.incarnation
     assert not (await prober.measure(name)).refusal
-    start, failed = NixlTransfer.start, []
+    start = NixlTransfer.start
+    failed: list[NixlTransfer] = []
 
     def fail_once(transfer: NixlTransfer) -> str:
         if failed:

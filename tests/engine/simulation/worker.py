@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvrelay.aggregated_worker.scheduler import AggregatedScheduler
+from kvrelay.decode_worker.hand_over_stream import ConnectAnew, OpenStream
 from kvrelay.decode_worker.hand_over_stream import HandOverStream as DecodeStream
-from kvrelay.decode_worker.hand_over_stream import OpenStream
 from kvrelay.decode_worker.scheduler import DecodeScheduler
 from kvrelay.engine.config import WorkerConfig
 from kvrelay.engine.executor.step import Step, execute_or_fail
@@ -106,9 +106,10 @@ class SimWorker:
             return PoolShape("full", self.pages)
         return PoolShape("window", 2 * window_pages(window, self.page_size, ahead), window)
 
-    def deliver(self, command: OpenStream) -> None:
+    def deliver(self, command: OpenStream | ConnectAnew) -> None:
         """Keep a stream that is to be opened; this is the hand-over client's part."""
-        self.opened.append(command.stream)
+        if isinstance(command, OpenStream):
+            self.opened.append(command.stream)
 
     def launch(self, step: Step[Any]) -> None:
         """Keep a step until it is told to end; this is the launcher's part."""
