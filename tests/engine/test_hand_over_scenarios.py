@@ -146,6 +146,31 @@ def test_scenario_34_abort_while_a_read_writes_its_pages(seed: int) -> None:
     simulation.assert_at_baseline()
 
 
+def test_a_read_that_fails_after_its_request_connects_anew() -> None:
+    """No request is left that would notice, and only a new connection brings its pages back."""
+    simulation = one_pair(1, cached=False)
+    (prompt,) = random_prompts(1, 1, 60)
+    request = simulation.submit(prompt, 8)
+    holds_on_to_reads(simulation)
+    step_until(simulation, lambda: bool(reads_of(request)))
+    late = reads_of(request)
+    request.decode.agent.ordered = []
+    for worker in (request.prefill, request.decode):
+        simulation.cancel(request, worker)
+    request.decode.turn()
+    assert not request.decode.connected_anew
+    for pull, on_end in late:
+        pull.state, pull.error = PullState.FAILED, "injected"
+        on_end(pull)
+    request.decode.turn()
+    assert set(request.decode.connected_anew) == {request.prefill.name}
+    assert request.decode.kv_cache.page_counts()[0].quarantined > 0
+    for pull, _ in late:
+        pull.settle()
+    simulation.run()
+    simulation.assert_at_baseline()
+
+
 @pytest.mark.parametrize("seed", range(6))
 def test_scenario_35_one_read_fails_while_another_runs(seed: int) -> None:
     simulation = one_pair(seed, cached=False)

@@ -45,6 +45,8 @@ class SimWorker:
     """Only a real model has one."""
     steps: deque[Step[Any]] = field(default_factory=deque)
     opened: list[DecodeStream] = field(default_factory=list)
+    connected_anew: list[str] = field(default_factory=list)
+    """Peers, each time that one is to be connected anew."""
     broken: set[RequestKey] = field(default_factory=set)
     """Requests whose logits are not finite here."""
     draining: bool = False
@@ -107,9 +109,11 @@ class SimWorker:
         return PoolShape("window", 2 * window_pages(window, self.page_size, ahead), window)
 
     def deliver(self, command: OpenStream | ConnectAnew) -> None:
-        """Keep a stream that is to be opened; this is the hand-over client's part."""
+        """Keep what is to be opened, or connected; this is the hand-over client's part."""
         if isinstance(command, OpenStream):
             self.opened.append(command.stream)
+        else:
+            self.connected_anew.append(command.peer.incarnation)
 
     def launch(self, step: Step[Any]) -> None:
         """Keep a step until it is told to end; this is the launcher's part."""
