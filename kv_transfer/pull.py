@@ -40,8 +40,8 @@ class Pull:
     Or a probe, of scratch pages in place of the pools, in one direction or the other.
 
     It is its own fence: the local pages may be used again once `passed`, that
-    is when it ended well, never started, or the process it read from is
-    confirmed dead. An error alone proves nothing: other pieces of the same
+    is when it ended well, never started, the process it read from is confirmed
+    dead, or the NIXL agent that ran it is destroyed. An error alone proves nothing: other pieces of the same
     read may still be arriving.
     """
 
@@ -85,7 +85,7 @@ class Pull:
         self.settle()
 
     def fail(self, error: str, seconds: float) -> None:
-        """NIXL has reported an error. Bytes may still arrive until the peer's confirmed death."""
+        """NIXL has reported an error. Bytes may still arrive, until `settle`."""
         self._move_to(PullState.FAILED)
         self.error, self.seconds = error, seconds
 
