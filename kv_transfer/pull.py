@@ -41,8 +41,8 @@ class Pull:
 
     It is its own fence: the local pages may be used again once `passed`, that
     is when it ended well, never started, the process it read from is confirmed
-    dead, or the NIXL agent that ran it is destroyed. An error alone proves nothing: other pieces of the same
-    read may still be arriving.
+    dead, or the NIXL agent that ran it is destroyed. An error alone proves nothing:
+    other pieces of the same read may still be arriving.
     """
 
     peer: str
