@@ -170,7 +170,6 @@ class AggregatedScheduler:
                 index=len(known),
                 # When it begins again it finds its own pages.
                 cached_tokens=0 if known else run.cached_tokens,
-                prompt_logprobs=run.scores if choice == request.choices[0] else (),
             )
         firsts = zip(request.choices, tokens, ends, strict=True)
         live = [(choice, token.token_id) for choice, token, finish in firsts if finish is None]

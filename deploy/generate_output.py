@@ -38,10 +38,11 @@ class PlainText:
 
     def __init__(self) -> None:
         self._begun = False
+        self._prompt = _PromptLogprobs()
 
     def delta(self, request_id: str, delta: pb.GenerateDelta) -> None:
         """Print what came."""
-        _say_logprobs("prompt", 1, delta.prompt_logprobs)
+        self._prompt.say(delta)
         self._begun = True
         print(delta.text, end="", flush=True)  # noqa: T201
         _say_logprobs("", delta.index, delta.logprobs)
@@ -61,11 +62,12 @@ class PlainTexts:
 
     def __init__(self) -> None:
         self._texts: dict[int, str] = {}
+        self._prompt = _PromptLogprobs()
 
     def delta(self, request_id: str, delta: pb.GenerateDelta) -> None:
         """Keep the text that came; print log-probabilities at once."""
         self._texts[delta.choice] = self._texts.get(delta.choice, "") + delta.text
-        _say_logprobs("prompt", 1, delta.prompt_logprobs)
+        self._prompt.say(delta)
         _say_logprobs(f"[{delta.choice}]", delta.index, delta.logprobs)
 
     def complete(self, request_id: str, complete: pb.GenerateComplete) -> None:
@@ -82,6 +84,18 @@ def _raise_if_aborted(request_id: str, complete: pb.GenerateComplete) -> None:
     ends = [complete.finish_reason, *(choice.finish_reason for choice in complete.choices)]
     if pb.FINISH_REASON_ABORT in ends:
         raise DeployError(f"request {request_id} was aborted")
+
+
+class _PromptLogprobs:
+    """Prints the log-probabilities of a prompt, which come in several deltas."""
+
+    def __init__(self) -> None:
+        self._next = 1
+
+    def say(self, delta: pb.GenerateDelta) -> None:
+        """A line on standard error for each position of the prompt that the delta has."""
+        _say_logprobs("prompt", self._next, delta.prompt_logprobs)
+        self._next += len(delta.prompt_logprobs)
 
 
 def _say_logprobs(what: str, first: int, tokens: Iterable[pb.TokenLogprobs]) -> None:

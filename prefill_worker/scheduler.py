@@ -160,7 +160,6 @@ class PrefillScheduler:
         token: SampledToken,
         finish: RequestEnd | None,
     ) -> None:
-        is_first = choice == request.choices[0]
         self._context.emit(
             request,
             [token],
@@ -169,5 +168,4 @@ class PrefillScheduler:
             index=len(request.output_ids),
             choice=choice,
             cached_tokens=run.cached_tokens,
-            prompt_logprobs=run.scores if is_first else (),
         )

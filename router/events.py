@@ -29,7 +29,7 @@ class Delta:
     text: str
     choice: int = 0
     prompt_logprobs: tuple[SampledToken, ...] = ()
-    """Of the prompt's tokens but the first; on the first delta of all alone."""
+    """Of tokens of the prompt, in order; on deltas of their own before the first token."""
 
 
 @dataclass(frozen=True, slots=True)

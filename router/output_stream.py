@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import replace
+from typing import Final
 
 from kvrelay.router.choice import Choice
 from kvrelay.router.errors import RequestError
@@ -11,7 +11,10 @@ from kvrelay.router.events import Completion, Delta, Event, FinishReason
 from kvrelay.router.generation import GenerationRequest
 from kvrelay.router.metrics import Stopwatch
 from kvrelay.router.notifier import Notifier
-from kvrelay.wire.output import PhaseTimings, RequestOutput, SampledToken
+from kvrelay.wire.output import PhaseTimings, RequestOutput
+
+_MAX_PROMPT_LOGPROBS: Final = 1024
+"""Of one delta: with twenty alternatives 300 KB, where many clients take no more than 4 MiB."""
 
 
 class OutputStream:
@@ -37,7 +40,7 @@ class OutputStream:
         self._stopwatch = stopwatch
         self._first_attempt: int | None = None  # the one that brought the first token
         self._cached_tokens = 0
-        self._prompt_logprobs: tuple[SampledToken, ...] | None = None
+        self._num_prompt_logprobs = 0  # those of prompt tokens from the second on
         self._deltas: list[Delta] = []
         self._changes = Notifier()
 
@@ -62,7 +65,8 @@ class OutputStream:
     @property
     def prompt_logprobs_due(self) -> int | None:
         """Log-probabilities still wanted at each position of the prompt; None: none at all."""
-        return self._request.params.prompt_logprobs if self._prompt_logprobs is None else None
+        is_due = self._num_prompt_logprobs < len(self._request.input_ids) - 1
+        return self._request.params.prompt_logprobs if is_due else None
 
     def take(self, output: RequestOutput) -> None:
         """Adds a worker's tokens, which may come in any order, and the end that it reports."""
@@ -70,12 +74,21 @@ class OutputStream:
             self._first_attempt = output.key.attempt
         if output.key.attempt == self._first_attempt:  # a later one finds its own pages cached
             self._cached_tokens = max(self._cached_tokens, output.cached_tokens)
-        if output.prompt_logprobs and self._prompt_logprobs is None:
-            self._prompt_logprobs = output.prompt_logprobs
+        if output.prompt_logprobs:
+            self._take_prompt_logprobs(output)
         delta, contradicted = self.choices[output.key.choice].take(output)
         self._stopwatch.contradicted(contradicted)
         self._publish(delta)
         self._complete_if_ended()
+
+    def _take_prompt_logprobs(self, output: RequestOutput) -> None:
+        """Publishes those that have not come before, from an earlier attempt."""
+        known = self._num_prompt_logprobs - (output.prompt_index - 1)
+        new = output.prompt_logprobs[known:] if known >= 0 else ()
+        self._num_prompt_logprobs += len(new)
+        for start in range(0, len(new), _MAX_PROMPT_LOGPROBS):
+            piece = new[start : start + _MAX_PROMPT_LOGPROBS]
+            self._publish(Delta(0, (), "", prompt_logprobs=piece))
 
     def interrupt(self, choice: int) -> None:
         """The choice's attempt is over before the choice was; see `Choice.interrupt`."""
@@ -97,8 +110,6 @@ class OutputStream:
     def _publish(self, delta: Delta | None) -> None:
         if delta is None:
             return
-        if not self._deltas and self._prompt_logprobs is not None:
-            delta = replace(delta, prompt_logprobs=self._prompt_logprobs)
         self._deltas.append(delta)
         if delta.tokens:
             self._stopwatch.delta(delta.choice, len(delta.tokens))

@@ -54,7 +54,7 @@ class _Submitted:
     open_choices: set[int]
     """Its choices that the worker has not ended."""
     started: bool = False
-    """The worker has sent output for it: its input is no longer in the backlog."""
+    """The worker has sent a token of it, or an end: its input is no longer in the backlog."""
 
 
 class WorkerLink:
@@ -221,7 +221,7 @@ class WorkerLink:
             if output.tokens:  # else it only reports that the attempt has ended
                 self._on_stale()
             return
-        submitted.started = True
+        submitted.started |= bool(output.tokens or output.end)
         if output.end is not None:
             submitted.open_choices.discard(output.key.choice)
         if not submitted.open_choices:

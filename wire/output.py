@@ -142,7 +142,9 @@ class RequestOutput:
     cached_tokens: int = 0
     """Prompt tokens that were not computed: found in the prefill side's prefix index."""
     prompt_logprobs: tuple[SampledToken, ...] = ()
-    """Of the prompt's tokens but the first; from whoever computed it, with its last chunk."""
+    """Of the prompt's tokens but the first; from whoever computes it, chunk by chunk."""
+    prompt_index: int = 0
+    """The place in the prompt that `prompt_logprobs` begin at; 1 for the second token."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -192,6 +192,7 @@ class SchedulerContext(Generic[RequestT]):
         *,
         cached_tokens: int = 0,
         prompt_logprobs: Sequence[SampledToken] = (),
+        prompt_index: int = 0,
         choice: int | None = None,
         index: int | None = None,
     ) -> None:
@@ -203,14 +204,22 @@ class SchedulerContext(Generic[RequestT]):
             end: `None` if there is more to come.
             timings: seconds of the phases that this worker saw.
             cached_tokens: prompt tokens that the prefix index had.
-            prompt_logprobs: of the prompt's tokens but the first.
+            prompt_logprobs: of neighbouring tokens of the prompt.
+            prompt_index: the place of the first of these in the prompt.
             choice: the output that is meant, if the request stands for several.
             index: the first token's place in the output, if `tokens` are not in `output_ids`.
         """
         key = request.key if choice is None else request.key.of_choice(choice)
         index = len(request.output_ids) - len(tokens) if index is None else index
         output = RequestOutput(
-            key, index, tuple(tokens), end, timings, cached_tokens, tuple(prompt_logprobs)
+            key,
+            index,
+            tuple(tokens),
+            end,
+            timings,
+            cached_tokens,
+            tuple(prompt_logprobs),
+            prompt_index,
         )
         self._outputs.setdefault(request.link, []).append(output)
 

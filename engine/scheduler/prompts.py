@@ -27,8 +27,8 @@ class PromptRun:
     queued: float
     """Seconds until it had memory."""
     begun: float = field(default_factory=time.monotonic)
-    scores: list[SampledToken] = field(default_factory=list)
-    """Of the prompt's tokens but the first, if they were asked for."""
+    num_scored: int = 0
+    """Tokens of the prompt whose log-probabilities were emitted."""
 
     def timings(self) -> PhaseTimings:
         """Seconds until now."""
@@ -111,14 +111,29 @@ class ComputingPrompts(Generic[RequestT]):
         return Scheduled(request, self._runs[request].token_state, tokens, sample=last)
 
     def process_step_output(self, item: Scheduled[RequestT], output: StepOutput) -> None:
-        """Record that a chunk's KV is written; publish it, then free what a window has passed."""
+        """Record that a chunk's KV is written, and emit the log-probabilities of its tokens.
+
+        Publishes it, then frees what a window has passed.
+        """
         request = item.request
         request.kv_written_len += item.num_tokens
-        self._runs[request].scores += output.prompt_logprobs
+        if output.prompt_logprobs:
+            self._emit_scores(request, output.prompt_logprobs)
         if self._publish:
             self._context.publish_settled(request)
         if not item.sample:
             self._context.kv_cache.slide(request.held, request.kv_written_len)
+
+    def _emit_scores(self, request: RequestT, scores: Sequence[SampledToken]) -> None:
+        """Chunk by chunk, because those of a long prompt would exceed a message's bound."""
+        run = self._runs[request]
+        self._context.emit(
+            request,
+            choice=request.choices[0],
+            prompt_logprobs=scores,
+            prompt_index=run.num_scored + 1,
+        )
+        run.num_scored += len(scores)
 
 
 def _tokens_left(request: Request) -> int:

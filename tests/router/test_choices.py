@@ -76,7 +76,7 @@ async def test_an_abort_ends_all_that_have_not_ended(cluster: Cluster) -> None:
 
 
 @pytest.mark.parametrize("with_token", [True, False])
-async def test_prompt_logprobs_come_on_the_first_delta_alone(
+async def test_prompt_logprobs_come_before_the_first_token(
     cluster: Cluster, with_token: bool
 ) -> None:
     call = cluster.generate(n=2, prompt_logprobs=1, max_tokens=2)
@@ -84,9 +84,9 @@ async def test_prompt_logprobs_come_on_the_first_delta_alone(
     logprobs = [pb.TokenLogprobs(token_id=t, logprob=-0.5, top=top) for t in (2, 3)]
     submit = await cluster.prefill.submitted()
     if not with_token:
-        cluster.prefill.say(submit, 0, prompt_logprobs=logprobs)
+        cluster.prefill.say(submit, 0, prompt_logprobs=logprobs, prompt_index=1)
     early = logprobs if with_token else []
-    cluster.prefill.say(submit, 0, (50,), end=HANDED_OVER, prompt_logprobs=early)
+    cluster.prefill.say(submit, 0, (50,), end=HANDED_OVER, prompt_logprobs=early, prompt_index=1)
     cluster.prefill.say(submit, 0, (60,), choice=1, end=HANDED_OVER)
     submit = await cluster.decode.submitted()
     for choice in range(2):

@@ -125,17 +125,24 @@ async def test_one_of_three_choices_is_retracted(cluster: Cluster) -> None:
 async def test_prompt_logprobs_are_asked_for_until_they_are_here(cluster: Cluster) -> None:
     call = cluster.generate(prompt_logprobs=2, max_tokens=4)
     first = await cluster.prefill.submitted()
+    logprobs = [pb.TokenLogprobs(token_id=t, logprob=-0.5) for t in (2, 3)]
+    cluster.prefill.say(first, prompt_logprobs=logprobs[:1], prompt_index=1)
     cluster.prefill.say(first, end=BROKEN)
     second = await cluster.prefill.submitted(2)
     assert second.sampling_params.prompt_logprobs == 2
-    logprobs = [pb.TokenLogprobs(token_id=t, logprob=-0.5) for t in (2, 3)]
-    cluster.prefill.say(second, 0, (4,), prompt_logprobs=logprobs, end=HANDED_OVER)
+    cluster.prefill.say(second, prompt_logprobs=logprobs, prompt_index=1)
+    cluster.prefill.say(second, 0, (4,), end=HANDED_OVER)
     cluster.decode.say(await cluster.decode.submitted(2), 1, end=RETRACTED)
     third = await cluster.prefill.submitted(3)
     assert not third.sampling_params.HasField("prompt_logprobs")
     cluster.prefill.say(third, 1, (5,), end=LENGTH)
     streamed = await collect(call)
-    assert [list(delta.prompt_logprobs) for delta in streamed.deltas] == [logprobs, []]
+    assert [list(delta.prompt_logprobs) for delta in streamed.deltas] == [
+        logprobs[:1],
+        logprobs[1:],
+        [],
+        [],
+    ]
 
 
 async def test_cached_tokens_are_those_of_the_first_attempt(cluster: Cluster) -> None:

@@ -178,7 +178,10 @@ class SimRouter:
         for offset, token in enumerate(output.tokens):
             assert output.index + offset not in request.tokens, "a token was emitted twice"
             request.tokens[output.index + offset] = token
-        request.prompt_logprobs += output.prompt_logprobs
+        if output.prompt_logprobs:  # another attempt begins at the first again
+            known = request.prompt_logprobs[: output.prompt_index - 1]
+            assert len(known) == output.prompt_index - 1
+            request.prompt_logprobs = known + output.prompt_logprobs
         request.cached_tokens += output.cached_tokens
         if output.end is not None and self._moves(request, output.end):
             self._move(request, worker)
