@@ -87,6 +87,12 @@ _FIELDS: Final = {"top_logprobs": "logprobs"}
 @click.option(
     "--request-id", default="", help="The request's id; without it the server chooses one."
 )
+@click.option(
+    "--timeout",
+    type=click.FloatRange(min=0, min_open=True),
+    metavar="SECONDS",
+    help="Give up after so many seconds; the server then ends the request, too.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object a line.")
 @with_server
 @with_clear_errors
@@ -99,6 +105,7 @@ def generate(
     as_json: bool,
     server: Address,
     access: Access,
+    timeout: float | None,
     logprobs: bool,
     top_logprobs: int | None,
     **sampling: Any,
@@ -116,7 +123,7 @@ def generate(
     writer = JsonLines() if as_json else text_writer(request.sampling_params.n)
     access.check(server)
     with connected(server, access.credentials()) as service:
-        stream_to(writer, service.Generate(request, metadata=access.metadata))
+        stream_to(writer, service.Generate(request, metadata=access.metadata, timeout=timeout))
 
 
 def sampling_params(given: dict[str, Any]) -> pb.SamplingParams:

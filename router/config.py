@@ -32,6 +32,21 @@ class RouterOptions:
         Section.REQUESTS,
         at_least=1,
     )
+    max_unread_bytes: int = option(
+        8 << 20,
+        "The router ends the stream of a client for which more bytes than this wait, because it "
+        "reads too slowly.",
+        Section.REQUESTS,
+        at_least=1,
+    )
+    read_timeout: float = option(
+        60.0,
+        "The router ends the stream of a client that takes nothing of what waits for it for this "
+        "many seconds.",
+        Section.REQUESTS,
+        at_least=0.001,
+        unit="seconds",
+    )
     auth_token_file: Path | None = option(
         None,
         "A file with the tokens that clients must send, with every call except health checks, and "

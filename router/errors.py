@@ -12,6 +12,8 @@
     ├── Overloaded             RESOURCE_EXHAUSTED, says when to try again
     ├── TextQueueFull          RESOURCE_EXHAUSTED, too
     ├── OverLimit              RESOURCE_EXHAUSTED, too: names the token's limit
+    ├── SlowReader             RESOURCE_EXHAUSTED: the client does not read what it is sent
+    ├── DeadlineExceeded       DEADLINE_EXCEEDED
     ├── Unavailable            UNAVAILABLE: another try could succeed; may say when
     ├── DataLoss               DATA_LOSS: KV arrived damaged; --strict forbids to compute it again
     └── InternalFailure        INTERNAL: another attempt would fail the same way
@@ -109,6 +111,21 @@ class OverLimit(RequestError):  # noqa: N818
             f"try again in {retry_after_ms} ms"
         )
         self.retry_after_ms = retry_after_ms
+
+
+class SlowReader(RequestError):  # noqa: N818
+    """The client reads its stream too slowly: `--max-unread-bytes`, `--read-timeout`."""
+
+    outcome = "slow_reader"
+
+
+class DeadlineExceeded(RequestError):  # noqa: N818
+    """The deadline that the client gave its call has passed, or cannot be kept."""
+
+    outcome = "deadline"
+
+    def __init__(self, when: str) -> None:
+        super().__init__(f"the request's deadline has passed {when}")
 
 
 class Unavailable(RequestError):  # noqa: N818

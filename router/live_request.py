@@ -19,17 +19,18 @@ import asyncio
 import contextlib
 import itertools
 import logging
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence, Set
+from collections.abc import Callable, Coroutine, Iterator, Sequence, Set
 from typing import Any
 
 from kvrelay.router.attempt import Attempt, RequestFailed, Verdict
-from kvrelay.router.errors import AlreadyExists, InternalFailure, RequestError
-from kvrelay.router.events import Completion, Event
+from kvrelay.router.errors import AlreadyExists, DeadlineExceeded, InternalFailure, RequestError
+from kvrelay.router.events import Completion
 from kvrelay.router.failover import Failover, Retry
 from kvrelay.router.fleet import Placement
 from kvrelay.router.generation import GenerationRequest, Submission
 from kvrelay.router.metrics import RESUBMISSIONS, STALE_OUTPUTS, RouterMetrics, Stopwatch
 from kvrelay.router.output_stream import OutputStream
+from kvrelay.router.readers import Reader, Readers
 from kvrelay.wire.output import RequestOutput
 from kvrelay.wire.worker_info import WorkerInfo, WorkerRole
 
@@ -39,11 +40,13 @@ _log = logging.getLogger(__name__)
 class LiveRequest:
     """Keeps an attempt running on every unfinished choice of a request, until the outcome.
 
-    When its last reader leaves before the outcome, the request is aborted.
+    When its last reader leaves before the outcome, the request is aborted; it fails if that reader
+    was too slow, or left because of its deadline.
 
     Args:
         request: what was asked for.
         stream: its output.
+        readers: of that stream.
         failover: finds workers for it, and decides on its retries.
         metrics: the router's.
         stopwatch: runs since it arrived.
@@ -55,6 +58,7 @@ class LiveRequest:
         self,
         request: GenerationRequest,
         stream: OutputStream,
+        readers: Readers,
         failover: Failover,
         metrics: RouterMetrics,
         stopwatch: Stopwatch,
@@ -70,7 +74,8 @@ class LiveRequest:
         self._stopwatch = stopwatch
         self._attempt_numbers = attempt_numbers
         self._on_end = on_end
-        self._readers = 0
+        self._readers = readers
+        self._at_deadline: asyncio.TimerHandle | None = None
         self._attempts: dict[int, Attempt] = {}  # by number; those that are not over
         self._submissions: set[asyncio.Task[None]] = set()
         self._closed = False
@@ -110,18 +115,30 @@ class LiveRequest:
     # What clients and the router's stop do.
 
     @contextlib.contextmanager
-    def reader(self) -> Iterator[AsyncIterator[Event]]:
+    def reader(
+        self, timeout: asyncio.Timeout | None = None, deadline: float | None = None
+    ) -> Iterator[Reader]:
         """Attaches a reader for as long as the context lasts.
 
         The events are all deltas from the first, then the completion; an outcome
         that is an error is raised in its place.
+
+        Args:
+            timeout: expires when the reader has been too slow.
+            deadline: of its call, on the clock of `time.monotonic`. The request fails at the
+                latest of its readers' deadlines, if all have one.
         """
-        self._readers += 1
+        reader = self._readers.attach(timeout, deadline)
+        self._watch_deadline()
         try:
-            yield self._stream.events()
+            yield reader
         finally:
-            self._readers -= 1
-            if self._readers == 0:
+            self._readers.detach(reader)
+            if len(self._readers):
+                self._watch_deadline()
+            elif (error := reader.error) is not None:
+                self.fail(error)
+            else:
                 self.abort()
 
     def abort(self) -> None:
@@ -133,6 +150,15 @@ class LiveRequest:
         """Ends the request with an error; does nothing if it has its outcome."""
         self._stream.fail(error)
         self._close_if_over()
+
+    def _watch_deadline(self) -> None:
+        if self._at_deadline is not None:
+            self._at_deadline.cancel()
+            self._at_deadline = None
+        deadline = self._readers.deadline
+        if deadline is not None and self.outcome is None:
+            loop, error = asyncio.get_running_loop(), DeadlineExceeded("while it was served")
+            self._at_deadline = loop.call_at(deadline, self.fail, error)
 
     # What workers report: `worker_link.Listener`.
 
@@ -146,6 +172,7 @@ class LiveRequest:
                 self._take(attempt, role, output)
             elif output.tokens:
                 self._metrics.count(STALE_OUTPUTS)
+        self._readers.end_slow_ones()
 
     def on_lost(self, attempt: int, endpoint: WorkerInfo, detail: str) -> None:
         """A worker is lost and has released this attempt, or died with it."""
@@ -178,6 +205,8 @@ class LiveRequest:
         if self.outcome is None or self._closed:
             return
         self._closed = True
+        if self._at_deadline is not None:
+            self._at_deadline.cancel()
         for task in self._submissions:
             task.cancel()
         for attempt in self._attempts.values():

@@ -21,6 +21,7 @@ from kvrelay.router.live_request import LiveRequest
 from kvrelay.router.metrics import WORKER_WAITS, RouterMetrics, Stopwatch
 from kvrelay.router.notifier import Notifier
 from kvrelay.router.output_stream import OutputStream
+from kvrelay.router.readers import Patience, Readers
 from kvrelay.router.text import TextStream
 from kvrelay.router.token_limits import TokenLimits
 
@@ -127,9 +128,12 @@ class LiveRequests:
         self._token_limits.check_queued(request.caller, self._live.values(), num_tokens)
         placement = self._place(request)
         choices = self._choices(request, self._fleet.known[0].eos_token_ids)
+        stream = OutputStream(request, choices, stopwatch)
+        patience = Patience(self._config.max_unread_bytes, self._config.read_timeout)
         live = LiveRequest(
             request,
-            OutputStream(request, choices, stopwatch),
+            stream,
+            Readers(stream, patience),
             Failover(self._fleet, self._config, self._metrics),
             self._metrics,
             stopwatch,

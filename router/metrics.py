@@ -47,6 +47,10 @@ PROMPT_TOKENS: Final = METRICS.counter(
 OUTPUT_TOKENS: Final = METRICS.counter(
     "kvrelay_output_tokens_total", "Output tokens that were streamed to clients"
 )
+SLOW_READERS: Final = METRICS.counter(
+    "kvrelay_slow_readers_total",
+    "Streams that the router ended because their client read too slowly",
+)
 STALE_OUTPUTS: Final = METRICS.counter(
     "kvrelay_stale_outputs_total",
     "Outputs of workers that were dropped because their attempt was over",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from typing import Final
 
 from kvrelay.router.choice import Choice
@@ -11,10 +11,13 @@ from kvrelay.router.events import Completion, Delta, Event, FinishReason
 from kvrelay.router.generation import GenerationRequest
 from kvrelay.router.metrics import Stopwatch
 from kvrelay.router.notifier import Notifier
-from kvrelay.wire.output import PhaseTimings, RequestOutput
+from kvrelay.wire.output import PhaseTimings, RequestOutput, SampledToken
 
 _MAX_PROMPT_LOGPROBS: Final = 1024
 """Of one delta: with twenty alternatives 300 KB, where many clients take no more than 4 MiB."""
+_EVENT_BYTES: Final = 64
+_ID_BYTES: Final = 4
+_LOGPROB_BYTES: Final = 12
 
 
 class OutputStream:
@@ -36,6 +39,8 @@ class OutputStream:
     ) -> None:
         self.choices = tuple(choices)
         self.outcome: Completion | RequestError | None = None
+        self.published_bytes = 0
+        """Of all deltas, about."""
         self._request = request
         self._stopwatch = stopwatch
         self._first_attempt: int | None = None  # the one that brought the first token
@@ -44,18 +49,23 @@ class OutputStream:
         self._deltas: list[Delta] = []
         self._changes = Notifier()
 
-    async def events(self) -> AsyncIterator[Event]:
-        """All deltas from the first, then the completion; raises the outcome if it is an error."""
-        sent = 0
-        while self.outcome is None or sent < len(self._deltas):
-            if sent == len(self._deltas):
-                await self._changes.wait()
-                continue
-            yield self._deltas[sent]
-            sent += 1
+    async def event(self, number: int) -> Event | None:
+        """The event of this number, from 0, once it is there; None: the stream has no more.
+
+        All deltas come first, then the completion. Raises the outcome if that is an error.
+        """
+        while self.outcome is None and number >= len(self._deltas):
+            await self._changes.wait()
+        if number < len(self._deltas):
+            return self._deltas[number]
         if isinstance(self.outcome, RequestError):
             raise self.outcome
-        yield self.outcome
+        return self.outcome if number == len(self._deltas) else None
+
+    @property
+    def num_deltas(self) -> int:
+        """Deltas until now."""
+        return len(self._deltas)
 
     @property
     def streaming(self) -> bool:
@@ -111,6 +121,7 @@ class OutputStream:
         if delta is None:
             return
         self._deltas.append(delta)
+        self.published_bytes += event_bytes(delta)
         if delta.tokens:
             self._stopwatch.delta(delta.choice, len(delta.tokens))
         self._changes.notify_all()
@@ -138,3 +149,17 @@ class OutputStream:
         self.outcome = outcome
         self._stopwatch.ended(label)
         self._changes.notify_all()
+
+
+def event_bytes(event: Event) -> int:
+    """About how many bytes a client is sent for an event."""
+    if isinstance(event, Completion):
+        return _EVENT_BYTES
+    num_bytes = _EVENT_BYTES + len(event.text) + _ID_BYTES * len(event.tokens)
+    if event.tokens and event.tokens[0].logprob is not None:
+        num_bytes += _logprob_bytes(event.tokens)
+    return num_bytes + _logprob_bytes(event.prompt_logprobs)
+
+
+def _logprob_bytes(tokens: Sequence[SampledToken]) -> int:
+    return _LOGPROB_BYTES * sum(1 + len(token.top) for token in tokens)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import time
 from importlib.metadata import version
@@ -12,12 +13,14 @@ from tokenizers import Tokenizer
 from kvrelay.router.auth import current_caller
 from kvrelay.router.client_messages import event_response
 from kvrelay.router.config import RouterConfig
-from kvrelay.router.errors import InvalidField, RequestError
+from kvrelay.router.errors import DeadlineExceeded, InvalidField, RequestError
+from kvrelay.router.events import FinishReason
 from kvrelay.router.fleet import Fleet
 from kvrelay.router.incoming import MAX_TEXT_TOKENS, MessageReader
 from kvrelay.router.live_request import LiveRequest
 from kvrelay.router.live_requests import LiveRequests
-from kvrelay.router.metrics import REQUESTS, RouterMetrics
+from kvrelay.router.metrics import REQUESTS, SLOW_READERS, RouterMetrics, Stopwatch
+from kvrelay.router.readers import is_due
 from kvrelay.router.sampling_params import check_token_ids
 from kvrelay.router.status import with_status
 from kvrelay.router.text_threads import TextThreads
@@ -59,12 +62,19 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         self, raw: bytes, context: grpc.aio.ServicerContext
     ) -> None:
         """Streams a request's events, from the first, to one more reader."""
-        live = await self._open(raw)
+        deadline = _deadline(context)
+        live = await self._open(raw, deadline)
         # Written, not yielded: a cancelled call then leaves the reader's context at
         # once, and not when a generator is collected.
-        with live.reader() as events:
-            async for event in events:
-                await context.write(event_response(live.request.request_id, event))
+        try:
+            async with asyncio.timeout(None) as timeout:
+                with live.reader(timeout, deadline) as reader:
+                    async for event in reader:
+                        await context.write(event_response(live.request.request_id, event))
+        except TimeoutError:
+            assert reader.error is not None
+            self._metrics.count(SLOW_READERS)
+            raise reader.error from None
 
     async def Abort(  # noqa: N802
         self, message: pb.AbortRequest, context: grpc.aio.ServicerContext
@@ -146,25 +156,45 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         """Drops the texts that wait to be tokenized; call it once no call is open."""
         self._texts.close()
 
-    async def _open(self, raw: bytes) -> LiveRequest:
+    async def _open(self, raw: bytes, deadline: float | None) -> LiveRequest:
+        """The live request of a call; counts one that ends before it is admitted."""
         stopwatch = self._metrics.stopwatch()
         try:
-            limits, caller = self._fleet.limits(), current_caller()
-            message = self._reader.generate_request(raw, limits)
-            self._validator.check(message, limits, caller)
-            running = self._live.get(caller, message.request_id)
-            if running is not None:
-                running.check_same(await self._texts.run(len(raw), fingerprint, message))
-                return running
-            with self._live.slot(caller):
-                request = await self._texts.run(
-                    len(raw), self._validator.validate, message, limits, caller
-                )
-                return self._live.open(request, stopwatch)
-        except RequestError as error:
-            self._metrics.count(REQUESTS, outcome=error.outcome)
+            async with asyncio.timeout_at(deadline):
+                return await self._admit(raw, deadline, stopwatch)
+        except (RequestError, TimeoutError, asyncio.CancelledError) as left:
+            outcome: str = FinishReason.ABORT
+            if isinstance(left, RequestError):
+                outcome = left.outcome
+            elif is_due(deadline):
+                outcome = DeadlineExceeded.outcome
+            self._metrics.count(REQUESTS, outcome=outcome)
+            if isinstance(left, TimeoutError):
+                raise DeadlineExceeded("before it was admitted") from None
             raise
+
+    async def _admit(self, raw: bytes, deadline: float | None, stopwatch: Stopwatch) -> LiveRequest:
+        if deadline is not None and deadline <= time.monotonic():
+            raise DeadlineExceeded("before it came")
+        limits, caller = self._fleet.limits(), current_caller()
+        message = self._reader.generate_request(raw, limits)
+        self._validator.check(message, limits, caller)
+        running = self._live.get(caller, message.request_id)
+        if running is not None:
+            running.check_same(await self._texts.run(len(raw), fingerprint, message))
+            return running
+        with self._live.slot(caller):
+            request = await self._texts.run(
+                len(raw), self._validator.validate, message, limits, caller
+            )
+            return self._live.open(request, stopwatch)
 
     def _workers(self) -> list[pb.WorkerStatus]:
         links = sorted(self._fleet.links, key=lambda link: link.endpoint.name)
         return [WORKER_STATUS.to_message(link.status) for link in links]
+
+
+def _deadline(context: grpc.aio.ServicerContext) -> float | None:
+    """When the call ends, on the clock of `time.monotonic`; None: its client set no deadline."""
+    seconds = context.time_remaining()
+    return None if seconds is None else time.monotonic() + seconds

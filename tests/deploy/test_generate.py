@@ -154,6 +154,27 @@ def test_the_prompts_logprobs_come_first(kvrelay: Kvrelay, service: ScriptedServ
     assert [entry["token_id"] for entry in delta["prompt_logprobs"]] == [7, 8]
 
 
+def test_a_timeout_ends_the_call_here_and_there(kvrelay: Kvrelay, service: ScriptedService):
+    service.hang, service.events = True, service.events[:1]
+    result = kvrelay("generate", "x", "--timeout", "0.3")
+    assert result.exit_code == 1
+    assert result.stdout == " Paris\n"
+    assert "DEADLINE_EXCEEDED" in result.stderr
+    assert service.cancelled.wait(5)
+
+
+def test_a_prompts_logprobs_are_numbered_over_several_deltas(
+    kvrelay: Kvrelay, service: ScriptedService
+):
+    scores = [[pb.TokenLogprobs(token_id=token, logprob=-1)] for token in (7, 8)]
+    service.events = [*(pb.GenerateDelta(prompt_logprobs=one) for one in scores), COMPLETE]
+    lines = kvrelay("generate", "x").stderr.splitlines()
+    assert [line.split()[:4] for line in lines] == [
+        ["prompt", "1", "token", "7"],
+        ["prompt", "2", "token", "8"],
+    ]
+
+
 def test_logprobs_alone_means_those_of_the_chosen_tokens(
     kvrelay: Kvrelay, service: ScriptedService
 ):

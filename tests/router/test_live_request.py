@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
+import time
 from collections.abc import Sequence
 from typing import Any, cast
 
@@ -11,7 +13,7 @@ from tokenizers import Tokenizer
 
 from kvrelay.router.attempt import AttemptFailed, AttemptRetracted
 from kvrelay.router.choice import Choice
-from kvrelay.router.errors import InternalFailure, RequestError
+from kvrelay.router.errors import DeadlineExceeded, InternalFailure, RequestError, SlowReader
 from kvrelay.router.events import ChoiceEnd, Completion, Delta, FinishReason
 from kvrelay.router.failover import Failover, Retry
 from kvrelay.router.fleet import Placement
@@ -20,6 +22,7 @@ from kvrelay.router.limits import Limits
 from kvrelay.router.live_request import LiveRequest
 from kvrelay.router.metrics import STALE_OUTPUTS, RouterMetrics
 from kvrelay.router.output_stream import OutputStream
+from kvrelay.router.readers import Patience, Readers
 from kvrelay.router.text import TextStream
 from kvrelay.router.validation import Validator
 from kvrelay.router.worker_link import WorkerLink
@@ -31,6 +34,7 @@ from kvrelay.wire.output import (
     RequestEnd,
     RequestOutput,
     SampledToken,
+    TokenLogprob,
 )
 from kvrelay.wire.request import RequestKey
 from kvrelay.wire.worker_info import WorkerRole
@@ -39,6 +43,7 @@ from tests.checkpoints import id_of
 from .recorded_link import RecordedLink
 
 PREFILL, DECODE = WorkerRole.PREFILL, WorkerRole.DECODE
+MAX_UNREAD_BYTES = 10_000
 HANDED_OVER = RequestEnd(EndReason.HANDED_OVER)
 LENGTH = RequestEnd(EndReason.LENGTH)
 ABORTED = RequestEnd(EndReason.ABORTED)
@@ -83,6 +88,7 @@ class Run:
         self.live = LiveRequest(
             request,
             self.stream,
+            Readers(self.stream, Patience(MAX_UNREAD_BYTES, seconds=60)),
             cast("Failover", self.failover),
             self.metrics,
             stopwatch,
@@ -383,3 +389,68 @@ async def test_a_matched_token_has_no_text(tokenizer: Tokenizer) -> None:
 async def test_output_that_cannot_be_rendered_fails_its_request_alone(run: Run) -> None:
     run.say(PREFILL, 0, [-1], HANDED_OVER)
     assert isinstance(run.live.outcome, InternalFailure)
+
+
+# Readers that are slow, and deadlines.
+
+
+def scored(count: int) -> tuple[SampledToken, ...]:
+    top = tuple(TokenLogprob(token, -0.5) for token in range(20))
+    return tuple(SampledToken(token, -0.5, top) for token in range(count))
+
+
+async def test_what_was_said_before_a_reader_came_is_not_unread(tokenizer: Tokenizer) -> None:
+    run = Run(tokenizer, prompt_logprobs=20)
+    run.say(PREFILL, 0, [], prompt_logprobs=scored(60), prompt_index=1)  # 15,000 bytes
+    async with asyncio.timeout(None) as timeout:
+        with run.live.reader(timeout) as reader:
+            run.say(PREFILL, 0, [65])
+            assert reader.error is None
+            assert len(cast("Delta", await anext(reader)).prompt_logprobs) == 60
+            run.say(PREFILL, 0, [], prompt_logprobs=scored(90)[60:], prompt_index=61)
+            assert reader.error is None
+
+
+async def test_a_slow_reader_is_not_aborted_but_fails(tokenizer: Tokenizer) -> None:
+    run = Run(tokenizer, prompt_logprobs=20)
+
+    async def read_slowly() -> None:
+        async with asyncio.timeout(None) as timeout:
+            with run.live.reader(timeout):
+                run.say(PREFILL, 0, [], prompt_logprobs=scored(60), prompt_index=1)
+                await asyncio.sleep(5)
+
+    with pytest.raises(TimeoutError):
+        await read_slowly()
+    assert isinstance(run.live.outcome, SlowReader)
+    assert run.cancels == [[7], [7]]
+
+
+async def test_log_probabilities_of_a_prompt_come_in_bounded_deltas(tokenizer: Tokenizer) -> None:
+    run = Run(tokenizer, prompt_logprobs=20)
+    run.say(PREFILL, 0, [], prompt_logprobs=scored(500), prompt_index=1)
+    run.say(PREFILL, 0, [], prompt_logprobs=scored(3000), prompt_index=1)  # another attempt
+    run.say(PREFILL, 0, [65], LENGTH)
+    deltas, _ = await run.events()
+    assert [len(delta.prompt_logprobs) for delta in deltas] == [500, 1024, 1024, 452, 0]
+    assert [one for delta in deltas for one in delta.prompt_logprobs] == list(scored(3000))
+
+
+async def test_a_shared_request_fails_at_the_last_of_its_deadlines(run: Run) -> None:
+    now = time.monotonic()
+    with run.live.reader(deadline=now + 60), run.live.reader() as one:
+        with run.live.reader(deadline=now + 0.02):
+            await asyncio.sleep(0.05)
+            assert run.live.outcome is None
+        assert run.live.outcome is None
+        with run.live.reader(deadline=now), pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.01):
+                await anext(one)
+    assert isinstance(run.live.outcome, Completion)  # aborted: the last had no deadline
+
+
+async def test_a_request_fails_at_its_deadline(run: Run) -> None:
+    deadline = time.monotonic() + 0.02
+    with run.live.reader(deadline=deadline) as reader, pytest.raises(DeadlineExceeded):
+        await anext(reader)
+    assert run.cancels == [[7], [7]]

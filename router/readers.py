@@ -1,0 +1,141 @@
+"""The clients that read one request's stream: how far each has come, how long each waits."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass
+from typing import Final, Self
+
+from kvrelay.router.errors import DeadlineExceeded, RequestError, SlowReader
+from kvrelay.router.events import Event
+from kvrelay.router.output_stream import OutputStream, event_bytes
+
+_DEADLINE_SLACK_SECONDS: Final = 0.25
+"""A client that leaves so shortly before its deadline leaves because of it: its clock ends the
+call, and the cancellation comes before this router's own clock has got there."""
+
+
+@dataclass(frozen=True, slots=True)
+class Patience:
+    """How long the router waits for clients that read slowly."""
+
+    max_unread_bytes: int
+    """Of a client's stream, that came since it attached."""
+    seconds: float
+    """For a client to take one event."""
+
+
+class Reader:
+    """One client's place in a request's events, from the first; an iterator of them.
+
+    An event counts as read when the next one is asked for.
+
+    Args:
+        stream: the request's.
+        patience: with the client.
+        timeout: of the call, which ends when the patience does; None: it never does.
+        deadline: of the call, on the clock of `time.monotonic`; None: it has none.
+    """
+
+    def __init__(
+        self,
+        stream: OutputStream,
+        patience: Patience,
+        timeout: asyncio.Timeout | None,
+        deadline: float | None,
+    ) -> None:
+        self.deadline = deadline
+        self._stream = stream
+        self._patience = patience
+        self._timeout = timeout
+        self._next = 0
+        self._first_new = stream.num_deltas
+        self._read_bytes = stream.published_bytes  # what came before it does not count
+        self._taken: Event | None = None
+        self._too_slow: SlowReader | None = None
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Event:
+        """The next event; raises the request's outcome if that is an error."""
+        if self._taken is not None and self._next > self._first_new:
+            self._read_bytes += event_bytes(self._taken)
+        self._wait_until(None)
+        self._taken = event = await self._stream.event(self._next)
+        if event is None:
+            raise StopAsyncIteration
+        self._next += 1
+        self._wait_until(time.monotonic() + self._patience.seconds)
+        return event
+
+    @property
+    def error(self) -> RequestError | None:
+        """Why its call ends before the stream does; None: the client left by itself."""
+        if self._too_slow is None and self._timeout is not None and self._timeout.expired():
+            self._too_slow = SlowReader(
+                f"the client took nothing of its stream for {self._patience.seconds:g} s "
+                "(--read-timeout)"
+            )
+        if self._too_slow is not None:
+            return self._too_slow
+        return DeadlineExceeded("while it was served") if is_due(self.deadline) else None
+
+    def end_if_slow(self) -> None:
+        """Ends its call if more waits for the client than the router keeps."""
+        unread = self._stream.published_bytes - self._read_bytes
+        if unread > self._patience.max_unread_bytes and self._too_slow is None:
+            self._too_slow = SlowReader(
+                f"{unread} bytes of its stream wait for the client, and the router keeps "
+                f"{self._patience.max_unread_bytes} (--max-unread-bytes)"
+            )
+            self._wait_until(time.monotonic())
+
+    def _wait_until(self, moment: float | None) -> None:
+        if self._timeout is not None and not self._timeout.expired():
+            self._timeout.reschedule(moment if self._too_slow is None else time.monotonic())
+
+
+def is_due(deadline: float | None) -> bool:
+    """Whether a call that ends now ends because of its deadline."""
+    return deadline is not None and time.monotonic() >= deadline - _DEADLINE_SLACK_SECONDS
+
+
+class Readers:
+    """All readers of one request.
+
+    Args:
+        stream: the request's.
+        patience: with each of them.
+    """
+
+    def __init__(self, stream: OutputStream, patience: Patience) -> None:
+        self._stream = stream
+        self._patience = patience
+        self._readers: set[Reader] = set()
+
+    def __len__(self) -> int:
+        return len(self._readers)
+
+    @property
+    def deadline(self) -> float | None:
+        """When the last of their calls ends; None: at least one has no deadline."""
+        deadlines = [reader.deadline for reader in self._readers]
+        known = [deadline for deadline in deadlines if deadline is not None]
+        return max(known) if known and len(known) == len(deadlines) else None
+
+    def attach(self, timeout: asyncio.Timeout | None, deadline: float | None) -> Reader:
+        """One more."""
+        reader = Reader(self._stream, self._patience, timeout, deadline)
+        self._readers.add(reader)
+        return reader
+
+    def detach(self, reader: Reader) -> None:
+        """One less."""
+        self._readers.discard(reader)
+
+    def end_slow_ones(self) -> None:
+        """Ends the calls for which more waits than the router keeps."""
+        for reader in self._readers:
+            reader.end_if_slow()
