@@ -43,6 +43,13 @@ class WorkerOptions:
         Section.MODEL,
         choices=("bfloat16", "float16", "float32"),
     )
+    batch_invariant: bool = option(
+        False,
+        "Compute a token to the same bits whatever requests are beside it and in whatever chunks, "
+        "so that a stream that fails over goes on exactly as it would have. For bfloat16 and "
+        "float32 on a CPU.",
+        Section.MODEL,
+    )
     max_model_len: int | None = option(
         None,
         "Limits prompt and output together, in tokens.",

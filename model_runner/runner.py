@@ -12,11 +12,14 @@ import torch
 from kvrelay.mem_cache.geometry import KVGeometry, PageOrder
 from kvrelay.mem_cache.pool import KVPool
 from kvrelay.model_runner.attention.backend import AttentionBackend, make_attention
+from kvrelay.model_runner.attention.cpu_attention import CpuAttention
 from kvrelay.model_runner.batch import ForwardBatch, Int32Array
 from kvrelay.model_runner.checkpoint.checkpoint import Checkpoint
 from kvrelay.model_runner.checkpoint.config_reader import read_config
 from kvrelay.model_runner.config.model_config import MLAConfig
+from kvrelay.model_runner.errors import UnsupportedOptionError
 from kvrelay.model_runner.layers.decoder import Decoder
+from kvrelay.model_runner.layers.linear import LinearFactory
 from kvrelay.model_runner.torch_options import parse_device, parse_dtype, wait_for_device
 
 _WARM_UP_CHUNK = 32
@@ -32,10 +35,13 @@ class ModelRunner:
         device: ``cpu``, ``cuda``, ``cuda:1`` and so on.
         threads: CPU threads of a forward, set for the whole process; None leaves torch's own.
         draft: it is the model of a `DraftModel`, whose pools come after its target's.
+        batch_invariant: a token's logits must be the same, bit for bit, whatever is computed
+            beside it and in whatever chunks: the price is a few percent.
 
     Raises:
         CheckpointError: the files are not usable.
-        UnsupportedOptionError: an unknown dtype or device, or a device that is not there.
+        UnsupportedOptionError: an unknown dtype or device, a device that is not there, or
+            one that is not batch invariant.
     """
 
     def __init__(
@@ -46,6 +52,7 @@ class ModelRunner:
         threads: int | None = None,
         *,
         draft: bool = False,
+        batch_invariant: bool = False,
     ) -> None:
         if threads is not None:
             torch.set_num_threads(threads)
@@ -53,9 +60,21 @@ class ModelRunner:
         self.config = read_config(path)
         self.dtype = parse_dtype(dtype)
         self.device = parse_device(device)
+        if batch_invariant and not CpuAttention.runs(self.device, self.dtype):
+            raise UnsupportedOptionError(
+                "--batch-invariant is for bfloat16 and float32 on a CPU, "
+                f"not for {dtype} on {device}"
+            )
+        self._batch_invariant = batch_invariant
         with torch.inference_mode():
             checkpoint = Checkpoint(path, self.dtype, self.device)
-            self._decoder = Decoder(self.config, checkpoint, self.dtype, self.device)
+            self._decoder = Decoder(
+                self.config,
+                checkpoint,
+                self.dtype,
+                self.device,
+                LinearFactory(batch_invariant),
+            )
         self._draft = draft
         self._pools: Sequence[KVPool] = ()
         self._backends: Sequence[AttentionBackend] = ()
@@ -142,7 +161,8 @@ class ModelRunner:
         return replace(batch, page_tables=self.own_tables(batch.page_tables))
 
     def _make_backends(self, pools: Sequence[KVPool]) -> tuple[AttentionBackend, ...]:
-        return tuple(make_attention(pool, self.config.attention.query_heads) for pool in pools)
+        heads = self.config.attention.query_heads
+        return tuple(make_attention(pool, heads, self._batch_invariant) for pool in pools)
 
 
 def _warm_up_batch(new_tokens: list[int], pools: Sequence[KVPool]) -> ForwardBatch:

@@ -36,7 +36,13 @@ def load_model(config: WorkerConfig) -> LoadedModel:
         CheckpointError: a model cannot be served.
         ValueError: an option does not fit; the message begins with its name.
     """
-    runner = ModelRunner(config.model_path, config.dtype, config.device, config.threads)
+    runner = ModelRunner(
+        config.model_path,
+        config.dtype,
+        config.device,
+        config.threads,
+        batch_invariant=config.batch_invariant,
+    )
     draft = _load_draft(config, runner)
     own = runner.make_geometries(config.page_size, config.page_order)
     drafts = draft.make_geometries(config.page_size, config.page_order) if draft else ()

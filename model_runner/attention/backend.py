@@ -39,8 +39,14 @@ class AttentionBackend(Protocol):
         ...
 
 
-def make_attention(pool: KVPool, heads: QueryHeads) -> AttentionBackend:
-    """The fastest backend for the pool's device and dtype."""
-    if CpuAttention.supports(pool):
-        return CpuAttention(pool, heads)
+def make_attention(
+    pool: KVPool, heads: QueryHeads, batch_invariant: bool = False
+) -> AttentionBackend:
+    """The fastest backend for the pool's device and dtype.
+
+    If it must be batch invariant, `CpuAttention` must be able to run there.
+    """
+    if CpuAttention.runs(pool.data.device, pool.data.dtype):
+        return CpuAttention(pool, heads, by_token=batch_invariant)
+    assert not batch_invariant
     return TorchAttention(pool, heads)

@@ -23,20 +23,30 @@ _FEW_TOKENS = 16
 each as in decode: that reads pages as often, but torch would have to gather them first."""
 _FEW_LATENTS = 3
 """The same for latents: all heads share one, so torch's products are large sooner."""
+_ANY_NUMBER = np.iinfo(np.int32).max
+"""Of new tokens."""
 _NO_WINDOW = np.iinfo(np.int32).max
 """A window longer than any sequence."""
 
 
 class CpuAttention:
-    """The `AttentionBackend` of bfloat16 and float32 on a CPU; as many threads as torch has."""
+    """The `AttentionBackend` of bfloat16 and float32 on a CPU; as many threads as torch has.
 
-    def __init__(self, pool: KVPool, heads: QueryHeads) -> None:
+    Args:
+        pool: of keys and values.
+        heads: how to weigh.
+        by_token: compute every token as in decode, however many are new: then a token's result
+            does not depend on the chunk that it is computed in.
+    """
+
+    def __init__(self, pool: KVPool, heads: QueryHeads, by_token: bool = False) -> None:
         self.pool = pool
         self.heads = heads
         self.pages = as_array(pool.data.view(-1))
         geometry = pool.geometry
         self.window = geometry.window or _NO_WINDOW
-        self.few_tokens = _FEW_LATENTS if geometry.latent else _FEW_TOKENS
+        few_tokens = _FEW_LATENTS if geometry.latent else _FEW_TOKENS
+        self.few_tokens = _ANY_NUMBER if by_token else few_tokens
         self.decode = make_decode_kernel(
             geometry.parts,
             geometry.num_kv_heads,
@@ -48,12 +58,9 @@ class CpuAttention:
         self.helpers = ThreadPoolExecutor(max(1, self.threads - 1), "attention")
 
     @staticmethod
-    def supports(pool: KVPool) -> bool:
-        """Whether there are kernels for the pool's device and dtype."""
-        return pool.data.device.type == "cpu" and pool.data.dtype in (
-            torch.bfloat16,
-            torch.float32,
-        )
+    def runs(device: torch.device, dtype: torch.dtype) -> bool:
+        """Whether there are kernels for pools of this dtype on this device."""
+        return device.type == "cpu" and dtype in (torch.bfloat16, torch.float32)
 
     def plan(self, batch: ForwardBatch, page_table: Int32Array) -> CpuStepAttention:
         """Sort the sequences of `batch` by their new tokens: few to the kernel, others to torch."""

@@ -13,7 +13,7 @@ from kvrelay.model_runner.checkpoint.checkpoint import Checkpoint
 from kvrelay.model_runner.config.model_config import ModelConfig
 from kvrelay.model_runner.layers.elementwise import make_elementwise
 from kvrelay.model_runner.layers.feed_forward import make_feed_forward
-from kvrelay.model_runner.layers.linear import make_linear
+from kvrelay.model_runner.layers.linear import LinearFactory
 from kvrelay.model_runner.layers.loader import WeightLoader
 from kvrelay.model_runner.layers.rotary_embedding import RotaryEmbedding
 from kvrelay.model_runner.layers.self_attention import Rotation, make_self_attention
@@ -58,11 +58,16 @@ class Decoder:
     """A model's weights, ready to run; immutable once built."""
 
     def __init__(
-        self, config: ModelConfig, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device
+        self,
+        config: ModelConfig,
+        checkpoint: Checkpoint,
+        dtype: torch.dtype,
+        device: torch.device,
+        linears: LinearFactory,
     ) -> None:
         self._config = config
         self._device = device
-        loader = WeightLoader(config, checkpoint, make_elementwise(dtype, device))
+        loader = WeightLoader(config, checkpoint, make_elementwise(dtype, device), linears)
         self._rotaries = {
             layer.rope: RotaryEmbedding(layer.rope, config.attention.rotary_dim, device)
             for layer in config.layers
@@ -75,9 +80,9 @@ class Decoder:
         self._norm = loader.norm("model.norm", config.hidden_size)
         if config.tie_word_embeddings:
             checkpoint.skip(HEAD)
-            self._head = make_linear(self._embedding)
+            self._head = linears.make(self._embedding)
         else:
-            self._head = make_linear(checkpoint.take(HEAD, vocabulary))
+            self._head = linears.make(checkpoint.take(HEAD, vocabulary))
         checkpoint.finish()
 
     def forward(self, batch: ForwardBatch, backends: Sequence[AttentionBackend]) -> torch.Tensor:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-from torch.nn import functional
 
 from kvrelay.model_runner.config.model_config import MoEConfig
 from kvrelay.model_runner.layers.loader import WeightLoader
@@ -20,7 +19,8 @@ class ExpertRouter:
     def __init__(self, loader: WeightLoader, experts: MoEConfig, prefix: str) -> None:
         shape = (experts.n_routed_experts, loader.config.hidden_size)
         self._experts = experts
-        self._weight = loader.checkpoint.take(f"{prefix}.weight", shape).to(torch.float32)
+        weight = loader.checkpoint.take(f"{prefix}.weight", shape)
+        self._linear = loader.linears.make(weight.to(torch.float32))
         self._score_correction_bias = None
         if experts.noaux_tc:
             name = f"{prefix}.e_score_correction_bias"
@@ -30,7 +30,7 @@ class ExpertRouter:
 
     def __call__(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """``[T, hidden_size]`` to experts and weights, both ``[T, num_experts_per_tok]``."""
-        logits = functional.linear(x.to(torch.float32), self._weight)
+        logits = self._linear(x.to(torch.float32))
         if self._score_correction_bias is None:
             scores = preference = logits.softmax(-1)
         else:

@@ -9,7 +9,7 @@ import torch
 from kvrelay.model_runner.checkpoint.checkpoint import Checkpoint
 from kvrelay.model_runner.config.model_config import ModelConfig
 from kvrelay.model_runner.layers.elementwise import Elementwise
-from kvrelay.model_runner.layers.linear import Linear, make_linear
+from kvrelay.model_runner.layers.linear import Linear, LinearFactory
 from kvrelay.model_runner.layers.norm import Norm
 
 
@@ -37,11 +37,16 @@ class WeightLoader:
     """Takes tensors by name; every method raises `CheckpointError` as `Checkpoint.take` does."""
 
     def __init__(
-        self, config: ModelConfig, checkpoint: Checkpoint, elementwise: Elementwise
+        self,
+        config: ModelConfig,
+        checkpoint: Checkpoint,
+        elementwise: Elementwise,
+        linears: LinearFactory,
     ) -> None:
         self.config = config
         self.checkpoint = checkpoint
         self.elementwise = elementwise
+        self.linears = linears
 
     def norm(self, name: str, size: int, eps: float | None = None) -> Norm:
         """The norm `name`; `eps` is the model's unless given."""
@@ -78,7 +83,7 @@ class WeightLoader:
             )
         if order is not None:
             weight, bias = weight[order], None if bias is None else bias[order]
-        return make_linear(weight, bias)
+        return self.linears.make(weight, bias)
 
     def output(
         self, prefix: str, name: str, inputs: int, has_bias: bool, norm: str

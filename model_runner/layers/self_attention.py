@@ -114,7 +114,9 @@ class MultiHeadLatentAttention:
             order=_rotary_halves_order(heads, heads.cached_head_dim, 1),
         )
         self._kv_a_norm = loader.norm(f"{prefix}.kv_a_layernorm", heads.kv_lora_rank, _LATENT_EPS)
-        self._w_uk, self._w_uv = self._load_kv_b_proj(loader, prefix)
+        w_uk, w_uv = self._load_kv_b_proj(loader, prefix)
+        self._to_latents = loader.linears.make_headwise(w_uk)
+        self._to_values = loader.linears.make_headwise(w_uv)
         value_size = heads.num_heads * heads.v_head_dim
         self._output = loader.output(prefix, "o_proj", value_size, heads.attention_bias, norm)
 
@@ -132,13 +134,13 @@ class MultiHeadLatentAttention:
         latents, turning = torch.split(rows, self._cached_parts, dim=2)
         unrotated, rotary = torch.split(self._make_queries(x), self._query_parts, dim=2)
         latent, shared_key = torch.split(self._kv_a_proj(x), self._cached_parts, dim=1)
-        latents[:, :-1] = (unrotated.transpose(0, 1) @ self._w_uk).transpose(0, 1)
+        latents[:, :-1] = self._to_latents(unrotated)
         latents[:, -1] = self._kv_a_norm(latent.contiguous())
         turned = torch.cat((rotary, shared_key[:, None]), dim=1)
         self._elementwise.rotate(turned, heads.num_heads + 1, *rotation)
         turning.copy_(turned)
         sums = attention.attend(layer, rows).view(len(x), heads.num_heads, heads.kv_lora_rank)
-        values = (sums.transpose(0, 1) @ self._w_uv).transpose(0, 1)
+        values = self._to_values(sums)
         return self._output.add_to(residual, values.flatten(1))
 
     def _make_queries(self, x: torch.Tensor) -> torch.Tensor:

@@ -8,8 +8,9 @@ steps: bias, penalties, bans, temperature, top-k, top-p, min-p, noise.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TypeAlias
 
 import numpy as np
@@ -17,8 +18,12 @@ import numpy.typing as npt
 
 from kvrelay.model_runner.errors import NonFiniteLogitsError
 from kvrelay.model_runner.kernels.gumbel import WORDS_MULTIPLE, add_noise, random_words
+from kvrelay.model_runner.kernels.nucleus import find_nucleus
 from kvrelay.wire.output import SampledToken, TokenLogprob
 from kvrelay.wire.request import SamplingParams
+
+_STRIDE = 64
+"""Values of which one is the best, when a few of many are looked for."""
 
 Float32Array = npt.NDArray[np.float32]
 IdArray = npt.NDArray[np.int64]
@@ -159,7 +164,7 @@ def sample_gumbel(logits: Float32Array, largest: np.float32, row: SamplingRow) -
 
 def warm_up() -> None:
     """Compile what a first draw would have to, or load it from disk. May take seconds."""
-    row = SamplingRow(SamplingParams(), 0, (), ())
+    row = SamplingRow(SamplingParams(top_p=0.5), 0, (), ())
     sample_token_id(np.zeros(WORDS_MULTIPLE, np.float32), row)
 
 
@@ -176,20 +181,40 @@ def filter_top_k_top_p_min_p(weights: Float32Array, params: SamplingParams) -> I
 
     The largest weight is 1. Of equal weights the smaller id is the likelier.
     """
-    ids = _top_k_set(weights, params.top_k or len(weights))
+    steps: list[Callable[[Float32Array], IdArray]] = []
+    if params.top_k:
+        steps.append(partial(_top_k_set, count=params.top_k))
     if params.top_p < 1:
-        ids = ids[_top_p_set(weights[ids], params.top_p)]
+        steps.append(partial(_top_p_set, top_p=params.top_p))
     if params.min_p > 0:
-        ids = ids[weights[ids] >= params.min_p]
-    return np.sort(ids)
+        steps.append(lambda kept: np.flatnonzero(kept >= params.min_p))
+    ids: IdArray | None = None
+    for step in steps:
+        ids = step(weights) if ids is None else ids[step(weights[ids])]
+    return np.arange(len(weights)) if ids is None else ids
 
 
 def _top_k_set(values: Float32Array, count: int) -> IdArray:
     """Indices, ascending, of the `count` largest values and of all that equal the last of them."""
     if count >= len(values):
         return np.arange(len(values))
-    cut = len(values) - count
-    return np.flatnonzero(values >= np.partition(values, cut)[cut])
+    ids = _above_the_best_of_strides(values, count)
+    cut = len(ids) - count
+    kept: IdArray = ids[values[ids] >= np.partition(values[ids], cut)[cut]]
+    return kept
+
+
+def _above_the_best_of_strides(values: Float32Array, count: int) -> IdArray:
+    """Indices, ascending, among which the `count` largest values and their equals are.
+
+    Of `strides` parts each has its own best value. So many values reach the `count`-th of
+    the best, at least; what is less is not among the largest.
+    """
+    strides = len(values) // _STRIDE
+    if strides < 2 * count:
+        return np.arange(len(values))
+    best = values[: strides * _STRIDE].reshape(_STRIDE, strides).max(axis=0)
+    return np.flatnonzero(values >= np.partition(best, strides - count)[strides - count])
 
 
 def topk_indices(values: Float32Array, count: int) -> IdArray:
@@ -199,21 +224,14 @@ def topk_indices(values: Float32Array, count: int) -> IdArray:
 
 
 def _top_p_set(weights: Float32Array, top_p: float) -> IdArray:
-    """Indices of the fewest largest weights that reach `top_p` of their sum, in any order.
+    """Indices, ascending, of the fewest largest weights that reach `top_p` of their sum.
 
-    Weights are first counted by the upper half of their bits, which ascend with
-    their values; only those around the cut are then sorted.
+    Of equal weights the earlier are the larger.
     """
-    buckets = weights.view(np.uint32) >> 16
-    sums = np.cumsum(np.bincount(buckets, weights)[::-1])
-    target = top_p * sums[-1]
-    step = int(np.searchsorted(sums, target))
-    bucket = len(sums) - 1 - step
-    inside, edge = np.flatnonzero(buckets > bucket), np.flatnonzero(buckets == bucket)
-    edge = edge[np.argsort(-weights[edge], kind="stable")]
-    before = sums[step - 1] if step else 0.0
-    reached = before + np.cumsum(weights[edge], dtype=np.float64)
-    return np.concatenate((inside, edge[: int(np.searchsorted(reached, target)) + 1]))
+    least, equals = find_nucleus(weights, top_p)
+    ids = np.flatnonzero(weights >= least)
+    edge = np.flatnonzero(weights[ids] == least)
+    return np.delete(ids, edge[equals:])
 
 
 def gather_logprobs(raw: Float32Array, token_id: int, count: int | None) -> SampledToken:
