@@ -22,9 +22,6 @@ from kvrelay.model_runner.kernels.nucleus import find_nucleus
 from kvrelay.wire.output import SampledToken, TokenLogprob
 from kvrelay.wire.request import SamplingParams
 
-_STRIDE = 64
-"""Values of which one is the best, when a few of many are looked for."""
-
 Float32Array = npt.NDArray[np.float32]
 IdArray = npt.NDArray[np.int64]
 
@@ -198,23 +195,8 @@ def _top_k_set(values: Float32Array, count: int) -> IdArray:
     """Indices, ascending, of the `count` largest values and of all that equal the last of them."""
     if count >= len(values):
         return np.arange(len(values))
-    ids = _above_the_best_of_strides(values, count)
-    cut = len(ids) - count
-    kept: IdArray = ids[values[ids] >= np.partition(values[ids], cut)[cut]]
-    return kept
-
-
-def _above_the_best_of_strides(values: Float32Array, count: int) -> IdArray:
-    """Indices, ascending, among which the `count` largest values and their equals are.
-
-    Of `strides` parts each has its own best value. So many values reach the `count`-th of
-    the best, at least; what is less is not among the largest.
-    """
-    strides = len(values) // _STRIDE
-    if strides < 2 * count:
-        return np.arange(len(values))
-    best = values[: strides * _STRIDE].reshape(_STRIDE, strides).max(axis=0)
-    return np.flatnonzero(values >= np.partition(best, strides - count)[strides - count])
+    cut = len(values) - count
+    return np.flatnonzero(values >= np.partition(values, cut)[cut])
 
 
 def topk_indices(values: Float32Array, count: int) -> IdArray:
