@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -16,6 +17,17 @@ from kvrelay.mem_cache.promises import Promises
 from kvrelay.mem_cache.rows import Rows
 from kvrelay.mem_cache.shape import CacheShape
 from kvrelay.wire.load import PoolCounts
+
+
+@dataclass(frozen=True, slots=True)
+class OwnerRun:
+    """Neighbouring pages of one owner."""
+
+    first_page: int
+    num_pages: int
+    owner: Owner
+    holder: str
+    """Of the lease on whose behalf the owner has them; empty if there is none."""
 
 
 class Audit:
@@ -177,14 +189,23 @@ class Audit:
         pages: list[int] = self._allocator.accounts[pool].free_pages.tolist()
         return pages
 
-    def owner_map(self, pool: int) -> list[tuple[Owner, str]]:
-        """The owner of each page of a pool, and the lease on whose behalf it has it."""
+    def owner_runs(self, pool: int) -> list[OwnerRun]:
+        """Every page of a pool once, in order: neighbours of one owner and lease together."""
         account = self._allocator.accounts[pool]
-        owners = [(Owner(owner), "") for owner in account.owner_of.tolist()]
+        owners = account.owner_of.copy()
+        holders = [""]
+        held_by = np.zeros(len(owners), np.int32)  # indices into `holders`
         for lease in self._leases.by_row.values():
-            for page in lease.own_pages(pool).tolist():
-                owners[page] = (owners[page][0], lease.holder)
+            held_by[lease.own_pages(pool)] = len(holders)
+            holders.append(lease.holder)
         for entry in self._allocator.quarantine:
-            for page in entry.pages[pool].tolist():
-                owners[page] = (Owner.QUARANTINE, entry.holder)
-        return owners
+            owners[entry.pages[pool]] = Owner.QUARANTINE
+            held_by[entry.pages[pool]] = len(holders)
+            holders.append(entry.holder)
+        changes = np.flatnonzero((np.diff(owners) != 0) | (np.diff(held_by) != 0)) + 1
+        starts = np.concatenate(([0], changes))
+        counts = np.diff(np.concatenate((starts, [len(owners)])))
+        return [
+            OwnerRun(first, count, Owner(owners[first]), holders[held_by[first]])
+            for first, count in zip(starts.tolist(), counts.tolist(), strict=True)
+        ]

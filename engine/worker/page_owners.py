@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from itertools import groupby
-
-from kvrelay.mem_cache.account import Owner
 from kvrelay.mem_cache.kv_cache_manager import KVCacheManager
 from kvrelay.wire.page_owners import OwnedPages, PageOwners, PoolOwners
 
@@ -14,15 +10,14 @@ def page_owners(kv_cache: KVCacheManager) -> PageOwners:
     """Every page of every pool, in runs of one owner."""
     return PageOwners(
         tuple(
-            PoolOwners(shape.name, tuple(_owned_runs(kv_cache.audit.owner_map(pool))))
+            PoolOwners(shape.name, tuple(_owned_pages(kv_cache, pool)))
             for pool, shape in enumerate(kv_cache.shape.pools)
         )
     )
 
 
-def _owned_runs(owners: Iterable[tuple[Owner, str]]) -> Iterator[OwnedPages]:
-    first = 0
-    for (owner, holder), run in groupby(owners):
-        count = sum(1 for _ in run)
-        yield OwnedPages(first, count, owner.name.lower(), holder)
-        first += count
+def _owned_pages(kv_cache: KVCacheManager, pool: int) -> list[OwnedPages]:
+    return [
+        OwnedPages(run.first_page, run.num_pages, run.owner.name.lower(), run.holder)
+        for run in kv_cache.audit.owner_runs(pool)
+    ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvrelay.mem_cache.account import Owner
+from kvrelay.mem_cache.audit import OwnerRun
 from kvrelay.mem_cache.release import Outcome
 from tests.mem_cache.scenarios import (
     OTHERS,
@@ -106,7 +107,13 @@ def test_scenario_49_duplicate_that_a_peer_still_reads_is_neither_freed_nor_reus
     publish(memory, second)
     publish(memory, first)
     assert first.lease.pages().tolist() == second.lease.pages().tolist() == list(range(12, 24))
-    assert memory.kv_cache.audit.owner_map(0)[10] == (Owner.QUARANTINE, first.lease.holder)
+    owners = memory.kv_cache.audit.owner_runs(0)
+    assert OwnerRun(0, 12, Owner.QUARANTINE, first.lease.holder) in owners
+    assert [run.first_page for run in owners[1:]] == [
+        run.first_page + run.num_pages for run in owners[:-1]
+    ]
+    assert sum(run.num_pages for run in owners) == memory.kv_cache.shape.pools[0].total_pages
+    assert owners[-1].owner is Owner.FREE
     assert memory.kv_cache.reclaim() == 0
     third = start(memory, OTHERS, 72)
     pull = memory.pull(third, 72)
