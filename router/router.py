@@ -12,10 +12,10 @@ from typing import Any
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
-from prometheus_client import start_http_server
 from tokenizers import Tokenizer
 
 from kvrelay.net.ends import bind, front_server, worker_credentials
+from kvrelay.net.metrics_server import MetricsServer
 from kvrelay.net.tls import CurrentTls, TlsFiles
 from kvrelay.router.admin import Administrator, AdminService
 from kvrelay.router.auth import Guard
@@ -166,16 +166,12 @@ class Router:
     def _serve_metrics(self, undo: contextlib.AsyncExitStack) -> None:
         host, port = _host_and_port(self._config.metrics_address)
         try:
-            server, thread = start_http_server(
-                port, host.strip("[]"), registry=self._metrics.registry
-            )
+            server = MetricsServer(self._metrics.registry, host.strip("[]"), port)
         except OSError as error:
             address = self._config.metrics_address
             raise StartError(f"metrics: cannot listen on {address}: is the port in use?") from error
-        undo.push_async_callback(asyncio.to_thread, thread.join)
-        undo.callback(server.server_close)
-        undo.push_async_callback(asyncio.to_thread, server.shutdown)
-        self.metrics_address = f"{host}:{server.server_port}"
+        undo.push_async_callback(asyncio.to_thread, server.close)
+        self.metrics_address = f"{host}:{server.port}"
 
     async def _report_health(self) -> None:
         shown = None

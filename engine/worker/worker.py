@@ -7,7 +7,6 @@ import os
 import uuid
 
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-from prometheus_client import start_http_server
 
 from kvrelay.engine.config import WorkerConfig
 from kvrelay.engine.faults import FaultPlan
@@ -18,6 +17,7 @@ from kvrelay.engine.worker.quarantine import drain_on_old_quarantine
 from kvrelay.engine.worker.service import WorkerService
 from kvrelay.engine.worker.submit_rules import SubmitRules
 from kvrelay.net.ends import bind, worker_server
+from kvrelay.net.metrics_server import MetricsServer
 from kvrelay.text.tokenizer import load_tokenizer
 from kvrelay.v1 import worker_pb2_grpc
 from kvrelay.wire.worker_info import WorkerInfo
@@ -75,9 +75,8 @@ class Worker:
             on_failure=self._on_failure,
         )
         port = await self._listen(incarnation, model)
-        self._metrics_server, self._metrics_thread = start_http_server(
-            config.metrics_port, config.host, self._parts.metrics.registry
-        )
+        registry = self._parts.metrics.registry
+        self._metrics_server = MetricsServer(registry, config.host, config.metrics_port)
         self._parts.engine.start()
         if config.quarantine_limit:
             self._watching_quarantine = asyncio.create_task(
@@ -149,9 +148,7 @@ class Worker:
 
     def _stop_threads(self) -> None:
         self._parts.stop_threads()
-        self._metrics_server.shutdown()
-        self._metrics_server.server_close()
-        self._metrics_thread.join()
+        self._metrics_server.close()
 
     async def _listen(self, incarnation: str, model: LoadedModel) -> int:
         """Serve routers, peers and health checks; returns the port."""
@@ -175,7 +172,7 @@ class Worker:
             role=config.role,
             incarnation=incarnation,
             address=f"{config.host}:{port}",
-            metrics_address=f"{config.host}:{self._metrics_server.server_port}",
+            metrics_address=f"{config.host}:{self._metrics_server.port}",
             pool_tokens=self._parts.kv_cache.max_lease_tokens,
             max_model_len=model.max_model_len,
             vocab_size=checkpoint.vocab_size,

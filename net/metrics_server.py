@@ -1,0 +1,116 @@
+"""Serves a process's metrics to Prometheus, whoever else connects to that port."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import threading
+from typing import Any, Final
+
+from prometheus_client import CollectorRegistry, make_wsgi_app
+
+MOST_CONNECTIONS: Final = 512
+"""A connection beyond them ends the oldest, so that many silent ones keep nobody out."""
+_ACCEPTED_AT_ONCE: Final = 64
+"""Fewer than are kept, so that one that speaks at once is heard before it is the oldest."""
+_WAITING: Final = 1024
+"""To be accepted. Those beyond are dropped, and try again after a second."""
+_MOST_HEAD_BYTES: Final = 16 << 10
+_SECONDS: Final = 10.0
+"""For a connection to send its request and to take the answer."""
+
+
+class MetricsServer:
+    """An HTTP server on one thread of its own; it serves from its construction to `close`.
+
+    Args:
+        registry: is read at every scrape, on that thread.
+        host: the address to listen on.
+        port: 0: any free one.
+
+    Raises:
+        OSError: the port is in use.
+    """
+
+    def __init__(self, registry: CollectorRegistry, host: str, port: int) -> None:
+        self._app: Any = make_wsgi_app(registry)
+        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        self._listener = socket.socket(family, kind)
+        try:
+            self._listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            self._listener.bind(address)
+            self._listener.listen(_WAITING)
+        except OSError:
+            self._listener.close()
+            raise
+        self.port: int = self._listener.getsockname()[1]
+        """The real one."""
+        self._connections: dict[asyncio.Task[Any], None] = {}  # the oldest first
+        self._loop = asyncio.new_event_loop()
+        self._closing = asyncio.Event()
+        self._thread = threading.Thread(target=self._run, name="metrics", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """End every connection and the thread; call it once."""
+        self._loop.call_soon_threadsafe(self._closing.set)
+        self._thread.join()
+
+    def _run(self) -> None:
+        with contextlib.closing(self._loop), self._listener:
+            self._loop.run_until_complete(self._serve_until_closed())
+
+    async def _serve_until_closed(self) -> None:
+        server = await asyncio.start_server(
+            self._serve, sock=self._listener, limit=_MOST_HEAD_BYTES, backlog=_ACCEPTED_AT_ONCE
+        )
+        self._listener.listen(_WAITING)  # asyncio has set it to what it accepts at once
+        await self._closing.wait()
+        server.close()
+        while others := asyncio.all_tasks() - {asyncio.current_task()}:
+            for connection in self._connections:
+                connection.cancel()
+            await asyncio.wait(others, timeout=0.1)  # one that was just accepted is no task yet
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """One connection: one request and its answer."""
+        if len(self._connections) >= MOST_CONNECTIONS:
+            oldest = next(iter(self._connections))
+            del self._connections[oldest]
+            oldest.cancel()
+        task = asyncio.current_task()
+        assert task is not None
+        self._connections[task] = None
+        try:
+            async with asyncio.timeout(_SECONDS):
+                head = await reader.readuntil(b"\r\n\r\n")
+                writer.write(self._answer(head))
+                writer.close()
+                await writer.wait_closed()
+        except (asyncio.CancelledError, OSError, EOFError, ValueError, asyncio.LimitOverrunError):
+            pass  # it is one too many, slow, has left, or speaks no HTTP: a client's affair
+        finally:
+            writer.transport.abort()
+            self._connections.pop(task, None)
+
+    def _answer(self, head: bytes) -> bytes:
+        """The whole answer to a request's line and headers; raises ValueError if it is none."""
+        request, *lines = head.decode("latin-1").split("\r\n")
+        method, target, _ = request.split(" ")
+        parts = (line.partition(":") for line in lines)
+        headers = {name.lower(): value.strip() for name, _, value in parts}
+        path, _, query = target.partition("?")
+        began: list[tuple[str, list[tuple[str, str]]]] = []
+        environ = {
+            "REQUEST_METHOD": method,
+            "PATH_INFO": path,
+            "QUERY_STRING": query,
+            "HTTP_ACCEPT": headers.get("accept", ""),
+            "HTTP_ACCEPT_ENCODING": headers.get("accept-encoding", ""),
+        }
+        body = b"".join(self._app(environ, lambda *status: began.append(status)))
+        status, sent = began[0]
+        sent = [*sent, ("Content-Length", str(len(body))), ("Connection", "close")]
+        text = "".join(f"{name}: {value}\r\n" for name, value in sent)
+        return f"HTTP/1.1 {status}\r\n{text}\r\n".encode("latin-1") + body
