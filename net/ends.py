@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 from collections.abc import Sequence
 
 import grpc
@@ -41,7 +42,17 @@ def worker_server() -> grpc.aio.Server:
 def front_server(
     most_bytes: int, interceptors: Sequence[grpc.aio.ServerInterceptor]
 ) -> grpc.aio.Server:
-    """A router's server for clients, without a listener yet; `most_bytes` bound a message."""
+    """A router's server for clients, without a listener yet.
+
+    It takes as many connections as the process may open files, so that limit is raised to what
+    the system allows.
+
+    Args:
+        most_bytes: of one message.
+        interceptors: are asked before a call's message is received.
+    """
+    _, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))
     options = server_options(most_bytes, internal=False)
     return grpc.aio.server(options=options, interceptors=interceptors)
 

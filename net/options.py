@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 from typing import Final
 
 Options = list[tuple[str, int]]
@@ -16,6 +17,10 @@ KEEPALIVE_TIMEOUT_MS: Final = 20_000
 This finds a host or a network that fails silently, within 40 s. A process that dies is found
 at once, because its socket closes, and its supervisor finds a process that hangs.
 """
+HANDSHAKE_TIMEOUT_MS: Final = 10_000
+"""A server hangs up on who has connected and does not begin to speak gRPC, or TLS, within it."""
+IDLE_CLIENT_MS: Final = 60_000
+"""A router hangs up on a client without a call; it connects again by itself with its next one."""
 _LEAST_PING_INTERVAL_MS: Final = KEEPALIVE_MS // 2
 """A server ends connections that ping more often. gRPC's own bound is 5 minutes."""
 
@@ -53,5 +58,12 @@ def server_options(most_bytes: int, *, internal: bool) -> Options:
         *message_bounds(most_bytes),
         ("grpc.so_reuseport", 0),  # else a second process could share the port unnoticed
         ("grpc.http2.min_ping_interval_without_data_ms", _LEAST_PING_INTERVAL_MS),
-        *(_KEEPALIVE if internal else []),
+        ("grpc.server_handshake_timeout_ms", HANDSHAKE_TIMEOUT_MS),
+        ("grpc.max_allowed_incoming_connections", most_connections()),
+        *(_KEEPALIVE if internal else [("grpc.max_connection_idle_ms", IDLE_CLIENT_MS)]),
     ]
+
+
+def most_connections() -> int:
+    """That a server takes: half of the files that the process may open; it needs the others."""
+    return resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2

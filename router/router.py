@@ -16,6 +16,7 @@ from tokenizers import Tokenizer
 
 from kvrelay.net.ends import bind, front_server, worker_credentials
 from kvrelay.net.metrics_server import MetricsServer
+from kvrelay.net.receiving import BoundedReceipt
 from kvrelay.net.tls import CurrentTls, TlsFiles
 from kvrelay.router.admin import Administrator, AdminService
 from kvrelay.router.auth import Guard
@@ -126,9 +127,10 @@ class Router:
         except ValueError as error:
             raise StartError(f"--auth-token-file: {error}") from error
 
-    def _guards(self) -> list[Guard]:
-        """The interceptors of a listener."""
-        return [] if self._tokens is None else [Guard(self._tokens)]
+    def _guards(self) -> list[grpc.aio.ServerInterceptor]:
+        """The interceptors of a listener; a call's message is received after its token was read."""
+        guards = [] if self._tokens is None else [Guard(self._tokens)]
+        return [*guards, BoundedReceipt()]
 
     async def _serve_clients(
         self, undo: contextlib.AsyncExitStack, live: LiveRequests, tokenizer: Tokenizer

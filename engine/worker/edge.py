@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 from collections.abc import AsyncIterator
-from typing import NoReturn, Protocol, TypeVar
+from typing import Final, NoReturn, Protocol, TypeVar
 
 import grpc
+from google.protobuf.message import DecodeError
 
 from kvrelay.engine.scheduler.commands import Mailbox, Misdirected
+
+_FIRST_SECONDS: Final = 20.0
 
 
 class _OneOf(Protocol):
@@ -29,8 +34,14 @@ async def first_message(
     oneof: str,
     expected: str,
 ) -> MessageT:
-    """Read the message that a stream must begin with; ends the call if it is another."""
-    first = await anext(aiter(requests), None)
+    """Read the message that a stream must begin with.
+
+    Ends the call if it is another, cannot be read, or does not come within `_FIRST_SECONDS`.
+    """
+    first = None
+    with contextlib.suppress(TimeoutError, DecodeError):
+        async with asyncio.timeout(_FIRST_SECONDS):
+            first = await anext(aiter(requests), None)
     if first is None or first.WhichOneof(oneof) != expected:
         await refuse(context, grpc.StatusCode.INVALID_ARGUMENT, f"{expected} must come first")
     return first

@@ -1,0 +1,87 @@
+"""Bounds on calls whose message has not arrived yet: half a message must not cost a server much."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any, Final, NoReturn
+
+import grpc
+from google.protobuf.message import DecodeError
+
+MOST_RECEIVING: Final = 64
+"""Messages that arrive at the same time. One more ends the call that has waited the longest."""
+RECEIVE_SECONDS: Final = 20.0
+"""For a message to arrive."""
+
+
+class BoundedReceipt(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc is untyped
+    """Receives the message of every call that has one, within bounds; then calls its handler.
+
+    gRPC itself waits for ever, and logs a stack for each message that cannot be parsed. It
+    reads more of a message than the first 64 KiB or so only once somebody waits for it, so
+    calls that are ended here have cost no more. Calls with a stream of messages are passed on.
+    """
+
+    def __init__(self) -> None:
+        self._receiving: dict[asyncio.Timeout, None] = {}  # the oldest first
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler:
+        """The handler, which receives within the bounds."""
+        handler = await continuation(handler_call_details)
+        if handler is None or handler.request_streaming:
+            return handler
+
+        async def serve(requests: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> None:
+            message = await self._receive(requests, handler.request_deserializer, context)
+            if not handler.response_streaming:
+                await context.write(await handler.unary_unary(message, context))
+                return
+            answered = handler.unary_stream(message, context)
+            if not inspect.isasyncgen(answered):
+                await answered  # it writes to the context itself
+                return
+            async for response in answered:
+                await context.write(response)
+
+        # On the wire, a call with one message is a stream of one.
+        return grpc.stream_stream_rpc_method_handler(
+            serve, response_serializer=handler.response_serializer
+        )
+
+    async def _receive(
+        self,
+        requests: AsyncIterator[bytes],
+        parse: Callable[[bytes], Any] | None,
+        context: grpc.aio.ServicerContext,
+    ) -> Any:
+        """The call's message; aborts the call if it does not come, or cannot be read."""
+        if len(self._receiving) >= MOST_RECEIVING:
+            oldest = next(iter(self._receiving))
+            del self._receiving[oldest]
+            oldest.reschedule(0)
+        try:
+            async with asyncio.timeout(RECEIVE_SECONDS) as bound:
+                self._receiving[bound] = None
+                raw = await anext(aiter(requests), None)
+        except TimeoutError:
+            detail = "the call's message did not arrive in time"
+            await _abort(context, grpc.StatusCode.DEADLINE_EXCEEDED, detail)
+        finally:
+            self._receiving.pop(bound, None)
+        if raw is None:
+            await _abort(context, grpc.StatusCode.INVALID_ARGUMENT, "the call has no message")
+        try:
+            return parse(raw) if parse is not None else raw
+        except DecodeError as error:
+            await _abort(context, grpc.StatusCode.INVALID_ARGUMENT, f"the message: {error}")
+
+
+async def _abort(context: grpc.aio.ServicerContext, code: grpc.StatusCode, detail: str) -> NoReturn:
+    await context.abort(code, detail)
+    raise AssertionError("abort does not return")

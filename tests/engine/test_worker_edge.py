@@ -1,0 +1,49 @@
+"""Streams to a worker that do not begin as they must."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+import pytest
+
+from kvrelay.engine.scheduler.commands import Inbox
+from kvrelay.engine.worker.service import WorkerService
+from kvrelay.engine.worker.submit_rules import SubmitRules
+from kvrelay.net.ends import bind, worker_channel, worker_server
+from kvrelay.v1 import worker_pb2_grpc
+from kvrelay.wire.worker_info import WorkerRole
+
+ATTACH = "/kvrelay.v1.WorkerService/Attach"
+
+
+@pytest.fixture
+async def channel() -> AsyncIterator[grpc.aio.Channel]:
+    server, inbox = worker_server(), Inbox[Any]()
+    service = WorkerService("decode-0-1", inbox, SubmitRules(WorkerRole.DECODE, 100, ()))
+    worker_pb2_grpc.add_WorkerServiceServicer_to_server(service, server)
+    port = bind(server, "127.0.0.1:0", None)
+    await server.start()
+    async with worker_channel(f"127.0.0.1:{port}", None) as channel:
+        yield channel
+    await server.stop(None)
+    assert not inbox, "no router was attached"
+
+
+@pytest.mark.parametrize("sent", [None, b"", b"\x0a\xff"], ids=["nothing", "another", "garbage"])
+async def test_a_stream_that_does_not_say_hello_ends(
+    channel: grpc.aio.Channel,
+    sent: bytes | None,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr("kvrelay.engine.worker.edge._FIRST_SECONDS", 0.2)
+    call: Any = channel.stream_stream(ATTACH)()
+    if sent is not None:
+        await call.write(sent)
+    async with asyncio.timeout(10):
+        assert await call.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert await call.details() == "hello must come first"
+    assert not caplog.records
