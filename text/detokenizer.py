@@ -7,9 +7,16 @@ this one implementation, so that both see a stop string at the same token.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Final
 
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
+
+_MAX_PENDING: Final = 16
+"""Tokens without text yet. A character has four bytes at most; what stays without text for so
+many tokens is no text at all, or no UTF-8, and decoding it again and again takes ever longer."""
+_MAX_UNFINISHED: Final = 4
+"""Tokens at the end that may still be part of a character."""
 
 
 class Detokenizer:
@@ -17,31 +24,41 @@ class Detokenizer:
 
     Except with a few tokenizers (byte fallback after invalid UTF-8), which change text
     of earlier tokens. Text that was returned stays, and decoding goes on from there.
+
+    A token costs the same however many came before it::
+
+        ... | context | pending
+            | those of the text that was returned last | no text of them was returned
     """
 
     def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool) -> None:
         self._tokenizer = tokenizer
         self._skip_special_tokens = skip_special_tokens
         self._stream = DecodeStream(skip_special_tokens=skip_special_tokens)
-        self._token_ids: list[int] = []
-        self._num_returned = 0  # tokens at the start of _token_ids whose text was returned
-        self._text = ""
+        self._context: list[int] = []
+        self._pending: list[int] = []
+
+    @property
+    def num_pending(self) -> int:
+        """Tokens of which no text was returned yet."""
+        return len(self._pending)
 
     def push(self, token_id: int) -> str:
         """Adds a token; returns new text of whole characters, often none."""
-        self._token_ids.append(token_id)
+        self._pending.append(token_id)
         piece = self._step(token_id)
         if piece:
-            self._text += piece
-            self._num_returned = len(self._token_ids)
+            self._context, self._pending = self._pending, []
+        elif len(self._pending) > _MAX_PENDING:
+            piece = self._give_up_pending()
         return piece
 
     def finish(self) -> str:
         """The text that was not returned yet; bytes of an incomplete character as U+FFFD."""
-        whole = self._decode(self._token_ids)
-        if whole.startswith(self._text):
-            return whole[len(self._text) :]
-        return self._decode(self._token_ids[self._num_returned :])
+        if not self._pending:
+            return ""
+        before, whole = self._decode(self._context), self._decode(self._context + self._pending)
+        return whole[len(before) :] if whole.startswith(before) else self._decode(self._pending)
 
     def _step(self, token_id: int) -> str:
         try:
@@ -49,10 +66,31 @@ class Detokenizer:
         except Exception as error:  # the library raises nothing narrower
             if "Invalid prefix" not in str(error):
                 raise
-            # A new stream, which needs a token of context to go on from.
-            self._stream = DecodeStream(skip_special_tokens=self._skip_special_tokens)
+            self._restart([token_id])  # which needs a token of context to go on from
+            return self._decode(self._pending)
+
+    def _give_up_pending(self) -> str:
+        """Lets go of pending tokens that no later one can make a character of; their text."""
+        kept = [token_id for token_id in self._pending if self._decode([token_id] * 2)]
+        if len(kept) <= _MAX_PENDING:  # the others have no text
+            self._pending = kept
+            self._restart(self._context + kept)
+            return ""
+        whole, last = self._decode(kept), len(kept) - _MAX_UNFINISHED
+        for cut in range(last, last - _MAX_UNFINISHED, -1):
+            if self._decode(kept[:cut]) + self._decode(kept[cut:]) == whole:
+                break
+        else:
+            cut = last
+        self._context, self._pending = kept[:cut], kept[cut:]
+        self._restart(self._pending)
+        return self._decode(self._context)
+
+    def _restart(self, token_ids: Sequence[int]) -> None:
+        """Decodes with a new stream from now on, which has had these tokens."""
+        self._stream = DecodeStream(skip_special_tokens=self._skip_special_tokens)
+        for token_id in token_ids:
             self._stream.step(self._tokenizer, token_id)
-            return self._decode(self._token_ids[self._num_returned :])
 
     def _decode(self, token_ids: Sequence[int]) -> str:
         return self._tokenizer.decode(token_ids, skip_special_tokens=self._skip_special_tokens)

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Final
 
 from tokenizers import Tokenizer
 
 from kvrelay.text.detokenizer import Detokenizer
 from kvrelay.wire.output import EndReason, RequestEnd
 from kvrelay.wire.request import StopConditions
+
+_FEW_TOKENS: Final = 32
+_MAX_BYTES_A_CHARACTER: Final = 4
+_MAX_TOKENS_A_CHARACTER: Final = 8
+"""That a text is searched for: twice the bytes of a character."""
 
 
 class StopChecker:
@@ -20,7 +26,7 @@ class StopChecker:
     Args:
         conditions: what ends the request; end-of-sequence tokens are among their tokens.
         tokenizer: only used where there are stop strings.
-        output_ids: what it has said already, which did not end it.
+        output_ids: what it has said already, which did not end it. Only its end is decoded.
     """
 
     def __init__(
@@ -33,13 +39,44 @@ class StopChecker:
         )
         self._longest = max(map(len, conditions.stop), default=0)
         self._tail = ""
-        self._num_output = 0
-        for token_id in output_ids:
+        begin = self._first_that_matters(output_ids)
+        self._num_output = begin
+        for token_id in output_ids[begin:]:
             self.check(token_id)
 
     def again(self, output_ids: Sequence[int]) -> StopChecker:
         """Another one by the same conditions, for an output that begins with these."""
         return StopChecker(self._conditions, self._tokenizer, output_ids)
+
+    def _first_that_matters(self, output_ids: Sequence[int]) -> int:
+        """Where the tokens begin whose text may be, or hold, the beginning of a stop string.
+
+        That text is twice as long as the longest stop string: what `min_tokens` makes
+        ordinary reaches back that far.
+        """
+        if not self._longest:
+            return len(output_ids)
+        count = _FEW_TOKENS
+        while count < len(output_ids):
+            begin = len(output_ids) - count
+            text = self._decode(output_ids[begin:])
+            # Tokens without text, and bytes that are no text, may have no end.
+            if len(text) >= 2 * self._longest or count > _MAX_TOKENS_A_CHARACTER * self._longest:
+                return self._next_character(output_ids, begin)
+            count *= 2
+        return 0
+
+    def _next_character(self, output_ids: Sequence[int], begin: int) -> int:
+        """The first token at `begin` or soon after it that begins a character."""
+        for start in range(begin, min(begin + _FEW_TOKENS // 2, len(output_ids))):
+            ends = range(start + 1, start + 1 + _MAX_BYTES_A_CHARACTER)
+            if any("\ufffd" not in self._decode(output_ids[start:end]) for end in ends):
+                return start
+        return begin
+
+    def _decode(self, token_ids: Sequence[int]) -> str:
+        skip = self._conditions.skip_special_tokens
+        return self._tokenizer.decode(token_ids, skip_special_tokens=skip)
 
     def check(self, token_id: int) -> RequestEnd | None:
         """Take the next output token; whether the request ends with it."""

@@ -12,6 +12,7 @@ from tokenizers import Tokenizer
 from kvrelay.engine.executor.stop import StopChecker
 from kvrelay.router.text import TextStream
 from kvrelay.text.detokenizer import Detokenizer
+from kvrelay.wire.output import EndReason, RequestEnd
 from kvrelay.wire.request import StopConditions
 from tests.checkpoints import id_of
 
@@ -68,6 +69,86 @@ def test_any_tokens_render_as_the_tokenizer_decodes_them(
     stream = TextStream(BYTE_LEVEL, skip_special_tokens=skip_special_tokens)
     shown = "".join(pieces(stream, token_ids)) + stream.finish()
     assert shown == BYTE_LEVEL.decode(token_ids, skip_special_tokens=skip_special_tokens)
+
+
+@pytest.mark.parametrize("skip_special_tokens", [True, False])
+@pytest.mark.parametrize(
+    "mark",
+    ["<|end|>", "Â", "ð", "ł", "\u00a1"],  # of the byte level's letters for bytes
+)
+def test_tokens_that_never_make_text_cost_no_more_each(
+    mark: str, skip_special_tokens: bool
+) -> None:
+    """Only the last few are decoded with the next one; and what comes after is text again."""
+    bad = [id_of(BYTE_LEVEL, mark)] * 500
+    good = BYTE_LEVEL.encode(" héllo 🎉", add_special_tokens=False).ids
+    detokenizer = Detokenizer(BYTE_LEVEL, skip_special_tokens=skip_special_tokens)
+    shown = ""
+    for token_id in [*bad, *good]:
+        shown += detokenizer.push(token_id)
+        assert detokenizer.num_pending < 20
+    shown += detokenizer.finish()
+    assert shown == BYTE_LEVEL.decode([*bad, *good], skip_special_tokens=skip_special_tokens)
+
+
+@given(st.lists(st.integers(0, BYTE_LEVEL.get_vocab_size() - 1), max_size=200))
+@settings(deadline=None, max_examples=100)
+def test_bytes_of_a_character_between_tokens_without_text(token_ids: list[int]) -> None:
+    """Special tokens are left out, and the bytes around them belong together."""
+    special = id_of(BYTE_LEVEL, "<|tool|>")
+    spread = [one for token_id in token_ids for one in (token_id, *[special] * 30)]
+    stream = TextStream(BYTE_LEVEL)
+    shown = "".join(pieces(stream, spread)) + stream.finish()
+    assert shown == BYTE_LEVEL.decode(token_ids)
+
+
+def test_bytes_that_are_no_text_end_where_text_goes_on(sentencepiece: Tokenizer) -> None:
+    bad = [id_of(sentencepiece, "<0xC3>")] * 500
+    good = sentencepiece.encode("the dog").ids
+    stream = TextStream(sentencepiece)
+    shown = "".join(pieces(stream, [*good, *bad, *good])) + stream.finish()
+    assert shown == sentencepiece.decode([*good, *bad, *good])
+
+
+@pytest.mark.parametrize("tokenizer", [BYTE_LEVEL, SENTENCEPIECE])
+@given(TEXTS, TEXTS, st.lists(st.text("ab é日😀t", min_size=1, max_size=4), min_size=1, max_size=3))
+@settings(deadline=None, max_examples=100)
+def test_a_stop_is_found_again_after_what_was_emitted(
+    tokenizer: Tokenizer, before: str, after: str, stop: list[str]
+) -> None:
+    """A checker that goes on after much output decides as the one that saw all of it."""
+    token_ids = tokenizer.encode(before * 10 + "日本語 and 🎉" * 20 + before + after).ids
+    conditions = StopConditions(10_000, stop=tuple(stop))
+    whole = StopChecker(conditions, tokenizer)
+    ends = []
+    for token_id in token_ids:
+        ends.append(whole.check(token_id))
+        if ends[-1] is not None:
+            break
+    for begin in {0, len(ends) // 2, max(0, len(ends) - 3), len(ends) - 1}:
+        resumed = whole.again(token_ids[:begin])
+        later = token_ids[begin : len(ends)]
+        assert [resumed.check(token_id) for token_id in later] == ends[begin:]
+
+
+@pytest.mark.parametrize("letter", ["a", "<|tool|>", "ð"])
+def test_a_checker_goes_on_without_the_text_of_all_that_was_emitted(
+    letter: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pushed: list[int] = []
+    push = Detokenizer.push
+
+    def recorded(detokenizer: Detokenizer, token_id: int) -> str:
+        pushed.append(token_id)
+        return push(detokenizer, token_id)
+
+    monkeypatch.setattr(Detokenizer, "push", recorded)
+    emitted = [id_of(BYTE_LEVEL, letter)] * 20_000
+    checker = StopChecker(StopConditions(20_003, stop=("xy",)), BYTE_LEVEL, emitted)
+    assert len(pushed) < 200
+    ends = [checker.check(id_of(BYTE_LEVEL, letter)) for letter in "xa"]
+    assert ends == [None, None]
+    assert checker.check(emitted[0]) == RequestEnd(EndReason.LENGTH)
 
 
 @given(TEXTS)
