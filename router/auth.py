@@ -18,8 +18,8 @@ _SCHEME: Final = "bearer "
 _OPEN: Final = f"/{health.SERVICE_NAME}/"
 _ADMIN: Final = admin_pb2.DESCRIPTOR.services_by_name["AdminService"].full_name
 _INFERENCE: Final = inference_pb2.DESCRIPTOR.services_by_name["InferenceService"].full_name
-_GENERATE_METHODS: Final = {
-    f"/{_INFERENCE}/{method}" for method in ("Generate", "Abort", "Tokenize", "Detokenize")
+_FOR_EVERY_TOKEN: Final = {
+    f"/{_INFERENCE}/{method}" for method in ("GetModelInfo", "GetServerInfo", "GetLoads")
 }
 _caller: Final[ContextVar[Caller]] = ContextVar("caller", default=ANYBODY)
 
@@ -88,12 +88,12 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc is untype
 
 
 def _check_right(caller: Caller, method: str) -> None:
-    """Raises `Refusal` if the caller may not call the method; some take any token."""
+    """Raises `Refusal` if the caller may not call the method; reflection takes any token."""
     right = None
-    if method in _GENERATE_METHODS:
-        right = Right.GENERATE
-    elif method.startswith(f"/{_ADMIN}/"):
+    if method.startswith(f"/{_ADMIN}/"):
         right = Right.ADMIN
+    elif method.startswith(f"/{_INFERENCE}/") and method not in _FOR_EVERY_TOKEN:
+        right = Right.GENERATE
     if right is not None and not caller.may(right):
         raise Refusal(
             grpc.StatusCode.PERMISSION_DENIED,
