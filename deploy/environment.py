@@ -17,6 +17,14 @@ from kvrelay.options.user_cache import cache_home
 from kvrelay.router.token_file import is_token
 
 TOKEN_VARIABLE = "KVRELAY_TOKEN"  # noqa: S105 (a name)
+_ONE_MACHINE = {
+    # Ray's processes then listen on loopback alone. This is the switch's name on Linux, too;
+    # `ray.init(_node_ip_address="127.0.0.1")` would be resolved to another interface's address.
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+    # NIXL's UCX would listen on every interface. Shared memory is no network device: it stays.
+    "UCX_NET_DEVICES": "lo",
+}
+"""Keep the processes of a cluster that has one machine from listening to other machines."""
 _RAY_SETTINGS = {
     # No usage report leaves the machine, and no notice about it is printed.
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -61,7 +69,7 @@ def _token(variables: Mapping[str, str]) -> str | None:
     return token or None
 
 
-def set_ray_variables() -> None:
-    """Set Ray's variables, except those that the user has set. Ray reads them at its import."""
-    for name, value in _RAY_SETTINGS.items():
+def set_process_variables() -> None:
+    """Set what Ray reads at its import, and what workers inherit; the user's own values stay."""
+    for name, value in (_RAY_SETTINGS | _ONE_MACHINE).items():
         os.environ.setdefault(name, value)

@@ -1,7 +1,7 @@
 """Starts a Ray on this machine, and is the one place that imports Ray.
 
 Ray reads its settings when it is imported, so they are set here first; other modules import
-`ray` from here.
+`ray` from here. With them Ray and the workers listen on loopback alone.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from kvrelay.deploy.environment import set_ray_variables
+from kvrelay.deploy.environment import set_process_variables
 from kvrelay.deploy.ray_folder import RayFolder
 
-set_ray_variables()
+set_process_variables()
 
 import ray  # noqa: E402 (after its settings)
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy  # noqa: E402

@@ -27,6 +27,7 @@ from kvrelay.engine.worker.loading import LoadedModel
 from kvrelay.engine.worker.memory import make_kv_cache
 from kvrelay.kv_transfer.agent import TransferAgent
 from kvrelay.mem_cache.kv_cache_manager import KVCacheManager
+from kvrelay.wire.worker_info import WorkerRole
 
 RequestT = TypeVar("RequestT", bound=Request)
 MessageT = TypeVar("MessageT")
@@ -39,9 +40,15 @@ class WorkerParts(Generic[RequestT, MessageT]):
     config: WorkerConfig
     context: SchedulerContext[RequestT]
     inbox: Inbox[EngineMessage[RequestT, MessageT]]
-    agent: TransferAgent
+    transfer_agent: TransferAgent | None
     tokenizer: Tokenizer
     vocab_size: int
+
+    @property
+    def agent(self) -> TransferAgent:
+        """What reads peers' pages and lets peers read; an aggregated worker has none."""
+        assert self.transfer_agent is not None, f"{self.config.name} has no peers"
+        return self.transfer_agent
 
 
 class RolePlugin(Protocol):
@@ -74,7 +81,7 @@ class Assembly:
 
     inbox: Inbox[Any]
     metrics: WorkerMetrics
-    agent: TransferAgent
+    agent: TransferAgent | None
     kv_cache: KVCacheManager
     plugin: RolePlugin
     forward: ForwardThread[Any]
@@ -96,13 +103,14 @@ class Assembly:
         """End the threads in the order in which they depend on each other. Blocks."""
         self.engine.close()
         self.forward.close()
-        self.agent.close()
+        if self.agent is not None:
+            self.agent.close()
 
 
 def assemble(
     config: WorkerConfig,
     model: LoadedModel,
-    agent: TransferAgent,
+    agent: TransferAgent | None,
     tokenizer: Tokenizer,
     make_plugin: MakePlugin,
     *,
@@ -115,7 +123,7 @@ def assemble(
     Args:
         config: the worker's.
         model: computes its steps, and has its pools.
-        agent: reads and serves these pools.
+        agent: reads and serves these pools; None in a worker without peers.
         tokenizer: for stop strings.
         make_plugin: builds the role's part.
         faults: injected, if the configuration has any.
@@ -149,8 +157,13 @@ def make_agent(
     model: LoadedModel,
     faults: FaultPlan,
     on_failure: Callable[[str], None],
-) -> TransferAgent:
-    """Register the model's pools with NIXL. Blocks for as long as that takes."""
+) -> TransferAgent | None:
+    """Register the model's pools with NIXL. Blocks for as long as that takes.
+
+    None for an aggregated worker, which has no peers: NIXL would listen for them.
+    """
+    if config.role is WorkerRole.AGGREGATED:
+        return None
     if config.faults is None:
         return TransferAgent(incarnation, model.pools, on_failure)
     return FaultyTransferAgent(faults, incarnation, model.pools, on_failure)

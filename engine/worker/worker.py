@@ -127,14 +127,17 @@ class Worker:
         return reason
 
     async def heartbeat(self) -> None:
-        """Return once the engine's loop and the transfer agent have answered.
+        """Return once the engine's loop and the transfer agent, if there is one, have answered.
 
         Both answer while they compute and read, so no answer means that one hangs. A forward,
         or hashing, that takes longer than `--step-timeout` allows ends the worker.
         """
         engine, agent = asyncio.Event(), asyncio.Event()
         self._parts.inbox.post(Inspect(lambda _: self._loop.call_soon_threadsafe(engine.set)))
-        self._parts.agent.report_alive(lambda: self._loop.call_soon_threadsafe(agent.set))
+        if self._parts.agent is None:
+            agent.set()
+        else:
+            self._parts.agent.report_alive(lambda: self._loop.call_soon_threadsafe(agent.set))
         await engine.wait()
         await agent.wait()
         if (hang := self._parts.hang(self._config)) is not None:

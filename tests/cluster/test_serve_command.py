@@ -16,6 +16,7 @@ import psutil
 import pytest
 
 from benchmarks.idle_cpu import cluster_pids, cpu_fraction
+from tests.cluster.listening import is_loopback, listening
 
 KVRELAY = (sys.executable, "-m", "kvrelay.deploy")
 ANYWHERE = "127.0.0.1:0"
@@ -60,6 +61,7 @@ def test_serve_generate_status_and_ctrl_c(
     assert subprocess.run(example, shell=True, capture_output=True).returncode == 0
     cluster = psutil.Process(serve.pid).children(recursive=True)
     assert list(temp.glob("kvrelay-*"))
+    listens_on_loopback_alone([psutil.Process(serve.pid), *cluster])
 
     options = ("the quick brown", "--max-tokens", "8", "--temperature", "0", "--ignore-eos")
     text = run("generate", *options, "--server", address)
@@ -91,6 +93,14 @@ def test_serve_generate_status_and_ctrl_c(
     assert alive == []
     assert list(temp.glob("kvrelay-*")) == []
     assert unrelated.poll() is None
+
+
+def listens_on_loopback_alone(processes: list[psutil.Process]) -> None:
+    """Router, workers, NIXL's UCX and Ray's daemons: no other machine reaches any of them."""
+    doors = sorted((process.name(), *door) for process in processes for door in listening(process))
+    names = {name.partition(".")[0] for name, _, _ in doors}
+    assert {"gcs_server", "raylet", "ray::PrefillWorker", "ray::DecodeWorker"} <= names
+    assert [door for door in doors if not is_loopback(door[1])] == []
 
 
 def ready(serve: subprocess.Popen[str]) -> tuple[str, str]:
