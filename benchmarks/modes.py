@@ -175,7 +175,7 @@ def measure(model: Path, requests: int, tokens: int, repetitions: int) -> list[l
         prefix_index=PrefixIndexKind.NONE,
         max_running=requests,
     )
-    tokenizer = load_tokenizer(model)
+    tokenizer = load_tokenizer(model).tokenizer
     benches = {
         mode: Bench(replace(base, overlap=mode.overlap, speculation=mode.speculation), tokenizer)
         for mode in MODES

@@ -36,8 +36,8 @@ class Handshake:
         """Shake hands with the prefill worker behind `channel`.
 
         Returns:
-            what was measured. It is a refusal if the worker's pages do not fit this one's, or if
-            it is read too slowly or not at all.
+            what was measured. It is a refusal if the worker's model or pages do not fit this
+            one's, or if it is read too slowly or not at all.
 
         Raises:
             TransferError: its answer makes no sense.
@@ -60,7 +60,7 @@ class Handshake:
         if answer is grpc.aio.EOF:
             raise TransferError(f"{incarnation} has not described its pools")
         description = PeerDescription.read(AGENT.from_message(answer))
-        description.check(incarnation, self._agent.layouts)
+        description.check(incarnation, self._agent.layouts, self._agent.model)
         self._agent.add_peer(description)
 
     async def _measure(self, incarnation: str, call: grpc.aio.UnaryStreamCall) -> PeerTransport:

@@ -108,6 +108,7 @@ def as_object(model: str | None, info: pb.GetServerInfoResponse) -> dict[str, An
     """The status as ``--json`` prints it."""
     return {
         "model": model,
+        "model_digest": info.model_digest,
         "version": info.version,
         "uptime_seconds": info.uptime_seconds,
         "live_requests": info.live_requests,

@@ -19,12 +19,10 @@ _STATES: Final = (
 def as_text(report: dict[str, Any]) -> str:
     """A line about the server, then tables of the workers, their pools, and more if there is."""
     workers = report["workers"]
-    parts = [
-        f"{report['model'] or 'NO MODEL (a role has no worker)'}, kvrelay {report['version']}, "
-        f"up {report['uptime_seconds']:.0f} s, {report['live_requests']} live requests",
-        _workers_table(workers),
-        _pools_table(workers),
-    ]
+    parts = [_server_line(report), _workers_table(workers)]
+    if refused := [worker for worker in workers if worker["refusal"]]:
+        parts.append("\n".join(f"REFUSED {one['worker']}: {one['refusal']}" for one in refused))
+    parts.append(_pools_table(workers))
     if any(worker["peers"] for worker in workers):
         parts.append(_peers_table(workers))
     if any("owners" in worker for worker in workers):
@@ -32,14 +30,24 @@ def as_text(report: dict[str, Any]) -> str:
     return "\n\n".join(parts)
 
 
+def _server_line(report: dict[str, Any]) -> str:
+    digest = f" (digest {report['model_digest']})" if report["model_digest"] else ""
+    return (
+        f"{report['model'] or 'NO MODEL (a role has no worker)'}{digest}, "
+        f"kvrelay {report['version']}, up {report['uptime_seconds']:.0f} s, "
+        f"{report['live_requests']} live requests"
+    )
+
+
 def _workers_table(workers: Iterable[dict[str, Any]]) -> str:
-    head = ["worker", "role", "incarnation", "ready", "address", "metrics"]
+    head = ["worker", "role", "incarnation", "digest", "ready", "address", "metrics"]
     head += ["waiting", "running", "tokens due", "growth", "step"]
     rows = [
         [
             worker["worker"],
             worker["role"],
             worker["incarnation"],
+            worker["model_digest"] or "-",
             _readiness(worker),
             worker["address"],
             worker["metrics_address"],
@@ -55,6 +63,8 @@ def _workers_table(workers: Iterable[dict[str, Any]]) -> str:
 
 
 def _readiness(worker: dict[str, Any]) -> str:
+    if worker["refusal"]:
+        return "REFUSED"
     if worker["draining"]:
         return "draining" if worker["ready"] else "restarting"
     return "yes" if worker["ready"] else "no"

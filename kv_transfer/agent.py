@@ -33,6 +33,7 @@ from kvrelay.kv_transfer.work_in_progress import WorkInProgress
 from kvrelay.mem_cache.geometry import Int64Array
 from kvrelay.mem_cache.pool import KVPool
 from kvrelay.wire.hand_over import PageSum
+from kvrelay.wire.model_digest import NO_MODEL, ModelDigest
 
 logger = logging.getLogger(__name__)
 
@@ -56,12 +57,18 @@ class TransferAgent:
             restarted worker is a new peer to everybody.
         pools: the memory that peers read from and that pulls write to; of one device.
         on_failure: called once, on the transfer thread, if it must give up.
+        model: what computes the pools' KV; peers must have the same.
     """
 
     def __init__(
-        self, incarnation: str, pools: Sequence[KVPool], on_failure: Callable[[str], None]
+        self,
+        incarnation: str,
+        pools: Sequence[KVPool],
+        on_failure: Callable[[str], None],
+        model: ModelDigest = NO_MODEL,
     ) -> None:
         self.incarnation = incarnation
+        self.model = model
         self.layouts = tuple(map(_layout, pools))
         self.transports = os.environ.get("UCX_TLS", "all")  # UCX's own setting
         self.scratch = make_scratch(pools[0], incarnation)
@@ -95,7 +102,7 @@ class TransferAgent:
         metadata = self._endpoints.current.metadata
         digest = hashlib.sha256(metadata).digest()
         return PeerDescription(
-            self.incarnation, metadata, digest, self.layouts, self._scratch_layout
+            self.incarnation, metadata, digest, self.layouts, self._scratch_layout, self.model
         )
 
     def call_soon(self, function: Callable[[], object]) -> None:

@@ -12,6 +12,7 @@ from kvrelay.kv_transfer.errors import PeerRefusedError
 from kvrelay.kv_transfer.spans import PoolLayout
 from kvrelay.mem_cache.geometry import KVGeometry, PageOrder
 from kvrelay.wire.agent import AgentDescription, PoolDescription, PoolGeometry
+from kvrelay.wire.model_digest import ModelDigest
 
 _DTYPES = {
     str(dtype).removeprefix("torch."): dtype
@@ -36,6 +37,8 @@ class PeerDescription:
     """One for each pool."""
     scratch: PoolLayout
     """The pages to probe the transport with."""
+    model: ModelDigest
+    """What computes the pages' KV."""
 
     @classmethod
     def read(cls, plain: AgentDescription) -> PeerDescription:
@@ -57,8 +60,14 @@ class PeerDescription:
             )
         except (KeyError, ValueError) as error:
             raise PeerRefusedError(f"geometry of {plain.incarnation}: {error}") from error
-        digest = plain.agent_metadata_sha256
-        return cls(plain.incarnation, plain.agent_metadata, digest, tuple(layouts), scratch)
+        return cls(
+            plain.incarnation,
+            plain.agent_metadata,
+            plain.agent_metadata_sha256,
+            tuple(layouts),
+            scratch,
+            plain.model,
+        )
 
     def plain(self) -> AgentDescription:
         """The description in plain types, as it crosses processes."""
@@ -70,23 +79,30 @@ class PeerDescription:
             memory_type=self.scratch.memory_type,
             pools=tuple(map(_plain_pool, self.layouts)),
             scratch=_plain_pool(self.scratch),
+            model=self.model,
         )
 
-    def check(self, incarnation: str, own: Sequence[PoolLayout]) -> None:
+    def check(self, incarnation: str, own: Sequence[PoolLayout], model: ModelDigest) -> None:
         """Check a description that came from a peer, before NIXL loads its bytes.
 
         Args:
             incarnation: the worker that was asked for the description.
             own: the pools that its pages are to be read into.
+            model: what computes with them then.
 
         Raises:
-            PeerRefusedError: it is another worker's, its bytes were changed, or its pages do not
-                fit.
+            PeerRefusedError: it is another worker's, its bytes were changed, its model is another,
+                or its pages do not fit.
         """
         if self.incarnation != incarnation:
             raise PeerRefusedError(f"expected worker {incarnation}, found {self.incarnation}")
         if hashlib.sha256(self.metadata).digest() != self.metadata_sha256:
             raise PeerRefusedError(f"agent metadata of {incarnation} does not match its digest")
+        if difference := self.model.difference_from(model):
+            raise PeerRefusedError(
+                f"{incarnation} has loaded model {self.model.name}, not {model.name} as this "
+                f"worker has: {difference}"
+            )
         if not self.layouts or self.scratch.geometry != self.layouts[0].geometry:
             raise PeerRefusedError(f"scratch pages of {incarnation} are not like its pool's")
         mine, theirs = ([pool.geometry for pool in pools] for pools in (own, self.layouts))

@@ -19,6 +19,7 @@ import torch
 from kvrelay.mem_cache.geometry import KVGeometry, PageOrder
 from kvrelay.mem_cache.pool import KVPool
 from kvrelay.model_runner.batch import ForwardBatch, Int32Array
+from kvrelay.model_runner.checkpoint.digest import object_digest
 from kvrelay.model_runner.config.model_config import ModelConfig
 from kvrelay.model_runner.errors import CheckpointError
 from kvrelay.model_runner.runner import ModelRunner
@@ -91,6 +92,8 @@ class DraftModel:
         self._path = Path(model_path)
         self._runner = ModelRunner(model_path, dtype, device, draft=True)
         self.config = self._runner.config
+        self.digest = object_digest((self._runner.config_digest, self._runner.weights_digest))
+        """Hash of configuration and weights."""
         self._page_size = 0
 
     def check_vocab(self, target: ModelConfig) -> None:

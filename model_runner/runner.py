@@ -16,6 +16,7 @@ from kvrelay.model_runner.attention.cpu_attention import CpuAttention
 from kvrelay.model_runner.batch import ForwardBatch, Int32Array
 from kvrelay.model_runner.checkpoint.checkpoint import Checkpoint
 from kvrelay.model_runner.checkpoint.config_reader import read_config
+from kvrelay.model_runner.checkpoint.digest import object_digest
 from kvrelay.model_runner.config.model_config import MLAConfig
 from kvrelay.model_runner.errors import UnsupportedOptionError
 from kvrelay.model_runner.layers.decoder import Decoder
@@ -75,6 +76,10 @@ class ModelRunner:
                 self.device,
                 LinearFactory(batch_invariant),
             )
+        self.config_digest = object_digest(self.config)
+        """Hash of the configuration as it was understood."""
+        self.weights_digest = checkpoint.digest
+        """Hash of every byte of the weights, in this dtype."""
         self._draft = draft
         self._pools: Sequence[KVPool] = ()
         self._backends: Sequence[AttentionBackend] = ()

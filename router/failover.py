@@ -60,6 +60,7 @@ class Failover:
         self._fleet = fleet
         self._config = config
         self._metrics = metrics
+        self._model = fleet.model.digest  # of the first attempt
         self._failures: dict[int, _Failures] = {}  # by choice
         self._failed_forwards = FailedForwards()
         self._suspects: set[str] = set()  # incarnations that attempts have failed with
@@ -118,11 +119,13 @@ class Failover:
             detail: why the attempt before ended.
 
         Raises:
-            Unavailable: none were ready in that time.
+            Unavailable: none were ready in that time, or the model that was served when the
+                request was first submitted is served no more.
         """
         seconds = self._config.failover_wait
         found = await self._place_within(seconds, input_tokens, total_tokens, lambda: True)
         if isinstance(found, Placement):
+            self._check_model()
             return found
         raise Unavailable(
             f"{detail}; it could not be submitted again within {seconds:g} s: {found}"
@@ -141,6 +144,7 @@ class Failover:
             found = await self._place_within(seconds, *tokens, hope)
             if isinstance(found, Placement):
                 outcome = "served"
+                self._model = self._fleet.model.digest
                 return found
             if not hope():
                 outcome = "given_up"
@@ -167,6 +171,13 @@ class Failover:
                         break
                     await self._fleet.changes.wait()
         return missing
+
+    def _check_model(self) -> None:
+        """The output of two models must not come in one stream."""
+        served = self._fleet.model.digest
+        if self._model and served and self._model != served:
+            began, now = self._model.name, served.name
+            raise Unavailable(f"it began with model {began}, in whose place {now} is served now")
 
 
 def _strict_failure(failed: AttemptFailed) -> RequestError:

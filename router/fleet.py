@@ -11,6 +11,7 @@ from kvrelay.router.errors import Unavailable
 from kvrelay.router.limits import Limits
 from kvrelay.router.notifier import Notifier
 from kvrelay.router.placement import Candidate, choose_aggregated, choose_decode, choose_prefill
+from kvrelay.router.served_model import ServedModel
 from kvrelay.router.worker_link import WorkerLink
 from kvrelay.wire.worker_info import WorkerInfo, WorkerRole
 
@@ -49,6 +50,8 @@ class Fleet:
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._closing: set[asyncio.Task[None]] = set()
         self._awaited: tuple[WorkerInfo, ...] = ()
+        self.model = ServedModel()
+        """Which workers may serve."""
         self.changes = Notifier()
         """Notified when the list of workers, or a link's readiness, has changed."""
 
@@ -59,8 +62,8 @@ class Fleet:
 
     @property
     def endpoints(self) -> list[WorkerInfo]:
-        """The workers that are listed, ready or not."""
-        return [link.endpoint for link in self._links.values()]
+        """The workers that are listed, ready or not, and have loaded the served model."""
+        return [link.endpoint for link in self._links.values() if not link.refusal]
 
     @property
     def ready(self) -> bool:
@@ -71,15 +74,18 @@ class Fleet:
     @property
     def known(self) -> list[WorkerInfo]:
         """The workers that are listed, and as they were those that are being replaced."""
-        return [*self.endpoints, *self._awaited]
+        return [*self.endpoints, *filter(self.model.is_loaded_by, self._awaited)]
 
     def limits(self) -> Limits:
         """Bounds on a request with the known workers.
 
         Raises:
-            Unavailable: a role has none.
+            Unavailable: a role has none; says why it has none that serves.
         """
-        return Limits.of(self.known)
+        try:
+            return Limits.of(self.known)
+        except Unavailable as error:
+            raise Unavailable("; ".join([str(error), *self.model.refusals])) from error
 
     def expects(self, input_tokens: int, total_tokens: int) -> bool:
         """Whether workers that are on their way could take a request that `place` refuses now.
@@ -88,7 +94,7 @@ class Fleet:
         cannot be reached yet, or any more.
         """
         ready = [link.endpoint for link in self._links.values() if _takes_requests(link)]
-        coming = [link.endpoint for link in self._links.values() if not _takes_requests(link)]
+        coming = [one.endpoint for one in self._links.values() if _may_yet_take_requests(one)]
         coming += self._awaited
 
         def fits(workers: list[WorkerInfo], role: WorkerRole, tokens: int) -> bool:
@@ -123,7 +129,7 @@ class Fleet:
         prefills = self._ready_links(WorkerRole.PREFILL, suspects)
         decodes = self._ready_links(WorkerRole.DECODE, suspects)
         alone = self._ready_links(WorkerRole.AGGREGATED, suspects)
-        missing, refusal = WorkerRole.PREFILL, ""
+        missing, refusal = WorkerRole.PREFILL, "; ".join(self.model.refusals)
         while (prefill := choose_prefill(prefills, input_tokens)) is not None:
             link = prefills.pop(prefill)
             peer = link.endpoint.incarnation
@@ -163,6 +169,9 @@ class Fleet:
             link = self._make_link(listed[incarnation], self.changes.notify_all)
             self._links[incarnation] = link
             self._tasks[incarnation] = asyncio.create_task(link.run(), name=link.endpoint.name)
+        self.model.update(list(listed.values()), self._awaited)
+        for incarnation, link in self._links.items():
+            link.refusal = self.model.refusal_of(incarnation)
         self.changes.notify_all()
 
     def _close(self, task: asyncio.Task[None]) -> None:
@@ -179,4 +188,8 @@ class Fleet:
 
 
 def _takes_requests(link: WorkerLink) -> bool:
-    return link.ready and not link.draining
+    return link.ready and not link.draining and not link.refusal
+
+
+def _may_yet_take_requests(link: WorkerLink) -> bool:
+    return not link.refusal and not _takes_requests(link)

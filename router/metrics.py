@@ -30,6 +30,10 @@ LIVE_REQUESTS: Final = METRICS.gauge(
     "Requests that are live on this router: waiting for the first token, or streaming",
     "state",
 )
+REFUSED_WORKERS: Final = METRICS.gauge(
+    "kvrelay_workers_refused",
+    "Workers that get no requests because they have loaded another model than the served one",
+)
 WAITING_FOR_WORKERS: Final = METRICS.gauge(
     "kvrelay_requests_waiting_for_workers",
     "New requests that wait until a worker is replaced, because no other can take them",

@@ -28,6 +28,7 @@ from kvrelay.router.fleet import Fleet
 from kvrelay.router.live_requests import LiveRequests
 from kvrelay.router.metrics import (
     LIVE_REQUESTS,
+    REFUSED_WORKERS,
     STALE_OUTPUTS,
     WAITING_FOR_WORKERS,
     RouterMetrics,
@@ -36,7 +37,7 @@ from kvrelay.router.raw_requests import RawRequests
 from kvrelay.router.service import InferenceService
 from kvrelay.router.worker_link import WorkerLink
 from kvrelay.text.token_bytes import longest_token_bytes
-from kvrelay.text.tokenizer import TokenizerError, load_tokenizer
+from kvrelay.text.tokenizer import LoadedTokenizer, TokenizerError, load_tokenizer
 from kvrelay.v1 import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc
 from kvrelay.wire.worker_info import WorkerInfo
 
@@ -88,13 +89,15 @@ class Router:
         """
         self._read_credentials()
         async with contextlib.AsyncExitStack() as undo:
-            tokenizer = await asyncio.to_thread(_load_tokenizer, self._config.model_path)
+            loaded = await asyncio.to_thread(_load_tokenizer, self._config.model_path)
+            self._fleet.model.tokenizer, tokenizer = loaded.sha256, loaded.tokenizer
             live = LiveRequests(self._config, self._fleet, tokenizer, self._metrics)
             self._metrics.watch(LIVE_REQUESTS, lambda: live.count(streaming=False), state="waiting")
             self._metrics.watch(
                 LIVE_REQUESTS, lambda: live.count(streaming=True), state="streaming"
             )
             self._metrics.watch(WAITING_FOR_WORKERS, lambda: live.waiting_for_workers)
+            self._metrics.watch(REFUSED_WORKERS, lambda: len(self._fleet.model.refusals))
             self._serve_metrics(undo)
             _run_in(undo, self._fleet.run())
             if self._tokens is not None:
@@ -108,8 +111,16 @@ class Router:
             self._undo = undo.pop_all()
 
     async def wait_ready(self) -> None:
-        """Returns once a prefill and a decode worker, or an aggregated one, are attached."""
-        while not self._fleet.ready:
+        """Returns once a prefill and a decode worker, or an aggregated one, are attached.
+
+        Raises:
+            StartError: workers have loaded different models, or the router another tokenizer.
+        """
+        while True:
+            if refusals := self._fleet.model.refusals:
+                raise StartError("; ".join(refusals))
+            if self._fleet.ready:
+                return
             await self._fleet.changes.wait()
 
     async def stop(self) -> None:
@@ -228,7 +239,7 @@ def _run_in(undo: contextlib.AsyncExitStack, work: Coroutine[Any, Any, None]) ->
     undo.push_async_callback(end)
 
 
-def _load_tokenizer(model_path: Path) -> Tokenizer:
+def _load_tokenizer(model_path: Path) -> LoadedTokenizer:
     try:
         return load_tokenizer(model_path)
     except TokenizerError as error:

@@ -144,6 +144,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
             uptime_seconds=time.monotonic() - self._started,
             live_requests=len(self._live),
             workers=self._workers(),
+            model_digest=self._fleet.model.name,
         )
 
     async def GetLoads(  # noqa: N802

@@ -85,6 +85,8 @@ class WorkerLink:
     ) -> None:
         self.endpoint = endpoint
         self.ready = False
+        self.refusal = ""
+        """Why the worker gets no requests, though it may be ready; empty if it gets some."""
         self.load = WorkerLoad()
         self._reported_draining = False
         self._router_id = router_id
@@ -114,6 +116,8 @@ class WorkerLink:
             ready=self.ready,
             draining=self.draining,
             load=self.load,
+            model_digest=self.endpoint.model.name,
+            refusal=self.refusal,
         )
 
     def submit(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
+from dataclasses import dataclass
 from pathlib import Path
 
 from tokenizers import Tokenizer
@@ -12,7 +14,16 @@ class TokenizerError(Exception):
     """A checkpoint's tokenizer cannot be loaded; the message is one line and names the file."""
 
 
-def load_tokenizer(model_path: Path) -> Tokenizer:
+@dataclass(frozen=True, slots=True)
+class LoadedTokenizer:
+    """A tokenizer, and which one it is."""
+
+    tokenizer: Tokenizer
+    sha256: str
+    """Of the bytes that it was made from, in hexadecimal."""
+
+
+def load_tokenizer(model_path: Path) -> LoadedTokenizer:
     """The tokenizer in the checkpoint folder `model_path`, without truncation or padding.
 
     Raises:
@@ -23,11 +34,14 @@ def load_tokenizer(model_path: Path) -> Tokenizer:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     path = model_path / "tokenizer.json"
     try:
-        tokenizer = Tokenizer.from_file(str(path))
+        content = path.read_bytes()
+        tokenizer = Tokenizer.from_str(content.decode())
+    except OSError as error:
+        raise TokenizerError(f"{path}: cannot load the tokenizer: {error.strerror}") from error
     except Exception as error:  # the library raises nothing narrower
         reason = " ".join(str(error).split())
         raise TokenizerError(f"{path}: cannot load the tokenizer: {reason}") from error
     # A checkpoint may carry settings from its training that would change prompts.
     tokenizer.no_truncation()
     tokenizer.no_padding()
-    return tokenizer
+    return LoadedTokenizer(tokenizer, hashlib.sha256(content).hexdigest())

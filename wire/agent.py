@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from kvrelay.wire.model_digest import ModelDigest
+
 
 @dataclass(frozen=True, slots=True)
 class PoolGeometry:
@@ -47,3 +49,5 @@ class AgentDescription:
     pools: tuple[PoolDescription, ...]
     scratch: PoolDescription
     """Pages beside the pools, like the first one's, to probe the transport with."""
+    model: ModelDigest
+    """What computes the pages' KV."""

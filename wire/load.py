@@ -116,3 +116,7 @@ class WorkerStatus:
     ready: bool
     draining: bool
     load: WorkerLoad
+    model_digest: str = ""
+    """The name of what it has loaded."""
+    refusal: str = ""
+    """Why it gets no requests; empty if it gets some."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
+from kvrelay.wire.model_digest import ModelDigest
+
 
 class WorkerRole(StrEnum):
     """What a worker does with a request."""
@@ -40,6 +42,8 @@ class WorkerInfo:
     vocab_size: int
     architecture: str
     eos_token_ids: tuple[int, ...]
+    model: ModelDigest
+    """What the incarnation has loaded."""
     pid: int = 0
     """Of its process, on its own machine; 0 where nobody has to know it."""
     draining: bool = False

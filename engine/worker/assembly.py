@@ -89,7 +89,10 @@ class Assembly:
 
     def hang(self, config: WorkerConfig) -> GiveUp | None:
         """What to do about work that takes longer than it may, by the worker's options."""
-        for name, work in (("forward", self.forward.work), ("hashing", self.agent.hashing)):
+        watched = [("forward", self.forward.work)]
+        if self.agent is not None:
+            watched.append(("hashing", self.agent.hashing))
+        for name, work in watched:
             oldest = work.oldest
             if oldest is not None and oldest.seconds > config.step_bound_seconds(oldest.tokens):
                 reason = (
@@ -165,5 +168,5 @@ def make_agent(
     if config.role is WorkerRole.AGGREGATED:
         return None
     if config.faults is None:
-        return TransferAgent(incarnation, model.pools, on_failure)
-    return FaultyTransferAgent(faults, incarnation, model.pools, on_failure)
+        return TransferAgent(incarnation, model.pools, on_failure, model.digest)
+    return FaultyTransferAgent(faults, incarnation, model.pools, on_failure, model.digest)

@@ -17,6 +17,7 @@ from kvrelay.kv_transfer.pull import Pull
 from kvrelay.mem_cache.pool import KVPool
 from kvrelay.mem_cache.sharing import PageCopy
 from kvrelay.wire.hand_over import Announce, Ask, Done, Ended, Grant, Released, Sequenced
+from kvrelay.wire.model_digest import ModelDigest
 
 RequestT = TypeVar("RequestT")
 
@@ -88,7 +89,7 @@ class FaultyTransferAgent(TransferAgent):
 
     Args:
         plan: the faults.
-        incarnation, pools, on_failure: as of `TransferAgent`.
+        incarnation, pools, on_failure, model: as of `TransferAgent`.
     """
 
     def __init__(
@@ -97,10 +98,11 @@ class FaultyTransferAgent(TransferAgent):
         incarnation: str,
         pools: Sequence[KVPool],
         on_failure: Callable[[str], None],
+        model: ModelDigest,
     ) -> None:
         self._plan = plan
         self._pools = pools
-        super().__init__(incarnation, pools, on_failure)
+        super().__init__(incarnation, pools, on_failure, model)
 
     def submit(self, pull: Pull, on_end: Callable[[Pull], None]) -> None:
         """Start a pull, as `TransferAgent.submit` does, unless the plan has a fault for it."""

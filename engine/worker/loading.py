@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -11,10 +11,13 @@ from kvrelay.engine.config import Speculation, WorkerConfig
 from kvrelay.engine.executor.drafters import ModelDrafter, NgramDrafter
 from kvrelay.engine.executor.model_executor import Drafter, ModelExecutor, PageCopier
 from kvrelay.engine.worker.memory import divide_memory
+from kvrelay.mem_cache.geometry import KVGeometry, PageOrder
 from kvrelay.mem_cache.pool import KVPool
+from kvrelay.model_runner.checkpoint.digest import object_digest
 from kvrelay.model_runner.draft_model import DraftModel
 from kvrelay.model_runner.runner import ModelRunner
 from kvrelay.model_runner.sampling import sampler
+from kvrelay.wire.model_digest import ModelDigest
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,10 +30,16 @@ class LoadedModel:
     executor: ModelExecutor
     max_model_len: int
     """Tokens of a request at most: the model's own limit, or the option's if that is less."""
+    digest: ModelDigest
+    """Of what was loaded."""
 
 
-def load_model(config: WorkerConfig) -> LoadedModel:
+def load_model(config: WorkerConfig, tokenizer_sha256: str = "") -> LoadedModel:
     """Read the weights, reserve the memory, compile. Takes seconds, or minutes.
+
+    Args:
+        config: the worker's.
+        tokenizer_sha256: of the tokenizer that was loaded, if there is one: for the digest.
 
     Raises:
         CheckpointError: a model cannot be served.
@@ -63,7 +72,22 @@ def load_model(config: WorkerConfig) -> LoadedModel:
         drafter = NgramDrafter()
     executor = ModelExecutor(runner, PageCopier(pools), drafter)
     limit = min(config.max_model_len or runner.max_model_len, runner.max_model_len)
-    return LoadedModel(runner, pools, executor, limit)
+    digest = ModelDigest(
+        config=runner.config_digest,
+        weights=runner.weights_digest,
+        tokenizer=tokenizer_sha256,
+        dtype=config.dtype,
+        layout=_layout_digest(geometries),
+        draft=draft.digest if draft else "",
+    )
+    return LoadedModel(runner, pools, executor, limit, digest)
+
+
+def _layout_digest(geometries: Sequence[KVGeometry]) -> str:
+    """The hash of what a token's KV is in each pool, however pages are made of it."""
+    return object_digest(
+        [replace(one, page_size=1, order=PageOrder.PAGE_FIRST) for one in geometries]
+    )
 
 
 def _load_draft(config: WorkerConfig, target: ModelRunner) -> DraftModel | None:

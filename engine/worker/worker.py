@@ -60,7 +60,7 @@ class Worker:
         incarnation = f"{config.name}-{uuid.uuid4().hex[:12]}"
         # Before the weights, which take longer to read.
         tokenizer = await loop.run_in_executor(None, load_tokenizer, config.model_path)
-        model = await loop.run_in_executor(None, load_model, config)
+        model = await loop.run_in_executor(None, load_model, config, tokenizer.sha256)
         agent = await loop.run_in_executor(
             None, make_agent, config, incarnation, model, self.faults, self._on_failure
         )
@@ -68,7 +68,7 @@ class Worker:
             config,
             model,
             agent,
-            tokenizer,
+            tokenizer.tokenizer,
             self._make_plugin,
             faults=self.faults,
             call_soon=loop.call_soon_threadsafe,
@@ -181,6 +181,7 @@ class Worker:
             vocab_size=checkpoint.vocab_size,
             architecture=checkpoint.architecture,
             eos_token_ids=tuple(checkpoint.eos_token_ids),
+            model=model.digest,
             pid=os.getpid(),
         )
 

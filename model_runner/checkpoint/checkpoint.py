@@ -8,6 +8,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from kvrelay.model_runner.checkpoint.config_file import ConfigFile
+from kvrelay.model_runner.checkpoint.digest import WeightsDigest
 from kvrelay.model_runner.errors import CheckpointError
 
 SINGLE_NAME = "model.safetensors"
@@ -35,6 +36,12 @@ class Checkpoint:
         self._device = device
         self._files = self._locate()
         self._taken: set[str] = set()
+        self._digest = WeightsDigest()
+
+    @property
+    def digest(self) -> str:
+        """The hash of all tensors that were taken, as they were handed out."""
+        return self._digest.hexdigest()
 
     def __contains__(self, name: str) -> bool:
         """Whether the checkpoint has a tensor `name`."""
@@ -45,7 +52,8 @@ class Checkpoint:
     ) -> torch.Tensor:
         """The tensor `name`, which must be floating point and of exactly `shape`.
 
-        Cast to `dtype`, where one is given, instead of the others'.
+        Cast to `dtype`, where one is given, instead of the others'. It is a copy: what changes in
+        the file later changes nothing here.
         """
         if name not in self._files:
             raise CheckpointError(f"{self._folder}: tensor {name} is missing")
@@ -62,7 +70,10 @@ class Checkpoint:
         if not tensor.is_floating_point():
             raise CheckpointError(f"{path}: tensor {name} is {tensor.dtype}, not floating point")
         self._taken.add(name)
-        return tensor.to(self._device, dtype or self._dtype)
+        # safetensors maps the file: without a copy, who writes into it changes loaded weights.
+        loaded = tensor.to(self._device, dtype or self._dtype, copy=True)
+        self._digest.add(name, loaded)
+        return loaded
 
     def skip(self, name: str) -> None:
         """Declare that `name`, if it is there, is rightly not used."""

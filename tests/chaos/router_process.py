@@ -17,6 +17,7 @@ from typing import Any
 from kvrelay.router.config import RouterConfig
 from kvrelay.router.discovery import Discovery, StaticDiscovery
 from kvrelay.router.router import Router
+from kvrelay.wire.model_digest import ModelDigest
 from kvrelay.wire.worker_info import WorkerInfo, WorkerRole
 
 
@@ -29,8 +30,15 @@ def from_line(line: bytes) -> list[list[WorkerInfo]]:
     return [[_worker_info(**one) for one in workers] for workers in json.loads(line)]
 
 
-def _worker_info(role: str, eos_token_ids: list[int], **more: Any) -> WorkerInfo:
-    return WorkerInfo(role=WorkerRole(role), eos_token_ids=tuple(eos_token_ids), **more)
+def _worker_info(
+    role: str, eos_token_ids: list[int], model: dict[str, str], **more: Any
+) -> WorkerInfo:
+    return WorkerInfo(
+        role=WorkerRole(role),
+        eos_token_ids=tuple(eos_token_ids),
+        model=ModelDigest(**model),
+        **more,
+    )
 
 
 async def main(model: Path, address: str) -> None:

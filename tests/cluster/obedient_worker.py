@@ -15,6 +15,7 @@ from pathlib import Path
 
 from kvrelay.deploy.worker_host import BuildWorker, WorkerHost
 from kvrelay.engine.config import WorkerConfig
+from kvrelay.wire.model_digest import NO_MODEL
 from kvrelay.wire.worker_info import WorkerInfo
 
 
@@ -45,6 +46,7 @@ class ObedientWorker:
             vocab_size=16,
             architecture="none",
             eos_token_ids=(),
+            model=NO_MODEL,
             pid=os.getpid(),
         )
 

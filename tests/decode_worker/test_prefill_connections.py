@@ -7,7 +7,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import grpc
@@ -324,6 +324,25 @@ async def test_pages_that_do_not_fit_are_a_refusal(
     client.deliver(OpenStream(stream_to(prefill.peer)))
     assert "do not fit" in (await inbox.next(PeerProbed)).transport.refusal
     assert (await inbox.next(StreamLost)).cause is FailureReason.TRANSFER_REFUSED
+    await client.close()
+    agent.close()
+
+
+async def test_pages_of_another_model_are_a_refusal(prefill: Prefill) -> None:
+    """Their geometry is the same, so nothing else would tell."""
+    pool = KVPool(KVGeometry(4, 2, 32, torch.float32, 16), 8, torch.device("cpu"))
+    trained = replace(prefill.agent.model, weights="7e" * 32)
+    agent = TransferAgent(f"decode-{time.monotonic_ns()}", [pool], print, trained)
+    inbox = ReadInbox()
+    client = make_client(agent, inbox)
+    client.deliver(OpenStream(stream_to(prefill.peer)))
+    refusal = (await inbox.next(PeerProbed)).transport.refusal
+    assert refusal == (
+        f"{prefill.peer.incarnation} has loaded model {prefill.agent.model.name}, not "
+        f"{trained.name} as this worker has: weights (none, not 7e7e7e7e7e7e)"
+    )
+    assert (await inbox.next(StreamLost)).cause is FailureReason.TRANSFER_REFUSED
+    assert not any(isinstance(message, StreamOpened) for message in prefill.inbox.unread())
     await client.close()
     agent.close()
 

@@ -60,7 +60,11 @@ class ScriptedService(rpc.InferenceServiceServicer):
     def GetServerInfo(self, request, context):  # noqa: N802 (gRPC's name)
         self._take_authorization(context)
         return pb.GetServerInfoResponse(
-            version="0.1.0", uptime_seconds=12.5, live_requests=3, workers=self.workers
+            version="0.1.0",
+            uptime_seconds=12.5,
+            live_requests=3,
+            workers=self.workers,
+            model_digest="0123456789ab",
         )
 
     def _take_authorization(self, context):

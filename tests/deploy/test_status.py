@@ -12,6 +12,7 @@ from kvrelay.router.config import RouterConfig
 from kvrelay.router.discovery import StaticDiscovery
 from kvrelay.router.router import Router
 from kvrelay.v1 import inference_pb2 as pb
+from kvrelay.wire.model_digest import NO_MODEL
 from kvrelay.wire.worker_info import WorkerInfo, WorkerRole
 from tests.checkpoints import make_tokenizer
 
@@ -32,6 +33,7 @@ def workers(service: ScriptedService) -> None:
             address="127.0.0.1:1",
             metrics_address="127.0.0.1:2",
             ready=True,
+            model_digest="0123456789ab",
             load=pb.WorkerLoad(
                 waiting_requests=1,
                 running_requests=2,
@@ -53,11 +55,11 @@ def test_tables_show_workers_and_pools_with_their_sums(kvrelay: Kvrelay):
     assert (
         result.stdout
         == """\
-tiny, kvrelay 0.1.0, up 12 s, 3 live requests
+tiny (digest 0123456789ab), kvrelay 0.1.0, up 12 s, 3 live requests
 
-worker     role     incarnation    ready  address      metrics      waiting  running  tokens due  growth  step
-decode-0   decode   decode-0-abc   yes    127.0.0.1:1  127.0.0.1:2        1        2         300     120  12.5 ms
-prefill-0  prefill  prefill-0-def  no                                     0        0           0       0  -
+worker     role     incarnation    digest        ready  address      metrics      waiting  running  tokens due  growth  step
+decode-0   decode   decode-0-abc   0123456789ab  yes    127.0.0.1:1  127.0.0.1:2        1        2         300     120  12.5 ms
+prefill-0  prefill  prefill-0-def  -             no                                     0        0           0       0  -
 
 worker    pool  page size  free  held  cached evictable  cached protected  session  quarantined  sum  total  promised
 decode-0  full         16    60    40                 0                 0        0            0  100    100         8
@@ -75,6 +77,22 @@ def test_an_aggregated_worker_is_called_so(kvrelay: Kvrelay, service: ScriptedSe
 def test_a_pool_that_does_not_balance_is_marked(kvrelay: Kvrelay, service: ScriptedService):
     service.workers[0].load.pools[0].held = 39
     assert " 99 (!)    100 " in kvrelay("status").stdout
+
+
+def test_a_worker_with_another_model_is_shown_as_refused(
+    kvrelay: Kvrelay, service: ScriptedService
+):
+    why = "prefill-0-def has loaded model 7e7e, not 0123456789ab, which is served"
+    service.workers[1].MergeFrom(
+        pb.WorkerStatus(ready=True, model_digest="7e7e7e7e7e7e", refusal=why)
+    )
+    shown = kvrelay("status").stdout
+    assert "\nprefill-0  prefill  prefill-0-def  7e7e7e7e7e7e  REFUSED " in shown
+    assert f"\n\nREFUSED prefill-0: {why}\n\n" in shown
+    report = json.loads(kvrelay("status", "--json").stdout)
+    assert report["model_digest"] == "0123456789ab"
+    shown = report["workers"][1]
+    assert (shown["model_digest"], shown["refusal"]) == ("7e7e7e7e7e7e", why)
 
 
 def test_what_a_worker_reads_from_and_how_fast(kvrelay: Kvrelay, service: ScriptedService):
@@ -147,6 +165,7 @@ async def test_a_router_whose_decode_workers_are_gone_still_tells(tmp_path: Path
         vocab_size=16,
         architecture="none",
         eos_token_ids=(),
+        model=NO_MODEL,
     )
     router = Router(config, StaticDiscovery([prefill]))
     await router.start()

@@ -18,7 +18,7 @@ from tests.kv_transfer.peer_process import PAGES, WAIT_S, Peer, assert_page, rea
 @pytest.mark.parametrize("order", list(PageOrder))
 def test_pull_moves_exactly_the_pages(agent: TransferAgent, order: PageOrder, pool: KVPool) -> None:
     peer = Peer(order)
-    peer.description.check(peer.description.incarnation, agent.layouts)
+    peer.description.check(peer.description.incarnation, agent.layouts, agent.model)
     agent.add_peer(peer.description)
     pull = read(agent, peer, [3, 4, 5, 60], [10, 11, 12, 0])
     assert (pull.state, pull.error) == (PullState.DONE, "")

@@ -14,6 +14,7 @@ import pytest
 from kvrelay.router.config import RouterConfig
 from kvrelay.router.discovery import StaticDiscovery
 from kvrelay.router.router import Router
+from kvrelay.text.tokenizer import load_tokenizer
 from kvrelay.v1 import inference_pb2 as pb
 from kvrelay.v1 import inference_pb2_grpc
 from kvrelay.wire.worker_info import WorkerRole
@@ -96,7 +97,9 @@ async def running(config: RouterConfig, *names: str) -> AsyncIterator[Cluster]:
     """A router that is attached to scripted workers, called by role and number."""
     async with AsyncExitStack() as stack:
         workers = [ScriptedWorker(name, WorkerRole(name.rpartition("-")[0])) for name in names]
+        tokenizer = load_tokenizer(config.model_path).sha256
         for worker in workers:
+            worker.model = dataclasses.replace(worker.model, tokenizer=tokenizer)
             await worker.start()
             stack.push_async_callback(worker.stop)
         discovery = StaticDiscovery([worker.endpoint for worker in workers])

@@ -15,6 +15,7 @@ from kvrelay.net.ends import bind, worker_server
 from kvrelay.net.tls import TlsFiles
 from kvrelay.v1 import inference_pb2 as pb
 from kvrelay.v1 import worker_pb2, worker_pb2_grpc
+from kvrelay.wire.model_digest import NO_MODEL
 from kvrelay.wire.worker_info import WorkerInfo, WorkerRole
 
 END = worker_pb2.RequestEnd
@@ -43,6 +44,7 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer):
         self._tls = tls
         self.role = role
         self.incarnation = f"{name}-1"
+        self.model = NO_MODEL
         self.submits: list[worker_pb2.SubmitRequest] = []
         self.cancels: list[worker_pb2.CancelRequest] = []
         self.hellos: list[worker_pb2.AttachHello] = []
@@ -68,6 +70,7 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer):
             vocab_size=402,
             architecture="Counting",
             eos_token_ids=(400,),
+            model=self.model,
         )
 
     async def start(self) -> None:

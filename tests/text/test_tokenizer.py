@@ -31,4 +31,4 @@ def test_settings_from_training_change_no_prompt(tmp_path: Path) -> None:
     tokenizer.enable_truncation(2)
     tokenizer.enable_padding(length=50)
     tokenizer.save(str(tmp_path / "tokenizer.json"))
-    assert load_tokenizer(tmp_path).encode("the quick brown fox").ids == plain
+    assert load_tokenizer(tmp_path).tokenizer.encode("the quick brown fox").ids == plain

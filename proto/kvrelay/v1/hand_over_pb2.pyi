@@ -14,7 +14,7 @@ class DescribeAgentRequest(_message.Message):
     def __init__(self, incarnation: _Optional[str] = ...) -> None: ...
 
 class DescribeAgentResponse(_message.Message):
-    __slots__ = ("incarnation", "agent_metadata", "agent_metadata_sha256", "device_id", "memory_type", "pools", "scratch")
+    __slots__ = ("incarnation", "agent_metadata", "agent_metadata_sha256", "device_id", "memory_type", "pools", "scratch", "model")
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     AGENT_METADATA_FIELD_NUMBER: _ClassVar[int]
     AGENT_METADATA_SHA256_FIELD_NUMBER: _ClassVar[int]
@@ -22,6 +22,7 @@ class DescribeAgentResponse(_message.Message):
     MEMORY_TYPE_FIELD_NUMBER: _ClassVar[int]
     POOLS_FIELD_NUMBER: _ClassVar[int]
     SCRATCH_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
     incarnation: str
     agent_metadata: bytes
     agent_metadata_sha256: bytes
@@ -29,7 +30,24 @@ class DescribeAgentResponse(_message.Message):
     memory_type: str
     pools: _containers.RepeatedCompositeFieldContainer[PoolDescription]
     scratch: PoolDescription
-    def __init__(self, incarnation: _Optional[str] = ..., agent_metadata: _Optional[bytes] = ..., agent_metadata_sha256: _Optional[bytes] = ..., device_id: _Optional[int] = ..., memory_type: _Optional[str] = ..., pools: _Optional[_Iterable[_Union[PoolDescription, _Mapping]]] = ..., scratch: _Optional[_Union[PoolDescription, _Mapping]] = ...) -> None: ...
+    model: ModelDigest
+    def __init__(self, incarnation: _Optional[str] = ..., agent_metadata: _Optional[bytes] = ..., agent_metadata_sha256: _Optional[bytes] = ..., device_id: _Optional[int] = ..., memory_type: _Optional[str] = ..., pools: _Optional[_Iterable[_Union[PoolDescription, _Mapping]]] = ..., scratch: _Optional[_Union[PoolDescription, _Mapping]] = ..., model: _Optional[_Union[ModelDigest, _Mapping]] = ...) -> None: ...
+
+class ModelDigest(_message.Message):
+    __slots__ = ("config", "weights", "tokenizer", "dtype", "layout", "draft")
+    CONFIG_FIELD_NUMBER: _ClassVar[int]
+    WEIGHTS_FIELD_NUMBER: _ClassVar[int]
+    TOKENIZER_FIELD_NUMBER: _ClassVar[int]
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    LAYOUT_FIELD_NUMBER: _ClassVar[int]
+    DRAFT_FIELD_NUMBER: _ClassVar[int]
+    config: str
+    weights: str
+    tokenizer: str
+    dtype: str
+    layout: str
+    draft: str
+    def __init__(self, config: _Optional[str] = ..., weights: _Optional[str] = ..., tokenizer: _Optional[str] = ..., dtype: _Optional[str] = ..., layout: _Optional[str] = ..., draft: _Optional[str] = ...) -> None: ...
 
 class PoolDescription(_message.Message):
     __slots__ = ("address", "pages", "geometry")

@@ -261,19 +261,21 @@ class GetServerInfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetServerInfoResponse(_message.Message):
-    __slots__ = ("version", "uptime_seconds", "live_requests", "workers")
+    __slots__ = ("version", "uptime_seconds", "live_requests", "workers", "model_digest")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     UPTIME_SECONDS_FIELD_NUMBER: _ClassVar[int]
     LIVE_REQUESTS_FIELD_NUMBER: _ClassVar[int]
     WORKERS_FIELD_NUMBER: _ClassVar[int]
+    MODEL_DIGEST_FIELD_NUMBER: _ClassVar[int]
     version: str
     uptime_seconds: float
     live_requests: int
     workers: _containers.RepeatedCompositeFieldContainer[WorkerStatus]
-    def __init__(self, version: _Optional[str] = ..., uptime_seconds: _Optional[float] = ..., live_requests: _Optional[int] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ...) -> None: ...
+    model_digest: str
+    def __init__(self, version: _Optional[str] = ..., uptime_seconds: _Optional[float] = ..., live_requests: _Optional[int] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., model_digest: _Optional[str] = ...) -> None: ...
 
 class WorkerStatus(_message.Message):
-    __slots__ = ("worker", "role", "incarnation", "address", "metrics_address", "ready", "load", "draining")
+    __slots__ = ("worker", "role", "incarnation", "address", "metrics_address", "ready", "load", "draining", "model_digest", "refusal")
     WORKER_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
@@ -282,6 +284,8 @@ class WorkerStatus(_message.Message):
     READY_FIELD_NUMBER: _ClassVar[int]
     LOAD_FIELD_NUMBER: _ClassVar[int]
     DRAINING_FIELD_NUMBER: _ClassVar[int]
+    MODEL_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    REFUSAL_FIELD_NUMBER: _ClassVar[int]
     worker: str
     role: WorkerRole
     incarnation: str
@@ -290,7 +294,9 @@ class WorkerStatus(_message.Message):
     ready: bool
     load: WorkerLoad
     draining: bool
-    def __init__(self, worker: _Optional[str] = ..., role: _Optional[_Union[WorkerRole, str]] = ..., incarnation: _Optional[str] = ..., address: _Optional[str] = ..., metrics_address: _Optional[str] = ..., ready: bool = ..., load: _Optional[_Union[WorkerLoad, _Mapping]] = ..., draining: bool = ...) -> None: ...
+    model_digest: str
+    refusal: str
+    def __init__(self, worker: _Optional[str] = ..., role: _Optional[_Union[WorkerRole, str]] = ..., incarnation: _Optional[str] = ..., address: _Optional[str] = ..., metrics_address: _Optional[str] = ..., ready: bool = ..., load: _Optional[_Union[WorkerLoad, _Mapping]] = ..., draining: bool = ..., model_digest: _Optional[str] = ..., refusal: _Optional[str] = ...) -> None: ...
 
 class WorkerLoad(_message.Message):
     __slots__ = ("waiting_requests", "running_requests", "waiting_tokens", "pools", "growth_tokens", "step_seconds", "draining", "peers")
