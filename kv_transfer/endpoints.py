@@ -14,7 +14,7 @@ from kvrelay.kv_transfer.spans import PoolLayout
 
 logger = logging.getLogger(__name__)
 
-REPLACE_EVERY_S = 30.0
+REPLACE_EVERY_S = 10.0
 """At most so often: a new agent registers all memory, and connects to every peer anew."""
 
 
