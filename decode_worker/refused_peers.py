@@ -17,6 +17,8 @@ logger = logging.getLogger(__name__)
 
 MEASURE_AGAIN_S = 10.0
 """Between measurements of a refused worker: what made it slow may have ended."""
+FIRST_AGAIN_S = 1.0
+"""Before the first one, and twice as long before each that follows, up to `MEASURE_AGAIN_S`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,8 +76,10 @@ class RefusedPeers:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _measure_until_good(self, peer: WorkerAddress) -> None:
+        delay = FIRST_AGAIN_S
         while True:
-            await asyncio.sleep(MEASURE_AGAIN_S)
+            await asyncio.sleep(min(delay, MEASURE_AGAIN_S))
+            delay = min(2 * delay, MEASURE_AGAIN_S)
             found = await self._measure_again(peer)
             if found is None:
                 continue

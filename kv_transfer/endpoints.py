@@ -50,9 +50,18 @@ class Endpoints:
             endpoint.make_progress()
 
     def register(self, memory: PoolLayout) -> None:
-        """Let transfers of this worker write to more memory. Peers cannot read it."""
+        """Let transfers of this worker write to more memory. Peers cannot read it.
+
+        An agent is connected to itself, too, and registers nothing any more once that connection
+        has broken: it is replaced.
+        """
         self._memory.append(memory)
-        self.current.register(memory)
+        try:
+            self.current.register(memory)
+        except Exception:  # NIXL's exceptions have no common base
+            logger.warning("could not register more memory", exc_info=True)
+            self._replaced_at = -REPLACE_EVERY_S
+            self.replace()
 
     def disconnect(self, peer: str) -> None:
         """Let all agents forget a peer."""

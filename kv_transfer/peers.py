@@ -109,11 +109,11 @@ class Peers:
         return True
 
     def _disconnect_broken(self, incarnation: str) -> None:
-        """Disconnect from a peer whose reads have failed, unless one is running.
+        """Disconnect the agent from a peer whose reads have failed, unless one is running on it.
 
         The failed reads stay fenced: their bytes may still arrive.
         """
-        if self._reads.is_running(incarnation):
+        if self._reads.runs_on(self._endpoints.current, incarnation):
             return
         try:
             self._reads.release_failed(incarnation)

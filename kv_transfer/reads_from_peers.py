@@ -84,9 +84,11 @@ class ReadsFromPeers:
         """Whether a read from a peer is running."""
         return any(read.pull.peer == peer for read in self._running())
 
-    def runs_on(self, endpoint: NixlEndpoint) -> bool:
-        """Whether an agent has a running read."""
-        return any(read.endpoint is endpoint for read in self._running())
+    def runs_on(self, endpoint: NixlEndpoint, peer: str | None = None) -> bool:
+        """Whether an agent has a running read, of one peer or of any."""
+        return any(
+            read.endpoint is endpoint and peer in (None, read.pull.peer) for read in self._running()
+        )
 
     def is_broken(self, peer: str) -> bool:
         """Whether a read from a peer has failed on the current agent since `release_failed`."""

@@ -10,8 +10,9 @@ import pytest
 
 from kvrelay.kv_transfer import endpoints
 from kvrelay.kv_transfer.agent import TransferAgent
-from kvrelay.kv_transfer.nixl_endpoint import NixlTransfer
+from kvrelay.kv_transfer.nixl_endpoint import NixlEndpoint, NixlTransfer
 from kvrelay.kv_transfer.pull import Pull, PullState
+from kvrelay.kv_transfer.spans import PoolLayout
 from kvrelay.mem_cache.pool import KVPool
 from tests.kv_transfer.peer_process import WAIT_S, Peer, assert_page, read
 
@@ -169,3 +170,21 @@ def test_an_agent_that_peers_may_read_is_not_replaced(
     agent.confirm_death(peer.description.incarnation, settled.set)
     assert settled.wait(WAIT_S)
     assert broken.passed()
+
+
+def test_an_agent_that_registers_nothing_more_is_replaced(
+    agent: TransferAgent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NIXL fails to once the agent's connection to itself has broken."""
+    peer = Peer()
+    agent.add_peer(peer.description)
+
+    def refuse(endpoint: NixlEndpoint, memory: PoolLayout) -> None:
+        raise RuntimeError("NIXL_ERR_BACKEND")
+
+    monkeypatch.setattr(NixlEndpoint, "register", refuse)
+    landing = agent.make_landing()
+    ended: queue.SimpleQueue[Pull] = queue.SimpleQueue()
+    agent.read_scratch(peer.description.incarnation, landing, ended.put)
+    assert ended.get(timeout=WAIT_S).state is PullState.DONE
+    peer.stop()
