@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import errno
 import ipaddress
 import socket
+import time
 from dataclasses import dataclass
 from typing import Final
 
 from kvrelay.deploy.errors import DeployError
 
 MAX_PORT: Final = 65535
+RELEASE_SECONDS: Final = 2.0
+"""For the processes of a cluster that was killed to end, and to give their ports back."""
+_LOOK_AGAIN_SECONDS: Final = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,11 +56,20 @@ class Address:
             return False
 
     def check_free(self, option: str) -> None:
-        """Raise DeployError, naming `option`, if nothing can listen here now.
+        """Raise DeployError, naming `option`, if nothing can listen here.
 
-        So a port in use is found before a model is loaded; the listener itself raises if
-        somebody takes the port later.
+        A port that is in use may become free for `RELEASE_SECONDS`: a cluster that was here may
+        still be ending. So a port in use is found before a model is loaded; the listener itself
+        raises if somebody takes the port later.
         """
+        give_up_at = time.monotonic() + RELEASE_SECONDS
+        while error := self._try_to_listen():
+            if error.errno != errno.EADDRINUSE or time.monotonic() > give_up_at:
+                reason = error.strerror or str(error)
+                raise DeployError(f"{option}: cannot listen on {self}: {reason}") from error
+            time.sleep(_LOOK_AGAIN_SECONDS)
+
+    def _try_to_listen(self) -> OSError | None:
         try:
             family, kind, protocol, _, target = socket.getaddrinfo(
                 self.host, self.port, type=socket.SOCK_STREAM
@@ -66,8 +80,8 @@ class Address:
                 probe.bind(target)
                 probe.listen(1)
         except OSError as error:
-            reason = error.strerror or str(error)
-            raise DeployError(f"{option}: cannot listen on {self}: {reason}") from error
+            return error
+        return None
 
 
 DEFAULT_GRPC: Final = Address("127.0.0.1", 50051)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kvrelay.deploy.cluster import Cluster
+from kvrelay.deploy.cluster_thread import ClusterThread
 from kvrelay.deploy.errors import OptionError
 from kvrelay.deploy.models import Model
 from kvrelay.deploy.options import WORKER_HOST, ServeOptions
@@ -26,7 +26,7 @@ from kvrelay.wire.worker_info import WorkerInfo, WorkerRole
 class Deployment:
     """The workers that run, and the router that clients connect to."""
 
-    cluster: Cluster
+    cluster: ClusterThread
     router: Router
 
 
@@ -48,7 +48,7 @@ async def deployed(
         with progress.step("workers", f"loading {model.name}") as step:
             on_start = _count(len(configs), step.say)
             cluster = await stack.enter_async_context(
-                Cluster(configs, log_level=log_level, on_start=on_start)
+                ClusterThread(configs, log_level=log_level, on_start=on_start)
             )
         with progress.step("router", "connecting to the workers") as step:
             router = Router(router_config(options, model), cluster.discovery, cluster)

@@ -1,14 +1,16 @@
-"""Waits before something is tried again."""
+"""Waits: before something is tried again, and for what may never come."""
 
 from __future__ import annotations
 
 import asyncio
 import math
 import time
-from typing import Final
+from typing import Any, Final
 
 _FIRST_SECONDS: Final = 0.1
 _LONGEST_SECONDS: Final = 10.0
+_LOOKS: Final = 10
+"""At what is waited for, in the time that it may take."""
 
 
 class Pauses:
@@ -28,3 +30,17 @@ class Pauses:
         await asyncio.sleep(self._next)
         self._next = min(2 * self._next, _LONGEST_SECONDS)
         self._ended = time.monotonic()
+
+
+async def is_done_within(task: asyncio.Future[Any], seconds: float) -> bool:
+    """Wait for a task for as long as this event loop has run for `seconds`; cancels nothing.
+
+    A time in which the loop did not run, because its process was stopped or some code held the
+    interpreter, counts as a tenth of `seconds` at most: an answer may have come meanwhile that
+    nobody could take.
+    """
+    for _ in range(_LOOKS):
+        await asyncio.wait({task}, timeout=seconds / _LOOKS)
+        if task.done():
+            return True
+    return False

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import logging
-from collections.abc import Callable, Coroutine, Sequence
-from typing import Any, Final, Protocol, TypeVar
+from collections.abc import Sequence
+from typing import Any, Final, Protocol
 
 from kvrelay.deploy.errors import ClusterError
+from kvrelay.deploy.incarnation import Incarnation
 from kvrelay.deploy.local_ray import ray
-from kvrelay.deploy.pauses import Pauses
+from kvrelay.deploy.pauses import Pauses, is_done_within
+from kvrelay.deploy.start_bound import start_seconds
 from kvrelay.deploy.worker_actor import WorkerActor, reason_of
 from kvrelay.deploy.worker_host import WorkerHost
 from kvrelay.engine.config import WorkerConfig
 from kvrelay.engine.faults import Fault
 from kvrelay.wire.worker_info import WorkerInfo
 
-T = TypeVar("T")
 _log = logging.getLogger(__name__)
 _STOP_SECONDS: Final = 10.0
 
@@ -39,15 +39,16 @@ class Watcher(Protocol):
         ...
 
     def worker_dead(self, info: WorkerInfo) -> None:
-        """Its process has ended: another one runs in its place, or none will."""
+        """Its process has provably ended. Another one will run in its place, or none."""
         ...
 
 
 class WorkerSupervisor:
     """Starts a worker's actor, then replaces the worker whenever it dies, until it is stopped.
 
-    A process that ends is noticed by a call that lasts as long as the process (`watch`); one that
-    runs but does not answer is noticed by the worker's heartbeat, and killed.
+    A process that ends is noticed by the system's word (`WorkerProcess`), or by a call that lasts
+    as long as the process (`watch`); one that runs but does not answer is noticed by the worker's
+    heartbeat, and killed.
 
     Args:
         config: what the worker is to be, in every incarnation. A heartbeat is asked for three
@@ -68,27 +69,25 @@ class WorkerSupervisor:
         self.role = config.role
         self.removing = False
         """No other incarnation follows this one."""
-        self._config = config
         self._timeout = config.worker_timeout
+        self._start_seconds = start_seconds(config)
         self._watcher = watcher
         self._actor = WorkerActor(config, placement, log_level)
+        self._life: Incarnation | None = None
         self._following: asyncio.Task[None] | None = None
         self._telling: set[asyncio.Task[None]] = set()
 
     async def start(self) -> WorkerInfo:
         """Start the worker's first incarnation and begin to follow it.
 
-        Raises ClusterError, in one line, if it does not start: what stops the first
-        one would stop every other, so it is not tried again.
+        Raises ClusterError, in one line, if it does not start, or not in time: what stops the
+        first one would stop every other, so it is not tried again.
         """
-        try:
-            info = await self._actor.call(WorkerHost.start)
-        except ray.exceptions.RayError as error:
-            raise ClusterError(f"{self.name} did not start: {self._why(error)}") from error
-        self._watcher.worker_live(info)
-        self._following = asyncio.create_task(self._follow(info))
+        life = await self._find(await self._first_start())
+        self._watcher.worker_live(life.info)
+        self._following = asyncio.create_task(self._follow(life))
         self._following.add_done_callback(self._log_failure)
-        return info
+        return life.info
 
     def tell_of_deaths(self, incarnations: Sequence[str]) -> None:
         """Tell the worker that other workers' processes have ended; does not wait.
@@ -127,7 +126,10 @@ class WorkerSupervisor:
         return await self._actor.call(WorkerHost.faults_fired)
 
     async def stop(self) -> None:
-        """End the worker, in good order if it can, and its actor for good."""
+        """End the worker, in good order if it can, and its actor for good.
+
+        Its process has ended then, so its ports are free.
+        """
         tasks = [*self._telling, *([self._following] if self._following else [])]
         for task in tasks:
             task.cancel()
@@ -136,6 +138,20 @@ class WorkerSupervisor:
             async with asyncio.timeout(_STOP_SECONDS):
                 await self._actor.call(WorkerHost.stop)
         self._actor.remove()
+        if self._life is not None:
+            await self._life.end(_STOP_SECONDS)
+
+    async def _first_start(self) -> WorkerInfo:
+        starting = asyncio.create_task(self._actor.call(WorkerHost.start))
+        try:
+            if await is_done_within(starting, self._start_seconds):
+                return starting.result()
+        except ray.exceptions.RayError as error:
+            raise ClusterError(f"{self.name} did not start: {self._actor.why(error)}") from error
+        finally:
+            starting.cancel()
+        seconds = f"{self._start_seconds:.0f} s"
+        raise ClusterError(f"{self.name} did not start within {seconds}: raise --start-timeout")
 
     async def _tell(self, incarnations: Sequence[str]) -> None:
         try:
@@ -147,111 +163,37 @@ class WorkerSupervisor:
             reason = reason_of(error)
             _log.error("%s failed on the death of %s: %s", self.name, incarnations, reason)
 
-    async def _follow(self, info: WorkerInfo) -> None:
+    async def _follow(self, life: Incarnation) -> None:
         """Replace one incarnation after the other, for as long as the supervisor runs."""
         pauses = Pauses()
         while True:
-            reason = await self._lost(info)
-            self._watcher.worker_lost(info)
-            _log.warning("%s is lost: %s", info.incarnation, reason)
-            await pauses.pause()
-            # To say who it is takes a process no time, to start a worker as long as its weights.
-            if await self._call_until_answered(WorkerHost.current, seconds=self._timeout) != info:
-                self._watcher.worker_dead(info)
+            reason = await life.lost()
+            self._watcher.worker_lost(life.info)
+            _log.warning("%s is lost: %s", life.info.incarnation, reason)
+            if await life.has_died():
+                self._watcher.worker_dead(life.info)
                 if self.removing:
                     self._actor.remove()
                     return
-                info = await self._call_until_answered(WorkerHost.restart, seconds=None)
-            self._watcher.worker_live(info)
-            _log.warning("%s is up", info.incarnation)
+                await pauses.pause()
+                life = await self._restart()
+            else:
+                await pauses.pause()
+            self._watcher.worker_live(life.info)
+            _log.warning("%s is up", life.info.incarnation)
 
-    async def _lost(self, info: WorkerInfo) -> str:
-        """Wait until the incarnation's process has ended, is not reachable, or was killed.
+    async def _restart(self) -> Incarnation:
+        """Start the worker in its next process, as often as it takes."""
+        # To say who it is takes a process no time, to start a worker as long as its weights.
+        await self._actor.call_until_answered(WorkerHost.current, seconds=self._timeout)
+        restart = WorkerHost.restart
+        info = await self._actor.call_until_answered(restart, seconds=self._start_seconds)
+        return await self._find(info)
 
-        Returns the reason.
-        """
-        signs = [
-            asyncio.create_task(self._process_ended(info)),
-            asyncio.create_task(self._heartbeat_failed()),
-        ]
-        drain = asyncio.create_task(self._notice_drain(info))
-        try:
-            await asyncio.wait(signs, return_when=asyncio.FIRST_COMPLETED)
-            return next(sign.result() for sign in signs if sign.done())
-        finally:
-            for task in (*signs, drain):
-                task.cancel()
-            await asyncio.gather(*signs, drain, return_exceptions=True)
-
-    async def _notice_drain(self, info: WorkerInfo) -> None:
-        """Tell the watcher when the worker drains, for whatever reason."""
-        with contextlib.suppress(ray.exceptions.RayError):
-            if await self._actor.call(WorkerHost.draining, info.incarnation):
-                self._watcher.worker_draining(info)
-
-    async def _heartbeat_failed(self) -> str:
-        """Wait until the worker does not answer any more, and kill its process then.
-
-        Ray ends a process that was stopped, too. Returns the reason.
-        """
-        while True:
-            try:
-                async with asyncio.timeout(self._timeout):
-                    await self._actor.call(WorkerHost.heartbeat)
-            except TimeoutError:
-                self._actor.restart()
-                return f"it has not answered for {self._timeout:g} s, so it is killed"
-            except ray.exceptions.RayError as error:
-                return reason_of(error)
-            await asyncio.sleep(self._timeout / 3)
-
-    async def _process_ended(self, info: WorkerInfo) -> str:
-        """Wait until the incarnation's process has ended; returns the reason."""
-        try:
-            await self._actor.call(WorkerHost.watch, info.incarnation)
-        except ray.exceptions.RayError as error:
-            return reason_of(error)
-        return "another process has taken its place"
-
-    async def _call_until_answered(
-        self, method: Callable[[WorkerHost], Coroutine[Any, Any, T]], *, seconds: float | None
-    ) -> T:
-        """Call the actor until it answers, in whatever process.
-
-        The worker has started before with this configuration, so what fails now is taken to
-        pass: it is tried again, in a fresh process, after ever longer pauses.
-
-        Args:
-            method: is called without arguments.
-            seconds: after which a process that has not answered is killed; twice as many for
-                each one after it, because one that still imports its modules does not hang.
-        """
-        pauses = Pauses()
-        while True:
-            try:
-                async with asyncio.timeout(seconds):
-                    return await self._actor.call(method)
-            except TimeoutError:
-                _log.error("%s does not answer, so it is killed", self.name)
-                self._actor.restart()
-                seconds = 2 * seconds if seconds is not None else None
-            except ray.exceptions.ActorUnavailableError:
-                _log.info("%s cannot be reached yet", self.name)
-            except ray.exceptions.ActorDiedError as error:
-                _log.error("Ray gave %s up: %s", self.name, reason_of(error))
-                self._actor.place_again()
-            except ray.exceptions.RayError as error:
-                _log.error("%s did not restart: %s", self.name, self._why(error))
-                self._actor.restart()
-            await pauses.pause()
-
-    def _why(self, error: Exception) -> str:
-        """Why the worker did not start, in one line."""
-        cause = getattr(error, "cause", None)
-        if isinstance(cause, OSError) and cause.errno == errno.EADDRINUSE:
-            # Its gRPC port is any free one.
-            return f"--metrics: port {self._config.metrics_port} is in use"
-        return reason_of(error)
+    async def _find(self, info: WorkerInfo) -> Incarnation:
+        on_drain = self._watcher.worker_draining
+        self._life = await Incarnation.find(info, self._actor, self._timeout, on_drain)
+        return self._life
 
     def _log_failure(self, following: asyncio.Task[None]) -> None:
         """Log that the worker is not restarted any more, if that is so: it must never be."""

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
+import errno
+import logging
 from collections.abc import Callable, Coroutine
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from kvrelay.deploy.local_ray import ray
+from kvrelay.deploy.pauses import Pauses, is_done_within
 from kvrelay.deploy.worker_host import BUILDERS, WorkerHost, actor_class
 from kvrelay.engine.config import WorkerConfig
 
 P = ParamSpec("P")
 T = TypeVar("T")
+_log = logging.getLogger(__name__)
 
 
 class WorkerActor:
@@ -42,6 +47,48 @@ class WorkerActor:
         """
         result: T = await getattr(self._handle, method.__name__).remote(*args, **kwargs)
         return result
+
+    async def call_until_answered(
+        self, method: Callable[[WorkerHost], Coroutine[Any, Any, T]], *, seconds: float
+    ) -> T:
+        """Call the actor until it answers, in whatever process.
+
+        The worker has started before with this configuration, so what fails now is taken to
+        pass: it is tried again, in a fresh process, after ever longer pauses.
+
+        Args:
+            method: is called without arguments.
+            seconds: after which a process that has not answered is killed; twice as many for
+                each one after it, because one that still imports its modules does not hang.
+        """
+        name, pauses = self._config.name, Pauses()
+        while True:
+            answer = asyncio.create_task(self.call(method))
+            try:
+                if await is_done_within(answer, seconds):
+                    return answer.result()
+                _log.error("%s has not answered for %g s, so it is killed", name, seconds)
+                self.restart()
+                seconds *= 2
+            except ray.exceptions.ActorUnavailableError:
+                _log.info("%s cannot be reached yet", name)
+            except ray.exceptions.ActorDiedError as error:
+                _log.error("Ray gave %s up: %s", name, reason_of(error))
+                self.place_again()
+            except ray.exceptions.RayError as error:
+                _log.error("%s did not restart: %s", name, self.why(error))
+                self.restart()
+            finally:
+                answer.cancel()
+            await pauses.pause()
+
+    def why(self, error: Exception) -> str:
+        """Why the worker did not start, in one line."""
+        cause = getattr(error, "cause", None)
+        if isinstance(cause, OSError) and cause.errno == errno.EADDRINUSE:
+            # Its gRPC port is any free one.
+            return f"--metrics: port {self._config.metrics_port} is in use"
+        return reason_of(error)
 
     def restart(self) -> None:
         """Kill the process; Ray starts another one."""

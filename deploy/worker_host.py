@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import ClassVar, Final, Protocol
 
 from kvrelay.deploy.stop_signals import TermSignal
+from kvrelay.deploy.worker_process import ProcessIdentity
 from kvrelay.engine.config import WorkerConfig
 from kvrelay.engine.faults import Fault, FaultPlan
 from kvrelay.wire.worker_info import WorkerInfo, WorkerRole
@@ -138,6 +139,13 @@ class WorkerHost:
     async def current(self) -> WorkerInfo | None:
         """The worker that runs in this process; None before it has started."""
         return self._info
+
+    async def process(self) -> ProcessIdentity | None:
+        """This process, among all; None where the system does not say it."""
+        try:
+            return ProcessIdentity.of_this_process()
+        except OSError:
+            return None
 
     async def watch(self, incarnation: str) -> None:
         """Wait for the end of this process, which ends the call with an error.

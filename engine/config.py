@@ -169,6 +169,14 @@ class WorkerOptions:
         at_least=0,
         unit="seconds",
     )
+    start_timeout: float = option(
+        300.0,
+        "Seconds that a worker may take to start, beside one second for each 50 MB of weights. "
+        "The cluster does not start then; a worker that restarts is killed and started again.",
+        Section.RECOVERY,
+        more_than=0,
+        unit="seconds",
+    )
     drain_grace: float = option(
         30.0,
         "Seconds that requests may still run on a worker that drains; after that they are moved "

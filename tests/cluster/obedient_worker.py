@@ -29,6 +29,8 @@ class ObedientWorker:
         match self.take("start"):
             case "refuse":
                 raise ValueError("kv_memory: 1 byte does not hold\n one page")
+            case "hang":
+                await asyncio.Event().wait()
             case "crash":
                 os._exit(1)
             case "port":
@@ -71,8 +73,8 @@ class ObedientWorker:
         return "told to"
 
     async def heartbeat(self) -> None:
-        if self.take("heartbeat"):
-            await asyncio.Event().wait()
+        if seconds := self.take("heartbeat"):
+            await asyncio.sleep(float(seconds))
 
     async def peer_died(self, incarnation: str) -> None:
         if self.take("told"):
@@ -100,6 +102,8 @@ class ObedientHost(WorkerHost):
 
 def give_order(folder: Path, worker: str, order: str, *lines: str) -> None:
     """Orders are ``born``, ``start``, ``fail``, ``told``, ``heartbeat``, ``leave``.
+
+    Those that take a time, in seconds, are ``born`` and ``heartbeat``.
 
     A worker takes one of the order's lines each time.
     """

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 import signal
+import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +15,7 @@ import psutil
 import pytest
 
 from kvrelay.deploy.cluster import Cluster
+from kvrelay.deploy.cluster_thread import ClusterThread
 from kvrelay.deploy.errors import ClusterError
 from kvrelay.deploy.local_ray import ray as ray_module
 from kvrelay.deploy.worker_host import BUILDERS
@@ -69,7 +71,7 @@ async def cluster(obedient_workers, orders: Path) -> AsyncIterator[Cluster]:
         yield cluster
 
 
-async def next_life(cluster: Cluster, before: WorkerInfo) -> WorkerInfo:
+async def next_life(cluster: Cluster | ClusterThread, before: WorkerInfo) -> WorkerInfo:
     """The incarnation that follows `before`, once discovery has it."""
     async with asyncio.timeout(SECONDS):
         while (info := cluster.workers.get(before.name, before)) == before:
@@ -81,6 +83,13 @@ async def until(condition: Callable[[], bool]) -> None:
     async with asyncio.timeout(SECONDS):
         while not condition():
             await asyncio.sleep(0.02)
+
+
+def is_running(worker: WorkerInfo) -> bool:
+    """Whether its process still does anything: a parent may not have asked how it ended."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return bool(psutil.Process(worker.pid).status() != psutil.STATUS_ZOMBIE)
+    return False
 
 
 def was_told(orders: Path, worker: str, dead: WorkerInfo) -> bool:
@@ -114,6 +123,14 @@ async def test_a_first_start_that_fails_is_one_line_and_not_repeated(
     assert cluster.discovery.endpoints() == ()
 
 
+async def test_a_first_start_that_hangs_is_bounded(tmp_path: Path):
+    give_order(tmp_path, "decode-0", "start", "hang")
+    [config] = [one for one in make_configs(tmp_path) if one.role is WorkerRole.DECODE]
+    with pytest.raises(ClusterError) as caught:
+        await Cluster([replace(config, start_timeout=8)]).start()
+    assert str(caught.value) == "decode-0 did not start within 8 s: raise --start-timeout"
+
+
 async def test_live_workers_are_discovered(cluster: Cluster):
     endpoints = cluster.discovery.endpoints()
     assert [one.name for one in endpoints] == ["aggregated-0", "decode-0", "prefill-0"]
@@ -130,6 +147,18 @@ async def test_a_killed_worker_comes_back_as_another_and_its_peer_is_told(
     assert second.incarnation != first.incarnation
     assert second.pid != first.pid
     await until(lambda: was_told(orders, "prefill-0", first))
+
+
+async def test_a_death_is_told_when_the_process_has_ended_not_when_the_next_answers(
+    cluster: Cluster, orders: Path
+):
+    first = cluster.workers["decode-0"]
+    give_order(orders, "decode-0", "born", str(TIMEOUT_SECONDS * 0.8))
+    os.kill(first.pid, signal.SIGKILL)
+    await until(lambda: was_told(orders, "prefill-0", first))
+    assert "decode-0" not in cluster.workers
+    assert (orders / "decode-0.born").exists() or not is_running(first)
+    await next_life(cluster, first)
 
 
 async def test_a_worker_whose_engine_died_ends_and_comes_back(cluster: Cluster, orders: Path):
@@ -199,10 +228,10 @@ async def test_a_worker_whose_engine_is_silent_is_killed_and_replaced(
     cluster: Cluster, orders: Path, caplog: pytest.LogCaptureFixture
 ):
     first = cluster.workers["prefill-0"]
-    give_order(orders, "prefill-0", "heartbeat", "none")
+    give_order(orders, "prefill-0", "heartbeat", "inf")
     second = await next_life(cluster, first)
     assert second.pid != first.pid
-    assert not psutil.pid_exists(first.pid)
+    assert not is_running(first)
     assert f"{first.incarnation} is lost: it has not answered for 3 s" in caplog.text
     await until(lambda: was_told(orders, "decode-0", first))
 
@@ -217,6 +246,54 @@ async def test_a_process_that_takes_long_to_begin_is_not_killed_for_ever(
     await next_life(cluster, first)
     assert (orders / "decode-0.born").exists(), "every slow life was cut short"
     (orders / "decode-0.born").unlink()
+
+
+async def test_a_stall_of_the_routers_loop_costs_no_worker(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    configs = [replace(one, worker_timeout=1.5) for one in make_configs(tmp_path)]
+    async with ClusterThread(configs) as cluster:
+        before = dict(cluster.workers)
+        await heartbeat_begins(tmp_path, "decode-0", seconds=1)
+        time.sleep(2.5)  # noqa: ASYNC251 (the stall)
+        await heartbeat_begins(tmp_path, "decode-0", seconds=0)
+        assert cluster.workers == before
+    assert "is lost" not in caplog.text
+
+
+async def heartbeat_begins(orders: Path, worker: str, *, seconds: float) -> None:
+    """Wait until a heartbeat is on its way that takes so long."""
+    give_order(orders, worker, "heartbeat", str(seconds))
+    await until(lambda: not (orders / f"{worker}.heartbeat").exists())
+
+
+async def test_a_dead_worker_is_replaced_while_the_routers_loop_stalls(tmp_path: Path):
+    async with ClusterThread(make_configs(tmp_path)) as cluster:
+        first = cluster.workers["decode-0"]
+        os.kill(first.pid, signal.SIGKILL)
+        give_up_at = time.monotonic() + SECONDS
+        while not was_told(tmp_path, "prefill-0", first):
+            assert time.monotonic() < give_up_at
+            time.sleep(0.02)  # noqa: ASYNC251 (the stall)
+        assert cluster.workers["decode-0"] == first, "this loop has not run since"
+        second = await next_life(cluster, first)
+        listed = {one.incarnation for one in cluster.discovery.endpoints()}
+        assert second.incarnation in listed
+        assert first.incarnation not in listed
+
+
+async def test_a_drain_on_another_thread_tells_of_its_phases(tmp_path: Path):
+    async with ClusterThread(make_configs(tmp_path)) as cluster:
+        first = cluster.workers["prefill-0"]
+        give_order(tmp_path, "prefill-0", "leave", "now")
+        steps = []
+        async with asyncio.timeout(SECONDS):
+            async for step in cluster.drain("prefill-0", remove=False):
+                steps.append(step.phase)
+                assert (cluster.workers.get("prefill-0") == first) is (step.phase == "draining")
+        assert steps == list(DrainPhase)
+        with pytest.raises(UnknownWorker):
+            await anext(cluster.drain("decode-9", remove=False))
 
 
 async def drained_by_signal(cluster: Cluster, worker: str) -> None:
@@ -245,7 +322,7 @@ async def test_a_worker_that_drains_is_listed_until_its_successor_is_live(
     second = await next_life(cluster, first)
     assert not draining(cluster)
     assert incarnations(cluster) == listed - {first.incarnation} | {second.incarnation}
-    assert not psutil.pid_exists(first.pid)
+    assert not is_running(first)
     assert (orders / "decode-0.stopped").exists()
     await until(lambda: was_told(orders, "prefill-0", first))
 
@@ -304,11 +381,11 @@ def incarnations(cluster: Cluster) -> set[str]:
 
 async def test_stopping_is_in_good_order_and_ends_every_process(tmp_path: Path):
     async with make_cluster(tmp_path) as cluster:
-        pids = [info.pid for info in cluster.workers.values()]
+        workers = list(cluster.workers.values())
     assert cluster.discovery.endpoints() == ()
     assert (tmp_path / "decode-0.stopped").exists()
     assert (tmp_path / "prefill-0.stopped").exists()
-    await until(lambda: not any(map(psutil.pid_exists, pids)))
+    assert not any(map(is_running, workers))
 
 
 async def test_more_workers_than_ray_has_room_for_is_said(

@@ -30,3 +30,9 @@ def kvrelay(server: str) -> Kvrelay:
         return CliRunner().invoke(main, [command, "--server", server, *arguments], input=stdin)
 
     return invoke
+
+
+@pytest.fixture
+def no_release(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No port that is in use is waited for."""
+    monkeypatch.setattr("kvrelay.deploy.address.RELEASE_SECONDS", 0)

@@ -70,6 +70,7 @@ EVERYTHING: dict[str, Any] = {
     "default_max_tokens": 9,
     "max_live_requests": 10,
     "worker_timeout": 2.5,
+    "start_timeout": 30.5,
     "drain_grace": 3.5,
     "quarantine_limit": 4.5,
     "debug_faults": "drop:done:2",

@@ -70,7 +70,7 @@ def test_only_loopback_stays_on_the_machine():
     assert not any(Address.parse(text).is_loopback for text in outside)
 
 
-def test_a_port_in_use_is_found_and_named():
+def test_a_port_in_use_is_found_and_named(no_release: None):
     with socket.create_server(("127.0.0.1", 0)) as listener:
         taken = Address("127.0.0.1", listener.getsockname()[1])
         with pytest.raises(DeployError, match=f"--grpc: cannot listen on {taken}: .*in use"):

@@ -7,11 +7,13 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
 
+from kvrelay.deploy.address import Address
 from kvrelay.deploy.cli import main
 from kvrelay.deploy.stop_signals import StopSignals
 from tests.certificates import Authority
@@ -24,7 +26,7 @@ def serve(*arguments: str) -> Result:
 
 
 @pytest.mark.parametrize("option", ["--grpc", "--admin", "--metrics"])
-def test_a_port_in_use_is_said_at_once(option: str):
+def test_a_port_in_use_is_said(option: str, no_release: None):
     with socket.create_server(("127.0.0.1", 0)) as listener:
         taken = f"127.0.0.1:{listener.getsockname()[1]}"
         result = serve(option, taken)
@@ -33,13 +35,22 @@ def test_a_port_in_use_is_said_at_once(option: str):
     assert len(result.stderr.splitlines()) == 1
 
 
-def test_a_worker_metrics_port_in_use_is_said_at_once():
+def test_a_worker_metrics_port_in_use_is_said(no_release: None):
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
         result = serve("--metrics", f"127.0.0.1:{port - 2}")
     assert result.exit_code == 1
     assert result.stderr.startswith("kvrelay: --metrics: cannot listen on 127.0.0.1:")
     assert len(result.stderr.splitlines()) == 1
+
+
+def test_a_port_that_an_ending_cluster_gives_back_is_waited_for():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = Address("127.0.0.1", listener.getsockname()[1])
+        release = threading.Timer(0.3, listener.close)
+        release.start()
+        address.check_free("--metrics")
+    release.join()
 
 
 def test_a_reachable_address_is_wrong_usage():

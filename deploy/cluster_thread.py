@@ -1,0 +1,158 @@
+"""A cluster that is supervised on a thread of its own, beside the router's event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import threading
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from types import MappingProxyType, TracebackType
+from typing import Any, Self, TypeVar
+
+from kvrelay.deploy.cluster import Cluster
+from kvrelay.engine.config import WorkerConfig
+from kvrelay.engine.faults import Fault
+from kvrelay.router.admin import DrainStep
+from kvrelay.router.discovery import Discovery, StaticDiscovery
+from kvrelay.wire.worker_info import WorkerInfo
+
+T = TypeVar("T")
+_log = logging.getLogger(__name__)
+
+
+class ClusterThread:
+    """Runs a `Cluster` in a thread, so that no stall of the caller's event loop delays it.
+
+    What it lists is handed over to the caller's loop, where all of its methods are to be called.
+    Enter it there: all workers have then started. At its end all of them have ended.
+
+    Args:
+        configs: of the workers; their names differ.
+        log_level: of the workers' processes.
+        on_start: is called, on the caller's loop, for each worker that has started for the
+            first time.
+    """
+
+    def __init__(
+        self,
+        configs: Sequence[WorkerConfig],
+        *,
+        log_level: int = logging.WARNING,
+        on_start: Callable[[WorkerInfo], None] = lambda info: None,
+    ) -> None:
+        self._on_start = on_start
+        self._cluster = Cluster(
+            configs, log_level=log_level, on_start=lambda info: self._tell(self._on_start, info)
+        )
+        self._discovery = StaticDiscovery()
+        self._workers: Mapping[str, WorkerInfo] = MappingProxyType({})
+
+    async def __aenter__(self) -> Self:
+        """Start every worker. Raises what `Cluster.start` raises; nothing is left running then."""
+        self._home = asyncio.get_running_loop()
+        self._started: asyncio.Future[None] = self._home.create_future()
+        self._ended = asyncio.Event()
+        self._begun = threading.Event()
+        threading.Thread(target=self._run, name="supervisors", daemon=True).start()
+        self._begun.wait()
+        try:
+            await asyncio.shield(self._started)
+        except BaseException:
+            await self._end()
+            raise
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self._end()
+
+    @property
+    def discovery(self) -> Discovery:
+        """What the router reads."""
+        return self._discovery
+
+    @property
+    def workers(self) -> Mapping[str, WorkerInfo]:
+        """The live incarnations by worker name, as `discovery` has them."""
+        return self._workers
+
+    async def drain(self, worker: str, *, remove: bool) -> AsyncIterator[DrainStep]:
+        """Drain a worker, and yield each phase, as `router.admin.Administrator` says."""
+        steps = self._cluster.drain(worker, remove=remove)
+
+        async def next_step() -> DrainStep | None:
+            step = await anext(aiter(steps), None)
+            self._hand_over()  # before the step arrives, which is a consequence
+            return step
+
+        while (step := await self._call(next_step())) is not None:
+            yield step
+
+    async def arm(self, worker: str, faults: Sequence[Fault]) -> None:
+        """Inject these faults into a worker's present incarnation, if it was built for faults."""
+        await self._call(self._cluster.arm(worker, faults))
+
+    async def faults_fired(self, worker: str) -> int:
+        """How many of the faults that were armed last in that worker have happened."""
+        return await self._call(self._cluster.faults_fired(worker))
+
+    async def _call(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine on the supervisors' loop."""
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop))
+
+    async def _end(self) -> None:
+        """Stop the cluster, if it runs, and wait for the thread's end."""
+        with contextlib.suppress(RuntimeError):  # its loop has ended by itself
+            self._loop.call_soon_threadsafe(self._supervising.cancel)
+        await self._ended.wait()
+
+    # What runs on the thread.
+
+    def _run(self) -> None:
+        try:
+            asyncio.run(self._supervise())
+        except BaseException as error:
+            self._tell(self._fail, error)
+        finally:
+            self._tell(self._ended.set)
+
+    async def _supervise(self) -> None:
+        """Start the cluster, hand its changes over until this is cancelled, then stop it."""
+        supervising = asyncio.current_task()
+        assert supervising is not None
+        self._loop, self._supervising = asyncio.get_running_loop(), supervising
+        self._begun.set()
+        async with self._cluster:
+            self._hand_over()
+            self._tell(self._started.set_result, None)
+            while True:
+                await self._cluster.discovery.changed()
+                self._hand_over()
+
+    def _hand_over(self) -> None:
+        """Give the caller's loop what the cluster lists now."""
+        endpoints = tuple(self._cluster.discovery.endpoints())
+        self._tell(self._take_over, endpoints, dict(self._cluster.workers))
+
+    def _tell(self, function: Callable[..., object], *args: object) -> None:
+        """Call a function on the caller's loop, soon, unless that has ended."""
+        with contextlib.suppress(RuntimeError):
+            self._home.call_soon_threadsafe(function, *args)
+
+    # What the thread has called on the caller's loop.
+
+    def _take_over(self, endpoints: Sequence[WorkerInfo], workers: dict[str, WorkerInfo]) -> None:
+        self._workers = MappingProxyType(workers)
+        self._discovery.replace(endpoints)
+
+    def _fail(self, error: BaseException) -> None:
+        """The thread ends because it was cancelled, or because of an error."""
+        if not self._started.done():
+            self._started.set_exception(error)
+        elif not isinstance(error, asyncio.CancelledError):
+            _log.critical("the workers are no longer supervised", exc_info=error)

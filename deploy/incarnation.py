@@ -1,0 +1,151 @@
+"""One incarnation of a worker, as its supervisor watches it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+from typing import Self
+
+from kvrelay.deploy.local_ray import ray
+from kvrelay.deploy.pauses import is_done_within
+from kvrelay.deploy.worker_actor import WorkerActor, reason_of
+from kvrelay.deploy.worker_host import WorkerHost
+from kvrelay.deploy.worker_process import WorkerProcess
+from kvrelay.wire.worker_info import WorkerInfo
+
+
+class Incarnation:
+    """Waits for the end of a worker's process, however it comes, and for its proof.
+
+    Args:
+        info: the incarnation's.
+        actor: the worker's.
+        process: None: it cannot be observed from here.
+        silence_seconds: without an answer after which the process is killed.
+        on_drain: called when the worker drains, for whatever reason.
+    """
+
+    def __init__(
+        self,
+        info: WorkerInfo,
+        actor: WorkerActor,
+        process: WorkerProcess | None,
+        silence_seconds: float,
+        on_drain: Callable[[WorkerInfo], None],
+    ) -> None:
+        self.info = info
+        self._actor = actor
+        self._process = process
+        self._silence_seconds = silence_seconds
+        self._on_drain = on_drain
+
+    @classmethod
+    async def find(
+        cls,
+        info: WorkerInfo,
+        actor: WorkerActor,
+        silence_seconds: float,
+        on_drain: Callable[[WorkerInfo], None],
+    ) -> Self:
+        """The incarnation that has just said its `info`, which may have died since."""
+        process = None
+        with contextlib.suppress(ray.exceptions.RayError, TimeoutError):
+            async with asyncio.timeout(silence_seconds):
+                identity = await actor.call(WorkerHost.process)
+            if identity is not None and identity.pid == info.pid:
+                process = WorkerProcess.find(identity)
+        return cls(info, actor, process, silence_seconds, on_drain)
+
+    async def lost(self) -> str:
+        """Wait until the process has ended, is not reachable, or was killed; returns why."""
+        signs = [
+            asyncio.create_task(sign)
+            for sign in (self._silent(), self._process_ended(), self._call_ended())
+        ]
+        drain = asyncio.create_task(self._notice_drain())
+        try:
+            await asyncio.wait(signs, return_when=asyncio.FIRST_COMPLETED)
+            return next(sign.result() for sign in signs if sign.done())
+        finally:
+            await _cancel(*signs, drain)
+
+    async def has_died(self) -> bool:
+        """Wait until the process of a lost incarnation has provably ended, or answers again.
+
+        Where the process cannot be observed, an answer of the next one has to do for a proof.
+        """
+        # To say who it is takes a process no time, to start a worker as long as its weights.
+        asking = self._actor.call_until_answered(WorkerHost.current, seconds=self._silence_seconds)
+        if self._process is None:
+            return await asking != self.info
+        ended, answer = asyncio.create_task(self._process.ended()), asyncio.create_task(asking)
+        try:
+            await asyncio.wait({ended, answer}, return_when=asyncio.FIRST_COMPLETED)
+            if not ended.done() and answer.result() != self.info:
+                # Ray has made another process, so nobody ends this one if it still runs.
+                self._process.kill()
+                await ended
+            return ended.done()
+        finally:
+            await _cancel(ended, answer)
+
+    async def end(self, seconds: float) -> None:
+        """Kill the process and wait for its end, if it can be observed, but not for longer."""
+        if self._process is not None:
+            self._process.kill()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(seconds):
+                    await self._process.ended()
+            self._process.close()
+
+    async def _silent(self) -> str:
+        """Wait until the worker does not answer any more, and kill its process then.
+
+        Ends a process that was stopped, too. Returns the reason.
+        """
+        while True:
+            answer = asyncio.create_task(self._actor.call(WorkerHost.heartbeat))
+            try:
+                if not await is_done_within(answer, self._silence_seconds):
+                    self._kill()
+                    return f"it has not answered for {self._silence_seconds:g} s, so it is killed"
+                answer.result()
+            except ray.exceptions.RayError as error:
+                return reason_of(error)
+            finally:
+                answer.cancel()
+            await asyncio.sleep(self._silence_seconds / 3)
+
+    async def _process_ended(self) -> str:
+        """Wait until the system says that the process has ended; returns the reason."""
+        if self._process is None:
+            await asyncio.Event().wait()
+        else:
+            await self._process.ended()
+        return "its process died"
+
+    async def _call_ended(self) -> str:
+        """Wait for the end of a call that lasts as long as the process; returns the reason."""
+        try:
+            await self._actor.call(WorkerHost.watch, self.info.incarnation)
+        except ray.exceptions.RayError as error:
+            return reason_of(error)
+        return "another process has taken its place"
+
+    async def _notice_drain(self) -> None:
+        with contextlib.suppress(ray.exceptions.RayError):
+            if await self._actor.call(WorkerHost.draining, self.info.incarnation):
+                self._on_drain(self.info)
+
+    def _kill(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+        else:
+            self._actor.restart()
+
+
+async def _cancel(*tasks: asyncio.Task[object]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

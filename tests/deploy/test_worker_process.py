@@ -1,0 +1,96 @@
+"""The proof that a process has ended: of real processes, killed and stopped."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from kvrelay.deploy.worker_process import ProcessIdentity, WorkerProcess
+
+TELL = (
+    "import time\n"
+    "from kvrelay.deploy.worker_process import ProcessIdentity\n"
+    "print(ProcessIdentity.of_this_process().start_ticks, flush=True)\n"
+    "time.sleep(600)"
+)
+
+
+@pytest.fixture
+def child() -> Iterator[subprocess.Popen[str]]:
+    with subprocess.Popen([sys.executable, "-c", TELL], stdout=subprocess.PIPE, text=True) as child:
+        yield child
+        child.kill()
+
+
+def identity_of(child: subprocess.Popen[str]) -> ProcessIdentity:
+    assert child.stdout is not None
+    start_ticks = int(child.stdout.readline())
+    return replace(ProcessIdentity.of_this_process(), pid=child.pid, start_ticks=start_ticks)
+
+
+async def ends(process: WorkerProcess, *, within: float) -> bool:
+    try:
+        async with asyncio.timeout(within):
+            await process.ended()
+    except TimeoutError:
+        return False
+    return True
+
+
+async def test_the_end_of_a_process_is_noticed_before_its_parent_asks(
+    child: subprocess.Popen[str],
+) -> None:
+    process = WorkerProcess.find(identity_of(child))
+    assert process is not None
+    assert not await ends(process, within=0.05)
+    child.kill()
+    assert await ends(process, within=30)
+    assert child.returncode is None
+    process.kill()  # changes nothing
+
+
+async def test_a_process_that_is_stopped_has_not_ended_but_can_be_killed(
+    child: subprocess.Popen[str],
+) -> None:
+    process = WorkerProcess.find(identity_of(child))
+    assert process is not None
+    os.kill(child.pid, signal.SIGSTOP)
+    assert not await ends(process, within=0.2)
+    process.kill()
+    assert await ends(process, within=30)
+
+
+async def test_a_process_that_has_ended_before_is_found_to(child: subprocess.Popen[str]) -> None:
+    identity = identity_of(child)
+    child.kill()
+    child.wait()
+    process = WorkerProcess.find(identity)
+    assert process is not None
+    assert await ends(process, within=0)
+
+
+async def test_another_process_with_its_pid_is_not_taken_for_it(
+    child: subprocess.Popen[str],
+) -> None:
+    identity = identity_of(child)
+    earlier = replace(identity, start_ticks=identity.start_ticks - 1)
+    process = WorkerProcess.find(earlier)
+    assert process is not None
+    assert await ends(process, within=0)
+    process.kill()
+    assert child.poll() is None
+
+
+@pytest.mark.parametrize("elsewhere", ["boot_id", "pid_namespace"])
+async def test_a_process_on_another_machine_cannot_be_observed(elsewhere: str) -> None:
+    identity = ProcessIdentity.of_this_process()
+    changes: dict[str, Any] = {elsewhere: "other"}
+    assert WorkerProcess.find(replace(identity, **changes)) is None
