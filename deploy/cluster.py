@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from types import TracebackType
 from typing import Self
 
+from kvrelay.deploy.drain_turns import DrainTurns
 from kvrelay.deploy.errors import ClusterError
 from kvrelay.deploy.membership import Membership
 from kvrelay.deploy.placement import Placement
@@ -43,6 +45,7 @@ class Cluster:
         self._log_level = log_level
         self._on_start = on_start
         self._members = Membership()
+        self._turns = DrainTurns(self._members, self._staying_roles)
         self._placement = Placement()
         self._supervisors: dict[str, WorkerSupervisor] = {}
 
@@ -141,20 +144,27 @@ class Cluster:
         for name in self.workers:
             self._tell(name, [info])
 
+    def turn_to_drain(self, info: WorkerInfo) -> AbstractAsyncContextManager[None]:
+        """Wait until few enough others of its role drain, or are missing."""
+        return self._turns.turn(info)
+
+    def _staying_roles(self) -> dict[str, WorkerRole]:
+        return {name: one.role for name, one in self._supervisors.items() if not one.removing}
+
     def _to_drain(self, worker: str, remove: bool) -> tuple[WorkerInfo, WorkerSupervisor]:
         """The worker's incarnation and its supervisor.
 
         Raises UnknownWorker, or CannotDrain if it is not up, or the last of its role.
         """
-        staying = {name: one for name, one in self._supervisors.items() if not one.removing}
-        if worker not in staying:
-            raise UnknownWorker(worker, staying)
+        roles = self._staying_roles()
+        if worker not in roles:
+            raise UnknownWorker(worker, roles)
         if worker not in self.workers:
             raise CannotDrain(f"worker: {worker} is not up; another one is on its way")
-        role = staying[worker].role
-        if remove and [one.role for one in staying.values()].count(role) == 1:
+        role = roles[worker]
+        if remove and list(roles.values()).count(role) == 1:
             raise CannotDrain(f"remove: {worker} is the last {role} worker")
-        return self.workers[worker], staying[worker]
+        return self.workers[worker], self._supervisors[worker]
 
     def _tell(self, worker: str, dead: Sequence[WorkerInfo]) -> None:
         """Tell a worker which of the others' incarnations are dead."""

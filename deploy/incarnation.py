@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable
+import logging
 from typing import Self
 
 from kvrelay.deploy.local_ray import ray
 from kvrelay.deploy.pauses import is_done_within
+from kvrelay.deploy.watcher import Watcher
 from kvrelay.deploy.worker_actor import WorkerActor, reason_of
 from kvrelay.deploy.worker_host import WorkerHost
 from kvrelay.deploy.worker_process import WorkerProcess
 from kvrelay.wire.worker_info import WorkerInfo
+
+_log = logging.getLogger(__name__)
 
 
 class Incarnation:
@@ -23,7 +26,7 @@ class Incarnation:
         actor: the worker's.
         process: None: it cannot be observed from here.
         silence_seconds: without an answer after which the process is killed.
-        on_drain: called when the worker drains, for whatever reason.
+        watcher: is told when the worker drains, and gives it its turn to.
     """
 
     def __init__(
@@ -32,13 +35,13 @@ class Incarnation:
         actor: WorkerActor,
         process: WorkerProcess | None,
         silence_seconds: float,
-        on_drain: Callable[[WorkerInfo], None],
+        watcher: Watcher,
     ) -> None:
         self.info = info
         self._actor = actor
         self._process = process
         self._silence_seconds = silence_seconds
-        self._on_drain = on_drain
+        self._watcher = watcher
 
     @classmethod
     async def find(
@@ -46,7 +49,7 @@ class Incarnation:
         info: WorkerInfo,
         actor: WorkerActor,
         silence_seconds: float,
-        on_drain: Callable[[WorkerInfo], None],
+        watcher: Watcher,
     ) -> Self:
         """The incarnation that has just said its `info`, which may have died since."""
         process = None
@@ -55,7 +58,7 @@ class Incarnation:
                 identity = await actor.call(WorkerHost.process)
             if identity is not None and identity.pid == info.pid:
                 process = WorkerProcess.find(identity)
-        return cls(info, actor, process, silence_seconds, on_drain)
+        return cls(info, actor, process, silence_seconds, watcher)
 
     async def lost(self) -> str:
         """Wait until the process has ended, is not reachable, or was killed; returns why."""
@@ -63,12 +66,15 @@ class Incarnation:
             asyncio.create_task(sign)
             for sign in (self._silent(), self._process_ended(), self._call_ended())
         ]
-        drain = asyncio.create_task(self._notice_drain())
+        drains = [
+            asyncio.create_task(drain)
+            for drain in (self._notice_drain(), self._drain_for_old_quarantine())
+        ]
         try:
             await asyncio.wait(signs, return_when=asyncio.FIRST_COMPLETED)
             return next(sign.result() for sign in signs if sign.done())
         finally:
-            await _cancel(*signs, drain)
+            await _cancel(*signs, *drains)
 
     async def has_died(self) -> bool:
         """Wait until the process of a lost incarnation has provably ended, or answers again.
@@ -136,7 +142,21 @@ class Incarnation:
     async def _notice_drain(self) -> None:
         with contextlib.suppress(ray.exceptions.RayError):
             if await self._actor.call(WorkerHost.draining, self.info.incarnation):
-                self._on_drain(self.info)
+                self._watcher.worker_draining(self.info)
+
+    async def _drain_for_old_quarantine(self) -> None:
+        """Let the worker drain when its memory is in quarantine for too long, in its turn."""
+        incarnation = self.info.incarnation
+        try:
+            while await self._actor.call(WorkerHost.quarantine_too_old, incarnation):
+                async with self._watcher.turn_to_drain(self.info):
+                    if await self._actor.call(WorkerHost.drain_if_quarantine_too_old, incarnation):
+                        self._watcher.worker_draining(self.info)
+                        return
+        except ray.exceptions.RayActorError as error:
+            _log.info("%s: %s", incarnation, reason_of(error))  # it is about to be found lost
+        except ray.exceptions.RayError as error:
+            _log.error("%s cannot drain for its quarantine: %s", incarnation, reason_of(error))
 
     def _kill(self) -> None:
         if self._process is not None:

@@ -86,6 +86,14 @@ class Membership:
         self._draining.clear()
         self._publish()
 
+    async def changed(self) -> None:
+        """Return after the next change, or `notify`; registers before it first suspends."""
+        await self._discovery.changed()
+
+    def notify(self) -> None:
+        """Let those who wait for a change look again."""
+        self._publish()
+
     async def until_dead(self, info: WorkerInfo) -> None:
         """Wait until the incarnation's process has ended."""
         while info not in self._dead:
@@ -94,7 +102,7 @@ class Membership:
     async def until_live(self, name: str) -> WorkerInfo:
         """Wait until the worker has a live incarnation, which is returned."""
         while name not in self._live:
-            await self._discovery.changed()
+            await self.changed()
         return self._live[name]
 
     def _publish(self) -> None:

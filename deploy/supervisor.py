@@ -6,13 +6,14 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Sequence
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 from kvrelay.deploy.errors import ClusterError
 from kvrelay.deploy.incarnation import Incarnation
 from kvrelay.deploy.local_ray import ray
 from kvrelay.deploy.pauses import Pauses, is_done_within
 from kvrelay.deploy.start_bound import start_seconds
+from kvrelay.deploy.watcher import Watcher
 from kvrelay.deploy.worker_actor import WorkerActor, reason_of
 from kvrelay.deploy.worker_host import WorkerHost
 from kvrelay.engine.config import WorkerConfig
@@ -21,26 +22,6 @@ from kvrelay.wire.worker_info import WorkerInfo
 
 _log = logging.getLogger(__name__)
 _STOP_SECONDS: Final = 10.0
-
-
-class Watcher(Protocol):
-    """Is told of every change of a worker, in the event loop."""
-
-    def worker_live(self, info: WorkerInfo) -> None:
-        """This incarnation can be used from now on."""
-        ...
-
-    def worker_draining(self, info: WorkerInfo) -> None:
-        """It takes no more requests, and its process will end."""
-        ...
-
-    def worker_lost(self, info: WorkerInfo) -> None:
-        """It cannot be reached; its process may still run."""
-        ...
-
-    def worker_dead(self, info: WorkerInfo) -> None:
-        """Its process has provably ended. Another one will run in its place, or none."""
-        ...
 
 
 class WorkerSupervisor:
@@ -191,8 +172,7 @@ class WorkerSupervisor:
         return await self._find(info)
 
     async def _find(self, info: WorkerInfo) -> Incarnation:
-        on_drain = self._watcher.worker_draining
-        self._life = await Incarnation.find(info, self._actor, self._timeout, on_drain)
+        self._life = await Incarnation.find(info, self._actor, self._timeout, self._watcher)
         return self._life
 
     def _log_failure(self, following: asyncio.Task[None]) -> None:

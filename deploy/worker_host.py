@@ -37,6 +37,12 @@ class Worker(Protocol):
     async def draining(self) -> None:
         """Return when the worker drains, for whatever reason."""
 
+    async def quarantine_too_old(self) -> None:
+        """Return when memory has been in quarantine for too long; until then, wait."""
+
+    async def drain_if_quarantine_too_old(self) -> bool:
+        """Begin to drain if memory is in quarantine for too long; returns whether it is."""
+
     async def drained(self) -> None:
         """Return when the worker has drained: no request is left."""
 
@@ -173,10 +179,25 @@ class WorkerHost:
 
         Returns False at once in a process that is not this incarnation's.
         """
-        if self._worker is None or self._info is None or self._info.incarnation != incarnation:
-            return False
-        await self._worker.draining()
-        return True
+        worker = self._worker_of(incarnation)
+        if worker is not None:
+            await worker.draining()
+        return worker is not None
+
+    async def quarantine_too_old(self, incarnation: str) -> bool:
+        """Wait until memory is in quarantine for too long, so that the worker should drain.
+
+        Returns False at once in a process that is not this incarnation's.
+        """
+        worker = self._worker_of(incarnation)
+        if worker is not None:
+            await worker.quarantine_too_old()
+        return worker is not None
+
+    async def drain_if_quarantine_too_old(self, incarnation: str) -> bool:
+        """Begin to drain the worker if that is still so; returns whether it is."""
+        worker = self._worker_of(incarnation)
+        return worker is not None and await worker.drain_if_quarantine_too_old()
 
     async def stop(self) -> None:
         """Stop the worker in good order; the process stays, and the supervisor ends it."""
@@ -206,6 +227,12 @@ class WorkerHost:
             return
         for incarnation in incarnations:
             await self._worker.peer_died(incarnation)
+
+    def _worker_of(self, incarnation: str) -> Worker | None:
+        """The worker, if it has started and is this incarnation."""
+        if self._info is None or self._info.incarnation != incarnation:
+            return None
+        return self._worker
 
     async def _start(self) -> WorkerInfo:
         worker = self._build(self._config)

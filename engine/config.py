@@ -187,8 +187,8 @@ class WorkerOptions:
     )
     quarantine_limit: float = option(
         600.0,
-        "Seconds that memory may stay in quarantine; after that its worker drains and restarts. "
-        "0: for ever.",
+        "Seconds that memory may stay in quarantine; after that its worker drains and restarts, "
+        "few workers of a role at a time. 0: for ever.",
         Section.RECOVERY,
         at_least=0,
         unit="seconds",

@@ -1,47 +1,48 @@
-"""Watches how long memory is in quarantine, and lets the worker drain when it is too long."""
+"""Knows whether memory is in quarantine for too long."""
 
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Awaitable, Callable
 
-from kvrelay.engine.scheduler.metrics import QUARANTINE_DRAINS, WorkerMetrics
-
-logger = logging.getLogger(__name__)
+from kvrelay.engine.scheduler.metrics import WorkerMetrics
 
 _LOOKS = 10
 """At the quarantine's age, in the time that it may have."""
 
 
-async def drain_on_old_quarantine(
-    metrics: WorkerMetrics,
-    limit: float,
-    run_a_pass: Callable[[], Awaitable[None]],
-    drain: Callable[[], None],
-) -> None:
-    """Wait until memory was in quarantine for too long, then drain the worker and return.
+class QuarantineLimit:
+    """The most time that memory may be in quarantine.
 
-    Fences that have not passed for so long will not pass, so the memory is lost until
-    the worker is restarted.
+    Fences that have not passed for so long will not pass, so the memory is lost until the worker
+    is restarted.
 
     Args:
         metrics: knows the age of the quarantine, as of the engine's latest pass.
-        limit: seconds that memory may be in quarantine.
+        seconds: that memory may be in quarantine; 0: for ever.
         run_a_pass: returns after the engine has run a whole pass, or a part of one.
-        drain: begins to drain the worker.
     """
-    while True:
-        await asyncio.sleep(limit / _LOOKS)
-        if metrics.quarantine_age > limit:
+
+    def __init__(
+        self, metrics: WorkerMetrics, seconds: float, run_a_pass: Callable[[], Awaitable[None]]
+    ) -> None:
+        self._metrics = metrics
+        self._seconds = seconds
+        self._run_a_pass = run_a_pass
+
+    async def exceeded(self) -> None:
+        """Wait until memory is in quarantine for too long, which may be never."""
+        if not self._seconds:
+            await asyncio.Event().wait()
+        while True:
+            await asyncio.sleep(self._seconds / _LOOKS)
+            if await self.is_exceeded():
+                return
+
+    async def is_exceeded(self) -> bool:
+        """Whether memory is in quarantine for too long now."""
+        if self._metrics.quarantine_age > self._seconds:
             # The second time a whole pass has run, which finds fences that have passed meanwhile.
-            await run_a_pass()
-            await run_a_pass()
-        if metrics.quarantine_age > limit:
-            logger.error(
-                "memory is in quarantine for over %g s (--quarantine-limit): the worker drains",
-                limit,
-            )
-            metrics.count(QUARANTINE_DRAINS)
-            drain()
-            return
+            await self._run_a_pass()
+            await self._run_a_pass()
+        return self._metrics.quarantine_age > self._seconds

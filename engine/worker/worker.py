@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import uuid
 
@@ -11,9 +12,10 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from kvrelay.engine.config import WorkerConfig
 from kvrelay.engine.faults import FaultPlan
 from kvrelay.engine.scheduler.commands import Drain, Inspect, PeerDied, RetractForDrain
+from kvrelay.engine.scheduler.metrics import QUARANTINE_DRAINS
 from kvrelay.engine.worker.assembly import MakePlugin, assemble, make_agent
 from kvrelay.engine.worker.loading import LoadedModel, load_model
-from kvrelay.engine.worker.quarantine import drain_on_old_quarantine
+from kvrelay.engine.worker.quarantine import QuarantineLimit
 from kvrelay.engine.worker.service import WorkerService
 from kvrelay.engine.worker.submit_rules import SubmitRules
 from kvrelay.net.ends import bind, worker_server
@@ -21,6 +23,8 @@ from kvrelay.net.metrics_server import MetricsServer
 from kvrelay.text.tokenizer import load_tokenizer
 from kvrelay.v1 import worker_pb2_grpc
 from kvrelay.wire.worker_info import WorkerInfo
+
+logger = logging.getLogger(__name__)
 
 STOP_GRACE_S = 1.0
 LAST_WORDS_S = 0.5
@@ -41,7 +45,6 @@ class Worker:
         self._failure: asyncio.Future[str] | None = None
         self._draining = asyncio.Event()
         self._drained = asyncio.Event()
-        self._watching_quarantine: asyncio.Task[None] | None = None
         self.faults = FaultPlan(config.faults or ())
         """Takes effect only if the configuration names faults, or an empty tuple of them."""
 
@@ -78,18 +81,13 @@ class Worker:
         registry = self._parts.metrics.registry
         self._metrics_server = MetricsServer(registry, config.host, config.metrics_port)
         self._parts.engine.start()
-        if config.quarantine_limit:
-            self._watching_quarantine = asyncio.create_task(
-                drain_on_old_quarantine(
-                    self._parts.metrics, config.quarantine_limit, self.heartbeat, self.drain
-                )
-            )
+        self._quarantine = QuarantineLimit(
+            self._parts.metrics, config.quarantine_limit, self.heartbeat
+        )
         return self._describe(incarnation, port, model)
 
     async def stop(self) -> None:
         """Close the listeners, end the engine; the pool stays registered."""
-        if self._watching_quarantine is not None:
-            self._watching_quarantine.cancel()
         await self._server.stop(STOP_GRACE_S)
         await self._parts.plugin.close()
         await self._loop.run_in_executor(None, self._stop_threads)
@@ -106,6 +104,20 @@ class Worker:
         post = self._parts.inbox.post
         post(Drain(lambda: self._loop.call_soon_threadsafe(self._drained.set)))
         self._loop.call_later(self._config.drain_grace, post, RetractForDrain())
+
+    async def quarantine_too_old(self) -> None:
+        """Wait until memory is in quarantine for too long: the worker should drain."""
+        await self._quarantine.exceeded()
+
+    async def drain_if_quarantine_too_old(self) -> bool:
+        """Begin to drain if that is still so; returns whether it is."""
+        if not await self._quarantine.is_exceeded():
+            return False
+        limit = self._config.quarantine_limit
+        logger.error("memory is in quarantine for over %g s, so the worker drains", limit)
+        self._parts.metrics.count(QUARANTINE_DRAINS)
+        self.drain()
+        return True
 
     async def draining(self) -> None:
         """Wait until it drains, for whatever reason."""

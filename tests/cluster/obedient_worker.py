@@ -61,6 +61,17 @@ class ObedientWorker:
     async def draining(self) -> None:
         await self._drains.wait()
 
+    async def quarantine_too_old(self) -> None:
+        while not self._order("old").exists():
+            await asyncio.sleep(0.02)
+
+    async def drain_if_quarantine_too_old(self) -> bool:
+        self._order("asked").touch()
+        if not self.take("old"):
+            return False
+        self.drain()
+        return True
+
     async def drained(self) -> None:
         """As one whose requests take as long as the test wants."""
         await self._drains.wait()
@@ -84,12 +95,15 @@ class ObedientWorker:
 
     def take(self, order: str) -> str:
         """The next line of an order, which is thereby gone."""
-        path = self._folder / f"{self._config.name}.{order}"
+        path = self._order(order)
         if not path.exists():
             return ""
         first, _, rest = path.read_text().partition("\n")
         path.write_text(rest) if rest else path.unlink()
         return first
+
+    def _order(self, order: str) -> Path:
+        return self._folder / f"{self._config.name}.{order}"
 
 
 class ObedientHost(WorkerHost):
@@ -101,7 +115,7 @@ class ObedientHost(WorkerHost):
 
 
 def give_order(folder: Path, worker: str, order: str, *lines: str) -> None:
-    """Orders are ``born``, ``start``, ``fail``, ``told``, ``heartbeat``, ``leave``.
+    """Orders are ``born``, ``start``, ``fail``, ``told``, ``heartbeat``, ``leave``, ``old``.
 
     Those that take a time, in seconds, are ``born`` and ``heartbeat``.
 

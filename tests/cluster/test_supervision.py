@@ -354,6 +354,28 @@ async def test_a_second_sigterm_does_not_wait(cluster: Cluster):
     await next_life(cluster, first)
 
 
+async def test_workers_with_old_quarantine_drain_one_after_another(tmp_path: Path):
+    """And one whose memory came back meanwhile does not."""
+    config = make_configs(tmp_path)[0]
+    names = [f"prefill-{number}" for number in range(3)]
+    async with Cluster([replace(config, name=name, metrics_port=0) for name in names]) as cluster:
+        for name in names:
+            give_order(tmp_path, name, "old", "yes")
+        for healed in (False, True):
+            await until(lambda: bool(draining(cluster)))
+            [name] = draining(cluster)
+            first = cluster.workers[name]
+            others = [one for one in names if (tmp_path / f"{one}.old").exists()]
+            if healed:
+                for other in others:
+                    (tmp_path / f"{other}.old").unlink()
+            give_order(tmp_path, name, "leave", "now")
+            await next_life(cluster, first)
+            assert set(cluster.workers) == set(names)
+        await until(lambda: all((tmp_path / f"{name}.asked").exists() for name in names))
+        assert not draining(cluster)
+
+
 async def test_a_removed_worker_does_not_come_back(tmp_path: Path):
     config = make_configs(tmp_path)[0]
     configs = [config, replace(config, name="prefill-1")]

@@ -10,7 +10,7 @@ import pytest
 
 from kvrelay.engine.config import Speculation
 from kvrelay.engine.scheduler.commands import Inspect, RetractForDrain, Wake
-from kvrelay.engine.worker.quarantine import drain_on_old_quarantine
+from kvrelay.engine.worker.quarantine import QuarantineLimit
 from kvrelay.wire.output import EndReason
 from kvrelay.wire.worker_info import WorkerRole
 from tests.engine.simulation import SimRequest, Simulation, SimWorker, count, reference
@@ -151,9 +151,7 @@ def test_what_a_drained_worker_retracts_is_counted_by_its_outcome() -> None:
     assert request.output == reference(request.prompt, 12)
 
 
-async def test_memory_in_quarantine_for_too_long_drains_the_worker(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_memory_in_quarantine_for_too_long_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """But not if its fences have passed and nobody has looked since."""
     simulation = cluster(1, WorkerRole.DECODE, quarantine_limit=0.2)
     sim = simulation.decodes[0]
@@ -164,21 +162,29 @@ async def test_memory_in_quarantine_for_too_long_drains_the_worker(
     sim.inbox.post(Wake())
     sim.turn()
     since = None  # its fences have passed
-    watching = asyncio.create_task(
-        drain_on_old_quarantine(sim.context.metrics, 0.2, lambda: _passed(sim), sim.drain)
-    )
+    limit = QuarantineLimit(sim.context.metrics, 0.2, lambda: _passed(sim))
+    waiting = asyncio.create_task(limit.exceeded())
     turns = asyncio.create_task(_turn_for_ever(sim))
     await asyncio.sleep(0.1)
-    assert not sim.context.draining
+    assert not waiting.done()
     since = time.monotonic() - 1
     sim.inbox.post(Wake())
     async with asyncio.timeout(10):
-        await watching
-        while not sim.drained:
-            await asyncio.sleep(0.01)
+        await waiting
+        assert await limit.is_exceeded()
+        since = None
+        assert not await limit.is_exceeded(), "the fences have passed before its turn came"
     turns.cancel()
-    assert sim.context.draining
-    assert count(sim, "quarantine_drains") == 1
+
+
+async def test_quarantine_without_a_limit_is_never_too_old() -> None:
+    sim = cluster(1, WorkerRole.DECODE).decodes[0]
+    exceeded = asyncio.create_task(
+        QuarantineLimit(sim.context.metrics, 0, lambda: _passed(sim)).exceeded()
+    )
+    await asyncio.wait({exceeded}, timeout=0.05)
+    assert not exceeded.done()
+    exceeded.cancel()
 
 
 async def _passed(sim: SimWorker) -> None:
