@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from typing import TypeAlias, assert_never
 
@@ -32,7 +33,7 @@ from kvrelay.engine.scheduler.metrics import TRANSFER_REFUSALS
 from kvrelay.engine.scheduler.outbox import Sink
 from kvrelay.engine.scheduler.suspects import Turns, alone_until, failed_end
 from kvrelay.kv_transfer.hand_over.decode_side import DecodeHandOver
-from kvrelay.kv_transfer.transfers import Transfers
+from kvrelay.kv_transfer.transfers import MOST_DEAD, Transfers
 from kvrelay.mem_cache.release import Outcome
 from kvrelay.wire.load import PeerTransport, WorkerLoad
 from kvrelay.wire.output import EndReason, RequestEnd
@@ -95,7 +96,8 @@ class DecodeScheduler:
         self.heartbeats = Heartbeats(context, self._requests, self._pulls, timeout)
         self._probes: dict[str, PeerTransport] = {}
         """The latest of each prefill worker that lives."""
-        self._dead: set[str] = set()
+        self._dead: deque[str] = deque(maxlen=MOST_DEAD)
+        """Prefill workers of which a probe may still be reported, too late."""
 
     def submit(self, command: Submit) -> None:
         """Open the hand-over stream of a new request, which waits until it is asked for."""
@@ -122,7 +124,7 @@ class DecodeScheduler:
 
     def peer_died(self, incarnation: str) -> None:
         """Let fences on reads from a dead prefill worker pass. Its streams end by themselves."""
-        self._dead.add(incarnation)
+        self._dead.append(incarnation)
         self._probes.pop(incarnation, None)
         self._agent.confirm_death(incarnation, lambda: self._inbox.post(Wake()))
 

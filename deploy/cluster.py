@@ -9,6 +9,7 @@ from contextlib import AbstractAsyncContextManager
 from types import TracebackType
 from typing import Self
 
+from kvrelay.deploy.deaths import Deaths
 from kvrelay.deploy.drain_turns import DrainTurns
 from kvrelay.deploy.errors import ClusterError
 from kvrelay.deploy.membership import Membership
@@ -45,6 +46,7 @@ class Cluster:
         self._log_level = log_level
         self._on_start = on_start
         self._members = Membership()
+        self._deaths = Deaths()
         self._turns = DrainTurns(self._members, self._staying_roles)
         self._placement = Placement()
         self._supervisors: dict[str, WorkerSupervisor] = {}
@@ -124,9 +126,10 @@ class Cluster:
     # What the supervisors call, as `Watcher` says.
 
     def worker_live(self, info: WorkerInfo) -> None:
-        """Let the router use it, and tell it of all deaths: it may have missed some."""
+        """Let the router use it, and tell it of the deaths that it has missed."""
+        self._deaths.add_worker(info.incarnation)
         self._members.add_live(info)
-        self._tell(info.name, self._members.dead)
+        self._tell_of_deaths(info)
 
     def worker_draining(self, info: WorkerInfo) -> None:
         """Let the router send it no more requests."""
@@ -138,11 +141,12 @@ class Cluster:
 
     def worker_dead(self, info: WorkerInfo) -> None:
         """Tell the others, which may now release what it could still have read or written."""
+        self._deaths.add_death(info.incarnation)
         self._members.add_dead(info)
         if info.name in self._supervisors and self._supervisors[info.name].removing:
             self._members.remove_awaited(info)
-        for name in self.workers:
-            self._tell(name, [info])
+        for other in self.workers.values():
+            self._tell_of_deaths(other)
 
     def turn_to_drain(self, info: WorkerInfo) -> AbstractAsyncContextManager[None]:
         """Wait until few enough others of its role drain, or are missing."""
@@ -166,11 +170,13 @@ class Cluster:
             raise CannotDrain(f"remove: {worker} is the last {role} worker")
         return self.workers[worker], self._supervisors[worker]
 
-    def _tell(self, worker: str, dead: Sequence[WorkerInfo]) -> None:
-        """Tell a worker which of the others' incarnations are dead."""
-        incarnations = [info.incarnation for info in dead if info.name != worker]
-        if incarnations and worker in self._supervisors:
-            self._supervisors[worker].tell_of_deaths(incarnations)
+    def _tell_of_deaths(self, worker: WorkerInfo) -> None:
+        """Tell a worker of the deaths that it does not know of; what fails is tried again."""
+        dead = self._deaths.untold(worker.incarnation)
+        if dead and worker.name in self._supervisors:
+            self._supervisors[worker.name].tell_of_deaths(
+                dead, on_told=lambda: self._deaths.told(worker.incarnation, dead)
+            )
 
     async def _place(self, configs: Sequence[WorkerConfig]) -> None:
         """Make the actors of one role's workers, each under its supervisor."""

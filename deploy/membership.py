@@ -1,8 +1,8 @@
-"""Which incarnations of a cluster's workers live, drain or are dead."""
+"""Which incarnations of a cluster's workers live, drain or have died."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from types import MappingProxyType
 
@@ -22,7 +22,8 @@ class Membership:
         self._live: dict[str, WorkerInfo] = {}
         self._draining: dict[str, WorkerInfo] = {}
         self._awaited: dict[str, WorkerInfo] = {}
-        self._dead: list[WorkerInfo] = []
+        self._running: dict[str, WorkerInfo] = {}
+        """The latest incarnation of each worker, unless its process is known to have ended."""
         self._discovery = StaticDiscovery()
 
     @property
@@ -35,16 +36,11 @@ class Membership:
         """The live incarnations by worker name; a view that changes with them."""
         return MappingProxyType(self._live)
 
-    @property
-    def dead(self) -> Sequence[WorkerInfo]:
-        """Every incarnation whose process has ended: one for each restart."""
-        return tuple(self._dead)
-
     def add_live(self, info: WorkerInfo) -> None:
         """An incarnation can be used; one that drained has its successor."""
         self._draining.pop(info.name, None)
         self._awaited.pop(info.name, None)
-        self._live[info.name] = info
+        self._live[info.name] = self._running[info.name] = info
         self._publish()
 
     def remove_live(self, info: WorkerInfo) -> None:
@@ -76,7 +72,8 @@ class Membership:
 
     def add_dead(self, info: WorkerInfo) -> None:
         """An incarnation's process has ended."""
-        self._dead.append(info)
+        if self._running.get(info.name) == info:
+            del self._running[info.name]
         self._publish()
 
     def clear(self) -> None:
@@ -84,6 +81,7 @@ class Membership:
         self._live.clear()
         self._awaited.clear()
         self._draining.clear()
+        self._running.clear()
         self._publish()
 
     async def changed(self) -> None:
@@ -95,8 +93,8 @@ class Membership:
         self._publish()
 
     async def until_dead(self, info: WorkerInfo) -> None:
-        """Wait until the incarnation's process has ended."""
-        while info not in self._dead:
+        """Wait until the process of an incarnation that was live has ended."""
+        while self._running.get(info.name) == info:
             await self._discovery.changed()
 
     async def until_live(self, name: str) -> WorkerInfo:

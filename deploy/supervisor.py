@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 from kvrelay.deploy.errors import ClusterError
@@ -70,13 +70,15 @@ class WorkerSupervisor:
         self._following.add_done_callback(self._log_failure)
         return life.info
 
-    def tell_of_deaths(self, incarnations: Sequence[str]) -> None:
+    def tell_of_deaths(self, incarnations: Sequence[str], on_told: Callable[[], None]) -> None:
         """Tell the worker that other workers' processes have ended; does not wait.
 
-        A worker that cannot be reached does not learn of it; the watcher tells it when it is
-        live again.
+        Args:
+            incarnations: the others'.
+            on_told: called when the worker has understood; a worker that cannot be reached has
+                not.
         """
-        telling = asyncio.create_task(self._tell(incarnations))
+        telling = asyncio.create_task(self._tell(incarnations, on_told))
         self._telling.add(telling)
         telling.add_done_callback(self._telling.discard)
 
@@ -134,11 +136,12 @@ class WorkerSupervisor:
         seconds = f"{self._start_seconds:.0f} s"
         raise ClusterError(f"{self.name} did not start within {seconds}: raise --start-timeout")
 
-    async def _tell(self, incarnations: Sequence[str]) -> None:
+    async def _tell(self, incarnations: Sequence[str], on_told: Callable[[], None]) -> None:
         try:
             await self._actor.call(WorkerHost.peers_died, incarnations)
+            on_told()
         except (ray.exceptions.ActorUnavailableError, ray.exceptions.ActorDiedError) as error:
-            # `watch` has ended for the same reason, so the worker is about to be found lost.
+            # The worker is about to be found lost; it is told when it is live again.
             _log.info("%s was not told of %s: %s", self.name, incarnations, reason_of(error))
         except ray.exceptions.RayError as error:
             reason = reason_of(error)

@@ -6,12 +6,14 @@ Everything here happens on the transfer thread.
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Callable
 
 from kvrelay.kv_transfer.endpoints import Endpoints
 from kvrelay.kv_transfer.nixl_endpoint import NixlEndpoint
 from kvrelay.kv_transfer.peer_description import PeerDescription
 from kvrelay.kv_transfer.reads_from_peers import ReadsFromPeers
+from kvrelay.kv_transfer.transfers import MOST_DEAD
 
 logger = logging.getLogger(__name__)
 
@@ -29,8 +31,8 @@ class Peers:
         self._reads = reads
         self._known: dict[str, PeerDescription] = {}
         """By incarnation; of a dead peer until its last read has ended."""
-        self._dead: set[str] = set()
-        """Incarnations that are never connected again."""
+        self._dead: deque[str] = deque(maxlen=MOST_DEAD)
+        """Incarnations that are not connected again, by a handshake that comes too late."""
         self._awaited_deaths: list[tuple[str, Callable[[], None]]] = []
         """Dead peers of which NIXL may still have reads, and what to call when it has none."""
         self._needs_new_agent = False
@@ -65,7 +67,7 @@ class Peers:
 
     def confirm_death(self, incarnation: str, on_fences_passed: Callable[[], None]) -> None:
         """Connect to a peer no more, and disconnect when none of its reads is running."""
-        self._dead.add(incarnation)
+        self._dead.append(incarnation)
         self._awaited_deaths.append((incarnation, on_fences_passed))
 
     def settle(self) -> None:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Final, Protocol
 
 from kvrelay.kv_transfer.checksums import LocalPage
 from kvrelay.kv_transfer.pull import Pull
 from kvrelay.mem_cache.geometry import Int64Array
 from kvrelay.wire.hand_over import PageSum
+
+MOST_DEAD: Final = 1000
+"""Deaths that are remembered. A handshake lasts for seconds, so it is later than few of them."""
 
 
 class Transfers(Protocol):

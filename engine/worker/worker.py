@@ -157,9 +157,14 @@ class Worker:
             await asyncio.Event().wait()  # not a sign of life
 
     async def peer_died(self, incarnation: str) -> None:
-        """The supervisor says that another worker's process is gone for good."""
-        self._parts.inbox.post(PeerDied(incarnation))
-        await self._parts.plugin.peer_died(incarnation)
+        """The supervisor says that another worker's process is gone for good.
+
+        Its connections go first: what comes of them is in the inbox before the death.
+        """
+        try:
+            await self._parts.plugin.peer_died(incarnation)
+        finally:
+            self._parts.inbox.post(PeerDied(incarnation))
 
     def _stop_threads(self) -> None:
         self._parts.stop_threads()

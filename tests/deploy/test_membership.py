@@ -49,7 +49,6 @@ def test_a_worker_that_dies_is_not_listed_until_its_successor_is_live(members: M
     members.add_live(SECOND)
     assert listed(members) == [("decode-0-2", False)]
     assert members.discovery.awaited() == ()
-    assert members.dead == (FIRST,)
 
 
 def test_a_worker_that_is_removed_is_not_awaited(members: Membership):
