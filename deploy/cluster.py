@@ -22,6 +22,8 @@ from kvrelay.router.discovery import Discovery
 from kvrelay.router.errors import CannotDrain, UnknownWorker
 from kvrelay.wire.worker_info import WorkerInfo, WorkerRole
 
+_log = logging.getLogger(__name__)
+
 
 class Cluster:
     """A Ray actor for each worker, each under a supervisor; in the Ray that is initialised.
@@ -32,7 +34,8 @@ class Cluster:
     Args:
         configs: of the workers; their names differ.
         log_level: of the workers' processes, whose logs Ray prints in this process.
-        on_start: is called for each worker when it has started for the first time.
+        on_progress: is called, while the workers start for the first time, with the share of its
+            weights that each has read, by name; 1 once it has started.
     """
 
     def __init__(
@@ -40,11 +43,13 @@ class Cluster:
         configs: Sequence[WorkerConfig],
         *,
         log_level: int = logging.WARNING,
-        on_start: Callable[[WorkerInfo], None] = lambda info: None,
+        on_progress: Callable[[Mapping[str, float]], None] = lambda progress: None,
     ) -> None:
         self._configs = tuple(configs)
         self._log_level = log_level
-        self._on_start = on_start
+        self._on_progress = on_progress
+        self._progress = {config.name: 0.0 for config in self._configs}
+        """Of workers that start for the first time."""
         self._members = Membership()
         self._deaths = Deaths()
         self._turns = DrainTurns(self._members, self._staying_roles)
@@ -125,6 +130,14 @@ class Cluster:
 
     # What the supervisors call, as `Watcher` says.
 
+    def worker_starting(self, name: str, weights_read: float) -> None:
+        """Say so, of a first start to who started the cluster, of a restart in the log."""
+        if self._progress[name] == 1.0:
+            _log.info("%s restarts: %.0f %% of its weights are read", name, 100 * weights_read)
+        else:
+            self._progress[name] = min(weights_read, 0.99)
+            self._on_progress(self._progress.copy())
+
     def worker_live(self, info: WorkerInfo) -> None:
         """Let the router use it, and tell it of the deaths that it has missed."""
         self._deaths.add_worker(info.incarnation)
@@ -195,4 +208,6 @@ class Cluster:
             await asyncio.gather(*starts, return_exceptions=True)
 
     async def _start_one(self, supervisor: WorkerSupervisor) -> None:
-        self._on_start(await supervisor.start())
+        info = await supervisor.start()
+        self._progress[info.name] = 1.0
+        self._on_progress(self._progress.copy())

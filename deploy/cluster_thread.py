@@ -30,8 +30,7 @@ class ClusterThread:
     Args:
         configs: of the workers; their names differ.
         log_level: of the workers' processes.
-        on_start: is called, on the caller's loop, for each worker that has started for the
-            first time.
+        on_progress: is called on the caller's loop; see `Cluster`.
     """
 
     def __init__(
@@ -39,11 +38,12 @@ class ClusterThread:
         configs: Sequence[WorkerConfig],
         *,
         log_level: int = logging.WARNING,
-        on_start: Callable[[WorkerInfo], None] = lambda info: None,
+        on_progress: Callable[[Mapping[str, float]], None] = lambda progress: None,
     ) -> None:
-        self._on_start = on_start
         self._cluster = Cluster(
-            configs, log_level=log_level, on_start=lambda info: self._tell(self._on_start, info)
+            configs,
+            log_level=log_level,
+            on_progress=lambda progress: self._tell(on_progress, progress),
         )
         self._discovery = StaticDiscovery()
         self._workers: Mapping[str, WorkerInfo] = MappingProxyType({})

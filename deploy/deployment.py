@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 
@@ -19,7 +19,7 @@ from kvrelay.engine.faults import Fault, parse_faults
 from kvrelay.options.declaration import values_for
 from kvrelay.router.config import RouterConfig, RouterOptions
 from kvrelay.router.router import Router
-from kvrelay.wire.worker_info import WorkerInfo, WorkerRole
+from kvrelay.wire.worker_info import WorkerRole
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,10 +46,14 @@ async def deployed(
     configs = worker_configs(options, model)
     async with AsyncExitStack() as stack:
         with progress.step("workers", f"loading {model.name}") as step:
-            on_start = _count(len(configs), step.say)
             cluster = await stack.enter_async_context(
-                ClusterThread(configs, log_level=log_level, on_start=on_start)
+                ClusterThread(
+                    configs,
+                    log_level=log_level,
+                    on_progress=lambda progress: step.say(loading_text(progress)),
+                )
             )
+            step.say(loading_text(dict.fromkeys(cluster.workers, 1.0)))
         with progress.step("router", "connecting to the workers") as step:
             router = Router(router_config(options, model), cluster.discovery, cluster)
             stack.push_async_callback(router.stop)
@@ -113,12 +117,10 @@ def _device(asked: str) -> str:
     return asked
 
 
-def _count(total: int, say: Callable[[str], None]) -> Callable[[WorkerInfo], None]:
-    """A callback that says how many of `total` workers have started."""
-    started: list[str] = []
-
-    def on_start(info: WorkerInfo) -> None:
-        started.append(info.name)
-        say(f"{len(started)} of {total} loaded the model")
-
-    return on_start
+def loading_text(progress: Mapping[str, float]) -> str:
+    """How far the workers have come, from the share of its weights that each has read."""
+    started = sum(share == 1 for share in progress.values())
+    text = f"{started} of {len(progress)} loaded the model"
+    if started == len(progress):
+        return text
+    return f"{text}, {100 * sum(progress.values()) / len(progress):.0f} % of all weights are read"

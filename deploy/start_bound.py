@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from kvrelay.engine.config import WorkerConfig
+from kvrelay.engine.worker.weights_read import weight_bytes
 
 SLOWEST_BYTES_PER_SECOND: Final = 50e6
 """At which weights come from a disk that still counts as usable."""
@@ -13,14 +14,3 @@ SLOWEST_BYTES_PER_SECOND: Final = 50e6
 def start_seconds(config: WorkerConfig) -> float:
     """For a worker's start: the option, and the time to read all weights from a slow disk."""
     return config.start_timeout + weight_bytes(config) / SLOWEST_BYTES_PER_SECOND
-
-
-def weight_bytes(config: WorkerConfig) -> int:
-    """The size of the model's files, and of the draft model's if there is one."""
-    folders = [config.model_path, config.draft_model_path]
-    return sum(
-        file.stat().st_size
-        for folder in folders
-        if folder is not None
-        for file in folder.glob("*.safetensors")
-    )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any, Final
 
 from kvrelay.deploy.errors import ClusterError
@@ -22,6 +22,8 @@ from kvrelay.wire.worker_info import WorkerInfo
 
 _log = logging.getLogger(__name__)
 _STOP_SECONDS: Final = 10.0
+_PROGRESS_SECONDS: Final = 1.0
+"""Between two reports of a worker that starts."""
 
 
 class WorkerSupervisor:
@@ -127,8 +129,9 @@ class WorkerSupervisor:
     async def _first_start(self) -> WorkerInfo:
         starting = asyncio.create_task(self._actor.call(WorkerHost.start))
         try:
-            if await is_done_within(starting, self._start_seconds):
-                return starting.result()
+            async with self._reporting_progress():
+                if await is_done_within(starting, self._start_seconds):
+                    return starting.result()
         except ray.exceptions.RayError as error:
             raise ClusterError(f"{self.name} did not start: {self._actor.why(error)}") from error
         finally:
@@ -171,8 +174,26 @@ class WorkerSupervisor:
         # To say who it is takes a process no time, to start a worker as long as its weights.
         await self._actor.call_until_answered(WorkerHost.current, seconds=self._timeout)
         restart = WorkerHost.restart
-        info = await self._actor.call_until_answered(restart, seconds=self._start_seconds)
+        async with self._reporting_progress():
+            info = await self._actor.call_until_answered(restart, seconds=self._start_seconds)
         return await self._find(info)
+
+    @contextlib.asynccontextmanager
+    async def _reporting_progress(self) -> AsyncIterator[None]:
+        """Tell the watcher how much of its weights the worker has read, while the context lasts."""
+        reporting = asyncio.create_task(self._report_progress())
+        try:
+            yield
+        finally:
+            reporting.cancel()
+            await asyncio.gather(reporting, return_exceptions=True)
+
+    async def _report_progress(self) -> None:
+        while True:
+            await asyncio.sleep(_PROGRESS_SECONDS)
+            with contextlib.suppress(ray.exceptions.RayError):
+                share = await self._actor.call(WorkerHost.weights_read)
+                self._watcher.worker_starting(self.name, share)
 
     async def _find(self, info: WorkerInfo) -> Incarnation:
         self._life = await Incarnation.find(info, self._actor, self._timeout, self._watcher)

@@ -11,6 +11,10 @@ from kvrelay.wire.worker_info import WorkerInfo
 class Watcher(Protocol):
     """Is told of every change of a worker, in the event loop."""
 
+    def worker_starting(self, name: str, weights_read: float) -> None:
+        """It has read this share of its weights, from 0 to 1."""
+        ...
+
     def worker_live(self, info: WorkerInfo) -> None:
         """This incarnation can be used from now on."""
         ...

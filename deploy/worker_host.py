@@ -56,6 +56,10 @@ class Worker(Protocol):
         """Learn, perhaps for the second time, that another worker's process has ended."""
 
     @property
+    def weights_read(self) -> float:
+        """The share of its weights that it has read, from 0 to 1."""
+
+    @property
     def faults(self) -> FaultPlan:
         """The faults that are injected into it."""
 
@@ -110,6 +114,9 @@ class WorkerHost:
         self._config = config
         self._build = build
         self._worker: Worker | None = None
+        """The one that has started."""
+        self._beginner: Worker | None = None
+        """The one that was started, whether it has or not."""
         self._info: WorkerInfo | None = None
         self._starting: asyncio.Task[WorkerInfo] | None = None
         self._stopping = False
@@ -141,6 +148,10 @@ class WorkerHost:
         if self._config.faults:
             self._config = dataclasses.replace(self._config, faults=())
         return await self.start()
+
+    async def weights_read(self) -> float:
+        """The share of its weights that the worker has read, from 0 to 1."""
+        return 0.0 if self._beginner is None else self._beginner.weights_read
 
     async def current(self) -> WorkerInfo | None:
         """The worker that runs in this process; None before it has started."""
@@ -235,7 +246,7 @@ class WorkerHost:
         return self._worker
 
     async def _start(self) -> WorkerInfo:
-        worker = self._build(self._config)
+        self._beginner = worker = self._build(self._config)
         self._info = await worker.start()
         self._worker = worker
         self._on_engine_death = asyncio.create_task(self._exit_if_engine_dies(worker))

@@ -9,7 +9,7 @@ their draws are, too.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -88,9 +88,15 @@ class DraftModel:
         UnsupportedOptionError: an unknown dtype or device, or a device that is not there.
     """
 
-    def __init__(self, model_path: str | Path, dtype: str, device: str) -> None:
+    def __init__(
+        self,
+        model_path: str | Path,
+        dtype: str,
+        device: str,
+        on_read: Callable[[int], None] = lambda _: None,
+    ) -> None:
         self._path = Path(model_path)
-        self._runner = ModelRunner(model_path, dtype, device, draft=True)
+        self._runner = ModelRunner(model_path, dtype, device, draft=True, on_read=on_read)
         self.config = self._runner.config
         self.digest = object_digest((self._runner.config_digest, self._runner.weights_digest))
         """Hash of configuration and weights."""

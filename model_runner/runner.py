@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -38,6 +38,7 @@ class ModelRunner:
         draft: it is the model of a `DraftModel`, whose pools come after its target's.
         batch_invariant: a token's logits must be the same, bit for bit, whatever is computed
             beside it and in whatever chunks: the price is a few percent.
+        on_read: called with the size of each tensor that was read, in bytes.
 
     Raises:
         CheckpointError: the files are not usable.
@@ -54,6 +55,7 @@ class ModelRunner:
         *,
         draft: bool = False,
         batch_invariant: bool = False,
+        on_read: Callable[[int], None] = lambda _: None,
     ) -> None:
         if threads is not None:
             torch.set_num_threads(threads)
@@ -68,7 +70,7 @@ class ModelRunner:
             )
         self._batch_invariant = batch_invariant
         with torch.inference_mode():
-            checkpoint = Checkpoint(path, self.dtype, self.device)
+            checkpoint = Checkpoint(path, self.dtype, self.device, on_read)
             self._decoder = Decoder(
                 self.config,
                 checkpoint,

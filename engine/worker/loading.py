@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -34,12 +34,17 @@ class LoadedModel:
     """Of what was loaded."""
 
 
-def load_model(config: WorkerConfig, tokenizer_sha256: str = "") -> LoadedModel:
+def load_model(
+    config: WorkerConfig,
+    tokenizer_sha256: str = "",
+    on_read: Callable[[int], None] = lambda _: None,
+) -> LoadedModel:
     """Read the weights, reserve the memory, compile. Takes seconds, or minutes.
 
     Args:
         config: the worker's.
         tokenizer_sha256: of the tokenizer that was loaded, if there is one: for the digest.
+        on_read: called with the size of each tensor that was read, in bytes.
 
     Raises:
         CheckpointError: a model cannot be served.
@@ -51,8 +56,9 @@ def load_model(config: WorkerConfig, tokenizer_sha256: str = "") -> LoadedModel:
         config.device,
         config.threads,
         batch_invariant=config.batch_invariant,
+        on_read=on_read,
     )
-    draft = _load_draft(config, runner)
+    draft = _load_draft(config, runner, on_read)
     own = runner.make_geometries(config.page_size, config.page_order)
     drafts = draft.make_geometries(config.page_size, config.page_order) if draft else ()
     geometries = own + drafts
@@ -90,11 +96,13 @@ def _layout_digest(geometries: Sequence[KVGeometry]) -> str:
     )
 
 
-def _load_draft(config: WorkerConfig, target: ModelRunner) -> DraftModel | None:
+def _load_draft(
+    config: WorkerConfig, target: ModelRunner, on_read: Callable[[int], None]
+) -> DraftModel | None:
     if config.speculation is not Speculation.DRAFT:
         return None
     if config.draft_model_path is None:
         raise ValueError("draft_model_path: speculation by a draft model needs one")
-    draft = DraftModel(config.draft_model_path, config.dtype, config.device)
+    draft = DraftModel(config.draft_model_path, config.dtype, config.device, on_read)
     draft.check_vocab(target.config)
     return draft

@@ -18,6 +18,7 @@ from kvrelay.engine.worker.loading import LoadedModel, load_model
 from kvrelay.engine.worker.quarantine import QuarantineLimit
 from kvrelay.engine.worker.service import WorkerService
 from kvrelay.engine.worker.submit_rules import SubmitRules
+from kvrelay.engine.worker.weights_read import WeightsRead, weight_bytes
 from kvrelay.net.ends import bind, worker_server
 from kvrelay.net.metrics_server import MetricsServer
 from kvrelay.text.tokenizer import load_tokenizer
@@ -45,6 +46,7 @@ class Worker:
         self._failure: asyncio.Future[str] | None = None
         self._draining = asyncio.Event()
         self._drained = asyncio.Event()
+        self._weights_read = WeightsRead(weight_bytes(config))
         self.faults = FaultPlan(config.faults or ())
         """Takes effect only if the configuration names faults, or an empty tuple of them."""
 
@@ -63,7 +65,9 @@ class Worker:
         incarnation = f"{config.name}-{uuid.uuid4().hex[:12]}"
         # Before the weights, which take longer to read.
         tokenizer = await loop.run_in_executor(None, load_tokenizer, config.model_path)
-        model = await loop.run_in_executor(None, load_model, config, tokenizer.sha256)
+        model = await loop.run_in_executor(
+            None, load_model, config, tokenizer.sha256, self._weights_read.add
+        )
         agent = await loop.run_in_executor(
             None, make_agent, config, incarnation, model, self.faults, self._on_failure
         )
@@ -91,6 +95,11 @@ class Worker:
         await self._server.stop(STOP_GRACE_S)
         await self._parts.plugin.close()
         await self._loop.run_in_executor(None, self._stop_threads)
+
+    @property
+    def weights_read(self) -> float:
+        """The share of its weights that it has read, from 0 to 1."""
+        return self._weights_read.share
 
     def drain(self) -> None:
         """Take no more requests; after the grace, retract those that can go on elsewhere.

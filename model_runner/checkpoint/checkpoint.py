@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -24,16 +25,24 @@ class Checkpoint:
         folder: holds model.safetensors, or an index and its shards.
         dtype: what taken tensors are cast to.
         device: where they are put.
+        on_read: called with the size of each tensor that was read, in bytes.
 
     Raises:
         CheckpointError: one line that names the file, and the tensor where
             there is one, for whatever is missing, misshapen or corrupt.
     """
 
-    def __init__(self, folder: Path, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        dtype: torch.dtype,
+        device: torch.device,
+        on_read: Callable[[int], None] = lambda _: None,
+    ) -> None:
         self._folder = folder
         self._dtype = dtype
         self._device = device
+        self._on_read = on_read
         self._files = self._locate()
         self._taken: set[str] = set()
         self._digest = WeightsDigest()
@@ -73,6 +82,7 @@ class Checkpoint:
         # safetensors maps the file: without a copy, who writes into it changes loaded weights.
         loaded = tensor.to(self._device, dtype or self._dtype, copy=True)
         self._digest.add(name, loaded)
+        self._on_read(tensor.nbytes)
         return loaded
 
     def skip(self, name: str) -> None:

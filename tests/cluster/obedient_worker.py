@@ -52,6 +52,10 @@ class ObedientWorker:
             pid=os.getpid(),
         )
 
+    @property
+    def weights_read(self) -> float:
+        return 0.5
+
     async def stop(self) -> None:
         (self._folder / f"{self._config.name}.stopped").touch()
 

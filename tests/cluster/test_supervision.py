@@ -7,7 +7,7 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -126,8 +126,11 @@ async def test_a_first_start_that_fails_is_one_line_and_not_repeated(
 async def test_a_first_start_that_hangs_is_bounded(tmp_path: Path):
     give_order(tmp_path, "decode-0", "start", "hang")
     [config] = [one for one in make_configs(tmp_path) if one.role is WorkerRole.DECODE]
+    progress: list[Mapping[str, float]] = []
+    cluster = Cluster([replace(config, start_timeout=8)], on_progress=progress.append)
     with pytest.raises(ClusterError) as caught:
-        await Cluster([replace(config, start_timeout=8)]).start()
+        await cluster.start()
+    assert progress[-1] == {"decode-0": 0.5}
     assert str(caught.value) == "decode-0 did not start within 8 s: raise --start-timeout"
 
 
@@ -157,7 +160,15 @@ async def test_a_death_is_told_when_the_process_has_ended_not_when_the_next_answ
     os.kill(first.pid, signal.SIGKILL)
     await until(lambda: was_told(orders, "prefill-0", first))
     assert "decode-0" not in cluster.workers
-    assert (orders / "decode-0.born").exists() or not is_running(first)
+    assert not is_running(first)
+    await next_life(cluster, first)
+
+
+async def test_a_stopped_worker_is_killed_before_its_death_is_told(cluster: Cluster, orders: Path):
+    first = cluster.workers["prefill-0"]
+    os.kill(first.pid, signal.SIGSTOP)
+    await until(lambda: was_told(orders, "decode-0", first))
+    assert not is_running(first)
     await next_life(cluster, first)
 
 
