@@ -262,11 +262,11 @@ async def test_a_process_that_takes_long_to_begin_is_not_killed_for_ever(
 async def test_a_stall_of_the_routers_loop_costs_no_worker(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ):
-    configs = [replace(one, worker_timeout=1.5) for one in make_configs(tmp_path)]
+    configs = [replace(one, worker_timeout=2.5) for one in make_configs(tmp_path)]
     async with ClusterThread(configs) as cluster:
         before = dict(cluster.workers)
-        await heartbeat_begins(tmp_path, "decode-0", seconds=1)
-        time.sleep(2.5)  # noqa: ASYNC251 (the stall)
+        await heartbeat_begins(tmp_path, "decode-0", seconds=1.5)
+        time.sleep(3.5)  # noqa: ASYNC251 (the stall)
         await heartbeat_begins(tmp_path, "decode-0", seconds=0)
         assert cluster.workers == before
     assert "is lost" not in caplog.text
