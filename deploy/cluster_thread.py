@@ -136,8 +136,9 @@ class ClusterThread:
 
     def _hand_over(self) -> None:
         """Give the caller's loop what the cluster lists now."""
-        endpoints = tuple(self._cluster.discovery.endpoints())
-        self._tell(self._take_over, endpoints, dict(self._cluster.workers))
+        listed = self._cluster.discovery
+        endpoints, awaited = tuple(listed.endpoints()), tuple(listed.awaited())
+        self._tell(self._take_over, endpoints, awaited, dict(self._cluster.workers))
 
     def _tell(self, function: Callable[..., object], *args: object) -> None:
         """Call a function on the caller's loop, soon, unless that has ended."""
@@ -146,9 +147,14 @@ class ClusterThread:
 
     # What the thread has called on the caller's loop.
 
-    def _take_over(self, endpoints: Sequence[WorkerInfo], workers: dict[str, WorkerInfo]) -> None:
+    def _take_over(
+        self,
+        endpoints: Sequence[WorkerInfo],
+        awaited: Sequence[WorkerInfo],
+        workers: dict[str, WorkerInfo],
+    ) -> None:
         self._workers = MappingProxyType(workers)
-        self._discovery.replace(endpoints)
+        self._discovery.replace(endpoints, awaited)
 
     def _fail(self, error: BaseException) -> None:
         """The thread ends because it was cancelled, or because of an error."""

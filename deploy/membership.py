@@ -95,7 +95,7 @@ class Membership:
     async def until_dead(self, info: WorkerInfo) -> None:
         """Wait until the process of an incarnation that was live has ended."""
         while self._running.get(info.name) == info:
-            await self._discovery.changed()
+            await self.changed()
 
     async def until_live(self, name: str) -> WorkerInfo:
         """Wait until the worker has a live incarnation, which is returned."""

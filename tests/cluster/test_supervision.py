@@ -287,6 +287,8 @@ async def test_a_dead_worker_is_replaced_while_the_routers_loop_stalls(tmp_path:
             assert time.monotonic() < give_up_at
             time.sleep(0.02)  # noqa: ASYNC251 (the stall)
         assert cluster.workers["decode-0"] == first, "this loop has not run since"
+        await cluster.discovery.changed()
+        await until(lambda: first in cluster.discovery.awaited() or "decode-0" in cluster.workers)
         second = await next_life(cluster, first)
         listed = {one.incarnation for one in cluster.discovery.endpoints()}
         assert second.incarnation in listed
