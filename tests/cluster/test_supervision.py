@@ -302,9 +302,11 @@ async def test_a_drain_on_another_thread_tells_of_its_phases(tmp_path: Path):
         steps = []
         async with asyncio.timeout(SECONDS):
             async for step in cluster.drain("prefill-0", remove=False):
-                steps.append(step.phase)
-                assert (cluster.workers.get("prefill-0") == first) is (step.phase == "draining")
-        assert steps == list(DrainPhase)
+                steps.append(step)
+                if step.phase is not DrainPhase.DRAINING:
+                    assert cluster.workers.get("prefill-0") != first, "the list is no older"
+        assert [step.phase for step in steps] == list(DrainPhase)
+        assert cluster.workers["prefill-0"].incarnation == steps[-1].incarnation
         with pytest.raises(UnknownWorker):
             await anext(cluster.drain("decode-9", remove=False))
 
