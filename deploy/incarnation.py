@@ -42,6 +42,9 @@ class Incarnation:
         self._process = process
         self._silence_seconds = silence_seconds
         self._watcher = watcher
+        self._killed = False
+        self._call: asyncio.Task[str] | None = None
+        """Lasts until Ray has noticed that the process has ended."""
 
     @classmethod
     async def find(
@@ -62,9 +65,11 @@ class Incarnation:
 
     async def lost(self) -> str:
         """Wait until the process has ended, is not reachable, or was killed; returns why."""
+        self._call = asyncio.create_task(self._call_ended())
         signs = [
-            asyncio.create_task(sign)
-            for sign in (self._silent(), self._process_ended(), self._call_ended())
+            asyncio.create_task(self._silent()),
+            asyncio.create_task(self._process_ended()),
+            self._call,
         ]
         drains = [
             asyncio.create_task(drain)
@@ -74,27 +79,43 @@ class Incarnation:
             await asyncio.wait(signs, return_when=asyncio.FIRST_COMPLETED)
             return next(sign.result() for sign in signs if sign.done())
         finally:
-            await _cancel(*signs, *drains)
+            await _cancel(*signs[:2], *drains)
 
     async def has_died(self) -> bool:
         """Wait until the process of a lost incarnation has provably ended, or answers again.
 
         Where the process cannot be observed, an answer of the next one has to do for a proof.
         """
+        process = self._process
+        if process is not None and (process.has_ended or self._killed):
+            await process.ended()  # nobody is left who could answer
+            return True
         # To say who it is takes a process no time, to start a worker as long as its weights.
         asking = self._actor.call_until_answered(WorkerHost.current, seconds=self._silence_seconds)
-        if self._process is None:
+        if process is None:
             return await asking != self.info
-        ended, answer = asyncio.create_task(self._process.ended()), asyncio.create_task(asking)
+        ended, answer = asyncio.create_task(process.ended()), asyncio.create_task(asking)
         try:
             await asyncio.wait({ended, answer}, return_when=asyncio.FIRST_COMPLETED)
             if not ended.done() and answer.result() != self.info:
                 # Ray has made another process, so nobody ends this one if it still runs.
-                self._process.kill()
+                process.kill()
                 await ended
             return ended.done()
         finally:
             await _cancel(ended, answer)
+
+    async def until_ray_knows(self) -> None:
+        """Wait until Ray has noticed the end, too: a call before that takes seconds longer."""
+        if self._call is not None:
+            await is_done_within(self._call, self._silence_seconds)
+
+    def close(self) -> None:
+        """Observe the process no more."""
+        if self._call is not None:
+            self._call.cancel()
+        if self._process is not None:
+            self._process.close()
 
     async def end(self, seconds: float) -> None:
         """Kill the process and wait for its end, if it can be observed, but not for longer."""
@@ -103,7 +124,7 @@ class Incarnation:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(seconds):
                     await self._process.ended()
-            self._process.close()
+        self.close()
 
     async def _silent(self) -> str:
         """Wait until the worker does not answer any more, and kill its process then.
@@ -159,6 +180,7 @@ class Incarnation:
             _log.error("%s cannot drain for its quarantine: %s", incarnation, reason_of(error))
 
     def _kill(self) -> None:
+        self._killed = True
         if self._process is not None:
             self._process.kill()
         else:

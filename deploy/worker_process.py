@@ -68,6 +68,11 @@ class WorkerProcess:
         os.close(pidfd)
         return cls(None)
 
+    @property
+    def has_ended(self) -> bool:
+        """None of its threads will run again."""
+        return self._ended.is_set()
+
     async def ended(self) -> None:
         """Wait until the process has ended: none of its threads will run again.
 

@@ -77,6 +77,8 @@ EVERYTHING: dict[str, Any] = {
     "failover_wait": 6.5,
     "worker_wait": 7.5,
     "max_waiting_for_workers": 14,
+    "failed_forwards_limit": 15,
+    "max_text_bytes": 16,
     "start_timeout": 30.5,
     "drain_grace": 3.5,
     "quarantine_limit": 4.5,
