@@ -65,6 +65,8 @@ class Incarnation:
 
     async def lost(self) -> str:
         """Wait until the process has ended, is not reachable, or was killed; returns why."""
+        if self._call is not None:
+            self._call.cancel()
         self._call = asyncio.create_task(self._call_ended())
         signs = [
             asyncio.create_task(self._silent()),
