@@ -162,7 +162,8 @@ class WorkerSupervisor:
                 if self.removing:
                     self._actor.remove()
                     return
-                await asyncio.gather(life.until_ray_knows(), pauses.pause())
+                await life.until_ray_knows()
+                await pauses.pause()
                 life.close()
                 life = await self._restart()
             else:
