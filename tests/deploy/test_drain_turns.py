@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 from kvrelay.deploy.drain_turns import DrainTurns
 from kvrelay.deploy.membership import Membership
+from kvrelay.wire.model_digest import NO_MODEL
 from kvrelay.wire.worker_info import WorkerInfo, WorkerRole
 
 
@@ -22,6 +23,7 @@ def life(name: str, number: int = 1) -> WorkerInfo:
         vocab_size=16,
         architecture="none",
         eos_token_ids=(),
+        model=NO_MODEL,
     )
 
 
