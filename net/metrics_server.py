@@ -12,11 +12,10 @@ from prometheus_client import CollectorRegistry, make_wsgi_app
 
 MOST_CONNECTIONS: Final = 512
 """A connection beyond them ends the oldest, so that many silent ones keep nobody out."""
-_ACCEPTED_AT_ONCE: Final = 64
-"""Fewer than are kept, so that one that speaks at once is heard before it is the oldest."""
 _WAITING: Final = 1024
 """To be accepted. Those beyond are dropped, and try again after a second."""
 _MOST_HEAD_BYTES: Final = 16 << 10
+_PAUSE_SECONDS: Final = 0.1
 _SECONDS: Final = 10.0
 """For a connection to send its request and to take the answer."""
 
@@ -46,7 +45,8 @@ class MetricsServer:
             raise
         self.port: int = self._listener.getsockname()[1]
         """The real one."""
-        self._connections: dict[asyncio.Task[Any], None] = {}  # the oldest first
+        self._listener.setblocking(False)
+        self._connections: dict[asyncio.Task[None], None] = {}  # the oldest first
         self._loop = asyncio.new_event_loop()
         self._closing = asyncio.Event()
         self._thread = threading.Thread(target=self._run, name="metrics", daemon=True)
@@ -62,37 +62,56 @@ class MetricsServer:
             self._loop.run_until_complete(self._serve_until_closed())
 
     async def _serve_until_closed(self) -> None:
-        server = await asyncio.start_server(
-            self._serve, sock=self._listener, limit=_MOST_HEAD_BYTES, backlog=_ACCEPTED_AT_ONCE
-        )
-        self._listener.listen(_WAITING)  # asyncio has set it to what it accepts at once
+        self._listen()
         await self._closing.wait()
-        server.close()
-        while others := asyncio.all_tasks() - {asyncio.current_task()}:
-            for connection in self._connections:
-                connection.cancel()
-            await asyncio.wait(others, timeout=0.1)  # one that was just accepted is no task yet
+        self._loop.remove_reader(self._listener)
+        others = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in others:
+            task.cancel()
+        await asyncio.gather(*others, return_exceptions=True)
 
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """One connection: one request and its answer."""
+    def _listen(self) -> None:
+        self._loop.add_reader(self._listener, self._accept)
+
+    def _accept(self) -> None:
+        """Take one connection a round of the loop, so that those that speak at once are heard."""
+        try:
+            connection, _ = self._listener.accept()
+        except OSError:  # the process has no files left, or the client has left already
+            self._loop.remove_reader(self._listener)
+            if not self._closing.is_set():
+                self._loop.call_later(_PAUSE_SECONDS, self._listen)
+        else:
+            connection.setblocking(False)
+            self._keep(connection)
+
+    def _keep(self, connection: socket.socket) -> None:
         if len(self._connections) >= MOST_CONNECTIONS:
             oldest = next(iter(self._connections))
             del self._connections[oldest]
             oldest.cancel()
-        task = asyncio.current_task()
-        assert task is not None
+        task = self._loop.create_task(self._serve(connection))
         self._connections[task] = None
-        try:
-            async with asyncio.timeout(_SECONDS):
-                head = await reader.readuntil(b"\r\n\r\n")
-                writer.write(self._answer(head))
-                writer.close()
-                await writer.wait_closed()
-        except (asyncio.CancelledError, OSError, EOFError, ValueError, asyncio.LimitOverrunError):
-            pass  # it is one too many, slow, has left, or speaks no HTTP: a client's affair
-        finally:
-            writer.transport.abort()
+
+        def ended(_: asyncio.Task[None]) -> None:
             self._connections.pop(task, None)
+            connection.close()
+
+        task.add_done_callback(ended)
+
+    async def _serve(self, connection: socket.socket) -> None:
+        """Take one request and answer it. What goes wrong is the client's affair."""
+        with contextlib.suppress(OSError, EOFError, ValueError, asyncio.LimitOverrunError):
+            async with asyncio.timeout(_SECONDS):
+                reader, writer = await asyncio.open_connection(
+                    sock=connection, limit=_MOST_HEAD_BYTES
+                )
+                try:
+                    writer.write(self._answer(await reader.readuntil(b"\r\n\r\n")))
+                    writer.close()
+                    await writer.wait_closed()
+                finally:
+                    writer.transport.abort()
 
     def _answer(self, head: bytes) -> bytes:
         """The whole answer to a request's line and headers; raises ValueError if it is none."""
