@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 
-from kvrelay.engine.faults import Action, Event, Phase
+from kvrelay.engine.faults import Action, Event, Fault, Phase
 
 
 class Harm(StrEnum):
@@ -22,6 +22,10 @@ class Harm(StrEnum):
     DUPLICATE = "a message twice"
     FAIL = "break the stream"
     HANG = "a forward hangs"
+    FAIL_FORWARD = "a forward fails"
+    FAIL_FORWARDS = "every forward fails"
+    FAIL_REQUEST = "every forward with one request fails"
+    BREAK_DEVICE = "the device breaks"
 
 
 class Victim(StrEnum):
@@ -38,7 +42,17 @@ MESSAGE_ACTIONS = {
     Harm.DUPLICATE: Action.DUPLICATE,
     Harm.FAIL: Action.FAIL,
 }
-FORWARD_ACTIONS = {Harm.HANG: Action.HANG}
+BAD = "bad"
+"""The request that breaks every forward that it is in."""
+FORWARD_FAULTS = {
+    Harm.HANG: Fault(Action.HANG, Event.FORWARD),
+    Harm.FAIL_FORWARD: Fault(Action.FAIL, Event.FORWARD),
+    Harm.FAIL_FORWARDS: Fault(Action.FAIL, Event.FORWARD, always=True),
+    Harm.FAIL_REQUEST: Fault(Action.FAIL, Event.FORWARD, request=BAD, always=True),
+    Harm.BREAK_DEVICE: Fault(Action.POISON, Event.FORWARD),
+}
+SURVIVED = {Harm.FAIL_FORWARD, Harm.FAIL_REQUEST}
+"""Faults of forwards that do not end their worker."""
 COMPUTES = {Victim.PREFILL: Phase.PREFILLING, Victim.DECODE: Phase.DECODING}
 """The phase in which a worker's forwards compute a request."""
 EVENTS = {
@@ -92,7 +106,7 @@ class Cell:
         """Why this cell cannot be run; empty if it can."""
         if self.phase is Phase.DRAINING and self.victim is Victim.ROUTER:
             return ROUTER_DRAINS
-        if self.harm in FORWARD_ACTIONS:
+        if self.harm in FORWARD_FAULTS:
             return "" if COMPUTES.get(self.victim) is self.phase else COMPUTES_ELSEWHERE
         if self.harm not in MESSAGE_ACTIONS or self.event is not None:
             return ""
@@ -121,5 +135,8 @@ SHORT = (
     Cell(Harm.STOP_FOR_GOOD, Victim.DECODE, Phase.PULLED),
     Cell(Harm.FAIL, Victim.PREFILL, Phase.ANNOUNCED),
     Cell(Harm.RESTART, Victim.PREFILL, Phase.ANNOUNCED),
+    Cell(Harm.HANG, Victim.DECODE, Phase.DECODING),
+    Cell(Harm.FAIL_REQUEST, Victim.DECODE, Phase.DECODING),
+    Cell(Harm.BREAK_DEVICE, Victim.PREFILL, Phase.PREFILLING),
 )
 """The cells that `make chaos-short` runs, a few seconds each."""

@@ -9,12 +9,14 @@ import signal
 import time
 from dataclasses import dataclass, field
 
-from kvrelay.engine.faults import Action, Event, Fault, Phase
+import grpc
+
+from kvrelay.engine.faults import Action, Fault, Phase
 from kvrelay.router.errors import CannotDrain
 from kvrelay.wire.worker_info import WorkerInfo
-from tests.chaos.cells import FORWARD_ACTIONS, MESSAGE_ACTIONS, Cell, Harm, Victim
+from tests.chaos.cells import BAD, FORWARD_FAULTS, MESSAGE_ACTIONS, SURVIVED, Cell, Harm, Victim
 from tests.chaos.cluster import ChaosCluster, is_gone, samples, wake
-from tests.chaos.load import Case, Load, Outcome, check
+from tests.chaos.load import Case, Load, Outcome, ask, check
 
 STOP_S = 5.0
 DELAY_S = 1.0
@@ -58,7 +60,7 @@ async def experiment(
     problems, before = report.problems, dict(chaos.cluster.workers)
     try:
         await load.warm(3)
-        problems += await _harm(chaos, cell, stop_s)
+        problems += await _harm(chaos, cell, expected, stop_s)
     except Exception as error:  # the other cells are run all the same
         problems.append(f"{type(error).__name__}: {error}")
     outcomes = await load.stop()
@@ -92,7 +94,7 @@ def _changed(chaos: ChaosCluster, cell: Cell, before: dict[str, WorkerInfo]) -> 
 
 
 def _victim_names(cell: Cell) -> tuple[str, ...]:
-    if cell.victim is Victim.ROUTER or cell.harm in MESSAGE_ACTIONS:
+    if cell.victim is Victim.ROUTER or cell.harm in MESSAGE_ACTIONS or cell.harm in SURVIVED:
         return ()
     if cell.harm is Harm.STOP and cell.phase is not Phase.DRAINING:
         return ()
@@ -111,11 +113,13 @@ async def _probe(chaos: ChaosCluster, expected: dict[Case, list[int]]) -> list[s
     return check(await load.stop(), expected, may_be_lost=False)
 
 
-async def _harm(chaos: ChaosCluster, cell: Cell, stop_s: float) -> list[str]:
+async def _harm(
+    chaos: ChaosCluster, cell: Cell, expected: dict[Case, list[int]], stop_s: float
+) -> list[str]:
     if cell.harm in MESSAGE_ACTIONS:
         return await _harm_message(chaos, cell)
-    if cell.harm in FORWARD_ACTIONS:
-        return await _harm_forward(chaos, cell)
+    if cell.harm in FORWARD_FAULTS:
+        return await _harm_forward(chaos, cell, expected)
     if cell.victim is Victim.ROUTER:
         return await _harm_router(chaos, cell, stop_s)
     return await _harm_worker(chaos, cell, stop_s)
@@ -129,12 +133,34 @@ async def _harm_message(chaos: ChaosCluster, cell: Cell) -> list[str]:
     return []
 
 
-async def _harm_forward(chaos: ChaosCluster, cell: Cell) -> list[str]:
+async def _harm_forward(
+    chaos: ChaosCluster, cell: Cell, expected: dict[Case, list[int]]
+) -> list[str]:
     before = chaos.worker(_victim_name(cell))
-    await chaos.arm(before.name, Fault(FORWARD_ACTIONS[cell.harm], Event.FORWARD))
+    fault = FORWARD_FAULTS[cell.harm]
+    if cell.harm is Harm.FAIL_REQUEST:
+        return await _ask_for_the_bad_one(chaos, cell, fault, next(iter(expected)))
+    await chaos.arm(before.name, fault)
     await chaos.until_fired(before.name, (before.pid,))
+    if cell.harm in SURVIVED:
+        return []
     await chaos.until_replaced(before)
     return [] if is_gone(before.pid) else [f"{before.incarnation} still runs"]
+
+
+async def _ask_for_the_bad_one(
+    chaos: ChaosCluster, cell: Cell, fault: Fault, case: Case
+) -> list[str]:
+    """Send a request that breaks every forward, on whichever worker; it alone is to fail."""
+    first = _victim_name(cell)
+    names = [name for name in chaos.cluster.workers if name[:-1] == first[:-1]]
+    for name in names:
+        await chaos.arm(name, fault)
+    outcome = await ask(chaos.router.stub, case, chaos.bound, request_id=BAD)
+    for name in names:
+        await chaos.arm(name)
+    blamed = outcome.status is grpc.StatusCode.INTERNAL
+    return [] if blamed else [f"the bad request: {outcome.status} {outcome.detail}"]
 
 
 async def _harm_worker(chaos: ChaosCluster, cell: Cell, stop_s: float) -> list[str]:

@@ -56,9 +56,10 @@ async def ask(
     case: Case,
     bound: float,
     abort_after: int | None = None,
+    request_id: str = "",
 ) -> Outcome:
     """Send one request and wait for its end. `abort_after` so many messages it is cancelled."""
-    request = inference_pb2.GenerateRequest()
+    request = inference_pb2.GenerateRequest(request_id=request_id)
     request.input_ids.ids.extend(case.prompt)
     request.sampling_params.CopyFrom(inference_pb2.SamplingParams(**dict(case.sampling)))
     outcome, begun = Outcome(case), time.monotonic()

@@ -26,12 +26,13 @@ request after another, greedy and sampled ones; some requests are retracted, too
 reaches the phase, the harm is done. Then:
 
 - every client gets its end within {bound:g} s: a completion; or `UNAVAILABLE`, only where the
-  router was harmed, which holds its clients' connections;
+  router was harmed, which holds its clients' connections; or `INTERNAL`, of the one request that
+  breaks every forward;
 - every completed stream has, token for token, what the undisturbed run said; every other one a
   beginning of it;
 - every page and row of every worker comes back, and quarantine is empty;
-- no worker was replaced but the one that was killed, stopped for good or hangs, and of that one no
-  process is left;
+- no worker was replaced but the one that was killed or stopped for good, hangs, or has a broken
+  device, and of that one no process is left;
 - what comes back at the same address is used again by the workers that knew its predecessor;
 - eight new requests at once are served right.
 
