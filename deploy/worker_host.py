@@ -8,8 +8,10 @@ import logging
 import os
 import signal
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import ClassVar, Final, Protocol
 
+from kvrelay.deploy.local_ray import ray
 from kvrelay.deploy.stop_signals import TermSignal
 from kvrelay.deploy.worker_process import ProcessIdentity
 from kvrelay.engine.config import WorkerConfig
@@ -246,7 +248,8 @@ class WorkerHost:
         return self._worker
 
     async def _start(self) -> WorkerInfo:
-        self._beginner = worker = self._build(self._config)
+        config = dataclasses.replace(self._config, black_box=_black_box())
+        self._beginner = worker = self._build(config)
         self._info = await worker.start()
         self._worker = worker
         self._on_engine_death = asyncio.create_task(self._exit_if_engine_dies(worker))
@@ -278,6 +281,15 @@ class WorkerHost:
         _log.critical("the engine has died, so the process ends too: %s", reason)
         logging.shutdown()
         os._exit(_ENGINE_DIED)
+
+
+def _black_box() -> Path | None:
+    """A file that every process of this actor on this machine has alike; Ray removes its folder."""
+    if not ray.is_initialized():
+        return None
+    context = ray.get_runtime_context()
+    folder = Path(context.get_temp_dir()) / context.get_session_name()
+    return folder / f"{context.get_actor_id()}.step" if folder.is_dir() else None
 
 
 class _MadeOnArrival:

@@ -224,6 +224,8 @@ class WorkerConfig(WorkerOptions):
     """The drafting checkpoint, for `Speculation.DRAFT`; of the same vocabulary."""
     faults: tuple[Fault, ...] | None = None
     """The faults to inject; None: none, ever. With an empty tuple, some can be armed later."""
+    black_box: Path | None = None
+    """A file on this machine where one process of the worker finds what killed the one before."""
     host: str = "127.0.0.1"
     """Where the worker listens."""
     grpc_port: int = 0

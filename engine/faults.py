@@ -12,6 +12,7 @@
     hang:forward                  the first forward never ends
     fail:forward@mine:always      every forward that computes the request `mine` fails
     poison:forward                the first forward fails as if the device were broken
+    crash:forward                 the first forward ends the process by a segmentation fault
 
 Each fault happens once, or always from the N-th time on, in a worker's first life. The
 hooks are few: the outbox (messages of a hand-over), the transfer agent (reads) and the
@@ -54,6 +55,8 @@ class Action(StrEnum):
     """Of a forward alone: it never ends, unless other faults are armed."""
     POISON = "poison"
     """Of a forward alone: it ends in the error of a broken device."""
+    CRASH = "crash"
+    """Of a forward alone: a segmentation fault ends the process."""
     STOP = "stop"
     """The process stands still, for good if no time is given."""
     KILL = "kill"
@@ -98,7 +101,7 @@ class Phase(StrEnum):
 
 _TO_PROCESSES = frozenset({Action.STOP, Action.KILL})
 _TIMED = frozenset({Action.DELAY, Action.STOP})
-_TO_FORWARDS_ALONE = frozenset({Action.HANG, Action.POISON})
+_TO_FORWARDS_ALONE = frozenset({Action.HANG, Action.POISON, Action.CRASH})
 _TO_FORWARDS = _TO_FORWARDS_ALONE | {Action.DELAY, Action.FAIL}
 
 

@@ -49,6 +49,8 @@ class AttemptFailed:
     reason: FailureReason
     suspects: Set[str]
     """Incarnations of workers, one of which is to blame."""
+    culprit: WorkerRole | None = None
+    """The side on which a forward has failed, or whose worker was lost, perhaps by a forward."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +121,8 @@ class Attempt:
         if not self.open_choices:
             return None
         lost = Unavailable(f"worker {endpoint.name} was lost: {detail}")
-        return self._fail(lost, FailureReason.WORKER_LOST, {endpoint.incarnation})
+        reason = FailureReason.WORKER_LOST
+        return self._fail(lost, reason, {endpoint.incarnation}, endpoint.role)
 
     def _act(
         self, action: Action, phase: Phase, side: WorkerRole, choice: int, end: RequestEnd
@@ -151,18 +154,24 @@ class Attempt:
     def _fail_with(self, side: WorkerRole, end: RequestEnd, detail: str) -> Verdict:
         aborted = end.reason is EndReason.ABORTED
         reason = FailureReason.ABORTED if aborted else end.cause or FailureReason.FAILED
-        links = self._placement.links
         if reason in FORWARD_FAILURES:  # nothing but its own
-            links = (self._link_of(side),)
-        suspects = {link.endpoint.incarnation for link in links}
+            own = self._link_of(side).endpoint
+            return self._fail(Unavailable(detail), reason, {own.incarnation}, own.role)
+        suspects = {link.endpoint.incarnation for link in self._placement.links}
         return self._fail(Unavailable(detail), reason, suspects)
 
-    def _fail(self, error: Unavailable, reason: FailureReason, suspects: Set[str]) -> Verdict:
+    def _fail(
+        self,
+        error: Unavailable,
+        reason: FailureReason,
+        suspects: Set[str],
+        culprit: WorkerRole | None = None,
+    ) -> Verdict:
         draining = any(link.draining for link in self._placement.links)
         choices = self._end_all()
         if draining and reason in _EXPLAINED_BY_A_DRAIN:
             return AttemptRetracted(choices, str(error))
-        return AttemptFailed(choices, error, reason, suspects)
+        return AttemptFailed(choices, error, reason, suspects, culprit)
 
     def _end_all(self) -> frozenset[int]:
         """Cancels the attempt; returns the choices that were open."""

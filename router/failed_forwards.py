@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Set
 from dataclasses import dataclass, field
 from typing import Final
 
 from kvrelay.wire.output import FailureReason
+from kvrelay.wire.worker_info import WorkerRole
 
 FORWARD_FAILURES: Final = {FailureReason.FORWARD_FAILED, FailureReason.FORWARD_FAILED_ALONE}
 _SAME_PLACE_TOKENS = 16
@@ -21,8 +23,8 @@ class _Blame:
 
     emitted: int = 0
     """Its tokens at the last of them."""
-    incarnations: list[str] = field(default_factory=list)
-    """Of the workers, one for each forward."""
+    workers: list[str] = field(default_factory=list)
+    """One for each forward."""
 
 
 class FailedForwards:
@@ -38,17 +40,25 @@ class FailedForwards:
 
     def __init__(self) -> None:
         self._blames: dict[int, _Blame] = {}  # by choice
+        self._suspected: dict[int, set[WorkerRole]] = {}  # by choice
 
-    def __contains__(self, choice: int) -> bool:
-        """Whether a forward has failed with this choice, so that it is to be computed alone."""
-        return choice in self._blames
+    def suspect(self, choice: int, role: WorkerRole) -> None:
+        """A choice may break forwards on workers of this role: it is to be computed alone there."""
+        self._suspected.setdefault(choice, set()).add(role)
 
-    def add(self, choice: int, emitted: int, incarnation: str, *, alone: bool) -> bool:
-        """A forward with a choice that had so many tokens has failed; whether it is to blame."""
+    def suspected_on(self, choices: Iterable[int]) -> Set[WorkerRole]:
+        """The roles on whose workers one of these choices is suspected."""
+        return {role for choice in choices for role in self._suspected.get(choice, ())}
+
+    def add(self, choice: int, emitted: int, worker: str, *, alone: bool) -> bool:
+        """A forward has failed with a choice that had so many tokens; whether it is to blame.
+
+        `worker` is its incarnation, or anything that stands for it.
+        """
         blame = self._blames.setdefault(choice, _Blame())
         if emitted - blame.emitted > _SAME_PLACE_TOKENS:
-            blame.incarnations.clear()
+            blame.workers.clear()
         blame.emitted = emitted
-        blame.incarnations.append(incarnation)
-        workers, forwards = len(set(blame.incarnations)), len(blame.incarnations)
+        blame.workers.append(worker)
+        workers, forwards = len(set(blame.workers)), len(blame.workers)
         return alone and (workers >= _WORKERS or forwards >= _FORWARDS)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import dataclass
 from functools import partial
 
@@ -19,6 +19,7 @@ from kvrelay.router.fleet import Fleet, Placement
 from kvrelay.router.generation import GenerationRequest
 from kvrelay.router.metrics import STRICT_FAILURES, WORKER_WAITS, RouterMetrics
 from kvrelay.wire.output import FailureReason
+from kvrelay.wire.worker_info import WorkerRole
 
 _PAUSES_SECONDS = (0.05, 0.5)
 """Before the retry after a choice's first failure, and after its others. By then the router
@@ -80,6 +81,9 @@ class Failover:
         if isinstance(verdict, AttemptRetracted):
             return Retry("retracted", verdict.detail)
         self._suspects |= verdict.suspects
+        if verdict.culprit is not None:
+            for choice in unfinished:
+                self._failed_forwards.suspect(choice, verdict.culprit)
         in_forward = verdict.reason in FORWARD_FAILURES
         count = partial(self._count_failed_forward, verdict) if in_forward else self._count_failure
         worst = max((count(*choice) for choice in unfinished.items()), default=0)
@@ -99,16 +103,22 @@ class Failover:
         return count
 
     def _count_failed_forward(self, verdict: AttemptFailed, choice: int, emitted: int) -> int:
-        """Note a forward that failed with a choice; raises InternalFailure if it is to blame."""
-        [incarnation] = verdict.suspects
-        alone = verdict.reason is FailureReason.FORWARD_FAILED_ALONE
-        if self._failed_forwards.add(choice, emitted, incarnation, alone=alone):
-            raise InternalFailure(f"{verdict.error} (with this request alone, and before)")
+        """Note a forward that failed with a choice; that is no failure of it."""
+        [worker] = verdict.suspects
+        self.forward_failed(choice, emitted, worker, verdict.reason, str(verdict.error))
         return 0
 
-    def alone(self, choices: Iterable[int]) -> bool:
-        """Whether an attempt at these choices is to be computed apart from other requests."""
-        return any(choice in self._failed_forwards for choice in choices)
+    def forward_failed(
+        self, choice: int, emitted: int, worker: str, reason: FailureReason, detail: str
+    ) -> None:
+        """Note a forward that failed with a choice; raises InternalFailure if it is to blame."""
+        alone = reason is FailureReason.FORWARD_FAILED_ALONE
+        if self._failed_forwards.add(choice, emitted, worker, alone=alone):
+            raise InternalFailure(f"{detail} (with this request alone, and before)")
+
+    def alone(self, choices: Iterable[int]) -> Set[WorkerRole]:
+        """The roles on whose workers an attempt is to be computed apart from other requests."""
+        return self._failed_forwards.suspected_on(choices)
 
     async def place(self, input_tokens: int, total_tokens: int, detail: str) -> Placement:
         """Workers for the next attempt, for which it waits up to `failover_wait` seconds.

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Set
 from dataclasses import dataclass
 
 from kvrelay.router.callers import Caller
 from kvrelay.wire.request import GenerationParams, RequestKey, SubmitRequest
-from kvrelay.wire.worker_info import WorkerAddress, WorkerInfo
+from kvrelay.wire.worker_info import WorkerAddress, WorkerInfo, WorkerRole
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +61,9 @@ class Submission:
     emitted: tuple[int, ...] = ()
     prompt_logprobs: int | None = None
     """As the request's, unless they have come already."""
-    alone: bool = False
-    """A forward with one of the choices has failed: they are to have forwards of their own."""
+    alone: Set[WorkerRole] = frozenset()
+    """On workers of these roles a forward with one of the choices has failed, or may have: they
+    are to have forwards of their own there."""
 
     @property
     def request_id(self) -> str:
@@ -78,8 +80,8 @@ class Submission:
         """All that is to be computed before the next token."""
         return self.request.input_ids + self.emitted
 
-    def to_worker(self, prefill: WorkerInfo | None) -> SubmitRequest:
-        """What one of its workers is sent; `prefill` only for a decode worker."""
+    def to_worker(self, role: WorkerRole, prefill: WorkerInfo | None) -> SubmitRequest:
+        """What its worker of this role is sent; `prefill` only for a decode worker."""
         return SubmitRequest(
             key=RequestKey("", self.request_id, self.attempt),
             input_ids=self.input_ids,
@@ -92,5 +94,5 @@ class Submission:
             age_seconds=self.age_seconds,
             prefill=WorkerAddress(prefill.address, prefill.incarnation) if prefill else None,
             namespace=self.request.namespace,
-            alone=self.alone,
+            alone=role in self.alone,
         )

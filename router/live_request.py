@@ -78,6 +78,7 @@ class LiveRequest:
         self._at_deadline: asyncio.TimerHandle | None = None
         self._attempts: dict[int, Attempt] = {}  # by number; those that are not over
         self._submissions: set[asyncio.Task[None]] = set()
+        self._lost_attempts: set[int] = set()
         self._closed = False
 
     @property
@@ -176,10 +177,26 @@ class LiveRequest:
 
     def on_lost(self, attempt: int, endpoint: WorkerInfo, detail: str) -> None:
         """A worker is lost and has released this attempt, or died with it."""
+        self._lost_attempts.add(attempt)
         lost = self._attempts.get(attempt)
         if self.outcome is None and lost is not None:
             with self._ending_with_its_errors():
                 self._act_on(lost.on_lost(endpoint, detail))
+
+    def has_lost(self, attempt: int) -> bool:
+        """Whether this attempt at it was lost with a worker."""
+        return attempt in self._lost_attempts
+
+    def on_killed(self, output: RequestOutput) -> None:
+        """A lost attempt was in the forward that killed its worker, says the worker's successor."""
+        if self.outcome is not None or output.end is None or output.end.cause is None:
+            return
+        choice, end = output.key.choice, output.end
+        emitted = len(self._stream.choices[choice].emitted)
+        with self._ending_with_its_errors():
+            self._failover.forward_failed(
+                choice, emitted, f"of attempt {output.key.attempt}", output.end.cause, end.error
+            )
 
     @contextlib.contextmanager
     def _ending_with_its_errors(self) -> Iterator[None]:

@@ -24,6 +24,7 @@ from kvrelay.router.output_stream import OutputStream
 from kvrelay.router.readers import Patience, Readers
 from kvrelay.router.text import TextStream
 from kvrelay.router.token_limits import TokenLimits
+from kvrelay.wire.output import RequestOutput
 
 
 class LiveRequests:
@@ -102,6 +103,12 @@ class LiveRequests:
             return self._admit(request, stopwatch)
         running.check_same(request.fingerprint)
         return running
+
+    def on_killed(self, output: RequestOutput) -> None:
+        """An attempt was in the forward that killed its worker; see `LiveRequest.on_killed`."""
+        for live in list(self._live.values()):
+            if live.has_lost(output.key.attempt):
+                live.on_killed(output)
 
     def abort(self, caller: Caller, request_id: str) -> bool:
         """Ends the caller's live request with exactly this id; returns False if there is none."""

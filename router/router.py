@@ -92,6 +92,7 @@ class Router:
             loaded = await asyncio.to_thread(_load_tokenizer, self._config.model_path)
             self._fleet.model.tokenizer, tokenizer = loaded.sha256, loaded.tokenizer
             live = LiveRequests(self._config, self._fleet, tokenizer, self._metrics)
+            self._on_killed = live.on_killed
             self._metrics.watch(LIVE_REQUESTS, lambda: live.count(streaming=False), state="waiting")
             self._metrics.watch(
                 LIVE_REQUESTS, lambda: live.count(streaming=True), state="streaming"
@@ -207,6 +208,7 @@ class Router:
             max_message_bytes=4 * self._config.max_message_bytes,
             on_change=on_change,
             on_stale=lambda: self._metrics.count(STALE_OUTPUTS),
+            on_killed=self._on_killed,
         )
 
 

@@ -12,6 +12,7 @@ import grpc
 
 from kvrelay.net.ends import worker_channel
 from kvrelay.net.tls import CurrentTls
+from kvrelay.router.failed_forwards import FORWARD_FAILURES
 from kvrelay.router.generation import Submission
 from kvrelay.router.placement import Candidate
 from kvrelay.v1 import worker_pb2, worker_pb2_grpc
@@ -71,6 +72,8 @@ class WorkerLink:
         max_message_bytes: of one message, each way.
         on_change: called when `ready`, `draining` or the load's peers have changed.
         on_stale: called for each output with tokens of no attempt known here.
+        on_killed: called with the end of an attempt whose forward killed the incarnation
+            before this one.
     """
 
     def __init__(
@@ -82,6 +85,7 @@ class WorkerLink:
         max_message_bytes: int,
         on_change: Callable[[], None],
         on_stale: Callable[[], None],
+        on_killed: Callable[[RequestOutput], None],
     ) -> None:
         self.endpoint = endpoint
         self.ready = False
@@ -94,6 +98,7 @@ class WorkerLink:
         self._max_message_bytes = max_message_bytes
         self._on_change = on_change
         self._on_stale = on_stale
+        self._on_killed = on_killed
         self._submitted: dict[tuple[str, int], _Submitted] = {}
         self._commands: asyncio.Queue[worker_pb2.AttachRequest | None] = asyncio.Queue()
         # Prompt tokens sent since the last load came; that load may count them or not.
@@ -132,7 +137,8 @@ class WorkerLink:
         input_tokens = len(submission.input_ids)
         self._submitted[key] = _Submitted(listener, input_tokens, set(submission.choices))
         self._tokens_since_load += input_tokens
-        self._commands.put_nowait(_message(submission.to_worker(prefill)))
+        command = submission.to_worker(self.endpoint.role, prefill)
+        self._commands.put_nowait(_message(command))
 
     def cancel(self, request_id: str, attempt: int) -> None:
         """Tells the worker to abort the attempt; does nothing if it has ended there.
@@ -224,6 +230,8 @@ class WorkerLink:
         if submitted is None:
             if output.tokens:  # else it only reports that the attempt has ended
                 self._on_stale()
+            if output.end is not None and output.end.cause in FORWARD_FAILURES:
+                self._on_killed(output)
             return
         submitted.started |= bool(output.tokens or output.end)
         if output.end is not None:

@@ -14,7 +14,7 @@ import grpc
 from tokenizers import Tokenizer
 
 from kvrelay.engine.config import WorkerConfig
-from kvrelay.engine.executor.step import ForwardThread
+from kvrelay.engine.executor.step import Executor, ForwardThread
 from kvrelay.engine.faults import FaultPlan
 from kvrelay.engine.scheduler.commands import GiveUp, Inbox
 from kvrelay.engine.scheduler.context import SchedulerContext
@@ -22,6 +22,7 @@ from kvrelay.engine.scheduler.loop import Engine, EngineMessage, EngineThread, S
 from kvrelay.engine.scheduler.metrics import WorkerMetrics
 from kvrelay.engine.scheduler.outbox import Outbox
 from kvrelay.engine.scheduler.request import Request
+from kvrelay.engine.worker.black_box import BlackBox, RecordingExecutor
 from kvrelay.engine.worker.faulty import FaultyExecutor, FaultyOutbox, FaultyTransferAgent
 from kvrelay.engine.worker.loading import LoadedModel
 from kvrelay.engine.worker.memory import make_kv_cache
@@ -118,6 +119,7 @@ def assemble(
     make_plugin: MakePlugin,
     *,
     faults: FaultPlan,
+    black_box: BlackBox | None,
     call_soon: Callable[..., object],
     on_failure: Callable[[str], None],
 ) -> Assembly:
@@ -130,6 +132,7 @@ def assemble(
         tokenizer: for stop strings.
         make_plugin: builds the role's part.
         faults: injected, if the configuration has any.
+        black_box: records forwards, if there is one.
         call_soon: runs a function on the event loop, soon; from any thread.
         on_failure: called on a thread that gives up, with the reason.
     """
@@ -140,7 +143,11 @@ def assemble(
     context: SchedulerContext[Any] = SchedulerContext(kv_cache, outbox, metrics, faults)
     vocab_size = model.runner.config.vocab_size
     plugin = make_plugin(WorkerParts(config, context, inbox, agent, tokenizer, vocab_size))
-    executor = model.executor if config.faults is None else FaultyExecutor(model.executor, faults)
+    executor: Executor = model.executor
+    if config.faults is not None:
+        executor = FaultyExecutor(executor, faults)
+    if black_box is not None:
+        executor = RecordingExecutor(executor, black_box)
     forward: ForwardThread[Any] = ForwardThread(executor, inbox.post, on_failure)
     engine: Engine[Any, Any] = Engine(
         context,

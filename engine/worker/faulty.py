@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -165,6 +167,8 @@ class FaultyExecutor:
                 raise RuntimeError("injected")
             case Action.POISON:
                 raise RuntimeError("CUDA error: injected")
+            case Action.CRASH:
+                os.kill(os.getpid(), signal.SIGSEGV)
             case Action.DELAY:
                 assert fault is not None
                 time.sleep(fault.seconds)

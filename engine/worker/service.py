@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
 
 import grpc
 
 from kvrelay.engine.scheduler.commands import Attach, Cancel, Command, Detach, Inspect, Mailbox
 from kvrelay.engine.scheduler.outbox import RouterLink
+from kvrelay.engine.worker.black_box import posthumous_ends
 from kvrelay.engine.worker.edge import check_incarnation, first_message
 from kvrelay.engine.worker.page_owners import page_owners
 from kvrelay.engine.worker.submit_rules import SubmitRules, submit_command
@@ -31,9 +33,17 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
         incarnation: this worker's; a router that means another is refused.
         inbox: the engine's.
         rules: what submissions must keep to.
+        killed: the requests of the forward that killed the process before, if one did.
     """
 
-    def __init__(self, incarnation: str, inbox: Mailbox[Command], rules: SubmitRules) -> None:
+    def __init__(
+        self,
+        incarnation: str,
+        inbox: Mailbox[Command],
+        rules: SubmitRules,
+        killed: Sequence[RequestKey] = (),
+    ) -> None:
+        self._killed = posthumous_ends(killed)
         self._incarnation = incarnation
         self._inbox = inbox
         self._rules = rules
@@ -51,12 +61,16 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
     ) -> AsyncIterator[worker_pb2.AttachResponse]:
         """Serve one router until its stream ends; then its requests end too."""
         link = await self._greet(requests, context)
+        killed = tuple(one for one in self._killed if one.key.router == link.router)
         self._inbox.post(Attach(link))
         self._links.add(link)
         reader = asyncio.create_task(self._read(requests, link))
         try:
             async for step in link:
-                yield ENGINE_OUTPUTS.to_message(step)
+                # With the first load: before the router submits anything to this process.
+                first = replace(step, outputs=step.outputs + killed) if killed else step
+                killed = ()
+                yield ENGINE_OUTPUTS.to_message(first)
         finally:
             self._links.discard(link)
             self._inbox.post(Detach(link))

@@ -12,8 +12,9 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from kvrelay.engine.config import WorkerConfig
 from kvrelay.engine.faults import FaultPlan
 from kvrelay.engine.scheduler.commands import Drain, Inspect, PeerDied, RetractForDrain
-from kvrelay.engine.scheduler.metrics import QUARANTINE_DRAINS
+from kvrelay.engine.scheduler.metrics import FAILED_STEPS, QUARANTINE_DRAINS
 from kvrelay.engine.worker.assembly import MakePlugin, assemble, make_agent
+from kvrelay.engine.worker.black_box import BlackBox
 from kvrelay.engine.worker.loading import LoadedModel, load_model
 from kvrelay.engine.worker.quarantine import QuarantineLimit
 from kvrelay.engine.worker.service import WorkerService
@@ -47,6 +48,7 @@ class Worker:
         self._draining = asyncio.Event()
         self._drained = asyncio.Event()
         self._weights_read = WeightsRead(weight_bytes(config))
+        self._black_box: BlackBox | None = None
         self.faults = FaultPlan(config.faults or ())
         """Takes effect only if the configuration names faults, or an empty tuple of them."""
 
@@ -71,6 +73,9 @@ class Worker:
         agent = await loop.run_in_executor(
             None, make_agent, config, incarnation, model, self.faults, self._on_failure
         )
+        if config.black_box is not None:
+            # After UCX, which has handlers of fatal signals of its own.
+            self._black_box = BlackBox(config.black_box)
         self._parts = assemble(
             config,
             model,
@@ -78,6 +83,7 @@ class Worker:
             tokenizer.tokenizer,
             self._make_plugin,
             faults=self.faults,
+            black_box=self._black_box,
             call_soon=loop.call_soon_threadsafe,
             on_failure=self._on_failure,
         )
@@ -95,6 +101,8 @@ class Worker:
         await self._server.stop(STOP_GRACE_S)
         await self._parts.plugin.close()
         await self._loop.run_in_executor(None, self._stop_threads)
+        if self._black_box is not None:
+            self._black_box.close()
 
     @property
     def weights_read(self) -> float:
@@ -183,7 +191,9 @@ class Worker:
         """Serve routers, peers and health checks; returns the port."""
         config, checkpoint = self._config, model.runner.config
         rules = SubmitRules(config.role, checkpoint.vocab_size, checkpoint.eos_token_ids)
-        self._service = WorkerService(incarnation, self._parts.inbox, rules)
+        killed = self._black_box.killed if self._black_box is not None else ()
+        self._parts.metrics.count(FAILED_STEPS, bool(killed))
+        self._service = WorkerService(incarnation, self._parts.inbox, rules, killed)
         self._server = worker_server()
         worker_pb2_grpc.add_WorkerServiceServicer_to_server(self._service, self._server)
         healthy = health.aio.HealthServicer()

@@ -26,6 +26,7 @@ class Harm(StrEnum):
     FAIL_FORWARDS = "every forward fails"
     FAIL_REQUEST = "every forward with one request fails"
     BREAK_DEVICE = "the device breaks"
+    CRASH = "a forward crashes"
 
 
 class Victim(StrEnum):
@@ -50,6 +51,7 @@ FORWARD_FAULTS = {
     Harm.FAIL_FORWARDS: Fault(Action.FAIL, Event.FORWARD, always=True),
     Harm.FAIL_REQUEST: Fault(Action.FAIL, Event.FORWARD, request=BAD, always=True),
     Harm.BREAK_DEVICE: Fault(Action.POISON, Event.FORWARD),
+    Harm.CRASH: Fault(Action.CRASH, Event.FORWARD),
 }
 SURVIVED = {Harm.FAIL_FORWARD, Harm.FAIL_REQUEST}
 """Faults of forwards that do not end their worker."""

@@ -43,7 +43,7 @@ def test_faults_are_what_their_specs_say():
         ("delay:pull", "'delay:pull': by how much"),
         ("delay:pull:2:0.5", "'delay:pull:2:0.5' is not "),
         ("drop:done,drop", "'drop' is not "),
-        ("drop:forward", "'drop:forward': a forward can delay, fail, hang, poison"),
+        ("drop:forward", "'drop:forward': a forward can crash, delay, fail, hang, poison"),
         ("hang:pull", "'hang:pull': only a forward can hang"),
         ("drop:done:always", "'drop:done:always': only a forward "),
         ("fail:pull@mine", "'fail:pull@mine': only a forward "),

@@ -393,8 +393,9 @@ async def test_a_failed_batch_is_computed_alone_elsewhere(config: RouterConfig) 
         other.on_submit = count_decode
         first.say(first.submits[0], end=FORWARD_FAILED)
         assert (await collect(call)).token_ids == COUNTED
-        alone = [submit.alone for submit in (*first.submits, *other.submits)]
-        assert alone == [submit.alone for submit in cluster.prefill.submits] == [False, True]
+        assert [submit.alone for submit in (*first.submits, *other.submits)] == [False, True]
+        # The prefill worker's forwards have not failed.
+        assert [submit.alone for submit in cluster.prefill.submits] == [False, False]
 
 
 async def test_failed_batches_cost_no_attempt(cluster: Cluster, config: RouterConfig) -> None:
@@ -432,6 +433,49 @@ async def test_a_single_worker_has_the_chance_to_be_replaced_first(cluster: Clus
     error = await status_of(call)
     assert error.code() is grpc.StatusCode.INTERNAL
     assert await cluster.resubmitted("forward_failed_alone") == 2
+
+
+async def die(cluster: Cluster, worker: ScriptedWorker, killed_by: Any = None) -> None:
+    """End a worker, and let its successor say what its last forward computed."""
+    last = worker.submits[-1]
+    await worker.stop()
+    await cluster.until_lost(worker.name)
+    worker.incarnation += "-next"
+    await worker.start()
+    cluster.list_workers()
+    await until(lambda: worker.hellos[-1].incarnation == worker.incarnation)
+    if killed_by is not None:
+        worker.say_late(last, 0, end=killed_by)
+
+
+async def test_a_request_that_kills_two_processes_is_to_blame(patient: RouterConfig) -> None:
+    """The second one alone: it was tried apart from others after the first."""
+    async with running(patient, "prefill-0", "decode-0") as cluster:
+        call = cluster.generate()
+        assert not (await cluster.decode.submitted(1)).alone
+        await die(cluster, cluster.decode, FORWARD_FAILED)
+        assert (await cluster.decode.submitted(2)).alone
+        await die(cluster, cluster.decode, FAILED_ALONE)
+        error = await status_of(call)
+        assert error.code() is grpc.StatusCode.INTERNAL
+        assert error.details() == "the forward failed (with this request alone, and before)"
+
+
+@pytest.mark.parametrize("killed_by", [None, FORWARD_FAILED])
+async def test_a_neighbour_of_what_kills_processes_goes_on(
+    patient: RouterConfig, killed_by: Any
+) -> None:
+    """Whether an operator kills them, or another request."""
+    async with running(patient, "prefill-0", "decode-0") as cluster:
+        cluster.prefill.on_submit = count_prefill
+        call = cluster.generate()
+        for number in (1, 2, 3):
+            await cluster.decode.submitted(number)
+            await die(cluster, cluster.decode, killed_by)
+        await cluster.decode.submitted(4)
+        cluster.decode.on_submit = count_decode
+        cluster.decode.say(cluster.decode.submits[3], end=FORWARD_FAILED)
+        assert (await collect(call)).token_ids == COUNTED
 
 
 async def test_a_choice_that_has_gone_on_is_not_to_blame_for_an_earlier_failure(

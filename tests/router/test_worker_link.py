@@ -62,6 +62,7 @@ async def running(
         max_message_bytes=1 << 20,
         on_change=lambda: None,
         on_stale=lambda: None,
+        on_killed=lambda output: None,
     )
     task = asyncio.create_task(link.run())
     try:
