@@ -288,6 +288,8 @@ def _black_box() -> Path | None:
     if not ray.is_initialized():
         return None
     context = ray.get_runtime_context()
+    if not hasattr(context, "get_temp_dir"):  # an older Ray
+        return None
     folder = Path(context.get_temp_dir()) / context.get_session_name()
     return folder / f"{context.get_actor_id()}.step" if folder.is_dir() else None
 

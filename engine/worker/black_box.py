@@ -47,19 +47,23 @@ class BlackBox:
         self._path = path
         self.killed = self._read()
         """The requests whose forward has killed the process before; usually none."""
-        path.write_bytes(b"\n" + bytes(_BYTES - 1))
+        path.write_bytes(b"\n]\n".ljust(_BYTES, b"\0"))
         with path.open("r+b") as file:
             self._map = mmap.mmap(file.fileno(), _BYTES)
+        self._recorded: Sequence[RequestKey] = ()
+        """What the file has behind its first byte."""
         self._traceback = self._traceback_path.open("w")
         faulthandler.enable(self._traceback)
 
     def begin(self, keys: Sequence[RequestKey]) -> None:
         """A forward is about to compute these."""
-        record = json.dumps([list(key) for key in keys]).encode() + b"\n"
-        # Without room for all, none: nobody is accused by half a record.
-        if len(record) <= _BYTES:
+        if keys != self._recorded:
+            # Without room for all, none: nobody is accused by half a record.
+            record = json.dumps([list(key) for key in keys]).encode() + b"\n"
+            record = record if len(record) <= _BYTES else b"[]\n"
             self._map[1 : len(record)] = record[1:]
-            self._map[:1] = record[:1]  # last: from here on it counts
+            self._recorded = keys
+        self._map[:1] = b"["  # last: from here on it counts
 
     def end(self) -> None:
         """The forward has ended."""

@@ -76,3 +76,21 @@ async def test_a_worker_that_cannot_compute_is_replaced(
     await next_life(cluster, before)
     assert not psutil.pid_exists(before.pid)
     await cluster.assert_at_baseline()
+
+
+async def failed_steps(cluster: RunningCluster, worker: WorkerInfo) -> float:
+    return await cluster.metric("kvrelay_failed_steps_total", worker=worker.name)
+
+
+async def test_a_forward_that_crashes_its_process_is_found_out_and_a_kill_is_not(
+    cluster: RunningCluster,
+):
+    expected = [await ask(cluster, start) for start in range(8)]
+    for fault, found in (("kill:decoding:2", 0), ("crash:forward:2", 1)):
+        before = await arm(cluster, "decode-1", fault)
+        async with asyncio.timeout(SECONDS):
+            answers = await asyncio.gather(*(ask(cluster, start) for start in range(8)))
+        assert answers == expected
+        after = await next_life(cluster, before)
+        assert await failed_steps(cluster, after) == found
+        await cluster.assert_at_baseline()
