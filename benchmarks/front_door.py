@@ -37,8 +37,10 @@ from kvrelay.net.ends import bind, worker_server
 from kvrelay.router.config import RouterConfig
 from kvrelay.router.discovery import StaticDiscovery
 from kvrelay.router.router import Router
+from kvrelay.text.tokenizer import load_tokenizer
 from kvrelay.v1 import inference_pb2 as pb
 from kvrelay.v1 import inference_pb2_grpc, worker_pb2, worker_pb2_grpc
+from kvrelay.wire.model_digest import ModelDigest
 from kvrelay.wire.worker_info import WorkerInfo, WorkerRole
 
 TOKEN_SECONDS = 0.025
@@ -117,6 +119,7 @@ async def run_router(parent: Connection, model_path: Path, worker_address: str) 
         vocab_size=49_152,
         architecture="Paced",
         eos_token_ids=(),
+        model=ModelDigest("", "", load_tokenizer(model_path).sha256, "", "", ""),
     )
     config = RouterConfig(
         model_name="paced",
