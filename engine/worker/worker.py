@@ -11,7 +11,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from kvrelay.engine.config import WorkerConfig
 from kvrelay.engine.faults import FaultPlan
-from kvrelay.engine.scheduler.commands import Drain, Inspect, PeerDied, RetractForDrain
+from kvrelay.engine.scheduler.commands import Drain, GiveUp, Inspect, PeerDied, RetractForDrain
 from kvrelay.engine.scheduler.metrics import FAILED_STEPS, QUARANTINE_DRAINS
 from kvrelay.engine.worker.assembly import MakePlugin, assemble, make_agent
 from kvrelay.engine.worker.black_box import BlackBox
@@ -29,6 +29,7 @@ from kvrelay.wire.worker_info import WorkerInfo
 logger = logging.getLogger(__name__)
 
 STOP_GRACE_S = 1.0
+SECOND_LOOK_S = 1.0
 LAST_WORDS_S = 0.5
 """For streams to end when the engine has; those of routers end by themselves."""
 
@@ -169,9 +170,19 @@ class Worker:
             self._parts.agent.report_alive(lambda: self._loop.call_soon_threadsafe(agent.set))
         await engine.wait()
         await agent.wait()
-        if (hang := self._parts.hang(self._config)) is not None:
+        if (hang := await self._hang()) is not None:
             self._parts.inbox.post(hang)
             await asyncio.Event().wait()  # not a sign of life
+
+    async def _hang(self) -> GiveUp | None:
+        """What to do about work that takes too long, also at a second look.
+
+        A process that was stopped for a while goes on with work that is old by the clock.
+        """
+        if self._parts.hang(self._config) is None:
+            return None
+        await asyncio.sleep(min(SECOND_LOOK_S, self._config.worker_timeout / 4))
+        return self._parts.hang(self._config)
 
     async def peer_died(self, incarnation: str) -> None:
         """The supervisor says that another worker's process is gone for good.

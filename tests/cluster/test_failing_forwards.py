@@ -122,6 +122,20 @@ async def test_a_forward_that_hangs_is_no_sign_of_life(mortal: InProcess, number
 
 
 @SIDES
+async def test_a_forward_that_ends_late_is_none_that_hangs(workers: InProcess, number: int):
+    """As after a process was stopped: it is old by the clock, and ends soon."""
+    expected = await ask(workers)
+    worker = workers.hosted[number]
+    worker.faults.arm(parse_faults("delay:forward:1.2s"))
+    asking = asyncio.create_task(ask(workers))
+    await until(lambda: worker.faults.fired)
+    async with asyncio.timeout(SECONDS):
+        while not asking.done():
+            await asyncio.gather(worker.heartbeat(), asyncio.sleep(0.02))
+    assert await asking == expected
+
+
+@SIDES
 async def test_a_broken_device_ends_its_worker(mortal: InProcess, number: int):
     worker = mortal.hosted[number]
     worker.faults.arm(parse_faults("poison:forward"))
