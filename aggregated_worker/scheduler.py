@@ -18,6 +18,7 @@ from kvrelay.engine.scheduler.choices import fork_and_run
 from kvrelay.engine.scheduler.commands import Cancel, Submit
 from kvrelay.engine.scheduler.context import SchedulerContext
 from kvrelay.engine.scheduler.growth_reserve import GrowthReserve
+from kvrelay.engine.scheduler.prefix_waits import PrefixWaits
 from kvrelay.engine.scheduler.prompts import ComputingPrompts, PromptRun
 from kvrelay.engine.scheduler.running_batch import GeneratingRequest, RunningBatch
 from kvrelay.engine.scheduler.suspects import Turns, alone_until, failed_end
@@ -72,6 +73,9 @@ class AggregatedScheduler:
         self._waiting: list[AggregatedRequest] = []
         self._turns: Turns[AggregatedRequest] = Turns()
         self._computing: ComputingPrompts[AggregatedRequest] = ComputingPrompts(context)
+        self._waits = PrefixWaits(
+            context, config.prefix_wait, lambda r: r.every_step is None, at_end=False
+        )
         self._running: RunningBatch[AggregatedRequest] = RunningBatch(
             context, self._growth, self._release_retracted, retract_every=config.debug_retract_every
         )
@@ -102,8 +106,14 @@ class AggregatedScheduler:
         """Reserve memory for waiting requests, in turn."""
         if not self._waiting:
             return
-        limit = self._config.bypass_limit
-        for request in admit_in_turn(self._context.kv_cache, self._waiting, self._reserve, limit):
+        admitted = admit_in_turn(
+            self._context.kv_cache,
+            self._waiting,
+            self._reserve,
+            self._config.bypass_limit,
+            must_wait=lambda r: self._waits.must_wait(r, r.reusable_len, self._computing),
+        )
+        for request in admitted:
             self._waiting.remove(request)
 
     def _reserve(self, request: AggregatedRequest) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Iterable
 from itertools import islice
@@ -11,6 +12,7 @@ from kvrelay.decode_worker.request import DecodeRequest
 from kvrelay.engine.scheduler.admission import admit_in_turn
 from kvrelay.engine.scheduler.context import SchedulerContext
 from kvrelay.engine.scheduler.growth_reserve import GrowthReserve
+from kvrelay.engine.scheduler.prefix_waits import PrefixWaits
 from kvrelay.kv_transfer.hand_over.states import DecodeState
 
 
@@ -23,6 +25,7 @@ class Grants:
         growth: what must stay free for those that have memory already.
         bypass_limit: later requests that may pass one that does not fit.
         grants_ahead: prompts that may have memory here before anything of them is announced.
+        prefix_wait: seconds without progress for which a request waits for another's prefix.
     """
 
     def __init__(
@@ -32,17 +35,20 @@ class Grants:
         growth: GrowthReserve,
         bypass_limit: int,
         grants_ahead: int,
+        prefix_wait: float,
     ) -> None:
         self._context = context
         self._requests = requests
         self._growth = growth
         self._bypass_limit = bypass_limit
         self._grants_ahead = grants_ahead
+        self._waits = PrefixWaits(context, prefix_wait, _is_pulled, at_end=True)
 
     def reserve_and_grant(self) -> None:
         """Reserve memory for the requests that were asked for, in turn, and grant them.
 
-        Prefill workers take turns: the one with the fewest grants ahead is next.
+        Prefill workers take turns: the one with the fewest grants ahead is next. A request
+        whose prefix is being read for another one waits for its activation.
         """
         live = self._context.requests.values()
         asked = [r for r in live if r.hand_over.state is DecodeState.ASKED]
@@ -53,10 +59,18 @@ class Grants:
         )
         free = max(0, self._grants_ahead - ahead.total())
         turns = _take_turns(asked, ahead)
+        leaders = self._waits.leaders(live)
         admitted = admit_in_turn(
-            self._context.kv_cache, asked, self._reserve, self._bypass_limit, turns.__getitem__
+            self._context.kv_cache,
+            asked,
+            self._reserve,
+            self._bypass_limit,
+            turns.__getitem__,
+            lambda r: self._waits.must_wait(r, r.input_len, leaders),
         )
         for request in islice(admitted, free):
+            request.progressed_at = time.monotonic()
+            leaders.append(request)
             # What the prefix index has here already, and what no window needs, is not read.
             protected = request.held.num_protected_pages
             first_missing = [max(first, protected) for first in request.held.first_pages]
@@ -75,6 +89,11 @@ class Grants:
         grown = kv_cache.grow(request.held, length)
         assert grown, "a promise was broken"
         return True
+
+
+def _is_pulled(request: DecodeRequest) -> bool:
+    """Whether a request has memory, and its input is not complete here."""
+    return request.lease is not None and request.every_step is None
 
 
 def _take_turns(

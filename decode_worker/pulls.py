@@ -95,7 +95,7 @@ class Pulls:
             )
             request.pulls.append(pull)
             request.reading.add(pull)
-            request.read_at = time.monotonic()
+            request.read_at = request.progressed_at = time.monotonic()
             self._context.faults.reach(Phase.PULLING, peer)
         self._finish_if_all_read(request)
 
@@ -116,7 +116,7 @@ class Pulls:
             self._context.metrics.count_dropped(Dropped.DUPLICATE)
             return
         request.reading.remove(pull)
-        request.read_at = time.monotonic()
+        request.read_at = request.progressed_at = time.monotonic()
         request.hand_over.on_read()
         self._finish_if_all_read(request)
 

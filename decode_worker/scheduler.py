@@ -87,7 +87,12 @@ class DecodeScheduler:
         self._running = self._requests.running
         self._turns: Turns[DecodeRequest] = Turns()
         self._grants = Grants(
-            context, self._requests, self._growth, config.bypass_limit, config.grants_ahead
+            context,
+            self._requests,
+            self._growth,
+            config.bypass_limit,
+            config.grants_ahead,
+            config.prefix_wait,
         )
         self._pulls = Pulls(
             context, self._requests, agent, client, inbox, config.verify_pages, timeout

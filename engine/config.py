@@ -108,6 +108,14 @@ class WorkerOptions:
         Section.REQUESTS,
         at_least=1,
     )
+    prefix_wait: float = option(
+        5.0,
+        "A request whose prefix another one computes, or reads, waits for that one; but no longer "
+        "than so many seconds in which that one makes no progress. 0: no request waits.",
+        Section.REQUESTS,
+        at_least=0,
+        unit="seconds",
+    )
     overlap: bool = option(
         True,
         "Plan a step while the one before it computes; the tokens are the same either way.",

@@ -192,6 +192,12 @@ class KVCacheManager:
 
     # Between leases and the prefix index
 
+    def count_cached(self, token_ids: TokenIds, namespace: str = "") -> int:
+        """Tokens of the longest prefix that `open` would find now. Takes nothing."""
+        lock = self.index.match(token_ids, namespace)
+        self._allocator.unlock(lock)
+        return lock.num_pages * self.shape.page_size
+
     def publish(self, lease: Lease, token_ids: TokenIds, pending: Sequence[Fence] = ()) -> None:
         """Give the whole pages of written `token_ids` to the prefix index, and lock them there.
 

@@ -21,6 +21,8 @@ class NoPrefixIndex:
         windows: for each pool the tokens that its layers look back; None: all.
     """
 
+    keeps = False
+
     def __init__(self, page_size: int, windows: Sequence[int | None]) -> None:
         self._shared = RadixTree(page_size, windows)
         self._nothing = PrefixLock((NO_PAGES,) * len(windows))

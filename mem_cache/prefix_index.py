@@ -54,6 +54,9 @@ class PrefixIndex(Protocol):
     `namespace` keeps tenants apart: what one has published, no other finds.
     """
 
+    keeps: bool
+    """Whether what is published is found by others."""
+
     def match(self, token_ids: TokenIds, namespace: str = "") -> PrefixLock:
         """Lock the longest cached prefix of `token_ids` that can be continued from.
 

@@ -53,6 +53,8 @@ class RadixTree:
         long_row: nodes without branches that are joined.
     """
 
+    keeps = True
+
     def __init__(self, page_size: int, windows: Sequence[int | None], *, long_row: int = 8) -> None:
         self._page_size = page_size
         self._windows = RadixWindows(page_size, windows)

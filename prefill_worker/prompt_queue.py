@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Sequence
 
 from kvrelay.engine.faults import Phase
 from kvrelay.engine.scheduler.admission import admit_in_turn
 from kvrelay.engine.scheduler.context import SchedulerContext
+from kvrelay.engine.scheduler.prefix_waits import PrefixWaits
 from kvrelay.engine.scheduler.prompts import ComputingPrompts
 from kvrelay.kv_transfer.hand_over.states import PrefillState
 from kvrelay.kv_transfer.transfers import Transfers
@@ -34,6 +36,7 @@ class PromptQueue:
         agent: makes progress for peers' reads while there may be any.
         bypass_limit: later requests that may pass one that does not fit.
         publish: give chunks to the prefix index as they are computed.
+        prefix_wait: seconds without progress for which a request waits for another's prefix.
     """
 
     def __init__(
@@ -43,10 +46,13 @@ class PromptQueue:
         bypass_limit: int,
         *,
         publish: bool,
+        prefix_wait: float,
     ) -> None:
         self._context = context
         self._agent = agent
         self._bypass_limit = bypass_limit
+        self._waits = PrefixWaits(context, prefix_wait, self._will_publish, at_end=not publish)
+        self._publish = publish
         self._waiting: list[PrefillRequest] = []
         self.computing: ComputingPrompts[PrefillRequest] = ComputingPrompts(
             context, publish=publish
@@ -72,18 +78,34 @@ class PromptQueue:
             announce_written_pages(self._context, request)
 
     def ask_for_grants(self) -> None:
-        """Ask the decode workers of the next requests to reserve memory; of each a few ahead."""
+        """Ask the decode workers of the next requests to reserve memory; of each a few ahead.
+
+        A request whose prefix is being computed is not asked for: it holds no grant.
+        """
         ahead = [r for r in self._waiting if r.hand_over.state in _HOLDS_GRANT]
         asked = Counter(r.decode_incarnation for r in ahead)
+        leaders = self._waits.leaders(self._context.requests.values())
         for request in sorted(self._waiting, key=lambda r: r.turn):
-            if request.can_ask and asked[request.decode_incarnation] < ASK_AHEAD:
-                asked[request.decode_incarnation] += 1
-                send(self._context, request, request.hand_over.ask())
+            if not request.can_ask or asked[request.decode_incarnation] >= ASK_AHEAD:
+                continue
+            if self._waits.must_wait(request, request.reusable_len, leaders):
+                continue
+            asked[request.decode_incarnation] += 1
+            send(self._context, request, request.hand_over.ask())
+            request.progressed_at = time.monotonic()
+            leaders.append(request)
+
+    def _will_publish(self, request: PrefillRequest) -> bool:
+        """Whether a request has been asked for, and has not published all of its input."""
+        if request.hand_over.is_announced:
+            return not self._publish
+        return request.hand_over.state in _HOLDS_GRANT
 
     def take_grant(self, request: PrefillRequest) -> None:
         """The request's decode worker has reserved the prompt, and may read from now on."""
         request.hand_over.on_grant()
         request.granted = True
+        request.progressed_at = time.monotonic()
         self._agent.begin_serving()
 
     def end_early(

@@ -60,7 +60,13 @@ class PrefillScheduler:
         self._turns: Turns[PrefillRequest] = Turns()
         # What is compared may turn out wrong: it is published after the verdict.
         publish = config.verify_pages is VerifyPages.OFF
-        self._queue = PromptQueue(context, agent, config.bypass_limit, publish=publish)
+        self._queue = PromptQueue(
+            context,
+            agent,
+            config.bypass_limit,
+            publish=publish,
+            prefix_wait=config.prefix_wait,
+        )
         self.hand_overs = HandOvers(context, self._queue, agent, inbox, config.worker_timeout)
 
     def submit(self, command: Submit) -> None:

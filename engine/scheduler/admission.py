@@ -17,6 +17,7 @@ def admit_in_turn(
     reserve: Callable[[RequestT], bool],
     bypass_limit: int,
     turn: Callable[[RequestT], tuple[float, ...]] = lambda request: request.turn,
+    must_wait: Callable[[RequestT], bool] = lambda request: False,
 ) -> Iterator[RequestT]:
     """Reserve memory for the requests that fit, in turn; yields each of them.
 
@@ -30,12 +31,15 @@ def admit_in_turn(
         reserve: takes a request's memory; `False` if it does not fit.
         bypass_limit: later requests that may be admitted before the first that does not fit.
         turn: orders them; by priority and age if not told otherwise.
+        must_wait: passes a request over for now, as if it had not come yet.
     """
     misfit: RequestT | None = None
     room = kv_cache.room_version
     for request in sorted(waiting, key=turn):
         if misfit is not None and misfit.bypassed >= bypass_limit:
             return
+        if must_wait(request):
+            continue
         if request.refused_at == room or not reserve(request):
             request.refused_at = room
             misfit = misfit or request

@@ -101,6 +101,11 @@ PREFIX_DUPLICATE_PAGES: Final = METRICS.collected(
     "Pages freed because the prefix index had the same tokens already",
 )
 
+PREFIX_WAITS: Final = METRICS.counter(
+    "kvrelay_prefix_waits_total",
+    "Requests that waited for a prefix that another request computed, or read, at that time",
+)
+
 # Transfers and the hand-over
 
 TRANSFERS: Final = METRICS.counter(

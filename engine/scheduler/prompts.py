@@ -74,10 +74,9 @@ class ComputingPrompts(Generic[RequestT]):
         Returns:
             Whether the memory was there. If not, nothing has changed.
         """
-        # The last token is computed in any case, to be sampled from; and all are to be scored.
-        known = 0 if request.prompt_logprobs is not None else request.input_len - 1
-        if not self._context.reserve(request, known, headroom):
+        if not self._context.reserve(request, request.reusable_len, headroom):
             return False
+        request.progressed_at = time.monotonic()
         request.kv_written_len = request.held.cache_protected_len
         token_state = request.make_token_state(request.choices)
         queued = time.monotonic() - request.received
@@ -117,6 +116,7 @@ class ComputingPrompts(Generic[RequestT]):
         """
         request = item.request
         request.kv_written_len += item.num_tokens
+        request.progressed_at = time.monotonic()
         if output.prompt_logprobs:
             self._emit_scores(request, output.prompt_logprobs)
         if self._publish:

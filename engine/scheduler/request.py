@@ -63,6 +63,10 @@ class Request:
     """Tokens whose KV is here for good: it may be announced, published, or slid past."""
     alone_until: int = 0
     """Output tokens until which it is computed in forwards of its own: it may break them."""
+    progressed_at: float = field(default_factory=time.monotonic)
+    """When it was last granted something, or some of its input was last computed or read."""
+    prefix_wait: PrefixWait | None = None
+    """For whom it waits, so that it need not compute or read what both share."""
     has_ended: bool = False
     """It was released, though a forward may still compute it."""
     most_tokens: int = field(init=False)
@@ -114,6 +118,14 @@ class Request:
         return self.lease
 
     @property
+    def reusable_len(self) -> int:
+        """Tokens of its input that need not be computed if the prefix index has them.
+
+        The last one is, to be sampled from; and all are, if they are to be scored.
+        """
+        return 0 if self.prompt_logprobs is not None else self.input_len - 1
+
+    @property
     def turn(self) -> tuple[int, float]:
         """A key that sorts requests in the order in which they are to run."""
         return (self.priority, self.arrived)
@@ -139,3 +151,13 @@ class Request:
             kv_len=self.kv_written_len,
             draft_kv_len=self.kv_written_len,
         )
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixWait:
+    """What a request waits for."""
+
+    leader: Request
+    """Computes, or reads, what both share."""
+    shared_len: int
+    """Tokens of whole pages; the wait ends when the leader has published them."""

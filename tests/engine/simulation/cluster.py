@@ -56,7 +56,13 @@ class Simulation(SimRouter):
         **options: Any,
     ) -> None:
         super().__init__(random.Random(seed))
-        options = {"audit_pages": True, "model_path": None, "worker_timeout": math.inf, **options}
+        options = {
+            "audit_pages": True,
+            "model_path": None,
+            "worker_timeout": math.inf,
+            "prefix_wait": math.inf,
+            **options,
+        }
 
         def make(name: str, role: WorkerRole) -> SimWorker:
             config = WorkerConfig(

@@ -1,0 +1,130 @@
+"""Lets a request wait while another one computes, or reads, the prefix that they share."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from typing import Generic, TypeVar, cast
+
+import numpy as np
+
+from kvrelay.engine.scheduler.context import SchedulerContext
+from kvrelay.engine.scheduler.metrics import PREFIX_WAITS
+from kvrelay.engine.scheduler.request import PrefixWait, Request
+from kvrelay.mem_cache.prefix_index import TokenIds
+
+RequestT = TypeVar("RequestT", bound=Request)
+
+_WORTH = 10
+"""A request waits for one in so many of the tokens that it lacks, or more."""
+
+
+class PrefixWaits(Generic[RequestT]):
+    """Tells which requests wait for others, the leaders, and until when.
+
+    A leader goes on by itself: it has been granted memory, or waits for the answer.
+    Who waits for it holds nothing, so nobody ever waits for somebody who waits. It
+    goes on as soon as the leader has published what they share, has ended, or has
+    made no progress for a while, and then finds in the prefix index what is there.
+
+    Args:
+        context: the requests' memory.
+        bound: seconds without progress of a leader after which nobody waits for it. 0:
+            nobody waits at all.
+        leads: whether a request is about to publish its input.
+        at_end: leaders publish all of their input at once when it is complete, and not
+            chunk by chunk.
+    """
+
+    def __init__(
+        self,
+        context: SchedulerContext[RequestT],
+        bound: float,
+        leads: Callable[[RequestT], bool],
+        *,
+        at_end: bool,
+    ) -> None:
+        self._context = context
+        self._bound = bound if context.kv_cache.index.keeps else 0.0
+        self._leads = leads
+        self._at_end = at_end
+
+    def leaders(self, requests: Iterable[RequestT]) -> list[RequestT]:
+        """Those of the requests that others may wait for."""
+        return [r for r in requests if self._leads(r)] if self._bound else []
+
+    def must_wait(self, request: RequestT, known_tokens: int, leaders: Iterable[RequestT]) -> bool:
+        """Whether a request should hold nothing yet, because it will find more later.
+
+        Args:
+            request: has no memory.
+            known_tokens: tokens of its input that may come from the prefix index.
+            leaders: those that it may wait for.
+        """
+        now = time.monotonic()
+        before = request.prefix_wait
+        if before is not None and self._goes_on(before, now):
+            return True
+        token_ids = request.input_ids[:known_tokens]
+        request.prefix_wait = self._find(request, token_ids, leaders, now)
+        if request.prefix_wait is not None and before is None:
+            self._context.metrics.count(PREFIX_WAITS)
+        return request.prefix_wait is not None
+
+    def _goes_on(self, wait: PrefixWait, now: float) -> bool:
+        return self._is_useful(wait.leader, now) and _published(wait.leader) < wait.shared_len
+
+    def _is_useful(self, leader: Request, now: float) -> bool:
+        """Whether it will publish more, as far as can be said."""
+        if leader.has_ended or now - leader.progressed_at > self._bound:
+            return False
+        return self._leads(cast("RequestT", leader))
+
+    def _find(
+        self, request: RequestT, token_ids: TokenIds, leaders: Iterable[RequestT], now: float
+    ) -> PrefixWait | None:
+        """The wait for the leader that shares most, if it is worth it."""
+        found: int | None = None
+        best: PrefixWait | None = None
+        for leader in leaders:
+            if leader.namespace != request.namespace or leader.priority > request.priority:
+                continue
+            if not self._is_useful(leader, now):
+                continue
+            if found is None:
+                found = self._context.kv_cache.count_cached(token_ids, request.namespace)
+            known = max(found, _published(leader), best.shared_len if best else 0)
+            shared = self._shared_len(token_ids, leader, known)
+            if shared > known:
+                best = PrefixWait(leader, shared)
+        return best
+
+    def _shared_len(self, token_ids: TokenIds, leader: RequestT, known: int) -> int:
+        """Tokens that a leader will publish of `token_ids`; 0 if too few beyond those `known`."""
+        theirs = leader.input_ids
+        both = min(len(token_ids), len(theirs))
+        shape = self._context.kv_cache.shape
+        worth = max(shape.page_size, (len(token_ids) - known) // _WORTH)
+        # Nearly all are told apart here.
+        if not np.array_equal(token_ids[known : known + worth], theirs[known : known + worth]):
+            return 0
+        differs = token_ids[:both] != theirs[:both]
+        same = int(differs.argmax()) if differs.any() else both
+        shared = same // shape.page_size * shape.page_size
+        if shared - known < worth:
+            return 0
+        return shared if not self._at_end or self._is_worth_the_end(shared, leader) else 0
+
+    def _is_worth_the_end(self, shared: int, leader: RequestT) -> bool:
+        """Whether to wait for all of a leader's input: before that it publishes nothing.
+
+        After a part of it a window's pages would be missing.
+        """
+        shape = self._context.kv_cache.shape
+        if any(shape.windowed):
+            return shared == leader.input_len // shape.page_size * shape.page_size
+        return 2 * shared >= leader.input_len
+
+
+def _published(leader: Request) -> int:
+    return 0 if leader.lease is None else leader.lease.cache_protected_len
