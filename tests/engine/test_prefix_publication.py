@@ -72,7 +72,7 @@ def test_a_prompt_is_found_on_the_decode_side_while_its_request_generates(seed: 
 @pytest.mark.parametrize("seed", range(4))
 def test_what_was_read_twice_is_stored_once(seed: int, windows: Any) -> None:
     """Both were granted before one of them was activated; together they fit, and grow."""
-    simulation = one_pair(seed, pages=60, windows=windows)
+    simulation = one_pair(seed, pages=60, windows=windows, prefix_wait=0.0)
     read = simulation.end_read
     simulation.end_read = lambda worker: None  # type: ignore[method-assign]
     requests = [simulation.submit(PROMPT, 12) for _ in range(2)]
@@ -112,7 +112,7 @@ def test_what_is_settled_stays_found_when_its_request_is_aborted(seed: int, wind
 @pytest.mark.parametrize("seed", range(6))
 def test_a_duplicate_is_its_requests_own_until_its_stream_has_ended(seed: int) -> None:
     """Its decode worker reads the pages that were announced to it, wherever the index's are."""
-    simulation = one_pair(seed, pages=80)
+    simulation = one_pair(seed, pages=80, prefix_wait=0.0)
     requests = [simulation.submit(PROMPT, 6) for _ in range(2)]
     prefill = simulation.prefills[0]
     tables: dict[str, list[int]] = {}
@@ -179,4 +179,30 @@ def test_who_has_found_what_is_forgotten_goes_on() -> None:
     assert second.cached_tokens == 2 * CHUNK
     assert again.cached_tokens == 0
     assert_right(second, again)
+    simulation.assert_at_baseline()
+
+
+@pytest.mark.parametrize("aggregated", [False, True], ids=["pair", "aggregated"])
+@pytest.mark.parametrize("seed", range(4))
+def test_what_is_written_is_published_and_nothing_else(seed: int, aggregated: bool) -> None:
+    """After every pass of the engine, while forwards still write what comes next."""
+    simulation = one_pair(seed, pages=200, aggregated=aggregated)
+    worker, ahead = simulation.prefills[0], 0
+    turn = worker.turn
+
+    def watch() -> None:
+        nonlocal ahead
+        turn()
+        for request in worker.context.requests.values():
+            if request.lease is not None and request.kv_written_len <= request.input_len:
+                written = min(request.kv_written_len, request.input_len)
+                assert request.held.cache_protected_len == written // 4 * 4
+                ahead += request.held.kv_committed_len > written
+
+    worker.turn = watch  # type: ignore[method-assign]
+    prompts = [[*range(number, number + 90)] for number in range(5)]
+    requests = [simulation.submit(prompt, 3) for prompt in prompts]
+    simulation.run()
+    assert ahead
+    assert_right(*requests)
     simulation.assert_at_baseline()
