@@ -24,12 +24,15 @@ class ForwardFailedError(Exception):
         self.breaks_device = breaks_device
 
     @classmethod
-    def of(cls, error: Exception, num_requests: int) -> ForwardFailedError:
-        """What an error of a forward that computed so many requests means."""
+    def of(cls, error: Exception, num_requests: int, *, copied: bool) -> ForwardFailedError:
+        """What an error of a forward that computed so many requests means.
+
+        Without the page copies before it, requests of later steps have wrong pages, too.
+        """
         return cls(
             f"{type(error).__name__}: {error}",
             alone=num_requests == 1,
-            breaks_device=breaks_device(error),
+            breaks_device=breaks_device(error) or not copied,
         )
 
 

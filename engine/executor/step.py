@@ -107,7 +107,7 @@ class Executor(Protocol):
     def copy(self, copies: Sequence[PageCopy]) -> None:
         """Copy pages, for the forwards that follow.
 
-        An error ends the worker: requests of later steps may need the pages.
+        After an error the worker must end: requests of later steps may need the pages.
         """
         ...
 
@@ -164,18 +164,18 @@ class ForwardThread(Generic[RequestT]):
 def execute_or_fail(executor: Executor, step: Step[RequestT]) -> StepEnded[RequestT]:
     """Compute a step. If the forward fails, no later step computes anything of its requests.
 
-    Raises:
-        Exception: its page copies have failed.
+    If its page copies fail, no later step can be right: the error says that the device is broken.
     """
-    begun = time.monotonic()
-    if step.copies:
-        executor.copy(step.copies)
+    begun, copied = time.monotonic(), False
     live = [item for item in step.scheduled if item.is_live]
     try:
+        if step.copies:
+            executor.copy(step.copies)
+        copied = True
         ended = executor.execute(step)
     except Exception as error:  # whatever it was, the engine must hear of it
         logger.exception("a forward of %d requests failed", len(live))
-        failed = ForwardFailedError.of(error, len(live))
+        failed = ForwardFailedError.of(error, len(live), copied=copied)
         for item in live:
             item.token_state.broken = failed
         outputs = [StepOutput(error=item.token_state.broken) for item in step.scheduled]

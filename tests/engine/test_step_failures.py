@@ -8,8 +8,8 @@ from typing import Any, cast
 import pytest
 
 from kvrelay.engine.config import Speculation
-from kvrelay.engine.executor.failures import WorkerBrokenError
-from kvrelay.engine.executor.step import Executor, ForwardThread, Step
+from kvrelay.engine.executor.failures import ForwardFailedError, WorkerBrokenError
+from kvrelay.engine.executor.step import Executor, ForwardThread, Step, StepEnded
 from kvrelay.engine.scheduler.commands import GiveUp
 from kvrelay.mem_cache.sharing import PageCopy
 from kvrelay.wire.output import EndReason, FailureReason
@@ -172,19 +172,21 @@ def test_drafts_without_any_token_fail_their_request_alone() -> None:
     simulation.assert_at_baseline()
 
 
-def test_copies_that_fail_end_the_forward_thread() -> None:
+def test_copies_that_fail_break_the_device() -> None:
     """Who needs them may be in no step yet: it would go on with what is in its page."""
 
     class Broken:
         def copy(self, copies) -> None:
             raise RuntimeError("injected")
 
-    ended: list[object] = []
+    ended: list[StepEnded[Any]] = []
     failures: list[str] = []
     thread: ForwardThread[Any] = ForwardThread(
         cast("Executor", Broken()), ended.append, failures.append
     )
     thread.launch(Step(1, (), (), (PageCopy(0, 1, 2),)))
     thread.close()
-    assert failures == ["RuntimeError: injected"]
-    assert not ended
+    [end] = ended
+    assert isinstance(end.failure, ForwardFailedError)
+    assert end.failure.breaks_device
+    assert not failures
