@@ -28,7 +28,8 @@ class RouterOptions:
     max_text_bytes: int = option(
         64 << 20,
         "The router refuses prompts while those that it tokenizes, or that wait for it, have this "
-        "many bytes together, with a hint to retry.",
+        "many bytes together, with a hint to retry. Those of up to 64 KiB, up to 1 MiB and above "
+        "count apart.",
         Section.REQUESTS,
         at_least=1,
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Final, ParamSpec, TypeVar
@@ -17,29 +18,41 @@ _LANES: Final = ((64 << 10, 2), (1 << 20, 1), (None, 1))
 not wait for a long one. To tokenize takes much memory, so long ones do it one by one."""
 
 
+class _Lane:
+    """Threads for texts of up to so many bytes; None: of any length."""
+
+    def __init__(self, bound: int | None, threads: int) -> None:
+        self.bound = bound
+        self.threads = ThreadPoolExecutor(threads, "kvrelay-text")
+        self.held_bytes = 0
+        """Of the texts that are being worked on, or wait for it."""
+
+    def forget(self, num_bytes: int) -> None:
+        """The work on a text has ended."""
+        self.held_bytes -= num_bytes
+
+
 class TextThreads:
     """Runs functions on texts in threads; refuses more when it holds too many bytes.
 
     Call it on one event loop.
 
     Args:
-        most_bytes: of all texts together that are being worked on or wait for it; a single
-            text may have more.
+        most_bytes: of all texts of a lane together, that are being worked on or wait for it; a
+            single text may have more. Each lane has as many, so that long texts that fill theirs
+            do not keep short ones out.
         retry_after_ms: when a client that is refused should try again.
     """
 
     def __init__(self, most_bytes: int, retry_after_ms: int) -> None:
         self._most_bytes = most_bytes
         self._retry_after_ms = retry_after_ms
-        self._bytes = 0
-        self._lanes = [
-            (bound, ThreadPoolExecutor(threads, "kvrelay-text")) for bound, threads in _LANES
-        ]
+        self._lanes = [_Lane(bound, threads) for bound, threads in _LANES]
 
     @property
     def held_bytes(self) -> int:
         """Bytes of the texts that are being worked on, or wait for it."""
-        return self._bytes
+        return sum(lane.held_bytes for lane in self._lanes)
 
     async def run(
         self, num_bytes: int, work: Callable[P, ResultT], *args: P.args, **kwargs: P.kwargs
@@ -58,25 +71,21 @@ class TextThreads:
         Raises:
             TextQueueFull: too many bytes are here already.
         """
-        if self._bytes and self._bytes + num_bytes > self._most_bytes:
-            raise TextQueueFull(self._bytes, self._retry_after_ms)
-        self._bytes += num_bytes
+        lane = next(one for one in self._lanes if one.bound is None or num_bytes <= one.bound)
+        if lane.held_bytes and lane.held_bytes + num_bytes > self._most_bytes:
+            raise TextQueueFull(lane.held_bytes, self._retry_after_ms)
+        lane.held_bytes += num_bytes
         loop = asyncio.get_running_loop()
 
         def ended(_: Future[ResultT]) -> None:
-            loop.call_soon_threadsafe(self._forget, num_bytes)
+            with contextlib.suppress(RuntimeError):  # the loop is closed
+                loop.call_soon_threadsafe(lane.forget, num_bytes)
 
-        future = self._lane(num_bytes).submit(work, *args, **kwargs)
+        future = lane.threads.submit(work, *args, **kwargs)
         future.add_done_callback(ended)
         return await asyncio.wrap_future(future)
 
     def close(self) -> None:
         """Drops the work that has not begun, and takes no more."""
-        for _, threads in self._lanes:
-            threads.shutdown(wait=False, cancel_futures=True)
-
-    def _lane(self, num_bytes: int) -> ThreadPoolExecutor:
-        return next(t for bound, t in self._lanes if bound is None or num_bytes <= bound)
-
-    def _forget(self, num_bytes: int) -> None:
-        self._bytes -= num_bytes
+        for lane in self._lanes:
+            lane.threads.shutdown(wait=False, cancel_futures=True)

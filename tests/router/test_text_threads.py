@@ -54,8 +54,9 @@ async def test_more_bytes_than_it_takes_are_refused(texts: TextThreads) -> None:
     tasks = [asyncio.create_task(texts.run(LONG, held)) for _ in range(3)]
     await until(held.began.is_set)
     with pytest.raises(TextQueueFull) as caught:
-        await texts.run(SHORT, lambda: None)
+        await texts.run(LONG, lambda: None)
     assert str(3 * LONG) in str(caught.value)
+    assert await texts.run(SHORT, lambda: "short") == "short"  # they keep no short ones out
     held.let_go.set()
     await asyncio.gather(*tasks)
     await until(lambda: texts.held_bytes == 0)
