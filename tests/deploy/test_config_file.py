@@ -82,6 +82,7 @@ EVERYTHING: dict[str, Any] = {
     "batch_invariant": True,
     "max_unread_bytes": 17,
     "read_timeout": 8.5,
+    "prefix_wait": 9.5,
     "start_timeout": 30.5,
     "drain_grace": 3.5,
     "quarantine_limit": 4.5,
