@@ -89,6 +89,11 @@ class NixlEndpoint:
         """Move transfers on, those of peers with this worker included."""
         self._agent.get_new_notifs()
 
+    @property
+    def connected(self) -> tuple[str, ...]:
+        """The names of the peers that are connected."""
+        return tuple(self._connected)
+
     def knows(self, name: str) -> bool:
         """Whether a peer is connected."""
         return name in self._connected

@@ -55,7 +55,7 @@ class Peers:
         if self._reads.is_broken(peer.incarnation):
             self._needs_new_agent = True
             if not self._replace_agent():
-                self._disconnect_broken(peer.incarnation)
+                self._disconnect_idle()
         if self._connect(peer):
             self._known[peer.incarnation] = peer
 
@@ -110,18 +110,21 @@ class Peers:
         self._needs_new_agent = False
         return True
 
-    def _disconnect_broken(self, incarnation: str) -> None:
-        """Disconnect the agent from a peer whose reads have failed, unless one is running on it.
+    def _disconnect_idle(self) -> None:
+        """Disconnect the agent from all peers that it reads nothing from; they connect when used.
 
-        The failed reads stay fenced: their bytes may still arrive.
+        What broke one connection has often broken others, which shows only when they are used.
+        Failed reads stay fenced: their bytes may still arrive.
         """
-        if self._reads.runs_on(self._endpoints.current, incarnation):
-            return
-        try:
-            self._reads.release_failed(incarnation)
-            self._endpoints.current.disconnect(incarnation)
-        except Exception:  # it may be dead by now, or hold on to a transfer
-            logger.exception("could not disconnect from %s", incarnation)
+        endpoint = self._endpoints.current
+        for incarnation in endpoint.connected:
+            if self._reads.runs_on(endpoint, incarnation):
+                continue
+            try:
+                self._reads.release_failed(incarnation)
+                endpoint.disconnect(incarnation)
+            except Exception:  # it may be dead by now, or hold on to a transfer
+                logger.exception("could not disconnect from %s", incarnation)
 
     def _destroy(self, endpoint: NixlEndpoint) -> None:
         """Destroy a replaced agent that has no running read, and let its fences pass.

@@ -11,6 +11,7 @@ answer take turns at being timed.
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -24,12 +25,16 @@ from kvrelay.kv_transfer.pull import Pull, PullState
 from kvrelay.kv_transfer.scratch import clear_landing, holds_scratch_of
 from kvrelay.wire.load import PeerTransport
 
+logger = logging.getLogger(__name__)
+
 PROBE_TIMEOUT_S = 10.0
 """For one probe as a whole. No request holds memory for it yet."""
 TIMED_MOVES = 5
 """Moves of which the fastest counts, because others may have been disturbed."""
 ENOUGH_S = 0.5
 """After this time no further move is timed."""
+FIRST_READ_AGAIN_S = (0.1, 0.2, 0.4, 0.8)
+"""Waits before a first read that failed is made again."""
 TURN_S = 2.0
 """Wait for the turn to be timed. After that two are timed at once, and may seem slower."""
 MIN_OPTION = "--min-transfer-gigabytes-per-second"
@@ -84,15 +89,19 @@ class TransportProber:
         return replace(found, refusal=f"{peer} is read at {found}; {asked}")
 
     async def _read_first(self, peer: str, area: LandingArea, read: StartMove) -> Pull:
-        """Make the first read, which connects the two; twice, if it fails.
+        """Make the first read, which connects the two; again, if it fails.
 
-        A connection that broke while nobody used it shows only now. It costs no refusal.
+        A connection that broke while nobody used it shows only now, and what broke it may not be
+        over. It costs no refusal.
         """
-        try:
-            return await _move(area, read)
-        except TransferError:
+        for seconds in FIRST_READ_AGAIN_S:
+            try:
+                return await _move(area, read)
+            except TransferError as error:
+                logger.info("%s is connected anew in %g s: %s", peer, seconds, error)
+            await asyncio.sleep(seconds)
             self._agent.reconnect(peer)
-            return await _move(area, read)
+        return await _move(area, read)
 
     @asynccontextmanager
     async def _turn(self) -> AsyncIterator[None]:

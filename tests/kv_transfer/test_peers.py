@@ -10,7 +10,9 @@ import pytest
 
 from kvrelay.kv_transfer import endpoints
 from kvrelay.kv_transfer.agent import TransferAgent
+from kvrelay.kv_transfer.endpoints import Endpoints
 from kvrelay.kv_transfer.nixl_endpoint import NixlEndpoint, NixlTransfer
+from kvrelay.kv_transfer.peer_description import PeerDescription
 from kvrelay.kv_transfer.pull import Pull, PullState
 from kvrelay.kv_transfer.spans import PoolLayout
 from kvrelay.mem_cache.pool import KVPool
@@ -150,6 +152,32 @@ def test_an_agent_is_not_replaced_often(
     monkeypatch.setattr(endpoints, "REPLACE_EVERY_S", 0.0)
     wait_until_passed(agent, second)
     peer.stop()
+
+
+def test_a_break_connects_anew_to_those_that_nothing_was_read_from(
+    agent: TransferAgent, monkeypatch: pytest.MonkeyPatch, pool: KVPool
+) -> None:
+    """Their connections may have broken, too, and would cost a read each."""
+    monkeypatch.setattr(Endpoints, "replace", lambda endpoints: False)
+    peer, other = Peer(), Peer()
+    for one in (peer, other):
+        agent.add_peer(one.description)
+        assert read(agent, one, [1], [1]).state is PullState.DONE
+    fail_a_read(agent, peer, monkeypatch)
+    connected: list[str] = []
+    connect = NixlEndpoint.connect
+
+    def record(endpoint: NixlEndpoint, description: PeerDescription) -> None:
+        connected.append(description.incarnation)
+        connect(endpoint, description)
+
+    monkeypatch.setattr(NixlEndpoint, "connect", record)
+    agent.add_peer(peer.description)
+    for one in (peer, other):
+        assert read(agent, one, [2], [7]).state is PullState.DONE
+    assert connected == [one.description.incarnation for one in (peer, other)]
+    for one in (peer, other):
+        one.stop()
 
 
 def test_an_agent_that_peers_may_read_is_not_replaced(

@@ -78,9 +78,9 @@ async def test_a_probe_measures_scratch_pages_and_touches_no_others(
 async def test_a_peer_that_does_not_answer_is_refused_and_left_alone_until_it_does(
     agent: TransferAgent, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvrelay.kv_transfer.transport_probe.PROBE_TIMEOUT_S", 0.3)
     prober = TransportProber(agent, floor=0.0)
     assert "is not known" in (await prober.measure("nobody")).refusal
+    monkeypatch.setattr("kvrelay.kv_transfer.transport_probe.PROBE_TIMEOUT_S", 0.3)
     silent, other = Peer(), Peer()
     name = silent.description.incarnation
     silent.freeze()
