@@ -33,8 +33,8 @@ TIMED_MOVES = 5
 """Moves of which the fastest counts, because others may have been disturbed."""
 ENOUGH_S = 0.5
 """After this time no further move is timed."""
-FIRST_READ_AGAIN_S = (0.1, 0.2, 0.4, 0.8)
-"""Waits before a first read that failed is made again."""
+AGAIN_S = (0.1, 0.2, 0.4, 0.8)
+"""Waits before a probe one of whose moves has failed is made again."""
 TURN_S = 2.0
 """Wait for the turn to be timed. After that two are timed at once, and may seem slower."""
 MIN_OPTION = "--min-transfer-gigabytes-per-second"
@@ -42,6 +42,10 @@ MIN_OPTION = "--min-transfer-gigabytes-per-second"
 
 StartMove = Callable[[Callable[[Pull], None]], Pull]
 """Starts a move; what it is given is called at the move's end, on another thread."""
+
+
+class _MoveFailedError(TransferError):
+    """A read or write of a probe has failed; on a new connection another one may not."""
 
 
 class TransportProber:
@@ -67,17 +71,32 @@ class TransportProber:
         try:
             async with asyncio.timeout(PROBE_TIMEOUT_S):
                 with self._areas.lend(peer) as area:
-                    return await self._measure(peer, area)
+                    return await self._measure_connected(peer, area)
         except TimeoutError:
             return PeerTransport(peer, refusal=f"{peer} was not read in {PROBE_TIMEOUT_S:g} s")
         except TransferError as error:
             return PeerTransport(peer, refusal=str(error))
 
+    async def _measure_connected(self, peer: str, area: LandingArea) -> PeerTransport:
+        """Measure a peer, and again on a new connection if a move fails.
+
+        A connection that broke while nobody used it shows only now, and what broke it may not be
+        over. It costs no refusal.
+        """
+        for seconds in AGAIN_S:
+            try:
+                return await self._measure(peer, area)
+            except _MoveFailedError as error:
+                logger.info("%s is connected anew in %g s: %s", peer, seconds, error)
+            await asyncio.sleep(seconds)
+            self._agent.reconnect(peer)
+        return await self._measure(peer, area)
+
     async def _measure(self, peer: str, area: LandingArea) -> PeerTransport:
         read = partial(self._agent.read_scratch, peer, area.pages)
         write = partial(self._agent.write_scratch, peer)
         await asyncio.to_thread(clear_landing, area.pages)
-        first = await self._read_first(peer, area, read)
+        first = await _move(area, read)  # this also connects the two
         if not await asyncio.to_thread(holds_scratch_of, area.pages, first):
             raise TransferError(f"{peer}: other bytes than it has were read")
         async with self._turn():
@@ -87,21 +106,6 @@ class TransportProber:
             return found
         asked = f"{MIN_OPTION} asks for {self.floor / 1e9:g}"
         return replace(found, refusal=f"{peer} is read at {found}; {asked}")
-
-    async def _read_first(self, peer: str, area: LandingArea, read: StartMove) -> Pull:
-        """Make the first read, which connects the two; again, if it fails.
-
-        A connection that broke while nobody used it shows only now, and what broke it may not be
-        over. It costs no refusal.
-        """
-        for seconds in FIRST_READ_AGAIN_S:
-            try:
-                return await _move(area, read)
-            except TransferError as error:
-                logger.info("%s is connected anew in %g s: %s", peer, seconds, error)
-            await asyncio.sleep(seconds)
-            self._agent.reconnect(peer)
-        return await _move(area, read)
 
     @asynccontextmanager
     async def _turn(self) -> AsyncIterator[None]:
@@ -133,7 +137,7 @@ async def _move(area: LandingArea, start: StartMove) -> Pull:
     """Make one move and wait for its end.
 
     Raises:
-        TransferError: it has failed.
+        _MoveFailedError: it has failed.
     """
     loop = asyncio.get_running_loop()
     ended: asyncio.Future[Pull] = loop.create_future()
@@ -148,5 +152,5 @@ async def _move(area: LandingArea, start: StartMove) -> Pull:
     area.add(start(on_end))
     pull = await ended
     if pull.state is not PullState.DONE:
-        raise TransferError(f"{pull.peer}: {pull.error}")
+        raise _MoveFailedError(f"{pull.peer}: {pull.error}")
     return pull
