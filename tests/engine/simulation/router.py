@@ -179,6 +179,7 @@ class SimRouter:
             assert output.index + offset not in request.tokens, "a token was emitted twice"
             request.tokens[output.index + offset] = token
         if output.prompt_logprobs:  # another attempt begins at the first again
+            assert len(output.prompt_logprobs) <= worker.config.chunk_tokens
             known = request.prompt_logprobs[: output.prompt_index - 1]
             assert len(known) == output.prompt_index - 1
             request.prompt_logprobs = known + output.prompt_logprobs
