@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, Final, NoReturn
 
@@ -38,21 +39,33 @@ class BoundedReceipt(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc 
             return handler
 
         async def serve(requests: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> None:
-            message = await self._receive(requests, handler.request_deserializer, context)
-            if not handler.response_streaming:
-                await context.write(await handler.unary_unary(message, context))
-                return
-            answered = handler.unary_stream(message, context)
-            if not inspect.isasyncgen(answered):
-                await answered  # it writes to the context itself
-                return
-            async for response in answered:
-                await context.write(response)
+            try:
+                await self._serve(handler, requests, context)
+            except BaseException as error:
+                _forget_locals(error)
+                raise
 
         # On the wire, a call with one message is a stream of one.
         return grpc.stream_stream_rpc_method_handler(
             serve, response_serializer=handler.response_serializer
         )
+
+    async def _serve(
+        self,
+        handler: grpc.RpcMethodHandler,
+        requests: AsyncIterator[bytes],
+        context: grpc.aio.ServicerContext,
+    ) -> None:
+        message = await self._receive(requests, handler.request_deserializer, context)
+        if not handler.response_streaming:
+            await context.write(await handler.unary_unary(message, context))
+            return
+        answered = handler.unary_stream(message, context)
+        if not inspect.isasyncgen(answered):
+            await answered  # it writes to the context itself
+            return
+        async for response in answered:
+            await context.write(response)
 
     async def _receive(
         self,
@@ -80,6 +93,18 @@ class BoundedReceipt(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc 
             return parse(raw) if parse is not None else raw
         except DecodeError as error:
             await _abort(context, grpc.StatusCode.INVALID_ARGUMENT, f"the message: {error}")
+
+
+def _forget_locals(error: BaseException) -> None:
+    """Let go of what the frames of an error hold: the message, most of all.
+
+    gRPC keeps the error of an aborted call in that call's state, a cycle which lives until the
+    garbage collector comes by: hundreds of MiB, where huge prompts are refused.
+    """
+    link: BaseException | None = error
+    while link is not None:
+        traceback.clear_frames(link.__traceback__)
+        link = link.__context__
 
 
 async def _abort(context: grpc.aio.ServicerContext, code: grpc.StatusCode, detail: str) -> NoReturn:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import weakref
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -94,3 +96,33 @@ async def test_what_cannot_be_read_is_the_clients_fault(
     await empty.done_writing()
     assert await empty.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert not caplog.records, "it would fill the log"
+
+
+async def test_a_refused_message_is_let_go_of_at_once() -> None:
+    """Without the garbage collector: a message may have many megabytes."""
+    seen: list[weakref.ref[set[int]]] = []
+
+    class Refusing(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # it is untyped
+        async def Check(self, request: Any, context: Any) -> Any:  # noqa: N802
+            made_of_it = {1}  # a message itself takes no weak reference
+            seen.append(weakref.ref(made_of_it))
+            try:
+                raise ValueError("it is not to be served")
+            except ValueError as error:
+                await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+
+    server = front_server(1 << 20, [BoundedReceipt()])
+    health_pb2_grpc.add_HealthServicer_to_server(Refusing(), server)
+    port = bind(server, "127.0.0.1:0", None)
+    await server.start()
+    gc.disable()
+    try:
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+            with pytest.raises(grpc.aio.AioRpcError):
+                await check(channel)
+            async with asyncio.timeout(10):
+                while seen[0]() is not None:
+                    await asyncio.sleep(0.01)
+    finally:
+        gc.enable()
+        await server.stop(None)
