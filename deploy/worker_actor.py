@@ -6,7 +6,7 @@ import asyncio
 import errno
 import logging
 from collections.abc import Callable, Coroutine
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, Final, ParamSpec, TypeVar
 
 from kvrelay.deploy.local_ray import ray
 from kvrelay.deploy.pauses import Pauses, is_done_within
@@ -16,6 +16,8 @@ from kvrelay.engine.config import WorkerConfig
 P = ParamSpec("P")
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
+_LOOK_AGAIN_SECONDS: Final = 0.2
+"""Between two calls of an actor whose process is not there."""
 
 
 class WorkerActor:
@@ -71,7 +73,10 @@ class WorkerActor:
                 self.restart()
                 seconds *= 2
             except ray.exceptions.ActorUnavailableError:
+                # Ray does not wait with a call until it has noticed that the process has ended.
                 _log.info("%s cannot be reached yet", name)
+                await asyncio.sleep(_LOOK_AGAIN_SECONDS)
+                continue
             except ray.exceptions.ActorDiedError as error:
                 _log.error("Ray gave %s up: %s", name, reason_of(error))
                 self.place_again()
