@@ -92,8 +92,7 @@ class Incarnation:
         if process is not None and (process.has_ended or self._killed):
             await process.ended()  # nobody is left who could answer
             return True
-        # To say who it is takes a process no time, to start a worker as long as its weights.
-        asking = self._actor.call_until_answered(WorkerHost.current, seconds=self._silence_seconds)
+        asking = self._actor.ask_who_it_is(seconds=self._silence_seconds)
         if process is None:
             return await asking != self.info
         ended, answer = asyncio.create_task(process.ended()), asyncio.create_task(asking)

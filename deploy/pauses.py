@@ -8,7 +8,7 @@ import time
 from typing import Any, Final
 
 _FIRST_SECONDS: Final = 0.1
-_LONGEST_SECONDS: Final = 10.0
+LONGEST_SECONDS: Final = 10.0
 _LOOKS: Final = 10
 """At what is waited for, in the time that it may take."""
 
@@ -17,18 +17,22 @@ class Pauses:
     """Each pause is twice as long as the one before, up to a limit.
 
     They begin with the shortest again once there was none for as long as the longest.
+
+    Args:
+        longest_seconds: the limit.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, longest_seconds: float = LONGEST_SECONDS) -> None:
+        self._longest = longest_seconds
         self._next = _FIRST_SECONDS
         self._ended = -math.inf
 
     async def pause(self) -> None:
         """Sleep before the next try."""
-        if time.monotonic() - self._ended > _LONGEST_SECONDS:
+        if time.monotonic() - self._ended > self._longest:
             self._next = _FIRST_SECONDS
         await asyncio.sleep(self._next)
-        self._next = min(2 * self._next, _LONGEST_SECONDS)
+        self._next = min(2 * self._next, self._longest)
         self._ended = time.monotonic()
 
 

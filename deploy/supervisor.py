@@ -173,8 +173,7 @@ class WorkerSupervisor:
 
     async def _restart(self) -> Incarnation:
         """Start the worker in its next process, as often as it takes."""
-        # To say who it is takes a process no time, to start a worker as long as its weights.
-        await self._actor.call_until_answered(WorkerHost.current, seconds=self._timeout)
+        await self._actor.ask_who_it_is(seconds=self._timeout)
         restart = WorkerHost.restart
         async with self._reporting_progress():
             info = await self._actor.call_until_answered(restart, seconds=self._start_seconds)

@@ -9,15 +9,15 @@ from collections.abc import Callable, Coroutine
 from typing import Any, Concatenate, Final, ParamSpec, TypeVar
 
 from kvrelay.deploy.local_ray import ray
-from kvrelay.deploy.pauses import Pauses, is_done_within
+from kvrelay.deploy.pauses import LONGEST_SECONDS, Pauses, is_done_within
 from kvrelay.deploy.worker_host import BUILDERS, WorkerHost, actor_class
 from kvrelay.engine.config import WorkerConfig
+from kvrelay.wire.worker_info import WorkerInfo
 
 P = ParamSpec("P")
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
-_LOOK_AGAIN_SECONDS: Final = 0.2
-"""Between two calls of an actor whose process is not there."""
+_ASK_AGAIN_SECONDS: Final = 0.2
 
 
 class WorkerActor:
@@ -51,7 +51,11 @@ class WorkerActor:
         return result
 
     async def call_until_answered(
-        self, method: Callable[[WorkerHost], Coroutine[Any, Any, T]], *, seconds: float
+        self,
+        method: Callable[[WorkerHost], Coroutine[Any, Any, T]],
+        *,
+        seconds: float,
+        longest_pause_seconds: float = LONGEST_SECONDS,
     ) -> T:
         """Call the actor until it answers, in whatever process.
 
@@ -62,8 +66,9 @@ class WorkerActor:
             method: is called without arguments.
             seconds: after which a process that has not answered is killed; twice as many for
                 each one after it, because one that still imports its modules does not hang.
+            longest_pause_seconds: before it is tried again.
         """
-        name, pauses = self._config.name, Pauses()
+        name, pauses = self._config.name, Pauses(longest_pause_seconds)
         while True:
             answer = asyncio.create_task(self.call(method))
             try:
@@ -73,10 +78,7 @@ class WorkerActor:
                 self.restart()
                 seconds *= 2
             except ray.exceptions.ActorUnavailableError:
-                # Ray does not wait with a call until it has noticed that the process has ended.
                 _log.info("%s cannot be reached yet", name)
-                await asyncio.sleep(_LOOK_AGAIN_SECONDS)
-                continue
             except ray.exceptions.ActorDiedError as error:
                 _log.error("Ray gave %s up: %s", name, reason_of(error))
                 self.place_again()
@@ -86,6 +88,17 @@ class WorkerActor:
             finally:
                 answer.cancel()
             await pauses.pause()
+
+    async def ask_who_it_is(self, *, seconds: float) -> WorkerInfo | None:
+        """Ask until it answers; None: no worker has started in its process yet.
+
+        That takes a process no time, so one that has not answered after `seconds` is killed.
+        Ray fails a call while it has not noticed that a process has ended, so it is soon tried
+        again.
+        """
+        return await self.call_until_answered(
+            WorkerHost.current, seconds=seconds, longest_pause_seconds=_ASK_AGAIN_SECONDS
+        )
 
     def why(self, error: Exception) -> str:
         """Why the worker did not start, in one line."""

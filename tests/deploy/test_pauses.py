@@ -3,7 +3,7 @@ from __future__ import annotations
 import asyncio
 import time
 
-from kvrelay.deploy.pauses import is_done_within
+from kvrelay.deploy.pauses import Pauses, is_done_within
 
 
 async def test_what_comes_in_time_is_waited_for():
@@ -22,3 +22,13 @@ async def test_a_time_in_which_this_loop_did_not_run_does_not_count():
     loop = asyncio.get_running_loop()
     loop.call_soon(time.sleep, 1)
     assert await is_done_within(answer, 0.5)
+
+
+async def test_pauses_double_up_to_their_limit():
+    pauses, seconds = Pauses(longest_seconds=0.4), []
+    for _ in range(4):
+        began = time.monotonic()
+        await pauses.pause()
+        seconds.append(time.monotonic() - began)
+    for least, slept in zip((0.1, 0.2, 0.4, 0.4), seconds, strict=True):
+        assert slept > least - 0.01
