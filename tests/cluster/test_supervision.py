@@ -71,6 +71,16 @@ async def cluster(obedient_workers, orders: Path) -> AsyncIterator[Cluster]:
         yield cluster
 
 
+@pytest.fixture(scope="module")
+async def on_thread(
+    obedient_workers, tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[tuple[ClusterThread, Path]]:
+    """A cluster that is supervised on another thread, and where its orders lie."""
+    folder = tmp_path_factory.mktemp("orders")
+    async with ClusterThread(make_configs(folder)[:2]) as cluster:
+        yield cluster, folder
+
+
 async def next_life(cluster: Cluster | ClusterThread, before: WorkerInfo) -> WorkerInfo:
     """The incarnation that follows `before`, once discovery has it."""
     async with asyncio.timeout(SECONDS):
@@ -260,15 +270,14 @@ async def test_a_process_that_takes_long_to_begin_is_not_killed_for_ever(
 
 
 async def test_a_stall_of_the_routers_loop_costs_no_worker(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    on_thread: tuple[ClusterThread, Path], caplog: pytest.LogCaptureFixture
 ):
-    configs = [replace(one, worker_timeout=2.5) for one in make_configs(tmp_path)]
-    async with ClusterThread(configs) as cluster:
-        before = dict(cluster.workers)
-        await heartbeat_begins(tmp_path, "decode-0", seconds=1.5)
-        time.sleep(3.5)  # noqa: ASYNC251 (the stall)
-        await heartbeat_begins(tmp_path, "decode-0", seconds=0)
-        assert cluster.workers == before
+    cluster, folder = on_thread
+    before = dict(cluster.workers)
+    await heartbeat_begins(folder, "decode-0", seconds=TIMEOUT_SECONDS / 2)
+    time.sleep(TIMEOUT_SECONDS + 1)  # noqa: ASYNC251 (the stall)
+    await heartbeat_begins(folder, "decode-0", seconds=0)
+    assert cluster.workers == before
     assert "is lost" not in caplog.text
 
 
@@ -278,37 +287,41 @@ async def heartbeat_begins(orders: Path, worker: str, *, seconds: float) -> None
     await until(lambda: not (orders / f"{worker}.heartbeat").exists())
 
 
-async def test_a_dead_worker_is_replaced_while_the_routers_loop_stalls(tmp_path: Path):
-    async with ClusterThread(make_configs(tmp_path)) as cluster:
-        first = cluster.workers["decode-0"]
-        os.kill(first.pid, signal.SIGKILL)
-        give_up_at = time.monotonic() + SECONDS
-        while not was_told(tmp_path, "prefill-0", first):
-            assert time.monotonic() < give_up_at
-            time.sleep(0.02)  # noqa: ASYNC251 (the stall)
-        assert cluster.workers["decode-0"] == first, "this loop has not run since"
-        await cluster.discovery.changed()
-        await until(lambda: first in cluster.discovery.awaited() or "decode-0" in cluster.workers)
-        second = await next_life(cluster, first)
-        listed = {one.incarnation for one in cluster.discovery.endpoints()}
-        assert second.incarnation in listed
-        assert first.incarnation not in listed
+async def test_a_dead_worker_is_replaced_while_the_routers_loop_stalls(
+    on_thread: tuple[ClusterThread, Path],
+):
+    cluster, folder = on_thread
+    first = cluster.workers["decode-0"]
+    os.kill(first.pid, signal.SIGKILL)
+    give_up_at = time.monotonic() + SECONDS
+    while not was_told(folder, "prefill-0", first):
+        assert time.monotonic() < give_up_at
+        time.sleep(0.02)  # noqa: ASYNC251 (the stall)
+    assert cluster.workers["decode-0"] == first, "this loop has not run since"
+    await cluster.discovery.changed()
+    await until(lambda: first in cluster.discovery.awaited() or "decode-0" in cluster.workers)
+    second = await next_life(cluster, first)
+    listed = {one.incarnation for one in cluster.discovery.endpoints()}
+    assert second.incarnation in listed
+    assert first.incarnation not in listed
 
 
-async def test_a_drain_on_another_thread_tells_of_its_phases(tmp_path: Path):
-    async with ClusterThread(make_configs(tmp_path)) as cluster:
-        first = cluster.workers["prefill-0"]
-        give_order(tmp_path, "prefill-0", "leave", "now")
-        steps = []
-        async with asyncio.timeout(SECONDS):
-            async for step in cluster.drain("prefill-0", remove=False):
-                steps.append(step)
-                if step.phase is not DrainPhase.DRAINING:
-                    assert cluster.workers.get("prefill-0") != first, "the list is no older"
-        assert [step.phase for step in steps] == list(DrainPhase)
-        assert cluster.workers["prefill-0"].incarnation == steps[-1].incarnation
-        with pytest.raises(UnknownWorker):
-            await anext(cluster.drain("decode-9", remove=False))
+async def test_a_drain_on_another_thread_tells_of_its_phases(
+    on_thread: tuple[ClusterThread, Path],
+):
+    cluster, folder = on_thread
+    first = cluster.workers["prefill-0"]
+    give_order(folder, "prefill-0", "leave", "now")
+    steps = []
+    async with asyncio.timeout(SECONDS):
+        async for step in cluster.drain("prefill-0", remove=False):
+            steps.append(step)
+            if step.phase is not DrainPhase.DRAINING:
+                assert cluster.workers.get("prefill-0") != first, "the list is no older"
+    assert [step.phase for step in steps] == list(DrainPhase)
+    assert cluster.workers["prefill-0"].incarnation == steps[-1].incarnation
+    with pytest.raises(UnknownWorker):
+        await anext(cluster.drain("decode-9", remove=False))
 
 
 async def drained_by_signal(cluster: Cluster, worker: str) -> None:
