@@ -5,18 +5,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 
 import pytest
 
 from kvrelay.engine.faults import Phase
+from kvrelay.wire.worker_info import WorkerInfo
 from tests.chaos.__main__ import SHORT_TIMEOUT_S
 from tests.chaos.cells import Cell, Harm, Victim
 from tests.chaos.cluster import ChaosCluster, chaos_cluster, samples
 from tests.chaos.experiment import experiment
 from tests.chaos.load import Case, Load, check, make_cases
-from tests.chaos.two_networks import two_networks, why_not
+from tests.chaos.two_networks import Link, two_networks, why_not
 
 KV_MEMORY = 640 << 10
 """Two requests fit, or three: whoever comes next takes the pages of one that has just gone."""
@@ -25,12 +27,15 @@ pytestmark = pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
 
 
 @pytest.fixture(scope="module")
-async def chaos(ray, tiny) -> AsyncIterator[ChaosCluster]:
-    with two_networks():
-        async with chaos_cluster(
-            tiny, worker_timeout=SHORT_TIMEOUT_S, kv_memory=KV_MEMORY
-        ) as cluster:
-            yield cluster
+def link() -> Iterator[Link]:
+    with two_networks() as link:
+        yield link
+
+
+@pytest.fixture(scope="module")
+async def chaos(ray, tiny, link: Link) -> AsyncIterator[ChaosCluster]:
+    async with chaos_cluster(tiny, worker_timeout=SHORT_TIMEOUT_S, kv_memory=KV_MEMORY) as cluster:
+        yield cluster
 
 
 @pytest.fixture(scope="module")
@@ -40,12 +45,25 @@ async def expected(chaos: ChaosCluster) -> dict[Case, list[int]]:
 
 async def quarantined(chaos: ChaosCluster) -> float:
     """Pages of decode workers that bytes may still come for."""
-    workers = chaos.cluster.workers.items()
-    told = [await samples(info) for name, info in workers if name.startswith("decode")]
+    return await total(chaos, "kvrelay_pages", state="quarantined")
+
+
+def decode_workers(chaos: ChaosCluster) -> list[WorkerInfo]:
+    return [info for name, info in chaos.cluster.workers.items() if name.startswith("decode")]
+
+
+async def failed_reads(chaos: ChaosCluster) -> float:
+    """Of decode workers; probes do not count."""
+    return await total(chaos, "kvrelay_transfers_total", result="failed")
+
+
+async def total(chaos: ChaosCluster, name: str, **labels: str) -> float:
+    """The sum of a metric's samples with these labels, of all decode workers."""
+    told = [await samples(info) for info in decode_workers(chaos)]
     return sum(
         one.value
         for one in itertools.chain(*told)
-        if one.name == "kvrelay_pages" and one.labels["state"] == "quarantined"
+        if one.name == name and labels.items() <= one.labels.items()
     )
 
 
@@ -61,6 +79,28 @@ async def test_scenario_34_bytes_that_come_after_an_abort_change_no_token(
     assert sum(outcome.aborted for outcome in outcomes) > 20
     assert most > 0, "no abort came while a read was running"
     await chaos.until_at_rest()
+
+
+@pytest.mark.slow
+async def test_connections_that_break_are_made_again(
+    chaos: ChaosCluster, link: Link, expected: dict[Case, list[int]]
+):
+    """Decode workers have every page back, and do not restart for it.
+
+    A prefill worker may die of it, within UCX: see docs/lab.md, "connections that break".
+    """
+    before = decode_workers(chaos)
+    load = Load(chaos.router.current, list(expected), chaos.bound, clients=8)
+    for cut in range(1, 4):
+        failed = await failed_reads(chaos)
+        assert link.cut()
+        while await failed_reads(chaos) == failed:
+            await asyncio.sleep(0.1)
+        await load.warm(20 * cut)
+    outcomes = await load.stop()
+    assert not check(outcomes, expected, may_be_lost=False)
+    await chaos.until_at_rest()
+    assert decode_workers(chaos) == before
 
 
 CELLS = [
