@@ -137,5 +137,7 @@ SHORT = (
     Cell(Harm.STOP_FOR_GOOD, Victim.DECODE, Phase.PULLED),
     Cell(Harm.FAIL, Victim.PREFILL, Phase.ANNOUNCED),
     Cell(Harm.RESTART, Victim.PREFILL, Phase.ANNOUNCED),
+    Cell(Harm.FAIL_REQUEST, Victim.DECODE, Phase.DECODING),
+    Cell(Harm.BREAK_DEVICE, Victim.DECODE, Phase.DECODING),
 )
 """The cells that `make chaos-short` runs, a few seconds each."""
