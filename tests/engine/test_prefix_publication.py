@@ -13,7 +13,7 @@ from kvrelay.wire.output import EndReason
 from tests.engine.simulation import SimRequest, Simulation, SimWorker, reference
 from tests.engine.test_scenarios import CHUNK, one_pair, step_until
 
-PROMPT = [random.Random(0).randrange(97) for _ in range(80)]
+PROMPT = random.Random(0).choices(range(97), k=80)
 WINDOWS = pytest.mark.parametrize("windows", [(None,), (None, 7)], ids=["full", "hybrid"])
 
 

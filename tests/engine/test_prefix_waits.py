@@ -32,7 +32,7 @@ from tests.engine.test_scenarios import step_until
 from tests.engine.test_virtual_time import Clockwork
 from tests.known import known
 
-PREFIX = [random.Random(11).randrange(97) for _ in range(240)]
+PREFIX = random.Random(11).choices(range(97), k=240)
 NUMBER = 64
 OUTPUT = 4
 
