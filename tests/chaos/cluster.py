@@ -30,7 +30,7 @@ from kvrelay.engine.config import WorkerConfig
 from kvrelay.engine.faults import Fault
 from kvrelay.v1 import inference_pb2, inference_pb2_grpc
 from kvrelay.wire.worker_info import WorkerInfo
-from tests.chaos.load import Case, ask
+from tests.chaos.load import Case, Expected, ask
 from tests.chaos.router_process import to_line
 
 ANY_PORT = Address("127.0.0.1", 0)
@@ -92,7 +92,7 @@ class RouterProcess:
         self._feeding: asyncio.Task[None] | None = None
         self._channels: list[grpc.aio.Channel] = []
         self._up = asyncio.Event()
-        self.address = ""
+        self.address = self.metrics_address = ""
         self.stub: inference_pb2_grpc.InferenceServiceStub
 
     @property
@@ -115,8 +115,9 @@ class RouterProcess:
         self._feeding = asyncio.create_task(self._feed(self._process))
         assert self._process.stdout is not None
         async with asyncio.timeout(START_S):
-            self.address = (await self._process.stdout.readline()).decode().strip()
-        assert self.address, "the router did not start"
+            said = (await self._process.stdout.readline()).decode().split()
+        assert said, "the router did not start"
+        self.address, self.metrics_address = said
         options = [("grpc.use_local_subchannel_pool", 1), ("grpc.enable_http_proxy", 0)]
         self._channels.append(grpc.aio.insecure_channel(self.address, options))
         self.stub = inference_pb2_grpc.InferenceServiceStub(self._channels[-1])
@@ -167,7 +168,7 @@ class ChaosCluster:
         self.bound = bound_of(timeout)
         """Seconds within which every request is to have its end."""
 
-    async def learn(self, cases: Sequence[Case]) -> dict[Case, list[int]]:
+    async def learn(self, cases: Sequence[Case]) -> Expected:
         """Each case's tokens in a run without faults."""
         expected = {}
         for case in cases:

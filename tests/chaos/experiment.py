@@ -16,7 +16,7 @@ from kvrelay.router.errors import CannotDrain
 from kvrelay.wire.worker_info import WorkerInfo
 from tests.chaos.cells import BAD, FORWARD_FAULTS, MESSAGE_ACTIONS, SURVIVED, Cell, Harm, Victim
 from tests.chaos.cluster import ChaosCluster, is_gone, samples, wake
-from tests.chaos.load import Case, Load, Outcome, ask, check
+from tests.chaos.load import Case, Expected, Load, Outcome, ask, check
 
 STOP_S = 5.0
 DELAY_S = 1.0
@@ -52,7 +52,7 @@ class Report:
 
 
 async def experiment(
-    chaos: ChaosCluster, cell: Cell, expected: dict[Case, list[int]], *, stop_s: float = STOP_S
+    chaos: ChaosCluster, cell: Cell, expected: Expected, *, stop_s: float = STOP_S
 ) -> Report:
     """Do the harm under load, wait until the cluster has recovered, and report what was wrong."""
     report, begun = Report(cell), time.monotonic()
@@ -106,16 +106,14 @@ def _victim_name(cell: Cell) -> str:
     return f"{'prefill' if cell.victim is Victim.PREFILL else 'decode'}-{number}"
 
 
-async def _probe(chaos: ChaosCluster, expected: dict[Case, list[int]]) -> list[str]:
+async def _probe(chaos: ChaosCluster, expected: Expected) -> list[str]:
     """Send eight requests at once, twice as many as there are pairs of workers."""
     load = Load(chaos.router.current, list(expected), chaos.bound, seed=1, clients=8)
     await load.warm(1)
     return check(await load.stop(), expected, may_be_lost=False)
 
 
-async def _harm(
-    chaos: ChaosCluster, cell: Cell, expected: dict[Case, list[int]], stop_s: float
-) -> list[str]:
+async def _harm(chaos: ChaosCluster, cell: Cell, expected: Expected, stop_s: float) -> list[str]:
     if cell.harm in MESSAGE_ACTIONS:
         return await _harm_message(chaos, cell)
     if cell.harm in FORWARD_FAULTS:
@@ -133,9 +131,7 @@ async def _harm_message(chaos: ChaosCluster, cell: Cell) -> list[str]:
     return []
 
 
-async def _harm_forward(
-    chaos: ChaosCluster, cell: Cell, expected: dict[Case, list[int]]
-) -> list[str]:
+async def _harm_forward(chaos: ChaosCluster, cell: Cell, expected: Expected) -> list[str]:
     before = chaos.worker(_victim_name(cell))
     fault = FORWARD_FAULTS[cell.harm]
     if cell.harm is Harm.FAIL_REQUEST:

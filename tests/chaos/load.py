@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import random
 import time
+import uuid
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
+from enum import Enum, auto
 from typing import Any
 
 import grpc
@@ -21,19 +23,58 @@ class Case:
     prompt: tuple[int, ...]
     sampling: tuple[tuple[str, Any], ...]
 
+    @property
+    def choices(self) -> int:
+        """Outputs that it asks for."""
+        return int(dict(self.sampling).get("n", 1))
 
-def make_cases(seed: int = 0, count: int = 8) -> list[Case]:
+
+Expected = dict[Case, list[list[int]]]
+"""The tokens of each choice of each case, in a run without faults."""
+
+
+class When(Enum):
+    """When a client aborts its request by a call."""
+
+    BEFORE = auto()
+    """There is no such request yet: that changes nothing."""
+    DURING = auto()
+    AFTER = auto()
+    """It has ended: that changes nothing."""
+
+
+@dataclass(frozen=True)
+class Abort:
+    """What a client does to a request of its own."""
+
+    after_messages: int
+    """Of its stream, before it leaves, or aborts."""
+    when: When | None = None
+    """None: it leaves without a word."""
+
+
+def random_abort(rng: random.Random) -> Abort:
+    """Half of them leave, half call `Abort`."""
+    when = rng.choice([None, None, None, When.BEFORE, When.DURING, When.AFTER])
+    return Abort(rng.randint(1, 20), when)
+
+
+def make_cases(
+    seed: int = 0, count: int = 8, *, vocab_size: int = 500, most_choices: int = 1
+) -> list[Case]:
     """Greedy and sampled requests of several lengths; some share the first 90 tokens."""
     rng = random.Random(seed)
-    shared = tuple(rng.randrange(500) for _ in range(90))
+    shared = tuple(rng.randrange(vocab_size) for _ in range(90))
     cases = []
     for number in range(count):
-        prompt = tuple(rng.randrange(500) for _ in range(rng.choice((7, 40, 90, 160))))
+        prompt = tuple(rng.randrange(vocab_size) for _ in range(rng.choice((7, 40, 90, 160))))
         sampling: dict[str, Any] = {"max_tokens": rng.randint(16, 48), "ignore_eos": True}
         if number % 2:
             sampling |= {"temperature": 0.9, "top_p": 0.95, "seed": number}
         else:
             sampling |= {"temperature": 0.0}
+        if most_choices > 1:
+            sampling |= {"n": rng.randint(1, most_choices)}
         cases.append(Case(shared + prompt if number % 4 == 3 else prompt, (*sampling.items(),)))
     return cases
 
@@ -43,43 +84,57 @@ class Outcome:
     """How one request ended."""
 
     case: Case
-    tokens: list[int] = field(default_factory=list)
+    tokens: list[list[int]] = field(init=False)
+    """Of each choice."""
     completed: bool = False
     aborted: bool = False
     status: grpc.StatusCode | None = None
     detail: str = ""
     seconds: float = 0.0
 
+    def __post_init__(self) -> None:
+        self.tokens = [[] for _ in range(self.case.choices)]
+
 
 async def ask(
     stub: inference_pb2_grpc.InferenceServiceStub,
     case: Case,
     bound: float,
-    abort_after: int | None = None,
+    abort: Abort | None = None,
     request_id: str = "",
 ) -> Outcome:
-    """Send one request and wait for its end. `abort_after` so many messages it is cancelled."""
-    request = inference_pb2.GenerateRequest(request_id=request_id)
+    """Send one request and wait for its end, or for that of its client's patience."""
+    request = inference_pb2.GenerateRequest(request_id=request_id or uuid.uuid4().hex)
     request.input_ids.ids.extend(case.prompt)
     request.sampling_params.CopyFrom(inference_pb2.SamplingParams(**dict(case.sampling)))
     outcome, begun = Outcome(case), time.monotonic()
-    call = stub.Generate(request, timeout=bound)
+    by_id = inference_pb2.AbortRequest(request_id=request.request_id)
+    when = abort.when if abort is not None else None
+    call = None
     try:
-        left = abort_after
+        if when is When.BEFORE:
+            assert not (await stub.Abort(by_id)).aborted, "nobody has asked for it yet"
+        call = stub.Generate(request, timeout=bound)
+        ends = abort is not None and when in (None, When.DURING)
+        messages = 0
         async for response in call:
-            outcome.tokens += response.delta.token_ids
+            messages += 1
             if response.HasField("complete"):
-                outcome.completed = True
-            if left is not None:
-                left -= 1
-                if left <= 0:
-                    outcome.aborted = True
+                outcome.completed = not outcome.aborted
+                continue
+            outcome.tokens[response.delta.choice] += response.delta.token_ids
+            if ends and abort is not None and messages == abort.after_messages:
+                outcome.aborted = True
+                if when is None:
                     call.cancel()
                     break
+                await stub.Abort(by_id)  # false if it has just ended
+        if when is When.AFTER:
+            assert not (await stub.Abort(by_id)).aborted, "it has ended"
     except grpc.aio.AioRpcError as error:
         outcome.status, outcome.detail = error.code(), error.details() or ""
     except asyncio.CancelledError:
-        if not call.cancelled():
+        if call is None or not call.cancelled():
             raise
         outcome.aborted = True
     outcome.seconds = time.monotonic() - begun
@@ -93,7 +148,7 @@ class Load:
         stub: returns a stub of the router that runs now.
         cases: what they ask, chosen at random.
         bound: seconds after which a request fails.
-        aborts: the share of requests whose client cancels early.
+        aborts: the share of requests whose client leaves early, or calls `Abort` at some time.
     """
 
     def __init__(
@@ -127,18 +182,14 @@ class Load:
 
     async def _run(self, rng: random.Random) -> None:
         while not self._stopping:
-            abort_after = rng.randint(1, 20) if rng.random() < self._aborts else None
-            outcome = await ask(
-                await self._stub(), rng.choice(self._cases), self._bound, abort_after
-            )
+            abort = random_abort(rng) if rng.random() < self._aborts else None
+            outcome = await ask(await self._stub(), rng.choice(self._cases), self._bound, abort)
             self.outcomes.append(outcome)
             if outcome.status is not None:
                 await asyncio.sleep(0.1)  # as a client that is refused does
 
 
-def check(
-    outcomes: Sequence[Outcome], expected: dict[Case, list[int]], *, may_be_lost: bool
-) -> list[str]:
+def check(outcomes: Sequence[Outcome], expected: Expected, *, may_be_lost: bool) -> list[str]:
     """List what is wrong: wrong tokens, and requests that failed without a reason.
 
     Args:
@@ -151,7 +202,9 @@ def check(
         if outcome.completed:
             if outcome.tokens != right:
                 wrong.append(f"wrong tokens: {outcome.tokens} for {right}")
-        elif outcome.tokens != right[: len(outcome.tokens)]:
+        elif any(
+            said != whole[: len(said)] for said, whole in zip(outcome.tokens, right, strict=True)
+        ):
             wrong.append(f"wrong tokens before its end: {outcome.tokens} for {right}")
         elif not outcome.aborted and not (
             may_be_lost and outcome.status is grpc.StatusCode.UNAVAILABLE

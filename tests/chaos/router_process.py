@@ -52,7 +52,8 @@ async def main(model: Path, address: str) -> None:
     router = Router(config, discovery)
     await router.start()
     await router.wait_ready()
-    print(router.grpc_address, flush=True)  # noqa: T201 (it is read by whoever started this)
+    # Read by whoever started this.
+    print(router.grpc_address, router.metrics_address, flush=True)  # noqa: T201
     while line := await reader.readline():
         discovery.replace(*from_line(line))
     await router.stop()

@@ -5,6 +5,11 @@ minute the load pauses, and every page must be free again. At the end it prints 
 each process has gained, if it lived for two minutes. A process that lived for ten minutes and
 grew by more than half a MiB a minute is a failure. The first worker of each role and this
 process are never killed.
+
+`--signals` is another kind of it, from outside: the default model in float32, several choices,
+signals to any worker in place of faults inside (SIGKILL, SIGTERM, SIGSTOP for good and for a
+time), and small pools. A request that came when a role had lost all of its workers may be told
+to try again; every other one must complete, with the tokens of an undisturbed run.
 """
 
 from __future__ import annotations
@@ -17,7 +22,7 @@ import sys
 import tempfile
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -25,12 +30,17 @@ import numpy as np
 import psutil
 
 from kvrelay.deploy.local_ray import LocalRay
+from kvrelay.deploy.models import resolve_model, users_models
+from kvrelay.deploy.options import DEFAULT_MODEL
 from kvrelay.engine.faults import Action, Event, Fault, Phase
 from tests.chaos.cluster import ChaosCluster, chaos_cluster
-from tests.chaos.load import Case, Load, Outcome, check, make_cases
+from tests.chaos.load import Case, Expected, Load, Outcome, check, make_cases
+from tests.chaos.signals import Signals
 from tests.checkpoints import make_checkpoint
 
 WORKER_TIMEOUT_S = 8.0
+SLOW_WORKER_TIMEOUT_S = 12.0
+"""Of a model that computes for longer."""
 ROUND_S = 60.0
 SETTLED_S = 60.0
 """Growth before this age is not counted, because a process still warms up."""
@@ -90,16 +100,72 @@ def random_fault(rng: random.Random, chaos: ChaosCluster) -> tuple[str, Fault]:
     return f"{role}-1", Fault(action, rng.choice(own[role]), rng.randint(1, 4), seconds=seconds)
 
 
-async def soak(model: Path, minutes: float, seed: int) -> int:
+class Faults:
+    """Arms random faults inside the workers."""
+
+    def __init__(self, chaos: ChaosCluster, rng: random.Random) -> None:
+        self._chaos = chaos
+        self._rng = rng
+
+    async def send_one(self) -> str:
+        """Arm one; returns which, or why none was armed."""
+        name, fault = random_fault(self._rng, self._chaos)
+        if name not in self._chaos.cluster.workers:
+            return "nobody to harm"
+        try:
+            async with asyncio.timeout(5):
+                await self._chaos.arm(name, fault)
+        except Exception as error:  # it is being replaced
+            return f"not armed: {type(error).__name__}"
+        return f"{fault.action}"
+
+    async def settle(self) -> None:
+        """Disarm what has not happened yet."""
+        for name in list(self._chaos.cluster.workers):
+            await self._chaos.arm(name)
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What is run, and how it is disturbed."""
+
+    disturbance: type[Faults | Signals]
+    dtype: str
+    worker_timeout: float
+    kv_memory: int
+    cases: Callable[[int], list[Case]]
+    may_be_lost: bool
+    """Requests may be told to try again."""
+
+
+FROM_INSIDE = Kind(
+    Faults, "float64", WORKER_TIMEOUT_S, 4 * MIB, lambda seed: make_cases(seed, 24), False
+)
+FROM_OUTSIDE = Kind(
+    Signals,
+    "float32",
+    SLOW_WORKER_TIMEOUT_S,
+    48 * MIB,
+    lambda seed: make_cases(seed, 16, vocab_size=49_000, most_choices=3),
+    True,
+)
+
+
+async def soak(model: Path, minutes: float, seed: int, kind: Kind = FROM_INSIDE) -> int:
     """Run the soak; returns how many things were wrong."""
     rng, wrong, memory = random.Random(seed), 0, Memory()
     totals: Counter[str] = Counter()
-    async with chaos_cluster(model, worker_timeout=WORKER_TIMEOUT_S, dtype="float64") as chaos:
-        expected = await chaos.learn(make_cases(seed, 24))
+    async with chaos_cluster(
+        model, worker_timeout=kind.worker_timeout, dtype=kind.dtype, kv_memory=kind.kv_memory
+    ) as chaos:
+        expected = await chaos.learn(kind.cases(seed))
+        disturbance = kind.disturbance(chaos, rng)
+        _say(f"{len(expected)} cases are known")
         ends = time.monotonic() + minutes * 60
         while time.monotonic() < ends:
-            faults = await _round(chaos, expected, rng, min(ROUND_S, minutes * 60), memory, totals)
-            wrong += await _settle(chaos, expected, faults)
+            seconds = min(ROUND_S, minutes * 60)
+            outcomes = await _round(chaos, expected, disturbance, rng, seconds, memory, totals)
+            wrong += await _settle(chaos, expected, disturbance, outcomes, kind.may_be_lost)
             killed = rng.random() < 0.3
             if killed:  # between rounds, so that the streams of a round all have their ends
                 await chaos.replace_router(same_address=rng.random() < 0.5)
@@ -113,7 +179,8 @@ async def soak(model: Path, minutes: float, seed: int) -> int:
 
 async def _round(
     chaos: ChaosCluster,
-    expected: dict[Case, list[int]],
+    expected: Expected,
+    disturbance: Faults | Signals,
     rng: random.Random,
     seconds: float,
     memory: Memory,
@@ -125,34 +192,34 @@ async def _round(
     )
     ends = time.monotonic() + seconds
     while time.monotonic() < ends:
-        name, fault = random_fault(rng, chaos)
-        if name in chaos.cluster.workers:
-            try:
-                async with asyncio.timeout(5):
-                    await chaos.arm(name, fault)
-                totals[f"{fault.action}"] += 1
-            except Exception as error:  # it is being replaced
-                totals[f"not armed: {type(error).__name__}"] += 1
+        totals[await disturbance.send_one()] += 1
         memory.look(chaos)
         await asyncio.sleep(rng.uniform(1, 8))
     outcomes = await load.stop()
     totals["requests"] += len(outcomes)
     totals["aborted"] += sum(outcome.aborted for outcome in outcomes)
+    lost = [one for one in outcomes if one.status is not None and not one.aborted]
+    totals["lost"] += len(lost)
+    for one in lost:
+        _say(f"lost after {one.seconds:.1f} s: {one.status}: {one.detail}")
     return outcomes
 
 
 async def _settle(
-    chaos: ChaosCluster, expected: dict[Case, list[int]], outcomes: list[Outcome]
+    chaos: ChaosCluster,
+    expected: Expected,
+    disturbance: Faults | Signals,
+    outcomes: list[Outcome],
+    may_be_lost: bool,
 ) -> int:
     """Wait until every page is free and check all tokens; returns how many things were wrong."""
-    problems = check(outcomes, expected, may_be_lost=False)
+    problems = check(outcomes, expected, may_be_lost=may_be_lost)
     try:
         for _ in range(600):
             if len(chaos.cluster.workers) == 4:
                 break
             await asyncio.sleep(0.1)
-        for name in list(chaos.cluster.workers):
-            await chaos.arm(name)  # disarm what has not happened yet
+        await disturbance.settle()
         await chaos.until_at_rest()
     except Exception as error:
         problems.append(f"{type(error).__name__}: {error}")
@@ -169,10 +236,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--minutes", type=float, default=20)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--signals", action="store_true", help="disturb it from outside")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder, LocalRay(workers=4):
-        model = make_checkpoint(Path(folder) / "llama")
-        wrong = asyncio.run(soak(model, options.minutes, options.seed))
+        if options.signals:
+            model = resolve_model(DEFAULT_MODEL, "bfloat16", users_models(), lambda _: None).path
+        else:
+            model = make_checkpoint(Path(folder) / "llama")
+        kind = FROM_OUTSIDE if options.signals else FROM_INSIDE
+        wrong = asyncio.run(soak(model, options.minutes, options.seed, kind))
     _say(f"{wrong} things went wrong")
     sys.exit(bool(wrong))
 

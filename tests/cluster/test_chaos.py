@@ -18,7 +18,7 @@ from tests.chaos.__main__ import SHORT_TIMEOUT_S
 from tests.chaos.cells import SHORT, Cell
 from tests.chaos.cluster import ChaosCluster, chaos_cluster, wake
 from tests.chaos.experiment import experiment
-from tests.chaos.load import Case, Load, ask, check, make_cases
+from tests.chaos.load import Abort, Expected, Load, ask, check, make_cases
 from tests.cluster.running import running
 
 
@@ -29,27 +29,29 @@ async def chaos(ray, tiny) -> AsyncIterator[ChaosCluster]:
 
 
 @pytest.fixture(scope="module")
-async def expected(chaos: ChaosCluster) -> dict[Case, list[int]]:
+async def expected(chaos: ChaosCluster) -> Expected:
     return await chaos.learn(make_cases())
 
 
 @pytest.mark.parametrize("cell", SHORT, ids=str)
 @pytest.mark.filterwarnings("ignore::ResourceWarning")
-async def test_nobody_notices(chaos: ChaosCluster, expected: dict[Case, list[int]], cell: Cell):
+async def test_nobody_notices(chaos: ChaosCluster, expected: Expected, cell: Cell):
     """Scenario 40 is among them: the restart at the same address."""
     report = await experiment(chaos, cell, expected)
     assert not report.problems
 
 
 async def test_scenario_34_abort_while_a_slow_read_writes_its_pages(
-    chaos: ChaosCluster, expected: dict[Case, list[int]]
+    chaos: ChaosCluster, expected: Expected
 ):
     """The reads begin when their request has long gone, and others have come."""
     cases = list(expected)
     for number in range(2):
         late = [Fault(Action.DELAY, Event.PULL, nth=n, seconds=0.5) for n in range(1, 4)]
         await chaos.arm(f"decode-{number}", *late)
-    aborted = [asyncio.create_task(ask(chaos.router.stub, case, 60.0, 1)) for case in cases[:3]]
+    aborted = [
+        asyncio.create_task(ask(chaos.router.stub, case, 60.0, Abort(1))) for case in cases[:3]
+    ]
     await asyncio.gather(*aborted)
     others = await asyncio.gather(*(ask(chaos.router.stub, case, 60.0) for case in cases * 2))
     for other in others:
@@ -62,7 +64,7 @@ async def test_scenario_34_abort_while_a_slow_read_writes_its_pages(
 @pytest.mark.parametrize("name", ["decode-0", "prefill-0"])
 async def test_a_worker_that_cannot_be_killed_does_no_harm_when_it_wakes(
     chaos: ChaosCluster,
-    expected: dict[Case, list[int]],
+    expected: Expected,
     monkeypatch: pytest.MonkeyPatch,
     name: str,
 ):

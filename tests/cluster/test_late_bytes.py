@@ -17,7 +17,7 @@ from tests.chaos.__main__ import SHORT_TIMEOUT_S
 from tests.chaos.cells import Cell, Harm, Victim
 from tests.chaos.cluster import ChaosCluster, chaos_cluster, samples
 from tests.chaos.experiment import experiment
-from tests.chaos.load import Case, Load, check, make_cases
+from tests.chaos.load import Expected, Load, check, make_cases
 from tests.chaos.two_networks import Link, two_networks, why_not
 
 KV_MEMORY = 640 << 10
@@ -39,7 +39,7 @@ async def chaos(ray, tiny, link: Link) -> AsyncIterator[ChaosCluster]:
 
 
 @pytest.fixture(scope="module")
-async def expected(chaos: ChaosCluster) -> dict[Case, list[int]]:
+async def expected(chaos: ChaosCluster) -> Expected:
     return await chaos.learn(make_cases())
 
 
@@ -68,7 +68,7 @@ async def total(chaos: ChaosCluster, name: str, **labels: str) -> float:
 
 
 async def test_scenario_34_bytes_that_come_after_an_abort_change_no_token(
-    chaos: ChaosCluster, expected: dict[Case, list[int]]
+    chaos: ChaosCluster, expected: Expected
 ):
     load = Load(chaos.router.current, list(expected), chaos.bound, clients=8, aborts=0.6)
     most = 0.0
@@ -83,7 +83,7 @@ async def test_scenario_34_bytes_that_come_after_an_abort_change_no_token(
 
 @pytest.mark.slow
 async def test_connections_that_break_are_made_again(
-    chaos: ChaosCluster, link: Link, expected: dict[Case, list[int]]
+    chaos: ChaosCluster, link: Link, expected: Expected
 ):
     """Decode workers have every page back, and do not restart for it.
 
@@ -119,6 +119,6 @@ CELLS = [
 @pytest.mark.slow
 @pytest.mark.parametrize("cell", CELLS, ids=str)
 @pytest.mark.filterwarnings("ignore::ResourceWarning")
-async def test_nobody_notices(chaos: ChaosCluster, expected: dict[Case, list[int]], cell: Cell):
+async def test_nobody_notices(chaos: ChaosCluster, expected: Expected, cell: Cell):
     report = await experiment(chaos, cell, expected, stop_s=SHORT_TIMEOUT_S / 2)
     assert not report.problems

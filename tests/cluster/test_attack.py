@@ -1,0 +1,103 @@
+"""A cluster under attack: nobody else notices, nothing dies, and no process grows."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+
+import psutil
+import pytest
+
+from tests.chaos.cluster import ChaosCluster, chaos_cluster
+from tests.chaos.load import Load, check, make_cases
+
+MIB = 1 << 20
+WORKER_TIMEOUT_S = 15.0
+SLACK_MIB = 64.0
+Peaks = dict[str, float]
+"""MiB of each process."""
+
+
+def targets(chaos: ChaosCluster) -> list[str]:
+    told = ["--router", chaos.router.address, "--metrics", chaos.router.metrics_address]
+    for worker in chaos.cluster.workers.values():
+        told += ["--worker", worker.address, "--metrics", worker.metrics_address]
+    return told
+
+
+@asynccontextmanager
+async def attacked(arguments: Sequence[str], counts: dict[str, int]) -> AsyncIterator[None]:
+    """The attack goes on as long as this context; then `counts` has what it has done."""
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "tests.chaos.attack", *arguments),
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+    )
+    try:
+        yield
+        assert process.returncode is None, "the attack has ended by itself"
+        said, _ = await asyncio.wait_for(process.communicate(b""), 60)
+        counts |= json.loads(said)
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+
+
+def memory(chaos: ChaosCluster) -> Peaks:
+    """MiB of each process of the cluster."""
+    pids = {name: worker.pid for name, worker in chaos.cluster.workers.items()}
+    pids["router"] = chaos.router.pid
+    return {name: psutil.Process(pid).memory_info().rss / MIB for name, pid in pids.items()}
+
+
+async def attack(chaos: ChaosCluster, seconds: float, connections: int) -> None:
+    """Attack for so long, and check what others saw of it.
+
+    The memory of every process is flat if in the second half of the attack it is not above what
+    it was in the first, but for `SLACK_MIB`.
+    """
+    expected = await chaos.learn(make_cases())
+    load = Load(chaos.router.current, list(expected), chaos.bound, clients=3)
+    await load.warm(6)
+    workers, router = dict(chaos.cluster.workers), chaos.router.pid
+    halves: tuple[Peaks, Peaks] = {}, {}
+    counts: dict[str, int] = {}
+    async with attacked([*targets(chaos), "--connections", str(connections)], counts):
+        begun, before = time.monotonic(), len(load.outcomes)
+        while (passed := time.monotonic() - begun) < seconds:
+            for name, mib in memory(chaos).items():
+                half = halves[passed > seconds / 2]
+                half[name] = max(half.get(name, 0.0), mib)
+            await asyncio.sleep(1)
+        served = len(load.outcomes) - before
+    outcomes = await load.stop()
+    assert not check(outcomes, expected, may_be_lost=False)
+    assert served > seconds / 4, "others were hardly served"
+    assert dict(chaos.cluster.workers) == workers, "a worker was replaced"
+    assert (chaos.router.pid, chaos.router.alive) == (router, True)
+    grown = {name: halves[1][name] - halves[0][name] for name in halves[0]}
+    assert all(mib < SLACK_MIB for mib in grown.values()), (grown, halves)
+    assert counts["crowd"] >= connections, counts
+    kinds = {"garbage", "half-open", "huge prompts", "slow readers"}
+    assert kinds <= counts.keys(), counts
+    await chaos.until_at_rest()
+    slowest = max(outcome.seconds for outcome in outcomes)
+    print(f"{served} served, the slowest in {slowest:.1f} s; {grown} MiB; {counts}")  # noqa: T201
+
+
+@pytest.mark.filterwarnings("ignore::ResourceWarning")
+async def test_a_short_attack(ray, tiny):
+    async with chaos_cluster(tiny, worker_timeout=WORKER_TIMEOUT_S) as chaos:
+        await attack(chaos, 8.0, 200)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::ResourceWarning")
+async def test_an_attack_of_two_minutes(ray, tiny):
+    async with chaos_cluster(tiny, worker_timeout=WORKER_TIMEOUT_S) as chaos:
+        await attack(chaos, 120.0, 2000)
