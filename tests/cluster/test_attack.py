@@ -96,7 +96,6 @@ async def attack(chaos: ChaosCluster, seconds: float, connections: int) -> None:
     print(f"{served} served, the slowest in {slowest:.1f} s; {grown} MiB; {counts}")  # noqa: T201
 
 
-@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::ResourceWarning")
 async def test_a_short_attack(ray, tiny):
     async with chaos_cluster(tiny, worker_timeout=WORKER_TIMEOUT_S) as chaos:
