@@ -77,7 +77,7 @@ def test_evicted_pages_are_not_read(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     if backend == "torch":
-        monkeypatch.setattr(CpuAttention, "supports", staticmethod(lambda pool: False))
+        monkeypatch.setattr(CpuAttention, "runs", staticmethod(lambda device, dtype: False))
     # Chunks that end inside of the first window, that cross it, that are longer than a window
     # and in blocks of it, that lie beyond it; then decode beside another sequence's chunks.
     monkeypatch.setattr(torch_attention, "MIN_BLOCK_TOKENS", 10)
