@@ -69,6 +69,7 @@ def make_configs(
         replace(
             config,
             dtype=dtype,
+            batch_invariant=dtype == "bfloat16",  # or its tokens would depend on the batch
             faults=(),
             debug_retract_every=retract_every if config.role == "decode" else 0,
             grpc_port=free_port() if config.name.endswith("-1") else 0,

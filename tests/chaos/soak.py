@@ -23,7 +23,7 @@ import tempfile
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -237,13 +237,19 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=20)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--signals", action="store_true", help="disturb it from outside")
+    parser.add_argument(
+        "--bfloat16", action="store_true", help="with --signals: in bfloat16, batch invariant"
+    )
     options = parser.parse_args()
+    if options.bfloat16 and not options.signals:
+        parser.error("--bfloat16 needs --signals")
     with tempfile.TemporaryDirectory() as folder, LocalRay(workers=4):
         if options.signals:
             model = resolve_model(DEFAULT_MODEL, "bfloat16", users_models(), lambda _: None).path
         else:
             model = make_checkpoint(Path(folder) / "llama")
         kind = FROM_OUTSIDE if options.signals else FROM_INSIDE
+        kind = replace(kind, dtype="bfloat16") if options.bfloat16 else kind
         wrong = asyncio.run(soak(model, options.minutes, options.seed, kind))
     _say(f"{wrong} things went wrong")
     sys.exit(bool(wrong))
