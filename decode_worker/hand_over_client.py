@@ -70,6 +70,8 @@ class HandOverClient:
         """Open a stream and carry it to its end, in a task of its own; none while it closes."""
         if isinstance(command, ConnectAnew):
             if not self._closing:
+                # The agent needs no answer of the peer to let the fences of failed reads pass.
+                self._agent.reconnect(command.peer.incarnation)
                 self._connections.connect_anew(command.peer)
             return
         if self._closing:

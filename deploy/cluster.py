@@ -95,9 +95,15 @@ class Cluster:
     async def stop(self) -> None:
         """End every worker, in good order where it can, and give its place back to Ray."""
         supervisors, self._supervisors = self._supervisors, {}
-        await asyncio.gather(*(supervisor.stop() for supervisor in supervisors.values()))
-        self._placement.release()
-        self._members.clear()
+        try:
+            stops = [supervisor.stop() for supervisor in supervisors.values()]
+            failures = await asyncio.gather(*stops, return_exceptions=True)
+        finally:
+            self._placement.release()
+            self._members.clear()
+        for failure in failures:
+            if failure is not None:
+                raise failure
 
     async def drain(self, worker: str, *, remove: bool) -> AsyncIterator[DrainStep]:
         """Drain a worker, and yield each phase, as `router.admin.Administrator` says."""

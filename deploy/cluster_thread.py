@@ -54,6 +54,7 @@ class ClusterThread:
         self._started: asyncio.Future[None] = self._home.create_future()
         self._ended = asyncio.Event()
         self._begun = threading.Event()
+        self._supervising: asyncio.Task[None] | None = None  # and `_loop`: set by the thread
         threading.Thread(target=self._run, name="supervisors", daemon=True).start()
         self._begun.wait()
         try:
@@ -107,8 +108,9 @@ class ClusterThread:
 
     async def _end(self) -> None:
         """Stop the cluster, if it runs, and wait for the thread's end."""
-        with contextlib.suppress(RuntimeError):  # its loop has ended by itself
-            self._loop.call_soon_threadsafe(self._supervising.cancel)
+        if self._supervising is not None:
+            with contextlib.suppress(RuntimeError):  # its loop has ended by itself
+                self._loop.call_soon_threadsafe(self._supervising.cancel)
         await self._ended.wait()
 
     # What runs on the thread.
@@ -119,6 +121,7 @@ class ClusterThread:
         except BaseException as error:
             self._tell(self._fail, error)
         finally:
+            self._begun.set()
             self._tell(self._ended.set)
 
     async def _supervise(self) -> None:

@@ -42,8 +42,7 @@ class DrainTurns:
             yield
         finally:
             self._in_turn.discard(info.name)
-        # One that was cancelled is being lost, which is a change of its own.
-        self._members.notify()
+            self._members.notify()
 
     def _may_drain(self, info: WorkerInfo) -> bool:
         roles = self._roles()

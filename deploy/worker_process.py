@@ -8,6 +8,7 @@ and becomes readable when the last thread of that process has ended.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 from dataclasses import dataclass
@@ -83,7 +84,8 @@ class WorkerProcess:
     def kill(self) -> None:
         """End it at once, even if it is stopped; does nothing if it has ended."""
         if self._pidfd is not None:
-            signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):  # ended, and not noticed yet
+                signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
 
     def close(self) -> None:
         """Observe it no more. Who waits for its end waits for ever."""

@@ -68,6 +68,17 @@ async def test_a_process_that_is_stopped_has_not_ended_but_can_be_killed(
     assert await ends(process, within=30)
 
 
+async def test_a_process_that_was_reaped_is_killed_without_an_error(
+    child: subprocess.Popen[str],
+) -> None:
+    process = WorkerProcess.find(identity_of(child))
+    assert process is not None
+    child.kill()
+    child.wait()
+    process.kill()  # before the loop has noticed the end
+    assert await ends(process, within=30)
+
+
 async def test_a_process_that_has_ended_before_is_found_to(child: subprocess.Popen[str]) -> None:
     identity = identity_of(child)
     child.kill()
