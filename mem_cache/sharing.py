@@ -189,8 +189,7 @@ class PrefixSharing:
         """Whether a lease's pages can continue `known`, which is what the index has of them."""
         lock, protected = lease.prefix_lock, lease.num_protected_pages
         if lock is not None and not self._index.finds(lock):
-            # It was forgotten; perhaps somebody has published copies since.
-            return not only_new and known.num_pages >= protected
+            return False  # it was forgotten, and what continues it may be as wrong
         return not only_new or known.num_pages <= protected
 
     def _further_promise(self, lease: Lease, num_pages: int) -> list[int]:

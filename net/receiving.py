@@ -77,7 +77,8 @@ class BoundedReceipt(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc 
         if len(self._receiving) >= MOST_RECEIVING:
             oldest = next(iter(self._receiving))
             del self._receiving[oldest]
-            oldest.reschedule(0)
+            if not oldest.expired():
+                oldest.reschedule(0)
         try:
             async with asyncio.timeout(RECEIVE_SECONDS) as bound:
                 self._receiving[bound] = None

@@ -181,8 +181,8 @@ class HandOvers:
             return
         mismatches = _count_mismatches(hashed.own, hashed.theirs)
         send(self._context, request, request.hand_over.on_verified(mismatches))
-        # It may be what was computed here that is wrong: it is not published.
-        self._queue.release(request, Outcome.ABORTED if mismatches else Outcome.HANDED_OVER)
+        # It may be what was computed here that is wrong: nobody is to find it.
+        self._queue.release(request, Outcome.FAILED if mismatches else Outcome.HANDED_OVER)
 
     def _end_stream(self, stream: HandOverStream, reason: HandOverEnd, error: str) -> None:
         if self._early.get(stream.key) is stream:

@@ -95,7 +95,7 @@ class Fleet:
         """
         ready = [link.endpoint for link in self._links.values() if _takes_requests(link)]
         coming = [one.endpoint for one in self._links.values() if _may_yet_take_requests(one)]
-        coming += self._awaited
+        coming += filter(self.model.is_loaded_by, self._awaited)
 
         def fits(workers: list[WorkerInfo], role: WorkerRole, tokens: int) -> bool:
             return any(one.role is role and one.pool_tokens >= tokens for one in workers)

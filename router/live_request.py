@@ -79,6 +79,7 @@ class LiveRequest:
         self._attempts: dict[int, Attempt] = {}  # by number; those that are not over
         self._submissions: set[asyncio.Task[None]] = set()
         self._lost_attempts: set[int] = set()
+        self._told_killed: set[tuple[int, int]] = set()  # attempts and choices
         self._closed = False
 
     @property
@@ -192,6 +193,10 @@ class LiveRequest:
         if self.outcome is not None or output.end is None or output.end.cause is None:
             return
         choice, end = output.key.choice, output.end
+        told = (output.key.attempt, choice)
+        if told in self._told_killed:  # it is told again whenever the link is made anew
+            return
+        self._told_killed.add(told)
         emitted = len(self._stream.choices[choice].emitted)
         with self._ending_with_its_errors():
             self._failover.forward_failed(

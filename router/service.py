@@ -183,7 +183,8 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         running = self._live.get(caller, message.request_id)
         if running is not None:
             running.check_same(await self._texts.run(len(raw), fingerprint, message))
-            return running
+            if running.outcome is None:  # it may have been aborted meanwhile
+                return running
         with self._live.slot(caller):
             request = await self._texts.run(
                 len(raw), self._validator.validate, message, limits, caller

@@ -60,8 +60,11 @@ def with_status(
         try:
             return await handler(service, message, context)
         except (RequestError, AdminError) as error:
-            await context.abort(_STATUS[type(error)], str(error), _trailers(error))
-            raise  # not reached: abort raises
+            status, detail, trailers = _STATUS[type(error)], str(error), _trailers(error)
+            # Its frames have the whole message, and abort may wait long for the client to read.
+            error.__traceback__ = error.__context__ = None
+        await context.abort(status, detail, trailers)
+        raise AssertionError("abort does not return")
 
     return call
 

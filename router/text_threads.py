@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import Final, ParamSpec, TypeVar
 
 from kvrelay.router.errors import TextQueueFull
@@ -77,11 +78,15 @@ class TextThreads:
         lane.held_bytes += num_bytes
         loop = asyncio.get_running_loop()
 
+        # Emptied when it is over: an executor keeps what was cancelled until its turn.
+        job = [partial(work, *args, **kwargs)]
+
         def ended(_: Future[ResultT]) -> None:
+            job.clear()
             with contextlib.suppress(RuntimeError):  # the loop is closed
                 loop.call_soon_threadsafe(lane.forget, num_bytes)
 
-        future = lane.threads.submit(work, *args, **kwargs)
+        future = lane.threads.submit(lambda: job.pop()())
         future.add_done_callback(ended)
         return await asyncio.wrap_future(future)
 

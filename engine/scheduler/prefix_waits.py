@@ -78,7 +78,17 @@ class PrefixWaits(Generic[RequestT]):
         """Whether it will publish more, as far as can be said."""
         if leader.has_ended or now - leader.progressed_at > self._bound:
             return False
+        if not self._at_end and self._has_unpublished_pages(leader):
+            return False
         return self._leads(cast("RequestT", leader))
+
+    def _has_unpublished_pages(self, leader: Request) -> bool:
+        """Whether it has written whole pages that the index did not take: copies, say.
+
+        Then it takes none of those after them either, until the leader is released.
+        """
+        page_size = self._context.kv_cache.shape.page_size
+        return leader.lease is not None and leader.kv_written_len - _published(leader) >= page_size
 
     def _find(
         self, request: RequestT, token_ids: TokenIds, leaders: Iterable[RequestT], now: float

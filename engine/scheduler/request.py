@@ -121,9 +121,11 @@ class Request:
     def reusable_len(self) -> int:
         """Tokens of its input that need not be computed if the prefix index has them.
 
-        The last one is, to be sampled from; and all are, if they are to be scored.
+        The last one is, to be sampled from; and all are, if they are to be scored, or if a
+        forward has failed with the request: what others computed may be why.
         """
-        return 0 if self.prompt_logprobs is not None else self.input_len - 1
+        computes_all = self.prompt_logprobs is not None or self.alone
+        return 0 if computes_all else self.input_len - 1
 
     @property
     def turn(self) -> tuple[int, float]:
