@@ -80,6 +80,7 @@ class TextThreads:
 
         # Emptied when it is over: an executor keeps what was cancelled until its turn.
         job = [partial(work, *args, **kwargs)]
+        del args, kwargs
 
         def ended(_: Future[ResultT]) -> None:
             job.clear()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
+import weakref
 from collections.abc import Iterator
 
 import pytest
@@ -76,6 +78,29 @@ async def test_of_cancelled_calls_only_what_runs_goes_on(texts: TextThreads) -> 
     first.let_go.set()
     await until(lambda: texts.held_bytes == 0)
     assert not second.began.is_set()
+
+
+async def test_the_text_of_a_cancelled_call_is_let_go_of(texts: TextThreads) -> None:
+    class Text:
+        """What a string cannot be: weakly referenced."""
+
+    def work(text: Text) -> None:
+        raise AssertionError("it was cancelled")
+
+    first, text = Held(), Text()
+    running = asyncio.create_task(texts.run(LONG, first))
+    await until(first.began.is_set)
+    waiting = asyncio.create_task(texts.run(LONG, work, text))
+    await asyncio.sleep(0)
+    waiting.cancel()
+    await asyncio.gather(waiting, return_exceptions=True)
+    del waiting
+    gone = weakref.ref(text)
+    del text
+    gc.collect()
+    assert gone() is None, "while the thread is busy with another text"
+    first.let_go.set()
+    assert await running == "done"
 
 
 async def test_what_the_work_raises_is_raised(texts: TextThreads) -> None:
