@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
+from kvrelay.deploy.incarnation import Incarnation
 from kvrelay.deploy.local_ray import ray as ray_itself
 from kvrelay.engine.faults import Action, Event, Fault
 from tests.chaos.__main__ import SHORT_TIMEOUT_S
@@ -70,6 +71,7 @@ async def test_a_worker_that_cannot_be_killed_does_no_harm_when_it_wakes(
 ):
     """It is given up, others take its requests, and what it says of them later is too late."""
     monkeypatch.setattr(ray_itself, "kill", lambda *args, **more: None)
+    monkeypatch.setattr(Incarnation, "_kill", lambda life: None)
     before = chaos.worker(name)
     load = Load(chaos.router.current, list(expected), chaos.bound)
     await load.warm(3)
