@@ -62,7 +62,7 @@ def with_status(
         except (RequestError, AdminError) as error:
             status, detail, trailers = _STATUS[type(error)], str(error), _trailers(error)
             # Its frames have the whole message, and abort may wait long for the client to read.
-            error.__traceback__ = error.__context__ = None
+            error.__traceback__ = error.__context__ = error.__cause__ = None
         await context.abort(status, detail, trailers)
         raise AssertionError("abort does not return")
 
