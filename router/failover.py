@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable, Iterable, Mapping, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from kvrelay.router.attempt import AttemptFailed, AttemptRetracted
@@ -18,6 +18,7 @@ from kvrelay.router.failed_forwards import FORWARD_FAILURES, FailedForwards
 from kvrelay.router.fleet import Fleet, Placement
 from kvrelay.router.generation import GenerationRequest
 from kvrelay.router.metrics import STRICT_FAILURES, WORKER_WAITS, RouterMetrics
+from kvrelay.router.placement import Demand
 from kvrelay.wire.output import FailureReason
 from kvrelay.wire.worker_info import WorkerRole
 
@@ -133,7 +134,8 @@ class Failover:
                 request was first submitted is served no more.
         """
         seconds = self._config.failover_wait
-        found = await self._place_within(seconds, input_tokens, total_tokens, lambda: True)
+        demand = Demand(input_tokens, total_tokens)
+        found = await self._place_within(seconds, demand, lambda: True)
         if isinstance(found, Placement):
             self._check_model()
             return found
@@ -148,10 +150,10 @@ class Failover:
             Unavailable: none were ready in that time, or none are on their way any more.
         """
         seconds, outcome = self._config.worker_wait, "left"
-        tokens = len(request.input_ids), request.total_tokens
-        hope = partial(self._fleet.expects, *tokens)
+        demand = Demand(len(request.input_ids), request.total_tokens)
+        hope = partial(self._fleet.expects, demand)
         try:
-            found = await self._place_within(seconds, *tokens, hope)
+            found = await self._place_within(seconds, demand, hope)
             if isinstance(found, Placement):
                 outcome = "served"
                 self._model = self._fleet.model.digest
@@ -166,15 +168,16 @@ class Failover:
             self._metrics.count(WORKER_WAITS, outcome=outcome)
 
     async def _place_within(
-        self, seconds: float, input_tokens: int, total_tokens: int, hope: Callable[[], bool]
+        self, seconds: float, demand: Demand, hope: Callable[[], bool]
     ) -> Placement | Unavailable:
         """Workers as soon as they are ready; what is missing if the time, or the hope, ends."""
         missing = Unavailable("no workers were looked for")
+        demand = replace(demand, suspects=self._suspects)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 while True:
                     try:
-                        return self._fleet.place(input_tokens, total_tokens, self._suspects)
+                        return self._fleet.place(demand)
                     except Unavailable as error:
                         missing = error
                     if not hope():

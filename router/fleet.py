@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Set
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kvrelay.router.discovery import Discovery
 from kvrelay.router.errors import Unavailable
 from kvrelay.router.limits import Limits
 from kvrelay.router.notifier import Notifier
-from kvrelay.router.placement import Candidate, choose_aggregated, choose_decode, choose_prefill
+from kvrelay.router.placement import Demand, Placer, Shortage
 from kvrelay.router.served_model import ServedModel
 from kvrelay.router.worker_link import WorkerLink
 from kvrelay.wire.worker_info import WorkerInfo, WorkerRole
@@ -36,13 +36,14 @@ class Fleet:
 
     Args:
         discovery: lists the workers.
-        make_link: makes a link, which calls its second argument when its readiness changes.
+        make_link: makes a link, which calls its second argument with itself when its readiness or
+            its load has changed.
     """
 
     def __init__(
         self,
         discovery: Discovery,
-        make_link: Callable[[WorkerInfo, Callable[[], None]], WorkerLink],
+        make_link: Callable[[WorkerInfo, Callable[[WorkerLink], None]], WorkerLink],
     ) -> None:
         self._discovery = discovery
         self._make_link = make_link
@@ -50,10 +51,13 @@ class Fleet:
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._closing: set[asyncio.Task[None]] = set()
         self._awaited: tuple[WorkerInfo, ...] = ()
+        self._known: list[WorkerInfo] = []
+        self._limits: Limits | None = None  # of `_known`; None: there is none, or nobody has asked
+        self._placer = Placer()
         self.model = ServedModel()
         """Which workers may serve."""
         self.changes = Notifier()
-        """Notified when the list of workers, or a link's readiness, has changed."""
+        """Notified when the list of workers has changed, or who of them may be chosen."""
 
     @property
     def links(self) -> list[WorkerLink]:
@@ -61,20 +65,15 @@ class Fleet:
         return list(self._links.values())
 
     @property
-    def endpoints(self) -> list[WorkerInfo]:
-        """The workers that are listed, ready or not, and have loaded the served model."""
-        return [link.endpoint for link in self._links.values() if not link.refusal]
-
-    @property
     def ready(self) -> bool:
         """A prefill and a decode worker, or an aggregated one, can take requests."""
-        roles = {link.endpoint.role for link in self._links.values() if _takes_requests(link)}
-        return roles >= {WorkerRole.PREFILL, WorkerRole.DECODE} or WorkerRole.AGGREGATED in roles
+        return self._placer.pairs_ready or self._placer.aggregated_ready
 
     @property
-    def known(self) -> list[WorkerInfo]:
-        """The workers that are listed, and as they were those that are being replaced."""
-        return [*self.endpoints, *filter(self.model.is_loaded_by, self._awaited)]
+    def known(self) -> Sequence[WorkerInfo]:
+        """The workers that have loaded the served model: the listed ones, ready or not, and as they
+        were those that are being replaced."""
+        return self._known
 
     def limits(self) -> Limits:
         """Bounds on a request with the known workers.
@@ -82,12 +81,14 @@ class Fleet:
         Raises:
             Unavailable: a role has none; says why it has none that serves.
         """
-        try:
-            return Limits.of(self.known)
-        except Unavailable as error:
-            raise Unavailable("; ".join([str(error), *self.model.refusals])) from error
+        if self._limits is None:
+            try:
+                self._limits = Limits.of(self._known)
+            except Unavailable as error:
+                raise Unavailable("; ".join([str(error), *self.model.refusals])) from error
+        return self._limits
 
-    def expects(self, input_tokens: int, total_tokens: int) -> bool:
+    def expects(self, demand: Demand) -> bool:
         """Whether workers that are on their way could take a request that `place` refuses now.
 
         On their way are those that are being replaced, and those that are listed and
@@ -97,56 +98,43 @@ class Fleet:
         coming = [one.endpoint for one in self._links.values() if _may_yet_take_requests(one)]
         coming += filter(self.model.is_loaded_by, self._awaited)
 
-        def fits(workers: list[WorkerInfo], role: WorkerRole, tokens: int) -> bool:
+        def fits(workers: list[WorkerInfo], role: WorkerRole) -> bool:
+            prefills = role is WorkerRole.PREFILL
+            tokens = demand.input_tokens if prefills else demand.total_tokens
             return any(one.role is role and one.pool_tokens >= tokens for one in workers)
 
-        prefill_comes = fits(coming, WorkerRole.PREFILL, input_tokens)
-        decode_comes = fits(coming, WorkerRole.DECODE, total_tokens)
+        prefill_comes = fits(coming, WorkerRole.PREFILL)
+        decode_comes = fits(coming, WorkerRole.DECODE)
         return (
-            fits(coming, WorkerRole.AGGREGATED, total_tokens)
+            fits(coming, WorkerRole.AGGREGATED)
             or (prefill_comes and decode_comes)
-            or (prefill_comes and fits(ready, WorkerRole.DECODE, total_tokens))
-            or (decode_comes and fits(ready, WorkerRole.PREFILL, input_tokens))
+            or (prefill_comes and fits(ready, WorkerRole.DECODE))
+            or (decode_comes and fits(ready, WorkerRole.PREFILL))
         )
 
-    def place(
-        self, input_tokens: int, total_tokens: int, suspects: Set[str] = frozenset()
-    ) -> Placement:
-        """Chooses the workers for an attempt.
-
-        A prefill and a decode worker that reads from it, or an aggregated worker if no
-        such pair is ready.
-
-        Args:
-            input_tokens: to be computed before the first output.
-            total_tokens: with all the output that there can be.
-            suspects: incarnations that are chosen only if there is no other.
+    def place(self, demand: Demand) -> Placement:
+        """Chooses the workers for an attempt; see `Placer.choose`.
 
         Raises:
             Unavailable: no ready workers can hold it; names the role that is missing, and
                 why a decode worker reads from no prefill worker.
         """
-        prefills = self._ready_links(WorkerRole.PREFILL, suspects)
-        decodes = self._ready_links(WorkerRole.DECODE, suspects)
-        alone = self._ready_links(WorkerRole.AGGREGATED, suspects)
-        missing, refusal = WorkerRole.PREFILL, "; ".join(self.model.refusals)
-        while (prefill := choose_prefill(prefills, input_tokens)) is not None:
-            link = prefills.pop(prefill)
-            peer = link.endpoint.incarnation
-            willing = [one for one in decodes if not one.load.refusal_of(peer)]
-            decode = choose_decode(willing, total_tokens)
-            if decode is not None:
-                return Placement(decodes[decode], link)
-            missing = WorkerRole.DECODE
-            refusals = filter(None, (one.load.refusal_of(peer) for one in decodes))
-            refusal = next(refusals, refusal)
-        aggregated = choose_aggregated(alone, total_tokens)
-        if aggregated is not None:
-            return Placement(alone[aggregated], None)
-        if {endpoint.role for endpoint in self.known} == {WorkerRole.AGGREGATED}:
+        chosen = self._placer.choose(demand)
+        if isinstance(chosen, Shortage):
+            raise self._unavailable(chosen)
+        decode, prefill = chosen.decode, chosen.prefill
+        return Placement(
+            self._links[decode.incarnation],
+            None if prefill is None else self._links[prefill.incarnation],
+        )
+
+    def _unavailable(self, shortage: Shortage) -> Unavailable:
+        missing = shortage.missing
+        if {endpoint.role for endpoint in self._known} == {WorkerRole.AGGREGATED}:
             missing = WorkerRole.AGGREGATED
+        refusal = shortage.refusal or "; ".join(self.model.refusals)
         why = f": {refusal}" if refusal else ""
-        raise Unavailable(f"no {missing} worker that could hold the request is ready{why}")
+        return Unavailable(f"no {missing} worker that could hold the request is ready{why}")
 
     async def run(self) -> None:
         """Follows discovery until cancelled; then every link is closed."""
@@ -161,30 +149,42 @@ class Fleet:
 
     def _update_links(self, listed: dict[str, WorkerInfo]) -> None:
         for incarnation in self._links.keys() - listed.keys():
-            del self._links[incarnation]
+            link = self._links.pop(incarnation)
+            self._placer.drop(link.endpoint.role, incarnation)
             self._close(self._tasks.pop(incarnation))
         for incarnation in listed.keys() & self._links.keys():
             self._links[incarnation].endpoint = listed[incarnation]
         for incarnation in listed.keys() - self._links.keys():
-            link = self._make_link(listed[incarnation], self.changes.notify_all)
+            link = self._make_link(listed[incarnation], self._link_changed)
             self._links[incarnation] = link
             self._tasks[incarnation] = asyncio.create_task(link.run(), name=link.endpoint.name)
         self.model.update(list(listed.values()), self._awaited)
         for incarnation, link in self._links.items():
             link.refusal = self.model.refusal_of(incarnation)
+            self._rank(link)
+        self._know([link.endpoint for link in self._links.values() if not link.refusal])
         self.changes.notify_all()
+
+    def _know(self, endpoints: list[WorkerInfo]) -> None:
+        self._known = [*endpoints, *filter(self.model.is_loaded_by, self._awaited)]
+        self._limits = None
+
+    def _link_changed(self, link: WorkerLink) -> None:
+        # The link of a worker that is listed no more says once that its stream has ended.
+        if link.endpoint.incarnation in self._links and self._rank(link):
+            self.changes.notify_all()
+
+    def _rank(self, link: WorkerLink) -> bool:
+        """Tells the placer what has become of a worker; returns what the placer says."""
+        role = link.endpoint.role
+        if _takes_requests(link):
+            return self._placer.put(role, link.candidate)
+        return self._placer.drop(role, link.endpoint.incarnation)
 
     def _close(self, task: asyncio.Task[None]) -> None:
         task.cancel()
         self._closing.add(task)
         task.add_done_callback(self._closing.discard)
-
-    def _ready_links(self, role: WorkerRole, suspects: Set[str]) -> dict[Candidate, WorkerLink]:
-        return {
-            link.candidate(suspect=incarnation in suspects): link
-            for incarnation, link in self._links.items()
-            if link.endpoint.role is role and _takes_requests(link)
-        }
 
 
 def _takes_requests(link: WorkerLink) -> bool:

@@ -21,6 +21,7 @@ from kvrelay.router.live_request import LiveRequest
 from kvrelay.router.metrics import WORKER_WAITS, RouterMetrics, Stopwatch
 from kvrelay.router.notifier import Notifier
 from kvrelay.router.output_stream import OutputStream
+from kvrelay.router.placement import Demand
 from kvrelay.router.readers import Patience, Readers
 from kvrelay.router.text import TextStream
 from kvrelay.router.token_limits import TokenLimits
@@ -156,11 +157,11 @@ class LiveRequests:
 
     def _place(self, request: GenerationRequest) -> Placement | None:
         """Workers for its first attempt; None: it waits for workers that are on their way."""
-        tokens = len(request.input_ids), request.total_tokens
+        demand = Demand(len(request.input_ids), request.total_tokens)
         try:
-            return self._fleet.place(*tokens)
+            return self._fleet.place(demand)
         except Unavailable as missing:
-            if not self._fleet.expects(*tokens):
+            if not self._fleet.expects(demand):
                 raise
             if (waiting := self.waiting_for_workers) >= self._config.max_waiting_for_workers:
                 self._metrics.count(WORKER_WAITS, outcome="full")

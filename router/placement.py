@@ -1,55 +1,168 @@
-"""Chooses the workers for a request, by their load alone."""
+"""Chooses the workers for an attempt: scores them by their load, and pairs those that may pair."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass
+from typing import Final, Generic, TypeVar
 
-from kvrelay.wire.load import WorkerLoad
+from kvrelay.router.ranking import Candidate, Ranking, Score
+from kvrelay.wire.load import PeerTransport
+from kvrelay.wire.worker_info import WorkerRole
+
+ItemT = TypeVar("ItemT")
 
 
 @dataclass(frozen=True, slots=True)
-class Candidate:
-    """A ready worker and its load."""
+class Demand:
+    """What an attempt needs of its workers."""
 
-    worker: str
-    pool_tokens: int
-    """Tokens that one request can hold there: a longer one can never fit."""
-    load: WorkerLoad
-    backlog_tokens: int
-    """Prompt tokens it has yet to compute or pull, those included that were
-    sent to it and are not in `load` yet."""
-    suspect: bool = False
-    """An earlier attempt of the request failed with it: chosen only if there is no other."""
+    input_tokens: int
+    """To be computed before the first output."""
+    total_tokens: int
+    """With all the output that there can be."""
+    suspects: Set[str] = frozenset()
+    """Incarnations that earlier attempts have failed with: chosen only if there is no other."""
+
+
+def _prefill_score(one: Candidate) -> Score:
+    """The shortest backlog is best."""
+    return (one.backlog_tokens,)
+
+
+def _decode_score(one: Candidate) -> Score:
+    """The most headroom is best, then the fewest running requests."""
+    return (-one.headroom_tokens, one.load.running_requests)
+
+
+def _aggregated_score(one: Candidate) -> Score:
+    """The most headroom is best, then the shortest backlog."""
+    return (-one.headroom_tokens, one.backlog_tokens)
+
+
+_SCORES: Final[Mapping[WorkerRole, Callable[[Candidate], Score]]] = {
+    WorkerRole.PREFILL: _prefill_score,
+    WorkerRole.DECODE: _decode_score,
+    WorkerRole.AGGREGATED: _aggregated_score,
+}
+"""By a worker alone. What depends on the request, too, weighs some candidates of a ranking."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """Who serves an attempt; without `prefill`, `decode` is an aggregated worker."""
+
+    decode: Candidate
+    prefill: Candidate | None
+
+
+@dataclass(frozen=True, slots=True)
+class Shortage:
+    """No workers can serve an attempt now."""
+
+    missing: WorkerRole
+    refusal: str = ""
+    """Why a decode worker reads from no prefill worker, if that is the reason."""
+
+
+class Placer:
+    """Keeps the ready workers in the order of their scores, and chooses among them.
+
+    A choice looks at the best of each role first, and at others only where those cannot hold
+    the request or refuse each other. It finds workers whenever there are any.
+    """
+
+    def __init__(self) -> None:
+        self._rankings = {role: Ranking() for role in _SCORES}
+        self._peers: dict[str, tuple[PeerTransport, ...]] = {}  # by decode worker
+        self._refusals: dict[str, dict[str, str]] = {}  # by prefill, then by ready decode worker
 
     @property
-    def headroom_tokens(self) -> int:
-        """Tokens that its pool has free after its backlog; below zero when overcommitted."""
-        return self.load.room_tokens - self.backlog_tokens
+    def pairs_ready(self) -> bool:
+        """At least one prefill and one decode worker can take requests."""
+        return bool(self._rankings[WorkerRole.PREFILL] and self._rankings[WorkerRole.DECODE])
+
+    @property
+    def aggregated_ready(self) -> bool:
+        """At least one aggregated worker can take requests."""
+        return bool(self._rankings[WorkerRole.AGGREGATED])
+
+    def put(self, role: WorkerRole, candidate: Candidate) -> bool:
+        """Ranks a worker that can take requests, as it is now.
+
+        Returns whether workers may be chosen from now on that could not be before, or the reverse.
+        """
+        ranking, incarnation = self._rankings[role], candidate.incarnation
+        is_new = incarnation not in ranking
+        ranking.put(candidate, _SCORES[role](candidate))
+        if role is not WorkerRole.DECODE:
+            return is_new
+        return self._note_refusals(incarnation, candidate.load.peers) or is_new
+
+    def drop(self, role: WorkerRole, incarnation: str) -> bool:
+        """Forgets a worker that can take no requests; returns whether it could."""
+        if incarnation not in self._rankings[role]:
+            return False
+        self._rankings[role].drop(incarnation)
+        self._note_refusals(incarnation, ())
+        self._peers.pop(incarnation, None)
+        return True
+
+    def choose(self, demand: Demand) -> Pair | Shortage:
+        """The workers for an attempt.
+
+        A prefill and a decode worker that reads from it, or an aggregated worker if there is
+        no such pair.
+        """
+        pair = self._choose_pair(demand)
+        if isinstance(pair, Pair):
+            return pair
+        alone = self._rankings[WorkerRole.AGGREGATED]
+        aggregated = next(alone.holding(demand.total_tokens, demand.suspects), None)
+        return pair if aggregated is None else Pair(aggregated, None)
+
+    def _choose_pair(self, demand: Demand) -> Pair | Shortage:
+        suspects, num_decodes = demand.suspects, len(self._rankings[WorkerRole.DECODE])
+        prefills = self._rankings[WorkerRole.PREFILL].holding(demand.input_tokens, suspects)
+        decodes = _Again(self._rankings[WorkerRole.DECODE].holding(demand.total_tokens, suspects))
+        shortage = Shortage(WorkerRole.PREFILL)
+        for prefill in prefills:
+            if next(iter(decodes), None) is None:
+                return Shortage(WorkerRole.DECODE)
+            refused = self._refusals.get(prefill.incarnation, {})
+            if len(refused) < num_decodes:
+                willing = (one for one in decodes if one.incarnation not in refused)
+                if (decode := next(willing, None)) is not None:
+                    return Pair(decode, prefill)
+            shortage = Shortage(WorkerRole.DECODE, next(iter(refused.values()), shortage.refusal))
+        return shortage
+
+    def _note_refusals(self, decode: str, peers: tuple[PeerTransport, ...]) -> bool:
+        """Notes from whom a decode worker does not read; returns whether that has changed."""
+        before = self._peers.get(decode, ())
+        if peers is before:
+            return False
+        self._peers[decode] = peers
+        old = {peer.incarnation: peer.refusal for peer in before if peer.refusal}
+        new = {peer.incarnation: peer.refusal for peer in peers if peer.refusal}
+        for prefill in old.keys() - new.keys():
+            del self._refusals[prefill][decode]
+            if not self._refusals[prefill]:
+                del self._refusals[prefill]
+        for prefill, refusal in new.items():
+            self._refusals.setdefault(prefill, {})[decode] = refusal
+        return old != new
 
 
-def choose_prefill(candidates: Iterable[Candidate], prompt_tokens: int) -> Candidate | None:
-    """The worker with the shortest backlog; None if the prompt fits no worker."""
-    return min(
-        (c for c in candidates if c.pool_tokens >= prompt_tokens),
-        key=lambda c: (c.suspect, c.backlog_tokens, c.worker),
-        default=None,
-    )
+class _Again(Generic[ItemT]):
+    """Goes through an iterator's items as often as it is told to, and takes each of them once."""
 
+    def __init__(self, items: Iterable[ItemT]) -> None:
+        self._items = iter(items)
+        self._taken: list[ItemT] = []
 
-def choose_decode(candidates: Iterable[Candidate], total_tokens: int) -> Candidate | None:
-    """The worker with the most headroom, then the fewest running requests; None if none fits."""
-    return min(
-        (c for c in candidates if c.pool_tokens >= total_tokens),
-        key=lambda c: (c.suspect, -c.headroom_tokens, c.load.running_requests, c.worker),
-        default=None,
-    )
-
-
-def choose_aggregated(candidates: Iterable[Candidate], total_tokens: int) -> Candidate | None:
-    """The worker with the most headroom, then the shortest backlog; None if none fits."""
-    return min(
-        (c for c in candidates if c.pool_tokens >= total_tokens),
-        key=lambda c: (c.suspect, -c.headroom_tokens, c.backlog_tokens, c.worker),
-        default=None,
-    )
+    def __iter__(self) -> Iterator[ItemT]:
+        yield from self._taken
+        for item in self._items:
+            self._taken.append(item)
+            yield item

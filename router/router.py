@@ -199,7 +199,9 @@ class Router:
                 await self._health.set(service, status)
             shown = ready
 
-    def _make_link(self, endpoint: WorkerInfo, on_change: Callable[[], None]) -> WorkerLink:
+    def _make_link(
+        self, endpoint: WorkerInfo, on_change: Callable[[WorkerLink], None]
+    ) -> WorkerLink:
         return WorkerLink(
             endpoint,
             router_id=self._id,

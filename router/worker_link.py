@@ -14,7 +14,7 @@ from kvrelay.net.ends import worker_channel
 from kvrelay.net.tls import CurrentTls
 from kvrelay.router.failed_forwards import FORWARD_FAILURES
 from kvrelay.router.generation import Submission
-from kvrelay.router.placement import Candidate
+from kvrelay.router.ranking import Candidate
 from kvrelay.v1 import worker_pb2, worker_pb2_grpc
 from kvrelay.wire.load import WorkerLoad, WorkerStatus
 from kvrelay.wire.messages import ATTACH_REQUEST, ENGINE_OUTPUTS
@@ -57,6 +57,11 @@ class _Submitted:
     started: bool = False
     """The worker has sent a token of it, or an end: its input is no longer in the backlog."""
 
+    @property
+    def waiting_tokens(self) -> int:
+        """Its input, as long as that is in the backlog."""
+        return 0 if self.started else self.input_tokens
+
 
 class WorkerLink:
     """Keeps an Attach stream to one worker incarnation, and the attempts submitted on it.
@@ -70,7 +75,7 @@ class WorkerLink:
         router_id: tells the worker which router this is.
         credentials: for the worker; None: plain text.
         max_message_bytes: of one message, each way.
-        on_change: called when `ready`, `draining` or the load's peers have changed.
+        on_change: called when `ready`, `draining` or what `candidate` returns has changed.
         on_stale: called for each output with tokens of no attempt known here.
         on_killed: called with the end of an attempt whose forward killed the incarnation
             before this one.
@@ -83,7 +88,7 @@ class WorkerLink:
         router_id: str,
         credentials: CurrentTls | None,
         max_message_bytes: int,
-        on_change: Callable[[], None],
+        on_change: Callable[[WorkerLink], None],
         on_stale: Callable[[], None],
         on_killed: Callable[[RequestOutput], None],
     ) -> None:
@@ -101,8 +106,10 @@ class WorkerLink:
         self._on_killed = on_killed
         self._submitted: dict[tuple[str, int], _Submitted] = {}
         self._commands: asyncio.Queue[worker_pb2.AttachRequest | None] = asyncio.Queue()
-        # Prompt tokens sent since the last load came; that load may count them or not.
-        self._tokens_since_load = 0
+        # Prompt tokens since the last load came: sent, which that load may count or not, and begun.
+        self._sent_since_load = 0
+        self._begun_since_load = 0
+        self._waiting_tokens = 0  # the sum of those of all that was submitted
 
     @property
     def draining(self) -> bool:
@@ -136,38 +143,44 @@ class WorkerLink:
         key = (submission.request_id, submission.attempt)
         input_tokens = len(submission.input_ids)
         self._submitted[key] = _Submitted(listener, input_tokens, set(submission.choices))
-        self._tokens_since_load += input_tokens
+        self._sent_since_load += input_tokens
+        self._waiting_tokens += input_tokens
         command = submission.to_worker(self.endpoint.role, prefill)
         self._commands.put_nowait(_message(command))
+        self._on_change(self)
 
     def cancel(self, request_id: str, attempt: int) -> None:
         """Tells the worker to abort the attempt; does nothing if it has ended there.
 
         Its listener hears no more of it.
         """
-        if self._submitted.pop((request_id, attempt), None) is not None:
+        submitted = self._submitted.pop((request_id, attempt), None)
+        if submitted is not None:
+            self._waiting_tokens -= submitted.waiting_tokens
             self._commands.put_nowait(_cancel(request_id, attempt))
+            self._on_change(self)
 
     def ask_to_end(self, request_id: str, attempt: int) -> None:
         """Tells the worker to abort the attempt; its listener still hears how it ends there."""
         if (request_id, attempt) in self._submitted:
             self._commands.put_nowait(_cancel(request_id, attempt))
 
-    def candidate(self, *, suspect: bool = False) -> Candidate:
+    @property
+    def candidate(self) -> Candidate:
         """The worker and its load, for placement.
 
-        The backlog is what the last load reported and what was sent since. That load may
-        have been on its way when something was sent before it came, so the backlog is at
-        least what this router has sent and no output came for.
+        The backlog is what the last load reported and what was sent since, less what has begun
+        since. That load may have been on its way when something was sent before it came, so the
+        backlog is at least what this router has sent and no output came for.
         """
-        reported = self.load.waiting_tokens + self._tokens_since_load
-        own = sum(s.input_tokens for s in self._submitted.values() if not s.started)
+        pending = self.load.waiting_tokens + self._sent_since_load
         return Candidate(
             worker=self.endpoint.name,
+            incarnation=self.endpoint.incarnation,
             pool_tokens=self.endpoint.pool_tokens,
             load=self.load,
-            backlog_tokens=max(reported, own),
-            suspect=suspect,
+            backlog_tokens=max(pending - self._begun_since_load, self._waiting_tokens),
+            pending_tokens=max(pending, self._waiting_tokens),
         )
 
     async def run(self) -> None:
@@ -213,14 +226,12 @@ class WorkerLink:
     def _receive(self, response: worker_pb2.AttachResponse) -> None:
         step = ENGINE_OUTPUTS.from_message(response)
         if step.load is not None:
-            before, self.load = self.load, step.load
-            self._tokens_since_load = 0
-            begins_to_drain = self.load.draining and not self._reported_draining
-            self._reported_draining |= begins_to_drain
-            if begins_to_drain or self.load.peers != before.peers:
-                self._on_change()
-        if not self.ready:
-            self._set_ready(True)
+            self.load = step.load
+            self._sent_since_load = self._begun_since_load = 0
+            self._reported_draining |= self.load.draining
+        if step.load is not None or not self.ready:
+            self.ready = True
+            self._on_change(self)
         for output in step.outputs:
             self._dispatch(output)
 
@@ -233,24 +244,28 @@ class WorkerLink:
             if output.end is not None and output.end.cause in FORWARD_FAILURES:
                 self._on_killed(output)
             return
-        submitted.started |= bool(output.tokens or output.end)
+        if not submitted.started and (output.tokens or output.end):
+            self._begin(submitted)
         if output.end is not None:
             submitted.open_choices.discard(output.key.choice)
         if not submitted.open_choices:
             del self._submitted[key]
         submitted.listener.on_output(self.endpoint.role, output)
 
+    def _begin(self, submitted: _Submitted) -> None:
+        """An attempt's input leaves the backlog."""
+        self._waiting_tokens -= submitted.input_tokens
+        self._begun_since_load += submitted.input_tokens
+        submitted.started = True
+        self._on_change(self)
+
     def _end_stream(self, detail: str) -> None:
         lost, self._submitted = self._submitted, {}
-        self.load, self._tokens_since_load = WorkerLoad(), 0
-        if self.ready:
-            self._set_ready(False)
+        self.load, self.ready = WorkerLoad(), False
+        self._sent_since_load = self._begun_since_load = self._waiting_tokens = 0
+        self._on_change(self)
         for (_, attempt), submitted in lost.items():
             submitted.listener.on_lost(attempt, self.endpoint, detail)
-
-    def _set_ready(self, ready: bool) -> None:
-        self.ready = ready
-        self._on_change()
 
 
 def _message(command: RouterCommand) -> worker_pb2.AttachRequest:

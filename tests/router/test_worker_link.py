@@ -60,7 +60,7 @@ async def running(
         router_id="router",
         credentials=worker_credentials(shown),
         max_message_bytes=1 << 20,
-        on_change=lambda: None,
+        on_change=lambda link: None,
         on_stale=lambda: None,
         on_killed=lambda output: None,
     )
@@ -79,19 +79,41 @@ async def test_the_backlog_counts_what_the_load_does_not_know_yet() -> None:
     async def report(waiting_tokens: int) -> int:
         worker.send(worker_pb2.AttachResponse(load=load(waiting_tokens=waiting_tokens)))
         await until(lambda: link.load.waiting_tokens == waiting_tokens)
-        return link.candidate().backlog_tokens
+        return link.candidate.backlog_tokens
 
     async with running(worker) as link:
         await until(lambda: link.ready)
         assert await report(50) == 50  # another router's
         link.submit(submission("a", 30), heard)
-        assert link.candidate().backlog_tokens == 80
+        assert link.candidate.backlog_tokens == 80
         assert await report(81) == 81  # knows of "a" now
         assert await report(1) == 30  # was on its way before "a" arrived
         worker.say(await worker.submitted(), 0, (5,))
         await until(lambda: len(heard.outputs) == 1)
-        assert link.candidate().backlog_tokens == 1
+        assert link.candidate.backlog_tokens == 0  # perhaps what was reported was of "a"
+        assert await report(2) == 2
     assert heard.lost == ["was detached"]
+
+
+async def test_what_has_begun_leaves_the_backlog_before_the_next_load_says_so() -> None:
+    worker, heard = ScriptedWorker("prefill-0", WorkerRole.PREFILL), Heard()
+    async with running(worker) as link:
+        await until(lambda: link.ready)
+        for request_id in ("a", "b"):
+            link.submit(submission(request_id, 30), heard)
+        worker.say(await worker.submitted(), 0, (5,))
+        await until(lambda: len(heard.outputs) == 1)
+        assert link.candidate.backlog_tokens == 30
+        # Its pages are held now, and the load does not say so yet.
+        assert link.candidate.pending_tokens == 60
+        worker.say(worker.submits[0], 1, (6,))
+        await until(lambda: len(heard.outputs) == 2)
+        assert link.candidate.backlog_tokens == 30
+        link.cancel("b", 1)
+        assert link.candidate.backlog_tokens == 30  # until the load says that it has gone
+        worker.send(worker_pb2.AttachResponse(load=load()))
+        await until(lambda: link.candidate.backlog_tokens == 0)
+        assert link.candidate.pending_tokens == 0
 
 
 async def test_a_worker_that_is_away_costs_next_to_nothing() -> None:

@@ -1,0 +1,88 @@
+"""The ready workers of one role, kept in order while their loads change."""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Iterator, Set
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from kvrelay.wire.load import WorkerLoad
+
+Score: TypeAlias = tuple[float, ...]
+"""Less is better; compared from the left."""
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A ready worker and its load."""
+
+    worker: str
+    incarnation: str
+    pool_tokens: int
+    """Tokens that one request can hold there: a longer one can never fit."""
+    load: WorkerLoad
+    backlog_tokens: int
+    """Prompt tokens that it has yet to compute or pull, those included that were
+    sent to it and are not in `load` yet."""
+    pending_tokens: int
+    """The backlog, and what has left it since `load`: that takes room which `load` does not know
+    to be taken."""
+
+    @property
+    def headroom_tokens(self) -> int:
+        """Tokens that its pool has free after what is pending; below zero when overcommitted."""
+        return self.load.room_tokens - self.pending_tokens
+
+
+class Ranking:
+    """Candidates by their scores, and by name where those are equal.
+
+    To put one in its place takes a binary search; to find the best, none.
+    """
+
+    def __init__(self) -> None:
+        self._order: list[tuple[Score, str, str]] = []  # score, worker, incarnation; sorted
+        self._candidates: dict[str, tuple[tuple[Score, str, str], Candidate]] = {}
+
+    def __len__(self) -> int:
+        return len(self._order)
+
+    def __contains__(self, incarnation: object) -> bool:
+        return incarnation in self._candidates
+
+    def put(self, candidate: Candidate, score: Score) -> None:
+        """Adds a candidate, in the place of its incarnation's earlier one."""
+        place = (score, candidate.worker, candidate.incarnation)
+        before = self._candidates.get(candidate.incarnation)
+        self._candidates[candidate.incarnation] = (place, candidate)
+        if before is None:
+            bisect.insort(self._order, place)
+        elif before[0] != place:
+            self._remove(before[0])
+            bisect.insort(self._order, place)
+
+    def drop(self, incarnation: str) -> None:
+        """Removes a candidate, which must be there."""
+        self._remove(self._candidates.pop(incarnation)[0])
+
+    def holding(self, tokens: int, suspects: Set[str] = frozenset()) -> Iterator[Candidate]:
+        """The candidates that can hold so many tokens of one request, the best first.
+
+        Args:
+            tokens: of the request.
+            suspects: incarnations that come after all others. Nothing may be put
+                or dropped before the iteration ends.
+        """
+        last = []
+        for _, _, incarnation in self._order:
+            candidate = self._candidates[incarnation][1]
+            if candidate.pool_tokens >= tokens:
+                if incarnation in suspects:
+                    last.append(candidate)
+                else:
+                    yield candidate
+        yield from last
+
+    def _remove(self, place: tuple[Score, str, str]) -> None:
+        del self._order[bisect.bisect_left(self._order, place)]
