@@ -155,10 +155,11 @@ class AggregatedScheduler:
 
     def load(self) -> WorkerLoad:
         """Count requests, prompt tokens that are not computed, and expected growth."""
-        waiting_tokens = sum([r.input_len for r in self._waiting])
+        prompts = [*[r.input_len for r in self._waiting], *self._computing.tokens_left]
         return self._context.measure_load(
             waiting_requests=len(self._waiting),
-            waiting_tokens=waiting_tokens + self._computing.tokens_left,
+            waiting_tokens=sum(prompts),
+            prompts=prompts,
             growth_tokens=self._growth.total_tokens(self._running),
         )
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
+from kvrelay.wire.speeds import StepSpeeds
+
 _STATES: Final = (
     "free",
     "held",
@@ -41,7 +43,7 @@ def _server_line(report: dict[str, Any]) -> str:
 
 def _workers_table(workers: Iterable[dict[str, Any]]) -> str:
     head = ["worker", "role", "incarnation", "digest", "ready", "address", "metrics"]
-    head += ["waiting", "running", "tokens due", "growth", "step"]
+    head += ["waiting", "running", "tokens due", "growth", "1k prompt", "step"]
     rows = [
         [
             worker["worker"],
@@ -55,11 +57,20 @@ def _workers_table(workers: Iterable[dict[str, Any]]) -> str:
             worker["running_requests"],
             worker["waiting_tokens"],
             worker["growth_tokens"],
-            f"{1000 * worker['step_seconds']:.1f} ms" if worker["step_seconds"] else "-",
+            *_speeds(worker),
         ]
         for worker in workers
     ]
     return _table(head, rows)
+
+
+def _speeds(worker: dict[str, Any]) -> tuple[str, str]:
+    """What a prompt of 1024 tokens, and a step of what generates now, take on the worker."""
+    speeds = StepSpeeds(**worker["speeds"])
+    prompt = f"{speeds.prompt_seconds(1024):.3g} s" if speeds.prompts_known else "-"
+    rows = worker["running_requests"] or 1
+    step = f"{1000 * speeds.step_seconds(rows):.3g} ms" if speeds.rows_known else "-"
+    return prompt, step
 
 
 def _readiness(worker: dict[str, Any]) -> str:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
+from kvrelay.wire.speeds import UNMEASURED, StepSpeeds
 from kvrelay.wire.worker_info import WorkerRole
 
 
@@ -66,6 +68,22 @@ class PeerTransport:
         return f"{speed:.3g} GB/s by {self.backend} ({self.transports})"
 
 
+def sum_by_size(prompts: Iterable[int]) -> tuple[int, ...]:
+    """The tokens of prompts by their size, as in `WorkerLoad.prompts_by_size`.
+
+    Args:
+        prompts: how many tokens each has; those with none are left out.
+    """
+    sums: list[int] = []
+    for tokens in prompts:
+        missing = tokens.bit_length() - len(sums)
+        if missing > 0:
+            sums += [0] * missing
+        if tokens:
+            sums[tokens.bit_length() - 1] += tokens
+    return tuple(sums)
+
+
 @dataclass(frozen=True, slots=True)
 class WorkerLoad:
     """What one worker has to do, and what memory it has left."""
@@ -77,8 +95,15 @@ class WorkerLoad:
     pools: tuple[PoolCounts, ...] = ()
     growth_tokens: int = 0
     """Tokens that running requests are expected to add."""
-    step_seconds: float = 0.0
-    """A moving mean of a forward's seconds; zero before the first."""
+    speeds: StepSpeeds = UNMEASURED
+    """What its steps cost, as it has learnt."""
+    prompts_by_size: tuple[int, ...] = ()
+    """Tokens that are not computed, of all prompts that have ``[2**i, 2**(i+1))`` of them, by i.
+
+    Of a worker that computes prompts.
+    """
+    reused_share: float = 0.0
+    """The largest share of an input that its prefix index had, lately; it fades by and by."""
     draining: bool = False
     """The worker takes no more requests."""
     peers: tuple[PeerTransport, ...] = ()

@@ -25,6 +25,7 @@ from kvrelay.model_runner.sampling.sampler import Sampled, SamplingRow
 from kvrelay.model_runner.sampling.verify import DraftedSequence, verify
 from kvrelay.model_runner.torch_options import wait_for_device
 from kvrelay.wire.output import SampledToken
+from kvrelay.wire.speeds import StepWork
 
 logger = logging.getLogger(__name__)
 
@@ -145,11 +146,12 @@ class ModelExecutor:
         tables = [table[live] for table in step.page_tables]
         drafts = self._propose(items, tables)
         batch, rows = make_batch(items, drafts, tables)
+        work = count_work(items, batch)
         logits = self._model.forward(batch)
         self._follow(items, tables)
         for i, output in zip(live, read_logits(logits, rows, items, drafts), strict=True):
             outputs[i] = output
-        return StepEnded(step, outputs, num_tokens=len(batch.input_ids))
+        return StepEnded(step, outputs, num_tokens=len(batch.input_ids), work=work)
 
     def _propose(self, items: Items, tables: Sequence[Int32Array]) -> Drafts:
         """Draft for the items that want drafts and may generate a token behind them."""
@@ -217,6 +219,19 @@ def make_batch(
         logit_rows=np.array(rows.tokens, np.int64),
     )
     return batch, rows
+
+
+def count_work(items: Items, batch: ForwardBatch) -> StepWork:
+    """What a batch computes, before its tokens move the items' token states on."""
+    in_prompt = np.array([item.token_state.in_prompt for item in items])
+    ends = batch.seq_lens.astype(np.int64)
+    if not in_prompt.any():
+        return StepWork(rows=len(items), row_pairs=int(ends.sum()))
+    counts = np.diff(batch.query_start)[in_prompt]
+    # Each token attends to those before it and to itself.
+    pairs = counts * (2 * ends[in_prompt] - counts + 1) // 2
+    rows = ends[~in_prompt]
+    return StepWork(int(counts.sum()), int(pairs.sum()), len(rows), int(rows.sum()))
 
 
 def _num_scored(item: Scheduled[object]) -> int:

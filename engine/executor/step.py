@@ -19,6 +19,7 @@ from kvrelay.kv_transfer.work_in_progress import WorkInProgress
 from kvrelay.mem_cache.sharing import PageCopy
 from kvrelay.model_runner.batch import Int32Array
 from kvrelay.wire.output import SampledToken
+from kvrelay.wire.speeds import NO_WORK, StepWork
 
 logger = logging.getLogger(__name__)
 
@@ -90,6 +91,8 @@ class StepEnded(Generic[RequestT_co]):
     """One for each of `step.scheduled`."""
     num_tokens: int = 0
     """Tokens that it computed, drafted ones included."""
+    work: StepWork = NO_WORK
+    """The same without the drafted ones, as far as it decides how long a forward takes."""
     seconds: float = 0.0
     error: ForwardFailedError | None = None
     """The forward has failed as a whole."""

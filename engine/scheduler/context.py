@@ -14,11 +14,12 @@ from kvrelay.engine.scheduler.commands import Dropped, Submit
 from kvrelay.engine.scheduler.metrics import RELEASES, WorkerMetrics
 from kvrelay.engine.scheduler.outbox import Outbox, RouterLink
 from kvrelay.engine.scheduler.request import Request
+from kvrelay.engine.scheduler.speed_learner import SpeedLearner
 from kvrelay.mem_cache.fence import Fence, StepClock, StepFence
 from kvrelay.mem_cache.kv_cache_manager import KVCacheManager
 from kvrelay.mem_cache.release import Outcome, release_kv_cache
 from kvrelay.mem_cache.sharing import PageCopy
-from kvrelay.wire.load import PeerTransport, WorkerLoad
+from kvrelay.wire.load import PeerTransport, WorkerLoad, sum_by_size
 from kvrelay.wire.output import (
     NO_TIMINGS,
     EndReason,
@@ -34,8 +35,8 @@ logger = logging.getLogger(__name__)
 
 RequestT = TypeVar("RequestT", bound=Request)
 
-_STEP_WEIGHT = 1 / 16
-"""Weight of the latest forward in the moving mean of their seconds."""
+_REUSE_FADES = 1 - 1 / 64
+"""What is left of the largest share of an input that the prefix index had, after another input."""
 
 
 class SchedulerContext(Generic[RequestT]):
@@ -46,6 +47,7 @@ class SchedulerContext(Generic[RequestT]):
         outbox: carries messages to the event loop.
         metrics: counts what happens.
         faults: injected faults; none by default.
+        chunk_tokens: the most prompt tokens of a step; 0: any number.
     """
 
     def __init__(
@@ -54,14 +56,15 @@ class SchedulerContext(Generic[RequestT]):
         outbox: Outbox,
         metrics: WorkerMetrics,
         faults: FaultPlan | None = None,
+        chunk_tokens: int = 0,
     ) -> None:
         self.kv_cache = kv_cache
         self.outbox = outbox
         self.metrics = metrics
         self.faults = faults or FaultPlan()
         self.steps = StepClock()
-        self.step_seconds = 0.0
-        """Seconds of a forward: a moving mean of the last ones."""
+        self.speed_learner = SpeedLearner(chunk_tokens)
+        """What steps cost."""
         self.requests: dict[RequestKey, RequestT] = {}
         self.links: list[RouterLink] = []
         self.draining = False
@@ -69,6 +72,7 @@ class SchedulerContext(Generic[RequestT]):
         self._copies: list[PageCopy] = []
         self._outputs: dict[RouterLink, list[RequestOutput]] = {}
         self._last_load: WorkerLoad | None = None
+        self._reused_share = 0.0
 
     def attach(self, link: RouterLink) -> None:
         """Add a router's stream; the router is told the load after this pass."""
@@ -78,8 +82,7 @@ class SchedulerContext(Generic[RequestT]):
     def count_step(self, ended: StepEnded[RequestT]) -> None:
         """Count a forward that has ended well."""
         self.metrics.count_step(ended)
-        weight = 1.0 if self.step_seconds == 0 else _STEP_WEIGHT
-        self.step_seconds += weight * (ended.seconds - self.step_seconds)
+        self.speed_learner.observe(ended.work, ended.seconds)
 
     def retract_new(self, command: Submit) -> None:
         """Retract a request that has just come: its router submits it to another worker."""
@@ -132,7 +135,11 @@ class SchedulerContext(Generic[RequestT]):
             namespace=request.namespace,
             headroom=headroom,
         )
-        return request.lease is not None
+        if request.lease is None:
+            return False
+        share = request.lease.cache_protected_len / request.input_len
+        self._reused_share = max(share, self._reused_share * _REUSE_FADES)
+        return True
 
     def publish_settled(self, request: RequestT) -> None:
         """Give the whole pages of a request's input that are written to the prefix index.
@@ -267,16 +274,22 @@ class SchedulerContext(Generic[RequestT]):
         waiting_requests: int,
         waiting_tokens: int,
         growth_tokens: int = 0,
+        prompts: Iterable[int] = (),
         peers: Iterable[PeerTransport] = (),
     ) -> WorkerLoad:
-        """Make a `WorkerLoad` of the scheduler's counts and of what this context knows."""
+        """Make a `WorkerLoad` of the scheduler's counts and of what this context knows.
+
+        `prompts` are the tokens that are left to compute here, of each prompt.
+        """
         return WorkerLoad(
             waiting_requests=waiting_requests,
             running_requests=len(self.requests) - waiting_requests,
             waiting_tokens=waiting_tokens,
             pools=self.kv_cache.counts(),
             growth_tokens=growth_tokens,
-            step_seconds=self.step_seconds,
+            speeds=self.speed_learner.speeds,
+            prompts_by_size=sum_by_size(prompts),
+            reused_share=self._reused_share,
             draining=self.draining,
             peers=tuple(peers),
         )

@@ -36,6 +36,19 @@ COMPUTED_TOKENS: Final = METRICS.counter(
 STEP_SECONDS: Final = METRICS.histogram(
     "kvrelay_step_seconds", "Seconds of one forward", _SECONDS_BUCKETS
 )
+EXPECTED_PROMPT_SECONDS: Final = METRICS.collected(
+    MetricType.GAUGE,
+    "kvrelay_expected_prompt_seconds",
+    "Seconds that a prompt of so many tokens takes alone, as far as steps have shown; 0: unknown",
+    "tokens",
+)
+EXPECTED_STEP_SECONDS: Final = METRICS.collected(
+    MetricType.GAUGE,
+    "kvrelay_expected_step_seconds",
+    "Seconds of a step in which so many sequences generate, behind 1024 tokens each, as far as "
+    "steps have shown; 0: unknown",
+    "rows",
+)
 FAILED_STEPS: Final = METRICS.counter("kvrelay_failed_steps_total", "Forwards that failed")
 DRAFT_TOKENS: Final = METRICS.counter(
     "kvrelay_draft_tokens_total", "Drafted tokens that forwards verified"
@@ -141,6 +154,8 @@ DROPPED_MESSAGES: Final = METRICS.counter(
     "kind",
 )
 
+_EXPECTED_PROMPTS = (256, 1024, 8192)
+_EXPECTED_ROWS = (1, 8, 32)
 _PAGE_STATES = ("free", "held", "cached_evictable", "cached_protected", "session", "quarantined")
 
 
@@ -224,6 +239,10 @@ class WorkerMetrics(Instruments, Collector):
         yield REQUESTS, load.waiting_requests, "waiting"
         yield REQUESTS, load.running_requests, "running"
         yield WAITING_TOKENS, load.waiting_tokens
+        for tokens in _EXPECTED_PROMPTS:
+            yield EXPECTED_PROMPT_SECONDS, load.speeds.prompt_seconds(tokens), str(tokens)
+        for rows in _EXPECTED_ROWS:
+            yield EXPECTED_STEP_SECONDS, load.speeds.step_seconds(rows, 1024), str(rows)
         yield QUARANTINE_AGE, self.quarantine_age
         for peer in load.peers:
             labels = peer.incarnation, peer.backend, peer.transports

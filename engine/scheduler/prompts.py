@@ -58,9 +58,9 @@ class ComputingPrompts(Generic[RequestT]):
         return iter(self._runs)
 
     @property
-    def tokens_left(self) -> int:
-        """Tokens of all inputs that are in no step yet."""
-        return sum([_tokens_left(request) for request in self._runs])
+    def tokens_left(self) -> list[int]:
+        """Tokens of each input that are in no step yet."""
+        return [_tokens_left(request) for request in self._runs]
 
     def reserve_and_add(self, request: RequestT, headroom: Sequence[int] | None = None) -> bool:
         """Compute a request from now on: open its lease, with a promise of pages for its input.

@@ -140,7 +140,9 @@ def assemble(
     metrics = WorkerMetrics(config)
     kv_cache = make_kv_cache(config, model.pools, model.max_model_len)
     outbox = Outbox(call_soon) if config.faults is None else FaultyOutbox(call_soon, faults)
-    context: SchedulerContext[Any] = SchedulerContext(kv_cache, outbox, metrics, faults)
+    context: SchedulerContext[Any] = SchedulerContext(
+        kv_cache, outbox, metrics, faults, chunk_tokens=config.chunk_tokens
+    )
     vocab_size = model.runner.config.vocab_size
     plugin = make_plugin(WorkerParts(config, context, inbox, agent, tokenizer, vocab_size))
     executor: Executor = model.executor

@@ -40,7 +40,13 @@ def workers(service: ScriptedService) -> None:
                 waiting_tokens=300,
                 pools=[POOL, ROWS],
                 growth_tokens=120,
-                step_seconds=0.0125,
+                speeds=pb.StepSpeeds(
+                    seconds_per_step=0.0105,
+                    seconds_per_row=0.001,
+                    seconds_per_token=0.0005,
+                    chunk_tokens=512,
+                    rows_known=True,
+                ),
             ),
         ),
         pb.WorkerStatus(
@@ -57,15 +63,20 @@ def test_tables_show_workers_and_pools_with_their_sums(kvrelay: Kvrelay):
         == """\
 tiny (digest 0123456789ab), kvrelay 0.1.0, up 12 s, 3 live requests
 
-worker     role     incarnation    digest        ready  address      metrics      waiting  running  tokens due  growth  step
-decode-0   decode   decode-0-abc   0123456789ab  yes    127.0.0.1:1  127.0.0.1:2        1        2         300     120  12.5 ms
-prefill-0  prefill  prefill-0-def  -             no                                     0        0           0       0  -
+worker     role     incarnation    digest        ready  address      metrics      waiting  running  tokens due  growth  1k prompt  step
+decode-0   decode   decode-0-abc   0123456789ab  yes    127.0.0.1:1  127.0.0.1:2        1        2         300     120  -          12.5 ms
+prefill-0  prefill  prefill-0-def  -             no                                     0        0           0       0  -          -
 
 worker    pool  page size  free  held  cached evictable  cached protected  session  quarantined  sum  total  promised
 decode-0  full         16    60    40                 0                 0        0            0  100    100         8
 decode-0  rows          -    62     1                 0                 0        0            1   64     64         0
 """  # noqa: E501
     )
+
+
+def test_a_worker_that_computes_prompts_tells_how_fast(kvrelay: Kvrelay, service: ScriptedService):
+    service.workers[0].load.speeds.prompts_known = True
+    assert "  120  0.533 s    12.5 ms\n" in kvrelay("status").stdout
 
 
 def test_an_aggregated_worker_is_called_so(kvrelay: Kvrelay, service: ScriptedService):
@@ -133,7 +144,7 @@ def test_json_says_the_same(kvrelay: Kvrelay):
     assert report["live_requests"] == 3
     decode, prefill = report["workers"]
     assert (decode["role"], decode["ready"], decode["waiting_tokens"]) == ("decode", True, 300)
-    assert (decode["growth_tokens"], decode["step_seconds"]) == (120, 0.0125)
+    assert (decode["growth_tokens"], decode["speeds"]["seconds_per_row"]) == (120, 0.001)
     assert (prefill["role"], prefill["ready"], prefill["pools"]) == ("prefill", False, [])
     assert decode["pools"][0] == {
         "pool": "full",

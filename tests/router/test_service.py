@@ -390,7 +390,7 @@ async def server_info(cluster: Cluster) -> pb.GetServerInfoResponse:
 
 async def test_loads_are_the_workers_own(cluster: Cluster) -> None:
     reported = load(waiting_tokens=9, free=60)
-    reported.growth_tokens, reported.step_seconds = 77, 0.25
+    reported.growth_tokens, reported.speeds.seconds_per_step = 77, 0.25
     cluster.decode.send(worker_pb2.AttachResponse(load=reported))
     cluster.prefill.send(worker_pb2.AttachResponse(load=load(free=10)))
     await asyncio.sleep(0.1)

@@ -299,24 +299,48 @@ class WorkerStatus(_message.Message):
     def __init__(self, worker: _Optional[str] = ..., role: _Optional[_Union[WorkerRole, str]] = ..., incarnation: _Optional[str] = ..., address: _Optional[str] = ..., metrics_address: _Optional[str] = ..., ready: bool = ..., load: _Optional[_Union[WorkerLoad, _Mapping]] = ..., draining: bool = ..., model_digest: _Optional[str] = ..., refusal: _Optional[str] = ...) -> None: ...
 
 class WorkerLoad(_message.Message):
-    __slots__ = ("waiting_requests", "running_requests", "waiting_tokens", "pools", "growth_tokens", "step_seconds", "draining", "peers")
+    __slots__ = ("waiting_requests", "running_requests", "waiting_tokens", "pools", "growth_tokens", "draining", "peers", "speeds", "prompts_by_size", "reused_share")
     WAITING_REQUESTS_FIELD_NUMBER: _ClassVar[int]
     RUNNING_REQUESTS_FIELD_NUMBER: _ClassVar[int]
     WAITING_TOKENS_FIELD_NUMBER: _ClassVar[int]
     POOLS_FIELD_NUMBER: _ClassVar[int]
     GROWTH_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    STEP_SECONDS_FIELD_NUMBER: _ClassVar[int]
     DRAINING_FIELD_NUMBER: _ClassVar[int]
     PEERS_FIELD_NUMBER: _ClassVar[int]
+    SPEEDS_FIELD_NUMBER: _ClassVar[int]
+    PROMPTS_BY_SIZE_FIELD_NUMBER: _ClassVar[int]
+    REUSED_SHARE_FIELD_NUMBER: _ClassVar[int]
     waiting_requests: int
     running_requests: int
     waiting_tokens: int
     pools: _containers.RepeatedCompositeFieldContainer[PoolState]
     growth_tokens: int
-    step_seconds: float
     draining: bool
     peers: _containers.RepeatedCompositeFieldContainer[PeerTransfer]
-    def __init__(self, waiting_requests: _Optional[int] = ..., running_requests: _Optional[int] = ..., waiting_tokens: _Optional[int] = ..., pools: _Optional[_Iterable[_Union[PoolState, _Mapping]]] = ..., growth_tokens: _Optional[int] = ..., step_seconds: _Optional[float] = ..., draining: bool = ..., peers: _Optional[_Iterable[_Union[PeerTransfer, _Mapping]]] = ...) -> None: ...
+    speeds: StepSpeeds
+    prompts_by_size: _containers.RepeatedScalarFieldContainer[int]
+    reused_share: float
+    def __init__(self, waiting_requests: _Optional[int] = ..., running_requests: _Optional[int] = ..., waiting_tokens: _Optional[int] = ..., pools: _Optional[_Iterable[_Union[PoolState, _Mapping]]] = ..., growth_tokens: _Optional[int] = ..., draining: bool = ..., peers: _Optional[_Iterable[_Union[PeerTransfer, _Mapping]]] = ..., speeds: _Optional[_Union[StepSpeeds, _Mapping]] = ..., prompts_by_size: _Optional[_Iterable[int]] = ..., reused_share: _Optional[float] = ...) -> None: ...
+
+class StepSpeeds(_message.Message):
+    __slots__ = ("seconds_per_step", "seconds_per_token", "seconds_per_pair", "seconds_per_row", "seconds_per_row_pair", "chunk_tokens", "prompts_known", "rows_known")
+    SECONDS_PER_STEP_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_PER_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_PER_PAIR_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_PER_ROW_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_PER_ROW_PAIR_FIELD_NUMBER: _ClassVar[int]
+    CHUNK_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PROMPTS_KNOWN_FIELD_NUMBER: _ClassVar[int]
+    ROWS_KNOWN_FIELD_NUMBER: _ClassVar[int]
+    seconds_per_step: float
+    seconds_per_token: float
+    seconds_per_pair: float
+    seconds_per_row: float
+    seconds_per_row_pair: float
+    chunk_tokens: int
+    prompts_known: bool
+    rows_known: bool
+    def __init__(self, seconds_per_step: _Optional[float] = ..., seconds_per_token: _Optional[float] = ..., seconds_per_pair: _Optional[float] = ..., seconds_per_row: _Optional[float] = ..., seconds_per_row_pair: _Optional[float] = ..., chunk_tokens: _Optional[int] = ..., prompts_known: bool = ..., rows_known: bool = ...) -> None: ...
 
 class PeerTransfer(_message.Message):
     __slots__ = ("incarnation", "backend", "transports", "refusal", "read_bytes_per_second", "write_bytes_per_second")

@@ -60,7 +60,10 @@ class SimWorker:
         self.inbox: Inbox[Any] = Inbox()
         outbox = Outbox(lambda function, *args: function(*args))
         self.context: SchedulerContext[Any] = SchedulerContext(
-            self.kv_cache, outbox, WorkerMetrics(self.config)
+            self.kv_cache,
+            outbox,
+            WorkerMetrics(self.config),
+            chunk_tokens=self.config.chunk_tokens,
         )
         scheduler: Any
         if self.role_name is WorkerRole.AGGREGATED:

@@ -1,0 +1,151 @@
+"""Learns what a worker's steps cost from those that have ended."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from kvrelay.wire.speeds import StepSpeeds, StepWork
+
+_Array: TypeAlias = npt.NDArray[np.float64]
+
+_KEPT_SAMPLES = 5
+_FEWEST_SAMPLES = 3
+"""A kind of step counts once it was seen so often: first forwards compile and warm up."""
+_MOST_KINDS = 64
+_FIT_EVERY = 16
+"""Steps between two fits."""
+_HALF_LIFE_STEPS = 128
+"""A kind's weight halves in so many steps without a step of it."""
+_LEAST_WEIGHT = 1e-3
+"""What is not seen any more still tells what nothing newer does."""
+_MOST_WRONG = 8
+"""By this factor at most may a step's weight differ for what it was expected to take."""
+_PENALTIES = np.array([1e-6, 1e-8, 1e-4, 1e-5, 1e-4])
+"""Of a step, a token, a pair, a row and a row's pair. Where steps do not tell the parts apart,
+chunks cost by the token and steps of rows all the same."""
+
+
+class SpeedLearner:
+    """Fits `StepSpeeds` to the steps of a worker. Microseconds a step; one thread.
+
+    Steps of about the same work are of one kind. The median of a kind's last steps
+    stands for it, so that a step that was held up once changes nothing. Over the
+    kinds, whose weight fades while they are not seen, goes a least-squares fit of
+    relative errors with costs that are not negative.
+
+    Args:
+        chunk_tokens: the most prompt tokens of a step.
+    """
+
+    def __init__(self, chunk_tokens: int = 0) -> None:
+        self.speeds = StepSpeeds(chunk_tokens=chunk_tokens)
+        """As far as they are known."""
+        self._kinds: dict[tuple[int, ...], _Kind] = {}  # the latest seen is the last
+        self._costs = np.zeros(5)
+        self._steps = 0
+        self._unfitted_steps = 0
+
+    def observe(self, work: StepWork, seconds: float) -> None:
+        """Learn from a step that has ended well."""
+        if seconds <= 0 or not (work.prompt_tokens or work.rows):
+            return
+        self._steps += 1
+        key = _key(work)
+        kind = self._kinds.pop(key, None) or _Kind()
+        self._kinds[key] = kind
+        kind.add(work, seconds, self._steps)
+        if len(self._kinds) > _MOST_KINDS:
+            del self._kinds[next(iter(self._kinds))]
+        self._unfitted_steps += 1
+        if kind.is_new or (kind.counts and self._unfitted_steps >= _FIT_EVERY):
+            self._fit()
+
+    def _fit(self) -> None:
+        self._unfitted_steps = 0
+        kinds = [kind for kind in self._kinds.values() if kind.counts]
+        samples = np.array([kind.median for kind in kinds])
+        ages = self._steps - np.array([kind.seen_at for kind in kinds])
+        weights = np.maximum(0.5 ** (ages / _HALF_LIFE_STEPS), _LEAST_WEIGHT)
+        works, seconds = samples[:, :-1], samples[:, -1]
+        # Errors count in relation to what was expected: if to what was measured, steps from
+        # before the worker became slower would outweigh those since then.
+        expected = np.clip(works @ self._costs, seconds / _MOST_WRONG, seconds * _MOST_WRONG)
+        self._costs = _solve(works / expected[:, None], seconds / expected, weights)
+        step, token, pair, row, row_pair = map(float, self._costs)
+        self.speeds = StepSpeeds(
+            seconds_per_step=step,
+            seconds_per_token=token,
+            seconds_per_pair=pair,
+            seconds_per_row=row,
+            seconds_per_row_pair=row_pair,
+            chunk_tokens=self.speeds.chunk_tokens,
+            prompts_known=bool(works[:, 1].any()),
+            rows_known=bool(works[:, 3].any()),
+        )
+
+
+class _Kind:
+    """The last steps of one kind."""
+
+    __slots__ = ("_samples", "median", "seen_at")
+
+    def __init__(self) -> None:
+        self._samples: deque[tuple[float, tuple[float, ...]]] = deque(maxlen=_KEPT_SAMPLES)
+        self.median: tuple[float, ...] = ()
+        """Its work and its seconds: of the step with the median of the seconds a token."""
+        self.seen_at = 0
+        """The number of its latest step."""
+
+    @property
+    def counts(self) -> bool:
+        """Whether it was seen often enough."""
+        return len(self._samples) >= _FEWEST_SAMPLES
+
+    @property
+    def is_new(self) -> bool:
+        """Whether it counts since its latest step."""
+        return len(self._samples) == _FEWEST_SAMPLES
+
+    def add(self, work: StepWork, seconds: float, number: int) -> None:
+        sample = 1, work.prompt_tokens, work.prompt_pairs, work.rows, work.row_pairs, seconds
+        self._samples.append((seconds / (work.prompt_tokens + work.rows), sample))
+        self.median = sorted(self._samples)[(len(self._samples) - 1) // 2][1]
+        self.seen_at = number
+
+
+def _key(work: StepWork) -> tuple[int, ...]:
+    """The same for steps whose tokens, rows and contexts have the same number of bits each."""
+    tokens, rows = work.prompt_tokens, work.rows
+    return (
+        tokens.bit_length(),
+        (work.prompt_pairs // tokens).bit_length() if tokens else 0,
+        rows.bit_length(),
+        (work.row_pairs // rows).bit_length() if rows else 0,
+    )
+
+
+def _solve(works: _Array, seconds: _Array, weights: _Array) -> _Array:
+    """``[5]`` costs, none below zero, with which the `works` come to about their `seconds`.
+
+    Args:
+        works: ``[kinds, 5]``.
+        seconds: ``[kinds]``.
+        weights: ``[kinds]``, of the squared errors.
+    """
+    scales = np.sqrt(weights @ works**2)
+    used = np.flatnonzero(scales)
+    costs = np.zeros(len(scales))
+    while used.size:
+        columns = works[:, used] / scales[used]
+        gram = (columns * weights[:, None]).T @ columns
+        gram[np.diag_indices_from(gram)] += _PENALTIES[used]
+        fitted = np.linalg.solve(gram, columns.T @ (weights * seconds))
+        if fitted.min() >= 0:
+            costs[used] = fitted / scales[used]
+            break
+        used = np.delete(used, fitted.argmin())
+    return costs

@@ -1,0 +1,130 @@
+"""Workers measure the work of their steps, and report their speeds and what waits for them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from kvrelay.engine.executor.step import Step, StepEnded
+from kvrelay.engine.scheduler.commands import Attach
+from kvrelay.engine.scheduler.outbox import RouterLink
+from kvrelay.wire.load import WorkerLoad
+from kvrelay.wire.speeds import StepSpeeds, StepWork
+from tests.engine.simulation import Simulation, SimWorker
+
+TRUTH = StepSpeeds(
+    seconds_per_step=0.004,
+    seconds_per_token=0.001,
+    seconds_per_pair=1e-5,
+    seconds_per_row=0.002,
+    seconds_per_row_pair=2e-5,
+    chunk_tokens=16,
+)
+
+
+class Timed:
+    """An executor whose steps take what `TRUTH` says."""
+
+    def __init__(self, worker: SimWorker) -> None:
+        self._executor = worker.executor
+        self.copy = self._executor.copy
+        self.works: list[StepWork] = []
+
+    def execute(self, step: Step[Any]) -> StepEnded[Any]:
+        ended = self._executor.execute(step)
+        self.works.append(ended.work)
+        return replace(ended, seconds=TRUTH.seconds_of(ended.work))
+
+
+def timed(simulation: Simulation) -> dict[str, Timed]:
+    executors = {}
+    for worker in simulation.workers:
+        executor: Any = Timed(worker)
+        executors[worker.name] = worker.executor = executor
+    return executors
+
+
+def total(works: list[StepWork]) -> StepWork:
+    return StepWork(
+        prompt_tokens=sum(work.prompt_tokens for work in works),
+        prompt_pairs=sum(work.prompt_pairs for work in works),
+        rows=sum(work.rows for work in works),
+        row_pairs=sum(work.row_pairs for work in works),
+    )
+
+
+def watch(worker: SimWorker) -> RouterLink:
+    """A router that only listens."""
+    link = RouterLink("watcher")
+    worker.inbox.post(Attach(link))
+    return link
+
+
+def latest_load(link: RouterLink) -> WorkerLoad:
+    loads = [outputs.load for outputs in link.take_all() if outputs and outputs.load]
+    return loads[-1]
+
+
+@pytest.mark.parametrize("aggregated", [False, True])
+def test_work_is_counted_whole_whatever_its_chunks(aggregated: bool):
+    simulation = Simulation(0, page_size=4, pages=64, rows=4, chunk=16, aggregated=aggregated)
+    executors = timed(simulation)
+    simulation.submit(list(range(50)), 6)
+    simulation.run()
+    done = total([work for executor in executors.values() for work in executor.works])
+    prompt = StepWork.of_prompt(50)
+    assert (done.prompt_tokens, done.prompt_pairs) == (50, prompt.prompt_pairs)
+    # The first of the six tokens comes from the prompt.
+    assert (done.rows, done.row_pairs) == (5, 51 + 52 + 53 + 54 + 55)
+
+
+def test_what_the_prefix_index_has_is_context_and_not_work():
+    simulation = Simulation(0, page_size=4, pages=64, rows=4, chunk=16, workers=1)
+    simulation.submit(list(range(48)), 1)
+    simulation.run()
+    executors, link = timed(simulation), watch(simulation.prefills[0])
+    simulation.submit([*range(48), 7, 8], 1)
+    simulation.run()
+    assert executors["p0"].works == [StepWork.of_prompt(2, context=48)]
+    assert latest_load(link).reused_share == 48 / 50
+
+
+def test_each_worker_learns_and_reports_its_own_speeds():
+    simulation = Simulation(1, page_size=4, pages=64, rows=8, chunk=16, workers=1, cached=False)
+    timed(simulation)
+    [prefill], [decode] = simulation.prefills, simulation.decodes
+    links = watch(prefill), watch(decode)
+    for length in (5, 9, 13, 20, 30, 45, 60) * 6:
+        simulation.submit(list(range(length)), 6)
+        simulation.run()
+    of_prompts, of_rows = (latest_load(link).speeds for link in links)
+    assert (of_prompts.prompts_known, of_prompts.rows_known) == (True, False)
+    assert (of_rows.prompts_known, of_rows.rows_known) == (False, True)
+    assert of_prompts.prompt_seconds(40) == pytest.approx(TRUTH.prompt_seconds(40), rel=0.05)
+    assert of_rows.step_seconds(1, 40) == pytest.approx(TRUTH.step_seconds(1, 40), rel=0.05)
+    labels = {"role": "prefill", "worker": "p0", "model": "sim", "tokens": "256"}
+    name = "kvrelay_expected_prompt_seconds"
+    shown = prefill.context.metrics.registry.get_sample_value(name, labels)
+    assert shown == of_prompts.prompt_seconds(256)
+
+
+@pytest.mark.parametrize("aggregated", [False, True])
+def test_prompts_that_wait_are_reported_by_size(aggregated: bool):
+    simulation = Simulation(
+        0, page_size=4, pages=64, rows=8, chunk=16, workers=1, aggregated=aggregated
+    )
+    worker = simulation.prefills[0]
+    link = watch(worker)
+    for length in (50, 33, 5):
+        simulation.submit(list(range(length)), 1)
+    worker.turn()
+    load = latest_load(link)
+    if aggregated:  # two steps are launched
+        assert sum(load.prompts_by_size) == 50 + 33 + 5 - 2 * 16
+    else:
+        assert load.prompts_by_size == (0, 0, 5, 0, 0, 83)
+    assert load.waiting_tokens == sum(load.prompts_by_size)
+    simulation.run()
+    assert latest_load(link).prompts_by_size == ()
