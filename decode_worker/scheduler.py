@@ -75,8 +75,8 @@ class DecodeScheduler:
     ) -> None:
         self._context = context
         self._agent = agent
+        agent.watch_fences(lambda: inbox.post(Wake()))
         self._client = client
-        self._inbox = inbox
         self._tokenizer = tokenizer
         self._config = config
         self._growth = GrowthReserve(
@@ -131,7 +131,7 @@ class DecodeScheduler:
         """Let fences on reads from a dead prefill worker pass. Its streams end by themselves."""
         self._dead.append(incarnation)
         self._probes.pop(incarnation, None)
-        self._agent.confirm_death(incarnation, lambda: self._inbox.post(Wake()))
+        self._agent.confirm_death(incarnation)
 
     def handle(self, message: DecodeMessage) -> None:
         """Take what concerns a hand-over stream or a read."""

@@ -120,9 +120,13 @@ class TransferAgent:
         """Connect anew to a peer that was added, if reads from it have failed."""
         self.call_soon(lambda: self._peers.reconnect(incarnation))
 
-    def confirm_death(self, incarnation: str, on_fences_passed: Callable[[], None]) -> None:
+    def watch_fences(self, on_passed: Callable[[], None]) -> None:
+        """Have `on_passed` called whenever fences of failed reads have passed; see `Transfers`."""
+        self.call_soon(lambda: self._reads.watch_fences(on_passed))
+
+    def confirm_death(self, incarnation: str) -> None:
         """Tell that a peer's process is gone, so that fences on it can pass; see `Transfers`."""
-        self.call_soon(lambda: self._peers.confirm_death(incarnation, on_fences_passed))
+        self.call_soon(lambda: self._peers.confirm_death(incarnation))
 
     def pull(
         self,
@@ -140,11 +144,21 @@ class TransferAgent:
         """Start a pull that was made already. `on_end` is called once, on the transfer thread."""
         self.call_soon(lambda: self._reads.start_pull(pull, self._peers.find(pull.peer), on_end))
 
-    def make_landing(self) -> KVPool:
-        """Make pages that one peer's scratch pages can be read into, and register them."""
+    def make_landing(self, on_refusal: Callable[[], None]) -> KVPool:
+        """Make pages that one peer's scratch pages can be read into, and register them.
+
+        Args:
+            on_refusal: called, on the transfer thread and before any read into the pages ends,
+                if NIXL does not take them. No byte ever arrives in them then.
+        """
         landing = make_landing(self.scratch)
         layout = _layout(landing)
-        self.call_soon(lambda: self._endpoints.register(layout))
+
+        def register() -> None:
+            if not self._endpoints.register(layout):
+                on_refusal()
+
+        self.call_soon(register)
         return landing
 
     def read_scratch(self, peer: str, landing: KVPool, on_end: Callable[[Pull], None]) -> Pull:

@@ -49,19 +49,26 @@ class Endpoints:
         for endpoint in (self.current, *self.retired):
             endpoint.make_progress()
 
-    def register(self, memory: PoolLayout) -> None:
+    def register(self, memory: PoolLayout) -> bool:
         """Let transfers of this worker write to more memory. Peers cannot read it.
 
         An agent is connected to itself, too, and registers nothing any more once that connection
         has broken: it is replaced.
+
+        Returns:
+            whether it is registered, and stays so. If not, its owner may free it.
         """
         self._memory.append(memory)
         try:
             self.current.register(memory)
+            return True
         except Exception:  # NIXL's exceptions have no common base
             logger.warning("could not register more memory", exc_info=True)
-            self._replaced_at = -REPLACE_EVERY_S
-            self.replace()
+        self._replaced_at = -REPLACE_EVERY_S
+        is_registered = self.replace()
+        if not is_registered:
+            self._memory.remove(memory)
+        return is_registered
 
     def disconnect(self, peer: str) -> None:
         """Let all agents forget a peer."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -18,6 +19,8 @@ class LandingArea:
     """Pages that one peer's bytes arrive in, and the moves of its probes."""
 
     pages: KVPool
+    refused: threading.Event
+    """NIXL has not taken the pages: nothing can be read into them."""
     moves: list[Pull] = field(default_factory=list)
     """Those after which bytes may still arrive, here or at the peer."""
     is_lent: bool = False
@@ -45,10 +48,11 @@ class LandingAreas:
     many areas as peers were ever measured at once, and peers with such moves besides.
 
     Args:
-        make: allocates the pages of one more area, which are known to NIXL from then on.
+        make: allocates the pages of one more area, which are known to NIXL from then on. It
+            is given what is to be called, on any thread, if NIXL does not take them.
     """
 
-    def __init__(self, make: Callable[[], KVPool]) -> None:
+    def __init__(self, make: Callable[[Callable[[], None]], KVPool]) -> None:
         self._make = make
         self._of_peer: dict[str, LandingArea] = {}
         """Lent, or kept because bytes may still arrive."""
@@ -74,12 +78,14 @@ class LandingAreas:
             area.is_lent = False
 
     def _new(self) -> LandingArea:
-        return LandingArea(self._make())
+        refused = threading.Event()
+        return LandingArea(self._make(refused.set), refused)
 
     def _reclaim(self) -> None:
-        """Take back the areas that no byte can arrive in any more."""
+        """Take back the areas that no byte can arrive in any more; forget those of no use."""
         for peer, area in list(self._of_peer.items()):
             area.drop_passed()
             if not area.is_lent and not area.moves:
                 del self._of_peer[peer]
                 self._free.append(area)
+        self._free = [area for area in self._free if not area.refused.is_set()]

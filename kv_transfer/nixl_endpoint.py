@@ -74,6 +74,7 @@ class NixlEndpoint:
         logging.getLogger("nixl").setLevel(logging.WARNING)
         self._is_on_gpu = memory[0].memory_type == "VRAM"
         self._connected: set[str] = set()
+        self._dying: weakref.ReferenceType[Any] | None = None
         self._agent: Any = nixl_agent(name, nixl_agent_config(enable_prog_thread=False))
         regions = list(map(_region, memory))
         self._registrations = [self._agent.register_memory(regions, memory[0].memory_type)]
@@ -87,7 +88,8 @@ class NixlEndpoint:
 
     def make_progress(self) -> None:
         """Move transfers on, those of peers with this worker included."""
-        self._agent.get_new_notifs()
+        if self._agent is not None:
+            self._agent.get_new_notifs()
 
     @property
     def connected(self) -> tuple[str, ...]:
@@ -104,8 +106,13 @@ class NixlEndpoint:
         self._connected.add(peer.incarnation)
 
     def disconnect(self, name: str) -> None:
-        """Forget a peer's memory, if it is known, and close the connections to it."""
+        """Forget a peer's memory, if it is known, and close the connections to it.
+
+        Raises NIXL's exceptions, and `RuntimeError` if `destroy` was called in vain.
+        """
         if name in self._connected:
+            if self._agent is None:
+                raise RuntimeError("the NIXL agent is still in use")
             self._agent.remove_remote_agent(name)
             self._connected.remove(name)
 
@@ -115,13 +122,15 @@ class NixlEndpoint:
         A peer's read of memory that is not registered any more can kill this process.
 
         Returns:
-            whether it is gone: no byte of its transfers arrives any more.
+            whether it is gone: no byte of its transfers arrives any more. If not, something
+            else still refers to it; call it again later.
         """
-        is_gone = weakref.ref(self._agent.agent)
+        if self._dying is None:
+            self._dying = weakref.ref(self._agent.agent)
         self._agent = None
         if self._is_on_gpu:
             torch.cuda.synchronize()
-        return is_gone() is None
+        return self._dying() is None
 
     def prepare(
         self, operation: Operation, spans: SpanPairs, local: PoolLayout, remote: PoolLayout, to: str

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable
 
 from kvrelay.kv_transfer.endpoints import Endpoints
 from kvrelay.kv_transfer.nixl_endpoint import NixlEndpoint
 from kvrelay.kv_transfer.peer_description import PeerDescription
 from kvrelay.kv_transfer.reads_from_peers import ReadsFromPeers
+from kvrelay.kv_transfer.second_tries import SecondTries
 from kvrelay.kv_transfer.transfers import MOST_DEAD
 
 logger = logging.getLogger(__name__)
@@ -30,11 +30,13 @@ class Peers:
         self._endpoints = endpoints
         self._reads = reads
         self._known: dict[str, PeerDescription] = {}
-        """By incarnation; of a dead peer until its last read has ended."""
+        """By incarnation."""
         self._dead: deque[str] = deque(maxlen=MOST_DEAD)
         """Incarnations that are not connected again, by a handshake that comes too late."""
-        self._awaited_deaths: list[tuple[str, Callable[[], None]]] = []
-        """Dead peers of which NIXL may still have reads, and what to call when it has none."""
+        self._awaited_deaths: list[str] = []
+        """Dead peers of which NIXL may still have reads, or connections to them."""
+        self._tries = SecondTries()
+        """To let go of dead peers and of replaced agents."""
         self._needs_new_agent = False
         """A living peer's reads have failed: their fences pass once the agent is destroyed."""
 
@@ -65,10 +67,11 @@ class Peers:
         if peer is not None:
             self.add(peer)
 
-    def confirm_death(self, incarnation: str, on_fences_passed: Callable[[], None]) -> None:
-        """Connect to a peer no more, and disconnect when none of its reads is running."""
+    def confirm_death(self, incarnation: str) -> None:
+        """Start no read from a peer any more, and disconnect when none is running."""
         self._dead.append(incarnation)
-        self._awaited_deaths.append((incarnation, on_fences_passed))
+        self._known.pop(incarnation, None)
+        self._awaited_deaths.append(incarnation)
 
     def settle(self) -> None:
         """Let the fences pass of failed reads that no byte can come from any more."""
@@ -77,20 +80,22 @@ class Peers:
             self._replace_agent()
         for endpoint in list(self._endpoints.retired):
             if not self._reads.runs_on(endpoint):
-                self._destroy(endpoint)
+                self._settle_retired(endpoint)
 
     def _settle_deaths(self) -> None:
-        """Those of dead peers of which NIXL has no running read any more."""
-        for awaited in list(self._awaited_deaths):
-            incarnation, on_fences_passed = awaited
+        """Those of dead peers of which NIXL has no running read, and no connection, any more."""
+        for incarnation in list(self._awaited_deaths):
             if self._reads.is_running(incarnation):
                 continue
-            self._awaited_deaths.remove(awaited)
-            self._reads.release_failed(incarnation)
-            self._known.pop(incarnation, None)
-            self._endpoints.disconnect(incarnation)
-            self._reads.settle_failed(incarnation)
-            on_fences_passed()
+            if self._tries.run(incarnation, f"NIXL keeps dead {incarnation}", self._forget):
+                self._awaited_deaths.remove(incarnation)
+                self._reads.settle_failed(incarnation)
+
+    def _forget(self, incarnation: str) -> bool:
+        """Disconnect from a peer of which no read is running. May raise NIXL's exceptions."""
+        self._reads.release_failed(incarnation)
+        self._endpoints.disconnect(incarnation)
+        return True
 
     def _connect(self, peer: PeerDescription) -> bool:
         """Let the current agent know a peer; returns whether it does."""
@@ -126,19 +131,13 @@ class Peers:
             except Exception:  # it may be dead by now, or hold on to a transfer
                 logger.exception("could not disconnect from %s", incarnation)
 
-    def _destroy(self, endpoint: NixlEndpoint) -> None:
-        """Destroy a replaced agent that has no running read, and let its fences pass.
-
-        If that fails, they pass with the deaths of their peers.
-        """
-        self._endpoints.retired.remove(endpoint)
-        try:
-            self._reads.release_on(endpoint)
-            is_gone = endpoint.destroy()
-        except Exception:
-            logger.exception("could not destroy a NIXL agent that was replaced")
-            return
-        if is_gone:
+    def _settle_retired(self, endpoint: NixlEndpoint) -> None:
+        """Destroy a replaced agent that has no running read, and let its fences pass."""
+        if self._tries.run(endpoint, "a NIXL agent that was replaced stays", self._destroy):
+            self._endpoints.retired.remove(endpoint)
             self._reads.settle_on(endpoint)
-        else:
-            logger.error("a NIXL agent that was replaced is still in use")
+
+    def _destroy(self, endpoint: NixlEndpoint) -> bool:
+        """Whether an agent that has no running read is gone. May raise NIXL's exceptions."""
+        self._reads.release_on(endpoint)
+        return endpoint.destroy()

@@ -52,6 +52,11 @@ class ReadsFromPeers:
         self._pools = pools
         self._reads: list[_Read] = []
         """In the order in which they were started."""
+        self._on_fences_passed: Callable[[], None] | None = None
+
+    def watch_fences(self, on_passed: Callable[[], None]) -> None:
+        """Have `on_passed` called whenever fences of failed reads have passed."""
+        self._on_fences_passed = on_passed
 
     def start_pull(
         self, pull: Pull, peer: PeerDescription | None, on_end: Callable[[Pull], None]
@@ -120,6 +125,8 @@ class ReadsFromPeers:
         for read in reads:
             self._reads.remove(read)
             read.pull.settle()
+        if reads and self._on_fences_passed is not None:
+            self._on_fences_passed()
 
     def _running(self) -> list[_Read]:
         return [read for read in self._reads if read.pull.state is PullState.RUNNING]

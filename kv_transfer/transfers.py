@@ -50,15 +50,18 @@ class Transfers(Protocol):
         """
         ...
 
-    def confirm_death(self, incarnation: str, on_fences_passed: Callable[[], None]) -> None:
+    def watch_fences(self, on_passed: Callable[[], None]) -> None:
+        """Have `on_passed` called, on another thread, whenever fences of failed pulls have passed.
+
+        A pull's fence passes before its `on_end` is called, or, if it has failed, perhaps later.
+        """
+        ...
+
+    def confirm_death(self, incarnation: str) -> None:
         """Tell that a peer's process is known to be gone, so that fences on it can pass.
 
         Bytes that the peer had sent before may still arrive. The fences of its pulls pass once
         NIXL has reported the end of each and has disconnected from the peer.
-
-        Args:
-            incarnation: the peer's.
-            on_fences_passed: called once, on another thread, when those fences have passed.
         """
         ...
 

@@ -312,3 +312,20 @@ def test_a_read_that_does_not_end_costs_its_attempt_and_its_pages_stay_fenced() 
     end = request.ends[request.decode.name]
     assert (end.reason, end.error) == (EndReason.FAILED, "a read has not ended for 60 s")
     simulation.assert_at_baseline()
+
+
+def test_pages_of_a_failed_read_come_back_when_its_fence_passes_and_nothing_else_happens() -> None:
+    simulation = one_pair(1)
+    request = simulation.submit(list(range(40)), 8)
+    step_until(simulation, lambda: bool(reads_of(request)))
+    simulation.fail_read()
+    agent = request.decode.agent
+    failed = [pull for pull, _ in agent.ordered if pull.state is PullState.FAILED]
+    agent.ordered = [entry for entry in agent.ordered if entry[0] not in failed]
+    simulation.run()
+    assert request.decode.kv_cache.page_counts()[0].quarantined == 10
+    for pull in failed:
+        pull.settle()
+    agent.on_fences_passed()
+    simulation.run()
+    simulation.assert_at_baseline()

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import queue
 import threading
+from typing import Any
 
 import numpy as np
 import pytest
 
-from kvrelay.kv_transfer import endpoints
+from kvrelay.kv_transfer import endpoints, second_tries
 from kvrelay.kv_transfer.agent import TransferAgent
 from kvrelay.kv_transfer.endpoints import Endpoints
 from kvrelay.kv_transfer.nixl_endpoint import NixlEndpoint, NixlTransfer
@@ -30,7 +31,8 @@ def test_killed_peer_fails_the_pull_and_its_pages_wait_for_the_confirmation(
     assert pull.state is PullState.FAILED
     assert not pull.passed(), "an error alone does not prove that no byte arrives"
     settled = threading.Event()
-    agent.confirm_death(peer.description.incarnation, settled.set)
+    agent.watch_fences(settled.set)
+    agent.confirm_death(peer.description.incarnation)
     assert settled.wait(WAIT_S)
     assert pull.passed()
     agent.add_peer(peer.description)
@@ -52,7 +54,8 @@ def test_death_is_confirmed_while_a_read_is_running(agent: TransferAgent) -> Non
     assert not pull.passed()
     peer.kill()
     settled = threading.Event()
-    agent.confirm_death(name, settled.set)
+    agent.watch_fences(settled.set)
+    agent.confirm_death(name)
     assert ended.get(timeout=WAIT_S).state is PullState.FAILED
     assert settled.wait(WAIT_S)
     assert pull.passed()
@@ -103,11 +106,14 @@ def test_pages_of_a_failed_read_come_back_though_the_peer_lives(
     for one in (peer, other):
         agent.add_peer(one.description)
         assert read(agent, one, [1], [1]).state is PullState.DONE
+    told = threading.Event()
+    agent.watch_fences(told.set)
     broken = fail_a_read(agent, peer, monkeypatch)
     agent.add_peer(peer.description)
     assert read(agent, peer, [2], [7]).state is PullState.DONE
     assert_page(pool, 2, 7)
-    wait_until_passed(agent, broken)
+    assert told.wait(WAIT_S), "an engine that has nothing to do would not look"
+    assert broken.passed()
     assert read(agent, other, [3], [8]).state is PullState.DONE, "connected anew by itself"
     assert_page(pool, 3, 8)
     for one in (peer, other):
@@ -180,6 +186,78 @@ def test_a_break_connects_anew_to_those_that_nothing_was_read_from(
         one.stop()
 
 
+def raise_at_first(endpoint: NixlEndpoint, tries: int) -> None:
+    if tries < 2:
+        raise RuntimeError("NIXL_ERR_BACKEND")
+
+
+def hold_at_first(endpoint: NixlEndpoint, tries: int, held: list[Any]) -> None:
+    """Refer to NIXL's agent once more, for the first tries."""
+    if tries < 2:
+        held[:] = held or [endpoint._agent.agent]
+    else:
+        held.clear()
+
+
+@pytest.mark.parametrize("reason", ["NIXL fails", "something refers to it"])
+def test_an_agent_that_cannot_be_destroyed_at_once_is_destroyed_later(
+    agent: TransferAgent, monkeypatch: pytest.MonkeyPatch, pool: KVPool, reason: str
+) -> None:
+    monkeypatch.setattr(second_tries, "TRY_AGAIN_S", 0.0)
+    peer = Peer()
+    agent.add_peer(peer.description)
+    broken = fail_a_read(agent, peer, monkeypatch)
+    destroy, passed, held = NixlEndpoint.destroy, [], list[Any]()
+
+    def destroy_late(endpoint: NixlEndpoint) -> bool:
+        passed.append(broken.passed())
+        if reason == "NIXL fails":
+            raise_at_first(endpoint, len(passed) - 1)
+        else:
+            hold_at_first(endpoint, len(passed) - 1, held)
+        return destroy(endpoint)
+
+    monkeypatch.setattr(NixlEndpoint, "destroy", destroy_late)
+    agent.add_peer(peer.description)
+    assert read(agent, peer, [2], [7]).state is PullState.DONE
+    wait_until_passed(agent, broken)
+    assert passed == [False] * 3
+    peer.stop()
+
+
+def test_a_death_waits_until_every_agent_is_disconnected(
+    agent: TransferAgent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An agent that cannot be destroyed included; NIXL's errors end nothing."""
+    monkeypatch.setattr(second_tries, "TRY_AGAIN_S", 0.0)
+    peer, other = Peer(), Peer()
+    for one in (peer, other):
+        agent.add_peer(one.description)
+    broken = fail_a_read(agent, peer, monkeypatch)
+    stays, disconnect = threading.Event(), NixlEndpoint.disconnect
+    refused: list[NixlEndpoint] = []
+
+    def refuse(endpoint: NixlEndpoint, name: str) -> None:
+        if endpoint.knows(name) and not stays.is_set():
+            refused.append(endpoint)
+            raise RuntimeError("NIXL_ERR_BACKEND")
+        disconnect(endpoint, name)
+
+    monkeypatch.setattr(NixlEndpoint, "destroy", lambda endpoint: False)
+    monkeypatch.setattr(NixlEndpoint, "disconnect", refuse)
+    agent.add_peer(peer.description)
+    assert read(agent, peer, [2], [7]).state is PullState.DONE
+    peer.kill()
+    agent.confirm_death(peer.description.incarnation)
+    while len(set(refused)) < 1 or len(refused) < 3:
+        wait_for_a_pass(agent)
+    assert not broken.passed()
+    assert read(agent, other, [1], [1]).state is PullState.DONE, "the thread lives"
+    stays.set()
+    wait_until_passed(agent, broken)
+    other.stop()
+
+
 def test_an_agent_that_peers_may_read_is_not_replaced(
     agent: TransferAgent, monkeypatch: pytest.MonkeyPatch, pool: KVPool
 ) -> None:
@@ -195,7 +273,8 @@ def test_an_agent_that_peers_may_read_is_not_replaced(
     assert not broken.passed()
     peer.kill()
     settled = threading.Event()
-    agent.confirm_death(peer.description.incarnation, settled.set)
+    agent.watch_fences(settled.set)
+    agent.confirm_death(peer.description.incarnation)
     assert settled.wait(WAIT_S)
     assert broken.passed()
 
@@ -211,7 +290,7 @@ def test_an_agent_that_registers_nothing_more_is_replaced(
         raise RuntimeError("NIXL_ERR_BACKEND")
 
     monkeypatch.setattr(NixlEndpoint, "register", refuse)
-    landing = agent.make_landing()
+    landing = agent.make_landing(lambda: None)
     ended: queue.SimpleQueue[Pull] = queue.SimpleQueue()
     agent.read_scratch(peer.description.incarnation, landing, ended.put)
     assert ended.get(timeout=WAIT_S).state is PullState.DONE

@@ -7,11 +7,13 @@ import asyncio
 import pytest
 
 from kvrelay.kv_transfer.agent import TransferAgent
+from kvrelay.kv_transfer.endpoints import Endpoints
 from kvrelay.kv_transfer.errors import TransferError
 from kvrelay.kv_transfer.landing import LandingAreas
-from kvrelay.kv_transfer.nixl_endpoint import NixlTransfer
+from kvrelay.kv_transfer.nixl_endpoint import NixlEndpoint, NixlTransfer
 from kvrelay.kv_transfer.pull import Pull, PullState
 from kvrelay.kv_transfer.scratch import make_landing
+from kvrelay.kv_transfer.spans import PoolLayout
 from kvrelay.kv_transfer.transport_probe import TransportProber
 from kvrelay.mem_cache.geometry import PageOrder
 from kvrelay.mem_cache.pool import KVPool
@@ -144,7 +146,7 @@ async def test_a_peer_that_stops_while_it_is_timed_delays_others_by_one_turn(
 
 
 def test_an_area_that_bytes_may_come_to_is_lent_to_its_own_peer_alone(pool: KVPool) -> None:
-    areas = LandingAreas(lambda: make_landing(pool))
+    areas = LandingAreas(lambda on_refusal: make_landing(pool))
     with areas.lend("failing") as first:
         failed = Pull("failing", (), ())
         first.add(failed)
@@ -161,6 +163,25 @@ def test_an_area_that_bytes_may_come_to_is_lent_to_its_own_peer_alone(pool: KVPo
     failed.settle()
     with areas.lend("third") as third, areas.lend("fourth") as fourth:
         assert {third, fourth} == {first, second}
+
+
+async def test_an_area_that_nixl_does_not_take_is_lent_once(
+    agent: TransferAgent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    peer = Peer()
+    agent.add_peer(peer.description)
+    prober, name = TransportProber(agent, floor=0.0), peer.description.incarnation
+    with monkeypatch.context() as patch:
+
+        def refuse(endpoint: NixlEndpoint, memory: PoolLayout) -> None:
+            raise RuntimeError("NIXL_ERR_BACKEND")
+
+        patch.setattr(NixlEndpoint, "register", refuse)
+        patch.setattr(Endpoints, "replace", lambda endpoints: False)
+        patch.setattr("kvrelay.kv_transfer.transport_probe.AGAIN_S", ())
+        assert (await prober.measure(name)).refusal
+    assert not (await prober.measure(name)).refusal
+    peer.stop()
 
 
 async def test_a_probe_sees_other_bytes(

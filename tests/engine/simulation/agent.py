@@ -34,10 +34,13 @@ class SimAgent:
         self.ordered.append((pull, on_end))
         return pull
 
-    def confirm_death(self, incarnation: str, on_fences_passed: Callable[[], None]) -> None:
+    def watch_fences(self, on_passed: Callable[[], None]) -> None:
+        self.on_fences_passed = on_passed
+
+    def confirm_death(self, incarnation: str) -> None:
         for pull, on_end in [entry for entry in self.ordered if entry[0].peer == incarnation]:
             self.ordered.remove((pull, on_end))
             pull.state = PullState.FAILED
             pull.settle()
             on_end(pull)
-        on_fences_passed()
+        self.on_fences_passed()
