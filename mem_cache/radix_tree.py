@@ -104,21 +104,17 @@ class RadixTree:
         assert isinstance(locked, _LockedNodes)
         for queue, start in zip(self._queues, locked.starts, strict=True):
             queue.unlock(locked.lowest, start)
-        if not _is_useless(locked.lowest):
-            return self._nothing
-        gone: list[list[Pages]] = [[] for _ in self._pools]
-        self._remove_leaf(locked.lowest, gone)
-        return _joined(gone)
+        return self._remove_useless(locked.lowest)
 
     def unlock_pool(self, lock: PrefixLock, pool: int) -> tuple[PrefixLock, tuple[Pages, ...]]:
-        """See `PrefixIndex`. No pages are let go of."""
+        """See `PrefixIndex`. It lets go of the same pages as `unlock`, if no pool is locked now."""
         locked = lock.entry
         assert isinstance(locked, _LockedNodes)
         self._queues[pool].unlock(locked.lowest, locked.starts[pool])
         pages, starts = list(lock.pages), list(locked.starts)
         pages[pool], starts[pool] = np.full_like(pages[pool], NO_PAGE), locked.lowest.end
         left = PrefixLock(tuple(pages), _LockedNodes(locked.lowest, tuple(starts)))
-        return left, self._nothing
+        return left, self._remove_useless(locked.lowest)
 
     def insert(self, token_ids: TokenIds, pages: Sequence[Pages], namespace: str = "") -> Inserted:
         """See `PrefixIndex`."""
@@ -274,6 +270,14 @@ class RadixTree:
         return node
 
     # Evicting
+
+    def _remove_useless(self, node: RadixNode) -> tuple[Pages, ...]:
+        """Take a node away that nobody can continue from, if it is one; returns its pages."""
+        if not _is_useless(node):
+            return self._nothing
+        gone: list[list[Pages]] = [[] for _ in self._pools]
+        self._remove_leaf(node, gone)
+        return _joined(gone)
 
     def _remove_leaf(self, node: RadixNode, evicted: list[list[Pages]]) -> None:
         """Take a leaf away, and what above it would be a leaf without its window's pages."""

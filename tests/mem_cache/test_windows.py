@@ -8,6 +8,8 @@ from __future__ import annotations
 import pytest
 
 from kvrelay.mem_cache.release import Outcome
+from kvrelay.mem_cache.shape import PoolShape
+from tests.mem_cache.memory import Memory
 from tests.mem_cache.scenarios import (
     CACHED,
     OTHERS,
@@ -246,3 +248,34 @@ def test_promise_is_kept_when_window_pages_are_published_on_the_way():
     memory.reclaim()
     assert kv_cache.page_counts()[1].promised == 0
     assert_at_baseline(memory)
+
+
+@CACHED
+def test_a_leaf_that_every_window_has_passed_is_let_go_of_with_the_last_lock(cached):
+    """Without a full pool: the near window's pages are evicted while the far one locks theirs."""
+    pools = [PoolShape("near", 7, 8), PoolShape("far", 30, 24)]
+    memory = Memory(pools, 4, 4, 120, cached=cached, ahead=8)
+    first = start(memory, TOKENS, 60, known=0)
+    compute(memory, first, 8, 8)
+    publish(memory, first)
+    for count in (4, 4):
+        memory.slide(first)
+        compute(memory, first, count)
+    memory.slide(first)
+    other = start(memory, OTHERS, 8, known=0)
+    compute(memory, other, 8)
+    compute(memory, first, 8)
+    assert index_sizes(memory) == ([0, 4] if cached else [0, 0])
+    while first.written < 60:
+        memory.slide(first)
+        compute(memory, first, 4)
+        memory.check()
+    assert index_sizes(memory) == [0, 0]
+    publish(memory, first)
+    for holder in (first, other):
+        memory.release(holder, Outcome.FINISHED)
+    assert_at_baseline(memory)
+
+
+def index_sizes(memory: Memory) -> list[int]:
+    return [memory.kv_cache.index.size(pool) for pool in (0, 1)]
