@@ -145,7 +145,7 @@ class ForwardThread(Generic[RequestT]):
 
     def launch(self, step: Step[RequestT]) -> None:
         """Compute a step after those launched before it."""
-        self.work.begin(step.most_tokens)
+        self.work.begin(step.most_tokens, step.number)
         self._steps.put(step)
 
     def close(self) -> None:

@@ -124,8 +124,8 @@ class GiveUp:
     """End the engine, because something else hangs. Routers are told first."""
 
     reason: str
-    forward_hangs: bool
-    """It is the oldest forward that hangs: its requests may be the cause."""
+    hanging_step: int | None
+    """The number of the forward that hangs, whose requests may be the cause; None: none does."""
 
 
 @dataclass(frozen=True, slots=True)

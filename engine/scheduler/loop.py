@@ -259,9 +259,11 @@ class Engine(Generic[RequestT, MessageT]):
         self._gives_up = reason
         self._context.draining = True
 
-    def _fail_oldest_step(self, reason: str) -> None:
-        """End the requests of the forward that hangs."""
-        scheduled = self._launched[0].scheduled if self._launched else ()
+    def _fail_step(self, number: int, reason: str) -> None:
+        """End the requests of a forward that hangs, unless it has ended by now after all."""
+        scheduled = [
+            item for step in self._launched if step.number == number for item in step.scheduled
+        ]
         live = [item.request for item in scheduled if not item.request.has_ended]
         for request in live:
             self._scheduler.fail(request, ForwardFailedError(reason, alone=len(live) == 1))
@@ -287,8 +289,8 @@ class Engine(Generic[RequestT, MessageT]):
             case RetractForDrain():
                 self._scheduler.retract_for_drain()
             case GiveUp():
-                if message.forward_hangs:
-                    self._fail_oldest_step(message.reason)
+                if message.hanging_step is not None:
+                    self._fail_step(message.hanging_step, message.reason)
                 self._give_up(message.reason)
             case Stop():
                 self._stopping = True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Generic, TypeVar, cast
 
 import numpy as np
@@ -24,8 +25,9 @@ class PrefixWaits(Generic[RequestT]):
 
     A leader goes on by itself: it has been granted memory, or waits for the answer.
     Who waits for it holds nothing, so nobody ever waits for somebody who waits. It
-    goes on as soon as the leader has published what they share, has ended, or has
-    made no progress for a while, and then finds in the prefix index what is there.
+    goes on as soon as the leader, or somebody else, has published what they share, and
+    when the leader has ended or has made no progress for a while. Then it finds in the
+    prefix index what is there.
 
     Args:
         context: the requests' memory.
@@ -62,17 +64,26 @@ class PrefixWaits(Generic[RequestT]):
             leaders: those that it may wait for.
         """
         now = time.monotonic()
-        before = request.prefix_wait
-        if before is not None and self._goes_on(before, now):
+        before, token_ids = request.prefix_wait, request.input_ids[:known_tokens]
+        if before is not None and self._goes_on(request, before, token_ids, now):
             return True
-        token_ids = request.input_ids[:known_tokens]
         request.prefix_wait = self._find(request, token_ids, leaders, now)
         if request.prefix_wait is not None and before is None:
             self._context.metrics.count(PREFIX_WAITS)
         return request.prefix_wait is not None
 
-    def _goes_on(self, wait: PrefixWait, now: float) -> bool:
-        return self._is_useful(wait.leader, now) and _published(wait.leader) < wait.shared_len
+    def _goes_on(
+        self, request: RequestT, wait: PrefixWait, token_ids: TokenIds, now: float
+    ) -> bool:
+        """Whether the leader will publish more, and the index has not all that they share."""
+        if not self._is_useful(wait.leader, now) or _published(wait.leader) >= wait.shared_len:
+            return False
+        kv_cache = self._context.kv_cache
+        version = kv_cache.room_version
+        if version == wait.looked_at:
+            return True
+        request.prefix_wait = replace(wait, looked_at=version)
+        return kv_cache.count_cached(token_ids, request.namespace) < wait.shared_len
 
     def _is_useful(self, leader: Request, now: float) -> bool:
         """Whether it will publish more, as far as can be said."""

@@ -162,4 +162,6 @@ class PrefixWait:
     leader: Request
     """Computes, or reads, what both share."""
     shared_len: int
-    """Tokens of whole pages; the wait ends when the leader has published them."""
+    """Tokens of whole pages; the wait ends when they are in the prefix index."""
+    looked_at: int = -1
+    """`KVCacheManager.room_version` when the index was last looked at: it had not all of them."""

@@ -100,7 +100,7 @@ class Assembly:
                     f"the {name} of {oldest.tokens} tokens has not ended for "
                     f"{oldest.seconds:.0f} s (--step-timeout)"
                 )
-                return GiveUp(reason, forward_hangs=work is self.forward.work)
+                return GiveUp(reason, oldest.number if work is self.forward.work else None)
         return None
 
     def stop_threads(self) -> None:

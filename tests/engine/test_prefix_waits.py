@@ -327,6 +327,18 @@ def test_a_wait_ends_when_what_is_shared_is_published() -> None:
     assert not bench.must_wait(request)
 
 
+def test_a_wait_ends_when_somebody_else_has_published_what_is_shared() -> None:
+    bench = Bench()
+    request = bench.request([*PREFIX[:100], *range(20)])
+    assert bench.must_wait(request)
+    bench.leader = bench.request(PREFIX[:104])
+    bench.leader.lease = known(bench.kv_cache.open("somebody else", 104))
+    bench.publish(64)
+    assert bench.must_wait(request)
+    bench.publish(104)
+    assert not bench.must_wait(request)
+
+
 def test_what_was_evicted_again_is_not_waited_for() -> None:
     bench = Bench()
     request = bench.request([*PREFIX[:100], *range(20)])

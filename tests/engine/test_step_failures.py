@@ -103,16 +103,30 @@ def test_a_forward_that_hangs_is_the_cause_of_its_requests_ends() -> None:
     simulation, _ = together(3)
     worker = until_several(simulation, "decode")
     hanging = {item.request.key for item in worker.steps[0].scheduled}
-    worker.inbox.post(GiveUp("it hangs", forward_hangs=True))
+    worker.inbox.post(GiveUp("it hangs", hanging_step=worker.steps[0].number))
     with pytest.raises(WorkerBrokenError, match="it hangs"):
         worker.turn()
     assert said_why_it_ends(worker) == hanging
 
 
+def test_a_forward_that_ends_while_it_is_given_up_is_no_fault_of_the_next_ones_requests() -> None:
+    simulation, _ = together(3)
+    worker = until_several(simulation, "decode")
+    while len(worker.steps) < 2:
+        assert simulation.step()
+    hanging = worker.steps[0].number
+    worker.end_step()
+    worker.inbox.post(GiveUp("it hangs", hanging_step=hanging))
+    with pytest.raises(WorkerBrokenError, match="it hangs"):
+        worker.turn()
+    assert worker.steps[0].number == hanging + 1
+    assert not said_why_it_ends(worker)
+
+
 def test_hashing_that_hangs_is_no_fault_of_any_request() -> None:
     simulation, _ = together(3)
     worker = until_several(simulation, "decode")
-    worker.inbox.post(GiveUp("it hangs", forward_hangs=False))
+    worker.inbox.post(GiveUp("it hangs", hanging_step=None))
     with pytest.raises(WorkerBrokenError, match="it hangs"):
         worker.turn()
     assert not said_why_it_ends(worker)

@@ -17,14 +17,14 @@ def test_the_oldest_piece_counts_from_the_end_of_the_one_before_it():
     work = WorkInProgress()
     assert work.oldest is None
     work.begin(3)
-    work.begin(500)
+    work.begin(500, 7)
     first = work.oldest
     assert first is not None
     assert first.tokens == 3
     work.end()
     second = work.oldest
     assert second is not None
-    assert second.tokens == 500
+    assert (second.tokens, second.number) == (500, 7)
     work.end()
     assert work.oldest is None
 
