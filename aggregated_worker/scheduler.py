@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Never, assert_never
@@ -14,20 +13,17 @@ from kvrelay.engine.executor.step import Scheduled, StepOutput
 from kvrelay.engine.executor.stop import StopChecker
 from kvrelay.engine.faults import Phase
 from kvrelay.engine.scheduler.admission import admit_in_turn
-from kvrelay.engine.scheduler.choices import fork_and_run
 from kvrelay.engine.scheduler.commands import Cancel, Submit
 from kvrelay.engine.scheduler.context import SchedulerContext
 from kvrelay.engine.scheduler.growth_reserve import GrowthReserve
+from kvrelay.engine.scheduler.itl_target import ItlTarget
+from kvrelay.engine.scheduler.mixed_steps import MixedSteps
 from kvrelay.engine.scheduler.prefix_waits import PrefixWaits
-from kvrelay.engine.scheduler.prompts import ComputingPrompts, PromptRun
 from kvrelay.engine.scheduler.running_batch import GeneratingRequest, RunningBatch
-from kvrelay.engine.scheduler.suspects import Turns, alone_until, failed_end
+from kvrelay.engine.scheduler.suspects import alone_until, failed_end
 from kvrelay.mem_cache.release import Outcome
 from kvrelay.wire.load import WorkerLoad
-from kvrelay.wire.output import NO_TIMINGS, EndReason, PhaseTimings, RequestEnd, SampledToken
-
-_PROMPT_SHARE = 4
-"""At least one in so many tokens of a step's budget is for prompts, however many generate."""
+from kvrelay.wire.output import EndReason, RequestEnd
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
@@ -36,14 +32,6 @@ class AggregatedRequest(GeneratingRequest):
 
     submission: Submit
     """What it begins again with, if it is retracted."""
-    prompt_timings: PhaseTimings = NO_TIMINGS
-    activated_at: float = 0.0
-
-    def timings(self) -> PhaseTimings:
-        """Seconds of the phases until now."""
-        if not self.activated_at:
-            return self.prompt_timings
-        return replace(self.prompt_timings, decode_seconds=time.monotonic() - self.activated_at)
 
 
 class AggregatedScheduler:
@@ -71,14 +59,17 @@ class AggregatedScheduler:
             context.kv_cache, config.growth_min, config.growth_max, config.tokens_in_flight - 1
         )
         self._waiting: list[AggregatedRequest] = []
-        self._turns: Turns[AggregatedRequest] = Turns()
-        self._computing: ComputingPrompts[AggregatedRequest] = ComputingPrompts(context)
         self._waits = PrefixWaits(
             context, config.prefix_wait, lambda r: r.every_step is None, at_end=False
         )
         self._running: RunningBatch[AggregatedRequest] = RunningBatch(
             context, self._growth, self._release_retracted, retract_every=config.debug_retract_every
         )
+        itl_target = ItlTarget(config.itl_target_seconds, context.speed_learner)
+        self._steps: MixedSteps[AggregatedRequest] = MixedSteps(
+            context, self._running, self._growth, itl_target, config.chunk_tokens
+        )
+        self._computing = self._steps.computing
 
     def submit(self, command: Submit) -> None:
         """Let a new request wait for memory."""
@@ -121,28 +112,12 @@ class AggregatedScheduler:
         return self._computing.reserve_and_add(request, self._growth.headroom(request, growing))
 
     def schedule(self) -> Sequence[Scheduled[AggregatedRequest]]:
-        """Allocate the next token of all that generate, and chunks of prompts with what is left."""
-        return self._turns.next(self._schedule)
-
-    def _schedule(self, alone: bool) -> Sequence[Scheduled[AggregatedRequest]]:
-        generating = self._running.schedule(alone=alone)
-        if self._running.waits_for_room or (alone and generating):
-            return generating
-        budget = self._config.chunk_tokens
-        budget = max(budget - len(generating), budget // _PROMPT_SHARE, 1)
-        return [*generating, *self._computing.schedule(budget, alone=alone)]
+        """Allocate the next token of all that generate, and chunks of prompts beside them."""
+        return self._steps.schedule()
 
     def process_step_output(self, item: Scheduled[AggregatedRequest], output: StepOutput) -> None:
         """Take the tokens of a request that generates, or a chunk of its prompt."""
-        request = item.request
-        if item is request.every_step:
-            self._running.process_step_output(request, output)
-            return
-        self._computing.process_step_output(item, output)
-        if item.sample:
-            run = self._computing.remove(request)
-            assert run is not None
-            self._begin_to_generate(request, run, output.tokens)
+        self._steps.process_step_output(item, output)
 
     def fail(self, request: AggregatedRequest, error: Exception) -> None:
         """End a request because its forward has failed."""
@@ -162,32 +137,6 @@ class AggregatedScheduler:
             prompts=prompts,
             growth_tokens=self._growth.total_tokens(self._running),
         )
-
-    def _begin_to_generate(
-        self, request: AggregatedRequest, run: PromptRun, tokens: Sequence[SampledToken]
-    ) -> None:
-        """The prompt is computed: emit the first token of each choice, and continue from it."""
-        request.prompt_timings = run.timings()
-        request.activated_at = time.monotonic()
-        known = request.output_ids
-        ends = [request.checker.again(known).check(token.token_id) for token in tokens]
-        for choice, token, finish in zip(request.choices, tokens, ends, strict=True):
-            self._context.emit(
-                request,
-                [token],
-                finish,
-                request.prompt_timings,
-                choice=choice,
-                index=len(known),
-                # When it begins again it finds its own pages.
-                cached_tokens=0 if known else run.cached_tokens,
-            )
-        firsts = zip(request.choices, tokens, ends, strict=True)
-        live = [(choice, token.token_id) for choice, token, finish in firsts if finish is None]
-        if live:
-            fork_and_run(self._context, self._running, self._growth, request, live)
-        else:
-            self._context.release(request, Outcome.FINISHED, None)
 
     def _release_retracted(self, request: AggregatedRequest) -> None:
         """Free the memory of a request and let it wait again, with what it has generated.
@@ -216,8 +165,7 @@ class AggregatedScheduler:
         """Release a request, whatever phase it is in."""
         if request in self._waiting:
             self._waiting.remove(request)
-        self._computing.remove(request)
-        self._running.remove(request)
+        self._steps.remove(request)
         self._context.release(request, outcome, end, timings=request.timings())
 
     def _make(self, command: Submit) -> AggregatedRequest:

@@ -95,6 +95,17 @@ class WorkerOptions:
     chunk_tokens: int = option(
         512, "The most prompt tokens that one step computes.", Section.REQUESTS, at_least=1
     )
+    itl_target: float | None = option(
+        None,
+        "The milliseconds that a step may take which computes prompts beside requests that "
+        "generate: the chunk beside them shrinks to keep it, by the speed that the worker has "
+        "learnt. A step computes some prompt tokens in any case.",
+        Section.REQUESTS,
+        more_than=0,
+        unit="milliseconds",
+        shown_default="three times a step of one request, and at least twice one of those that "
+        "generate now",
+    )
     bypass_limit: int = option(
         16,
         "The most requests that are admitted before an older one that does not fit into memory.",
@@ -246,6 +257,11 @@ class WorkerConfig(WorkerOptions):
     def step_bound_seconds(self, tokens: int) -> float:
         """Seconds after which a forward of so many tokens is taken to hang."""
         return self.step_timeout + tokens * self.step_timeout_per_token
+
+    @property
+    def itl_target_seconds(self) -> float | None:
+        """Seconds of a step that computes prompts beside a batch; None: derived from its speed."""
+        return None if self.itl_target is None else self.itl_target / 1000
 
     @property
     def tokens_in_flight(self) -> int:

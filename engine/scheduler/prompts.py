@@ -1,4 +1,4 @@
-"""The prompts that are being computed, chunk by chunk: on a prefill or an aggregated worker."""
+"""The prompts that are being computed, chunk by chunk, on a worker of any role."""
 
 from __future__ import annotations
 
@@ -61,6 +61,16 @@ class ComputingPrompts(Generic[RequestT]):
     def tokens_left(self) -> list[int]:
         """Tokens of each input that are in no step yet."""
         return [_tokens_left(request) for request in self._runs]
+
+    @property
+    def completes_one(self) -> bool:
+        """Whether the last chunk of one of them is in a step that has not ended."""
+        return any(not _tokens_left(request) for request in self._runs)
+
+    @property
+    def next_context(self) -> int:
+        """Tokens before the next chunk of the input of which most is computed."""
+        return max([r.held.kv_committed_len for r in self._runs if _tokens_left(r)], default=0)
 
     def reserve_and_add(self, request: RequestT, headroom: Sequence[int] | None = None) -> bool:
         """Compute a request from now on: open its lease, with a promise of pages for its input.

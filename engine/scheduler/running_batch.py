@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
+import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
 import numpy as np
@@ -17,7 +17,7 @@ from kvrelay.engine.scheduler.metrics import RETRACTIONS
 from kvrelay.engine.scheduler.request import Request
 from kvrelay.mem_cache.lease import Batch
 from kvrelay.mem_cache.release import Outcome
-from kvrelay.wire.output import PhaseTimings, RequestEnd, SampledToken
+from kvrelay.wire.output import NO_TIMINGS, PhaseTimings, RequestEnd, SampledToken
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
@@ -31,10 +31,20 @@ class GeneratingRequest(Request):
     """What every step computes of it, once it is in the running batch."""
     in_flight: int = 0
     """Steps that were launched for it and have not ended."""
+    input_timings: PhaseTimings = NO_TIMINGS
+    """Seconds of the phases before it was activated, as far as this worker saw them."""
+    activated_at: float = 0.0
+    """When it began to generate; 0 until then."""
 
-    @abstractmethod
+    def activate(self, input_timings: PhaseTimings) -> None:
+        """Note that its input is complete: it generates from now on."""
+        self.input_timings, self.activated_at = input_timings, time.monotonic()
+
     def timings(self) -> PhaseTimings:
         """Seconds of the phases until now, as far as this worker saw them."""
+        if not self.activated_at:
+            return self.input_timings
+        return replace(self.input_timings, decode_seconds=time.monotonic() - self.activated_at)
 
 
 RequestT = TypeVar("RequestT", bound=GeneratingRequest)

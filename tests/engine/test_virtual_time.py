@@ -9,49 +9,10 @@ import pytest
 from kvrelay.engine.config import Speculation
 from kvrelay.wire.output import EndReason
 from kvrelay.wire.request import SamplingParams
-from tests.engine.simulation import SimRequest, Simulation, SimWorker, count, reference
+from tests.engine.simulation import SimRequest, count, reference
+from tests.engine.simulation.clockwork import Clockwork
 
-STEP_SECONDS = 0.01
-TOKEN_SECONDS = 0.0002
 SYSTEM_PROMPTS = [[random.Random(i).randrange(97) for _ in range(48)] for i in range(6)]
-
-
-class Clockwork(Simulation):
-    """Messages take no time, forwards do: of every step a part, and a part a token."""
-
-    def __init__(self, *args, **options) -> None:
-        super().__init__(*args, audit_pages=False, **options)
-        self.clock = 0.0
-        self._due: dict[SimWorker, list[float]] = {worker: [] for worker in self.workers}
-        self.ended_at: dict[SimRequest, float] = {}
-
-    def run_until(self, moment: float) -> None:
-        """Let everything happen that happens before `moment`."""
-        while True:
-            if self.step():
-                continue
-            ends = [due[0] for due in self._due.values() if due]
-            if not ends or min(ends) > moment:
-                break
-            self.clock = min(ends)
-        self.clock = max(self.clock, moment)
-
-    def can_end_step(self, worker: SimWorker) -> bool:
-        due = self._due[worker]
-        while len(due) < len(worker.steps):
-            tokens = sum(item.num_tokens for item in worker.steps[len(due)].scheduled)
-            begun = max(self.clock, due[-1] if due else 0.0)
-            due.append(begun + STEP_SECONDS + TOKEN_SECONDS * tokens)
-        if not due or due[0] > self.clock:
-            return False
-        due.pop(0)
-        return True
-
-    def now(self) -> float:
-        return self.clock
-
-    def ended(self, request: SimRequest) -> None:
-        self.ended_at[request] = self.clock
 
 
 def one_request(simulation: Clockwork, rng: random.Random) -> SimRequest:
@@ -84,6 +45,7 @@ def test_thousands_of_requests_all_end_in_time(
         seed,
         page_size=4,
         pages=110,
+        audit_pages=False,
         rows=12,
         # A window's pool is made for two requests with their chunks: with large chunks all that
         # come at once fit there, and nobody would have to make room.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from kvrelay.aggregated_worker.scheduler import AggregatedScheduler
@@ -27,6 +27,9 @@ from kvrelay.wire.request import RequestKey
 from kvrelay.wire.worker_info import WorkerRole
 from tests.engine.simulation.agent import SimAgent
 from tests.engine.simulation.model import CountingModel, GuessDrafter, RealModel, SimModel, Windows
+
+MAX_TOKENS = 2048
+"""Of one request."""
 
 
 @dataclass(eq=False)
@@ -52,6 +55,8 @@ class SimWorker:
     draining: bool = False
     """The router knows that it takes no more requests."""
     drained: bool = False
+    forward_seconds: float = 0.0
+    """What the forwards that end now are said to have taken."""
 
     def __post_init__(self) -> None:
         self.model, self.kv_cache = self._load()
@@ -91,14 +96,14 @@ class SimWorker:
     def _load(self) -> tuple[SimModel, KVCacheManager]:
         if self.config.model_path is not None:
             model = RealModel(self.config)
-            return model, make_kv_cache(self.config, model.pools, 512)
+            return model, make_kv_cache(self.config, model.pools, MAX_TOKENS)
         ahead = tokens_ahead(self.config)
         shapes = [self._shape(window, ahead) for window in self.windows]
         kv_cache = KVCacheManager(
             shapes,
             page_size=self.page_size,
             total_rows=self.rows,
-            max_row_tokens=512,
+            max_row_tokens=MAX_TOKENS,
             ahead=ahead,
             index=RadixTree(self.page_size, self.windows) if self.cached else None,
         )
@@ -150,7 +155,7 @@ class SimWorker:
         self.model.broken = {i for i, item in enumerate(live) if item.request.key in self.broken}
         if step.copies:
             self.executor.copy(step.copies)
-        self.inbox.post(self.executor.execute(step))
+        self.inbox.post(replace(self.executor.execute(step), seconds=self.forward_seconds))
 
     def fail_step(self, error: str = "injected") -> None:
         step, self.model.fails = self.steps.popleft(), error

@@ -1,0 +1,120 @@
+"""Steps that generate for the running batch and compute chunks of prompts beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Generic, TypeVar
+
+from kvrelay.engine.executor.step import Scheduled, StepOutput
+from kvrelay.engine.scheduler.choices import fork_and_run
+from kvrelay.engine.scheduler.context import SchedulerContext
+from kvrelay.engine.scheduler.growth_reserve import GrowthReserve
+from kvrelay.engine.scheduler.itl_target import ItlTarget
+from kvrelay.engine.scheduler.prompts import ComputingPrompts, PromptRun
+from kvrelay.engine.scheduler.running_batch import GeneratingRequest, RunningBatch
+from kvrelay.engine.scheduler.suspects import Turns
+from kvrelay.mem_cache.release import Outcome
+from kvrelay.wire.output import SampledToken
+from kvrelay.wire.speeds import StepWork
+
+RequestT = TypeVar("RequestT", bound=GeneratingRequest)
+
+_PROMPT_SHARE = 4
+"""At least one in so many tokens of a step's budget is for prompts, however many generate."""
+
+
+class MixedSteps(Generic[RequestT]):
+    """Plans the steps of a worker that computes prompts and generates, and takes their outputs.
+
+    A prompt that is complete joins the running batch.
+
+    Args:
+        context: the worker's memory, requests and outputs.
+        running: the requests that generate.
+        growth: learns if the choices of a request do not fit together.
+        itl_target: bounds the chunks beside those that generate.
+        chunk_tokens: bounds all chunks; the only bound when nothing generates.
+    """
+
+    def __init__(
+        self,
+        context: SchedulerContext[RequestT],
+        running: RunningBatch[RequestT],
+        growth: GrowthReserve,
+        itl_target: ItlTarget,
+        chunk_tokens: int,
+    ) -> None:
+        self._context = context
+        self._running = running
+        self._growth = growth
+        self._itl_target = itl_target
+        self._chunk_tokens = chunk_tokens
+        self._turns: Turns[RequestT] = Turns()
+        self.computing: ComputingPrompts[RequestT] = ComputingPrompts(context)
+        """The prompts that are computed here."""
+
+    def schedule(self) -> Sequence[Scheduled[RequestT]]:
+        """Allocate the next token of all that generate, and chunks of prompts beside them."""
+        return self._turns.next(self._schedule)
+
+    def _schedule(self, alone: bool) -> Sequence[Scheduled[RequestT]]:
+        generating = self._running.schedule(alone=alone)
+        if self._running.waits_for_room or (alone and generating) or not self.computing:
+            return generating
+        tokens = self._most_prompt_tokens(generating)
+        return [*generating, *self.computing.schedule(tokens, alone=alone)]
+
+    def _most_prompt_tokens(self, generating: Sequence[Scheduled[RequestT]]) -> int:
+        """How many tokens of prompts a step may compute beside requests that generate.
+
+        A request whose last chunk is in flight generates next: it is not to wait for a
+        whole chunk of another one either.
+        """
+        if not self._running and not self.computing.completes_one:
+            return self._chunk_tokens
+        rows = len(generating)
+        most = max(self._chunk_tokens - rows, self._chunk_tokens // _PROMPT_SHARE, 1)
+        work = StepWork(rows=rows, row_pairs=sum([r.request.num_tokens for r in generating]))
+        return self._itl_target.most_prompt_tokens(work, self.computing.next_context, most)
+
+    def process_step_output(self, item: Scheduled[RequestT], output: StepOutput) -> None:
+        """Take the tokens of a request that generates, or a chunk of its prompt."""
+        request = item.request
+        if item is request.every_step:
+            self._running.process_step_output(request, output)
+            return
+        self.computing.process_step_output(item, output)
+        if item.sample:
+            run = self.computing.remove(request)
+            assert run is not None
+            self._begin_to_generate(request, run, output.tokens)
+
+    def remove(self, request: RequestT) -> None:
+        """Compute no more of a request, whatever phase it is in; its memory stays."""
+        self.computing.remove(request)
+        self._running.remove(request)
+
+    def _begin_to_generate(
+        self, request: RequestT, run: PromptRun, tokens: Sequence[SampledToken]
+    ) -> None:
+        """The prompt is computed: emit the first token of each choice, and continue from it."""
+        request.activate(run.timings())
+        known = request.output_ids
+        ends = [request.checker.again(known).check(token.token_id) for token in tokens]
+        for choice, token, finish in zip(request.choices, tokens, ends, strict=True):
+            self._context.emit(
+                request,
+                [token],
+                finish,
+                request.input_timings,
+                choice=choice,
+                index=len(known),
+                # When it begins again it finds its own pages.
+                cached_tokens=0 if known else run.cached_tokens,
+            )
+        firsts = zip(request.choices, tokens, ends, strict=True)
+        live = [(choice, token.token_id) for choice, token, finish in firsts if finish is None]
+        if live:
+            fork_and_run(self._context, self._running, self._growth, request, live)
+        else:
+            self._context.release(request, Outcome.FINISHED, None)

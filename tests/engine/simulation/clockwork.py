@@ -1,0 +1,72 @@
+"""A cluster under a virtual clock: messages take no time, forwards do."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from kvrelay.engine.executor.step import Scheduled, Step
+from kvrelay.wire.output import RequestOutput
+from tests.engine.simulation.cluster import Simulation
+from tests.engine.simulation.router import SimRequest
+from tests.engine.simulation.worker import SimWorker
+
+
+@dataclass(frozen=True)
+class Forward:
+    """One that runs."""
+
+    step: Step[Any]
+    ends: float
+
+
+class Clockwork(Simulation):
+    """A test may replace `step_seconds` of one simulation, besides what `Simulation` names."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.clock = 0.0
+        self._runs: dict[SimWorker, Forward] = {}
+        self.ended_at: dict[SimRequest, float] = {}
+        self.emitted_at: dict[SimRequest, list[float]] = {}
+        """For each request the moments of its tokens."""
+
+    def step_seconds(self, step: Step[Any]) -> float:
+        """How long a forward takes."""
+        return 0.01 + 0.0002 * sum(item.num_tokens for item in step.scheduled)
+
+    def run_until(self, moment: float) -> None:
+        """Let everything happen that happens before `moment`."""
+        while True:
+            if self.step():
+                continue
+            ends = [self._runs[worker].ends for worker in self.workers if worker.steps]
+            if not ends or min(ends) > moment:
+                break
+            self.clock = min(ends)
+        self.clock = max(self.clock, moment)
+
+    def can_end_step(self, worker: SimWorker) -> bool:
+        """Whether the clock has reached its oldest forward's end."""
+        step, runs = worker.steps[0], self._runs.get(worker)
+        if runs is None or runs.step is not step:
+            # The clock goes on only when nothing else can happen: it begins now.
+            worker.forward_seconds = self.step_seconds(step)
+            runs = self._runs[worker] = Forward(step, self.clock + worker.forward_seconds)
+        return runs.ends <= self.clock
+
+    def now(self) -> float:
+        return self.clock
+
+    def ended(self, request: SimRequest) -> None:
+        self.ended_at[request] = self.clock
+
+    def take_output(self, worker: SimWorker, output: RequestOutput) -> None:
+        moments = self.emitted_at.setdefault(self.requests[output.key], [])
+        moments += [self.clock] * len(output.tokens)
+        super().take_output(worker, output)
+
+
+def is_prompt(item: Scheduled[Any]) -> bool:
+    """Whether a part of a step computes a chunk of a prompt."""
+    return item is not item.request.every_step

@@ -1,0 +1,117 @@
+"""A batch that generates keeps its pace beside long prompts, which still end."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvrelay.engine.executor.step import Step
+from tests.engine.simulation import reference
+from tests.engine.simulation.clockwork import Clockwork, is_prompt
+
+CHUNK = 512
+STEP_SECONDS = 0.012
+TOKEN_SECONDS = 0.0005
+PAIR_SECONDS = 2e-7
+ROW_SECONDS = 0.0008
+
+
+class TwoCores(Clockwork):
+    """Aggregated workers whose forwards cost what a small model's do on a core or two."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(
+            1, 16, 2000, 32, CHUNK, aggregated=True, workers=1, audit_pages=False, **options
+        )
+
+    def step_seconds(self, step: Step[Any]) -> float:
+        seconds = STEP_SECONDS
+        for item in step.scheduled:
+            if is_prompt(item):
+                context = item.token_state.kv_len
+                seconds += item.num_tokens * TOKEN_SECONDS
+                seconds += item.num_tokens * (context + item.num_tokens / 2) * PAIR_SECONDS
+            else:
+                seconds += ROW_SECONDS
+        return seconds
+
+
+def prompt_of(rng: random.Random, tokens: int) -> list[int]:
+    return [rng.randrange(97) for _ in range(tokens)]
+
+
+def stream_beside_prompts(**options: Any) -> tuple[float, float]:
+    """Eight steady streams while 1,024-token prompts arrive.
+
+    Returns:
+        The 99th percentile of the streams' inter-token latencies, and the seconds until all
+        prompts have ended.
+    """
+    rng, simulation = random.Random(0), TwoCores(**options)
+    learn(simulation, rng)
+    streams = [simulation.submit(prompt_of(rng, 8), 400) for _ in range(8)]
+    simulation.run_until(simulation.clock + 1)
+    begun, prompts = simulation.clock, []
+    for _ in range(6):
+        prompts.append(simulation.submit(prompt_of(rng, 1024), 4))
+        simulation.run_until(simulation.clock + 0.5)
+    simulation.run_until(simulation.clock + 60)
+    for one in streams + prompts:
+        assert one.output == reference(one.prompt, one.max_tokens)
+    simulation.assert_at_baseline()
+    itl = np.concatenate([np.diff(simulation.emitted_at[one]) for one in streams])
+    return np.percentile(itl, 99), max(simulation.ended_at[one] for one in prompts) - begun
+
+
+def learn(simulation: Clockwork, rng: random.Random) -> None:
+    """Let a worker learn what its steps cost."""
+    for _ in range(4):
+        simulation.submit(prompt_of(rng, 700), 3)
+        simulation.run_until(simulation.clock + 3)
+
+
+def test_itl_beside_long_prompts_keeps_the_target() -> None:
+    unbounded, fastest = stream_beside_prompts(itl_target=1e6)
+    assert unbounded > 0.2
+    for target, slower in (100, 1.3), (60, 1.5):
+        itl, seconds = stream_beside_prompts(itl_target=target)
+        assert itl <= 1.15 * target / 1000
+        assert seconds < slower * fastest
+
+
+def test_itl_target_follows_from_the_idle_step() -> None:
+    _, fastest = stream_beside_prompts(itl_target=1e6)
+    itl, seconds = stream_beside_prompts()
+    assert itl <= 1.2 * 3 * (STEP_SECONDS + ROW_SECONDS)
+    assert seconds < 2 * fastest
+
+
+def test_a_target_that_cannot_be_kept_starves_no_prompt() -> None:
+    itl, seconds = stream_beside_prompts(itl_target=1)
+    # Each step computes 16 tokens of a prompt.
+    assert itl < 1.1 * (STEP_SECONDS + 9 * ROW_SECONDS + 16 * (TOKEN_SECONDS + 1024 * PAIR_SECONDS))
+    assert seconds < 12
+
+
+def test_chunks_are_whole_while_nothing_generates() -> None:
+    rng, simulation = random.Random(1), TwoCores(itl_target=1)
+    learn(simulation, rng)
+    request, begun = simulation.submit(prompt_of(rng, 1024), 1), simulation.clock
+    simulation.run_until(simulation.clock + 5)
+    expected = 2 * STEP_SECONDS + 1024 * (TOKEN_SECONDS + 512 * PAIR_SECONDS)
+    assert simulation.ended_at[request] - begun == pytest.approx(expected, rel=0.01)
+
+
+def test_second_token_does_not_wait_for_a_whole_chunk() -> None:
+    """The step after a prompt's last chunk is planned before its first token is known."""
+    rng, simulation = random.Random(2), TwoCores(itl_target=60)
+    learn(simulation, rng)
+    requests = [simulation.submit(prompt_of(rng, 512), 3) for _ in range(4)]
+    simulation.run_until(simulation.clock + 10)
+    for request in requests:
+        first, second, _ = simulation.emitted_at[request]
+        assert second - first < 1.15 * 2 * 0.06
+    simulation.assert_at_baseline()
