@@ -28,8 +28,8 @@ from kvrelay.wire.output import EndReason
 from kvrelay.wire.request import RequestKey, SamplingParams, StopConditions
 from kvrelay.wire.worker_info import WorkerRole
 from tests.engine.simulation import SimRequest, Simulation, SimWorker, count, reference
+from tests.engine.simulation.clockwork import Clockwork
 from tests.engine.test_scenarios import step_until
-from tests.engine.test_virtual_time import Clockwork
 from tests.known import known
 
 PREFIX = random.Random(11).choices(range(97), k=240)

@@ -155,7 +155,9 @@ class SimWorker:
         self.model.broken = {i for i, item in enumerate(live) if item.request.key in self.broken}
         if step.copies:
             self.executor.copy(step.copies)
-        self.inbox.post(replace(self.executor.execute(step), seconds=self.forward_seconds))
+        ended = self.executor.execute(step)
+        seconds = self.forward_seconds or ended.seconds
+        self.inbox.post(replace(ended, seconds=seconds))
 
     def fail_step(self, error: str = "injected") -> None:
         step, self.model.fails = self.steps.popleft(), error
