@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from kvrelay.mem_cache.account import NO_PAGES, Pages
-from kvrelay.mem_cache.prefix_index import Inserted, PrefixLock, TokenIds
+from kvrelay.mem_cache.prefix_index import Inserted, PrefixChanges, PrefixLock, TokenIds
 from kvrelay.mem_cache.radix_tree import RadixTree
 
 
@@ -85,6 +85,14 @@ class NoPrefixIndex:
     def size(self, pool: int) -> int:
         """What is shared."""
         return self._shared.size(pool)
+
+    def take_changes(self) -> PrefixChanges | None:
+        """Tell nothing: nobody finds anything."""
+        return None
+
+    def marks(self) -> tuple[int, ...] | None:
+        """Tell nothing."""
+        return None
 
     def audit(self) -> tuple[Pages, ...]:
         """What is shared."""

@@ -48,6 +48,18 @@ class Inserted:
     """Those of the offered pages that are the index's from now on."""
 
 
+@dataclass(frozen=True, slots=True)
+class PrefixChanges:
+    """What has changed since the changes were last taken, as marks (see `wire/page_hash.py`)."""
+
+    stored: tuple[int, ...] = ()
+    """Of prefixes that are found now."""
+    removed: tuple[int, ...] = ()
+    """Of prefixes that are found no more."""
+    overflown: bool = False
+    """There were too many: what is found must be asked for as a whole."""
+
+
 class PrefixIndex(Protocol):
     """Whole pages of written KV, found again by their token ids.
 
@@ -126,6 +138,14 @@ class PrefixIndex(Protocol):
 
     def size(self, pool: int) -> int:
         """Pages of a pool that are in the index. O(1)."""
+        ...
+
+    def take_changes(self) -> PrefixChanges | None:
+        """What is found now, or no more, since the last call; None: nothing, or nobody asks."""
+        ...
+
+    def marks(self) -> tuple[int, ...] | None:
+        """The marks of all that is found; None: it is not told."""
         ...
 
     def audit(self) -> tuple[Pages, ...]:

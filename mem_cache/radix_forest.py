@@ -10,6 +10,7 @@ import numpy as np
 from kvrelay.mem_cache.account import NO_PAGES, Pages
 from kvrelay.mem_cache.eviction_queue import EvictionQueue
 from kvrelay.mem_cache.prefix_index import TokenIds
+from kvrelay.mem_cache.prefix_log import PrefixLog
 from kvrelay.mem_cache.radix_node import RadixNode
 
 
@@ -21,6 +22,7 @@ class RadixForest:
         queues: for each pool, to which nodes are added that may be evicted.
         every_pool_has_window: whether locks may begin anywhere in every pool.
         long_row: nodes without branches that are joined.
+        log: is told which nodes are found; None: nobody asks.
     """
 
     def __init__(
@@ -30,21 +32,27 @@ class RadixForest:
         *,
         every_pool_has_window: bool,
         long_row: int,
+        log: PrefixLog | None = None,
     ) -> None:
         self._page_size = page_size
         self._queues = queues
         self._every_pool_has_window = every_pool_has_window
         self._long_row = long_row
+        self._log = log
         self._tops: dict[str, RadixNode] = {}
         self._clock = count(1)
 
     def nodes(self) -> Iterator[RadixNode]:
         """All nodes but the tops. For audits and tests."""
-        todo = [child for top in self._tops.values() for child in top.children.values()]
-        while todo:
-            node = todo.pop()
-            todo += node.children.values()
-            yield node
+        for top in self._tops.values():
+            for child in top.children.values():
+                yield from _subtree(child)
+
+    def marks(self) -> Iterator[int]:
+        """The marks of all that is found, if there is a log."""
+        if self._log is not None:
+            for node in self.nodes():
+                yield from self._log.marks(node)
 
     # Finding
 
@@ -130,14 +138,20 @@ class RadixForest:
         parent.children[key] = child
         for queue in self._queues:
             queue.count_pages(child)
+        if self._log is not None:
+            self._log.store(child)
         return child
 
     def keep_top(self, namespace: str, top: RadixNode) -> None:
         """Keep a namespace's tree from now on: something is added to it."""
         self._tops[namespace] = top
+        if self._log is not None:
+            top.hashes = self._log.hashes.root(namespace)
 
     def hide(self, node: RadixNode) -> None:
         """Let nobody find a node, nor what is below it; locks on them are ended as ever."""
+        if self._log is not None:
+            self._log.remove(list(_subtree(node)))
         parent = node.parent
         assert parent is not None
         del parent.children[node.key]
@@ -149,8 +163,19 @@ class RadixForest:
         """Take a leaf away, and the tree if it is empty now. Returns the node above the leaf."""
         parent = leaf.parent
         assert parent is not None
+        if self._log is not None:
+            self._log.remove([leaf])
         del parent.children[leaf.key]
         leaf.parent = None
         if parent.parent is None and not parent.children:
             del self._tops[parent.key.decode()]
         return parent
+
+
+def _subtree(node: RadixNode) -> Iterator[RadixNode]:
+    """A node and all that is below it."""
+    todo = [node]
+    while todo:
+        node = todo.pop()
+        todo += node.children.values()
+        yield node

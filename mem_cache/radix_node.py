@@ -9,6 +9,7 @@ import numpy as np
 from kvrelay.mem_cache.account import NO_PAGES, Pages
 from kvrelay.mem_cache.errors import ConservationError
 from kvrelay.mem_cache.prefix_index import TokenIds
+from kvrelay.wire.page_hash import HASH_BYTES
 
 
 class RadixNode:
@@ -28,6 +29,7 @@ class RadixNode:
     __slots__ = (
         "children",
         "depth",
+        "hashes",
         "hidden",
         "key",
         "locks",
@@ -53,6 +55,9 @@ class RadixNode:
         self.depth = 0 if parent is None else parent.end
         """Tokens before this node's first."""
         self.tokens = tokens
+        self.hashes = b""
+        """Of its pages, one after the other, if there is a `PrefixLog` and the node is found; at
+        the top of a tree what the first page's begins with."""
         self.pages = pages
         self.locks = locks
         self.children: dict[bytes, RadixNode] = {}
@@ -91,6 +96,7 @@ class RadixNode:
         upper_pages = [None if pages is None else pages[:cut] for pages in self.pages]
         upper = RadixNode(parent, self.key, self.tokens[:at], upper_pages, self.locks.copy())
         upper.used = self.used
+        upper.hashes, self.hashes = self.hashes[: cut * HASH_BYTES], self.hashes[cut * HASH_BYTES :]
         parent.children[self.key] = upper
         self.pages = [None if pages is None else pages[cut:] for pages in self.pages]
         self.parent, self.depth, self.tokens = upper, upper.end, self.tokens[at:]
@@ -124,6 +130,7 @@ class RadixNode:
         row, first = [*above, self], above[0]
         assert first.parent is not None
         self.tokens = np.concatenate([node.tokens for node in row])
+        self.hashes = b"".join([node.hashes for node in row])
         self.pages = [
             None if own is None else np.concatenate([node.present(pool) for node in row])
             for pool, own in enumerate(self.pages)
@@ -150,5 +157,8 @@ class RadixNode:
         )
         whole = all(pages is not None for pages in self.pages)
         whole = whole or bool(self.children) or any(self.locks)
-        if not (fits and linked and locked and whole and min(self.locks) >= 0):
-            raise ConservationError(f"node at {self.depth}: {fits=} {linked=} {locked=} {whole=}")
+        hashed = len(self.hashes) in (0, last * HASH_BYTES)
+        if not (fits and linked and locked and whole and hashed and min(self.locks) >= 0):
+            raise ConservationError(
+                f"node at {self.depth}: {fits=} {linked=} {locked=} {whole=} {hashed=}"
+            )

@@ -28,7 +28,14 @@ import numpy as np
 from kvrelay.mem_cache.account import NO_PAGES, Pages
 from kvrelay.mem_cache.errors import ConservationError
 from kvrelay.mem_cache.eviction_queue import EvictionQueue
-from kvrelay.mem_cache.prefix_index import NO_PAGE, Inserted, PrefixLock, TokenIds
+from kvrelay.mem_cache.prefix_index import (
+    NO_PAGE,
+    Inserted,
+    PrefixChanges,
+    PrefixLock,
+    TokenIds,
+)
+from kvrelay.mem_cache.prefix_log import PrefixLog
 from kvrelay.mem_cache.radix_forest import RadixForest
 from kvrelay.mem_cache.radix_node import RadixNode
 from kvrelay.mem_cache.radix_windows import RadixWindows
@@ -51,11 +58,19 @@ class RadixTree:
         page_size: tokens a page.
         windows: for each pool the tokens that its layers look back; None: all.
         long_row: nodes without branches that are joined.
+        log: collects what is found, and what no more; None: nobody asks.
     """
 
     keeps = True
 
-    def __init__(self, page_size: int, windows: Sequence[int | None], *, long_row: int = 8) -> None:
+    def __init__(
+        self,
+        page_size: int,
+        windows: Sequence[int | None],
+        *,
+        long_row: int = 8,
+        log: PrefixLog | None = None,
+    ) -> None:
         self._page_size = page_size
         self._windows = RadixWindows(page_size, windows)
         self._pools = range(len(windows))
@@ -68,7 +83,9 @@ class RadixTree:
             self._queues,
             every_pool_has_window=None not in windows,
             long_row=long_row,
+            log=log,
         )
+        self._log = log
 
     @property
     def num_nodes(self) -> int:
@@ -167,6 +184,14 @@ class RadixTree:
     def size(self, pool: int) -> int:
         """See `PrefixIndex`."""
         return self._queues[pool].size
+
+    def take_changes(self) -> PrefixChanges | None:
+        """See `PrefixIndex`."""
+        return None if self._log is None else self._log.take()
+
+    def marks(self) -> tuple[int, ...] | None:
+        """See `PrefixIndex`."""
+        return None if self._log is None else tuple(self._forest.marks())
 
     def audit(self) -> tuple[Pages, ...]:
         """See `PrefixIndex`."""

@@ -82,6 +82,14 @@ class RouterOptions:
         Section.RECOVERY,
         at_least=0,
     )
+    prefix_index_entries: int = option(
+        1 << 18,
+        "The router remembers which workers have which cached prefixes: at most so many entries, "
+        "each for 64 tokens (or for a page, if that is larger) on one worker. 0: it places "
+        "requests by load alone.",
+        Section.REQUESTS,
+        at_least=0,
+    )
     strict: bool = option(
         False,
         "Fail a request that would have to be computed again because its worker or its KV was "

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from kvrelay.router.discovery import Discovery
 from kvrelay.router.errors import Unavailable
+from kvrelay.router.known_prefixes import KnownPrefixes
 from kvrelay.router.limits import Limits
 from kvrelay.router.notifier import Notifier
 from kvrelay.router.placement import Demand, Placer, Shortage
@@ -38,13 +39,17 @@ class Fleet:
         discovery: lists the workers.
         make_link: makes a link, which calls its second argument with itself when its readiness or
             its load has changed.
+        prefixes: what is known of the workers' cached prefixes.
     """
 
     def __init__(
         self,
         discovery: Discovery,
         make_link: Callable[[WorkerInfo, Callable[[WorkerLink], None]], WorkerLink],
+        prefixes: KnownPrefixes,
     ) -> None:
+        self.prefixes = prefixes
+        """What is known of the workers' cached prefixes."""
         self._discovery = discovery
         self._make_link = make_link
         self._links: dict[str, WorkerLink] = {}  # by incarnation, as are the tasks

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Set
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kvrelay.router.callers import Caller
+from kvrelay.router.known_prefixes import PromptMarks
 from kvrelay.wire.request import GenerationParams, RequestKey, SubmitRequest
 from kvrelay.wire.worker_info import WorkerAddress, WorkerInfo, WorkerRole
 
@@ -26,6 +27,8 @@ class GenerationRequest:
     """Whose request it is."""
     namespace: str
     """The part of the prefix index that it uses."""
+    marks: PromptMarks = field(default_factory=dict)
+    """Of its prompt's prefixes: by them the router knows who has them."""
 
     @property
     def id(self) -> tuple[str, str]:

@@ -34,6 +34,11 @@ REFUSED_WORKERS: Final = METRICS.gauge(
     "kvrelay_workers_refused",
     "Workers that get no requests because they have loaded another model than the served one",
 )
+PREFIX_ENTRIES: Final = METRICS.gauge(
+    "kvrelay_prefix_entries",
+    "Entries that the router remembers of the workers' cached prefixes, of "
+    "--prefix-index-entries at most",
+)
 WAITING_FOR_WORKERS: Final = METRICS.gauge(
     "kvrelay_requests_waiting_for_workers",
     "New requests that wait until a worker is replaced, because no other can take them",

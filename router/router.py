@@ -25,9 +25,11 @@ from kvrelay.router.current_tokens import CurrentTokens
 from kvrelay.router.discovery import Discovery
 from kvrelay.router.errors import StartError
 from kvrelay.router.fleet import Fleet
+from kvrelay.router.known_prefixes import KnownPrefixes
 from kvrelay.router.live_requests import LiveRequests
 from kvrelay.router.metrics import (
     LIVE_REQUESTS,
+    PREFIX_ENTRIES,
     REFUSED_WORKERS,
     STALE_OUTPUTS,
     WAITING_FOR_WORKERS,
@@ -69,7 +71,7 @@ class Router:
         self._administrator = administrator
         self._id = uuid.uuid4().hex
         self._metrics = RouterMetrics(config.model_name)
-        self._fleet = Fleet(discovery, self._make_link)
+        self._fleet = Fleet(discovery, self._make_link, KnownPrefixes(config.prefix_index_entries))
         self._health = health.aio.HealthServicer()
         self._undo = contextlib.AsyncExitStack()
         self._worker_credentials: CurrentTls | None = None
@@ -99,6 +101,7 @@ class Router:
             )
             self._metrics.watch(WAITING_FOR_WORKERS, lambda: live.waiting_for_workers)
             self._metrics.watch(REFUSED_WORKERS, lambda: len(self._fleet.model.refusals))
+            self._metrics.watch(PREFIX_ENTRIES, lambda: self._fleet.prefixes.num_entries)
             self._serve_metrics(undo)
             _run_in(undo, self._fleet.run())
             if self._tokens is not None:
@@ -211,6 +214,7 @@ class Router:
             on_change=on_change,
             on_stale=lambda: self._metrics.count(STALE_OUTPUTS),
             on_killed=self._on_killed,
+            prefixes=self._fleet.prefixes,
         )
 
 

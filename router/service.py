@@ -53,6 +53,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
             model_name=config.model_name,
             encode=functools.partial(encode, tokenizer),
             default_max_tokens=config.default_max_tokens,
+            marks_of=fleet.prefixes.marks_of,
         )
         self._reader = MessageReader(config.max_message_bytes, longest_token_bytes)
         self._texts = TextThreads(config.max_text_bytes, config.retry_after_ms)

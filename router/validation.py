@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from kvrelay.router.callers import ANYBODY, Caller, Right
 from kvrelay.router.errors import InvalidField, NotPermitted
 from kvrelay.router.generation import GenerationRequest
+from kvrelay.router.known_prefixes import NO_MARKS, PromptMarks
 from kvrelay.router.limits import Limits
 from kvrelay.router.sampling_params import (
     check_sampling_params,
@@ -38,11 +39,13 @@ class Validator:
         model_name: what clients may call it; a request that names no model is for it, too.
         encode: tokenizes a prompt, with the tokenizer's special tokens.
         default_max_tokens: of a request that sets no `max_tokens`; less where less fits.
+        marks_of: the marks of a prompt in a namespace; from any thread.
     """
 
     model_name: str
     encode: Encode
     default_max_tokens: int
+    marks_of: Callable[[Sequence[int], str], PromptMarks] = lambda input_ids, namespace: NO_MARKS
 
     def check(
         self, message: inference_pb2.GenerateRequest, limits: Limits, caller: Caller = ANYBODY
@@ -75,6 +78,7 @@ class Validator:
         input_ids = self._input_ids(message, prompt_field, limits)
         max_tokens = self._max_tokens(params, prompt_field, len(input_ids), limits)
         _check_queueable(prompt_field, len(input_ids), caller)
+        namespace = caller.namespace(message.cache_salt)
         return GenerationRequest(
             request_id=message.request_id or uuid.uuid4().hex,
             fingerprint=fingerprint(message),
@@ -82,7 +86,8 @@ class Validator:
             params=read_sampling_params(params, max_tokens),
             priority=message.priority,
             caller=caller,
-            namespace=caller.namespace(message.cache_salt),
+            namespace=namespace,
+            marks=self.marks_of(input_ids, namespace),
         )
 
     def _check_envelope(self, message: inference_pb2.GenerateRequest) -> None:

@@ -14,6 +14,7 @@ from kvrelay.net.ends import worker_channel
 from kvrelay.net.tls import CurrentTls
 from kvrelay.router.failed_forwards import FORWARD_FAILURES
 from kvrelay.router.generation import Submission
+from kvrelay.router.known_prefixes import KnownPrefixes, PromptMarks
 from kvrelay.router.ranking import Candidate
 from kvrelay.v1 import worker_pb2, worker_pb2_grpc
 from kvrelay.wire.load import WorkerLoad, WorkerStatus
@@ -25,6 +26,7 @@ from kvrelay.wire.request import (
     CancelRequest,
     RequestKey,
     RouterCommand,
+    TellPrefixesRequest,
 )
 from kvrelay.wire.worker_info import WorkerInfo, WorkerRole
 
@@ -52,6 +54,8 @@ class _Submitted:
 
     listener: Listener
     input_tokens: int
+    marks: PromptMarks
+    """Of the prompt's prefixes, which the worker is expected to have."""
     open_choices: set[int]
     """Its choices that the worker has not ended."""
     started: bool = False
@@ -79,6 +83,7 @@ class WorkerLink:
         on_stale: called for each output with tokens of no attempt known here.
         on_killed: called with the end of an attempt whose forward killed the incarnation
             before this one.
+        prefixes: is told which prefixes the worker has, and is to have.
     """
 
     def __init__(
@@ -91,6 +96,7 @@ class WorkerLink:
         on_change: Callable[[WorkerLink], None],
         on_stale: Callable[[], None],
         on_killed: Callable[[RequestOutput], None],
+        prefixes: KnownPrefixes,
     ) -> None:
         self.endpoint = endpoint
         self.ready = False
@@ -104,6 +110,7 @@ class WorkerLink:
         self._on_change = on_change
         self._on_stale = on_stale
         self._on_killed = on_killed
+        self._prefixes = prefixes
         self._submitted: dict[tuple[str, int], _Submitted] = {}
         self._commands: asyncio.Queue[worker_pb2.AttachRequest | None] = asyncio.Queue()
         # Prompt tokens since the last load came: sent, which that load may count or not, and begun.
@@ -142,7 +149,9 @@ class WorkerLink:
         assert self.ready, f"{self.endpoint.name} is not ready"
         key = (submission.request_id, submission.attempt)
         input_tokens = len(submission.input_ids)
-        self._submitted[key] = _Submitted(listener, input_tokens, set(submission.choices))
+        marks = submission.request.marks
+        self._submitted[key] = _Submitted(listener, input_tokens, marks, set(submission.choices))
+        self._prefixes.expect(self.endpoint.incarnation, marks)
         self._sent_since_load += input_tokens
         self._waiting_tokens += input_tokens
         command = submission.to_worker(self.endpoint.role, prefill)
@@ -157,6 +166,7 @@ class WorkerLink:
         submitted = self._submitted.pop((request_id, attempt), None)
         if submitted is not None:
             self._waiting_tokens -= submitted.waiting_tokens
+            self._prefixes.settle(self.endpoint.incarnation, submitted.marks)
             self._commands.put_nowait(_cancel(request_id, attempt))
             self._on_change(self)
 
@@ -232,6 +242,8 @@ class WorkerLink:
         if step.load is not None or not self.ready:
             self.ready = True
             self._on_change(self)
+        if step.prefixes is not None and self._prefixes.take(self.endpoint, step.prefixes):
+            self._commands.put_nowait(_message(TellPrefixesRequest()))
         for output in step.outputs:
             self._dispatch(output)
 
@@ -250,6 +262,7 @@ class WorkerLink:
             submitted.open_choices.discard(output.key.choice)
         if not submitted.open_choices:
             del self._submitted[key]
+            self._prefixes.settle(self.endpoint.incarnation, submitted.marks)
         submitted.listener.on_output(self.endpoint.role, output)
 
     def _begin(self, submitted: _Submitted) -> None:
@@ -263,6 +276,7 @@ class WorkerLink:
         lost, self._submitted = self._submitted, {}
         self.load, self.ready = WorkerLoad(), False
         self._sent_since_load = self._begun_since_load = self._waiting_tokens = 0
+        self._prefixes.forget(self.endpoint.incarnation)
         self._on_change(self)
         for (_, attempt), submitted in lost.items():
             submitted.listener.on_lost(attempt, self.endpoint, detail)

@@ -7,6 +7,7 @@ from enum import StrEnum
 from typing import NamedTuple
 
 from kvrelay.wire.load import WorkerLoad
+from kvrelay.wire.prefixes import PrefixUpdate
 from kvrelay.wire.request import RequestKey
 
 
@@ -154,3 +155,5 @@ class EngineOutputs:
     outputs: tuple[RequestOutput, ...]
     load: WorkerLoad | None = None
     """Only when it has changed."""
+    prefixes: PrefixUpdate | None = None
+    """Only when they have changed, and first of all those that there are."""

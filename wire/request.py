@@ -172,7 +172,12 @@ class CancelRequest:
     """Neither its router nor its choice is sent."""
 
 
-RouterCommand: TypeAlias = AttachHello | SubmitRequest | CancelRequest
+@dataclass(frozen=True, slots=True)
+class TellPrefixesRequest:
+    """The worker is to tell anew which prefixes it has: the router has missed something."""
+
+
+RouterCommand: TypeAlias = AttachHello | SubmitRequest | CancelRequest | TellPrefixesRequest
 
 
 @dataclass(frozen=True, slots=True)

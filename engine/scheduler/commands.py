@@ -87,6 +87,13 @@ class Cancel:
 
 
 @dataclass(frozen=True, slots=True)
+class TellPrefixes:
+    """A router has missed what it was told of the prefix index: tell it all anew."""
+
+    link: RouterLink
+
+
+@dataclass(frozen=True, slots=True)
 class PeerDied:
     """The process of another worker is confirmed to be gone."""
 
@@ -133,7 +140,7 @@ class Stop:
     """End the engine's loop."""
 
 
-RouterCommand: TypeAlias = Attach | Detach | Submit | Cancel
+RouterCommand: TypeAlias = Attach | Detach | Submit | Cancel | TellPrefixes
 """What routers cause."""
 Command: TypeAlias = (
     RouterCommand

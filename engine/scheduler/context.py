@@ -13,6 +13,7 @@ from kvrelay.engine.faults import FaultPlan
 from kvrelay.engine.scheduler.commands import Dropped, Submit
 from kvrelay.engine.scheduler.metrics import RELEASES, WorkerMetrics
 from kvrelay.engine.scheduler.outbox import Outbox, RouterLink
+from kvrelay.engine.scheduler.prefix_reports import PrefixReports
 from kvrelay.engine.scheduler.request import Request
 from kvrelay.engine.scheduler.speed_learner import SpeedLearner
 from kvrelay.mem_cache.fence import Fence, StepClock, StepFence
@@ -67,6 +68,8 @@ class SchedulerContext(Generic[RequestT]):
         """What steps cost."""
         self.requests: dict[RequestKey, RequestT] = {}
         self.links: list[RouterLink] = []
+        self.prefixes = PrefixReports(kv_cache.index, kv_cache.shape.page_size)
+        """Tells routers what the prefix index has."""
         self.draining = False
         """The worker takes no more requests. The loop sets it and never unsets it."""
         self._copies: list[PageCopy] = []
@@ -77,7 +80,13 @@ class SchedulerContext(Generic[RequestT]):
     def attach(self, link: RouterLink) -> None:
         """Add a router's stream; the router is told the load after this pass."""
         self.links.append(link)
+        self.prefixes.attach(link)
         self._last_load = None
+
+    def detach(self, link: RouterLink) -> None:
+        """Remove a router's stream, which has ended."""
+        self.links.remove(link)
+        self.prefixes.detach(link)
 
     def count_step(self, ended: StepEnded[RequestT]) -> None:
         """Count a forward that has ended well."""
@@ -295,12 +304,16 @@ class SchedulerContext(Generic[RequestT]):
         )
 
     def flush(self, load: WorkerLoad) -> None:
-        """Send this pass's outputs to the routers, and the load if it has changed."""
+        """Send this pass's outputs to the routers; load and prefixes where they have changed."""
         changed = load != self._last_load
         self._last_load = load
+        prefixes = self.prefixes.take()
         for link in self.links:
             outputs = tuple(self._outputs.pop(link, ()))
-            if outputs or changed:
-                self.outbox.put(link, EngineOutputs(outputs, load if changed else None))
+            first, *rest = prefixes.get(link, (None,))
+            if outputs or changed or first:
+                self.outbox.put(link, EngineOutputs(outputs, load if changed else None, first))
+            for update in rest:
+                self.outbox.put(link, EngineOutputs((), prefixes=update))
         self._outputs.clear()
         self.outbox.flush()

@@ -43,6 +43,7 @@ from kvrelay.engine.scheduler.commands import (
     RouterCommand,
     Stop,
     Submit,
+    TellPrefixes,
     Wake,
 )
 from kvrelay.engine.scheduler.context import SchedulerContext
@@ -272,7 +273,7 @@ class Engine(Generic[RequestT, MessageT]):
         match message:
             case StepEnded():
                 self._process_step(message)
-            case Attach() | Detach() | Submit() | Cancel():
+            case Attach() | Detach() | Submit() | Cancel() | TellPrefixes():
                 self._handle_router(message)
             case PeerDied():
                 self._scheduler.peer_died(message.incarnation)
@@ -308,6 +309,8 @@ class Engine(Generic[RequestT, MessageT]):
                 self._context.attach(command.link)
             case Detach():
                 self._detach(command)
+            case TellPrefixes():
+                self._context.prefixes.begin_anew(command.link)
             case _:
                 assert_never(command)
 
@@ -323,7 +326,7 @@ class Engine(Generic[RequestT, MessageT]):
         self._scheduler.cancel(command)
 
     def _detach(self, message: Detach) -> None:
-        self._context.links.remove(message.link)
+        self._context.detach(message.link)
         requests = self._context.requests.values()
         self._cancel_all([request for request in requests if request.link is message.link])
 

@@ -35,6 +35,11 @@ class MessageStream(Generic[MessageT]):
         """Whether neither a message nor the end waits to be read."""
         return self._queue.empty()
 
+    @property
+    def num_unread(self) -> int:
+        """Messages that wait to be read; from any thread."""
+        return self._queue.qsize()
+
     def take_all(self) -> list[MessageT | None]:
         """Take what waits to be read, without waiting; None stands for the end."""
         taken = []

@@ -138,7 +138,7 @@ def assemble(
     """
     inbox: Inbox[Any] = Inbox()
     metrics = WorkerMetrics(config)
-    kv_cache = make_kv_cache(config, model.pools, model.max_model_len)
+    kv_cache = make_kv_cache(config, model.pools, model.max_model_len, model.digest)
     outbox = Outbox(call_soon) if config.faults is None else FaultyOutbox(call_soon, faults)
     context: SchedulerContext[Any] = SchedulerContext(
         kv_cache, outbox, metrics, faults, chunk_tokens=config.chunk_tokens

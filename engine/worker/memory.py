@@ -9,8 +9,11 @@ from kvrelay.mem_cache.geometry import KVGeometry
 from kvrelay.mem_cache.kv_cache_manager import KVCacheManager
 from kvrelay.mem_cache.pool import KVPool
 from kvrelay.mem_cache.prefix_index import PrefixIndex
+from kvrelay.mem_cache.prefix_log import PrefixLog
 from kvrelay.mem_cache.radix_tree import RadixTree
 from kvrelay.mem_cache.shape import PoolShape, window_pages
+from kvrelay.wire.model_digest import NO_MODEL, ModelDigest
+from kvrelay.wire.page_hash import PageHashes
 from kvrelay.wire.worker_info import WorkerRole
 
 
@@ -47,9 +50,15 @@ def _window_pages(config: WorkerConfig, window: int) -> int:
 
 
 def make_kv_cache(
-    config: WorkerConfig, pools: Sequence[KVPool], max_model_len: int
+    config: WorkerConfig,
+    pools: Sequence[KVPool],
+    max_model_len: int,
+    model: ModelDigest = NO_MODEL,
 ) -> KVCacheManager:
-    """The account of `pools`, for requests of `max_model_len` tokens and less."""
+    """The account of `pools`, for requests of `max_model_len` tokens and less.
+
+    `model` is what computes their KV: routers know prefixes by hashes that it is part of.
+    """
     return KVCacheManager(
         [
             PoolShape(pool.geometry.pool_name, pool.total_pages, pool.geometry.window)
@@ -59,14 +68,17 @@ def make_kv_cache(
         total_rows=config.max_running,
         max_row_tokens=max_model_len,
         ahead=tokens_ahead(config),
-        index=_make_index(config, [pool.geometry.window for pool in pools]),
+        index=_make_index(config, [pool.geometry.window for pool in pools], model),
     )
 
 
-def _make_index(config: WorkerConfig, windows: Sequence[int | None]) -> PrefixIndex | None:
+def _make_index(
+    config: WorkerConfig, windows: Sequence[int | None], model: ModelDigest
+) -> PrefixIndex | None:
     match config.prefix_index:
         case PrefixIndexKind.RADIX:
-            return RadixTree(config.page_size, windows)
+            log = PrefixLog(PageHashes(model, config.page_size))
+            return RadixTree(config.page_size, windows, log=log)
         case PrefixIndexKind.NONE:
             return None
 

@@ -10,7 +10,15 @@ from dataclasses import replace
 
 import grpc
 
-from kvrelay.engine.scheduler.commands import Attach, Cancel, Command, Detach, Inspect, Mailbox
+from kvrelay.engine.scheduler.commands import (
+    Attach,
+    Cancel,
+    Command,
+    Detach,
+    Inspect,
+    Mailbox,
+    TellPrefixes,
+)
 from kvrelay.engine.scheduler.outbox import RouterLink
 from kvrelay.engine.worker.black_box import posthumous_ends
 from kvrelay.engine.worker.edge import check_incarnation, first_message
@@ -21,7 +29,7 @@ from kvrelay.v1 import worker_pb2, worker_pb2_grpc
 from kvrelay.wire.messages import ATTACH_REQUEST, ENGINE_OUTPUTS, PAGE_OWNERS
 from kvrelay.wire.output import EndReason, EngineOutputs, RequestEnd, RequestOutput
 from kvrelay.wire.page_owners import PageOwners
-from kvrelay.wire.request import CancelRequest, RequestKey, SubmitRequest
+from kvrelay.wire.request import CancelRequest, RequestKey, SubmitRequest, TellPrefixesRequest
 
 logger = logging.getLogger(__name__)
 
@@ -124,6 +132,8 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
                 self._inbox.post(submit_command(command, link, self._rules))
             elif isinstance(command, CancelRequest):
                 self._inbox.post(Cancel(command.key._replace(router=link.router)))
+            elif isinstance(command, TellPrefixesRequest):
+                self._inbox.post(TellPrefixes(link))
             else:
                 logger.warning("router %s sent a second hello", link.router)
         except ValueError as error:

@@ -48,6 +48,8 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer):
         self.submits: list[worker_pb2.SubmitRequest] = []
         self.cancels: list[worker_pb2.CancelRequest] = []
         self.hellos: list[worker_pb2.AttachHello] = []
+        self.told_anew = 0
+        """So often it was asked to tell its prefixes anew."""
         self.on_submit: Answer | None = None
         self._outgoing: asyncio.Queue[worker_pb2.AttachResponse | None] = asyncio.Queue()
         self._answers: set[asyncio.Task[None]] = set()
@@ -113,6 +115,8 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer):
                 key = (message.cancel.request_id, message.cancel.attempt)
                 for choice in self._choices.get(key, ()):
                     self.say(message.cancel, choice=choice, end=END(reason=END.REASON_ABORTED))
+            elif message.HasField("tell_prefixes"):
+                self.told_anew += 1
         self.break_stream()
 
     def _take(self, submit: worker_pb2.SubmitRequest) -> None:

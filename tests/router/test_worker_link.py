@@ -16,15 +16,18 @@ import pytest
 from kvrelay.net.ends import worker_credentials
 from kvrelay.net.tls import TlsFiles
 from kvrelay.router.generation import Submission
+from kvrelay.router.known_prefixes import KnownPrefixes
 from kvrelay.router.limits import Limits
 from kvrelay.router.validation import Validator
 from kvrelay.router.worker_link import WorkerLink
 from kvrelay.v1 import inference_pb2 as pb
 from kvrelay.v1 import worker_pb2
+from kvrelay.wire.model_digest import NO_MODEL
+from kvrelay.wire.page_hash import PageHashes
 from kvrelay.wire.worker_info import WorkerRole
 from tests.certificates import Authority
 
-from .scripted_worker import ScriptedWorker, load, until
+from .scripted_worker import END, ScriptedWorker, load, until
 
 
 class Heard:
@@ -52,7 +55,9 @@ def submission(request_id: str, prompt_tokens: int) -> Submission:
 
 @asynccontextmanager
 async def running(
-    worker: ScriptedWorker, shown: TlsFiles | None = None
+    worker: ScriptedWorker,
+    shown: TlsFiles | None = None,
+    prefixes: KnownPrefixes | None = None,
 ) -> AsyncIterator[WorkerLink]:
     await worker.start()
     link = WorkerLink(
@@ -63,6 +68,7 @@ async def running(
         on_change=lambda link: None,
         on_stale=lambda: None,
         on_killed=lambda output: None,
+        prefixes=prefixes or KnownPrefixes(0),
     )
     task = asyncio.create_task(link.run())
     try:
@@ -114,6 +120,68 @@ async def test_what_has_begun_leaves_the_backlog_before_the_next_load_says_so() 
         worker.send(worker_pb2.AttachResponse(load=load()))
         await until(lambda: link.candidate.backlog_tokens == 0)
         assert link.candidate.pending_tokens == 0
+
+
+def told(number: int, *prompt_tokens: int, begins: bool = False) -> worker_pb2.AttachResponse:
+    """An update with the marks of such prompts as `submission` has."""
+    hashes = PageHashes(NO_MODEL, 16)
+    marks = {mark for tokens in prompt_tokens for mark in hashes.marks_of([1] * tokens, "/")}
+    update = worker_pb2.PrefixUpdate(
+        number=number, page_size=16, begins=begins, stored=sorted(marks)
+    )
+    return worker_pb2.AttachResponse(prefixes=update)
+
+
+async def test_a_worker_is_asked_for_its_prefixes_after_a_gap() -> None:
+    worker, prefixes = ScriptedWorker("prefill-0", WorkerRole.PREFILL), KnownPrefixes(100)
+
+    def hit() -> int:
+        return prefixes.hit_tokens("prefill-0-1", prefixes.marks_of([1] * 300, "/"))
+
+    async with running(worker, prefixes=prefixes) as link:
+        await until(lambda: link.ready)
+        worker.send(told(0, 64, begins=True))
+        await until(lambda: hit() == 64)
+        worker.send(told(1, 128))
+        await until(lambda: hit() == 128)
+        worker.send(told(3, 192))
+        await until(lambda: worker.told_anew == 1)
+        worker.send(told(4, 256))
+        worker.send(told(0, 256, begins=True))
+        await until(lambda: hit() == 256)
+        assert worker.told_anew == 1
+        worker.break_stream()
+        await until(lambda: not link.ready)
+        assert hit() == 0
+        await until(lambda: link.ready)
+        worker.send(told(0, 64, begins=True))
+        await until(lambda: hit() == 64)
+    assert prefixes.num_entries == 0
+
+
+@pytest.mark.parametrize("ends", ["told", "in vain", "cancelled"])
+async def test_a_prompt_is_expected_where_it_was_sent(ends: str) -> None:
+    worker, prefixes = ScriptedWorker("prefill-0", WorkerRole.PREFILL), KnownPrefixes(100)
+
+    async with running(worker, prefixes=prefixes) as link:
+        await until(lambda: link.ready)
+        worker.send(told(0, begins=True))
+        await until(lambda: bool(prefixes.marks_of([], "/")))
+        one, heard = submission("a", 130), Heard()
+        marks = prefixes.marks_of([1] * 130, "/")
+        one = replace(one, request=replace(one.request, marks=marks))
+        link.submit(one, heard)
+        assert prefixes.hit_tokens("prefill-0-1", marks) == 128
+        if ends == "cancelled":
+            link.cancel("a", 1)
+        else:
+            message = told(1, 64) if ends == "told" else worker_pb2.AttachResponse()
+            end = END(reason=END.REASON_ABORTED)
+            message.outputs.add(request_id="a", attempt=1, end=end)
+            await worker.submitted()
+            worker.send(message)
+            await until(lambda: len(heard.outputs) == 1)
+        assert prefixes.hit_tokens("prefill-0-1", marks) == (64 if ends == "told" else 0)
 
 
 async def test_a_worker_that_is_away_costs_next_to_nothing() -> None:

@@ -26,13 +26,14 @@ from kvrelay.wire.output import (
     TokenLogprob,
 )
 from kvrelay.wire.request import (
-    AttachHello,
     AttachRequest,
+    CancelRequest,
     GenerationParams,
     RequestKey,
     RouterCommand,
     SamplingParams,
     StopConditions,
+    SubmitRequest,
 )
 
 LOAD = Codec(WorkerLoad, inference_pb2.WorkerLoad)
@@ -124,7 +125,9 @@ def first_choice(value: Any) -> Any:
 
 def of_the_stream(value: Any) -> Any:
     """As a worker receives it: a router's stream names the router, a command all choices."""
-    if not isinstance(value, AttachRequest) or isinstance(value.command, AttachHello):
+    if not isinstance(value, AttachRequest) or not isinstance(
+        value.command, SubmitRequest | CancelRequest
+    ):
         return value
     key = value.command.key._replace(router="", choice=0)
     return AttachRequest(dataclasses.replace(value.command, key=key))

@@ -39,14 +39,16 @@ class OwnedPages(_message.Message):
     def __init__(self, first_page: _Optional[int] = ..., num_pages: _Optional[int] = ..., owner: _Optional[str] = ..., holder: _Optional[str] = ...) -> None: ...
 
 class AttachRequest(_message.Message):
-    __slots__ = ("hello", "submit", "cancel")
+    __slots__ = ("hello", "submit", "cancel", "tell_prefixes")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     SUBMIT_FIELD_NUMBER: _ClassVar[int]
     CANCEL_FIELD_NUMBER: _ClassVar[int]
+    TELL_PREFIXES_FIELD_NUMBER: _ClassVar[int]
     hello: AttachHello
     submit: SubmitRequest
     cancel: CancelRequest
-    def __init__(self, hello: _Optional[_Union[AttachHello, _Mapping]] = ..., submit: _Optional[_Union[SubmitRequest, _Mapping]] = ..., cancel: _Optional[_Union[CancelRequest, _Mapping]] = ...) -> None: ...
+    tell_prefixes: TellPrefixesRequest
+    def __init__(self, hello: _Optional[_Union[AttachHello, _Mapping]] = ..., submit: _Optional[_Union[SubmitRequest, _Mapping]] = ..., cancel: _Optional[_Union[CancelRequest, _Mapping]] = ..., tell_prefixes: _Optional[_Union[TellPrefixesRequest, _Mapping]] = ...) -> None: ...
 
 class AttachHello(_message.Message):
     __slots__ = ("router", "incarnation")
@@ -98,13 +100,33 @@ class CancelRequest(_message.Message):
     attempt: int
     def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ...) -> None: ...
 
+class TellPrefixesRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
 class AttachResponse(_message.Message):
-    __slots__ = ("outputs", "load")
+    __slots__ = ("outputs", "load", "prefixes")
     OUTPUTS_FIELD_NUMBER: _ClassVar[int]
     LOAD_FIELD_NUMBER: _ClassVar[int]
+    PREFIXES_FIELD_NUMBER: _ClassVar[int]
     outputs: _containers.RepeatedCompositeFieldContainer[RequestOutput]
     load: _inference_pb2.WorkerLoad
-    def __init__(self, outputs: _Optional[_Iterable[_Union[RequestOutput, _Mapping]]] = ..., load: _Optional[_Union[_inference_pb2.WorkerLoad, _Mapping]] = ...) -> None: ...
+    prefixes: PrefixUpdate
+    def __init__(self, outputs: _Optional[_Iterable[_Union[RequestOutput, _Mapping]]] = ..., load: _Optional[_Union[_inference_pb2.WorkerLoad, _Mapping]] = ..., prefixes: _Optional[_Union[PrefixUpdate, _Mapping]] = ...) -> None: ...
+
+class PrefixUpdate(_message.Message):
+    __slots__ = ("number", "page_size", "begins", "stored", "removed")
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    PAGE_SIZE_FIELD_NUMBER: _ClassVar[int]
+    BEGINS_FIELD_NUMBER: _ClassVar[int]
+    STORED_FIELD_NUMBER: _ClassVar[int]
+    REMOVED_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    page_size: int
+    begins: bool
+    stored: _containers.RepeatedScalarFieldContainer[int]
+    removed: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, number: _Optional[int] = ..., page_size: _Optional[int] = ..., begins: bool = ..., stored: _Optional[_Iterable[int]] = ..., removed: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class RequestOutput(_message.Message):
     __slots__ = ("request_id", "attempt", "index", "token_ids", "logprobs", "end", "timings", "cached_tokens", "choice", "prompt_logprobs", "prompt_index")

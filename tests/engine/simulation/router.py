@@ -9,6 +9,7 @@ from typing import Any
 
 from kvrelay.engine.scheduler.commands import Cancel, Submit
 from kvrelay.wire.output import EndReason, FailureReason, RequestEnd, RequestOutput, SampledToken
+from kvrelay.wire.prefixes import PrefixUpdate
 from kvrelay.wire.request import RequestKey, SamplingParams, StopConditions
 from kvrelay.wire.worker_info import WorkerAddress, WorkerRole
 from tests.engine.simulation.model import GREEDY
@@ -165,8 +166,13 @@ class SimRouter:
                 assert step is not None
                 if step.load is not None:
                     worker.draining = step.load.draining
+                if step.prefixes is not None:
+                    self.take_prefixes(worker, step.prefixes)
                 for output in step.outputs:
                     self.take_output(worker, output)
+
+    def take_prefixes(self, worker: SimWorker, update: PrefixUpdate) -> None:
+        """A worker tells which prefixes it has; a test may replace it."""
 
     def take_output(self, worker: SimWorker, output: RequestOutput) -> None:
         """Record an output of a worker, and do what a router does about it."""

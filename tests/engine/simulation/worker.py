@@ -19,10 +19,13 @@ from kvrelay.engine.scheduler.metrics import WorkerMetrics
 from kvrelay.engine.scheduler.outbox import Outbox, RouterLink
 from kvrelay.engine.worker.memory import make_kv_cache, tokens_ahead
 from kvrelay.mem_cache.kv_cache_manager import KVCacheManager
+from kvrelay.mem_cache.prefix_log import PrefixLog
 from kvrelay.mem_cache.radix_tree import RadixTree
 from kvrelay.mem_cache.shape import PoolShape, window_pages
 from kvrelay.prefill_worker.scheduler import PrefillScheduler
 from kvrelay.wire.hand_over import PageSum
+from kvrelay.wire.model_digest import NO_MODEL
+from kvrelay.wire.page_hash import PageHashes
 from kvrelay.wire.request import RequestKey
 from kvrelay.wire.worker_info import WorkerRole
 from tests.engine.simulation.agent import SimAgent
@@ -97,7 +100,7 @@ class SimWorker:
         if self.config.model_path is not None:
             model = RealModel(self.config)
             return model, make_kv_cache(self.config, model.pools, MAX_TOKENS)
-        ahead = tokens_ahead(self.config)
+        ahead, log = tokens_ahead(self.config), PrefixLog(PageHashes(NO_MODEL, self.page_size))
         shapes = [self._shape(window, ahead) for window in self.windows]
         kv_cache = KVCacheManager(
             shapes,
@@ -105,7 +108,7 @@ class SimWorker:
             total_rows=self.rows,
             max_row_tokens=MAX_TOKENS,
             ahead=ahead,
-            index=RadixTree(self.page_size, self.windows) if self.cached else None,
+            index=RadixTree(self.page_size, self.windows, log=log) if self.cached else None,
         )
         drafter = GuessDrafter(0, self.windows) if self.config.drafts_for(True) else None
         return CountingModel(shapes, self.page_size, drafter), kv_cache

@@ -1,0 +1,84 @@
+"""Tells routers which prefixes a worker has: all of them at first, then what changes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Final
+
+from kvrelay.engine.scheduler.outbox import RouterLink
+from kvrelay.mem_cache.prefix_index import PrefixChanges, PrefixIndex
+from kvrelay.wire.prefixes import PrefixUpdate
+
+_MARKS_AN_UPDATE: Final = 1 << 16
+"""Half a MiB; a longer report goes in several updates."""
+_MOST_UNREAD: Final = 256
+"""Messages: a router that leaves more unread is told no changes, but all anew once it has read."""
+
+
+class PrefixReports:
+    """Makes the updates for each router's stream, pass by pass. On the engine thread only.
+
+    Args:
+        index: the worker's.
+        page_size: tokens a page.
+    """
+
+    def __init__(self, index: PrefixIndex, page_size: int) -> None:
+        self._index = index
+        self._page_size = page_size
+        self._told: dict[RouterLink, int | None] = {}
+        """The updates that a router was sent; None: it is to be told all anew."""
+
+    def attach(self, link: RouterLink) -> None:
+        """A router's stream has opened."""
+        self._told[link] = None
+
+    def detach(self, link: RouterLink) -> None:
+        """A router's stream has ended."""
+        self._told.pop(link, None)
+
+    def begin_anew(self, link: RouterLink) -> None:
+        """A router has missed an update."""
+        if link in self._told:
+            self._told[link] = None
+
+    def take(self) -> dict[RouterLink, Sequence[PrefixUpdate]]:
+        """The updates to send after this pass, in order; of most passes none."""
+        changes = self._index.take_changes()
+        if changes is None and None not in self._told.values():
+            return {}
+        updates = {link: self._updates(link, changes) for link in self._told}
+        return {link: some for link, some in updates.items() if some}
+
+    def _updates(self, link: RouterLink, changes: PrefixChanges | None) -> Sequence[PrefixUpdate]:
+        told, lags = self._told[link], link.num_unread > _MOST_UNREAD
+        if lags or (changes is not None and changes.overflown):
+            told = self._told[link] = None
+        if lags:
+            return ()
+        if told is None:
+            return self._all(link)
+        if changes is None:
+            return ()
+        self._told[link] = told + 1
+        return (
+            PrefixUpdate(told, self._page_size, stored=changes.stored, removed=changes.removed),
+        )
+
+    def _all(self, link: RouterLink) -> Sequence[PrefixUpdate]:
+        """All that is found now, from update 0 on; nothing if the index does not tell."""
+        marks = self._index.marks()
+        if marks is None:
+            return ()
+        updates = [
+            PrefixUpdate(number, self._page_size, begins=not number, stored=part)
+            for number, part in enumerate(_parts(marks))
+        ]
+        self._told[link] = len(updates)
+        return updates
+
+
+def _parts(marks: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+    """At least one part, even if there are no marks."""
+    for start in range(0, max(len(marks), 1), _MARKS_AN_UPDATE):
+        yield marks[start : start + _MARKS_AN_UPDATE]

@@ -1,0 +1,254 @@
+"""What the router knows of the workers' cached prefixes: which worker has which, about.
+
+It learns from the workers' updates, and expects a prompt to be where it has sent it until
+that attempt ends. It may be wrong: then a prompt is computed that was hoped to be cached,
+or one that is cached is computed again. It may also be lost and is then told anew.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final, TypeAlias
+
+from kvrelay.wire.model_digest import ModelDigest
+from kvrelay.wire.page_hash import PageHashes
+from kvrelay.wire.prefixes import PrefixUpdate
+from kvrelay.wire.worker_info import WorkerInfo, WorkerRole
+
+PromptMarks: TypeAlias = Mapping[PageHashes, tuple[int, ...]]
+"""The marks of a prompt, by each way that workers hash pages: one, if their page sizes are equal.
+
+They are of one tenant and salt, and so match no other's."""
+
+NO_MARKS: Final[PromptMarks] = {}
+_CLEANED_AT_ONCE: Final = 1024
+
+
+@dataclass(eq=False, slots=True)
+class _Worker:
+    """What is known of one incarnation."""
+
+    bit: int
+    """Its own, in the masks."""
+    role: WorkerRole
+    hashes: PageHashes
+    next_number: int = 0
+    lacks_updates: bool = False
+    """An update was missed: it was asked to tell all anew."""
+    marks: dict[int, bool] = field(default_factory=dict)
+    """Whether it has told them itself; else they are expected."""
+
+
+class KnownPrefixes:
+    """Marks of cached prefixes, each with the workers that have it.
+
+    A mark stands for all of the prefix up to it, so the longest match is found by a binary
+    search. An entry is a mark on a worker; of too many the least recently used are forgotten.
+    Use it on one thread, but for `marks_of`.
+
+    Args:
+        most_entries: that are remembered; 0: nothing is.
+    """
+
+    def __init__(self, most_entries: int) -> None:
+        self._most_entries = most_entries
+        self._num_entries = 0
+        self._masks: OrderedDict[int, int] = OrderedDict()  # by mark, least recently used first
+        self._workers: dict[str, _Worker] = {}  # by incarnation
+        self._by_bit: dict[int, tuple[str, _Worker]] = {}
+        self._role_masks = dict.fromkeys(WorkerRole, 0)
+        self._forgotten: list[_Worker] = []  # whose bits are still in masks
+        self._num_bits = 0
+        self._free_bits: list[int] = []
+        self._hashes: dict[tuple[ModelDigest, int], PageHashes] = {}
+
+    @property
+    def num_entries(self) -> int:
+        """What is remembered; from any thread."""
+        return self._num_entries
+
+    def marks_of(self, input_ids: Sequence[int], namespace: str) -> PromptMarks:
+        """The marks of a prompt, for the workers that are known now; from any thread."""
+        kinds = list(self._hashes.values())
+        return {hashes: hashes.marks_of(input_ids, namespace) for hashes in kinds}
+
+    # What workers tell
+
+    def take(self, info: WorkerInfo, update: PrefixUpdate) -> bool:
+        """Notes what a worker tells of itself.
+
+        Returns:
+            Whether it must be asked to tell all anew, because an update is missing.
+        """
+        if not self._most_entries:
+            return False
+        worker = self._workers.get(info.incarnation)
+        if worker is None or update.begins:
+            worker = self._begin(info, update)
+        if worker.lacks_updates:
+            return False
+        if update.number != worker.next_number:
+            worker.lacks_updates = True
+            return True
+        worker.next_number += 1
+        for mark in reversed(update.stored):
+            self._add(worker, mark, told=True)
+        for mark in update.removed:
+            self._remove(worker, mark)
+        self._clean(len(update.stored))
+        return False
+
+    def forget(self, incarnation: str) -> None:
+        """Knows nothing of a worker any more, until it tells all anew."""
+        worker = self._workers.pop(incarnation, None)
+        if worker is None:
+            return
+        self._role_masks[worker.role] &= ~worker.bit
+        del self._by_bit[worker.bit]
+        self._forgotten.append(worker)
+        in_use = {one.hashes for one in self._workers.values()}
+        self._hashes = {key: one for key, one in self._hashes.items() if one in in_use}
+        self._clean(0)
+
+    # What the router has sent
+
+    def expect(self, incarnation: str, prompt: PromptMarks) -> None:
+        """A prompt was sent to a worker, so its prefixes will be there."""
+        worker = self._workers.get(incarnation)
+        if worker is None:
+            return
+        marks = prompt.get(worker.hashes, ())
+        for mark in reversed(marks):  # so that the end of a prefix is forgotten before its start
+            self._add(worker, mark, told=False)
+        self._clean(len(marks))
+
+    def settle(self, incarnation: str, prompt: PromptMarks) -> None:
+        """A prompt has ended on a worker: what it has not told by now is not there."""
+        worker = self._workers.get(incarnation)
+        if worker is None:
+            return
+        for mark in prompt.get(worker.hashes, ()):
+            if worker.marks.get(mark) is False:
+                self._remove(worker, mark)
+
+    # What placement asks
+
+    def longest(self, role: WorkerRole, prompt: PromptMarks, most_workers: int) -> dict[str, int]:
+        """The workers of a role that have the longest prefixes of a prompt, and their tokens.
+
+        Args:
+            role: of the workers.
+            prompt: its marks.
+            most_workers: of those that have as long a prefix as each other, random ones.
+        """
+        found: dict[str, int] = {}
+        for hashes, marks in prompt.items():
+            mask, length = self._role_masks[role], len(marks)
+            while mask and len(found) < most_workers:
+                length = self._match(marks, mask, length)
+                if not length:
+                    break
+                here = self._masks[marks[length - 1]] & mask
+                mask &= ~here
+                for incarnation in self._incarnations(here, most_workers - len(found)):
+                    found[incarnation] = length * hashes.mark_tokens
+        return found
+
+    def hit_tokens(self, incarnation: str, prompt: PromptMarks) -> int:
+        """The tokens of a prompt whose KV a worker has, as far as is known."""
+        worker = self._workers.get(incarnation)
+        marks = prompt.get(worker.hashes) if worker is not None else None
+        if worker is None or not marks:
+            return 0
+        return self._match(marks, worker.bit, len(marks)) * worker.hashes.mark_tokens
+
+    def _match(self, marks: Sequence[int], mask: int, most: int) -> int:
+        """How many of the first `most` marks, from the start, any worker of a mask has."""
+        masks, low, high = self._masks, 0, most
+        while low < high:
+            middle = (low + high + 1) // 2
+            if masks.get(marks[middle - 1], 0) & mask:
+                low = middle
+            else:
+                high = middle - 1
+        return low
+
+    def _incarnations(self, mask: int, most: int) -> Iterator[str]:
+        """Some of the workers of a mask."""
+        start = random.randrange(mask.bit_length())  # noqa: S311 (no secret)
+        for part in (mask >> start << start, mask & ((1 << start) - 1)):
+            while part and most:
+                bit = part & -part
+                part ^= bit
+                most -= 1
+                yield self._by_bit[bit][0]
+
+    # The marks
+
+    def _begin(self, info: WorkerInfo, update: PrefixUpdate) -> _Worker:
+        kind = (info.model, update.page_size)
+        hashes = self._hashes.get(kind) or PageHashes(*kind)
+        self.forget(info.incarnation)
+        self._hashes = {**self._hashes, kind: hashes}
+        worker = _Worker(self._take_bit(), info.role, hashes)
+        self._workers[info.incarnation] = worker
+        self._by_bit[worker.bit] = (info.incarnation, worker)
+        self._role_masks[info.role] |= worker.bit
+        return worker
+
+    def _add(self, worker: _Worker, mark: int, *, told: bool) -> None:
+        masks, marks = self._masks, worker.marks
+        before = marks.get(mark)
+        if before is None:
+            masks[mark] = masks.get(mark, 0) | worker.bit
+            self._num_entries += 1
+        marks[mark] = told or bool(before)
+        masks.move_to_end(mark)
+        while self._num_entries > self._most_entries:
+            self._forget_oldest()
+
+    def _forget_oldest(self) -> None:
+        mark, mask = self._masks.popitem(last=False)
+        for worker in self._forgotten:
+            if worker.marks.pop(mark, None) is not None:
+                mask ^= worker.bit
+                self._num_entries -= 1
+        while mask:
+            bit = mask & -mask
+            mask ^= bit
+            del self._by_bit[bit][1].marks[mark]
+            self._num_entries -= 1
+
+    def _remove(self, worker: _Worker, mark: int) -> None:
+        if worker.marks.pop(mark, None) is not None:
+            self._clear_bit(worker, mark)
+
+    def _clear_bit(self, worker: _Worker, mark: int) -> None:
+        self._num_entries -= 1
+        mask = self._masks[mark] & ~worker.bit
+        if mask:
+            self._masks[mark] = mask
+        else:
+            del self._masks[mark]
+
+    def _clean(self, marks: int) -> None:
+        """Goes on to remove what forgotten workers had: more than was added meanwhile."""
+        left = 2 * marks + _CLEANED_AT_ONCE
+        while self._forgotten and left > 0:
+            worker = self._forgotten[-1]
+            while worker.marks and left > 0:
+                mark, _ = worker.marks.popitem()
+                self._clear_bit(worker, mark)
+                left -= 1
+            if not worker.marks:
+                self._free_bits.append(worker.bit)
+                self._forgotten.pop()
+
+    def _take_bit(self) -> int:
+        if self._free_bits:
+            return self._free_bits.pop()
+        self._num_bits += 1
+        return 1 << (self._num_bits - 1)

@@ -1,0 +1,215 @@
+"""What the router knows of the workers' prefixes, as workers tell it and requests come and go."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Sequence
+
+import pytest
+
+from kvrelay.router.known_prefixes import KnownPrefixes
+from kvrelay.wire.model_digest import NO_MODEL
+from kvrelay.wire.page_hash import PageHashes
+from kvrelay.wire.prefixes import PrefixUpdate
+from kvrelay.wire.worker_info import WorkerInfo, WorkerRole
+
+from .scripted_worker import ScriptedWorker
+
+PAGE_SIZE = 64
+HASHES = PageHashes(NO_MODEL, PAGE_SIZE)
+
+
+def info_of(name: str, role: WorkerRole = WorkerRole.PREFILL) -> WorkerInfo:
+    return dataclasses.replace(ScriptedWorker(name, role).endpoint, incarnation=name)
+
+
+A, B, C = (info_of(name) for name in "abc")
+D = info_of("d", WorkerRole.DECODE)
+
+
+def prompt_of(*pages: int) -> list[int]:
+    """A page's number stands for all of its tokens."""
+    return [page for page in pages for _ in range(PAGE_SIZE)]
+
+
+def marks(*pages: int, namespace: str = "") -> tuple[int, ...]:
+    return HASHES.marks_of(prompt_of(*pages), namespace)
+
+
+class Known(KnownPrefixes):
+    """Knows some workers, and is told by them one update after the other."""
+
+    def __init__(self, most_entries: int = 1000, *workers: WorkerInfo) -> None:
+        super().__init__(most_entries)
+        self.numbers: dict[str, int] = {}
+        for worker in workers:
+            self.tell(worker, begins=True)
+
+    def tell(
+        self,
+        worker: WorkerInfo,
+        stored: Sequence[int] = (),
+        removed: Sequence[int] = (),
+        *,
+        begins: bool = False,
+    ) -> None:
+        number = 0 if begins else self.numbers[worker.incarnation]
+        self.numbers[worker.incarnation] = number + 1
+        update = PrefixUpdate(number, PAGE_SIZE, begins, tuple(stored), tuple(removed))
+        assert not self.take(worker, update)
+
+    def hits(self, *pages: int, namespace: str = "", most: int = 8) -> dict[str, int]:
+        """Pages by prefill worker."""
+        prompt = self.marks_of(prompt_of(*pages), namespace)
+        found = self.longest(WorkerRole.PREFILL, prompt, most)
+        for worker, tokens in found.items():
+            assert self.hit_tokens(worker, prompt) == tokens
+        return {worker: tokens // PAGE_SIZE for worker, tokens in found.items()}
+
+
+def test_the_longest_prefixes_are_found_by_role() -> None:
+    known = Known(1000, A, B, C, D)
+    known.tell(A, marks(1, 2, 3, 4))
+    known.tell(B, marks(1, 2))
+    known.tell(D, marks(1, 2, 3, 4, 5))
+    assert known.hits(1, 2, 3, 4, 5) == {"a": 4, "b": 2}
+    assert known.hits(1, 2, 3, 4, 5, most=1) == {"a": 4}
+    assert known.hits(1, 9) == {"a": 1, "b": 1}
+    assert known.hits(9) == {}
+    prompt = known.marks_of(prompt_of(1, 2, 3, 4, 5), "")
+    assert known.longest(WorkerRole.DECODE, prompt, 8) == {"d": 5 * PAGE_SIZE}
+
+
+def test_another_tenants_prefixes_are_not_found() -> None:
+    known = Known(1000, A)
+    known.tell(A, marks(1, 2, namespace="one/"))
+    assert known.hits(1, 2, namespace="one/") == {"a": 2}
+    assert known.hits(1, 2, namespace="two/") == {}
+    assert known.hits(1, 2, namespace="one/salt") == {}
+
+
+def test_what_is_evicted_is_forgotten() -> None:
+    known = Known(1000, A)
+    known.tell(A, marks(1, 2, 3))
+    known.tell(A, removed=marks(1, 2, 3)[1:])
+    assert known.hits(1, 2, 3) == {"a": 1}
+    assert known.num_entries == 1
+
+
+def test_a_worker_that_begins_anew_or_is_lost_is_known_by_what_it_tells_then() -> None:
+    known = Known(1000, A, B)
+    known.tell(A, marks(1, 2))
+    known.tell(B, marks(1, 2))
+    known.tell(A, marks(7), begins=True)
+    assert known.hits(1, 2) == {"b": 2}
+    known.forget("b")
+    assert known.hits(1, 2) == {}
+    assert known.hits(7) == {"a": 1}
+    known.forget("a")
+    assert known.num_entries == 0
+    successor = info_of("a2")
+    known.tell(successor, marks(1), begins=True)
+    assert known.hits(1, 2) == {"a2": 1}
+
+
+def test_a_worker_that_tells_nothing_is_not_expected_to_have_anything() -> None:
+    known = Known(1000, A)
+    prompt = known.marks_of(prompt_of(1, 2), "")
+    known.expect("b", prompt)
+    assert known.hits(1, 2) == {}
+    assert KnownPrefixes(1000).marks_of(prompt_of(1), "") == {}
+
+
+def test_a_prompt_is_expected_where_it_was_sent_until_its_attempt_ends() -> None:
+    known = Known(1000, A, B)
+    prompt = known.marks_of(prompt_of(1, 2, 3), "")
+    known.expect("a", prompt)
+    assert known.hits(1, 2, 3) == {"a": 3}
+    known.tell(A, marks(1, 2))
+    known.settle("a", prompt)
+    assert known.hits(1, 2, 3) == {"a": 2}
+    known.expect("b", prompt)
+    known.settle("b", prompt)
+    assert known.hits(1, 2, 3) == {"a": 2}
+
+
+def test_after_a_gap_a_worker_is_asked_once_and_heard_when_it_begins_anew() -> None:
+    known = Known(1000, A)
+    known.tell(A, marks(1))
+    assert known.take(A, PrefixUpdate(7, PAGE_SIZE, stored=marks(2)))
+    assert not known.take(A, PrefixUpdate(8, PAGE_SIZE, stored=marks(3)))
+    assert known.hits(2) == {}
+    known.tell(A, marks(4), begins=True)
+    assert known.hits(4) == {"a": 1}
+    known.tell(A, marks(5))
+    assert known.hits(1) == {}
+    assert known.hits(5) == {"a": 1}
+
+
+def test_a_stream_whose_first_update_is_missed_is_asked_too() -> None:
+    known = KnownPrefixes(1000)
+    assert known.take(A, PrefixUpdate(1, PAGE_SIZE, stored=marks(2)))
+
+
+def test_the_least_recently_used_ends_of_prefixes_are_forgotten_first() -> None:
+    known = Known(8, A, B)
+    known.tell(A, marks(1, 2, 3, 4))
+    known.tell(B, marks(5, 6, 7, 8))
+    known.expect("a", known.marks_of(prompt_of(1, 2, 3, 4), ""))
+    known.tell(B, marks(9, 10))
+    assert known.hits(5, 6, 7, 8) == {"b": 2}
+    assert known.hits(1, 2, 3, 4) == {"a": 4}
+    assert known.num_entries == 8
+
+
+def test_nothing_is_remembered_if_there_may_be_no_entries() -> None:
+    known = Known(0, A)
+    known.tell(A, marks(1))
+    assert known.marks_of(prompt_of(1), "") == {}
+    assert known.num_entries == 0
+
+
+def test_workers_with_other_page_sizes_have_marks_of_their_own() -> None:
+    known = Known(1000, A)
+    small = PageHashes(NO_MODEL, 16)
+    known.tell(A, marks(1, 2))
+    known.take(B, PrefixUpdate(0, 16, True, small.marks_of(prompt_of(1, 2, 3), "")))
+    assert known.hits(1, 2, 3) == {"a": 2, "b": 3}
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_in_random_use_it_knows_what_was_told_and_what_is_expected(seed: int) -> None:
+    rng, known = random.Random(seed), Known(10_000, A, B, C)
+    workers = {worker.incarnation: worker for worker in (A, B, C)}
+    told: dict[str, set[int]] = {name: set() for name in workers}
+    sent: list[tuple[str, tuple[int, ...]]] = []
+    for _ in range(400):
+        name = rng.choice("abc")
+        pages = tuple(rng.randrange(3) for _ in range(rng.randint(1, 6)))
+        prompt, chance = known.marks_of(prompt_of(*pages), ""), rng.random()
+        if chance < 0.4:
+            told[name] |= {*marks(*pages)}
+            known.tell(workers[name], marks(*pages))
+        elif chance < 0.6 and not any(to == name for to, _ in sent):
+            gone = {one for one in told[name] if rng.random() < 0.2}
+            told[name] -= gone
+            known.tell(workers[name], removed=tuple(gone))
+        elif chance < 0.7:
+            told[name] = {*marks(*pages)}
+            sent = [(to, what) for to, what in sent if to != name]
+            known.forget(name)
+            known.tell(workers[name], marks(*pages), begins=True)
+        elif chance < 0.85 and not any(to == name for to, _ in sent):
+            sent.append((name, pages))
+            known.expect(name, prompt)
+        elif sent:
+            name, pages = sent.pop()
+            known.settle(name, known.marks_of(prompt_of(*pages), ""))
+        expected = {name: set(has) for name, has in told.items()}
+        for name, pages in sent:
+            expected[name] |= {*marks(*pages)}
+        assert {n: set(w.marks) for n, w in known._workers.items()} == expected
+        assert known.num_entries == sum(map(len, expected.values()))
+        masks = {mark for has in expected.values() for mark in has}
+        assert {*known._masks} == masks
