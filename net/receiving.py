@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import inspect
 import traceback
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from typing import Any, Final, NoReturn
 
 import grpc
 from google.protobuf.message import DecodeError
+
+from kvrelay.net.allocator import LARGE_BYTES, Trimmer
 
 MOST_RECEIVING: Final = 64
 """Messages that arrive at the same time. One more ends the call that has waited the longest."""
@@ -23,10 +25,14 @@ class BoundedReceipt(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc 
     gRPC itself waits for ever, and logs a stack for each message that cannot be parsed. It
     reads more of a message than the first 64 KiB or so only once somebody waits for it, so
     calls that are ended here have cost no more. Calls with a stream of messages are passed on.
+
+    The handler alone has the message: gRPC's own iterator would keep it until the garbage
+    collector comes by, some time after the call.
     """
 
     def __init__(self) -> None:
         self._receiving: dict[asyncio.Timeout, None] = {}  # the oldest first
+        self._trimmer = Trimmer()
 
     async def intercept_service(
         self,
@@ -38,9 +44,9 @@ class BoundedReceipt(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc 
         if handler is None or handler.request_streaming:
             return handler
 
-        async def serve(requests: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> None:
+        async def serve(_requests: Any, context: grpc.aio.ServicerContext) -> None:
             try:
-                await self._serve(handler, requests, context)
+                await self._serve(handler, context)
             except BaseException as error:
                 _forget_locals(error)
                 raise
@@ -51,16 +57,14 @@ class BoundedReceipt(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc 
         )
 
     async def _serve(
-        self,
-        handler: grpc.RpcMethodHandler,
-        requests: AsyncIterator[bytes],
-        context: grpc.aio.ServicerContext,
+        self, handler: grpc.RpcMethodHandler, context: grpc.aio.ServicerContext
     ) -> None:
-        message = await self._receive(requests, handler.request_deserializer, context)
+        message = await self._receive(handler.request_deserializer, context)
         if not handler.response_streaming:
             await context.write(await handler.unary_unary(message, context))
             return
         answered = handler.unary_stream(message, context)
+        del message  # the answer may take long
         if not inspect.isasyncgen(answered):
             await answered  # it writes to the context itself
             return
@@ -68,10 +72,7 @@ class BoundedReceipt(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc 
             await context.write(response)
 
     async def _receive(
-        self,
-        requests: AsyncIterator[bytes],
-        parse: Callable[[bytes], Any] | None,
-        context: grpc.aio.ServicerContext,
+        self, parse: Callable[[bytes], Any] | None, context: grpc.aio.ServicerContext
     ) -> Any:
         """The call's message; aborts the call if it does not come, or cannot be read."""
         if len(self._receiving) >= MOST_RECEIVING:
@@ -82,14 +83,17 @@ class BoundedReceipt(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc 
         try:
             async with asyncio.timeout(RECEIVE_SECONDS) as bound:
                 self._receiving[bound] = None
-                raw = await anext(aiter(requests), None)
+                raw = await context.read()
         except TimeoutError:
+            self._trimmer.trim_soon()
             detail = "the call's message did not arrive in time"
             await _abort(context, grpc.StatusCode.DEADLINE_EXCEEDED, detail)
         finally:
             self._receiving.pop(bound, None)
-        if raw is None:
+        if raw is grpc.aio.EOF:
             await _abort(context, grpc.StatusCode.INVALID_ARGUMENT, "the call has no message")
+        if len(raw) >= LARGE_BYTES:
+            self._trimmer.trim_soon()
         try:
             return parse(raw) if parse is not None else raw
         except DecodeError as error:

@@ -11,12 +11,15 @@ _DELTA = Codec(Delta, inference_pb2.GenerateDelta)
 _CHOICE_END = Codec(ChoiceEnd, inference_pb2.ChoiceEnd)
 
 
-def event_response(request_id: str, event: Event) -> inference_pb2.GenerateResponse:
-    """One event of a request's stream."""
+def event_bytes(request_id: str, event: Event) -> bytes:
+    """One event of a request's stream: a GenerateResponse, serialized."""
     if isinstance(event, Delta):
-        return inference_pb2.GenerateResponse(request_id=request_id, delta=_DELTA.to_message(event))
-    complete = _completion_message(event)
-    return inference_pb2.GenerateResponse(request_id=request_id, complete=complete)
+        delta = _DELTA.to_message(event)
+        response = inference_pb2.GenerateResponse(request_id=request_id, delta=delta)
+    else:
+        complete = _completion_message(event)
+        response = inference_pb2.GenerateResponse(request_id=request_id, complete=complete)
+    return bytes(response.SerializeToString())
 
 
 def _completion_message(completion: Completion) -> inference_pb2.GenerateComplete:

@@ -122,7 +122,7 @@ class LiveRequest:
     ) -> Iterator[Reader]:
         """Attaches a reader for as long as the context lasts.
 
-        The events are all deltas from the first, then the completion; an outcome
+        The events, serialized, are all deltas from the first, then the completion; an outcome
         that is an error is raised in its place.
 
         Args:

@@ -6,24 +6,24 @@ from collections.abc import Sequence
 from typing import Final
 
 from kvrelay.router.choice import Choice
+from kvrelay.router.client_messages import event_bytes
 from kvrelay.router.errors import RequestError
 from kvrelay.router.events import Completion, Delta, Event, FinishReason
 from kvrelay.router.generation import GenerationRequest
 from kvrelay.router.metrics import Stopwatch
 from kvrelay.router.notifier import Notifier
-from kvrelay.wire.output import PhaseTimings, RequestOutput, SampledToken
+from kvrelay.wire.output import PhaseTimings, RequestOutput
 
 _MAX_PROMPT_LOGPROBS: Final = 1024
 """Of one delta: with twenty alternatives 300 KB, where many clients take no more than 4 MiB."""
-_EVENT_BYTES: Final = 64
-_ID_BYTES: Final = 4
-_LOGPROB_BYTES: Final = 12
 
 
 class OutputStream:
     """Makes one stream of events from what workers report, for any number of readers.
 
-    The deltas of each choice are in order. There is exactly one outcome, a
+    The deltas of each choice are in order. All events are kept until the request is over, for
+    readers that come late, as the bytes that each reader is sent: with log-probabilities, a tenth
+    of what the objects would take. There is exactly one outcome, a
     completion or an error; once set it never changes, and what comes after it
     must not be given here. It calls nobody when that is set: whoever called the
     method that set it looks at `outcome`.
@@ -40,32 +40,32 @@ class OutputStream:
         self.choices = tuple(choices)
         self.outcome: Completion | RequestError | None = None
         self.published_bytes = 0
-        """Of all deltas, about."""
+        """Of all events."""
         self._request = request
         self._stopwatch = stopwatch
         self._first_attempt: int | None = None  # the one that brought the first token
         self._cached_tokens = 0
         self._num_prompt_logprobs = 0  # those of prompt tokens from the second on
-        self._deltas: list[Delta] = []
+        self._events: list[bytes] = []
         self._changes = Notifier()
 
-    async def event(self, number: int) -> Event | None:
+    async def event(self, number: int) -> bytes | None:
         """The event of this number, from 0, once it is there; None: the stream has no more.
 
         All deltas come first, then the completion. Raises the outcome if that is an error.
         """
-        while self.outcome is None and number >= len(self._deltas):
+        while self.outcome is None and number >= len(self._events):
             await self._changes.wait()
-        if number < len(self._deltas):
-            return self._deltas[number]
+        if number < len(self._events):
+            return self._events[number]
         if isinstance(self.outcome, RequestError):
             raise self.outcome
-        return self.outcome if number == len(self._deltas) else None
+        return None
 
     @property
-    def num_deltas(self) -> int:
-        """Deltas until now."""
-        return len(self._deltas)
+    def num_events(self) -> int:
+        """Events until now."""
+        return len(self._events)
 
     @property
     def streaming(self) -> bool:
@@ -120,8 +120,7 @@ class OutputStream:
     def _publish(self, delta: Delta | None) -> None:
         if delta is None:
             return
-        self._deltas.append(delta)
-        self.published_bytes += event_bytes(delta)
+        self._keep(delta)
         if delta.tokens:
             self._stopwatch.delta(delta.choice, len(delta.tokens))
         self._changes.notify_all()
@@ -145,21 +144,14 @@ class OutputStream:
         )
         self._end(completion, label)
 
+    def _keep(self, event: Event) -> None:
+        kept = event_bytes(self._request.request_id, event)
+        self._events.append(kept)
+        self.published_bytes += len(kept)
+
     def _end(self, outcome: Completion | RequestError, label: str) -> None:
+        if isinstance(outcome, Completion):
+            self._keep(outcome)
         self.outcome = outcome
         self._stopwatch.ended(label)
         self._changes.notify_all()
-
-
-def event_bytes(event: Event) -> int:
-    """About how many bytes a client is sent for an event."""
-    if isinstance(event, Completion):
-        return _EVENT_BYTES
-    num_bytes = _EVENT_BYTES + len(event.text) + _ID_BYTES * len(event.tokens)
-    if event.tokens and event.tokens[0].logprob is not None:
-        num_bytes += _logprob_bytes(event.tokens)
-    return num_bytes + _logprob_bytes(event.prompt_logprobs)
-
-
-def _logprob_bytes(tokens: Sequence[SampledToken]) -> int:
-    return _LOGPROB_BYTES * sum(1 + len(token.top) for token in tokens)

@@ -1,4 +1,4 @@
-"""The size of a request's parts, read from its bytes before they are parsed.
+"""Messages as bytes: which methods take or answer them so, and the size of a request's parts.
 
 Parsing holds up the event loop: 16 MiB of token ids take 70 ms. So a message that
 cannot be served is refused by the size of its parts.
@@ -74,11 +74,17 @@ def _read_varint(raw: bytes, position: int) -> tuple[int, int]:
     raise ValueError("a number has more than ten bytes")
 
 
-class RawRequests(grpc.aio.ServerInterceptor):  # type: ignore[misc]
-    """Gives the handlers of some methods the bytes of a request in place of the message."""
+class RawMessages(grpc.aio.ServerInterceptor):  # type: ignore[misc]
+    """Gives the handlers of some methods the bytes of a request in place of the message.
 
-    def __init__(self, methods: Set[str]) -> None:
-        self._methods = methods
+    Args:
+        taken: the methods.
+        answered: those of them that answer with bytes, too.
+    """
+
+    def __init__(self, taken: Set[str], answered: Set[str]) -> None:
+        self._taken = taken
+        self._answered = answered
 
     async def intercept_service(
         self,
@@ -86,13 +92,14 @@ class RawRequests(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Any:
         """The handler, with nothing that parses its requests if it is one of the methods."""
-        handler = await continuation(handler_call_details)
-        if handler is None or handler_call_details.method not in self._methods:
+        handler, method = await continuation(handler_call_details), handler_call_details.method
+        if handler is None or method not in self._taken:
             return handler
+        serialize = None if method in self._answered else handler.response_serializer
         if handler.unary_stream is not None:
             return grpc.unary_stream_rpc_method_handler(
-                handler.unary_stream, response_serializer=handler.response_serializer
+                handler.unary_stream, response_serializer=serialize
             )
         return grpc.unary_unary_rpc_method_handler(
-            handler.unary_unary, response_serializer=handler.response_serializer
+            handler.unary_unary, response_serializer=serialize
         )

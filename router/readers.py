@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from typing import Final, Self
 
 from kvrelay.router.errors import DeadlineExceeded, RequestError, SlowReader
-from kvrelay.router.events import Event
-from kvrelay.router.output_stream import OutputStream, event_bytes
+from kvrelay.router.output_stream import OutputStream
 
 _DEADLINE_SLACK_SECONDS: Final = 0.25
 """A client that leaves so shortly before its deadline leaves because of it: its clock ends the
@@ -27,9 +26,10 @@ class Patience:
 
 
 class Reader:
-    """One client's place in a request's events, from the first; an iterator of them.
+    """One client's place in a request's events, from the first; an iterator of their bytes.
 
-    An event counts as read when the next one is asked for.
+    It keeps no events of its own: those that wait for it are the stream's. An event counts as read
+    when the next one is asked for.
 
     Args:
         stream: the request's.
@@ -50,18 +50,18 @@ class Reader:
         self._patience = patience
         self._timeout = timeout
         self._next = 0
-        self._first_new = stream.num_deltas
+        self._first_new = stream.num_events
         self._read_bytes = stream.published_bytes  # what came before it does not count
-        self._taken: Event | None = None
+        self._taken: bytes | None = None
         self._too_slow: SlowReader | None = None
 
     def __aiter__(self) -> Self:
         return self
 
-    async def __anext__(self) -> Event:
+    async def __anext__(self) -> bytes:
         """The next event; raises the request's outcome if that is an error."""
         if self._taken is not None and self._next > self._first_new:
-            self._read_bytes += event_bytes(self._taken)
+            self._read_bytes += len(self._taken)
         self._wait_until(None)
         self._taken = event = await self._stream.event(self._next)
         if event is None:

@@ -14,6 +14,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 from tokenizers import Tokenizer
 
+from kvrelay.net.allocator import return_large_blocks
 from kvrelay.net.ends import bind, front_server, worker_credentials
 from kvrelay.net.metrics_server import MetricsServer
 from kvrelay.net.receiving import BoundedReceipt
@@ -35,7 +36,7 @@ from kvrelay.router.metrics import (
     WAITING_FOR_WORKERS,
     RouterMetrics,
 )
-from kvrelay.router.raw_requests import RawRequests
+from kvrelay.router.raw_requests import RawMessages
 from kvrelay.router.service import InferenceService
 from kvrelay.router.worker_link import WorkerLink
 from kvrelay.text.token_bytes import longest_token_bytes
@@ -46,7 +47,8 @@ from kvrelay.wire.worker_info import WorkerInfo
 _SERVICE = inference_pb2.DESCRIPTOR.services_by_name["InferenceService"].full_name
 _ADMIN = admin_pb2.DESCRIPTOR.services_by_name["AdminService"].full_name
 _ADMIN_MESSAGE_BYTES = 64 << 10
-_READ_BY_HANDLER = frozenset({f"/{_SERVICE}/Generate", f"/{_SERVICE}/Detokenize"})
+_GENERATE = f"/{_SERVICE}/Generate"
+_RAW = RawMessages({_GENERATE, f"/{_SERVICE}/Detokenize"}, answered={_GENERATE})
 _STOP_GRACE_SECONDS = 2.0  # for the last statuses to reach their clients
 
 
@@ -89,6 +91,7 @@ class Router:
         Raises:
             StartError: one line that says what is wrong.
         """
+        return_large_blocks()
         self._read_credentials()
         async with contextlib.AsyncExitStack() as undo:
             loaded = await asyncio.to_thread(_load_tokenizer, self._config.model_path)
@@ -153,7 +156,7 @@ class Router:
         # The validator refuses messages of up to twice the limit, and names the field.
         # gRPC refuses larger ones, with RESOURCE_EXHAUSTED.
         bytes_taken = 2 * self._config.max_message_bytes
-        server = front_server(bytes_taken, [*self._guards(), RawRequests(_READ_BY_HANDLER)])
+        server = front_server(bytes_taken, [*self._guards(), _RAW])
         longest = await asyncio.to_thread(longest_token_bytes, tokenizer)
         service = InferenceService(
             self._config, self._fleet, live, tokenizer, longest, self._metrics

@@ -11,7 +11,6 @@ import grpc
 from tokenizers import Tokenizer
 
 from kvrelay.router.auth import current_caller
-from kvrelay.router.client_messages import event_response
 from kvrelay.router.config import RouterConfig
 from kvrelay.router.errors import DeadlineExceeded, InvalidField, RequestError
 from kvrelay.router.events import FinishReason
@@ -64,14 +63,16 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
     ) -> None:
         """Streams a request's events, from the first, to one more reader."""
         deadline = _deadline(context)
-        live = await self._open(raw, deadline)
+        opening = self._open(raw, deadline)
+        del raw  # up to 16 MiB, which nobody needs while the request is live
+        live = await opening
         # Written, not yielded: a cancelled call then leaves the reader's context at
         # once, and not when a generator is collected.
         try:
             async with asyncio.timeout(None) as timeout:
                 with live.reader(timeout, deadline) as reader:
                     async for event in reader:
-                        await context.write(event_response(live.request.request_id, event))
+                        await context.write(event)
         except TimeoutError:
             assert reader.error is not None
             self._metrics.count(SLOW_READERS)

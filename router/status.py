@@ -57,8 +57,10 @@ def with_status(
     async def call(
         service: ServiceT, message: MessageT, context: grpc.aio.ServicerContext
     ) -> ResponseT:
+        answer = handler(service, message, context)
+        del message  # the handler lets go of it when it can
         try:
-            return await handler(service, message, context)
+            return await answer
         except (RequestError, AdminError) as error:
             status, detail, trailers = _STATUS[type(error)], str(error), _trailers(error)
             # Its frames have the whole message, and abort may wait long for the client to read.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import sys
 import weakref
 from collections.abc import AsyncIterator
 from typing import Any
@@ -126,3 +127,24 @@ async def test_a_refused_message_is_let_go_of_at_once() -> None:
     finally:
         gc.enable()
         await server.stop(None)
+
+
+async def test_the_handler_alone_has_the_message() -> None:
+    """While it answers, too: it may let go of what it no longer needs."""
+    references: list[int] = []
+
+    async def answer(message: bytes, context: Any) -> None:
+        references.append(sys.getrefcount(message))
+        await context.write(b"")
+
+    handler = grpc.unary_stream_rpc_method_handler(answer)
+    server = front_server(1 << 20, [BoundedReceipt()])
+    generic = grpc.method_handlers_generic_handler("one", {"Call": handler})
+    server.add_generic_rpc_handlers((generic,))
+    port = bind(server, "127.0.0.1:0", None)
+    await server.start()
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        call = channel.unary_stream("/one/Call")(b"x" * 1000)
+        assert [one async for one in call] == [b""]
+    await server.stop(None)
+    assert references == [2], "its own name, and the question itself"

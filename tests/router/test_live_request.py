@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import itertools
 import time
+import tracemalloc
 from collections.abc import Sequence
 from typing import Any, cast
 
@@ -27,6 +29,7 @@ from kvrelay.router.text import TextStream
 from kvrelay.router.validation import Validator
 from kvrelay.router.worker_link import WorkerLink
 from kvrelay.v1 import inference_pb2 as pb
+from kvrelay.wire.codec import Codec
 from kvrelay.wire.output import (
     EndReason,
     FailureReason,
@@ -43,7 +46,10 @@ from tests.checkpoints import id_of
 from .recorded_link import RecordedLink
 
 PREFILL, DECODE = WorkerRole.PREFILL, WorkerRole.DECODE
+DELTA = Codec(Delta, pb.GenerateDelta)
 MAX_UNREAD_BYTES = 10_000
+BYTES_OF_AN_EVENT = 100
+"""Beside its content; with the token's id in the output."""
 HANDED_OVER = RequestEnd(EndReason.HANDED_OVER)
 LENGTH = RequestEnd(EndReason.LENGTH)
 ABORTED = RequestEnd(EndReason.ABORTED)
@@ -125,10 +131,12 @@ class Run:
         deltas: list[Delta] = []
         try:
             with self.live.reader() as events:
-                async for event in events:
-                    if isinstance(event, Completion):
-                        return deltas, event
-                    deltas.append(event)
+                async for raw in events:
+                    event = pb.GenerateResponse.FromString(raw)
+                    if event.HasField("complete"):
+                        assert isinstance(self.live.outcome, Completion)
+                        return deltas, self.live.outcome
+                    deltas.append(delta_of(raw))
         except RequestError as error:
             return deltas, error
         raise AssertionError("no outcome")
@@ -136,6 +144,10 @@ class Run:
     @property
     def cancels(self) -> list[list[int]]:
         return [link.cancels for link in self.links]
+
+
+def delta_of(raw: bytes) -> Delta:
+    return DELTA.from_message(pb.GenerateResponse.FromString(raw).delta)
 
 
 def made(**params: Any) -> GenerationRequest:
@@ -336,12 +348,13 @@ async def test_the_outcome_never_changes(run: Run) -> None:
 async def test_every_reader_sees_all_from_the_first(run: Run) -> None:
     run.say(PREFILL, 0, [65], HANDED_OVER)
     with run.live.reader() as early:
-        assert isinstance(await anext(early), Delta)
+        assert delta_of(await anext(early)).tokens == (SampledToken(65),)
         run.say(DECODE, 1, [66], LENGTH)
         late = await run.events()
         rest = [event async for event in early]
     assert len(late[0]) == 2
-    assert rest == [late[0][1], late[1]]
+    assert delta_of(rest[0]) == late[0][1]
+    assert pb.GenerateResponse.FromString(rest[1]).HasField("complete")
 
 
 async def test_the_last_reader_to_leave_aborts(run: Run) -> None:
@@ -406,7 +419,7 @@ async def test_what_was_said_before_a_reader_came_is_not_unread(tokenizer: Token
         with run.live.reader(timeout) as reader:
             run.say(PREFILL, 0, [65])
             assert reader.error is None
-            assert len(cast("Delta", await anext(reader)).prompt_logprobs) == 60
+            assert len(delta_of(await anext(reader)).prompt_logprobs) == 60
             run.say(PREFILL, 0, [], prompt_logprobs=scored(90)[60:], prompt_index=61)
             assert reader.error is None
 
@@ -454,3 +467,24 @@ async def test_a_request_fails_at_its_deadline(run: Run) -> None:
     with run.live.reader(deadline=deadline) as reader, pytest.raises(DeadlineExceeded):
         await anext(reader)
     assert run.cancels == [[7], [7]]
+
+
+async def test_what_is_kept_for_late_readers_is_as_large_as_what_they_are_sent(
+    tokenizer: Tokenizer,
+) -> None:
+    """A tenth of what the deltas take as objects; a second reader costs nothing more."""
+    run = Run(tokenizer, max_tokens=500, logprobs=20)
+    outputs = [(token,) for token in scored(400)]
+    gc.collect()
+    tracemalloc.start()
+    try:
+        for index, tokens in enumerate(outputs):
+            key = RequestKey("", "r", 7, 0)
+            run.live.on_output(DECODE, RequestOutput(key, index, tokens))
+        kept, _ = tracemalloc.get_traced_memory()
+        assert run.stream.published_bytes > 400 * 20 * 5
+        assert kept < run.stream.published_bytes + 400 * BYTES_OF_AN_EVENT
+        with run.live.reader() as one, run.live.reader() as other:
+            assert (await anext(one)) is (await anext(other))
+    finally:
+        tracemalloc.stop()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -19,6 +20,8 @@ from tokenizers import Tokenizer
 from kvrelay.router.config import RouterConfig
 from kvrelay.router.discovery import StaticDiscovery
 from kvrelay.router.errors import StartError
+from kvrelay.router.incoming import MessageReader
+from kvrelay.router.limits import Limits
 from kvrelay.router.router import Router
 from kvrelay.v1 import inference_pb2 as pb
 from kvrelay.v1 import worker_pb2
@@ -51,6 +54,23 @@ async def test_a_text_is_tokenized(cluster: Cluster, tokenizer: Tokenizer) -> No
     await collect(cluster.stub.Generate(pb.GenerateRequest(text="Hello wörld")))
     for worker in (cluster.prefill, cluster.decode):
         assert worker.submits[0].input_ids == tokenizer.encode("Hello wörld").ids
+
+
+async def test_a_live_request_does_not_keep_its_message(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[bytes] = []
+    read = MessageReader.generate_request
+
+    def remember(reader: MessageReader, raw: bytes, limits: Limits) -> pb.GenerateRequest:
+        seen.append(raw)
+        return read(reader, raw, limits)
+
+    monkeypatch.setattr(MessageReader, "generate_request", remember)
+    call = cluster.stub.Generate(pb.GenerateRequest(text="Hello"))
+    await cluster.decode.submitted()
+    await until(lambda: sys.getrefcount(seen[0]) == 2)  # the list's, and the question's own
+    call.cancel()
 
 
 async def test_workers_get_a_complete_submission(cluster: Cluster) -> None:

@@ -1,0 +1,56 @@
+"""What the C library does with memory that a process frees.
+
+By itself, glibc keeps much of what large messages took, and the process stays several times as
+large as they are. Other C libraries have no such settings, and stay as they are.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+from typing import Any, Final
+
+_MMAP_THRESHOLD: Final = -3  # M_MMAP_THRESHOLD of malloc.h
+LARGE_BYTES: Final = 1 << 20
+TRIM_SECONDS: Final = 0.5
+
+
+def return_large_blocks() -> None:
+    """Lets a block of `LARGE_BYTES` or more go back to the system when it is freed.
+
+    This holds for the whole process. Otherwise the first such block that is freed has glibc keep
+    those of up to 32 MiB, between others, in one heap for each few threads.
+    """
+    mallopt = _c_function("mallopt")
+    if mallopt is not None:
+        mallopt(_MMAP_THRESHOLD, LARGE_BYTES)
+
+
+class Trimmer:
+    """Returns what is free between blocks that are in use to the system, in a thread.
+
+    gRPC receives a large message in many small pieces, of which none goes back by itself. Call it
+    on one event loop.
+    """
+
+    def __init__(self) -> None:
+        self._trim = _c_function("malloc_trim")
+        self._is_due = False
+
+    def trim_soon(self) -> None:
+        """Trims once, after `TRIM_SECONDS`, however often this is called before."""
+        if self._trim is not None and not self._is_due:
+            self._is_due = True
+            asyncio.get_running_loop().call_later(TRIM_SECONDS, self._begin)
+
+    def _begin(self) -> None:
+        trimming = asyncio.get_running_loop().run_in_executor(None, self._trim, 0)
+        trimming.add_done_callback(self._ended)
+
+    def _ended(self, _: asyncio.Future[Any]) -> None:
+        self._is_due = False
+
+
+def _c_function(name: str) -> Any:
+    """A function of the C library, which lets other threads run; None: it has none."""
+    return getattr(ctypes.CDLL(None), name, None)
