@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Final, Generic, TypeVar
 
 from kvrelay.router.ranking import Candidate, Ranking, Score
-from kvrelay.wire.load import PeerTransport
+from kvrelay.wire.load import WorkerLoad
 from kvrelay.wire.worker_info import WorkerRole
 
 ItemT = TypeVar("ItemT")
@@ -46,6 +46,7 @@ _SCORES: Final[Mapping[WorkerRole, Callable[[Candidate], Score]]] = {
     WorkerRole.AGGREGATED: _aggregated_score,
 }
 """By a worker alone. What depends on the request, too, weighs some candidates of a ranking."""
+_NO_LOAD: Final = WorkerLoad()
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +75,7 @@ class Placer:
 
     def __init__(self) -> None:
         self._rankings = {role: Ranking() for role in _SCORES}
-        self._peers: dict[str, tuple[PeerTransport, ...]] = {}  # by decode worker
+        self._decode_loads: dict[str, WorkerLoad] = {}  # of the ready ones
         self._refusals: dict[str, dict[str, str]] = {}  # by prefill, then by ready decode worker
 
     @property
@@ -97,15 +98,15 @@ class Placer:
         ranking.put(candidate, _SCORES[role](candidate))
         if role is not WorkerRole.DECODE:
             return is_new
-        return self._note_refusals(incarnation, candidate.load.peers) or is_new
+        return self._note_refusals(incarnation, candidate.load) or is_new
 
     def drop(self, role: WorkerRole, incarnation: str) -> bool:
         """Forgets a worker that can take no requests; returns whether it could."""
         if incarnation not in self._rankings[role]:
             return False
         self._rankings[role].drop(incarnation)
-        self._note_refusals(incarnation, ())
-        self._peers.pop(incarnation, None)
+        self._note_refusals(incarnation, _NO_LOAD)
+        self._decode_loads.pop(incarnation, None)
         return True
 
     def choose(self, demand: Demand) -> Pair | Shortage:
@@ -137,14 +138,13 @@ class Placer:
             shortage = Shortage(WorkerRole.DECODE, next(iter(refused.values()), shortage.refusal))
         return shortage
 
-    def _note_refusals(self, decode: str, peers: tuple[PeerTransport, ...]) -> bool:
+    def _note_refusals(self, decode: str, load: WorkerLoad) -> bool:
         """Notes from whom a decode worker does not read; returns whether that has changed."""
-        before = self._peers.get(decode, ())
-        if peers is before:
+        before = self._decode_loads.get(decode, _NO_LOAD)
+        self._decode_loads[decode] = load
+        if load.peers is before.peers:
             return False
-        self._peers[decode] = peers
-        old = {peer.incarnation: peer.refusal for peer in before if peer.refusal}
-        new = {peer.incarnation: peer.refusal for peer in peers if peer.refusal}
+        old, new = before.refused_peers, load.refused_peers
         for prefill in old.keys() - new.keys():
             del self._refusals[prefill][decode]
             if not self._refusals[prefill]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import grpc
@@ -19,7 +19,7 @@ from kvrelay.router.ranking import Candidate
 from kvrelay.v1 import worker_pb2, worker_pb2_grpc
 from kvrelay.wire.load import WorkerLoad, WorkerStatus
 from kvrelay.wire.messages import ATTACH_REQUEST, ENGINE_OUTPUTS
-from kvrelay.wire.output import RequestOutput
+from kvrelay.wire.output import EngineOutputs, RequestOutput
 from kvrelay.wire.request import (
     AttachHello,
     AttachRequest,
@@ -236,9 +236,7 @@ class WorkerLink:
     def _receive(self, response: worker_pb2.AttachResponse) -> None:
         step = ENGINE_OUTPUTS.from_message(response)
         if step.load is not None:
-            self.load = step.load
-            self._sent_since_load = self._begun_since_load = 0
-            self._reported_draining |= self.load.draining
+            self._take_load(step)
         if step.load is not None or not self.ready:
             self.ready = True
             self._on_change(self)
@@ -246,6 +244,19 @@ class WorkerLink:
             self._commands.put_nowait(_message(TellPrefixesRequest()))
         for output in step.outputs:
             self._dispatch(output)
+
+    def _take_load(self, step: EngineOutputs) -> None:
+        assert step.load is not None
+        peers = self.load.peers
+        if step.peers or step.gone_peers:
+            kept = {peer.incarnation: peer for peer in peers}
+            for incarnation in step.gone_peers:
+                kept.pop(incarnation, None)
+            kept |= {peer.incarnation: peer for peer in step.peers}
+            peers = tuple(kept.values())
+        self.load = replace(step.load, peers=peers)
+        self._sent_since_load = self._begun_since_load = 0
+        self._reported_draining |= self.load.draining
 
     def _dispatch(self, output: RequestOutput) -> None:
         key = (output.key.request_id, output.key.attempt)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from kvrelay.wire.speeds import UNMEASURED, StepSpeeds
@@ -109,9 +109,10 @@ class WorkerLoad:
     peers: tuple[PeerTransport, ...] = ()
     """Of a decode worker: the prefill workers that it has met."""
 
-    def refusal_of(self, incarnation: str) -> str:
-        """Why this decode worker does not read from that prefill worker; empty if it may."""
-        return next((peer.refusal for peer in self.peers if peer.incarnation == incarnation), "")
+    @property
+    def refused_peers(self) -> Mapping[str, str]:
+        """The incarnations that this decode worker does not read from, and why."""
+        return {peer.incarnation: peer.refusal for peer in self.peers if peer.refusal}
 
     @property
     def room_tokens(self) -> int:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple
 
-from kvrelay.wire.load import WorkerLoad
+from kvrelay.wire.load import PeerTransport, WorkerLoad
 from kvrelay.wire.prefixes import PrefixUpdate
 from kvrelay.wire.request import RequestKey
 
@@ -154,6 +154,11 @@ class EngineOutputs:
 
     outputs: tuple[RequestOutput, ...]
     load: WorkerLoad | None = None
-    """Only when it has changed."""
+    """Only when it has changed; on its way to a router, only when it has changed enough."""
     prefixes: PrefixUpdate | None = None
     """Only when they have changed, and first of all those that there are."""
+    peers: tuple[PeerTransport, ...] = ()
+    """On the way to a router: of the load's peers, which are empty there, those that have changed
+    since it was last told."""
+    gone_peers: tuple[str, ...] = ()
+    """On the way to a router: the incarnations of those that are among the peers no more."""

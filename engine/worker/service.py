@@ -22,6 +22,7 @@ from kvrelay.engine.scheduler.commands import (
 from kvrelay.engine.scheduler.outbox import RouterLink
 from kvrelay.engine.worker.black_box import posthumous_ends
 from kvrelay.engine.worker.edge import check_incarnation, first_message
+from kvrelay.engine.worker.load_reports import PacedLink
 from kvrelay.engine.worker.page_owners import page_owners
 from kvrelay.engine.worker.submit_rules import SubmitRules, submit_command
 from kvrelay.mem_cache.kv_cache_manager import KVCacheManager
@@ -107,10 +108,10 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
         self,
         requests: AsyncIterator[worker_pb2.AttachRequest],
         context: grpc.aio.ServicerContext,
-    ) -> RouterLink:
+    ) -> PacedLink:
         first = await first_message(requests, context, "command", "hello")
         await check_incarnation(context, first.hello.incarnation, self._incarnation, self._inbox)
-        return RouterLink(first.hello.router)
+        return PacedLink(first.hello.router)
 
     async def _read(
         self, requests: AsyncIterator[worker_pb2.AttachRequest], link: RouterLink

@@ -21,6 +21,7 @@ from kvrelay.deploy.deployment import Deployment, deployed
 from kvrelay.deploy.models import Model
 from kvrelay.deploy.options import ServeOptions
 from kvrelay.deploy.progress import Progress
+from kvrelay.engine.worker.load_reports import INTERVAL_SECONDS
 from kvrelay.v1 import inference_pb2, inference_pb2_grpc
 
 ANY_PORT = Address("127.0.0.1", 0)
@@ -80,6 +81,7 @@ class Cluster(ABC):
 
     async def assert_at_baseline(self) -> None:
         """Every page and row of every worker comes back, and the sums hold."""
+        await asyncio.sleep(2 * INTERVAL_SECONDS)  # until the router knows the loads as they are
         async with asyncio.timeout(REST_S):
             while not all(_at_rest(worker) for worker in await self.status()):
                 await asyncio.sleep(0.02)

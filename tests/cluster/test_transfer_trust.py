@@ -33,7 +33,12 @@ async def say(cluster: InProcess) -> list[int]:
 
 
 async def peers(cluster: InProcess) -> list[Any]:
-    return [peer for worker in await cluster.status() for peer in worker.load.peers]
+    """What the router knows of the workers' peers, once it knows one."""
+    async with asyncio.timeout(10):
+        while True:
+            if met := [peer for worker in await cluster.status() for peer in worker.load.peers]:
+                return met
+            await asyncio.sleep(0.02)
 
 
 async def test_a_worker_whose_transfer_thread_hangs_gives_no_sign_of_life(tiny: Path):

@@ -548,11 +548,13 @@ async def test_the_next_attempt_is_made_elsewhere_if_there_is_an_elsewhere(
 
 
 def refuse(worker: ScriptedWorker, *prefills: ScriptedWorker) -> None:
-    """A decode worker says that it does not read from these."""
-    said = load()
-    for one in prefills:
-        said.peers.add(incarnation=one.incarnation, refusal=f"{one.name} is slow")
-    worker.send(worker_pb2.AttachResponse(load=said))
+    """A decode worker says that it does not read from these, and that it knows nobody else."""
+    refused = [
+        pb.PeerTransfer(incarnation=one.incarnation, refusal=f"{one.name} is slow")
+        for one in prefills
+    ]
+    before = ["prefill-0-1", "prefill-1-1"]
+    worker.send(worker_pb2.AttachResponse(load=load(), peers=refused, gone_peers=before))
 
 
 async def test_no_request_goes_to_a_pair_that_is_refused(config: RouterConfig) -> None:

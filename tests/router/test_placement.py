@@ -172,7 +172,7 @@ class Naive:
             for p in self.workers[PREFILL].values()
             for d in self.workers[DECODE].values()
             if p.pool_tokens >= demand.input_tokens and d.pool_tokens >= demand.total_tokens
-            if not d.load.refusal_of(p.incarnation)
+            if p.incarnation not in d.load.refused_peers
         ]
         if pairs:
             prefill, decode = min(pairs)

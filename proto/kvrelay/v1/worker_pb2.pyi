@@ -105,14 +105,18 @@ class TellPrefixesRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class AttachResponse(_message.Message):
-    __slots__ = ("outputs", "load", "prefixes")
+    __slots__ = ("outputs", "load", "prefixes", "peers", "gone_peers")
     OUTPUTS_FIELD_NUMBER: _ClassVar[int]
     LOAD_FIELD_NUMBER: _ClassVar[int]
     PREFIXES_FIELD_NUMBER: _ClassVar[int]
+    PEERS_FIELD_NUMBER: _ClassVar[int]
+    GONE_PEERS_FIELD_NUMBER: _ClassVar[int]
     outputs: _containers.RepeatedCompositeFieldContainer[RequestOutput]
     load: _inference_pb2.WorkerLoad
     prefixes: PrefixUpdate
-    def __init__(self, outputs: _Optional[_Iterable[_Union[RequestOutput, _Mapping]]] = ..., load: _Optional[_Union[_inference_pb2.WorkerLoad, _Mapping]] = ..., prefixes: _Optional[_Union[PrefixUpdate, _Mapping]] = ...) -> None: ...
+    peers: _containers.RepeatedCompositeFieldContainer[_inference_pb2.PeerTransfer]
+    gone_peers: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, outputs: _Optional[_Iterable[_Union[RequestOutput, _Mapping]]] = ..., load: _Optional[_Union[_inference_pb2.WorkerLoad, _Mapping]] = ..., prefixes: _Optional[_Union[PrefixUpdate, _Mapping]] = ..., peers: _Optional[_Iterable[_Union[_inference_pb2.PeerTransfer, _Mapping]]] = ..., gone_peers: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class PrefixUpdate(_message.Message):
     __slots__ = ("number", "page_size", "begins", "stored", "removed")

@@ -1,0 +1,149 @@
+"""When a router is told a worker's load, and what of it."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Final
+
+from kvrelay.engine.scheduler.outbox import RouterLink
+from kvrelay.wire.load import PeerTransport, WorkerLoad
+from kvrelay.wire.output import EngineOutputs
+
+INTERVAL_SECONDS: Final = 0.1
+"""Between two reports to one router, in the long run."""
+LONGEST_SECONDS: Final = 1.0
+"""Until a change is told that is too small to matter for placement."""
+_SMALL: Final = 1 / 64
+"""Of a pool's tokens: a change that is smaller is small."""
+_NOTHING: Final = EngineOutputs(())
+
+
+class LoadPace:
+    """Decides from which moment on a router may be told a load, on any clock of seconds.
+
+    Reports have a slot each `INTERVAL_SECONDS`: so the first change after a pause is told at
+    once, and what changes soon afterwards in the next slot, by its latest state. The first work
+    for an idle worker may take the next slot in advance. A router must know at once that a worker
+    drains, or whom it refuses to read from.
+    """
+
+    def __init__(self) -> None:
+        self._told: WorkerLoad | None = None
+        self._told_at = self._next_slot = -math.inf
+
+    def due(self, load: WorkerLoad) -> float:
+        """The moment from which this load may be told; infinity: it is what was told last."""
+        told = self._told
+        if told is None or load.draining != told.draining or _refuse_others(load, told):
+            return -math.inf
+        if load == told:
+            return math.inf
+        if _is_idle(told) and not _is_idle(load):
+            return self._next_slot - INTERVAL_SECONDS
+        if _matters(load, told):
+            return self._next_slot
+        return max(self._next_slot, self._told_at + LONGEST_SECONDS)
+
+    def tell(self, load: WorkerLoad, now: float) -> None:
+        """Note that this load is told now."""
+        self._told, self._told_at = load, now
+        self._next_slot = max(self._next_slot, now) + INTERVAL_SECONDS
+
+
+class PacedLink(RouterLink):
+    """A router's stream that holds loads back until they are due, and nothing else.
+
+    What is told is the latest load, and of its peers those that have changed since. Make and
+    use it on the event loop.
+    """
+
+    def __init__(self, router: str) -> None:
+        super().__init__(router)
+        self._loop = asyncio.get_running_loop()
+        self._pace = LoadPace()
+        self._held: WorkerLoad | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._told_peers: dict[str, PeerTransport] = {}
+
+    def deliver(self, message: EngineOutputs) -> None:
+        """Add what a step has for the router to the stream, and the load if it is due."""
+        if message.load is None:
+            super().deliver(message)
+            return
+        now, due = self._loop.time(), self._pace.due(message.load)
+        if due <= now:
+            self._tell(message, message.load, now)
+            return
+        self._hold(message.load, due)
+        if (rest := replace(message, load=None)) != _NOTHING:
+            super().deliver(rest)
+
+    def close(self) -> None:
+        """End the stream after what is already in it."""
+        self._drop_held()
+        super().close()
+
+    def _tell(self, message: EngineOutputs, load: WorkerLoad, now: float) -> None:
+        self._drop_held()
+        self._pace.tell(load, now)
+        changed, gone = self._changed_peers(load.peers)
+        load = replace(load, peers=())
+        super().deliver(replace(message, load=load, peers=changed, gone_peers=gone))
+
+    def _changed_peers(
+        self, peers: Sequence[PeerTransport]
+    ) -> tuple[tuple[PeerTransport, ...], tuple[str, ...]]:
+        """Those that the router is to be told, and the incarnations of those that are gone."""
+        before, self._told_peers = self._told_peers, {peer.incarnation: peer for peer in peers}
+        changed = tuple(peer for peer in peers if before.get(peer.incarnation) != peer)
+        return changed, tuple(before.keys() - self._told_peers.keys())
+
+    def _hold(self, load: WorkerLoad, due: float) -> None:
+        """Keep a load until it is due, in the place of one that is held already."""
+        if due == math.inf:
+            self._drop_held()
+            return
+        self._held = load
+        if self._timer is None or due < self._timer.when():
+            if self._timer is not None:
+                self._timer.cancel()
+            self._timer = self._loop.call_at(due, self._tell_held)
+
+    def _tell_held(self) -> None:
+        if self._held is not None:
+            self._tell(_NOTHING, self._held, self._loop.time())
+
+    def _drop_held(self) -> None:
+        self._held = None
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+
+def _is_idle(load: WorkerLoad) -> bool:
+    return not load.waiting_requests and not load.running_requests
+
+
+def _refuse_others(one: WorkerLoad, other: WorkerLoad) -> bool:
+    """Whether they differ in whom the worker refuses to read from."""
+    if one.peers == other.peers:
+        return False
+    return one.refused_peers != other.refused_peers
+
+
+def _matters(load: WorkerLoad, told: WorkerLoad) -> bool:
+    """Whether the change is worth a slot: requests came or went, or many tokens did.
+
+    So is every change on an idle worker, which are few.
+    """
+    counts = (load.waiting_requests, load.running_requests)
+    if counts != (told.waiting_requests, told.running_requests) or _is_idle(load):
+        return True
+    small = _SMALL * sum(pool.total * pool.page_size for pool in load.pools[:1])
+    waiting = abs(load.waiting_tokens - told.waiting_tokens)
+    return (
+        load.peers != told.peers or max(waiting, abs(load.room_tokens - told.room_tokens)) > small
+    )
