@@ -130,10 +130,10 @@ class AggregatedScheduler:
 
     def load(self) -> WorkerLoad:
         """Count requests, prompt tokens that are not computed, and expected growth."""
-        prompts = [*[r.input_len for r in self._waiting], *self._computing.tokens_left]
+        prompts = {r: r.input_len for r in self._waiting} | self._computing.tokens_left
         return self._context.measure_load(
             waiting_requests=len(self._waiting),
-            waiting_tokens=sum(prompts),
+            waiting_tokens=sum(prompts.values()),
             prompts=prompts,
             growth_tokens=self._growth.total_tokens(self._running),
         )

@@ -132,9 +132,9 @@ class PrefillScheduler:
     def load(self) -> WorkerLoad:
         """Count requests and prompt tokens that wait."""
         waiting = self._queue.waiting
-        prompts = [*[r.input_len for r in waiting], *self._queue.computing.tokens_left]
+        prompts = {r: r.input_len for r in waiting} | self._queue.computing.tokens_left
         return self._context.measure_load(
-            waiting_requests=len(waiting), waiting_tokens=sum(prompts), prompts=prompts
+            waiting_requests=len(waiting), waiting_tokens=sum(prompts.values()), prompts=prompts
         )
 
     def _complete(self, request: PrefillRequest, tokens: Sequence[SampledToken]) -> None:

@@ -48,6 +48,14 @@ class RouterOptions:
         at_least=0.001,
         unit="seconds",
     )
+    deadline_margin: float = option(
+        2.0,
+        "The router refuses a request at once if its first token is expected only after so many "
+        "times what its deadline leaves, by the workers' queues and measured speeds. 0: it "
+        "refuses none for that.",
+        Section.REQUESTS,
+        at_least=0,
+    )
     auth_token_file: Path | None = option(
         None,
         "A file with the tokens that clients must send, with every call except health checks, and "

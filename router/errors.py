@@ -14,6 +14,7 @@
     ├── OverLimit              RESOURCE_EXHAUSTED, too: names the token's limit
     ├── SlowReader             RESOURCE_EXHAUSTED: the client does not read what it is sent
     ├── DeadlineExceeded       DEADLINE_EXCEEDED
+    ├── DeadlineTooNear        DEADLINE_EXCEEDED, too, but at once
     ├── Unavailable            UNAVAILABLE: another try could succeed; may say when
     ├── DataLoss               DATA_LOSS: KV arrived damaged; --strict forbids to compute it again
     └── InternalFailure        INTERNAL: another attempt would fail the same way
@@ -120,12 +121,30 @@ class SlowReader(RequestError):  # noqa: N818
 
 
 class DeadlineExceeded(RequestError):  # noqa: N818
-    """The deadline that the client gave its call has passed, or cannot be kept."""
+    """The deadline that the client gave its call has passed."""
 
     outcome = "deadline"
 
     def __init__(self, when: str) -> None:
         super().__init__(f"the request's deadline has passed {when}")
+
+
+class DeadlineTooNear(RequestError):  # noqa: N818
+    """No first token can be expected before the deadline: `--deadline-margin`.
+
+    A client that sets deadlines is ready for this status, and it ends as it would have, later. It
+    is not RESOURCE_EXHAUSTED, which clients try again at once: that would not help a prompt that
+    takes longer than its deadline, and workers that are behind do not need the call again.
+    """
+
+    outcome = "deadline_refused"
+
+    def __init__(self, queue_seconds: float, prompt_seconds: float, left_seconds: float) -> None:
+        super().__init__(
+            f"the first token is expected in {queue_seconds + prompt_seconds:.3g} s "
+            f"({queue_seconds:.3g} s for the prompts before, {prompt_seconds:.3g} s for this one), "
+            f"and the deadline is in {left_seconds:.3g} s (--deadline-margin)"
+        )
 
 
 class Unavailable(RequestError):  # noqa: N818

@@ -13,6 +13,7 @@ from functools import partial
 
 from kvrelay.router.attempt import AttemptFailed, AttemptRetracted
 from kvrelay.router.config import RouterConfig
+from kvrelay.router.deadlines import check_deadline
 from kvrelay.router.errors import DataLoss, InternalFailure, RequestError, Unavailable
 from kvrelay.router.failed_forwards import FORWARD_FAILURES, FailedForwards
 from kvrelay.router.fleet import Fleet, Placement
@@ -166,6 +167,19 @@ class Failover:
             raise Unavailable(waited, self._config.retry_after_ms) from found
         finally:
             self._metrics.count(WORKER_WAITS, outcome=outcome)
+
+    def check_deadline(
+        self, request: GenerationRequest, placement: Placement | None, deadline: float | None
+    ) -> None:
+        """Raises `DeadlineTooNear` if no first token can be expected before the deadline.
+
+        Without a placement, as workers are missing, from none of those that are there.
+        """
+        if deadline is None:
+            return
+        links = self._fleet.prompt_links if placement is None else [placement.computes_prompt]
+        queues = [link.prompt_queue for link in links]
+        check_deadline(request, deadline, queues, self._config.deadline_margin)
 
     async def _place_within(
         self, seconds: float, demand: Demand, hope: Callable[[], bool]

@@ -27,6 +27,11 @@ class Placement:
     """Computes the input and hands it over; None: `decode` is an aggregated worker."""
 
     @property
+    def computes_prompt(self) -> WorkerLink:
+        """Computes the input."""
+        return self.prefill or self.decode
+
+    @property
     def links(self) -> tuple[WorkerLink, ...]:
         """The links to all of them."""
         return (self.decode,) if self.prefill is None else (self.decode, self.prefill)
@@ -68,6 +73,12 @@ class Fleet:
     def links(self) -> list[WorkerLink]:
         """The link to each listed worker."""
         return list(self._links.values())
+
+    @property
+    def prompt_links(self) -> list[WorkerLink]:
+        """The link to each worker that can take prompts to compute now."""
+        links = filter(_takes_requests, self._links.values())
+        return [link for link in links if link.endpoint.role is not WorkerRole.DECODE]
 
     @property
     def ready(self) -> bool:

@@ -88,20 +88,28 @@ class LiveRequests:
             self._validating[caller.name] -= 1
             self._validating += Counter()  # forgets the names that are at zero
 
-    def open(self, request: GenerationRequest, stopwatch: Stopwatch) -> LiveRequest:
+    def open(
+        self, request: GenerationRequest, stopwatch: Stopwatch, deadline: float | None
+    ) -> LiveRequest:
         """The caller's live request with this id and body, or a new one, submitted to its workers.
 
         The caller holds a `slot`, and attaches a reader before it awaits anything.
 
+        Args:
+            request: what is asked for.
+            stopwatch: runs since it arrived.
+            deadline: of its call, on the clock of `time.monotonic`.
+
         Raises:
             AlreadyExists: a live request of the caller has this id and another body.
+            DeadlineTooNear: a new one's first token cannot be expected in time.
             OverLimit: with it more prompt tokens would wait than the caller's token allows.
             Unavailable: no workers are ready for it, and none are on their way or too many
                 requests wait for them; or the router is stopping.
         """
         running = self._live.get(request.id)
         if running is None:
-            return self._admit(request, stopwatch)
+            return self._admit(request, stopwatch, deadline)
         running.check_same(request.fingerprint)
         return running
 
@@ -129,12 +137,16 @@ class LiveRequests:
             for live in list(self._live.values()):
                 live.fail(Unavailable("the router is stopping"))
 
-    def _admit(self, request: GenerationRequest, stopwatch: Stopwatch) -> LiveRequest:
+    def _admit(
+        self, request: GenerationRequest, stopwatch: Stopwatch, deadline: float | None
+    ) -> LiveRequest:
         if self._closing:
             raise Unavailable("the router is stopping")
         num_tokens = len(request.input_ids)
         self._token_limits.check_queued(request.caller, self._live.values(), num_tokens)
         placement = self._place(request)
+        failover = Failover(self._fleet, self._config, self._metrics)
+        failover.check_deadline(request, placement, deadline)
         choices = self._choices(request, self._fleet.known[0].eos_token_ids)
         stream = OutputStream(request, choices, stopwatch)
         patience = Patience(self._config.max_unread_bytes, self._config.read_timeout)
@@ -142,7 +154,7 @@ class LiveRequests:
             request,
             stream,
             Readers(stream, patience),
-            Failover(self._fleet, self._config, self._metrics),
+            failover,
             self._metrics,
             stopwatch,
             self._attempt_numbers,

@@ -191,7 +191,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
             request = await self._texts.run(
                 len(raw), self._validator.validate, message, limits, caller
             )
-            return self._live.open(request, stopwatch)
+            return self._live.open(request, stopwatch, deadline)
 
     def _workers(self) -> list[pb.WorkerStatus]:
         links = sorted(self._fleet.links, key=lambda link: link.endpoint.name)

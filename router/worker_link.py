@@ -12,6 +12,7 @@ import grpc
 
 from kvrelay.net.ends import worker_channel
 from kvrelay.net.tls import CurrentTls
+from kvrelay.router.estimate import PromptQueue
 from kvrelay.router.failed_forwards import FORWARD_FAILURES
 from kvrelay.router.generation import Submission
 from kvrelay.router.known_prefixes import KnownPrefixes, PromptMarks
@@ -115,6 +116,7 @@ class WorkerLink:
         self._commands: asyncio.Queue[worker_pb2.AttachRequest | None] = asyncio.Queue()
         # Prompt tokens since the last load came: sent, which that load may count or not, and begun.
         self._sent_since_load = 0
+        self._sent_prompts: list[int] = []  # of those, each that goes before an ordinary one
         self._begun_since_load = 0
         self._waiting_tokens = 0  # the sum of those of all that was submitted
 
@@ -153,6 +155,8 @@ class WorkerLink:
         self._submitted[key] = _Submitted(listener, input_tokens, marks, set(submission.choices))
         self._prefixes.expect(self.endpoint.incarnation, marks)
         self._sent_since_load += input_tokens
+        if submission.request.priority <= 0:
+            self._sent_prompts.append(input_tokens)
         self._waiting_tokens += input_tokens
         command = submission.to_worker(self.endpoint.role, prefill)
         self._commands.put_nowait(_message(command))
@@ -192,6 +196,12 @@ class WorkerLink:
             backlog_tokens=max(pending - self._begun_since_load, self._waiting_tokens),
             pending_tokens=max(pending, self._waiting_tokens),
         )
+
+    @property
+    def prompt_queue(self) -> PromptQueue:
+        """The prompts that the worker has to compute, for estimates."""
+        backlog = self.candidate.backlog_tokens
+        return PromptQueue(self.endpoint.role, self.load, self._sent_prompts, backlog)
 
     async def run(self) -> None:
         """Attaches to the worker, again after every break, until cancelled."""
@@ -256,6 +266,7 @@ class WorkerLink:
             peers = tuple(kept.values())
         self.load = replace(step.load, peers=peers)
         self._sent_since_load = self._begun_since_load = 0
+        self._sent_prompts = []
         self._reported_draining |= self.load.draining
 
     def _dispatch(self, output: RequestOutput) -> None:
@@ -288,6 +299,7 @@ class WorkerLink:
         self.load, self.ready = WorkerLoad(), False
         self._sent_since_load = self._begun_since_load = self._waiting_tokens = 0
         self._prefixes.forget(self.endpoint.incarnation)
+        self._sent_prompts = []
         self._on_change(self)
         for (_, attempt), submitted in lost.items():
             submitted.listener.on_lost(attempt, self.endpoint, detail)

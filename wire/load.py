@@ -100,7 +100,7 @@ class WorkerLoad:
     prompts_by_size: tuple[int, ...] = ()
     """Tokens that are not computed, of all prompts that have ``[2**i, 2**(i+1))`` of them, by i.
 
-    Of a worker that computes prompts.
+    Of a worker that computes prompts; without those of a priority above 0, which run later.
     """
     reused_share: float = 0.0
     """The largest share of an input that its prefix index had, lately; it fades by and by."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Generic, TypeVar
 
 import numpy as np
@@ -283,12 +283,12 @@ class SchedulerContext(Generic[RequestT]):
         waiting_requests: int,
         waiting_tokens: int,
         growth_tokens: int = 0,
-        prompts: Iterable[int] = (),
+        prompts: Mapping[RequestT, int] | None = None,
         peers: Iterable[PeerTransport] = (),
     ) -> WorkerLoad:
         """Make a `WorkerLoad` of the scheduler's counts and of what this context knows.
 
-        `prompts` are the tokens that are left to compute here, of each prompt.
+        `prompts` says how many tokens are left to compute here, of each request's input.
         """
         return WorkerLoad(
             waiting_requests=waiting_requests,
@@ -297,7 +297,9 @@ class SchedulerContext(Generic[RequestT]):
             pools=self.kv_cache.counts(),
             growth_tokens=growth_tokens,
             speeds=self.speed_learner.speeds,
-            prompts_by_size=sum_by_size(prompts),
+            prompts_by_size=sum_by_size(
+                [tokens for one, tokens in (prompts or {}).items() if one.priority <= 0]
+            ),
             reused_share=self._reused_share,
             draining=self.draining,
             peers=tuple(peers),

@@ -58,9 +58,9 @@ class ComputingPrompts(Generic[RequestT]):
         return iter(self._runs)
 
     @property
-    def tokens_left(self) -> list[int]:
+    def tokens_left(self) -> dict[RequestT, int]:
         """Tokens of each input that are in no step yet."""
-        return [_tokens_left(request) for request in self._runs]
+        return {request: _tokens_left(request) for request in self._runs}
 
     @property
     def completes_one(self) -> bool:

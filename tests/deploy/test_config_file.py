@@ -83,6 +83,7 @@ EVERYTHING: dict[str, Any] = {
     "max_unread_bytes": 17,
     "read_timeout": 8.5,
     "prefix_wait": 9.5,
+    "deadline_margin": 2.5,
     "start_timeout": 30.5,
     "drain_grace": 3.5,
     "quarantine_limit": 4.5,

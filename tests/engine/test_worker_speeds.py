@@ -119,12 +119,13 @@ def test_prompts_that_wait_are_reported_by_size(aggregated: bool):
     link = watch(worker)
     for length in (50, 33, 5):
         simulation.submit(list(range(length)), 1)
+    simulation.submit(list(range(9)), 1, priority=1)  # an ordinary prompt does not wait for it
     worker.turn()
     load = latest_load(link)
     if aggregated:  # two steps are launched
         assert sum(load.prompts_by_size) == 50 + 33 + 5 - 2 * 16
     else:
         assert load.prompts_by_size == (0, 0, 5, 0, 0, 83)
-    assert load.waiting_tokens == sum(load.prompts_by_size)
+    assert load.waiting_tokens == sum(load.prompts_by_size) + 9
     simulation.run()
     assert latest_load(link).prompts_by_size == ()

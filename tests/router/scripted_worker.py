@@ -51,6 +51,7 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer):
         self.told_anew = 0
         """So often it was asked to tell its prefixes anew."""
         self.on_submit: Answer | None = None
+        self.first_load = load()
         self._outgoing: asyncio.Queue[worker_pb2.AttachResponse | None] = asyncio.Queue()
         self._answers: set[asyncio.Task[None]] = set()
         self.faults: list[str] = []
@@ -96,7 +97,7 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer):
         self._outgoing = asyncio.Queue()
         reader = asyncio.create_task(self._read(requests))
         try:
-            yield worker_pb2.AttachResponse(load=load())
+            yield worker_pb2.AttachResponse(load=self.first_load)
             while (response := await self._outgoing.get()) is not None:
                 yield response
         finally:

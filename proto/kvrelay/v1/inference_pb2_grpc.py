@@ -79,8 +79,9 @@ class InferenceServiceServicer(object):
     def Generate(self, request, context):
         """Streams deltas as tokens come, then exactly one completion. Closing the
         stream aborts the request once nobody else reads it. A call's deadline is the
-        request's: it ends then wherever it is, with DEADLINE_EXCEEDED. A client that
-        does not read its stream loses it, with RESOURCE_EXHAUSTED.
+        request's: it ends then wherever it is, with DEADLINE_EXCEEDED, or at once if
+        no first token can be expected in time. A client that does not read its
+        stream loses it, with RESOURCE_EXHAUSTED.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -1,0 +1,172 @@
+"""Requests whose deadline is too near for a first token, on a real router."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import re
+from typing import Any
+
+import grpc
+
+from kvrelay.router.config import RouterConfig
+from kvrelay.v1 import inference_pb2 as pb
+from kvrelay.v1 import worker_pb2
+
+from .cluster import Cluster, collect, read, running, status_of
+from .scripted_worker import END, ScriptedWorker, load, until
+
+COUNTED = [4, 5, 6, 7, 8, 9, 10, 11]
+
+
+def generate(cluster: Cluster, timeout: float | None, *, tokens: int = 3, **fields: Any) -> Any:
+    ids = [*range(10, 10 + tokens - 3), 1, 2, 3]
+    request = pb.GenerateRequest(
+        input_ids=pb.TokenIds(ids=ids), sampling_params=pb.SamplingParams(max_tokens=8), **fields
+    )
+    return cluster.stub.Generate(request, timeout=timeout)
+
+
+async def report(cluster: Cluster, worker: ScriptedWorker, **fields: Any) -> None:
+    """The worker says what it has to do, at a second for each token, and the router has heard."""
+    reported = load()
+    reported.MergeFrom(pb.WorkerLoad(**fields))
+    if "speeds" not in fields:
+        speeds = pb.StepSpeeds(seconds_per_token=1, chunk_tokens=512, prompts_known=True)
+        reported.speeds.CopyFrom(speeds)
+    worker.send(worker_pb2.AttachResponse(load=reported))
+
+    async with asyncio.timeout(5):
+        while True:
+            loads = await cluster.stub.GetLoads(pb.GetLoadsRequest())
+            if any(one.worker == worker.name and one.load == reported for one in loads.workers):
+                return
+            await asyncio.sleep(0.005)
+
+
+async def ended(cluster: Cluster, outcome: str) -> float:
+    return await cluster.metric(f'kvrelay_requests_total{{model="counter",outcome="{outcome}"}}')
+
+
+async def test_a_prompt_that_takes_longer_than_its_deadline_is_refused(cluster: Cluster) -> None:
+    await report(cluster, cluster.prefill)
+    error = await status_of(generate(cluster, 10, tokens=100))
+    assert error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+    said = str(error.details())
+    assert "the first token is expected in 100 s (0 s for the prompts before, 100 s" in said
+    assert re.search(r"and the deadline is in (9\.\d+|10\S*) s \(--deadline-margin\)", said)
+    assert await ended(cluster, "deadline_refused") == 1
+    assert await ended(cluster, "deadline") == 0
+    assert cluster.prefill.submits == cluster.decode.submits == []
+    assert (await cluster.stub.GetServerInfo(pb.GetServerInfoRequest())).live_requests == 0
+
+
+async def test_prompts_that_wait_before_it_count(cluster: Cluster) -> None:
+    cluster.count()
+    await report(cluster, cluster.prefill, waiting_tokens=100, prompts_by_size=[0, 100])
+    error = await status_of(generate(cluster, 20))
+    assert "103 s (100 s for the prompts before, 3 s for this one)" in str(error.details())
+    assert (await collect(generate(cluster, 60))).token_ids == COUNTED
+
+
+async def test_prompts_count_that_were_sent_since_the_load_came(cluster: Cluster) -> None:
+    await report(cluster, cluster.prefill)
+    first = generate(cluster, None, tokens=100)
+    await cluster.prefill.submitted()
+    error = await status_of(generate(cluster, 60, tokens=100))
+    assert "(100 s for the prompts before, 100 s for this one)" in str(error.details())
+    first.cancel()
+    await until(lambda: len(cluster.prefill.cancels) == 1)
+
+
+async def test_without_a_deadline_nothing_is_refused(cluster: Cluster) -> None:
+    cluster.count()
+    await report(cluster, cluster.prefill, waiting_tokens=10_000, prompts_by_size=[10_000])
+    assert (await collect(generate(cluster, None))).token_ids == COUNTED
+
+
+async def test_nothing_is_refused_while_no_speed_is_known(cluster: Cluster) -> None:
+    cluster.count()
+    unknown = pb.StepSpeeds(seconds_per_step=100, rows_known=True)
+    await report(
+        cluster,
+        cluster.prefill,
+        waiting_tokens=10_000,
+        prompts_by_size=[10_000],
+        speeds=unknown,
+    )
+    assert (await collect(generate(cluster, 5))).token_ids == COUNTED
+
+
+async def test_an_estimate_that_is_wrong_by_less_than_the_margin_refuses_nothing(
+    config: RouterConfig,
+) -> None:
+    for margin, is_refused in ((2.0, False), (1.0, True)):
+        one = dataclasses.replace(config, deadline_margin=margin)
+        async with running(one, "aggregated-0") as cluster:
+            cluster.count()
+            await report(cluster, cluster.workers[0])
+            call = generate(cluster, 60, tokens=90)
+            if is_refused:
+                assert "is expected in 90 s" in str((await status_of(call)).details())
+            else:
+                assert len((await collect(call)).token_ids) == 8
+
+
+async def test_a_margin_of_zero_refuses_nothing(config: RouterConfig) -> None:
+    config = dataclasses.replace(config, deadline_margin=0)
+    async with running(config, "prefill-0", "decode-0") as cluster:
+        cluster.count()
+        await report(cluster, cluster.prefill)
+        assert len((await collect(generate(cluster, 5, tokens=200))).token_ids) == 8
+
+
+async def test_a_reader_of_a_live_request_is_not_refused(cluster: Cluster) -> None:
+    first = generate(cluster, None, request_id="a", tokens=100)
+    submit = await cluster.prefill.submitted()
+    await report(cluster, cluster.prefill)
+    second = generate(cluster, 4, request_id="a", tokens=100)
+    cluster.prefill.say(submit, 0, (7,))
+    assert await read(second, 1) == [(0, 7)]
+    cluster.prefill.say(submit, 1, (8,), end=END(reason=END.REASON_STOP))
+    assert await read(second) == [(0, 8)]
+    assert (await collect(first)).token_ids == [7, 8]
+
+
+async def test_it_is_refused_before_it_waits_for_workers(config: RouterConfig) -> None:
+    """The decode worker is being replaced; the prefill worker is there, and slow."""
+    config = dataclasses.replace(config, worker_wait=5.0)
+    async with running(config, "prefill-0", "decode-0") as cluster:
+        await report(cluster, cluster.prefill)
+        await cluster.decode.stop()
+        cluster.discovery.replace([cluster.prefill.endpoint], [cluster.decode.endpoint])
+        await cluster.until_lost("decode-0")
+        error = await status_of(generate(cluster, 3, tokens=100))
+        assert error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        assert await ended(cluster, "deadline_refused") == 1
+        assert await cluster.metric("kvrelay_worker_waits_total") == 0
+
+
+async def test_it_is_refused_when_the_worker_it_waited_for_is_too_slow(
+    config: RouterConfig,
+) -> None:
+    config = dataclasses.replace(config, worker_wait=20.0)
+    async with running(config, "prefill-0", "decode-0") as cluster:
+        await cluster.prefill.stop()
+        cluster.discovery.replace([cluster.decode.endpoint], [cluster.prefill.endpoint])
+        await cluster.until_lost("prefill-0")
+        call = generate(cluster, 10, tokens=100)
+        async with asyncio.timeout(5):
+            while await cluster.metric("kvrelay_requests_waiting_for_workers{") != 1:
+                await asyncio.sleep(0.01)
+        cluster.prefill.incarnation += "'"
+        cluster.prefill.first_load = load()
+        cluster.prefill.first_load.speeds.CopyFrom(
+            pb.StepSpeeds(seconds_per_token=1, prompts_known=True)
+        )
+        await cluster.prefill.start()
+        cluster.list_workers()
+        error = await status_of(call)
+        assert error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        assert await ended(cluster, "deadline_refused") == 1
+        assert cluster.prefill.submits == cluster.decode.submits == []
