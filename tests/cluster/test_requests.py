@@ -236,3 +236,15 @@ async def test_status_tells_who_has_each_page(cluster):
     shown = await asyncio.to_thread(CliRunner().invoke, main, arguments[:2] + arguments[3:])
     assert re.search(r"^prefill-0 +full +\d+ +\d+ +index$", shown.stdout, re.MULTILINE)
     call.cancel()
+
+
+async def test_workers_learn_their_speeds(cluster):
+    for number in range(4):
+        await cluster.generate([number, *PROMPT], temperature=0, max_tokens=8, ignore_eos=True)
+    workers = (await cluster.stub.GetLoads(inference_pb2.GetLoadsRequest())).workers
+    decode, prefill = (worker.load.speeds for worker in workers)
+    assert (prefill.prompts_known, prefill.rows_known) == (True, False)
+    assert (decode.prompts_known, decode.rows_known) == (False, True)
+    assert prefill.chunk_tokens == 32
+    assert prefill.seconds_per_step + 32 * prefill.seconds_per_token > 0
+    assert decode.seconds_per_step + decode.seconds_per_row > 0
