@@ -84,6 +84,8 @@ EVERYTHING: dict[str, Any] = {
     "read_timeout": 8.5,
     "prefix_wait": 9.5,
     "deadline_margin": 2.5,
+    "itl_target": 40.5,
+    "prefix_index_entries": 18,
     "start_timeout": 30.5,
     "drain_grace": 3.5,
     "quarantine_limit": 4.5,
