@@ -25,6 +25,14 @@ class RouterOptions:
         Section.REQUESTS,
         at_least=1,
     )
+    max_message_bytes: int = option(
+        16 << 20,
+        "The router refuses a message from a client that has more bytes. It may have to hold 64 of "
+        "twice as many at once, which arrive.",
+        Section.REQUESTS,
+        at_least=64 << 10,
+        at_most=16 << 20,
+    )
     max_text_bytes: int = option(
         64 << 20,
         "The router refuses prompts while those that it tokenizes, or that wait for it, have this "
@@ -124,8 +132,6 @@ class RouterConfig(RouterOptions):
     """Where operators connect, if the router has an administrator."""
     retry_after_ms: int = 500
     """When a client that was refused should try again."""
-    max_message_bytes: int = 16 << 20
-    """Of one message from a client."""
     shutdown_grace_seconds: float = 5.0
     """How long `stop` lets live requests go on before it ends them."""
     worker_tls: TlsFiles | None = None

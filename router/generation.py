@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Set
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
 
 from kvrelay.router.callers import Caller
@@ -20,7 +20,8 @@ class GenerationRequest:
     fingerprint: bytes
     """Digest of the body as the client sent it (a drawn seed is not in it):
     equal ones are the same request, tried again."""
-    input_ids: tuple[int, ...]
+    input_ids: Sequence[int]
+    """Packed, 4 bytes each: there may be many long prompts."""
     params: GenerationParams
     priority: int
     caller: Caller
@@ -81,7 +82,7 @@ class Submission:
     @property
     def input_ids(self) -> tuple[int, ...]:
         """All that is to be computed before the next token."""
-        return self.request.input_ids + self.emitted
+        return (*self.request.input_ids, *self.emitted)
 
     def to_worker(self, role: WorkerRole, prefill: WorkerInfo | None) -> SubmitRequest:
         """What its worker of this role is sent; `prefill` only for a decode worker."""

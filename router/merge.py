@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 
 from kvrelay.wire.output import SampledToken
@@ -14,12 +15,12 @@ class TokenMerge:
     """
 
     def __init__(self) -> None:
-        self._taken: list[int] = []
+        self._taken = array("i")
         self._early: dict[int, SampledToken] = {}
 
     @property
     def taken_ids(self) -> Sequence[int]:
-        """The ids of the tokens that were taken; the list grows with them."""
+        """The ids of the tokens that were taken; the sequence grows with them."""
         return self._taken
 
     def add(self, index: int, tokens: Sequence[SampledToken]) -> int:

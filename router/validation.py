@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import uuid
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -101,19 +102,19 @@ class Validator:
 
     def _input_ids(
         self, message: inference_pb2.GenerateRequest, prompt_field: str, limits: Limits
-    ) -> tuple[int, ...]:
+    ) -> Sequence[int]:
         if prompt_field == "input_ids":
-            input_ids = tuple(message.input_ids.ids)
+            input_ids = array("I", message.input_ids.ids)
         else:  # an empty text is no prompt, though the tokenizer may add a special token
-            input_ids = self._encoded(message.text, limits) if message.text else ()
+            input_ids = array("I", self._encoded(message.text, limits) if message.text else ())
         if not input_ids:
             raise InvalidField(prompt_field, "the prompt is empty")
         check_token_ids(prompt_field, input_ids, limits.vocab_size)
         return input_ids
 
-    def _encoded(self, text: str, limits: Limits) -> tuple[int, ...]:
+    def _encoded(self, text: str, limits: Limits) -> Sequence[int]:
         try:
-            return tuple(self.encode(text, limits.most_tokens))
+            return self.encode(text, limits.most_tokens)
         except TooManyTokens as error:
             limits.check_prompt("text", error.tokens, is_exact=error.is_exact)
             raise

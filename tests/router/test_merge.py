@@ -30,7 +30,7 @@ def test_another_token_at_a_known_place_is_ignored_and_counted() -> None:
     assert merge.add(3, tokens(13)) == 0
     assert merge.add(0, tokens(10, 99, 12, 98)) == 2
     assert merge.take() == tuple(tokens(12, 13))
-    assert merge.taken_ids == [10, 11, 12, 13]
+    assert list(merge.taken_ids) == [10, 11, 12, 13]
 
 
 def test_what_waits_can_be_forgotten() -> None:

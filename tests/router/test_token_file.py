@@ -8,7 +8,7 @@ import re
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvrelay.router.callers import Caller, Right
@@ -141,6 +141,7 @@ sha256 = "{sha256("beta")}"
 """
 
 
+@settings(deadline=None)
 @given(
     cut=st.tuples(st.integers(0, len(WHOLE)), st.integers(0, len(WHOLE))),
     put=st.sampled_from(["", "[", "]", "{", '"', "'", "=", "\n", "\x00", "caf\u00e9", "[" * 3000]),

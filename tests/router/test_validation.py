@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import math
+import sys
 from typing import Any
 
 import pytest
@@ -106,6 +108,14 @@ def test_what_does_not_fit_is_named_with_both_numbers(
 def test_what_just_fits_is_taken() -> None:
     assert validate(message([1] * 40, max_tokens=24)).total_tokens == 64
     assert validate(message([1] * 48, max_tokens=16)).total_tokens == 64
+
+
+@pytest.mark.parametrize("prompt", [list(range(1, 99)), "".join(map(chr, range(1, 99)))])
+def test_a_prompt_that_waits_takes_four_bytes_a_token(prompt: Any) -> None:
+    ids = validate(message(prompt * 100), Limits(100, 10_000, 10_000, 10_000)).input_ids
+    assert list(ids) == list(range(1, 99)) * 100
+    assert sys.getsizeof(ids) < 4 * len(ids) * 1.2
+    assert gc.get_referents(ids) in ([], [type(ids)]), "no object for a token"
 
 
 def test_unset_max_tokens_is_the_default_or_what_fits() -> None:
