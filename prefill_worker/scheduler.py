@@ -132,7 +132,8 @@ class PrefillScheduler:
     def load(self) -> WorkerLoad:
         """Count requests and prompt tokens that wait."""
         waiting = self._queue.waiting
-        prompts = {r: r.input_len for r in waiting} | self._queue.computing.tokens_left
+        uncached = {r: r.input_len - r.expected_cached_len for r in waiting}
+        prompts = uncached | self._queue.computing.tokens_left
         return self._context.measure_load(
             waiting_requests=len(waiting), waiting_tokens=sum(prompts.values()), prompts=prompts
         )

@@ -122,12 +122,11 @@ class Failover:
         """The roles on whose workers an attempt is to be computed apart from other requests."""
         return self._failed_forwards.suspected_on(choices)
 
-    async def place(self, input_tokens: int, total_tokens: int, detail: str) -> Placement:
+    async def place(self, demand: Demand, detail: str) -> Placement:
         """Workers for the next attempt, for which it waits up to `failover_wait` seconds.
 
         Args:
-            input_tokens: to be computed before the next token.
-            total_tokens: with all the output that there can be.
+            demand: what the attempt needs.
             detail: why the attempt before ended.
 
         Raises:
@@ -135,7 +134,6 @@ class Failover:
                 request was first submitted is served no more.
         """
         seconds = self._config.failover_wait
-        demand = Demand(input_tokens, total_tokens)
         found = await self._place_within(seconds, demand, lambda: True)
         if isinstance(found, Placement):
             self._check_model()
@@ -151,7 +149,7 @@ class Failover:
             Unavailable: none were ready in that time, or none are on their way any more.
         """
         seconds, outcome = self._config.worker_wait, "left"
-        demand = Demand(len(request.input_ids), request.total_tokens)
+        demand = Demand.of(request)
         hope = partial(self._fleet.expects, demand)
         try:
             found = await self._place_within(seconds, demand, hope)

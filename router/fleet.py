@@ -63,7 +63,7 @@ class Fleet:
         self._awaited: tuple[WorkerInfo, ...] = ()
         self._known: list[WorkerInfo] = []
         self._limits: Limits | None = None  # of `_known`; None: there is none, or nobody has asked
-        self._placer = Placer()
+        self._placer = Placer(prefixes)
         self.model = ServedModel()
         """Which workers may serve."""
         self.changes = Notifier()

@@ -84,8 +84,16 @@ class Submission:
         """All that is to be computed before the next token."""
         return (*self.request.input_ids, *self.emitted)
 
-    def to_worker(self, role: WorkerRole, prefill: WorkerInfo | None) -> SubmitRequest:
-        """What its worker of this role is sent; `prefill` only for a decode worker."""
+    def to_worker(
+        self, role: WorkerRole, prefill: WorkerInfo | None, cached_tokens: int = 0
+    ) -> SubmitRequest:
+        """What its worker of this role is sent.
+
+        Args:
+            role: the worker's.
+            prefill: only for a decode worker.
+            cached_tokens: of the input, that the worker is expected to have.
+        """
         return SubmitRequest(
             key=RequestKey("", self.request_id, self.attempt),
             input_ids=self.input_ids,
@@ -99,4 +107,5 @@ class Submission:
             prefill=WorkerAddress(prefill.address, prefill.incarnation) if prefill else None,
             namespace=self.request.namespace,
             alone=role in self.alone,
+            cached_tokens=cached_tokens,
         )

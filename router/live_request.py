@@ -30,6 +30,7 @@ from kvrelay.router.fleet import Placement
 from kvrelay.router.generation import GenerationRequest, Submission
 from kvrelay.router.metrics import RESUBMISSIONS, STALE_OUTPUTS, RouterMetrics, Stopwatch
 from kvrelay.router.output_stream import OutputStream
+from kvrelay.router.placement import Demand
 from kvrelay.router.readers import Reader, Readers
 from kvrelay.wire.output import RequestOutput
 from kvrelay.wire.worker_info import WorkerInfo, WorkerRole
@@ -275,10 +276,8 @@ class LiveRequest:
     async def _retry(self, choices: range, retry: Retry) -> None:
         with self._ending_with_its_errors():
             await asyncio.sleep(retry.pause_seconds)
-            input_tokens = len(self.request.input_ids) + len(self._emitted(choices))
-            placement = await self._failover.place(
-                input_tokens, self.request.total_tokens, retry.detail
-            )
+            demand = Demand.of(self.request, len(self._emitted(choices)))
+            placement = await self._failover.place(demand, retry.detail)
             self._submit(choices, placement)
 
     def _submit(self, choices: range, placement: Placement) -> None:

@@ -169,7 +169,7 @@ class LiveRequests:
 
     def _place(self, request: GenerationRequest) -> Placement | None:
         """Workers for its first attempt; None: it waits for workers that are on their way."""
-        demand = Demand(len(request.input_ids), request.total_tokens)
+        demand = Demand.of(request)
         try:
             return self._fleet.place(demand)
         except Unavailable as missing:

@@ -39,6 +39,12 @@ PREFIX_ENTRIES: Final = METRICS.gauge(
     "Entries that the router remembers of the workers' cached prefixes, of "
     "--prefix-index-entries at most",
 )
+EXPECTED_HIT_TOKENS: Final = METRICS.counter(
+    "kvrelay_expected_hit_tokens_total",
+    "Tokens of prompts that were sent to a worker of this role which was expected to have them "
+    "cached; compare with kvrelay_prompt_tokens_total",
+    "role",
+)
 WAITING_FOR_WORKERS: Final = METRICS.gauge(
     "kvrelay_requests_waiting_for_workers",
     "New requests that wait until a worker is replaced, because no other can take them",

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final, Generic, TypeVar
 
+from kvrelay.router.affinity import Affinity
+from kvrelay.router.generation import GenerationRequest
+from kvrelay.router.known_prefixes import KnownPrefixes, PromptMarks
 from kvrelay.router.ranking import Candidate, Ranking, Score
 from kvrelay.wire.load import WorkerLoad
 from kvrelay.wire.worker_info import WorkerRole
@@ -23,6 +26,14 @@ class Demand:
     """With all the output that there can be."""
     suspects: Set[str] = frozenset()
     """Incarnations that earlier attempts have failed with: chosen only if there is no other."""
+    marks: PromptMarks = field(default_factory=dict)
+    """Of the prompt: who has its prefixes is preferred to others that are about as loaded."""
+
+    @classmethod
+    def of(cls, request: GenerationRequest, emitted: int = 0) -> Demand:
+        """Of an attempt at a request, by which an earlier one has emitted so many tokens."""
+        input_tokens = len(request.input_ids) + emitted
+        return cls(input_tokens, request.total_tokens, marks=request.marks)
 
 
 def _prefill_score(one: Candidate) -> Score:
@@ -45,7 +56,7 @@ _SCORES: Final[Mapping[WorkerRole, Callable[[Candidate], Score]]] = {
     WorkerRole.DECODE: _decode_score,
     WorkerRole.AGGREGATED: _aggregated_score,
 }
-"""By a worker alone. What depends on the request, too, weighs some candidates of a ranking."""
+"""By a worker alone. `Affinity` weighs some candidates of a ranking by the request, too."""
 _NO_LOAD: Final = WorkerLoad()
 
 
@@ -71,9 +82,13 @@ class Placer:
 
     A choice looks at the best of each role first, and at others only where those cannot hold
     the request or refuse each other. It finds workers whenever there are any.
+
+    Args:
+        prefixes: that the workers have.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, prefixes: KnownPrefixes) -> None:
+        self._affinity = Affinity(prefixes)
         self._rankings = {role: Ranking() for role in _SCORES}
         self._decode_loads: dict[str, WorkerLoad] = {}  # of the ready ones
         self._refusals: dict[str, dict[str, str]] = {}  # by prefill, then by ready decode worker
@@ -118,14 +133,14 @@ class Placer:
         pair = self._choose_pair(demand)
         if isinstance(pair, Pair):
             return pair
-        alone = self._rankings[WorkerRole.AGGREGATED]
-        aggregated = next(alone.holding(demand.total_tokens, demand.suspects), None)
+        alone = self._best(WorkerRole.AGGREGATED, demand.total_tokens, demand)
+        aggregated = next(alone, None)
         return pair if aggregated is None else Pair(aggregated, None)
 
     def _choose_pair(self, demand: Demand) -> Pair | Shortage:
-        suspects, num_decodes = demand.suspects, len(self._rankings[WorkerRole.DECODE])
-        prefills = self._rankings[WorkerRole.PREFILL].holding(demand.input_tokens, suspects)
-        decodes = _Again(self._rankings[WorkerRole.DECODE].holding(demand.total_tokens, suspects))
+        num_decodes = len(self._rankings[WorkerRole.DECODE])
+        prefills = self._best(WorkerRole.PREFILL, demand.input_tokens, demand)
+        decodes = _Again(self._best(WorkerRole.DECODE, demand.total_tokens, demand))
         shortage = Shortage(WorkerRole.PREFILL)
         for prefill in prefills:
             if next(iter(decodes), None) is None:
@@ -137,6 +152,11 @@ class Placer:
                     return Pair(decode, prefill)
             shortage = Shortage(WorkerRole.DECODE, next(iter(refused.values()), shortage.refusal))
         return shortage
+
+    def _best(self, role: WorkerRole, tokens: int, demand: Demand) -> Iterator[Candidate]:
+        """The workers of a role that can hold so many tokens, the best first."""
+        ranking = self._rankings[role]
+        return self._affinity.order(role, ranking, tokens, demand.marks, demand.suspects)
 
     def _note_refusals(self, decode: str, load: WorkerLoad) -> bool:
         """Notes from whom a decode worker does not read; returns whether that has changed."""

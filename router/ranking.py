@@ -28,6 +28,8 @@ class Candidate:
     pending_tokens: int
     """The backlog, and what has left it since `load`: that takes room which `load` does not know
     to be taken."""
+    num_requests: int = 0
+    """That it has, running or waiting."""
 
     @property
     def headroom_tokens(self) -> int:
@@ -50,6 +52,11 @@ class Ranking:
 
     def __contains__(self, incarnation: object) -> bool:
         return incarnation in self._candidates
+
+    def get(self, incarnation: str) -> Candidate | None:
+        """The candidate of an incarnation, if it is ranked."""
+        entry = self._candidates.get(incarnation)
+        return None if entry is None else entry[1]
 
     def put(self, candidate: Candidate, score: Score) -> None:
         """Adds a candidate, in the place of its incarnation's earlier one."""

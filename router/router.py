@@ -29,6 +29,7 @@ from kvrelay.router.fleet import Fleet
 from kvrelay.router.known_prefixes import KnownPrefixes
 from kvrelay.router.live_requests import LiveRequests
 from kvrelay.router.metrics import (
+    EXPECTED_HIT_TOKENS,
     LIVE_REQUESTS,
     PREFIX_ENTRIES,
     REFUSED_WORKERS,
@@ -218,6 +219,9 @@ class Router:
             on_stale=lambda: self._metrics.count(STALE_OUTPUTS),
             on_killed=self._on_killed,
             prefixes=self._fleet.prefixes,
+            on_expected_hit=lambda role, tokens: self._metrics.count(
+                EXPECTED_HIT_TOKENS, tokens, role=role
+            ),
         )
 
 

@@ -55,6 +55,7 @@ class _Submitted:
 
     listener: Listener
     input_tokens: int
+    """Of the backlog: to a prefill worker what is cached there, as is expected, is none."""
     marks: PromptMarks
     """Of the prompt's prefixes, which the worker is expected to have."""
     open_choices: set[int]
@@ -85,6 +86,8 @@ class WorkerLink:
         on_killed: called with the end of an attempt whose forward killed the incarnation
             before this one.
         prefixes: is told which prefixes the worker has, and is to have.
+        on_expected_hit: called with the role and the tokens of each prompt that the worker is
+            expected to have already.
     """
 
     def __init__(
@@ -98,6 +101,7 @@ class WorkerLink:
         on_stale: Callable[[], None],
         on_killed: Callable[[RequestOutput], None],
         prefixes: KnownPrefixes,
+        on_expected_hit: Callable[[WorkerRole, int], None] = lambda role, tokens: None,
     ) -> None:
         self.endpoint = endpoint
         self.ready = False
@@ -112,6 +116,7 @@ class WorkerLink:
         self._on_stale = on_stale
         self._on_killed = on_killed
         self._prefixes = prefixes
+        self._on_expected_hit = on_expected_hit
         self._submitted: dict[tuple[str, int], _Submitted] = {}
         self._commands: asyncio.Queue[worker_pb2.AttachRequest | None] = asyncio.Queue()
         # Prompt tokens since the last load came: sent, which that load may count or not, and begun.
@@ -150,15 +155,20 @@ class WorkerLink:
         """Sends an attempt to the worker, which must be ready. Does not block."""
         assert self.ready, f"{self.endpoint.name} is not ready"
         key = (submission.request_id, submission.attempt)
-        input_tokens = len(submission.input_ids)
-        marks = submission.request.marks
+        marks, incarnation = submission.request.marks, self.endpoint.incarnation
+        role, input_tokens, cached = self.endpoint.role, len(submission.input_ids), 0
+        if marks:
+            cached = min(self._prefixes.hit_tokens(incarnation, marks), input_tokens - 1)
+            self._prefixes.expect(incarnation, marks)
+            self._on_expected_hit(role, cached)
+        if role is WorkerRole.PREFILL:  # elsewhere what is cached takes room as the rest does
+            input_tokens -= cached
         self._submitted[key] = _Submitted(listener, input_tokens, marks, set(submission.choices))
-        self._prefixes.expect(self.endpoint.incarnation, marks)
         self._sent_since_load += input_tokens
         if submission.request.priority <= 0:
             self._sent_prompts.append(input_tokens)
         self._waiting_tokens += input_tokens
-        command = submission.to_worker(self.endpoint.role, prefill)
+        command = submission.to_worker(role, prefill, cached)
         self._commands.put_nowait(_message(command))
         self._on_change(self)
 
@@ -195,6 +205,9 @@ class WorkerLink:
             load=self.load,
             backlog_tokens=max(pending - self._begun_since_load, self._waiting_tokens),
             pending_tokens=max(pending, self._waiting_tokens),
+            num_requests=max(
+                self.load.waiting_requests + self.load.running_requests, len(self._submitted)
+            ),
         )
 
     @property

@@ -162,6 +162,8 @@ class SubmitRequest:
     """The part of the prefix index that the request uses: its tenant's."""
     alone: bool = False
     """It may break the forward that it is in, so it is to have forwards of its own."""
+    cached_tokens: int = 0
+    """Of the input, that the router expects in the worker's prefix index; it may be wrong."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -77,6 +77,8 @@ class Submit:
     """Of the prefix index."""
     alone: bool = False
     """It may break the forward that it is in."""
+    cached_tokens: int = 0
+    """Of the input, that the router expects in the prefix index."""
 
 
 @dataclass(frozen=True, slots=True)

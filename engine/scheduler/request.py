@@ -48,6 +48,8 @@ class Request:
     """Lower runs earlier."""
     namespace: str = ""
     """The part of the prefix index in which its prefix is found and left."""
+    expected_cached_len: int = 0
+    """Tokens of its input that its router expects in the prefix index; they are no load."""
     arrived: float = field(default_factory=time.monotonic)
     """When a router took it, by this worker's clock."""
     received: float = field(default_factory=time.monotonic)
@@ -97,6 +99,7 @@ class Request:
             speculate=command.speculate,
             priority=command.priority,
             namespace=command.namespace,
+            expected_cached_len=min(command.cached_tokens, len(command.input_ids) - 1),
             arrived=command.arrived,
             **more,
         )

@@ -81,4 +81,5 @@ def submit_command(submit: SubmitRequest, link: RouterLink, rules: SubmitRules) 
         prefill=submit.prefill,
         namespace=submit.namespace,
         alone=submit.alone,
+        cached_tokens=submit.cached_tokens,
     )

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvrelay.router.known_prefixes import KnownPrefixes
 from kvrelay.router.placement import Demand, Pair, Placer, Shortage
 from kvrelay.router.ranking import Candidate
 from kvrelay.wire.load import PeerTransport, PoolCounts, WorkerLoad
@@ -40,7 +41,7 @@ def candidate(
 
 def placer(**workers: Iterable[Candidate]) -> Placer:
     """Of these workers, by role."""
-    made = Placer()
+    made = Placer(KnownPrefixes(0))
     for role, candidates in workers.items():
         for one in candidates:
             made.put(WorkerRole(role), one)
@@ -86,7 +87,7 @@ def test_a_prompt_goes_only_where_it_fits() -> None:
     assert prefill_of(busy, candidate("b"), tokens=161) == "a"
     small = placer(prefill=[candidate("b")], decode=[candidate("d")])
     assert small.choose(Demand(161, 1)) == Shortage(PREFILL)
-    assert Placer().choose(Demand(1, 1)) == Shortage(PREFILL)
+    assert Placer(KnownPrefixes(0)).choose(Demand(1, 1)) == Shortage(PREFILL)
 
 
 def test_decode_goes_to_the_most_unpromised_memory() -> None:
@@ -197,7 +198,7 @@ class Naive:
 @given(st.randoms(use_true_random=False))
 @settings(max_examples=150, deadline=None)
 def test_choices_are_those_of_the_definition_whatever_has_changed(rng: random.Random) -> None:
-    naive, made = Naive(), Placer()
+    naive, made = Naive(), Placer(KnownPrefixes(0))
     names = {role: [f"{role}-{n}" for n in range(rng.randint(1, 6))] for role in WorkerRole}
     for _ in range(60):
         role = rng.choice(list(WorkerRole))
@@ -230,7 +231,7 @@ def test_choices_are_those_of_the_definition_whatever_has_changed(rng: random.Ra
 def fleet(number: int) -> Placer:
     """So many workers of each role, some of which refuse each other; one takes long requests."""
     rng = random.Random(number)
-    made = Placer()
+    made = Placer(KnownPrefixes(0))
     for n in range(number):
         made.put(PREFILL, candidate(f"p{n}", backlog=rng.randrange(1000), pool_tokens=320))
         refuses = [f"p{rng.randrange(number)}" for _ in range(3)]

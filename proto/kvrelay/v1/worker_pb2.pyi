@@ -59,7 +59,7 @@ class AttachHello(_message.Message):
     def __init__(self, router: _Optional[str] = ..., incarnation: _Optional[str] = ...) -> None: ...
 
 class SubmitRequest(_message.Message):
-    __slots__ = ("request_id", "attempt", "input_ids", "sampling_params", "priority", "prefill", "num_prompt_tokens", "first_choice", "age_seconds", "namespace", "alone")
+    __slots__ = ("request_id", "attempt", "input_ids", "sampling_params", "priority", "prefill", "num_prompt_tokens", "first_choice", "age_seconds", "namespace", "alone", "cached_tokens")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     INPUT_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -71,6 +71,7 @@ class SubmitRequest(_message.Message):
     AGE_SECONDS_FIELD_NUMBER: _ClassVar[int]
     NAMESPACE_FIELD_NUMBER: _ClassVar[int]
     ALONE_FIELD_NUMBER: _ClassVar[int]
+    CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     attempt: int
     input_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -82,7 +83,8 @@ class SubmitRequest(_message.Message):
     age_seconds: float
     namespace: str
     alone: bool
-    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., input_ids: _Optional[_Iterable[int]] = ..., sampling_params: _Optional[_Union[_inference_pb2.SamplingParams, _Mapping]] = ..., priority: _Optional[int] = ..., prefill: _Optional[_Union[PeerWorker, _Mapping]] = ..., num_prompt_tokens: _Optional[int] = ..., first_choice: _Optional[int] = ..., age_seconds: _Optional[float] = ..., namespace: _Optional[str] = ..., alone: bool = ...) -> None: ...
+    cached_tokens: int
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., input_ids: _Optional[_Iterable[int]] = ..., sampling_params: _Optional[_Union[_inference_pb2.SamplingParams, _Mapping]] = ..., priority: _Optional[int] = ..., prefill: _Optional[_Union[PeerWorker, _Mapping]] = ..., num_prompt_tokens: _Optional[int] = ..., first_choice: _Optional[int] = ..., age_seconds: _Optional[float] = ..., namespace: _Optional[str] = ..., alone: bool = ..., cached_tokens: _Optional[int] = ...) -> None: ...
 
 class PeerWorker(_message.Message):
     __slots__ = ("address", "incarnation")
