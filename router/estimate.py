@@ -52,7 +52,7 @@ def expect_prompt(queue: PromptQueue, tokens: int, priority: int = 0) -> Expecte
     if not speeds.prompts_known:
         return ExpectedPrompt(0.0, 0.0)
     own = math.ceil(tokens * computed_share)
-    rows = load.running_requests if queue.role is WorkerRole.AGGREGATED else 0
+    rows = 0 if queue.role is WorkerRole.PREFILL else load.running_requests
     work = StepWork.of_prompt(own, tokens - own)
     prompt_seconds = speeds.seconds_of(StepWork(work.prompt_tokens, work.prompt_pairs, rows))
     if priority < 0:

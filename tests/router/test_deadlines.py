@@ -79,6 +79,16 @@ async def test_prompts_count_that_were_sent_since_the_load_came(cluster: Cluster
     await until(lambda: len(cluster.prefill.cancels) == 1)
 
 
+async def test_prompts_of_less_priority_do_not_count(cluster: Cluster) -> None:
+    await report(cluster, cluster.prefill)
+    batch = generate(cluster, None, tokens=100, priority=1)
+    await cluster.prefill.submitted()
+    error = await status_of(generate(cluster, 30, tokens=100))
+    assert "(0 s for the prompts before, 100 s for this one)" in str(error.details())
+    batch.cancel()
+    await until(lambda: len(cluster.prefill.cancels) == 1)
+
+
 async def test_without_a_deadline_nothing_is_refused(cluster: Cluster) -> None:
     cluster.count()
     await report(cluster, cluster.prefill, waiting_tokens=10_000, prompts_by_size=[10_000])

@@ -85,12 +85,13 @@ def test_what_is_reused_is_attended_to() -> None:
     assert expected.prompt_seconds == pytest.approx(whole - first)
 
 
-def test_rows_that_generate_slow_an_aggregated_worker() -> None:
+@pytest.mark.parametrize("role", [WorkerRole.AGGREGATED, WorkerRole.DECODE])
+def test_rows_that_generate_slow_a_worker_that_computes_beside_them(role: WorkerRole) -> None:
     speeds = StepSpeeds(
         seconds_per_token=0.001, seconds_per_row=0.01, chunk_tokens=100, prompts_known=True
     )
     alone = expect_prompt(queue(200, speeds=speeds), 300)
-    busy = expect_prompt(queue(200, speeds=speeds, role=WorkerRole.AGGREGATED, running=4), 300)
+    busy = expect_prompt(queue(200, speeds=speeds, role=role, running=4), 300)
     assert busy.queue_seconds == pytest.approx(alone.queue_seconds + 2 * 0.04)
     assert busy.prompt_seconds == pytest.approx(alone.prompt_seconds + 3 * 0.04)
     # On a prefill worker those that run are computed, and only handed over.
