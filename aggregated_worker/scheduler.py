@@ -60,7 +60,7 @@ class AggregatedScheduler:
         )
         self._waiting: list[AggregatedRequest] = []
         self._waits = PrefixWaits(
-            context, config.prefix_wait, lambda r: r.every_step is None, at_end=False
+            context, config.prefix_wait, lambda r: r.every_step is None, at_end=lambda _: False
         )
         self._running: RunningBatch[AggregatedRequest] = RunningBatch(
             context, self._growth, self._release_retracted, retract_every=config.debug_retract_every

@@ -1,27 +1,28 @@
-"""Grants the prefill workers' asks: reserves a whole prompt at once, or nothing."""
+"""Gives memory to requests: for their whole prompt at once, or nothing."""
 
 from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterable
-from itertools import islice
+from collections.abc import Iterable, Sequence
 
 from kvrelay.decode_worker.live_requests import LiveRequests
-from kvrelay.decode_worker.request import DecodeRequest
+from kvrelay.decode_worker.request import DecodeRequest, HandedOverRequest
+from kvrelay.engine.faults import Phase
 from kvrelay.engine.scheduler.admission import admit_in_turn
 from kvrelay.engine.scheduler.context import SchedulerContext
 from kvrelay.engine.scheduler.growth_reserve import GrowthReserve
 from kvrelay.engine.scheduler.prefix_waits import PrefixWaits
-from kvrelay.kv_transfer.hand_over.states import DecodeState
 
 
 class Grants:
-    """Decides which requests that were asked for get memory.
+    """Grants the prefill workers' asks, and admits the prompts that are computed here.
+
+    Both wait in one queue. Who is granted, or computed, holds memory for the whole prompt.
 
     Args:
         context: the worker's memory and requests.
-        requests: sends the grants.
+        requests: sends the grants, and computes prompts.
         growth: what must stay free for those that have memory already.
         bypass_limit: later requests that may pass one that does not fit.
         grants_ahead: prompts that may have memory here before anything of them is announced.
@@ -39,51 +40,72 @@ class Grants:
     ) -> None:
         self._context = context
         self._requests = requests
+        self._computing = requests.steps.computing
         self._growth = growth
         self._bypass_limit = bypass_limit
         self._grants_ahead = grants_ahead
-        self._waits = PrefixWaits(context, prefix_wait, _is_pulled, at_end=True)
+        self._waits = PrefixWaits(context, prefix_wait, _is_incomplete, at_end=_is_handed_over)
 
     def reserve_and_grant(self) -> None:
-        """Reserve memory for the requests that were asked for, in turn, and grant them.
+        """Reserve memory for the requests that want some, in turn; grant or compute them.
 
-        Prefill workers take turns: the one with the fewest grants ahead is next. A request
-        whose prefix is being read for another one waits for its activation.
+        Prefill workers take turns: the one with the fewest grants ahead is next. This worker
+        counts as one that has none ahead. A request whose prefix is being read, or computed,
+        for another one waits for that.
         """
         live = self._context.requests.values()
-        asked = [r for r in live if r.hand_over.state is DecodeState.ASKED]
-        ahead = Counter(
-            r.stream.peer.incarnation
-            for r in live
-            if r.hand_over.state is DecodeState.GRANTED and not r.hand_over.begun
-        )
-        free = max(0, self._grants_ahead - ahead.total())
-        turns = _take_turns(asked, ahead)
+        waiting = [r for r in live if r.wants_memory]
+        if not waiting:
+            return
+        ahead = Counter(r.peer for r in live if isinstance(r, HandedOverRequest) and r.is_ahead)
+        free = self._grants_ahead - ahead.total()
         leaders = self._waits.leaders(live)
-        admitted = admit_in_turn(
+
+        def must_wait(request: DecodeRequest) -> bool:
+            if free <= 0 and _is_handed_over(request):
+                return True
+            return self._waits.must_wait(request, request.findable_len, leaders)
+
+        for request in admit_in_turn(
             self._context.kv_cache,
-            asked,
+            waiting,
             self._reserve,
             self._bypass_limit,
-            turns.__getitem__,
-            lambda r: self._waits.must_wait(r, r.input_len, leaders),
-        )
-        for request in islice(admitted, free):
+            _take_turns(waiting, ahead).__getitem__,
+            must_wait,
+        ):
             request.progressed_at = time.monotonic()
             leaders.append(request)
-            # What the prefix index has here already, and what no window needs, is not read.
-            protected = request.held.num_protected_pages
-            first_missing = [max(first, protected) for first in request.held.first_pages]
-            self._requests.send(request, request.hand_over.grant(first_missing))
+            if isinstance(request, HandedOverRequest):
+                free -= 1
+                self._grant(request)
+            else:
+                self._context.faults.reach(Phase.PREFILLING)
+
+    def _grant(self, request: HandedOverRequest) -> None:
+        """Tell a request's prefill worker that the memory is there, and what need not be read.
+
+        That is what the prefix index has here already, and what no window needs.
+        """
+        protected = request.held.num_protected_pages
+        first_missing = [max(first, protected) for first in request.held.first_pages]
+        self._requests.send(request, request.hand_over.grant(first_missing))
 
     def _reserve(self, request: DecodeRequest) -> bool:
-        """Allocate pages for the whole input, if what others are expected to add still fits.
+        """Reserve a request's whole input, if what others are expected to add still fits.
 
         Pages that the prefix index has are shared.
         """
-        kv_cache, length = self._context.kv_cache, request.input_len
         growing = [r for r in self._context.requests.values() if r.lease is not None]
-        if not self._context.reserve(request, length, self._growth.headroom(request, growing)):
+        headroom = self._growth.headroom(request, growing)
+        if isinstance(request, HandedOverRequest):
+            return self._allocate(request, headroom)
+        return self._computing.reserve_and_add(request, headroom)
+
+    def _allocate(self, request: HandedOverRequest, headroom: Sequence[int] | None) -> bool:
+        """Allocate all pages of an input: its prefill worker may announce them in any order."""
+        kv_cache, length = self._context.kv_cache, request.findable_len
+        if not self._context.reserve(request, length, headroom):
             return False
         kv_cache.slide(request.held, length)
         grown = kv_cache.grow(request.held, length)
@@ -91,19 +113,23 @@ class Grants:
         return True
 
 
-def _is_pulled(request: DecodeRequest) -> bool:
+def _is_incomplete(request: DecodeRequest) -> bool:
     """Whether a request has memory, and its input is not complete here."""
     return request.lease is not None and request.every_step is None
 
 
+def _is_handed_over(request: DecodeRequest) -> bool:
+    """Whether a prefill worker computes a request: all of it is published at its activation."""
+    return isinstance(request, HandedOverRequest)
+
+
 def _take_turns(
-    asked: Iterable[DecodeRequest], ahead: Counter[str]
+    waiting: Iterable[DecodeRequest], ahead: Counter[str]
 ) -> dict[DecodeRequest, tuple[float, ...]]:
-    """By priority, then the grants that its prefill worker will have ahead of it, then by age."""
+    """By priority, then the prompts that its prefill worker will have ahead of it, then by age."""
     before = Counter(ahead)
     turns: dict[DecodeRequest, tuple[float, ...]] = {}
-    for request in sorted(asked, key=lambda r: r.turn):
-        peer = request.stream.peer.incarnation
-        turns[request] = (request.priority, before[peer], request.arrived)
-        before[peer] += 1
+    for request in sorted(waiting, key=lambda r: r.turn):
+        turns[request] = (request.priority, before[request.peer], request.arrived)
+        before[request.peer] += 1
     return turns

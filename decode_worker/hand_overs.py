@@ -8,7 +8,7 @@ from typing import assert_never
 from kvrelay.decode_worker.hand_over_stream import CloseStream, PeerMessage, StreamLost
 from kvrelay.decode_worker.live_requests import LiveRequests
 from kvrelay.decode_worker.pulls import Pulls
-from kvrelay.decode_worker.request import DecodeRequest
+from kvrelay.decode_worker.request import DecodeRequest, HandedOverRequest
 from kvrelay.engine.faults import Phase
 from kvrelay.engine.scheduler.choices import fork_and_run
 from kvrelay.engine.scheduler.commands import Dropped
@@ -66,7 +66,7 @@ class HandOvers:
         except ProtocolError as error:
             self._requests.fail(request, FailureReason.PROTOCOL_ERROR, str(error))
 
-    def _process(self, request: DecodeRequest, message: FromPrefill) -> None:
+    def _process(self, request: HandedOverRequest, message: FromPrefill) -> None:
         match message:
             case Ask():
                 request.hand_over.on_ask()
@@ -89,7 +89,7 @@ class HandOvers:
             error = f"hand-over from {peer}: {message.detail}"
             self._requests.fail(request, message.cause, error)
 
-    def _activate(self, request: DecodeRequest, message: Released) -> None:
+    def _activate(self, request: HandedOverRequest, message: Released) -> None:
         """The prefill side has confirmed that the pages are right: generate from now on."""
         valid = request.hand_over.on_released(message)
         self._context.metrics.count(VERIFIED_PAGES, request.hand_over.num_compared)
@@ -98,7 +98,7 @@ class HandOvers:
             error = f"{message.mismatches} pages are not as they were computed"
             self._requests.fail(request, FailureReason.PAGE_MISMATCH, error)
             return
-        request.activated_at = time.monotonic()
+        request.activate_taken_over()
         self._context.outbox.put(request.stream, CloseStream())
         self._context.kv_cache.commit(request.held, request.input_len)
         self._context.publish_input(request)
@@ -109,7 +109,7 @@ class HandOvers:
             else:
                 live.append((choice, first.token_id))
         fork_and_run(self._context, self._requests.running, self._growth, request, live)
-        self._context.faults.reach(Phase.DECODING, request.stream.peer.incarnation)
+        self._context.faults.reach(Phase.DECODING, request.peer)
 
     def _prefill_ended(self, request: DecodeRequest, message: Ended) -> None:
         if message.reason is HandOverEnd.FAILED:

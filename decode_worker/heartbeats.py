@@ -6,7 +6,7 @@ import time
 
 from kvrelay.decode_worker.live_requests import LiveRequests
 from kvrelay.decode_worker.pulls import Pulls
-from kvrelay.decode_worker.request import DecodeRequest
+from kvrelay.decode_worker.request import DecodeRequest, HandedOverRequest
 from kvrelay.engine.scheduler.context import SchedulerContext
 from kvrelay.engine.scheduler.periodic_check import CHECKS_IN_TIMEOUT, PeriodicCheck
 from kvrelay.kv_transfer.hand_over.states import DecodeState
@@ -48,11 +48,12 @@ class Heartbeats:
         if not self.check.is_due(now):
             return
         for request in list(self._context.requests.values()):
-            if request.hand_over.state is DecodeState.VALID or not request.stream.is_open:
+            if not isinstance(request, HandedOverRequest) or not request.stream.is_open:
+                continue
+            if request.hand_over.state is DecodeState.VALID:
                 continue
             if now - request.stream.sequencer.heard_at > self._timeout:
-                peer = request.stream.peer.incarnation
-                error = f"{peer} was silent for {self._timeout:g} s"
+                error = f"{request.peer} was silent for {self._timeout:g} s"
                 self._requests.fail(request, FailureReason.PEER_LOST, error)
             elif not self._pulls.fail_if_stuck(request, now):
                 self._requests.send(request, Heartbeat())

@@ -1,13 +1,19 @@
-"""The live requests of a decode worker: sending to their prefill workers, and ending them."""
+"""The live requests of a decode worker: their steps, their prefill workers, and their end."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from kvrelay.decode_worker.hand_over_stream import CloseStream, HandOverStream
-from kvrelay.decode_worker.request import DecodeRequest
+from kvrelay.decode_worker.request import DecodeRequest, HandedOverRequest
+from kvrelay.engine.config import WorkerConfig
 from kvrelay.engine.faults import Phase
 from kvrelay.engine.scheduler.context import SchedulerContext
 from kvrelay.engine.scheduler.growth_reserve import GrowthReserve
+from kvrelay.engine.scheduler.itl_target import ItlTarget
+from kvrelay.engine.scheduler.mixed_steps import MixedSteps
 from kvrelay.engine.scheduler.running_batch import RunningBatch
+from kvrelay.mem_cache.fence import Fence
 from kvrelay.mem_cache.release import Outcome
 from kvrelay.wire.hand_over import FromDecode
 from kvrelay.wire.output import EndReason, FailureReason, RequestEnd
@@ -19,24 +25,39 @@ class LiveRequests:
     Args:
         context: the worker's memory, requests and outputs.
         growth: learns how long outputs are.
-        retract_every: if not 0, a running request is retracted every so many steps, for tests.
+        config: bounds of a step, tests' forced retractions.
     """
 
     def __init__(
-        self, context: SchedulerContext[DecodeRequest], growth: GrowthReserve, retract_every: int
+        self, context: SchedulerContext[DecodeRequest], growth: GrowthReserve, config: WorkerConfig
     ) -> None:
         self._context = context
         self.running: RunningBatch[DecodeRequest] = RunningBatch(
-            context, growth, self._release_retracted, retract_every=retract_every
+            context, growth, self._release_retracted, retract_every=config.debug_retract_every
         )
         """Those that generate."""
+        self.steps: MixedSteps[DecodeRequest] = MixedSteps(
+            context,
+            self.running,
+            growth,
+            ItlTarget(config.itl_target_seconds, context.speed_learner),
+            config.chunk_tokens,
+            self._another_generates_soon,
+        )
+        """What they, and the prompts that are computed here, compute next."""
 
-    def of_stream(self, stream: HandOverStream) -> DecodeRequest | None:
+    def _another_generates_soon(self) -> bool:
+        live = self._context.requests.values()
+        return any(isinstance(r, HandedOverRequest) and r.generates_soon for r in live)
+
+    def of_stream(self, stream: HandOverStream) -> HandedOverRequest | None:
         """The live request that the stream belongs to."""
         request = self._context.requests.get(stream.key)
-        return request if request is not None and request.stream is stream else None
+        if isinstance(request, HandedOverRequest) and request.stream is stream:
+            return request
+        return None
 
-    def send(self, request: DecodeRequest, message: FromDecode) -> None:
+    def send(self, request: HandedOverRequest, message: FromDecode) -> None:
         """Send a message to the request's prefill worker, at the end of this pass."""
         self._context.outbox.put(request.stream, request.stream.sequencer.number(message))
 
@@ -47,15 +68,16 @@ class LiveRequests:
 
     def end_early(self, request: DecodeRequest, outcome: Outcome, end: RequestEnd) -> None:
         """Release a request, whatever phase it is in; reads that still run fence its pages."""
-        self.running.remove(request)
-        unreadable = end.cause is FailureReason.READ_FAILED
-        self._context.outbox.put(request.stream, CloseStream(unreadable=unreadable))
-        self._context.release(
-            request, outcome, end, timings=request.timings(), fences=request.pulls
-        )
+        self.steps.remove(request)
+        fences: Sequence[Fence] = ()
+        if isinstance(request, HandedOverRequest):
+            unreadable = end.cause is FailureReason.READ_FAILED
+            self._context.outbox.put(request.stream, CloseStream(unreadable=unreadable))
+            fences = request.pulls
+        self._context.release(request, outcome, end, timings=request.timings(), fences=fences)
 
     def _release_retracted(self, request: DecodeRequest) -> None:
         """Release a request that makes room; its router submits it again, perhaps elsewhere."""
         end = RequestEnd(EndReason.RETRACTED)
         self._context.release(request, Outcome.RETRACTED, end, timings=request.timings())
-        self._context.faults.reach(Phase.RETRACTED, request.stream.peer.incarnation)
+        self._context.faults.reach(Phase.RETRACTED, request.peer)

@@ -11,7 +11,7 @@ import numpy as np
 
 from kvrelay.decode_worker.hand_over_stream import ConnectAnew, HandOverStream
 from kvrelay.decode_worker.live_requests import LiveRequests
-from kvrelay.decode_worker.request import DecodeRequest
+from kvrelay.decode_worker.request import DecodeRequest, HandedOverRequest
 from kvrelay.engine.faults import Phase
 from kvrelay.engine.scheduler.commands import Dropped, Mailbox
 from kvrelay.engine.scheduler.context import SchedulerContext
@@ -75,9 +75,9 @@ class Pulls:
         self._verify_pages = verify_pages
         self._slowest = _TIMEOUTS_A_READ * timeout
 
-    def read(self, request: DecodeRequest, message: Announce) -> None:
+    def read(self, request: HandedOverRequest, message: Announce) -> None:
         """Start to read the announced pages straight into the reserved ones."""
-        peer = request.stream.peer.incarnation
+        peer = request.peer
         self._context.faults.reach(Phase.ANNOUNCED, peer)
         wanted = request.hand_over.on_announce(message)
         if message.first_tokens:
@@ -126,7 +126,7 @@ class Pulls:
         if request is not None:
             self._send_done(request, message.sums)
 
-    def fail_if_stuck(self, request: DecodeRequest, now: float) -> bool:
+    def fail_if_stuck(self, request: HandedOverRequest, now: float) -> bool:
         """End a request one of whose reads does not end; `True` if it is so."""
         if not request.reading or now - request.read_at <= self._slowest:
             return False
@@ -136,7 +136,7 @@ class Pulls:
         self._requests.fail(request, FailureReason.READ_FAILED, error)
         return True
 
-    def _finish_if_all_read(self, request: DecodeRequest) -> None:
+    def _finish_if_all_read(self, request: HandedOverRequest) -> None:
         """Once all is read, send Done, or hash what is to be compared first."""
         hand_over, held, stream = request.hand_over, request.held, request.stream
         if not hand_over.has_read:
@@ -150,6 +150,6 @@ class Pulls:
         pages = locate(places, held.tables(), held.page_size, request.input_len)
         self._agent.hash_pages(pages, lambda sums: self._inbox.post(PagesHashed(stream, sums)))
 
-    def _send_done(self, request: DecodeRequest, sums: Sequence[PageSum] = ()) -> None:
+    def _send_done(self, request: HandedOverRequest, sums: Sequence[PageSum] = ()) -> None:
         self._requests.send(request, request.hand_over.done(sums))
-        self._context.faults.reach(Phase.PULLED, request.stream.peer.incarnation)
+        self._context.faults.reach(Phase.PULLED, request.peer)

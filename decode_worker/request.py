@@ -1,4 +1,4 @@
-"""A request on the decode side."""
+"""The requests of a decode worker."""
 
 from __future__ import annotations
 
@@ -8,13 +8,34 @@ from dataclasses import dataclass, field
 from kvrelay.decode_worker.hand_over_stream import HandOverStream
 from kvrelay.engine.scheduler.running_batch import GeneratingRequest
 from kvrelay.kv_transfer.hand_over.decode_side import DecodeHandOver
+from kvrelay.kv_transfer.hand_over.states import DecodeState
 from kvrelay.kv_transfer.pull import Pull
-from kvrelay.wire.output import NO_TIMINGS, PhaseTimings
+from kvrelay.wire.output import PhaseTimings
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
 class DecodeRequest(GeneratingRequest):
-    """A prompt to take over and to continue."""
+    """A prompt to continue. It is computed here, unless this is a `HandedOverRequest`."""
+
+    @property
+    def peer(self) -> str:
+        """The incarnation of the prefill worker that computes it; empty: nobody but this one."""
+        return ""
+
+    @property
+    def wants_memory(self) -> bool:
+        """Whether its whole input is to be reserved as soon as that fits."""
+        return self.lease is None
+
+    @property
+    def findable_len(self) -> int:
+        """Tokens of its input that may come from the prefix index."""
+        return self.reusable_len
+
+
+@dataclass(eq=False, slots=True, kw_only=True)
+class HandedOverRequest(DecodeRequest):
+    """A prompt that a prefill worker computes: to take over and to continue."""
 
     stream: HandOverStream
     hand_over: DecodeHandOver
@@ -25,13 +46,33 @@ class DecodeRequest(GeneratingRequest):
     read_at: float = 0.0
     """When one of them last began or ended."""
     announced_at: float = 0.0
-    activated_at: float = 0.0
+    """When the last of its pages were announced."""
 
-    def timings(self) -> PhaseTimings:
-        """Seconds of the phases until now, as far as this worker saw them."""
-        if not self.activated_at:
-            return NO_TIMINGS
-        return PhaseTimings(
-            transfer_seconds=self.activated_at - self.announced_at,
-            decode_seconds=time.monotonic() - self.activated_at,
-        )
+    @property
+    def peer(self) -> str:
+        """The incarnation of the prefill worker that computes it."""
+        return self.stream.peer.incarnation
+
+    @property
+    def wants_memory(self) -> bool:
+        """Whether its prefill worker has asked for memory and was not granted it yet."""
+        return self.hand_over.state is DecodeState.ASKED
+
+    @property
+    def findable_len(self) -> int:
+        """Tokens of its input that may come from the prefix index: all, for none is computed."""
+        return self.input_len
+
+    @property
+    def is_ahead(self) -> bool:
+        """Whether it was granted memory, and nothing of it was announced yet."""
+        return self.hand_over.state is DecodeState.GRANTED and not self.hand_over.begun
+
+    @property
+    def generates_soon(self) -> bool:
+        """Whether all of its pages were announced, and it does not generate yet."""
+        return self.announced_at > 0 and not self.activated_at
+
+    def activate_taken_over(self) -> None:
+        """Note that all of its pages were read and found right."""
+        self.activate(PhaseTimings(transfer_seconds=time.monotonic() - self.announced_at))

@@ -1,4 +1,4 @@
-"""The scheduler of a decode worker: grant, pull, activate, generate."""
+"""The scheduler of a decode worker: grant and pull, or compute; activate, generate."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from kvrelay.decode_worker.hand_overs import HandOvers
 from kvrelay.decode_worker.heartbeats import Heartbeats
 from kvrelay.decode_worker.live_requests import LiveRequests
 from kvrelay.decode_worker.pulls import PagesHashed, PullEnded, Pulls
-from kvrelay.decode_worker.request import DecodeRequest
+from kvrelay.decode_worker.request import DecodeRequest, HandedOverRequest
 from kvrelay.engine.config import WorkerConfig
 from kvrelay.engine.executor.step import Scheduled, StepOutput
 from kvrelay.engine.executor.stop import StopChecker
@@ -31,7 +31,7 @@ from kvrelay.engine.scheduler.context import SchedulerContext
 from kvrelay.engine.scheduler.growth_reserve import GrowthReserve
 from kvrelay.engine.scheduler.metrics import TRANSFER_REFUSALS
 from kvrelay.engine.scheduler.outbox import Sink
-from kvrelay.engine.scheduler.suspects import Turns, alone_until, failed_end
+from kvrelay.engine.scheduler.suspects import alone_until, failed_end
 from kvrelay.kv_transfer.hand_over.decode_side import DecodeHandOver
 from kvrelay.kv_transfer.transfers import MOST_DEAD, Transfers
 from kvrelay.mem_cache.release import Outcome
@@ -43,7 +43,7 @@ DecodeMessage: TypeAlias = PullEnded | PagesHashed | PeerMessage | StreamLost | 
 
 
 class DecodeScheduler:
-    """Takes prompts over and generates; the `Scheduler` of a decode worker.
+    """Takes prompts over, or computes them, and generates; the `Scheduler` of a decode worker.
 
     A request waits without memory, is asked for by its prefill worker, reserves
     its whole prompt if what others are expected to generate still fits beside it,
@@ -51,6 +51,9 @@ class DecodeScheduler:
     that it held them all along, and then gains tokens step by step. If memory runs
     short after all, the request with the least to lose is retracted, and its router
     submits it again.
+
+    A request without a prefill worker waits in the same queue, reserves as much at
+    once, and is computed here, chunk by chunk, beside those that generate.
 
     ``DecodeScheduler`` uses ``Grants``, ``HandOvers`` and ``Heartbeats``, the latter two
     and the scheduler itself use ``Pulls``, and all use ``LiveRequests``, never the other way round.
@@ -61,7 +64,7 @@ class DecodeScheduler:
         client: opens hand-over streams.
         inbox: where reads and hashes report their end.
         tokenizer: for stop strings.
-        config: bounds of the growth reserve, drafts, tests' forced retractions.
+        config: bounds of the growth reserve and of a step, drafts, tests' forced retractions.
     """
 
     def __init__(
@@ -83,9 +86,9 @@ class DecodeScheduler:
             context.kv_cache, config.growth_min, config.growth_max, config.tokens_in_flight - 1
         )
         timeout = config.worker_timeout
-        self._requests = LiveRequests(context, self._growth, config.debug_retract_every)
+        self._requests = LiveRequests(context, self._growth, config)
         self._running = self._requests.running
-        self._turns: Turns[DecodeRequest] = Turns()
+        self._steps = self._requests.steps
         self._grants = Grants(
             context,
             self._requests,
@@ -105,22 +108,13 @@ class DecodeScheduler:
         """Prefill workers of which a probe may still be reported, too late."""
 
     def submit(self, command: Submit) -> None:
-        """Open the hand-over stream of a new request, which waits until it is asked for."""
-        assert command.prefill is not None, "a decode worker is told who computes the prompt"
-        kv_cache = self._context.kv_cache
-        pages = kv_cache.shape.pages_for(len(command.input_ids))
-        emitted = command.input_ids[command.prompt_len :]
-        request = DecodeRequest.of(
-            command,
-            stream=HandOverStream(command.key, command.prefill),
-            hand_over=DecodeHandOver(pages, kv_cache.shape.windowed, len(command.choices)),
-            checker=StopChecker(command.stops, self._tokenizer, emitted),
-            num_drafts=self._config.drafts_for(command.speculate),
-            alone_until=alone_until(command, self._config),
-        )
-        if self._context.register(request, request.most_tokens):
+        """Let a new request wait: until it is asked for, or until there is room to compute it."""
+        request = self._make(command)
+        if not self._context.register(request, request.most_tokens):
+            return
+        if isinstance(request, HandedOverRequest):
             self._context.outbox.put(self._client, OpenStream(request.stream))
-            self._context.faults.reach(Phase.QUEUED, request.stream.peer.incarnation)
+        self._context.faults.reach(Phase.QUEUED, request.peer)
 
     def cancel(self, command: Cancel) -> None:
         """End a request, all choices of it, and free its memory."""
@@ -158,12 +152,12 @@ class DecodeScheduler:
         self._grants.reserve_and_grant()
 
     def schedule(self) -> Sequence[Scheduled[DecodeRequest]]:
-        """Allocate pages for the next token of every running request."""
-        return self._turns.next(lambda alone: self._running.schedule(alone=alone))
+        """Allocate the next token of all that generate, and chunks of prompts beside them."""
+        return self._steps.schedule()
 
     def process_step_output(self, item: Scheduled[DecodeRequest], output: StepOutput) -> None:
-        """Emit a request's new tokens, and release it if they end it."""
-        self._running.process_step_output(item.request, output)
+        """Take the tokens of a request that generates, or a chunk of its prompt."""
+        self._steps.process_step_output(item, output)
 
     def fail(self, request: DecodeRequest, error: Exception) -> None:
         """End a request because its forward has failed."""
@@ -176,12 +170,16 @@ class DecodeScheduler:
             self._requests.end_early(request, outcome, RequestEnd(EndReason.RETRACTED))
 
     def load(self) -> WorkerLoad:
-        """Count requests, prompt tokens that were not read yet, and expected growth."""
+        """Count requests, prompt tokens that are not here yet, and expected growth."""
         requests = self._context.requests.values()
+        to_read = [r.input_len for r in requests if r.peer and not r.kv_written_len]
+        to_compute = [r.input_len for r in requests if not r.peer and r.wants_memory]
+        to_compute += self._steps.computing.tokens_left
         return self._context.measure_load(
             waiting_requests=len(requests) - len(self._running),
-            waiting_tokens=sum([r.input_len for r in requests if not r.kv_written_len]),
+            waiting_tokens=sum(to_read) + sum(to_compute),
             growth_tokens=self._growth.total_tokens(self._running),
+            prompts=to_compute,
             peers=self._probes.values(),
         )
 
@@ -191,3 +189,23 @@ class DecodeScheduler:
             self._context.metrics.count(TRANSFER_REFUSALS)
         if probe.incarnation not in self._dead:
             self._probes[probe.incarnation] = probe
+
+    def _make(self, command: Submit) -> DecodeRequest:
+        emitted = command.input_ids[command.prompt_len :]
+        checker = StopChecker(command.stops, self._tokenizer, emitted)
+        num_drafts = self._config.drafts_for(command.speculate)
+        alone = alone_until(command, self._config)
+        if command.prefill is None:
+            return DecodeRequest.of(
+                command, checker=checker, num_drafts=num_drafts, alone_until=alone
+            )
+        shape = self._context.kv_cache.shape
+        pages = shape.pages_for(len(command.input_ids))
+        return HandedOverRequest.of(
+            command,
+            stream=HandOverStream(command.key, command.prefill),
+            hand_over=DecodeHandOver(pages, shape.windowed, len(command.choices)),
+            checker=checker,
+            num_drafts=num_drafts,
+            alone_until=alone,
+        )

@@ -51,7 +51,9 @@ class PromptQueue:
         self._context = context
         self._agent = agent
         self._bypass_limit = bypass_limit
-        self._waits = PrefixWaits(context, prefix_wait, self._will_publish, at_end=not publish)
+        self._waits = PrefixWaits(
+            context, prefix_wait, self._will_publish, at_end=lambda _: not publish
+        )
         self._publish = publish
         self._waiting: list[PrefillRequest] = []
         self.computing: ComputingPrompts[PrefillRequest] = ComputingPrompts(

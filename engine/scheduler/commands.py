@@ -72,7 +72,7 @@ class Submit:
     arrived: float = field(default_factory=time.monotonic)
     """When a router took it, by this worker's clock."""
     prefill: WorkerAddress | None = None
-    """To a decode worker: who computes the prompt."""
+    """To a decode worker: who computes the prompt; None: it does so itself."""
     namespace: str = ""
     """Of the prefix index."""
     alone: bool = False

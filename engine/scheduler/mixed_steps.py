@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
 
 from kvrelay.engine.executor.step import Scheduled, StepOutput
+from kvrelay.engine.faults import Phase
 from kvrelay.engine.scheduler.choices import fork_and_run
 from kvrelay.engine.scheduler.context import SchedulerContext
 from kvrelay.engine.scheduler.growth_reserve import GrowthReserve
@@ -34,6 +35,7 @@ class MixedSteps(Generic[RequestT]):
         growth: learns if the choices of a request do not fit together.
         itl_target: bounds the chunks beside those that generate.
         chunk_tokens: bounds all chunks; the only bound when nothing generates.
+        another_generates_soon: whether a request is about to that was not computed here.
     """
 
     def __init__(
@@ -43,12 +45,14 @@ class MixedSteps(Generic[RequestT]):
         growth: GrowthReserve,
         itl_target: ItlTarget,
         chunk_tokens: int,
+        another_generates_soon: Callable[[], bool] = lambda: False,
     ) -> None:
         self._context = context
         self._running = running
         self._growth = growth
         self._itl_target = itl_target
         self._chunk_tokens = chunk_tokens
+        self._another_generates_soon = another_generates_soon
         self._turns: Turns[RequestT] = Turns()
         self.computing: ComputingPrompts[RequestT] = ComputingPrompts(context)
         """The prompts that are computed here."""
@@ -65,17 +69,20 @@ class MixedSteps(Generic[RequestT]):
         return [*generating, *self.computing.schedule(tokens, alone=alone)]
 
     def _most_prompt_tokens(self, generating: Sequence[Scheduled[RequestT]]) -> int:
-        """How many tokens of prompts a step may compute beside requests that generate.
-
-        A request whose last chunk is in flight generates next: it is not to wait for a
-        whole chunk of another one either.
-        """
-        if not self._running and not self.computing.completes_one:
+        """How many tokens of prompts a step may compute beside requests that generate."""
+        if not self._one_generates_soon():
             return self._chunk_tokens
         rows = len(generating)
         most = max(self._chunk_tokens - rows, self._chunk_tokens // _PROMPT_SHARE, 1)
         work = StepWork(rows=rows, row_pairs=sum([r.request.num_tokens for r in generating]))
         return self._itl_target.most_prompt_tokens(work, self.computing.next_context, most)
+
+    def _one_generates_soon(self) -> bool:
+        """Whether a request would wait for the step's end.
+
+        Also one whose last chunk is in flight, and one whose last pages are being read.
+        """
+        return bool(self._running) or self.computing.completes_one or self._another_generates_soon()
 
     def process_step_output(self, item: Scheduled[RequestT], output: StepOutput) -> None:
         """Take the tokens of a request that generates, or a chunk of its prompt."""
@@ -116,5 +123,6 @@ class MixedSteps(Generic[RequestT]):
         live = [(choice, token.token_id) for choice, token, finish in firsts if finish is None]
         if live:
             fork_and_run(self._context, self._running, self._growth, request, live)
+            self._context.faults.reach(Phase.DECODING)
         else:
             self._context.release(request, Outcome.FINISHED, None)

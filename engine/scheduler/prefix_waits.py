@@ -34,8 +34,8 @@ class PrefixWaits(Generic[RequestT]):
         bound: seconds without progress of a leader after which nobody waits for it. 0:
             nobody waits at all.
         leads: whether a request is about to publish its input.
-        at_end: leaders publish all of their input at once when it is complete, and not
-            chunk by chunk.
+        at_end: whether a leader publishes all of its input at once when it is complete,
+            and not chunk by chunk.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class PrefixWaits(Generic[RequestT]):
         bound: float,
         leads: Callable[[RequestT], bool],
         *,
-        at_end: bool,
+        at_end: Callable[[RequestT], bool],
     ) -> None:
         self._context = context
         self._bound = bound if context.kv_cache.index.keeps else 0.0
@@ -89,9 +89,10 @@ class PrefixWaits(Generic[RequestT]):
         """Whether it will publish more, as far as can be said."""
         if leader.has_ended or now - leader.progressed_at > self._bound:
             return False
-        if not self._at_end and self._has_unpublished_pages(leader):
+        leader = cast("RequestT", leader)
+        if not self._at_end(leader) and self._has_unpublished_pages(leader):
             return False
-        return self._leads(cast("RequestT", leader))
+        return self._leads(leader)
 
     def _has_unpublished_pages(self, leader: Request) -> bool:
         """Whether it has written whole pages that the index did not take: copies, say.
@@ -134,7 +135,7 @@ class PrefixWaits(Generic[RequestT]):
         shared = same // shape.page_size * shape.page_size
         if shared - known < worth:
             return 0
-        return shared if not self._at_end or self._is_worth_the_end(shared, leader) else 0
+        return shared if not self._at_end(leader) or self._is_worth_the_end(shared, leader) else 0
 
     def _is_worth_the_end(self, shared: int, leader: RequestT) -> bool:
         """Whether to wait for all of a leader's input: before that it publishes nothing.

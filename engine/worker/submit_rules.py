@@ -47,8 +47,8 @@ class SubmitRules:
             )
         if emitted and params.n > 1:
             raise ValueError("n: must be 1 for a request that has emitted tokens")
-        if (submit.prefill is not None) != (self.role is WorkerRole.DECODE):
-            raise ValueError("prefill: must be told to decode workers and to no others")
+        if submit.prefill is not None and self.role is not WorkerRole.DECODE:
+            raise ValueError("prefill: must be told to decode workers alone")
 
     def _check_ids(self, field: str, token_ids: Iterable[int]) -> None:
         worst = max(token_ids, default=0)

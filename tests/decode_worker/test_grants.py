@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvrelay.decode_worker.request import DecodeRequest
+from kvrelay.decode_worker.request import HandedOverRequest
 from kvrelay.kv_transfer.hand_over.states import DecodeState
 from tests.engine.simulation import SimRequest, Simulation, reference
 from tests.engine.test_scenarios import random_prompts
@@ -43,7 +43,7 @@ class Watched:
                 self.granted.append(request)
 
 
-def has_grant(request: DecodeRequest) -> bool:
+def has_grant(request: HandedOverRequest) -> bool:
     return request.hand_over.state not in (DecodeState.OPEN, DecodeState.ASKED)
 
 

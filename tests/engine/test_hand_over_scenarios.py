@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvrelay.decode_worker.request import DecodeRequest
+from kvrelay.decode_worker.request import HandedOverRequest
 from kvrelay.engine.scheduler.commands import Wake
 from kvrelay.kv_transfer.hand_over.states import DecodeState, PrefillState
 from kvrelay.kv_transfer.pull import Pull, PullState
@@ -260,7 +260,7 @@ def _time_passes(request: SimRequest, *, silent: bool) -> None:
     request.decode.scheduler.heartbeats.check.next_at = -math.inf
     for one in request.decode.context.requests.values():
         if silent:
-            assert isinstance(one, DecodeRequest)
+            assert isinstance(one, HandedOverRequest)
             one.stream.sequencer.heard_at = -math.inf
     request.decode.inbox.post(Wake())
 
@@ -302,7 +302,7 @@ def test_a_read_that_does_not_end_costs_its_attempt_and_its_pages_stay_fenced() 
     holds_on_to_reads(simulation)
     step_until(simulation, lambda: is_in(request, DecodeState.ANNOUNCED))
     (mine,) = request.decode.context.requests.values()
-    assert isinstance(mine, DecodeRequest)
+    assert isinstance(mine, HandedOverRequest)
     mine.read_at = -math.inf
     _time_passes(request, silent=False)
     request.decode.turn()

@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 
 from kvrelay.engine.executor.step import Step
-from tests.engine.simulation import reference
+from kvrelay.wire.speeds import StepSpeeds
+from tests.engine.simulation import Simulation, reference
 from tests.engine.simulation.clockwork import Clockwork, is_prompt
+from tests.engine.test_scenarios import step_until
 
 CHUNK = 512
 STEP_SECONDS = 0.012
@@ -19,13 +21,16 @@ PAIR_SECONDS = 2e-7
 ROW_SECONDS = 0.0008
 
 
-class TwoCores(Clockwork):
-    """Aggregated workers whose forwards cost what a small model's do on a core or two."""
+class OneWorker(Clockwork):
+    """A worker that computes prompts and generates, about as fast as a small model on a core.
 
-    def __init__(self, **options: Any) -> None:
-        super().__init__(
-            1, 16, 2000, 32, CHUNK, aggregated=True, workers=1, audit_pages=False, **options
-        )
+    Args:
+        decode: it is a decode worker that gets no prompt from a prefill worker.
+    """
+
+    def __init__(self, *, decode: bool = False, **options: Any) -> None:
+        kind = {"local": 1.0} if decode else {"aggregated": True}
+        super().__init__(1, 16, 2000, 32, CHUNK, workers=1, audit_pages=False, **kind, **options)
 
     def step_seconds(self, step: Step[Any]) -> float:
         seconds = STEP_SECONDS
@@ -50,7 +55,7 @@ def stream_beside_prompts(**options: Any) -> tuple[float, float]:
         The 99th percentile of the streams' inter-token latencies, and the seconds until all
         prompts have ended.
     """
-    rng, simulation = random.Random(0), TwoCores(**options)
+    rng, simulation = random.Random(0), OneWorker(**options)
     learn(simulation, rng)
     streams = [simulation.submit(prompt_of(rng, 8), 400) for _ in range(8)]
     simulation.run_until(simulation.clock + 1)
@@ -73,11 +78,12 @@ def learn(simulation: Clockwork, rng: random.Random) -> None:
         simulation.run_until(simulation.clock + 3)
 
 
-def test_itl_beside_long_prompts_keeps_the_target() -> None:
-    unbounded, fastest = stream_beside_prompts(itl_target=1e6)
+@pytest.mark.parametrize("decode", [False, True], ids=["aggregated", "decode"])
+def test_itl_beside_long_prompts_keeps_the_target(decode: bool) -> None:
+    unbounded, fastest = stream_beside_prompts(decode=decode, itl_target=1e6)
     assert unbounded > 0.2
     for target, slower in (100, 1.3), (60, 1.5):
-        itl, seconds = stream_beside_prompts(itl_target=target)
+        itl, seconds = stream_beside_prompts(decode=decode, itl_target=target)
         assert itl <= 1.15 * target / 1000
         assert seconds < slower * fastest
 
@@ -97,7 +103,7 @@ def test_a_target_that_cannot_be_kept_starves_no_prompt() -> None:
 
 
 def test_chunks_are_whole_while_nothing_generates() -> None:
-    rng, simulation = random.Random(1), TwoCores(itl_target=1)
+    rng, simulation = random.Random(1), OneWorker(itl_target=1)
     learn(simulation, rng)
     request, begun = simulation.submit(prompt_of(rng, 1024), 1), simulation.clock
     simulation.run_until(simulation.clock + 5)
@@ -107,11 +113,38 @@ def test_chunks_are_whole_while_nothing_generates() -> None:
 
 def test_second_token_does_not_wait_for_a_whole_chunk() -> None:
     """The step after a prompt's last chunk is planned before its first token is known."""
-    rng, simulation = random.Random(2), TwoCores(itl_target=60)
+    rng, simulation = random.Random(2), OneWorker(itl_target=60)
     learn(simulation, rng)
     requests = [simulation.submit(prompt_of(rng, 512), 3) for _ in range(4)]
     simulation.run_until(simulation.clock + 10)
     for request in requests:
         first, second, _ = simulation.emitted_at[request]
         assert second - first < 1.15 * 2 * 0.06
+    simulation.assert_at_baseline()
+
+
+def test_a_chunk_is_small_while_a_hand_over_is_about_to_end() -> None:
+    """A request whose last pages are being read does not wait for a whole chunk then."""
+    simulation = Simulation(1, 16, 200, 8, CHUNK, workers=1, itl_target=1)
+    (decode,) = simulation.decodes
+    decode.context.speed_learner.speeds = StepSpeeds(seconds_per_token=0.001, prompts_known=True)
+    chunks = []
+    launch = decode.launch
+
+    def watch(step: Step[Any]) -> None:
+        chunks.extend(item.num_tokens for item in step.scheduled if is_prompt(item))
+        launch(step)
+
+    decode.launch = watch  # type: ignore[method-assign]
+    handed_over = simulation.submit(list(range(40)), 3)
+    step_until(simulation, lambda: bool(decode.agent.ordered))
+    simulation.local = 1.0
+    simulation.end_read = lambda worker: None  # type: ignore[method-assign]
+    local = simulation.submit(list(range(90)) * 10, 2)
+    step_until(simulation, lambda: bool(chunks))
+    assert set(chunks) == {16}
+    del simulation.end_read  # type: ignore[method-assign]
+    simulation.run()
+    for request in (handed_over, local):
+        assert request.output == reference(request.prompt, request.max_tokens)
     simulation.assert_at_baseline()

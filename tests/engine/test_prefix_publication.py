@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvrelay.decode_worker.request import DecodeRequest
+from kvrelay.decode_worker.request import HandedOverRequest
 from kvrelay.kv_transfer.checksums import VerifyPages
 from kvrelay.wire.output import EndReason
 from tests.engine.simulation import SimRequest, Simulation, SimWorker, reference
@@ -50,7 +50,7 @@ def test_chunks_are_found_while_their_request_is_computed(seed: int, windows: An
 
 def generates(request: SimRequest) -> bool:
     mine = request.decode.context.requests.get(request.key)
-    return isinstance(mine, DecodeRequest) and mine.every_step is not None
+    return isinstance(mine, HandedOverRequest) and mine.every_step is not None
 
 
 @pytest.mark.parametrize("seed", range(4))

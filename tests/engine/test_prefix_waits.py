@@ -290,7 +290,9 @@ class Bench:
         context: SchedulerContext[Request] = SchedulerContext(
             self.kv_cache, outbox, WorkerMetrics(config)
         )
-        self.waits = PrefixWaits(context, 5.0, lambda r: r.lease is not None, at_end=at_end)
+        self.waits = PrefixWaits(
+            context, 5.0, lambda r: r.lease is not None, at_end=lambda _: at_end
+        )
         self.leader = self.request(PREFIX)
         self.leader.lease = known(self.kv_cache.open("leader", len(PREFIX)))
 

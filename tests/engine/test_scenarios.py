@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kvrelay.decode_worker.hand_over_stream import PeerMessage
-from kvrelay.decode_worker.request import DecodeRequest
+from kvrelay.decode_worker.request import HandedOverRequest
 from kvrelay.engine.config import Speculation
 from kvrelay.engine.executor.step import StepEnded
 from kvrelay.engine.scheduler.commands import Stop
@@ -77,7 +77,7 @@ def has_verdict(request: SimRequest) -> bool:
 
 def is_in(request: SimRequest, state: DecodeState) -> bool:
     mine = request.decode.context.requests.get(request.key)
-    return isinstance(mine, DecodeRequest) and mine.hand_over.state is state
+    return isinstance(mine, HandedOverRequest) and mine.hand_over.state is state
 
 
 POINTS: dict[str, Callable[[SimRequest], bool]] = {

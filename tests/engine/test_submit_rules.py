@@ -77,13 +77,17 @@ PEER = worker_pb2.PeerWorker(address="127.0.0.1:1", incarnation="p")
             WorkerRole.PREFILL,
             {"num_prompt_tokens": 1, "params": {"max_tokens": 2}},
         ),
-        ("prefill", WorkerRole.DECODE, {}),
         ("prefill", WorkerRole.PREFILL, {"prefill": PEER}),
     ],
 )
 def test_bad_submission_names_its_field(field, role, changes):
     with pytest.raises(ValueError, match=rf"^{field}"):
         submitted(message(**changes), role)
+
+
+def test_a_decode_worker_computes_what_names_no_prefill_worker():
+    assert submitted(message(), WorkerRole.DECODE).prefill is None
+    assert submitted(message(prefill=PEER), WorkerRole.DECODE).prefill is not None
 
 
 def test_end_of_sequence_stops_unless_ignored():

@@ -13,7 +13,7 @@ import gc
 import itertools
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -52,11 +52,13 @@ class Mode:
     cached: bool = False
     chunk: int = 512
     retract_every: int = 0
+    local: float = 0.0
+    """The part of the prompts that decode workers compute."""
 
     def __str__(self) -> str:
         return "-".join(
             [
-                "aggregated" if self.aggregated else "pair",
+                "aggregated" if self.aggregated else "local" if self.local else "pair",
                 f"page{self.page_size}",
                 "overlap" if self.overlap else "sync",
                 self.speculation,
@@ -81,6 +83,10 @@ MODES = [
 ]
 SPREAD = random.Random(4).sample(MODES, 12)
 """Every value of every mode is in it, in many pairs."""
+LOCAL = [
+    replace(mode, local=0.7)
+    for mode in random.Random(5).sample([mode for mode in MODES if not mode.aggregated], 6)
+]
 
 
 def serve(
@@ -93,6 +99,7 @@ def serve(
         rows=0,
         chunk=mode.chunk,
         aggregated=mode.aggregated,
+        local=mode.local,
         workers=1,
         tokenizer=Tokenizer.from_file(str(model / "tokenizer.json")),
         model_path=model,
@@ -227,12 +234,13 @@ def cases(
         pytest.param(
             architecture,
             mode,
-            MODES.index(mode),
-            id=f"{architecture}-{mode}-seed{MODES.index(mode)}",
+            seed,
+            id=f"{architecture}-{mode}-seed{seed}",
             marks=marks,
         )
         for architecture in architectures
         for mode in modes
+        for seed in [(MODES + LOCAL).index(mode)]
     ]
 
 
@@ -240,6 +248,9 @@ REST = [mode for mode in MODES if mode not in SPREAD]
 TINY = [
     *cases(("llama",), SPREAD),
     *cases(("gemma3", "mistral-window", "deepseek"), SPREAD[:4]),
+    *cases(("llama", "gemma3"), LOCAL[1:3]),
+    *cases(("llama", "gemma3"), LOCAL[:1] + LOCAL[3:], pytest.mark.slow),
+    *cases(("mistral-window", "deepseek"), LOCAL, pytest.mark.slow),
     *cases(("llama",), REST, pytest.mark.slow),
     *cases(("gemma3", "mistral-window", "deepseek"), SPREAD[4:] + REST, pytest.mark.slow),
 ]

@@ -53,9 +53,10 @@ class Simulation(SimRouter):
         aggregated: bool = False,
         workers: int = 2,
         tokenizer: Any = None,
+        local: float = 0.0,
         **options: Any,
     ) -> None:
-        super().__init__(random.Random(seed))
+        super().__init__(random.Random(seed), local)
         options = {
             "audit_pages": True,
             "model_path": None,

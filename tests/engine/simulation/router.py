@@ -58,14 +58,16 @@ class SimRouter:
 
     Args:
         random: chooses the workers.
+        local: the part of the requests whose prompts decode workers compute.
     """
 
     prefills: list[SimWorker]
     decodes: list[SimWorker]
     workers: list[SimWorker]
 
-    def __init__(self, random: random.Random) -> None:
+    def __init__(self, random: random.Random, local: float = 0.0) -> None:
         self.random = random
+        self.local = local
         self._arrivals = 0
         self.attempts = 0
         self.submitted: list[SimRequest] = []
@@ -121,6 +123,8 @@ class SimRouter:
             self.random.choice([worker for worker in workers if not worker.draining])
             for workers in (self.prefills, self.decodes)
         )
+        if self.local and self.random.random() < self.local:
+            return decode, decode
         return prefill, prefill if decode in self.prefills else decode
 
     def _attempt(self, choices: Sequence[SimRequest]) -> None:
