@@ -97,9 +97,9 @@ class Scheduler(Protocol[RequestT, MessageT_contra]):
         """Choose what the next forward computes, and allocate its pages. Empty: nothing.
 
         Here the next step is decided. The implementations are
-        ``DecodeScheduler.schedule`` (by ``RunningBatch.schedule``),
-        ``PrefillScheduler.schedule`` (by ``ComputingPrompts.schedule``) and
-        ``AggregatedScheduler.schedule``, which mixes both.
+        ``PrefillScheduler.schedule`` (by ``ComputingPrompts.schedule``), and
+        ``DecodeScheduler.schedule`` and ``AggregatedScheduler.schedule`` (by
+        ``MixedSteps.schedule``, which mixes that with ``RunningBatch.schedule``).
         """
         ...
 

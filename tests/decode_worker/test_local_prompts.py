@@ -13,14 +13,7 @@ from kvrelay.engine.scheduler.commands import RetractForDrain
 from kvrelay.wire.output import EndReason
 from tests.engine.simulation import SimRequest, Simulation, SimWorker, count, reference
 from tests.engine.test_modes import expected, run_load
-from tests.engine.test_scenarios import random_prompts, step_until
-
-CHUNK = 16
-
-
-def one_pair(seed: int, local: float = 1.0, **options: object) -> Simulation:
-    sizes = {"page_size": 4, "pages": 60, "rows": 4, "chunk": CHUNK, "workers": 1}
-    return Simulation(seed, local=local, **{**sizes, **options})
+from tests.engine.test_scenarios import CHUNK, one_pair, random_prompts, step_until
 
 
 def submit(simulation: Simulation, prompt: list[int], most: int, *, local: bool) -> SimRequest:
@@ -186,7 +179,7 @@ def test_local_prompts_and_grants_share_one_bypass_bound(seed: int, large_is_loc
     local = [submit(simulation, prompt, 2, local=True) for prompt in prompts[:2]]
     step_until(simulation, lambda: all(one.tokens for one in local))
     handed_over = [submit(simulation, prompt, 2, local=False) for prompt in prompts[2:]]
-    passed = set()
+    passed: set[SimRequest] = set()
 
     def large_has_memory() -> bool:
         if not has_memory(large):
@@ -207,7 +200,7 @@ def asked_or_waits(request: SimRequest) -> bool:
 
 
 def test_a_prompt_that_could_never_fit_fails_at_once() -> None:
-    simulation = one_pair(1)
+    simulation = one_pair(1, local=1.0)
     request = simulation.submit(random_prompts(1, 1, 300)[0], 4)
     simulation.run()
     (end,) = request.ends.values()
@@ -236,7 +229,7 @@ def test_drain_at_every_point_of_a_local_prompt(events: int, grace: int | None) 
 
 @pytest.mark.parametrize("events", range(2, 40, 3))
 def test_cancel_at_every_point_of_a_local_prompt(events: int) -> None:
-    simulation = one_pair(events)
+    simulation = one_pair(events, local=1.0)
     choices = simulation.submit_choices(3, list(range(40)), 6)
     other = submit(simulation, list(range(50, 90)), 6, local=False)
     for _ in range(events):

@@ -128,7 +128,7 @@ def test_a_chunk_is_small_while_a_hand_over_is_about_to_end() -> None:
     simulation = Simulation(1, 16, 200, 8, CHUNK, workers=1, itl_target=1)
     (decode,) = simulation.decodes
     decode.context.speed_learner.speeds = StepSpeeds(seconds_per_token=0.001, prompts_known=True)
-    chunks = []
+    chunks: list[int] = []
     launch = decode.launch
 
     def watch(step: Step[Any]) -> None:
@@ -143,7 +143,7 @@ def test_a_chunk_is_small_while_a_hand_over_is_about_to_end() -> None:
     local = simulation.submit(list(range(90)) * 10, 2)
     step_until(simulation, lambda: bool(chunks))
     assert set(chunks) == {16}
-    del simulation.end_read  # type: ignore[method-assign]
+    del simulation.end_read
     simulation.run()
     for request in (handed_over, local):
         assert request.output == reference(request.prompt, request.max_tokens)
