@@ -173,13 +173,13 @@ class DecodeScheduler:
         """Count requests, prompt tokens that are not here yet, and expected growth."""
         requests = self._context.requests.values()
         to_read = [r.input_len for r in requests if r.peer and not r.kv_written_len]
-        to_compute = [r.input_len for r in requests if not r.peer and r.wants_memory]
-        to_compute += self._steps.computing.tokens_left
+        waiting = {r: r.input_len for r in requests if not r.peer and r.wants_memory}
+        prompts = waiting | self._steps.computing.tokens_left
         return self._context.measure_load(
             waiting_requests=len(requests) - len(self._running),
-            waiting_tokens=sum(to_read) + sum(to_compute),
+            waiting_tokens=sum(to_read) + sum(prompts.values()),
             growth_tokens=self._growth.total_tokens(self._running),
-            prompts=to_compute,
+            prompts=prompts,
             peers=self._probes.values(),
         )
 

@@ -3,7 +3,16 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Final
+
+_LEAST_TOKENS: Final = 16
+"""Of a prompt in any step, so that prompts end."""
+_IDLE_STEPS: Final = 3
+"""By default, a step with prompts may take as long as so many steps of one request alone."""
+_OWN_STEPS: Final = 2
+"""And at least as long as so many steps of its batch without prompts: beside a large batch
+prompts would starve otherwise."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +78,30 @@ class StepSpeeds:
     def step_seconds(self, rows: int, context: int = 0) -> float:
         """Expected seconds of a step in which `rows` generate, behind `context` tokens each."""
         return self.seconds_of(StepWork(rows=rows, row_pairs=rows * context))
+
+    def most_tokens_beside(
+        self, rows: StepWork, context: int, most: int, itl_target: float | None = None
+    ) -> int:
+        """The most tokens of a prompt with which rows that generate keep their pace, a few at least.
+
+        Args:
+            rows: what the step computes beside the prompt.
+            context: tokens of the prompt before those.
+            most: tokens of the prompt that the step may compute at all.
+            itl_target: seconds that the step may take; None: as follows from steps without prompts.
+        """
+        bound = itl_target or max(
+            _IDLE_STEPS * self.step_seconds(1), _OWN_STEPS * self.seconds_of(rows)
+        )
+        keeps, breaks = min(_LEAST_TOKENS, most), most + 1
+        while breaks - keeps > 1:
+            tokens = (keeps + breaks) // 2
+            chunk = StepWork.of_prompt(tokens, context)
+            if self.seconds_of(replace(chunk, rows=rows.rows, row_pairs=rows.row_pairs)) <= bound:
+                keeps = tokens
+            else:
+                breaks = tokens
+        return keeps
 
 
 UNMEASURED = StepSpeeds()

@@ -2,19 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Final
-
 from kvrelay.engine.scheduler.speed_learner import SpeedLearner
 from kvrelay.wire.speeds import StepWork
-
-_LEAST_TOKENS: Final = 16
-"""Prompt tokens of a step in any case, so that prompts end."""
-_IDLE_STEPS: Final = 3
-"""By default, a step with prompts may take as long as so many steps of one request alone."""
-_OWN_STEPS: Final = 2
-"""And at least as long as so many steps of its batch without prompts: beside a large batch
-prompts would starve otherwise."""
 
 
 class ItlTarget:
@@ -37,17 +26,4 @@ class ItlTarget:
             context: tokens before those of the prompt.
             most: prompt tokens that the step may compute at all.
         """
-        speeds = self._learner.speeds
-        bound = self._seconds or max(
-            _IDLE_STEPS * speeds.step_seconds(1), _OWN_STEPS * speeds.seconds_of(rows)
-        )
-        keeps, breaks = min(_LEAST_TOKENS, most), most + 1
-        while breaks - keeps > 1:
-            tokens = (keeps + breaks) // 2
-            chunk = StepWork.of_prompt(tokens, context)
-            work = replace(chunk, rows=rows.rows, row_pairs=rows.row_pairs)
-            if speeds.seconds_of(work) <= bound:
-                keeps = tokens
-            else:
-                breaks = tokens
-        return keeps
+        return self._learner.speeds.most_tokens_beside(rows, context, most, self._seconds)
