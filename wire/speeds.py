@@ -82,7 +82,7 @@ class StepSpeeds:
     def most_tokens_beside(
         self, rows: StepWork, context: int, most: int, itl_target: float | None = None
     ) -> int:
-        """The most tokens of a prompt with which rows that generate keep their pace, a few at least.
+        """The most tokens of a prompt beside rows that keep their pace so, a few at least.
 
         Args:
             rows: what the step computes beside the prompt.
