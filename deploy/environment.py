@@ -26,6 +26,9 @@ _ONE_MACHINE = {
 }
 """Keep the processes of a cluster that has one machine from listening to other machines."""
 _RAY_SETTINGS = {
+    # Ray's metrics take any free port, so that several clusters run beside each other.
+    "AUTOSCALER_METRIC_PORT": "0",
+    "DASHBOARD_METRIC_PORT": "0",
     # No usage report leaves the machine, and no notice about it is printed.
     "RAY_USAGE_STATS_ENABLED": "0",
     # This is the default; Ray announces it at every start unless it is set.

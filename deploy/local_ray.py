@@ -6,7 +6,11 @@ Ray reads its settings when it is imported, so they are set here first; other mo
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import inspect
 import logging
+from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -51,14 +55,15 @@ class LocalRay:
     def __enter__(self) -> Self:
         self._folder = RayFolder()
         try:
-            ray.init(
-                address="local",
-                num_cpus=self._workers,
-                object_store_memory=_OBJECT_STORE_BYTES,
-                include_dashboard=False,
-                logging_level=self._log_level,
-                _temp_dir=str(self._folder.path),
-            )
+            with _agent_on_any_port():
+                ray.init(
+                    address="local",
+                    num_cpus=self._workers,
+                    object_store_memory=_OBJECT_STORE_BYTES,
+                    include_dashboard=False,
+                    logging_level=self._log_level,
+                    _temp_dir=str(self._folder.path),
+                )
         except BaseException as error:
             self._stop(error)
             raise
@@ -90,3 +95,20 @@ class LocalRay:
                 self._folder.remove()
         if error is not None and failed:
             error.add_note(f"the logs are in {self.logs}")
+
+
+@contextlib.contextmanager
+def _agent_on_any_port() -> Iterator[None]:
+    """Let the dashboard's agent of a Ray that starts meanwhile listen on any free port.
+
+    Only `ray start` has an option for that; with `ray.init` it is 52365, which one agent of a
+    machine can have. Where a Ray has no such parameter any more, nothing is changed.
+    """
+    module = ray._private.parameter
+    before = module.RayParams
+    if "dashboard_agent_listen_port" in inspect.signature(before).parameters:
+        module.RayParams = functools.partial(before, dashboard_agent_listen_port=0)
+    try:
+        yield
+    finally:
+        module.RayParams = before

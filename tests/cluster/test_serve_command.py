@@ -20,6 +20,8 @@ from tests.cluster.listening import is_loopback, listening
 
 KVRELAY = (sys.executable, "-m", "kvrelay.deploy")
 ANYWHERE = "127.0.0.1:0"
+RAYS_USUAL_PORTS = {44217, 44227, 52365}
+"""Of the autoscaler's and the dashboard's metrics, and the dashboard's agent."""
 IDLE_LIMIT = 0.05
 IDLE_SECONDS = 4.0
 IDLE_LOOKS = 4
@@ -55,13 +57,14 @@ def serve(tiny: Path, temp: Path) -> Iterator[subprocess.Popen[str]]:
 
 
 def test_serve_generate_status_and_ctrl_c(
-    unrelated: subprocess.Popen[bytes], serve: subprocess.Popen[str], temp: Path
+    ray: None, unrelated: subprocess.Popen[bytes], serve: subprocess.Popen[str], temp: Path
 ):
     address, example = ready(serve)
     assert subprocess.run(example, shell=True, capture_output=True).returncode == 0
     cluster = psutil.Process(serve.pid).children(recursive=True)
     assert list(temp.glob("kvrelay-*"))
     listens_on_loopback_alone([psutil.Process(serve.pid), *cluster])
+    rays_have_all_their_ports(cluster, of_this_process(beside=cluster))
 
     options = ("the quick brown", "--max-tokens", "8", "--temperature", "0", "--ignore-eos")
     text = run("generate", *options, "--server", address)
@@ -101,6 +104,25 @@ def listens_on_loopback_alone(processes: list[psutil.Process]) -> None:
     names = {name.partition(".")[0] for name, _, _ in doors}
     assert {"gcs_server", "raylet", "ray::PrefillWorker", "ray::DecodeWorker"} <= names
     assert [door for door in doors if not is_loopback(door[1])] == []
+
+
+def rays_have_all_their_ports(*clusters: list[psutil.Process]) -> None:
+    """Two Rays of one machine: none listens where the other one would have liked to."""
+    ports = [{port for process in one for _, port in listening(process)} for one in clusters]
+    assert not ports[0] & ports[1]
+    assert not RAYS_USUAL_PORTS & (ports[0] | ports[1])
+    daemons = ("gcs_server", "raylet", "ray::DashboardAgent", "ray::RuntimeEnvAgent")
+    for daemon in daemons:
+        found = [len(listening(one)) for each in clusters for one in each if one.name() == daemon]
+        assert len(found) == 2, daemon
+        assert found[0] == found[1] > 0, daemon
+
+
+def of_this_process(*, beside: list[psutil.Process]) -> list[psutil.Process]:
+    """The processes of the Ray that the tests share."""
+    others = {process.pid for process in beside}
+    mine = psutil.Process().children(recursive=True)
+    return [process for process in mine if process.pid not in others]
 
 
 def ready(serve: subprocess.Popen[str]) -> tuple[str, str]:
