@@ -37,8 +37,12 @@ class Membership:
         return MappingProxyType(self._live)
 
     def add_live(self, info: WorkerInfo) -> None:
-        """An incarnation can be used; one that drained has its successor."""
-        self._draining.pop(info.name, None)
+        """An incarnation can be used; another one that drained has its successor.
+
+        One that drains, and could not be reached for a while, drains still.
+        """
+        if self._draining.get(info.name) != info:
+            self._draining.pop(info.name, None)
         self._awaited.pop(info.name, None)
         self._live[info.name] = self._running[info.name] = info
         self._publish()

@@ -115,6 +115,18 @@ async def test_nobody_drains_while_another_is_lost_or_drained_by_an_operator():
     assert await role.drains() == ["decode-2"]
 
 
+async def test_nobody_drains_beside_one_that_drains_and_was_not_reachable_for_a_while():
+    role = Role("decode-0", "decode-1")
+    role.wants_to_drain("decode-0")
+    role.wants_to_drain("decode-1")
+    assert await role.drains() == ["decode-0"]
+    role.members.remove_live(role.lives["decode-0"])
+    role.members.add_live(role.lives["decode-0"])
+    assert await role.drains() == ["decode-0"]
+    role.is_replaced("decode-0")
+    assert await role.drains() == ["decode-1"]
+
+
 async def test_who_is_lost_while_it_waits_takes_no_turn():
     role = Role("decode-0", "decode-1", "decode-2")
     for name in role.lives:

@@ -72,6 +72,16 @@ def test_a_worker_that_drains_is_listed_until_its_successor_is_live(members: Mem
     assert not members.is_draining("decode-0")
 
 
+def test_a_worker_that_drains_and_was_not_reachable_for_a_while_drains_still(members: Membership):
+    members.add_draining(FIRST)
+    members.remove_live(FIRST)
+    members.add_live(FIRST)
+    assert listed(members) == [("decode-0-1", True)]
+    assert members.live == {"decode-0": FIRST}
+    members.remove_draining(FIRST)
+    assert listed(members) == [("decode-0-1", False)]
+
+
 def test_a_drain_that_failed_leaves_a_successors_alone(members: Membership):
     members.add_draining(FIRST)
     members.remove_draining(FIRST)
