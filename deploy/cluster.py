@@ -13,6 +13,7 @@ from kvrelay.deploy.deaths import Deaths
 from kvrelay.deploy.drain_turns import DrainTurns
 from kvrelay.deploy.errors import ClusterError
 from kvrelay.deploy.membership import Membership
+from kvrelay.deploy.pauses import finished
 from kvrelay.deploy.placement import Placement
 from kvrelay.deploy.supervisor import WorkerSupervisor
 from kvrelay.engine.config import WorkerConfig
@@ -93,7 +94,13 @@ class Cluster:
             raise
 
     async def stop(self) -> None:
-        """End every worker, in good order where it can, and give its place back to Ray."""
+        """End every worker, in good order where it can, and give its place back to Ray.
+
+        A cancellation is raised only when that is done: no process outlives its cluster.
+        """
+        await finished(self._stop())
+
+    async def _stop(self) -> None:
         supervisors, self._supervisors = self._supervisors, {}
         try:
             stops = [supervisor.stop() for supervisor in supervisors.values()]

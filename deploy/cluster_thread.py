@@ -8,15 +8,16 @@ import logging
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from types import MappingProxyType, TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
 from kvrelay.deploy.cluster import Cluster
+from kvrelay.deploy.pauses import finished
 from kvrelay.engine.config import WorkerConfig
-from kvrelay.engine.faults import Fault
 from kvrelay.router.admin import DrainStep
 from kvrelay.router.discovery import Discovery, StaticDiscovery
 from kvrelay.wire.worker_info import WorkerInfo
 
+P = ParamSpec("P")
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
 
@@ -55,7 +56,7 @@ class ClusterThread:
         self._ended = asyncio.Event()
         self._begun = threading.Event()
         self._supervising: asyncio.Task[None] | None = None  # and `_loop`: set by the thread
-        threading.Thread(target=self._run, name="supervisors", daemon=True).start()
+        threading.Thread(target=self._supervise_all, name="supervisors", daemon=True).start()
         self._begun.wait()
         try:
             await asyncio.shield(self._started)
@@ -91,18 +92,19 @@ class ClusterThread:
             self._hand_over()  # before the step arrives, which is a consequence
             return step
 
-        while (step := await self._call(next_step())) is not None:
+        while (step := await self._run(next_step())) is not None:
             yield step
 
-    async def arm(self, worker: str, faults: Sequence[Fault]) -> None:
-        """Inject these faults into a worker's present incarnation, if it was built for faults."""
-        await self._call(self._cluster.arm(worker, faults))
+    async def call(
+        self,
+        method: Callable[Concatenate[Cluster, P], Coroutine[Any, Any, T]],
+        *args: P.args,
+        **kwargs: P.kwargs,
+    ) -> T:
+        """Call a method of the cluster, as ``call(Cluster.arm, worker, faults)``."""
+        return await self._run(method(self._cluster, *args, **kwargs))
 
-    async def faults_fired(self, worker: str) -> int:
-        """How many of the faults that were armed last in that worker have happened."""
-        return await self._call(self._cluster.faults_fired(worker))
-
-    async def _call(self, work: Coroutine[Any, Any, T]) -> T:
+    async def _run(self, work: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine on the supervisors' loop."""
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop))
 
@@ -111,11 +113,11 @@ class ClusterThread:
         if self._supervising is not None:
             with contextlib.suppress(RuntimeError):  # its loop has ended by itself
                 self._loop.call_soon_threadsafe(self._supervising.cancel)
-        await self._ended.wait()
+        await finished(self._ended.wait())
 
     # What runs on the thread.
 
-    def _run(self) -> None:
+    def _supervise_all(self) -> None:
         try:
             asyncio.run(self._supervise())
         except BaseException as error:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from typing import Self
+import time
+from typing import Final, Self
 
 from kvrelay.deploy.local_ray import ray
-from kvrelay.deploy.pauses import is_done_within
+from kvrelay.deploy.pauses import Pauses, is_done_within
 from kvrelay.deploy.watcher import Watcher
 from kvrelay.deploy.worker_actor import WorkerActor, reason_of
 from kvrelay.deploy.worker_host import WorkerHost
@@ -16,6 +17,7 @@ from kvrelay.deploy.worker_process import WorkerProcess
 from kvrelay.wire.worker_info import WorkerInfo
 
 _log = logging.getLogger(__name__)
+_TELL_AGAIN_SECONDS: Final = 0.2
 
 
 class Incarnation:
@@ -24,25 +26,22 @@ class Incarnation:
     Args:
         info: the incarnation's.
         actor: the worker's.
-        process: None: it cannot be observed from here.
         silence_seconds: without an answer after which the process is killed.
         watcher: is told when the worker drains, and gives it its turn to.
     """
 
     def __init__(
-        self,
-        info: WorkerInfo,
-        actor: WorkerActor,
-        process: WorkerProcess | None,
-        silence_seconds: float,
-        watcher: Watcher,
+        self, info: WorkerInfo, actor: WorkerActor, silence_seconds: float, watcher: Watcher
     ) -> None:
         self.info = info
         self._actor = actor
-        self._process = process
         self._silence_seconds = silence_seconds
         self._watcher = watcher
         self._killed = False
+        self._process: WorkerProcess | None = None
+        """None: it cannot be observed from here, or `_asked` says that nobody knows yet."""
+        self._asked = False
+        """The worker has said which process it is in."""
         self._call: asyncio.Task[str] | None = None
         """Lasts until Ray has noticed that the process has ended."""
 
@@ -54,14 +53,33 @@ class Incarnation:
         silence_seconds: float,
         watcher: Watcher,
     ) -> Self:
-        """The incarnation that has just said its `info`, which may have died since."""
-        process = None
+        """The incarnation that has just said its `info`, which may have died since.
+
+        Where it does not say at once which process it is in, `lost` asks it again.
+        """
+        life = cls(info, actor, silence_seconds, watcher)
         with contextlib.suppress(ray.exceptions.RayError, TimeoutError):
             async with asyncio.timeout(silence_seconds):
-                identity = await actor.call(WorkerHost.process)
-            if identity is not None and identity.pid == info.pid:
-                process = WorkerProcess.find(identity)
-        return cls(info, actor, process, silence_seconds, watcher)
+                await life._ask_for_process()
+        return life
+
+    async def drain(self) -> None:
+        """Let the worker drain; its process may have ended instead.
+
+        Raises RayError if it cannot be told. It may drain all the same.
+        """
+        give_up_at = time.monotonic() + self._silence_seconds
+        while True:
+            try:
+                return await self._actor.call(WorkerHost.drain, self.info.incarnation)
+            except ray.exceptions.ActorUnavailableError:
+                if self._process is not None and self._process.has_ended:
+                    return
+                if time.monotonic() > give_up_at:
+                    raise
+                await asyncio.sleep(_TELL_AGAIN_SECONDS)
+            except ray.exceptions.RayActorError:
+                return  # it had nothing to finish, and ended before it could answer
 
     async def lost(self) -> str:
         """Wait until the process has ended, is not reachable, or was killed; returns why."""
@@ -121,10 +139,7 @@ class Incarnation:
     async def end(self, seconds: float) -> None:
         """Kill the process and wait for its end, if it can be observed, but not for longer."""
         if self._process is not None:
-            self._process.kill()
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(seconds):
-                    await self._process.ended()
+            await self._process.end(seconds)
         self.close()
 
     async def _silent(self) -> str:
@@ -147,11 +162,22 @@ class Incarnation:
 
     async def _process_ended(self) -> str:
         """Wait until the system says that the process has ended; returns the reason."""
+        pauses = Pauses()
+        while not self._asked:
+            await pauses.pause()
+            with contextlib.suppress(ray.exceptions.RayError):
+                await self._ask_for_process()
         if self._process is None:
             await asyncio.Event().wait()
         else:
             await self._process.ended()
         return "its process died"
+
+    async def _ask_for_process(self) -> None:
+        """Let the worker say which process it is in. Raises RayError if it does not answer."""
+        identity = await self._actor.call(WorkerHost.process_of, self.info.incarnation)
+        self._asked = True
+        self._process = None if identity is None else WorkerProcess.find(identity)
 
     async def _call_ended(self) -> str:
         """Wait for the end of a call that lasts as long as the process; returns the reason."""

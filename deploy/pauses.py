@@ -1,10 +1,11 @@
-"""Waits: before something is tried again, and for what may never come."""
+"""Waits: before something is tried again, for what may never come, and for what must be done."""
 
 from __future__ import annotations
 
 import asyncio
 import math
 import time
+from collections.abc import Coroutine
 from typing import Any, Final
 
 _FIRST_SECONDS: Final = 0.1
@@ -48,3 +49,19 @@ async def is_done_within(task: asyncio.Future[Any], seconds: float) -> bool:
         if task.done():
             return True
     return False
+
+
+async def finished(work: Coroutine[Any, Any, object]) -> None:
+    """Wait until work is done, which the cancellation of its caller does not cut short.
+
+    The cancellation is raised then, unless the work has raised something itself.
+    """
+    task, cancelled = asyncio.create_task(work), None
+    while not task.done():
+        try:
+            await asyncio.wait({task})
+        except asyncio.CancelledError as error:
+            cancelled = error
+    task.result()
+    if cancelled is not None:
+        raise cancelled

@@ -16,6 +16,7 @@ from kvrelay.deploy.start_bound import start_seconds
 from kvrelay.deploy.watcher import Watcher
 from kvrelay.deploy.worker_actor import WorkerActor, reason_of
 from kvrelay.deploy.worker_host import WorkerHost
+from kvrelay.deploy.worker_process import WorkerProcess
 from kvrelay.engine.config import WorkerConfig
 from kvrelay.engine.faults import Fault
 from kvrelay.wire.worker_info import WorkerInfo
@@ -93,14 +94,17 @@ class WorkerSupervisor:
         Args:
             remove: no other incarnation follows.
         """
+        assert self._life is not None
         before, self.removing = self.removing, self.removing or remove
         try:
-            await self._actor.call(WorkerHost.drain)
-        except ray.exceptions.RayActorError:
-            pass  # it had nothing to finish, and ended before it could answer
-        except ray.exceptions.RayError as error:
+            await self._life.drain()
+        except BaseException as error:
             self.removing = before
-            raise ClusterError(f"{self.name} could not be told: {reason_of(error)}") from error
+            if not isinstance(error, ray.exceptions.RayError):
+                raise
+            unreachable = isinstance(error, ray.exceptions.ActorUnavailableError)
+            why = "it cannot be reached" if unreachable else reason_of(error)
+            raise ClusterError(f"{self.name} could not be told: {why}") from error
 
     async def arm(self, faults: Sequence[Fault]) -> None:
         """Inject these faults into the worker's present incarnation; see `WorkerHost.arm`."""
@@ -119,12 +123,25 @@ class WorkerSupervisor:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        with contextlib.suppress(TimeoutError, ray.exceptions.RayError):
-            async with asyncio.timeout(_STOP_SECONDS):
-                await self._actor.call(WorkerHost.stop)
+        process = await self._stop_process()
         self._actor.remove()
+        if process is not None:
+            await process.end(_STOP_SECONDS)
         if self._life is not None:
             await self._life.end(_STOP_SECONDS)
+
+    async def _stop_process(self) -> WorkerProcess | None:
+        """Stop the worker in good order; returns its process, in which it may still start.
+
+        None: no process answers, or it cannot be observed from here.
+        """
+        process = None
+        with contextlib.suppress(TimeoutError, ray.exceptions.RayError):
+            async with asyncio.timeout(_STOP_SECONDS):
+                identity = await self._actor.call(WorkerHost.process)
+                process = None if identity is None else WorkerProcess.find(identity)
+                await self._actor.call(WorkerHost.stop)
+        return process
 
     async def _first_start(self) -> WorkerInfo:
         starting = asyncio.create_task(self._actor.call(WorkerHost.start))

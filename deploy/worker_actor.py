@@ -41,7 +41,7 @@ class WorkerActor:
         *args: P.args,
         **kwargs: P.kwargs,
     ) -> T:
-        """Call a method of the actor, as ``call(WorkerHost.drain)``, and wait for its result.
+        """Call a method of the actor, as ``call(WorkerHost.heartbeat)``, and wait for its result.
 
         Raises:
             ray.exceptions.RayTaskError: the method raised.

@@ -166,6 +166,10 @@ class WorkerHost:
         except OSError:
             return None
 
+    async def process_of(self, incarnation: str) -> ProcessIdentity | None:
+        """This process; None, too, if it is not this incarnation's."""
+        return None if self._worker_of(incarnation) is None else await self.process()
+
     async def watch(self, incarnation: str) -> None:
         """Wait for the end of this process, which ends the call with an error.
 
@@ -179,13 +183,14 @@ class WorkerHost:
         if self._worker is not None:
             await self._worker.heartbeat()
 
-    async def drain(self) -> None:
+    async def drain(self, incarnation: str) -> None:
         """Begin to drain the worker; when that is done, the process ends by itself.
 
-        SIGTERM does the same.
+        SIGTERM does the same. Does nothing in a process that is not this incarnation's.
         """
-        if self._worker is not None:
-            self._worker.drain()
+        worker = self._worker_of(incarnation)
+        if worker is not None:
+            worker.drain()
 
     async def draining(self, incarnation: str) -> bool:
         """Wait until the worker drains, for whatever reason.

@@ -87,6 +87,14 @@ class WorkerProcess:
             with contextlib.suppress(ProcessLookupError):  # ended, and not noticed yet
                 signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
 
+    async def end(self, seconds: float) -> None:
+        """Kill it and wait for its end, but not for longer; then observe it no more."""
+        self.kill()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self.ended()
+        self.close()
+
     def close(self) -> None:
         """Observe it no more. Who waits for its end waits for ever."""
         if self._pidfd is not None:

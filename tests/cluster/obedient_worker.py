@@ -30,6 +30,7 @@ class ObedientWorker:
             case "refuse":
                 raise ValueError("kv_memory: 1 byte does not hold\n one page")
             case "hang":
+                self._order("hangs").write_text(str(os.getpid()))
                 await asyncio.Event().wait()
             case "crash":
                 os._exit(1)
@@ -116,6 +117,7 @@ class ObedientHost(WorkerHost):
     def __init__(self, config: WorkerConfig, build: BuildWorker, log_level: int) -> None:
         super().__init__(config, build, log_level)
         time.sleep(float(ObedientWorker(config).take("born") or 0))
+        (config.model_path / f"{config.name}.begun").touch()
 
 
 def give_order(folder: Path, worker: str, order: str, *lines: str) -> None:

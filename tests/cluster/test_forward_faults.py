@@ -9,6 +9,7 @@ from typing import Any
 import psutil
 import pytest
 
+from kvrelay.deploy.cluster import Cluster
 from kvrelay.engine.faults import parse_faults
 from kvrelay.wire.worker_info import WorkerInfo
 from tests.cluster.running import RunningCluster, running
@@ -41,7 +42,7 @@ async def cluster(ray, tiny) -> AsyncIterator[RunningCluster]:
 
 
 async def arm(cluster: RunningCluster, name: str, faults: str) -> WorkerInfo:
-    await cluster.deployment.cluster.arm(name, parse_faults(faults))
+    await cluster.deployment.cluster.call(Cluster.arm, name, parse_faults(faults))
     return cluster.deployment.cluster.workers[name]
 
 

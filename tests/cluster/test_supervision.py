@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import os
 import signal
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -18,7 +20,8 @@ from kvrelay.deploy.cluster import Cluster
 from kvrelay.deploy.cluster_thread import ClusterThread
 from kvrelay.deploy.errors import ClusterError
 from kvrelay.deploy.local_ray import ray as ray_module
-from kvrelay.deploy.worker_host import BUILDERS
+from kvrelay.deploy.worker_actor import WorkerActor
+from kvrelay.deploy.worker_host import BUILDERS, WorkerHost
 from kvrelay.engine.config import WorkerConfig
 from kvrelay.router.admin import DrainPhase
 from kvrelay.router.errors import CannotDrain, UnknownWorker
@@ -106,6 +109,28 @@ def was_told(orders: Path, worker: str, dead: WorkerInfo) -> bool:
     return heard(orders, worker)[-1:] == [dead.incarnation]
 
 
+class LostCalls:
+    """Lets Ray say of a method's next calls that the actor cannot be reached, without telling it.
+
+    Args:
+        method: of the workers' host.
+        times: after which its calls arrive again.
+    """
+
+    def __init__(self, method: Callable[..., Any], times: float) -> None:
+        self._method, self.left = method, times
+        self._call = WorkerActor.call
+
+    def install(self, patch: pytest.MonkeyPatch) -> None:
+        async def call(actor: WorkerActor, method: Callable[..., Any], *args: Any) -> Any:
+            if method == self._method and self.left > 0:
+                self.left -= 1
+                raise ray_module.exceptions.ActorUnavailableError("the connection broke", None)
+            return await self._call(actor, method, *args)
+
+        patch.setattr(WorkerActor, "call", call)
+
+
 def heard(orders: Path, worker: str) -> list[str]:
     """The dead that a worker was told of, in all its lives."""
     path = orders / f"{worker}.heard"
@@ -165,11 +190,18 @@ async def test_a_killed_worker_comes_back_as_another_and_its_peer_is_told(
 async def test_a_death_is_told_when_the_process_has_ended_not_when_the_next_answers(
     cluster: Cluster, orders: Path
 ):
-    first = cluster.workers["decode-0"]
-    give_order(orders, "decode-0", "born", str(TIMEOUT_SECONDS * 0.8))
+    await dies_and_is_told_of_at_once(cluster, orders, cluster.workers["decode-0"])
+
+
+async def dies_and_is_told_of_at_once(cluster: Cluster, orders: Path, first: WorkerInfo) -> None:
+    """Before anybody could have asked the successor's process."""
+    begun = orders / f"{first.name}.begun"
+    begun.unlink()
+    give_order(orders, first.name, "born", str(TIMEOUT_SECONDS * 0.8))
     os.kill(first.pid, signal.SIGKILL)
     await until(lambda: was_told(orders, "prefill-0", first))
-    assert "decode-0" not in cluster.workers
+    assert not begun.exists()
+    assert first.name not in cluster.workers
     assert not is_running(first)
     await next_life(cluster, first)
 
@@ -365,6 +397,18 @@ async def test_a_drain_tells_of_its_phases(cluster: Cluster, orders: Path):
     assert [step.incarnation for step in steps] == [first.incarnation] * 2 + [second.incarnation]
 
 
+async def test_a_drain_that_is_lost_on_its_way_is_told_again(
+    cluster: Cluster, orders: Path, monkeypatch: pytest.MonkeyPatch
+):
+    first = cluster.workers["prefill-0"]
+    LostCalls(WorkerHost.drain, 2).install(monkeypatch)
+    give_order(orders, "prefill-0", "leave", "now")
+    async with asyncio.timeout(SECONDS):
+        steps = [step async for step in cluster.drain("prefill-0", remove=False)]
+    assert [step.phase for step in steps] == list(DrainPhase)
+    assert not is_running(first)
+
+
 async def test_what_cannot_be_drained_is_said(cluster: Cluster):
     with pytest.raises(UnknownWorker) as unknown:
         await anext(cluster.drain("decode-9", remove=False))
@@ -404,11 +448,16 @@ async def test_workers_with_old_quarantine_drain_one_after_another(tmp_path: Pat
         assert not draining(cluster)
 
 
-async def test_a_removed_worker_does_not_come_back(tmp_path: Path):
-    config = make_configs(tmp_path)[0]
+async def test_a_removed_worker_does_not_come_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    config = replace(make_configs(tmp_path)[0], worker_timeout=1)
     configs = [config, replace(config, name="prefill-1")]
     async with Cluster(configs) as cluster:
         removed = cluster.workers["prefill-0"]
+        with monkeypatch.context() as patch:
+            LostCalls(WorkerHost.drain, math.inf).install(patch)
+            with pytest.raises(CannotDrain, match="could not be told: it cannot be reached"):
+                await anext(cluster.drain("prefill-0", remove=True))
+            assert not draining(cluster)
         give_order(tmp_path, "prefill-0", "leave", "now")
         async with asyncio.timeout(SECONDS):
             steps = [step async for step in cluster.drain("prefill-0", remove=True)]
@@ -436,6 +485,25 @@ async def test_stopping_is_in_good_order_and_ends_every_process(tmp_path: Path):
     assert (tmp_path / "decode-0.stopped").exists()
     assert (tmp_path / "prefill-0.stopped").exists()
     assert not any(map(is_running, workers))
+
+
+async def test_stopping_waits_for_a_worker_that_starts_again_however_often_it_is_cancelled(
+    tmp_path: Path,
+):
+    [config] = [one for one in make_configs(tmp_path) if one.role is WorkerRole.DECODE]
+    cluster = Cluster([config])
+    await cluster.start()
+    give_order(tmp_path, "decode-0", "start", "hang")
+    os.kill(cluster.workers["decode-0"].pid, signal.SIGKILL)
+    hangs = tmp_path / "decode-0.hangs"
+    await until(lambda: hangs.exists() and bool(hangs.read_text()))
+    stopping = asyncio.create_task(cluster.stop())
+    for _ in range(3):
+        await asyncio.sleep(0)
+        stopping.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await stopping
+    assert not psutil.pid_exists(int(hangs.read_text()))
 
 
 async def test_more_workers_than_ray_has_room_for_is_said(

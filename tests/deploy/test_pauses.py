@@ -3,7 +3,9 @@ from __future__ import annotations
 import asyncio
 import time
 
-from kvrelay.deploy.pauses import Pauses, is_done_within
+import pytest
+
+from kvrelay.deploy.pauses import Pauses, finished, is_done_within
 
 
 async def test_what_comes_in_time_is_waited_for():
@@ -32,3 +34,24 @@ async def test_pauses_double_up_to_their_limit():
         seconds.append(time.monotonic() - began)
     for least, slept in zip((0.1, 0.2, 0.4, 0.4), seconds, strict=True):
         assert slept > least - 0.01
+
+
+async def test_what_must_be_done_is_done_however_often_it_is_cancelled():
+    done = asyncio.Event()
+    waiting = asyncio.create_task(finished(done.wait()))
+    for _ in range(3):
+        await asyncio.sleep(0)
+        waiting.cancel()
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    done.set()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+
+
+async def test_what_must_be_done_and_fails_says_so():
+    async def fail() -> None:
+        raise RuntimeError("no")
+
+    with pytest.raises(RuntimeError, match="no"):
+        await finished(fail())
