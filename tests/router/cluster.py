@@ -10,6 +10,7 @@ from typing import Any
 
 import grpc
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from kvrelay.router.config import RouterConfig
 from kvrelay.router.discovery import StaticDiscovery
@@ -75,6 +76,21 @@ class Cluster:
                 loads = await self.stub.GetLoads(pb.GetLoadsRequest())
                 if not any(worker.ready for worker in loads.workers if worker.worker == name):
                     return
+
+    async def until_status(self, wanted: Any) -> None:
+        """Returns once every service is as healthy as that."""
+        stub = health_pb2_grpc.HealthStub(self.channel)
+        async with asyncio.timeout(5):
+            for service in ("", "kvrelay.v1.InferenceService"):
+                while True:
+                    answer = await stub.Check(health_pb2.HealthCheckRequest(service=service))
+                    if answer.status == wanted:
+                        break
+                    await asyncio.sleep(0.01)
+
+    async def server_info(self) -> pb.GetServerInfoResponse:
+        info: pb.GetServerInfoResponse = await self.stub.GetServerInfo(pb.GetServerInfoRequest())
+        return info
 
     async def metric(self, line: str) -> float:
         """The sum of the values of the metrics lines that begin with `line`."""

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -44,6 +45,12 @@ def config(model_path: Path) -> RouterConfig:
         worker_wait=0.3,
         shutdown_grace_seconds=0.0,
     )
+
+
+@pytest.fixture
+def patient(config: RouterConfig) -> RouterConfig:
+    """A router that waits for workers that are on their way."""
+    return replace(config, failover_wait=5.0)
 
 
 @pytest.fixture

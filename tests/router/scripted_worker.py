@@ -19,6 +19,16 @@ from kvrelay.wire.model_digest import NO_MODEL
 from kvrelay.wire.worker_info import WorkerInfo, WorkerRole
 
 END = worker_pb2.RequestEnd
+HANDED_OVER = END(reason=END.REASON_HANDED_OVER)
+LENGTH = END(reason=END.REASON_LENGTH)
+RETRACTED = END(reason=END.REASON_RETRACTED)
+COUNTED = [4, 5, 6, 7, 8, 9, 10, 11]
+"""What the counting workers make of the prompt [1, 2, 3]."""
+
+
+def broken(cause: Any = END.CAUSE_FAILED) -> worker_pb2.RequestEnd:
+    """The end of an attempt that may be made again."""
+    return END(reason=END.REASON_FAILED, error="pull: broken", cause=cause)
 
 
 def load(*, waiting_tokens: int = 0, free: int = 64) -> pb.WorkerLoad:
@@ -210,13 +220,42 @@ async def _count_from(first: int, worker: ScriptedWorker, submit: worker_pb2.Sub
             say_counted(worker, submit, position, choice)
 
 
+def retract_after(*tokens: int, choice: int = 0) -> Answer:
+    """A decode worker that retracts a choice after so many tokens, once for each number."""
+    left = list(tokens)
+
+    async def on_submit(worker: ScriptedWorker, submit: worker_pb2.SubmitRequest) -> None:
+        if choice not in choices_of(submit) or not left:
+            return await count_decode(worker, submit)
+        first = check_emitted(worker, submit) + 1
+        stop, number = first + left.pop(0), submit.sampling_params.max_tokens
+        for position in range(first, number):
+            for one in choices_of(submit):
+                if one == choice and position == stop:
+                    worker.say(submit, position, choice=one, end=RETRACTED)
+                else:  # not said of one that has ended
+                    say_counted(worker, submit, position, one)
+            await asyncio.sleep(0.001)
+        return None
+
+    return on_submit
+
+
+async def tokens_then_silence(worker: ScriptedWorker, submit: worker_pb2.SubmitRequest) -> None:
+    """A decode worker that is going to be lost."""
+    first = check_emitted(worker, submit) + 1
+    for position in (first, first + 1):
+        for choice in choices_of(submit):
+            say_counted(worker, submit, position, choice)
+
+
 def say_counted(
     worker: ScriptedWorker, submit: worker_pb2.SubmitRequest, position: int, choice: int = 0
 ) -> None:
     """The token at this position; with it the end, if it is the last."""
     fields: dict[str, Any] = {"choice": choice}
     if position == submit.sampling_params.max_tokens - 1:
-        fields["end"] = END(reason=END.REASON_LENGTH)
+        fields["end"] = LENGTH
         fields["timings"] = pb.PhaseTimings(transfer_seconds=3, decode_seconds=4)
     worker.say(submit, position, (counted(submit, position, choice),), **fields)
 

@@ -9,10 +9,7 @@ from kvrelay.router.config import RouterConfig
 from kvrelay.v1 import inference_pb2 as pb
 
 from .cluster import collect, read, running, status_of
-from .scripted_worker import END, counted, emitted_by
-
-COUNTED = [4, 5, 6, 7, 8, 9, 10, 11]
-RETRACTED = END(reason=END.REASON_RETRACTED)
+from .scripted_worker import COUNTED, END, RETRACTED, counted, emitted_by
 
 
 async def test_an_aggregated_worker_serves_alone(config: RouterConfig) -> None:

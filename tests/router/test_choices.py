@@ -7,10 +7,7 @@ import pytest
 from kvrelay.v1 import inference_pb2 as pb
 
 from .cluster import Cluster, collect
-from .scripted_worker import END, until
-
-HANDED_OVER = END(reason=END.REASON_HANDED_OVER)
-LENGTH = END(reason=END.REASON_LENGTH)
+from .scripted_worker import END, HANDED_OVER, LENGTH, until
 
 
 async def test_every_choice_is_an_output_of_its_own(cluster: Cluster) -> None:

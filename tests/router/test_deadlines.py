@@ -14,9 +14,7 @@ from kvrelay.v1 import inference_pb2 as pb
 from kvrelay.v1 import worker_pb2
 
 from .cluster import Cluster, collect, read, running, status_of
-from .scripted_worker import END, ScriptedWorker, load, until
-
-COUNTED = [4, 5, 6, 7, 8, 9, 10, 11]
+from .scripted_worker import COUNTED, END, ScriptedWorker, load, until
 
 
 def generate(cluster: Cluster, timeout: float | None, *, tokens: int = 3, **fields: Any) -> Any:

@@ -20,11 +20,18 @@ from kvrelay.wire.worker_info import WorkerRole
 from tests.known import known
 
 from .cluster import Cluster, collect, read, running
-from .scripted_worker import END, ScriptedWorker, count_decode, count_prefill, load, until
+from .scripted_worker import (
+    COUNTED,
+    END,
+    HANDED_OVER,
+    RETRACTED,
+    ScriptedWorker,
+    count_decode,
+    count_prefill,
+    load,
+    until,
+)
 
-COUNTED = list(range(4, 12))
-RETRACTED = END(reason=END.REASON_RETRACTED)
-HANDED_OVER = END(reason=END.REASON_HANDED_OVER)
 GONE = END(
     reason=END.REASON_FAILED,
     error="the decode worker left",

@@ -18,9 +18,8 @@ from kvrelay.v1 import inference_pb2 as pb
 from kvrelay.v1 import inference_pb2_grpc
 
 from .cluster import Cluster, running, status_of
-from .scripted_worker import END, until
+from .scripted_worker import LENGTH, until
 
-LENGTH = END(reason=END.REASON_LENGTH)
 TOP = [pb.TokenLogprob(token_id=token, logprob=-0.5) for token in range(20)]
 TOKENS_A_STEP = 80  # with TOP, 20 KB: messages larger than a narrow client's window get stuck
 

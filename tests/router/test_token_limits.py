@@ -17,7 +17,7 @@ from kvrelay.router.config import RouterConfig
 from kvrelay.v1 import inference_pb2 as pb
 
 from .cluster import Cluster, collect, read, running, status_of
-from .scripted_worker import END, until
+from .scripted_worker import LENGTH, until
 
 TOKENS = """
 [[token]]
@@ -34,7 +34,6 @@ max_queued_prompt_tokens = 10
 name = "free"
 token = "gamma"
 """
-LENGTH = END(reason=END.REASON_LENGTH)
 
 
 @pytest.fixture

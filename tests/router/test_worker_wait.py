@@ -12,9 +12,7 @@ from kvrelay.router.config import RouterConfig
 from kvrelay.v1 import inference_pb2 as pb
 
 from .cluster import Cluster, Streamed, collect, running, status_of
-from .scripted_worker import ScriptedWorker
-
-COUNTED = [4, 5, 6, 7, 8, 9, 10, 11]
+from .scripted_worker import COUNTED, ScriptedWorker
 
 
 @pytest.fixture

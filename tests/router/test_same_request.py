@@ -1,0 +1,89 @@
+"""Requests with the id of another one: they join it, or are refused, or come after it."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+import grpc
+import pytest
+
+from kvrelay.router.validation import fingerprint
+from kvrelay.v1 import inference_pb2 as pb
+
+from .cluster import Cluster, collect, status_of
+from .scripted_worker import COUNTED, HANDED_OVER, LENGTH, until
+
+
+async def test_a_retry_attaches_and_sees_everything(cluster: Cluster) -> None:
+    first = cluster.generate(request_id="same")
+    prefill, decode = await cluster.prefill.submitted(), await cluster.decode.submitted()
+    cluster.prefill.say(prefill, 0, (50,), end=HANDED_OVER)
+    assert (await first.read()).delta.token_ids == [50]
+    second = cluster.generate(request_id="same")
+    assert (await second.read()).delta.token_ids == [50]
+    first.cancel()
+    await asyncio.sleep(0.05)
+    cluster.decode.say(decode, 1, (51,), end=LENGTH)
+    assert (await second.read()).delta.token_ids == [51]
+    assert (await second.read()).HasField("complete")
+    assert len(cluster.prefill.submits) == len(cluster.decode.submits) == 1
+
+
+async def test_another_body_under_a_live_id_is_refused(cluster: Cluster) -> None:
+    first = cluster.generate(request_id="same")
+    await cluster.decode.submitted()
+    error = await status_of(cluster.generate(request_id="same", temperature=0.5))
+    assert error.code() == grpc.StatusCode.ALREADY_EXISTS
+    assert "request_id" in str(error.details())
+    first.cancel()
+
+
+async def test_an_id_can_be_used_again_while_workers_still_release_it(cluster: Cluster) -> None:
+    first = cluster.generate(request_id="again")
+    old = await cluster.prefill.submitted()
+    cluster.prefill.say(old, 0, (50,), end=LENGTH)
+    await collect(first)
+    second = cluster.generate(request_id="again")
+    new = await cluster.prefill.submitted(2)
+    assert new.attempt > old.attempt
+    cluster.prefill.say(new, 0, (60,), end=LENGTH)
+    assert (await collect(second)).token_ids == [60]
+
+
+async def test_a_retry_of_a_request_that_is_being_aborted_is_another_request(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The abort comes while the retry's body is compared with the first one's."""
+    compared, let_go = threading.Event(), threading.Event()
+
+    def hold(message: pb.GenerateRequest) -> bytes:
+        compared.set()
+        assert let_go.wait(10)
+        return fingerprint(message)
+
+    first = cluster.generate(request_id="again")
+    await cluster.decode.submitted()
+    monkeypatch.setattr("kvrelay.router.service.fingerprint", hold)
+    second = asyncio.create_task(collect(cluster.generate(request_id="again")))
+    await until(compared.is_set)
+    assert (await cluster.stub.Abort(pb.AbortRequest(request_id="again"))).aborted
+    assert (await collect(first)).token_ids == []
+    cluster.count()
+    let_go.set()
+    assert (await second).token_ids == COUNTED
+
+
+async def test_a_text_that_joins_a_live_request_is_not_tokenized_again(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    message = pb.GenerateRequest(request_id="shared", text="Hello world")
+    first = cluster.stub.Generate(message)
+    submit = await cluster.prefill.submitted()
+    monkeypatch.setattr("kvrelay.router.validation.Validator.validate", None)
+    second = cluster.stub.Generate(message)
+    other = cluster.stub.Generate(pb.GenerateRequest(request_id="shared", text="Hello"))
+    assert (await status_of(other)).code() == grpc.StatusCode.ALREADY_EXISTS
+    reads = [asyncio.create_task(collect(call)) for call in (first, second)]
+    cluster.prefill.say(submit, 0, (50,), end=LENGTH)
+    assert [streamed.token_ids for streamed in await asyncio.gather(*reads)] == [[50], [50]]
