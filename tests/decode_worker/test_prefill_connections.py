@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import grpc
+import numpy as np
 import pytest
 import torch
 
@@ -27,6 +28,8 @@ from kvrelay.decode_worker.hand_over_stream import (
 from kvrelay.engine.scheduler.commands import Inbox, Misdirected
 from kvrelay.kv_transfer import scratch
 from kvrelay.kv_transfer.agent import TransferAgent
+from kvrelay.kv_transfer.nixl_endpoint import NixlTransfer
+from kvrelay.kv_transfer.pull import Pull, PullState
 from kvrelay.kv_transfer.transport_probe import TransportProber
 from kvrelay.mem_cache.geometry import KVGeometry
 from kvrelay.mem_cache.pool import KVPool
@@ -214,6 +217,39 @@ async def test_a_read_that_failed_after_its_request_connects_anew_at_once(
     await until_serving(prefill.agent, 0)
     assert not inbox.unread(), "one handshake for both"
     await client.close()
+
+
+async def test_pages_of_a_failed_read_come_back_though_the_peer_answers_no_more(
+    prefill: Prefill, agent: TransferAgent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody is connected to it by gRPC then, and no handshake would end."""
+    inbox = ReadInbox()
+    client = make_client(agent, inbox)
+    client.deliver(OpenStream(stream_to(prefill.peer)))
+    await prefill.inbox.next(StreamOpened)
+    pull = await read_that_fails(agent, prefill.peer.incarnation, monkeypatch)
+    await prefill.server.stop(None)
+    await inbox.next(StreamLost)
+    assert not client.known_peers
+    assert not pull.passed()
+    client.deliver(ConnectAnew(prefill.peer))
+    async with asyncio.timeout(WAIT_S):
+        while not pull.passed():
+            agent.report_alive(lambda: None)
+            await asyncio.sleep(0.005)
+    await client.close()
+
+
+async def read_that_fails(agent: TransferAgent, peer: str, monkeypatch: pytest.MonkeyPatch) -> Pull:
+    """NIXL reports a failure of a peer that lives."""
+    ended = asyncio.Event()
+    loop, page = asyncio.get_running_loop(), np.array([1])
+    with monkeypatch.context() as patch:
+        patch.setattr(NixlTransfer, "start", lambda transfer: "ERR")
+        pull = agent.pull(peer, [page], [page], lambda _: loop.call_soon_threadsafe(ended.set))
+        await asyncio.wait_for(ended.wait(), WAIT_S)
+    assert pull.state is PullState.FAILED
+    return pull
 
 
 async def test_peers_whose_transfers_hang_keep_nobody_waiting(

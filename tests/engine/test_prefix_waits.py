@@ -20,6 +20,7 @@ from kvrelay.engine.scheduler.prefix_waits import PrefixWaits
 from kvrelay.engine.scheduler.request import Request
 from kvrelay.kv_transfer.checksums import VerifyPages
 from kvrelay.mem_cache.kv_cache_manager import KVCacheManager
+from kvrelay.mem_cache.lease import Lease
 from kvrelay.mem_cache.no_prefix_index import NoPrefixIndex
 from kvrelay.mem_cache.radix_tree import RadixTree
 from kvrelay.mem_cache.release import Outcome, release_kv_cache
@@ -312,11 +313,14 @@ class Bench:
     def must_wait(self, request: Request) -> bool:
         return self.waits.must_wait(request, request.reusable_len, [self.leader])
 
-    def publish(self, tokens: int) -> None:
-        lease = self.leader.held
+    def publish(self, tokens: int, lease: Lease | None = None) -> bool:
+        """Compute so many tokens, of the leader unless it is another lease; were they new?"""
+        lease = lease or self.leader.held
         assert self.kv_cache.grow(lease, tokens)
         self.kv_cache.commit(lease, tokens)
-        self.kv_cache.publish_settled(lease, np.asarray(PREFIX[:tokens], np.int32))
+        if lease is self.leader.lease:
+            self.leader.kv_written_len = tokens
+        return self.kv_cache.publish_settled(lease, np.asarray(PREFIX[:tokens], np.int32))
 
 
 def test_a_wait_ends_when_what_is_shared_is_published() -> None:
@@ -341,6 +345,17 @@ def test_a_wait_ends_when_somebody_else_has_published_what_is_shared() -> None:
     assert not bench.must_wait(request)
 
 
+def test_a_leader_whose_pages_are_copies_is_not_waited_for() -> None:
+    """The index takes none of its later pages either, until it is released."""
+    bench = Bench()
+    request, late = (bench.request([*PREFIX[:200], *range(20)]) for _ in range(2))
+    assert bench.must_wait(request)
+    assert bench.publish(64, known(bench.kv_cache.open("who was quicker", 64)))
+    assert not bench.publish(64)
+    assert not bench.must_wait(request)
+    assert not bench.must_wait(late)
+
+
 def test_what_was_evicted_again_is_not_waited_for() -> None:
     bench = Bench()
     request = bench.request([*PREFIX[:100], *range(20)])
@@ -350,6 +365,7 @@ def test_what_was_evicted_again_is_not_waited_for() -> None:
     assert bench.kv_cache.grow(every, 400)
     release_kv_cache(bench.kv_cache, every, Outcome.ABORTED)
     bench.leader.lease = known(bench.kv_cache.open("leader", len(PREFIX)))
+    bench.leader.kv_written_len = 0
     assert bench.must_wait(request), "it computes it again"
     bench.leader.has_ended = True
     assert not bench.must_wait(request)

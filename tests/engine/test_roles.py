@@ -18,7 +18,7 @@ from kvrelay.wire.hand_over import Ask, Ended, Grant, Released, Sequenced
 from kvrelay.wire.output import EndReason
 from tests.engine.simulation import SimRequest, Simulation, SimWorker, reference
 
-BASES = [[random.Random(base).randrange(97) for _ in range(60)] for base in range(2)]
+BASES = [random.Random(base).choices(range(97), k=60) for base in range(2)]
 
 
 def random_prompt(rng: random.Random, longest: int) -> list[int]:

@@ -12,7 +12,7 @@ from kvrelay.wire.request import SamplingParams
 from tests.engine.simulation import SimRequest, count, reference
 from tests.engine.simulation.clockwork import Clockwork
 
-SYSTEM_PROMPTS = [[random.Random(i).randrange(97) for _ in range(48)] for i in range(6)]
+SYSTEM_PROMPTS = [random.Random(i).choices(range(97), k=48) for i in range(6)]
 
 
 def one_request(simulation: Clockwork, rng: random.Random) -> SimRequest:
