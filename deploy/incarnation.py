@@ -71,7 +71,7 @@ class Incarnation:
         give_up_at = time.monotonic() + self._silence_seconds
         while True:
             try:
-                return await self._actor.call(WorkerHost.drain, self.info.incarnation)
+                await self._actor.call(WorkerHost.drain, self.info.incarnation)
             except ray.exceptions.ActorUnavailableError:
                 if self._process is not None and self._process.has_ended:
                     return
@@ -80,6 +80,8 @@ class Incarnation:
                 await asyncio.sleep(_TELL_AGAIN_SECONDS)
             except ray.exceptions.RayActorError:
                 return  # it had nothing to finish, and ended before it could answer
+            else:
+                return
 
     async def lost(self) -> str:
         """Wait until the process has ended, is not reachable, or was killed; returns why."""
