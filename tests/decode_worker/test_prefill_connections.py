@@ -244,9 +244,13 @@ async def read_that_fails(agent: TransferAgent, peer: str, monkeypatch: pytest.M
     """NIXL reports a failure of a peer that lives."""
     ended = asyncio.Event()
     loop, page = asyncio.get_running_loop(), np.array([1])
+
+    def end(_: Pull) -> None:
+        loop.call_soon_threadsafe(ended.set)
+
     with monkeypatch.context() as patch:
         patch.setattr(NixlTransfer, "start", lambda transfer: "ERR")
-        pull = agent.pull(peer, [page], [page], lambda _: loop.call_soon_threadsafe(ended.set))
+        pull = agent.pull(peer, [page], [page], end)
         await asyncio.wait_for(ended.wait(), WAIT_S)
     assert pull.state is PullState.FAILED
     return pull
