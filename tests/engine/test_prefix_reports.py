@@ -161,6 +161,10 @@ class Following(Simulation):
         self.misses = misses
         self.lacking: set[SimWorker] = set()
 
+    def take_step(self, worker: SimWorker, step: EngineOutputs) -> None:
+        if step.prefixes is not None:
+            self.take_prefixes(worker, step.prefixes)
+
     def take_prefixes(self, worker: SimWorker, update: PrefixUpdate) -> None:
         told = self.told[worker]
         if update.begins:

@@ -27,7 +27,7 @@ from kvrelay.wire.request import RequestKey
 from kvrelay.wire.worker_info import WorkerRole
 from tests.engine.simulation.model import FULL, Windows
 from tests.engine.simulation.router import SimRequest, SimRouter
-from tests.engine.simulation.worker import SimWorker
+from tests.engine.simulation.worker import MAX_TOKENS, SimWorker
 
 
 class Simulation(SimRouter):
@@ -53,6 +53,7 @@ class Simulation(SimRouter):
         aggregated: bool = False,
         workers: int = 2,
         tokenizer: Any = None,
+        most_tokens: int = MAX_TOKENS,
         local: float = 0.0,
         **options: Any,
     ) -> None:
@@ -69,7 +70,9 @@ class Simulation(SimRouter):
             config = WorkerConfig(
                 name, role, model_name="sim", page_size=page_size, chunk_tokens=chunk, **options
             )
-            return SimWorker(name, role, pages, page_size, rows, cached, windows, config, tokenizer)
+            return SimWorker(
+                name, role, pages, page_size, rows, cached, windows, config, tokenizer, most_tokens
+            )
 
         if aggregated:
             self.prefills = self.decodes = [

@@ -8,8 +8,14 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from kvrelay.engine.scheduler.commands import Cancel, Submit
-from kvrelay.wire.output import EndReason, FailureReason, RequestEnd, RequestOutput, SampledToken
-from kvrelay.wire.prefixes import PrefixUpdate
+from kvrelay.wire.output import (
+    EndReason,
+    EngineOutputs,
+    FailureReason,
+    RequestEnd,
+    RequestOutput,
+    SampledToken,
+)
 from kvrelay.wire.request import RequestKey, SamplingParams, StopConditions
 from kvrelay.wire.worker_info import WorkerAddress, WorkerRole
 from tests.engine.simulation.model import GREEDY
@@ -98,7 +104,7 @@ class SimRouter:
         **stops: Any,
     ) -> list[SimRequest]:
         arrived = self.now()
-        request_id, place = str(len(self.submitted)), self._place()
+        request_id, place = str(len(self.submitted)), self._place(prompt, max_tokens)
         conditions = StopConditions(max_tokens=max_tokens, **stops)
         requests = []
         for choice in range(choices):
@@ -117,7 +123,7 @@ class SimRouter:
         self._arrivals += 1
         return float(self._arrivals)
 
-    def _place(self) -> tuple[SimWorker, SimWorker]:
+    def _place(self, input_ids: list[int], max_tokens: int) -> tuple[SimWorker, SimWorker]:
         """The workers for a request's prompt and for its output; may be the same one."""
         prefill, decode = (
             self.random.choice([worker for worker in workers if not worker.draining])
@@ -148,10 +154,15 @@ class SimRouter:
             arrived=request.arrived,
             alone=request.alone,
         )
-        request.prefill.inbox.post(command)
         if request.decode is not request.prefill:
             peer = WorkerAddress("", request.prefill.name)
-            request.decode.inbox.post(replace(command, link=request.decode.link, prefill=peer))
+            to_decode = replace(command, link=request.decode.link, prefill=peer)
+            self.send(request.decode, to_decode)
+        self.send(request.prefill, command)
+
+    def send(self, worker: SimWorker, command: Submit) -> None:
+        """Submit an attempt to one of its workers."""
+        worker.inbox.post(command)
 
     def _lose(self, worker: SimWorker, command: Submit) -> None:
         """Move the requests of a submission that was on its way to a worker that has left."""
@@ -170,13 +181,12 @@ class SimRouter:
                 assert step is not None
                 if step.load is not None:
                     worker.draining = step.load.draining
-                if step.prefixes is not None:
-                    self.take_prefixes(worker, step.prefixes)
+                self.take_step(worker, step)
                 for output in step.outputs:
                     self.take_output(worker, output)
 
-    def take_prefixes(self, worker: SimWorker, update: PrefixUpdate) -> None:
-        """A worker tells which prefixes it has; a test may replace it."""
+    def take_step(self, worker: SimWorker, step: EngineOutputs) -> None:
+        """A worker has sent something; a test may replace it."""
 
     def take_output(self, worker: SimWorker, output: RequestOutput) -> None:
         """Record an output of a worker, and do what a router does about it."""
@@ -220,7 +230,8 @@ class SimRouter:
             return  # the prefill worker has emitted all of it
         request.retractions += 1
         request.decode_drained |= request.decode.draining
-        request.prefill, request.decode = self._place()
+        input_ids = [*request.prompt, *request.output]
+        request.prefill, request.decode = self._place(input_ids, request.max_tokens)
         self._attempt([request])
 
     def cancel_on_other_worker(self, request: SimRequest, worker: SimWorker) -> None:

@@ -49,6 +49,8 @@ class SimWorker:
     config: WorkerConfig
     tokenizer: Any = None
     """Only a real model has one."""
+    most_tokens: int = MAX_TOKENS
+    """Of a request."""
     steps: deque[Step[Any]] = field(default_factory=deque)
     opened: list[DecodeStream] = field(default_factory=list)
     connected_anew: list[str] = field(default_factory=list)
@@ -99,14 +101,14 @@ class SimWorker:
     def _load(self) -> tuple[SimModel, KVCacheManager]:
         if self.config.model_path is not None:
             model = RealModel(self.config)
-            return model, make_kv_cache(self.config, model.pools, MAX_TOKENS)
+            return model, make_kv_cache(self.config, model.pools, self.most_tokens)
         ahead, log = tokens_ahead(self.config), PrefixLog(PageHashes(NO_MODEL, self.page_size))
         shapes = [self._shape(window, ahead) for window in self.windows]
         kv_cache = KVCacheManager(
             shapes,
             page_size=self.page_size,
             total_rows=self.rows,
-            max_row_tokens=MAX_TOKENS,
+            max_row_tokens=self.most_tokens,
             ahead=ahead,
             index=RadixTree(self.page_size, self.windows, log=log) if self.cached else None,
         )

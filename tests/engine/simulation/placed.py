@@ -1,0 +1,122 @@
+"""A simulated cluster whose requests the router's own placement places, over its own links."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from kvrelay.engine.scheduler.commands import Submit
+from kvrelay.router.callers import ANYBODY
+from kvrelay.router.generation import GenerationRequest, Submission
+from kvrelay.router.known_prefixes import KnownPrefixes
+from kvrelay.router.placement import Demand, Pair, Placer
+from kvrelay.router.worker_link import WorkerLink
+from kvrelay.wire.messages import ATTACH_REQUEST, ENGINE_OUTPUTS
+from kvrelay.wire.model_digest import NO_MODEL
+from kvrelay.wire.output import EngineOutputs, RequestOutput
+from kvrelay.wire.request import GenerationParams, SubmitRequest
+from kvrelay.wire.worker_info import WorkerInfo, WorkerRole
+from tests.engine.simulation.clockwork import Clockwork
+from tests.engine.simulation.worker import SimWorker
+
+
+class PlacedClockwork(Clockwork):
+    """Every request goes where `Placer` says; what workers send goes through their links.
+
+    Args:
+        prefix_entries: that the router remembers of the workers' prefixes; 0: load alone counts.
+    """
+
+    def __init__(self, *args: Any, prefix_entries: int, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.prefixes = KnownPrefixes(prefix_entries)
+        self.placer = Placer(self.prefixes)
+        self.links = {worker: self._link(worker) for worker in self.workers}
+        self.expected_hits = dict.fromkeys(WorkerRole, 0)
+        """Tokens."""
+
+    def _link(self, worker: SimWorker) -> WorkerLink:
+        info = WorkerInfo(
+            name=worker.name,
+            role=worker.role_name,
+            incarnation=worker.name,
+            address="",
+            metrics_address="",
+            pool_tokens=worker.kv_cache.max_lease_tokens,
+            max_model_len=worker.most_tokens,
+            vocab_size=0,
+            architecture="",
+            eos_token_ids=(),
+            model=NO_MODEL,
+        )
+        return WorkerLink(
+            info,
+            router_id="router",
+            credentials=None,
+            max_message_bytes=0,
+            on_change=self._rank,
+            on_stale=lambda: None,
+            on_killed=lambda output: None,
+            prefixes=self.prefixes,
+            on_expected_hit=self._count_hit,
+        )
+
+    def _rank(self, link: WorkerLink) -> None:
+        self.placer.put(link.endpoint.role, link.candidate)
+
+    def _count_hit(self, role: WorkerRole, tokens: int) -> None:
+        self.expected_hits[role] += tokens
+
+    def _place(self, input_ids: list[int], max_tokens: int) -> tuple[SimWorker, SimWorker]:
+        while not all(link.ready for link in self.links.values()):
+            assert self.step(), "a worker says nothing"
+        marks = self.prefixes.marks_of(input_ids, "")
+        total = len(input_ids) + max_tokens
+        pair = self.placer.choose(Demand(len(input_ids), total, marks=marks))
+        assert isinstance(pair, Pair), pair
+        decode = self.by_name[pair.decode.worker]
+        return decode if pair.prefill is None else self.by_name[pair.prefill.worker], decode
+
+    def send(self, worker: SimWorker, command: Submit) -> None:
+        link = self.links[worker]
+        link.submit(self._submission(command), self, self._peer_of(command))
+        message = link._commands.get_nowait()
+        assert message is not None
+        submit = ATTACH_REQUEST.from_message(message).command
+        assert isinstance(submit, SubmitRequest)
+        super().send(worker, replace(command, cached_tokens=submit.cached_tokens))
+
+    def _peer_of(self, command: Submit) -> WorkerInfo | None:
+        if command.prefill is None:
+            return None
+        return self.links[self.by_name[command.prefill.incarnation]].endpoint
+
+    def _submission(self, command: Submit) -> Submission:
+        request = GenerationRequest(
+            request_id=command.key.request_id,
+            fingerprint=b"",
+            input_ids=command.input_ids,
+            params=GenerationParams(command.sampling, command.stops),
+            priority=0,
+            caller=ANYBODY,
+            namespace="",
+            marks=self.prefixes.marks_of(command.input_ids, ""),
+        )
+        return Submission(request, command.key.attempt, range(1), 0.0)
+
+    def take_step(self, worker: SimWorker, step: EngineOutputs) -> None:
+        self.links[worker]._receive(ENGINE_OUTPUTS.to_message(step))
+
+    # What a link's listener hears: `SimRouter` has it from the workers already.
+
+    def on_output(self, role: WorkerRole, output: RequestOutput) -> None:
+        """Nothing more is to be done."""
+
+    def on_lost(self, attempt: int, endpoint: WorkerInfo, detail: str) -> None:
+        """Links are not lost."""
+
+
+def ttfts(simulation: Clockwork) -> Sequence[float]:
+    """Seconds from each request's arrival to its first token."""
+    return [simulation.emitted_at[request][0] - request.arrived for request in simulation.submitted]
