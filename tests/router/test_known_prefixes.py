@@ -178,6 +178,12 @@ def test_workers_with_other_page_sizes_have_marks_of_their_own() -> None:
     assert known.hits(1, 2, 3) == {"a": 2, "b": 3}
 
 
+@pytest.mark.parametrize("num_tokens", [0, 63, 64, 16_384, 16_385, 40_000])
+def test_the_marks_of_a_long_prompt_are_made_in_pieces(num_tokens: int) -> None:
+    known, prompt = Known(1000, A), [token % 1000 for token in range(num_tokens)]
+    assert [*known.marks_of(prompt, "t/").values()] == [HASHES.marks_of(prompt, "t/")]
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_in_random_use_it_knows_what_was_told_and_what_is_expected(seed: int) -> None:
     rng, known = random.Random(seed), Known(10_000, A, B, C)
