@@ -120,8 +120,9 @@ def measure_all(
     for speed in speeds:
         for entries in (0, ENTRIES):
             started = time.monotonic()
-            yield measure(rows, speed, shape, entries)
-            click.echo(f"{time.monotonic() - started:.0f} s", err=True)
+            figure = measure(rows, speed, shape, entries)
+            click.echo(f"{figure} ({time.monotonic() - started:.0f} s)", err=True)
+            yield figure
 
 
 @click.command()

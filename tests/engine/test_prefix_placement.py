@@ -54,7 +54,7 @@ def converse(simulation: PlacedClockwork, number: int, turns: int) -> None:
 def test_conversations_find_their_prefixes_and_their_first_tokens_earlier() -> None:
     by_load, by_prefix = cluster(0), cluster(10_000)
     for simulation in (by_load, by_prefix):
-        converse(simulation, number=12, turns=5)
+        converse(simulation, number=10, turns=4)
     assert hit_share(by_prefix) > 1.5 * hit_share(by_load)
     assert hit_share(by_prefix) > 0.6
     assert statistics.mean(ttfts(by_prefix)) < 0.8 * statistics.mean(ttfts(by_load))
