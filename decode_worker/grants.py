@@ -25,7 +25,7 @@ class Grants:
         requests: sends the grants, and computes prompts.
         growth: what must stay free for those that have memory already.
         bypass_limit: later requests that may pass one that does not fit.
-        grants_ahead: prompts that may have memory here before anything of them is announced.
+        grants_ahead: prompts that may have memory here before they are computed.
         prefix_wait: seconds without progress for which a request waits for another's prefix.
     """
 
@@ -64,7 +64,7 @@ class Grants:
         def must_wait(request: DecodeRequest) -> bool:
             if free <= 0 and _is_handed_over(request):
                 return True
-            return self._waits.must_wait(request, request.findable_len, leaders)
+            return self._must_wait(request, leaders)
 
         for request in admit_in_turn(
             self._context.kv_cache,
@@ -90,6 +90,19 @@ class Grants:
         protected = request.held.num_protected_pages
         first_missing = [max(first, protected) for first in request.held.first_pages]
         self._requests.send(request, request.hand_over.grant(first_missing))
+
+    def _must_wait(self, request: DecodeRequest, leaders: Iterable[DecodeRequest]) -> bool:
+        """Whether a request waits for one of the leaders; its prefill worker is told.
+
+        That one may then ask for others in its place.
+        """
+        if not self._waits.must_wait(request, request.findable_len, leaders):
+            return False
+        if isinstance(request, HandedOverRequest):
+            held = request.hand_over.hold()
+            if held is not None:
+                self._requests.send(request, held)
+        return True
 
     def _reserve(self, request: DecodeRequest) -> bool:
         """Reserve a request's whole input, if what others are expected to add still fits.

@@ -21,6 +21,7 @@ from kvrelay.mem_cache.release import Outcome
 from kvrelay.wire.hand_over import (
     Announce,
     Ask,
+    Begun,
     Ended,
     FromPrefill,
     HandOverEnd,
@@ -70,6 +71,8 @@ class HandOvers:
         match message:
             case Ask():
                 request.hand_over.on_ask()
+            case Begun():
+                request.hand_over.on_begun()
             case Announce():
                 self._pulls.read(request, message)
             case Released():

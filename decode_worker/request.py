@@ -65,7 +65,7 @@ class HandedOverRequest(DecodeRequest):
 
     @property
     def is_ahead(self) -> bool:
-        """Whether it was granted memory, and nothing of it was announced yet."""
+        """Whether it was granted memory, and its prompt is not being computed yet."""
         return self.hand_over.state is DecodeState.GRANTED and not self.hand_over.begun
 
     @property

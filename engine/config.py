@@ -115,7 +115,7 @@ class WorkerOptions:
     grants_ahead: int = option(
         8,
         "The most prompts that a decode worker holds memory for before a prefill worker begins to "
-        "hand them over; prefill workers take turns.",
+        "compute them; prefill workers take turns.",
         Section.REQUESTS,
         at_least=1,
     )

@@ -72,6 +72,8 @@ class Event(StrEnum):
     DONE = "done"
     RELEASED = "released"
     ENDED = "ended"
+    HELD = "held"
+    BEGUN = "begun"
     PULL = "pull"
     """A read of pages."""
     FORWARD = "forward"

@@ -32,6 +32,7 @@ from kvrelay.wire.hand_over import (
     Grant,
     HandOverEnd,
     Heartbeat,
+    Held,
     PageSum,
 )
 from kvrelay.wire.output import EndReason, FailureReason, RequestEnd
@@ -150,6 +151,8 @@ class HandOvers:
         match message:
             case Heartbeat():
                 send(self._context, request, Heartbeat())
+            case Held():
+                request.hand_over.on_held()
             case Grant():
                 self._queue.take_grant(request)
             case Done():

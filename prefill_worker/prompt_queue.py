@@ -21,7 +21,8 @@ from kvrelay.wire.output import NO_TIMINGS, RequestEnd
 
 ASK_AHEAD = 4
 """Requests for each decode worker that may hold its grant, or have asked for it, before their
-turn to compute. `--grants-ahead` bounds what a decode worker grants to all that ask."""
+turn to compute. Those do not count that the decode worker lets wait for others.
+`--grants-ahead` bounds what a decode worker grants to all that ask."""
 _HOLDS_GRANT = (PrefillState.ASKED, PrefillState.GRANTED)
 
 
@@ -85,7 +86,7 @@ class PromptQueue:
         A request whose prefix is being computed is not asked for: it holds no grant.
         """
         ahead = [r for r in self._waiting if r.hand_over.state in _HOLDS_GRANT]
-        asked = Counter(r.decode_incarnation for r in ahead)
+        asked = Counter(r.decode_incarnation for r in ahead if not r.hand_over.is_held)
         leaders = self._waits.leaders(self._context.requests.values())
         for request in sorted(self._waiting, key=lambda r: r.turn):
             if not request.can_ask or asked[request.decode_incarnation] >= ASK_AHEAD:

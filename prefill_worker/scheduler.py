@@ -108,9 +108,17 @@ class PrefillScheduler:
         self._queue.ask_for_grants()
 
     def schedule(self) -> Sequence[Scheduled[PrefillRequest]]:
-        """Allocate the pages of the prompts' next chunks, within the token budget."""
+        """Allocate the pages of the prompts' next chunks, within the token budget.
+
+        Decode workers are told of each prompt's first.
+        """
         computing = self._queue.computing
-        return self._turns.next(lambda alone: computing.schedule(self._chunk_tokens, alone=alone))
+        scheduled = self._turns.next(
+            lambda alone: computing.schedule(self._chunk_tokens, alone=alone)
+        )
+        for item in scheduled:
+            send(self._context, item.request, item.request.hand_over.begin())
+        return scheduled
 
     def process_step_output(self, item: Scheduled[PrefillRequest], output: StepOutput) -> None:
         """Announce the pages that are complete now; with the last chunk, the first tokens too."""

@@ -131,12 +131,22 @@ class Ended:
 
 
 @dataclass(frozen=True, slots=True)
+class Held:
+    """The grant comes later: the decode side reads a part of the prompt for another request."""
+
+
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """The prompt's first chunk is being computed, and nothing was announced yet."""
+
+
+@dataclass(frozen=True, slots=True)
 class Heartbeat:
     """Shows that its sender is alive. It carries the number of the message before it."""
 
 
-FromDecode = Grant | Done | Heartbeat
-FromPrefill = Ask | Announce | Released | Ended | Heartbeat
+FromDecode = Grant | Done | Heartbeat | Held
+FromPrefill = Ask | Announce | Released | Ended | Heartbeat | Begun
 MessageT_co = TypeVar("MessageT_co", covariant=True)
 
 

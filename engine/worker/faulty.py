@@ -18,7 +18,17 @@ from kvrelay.kv_transfer.agent import TransferAgent
 from kvrelay.kv_transfer.pull import Pull
 from kvrelay.mem_cache.pool import KVPool
 from kvrelay.mem_cache.sharing import PageCopy
-from kvrelay.wire.hand_over import Announce, Ask, Done, Ended, Grant, Released, Sequenced
+from kvrelay.wire.hand_over import (
+    Announce,
+    Ask,
+    Begun,
+    Done,
+    Ended,
+    Grant,
+    Held,
+    Released,
+    Sequenced,
+)
 from kvrelay.wire.model_digest import ModelDigest
 
 RequestT = TypeVar("RequestT")
@@ -30,6 +40,8 @@ _EVENTS: dict[type, Event] = {
     Done: Event.DONE,
     Released: Event.RELEASED,
     Ended: Event.ENDED,
+    Held: Event.HELD,
+    Begun: Event.BEGUN,
 }
 
 

@@ -12,6 +12,7 @@ from kvrelay.wire.hand_over import (
     Done,
     FirstToken,
     Grant,
+    Held,
     PageRun,
     PageSum,
     Place,
@@ -36,7 +37,8 @@ class DecodeHandOver:
     ) -> None:
         self.state = DecodeState.OPEN
         self.begun = False
-        """Something was announced: the prefill side has reserved the prompt, too."""
+        """The prefill side computes the prompt, or has announced some of it."""
+        self._is_held = False
         self.first_tokens: tuple[FirstToken, ...] = ()
         """One for each output; empty until the last announcement."""
         self.num_compared = 0
@@ -61,6 +63,12 @@ class DecodeHandOver:
         """The prefill side is ready for this request."""
         self._step("ask")
 
+    def hold(self) -> Held | None:
+        """Tell the prefill side that the grant waits for another request; once."""
+        self._step("hold")
+        told, self._is_held = self._is_held, True
+        return None if told else Held()
+
     def grant(self, missing: Sequence[int]) -> Grant:
         """Tell the prefill side that the whole prompt is reserved here.
 
@@ -70,6 +78,11 @@ class DecodeHandOver:
         self._step("grant")
         self._announced = AnnouncedPages(self._prompt_pages, self._windowed, missing)
         return Grant()
+
+    def on_begun(self) -> None:
+        """The prefill side computes the prompt's first chunk."""
+        self._step("begun")
+        self.begun = True
 
     def on_announce(self, message: Announce) -> tuple[PageRun, ...]:
         """Check an announcement.

@@ -8,6 +8,7 @@ from kvrelay.kv_transfer.hand_over.states import PREFILL_STEPS, PrefillState, ne
 from kvrelay.wire.hand_over import (
     Announce,
     Ask,
+    Begun,
     Done,
     Ended,
     FirstToken,
@@ -31,6 +32,9 @@ class PrefillHandOver:
         self.state = PrefillState.QUEUED
         self._windowed = windowed
         self._announced_pages = 0
+        self._has_begun = False
+        self.is_held = False
+        """The decode side has been asked, and lets the request wait for another one."""
 
     @property
     def is_announced(self) -> bool:
@@ -42,9 +46,21 @@ class PrefillHandOver:
         self._step("ask")
         return Ask()
 
+    def on_held(self) -> None:
+        """The decode side lets the request wait for another one, and grants it later."""
+        self._step("held")
+        self.is_held = True
+
     def on_grant(self) -> None:
         """The decode side has reserved the prompt."""
         self._step("grant")
+        self.is_held = False
+
+    def begin(self) -> Begun | None:
+        """The first chunk is being computed. `None` if the decode side knows, or may guess."""
+        self._step("begin")
+        known, self._has_begun = self._has_begun or self._announced_pages > 0, True
+        return None if known else Begun()
 
     def announce(self, tables: Sequence[Sequence[int]], written_pages: int) -> Announce | None:
         """Announce the written pages that were not announced before; `None` if there are none.

@@ -52,7 +52,9 @@ class PrefillState(Enum):
 
 PREFILL_STEPS: Final = {
     "ask": {PrefillState.QUEUED: PrefillState.ASKED},
+    "held": {PrefillState.ASKED: PrefillState.ASKED},
     "grant": {PrefillState.ASKED: PrefillState.GRANTED},
+    "begin": {PrefillState.GRANTED: PrefillState.GRANTED},
     "announce": {PrefillState.GRANTED: PrefillState.GRANTED},
     "announce_last": {PrefillState.GRANTED: PrefillState.ANNOUNCED},
     "done": {PrefillState.ANNOUNCED: PrefillState.RELEASED},
@@ -83,7 +85,9 @@ class DecodeState(Enum):
 
 DECODE_STEPS: Final = {
     "ask": {DecodeState.OPEN: DecodeState.ASKED},
+    "hold": {DecodeState.ASKED: DecodeState.ASKED},
     "grant": {DecodeState.ASKED: DecodeState.GRANTED},
+    "begun": {DecodeState.GRANTED: DecodeState.GRANTED},
     "announce": {DecodeState.GRANTED: DecodeState.GRANTED},
     "announce_last": {DecodeState.GRANTED: DecodeState.ANNOUNCED},
     "done": {DecodeState.ANNOUNCED: DecodeState.READ},

@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 
 from kvrelay.decode_worker.request import HandedOverRequest
+from kvrelay.engine.scheduler.commands import Wake
 from kvrelay.kv_transfer.hand_over.states import DecodeState
-from tests.engine.simulation import SimRequest, Simulation, reference
+from kvrelay.prefill_worker.prompt_queue import ASK_AHEAD
+from tests.engine.simulation import SimRequest, Simulation, SimWorker, reference
 from tests.engine.test_scenarios import random_prompts
 
 
@@ -72,3 +74,51 @@ def test_prefill_workers_take_turns(seed: int) -> None:
     assert last < len(flood), [watched.granted.index(request) for request in others]
     assert watched.most_ahead <= 2
     watched.simulation.assert_at_baseline()
+
+
+def test_a_prompt_of_one_chunk_is_no_grant_ahead_while_it_is_computed() -> None:
+    watched = Watched(0, grants_ahead=2)
+    simulation = watched.simulation
+    requests = [watched.submit(prompt, 0) for prompt in random_prompts(0, 9, 5)]
+    simulation.can_end_step = lambda worker: False
+    watched.run()
+    computed = [item for step in simulation.prefills[0].steps for item in step.scheduled]
+    assert computed
+    assert len(watched.granted) == 2 + len(computed)
+    simulation.can_end_step = lambda worker: True
+    watched.run()
+    assert watched.most_ahead == 2
+    for request in requests:
+        assert request.output == reference(request.prompt, 4)
+    simulation.assert_at_baseline()
+
+
+def test_those_that_wait_for_a_prefix_keep_no_other_request_waiting() -> None:
+    """More of them than one prefill worker asks for at once."""
+    simulation = Simulation(0, 4, 400, 64, 16, workers=2)
+    [other, slow], [decode, elsewhere] = simulation.prefills, simulation.decodes
+    prefix = random_prompts(1, 1, 60)[0]
+
+    def submit(prompt: list[int], prefill: SimWorker, to: SimWorker) -> SimRequest:
+        simulation.prefills, simulation.decodes = [prefill], [to]
+        request = simulation.submit(prompt, 4)
+        simulation.prefills, simulation.decodes = [other, slow], [decode, elsewhere]
+        return request
+
+    submit(prefix, other, elsewhere)
+    simulation.run()  # the other one has the prefix from now on
+    simulation.can_end_step = lambda worker: worker is not slow
+    first = submit([*prefix, 1], slow, decode)
+    simulation.run()
+    waiting = [submit([*prefix, 2, n], other, decode) for n in range(ASK_AHEAD + 2)]
+    simulation.run()
+    unlike = submit(random_prompts(2, 1, 30)[0], other, decode)
+    simulation.run()
+    assert unlike.output == reference(unlike.prompt, 4)
+    assert not any(request.output for request in [first, *waiting])
+    simulation.can_end_step = lambda worker: True
+    slow.inbox.post(Wake())
+    simulation.run()
+    for request in [first, *waiting]:
+        assert request.output == reference(request.prompt, 4)
+    simulation.assert_at_baseline()
