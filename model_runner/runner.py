@@ -20,6 +20,8 @@ from kvrelay.model_runner.checkpoint.digest import object_digest
 from kvrelay.model_runner.config.model_config import MLAConfig
 from kvrelay.model_runner.errors import UnsupportedOptionError
 from kvrelay.model_runner.layers.decoder import Decoder
+from kvrelay.model_runner.layers.elementwise import make_elementwise
+from kvrelay.model_runner.layers.elementwise_trial import try_elementwise
 from kvrelay.model_runner.layers.linear import LinearFactory
 from kvrelay.model_runner.torch_options import parse_device, parse_dtype, wait_for_device
 
@@ -70,6 +72,9 @@ class ModelRunner:
             )
         self._batch_invariant = batch_invariant
         with torch.inference_mode():
+            elementwise = make_elementwise(self.dtype, self.device, batch_invariant)
+            if batch_invariant:
+                try_elementwise(self.config, elementwise, self.dtype)
             checkpoint = Checkpoint(path, self.dtype, self.device, on_read)
             self._decoder = Decoder(
                 self.config,
@@ -77,6 +82,7 @@ class ModelRunner:
                 self.dtype,
                 self.device,
                 LinearFactory(batch_invariant),
+                elementwise,
             )
         self.config_digest = object_digest(self.config)
         """Hash of the configuration as it was understood."""

@@ -11,7 +11,7 @@ from kvrelay.model_runner.attention.backend import AttentionBackend, StepAttenti
 from kvrelay.model_runner.batch import ForwardBatch, Int64Array
 from kvrelay.model_runner.checkpoint.checkpoint import Checkpoint
 from kvrelay.model_runner.config.model_config import ModelConfig
-from kvrelay.model_runner.layers.elementwise import make_elementwise
+from kvrelay.model_runner.layers.elementwise import Elementwise, softcap
 from kvrelay.model_runner.layers.feed_forward import make_feed_forward
 from kvrelay.model_runner.layers.linear import LinearFactory
 from kvrelay.model_runner.layers.loader import WeightLoader
@@ -64,10 +64,11 @@ class Decoder:
         dtype: torch.dtype,
         device: torch.device,
         linears: LinearFactory,
+        elementwise: Elementwise,
     ) -> None:
         self._config = config
         self._device = device
-        loader = WeightLoader(config, checkpoint, make_elementwise(dtype, device), linears)
+        loader = WeightLoader(config, checkpoint, elementwise, linears)
         self._rotaries = {
             layer.rope: RotaryEmbedding(layer.rope, config.attention.rotary_dim, device)
             for layer in config.layers
@@ -121,8 +122,8 @@ class Decoder:
 
     def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
         logits = self._head(self._norm(hidden)).to(torch.float32)
-        softcap = self._config.final_logit_softcapping
-        return logits if softcap is None else torch.tanh(logits / softcap) * softcap
+        most = self._config.final_logit_softcapping
+        return logits if most is None else softcap(logits, most)
 
     def _to_device(self, array: Int64Array) -> torch.Tensor:
         return torch.from_numpy(array).to(self._device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Protocol
 
 import torch
@@ -35,6 +36,15 @@ class Elementwise(Protocol):
     def gelu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         """``gelu(gate) * up`` of ``[T, 2 * N]``: ``[T, N]``; gelu is approximated by tanh."""
         ...
+
+    def sigmoid(self, x: torch.Tensor) -> torch.Tensor:
+        """The logistic function of ``x [T, N]`` float32."""
+        ...
+
+
+def softcap(logits: torch.Tensor, most: float) -> torch.Tensor:
+    """Bring logits into ``(-most, most)``."""
+    return torch.tanh(logits / most) * most
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -72,6 +82,35 @@ class TorchElementwise:
         gate, up = gate_up.chunk(2, dim=-1)
         return functional.gelu(gate, approximate="tanh") * up
 
+    def sigmoid(self, x: torch.Tensor) -> torch.Tensor:
+        """The logistic function of ``x [T, N]``."""
+        return x.sigmoid()
+
+
+class InvariantElementwise(TorchElementwise):
+    """Any dtype on a CPU; a row's result does not depend on the rows beside it.
+
+    torch computes its silu, gelu and sigmoid by vector instructions, and what is left over at the
+    end of a thread's part by scalar ones, whose exponentials differ in the last bit. Where those
+    parts end depends on all rows. Its exp and tanh compute the rest by the same instructions, and
+    sums, products and quotients are exact to the last bit whatever computes them.
+    """
+
+    def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+        """``silu(gate) * up`` of ``[T, 2 * N]``: ``[T, N]``."""
+        gate, up = gate_up.chunk(2, dim=-1)
+        return gate / (torch.exp(-gate) + 1) * up
+
+    def gelu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+        """``gelu(gate) * up`` of ``[T, 2 * N]``: ``[T, N]``; gelu is approximated by tanh."""
+        gate, up = gate_up.chunk(2, dim=-1)
+        inner = (gate * gate * gate * 0.044715 + gate) * math.sqrt(2 / math.pi)
+        return gate * 0.5 * (torch.tanh(inner) + 1) * up
+
+    def sigmoid(self, x: torch.Tensor) -> torch.Tensor:
+        """The logistic function of ``x [T, N]``."""
+        return 1 / (torch.exp(-x) + 1)
+
 
 class CpuElementwise:
     """bfloat16 on a CPU: one compiled pass each, float32 inside, rounded once at the end."""
@@ -98,9 +137,18 @@ class CpuElementwise:
         cpu_kernels.gelu_mul(as_array(gate_up), as_array(out))
         return out
 
+    def sigmoid(self, x: torch.Tensor) -> torch.Tensor:
+        """The logistic function of ``x [T, N]``, the same whatever rows are beside a row."""
+        return 1 / (torch.exp(-x) + 1)
 
-def make_elementwise(dtype: torch.dtype, device: torch.device) -> Elementwise:
-    """The fastest implementation; float32 stays in torch, where it equals transformers exactly."""
+
+def make_elementwise(
+    dtype: torch.dtype, device: torch.device, batch_invariant: bool = False
+) -> Elementwise:
+    """The fastest implementation; float32 stays in torch, where it equals transformers exactly.
+
+    But for the last bit, if a row's result must not depend on the rows beside it.
+    """
     if device.type == "cpu" and dtype is torch.bfloat16:
         return CpuElementwise()
-    return TorchElementwise()
+    return InvariantElementwise() if batch_invariant else TorchElementwise()

@@ -19,6 +19,7 @@ class ExpertRouter:
     def __init__(self, loader: WeightLoader, experts: MoEConfig, prefix: str) -> None:
         shape = (experts.n_routed_experts, loader.config.hidden_size)
         self._experts = experts
+        self._elementwise = loader.elementwise
         weight = loader.checkpoint.take(f"{prefix}.weight", shape)
         self._linear = loader.linears.make(weight.to(torch.float32))
         self._score_correction_bias = None
@@ -34,7 +35,7 @@ class ExpertRouter:
         if self._score_correction_bias is None:
             scores = preference = logits.softmax(-1)
         else:
-            scores = logits.sigmoid()
+            scores = self._elementwise.sigmoid(logits)
             preference = scores + self._score_correction_bias
         chosen = self._mask_other_groups(preference).topk(self._experts.num_experts_per_tok).indices
         weights = scores.gather(1, chosen)
