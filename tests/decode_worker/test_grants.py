@@ -80,12 +80,12 @@ def test_a_prompt_of_one_chunk_is_no_grant_ahead_while_it_is_computed() -> None:
     watched = Watched(0, grants_ahead=2)
     simulation = watched.simulation
     requests = [watched.submit(prompt, 0) for prompt in random_prompts(0, 9, 5)]
-    simulation.can_end_step = lambda worker: False
+    simulation.can_end_step = lambda worker: False  # type: ignore[method-assign]
     watched.run()
     computed = [item for step in simulation.prefills[0].steps for item in step.scheduled]
     assert computed
     assert len(watched.granted) == 2 + len(computed)
-    simulation.can_end_step = lambda worker: True
+    simulation.can_end_step = lambda worker: True  # type: ignore[method-assign]
     watched.run()
     assert watched.most_ahead == 2
     for request in requests:
@@ -107,7 +107,7 @@ def test_those_that_wait_for_a_prefix_keep_no_other_request_waiting() -> None:
 
     submit(prefix, other, elsewhere)
     simulation.run()  # the other one has the prefix from now on
-    simulation.can_end_step = lambda worker: worker is not slow
+    simulation.can_end_step = lambda worker: worker is not slow  # type: ignore[method-assign]
     first = submit([*prefix, 1], slow, decode)
     simulation.run()
     waiting = [submit([*prefix, 2, n], other, decode) for n in range(ASK_AHEAD + 2)]
@@ -116,7 +116,7 @@ def test_those_that_wait_for_a_prefix_keep_no_other_request_waiting() -> None:
     simulation.run()
     assert unlike.output == reference(unlike.prompt, 4)
     assert not any(request.output for request in [first, *waiting])
-    simulation.can_end_step = lambda worker: True
+    simulation.can_end_step = lambda worker: True  # type: ignore[method-assign]
     slow.inbox.post(Wake())
     simulation.run()
     for request in [first, *waiting]:

@@ -13,7 +13,17 @@ from kvrelay.engine.scheduler.commands import Wake
 from kvrelay.kv_transfer.hand_over.states import DecodeState, PrefillState
 from kvrelay.kv_transfer.pull import Pull, PullState
 from kvrelay.prefill_worker.request import PrefillRequest
-from kvrelay.wire.hand_over import Announce, Ask, Done, Ended, Grant, Released, Sequenced
+from kvrelay.wire.hand_over import (
+    Announce,
+    Ask,
+    Begun,
+    Done,
+    Ended,
+    Grant,
+    Held,
+    Released,
+    Sequenced,
+)
 from kvrelay.wire.output import EndReason
 from tests.engine.simulation import SimRequest, Simulation, reference
 from tests.engine.test_scenarios import has_verdict, is_in, one_pair, random_prompts, step_until
@@ -253,6 +263,36 @@ def test_scenario_41_a_lost_message_leaves_nobody_waiting(seed: int, kind: type)
     again = simulation.submit(prompt, 8)
     simulation.run()
     assert_right(again)
+
+
+@pytest.mark.parametrize("kind", [Held, Begun], ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("seed", range(3))
+def test_scenario_41_the_message_after_a_lost_one_tells(seed: int, kind: type) -> None:
+    """Nobody waits for these two, and the attempt ends all the same."""
+    simulation = one_pair(seed, pages=120, worker_timeout=15.0)
+    carry = simulation.carry_messages
+    lost: list[Any] = []
+
+    def lose(pair: Any) -> None:
+        for stream in (pair[1], pair[3]):
+            for said in stream.take_all():
+                if not lost and isinstance(said, Sequenced) and isinstance(said.message, kind):
+                    lost.append(stream.key.of_choice(0))
+                elif said is None:
+                    stream.close()
+                else:
+                    stream.deliver(said)
+        carry(pair)
+
+    simulation.carry_messages = lose  # type: ignore[method-assign]
+    (prompt,) = random_prompts(seed, 1, 60)
+    requests = [simulation.submit([*prompt, number], 8) for number in range(3)]
+    simulation.run()
+    (loser,) = [request for request in requests if request.key.of_choice(0) in lost]
+    ends = loser.ends.values()
+    assert any("1 messages were lost" in end.error for end in ends if end.error)
+    assert_right(*(request for request in requests if request is not loser))
+    simulation.assert_at_baseline()
 
 
 def _time_passes(request: SimRequest, *, silent: bool) -> None:

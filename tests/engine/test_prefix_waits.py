@@ -209,6 +209,8 @@ def test_nobody_waits_for_one_that_makes_no_progress(where: str) -> None:
     else:
         simulation.end_read = lambda one: None
         step_until(simulation, lambda: any(r.prefix_wait for r in decode.context.requests.values()))
+        # What arrives later would be progress.
+        step_until(simulation, lambda: bool(computing(decode)[0].hand_over.first_tokens))
     assert len(computing(worker)) == 1
     for stuck in [*computing(prefill), *computing(decode)]:
         stuck.progressed_at = -1e9
