@@ -13,7 +13,7 @@ from kvrelay.router.generation import GenerationRequest
 def check_deadline(
     request: GenerationRequest,
     deadline: float | None,
-    queues: Iterable[PromptQueue],
+    workers: Iterable[tuple[PromptQueue, int]],
     margin: float,
 ) -> None:
     """Raises `DeadlineTooNear` if no first token can be expected in time, by far.
@@ -24,13 +24,14 @@ def check_deadline(
     Args:
         request: about to be submitted.
         deadline: of its call, on the clock of `time.monotonic`; None: it has none.
-        queues: of the workers of which one is to compute its prompt; may be empty.
+        workers: of which one is to compute its prompt: what waits there, and tokens of the prompt
+            that it has; may be empty.
         margin: so many times what is left may be expected; 0: anything.
     """
     if deadline is None or not margin:
         return
     tokens, priority = len(request.input_ids), request.priority
-    expected = [expect_prompt(queue, tokens, priority) for queue in queues]
+    expected = [expect_prompt(queue, tokens, priority, cached) for queue, cached in workers]
     soonest = min(expected, key=lambda one: one.seconds, default=None)
     left = max(deadline - time.monotonic(), 0.0)
     if soonest is not None and soonest.seconds > margin * left:

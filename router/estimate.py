@@ -40,18 +40,26 @@ class ExpectedPrompt:
         return self.queue_seconds + self.prompt_seconds
 
 
-def expect_prompt(queue: PromptQueue, tokens: int, priority: int = 0) -> ExpectedPrompt:
+def expect_prompt(
+    queue: PromptQueue, tokens: int, priority: int = 0, cached_tokens: int = 0
+) -> ExpectedPrompt:
     """What a prompt is expected to take on a worker; nothing, if that has measured no prompts.
 
     It is rather too little than too much. A worker that does reuse prefixes is taken to reuse
-    as much as it did of the luckiest of the latest prompts, as nobody knows what it has
-    of this one; and nothing else waits before a prompt with a priority.
+    as much as it did of the luckiest of the latest prompts, as the router may not know
+    what it has of this one; and nothing else waits before a prompt with a priority.
+
+    Args:
+        queue: of the worker.
+        tokens: of the prompt, one or more.
+        priority: of its request.
+        cached_tokens: of the prompt, that the worker is known to have.
     """
     load = queue.load
     speeds, computed_share = load.speeds, 1 - load.reused_share
     if not speeds.prompts_known:
         return ExpectedPrompt(0.0, 0.0)
-    own = math.ceil(tokens * computed_share)
+    own = min(math.ceil(tokens * computed_share), max(tokens - cached_tokens, 1))
     rows = 0 if queue.role is WorkerRole.PREFILL else load.running_requests
     work = StepWork.of_prompt(own, tokens - own)
     prompt_seconds = speeds.seconds_of(StepWork(work.prompt_tokens, work.prompt_pairs, rows))

@@ -176,8 +176,12 @@ class Failover:
         if deadline is None:
             return
         links = self._fleet.prompt_links if placement is None else [placement.computes_prompt]
-        queues = [link.prompt_queue for link in links]
-        check_deadline(request, deadline, queues, self._config.deadline_margin)
+        prefixes, marks = self._fleet.prefixes, request.marks
+        workers = [
+            (link.prompt_queue, prefixes.hit_tokens(link.endpoint.incarnation, marks))
+            for link in links
+        ]
+        check_deadline(request, deadline, workers, self._config.deadline_margin)
 
     async def _place_within(
         self, seconds: float, demand: Demand, hope: Callable[[], bool]

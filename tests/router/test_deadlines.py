@@ -9,18 +9,25 @@ from typing import Any
 
 import grpc
 
+from kvrelay.router.callers import ANYBODY
 from kvrelay.router.config import RouterConfig
 from kvrelay.v1 import inference_pb2 as pb
 from kvrelay.v1 import worker_pb2
+from kvrelay.wire.page_hash import PageHashes
 
 from .cluster import Cluster, collect, read, running, status_of
 from .scripted_worker import COUNTED, END, ScriptedWorker, load, until
 
 
+def prompt(tokens: int) -> list[int]:
+    return [*range(10, 10 + tokens - 3), 1, 2, 3]
+
+
 def generate(cluster: Cluster, timeout: float | None, *, tokens: int = 3, **fields: Any) -> Any:
-    ids = [*range(10, 10 + tokens - 3), 1, 2, 3]
     request = pb.GenerateRequest(
-        input_ids=pb.TokenIds(ids=ids), sampling_params=pb.SamplingParams(max_tokens=8), **fields
+        input_ids=pb.TokenIds(ids=prompt(tokens)),
+        sampling_params=pb.SamplingParams(max_tokens=8),
+        **fields,
     )
     return cluster.stub.Generate(request, timeout=timeout)
 
@@ -85,6 +92,23 @@ async def test_prompts_of_less_priority_do_not_count(cluster: Cluster) -> None:
     assert "(0 s for the prompts before, 100 s for this one)" in str(error.details())
     batch.cancel()
     await until(lambda: len(cluster.prefill.cancels) == 1)
+
+
+async def test_what_the_worker_is_known_to_have_of_the_prompt_does_not_count(
+    cluster: Cluster,
+) -> None:
+    cluster.count()
+    await report(cluster, cluster.prefill)
+    error = await status_of(generate(cluster, 25, tokens=100))
+    assert "100 s for this one" in str(error.details())
+    hashes = PageHashes(cluster.prefill.model, 16)
+    marks = hashes.marks_of(prompt(100), ANYBODY.namespace(""))
+    update = worker_pb2.PrefixUpdate(number=0, page_size=16, begins=True, stored=marks)
+    cluster.prefill.send(worker_pb2.AttachResponse(prefixes=update))
+    await report(cluster, cluster.prefill)
+    assert len((await collect(generate(cluster, 25, tokens=100))).token_ids) == 8
+    error = await status_of(generate(cluster, 10, tokens=100))
+    assert "36 s for this one" in str(error.details())
 
 
 async def test_without_a_deadline_nothing_is_refused(cluster: Cluster) -> None:

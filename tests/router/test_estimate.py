@@ -78,6 +78,13 @@ def test_a_worker_that_reuses_prefixes_may_have_this_one() -> None:
     assert (expected.queue_seconds, expected.prompt_seconds) == pytest.approx((0.25, 0.25))
 
 
+def test_what_a_worker_is_known_to_have_is_not_computed() -> None:
+    assert expect_prompt(queue(), 1000, cached_tokens=900).seconds == pytest.approx(0.1)
+    assert expect_prompt(queue(), 1000, cached_tokens=1000).seconds == pytest.approx(0.001)
+    # It may have more than is known.
+    assert expect_prompt(queue(reused=0.75), 1000, cached_tokens=100).seconds == pytest.approx(0.25)
+
+
 def test_what_is_reused_is_attended_to() -> None:
     speeds = StepSpeeds(seconds_per_pair=1e-6, prompts_known=True)
     whole, first = speeds.prompt_seconds(1000), speeds.prompt_seconds(750)
