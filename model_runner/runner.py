@@ -65,7 +65,7 @@ class ModelRunner:
         self.config = read_config(path)
         self.dtype = parse_dtype(dtype)
         self.device = parse_device(device)
-        if batch_invariant and not CpuAttention.runs(self.device, self.dtype):
+        if batch_invariant and not CpuAttention.is_invariant(self.device, self.dtype):
             raise UnsupportedOptionError(
                 "--batch-invariant is for bfloat16 and float32 on a CPU, "
                 f"not for {dtype} on {device}"

@@ -1,4 +1,4 @@
-"""Attention on a CPU: few new tokens by a compiled kernel on the pages in place, more by torch."""
+"""Attention on a CPU by compiled kernels: one for a few new tokens of a sequence, one for many."""
 
 from __future__ import annotations
 
@@ -9,20 +9,24 @@ import numpy as np
 import torch
 
 from kvrelay.mem_cache.pool import KVPool
-from kvrelay.model_runner.attention.torch_attention import cut_spans
-from kvrelay.model_runner.batch import ForwardBatch, Int32Array, new_token_slots
+from kvrelay.model_runner.batch import ForwardBatch, Int32Array, Int64Array, new_token_slots
 from kvrelay.model_runner.config.query_heads import QueryHeads
 from kvrelay.model_runner.kernels.arrays import Array, as_array
 from kvrelay.model_runner.kernels.decode_attention import make_decode_kernel
+from kvrelay.model_runner.kernels.jit import has_float16
+from kvrelay.model_runner.kernels.lanes import ROWS, has_bfloat16_products
+from kvrelay.model_runner.kernels.prefill_attention import TILES, attend_strips
 from kvrelay.model_runner.kernels.write_kv import write_kv
 
 _SPLIT_TOKENS = 1024
 """Tokens attended to in a step from which a second thread saves more than its hand-over costs."""
 _FEW_TOKENS = 16
 """Up to so many new tokens, such as drafts to be verified, a sequence is computed token by token,
-each as in decode: that reads pages as often, but torch would have to gather them first."""
+each as in decode: tiles of more would be empty for the most part."""
 _FEW_LATENTS = 3
-"""The same for latents: all heads share one, so torch's products are large sooner."""
+"""The same for latents: all heads share one, so tiles are full sooner."""
+_STRIPS_A_THREAD = 4
+"""At least, times heads, as far as there are tiles: the last ones end at about the same time."""
 _ANY_NUMBER = np.iinfo(np.int32).max
 """Of new tokens."""
 _NO_WINDOW = np.iinfo(np.int32).max
@@ -30,7 +34,7 @@ _NO_WINDOW = np.iinfo(np.int32).max
 
 
 class CpuAttention:
-    """The `AttentionBackend` of bfloat16 and float32 on a CPU; as many threads as torch has.
+    """The `AttentionBackend` of what kernels can read on a CPU; as many threads as torch has.
 
     Args:
         pool: of keys and values.
@@ -54,16 +58,27 @@ class CpuAttention:
             geometry.head_dim,
             heads.value_dim,
         )
+        paired = pool.data.dtype is torch.bfloat16 and geometry.head_dim % 2 == 0
+        unit = np.uint32 if paired and has_bfloat16_products() else np.float32
+        self.unit = np.empty(0, unit)
         self.threads = torch.get_num_threads()
         self.helpers = ThreadPoolExecutor(max(1, self.threads - 1), "attention")
 
     @staticmethod
     def runs(device: torch.device, dtype: torch.dtype) -> bool:
         """Whether there are kernels for pools of this dtype on this device."""
-        return device.type == "cpu" and dtype in (torch.bfloat16, torch.float32)
+        known = dtype in (torch.bfloat16, torch.float32) or (
+            dtype is torch.float16 and has_float16()
+        )
+        return device.type == "cpu" and known
+
+    @staticmethod
+    def is_invariant(device: torch.device, dtype: torch.dtype) -> bool:
+        """Whether models of this dtype can be batch invariant: products in float16 were not tried."""
+        return CpuAttention.runs(device, dtype) and dtype is not torch.float16
 
     def plan(self, batch: ForwardBatch, page_table: Int32Array) -> CpuStepAttention:
-        """Sort the sequences of `batch` by their new tokens: few to the kernel, others to torch."""
+        """Sort the sequences of `batch` by their new tokens: few as in decode, others in tiles."""
         return CpuStepAttention(self, batch, page_table)
 
 
@@ -84,11 +99,8 @@ class CpuStepAttention:
         # What a row attends to: its sequence, up to its own token.
         self._seq_lens = (batch.positions[rows] + 1).astype(np.int32)
         self._shares = self._split()
-        self._spans = [
-            span
-            for index in np.flatnonzero(~few)
-            for span in cut_spans(batch, int(index), page_table, backend.pool)
-        ]
+        self._tables = np.ascontiguousarray(page_table[~few])
+        self._strips = self._cut_strips(batch, np.flatnonzero(~few))
 
     def attend(self, layer: int, rows: torch.Tensor) -> torch.Tensor:
         """Write and attend; shapes as in `StepAttention.attend`."""
@@ -101,9 +113,8 @@ class CpuStepAttention:
         out = rows.new_empty(len(rows), heads.num_heads * heads.value_dim)
         if self._shares:
             self._decode(place, new, as_array(out))
-        for span in self._spans:
-            attended = span.attend(pages, rows[:, : heads.num_heads], heads)
-            out[span.start : span.end].view(attended.shape).copy_(attended)
+        if len(self._strips):
+            self._prefill(place, new, as_array(out))
         return out
 
     def _decode(self, place: tuple[Array, int, int, int], new: Array, out: Array) -> None:
@@ -126,6 +137,44 @@ class CpuStepAttention:
         attend(self._shares[0])
         for future in helped:
             future.result()
+
+    def _prefill(self, place: tuple[Array, int, int, int], new: Array, out: Array) -> None:
+        backend, heads, geometry = self._backend, self._backend.heads, self._backend.pool.geometry
+        attend_strips(
+            backend.threads,
+            *place,
+            geometry.num_kv_heads,
+            geometry.parts,
+            backend.window,
+            heads.scale,
+            heads.softcap or 0.0,
+            new,
+            heads.num_heads,
+            self._tables,
+            self._strips,
+            backend.unit,
+            out,
+        )
+
+    def _cut_strips(self, batch: ForwardBatch, sequences: Int64Array) -> Int32Array:
+        """The chunks of `sequences` in strips ``[n, 5]`` of `attend_strips`, the longest first."""
+        kv_heads = self._backend.pool.geometry.num_kv_heads
+        group, threads = self._backend.heads.num_heads // kv_heads, self._backend.threads
+        starts, ends = batch.query_start[sequences], batch.query_start[sequences + 1]
+        positions = batch.positions[starts]
+        rows = (ends - starts) * group
+        tiles = int(np.sum(-(-rows // ROWS))) * kv_heads
+        most = TILES if threads == 1 else tiles // (threads * _STRIPS_A_THREAD)
+        length = ROWS * min(max(most, 1), TILES)
+        strips = [
+            (sequence, start, position, first, min(length, count - first))
+            for sequence, (start, position, count) in enumerate(
+                zip(starts, positions, rows, strict=True)
+            )
+            for first in range(0, count, length)
+        ]
+        strips.sort(key=lambda strip: -(strip[2] * group + strip[3]))
+        return np.array(strips, np.int32).reshape(-1, 5)
 
     def _split(self) -> list[slice]:
         """The kernel's rows, cut where the tokens they attend to are about equal."""

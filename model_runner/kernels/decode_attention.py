@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
+from typing import Any
 
 import numpy as np
 
@@ -141,15 +142,20 @@ def add_scores(
 
 
 @inlined
+def bend(score: Any, softcap: Any) -> Any:
+    """``softcap * tanh(score / softcap)`` of float32 numbers"""
+    decay = exp_of_negative(np.float32(-2.0) * abs(score) / softcap)
+    bent = softcap * (np.float32(1.0) - decay) / (np.float32(1.0) + decay)
+    return bent if score >= 0 else -bent
+
+
+@inlined
 def cap(scores: Array, skipped: int, tokens: int, softcap: float) -> None:
     """``softcap * tanh(score / softcap)`` of each row's ``[skipped, tokens)``, in place."""
-    most = np.float32(softcap)
     for head in range(scores.shape[0]):
         row = scores[head, skipped:tokens]
         for token in range(len(row)):
-            decay = exp_of_negative(np.float32(-2.0) * abs(row[token]) / most)
-            bent = most * (np.float32(1.0) - decay) / (np.float32(1.0) + decay)
-            row[token] = bent if row[token] >= 0 else -bent
+            row[token] = bend(row[token], np.float32(softcap))
 
 
 @inlined

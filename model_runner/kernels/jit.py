@@ -1,14 +1,17 @@
 """What the compiled CPU kernels share: the decorator, bfloat16 as bits, exp, prefetch.
 
-numba has no bfloat16: kernels see it as uint16, the upper half of a float32.
+numba has neither bfloat16 nor, on a CPU, float16: kernels see the bits of the one as
+uint16, the upper half of a float32, and those of the other as int16.
 """
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar, cast
 
+import llvmlite.binding
 import numba
 import numpy as np
 from llvmlite import ir  # type: ignore[import-untyped]
@@ -48,8 +51,34 @@ def exact(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def widen(bits: Any) -> Any:
-    """A stored element as float32, inside kernels: bfloat16 bits or a float32 itself."""
+    """A stored element as float32, inside kernels: from bits, or a float32 itself."""
     raise NotImplementedError("only inside a kernel")
+
+
+def has_float16() -> bool:
+    """Whether this processor converts float16 by itself, as `widen` and `store` need."""
+    features = llvmlite.binding.get_host_cpu_features()
+    return bool(features.get("f16c")) or platform.machine() in ("aarch64", "arm64")
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def _widen_float16(_typing: Any, bits: Any) -> Any:
+    """The float32 of a float16's bits."""
+
+    def generate(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        return builder.fpext(builder.bitcast(args[0], ir.HalfType()), ir.FloatType())
+
+    return numba.float32(numba.int16), generate
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def _round_to_float16(_typing: Any, value: Any) -> Any:
+    """The bits of the float16 that is nearest to a float32."""
+
+    def generate(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        return builder.bitcast(builder.fptrunc(args[0], ir.HalfType()), ir.IntType(16))
+
+    return numba.int16(numba.float32), generate
 
 
 @overload(widen)  # type: ignore[untyped-decorator]
@@ -57,14 +86,17 @@ def _widen(bits: Any) -> Any:
     def widen_bits(bits: Any) -> Any:
         return np.uint32(np.uint32(bits) << np.uint32(16)).view(np.float32)
 
+    def widen_half(bits: Any) -> Any:
+        return _widen_float16(bits)
+
     def widen_float(bits: Any) -> Any:
         return bits
 
-    return widen_bits if bits == numba.uint16 else widen_float
+    return {numba.uint16: widen_bits, numba.int16: widen_half}.get(bits, widen_float)
 
 
 def store(array: Any, index: Any, value: Any) -> None:
-    """Write a float32 to a row of bfloat16 bits or float32, inside kernels."""
+    """Write a float32 to a row of bits or float32, inside kernels."""
     raise NotImplementedError("only inside a kernel")
 
 
@@ -73,10 +105,13 @@ def _store(array: Any, index: Any, value: Any) -> Any:
     def store_bits(array: Any, index: Any, value: Any) -> None:
         array[index] = round_to_bfloat16(value)
 
+    def store_half(array: Any, index: Any, value: Any) -> None:
+        array[index] = _round_to_float16(value)
+
     def store_float(array: Any, index: Any, value: Any) -> None:
         array[index] = value
 
-    return store_bits if array.dtype == numba.uint16 else store_float
+    return {numba.uint16: store_bits, numba.int16: store_half}.get(array.dtype, store_float)
 
 
 @exact

@@ -1,0 +1,124 @@
+"""Kernels on the threads that torch computes with: its own OpenMP team.
+
+A team's threads spin for milliseconds after a product, waiting for the next one: other
+threads would have to share cores with them, the team itself begins at once. OpenMP has no
+interface for that but a function of its runtime that compilers call, `GOMP_parallel` of
+GCC's (LLVM's and Intel's have it, too): torch's is found through the library that uses it.
+Where there is none, threads are Python's.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import llvmlite.binding
+import numba
+import torch
+from llvmlite import ir  # type: ignore[import-untyped]
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+_SYMBOL = "kvrelay_run_team"
+_INT8, _INT32, _INT64 = ir.IntType(8), ir.IntType(32), ir.IntType(64)
+_BODY = ir.FunctionType(ir.VoidType(), [_INT8.as_pointer()])
+_C_BODY = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+_C_RUN = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
+
+
+def _find_gomp_parallel() -> int | None:
+    """The address of `GOMP_parallel` in the OpenMP that torch uses."""
+    library = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
+    try:
+        found = ctypes.CDLL(str(library)).GOMP_parallel
+    except (OSError, AttributeError):
+        return None
+    return ctypes.cast(found, ctypes.c_void_p).value
+
+
+@cache
+def _helpers() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(max(1, torch.get_num_threads() - 1), "kernels")
+
+
+@_C_RUN
+def run_by_python(body: int, shared: int, threads: int, flags: int) -> None:
+    """`GOMP_parallel` by threads of Python."""
+    call = _C_BODY(body)
+    helped = [_helpers().submit(call, shared) for _ in range(threads - 1)]
+    call(shared)
+    for future in helped:
+        future.result()
+
+
+_RUN = _find_gomp_parallel() or ctypes.cast(run_by_python, ctypes.c_void_p).value
+# Kernels that are cached on disk refer to it by this name, too.
+llvmlite.binding.add_symbol(_SYMBOL, _RUN)
+
+
+def _make_body(context: Any, module: Any, result: Any, shared: Any) -> Any:
+    """A function that calls that of the compilation `result` with what `shared` points to.
+
+    ``shared {args, failed}``: `failed` becomes 1 if the call raises.
+    """
+    body = ir.Function(module, _BODY, module.get_unique_name("team_body"))
+    body.linkage = "internal"
+    builder = ir.IRBuilder(body.append_basic_block())
+    pointer = builder.bitcast(body.args[0], shared.as_pointer())
+    packed = builder.load(cgutils.gep_inbounds(builder, pointer, 0, 0))
+    args = [builder.extract_value(packed, at) for at in range(len(packed.type.elements))]
+    function = context.declare_function(module, result.fndesc)
+    status, _ = context.call_conv.call_function(
+        builder, function, result.fndesc.restype, result.fndesc.argtypes, args
+    )
+    with cgutils.if_unlikely(builder, status.is_error):
+        builder.store(_INT32(1), cgutils.gep_inbounds(builder, pointer, 0, 1))
+    builder.ret_void()
+    return body
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def run_on_team(typing: Any, threads: Any, function: Any, args: Any) -> Any:
+    """Call the kernel `function` with the tuple `args` on as many `threads`; wait for all.
+
+    They divide the work by `take`. Raises `MemoryError` if a call raised.
+    """
+
+    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        kinds = tuple(signature.args[2])
+        called = function.get_call_type(typing, kinds, {})
+        result = function.dispatcher.overloads[called.args]
+        context.active_code_library.add_linking_library(result.library)
+        shared = ir.LiteralStructType([values[2].type, _INT32])
+        place = cgutils.alloca_once(builder, shared)
+        builder.store(values[2], cgutils.gep_inbounds(builder, place, 0, 0))
+        failed = cgutils.gep_inbounds(builder, place, 0, 1)
+        builder.store(_INT32(0), failed)
+        pointer = _INT8.as_pointer()
+        run = cgutils.get_or_insert_function(
+            builder.module,
+            ir.FunctionType(ir.VoidType(), [_BODY.as_pointer(), pointer, _INT32, _INT32]),
+            _SYMBOL,
+        )
+        body = _make_body(context, builder.module, result, shared)
+        count = builder.trunc(values[0], _INT32)
+        builder.call(run, [body, builder.bitcast(place, pointer), count, _INT32(0)])
+        with cgutils.if_unlikely(builder, builder.trunc(builder.load(failed), ir.IntType(1))):
+            context.call_conv.return_user_exc(builder, MemoryError, ())
+        return context.get_dummy_value()
+
+    return numba.void(numba.int64, function, args), generate
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def take(_typing: Any, counter: Any, count: Any) -> Any:
+    """The value of ``counter [1]`` int64, raised by `count` at once: no two threads get the same."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        data = context.make_array(signature.args[0])(context, builder, args[0]).data
+        return builder.atomic_rmw("add", data, args[1], "monotonic")
+
+    return numba.int64(counter, numba.int64), generate

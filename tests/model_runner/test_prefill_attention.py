@@ -1,0 +1,179 @@
+"""Chunks of prompts on a CPU, tile by tile: shapes, precision, and that no row sees its neighbours.
+
+All on both kinds of units: pairs of bfloat16 where the processor has their products, and
+float32, which is what other processors compute with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional
+
+from kvrelay.mem_cache.geometry import KVGeometry
+from kvrelay.mem_cache.pool import KVPool
+from kvrelay.model_runner.attention import cpu_attention
+from kvrelay.model_runner.attention.cpu_attention import CpuAttention
+from kvrelay.model_runner.batch import ForwardBatch
+from kvrelay.model_runner.config.query_heads import QueryHeads
+from kvrelay.model_runner.kernels.lanes import has_bfloat16_products
+from tests.model_runner.test_attention import (
+    agrees_with_torch,
+    make_batch,
+    make_pool,
+    make_rows,
+)
+
+CHUNKS = [(60, 60), (70, 200), (33, 290), (200, 201)]
+SHAPES = [
+    # query heads, heads of keys and values, head_dim, page size, window, softcap
+    pytest.param(9, 3, 64, 16, None, None, id="smollm2"),
+    pytest.param(14, 2, 64, 16, None, None, id="qwen2, groups of 7"),
+    pytest.param(8, 4, 256, 16, 100, 50.0, id="gemma2, 256 wide, window and softcap"),
+    pytest.param(4, 1, 256, 3, 33, None, id="gemma3, pages of 3"),
+    pytest.param(4, 4, 80, 1, None, None, id="pages of 1"),
+    pytest.param(60, 1, 18, 128, None, None, id="more heads than a tile has rows"),
+    pytest.param(5, 5, 9, 5, 1, None, id="an odd width, a window of 1"),
+    pytest.param(2, 1, 2, 64, 128, 0.5, id="the narrowest"),
+]
+
+
+@pytest.fixture(params=["pairs", "float32"])
+def units(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    if request.param == "float32":
+        monkeypatch.setattr(cpu_attention, "has_bfloat16_products", lambda: False)
+    elif not has_bfloat16_products():
+        pytest.skip("this processor has no AVX512-BF16")
+    kind: str = request.param
+    return kind
+
+
+@pytest.mark.parametrize(
+    ("num_heads", "kv_heads", "head_dim", "page_size", "window", "softcap"), SHAPES
+)
+@pytest.mark.usefixtures("units")
+def test_shapes(
+    num_heads: int,
+    kv_heads: int,
+    head_dim: int,
+    page_size: int,
+    window: int | None,
+    softcap: float | None,
+) -> None:
+    geometry = KVGeometry(2, kv_heads, head_dim, torch.bfloat16, page_size, window=window)
+    agrees_with_torch(geometry, QueryHeads(num_heads, head_dim, head_dim**-0.5, softcap), CHUNKS)
+
+
+@pytest.mark.usefixtures("units")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_other_dtypes(dtype: torch.dtype) -> None:
+    agrees_with_torch(KVGeometry(2, 3, 64, dtype, 16), QueryHeads(9, 64, 0.125), CHUNKS)
+
+
+@pytest.mark.usefixtures("units")
+def test_a_latent_is_its_own_value() -> None:
+    geometry = KVGeometry(2, 1, 72, torch.bfloat16, 16, latent=True)
+    agrees_with_torch(geometry, QueryHeads(16, 64, 0.1), CHUNKS)
+
+
+def by_sdpa(
+    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float
+) -> torch.Tensor:
+    """``[T, heads, D]`` of one sequence, from its first token on."""
+    heads = (one.transpose(0, 1)[None] for one in (queries, keys, values))
+    attended = functional.scaled_dot_product_attention(
+        *heads, is_causal=True, scale=scale, enable_gqa=True
+    )
+    return attended[0].transpose(0, 1)
+
+
+@pytest.mark.usefixtures("units")
+@pytest.mark.parametrize("scale", [0.125, 1.0], ids=["flat", "peaked"])
+def test_errors_are_as_small_as_those_of_torch(scale: float) -> None:
+    """Against float64. Peaked scores would show it if they were rounded to bfloat16."""
+    geometry = KVGeometry(1, 3, 64, torch.bfloat16, 16)
+    batch = make_batch([(300, 300)], geometry, 20)
+    torch.manual_seed(3)
+    pool = KVPool(geometry, 20, torch.device("cpu"))
+    heads = QueryHeads(9, 64, scale)
+    rows = make_rows(batch, geometry, heads)
+    parts = torch.split(rows, [9, 3, 3], dim=1)
+    got = CpuAttention(pool, heads).plan(batch, batch.page_tables[0]).attend(0, rows)
+    exact = by_sdpa(*(part.double() for part in parts), scale).flatten(1)
+    torchs = by_sdpa(*parts, scale).flatten(1)
+    error, torchs_error = ((one.double() - exact).abs().mean() for one in (got, torchs))
+    assert error <= 1.1 * torchs_error
+
+
+def part_of(batch: ForwardBatch, sequence: int, a: int, b: int) -> tuple[ForwardBatch, slice]:
+    """The new tokens ``[a, b)`` of a sequence of `batch` as a batch, and which rows they are."""
+    start = int(batch.query_start[sequence])
+    rows = slice(start + a, start + b)
+    last = int(batch.positions[start + b - 1])
+    table = batch.page_tables[0][sequence : sequence + 1]
+    part = replace(
+        batch,
+        positions=batch.positions[rows],
+        query_start=np.array([0, b - a], np.int32),
+        seq_lens=np.array([last + 1], np.int32),
+        page_tables=(table,),
+    )
+    return part, rows
+
+
+@pytest.fixture
+def team_of_two() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("units", "team_of_two")
+@pytest.mark.parametrize("window", [None, 50])
+def test_a_row_depends_neither_on_the_chunk_nor_on_the_batch(window: int | None) -> None:
+    """To the last bit: 3 sequences by two threads, and one of them chunk by chunk by one."""
+    geometry = KVGeometry(1, 2, 20, torch.bfloat16, 5, window=window)
+    heads = QueryHeads(10, 20, 0.3, 30.0)
+    lengths = [(260, 260), (300, 420), (17, 600)]
+    total = 3 * geometry.pages_for(600)
+    batch = make_batch(lengths, geometry, total)
+    torch.manual_seed(0)
+    pool, rows = make_pool(geometry, batch, total), make_rows(batch, geometry, heads)
+    both = CpuAttention(pool, heads)
+    together = both.plan(batch, batch.page_tables[0]).attend(0, rows)
+    alone = CpuAttention(pool, heads)
+    alone.threads, alone.few_tokens = 1, 0
+    for a, b in pairwise([0, 1, 3, 20, 150, 151, 300]):
+        part, which = part_of(batch, 1, a, b)
+        got = alone.plan(part, part.page_tables[0]).attend(0, rows[which])
+        assert torch.equal(got, together[which])
+
+
+@pytest.mark.usefixtures("units")
+def test_nan_is_not_hidden_and_does_not_spread() -> None:
+    geometry = KVGeometry(1, 1, 8, torch.bfloat16, 4)
+    heads = QueryHeads(1, 8, 1.0)
+    batch = make_batch([(100, 100)], geometry, 25)
+    pool, rows = KVPool(geometry, 25, torch.device("cpu")), make_rows(batch, geometry, heads)
+    rows[40, 0, 3] = torch.nan
+    got = CpuAttention(pool, heads).plan(batch, batch.page_tables[0]).attend(0, rows)
+    assert got[40].isnan().all()
+    assert not torch.cat((got[:40], got[41:])).isnan().any()
+
+
+@pytest.mark.usefixtures("units")
+def test_large_scores_do_not_overflow() -> None:
+    geometry = KVGeometry(1, 1, 8, torch.bfloat16, 4)
+    heads = QueryHeads(1, 8, 1.0)
+    batch = make_batch([(100, 100)], geometry, 25)
+    pool, rows = KVPool(geometry, 25, torch.device("cpu")), make_rows(batch, geometry, heads)
+    rows[:, 0], rows[:, 1] = 100, rows[:, 1] * 1000
+    got = CpuAttention(pool, heads).plan(batch, batch.page_tables[0]).attend(0, rows)
+    largest = (rows[:, 1].float().sum(1)).cummax(0).indices
+    torch.testing.assert_close(got, rows[largest, 2])
