@@ -74,7 +74,7 @@ class CpuAttention:
 
     @staticmethod
     def is_invariant(device: torch.device, dtype: torch.dtype) -> bool:
-        """Whether models of this dtype can be batch invariant: products in float16 were not tried."""
+        """Whether there are, and products of this dtype were found to be batch invariant."""
         return CpuAttention.runs(device, dtype) and dtype is not torch.float16
 
     def plan(self, batch: ForwardBatch, page_table: Int32Array) -> CpuStepAttention:

@@ -19,9 +19,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import llvmlite.binding
+import llvmlite.binding  # type: ignore[import-untyped]
 import numba
-from llvmlite import ir  # type: ignore[import-untyped]
+from llvmlite import ir
 from numba.extending import intrinsic
 
 LANES = 16
@@ -184,9 +184,7 @@ def score_tile(_typing: Any, queries: Any, keys: Any, depth: Any, scores: Any, f
         )
         unit, units = _unit(queries)
         _, _, length, _, begin = args
-        starts = [
-            builder.mul(builder.add(begin, _INT64(other)), length) for other in range(OTHERS)
-        ]
+        starts = [builder.mul(builder.add(begin, _INT64(other)), length) for other in range(OTHERS)]
         sums = _add_products(
             builder,
             [_constant(0.0)] * (OTHERS * VECTORS),
@@ -231,17 +229,16 @@ def value_tile(
             for vector in range(VECTORS)
         ]
         decays = [
-            _load(builder, decay_data, _INT64(LANES * vector), _FLOATS)
-            for vector in range(VECTORS)
+            _load(builder, decay_data, _INT64(LANES * vector), _FLOATS) for vector in range(VECTORS)
         ]
-        totals = [
+        scaled = [
             builder.fmul(_load(builder, sum_data, place, _FLOATS), decays[at % VECTORS])
             for at, place in enumerate(places)
         ]
         dimensions = [builder.add(begin, _INT64(other)) for other in range(OTHERS)]
         totals = _add_products(
             builder,
-            totals,
+            scaled,
             length,
             lambda i, vector: _load(builder, weight_data, _at(builder, i, vector), units),
             lambda i, other: _load(
@@ -326,8 +323,7 @@ def weigh_block(
         old = [_load(builder, largest_data, end, _FLOATS) for end in ends]
         found = _loop(builder, halves, old * 2, find_largest)
         new = [
-            _larger(builder, *pair)
-            for pair in zip(found[:VECTORS], found[VECTORS:], strict=True)
+            _larger(builder, *pair) for pair in zip(found[:VECTORS], found[VECTORS:], strict=True)
         ]
         shifts = [builder.fneg(builder.fmul(most, slope)) for most in new]
         decays = [

@@ -296,9 +296,7 @@ def load_queries(
 
 
 @inlined
-def attend_strip(
-    heads: Heads, head: int, page_ids: Array, count: int, scratch: Scratch
-) -> None:
+def attend_strip(heads: Heads, head: int, page_ids: Array, count: int, scratch: Scratch) -> None:
     """Attend for the `count` rows whose queries are loaded: `sums` and `totals` of them."""
     tiles = (count + ROWS - 1) // ROWS
     scratch.largest[:] = _LEAST

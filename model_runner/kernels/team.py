@@ -15,10 +15,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import llvmlite.binding
+import llvmlite.binding  # type: ignore[import-untyped]
 import numba
 import torch
-from llvmlite import ir  # type: ignore[import-untyped]
+from llvmlite import ir
 from numba.core import cgutils
 from numba.extending import intrinsic
 
@@ -44,7 +44,7 @@ def _helpers() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(max(1, torch.get_num_threads() - 1), "kernels")
 
 
-@_C_RUN
+@_C_RUN  # type: ignore[untyped-decorator]
 def run_by_python(body: int, shared: int, threads: int, flags: int) -> None:
     """`GOMP_parallel` by threads of Python."""
     call = _C_BODY(body)
@@ -115,7 +115,7 @@ def run_on_team(typing: Any, threads: Any, function: Any, args: Any) -> Any:
 
 @intrinsic  # type: ignore[untyped-decorator]
 def take(_typing: Any, counter: Any, count: Any) -> Any:
-    """The value of ``counter [1]`` int64, raised by `count` at once: no two threads get the same."""
+    """The value of ``counter [1]`` int64, which is raised by `count`: no other thread gets it."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         data = context.make_array(signature.args[0])(context, builder, args[0]).data

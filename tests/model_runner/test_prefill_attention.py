@@ -69,7 +69,6 @@ def test_shapes(
     agrees_with_torch(geometry, QueryHeads(num_heads, head_dim, head_dim**-0.5, softcap), CHUNKS)
 
 
-@pytest.mark.usefixtures("units")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_other_dtypes(dtype: torch.dtype) -> None:
     agrees_with_torch(KVGeometry(2, 3, 64, dtype, 16), QueryHeads(9, 64, 0.125), CHUNKS)
@@ -81,15 +80,13 @@ def test_a_latent_is_its_own_value() -> None:
     agrees_with_torch(geometry, QueryHeads(16, 64, 0.1), CHUNKS)
 
 
-def by_sdpa(
-    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float
-) -> torch.Tensor:
-    """``[T, heads, D]`` of one sequence, from its first token on."""
-    heads = (one.transpose(0, 1)[None] for one in (queries, keys, values))
+def by_sdpa(rows: torch.Tensor, scale: float) -> torch.Tensor:
+    """Of ``[T, 9 + 3 + 3 heads, D]``, one sequence from its first token on."""
+    queries, keys, values = torch.split(rows.transpose(0, 1)[None], [9, 3, 3], dim=1)
     attended = functional.scaled_dot_product_attention(
-        *heads, is_causal=True, scale=scale, enable_gqa=True
+        queries, keys, values, is_causal=True, scale=scale, enable_gqa=True
     )
-    return attended[0].transpose(0, 1)
+    return attended[0].transpose(0, 1).flatten(1)
 
 
 @pytest.mark.usefixtures("units")
@@ -102,10 +99,8 @@ def test_errors_are_as_small_as_those_of_torch(scale: float) -> None:
     pool = KVPool(geometry, 20, torch.device("cpu"))
     heads = QueryHeads(9, 64, scale)
     rows = make_rows(batch, geometry, heads)
-    parts = torch.split(rows, [9, 3, 3], dim=1)
     got = CpuAttention(pool, heads).plan(batch, batch.page_tables[0]).attend(0, rows)
-    exact = by_sdpa(*(part.double() for part in parts), scale).flatten(1)
-    torchs = by_sdpa(*parts, scale).flatten(1)
+    exact, torchs = by_sdpa(rows.double(), scale), by_sdpa(rows, scale)
     error, torchs_error = ((one.double() - exact).abs().mean() for one in (got, torchs))
     assert error <= 1.1 * torchs_error
 
