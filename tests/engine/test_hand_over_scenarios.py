@@ -219,6 +219,23 @@ def test_scenario_38_a_prompt_that_fits_the_prefill_side_alone_ends_with_a_clear
     simulation.assert_at_baseline()
 
 
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("length", [250, 256, 257])
+def test_scenario_39_chunks_that_end_inside_pages_let_every_page_travel_once(
+    seed: int, length: int
+) -> None:
+    """p=16, chunks of 100 tokens."""
+    simulation = one_pair(seed, page_size=16, chunk=100, pages=40)
+    (prompt,) = random_prompts(seed, 1, length)
+    request = simulation.submit(prompt, 4)
+    simulation.run()
+    assert_right(request)
+    for side in ("local_pages", "remote_pages"):
+        moved = [int(page) for pull in simulation.pulls for page in getattr(pull, side)[0]]
+        assert len(moved) == len(set(moved)) == -(-length // 16)
+    simulation.assert_at_baseline()
+
+
 LOST = [Ask, Grant, Announce, Done, Released, Ended]
 
 

@@ -265,6 +265,8 @@ def share_the_unaligned_page(patch: pytest.MonkeyPatch) -> None:
 
 RARE = {"publish_the_unaligned_page"}
 """Faults that a search of that length may miss."""
+RAREST = {"replace_pages_that_a_peer_reads"}
+"""These take a minute to find. `test_settled.py` finds them at once."""
 
 
 def find(plant: Plant, patch: pytest.MonkeyPatch, search: settings) -> None:
@@ -273,12 +275,14 @@ def find(plant: Plant, patch: pytest.MonkeyPatch, search: settings) -> None:
         run_state_machine_as_test(MemoryMachine, settings=search)
 
 
-@pytest.mark.parametrize("name", sorted(FAULTS.keys() - RARE))
+@pytest.mark.parametrize("name", sorted(FAULTS.keys() - RARE - RAREST))
 def test_a_planted_fault_is_found(name: str, monkeypatch: pytest.MonkeyPatch):
     find(FAULTS[name], monkeypatch, SEARCH)
 
 
-@pytest.mark.parametrize("name", RARE)
+@pytest.mark.parametrize(
+    "name", [*RARE, *(pytest.param(name, marks=pytest.mark.slow) for name in RAREST)]
+)
 def test_a_fault_that_seldom_shows_is_found(name: str, monkeypatch: pytest.MonkeyPatch):
     find(FAULTS[name], monkeypatch, settings(SEARCH, max_examples=8000))
 

@@ -46,7 +46,7 @@ may evict, and every page and row can be had again.
 | 36 | no page travels, the first token does | engine |
 | 37 | the index changes after a request was planned | test_prefix_sharing.py |
 | 38 | a prompt that fits the prefill worker but not the decode worker | engine |
-| 39 | the pages announced are exactly those needed, none twice | kv_transfer |
+| 39 | the pages announced are exactly those needed, none twice | kv_transfer, engine |
 | 40 | a worker restarts while the other side holds its old agent | kv_transfer |
 | 41 | the message that ends a hand-over is lost | engine |
 | 42 | ids `1` and `10`: aborting one leaves the other alone | engine |
