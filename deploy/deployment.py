@@ -96,6 +96,7 @@ def router_config(options: ServeOptions, model: Model) -> RouterConfig:
         grpc_address=str(options.grpc),
         metrics_address=str(options.metrics),
         admin_address=str(options.admin),
+        itl_target_seconds=options.itl_target and options.itl_target / 1000,
         worker_tls=options.cluster_tls,
         front_tls=options.front_tls,
         admin_tls=options.admin_tls,

@@ -3,15 +3,33 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
 
 from kvrelay.net.tls import TlsFiles
 from kvrelay.options.declaration import Section, option
 
 
+class PlacementMode(StrEnum):
+    """Who computes prompts, where there are prefill and decode workers."""
+
+    ADAPTIVE = "adaptive"
+    """A prefill worker, or the decode worker itself where the first token is expected sooner."""
+    DISAGGREGATED = "disaggregated"
+    """Prefill workers alone."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class RouterOptions:
     """The options of `kvrelay serve` that the router is told as they are."""
+
+    placement: PlacementMode = option(
+        PlacementMode.DISAGGREGATED,
+        "Who computes a prompt: disaggregated lets prefill workers do it alone; adaptive lets a "
+        "decode worker compute it where its first token is expected sooner, and where no prefill "
+        "worker is ready.",
+        Section.WORKERS,
+    )
 
     default_max_tokens: int = option(
         256,
@@ -130,6 +148,8 @@ class RouterConfig(RouterOptions):
     """Where Prometheus reads; port 0: any free one."""
     admin_address: str = "127.0.0.1:0"
     """Where operators connect, if the router has an administrator."""
+    itl_target_seconds: float | None = None
+    """What decode workers keep beside requests that generate; None: as they have learnt."""
     retry_after_ms: int = 500
     """When a client that was refused should try again."""
     shutdown_grace_seconds: float = 5.0

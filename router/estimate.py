@@ -24,6 +24,15 @@ class PromptQueue:
     backlog_tokens: float = math.inf
     """No more than these are left to compute."""
 
+    @property
+    def by_size(self) -> Sequence[int]:
+        """The prompts that the worker has reported, and those that it was sent since then.
+
+        As in `WorkerLoad.prompts_by_size`.
+        """
+        reported, sent = self.load.prompts_by_size, sum_by_size(self.sent)
+        return [sum(both) for both in zip_longest(reported, sent, fillvalue=0)]
+
 
 @dataclass(frozen=True, slots=True)
 class ExpectedPrompt:
@@ -65,7 +74,7 @@ def expect_prompt(
     prompt_seconds = speeds.seconds_of(StepWork(work.prompt_tokens, work.prompt_pairs, rows))
     if priority < 0:
         return ExpectedPrompt(0.0, prompt_seconds)
-    ahead = tokens_ahead(_by_size(queue), tokens) * computed_share
+    ahead = tokens_ahead(queue.by_size, tokens) * computed_share
     ahead = math.ceil(min(ahead, queue.backlog_tokens))
     # They are taken to be as long as this one, and so to attend to as much each.
     pairs = ahead * work.prompt_pairs // max(own, 1)
@@ -91,9 +100,3 @@ def tokens_ahead(by_size: Sequence[int], tokens: int) -> int:
     # They have as large a part of the prompts as of the range, and less of the tokens.
     shorter = sum(by_size[:size]) + math.ceil(like_it * part * (1 + part) / 2)
     return shorter + min(sum(by_size) - shorter, shorter + tokens)
-
-
-def _by_size(queue: PromptQueue) -> Sequence[int]:
-    """The prompts that the worker has reported, and those that it was sent since then."""
-    reported, sent = queue.load.prompts_by_size, sum_by_size(queue.sent)
-    return [sum(both) for both in zip_longest(reported, sent, fillvalue=0)]

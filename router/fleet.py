@@ -10,6 +10,7 @@ from kvrelay.router.discovery import Discovery
 from kvrelay.router.errors import Unavailable
 from kvrelay.router.known_prefixes import KnownPrefixes
 from kvrelay.router.limits import Limits
+from kvrelay.router.local_prompts import Reason, Side, decide
 from kvrelay.router.notifier import Notifier
 from kvrelay.router.placement import Demand, Placer, Shortage
 from kvrelay.router.served_model import ServedModel
@@ -24,7 +25,9 @@ class Placement:
     decode: WorkerLink
     """Generates the output."""
     prefill: WorkerLink | None
-    """Computes the input and hands it over; None: `decode` is an aggregated worker."""
+    """Computes the input and hands it over; None: `decode` computes it, too."""
+    reason: Reason = Reason.NO_CHOICE
+    """Why the one of them computes the input."""
 
     @property
     def computes_prompt(self) -> WorkerLink:
@@ -45,6 +48,8 @@ class Fleet:
         make_link: makes a link, which calls its second argument with itself when its readiness or
             its load has changed.
         prefixes: what is known of the workers' cached prefixes.
+        decodes_alone: decode workers compute prompts, too, where that seems best.
+        itl_target: seconds that a step of theirs may take with prompts; None: as they have learnt.
     """
 
     def __init__(
@@ -52,9 +57,14 @@ class Fleet:
         discovery: Discovery,
         make_link: Callable[[WorkerInfo, Callable[[WorkerLink], None]], WorkerLink],
         prefixes: KnownPrefixes,
+        *,
+        decodes_alone: bool = False,
+        itl_target: float | None = None,
     ) -> None:
         self.prefixes = prefixes
         """What is known of the workers' cached prefixes."""
+        self._decodes_alone = decodes_alone
+        self._itl_target = itl_target
         self._discovery = discovery
         self._make_link = make_link
         self._links: dict[str, WorkerLink] = {}  # by incarnation, as are the tasks
@@ -63,7 +73,7 @@ class Fleet:
         self._awaited: tuple[WorkerInfo, ...] = ()
         self._known: list[WorkerInfo] = []
         self._limits: Limits | None = None  # of `_known`; None: there is none, or nobody has asked
-        self._placer = Placer(prefixes)
+        self._placer = Placer(prefixes, decodes_alone=decodes_alone)
         self.model = ServedModel()
         """Which workers may serve."""
         self.changes = Notifier()
@@ -78,12 +88,16 @@ class Fleet:
     def prompt_links(self) -> list[WorkerLink]:
         """The link to each worker that can take prompts to compute now."""
         links = filter(_takes_requests, self._links.values())
-        return [link for link in links if link.endpoint.role is not WorkerRole.DECODE]
+        return [
+            link
+            for link in links
+            if self._decodes_alone or link.endpoint.role is not WorkerRole.DECODE
+        ]
 
     @property
     def ready(self) -> bool:
-        """A prefill and a decode worker, or an aggregated one, can take requests."""
-        return self._placer.pairs_ready or self._placer.aggregated_ready
+        """A prefill and a decode worker, or one that needs no other, can take requests."""
+        return self._placer.pairs_ready or self._placer.one_alone_ready
 
     @property
     def known(self) -> Sequence[WorkerInfo]:
@@ -99,7 +113,7 @@ class Fleet:
         """
         if self._limits is None:
             try:
-                self._limits = Limits.of(self._known)
+                self._limits = Limits.of(self._known, decodes_alone=self._decodes_alone)
             except Unavailable as error:
                 raise Unavailable("; ".join([str(error), *self.model.refusals])) from error
         return self._limits
@@ -123,6 +137,7 @@ class Fleet:
         decode_comes = fits(coming, WorkerRole.DECODE)
         return (
             fits(coming, WorkerRole.AGGREGATED)
+            or (decode_comes and self._decodes_alone)
             or (prefill_comes and decode_comes)
             or (prefill_comes and fits(ready, WorkerRole.DECODE))
             or (decode_comes and fits(ready, WorkerRole.PREFILL))
@@ -138,11 +153,30 @@ class Fleet:
         chosen = self._placer.choose(demand)
         if isinstance(chosen, Shortage):
             raise self._unavailable(chosen)
-        decode, prefill = chosen.decode, chosen.prefill
-        return Placement(
-            self._links[decode.incarnation],
-            None if prefill is None else self._links[prefill.incarnation],
-        )
+        decode, prefill = self._links[chosen.decode.incarnation], chosen.prefill
+        if prefill is None:
+            return Placement(decode, None)
+        return self._decide(demand, self._links[prefill.incarnation], decode)
+
+    def _decide(self, demand: Demand, prefill: WorkerLink, decode: WorkerLink) -> Placement:
+        """Chooses who of a pair computes the input."""
+        if not self._decodes_alone:
+            return Placement(decode, prefill, Reason.MODE)
+        if self._is_suspect(prefill, demand) and not self._is_suspect(decode, demand):
+            return Placement(decode, None)
+        sides = self._side(prefill, demand), self._side(decode, demand)
+        decision = decide(demand.input_tokens, *sides, self._itl_target)
+        return Placement(decode, None if decision.by_decode else prefill, decision.reason)
+
+    @staticmethod
+    def _is_suspect(link: WorkerLink, demand: Demand) -> bool:
+        return link.endpoint.incarnation in demand.suspects
+
+    def _side(self, link: WorkerLink, demand: Demand) -> Side:
+        cached = 0
+        if demand.marks:
+            cached = self.prefixes.hit_tokens(link.endpoint.incarnation, demand.marks)
+        return Side(link.prompt_queue, cached, link.candidate.num_requests)
 
     def _unavailable(self, shortage: Shortage) -> Unavailable:
         missing = shortage.missing

@@ -23,17 +23,23 @@ class Limits:
     """The same on the decode worker that takes most."""
 
     @classmethod
-    def of(cls, endpoints: Sequence[WorkerInfo]) -> Limits:
+    def of(cls, endpoints: Sequence[WorkerInfo], *, decodes_alone: bool = False) -> Limits:
         """The bounds with these workers.
 
         With pairs and aggregated workers, the bounds of whichever take more: a
         request runs on a pair or on an aggregated worker.
 
+        Args:
+            endpoints: the workers.
+            decodes_alone: decode workers compute prompts, too, so they need no others.
+
         Raises:
             Unavailable: there is neither a prefill and a decode worker nor an aggregated one.
         """
-        prefill = _largest_pool(endpoints, WorkerRole.PREFILL)
         decode = _largest_pool(endpoints, WorkerRole.DECODE)
+        prefill = _largest_pool(endpoints, WorkerRole.PREFILL)
+        if decodes_alone:
+            prefill = decode or prefill
         aggregated = _largest_pool(endpoints, WorkerRole.AGGREGATED)
         if aggregated > (decode if prefill else 0):
             prefill = decode = aggregated

@@ -28,7 +28,13 @@ from kvrelay.router.events import Completion
 from kvrelay.router.failover import Failover, Retry
 from kvrelay.router.fleet import Placement
 from kvrelay.router.generation import GenerationRequest, Submission
-from kvrelay.router.metrics import RESUBMISSIONS, STALE_OUTPUTS, RouterMetrics, Stopwatch
+from kvrelay.router.metrics import (
+    PLACEMENTS,
+    RESUBMISSIONS,
+    STALE_OUTPUTS,
+    RouterMetrics,
+    Stopwatch,
+)
 from kvrelay.router.output_stream import OutputStream
 from kvrelay.router.placement import Demand
 from kvrelay.router.readers import Reader, Readers
@@ -293,6 +299,11 @@ class LiveRequest:
         self._attempts = {n: one for n, one in self._attempts.items() if one.open_choices}
         attempt = self._attempts[submission.attempt] = Attempt(submission, placement)
         attempt.submit(self)
+        self._metrics.count(
+            PLACEMENTS,
+            computed_by=placement.computes_prompt.endpoint.role.value,
+            reason=placement.reason.value,
+        )
 
     def _emitted(self, choices: Sequence[int]) -> tuple[int, ...]:
         """What these choices have told their readers, one after the other."""

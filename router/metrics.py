@@ -70,6 +70,14 @@ STALE_OUTPUTS: Final = METRICS.counter(
     "kvrelay_stale_outputs_total",
     "Outputs of workers that were dropped because their attempt was over",
 )
+PLACEMENTS: Final = METRICS.counter(
+    "kvrelay_placements_total",
+    "Attempts by the role of the worker that computes the prompt, and by why it does: there was no "
+    "choice, --placement disaggregated (mode), the decode worker was idle, the first token was "
+    "expected there sooner, or no speeds are known yet",
+    "computed_by",
+    "reason",
+)
 RESUBMISSIONS: Final = METRICS.counter(
     "kvrelay_resubmissions_total",
     "Attempts after a request's first, by why the attempt before ended",

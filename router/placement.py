@@ -62,7 +62,7 @@ _NO_LOAD: Final = WorkerLoad()
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """Who serves an attempt; without `prefill`, `decode` is an aggregated worker."""
+    """Who serves an attempt; without `prefill`, `decode` computes the prompt, too."""
 
     decode: Candidate
     prefill: Candidate | None
@@ -85,9 +85,11 @@ class Placer:
 
     Args:
         prefixes: that the workers have.
+        decodes_alone: decode workers may compute prompts, too.
     """
 
-    def __init__(self, prefixes: KnownPrefixes) -> None:
+    def __init__(self, prefixes: KnownPrefixes, *, decodes_alone: bool = False) -> None:
+        self._alone = [WorkerRole.AGGREGATED, *[WorkerRole.DECODE] * decodes_alone]
         self._affinity = Affinity(prefixes)
         self._rankings = {role: Ranking() for role in _SCORES}
         self._decode_loads: dict[str, WorkerLoad] = {}  # of the ready ones
@@ -99,9 +101,9 @@ class Placer:
         return bool(self._rankings[WorkerRole.PREFILL] and self._rankings[WorkerRole.DECODE])
 
     @property
-    def aggregated_ready(self) -> bool:
-        """At least one aggregated worker can take requests."""
-        return bool(self._rankings[WorkerRole.AGGREGATED])
+    def one_alone_ready(self) -> bool:
+        """At least one worker can take requests without another one."""
+        return any(self._rankings[role] for role in self._alone)
 
     def put(self, role: WorkerRole, candidate: Candidate) -> bool:
         """Ranks a worker that can take requests, as it is now.
@@ -127,15 +129,17 @@ class Placer:
     def choose(self, demand: Demand) -> Pair | Shortage:
         """The workers for an attempt.
 
-        A prefill and a decode worker that reads from it, or an aggregated worker if there is
+        A prefill and a decode worker that reads from it, or one that needs no other if there is
         no such pair.
         """
         pair = self._choose_pair(demand)
         if isinstance(pair, Pair):
             return pair
-        alone = self._best(WorkerRole.AGGREGATED, demand.total_tokens, demand)
-        aggregated = next(alone, None)
-        return pair if aggregated is None else Pair(aggregated, None)
+        for role in self._alone:
+            best = next(self._best(role, demand.total_tokens, demand), None)
+            if best is not None:
+                return Pair(best, None)
+        return Shortage(WorkerRole.DECODE) if WorkerRole.DECODE in self._alone else pair
 
     def _choose_pair(self, demand: Demand) -> Pair | Shortage:
         num_decodes = len(self._rankings[WorkerRole.DECODE])

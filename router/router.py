@@ -21,7 +21,7 @@ from kvrelay.net.receiving import BoundedReceipt
 from kvrelay.net.tls import CurrentTls, TlsFiles
 from kvrelay.router.admin import Administrator, AdminService
 from kvrelay.router.auth import Guard
-from kvrelay.router.config import RouterConfig
+from kvrelay.router.config import PlacementMode, RouterConfig
 from kvrelay.router.current_tokens import CurrentTokens
 from kvrelay.router.discovery import Discovery
 from kvrelay.router.errors import StartError
@@ -74,7 +74,13 @@ class Router:
         self._administrator = administrator
         self._id = uuid.uuid4().hex
         self._metrics = RouterMetrics(config.model_name)
-        self._fleet = Fleet(discovery, self._make_link, KnownPrefixes(config.prefix_index_entries))
+        self._fleet = Fleet(
+            discovery,
+            self._make_link,
+            KnownPrefixes(config.prefix_index_entries),
+            decodes_alone=config.placement is PlacementMode.ADAPTIVE,
+            itl_target=config.itl_target_seconds,
+        )
         self._health = health.aio.HealthServicer()
         self._undo = contextlib.AsyncExitStack()
         self._worker_credentials: CurrentTls | None = None

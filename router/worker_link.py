@@ -165,7 +165,7 @@ class WorkerLink:
             input_tokens -= cached
         self._submitted[key] = _Submitted(listener, input_tokens, marks, set(submission.choices))
         self._sent_since_load += input_tokens
-        if submission.request.priority <= 0:
+        if submission.request.priority <= 0 and prefill is None:  # else another one computes it
             self._sent_prompts.append(input_tokens)
         self._waiting_tokens += input_tokens
         command = submission.to_worker(role, prefill, cached)

@@ -115,6 +115,11 @@ class WorkerLoad:
         return {peer.incarnation: peer.refusal for peer in self.peers if peer.refusal}
 
     @property
+    def held_tokens(self) -> int:
+        """Tokens whose KV requests have in the first pool, shared ones once."""
+        return sum((pool.held + pool.cached_protected) * pool.page_size for pool in self.pools[:1])
+
+    @property
     def room_tokens(self) -> int:
         """Tokens that the first pool can still take; in tokens, so that page sizes may differ.
 

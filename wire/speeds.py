@@ -104,5 +104,6 @@ class StepSpeeds:
         return keeps
 
 
+NO_WORK = StepWork()
 UNMEASURED = StepSpeeds()
 """Of a worker that has measured nothing yet."""

@@ -12,7 +12,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from kvrelay.router.config import RouterConfig
+from kvrelay.router.config import PlacementMode, RouterConfig
 from kvrelay.router.discovery import StaticDiscovery
 from kvrelay.router.router import Router
 from kvrelay.text.tokenizer import load_tokenizer
@@ -116,6 +116,7 @@ async def running(config: RouterConfig, *names: str) -> AsyncIterator[Cluster]:
         tokenizer = load_tokenizer(config.model_path).sha256
         for worker in workers:
             worker.model = dataclasses.replace(worker.model, tokenizer=tokenizer)
+            worker.computes_prompts = config.placement is PlacementMode.ADAPTIVE
             await worker.start()
             stack.push_async_callback(worker.stop)
         discovery = StaticDiscovery([worker.endpoint for worker in workers])

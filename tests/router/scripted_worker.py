@@ -53,6 +53,8 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer):
         self.name = name
         self._tls = tls
         self.role = role
+        self.computes_prompts = False
+        """Though it is a decode worker."""
         self.incarnation = f"{name}-1"
         self.model = NO_MODEL
         self.submits: list[worker_pb2.SubmitRequest] = []
@@ -136,7 +138,8 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer):
         self._choices[key] = choices_of(submit)
         if emitted and len(self._choices[key]) != 1:
             self.faults.append(f"{self.name}: {emitted} of several choices")
-        if submit.HasField("prefill") != (self.role is WorkerRole.DECODE):
+        needs_peer = self.role is WorkerRole.DECODE
+        if submit.HasField("prefill") != needs_peer and not (needs_peer and self.computes_prompts):
             self.faults.append(f"{self.name}: told of {submit.prefill or 'no prefill'}")
 
     def say(
@@ -206,7 +209,7 @@ async def count_prefill(worker: ScriptedWorker, submit: worker_pb2.SubmitRequest
 
 
 async def count_decode(worker: ScriptedWorker, submit: worker_pb2.SubmitRequest) -> None:
-    await _count_from(check_emitted(worker, submit) + 1, worker, submit)
+    await _count_from(check_emitted(worker, submit) + submit.HasField("prefill"), worker, submit)
 
 
 async def count_aggregated(worker: ScriptedWorker, submit: worker_pb2.SubmitRequest) -> None:

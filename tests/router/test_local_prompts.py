@@ -1,0 +1,179 @@
+"""Who computes a prompt: a prefill worker, or the decode worker itself."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+
+import grpc
+import pytest
+
+from kvrelay.router.config import PlacementMode, RouterConfig
+from kvrelay.router.errors import Unavailable
+from kvrelay.router.estimate import PromptQueue
+from kvrelay.router.limits import Limits
+from kvrelay.router.local_prompts import Decision, Reason, Side, decide
+from kvrelay.wire.load import WorkerLoad, sum_by_size
+from kvrelay.wire.speeds import UNMEASURED, StepSpeeds
+from kvrelay.wire.worker_info import WorkerRole
+
+from .cluster import Cluster, collect, read, running, status_of
+from .scripted_worker import say_counted
+from .test_limits import endpoint
+
+SPEEDS = StepSpeeds(
+    seconds_per_step=0.012,
+    seconds_per_token=0.0005,
+    seconds_per_pair=1e-7,
+    seconds_per_row=0.0008,
+    chunk_tokens=512,
+    prompts_known=True,
+    rows_known=True,
+)
+OF_ROWS = replace(SPEEDS, seconds_per_token=0.0, seconds_per_pair=0.0, prompts_known=False)
+OF_PROMPTS = replace(SPEEDS, seconds_per_row=0.0, rows_known=False)
+
+
+def prefill(*prompts: int, cached: int = 0, speeds: StepSpeeds = OF_PROMPTS) -> Side:
+    load = WorkerLoad(speeds=speeds, prompts_by_size=sum_by_size(prompts))
+    return Side(PromptQueue(WorkerRole.PREFILL, load), cached, len(prompts))
+
+
+def decode(running: int, *prompts: int, cached: int = 0, speeds: StepSpeeds = SPEEDS) -> Side:
+    load = WorkerLoad(running_requests=running, speeds=speeds, prompts_by_size=sum_by_size(prompts))
+    queue = PromptQueue(WorkerRole.DECODE, load)
+    return Side(queue, cached, running + len(prompts))
+
+
+BY_PREFILL, BY_DECODE = Decision(False, Reason.SOONER), Decision(True, Reason.SOONER)
+
+
+def test_an_idle_decode_worker_computes_it() -> None:
+    assert decide(1024, prefill(), decode(0)) == Decision(True, Reason.IDLE)
+    unmeasured = decode(0, speeds=UNMEASURED)
+    assert decide(1024, prefill(speeds=UNMEASURED), unmeasured) == Decision(True, Reason.IDLE)
+
+
+def test_an_idle_decode_worker_that_is_slow_does_not() -> None:
+    slow = replace(SPEEDS, seconds_per_token=0.001)
+    assert decide(1024, prefill(), decode(0, speeds=slow)) == BY_PREFILL
+    assert decide(1024, prefill(1024, 1024, 1024), decode(0, speeds=slow)).by_decode
+
+
+def test_a_long_prompt_does_not_go_into_a_busy_decode_worker() -> None:
+    assert decide(1024, prefill(), decode(8)) == BY_PREFILL
+
+
+def test_a_short_suffix_goes_to_who_has_the_rest() -> None:
+    assert decide(1024, prefill(), decode(8, cached=1000)) == BY_DECODE
+    assert decide(1024, prefill(cached=1000), decode(8, cached=1000)) == BY_PREFILL
+
+
+def test_what_a_saturated_prefill_worker_cannot_take_goes_to_the_decode_worker() -> None:
+    assert decide(1024, prefill(*[1024] * 4), decode(8)) == BY_DECODE
+    # Until that one has as much to compute, at its lower pace.
+    assert decide(1024, prefill(*[1024] * 4), decode(8, *[1024] * 4)) == BY_PREFILL
+
+
+def test_a_looser_target_lets_more_prompts_in() -> None:
+    busy, queued = decode(8), prefill(1024)
+    assert not decide(1024, queued, busy, itl_target=0.025).by_decode
+    assert decide(1024, queued, busy, itl_target=0.3).by_decode
+
+
+def test_a_decode_worker_that_has_computed_none_is_taken_to_be_as_fast() -> None:
+    queued = prefill(*[1024] * 4)
+    assert decide(1024, queued, decode(8, speeds=OF_ROWS)) == BY_DECODE
+    assert decide(1024, prefill(), decode(8, speeds=OF_ROWS)) == BY_PREFILL
+
+
+def test_without_speeds_a_prefill_worker_computes_it() -> None:
+    unknown = Decision(False, Reason.UNKNOWN)
+    assert decide(16, prefill(speeds=UNMEASURED), decode(8)) == unknown
+    assert decide(16, prefill(), decode(8, speeds=UNMEASURED)) == unknown
+
+
+def test_limits_of_decode_workers_alone() -> None:
+    alone = [endpoint(WorkerRole.DECODE, 20)]
+    assert Limits.of(alone, decodes_alone=True) == Limits(100, 64, 20, 20)
+    small = [*alone, endpoint(WorkerRole.PREFILL, 10)]
+    assert Limits.of(small, decodes_alone=True) == Limits(100, 64, 20, 20)
+    with pytest.raises(Unavailable, match="decode"):
+        Limits.of([endpoint(WorkerRole.PREFILL, 10)], decodes_alone=True)
+
+
+@pytest.fixture
+def adaptive(config: RouterConfig) -> RouterConfig:
+    return replace(config, placement=PlacementMode.ADAPTIVE)
+
+
+COUNTED = [4, 5, 6, 7, 8, 9, 10, 11]
+
+
+async def placed(cluster: Cluster, role: str, reason: str) -> float:
+    labels = f'computed_by="{role}",model="counter",reason="{reason}"'
+    return await cluster.metric(f"kvrelay_placements_total{{{labels}}}")
+
+
+async def test_decode_workers_serve_without_any_prefill_worker(adaptive: RouterConfig) -> None:
+    async with running(adaptive, "decode-0") as cluster:
+        cluster.count()
+        streamed = await collect(cluster.generate(n=2))
+        assert streamed.token_ids == COUNTED
+        assert streamed.token_ids_of(1) == [token + 50 for token in COUNTED]
+        [submit] = cluster.decode.submits
+        assert not submit.HasField("prefill")
+        assert await placed(cluster, "decode", "no_choice") == 1
+        assert cluster.decode.cancels == []
+
+
+async def test_a_lost_prefill_worker_stops_nobody(adaptive: RouterConfig) -> None:
+    async with running(adaptive, "prefill-0", "decode-0") as cluster:
+        calls = [cluster.generate()]
+        local = await cluster.decode.submitted()
+        calls.append(cluster.generate())
+        assert (await cluster.decode.submitted(2)).HasField("prefill")
+        assert await placed(cluster, "prefill", "unknown") == 1
+        await cluster.prefill.stop()
+        again = await cluster.decode.submitted(3)
+        assert not again.HasField("prefill")
+        for submit in (local, again):
+            for position in range(8):
+                say_counted(cluster.decode, submit, position)
+        for call in calls:
+            assert (await collect(call)).token_ids == COUNTED
+        assert await placed(cluster, "decode", "no_choice") == 1
+
+
+async def test_an_idle_decode_worker_is_asked_itself(adaptive: RouterConfig) -> None:
+    async with running(adaptive, "prefill-0", "decode-0") as cluster:
+        cluster.count()
+        assert (await collect(cluster.generate())).token_ids == COUNTED
+        assert cluster.prefill.submits == []
+        assert await placed(cluster, "decode", "idle") == 1
+
+
+async def test_disaggregated_placement_always_hands_over(config: RouterConfig) -> None:
+    async with running(config, "prefill-0", "decode-0") as cluster:
+        cluster.count()
+        assert (await collect(cluster.generate())).token_ids == COUNTED
+        assert len(cluster.prefill.submits) == 1
+        assert await placed(cluster, "prefill", "mode") == 1
+        await cluster.prefill.stop()
+        await cluster.until_lost("prefill-0")
+        cluster.workers.remove(cluster.prefill)
+        cluster.list_workers()
+        error = await status_of(cluster.generate())
+        assert error.code() is grpc.StatusCode.UNAVAILABLE
+
+
+async def test_a_request_waits_for_a_decode_worker_that_comes(adaptive: RouterConfig) -> None:
+    async with running(adaptive, "decode-0") as cluster:
+        await cluster.decode.stop()
+        await cluster.until_lost("decode-0")
+        call = cluster.generate()
+        reading = asyncio.create_task(read(call))
+        await cluster.decode.start()
+        cluster.list_workers()
+        cluster.count()
+        assert [token for _, token in await reading] == COUNTED
