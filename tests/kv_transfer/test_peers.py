@@ -234,26 +234,32 @@ def test_a_death_waits_until_every_agent_is_disconnected(
     for one in (peer, other):
         agent.add_peer(one.description)
     broken = fail_a_read(agent, peer, monkeypatch)
-    stays, disconnect = threading.Event(), NixlEndpoint.disconnect
-    refused: list[NixlEndpoint] = []
+    lets_go, disconnect = threading.Event(), NixlEndpoint.disconnect
+    stuck: set[NixlEndpoint] = set()
+    refused: list[str] = []
+
+    def fail_to_destroy(endpoint: NixlEndpoint) -> bool:
+        stuck.add(endpoint)
+        return False
 
     def refuse(endpoint: NixlEndpoint, name: str) -> None:
-        if endpoint.knows(name) and not stays.is_set():
-            refused.append(endpoint)
+        if endpoint in stuck and not lets_go.is_set():
+            refused.append(name)
             raise RuntimeError("NIXL_ERR_BACKEND")
         disconnect(endpoint, name)
 
-    monkeypatch.setattr(NixlEndpoint, "destroy", lambda endpoint: False)
+    monkeypatch.setattr(NixlEndpoint, "destroy", fail_to_destroy)
     monkeypatch.setattr(NixlEndpoint, "disconnect", refuse)
     agent.add_peer(peer.description)
     assert read(agent, peer, [2], [7]).state is PullState.DONE
     peer.kill()
     agent.confirm_death(peer.description.incarnation)
-    while len(set(refused)) < 1 or len(refused) < 3:
+    while len(refused) < 3:
+        assert not broken.passed()
         wait_for_a_pass(agent)
     assert not broken.passed()
     assert read(agent, other, [1], [1]).state is PullState.DONE, "the thread lives"
-    stays.set()
+    lets_go.set()
     wait_until_passed(agent, broken)
     other.stop()
 
