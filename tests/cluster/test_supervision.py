@@ -150,7 +150,8 @@ async def test_a_first_start_that_fails_is_one_line_and_not_repeated(
     tmp_path: Path, order: str, line: str
 ):
     give_order(tmp_path, "decode-0", "start", order)
-    cluster = make_cluster(tmp_path)
+    decode, aggregated = make_configs(tmp_path)[1:]
+    cluster = Cluster([decode, aggregated] if order == "refuse" else [decode])
     with pytest.raises(ClusterError) as caught:
         await cluster.start()
     assert str(caught.value) == line
@@ -266,7 +267,7 @@ async def test_a_watch_that_fails_at_once_is_repeated_ever_less_often(
         raise RuntimeError("no watching today")
 
     monkeypatch.setattr(ObedientHost, "watch", broken)
-    async with make_cluster(tmp_path) as cluster:
+    async with Cluster(make_configs(tmp_path)[:2]) as cluster:
         changes = 0
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(2):
