@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from dataclasses import dataclass
 from typing import Final, Self
@@ -54,6 +55,9 @@ class Reader:
         self._read_bytes = stream.published_bytes  # what came before it does not count
         self._taken: bytes | None = None
         self._too_slow: SlowReader | None = None
+        self._loop = asyncio.get_running_loop()
+        self._patience_ends = math.inf  # on the loop's clock; infinity: it waits for no client
+        self._timer: asyncio.TimerHandle | None = None
 
     def __aiter__(self) -> Self:
         return self
@@ -62,13 +66,20 @@ class Reader:
         """The next event; raises the request's outcome if that is an error."""
         if self._taken is not None and self._next > self._first_new:
             self._read_bytes += len(self._taken)
-        self._wait_until(None)
+        self._patience_ends = math.inf
         self._taken = event = await self._stream.event(self._next)
         if event is None:
             raise StopAsyncIteration
         self._next += 1
-        self._wait_until(time.monotonic() + self._patience.seconds)
+        self._patience_ends = self._loop.time() + self._patience.seconds
+        if self._timer is None and self._timeout is not None:
+            self._timer = self._loop.call_at(self._patience_ends, self._end_patience)
         return event
+
+    def close(self) -> None:
+        """Its call leaves: nothing ends it any more."""
+        if self._timer is not None:
+            self._timer.cancel()
 
     @property
     def error(self) -> RequestError | None:
@@ -90,11 +101,22 @@ class Reader:
                 f"{unread} bytes of its stream wait for the client, and the router keeps "
                 f"{self._patience.max_unread_bytes} (--max-unread-bytes)"
             )
-            self._wait_until(time.monotonic())
+            self._end_call()
 
-    def _wait_until(self, moment: float | None) -> None:
+    def _end_patience(self) -> None:
+        """Ends the call if it is time for that, else looks again when it may be.
+
+        A timer for each event would cost more than to read the event.
+        """
+        self._timer = None
+        if self._loop.time() >= self._patience_ends:
+            self._end_call()
+        elif self._patience_ends < math.inf:
+            self._timer = self._loop.call_at(self._patience_ends, self._end_patience)
+
+    def _end_call(self) -> None:
         if self._timeout is not None and not self._timeout.expired():
-            self._timeout.reschedule(moment if self._too_slow is None else time.monotonic())
+            self._timeout.reschedule(self._loop.time())
 
 
 def is_due(deadline: float | None) -> bool:
@@ -134,6 +156,7 @@ class Readers:
     def detach(self, reader: Reader) -> None:
         """One less."""
         self._readers.discard(reader)
+        reader.close()
 
     def end_slow_ones(self) -> None:
         """Ends the calls for which more waits than the router keeps."""

@@ -11,6 +11,7 @@ from typing import Any
 import grpc
 import pytest
 
+from benchmarks.virtual_time import VirtualLoop
 from kvrelay.engine.scheduler.commands import Attach, Inbox
 from kvrelay.engine.worker.load_reports import INTERVAL_SECONDS, LONGEST_SECONDS, PacedLink
 from kvrelay.engine.worker.service import WorkerService
@@ -26,24 +27,6 @@ from kvrelay.wire.worker_info import WorkerRole
 IDLE = WorkerLoad()
 BUSY = WorkerLoad(running_requests=1)
 OUTPUT = RequestOutput(RequestKey("router", "a", 1), 0)
-
-
-class VirtualLoop(asyncio.SelectorEventLoop):
-    """An event loop whose timers are due at once: its clock jumps to the next of them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.now = 1000.0
-        select = self._selector.select  # type: ignore[attr-defined]
-
-        def jump(timeout: float | None) -> Any:
-            self.now += timeout or 0.0
-            return select(0)
-
-        self._selector.select = jump  # type: ignore[attr-defined]
-
-    def time(self) -> float:
-        return self.now
 
 
 class Told:
