@@ -135,15 +135,18 @@ def _refuse_others(one: WorkerLoad, other: WorkerLoad) -> bool:
 
 
 def _matters(load: WorkerLoad, told: WorkerLoad) -> bool:
-    """Whether the change is worth a slot: requests came or went, or many tokens did.
-
-    So is every change on an idle worker, which are few.
-    """
-    counts = (load.waiting_requests, load.running_requests)
-    if counts != (told.waiting_requests, told.running_requests) or _is_idle(load):
+    """Whether the change is worth a slot: so is every one on an idle worker, which are few."""
+    if _is_idle(load) or load.peers != told.peers:
+        return True
+    if _differ(load.waiting_requests, told.waiting_requests):
+        return True
+    if _differ(load.running_requests, told.running_requests):
         return True
     small = _SMALL * sum(pool.total * pool.page_size for pool in load.pools[:1])
     waiting = abs(load.waiting_tokens - told.waiting_tokens)
-    return (
-        load.peers != told.peers or max(waiting, abs(load.room_tokens - told.room_tokens)) > small
-    )
+    return max(waiting, abs(load.room_tokens - told.room_tokens)) > small
+
+
+def _differ(requests: int, told: int) -> bool:
+    """By an eighth at least: one of thirty makes no worker another choice, one of three may."""
+    return abs(requests - told) * 8 >= max(requests, told, 1)

@@ -152,6 +152,18 @@ def test_a_small_change_waits_longer_unless_the_worker_is_idle() -> None:
     virtual(work)
 
 
+def test_one_request_more_matters_where_there_are_few() -> None:
+    async def work(told: Told) -> None:
+        for running in (2, 3, 30, 31, 33, 34):
+            await told.say(replace(BUSY, running_requests=running))
+            await asyncio.sleep(0.3)
+        await asyncio.sleep(2)
+        said = [(when, load.running_requests) for when, load in told.loads]
+        assert said == [(0.0, 2), (0.3, 3), (0.6, 30), (1.6, 34)]
+
+    virtual(work)
+
+
 def test_a_drain_and_a_refusal_are_told_at_once() -> None:
     async def work(told: Told) -> None:
         refusing = replace(BUSY, peers=(PeerTransport("p-1", refusal="slow"),))

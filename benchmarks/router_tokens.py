@@ -1,0 +1,310 @@
+"""What a token costs a router over gRPC, by its threads.
+
+python -m benchmarks.router_tokens
+
+The router, the workers and the client are processes of their own, and all of gRPC is real; the
+workers compute nothing. A prefill worker answers after a while, a decode worker gives all its
+requests a token a step, in one message. So many clients at a time send a prompt and read the
+whole output. The figures are CPU time of the router's process, which the rest of the machine
+hardly changes; ``--loop uvloop`` needs that library.
+
+To see where the time goes, give its process id, which is printed, to a profiler, such as
+``py-spy record --pid``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import importlib
+import json
+import multiprocessing
+import os
+import random
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Callable
+from dataclasses import asdict, dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import click
+import grpc
+
+from benchmarks.table import table
+from kvrelay.deploy.models import resolve_model, users_models
+from kvrelay.deploy.options import DEFAULT_MODEL
+from kvrelay.net.ends import bind, worker_server
+from kvrelay.router.config import RouterConfig
+from kvrelay.router.discovery import StaticDiscovery
+from kvrelay.router.router import Router
+from kvrelay.text.tokenizer import load_tokenizer
+from kvrelay.v1 import inference_pb2 as pb
+from kvrelay.v1 import inference_pb2_grpc, worker_pb2, worker_pb2_grpc
+from kvrelay.wire.model_digest import ModelDigest
+from kvrelay.wire.worker_info import WorkerInfo, WorkerRole
+
+PREFILL_SECONDS = 0.01
+VOCAB = 40_000
+END = worker_pb2.RequestEnd
+
+
+@dataclass(frozen=True)
+class Figure:
+    """What the router has used."""
+
+    tokens: int
+    seconds: float
+    cpu_us_a_token: float
+    main_thread_us_a_token: float
+    """Of it, the thread of the event loop, which runs all Python code but tokenizing."""
+
+
+class SteppingWorker(worker_pb2_grpc.WorkerServiceServicer):
+    """Answers every submission, of either role."""
+
+    def __init__(self, step_seconds: float) -> None:
+        self._step_seconds = step_seconds
+        self._prefills: asyncio.Queue[worker_pb2.AttachResponse] = asyncio.Queue()
+        self._decoding: dict[str, tuple[worker_pb2.SubmitRequest, int]] = {}
+
+    async def Attach(  # noqa: N802
+        self, requests: Any, context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[worker_pb2.AttachResponse]:
+        """Serves one router; one worker is asked for prefill alone, or for decode alone."""
+        reading = asyncio.create_task(self._read(requests))
+        try:
+            pool = pb.PoolState(pool="full", page_size=16, total=1 << 20, free=1 << 20)
+            yield worker_pb2.AttachResponse(load=pb.WorkerLoad(pools=[pool]))
+            due = time.monotonic()
+            while True:
+                due = max(due + self._step_seconds, time.monotonic())
+                await asyncio.sleep(due - time.monotonic())
+                while not self._prefills.empty():
+                    yield self._prefills.get_nowait()
+                if self._decoding:
+                    yield worker_pb2.AttachResponse(outputs=self._step())
+        finally:
+            reading.cancel()
+
+    def _step(self) -> list[worker_pb2.RequestOutput]:
+        outputs = []
+        for request_id, (submit, index) in list(self._decoding.items()):
+            is_last = index == submit.sampling_params.max_tokens - 1
+            outputs.append(_output(submit, index, END.REASON_LENGTH if is_last else None))
+            if is_last:
+                del self._decoding[request_id]
+            else:
+                self._decoding[request_id] = submit, index + 1
+        return outputs
+
+    async def _read(self, requests: Any) -> None:
+        async for message in requests:
+            if not message.HasField("submit"):
+                continue
+            submit = message.submit
+            if submit.HasField("prefill"):
+                self._decoding[submit.request_id] = submit, 1
+            else:
+                first = _output(submit, 0, END.REASON_HANDED_OVER)
+                self._prefills.put_nowait(worker_pb2.AttachResponse(outputs=[first]))
+
+
+def _output(submit: worker_pb2.SubmitRequest, index: int, end: Any) -> worker_pb2.RequestOutput:
+    return worker_pb2.RequestOutput(
+        request_id=submit.request_id,
+        attempt=submit.attempt,
+        index=index,
+        token_ids=[1000 + (7919 * index) % 30_000],
+        end=None if end is None else END(reason=end),
+    )
+
+
+async def run_workers(parent: Connection, step_seconds: float) -> None:
+    """A prefill and a decode worker, until the process is ended; tells their addresses."""
+    addresses, servers = [], []
+    for seconds in (PREFILL_SECONDS, step_seconds):
+        server = worker_server()
+        worker_pb2_grpc.add_WorkerServiceServicer_to_server(SteppingWorker(seconds), server)
+        addresses.append(f"127.0.0.1:{bind(server, '127.0.0.1:0', None)}")
+        servers.append(server)
+        await server.start()
+    parent.send(addresses)
+    await asyncio.gather(*(server.wait_for_termination() for server in servers))
+
+
+async def run_router(parent: Connection, model_path: Path, addresses: list[str]) -> None:
+    """Serves until the process is ended; tells its address, then its CPU times when asked."""
+    tokenizer = load_tokenizer(model_path).sha256
+    workers = [
+        WorkerInfo(
+            name=f"{role}-0",
+            role=role,
+            incarnation=f"{role}-0-1",
+            address=address,
+            metrics_address="",
+            pool_tokens=1 << 24,
+            max_model_len=8192,
+            vocab_size=VOCAB,
+            architecture="Scripted",
+            eos_token_ids=(),
+            model=ModelDigest("", "", tokenizer, "", "", ""),
+        )
+        for role, address in zip((WorkerRole.PREFILL, WorkerRole.DECODE), addresses, strict=True)
+    ]
+    config = RouterConfig(
+        model_name="scripted",
+        model_path=model_path,
+        dtype="none",
+        grpc_address="127.0.0.1:0",
+        metrics_address="127.0.0.1:0",
+    )
+    router = Router(config, StaticDiscovery(workers))
+    await router.start()
+    await router.wait_ready()
+    parent.send((router.grpc_address, os.getpid()))
+    while True:
+        await asyncio.to_thread(parent.recv)
+        parent.send((time.process_time(), _main_thread_seconds()))
+
+
+def _main_thread_seconds() -> float:
+    """CPU seconds of the process's first thread."""
+    pid = os.getpid()
+    fields = Path(f"/proc/{pid}/task/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+async def run_client(
+    parent: Connection, address: str, concurrency: int, input_tokens: int, output_tokens: int
+) -> None:
+    """Keeps so many requests going; tells how many tokens came when asked."""
+    counts: Counter[str] = Counter()
+    rng = random.Random(0)
+    async with grpc.aio.insecure_channel(address) as channel:
+        stub = inference_pb2_grpc.InferenceServiceStub(channel)
+
+        async def send() -> None:
+            while True:
+                message = pb.GenerateRequest()
+                message.input_ids.ids.extend(rng.randrange(VOCAB) for _ in range(input_tokens))
+                message.sampling_params.max_tokens = output_tokens
+                async for response in stub.Generate(message):
+                    counts["tokens"] += len(response.delta.token_ids)
+
+        async def tell() -> None:
+            while True:
+                await asyncio.to_thread(parent.recv)
+                parent.send(counts["tokens"])
+
+        await asyncio.gather(tell(), *(send() for _ in range(concurrency)))
+
+
+def _uvloop() -> Any:
+    return importlib.import_module("uvloop").new_event_loop()  # of this benchmark alone
+
+
+LOOPS: dict[str, Callable[[], Any]] = {"asyncio": asyncio.new_event_loop, "uvloop": _uvloop}
+
+
+def _child(loop: str, work: Callable[..., Any], connection: Connection, *args: Any) -> None:
+    with asyncio.Runner(loop_factory=LOOPS[loop]) as runner:
+        runner.run(work(connection, *args))
+
+
+class Processes:
+    """The three processes."""
+
+    def __init__(self) -> None:
+        self._context = multiprocessing.get_context("spawn")
+        self._started: list[Any] = []
+
+    def start(self, loop: str, work: Callable[..., Any], *args: Any) -> Connection:
+        """Starts one; returns the connection to it."""
+        ours, theirs = self._context.Pipe()
+        process = self._context.Process(
+            target=functools.partial(_child, loop, work, theirs, *args), daemon=True
+        )
+        process.start()
+        self._started.append(process)
+        return ours
+
+    def end(self) -> None:
+        """Ends all of them."""
+        for process in self._started:
+            process.kill()
+            process.join()
+
+
+def _ask(connection: Connection) -> Any:
+    connection.send(None)
+    return connection.recv()
+
+
+def measure(
+    model_path: Path,
+    loop: str,
+    *,
+    concurrency: int,
+    input_tokens: int,
+    output_tokens: int,
+    seconds: float,
+    step_seconds: float,
+) -> Figure:
+    """One run."""
+    processes = Processes()
+    try:
+        addresses = processes.start("asyncio", run_workers, step_seconds).recv()
+        router = processes.start(loop, run_router, model_path, addresses)
+        address, pid = router.recv()
+        click.echo(f"the router's process is {pid}", err=True)
+        client = processes.start(
+            "asyncio", run_client, address, concurrency, input_tokens, output_tokens
+        )
+        time.sleep(2.0)
+        cpu, main_thread = _ask(router)
+        begun, tokens = time.monotonic(), _ask(client)
+        time.sleep(seconds)
+        cpu, main_thread = (
+            later - earlier for later, earlier in zip(_ask(router), (cpu, main_thread), strict=True)
+        )
+        tokens = _ask(client) - tokens
+        return Figure(
+            tokens, time.monotonic() - begun, 1e6 * cpu / tokens, 1e6 * main_thread / tokens
+        )
+    finally:
+        processes.end()
+
+
+@click.command(context_settings={"show_default": True})
+@click.option("--model", default=DEFAULT_MODEL, help="Whose tokenizer is used.")
+@click.option("--loop", "loops", type=click.Choice(list(LOOPS)), multiple=True, default=["asyncio"])
+@click.option("--rounds", type=click.IntRange(min=1), default=3, help="Of each loop, in turn.")
+@click.option("--concurrency", default=32, help="Requests at a time.")
+@click.option("--input-tokens", default=256)
+@click.option("--output-tokens", default=128)
+@click.option("--seconds", default=10.0, help="That each round is measured.")
+@click.option("--step-seconds", default=0.03, help="Of the decode worker.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def main(model: str, loops: tuple[str, ...], rounds: int, as_json: bool, **load: Any) -> None:
+    """Print the router's CPU time a token."""
+    path = resolve_model(model, "bfloat16", users_models(), lambda _: None).path
+    figures = [(loop, measure(path, loop, **load)) for _ in range(rounds) for loop in loops]
+    if as_json:
+        click.echo(json.dumps([{"loop": loop, **asdict(figure)} for loop, figure in figures]))
+        return
+    rows = [
+        [
+            loop,
+            f"{one.tokens / one.seconds:.0f}",
+            f"{one.cpu_us_a_token:.0f}",
+            f"{one.main_thread_us_a_token:.0f}",
+        ]
+        for loop, one in figures
+    ]
+    click.echo(table(("loop", "tokens/s", "µs a token", "event loop's thread"), rows))
+
+
+if __name__ == "__main__":
+    main()
