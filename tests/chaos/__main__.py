@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from kvrelay.deploy.local_ray import LocalRay
-from tests.chaos.cells import SHORT, Cell, matrix
+from tests.chaos.cells import SHORT, SHORT_ALONE, Cell, Victim, matrix
 from tests.chaos.cluster import chaos_cluster
 from tests.chaos.experiment import STOP_S, Report, experiment
 from tests.chaos.load import make_cases
@@ -34,9 +34,23 @@ ONE_HOST = "KV goes from memory to memory on one host."
 
 
 async def run(model: Path, cells: Sequence[Cell], worker_timeout: float) -> dict[Cell, Report]:
+    """Run the cells, those of decode workers alone on a cluster of their own."""
+    reports: dict[Cell, Report] = {}
+    for alone in (False, True):
+        own = [cell for cell in cells if (cell.victim is Victim.DECODE_ALONE) is alone]
+        if own:
+            reports |= await _run(model, own, worker_timeout, decodes_alone=alone)
+    return reports
+
+
+async def _run(
+    model: Path, cells: Sequence[Cell], worker_timeout: float, *, decodes_alone: bool
+) -> dict[Cell, Report]:
     """Run the cells on one cluster, in order."""
     reports: dict[Cell, Report] = {}
-    async with chaos_cluster(model, worker_timeout=worker_timeout) as chaos:
+    async with chaos_cluster(
+        model, worker_timeout=worker_timeout, decodes_alone=decodes_alone
+    ) as chaos:
         expected = await chaos.learn(make_cases())
         for number, cell in enumerate(cells, 1):
             report = await experiment(chaos, cell, expected, stop_s=min(STOP_S, worker_timeout / 2))
@@ -61,7 +75,11 @@ def main() -> None:
     options = parser.parse_args()
     if options.two_networks and (why := why_not()):
         parser.error(f"--two-networks: {why}")
-    cells = list(SHORT) if options.short else [cell for cell in matrix() if not cell.impossible]
+    cells = (
+        [*SHORT, *SHORT_ALONE]
+        if options.short
+        else [cell for cell in matrix() if not cell.impossible]
+    )
     cells = [cell for cell in cells if options.only in str(cell)]
     begun = time.monotonic()
     timeout = SHORT_TIMEOUT_S if options.short else TIMEOUT_S

@@ -34,6 +34,8 @@ class Victim(StrEnum):
 
     PREFILL = "P"
     DECODE = "D"
+    DECODE_ALONE = "D alone"
+    """A decode worker of a cluster that has no prefill worker: it computes its prompts."""
     ROUTER = "router"
 
 
@@ -55,7 +57,11 @@ FORWARD_FAULTS = {
 }
 SURVIVED = {Harm.FAIL_FORWARD, Harm.FAIL_REQUEST}
 """Faults of forwards that do not end their worker."""
-COMPUTES = {Victim.PREFILL: Phase.PREFILLING, Victim.DECODE: Phase.DECODING}
+COMPUTES = {
+    Victim.PREFILL: Phase.PREFILLING,
+    Victim.DECODE: Phase.DECODING,
+    Victim.DECODE_ALONE: Phase.DECODING,
+}
 """The phase in which a worker's forwards compute a request."""
 EVENTS = {
     (Victim.PREFILL, Phase.QUEUED): Event.ASK,
@@ -81,8 +87,11 @@ SENDS_NOTHING = {
     (Victim.DECODE, Phase.RETRACTED): "the hand-over is over",
 }
 COMPUTES_ELSEWHERE = (
-    "P computes while it prefills and D while it decodes; a router computes nothing"
+    "P computes while it prefills and D while it decodes, which a forward of D alone may do both; a "
+    "router computes nothing"
 )
+NOT_HANDED_OVER = "a prompt that D computes itself is not handed over"
+ALONE_PHASES = {Phase.QUEUED, Phase.PREFILLING, Phase.DECODING, Phase.RETRACTED, Phase.DRAINING}
 DRAINS_ALIKE = "a hand-over is the same while its worker drains"
 ROUTER_DRAINS = "a router stops taking requests and waits for its own: there is no such phase"
 
@@ -108,6 +117,10 @@ class Cell:
         """Why this cell cannot be run; empty if it can."""
         if self.phase is Phase.DRAINING and self.victim is Victim.ROUTER:
             return ROUTER_DRAINS
+        if self.victim is Victim.DECODE_ALONE and (
+            self.phase not in ALONE_PHASES or self.harm in MESSAGE_ACTIONS
+        ):
+            return NOT_HANDED_OVER
         if self.harm in FORWARD_FAULTS:
             return "" if COMPUTES.get(self.victim) is self.phase else COMPUTES_ELSEWHERE
         if self.harm not in MESSAGE_ACTIONS or self.event is not None:
@@ -141,3 +154,9 @@ SHORT = (
     Cell(Harm.BREAK_DEVICE, Victim.DECODE, Phase.DECODING),
 )
 """The cells that `make chaos-short` runs, a few seconds each."""
+SHORT_ALONE = (
+    Cell(Harm.KILL, Victim.DECODE_ALONE, Phase.PREFILLING),
+    Cell(Harm.FAIL_REQUEST, Victim.DECODE_ALONE, Phase.DECODING),
+    Cell(Harm.RESTART, Victim.DECODE_ALONE, Phase.DECODING),
+)
+"""The same, on a cluster of decode workers alone."""

@@ -28,8 +28,9 @@ from kvrelay.deploy.models import Model
 from kvrelay.deploy.options import ServeOptions
 from kvrelay.engine.config import WorkerConfig
 from kvrelay.engine.faults import Fault
+from kvrelay.router.config import PlacementMode
 from kvrelay.v1 import inference_pb2, inference_pb2_grpc
-from kvrelay.wire.worker_info import WorkerInfo
+from kvrelay.wire.worker_info import WorkerInfo, WorkerRole
 from tests.chaos.load import Case, Expected, ask
 from tests.chaos.router_process import to_line
 
@@ -86,9 +87,10 @@ def bound_of(worker_timeout: float) -> float:
 class RouterProcess:
     """A router that can be harmed, and replaced."""
 
-    def __init__(self, model: Path, cluster: Cluster) -> None:
+    def __init__(self, model: Path, cluster: Cluster, placement: PlacementMode) -> None:
         self._model = model
         self._cluster = cluster
+        self._placement = placement
         self._process: asyncio.subprocess.Process | None = None
         self._feeding: asyncio.Task[None] | None = None
         self._channels: list[grpc.aio.Channel] = []
@@ -109,7 +111,7 @@ class RouterProcess:
         """Start the process and return once it can serve."""
         self._process = await asyncio.create_subprocess_exec(
             sys.executable,
-            *("-m", "tests.chaos.router_process", str(self._model), address),
+            *("-m", "tests.chaos.router_process", str(self._model), address, self._placement),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
         )
@@ -162,9 +164,12 @@ class RouterProcess:
 class ChaosCluster:
     """The workers, the router, and what tests do to them."""
 
-    def __init__(self, model: Path, cluster: Cluster, timeout: float) -> None:
+    def __init__(
+        self, model: Path, cluster: Cluster, timeout: float, placement: PlacementMode
+    ) -> None:
         self.cluster = cluster
-        self.router = RouterProcess(model, cluster)
+        self.router = RouterProcess(model, cluster, placement)
+        self._num_workers = len(cluster.workers)
         self.timeout = timeout
         self.bound = bound_of(timeout)
         """Seconds within which every request is to have its end."""
@@ -228,7 +233,7 @@ class ChaosCluster:
         while True:
             workers = list(self.cluster.workers.values())
             problems = [problem for info in workers for problem in await unrest(info)]
-            if len(self.cluster.workers) == 4 and not problems:
+            if len(self.cluster.workers) == self._num_workers and not problems:
                 return
             assert time.monotonic() < deadline, f"not at rest: {problems}"
             await asyncio.sleep(0.05)
@@ -292,11 +297,16 @@ async def chaos_cluster(
     dtype: str = "float32",
     retract_every: int = 150,
     kv_memory: int = 4 << 20,
+    decodes_alone: bool = False,
 ) -> AsyncIterator[ChaosCluster]:
-    """Run a cluster in the Ray that is initialised."""
+    """Run a cluster in the Ray that is initialised; with `decodes_alone` without prefill workers."""
     configs = make_configs(model, worker_timeout, dtype, retract_every, kv_memory)
+    placement = PlacementMode.DISAGGREGATED
+    if decodes_alone:
+        configs = [config for config in configs if config.role is WorkerRole.DECODE]
+        placement = PlacementMode.ADAPTIVE
     async with Cluster(configs) as cluster:
-        chaos = ChaosCluster(model, cluster, worker_timeout)
+        chaos = ChaosCluster(model, cluster, worker_timeout, placement)
         try:
             await chaos.router.start()
             yield chaos

@@ -14,7 +14,16 @@ import grpc
 from kvrelay.engine.faults import Action, Fault, Phase
 from kvrelay.router.errors import CannotDrain
 from kvrelay.wire.worker_info import WorkerInfo
-from tests.chaos.cells import BAD, FORWARD_FAULTS, MESSAGE_ACTIONS, SURVIVED, Cell, Harm, Victim
+from tests.chaos.cells import (
+    ALONE_PHASES,
+    BAD,
+    FORWARD_FAULTS,
+    MESSAGE_ACTIONS,
+    SURVIVED,
+    Cell,
+    Harm,
+    Victim,
+)
 from tests.chaos.cluster import ChaosCluster, is_gone, samples, wake
 from tests.chaos.load import Case, Expected, Load, Outcome, ask, check
 
@@ -30,6 +39,7 @@ SEEN_BY_ITSELF = {
         Phase.RETRACTED,
         Phase.DRAINING,
     ),
+    Victim.DECODE_ALONE: tuple(ALONE_PHASES),
 }
 """Phases that a worker enters itself: the others are seen by a worker of the other role."""
 PREFILL_SEES = (Phase.QUEUED, Phase.PREFILLING)

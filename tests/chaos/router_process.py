@@ -14,7 +14,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from kvrelay.router.config import RouterConfig
+from kvrelay.router.config import PlacementMode, RouterConfig
 from kvrelay.router.discovery import Discovery, StaticDiscovery
 from kvrelay.router.router import Router
 from kvrelay.wire.model_digest import ModelDigest
@@ -41,14 +41,21 @@ def _worker_info(
     )
 
 
-async def main(model: Path, address: str) -> None:
+async def main(model: Path, address: str, placement: PlacementMode) -> None:
     logging.basicConfig(level=logging.ERROR)
     reader = asyncio.StreamReader(limit=1 << 20)
     loop = asyncio.get_running_loop()
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
     discovery = StaticDiscovery()
     discovery.replace(*from_line(await reader.readline()))
-    config = RouterConfig("tiny", model, "", grpc_address=address, metrics_address="127.0.0.1:0")
+    config = RouterConfig(
+        "tiny",
+        model,
+        "",
+        grpc_address=address,
+        metrics_address="127.0.0.1:0",
+        placement=placement,
+    )
     router = Router(config, discovery)
     await router.start()
     await router.wait_ready()
@@ -60,4 +67,4 @@ async def main(model: Path, address: str) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(main(Path(sys.argv[1]), sys.argv[2]))
+    asyncio.run(main(Path(sys.argv[1]), sys.argv[2], PlacementMode(sys.argv[3])))

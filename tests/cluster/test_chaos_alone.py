@@ -1,0 +1,26 @@
+"""Cells of the fault matrix on a cluster without prefill workers: decode workers compute prompts."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+import pytest
+
+from tests.chaos.__main__ import SHORT_TIMEOUT_S
+from tests.chaos.cells import SHORT_ALONE, Cell
+from tests.chaos.cluster import ChaosCluster, chaos_cluster
+from tests.chaos.experiment import experiment
+from tests.chaos.load import make_cases
+
+
+@pytest.fixture(scope="module")
+async def alone(ray, tiny) -> AsyncIterator[ChaosCluster]:
+    async with chaos_cluster(tiny, worker_timeout=SHORT_TIMEOUT_S, decodes_alone=True) as cluster:
+        yield cluster
+
+
+@pytest.mark.parametrize("cell", SHORT_ALONE, ids=str)
+@pytest.mark.filterwarnings("ignore::ResourceWarning")
+async def test_nobody_notices(alone: ChaosCluster, cell: Cell):
+    report = await experiment(alone, cell, await alone.learn(make_cases()))
+    assert not report.problems
