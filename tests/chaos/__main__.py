@@ -75,11 +75,8 @@ def main() -> None:
     options = parser.parse_args()
     if options.two_networks and (why := why_not()):
         parser.error(f"--two-networks: {why}")
-    cells = (
-        [*SHORT, *SHORT_ALONE]
-        if options.short
-        else [cell for cell in matrix() if not cell.impossible]
-    )
+    possible = [cell for cell in matrix() if not cell.impossible]
+    cells = [*SHORT, *SHORT_ALONE] if options.short else possible
     cells = [cell for cell in cells if options.only in str(cell)]
     begun = time.monotonic()
     timeout = SHORT_TIMEOUT_S if options.short else TIMEOUT_S

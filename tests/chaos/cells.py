@@ -87,7 +87,7 @@ SENDS_NOTHING = {
     (Victim.DECODE, Phase.RETRACTED): "the hand-over is over",
 }
 COMPUTES_ELSEWHERE = (
-    "P computes while it prefills and D while it decodes, which a forward of D alone may do both; a "
+    "P computes while it prefills and D while it decodes (D alone in one forward with both); a "
     "router computes nothing"
 )
 NOT_HANDED_OVER = "a prompt that D computes itself is not handed over"

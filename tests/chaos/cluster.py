@@ -299,7 +299,7 @@ async def chaos_cluster(
     kv_memory: int = 4 << 20,
     decodes_alone: bool = False,
 ) -> AsyncIterator[ChaosCluster]:
-    """Run a cluster in the Ray that is initialised; with `decodes_alone` without prefill workers."""
+    """Run a cluster in the Ray that is initialised; perhaps of decode workers alone."""
     configs = make_configs(model, worker_timeout, dtype, retract_every, kv_memory)
     placement = PlacementMode.DISAGGREGATED
     if decodes_alone:

@@ -20,8 +20,9 @@ Made by `make chaos`; `make chaos-short`, and with it `make test`, runs the most
 {summary} {transport}
 
 A real cluster: two prefill workers (P) and two decode workers (D) as Ray actors over NIXL and
-gRPC (for D alone only the latter, which compute their prompts), a router in a process of its own, a tiny Llama in float32, every page audited at every
-step, and a worker given up after {timeout:g} s without a sign of life. Five clients ask one
+gRPC, a router in a process of its own, a tiny Llama in float32, every page audited at every
+step, and a worker given up after {timeout:g} s without a sign of life. `D alone` is one of two
+decode workers in a cluster without prefill workers: they compute the prompts. Five clients ask one
 request after another, greedy and sampled ones; some requests are retracted, too. When a request
 reaches the phase, the harm is done. Then:
 

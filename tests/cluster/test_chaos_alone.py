@@ -1,4 +1,4 @@
-"""Cells of the fault matrix on a cluster without prefill workers: decode workers compute prompts."""
+"""Cells of the fault matrix in a cluster whose decode workers compute the prompts."""
 
 from __future__ import annotations
 
