@@ -103,8 +103,8 @@ class WorkerOptions:
         Section.REQUESTS,
         more_than=0,
         unit="milliseconds",
-        shown_default="three times a step of one request, and at least twice one of those that "
-        "generate now",
+        shown_default="three times a step of one request, up to eight times if many prompts wait, "
+        "and at least twice one of those that generate now",
     )
     bypass_limit: int = option(
         16,

@@ -93,7 +93,8 @@ def _seconds_beside(tokens: int, side: Side, speeds: StepSpeeds, itl_target: flo
     load = side.queue.load
     generating = StepWork(rows=max(load.running_requests, 1), row_pairs=load.held_tokens)
     most = speeds.chunk_tokens or tokens
-    chunk = speeds.most_tokens_beside(generating, tokens // 2, most, itl_target)
+    backlog = sum(side.queue.by_size) + tokens
+    chunk = speeds.most_tokens_beside(generating, tokens // 2, most, backlog, itl_target)
     return _seconds(tokens, side, replace(speeds, chunk_tokens=chunk), generating)
 
 

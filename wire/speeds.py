@@ -13,6 +13,10 @@ _IDLE_STEPS: Final = 3
 _OWN_STEPS: Final = 2
 """And at least as long as so many steps of its batch without prompts: beside a large batch
 prompts would starve otherwise."""
+_BACKLOG_STEPS: Final = 16
+_MOST_IDLE_STEPS: Final = 8
+"""Many prompts are computed in so many steps, or more, which take as long as so many idle ones at
+most: with small chunks they would take much longer in all, as each step has a cost of its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +84,12 @@ class StepSpeeds:
         return self.seconds_of(StepWork(rows=rows, row_pairs=rows * context))
 
     def most_tokens_beside(
-        self, rows: StepWork, context: int, most: int, itl_target: float | None = None
+        self,
+        rows: StepWork,
+        context: int,
+        most: int,
+        backlog_tokens: int,
+        itl_target: float | None = None,
     ) -> int:
         """The most tokens of a prompt beside rows that keep their pace so, a few at least.
 
@@ -88,11 +97,10 @@ class StepSpeeds:
             rows: what the step computes beside the prompt.
             context: tokens of the prompt before those.
             most: tokens of the prompt that the step may compute at all.
+            backlog_tokens: of all prompts that wait to be computed.
             itl_target: seconds that the step may take; None: as follows from steps without prompts.
         """
-        bound = itl_target or max(
-            _IDLE_STEPS * self.step_seconds(1), _OWN_STEPS * self.seconds_of(rows)
-        )
+        bound = itl_target or self._default_bound(rows, backlog_tokens)
         keeps, breaks = min(_LEAST_TOKENS, most), most + 1
         while breaks - keeps > 1:
             tokens = (keeps + breaks) // 2
@@ -102,6 +110,12 @@ class StepSpeeds:
             else:
                 breaks = tokens
         return keeps
+
+    def _default_bound(self, rows: StepWork, backlog_tokens: int) -> float:
+        """Seconds that a step with prompts may take beside rows."""
+        idle, own = self.step_seconds(1), self.seconds_of(rows)
+        for_backlog = own + self.seconds_per_token * backlog_tokens / _BACKLOG_STEPS
+        return max(_IDLE_STEPS * idle, _OWN_STEPS * own, min(for_backlog, _MOST_IDLE_STEPS * idle))
 
 
 NO_WORK = StepWork()

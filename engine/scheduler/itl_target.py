@@ -18,12 +18,17 @@ class ItlTarget:
         self._seconds = seconds
         self._learner = learner
 
-    def most_prompt_tokens(self, rows: StepWork, context: int, most: int) -> int:
+    def most_prompt_tokens(
+        self, rows: StepWork, context: int, most: int, backlog_tokens: int
+    ) -> int:
         """The most prompt tokens of a step that keep the target, at least a few.
 
         Args:
             rows: what the step computes beside the prompt.
             context: tokens before those of the prompt.
             most: prompt tokens that the step may compute at all.
+            backlog_tokens: of all prompts that wait to be computed.
         """
-        return self._learner.speeds.most_tokens_beside(rows, context, most, self._seconds)
+        return self._learner.speeds.most_tokens_beside(
+            rows, context, most, backlog_tokens, self._seconds
+        )

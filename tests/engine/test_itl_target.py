@@ -48,8 +48,10 @@ def prompt_of(rng: random.Random, tokens: int) -> list[int]:
     return [rng.randrange(97) for _ in range(tokens)]
 
 
-def stream_beside_prompts(**options: Any) -> tuple[float, float]:
-    """Eight steady streams while 1,024-token prompts arrive.
+def stream_beside_prompts(
+    *, tokens: int = 1024, every: float = 0.5, **options: Any
+) -> tuple[float, float]:
+    """Eight steady streams while prompts of so many tokens arrive, one every so many seconds.
 
     Returns:
         The 99th percentile of the streams' inter-token latencies, and the seconds until all
@@ -61,8 +63,8 @@ def stream_beside_prompts(**options: Any) -> tuple[float, float]:
     simulation.run_until(simulation.clock + 1)
     begun, prompts = simulation.clock, []
     for _ in range(6):
-        prompts.append(simulation.submit(prompt_of(rng, 1024), 4))
-        simulation.run_until(simulation.clock + 0.5)
+        prompts.append(simulation.submit(prompt_of(rng, tokens), 4))
+        simulation.run_until(simulation.clock + every)
     simulation.run_until(simulation.clock + 60)
     for one in streams + prompts:
         assert one.output == reference(one.prompt, one.max_tokens)
@@ -89,10 +91,14 @@ def test_itl_beside_long_prompts_keeps_the_target(decode: bool) -> None:
 
 
 def test_itl_target_follows_from_the_idle_step() -> None:
+    """It is small for one short prompt, and larger while long ones wait, which end sooner so."""
+    idle = STEP_SECONDS + ROW_SECONDS
+    itl, _ = stream_beside_prompts(tokens=128, every=2.0)
+    assert itl <= 1.15 * 3 * idle
     _, fastest = stream_beside_prompts(itl_target=1e6)
     itl, seconds = stream_beside_prompts()
-    assert itl <= 1.2 * 3 * (STEP_SECONDS + ROW_SECONDS)
-    assert seconds < 2 * fastest
+    assert itl <= 1.15 * 8 * idle
+    assert seconds < 1.4 * fastest
 
 
 def test_a_target_that_cannot_be_kept_starves_no_prompt() -> None:
