@@ -10,7 +10,7 @@ from tests.chaos.__main__ import SHORT_TIMEOUT_S
 from tests.chaos.cells import SHORT_ALONE, Cell
 from tests.chaos.cluster import ChaosCluster, chaos_cluster
 from tests.chaos.experiment import experiment
-from tests.chaos.load import make_cases
+from tests.chaos.load import Expected, make_cases
 
 
 @pytest.fixture(scope="module")
@@ -19,8 +19,13 @@ async def alone(ray, tiny) -> AsyncIterator[ChaosCluster]:
         yield cluster
 
 
+@pytest.fixture(scope="module")
+async def expected(alone: ChaosCluster) -> Expected:
+    return await alone.learn(make_cases())
+
+
 @pytest.mark.parametrize("cell", SHORT_ALONE, ids=str)
 @pytest.mark.filterwarnings("ignore::ResourceWarning")
-async def test_nobody_notices(alone: ChaosCluster, cell: Cell):
-    report = await experiment(alone, cell, await alone.learn(make_cases()))
+async def test_nobody_notices(alone: ChaosCluster, expected: Expected, cell: Cell):
+    report = await experiment(alone, cell, expected)
     assert not report.problems
