@@ -77,6 +77,13 @@ class WorkerOptions:
         "radix tree, none frees it when its request ends.",
         Section.MEMORY,
     )
+    kv_events: bool = option(
+        False,
+        "Each worker publishes which pages its prefix index stores and removes, in vLLM's form "
+        "over ZeroMQ, on a port of its own that `kvrelay status --json` shows. Prompts are in it: "
+        "whoever reaches the port reads those of all tenants.",
+        Section.MEMORY,
+    )
     growth_min: float = option(
         0.1,
         "The smallest part of a request's max_tokens that admission reserves for its output; "

@@ -3,12 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Protocol
 
 import numpy as np
 
 from kvrelay.mem_cache.prefix_index import PrefixChanges
 from kvrelay.mem_cache.radix_node import RadixNode
 from kvrelay.wire.page_hash import HASH_BYTES, PageHashes
+
+
+class PageListener(Protocol):
+    """Hears of each page that is found, or no more; on the engine's thread, and must not block."""
+
+    def stored(self, before: bytes | None, hashes: bytes, tokens: bytes) -> None:
+        """Neighbouring pages are found from now on.
+
+        Args:
+            before: the hash of the page before; None: they are the first ones.
+            hashes: theirs, one after the other.
+            tokens: theirs, as int32.
+        """
+        ...
+
+    def removed(self, hashes: bytes) -> None:
+        """Neighbouring pages are found no more."""
+        ...
 
 
 class PrefixLog:
@@ -20,10 +39,17 @@ class PrefixLog:
     Args:
         hashes: of the worker's model.
         most_changes: marks that are kept between two calls of `take`.
+        listener: hears of every page; None: nobody does.
     """
 
-    def __init__(self, hashes: PageHashes, most_changes: int = 1 << 18) -> None:
+    def __init__(
+        self,
+        hashes: PageHashes,
+        most_changes: int = 1 << 18,
+        listener: PageListener | None = None,
+    ) -> None:
         self.hashes = hashes
+        self._listener = listener
         self._most_changes = most_changes
         self._changes: dict[int, bool] = {}
         self._overflown = False
@@ -40,11 +66,16 @@ class PrefixLog:
             tokens = np.ascontiguousarray(node.tokens, "<i4").tobytes()
             node.hashes = self.hashes.extend(before, tokens)
             self._record(node, found=True)
+            if self._listener is not None:
+                follows = None if parent.parent is None else before
+                self._listener.stored(follows, node.hashes, tokens)
 
     def remove(self, nodes: Iterable[RadixNode]) -> None:
         """These nodes are found no more."""
         for node in nodes:
             self._record(node, found=False)
+            if self._listener is not None and node.hashes:
+                self._listener.removed(node.hashes)
             node.hashes = b""
 
     def marks(self, node: RadixNode) -> list[int]:

@@ -12,8 +12,9 @@ from kvrelay.wire.worker_info import WorkerRole
 
 _LEAST_LOADED: Final = 4
 _LONGEST_HITS: Final = 4
-_HIT_WEIGHT: Final = 1.0
-"""Backlog that a prompt waits behind for each token that it need not have computed."""
+_HIT_WEIGHT: Final = 2.0
+"""Backlog that a prompt waits behind for each token that it need not have computed. With 1 its own
+first token would come soonest; but what is not computed shortens the queue for all that follow."""
 _SPARE_REQUESTS: Final = 2
 _SPARE_SHARE: Final = 0.25
 """A worker with so many requests more than the one with the fewest gets none for a hit."""
@@ -24,9 +25,9 @@ class Affinity:
 
     Weighed are the least loaded ones and those that have the longest prefixes of the prompt.
 
-    - A prefill worker's backlog counts for a prompt less what it has of it: where both are
-      tokens, the least sum is where the first token comes first. So a prefix that all ask for
-      stays on one worker until that one's backlog is as long as the prefix, and then spreads.
+    - A prefill worker's backlog counts for a prompt less twice what it has of it, both in tokens.
+      So a prefix that all ask for stays on one worker until that one's backlog is twice as long
+      as the prefix, and then spreads.
     - A worker that decodes has as much more headroom as it has of the prompt: that is neither read
       nor held twice. But shared pages hide how many requests read them, so the bonus shrinks to
       nothing while the worker has more requests than others.

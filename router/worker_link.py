@@ -144,6 +144,7 @@ class WorkerLink:
             load=self.load,
             model_digest=self.endpoint.model.name,
             refusal=self.refusal,
+            kv_events_address=self.endpoint.kv_events_address,
         )
 
     def submit(

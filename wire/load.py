@@ -151,3 +151,5 @@ class WorkerStatus:
     """The name of what it has loaded."""
     refusal: str = ""
     """Why it gets no requests; empty if it gets some."""
+    kv_events_address: str = ""
+    """Where it publishes KV events; empty if it does not."""

@@ -44,6 +44,8 @@ class WorkerInfo:
     eos_token_ids: tuple[int, ...]
     model: ModelDigest
     """What the incarnation has loaded."""
+    kv_events_address: str = ""
+    """``host:port`` where it publishes KV events; empty if it does not."""
     pid: int = 0
     """Of its process, on its own machine; 0 where nobody has to know it."""
     draining: bool = False

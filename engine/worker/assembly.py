@@ -28,6 +28,7 @@ from kvrelay.engine.worker.loading import LoadedModel
 from kvrelay.engine.worker.memory import make_kv_cache
 from kvrelay.kv_transfer.agent import TransferAgent
 from kvrelay.mem_cache.kv_cache_manager import KVCacheManager
+from kvrelay.mem_cache.prefix_log import PageListener
 from kvrelay.wire.worker_info import WorkerRole
 
 RequestT = TypeVar("RequestT", bound=Request)
@@ -122,6 +123,7 @@ def assemble(
     black_box: BlackBox | None,
     call_soon: Callable[..., object],
     on_failure: Callable[[str], None],
+    page_listener: PageListener | None = None,
 ) -> Assembly:
     """Put a worker's engine together.
 
@@ -135,10 +137,11 @@ def assemble(
         black_box: records forwards, if there is one.
         call_soon: runs a function on the event loop, soon; from any thread.
         on_failure: called on a thread that gives up, with the reason.
+        page_listener: hears which pages the prefix index has.
     """
     inbox: Inbox[Any] = Inbox()
     metrics = WorkerMetrics(config)
-    kv_cache = make_kv_cache(config, model.pools, model.max_model_len, model.digest)
+    kv_cache = make_kv_cache(config, model.pools, model.max_model_len, model.digest, page_listener)
     outbox = Outbox(call_soon) if config.faults is None else FaultyOutbox(call_soon, faults)
     context: SchedulerContext[Any] = SchedulerContext(
         kv_cache, outbox, metrics, faults, chunk_tokens=config.chunk_tokens

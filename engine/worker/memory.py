@@ -9,7 +9,7 @@ from kvrelay.mem_cache.geometry import KVGeometry
 from kvrelay.mem_cache.kv_cache_manager import KVCacheManager
 from kvrelay.mem_cache.pool import KVPool
 from kvrelay.mem_cache.prefix_index import PrefixIndex
-from kvrelay.mem_cache.prefix_log import PrefixLog
+from kvrelay.mem_cache.prefix_log import PageListener, PrefixLog
 from kvrelay.mem_cache.radix_tree import RadixTree
 from kvrelay.mem_cache.shape import PoolShape, window_pages
 from kvrelay.wire.model_digest import NO_MODEL, ModelDigest
@@ -53,10 +53,12 @@ def make_kv_cache(
     pools: Sequence[KVPool],
     max_model_len: int,
     model: ModelDigest = NO_MODEL,
+    listener: PageListener | None = None,
 ) -> KVCacheManager:
     """The account of `pools`, for requests of `max_model_len` tokens and less.
 
     `model` is what computes their KV: routers know prefixes by hashes that it is part of.
+    `listener` hears which pages the prefix index has.
     """
     return KVCacheManager(
         [
@@ -67,16 +69,19 @@ def make_kv_cache(
         total_rows=config.max_running,
         max_row_tokens=max_model_len,
         ahead=tokens_ahead(config),
-        index=_make_index(config, [pool.geometry.window for pool in pools], model),
+        index=_make_index(config, [pool.geometry.window for pool in pools], model, listener),
     )
 
 
 def _make_index(
-    config: WorkerConfig, windows: Sequence[int | None], model: ModelDigest
+    config: WorkerConfig,
+    windows: Sequence[int | None],
+    model: ModelDigest,
+    listener: PageListener | None,
 ) -> PrefixIndex | None:
     match config.prefix_index:
         case PrefixIndexKind.RADIX:
-            log = PrefixLog(PageHashes(model, config.page_size))
+            log = PrefixLog(PageHashes(model, config.page_size), listener=listener)
             return RadixTree(config.page_size, windows, log=log)
         case PrefixIndexKind.NONE:
             return None

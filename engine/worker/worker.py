@@ -15,6 +15,7 @@ from kvrelay.engine.scheduler.commands import Drain, GiveUp, Inspect, PeerDied, 
 from kvrelay.engine.scheduler.metrics import FAILED_STEPS, QUARANTINE_DRAINS
 from kvrelay.engine.worker.assembly import MakePlugin, assemble, make_agent
 from kvrelay.engine.worker.black_box import BlackBox
+from kvrelay.engine.worker.kv_events import KVEvents
 from kvrelay.engine.worker.loading import LoadedModel, load_model
 from kvrelay.engine.worker.quarantine import QuarantineLimit
 from kvrelay.engine.worker.service import WorkerService
@@ -50,6 +51,8 @@ class Worker:
         self._drained = asyncio.Event()
         self._weights_read = WeightsRead(weight_bytes(config))
         self._black_box: BlackBox | None = None
+        self._kv_events: KVEvents | None = None
+        self._kv_events_address = ""
         self.faults = FaultPlan(config.faults or ())
         """Takes effect only if the configuration names faults, or an empty tuple of them."""
 
@@ -77,6 +80,7 @@ class Worker:
         if config.black_box is not None:
             # After UCX, which has handlers of fatal signals of its own.
             self._black_box = BlackBox(config.black_box)
+        await self._publish_kv_events(loop)
         self._parts = assemble(
             config,
             model,
@@ -87,6 +91,7 @@ class Worker:
             black_box=self._black_box,
             call_soon=loop.call_soon_threadsafe,
             on_failure=self._on_failure,
+            page_listener=self._kv_events,
         )
         port = await self._listen(incarnation, model)
         registry = self._parts.metrics.registry
@@ -100,6 +105,8 @@ class Worker:
     async def stop(self) -> None:
         """Close the listeners, end the engine; the pool stays registered."""
         await self._server.stop(STOP_GRACE_S)
+        if self._kv_events is not None:
+            await self._kv_events.close()
         await self._parts.plugin.close()
         await self._loop.run_in_executor(None, self._stop_threads)
         if self._black_box is not None:
@@ -198,6 +205,14 @@ class Worker:
         self._parts.stop_threads()
         self._metrics_server.close()
 
+    async def _publish_kv_events(self, loop: asyncio.AbstractEventLoop) -> None:
+        config = self._config
+        if config.kv_events:
+            medium = "CPU" if config.device == "cpu" else "GPU"
+            self._kv_events = KVEvents(config.page_size, medium, loop.call_soon_threadsafe)
+            port = await self._kv_events.start(config.host)
+            self._kv_events_address = f"{config.host}:{port}"
+
     async def _listen(self, incarnation: str, model: LoadedModel) -> int:
         """Serve routers, peers and health checks; returns the port."""
         config, checkpoint = self._config, model.runner.config
@@ -223,6 +238,7 @@ class Worker:
             incarnation=incarnation,
             address=f"{config.host}:{port}",
             metrics_address=f"{config.host}:{self._metrics_server.port}",
+            kv_events_address=self._kv_events_address,
             pool_tokens=self._parts.kv_cache.max_lease_tokens,
             max_model_len=model.max_model_len,
             vocab_size=checkpoint.vocab_size,

@@ -275,7 +275,7 @@ class GetServerInfoResponse(_message.Message):
     def __init__(self, version: _Optional[str] = ..., uptime_seconds: _Optional[float] = ..., live_requests: _Optional[int] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., model_digest: _Optional[str] = ...) -> None: ...
 
 class WorkerStatus(_message.Message):
-    __slots__ = ("worker", "role", "incarnation", "address", "metrics_address", "ready", "load", "draining", "model_digest", "refusal")
+    __slots__ = ("worker", "role", "incarnation", "address", "metrics_address", "ready", "load", "draining", "model_digest", "refusal", "kv_events_address")
     WORKER_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
@@ -286,6 +286,7 @@ class WorkerStatus(_message.Message):
     DRAINING_FIELD_NUMBER: _ClassVar[int]
     MODEL_DIGEST_FIELD_NUMBER: _ClassVar[int]
     REFUSAL_FIELD_NUMBER: _ClassVar[int]
+    KV_EVENTS_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     worker: str
     role: WorkerRole
     incarnation: str
@@ -296,7 +297,8 @@ class WorkerStatus(_message.Message):
     draining: bool
     model_digest: str
     refusal: str
-    def __init__(self, worker: _Optional[str] = ..., role: _Optional[_Union[WorkerRole, str]] = ..., incarnation: _Optional[str] = ..., address: _Optional[str] = ..., metrics_address: _Optional[str] = ..., ready: bool = ..., load: _Optional[_Union[WorkerLoad, _Mapping]] = ..., draining: bool = ..., model_digest: _Optional[str] = ..., refusal: _Optional[str] = ...) -> None: ...
+    kv_events_address: str
+    def __init__(self, worker: _Optional[str] = ..., role: _Optional[_Union[WorkerRole, str]] = ..., incarnation: _Optional[str] = ..., address: _Optional[str] = ..., metrics_address: _Optional[str] = ..., ready: bool = ..., load: _Optional[_Union[WorkerLoad, _Mapping]] = ..., draining: bool = ..., model_digest: _Optional[str] = ..., refusal: _Optional[str] = ..., kv_events_address: _Optional[str] = ...) -> None: ...
 
 class WorkerLoad(_message.Message):
     __slots__ = ("waiting_requests", "running_requests", "waiting_tokens", "pools", "growth_tokens", "draining", "peers", "speeds", "prompts_by_size", "reused_share")
