@@ -69,16 +69,17 @@ def test_conversations_find_their_prefixes_and_their_first_tokens_earlier() -> N
 
 @pytest.mark.parametrize("aggregated", [False, True])
 def test_one_hot_prefix_does_not_pile_all_requests_on_one_worker(aggregated) -> None:
+    """Requests come as fast as four workers compute what is not cached."""
     simulation, rng = cluster(10_000, aggregated=aggregated), random.Random(2)
     hot = prompt(rng, 640)
-    for _ in range(80):
+    for _ in range(100):
         simulation.submit([*hot, *prompt(rng, 130)], 8)
-        simulation.run_until(simulation.clock + rng.expovariate(40))
+        simulation.run_until(simulation.clock + rng.expovariate(110))
     simulation.run_until(simulation.clock + 600)
     for side in ("prefill", "decode"):
         took = Counter(getattr(request, side).name for request in simulation.submitted)
         assert len(took) == 4, took
-        assert max(took.values()) < 40, took
+        assert max(took.values()) < 50, took
     # Each side computes the prefix once, or reads it: the rest is found.
     assert hit_share(simulation) > 0.7
     simulation.assert_at_baseline()
