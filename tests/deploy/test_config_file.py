@@ -43,6 +43,7 @@ EVERYTHING: dict[str, Any] = {
     "page_size": 1,
     "page_order": "layer_first",
     "prefix_index": "none",
+    "kv_events": True,
     "kv_memory": 1 << 30,
     "dtype": "float32",
     "device": "cpu",
