@@ -29,7 +29,7 @@ import statistics
 import tempfile
 import time
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -63,6 +63,7 @@ POOL_PAGES = 8192
 VOCAB = 512
 STEP_SECONDS = 0.02
 WARM_UP_SECONDS = 1.0
+NO_OUTPUTS: Mapping[int, Sequence[RequestOutput]] = {}
 
 
 @dataclass(frozen=True)
@@ -79,6 +80,8 @@ class Load:
     """Virtual ones, that are measured."""
     utilization: float = 0.9
     """Of the prefill workers."""
+    routers: int = 1
+    """That requests come to at random; none knows what the others send."""
     paced: bool = True
     """Loads are told as real workers tell them; else at once, at every step."""
 
@@ -92,7 +95,7 @@ class Figure:
     tokens: int
     loads: int
     cores: float
-    """CPU seconds of the router a virtual second."""
+    """CPU seconds of the routers a virtual second."""
     wait_ms_mean: float
     """Virtual ones, of requests for a prefill worker that computes others."""
     wait_ms_p99: float
@@ -138,6 +141,8 @@ class Running:
     input_tokens: int
     left: int
     """Tokens of its output, after the first."""
+    link: RouterLink
+    """Of its router."""
     index: int = 1
 
 
@@ -162,35 +167,41 @@ class ScriptedWorker:
             eos_token_ids=(),
             model=bench.model,
         )
-        self._link = PacedLink("router") if bench.load.paced else RouterLink("router")
+        self._links: list[RouterLink] = []
         self._queue: deque[Running] = deque()
         self._pulls: dict[str, Running] = {}
         self._free_at = 0.0
         self._steps = False
 
-    async def responses(self) -> AsyncIterator[bytes]:
-        """What it sends."""
-        self._report(())
-        async for step in self._link:
+    def attach(self) -> RouterLink:
+        """One more router."""
+        link = PacedLink("router") if self._bench.load.paced else RouterLink("router")
+        self._links.append(link)
+        return link
+
+    async def responses(self, link: RouterLink) -> AsyncIterator[bytes]:
+        """What it sends to a router."""
+        self._report()
+        async for step in link:
             with self._bench.script:
                 self._bench.counts.loads += step.load is not None
                 message = ENGINE_OUTPUTS.to_message(step).SerializeToString()
             yield message
 
-    def take(self, raw: bytes) -> None:
-        """Receives a command."""
+    def take(self, raw: bytes, link: RouterLink) -> None:
+        """Receives a router's command."""
         message = worker_pb2.AttachRequest.FromString(raw)
         if message.HasField("submit"):
-            self._take_submit(message.submit)
+            self._take_submit(message.submit, link)
         elif message.HasField("cancel"):
             self._pulls.pop(message.cancel.request_id, None)
-        self._report(())
+        self._report()
 
-    def _take_submit(self, submit: worker_pb2.SubmitRequest) -> None:
+    def _take_submit(self, submit: worker_pb2.SubmitRequest, link: RouterLink) -> None:
         now = self._loop.time()
         key = RequestKey("", submit.request_id, submit.attempt, submit.first_choice)
         tokens, left = len(submit.input_ids), submit.sampling_params.max_tokens - 1
-        running = Running(key, tokens, left)
+        running = Running(key, tokens, left, link)
         if self._role is WorkerRole.DECODE:
             self._pulls[submit.request_id] = running
             self._bench.decodes[submit.request_id] = self
@@ -206,7 +217,7 @@ class ScriptedWorker:
         with self._bench.script:
             done = self._queue.popleft()
             end = RequestEnd(EndReason.HANDED_OVER if done.left else EndReason.LENGTH)
-            self._report((RequestOutput(done.key, 0, (SampledToken(7),), end),))
+            self._report({id(done.link): [RequestOutput(done.key, 0, (SampledToken(7),), end)]})
             decode = self._bench.decodes.pop(done.key.request_id)
             if done.left:
                 decode.begin(done.key.request_id)
@@ -214,27 +225,29 @@ class ScriptedWorker:
     def begin(self, request_id: str) -> None:
         """The request's prompt is here."""
         self._queue.append(self._pulls.pop(request_id))
-        self._report(())
+        self._report()
         if not self._steps:
             self._steps = True
             self._loop.call_later(STEP_SECONDS, self._step)
 
     def _step(self) -> None:
         with self._bench.script:
-            outputs = []
+            outputs: dict[int, list[RequestOutput]] = {}
             for one in self._queue:
                 one.left -= 1
                 end = None if one.left else RequestEnd(EndReason.LENGTH)
                 token = SampledToken(7 + one.index)
-                outputs.append(RequestOutput(one.key, one.index, (token,), end))
+                output = RequestOutput(one.key, one.index, (token,), end)
+                outputs.setdefault(id(one.link), []).append(output)
                 one.index += 1
             self._queue = deque(one for one in self._queue if one.left)
             self._steps = bool(self._queue)
-            self._report(tuple(outputs))
+            self._report(outputs)
             if self._steps:
                 self._loop.call_later(STEP_SECONDS, self._step)
 
-    def _report(self, outputs: tuple[RequestOutput, ...]) -> None:
+    def _report(self, outputs: Mapping[int, Sequence[RequestOutput]] = NO_OUTPUTS) -> None:
+        """Tells each router what its requests have got, and the load."""
         computed = sum(one.input_tokens for one in self._queue)
         pulled = sum(one.input_tokens for one in self._pulls.values())
         held = min(POOL_PAGES, computed // PAGE_SIZE)
@@ -247,7 +260,8 @@ class ScriptedWorker:
             waiting_tokens=computed if prefills else pulled,
             pools=(pool, rows),
         )
-        self._link.deliver(EngineOutputs(outputs, load))
+        for link in self._links:
+            link.deliver(EngineOutputs(tuple(outputs.get(id(link), ())), load))
 
 
 class Loopback:
@@ -275,15 +289,16 @@ class Loopback:
     ) -> Callable[[AsyncIterator[Any]], LoopbackCall]:
         """How a stub makes its Attach."""
 
-        async def send(requests: AsyncIterator[Any]) -> None:
+        async def send(requests: AsyncIterator[Any], link: RouterLink) -> None:
             async for message in requests:
                 raw = request_serializer(message)
                 with self._bench.script:
-                    self._worker.take(raw)
+                    self._worker.take(raw, link)
 
         def attach(requests: AsyncIterator[Any]) -> LoopbackCall:
-            sending = asyncio.create_task(send(requests))
-            return LoopbackCall(self._worker.responses(), response_deserializer, sending)
+            link = self._worker.attach()
+            sending = asyncio.create_task(send(requests, link))
+            return LoopbackCall(self._worker.responses(link), response_deserializer, sending)
 
         return attach
 
@@ -387,15 +402,19 @@ class Bench:
         ]
         self.workers = {worker.endpoint.incarnation: worker for worker in made}
         discovery = StaticDiscovery([worker.endpoint for worker in made])
-        metrics = RouterMetrics("scripted")
-        prefixes = KnownPrefixes(self._config.prefix_index_entries)
-        fleet = Fleet(discovery, functools.partial(self._make_link, prefixes), prefixes)
-        live = LiveRequests(self._config, fleet, self._tokenizer, metrics)
-        service = InferenceService(self._config, fleet, live, self._tokenizer, 16, metrics)
-        running = asyncio.create_task(fleet.run())
-        while not (fleet.links and all(link.ready for link in fleet.links)):
-            await fleet.changes.wait()
-        clients = asyncio.create_task(self._send(service))
+        services, running = [], []
+        for _ in range(self.load.routers):
+            metrics = RouterMetrics("scripted")
+            prefixes = KnownPrefixes(self._config.prefix_index_entries)
+            fleet = Fleet(discovery, functools.partial(self._make_link, prefixes), prefixes)
+            live = LiveRequests(self._config, fleet, self._tokenizer, metrics)
+            services.append(
+                InferenceService(self._config, fleet, live, self._tokenizer, 16, metrics)
+            )
+            running.append(asyncio.create_task(fleet.run()))
+            while not (fleet.links and all(link.ready for link in fleet.links)):
+                await fleet.changes.wait()
+        clients = asyncio.create_task(self._send(services))
         await asyncio.sleep(WARM_UP_SECONDS)
         self.counts, self.script.seconds = Counts(), 0.0
         begun = time.process_time()
@@ -408,9 +427,11 @@ class Bench:
         counts = self.counts
         clients.cancel()
         await self._end(list(self._calls))
-        running.cancel()
-        await asyncio.gather(clients, running, return_exceptions=True)
-        service.close()
+        for task in running:
+            task.cancel()
+        await asyncio.gather(clients, *running, return_exceptions=True)
+        for service in services:
+            service.close()
         return self._figure(counts, seconds)
 
     def _make_link(
@@ -426,7 +447,7 @@ class Bench:
             if ended is not None and not isinstance(ended, asyncio.CancelledError):
                 raise ended
 
-    async def _send(self, service: InferenceService) -> None:
+    async def _send(self, services: Sequence[InferenceService]) -> None:
         rng, loop = random.Random(0), asyncio.get_running_loop()
         due, number = loop.time(), 0
         while self.load.requests_per_second:
@@ -442,7 +463,7 @@ class Bench:
                 message.sampling_params.max_tokens = self.load.output_tokens
                 raw = message.SerializeToString()
                 self.opening.add(str(number))
-            answer: Any = service.Generate(raw, Caller(self))
+            answer: Any = rng.choice(services).Generate(raw, Caller(self))
             call: asyncio.Task[None] = asyncio.create_task(answer)
             self._calls.add(call)
             call.add_done_callback(self._ended)
@@ -526,12 +547,24 @@ def main(
         Load(workers, rate, output_tokens=output_tokens, seconds=seconds, paced=False),
         Load(16, rate, output_tokens=output_tokens, seconds=seconds),
         Load(16, rate, output_tokens=output_tokens, seconds=seconds, paced=False),
+        Load(16, rate / 10, output_tokens=1, seconds=10 * seconds, routers=4),
+        Load(16, rate / 10, output_tokens=1, seconds=10 * seconds, routers=4, paced=False),
     ]
     figures = [measure(load) for load in loads]
     if as_json:
         click.echo(json.dumps([asdict(figure) for figure in figures]))
         return
-    header = ("workers", "rate", "tokens", "loads told", "loads/s", "cores", "wait ms", "p99")
+    header = (
+        "workers",
+        "routers",
+        "rate",
+        "tokens",
+        "loads told",
+        "loads/s",
+        "cores",
+        "wait ms",
+        "p99",
+    )
     click.echo(table(header, [_row(figure) for figure in figures]))
     for name, cost in costs(figures).items():
         click.echo(f"{name}: {cost:.3g}" + ("" if "core" in name else " µs"))
@@ -546,6 +579,7 @@ def _row(figure: Figure) -> list[str]:
     load = figure.load
     return [
         str(load.workers),
+        str(load.routers),
         f"{load.requests_per_second:g}",
         str(load.output_tokens),
         "paced" if load.paced else "at once",
