@@ -60,6 +60,44 @@ def test_any_other_end_accuses_nobody(tmp_path: Path, number: signal.Signals, ph
     box.close()
 
 
+CRASH = """
+import sys, threading
+from pathlib import Path
+from types import SimpleNamespace
+from kvrelay.engine.faults import FaultPlan, parse_faults
+from kvrelay.engine.worker.black_box import BlackBox, RecordingExecutor
+from kvrelay.engine.worker.faulty import FaultyExecutor
+from kvrelay.wire.request import RequestKey
+
+class Executor:
+    def execute(self, step):
+        pass
+
+faulty = FaultyExecutor(Executor(), FaultPlan(parse_faults("crash:forward")))
+executor = RecordingExecutor(faulty, BlackBox(Path(sys.argv[1])))
+request = SimpleNamespace(key=RequestKey("r", "mine", 7))
+step = SimpleNamespace(scheduled=[SimpleNamespace(request=request, is_live=True)])
+forward = threading.Thread(target=executor.execute, args=[step])
+forward.start()
+forward.join()
+"""
+
+
+def test_a_crash_on_demand_is_one_of_the_thread_that_computes(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    """Else the forward may end, and its record with it, before the process does."""
+    path = tmp_path / "worker.step"
+    command = [sys.executable, "-c", CRASH, str(path)]
+    process = subprocess.run(command, capture_output=True, check=False)
+    assert process.returncode == -signal.SIGSEGV, process.stderr
+    box = BlackBox(path)
+    assert box.killed == (MINE,)
+    _, _, crashed = caplog.text.partition("Current thread")
+    assert " in execute" in crashed.partition("\n\n")[0]
+    box.close()
+
+
 def test_a_death_is_told_once(tmp_path: Path):
     path = tmp_path / "worker.step"
     live_and_die(path, signal.SIGSEGV, "computing")
