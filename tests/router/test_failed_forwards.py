@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import grpc
@@ -123,6 +124,23 @@ async def test_a_neighbour_of_what_kills_processes_goes_on(
         await cluster.decode.submitted(4)
         cluster.decode.on_submit = count_decode
         cluster.decode.say(cluster.decode.submits[3], end=FORWARD_FAILED)
+        assert (await collect(call)).token_ids == COUNTED
+
+
+async def test_a_death_that_is_told_at_each_connection_is_one(patient: RouterConfig) -> None:
+    """As a successor tells it, which does not know who has heard it."""
+    config = dataclasses.replace(patient, max_attempts=9)
+    async with running(config, "prefill-0", "decode-0") as cluster:
+        cluster.prefill.on_submit = count_prefill
+        call = cluster.generate()
+        killed = await cluster.decode.submitted(1)
+        await die(cluster, cluster.decode, FAILED_ALONE)
+        for number in (2, 3, 4):
+            await cluster.decode.submitted(number)
+            cluster.decode.break_stream()
+            again = await cluster.decode.submitted(number + 1)
+            cluster.decode.say_late(killed, 0, end=FAILED_ALONE)
+        await count_decode(cluster.decode, again)
         assert (await collect(call)).token_ids == COUNTED
 
 
