@@ -14,6 +14,10 @@ _HAND_OVER_WORTH: Final = 1.25
 """An idle decode worker may take so many times as long as a prefill worker: nothing is handed over,
 and nobody else waits."""
 
+_DELAY_WEIGHT: Final = 0.1
+"""A prompt may come a second later, so that requests that generate do not lose ten of theirs.
+Without this a decode worker that is busy all the time gets prompts that cost throughput."""
+
 
 class Reason(StrEnum):
     """Why an attempt's prompt is computed where it is."""
@@ -41,6 +45,10 @@ class Side:
     num_requests: int = 0
     """That it has, running or waiting."""
 
+    def own_tokens(self, tokens: int) -> int:
+        """Those that it would have to compute of an input of so many."""
+        return max(tokens - self.cached_tokens, 1)
+
 
 @dataclass(frozen=True, slots=True)
 class Decision:
@@ -54,8 +62,8 @@ def decide(tokens: int, prefill: Side, decode: Side, itl_target: float | None = 
     """Let that worker compute a prompt which is expected to have its first token sooner.
 
     Beside requests that generate a decode worker computes small chunks only, so that these keep
-    their pace: a long prompt takes long there. What a decode worker has not measured itself
-    is taken to be as it is on the prefill worker.
+    their pace: a long prompt takes long there. What these lose all the same counts a little, too.
+    What a decode worker has not measured itself is taken to be as it is on the prefill worker.
 
     Args:
         tokens: of the input, one or more.
@@ -74,7 +82,16 @@ def decide(tokens: int, prefill: Side, decode: Side, itl_target: float | None = 
         by_decode = _seconds(tokens, decode, here_speeds) <= _HAND_OVER_WORTH * there
         return Decision(by_decode, Reason.IDLE if by_decode else Reason.SOONER)
     here = _seconds_beside(tokens, decode, here_speeds, itl_target)
+    here += _DELAY_WEIGHT * _delay_of_others(tokens, decode, here_speeds)
     return Decision(here < there, Reason.SOONER)
+
+
+def _delay_of_others(tokens: int, side: Side, speeds: StepSpeeds) -> float:
+    """Seconds that requests which generate lose to a prompt beside them, all together."""
+    own = side.own_tokens(tokens)
+    pairs = StepWork.of_prompt(own, tokens - own).prompt_pairs
+    each = own * speeds.seconds_per_token + pairs * speeds.seconds_per_pair
+    return side.queue.load.running_requests * each
 
 
 def _filled_in(own: StepSpeeds, of_prefill: StepSpeeds) -> StepSpeeds:
@@ -100,7 +117,7 @@ def _seconds_beside(tokens: int, side: Side, speeds: StepSpeeds, itl_target: flo
 
 def _seconds(tokens: int, side: Side, speeds: StepSpeeds, generating: StepWork = NO_WORK) -> float:
     """Expected seconds until the first token, behind the prompts that come before it."""
-    own = max(tokens - side.cached_tokens, 1)
+    own = side.own_tokens(tokens)
     pairs = StepWork.of_prompt(own, tokens - own).prompt_pairs
     ahead = math.ceil(min(tokens_ahead(side.queue.by_size, own), side.queue.backlog_tokens))
     # They are taken to be as long as this one, and so to attend to as much each.

@@ -70,9 +70,11 @@ def test_a_short_suffix_goes_to_who_has_the_rest() -> None:
 
 
 def test_what_a_saturated_prefill_worker_cannot_take_goes_to_the_decode_worker() -> None:
-    assert decide(1024, prefill(*[1024] * 4), decode(8)) == BY_DECODE
+    assert decide(1024, prefill(*[1024] * 4), decode(3)) == BY_DECODE
     # Until that one has as much to compute, at its lower pace.
-    assert decide(1024, prefill(*[1024] * 4), decode(8, *[1024] * 4)) == BY_PREFILL
+    assert decide(1024, prefill(*[1024] * 4), decode(3, *[1024] * 4)) == BY_PREFILL
+    # Or generates for so many that they would lose more.
+    assert decide(1024, prefill(*[1024] * 4), decode(16)) == BY_PREFILL
 
 
 def test_a_looser_target_lets_more_prompts_in() -> None:
@@ -83,7 +85,7 @@ def test_a_looser_target_lets_more_prompts_in() -> None:
 
 def test_a_decode_worker_that_has_computed_none_is_taken_to_be_as_fast() -> None:
     queued = prefill(*[1024] * 4)
-    assert decide(1024, queued, decode(8, speeds=OF_ROWS)) == BY_DECODE
+    assert decide(1024, queued, decode(3, speeds=OF_ROWS)) == BY_DECODE
     assert decide(1024, prefill(), decode(8, speeds=OF_ROWS)) == BY_PREFILL
 
 

@@ -69,4 +69,4 @@ class Clockwork(Simulation):
 
 def is_prompt(item: Scheduled[Any]) -> bool:
     """Whether a part of a step computes a chunk of a prompt."""
-    return item is not item.request.every_step
+    return item is not getattr(item.request, "every_step", None)
