@@ -47,6 +47,7 @@ from kvrelay.kv_transfer.pull import Pull, PullState
 from kvrelay.kv_transfer.spans import PoolLayout, SpanPairs, pair_spans
 from kvrelay.mem_cache.geometry import Int64Array, KVGeometry, PageOrder
 from kvrelay.mem_cache.pool import KVPool
+from kvrelay.router.config import PlacementMode
 from kvrelay.v1 import inference_pb2, inference_pb2_grpc
 
 PAGE_SIZE = 16
@@ -286,7 +287,13 @@ def hand_over(model: str, tokens: int, prompts: int, address: Any, **options: An
 
     found = resolve_model(model, "bfloat16", users_models(), lambda _: None)
     serve = ServeOptions(
-        model=model, grpc=address, admin=address, metrics=address, threads=1, **options
+        model=model,
+        grpc=address,
+        admin=address,
+        metrics=address,
+        threads=1,
+        placement=PlacementMode.DISAGGREGATED,
+        **options,
     )
     with LocalRay(serve.workers):
         click.echo(asyncio.run(hand_overs(serve, found, tokens, prompts)))

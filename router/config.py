@@ -24,10 +24,10 @@ class RouterOptions:
     """The options of `kvrelay serve` that the router is told as they are."""
 
     placement: PlacementMode = option(
-        PlacementMode.DISAGGREGATED,
-        "Who computes a prompt: disaggregated lets prefill workers do it alone; adaptive lets a "
-        "decode worker compute it where its first token is expected sooner, and where no prefill "
-        "worker is ready.",
+        PlacementMode.ADAPTIVE,
+        "Who computes a prompt: adaptive lets a decode worker compute it where its first token is "
+        "expected sooner, and where no prefill worker is ready; disaggregated lets prefill workers "
+        "do it alone.",
         Section.WORKERS,
     )
 

@@ -14,7 +14,7 @@ from kvrelay.decode_worker.worker import build as build_decode
 from kvrelay.engine.config import WorkerConfig
 from kvrelay.engine.worker.worker import Worker
 from kvrelay.prefill_worker.worker import build as build_prefill
-from kvrelay.router.config import RouterConfig
+from kvrelay.router.config import PlacementMode, RouterConfig
 from kvrelay.router.discovery import StaticDiscovery
 from kvrelay.router.router import Router
 from kvrelay.v1 import inference_pb2_grpc
@@ -79,6 +79,7 @@ async def in_process(
             "float32",
             ANYWHERE,
             ANYWHERE,
+            placement=PlacementMode.DISAGGREGATED,
             strict=strict,
             auth_token_file=auth_token_file,
             worker_tls=options.get("tls"),

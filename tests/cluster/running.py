@@ -22,6 +22,7 @@ from kvrelay.deploy.models import Model
 from kvrelay.deploy.options import ServeOptions
 from kvrelay.deploy.progress import Progress
 from kvrelay.engine.worker.load_reports import INTERVAL_SECONDS
+from kvrelay.router.config import PlacementMode
 from kvrelay.v1 import inference_pb2, inference_pb2_grpc
 
 ANY_PORT = Address("127.0.0.1", 0)
@@ -152,7 +153,8 @@ async def running(
         admin=ANY_PORT,
         metrics=ANY_PORT,
         audit_pages=True,
-        **options,
+        # So that short prompts are handed over, too.
+        **{"placement": PlacementMode.DISAGGREGATED, **options},
     )
     draft = options.get("draft_model")
     model = Model(path.name, path, draft_path=Path(draft) if draft else None)

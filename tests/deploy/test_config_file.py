@@ -87,7 +87,7 @@ EVERYTHING: dict[str, Any] = {
     "prefix_wait": 9.5,
     "deadline_margin": 2.5,
     "itl_target": 40.5,
-    "placement": "adaptive",
+    "placement": "disaggregated",
     "prefix_index_entries": 18,
     "start_timeout": 30.5,
     "drain_grace": 3.5,

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer
 
-from kvrelay.router.config import RouterConfig
+from kvrelay.router.config import PlacementMode, RouterConfig
 
 from .cluster import Cluster, running
 from .toy_tokenizers import byte_level_tokenizer, sentencepiece_tokenizer
@@ -36,6 +36,7 @@ def config(model_path: Path) -> RouterConfig:
         model_name="counter",
         model_path=model_path,
         dtype="float32",
+        placement=PlacementMode.DISAGGREGATED,
         grpc_address="127.0.0.1:0",
         metrics_address="127.0.0.1:0",
         default_max_tokens=16,
