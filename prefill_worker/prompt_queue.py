@@ -53,7 +53,11 @@ class PromptQueue:
         self._agent = agent
         self._bypass_limit = bypass_limit
         self._waits = PrefixWaits(
-            context, prefix_wait, self._will_publish, at_end=lambda _: not publish
+            context,
+            prefix_wait,
+            self._will_publish,
+            at_end=lambda _: not publish,
+            leads_for=_leads_for,
         )
         self._publish = publish
         self._waiting: list[PrefillRequest] = []
@@ -137,3 +141,13 @@ class PromptQueue:
             self._agent.end_serving()
         timings = run.timings() if run else NO_TIMINGS
         self._context.release(request, outcome, end, timings=timings)
+
+
+def _leads_for(leader: PrefillRequest, request: PrefillRequest) -> bool:
+    """Whether a request may wait for a leader that may have to wait itself.
+
+    A decode worker that lets the leader wait would let a request of the same prefix wait as
+    well. Another decode worker may grant that one at once.
+    """
+    same = leader.decode_incarnation == request.decode_incarnation
+    return same or not leader.hand_over.is_held

@@ -24,7 +24,7 @@ class PrefixWaits(Generic[RequestT]):
     """Tells which requests wait for others, the leaders, and until when.
 
     A leader goes on by itself: it has been granted memory, or waits for the answer.
-    Who waits for it holds nothing, so nobody ever waits for somebody who waits. It
+    Who waits for it holds nothing, so nobody waits here for somebody who waits here. It
     goes on as soon as the leader, or somebody else, has published what they share, and
     when the leader has ended or has made no progress for a while. Then it finds in the
     prefix index what is there.
@@ -36,6 +36,7 @@ class PrefixWaits(Generic[RequestT]):
         leads: whether a request is about to publish its input.
         at_end: whether a leader publishes all of its input at once when it is complete,
             and not chunk by chunk.
+        leads_for: whether a leader (first) leads a request (second), too.
     """
 
     def __init__(
@@ -45,11 +46,13 @@ class PrefixWaits(Generic[RequestT]):
         leads: Callable[[RequestT], bool],
         *,
         at_end: Callable[[RequestT], bool],
+        leads_for: Callable[[RequestT, RequestT], bool] = lambda leader, request: True,
     ) -> None:
         self._context = context
         self._bound = bound if context.kv_cache.index.keeps else 0.0
         self._leads = leads
         self._at_end = at_end
+        self._leads_for = leads_for
 
     def leaders(self, requests: Iterable[RequestT]) -> list[RequestT]:
         """Those of the requests that others may wait for."""
@@ -63,6 +66,8 @@ class PrefixWaits(Generic[RequestT]):
             known_tokens: tokens of its input that may come from the prefix index.
             leaders: those that it may wait for.
         """
+        if not self._bound:
+            return False
         now = time.monotonic()
         before, token_ids = request.prefix_wait, request.input_ids[:known_tokens]
         if before is not None and self._goes_on(request, before, token_ids, now):
@@ -76,7 +81,8 @@ class PrefixWaits(Generic[RequestT]):
         self, request: RequestT, wait: PrefixWait, token_ids: TokenIds, now: float
     ) -> bool:
         """Whether the leader will publish more, and the index has not all that they share."""
-        if not self._is_useful(wait.leader, now) or _published(wait.leader) >= wait.shared_len:
+        leader = cast("RequestT", wait.leader)
+        if not self._is_useful(request, leader, now) or _published(leader) >= wait.shared_len:
             return False
         kv_cache = self._context.kv_cache
         version = kv_cache.room_version
@@ -85,14 +91,13 @@ class PrefixWaits(Generic[RequestT]):
         request.prefix_wait = replace(wait, looked_at=version)
         return kv_cache.count_cached(token_ids, request.namespace) < wait.shared_len
 
-    def _is_useful(self, leader: Request, now: float) -> bool:
-        """Whether it will publish more, as far as can be said."""
+    def _is_useful(self, request: RequestT, leader: RequestT, now: float) -> bool:
+        """Whether it will publish more before `request` could, as far as can be said."""
         if leader.has_ended or now - leader.progressed_at > self._bound:
             return False
-        leader = cast("RequestT", leader)
         if not self._at_end(leader) and self._has_unpublished_pages(leader):
             return False
-        return self._leads(leader)
+        return self._leads(leader) and self._leads_for(leader, request)
 
     def _has_unpublished_pages(self, leader: Request) -> bool:
         """Whether it has written whole pages that the index did not take: copies, say.
@@ -111,7 +116,7 @@ class PrefixWaits(Generic[RequestT]):
         for leader in leaders:
             if leader.namespace != request.namespace or leader.priority > request.priority:
                 continue
-            if not self._is_useful(leader, now):
+            if not self._is_useful(request, leader, now):
                 continue
             if found is None:
                 found = self._context.kv_cache.count_cached(token_ids, request.namespace)

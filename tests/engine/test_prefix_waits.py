@@ -276,13 +276,53 @@ def test_disturbed_ones_leave_nothing_and_nobody_waiting(
     simulation.assert_at_baseline()
 
 
+def submit_to(
+    simulation: Simulation, prompt: list[int], prefill: SimWorker, decode: SimWorker
+) -> SimRequest:
+    before = simulation.prefills, simulation.decodes
+    simulation.prefills, simulation.decodes = [prefill], [decode]
+    request = simulation.submit(prompt, OUTPUT)
+    simulation.prefills, simulation.decodes = before
+    return request
+
+
+def test_one_that_its_decode_worker_lets_wait_leads_nobody_for_another() -> None:
+    simulation = make(Simulation, 1)
+    [slow, free], [busy, empty] = simulation.prefills, simulation.decodes
+    simulation.can_end_step = lambda worker: worker is not slow
+    first = submit_to(simulation, PREFIX, slow, busy)
+    simulation.run()
+    waits, follows = (submit_to(simulation, [*PREFIX, n], free, busy) for n in range(2))
+    simulation.run()
+    held = free.context.requests[waits.key]
+    assert held.hand_over.is_held
+    follower = free.context.requests[follows.key]
+    assert follower.prefix_wait.leader is held, "both would wait for the same"
+    other = submit_to(simulation, [*PREFIX, 2], free, empty)
+    simulation.run()
+    assert_right([other])
+    assert not any(request.output for request in (first, waits, follows))
+    simulation.can_end_step = lambda worker: True
+    slow.inbox.post(Wake())
+    simulation.run()
+    assert_right([first, waits, follows])
+    simulation.assert_at_baseline()
+
+
 # Who waits for whom
 
 
 class Bench:
     """One worker's memory, in which `leader` computes and `request` may wait."""
 
-    def __init__(self, *, keeps: bool = True, at_end: bool = False, windows: Any = (None,)) -> None:
+    def __init__(
+        self,
+        *,
+        keeps: bool = True,
+        at_end: bool = False,
+        windows: Any = (None,),
+        bound: float = 5.0,
+    ) -> None:
         shapes = [PoolShape(f"pool{n}", 100, window) for n, window in enumerate(windows)]
         index = (RadixTree if keeps else NoPrefixIndex)(4, windows)
         self.kv_cache = KVCacheManager(
@@ -294,7 +334,7 @@ class Bench:
             self.kv_cache, outbox, WorkerMetrics(config)
         )
         self.waits = PrefixWaits(
-            context, 5.0, lambda r: r.lease is not None, at_end=lambda _: at_end
+            context, bound, lambda r: r.lease is not None, at_end=lambda _: at_end
         )
         self.leader = self.request(PREFIX)
         self.leader.lease = known(self.kv_cache.open("leader", len(PREFIX)))
@@ -392,6 +432,13 @@ def test_who_does_not_wait(which: str) -> None:
 
 def test_without_an_index_nobody_waits() -> None:
     bench = Bench(keeps=False)
+    assert not bench.must_wait(bench.request(PREFIX))
+
+
+def test_without_a_bound_nobody_waits() -> None:
+    """Not even in the moment in which a leader made progress."""
+    bench = Bench(bound=0.0)
+    bench.leader.progressed_at = math.inf
     assert not bench.must_wait(bench.request(PREFIX))
 
 
