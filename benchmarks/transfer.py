@@ -41,10 +41,10 @@ from kvrelay.deploy.models import Model, resolve_model, users_models
 from kvrelay.deploy.options import DEFAULT_MODEL, ServeOptions
 from kvrelay.deploy.params import ADDRESS
 from kvrelay.kv_transfer.agent import TransferAgent
-from kvrelay.kv_transfer.checksums import VerifyPages
 from kvrelay.kv_transfer.peer_description import PeerDescription
 from kvrelay.kv_transfer.pull import Pull, PullState
 from kvrelay.kv_transfer.spans import PoolLayout, SpanPairs, pair_spans
+from kvrelay.kv_transfer.verify_pages import VerifyPages
 from kvrelay.mem_cache.geometry import Int64Array, KVGeometry, PageOrder
 from kvrelay.mem_cache.pool import KVPool
 from kvrelay.router.config import PlacementMode

@@ -16,9 +16,10 @@ from kvrelay.engine.faults import Phase
 from kvrelay.engine.scheduler.commands import Dropped, Mailbox
 from kvrelay.engine.scheduler.context import SchedulerContext
 from kvrelay.engine.scheduler.outbox import Sink
-from kvrelay.kv_transfer.checksums import VerifyPages, choose, locate
+from kvrelay.kv_transfer.checksums import locate
 from kvrelay.kv_transfer.pull import Pull, PullState
 from kvrelay.kv_transfer.transfers import Transfers
+from kvrelay.kv_transfer.verify_pages import VerifyPages, choose
 from kvrelay.wire.hand_over import Announce, PageSum
 from kvrelay.wire.output import FailureReason
 

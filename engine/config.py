@@ -7,7 +7,7 @@ from enum import StrEnum
 from pathlib import Path
 
 from kvrelay.engine.faults import Fault
-from kvrelay.kv_transfer.checksums import VerifyPages
+from kvrelay.kv_transfer.verify_pages import VerifyPages
 from kvrelay.mem_cache.geometry import PageOrder
 from kvrelay.net.tls import TlsFiles
 from kvrelay.options.declaration import Section, option

@@ -9,11 +9,9 @@ from __future__ import annotations
 
 import functools
 import logging
-import zlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from enum import StrEnum
 
 import numpy as np
 import numpy.typing as npt
@@ -26,19 +24,6 @@ from kvrelay.wire.hand_over import PageSum, Place
 
 logger = logging.getLogger(__name__)
 
-SAMPLED_PART = 16
-"""With `VerifyPages.SAMPLE` one page in so many is compared, and at least one."""
-
-
-class VerifyPages(StrEnum):
-    """Which of a request's pages are compared after they were read."""
-
-    OFF = "off"
-    SAMPLE = "sample"
-    """Some, chosen by the request's id, so that a repeated attempt compares the same ones."""
-    ALL = "all"
-    """Every page of every pool."""
-
 
 @dataclass(frozen=True, slots=True)
 class LocalPage:
@@ -48,18 +33,6 @@ class LocalPage:
     page_id: int
     tokens: int
     """Settled tokens: `page_size`, except on the prompt's last page."""
-
-
-def choose(mode: VerifyPages, places: Sequence[Place], request_id: str) -> list[Place]:
-    """Those of the pages that were read whose checksums are to be compared."""
-    match mode:
-        case VerifyPages.OFF:
-            return []
-        case VerifyPages.ALL:
-            return list(places)
-        case VerifyPages.SAMPLE:
-            first = zlib.crc32(request_id.encode()) % max(1, min(len(places), SAMPLED_PART))
-            return list(places[first::SAMPLED_PART])
 
 
 def locate(

@@ -9,10 +9,13 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
-import torch
+
+if TYPE_CHECKING:  # a process that only supervises does without: torch takes long to import
+    import torch
 
 Int64Array = npt.NDArray[np.int64]
 

@@ -14,9 +14,9 @@ from kvrelay.engine.scheduler.commands import Cancel, Mailbox, Submit
 from kvrelay.engine.scheduler.context import SchedulerContext
 from kvrelay.engine.scheduler.prompts import PromptRun
 from kvrelay.engine.scheduler.suspects import Turns, alone_until, failed_end
-from kvrelay.kv_transfer.checksums import VerifyPages
 from kvrelay.kv_transfer.hand_over.prefill_side import PrefillHandOver
 from kvrelay.kv_transfer.transfers import Transfers
+from kvrelay.kv_transfer.verify_pages import VerifyPages
 from kvrelay.mem_cache.release import Outcome
 from kvrelay.prefill_worker.hand_overs import HandOvers
 from kvrelay.prefill_worker.prompt_queue import PromptQueue

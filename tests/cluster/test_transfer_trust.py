@@ -18,7 +18,7 @@ from kvrelay.engine.faults import parse_faults
 from kvrelay.engine.worker.assembly import WorkerParts
 from kvrelay.engine.worker.worker import Worker
 from kvrelay.kv_transfer.agent import TransferAgent
-from kvrelay.kv_transfer.checksums import VerifyPages
+from kvrelay.kv_transfer.verify_pages import VerifyPages
 from kvrelay.mem_cache.geometry import PageOrder
 from kvrelay.wire.worker_info import WorkerRole
 from tests.cluster.in_process import InProcess, in_process

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from kvrelay.decode_worker.request import HandedOverRequest
-from kvrelay.kv_transfer.checksums import VerifyPages
+from kvrelay.kv_transfer.verify_pages import VerifyPages
 from kvrelay.wire.output import EndReason
 from tests.engine.simulation import SimRequest, Simulation, SimWorker, reference
 from tests.engine.test_scenarios import CHUNK, one_pair, step_until

@@ -18,7 +18,7 @@ from kvrelay.engine.scheduler.metrics import WorkerMetrics
 from kvrelay.engine.scheduler.outbox import Outbox, RouterLink
 from kvrelay.engine.scheduler.prefix_waits import PrefixWaits
 from kvrelay.engine.scheduler.request import Request
-from kvrelay.kv_transfer.checksums import VerifyPages
+from kvrelay.kv_transfer.verify_pages import VerifyPages
 from kvrelay.mem_cache.kv_cache_manager import KVCacheManager
 from kvrelay.mem_cache.lease import Lease
 from kvrelay.mem_cache.no_prefix_index import NoPrefixIndex

@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from kvrelay.kv_transfer.checksums import VerifyPages
 from kvrelay.kv_transfer.pull import Pull
+from kvrelay.kv_transfer.verify_pages import VerifyPages
 from kvrelay.wire.output import EndReason, FailureReason
 from tests.engine.simulation import Simulation, SimWorker, count, reference
 

@@ -9,15 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from kvrelay.kv_transfer.checksums import (
-    SAMPLED_PART,
-    LocalPage,
-    PageHasher,
-    VerifyPages,
-    choose,
-    hash_bytes,
-    locate,
-)
+from kvrelay.kv_transfer.checksums import LocalPage, PageHasher, hash_bytes, locate
+from kvrelay.kv_transfer.verify_pages import SAMPLED_PART, VerifyPages, choose
 from kvrelay.mem_cache.convert import copy_pages
 from kvrelay.mem_cache.geometry import KVGeometry, PageOrder
 from kvrelay.mem_cache.pool import KVPool
