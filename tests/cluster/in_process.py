@@ -10,6 +10,7 @@ from typing import Any
 
 import grpc
 
+from kvrelay.aggregated_worker.worker import build as build_aggregated
 from kvrelay.decode_worker.worker import build as build_decode
 from kvrelay.engine.config import WorkerConfig
 from kvrelay.engine.worker.worker import Worker
@@ -21,7 +22,11 @@ from kvrelay.v1 import inference_pb2_grpc
 from kvrelay.wire.worker_info import WorkerInfo, WorkerRole
 from tests.cluster.running import Cluster
 
-_BUILD = {WorkerRole.PREFILL: build_prefill, WorkerRole.DECODE: build_decode}
+_BUILD = {
+    WorkerRole.PREFILL: build_prefill,
+    WorkerRole.DECODE: build_decode,
+    WorkerRole.AGGREGATED: build_aggregated,
+}
 ANYWHERE = "127.0.0.1:0"
 
 
@@ -47,6 +52,7 @@ async def in_process(
     *,
     prefill: int = 1,
     decode: int = 1,
+    aggregated: int = 0,
     strict: bool = False,
     auth_token_file: Path | None = None,
     **options: Any,
@@ -57,17 +63,19 @@ async def in_process(
         path: of the checkpoint.
         prefill: workers.
         decode: workers.
+        aggregated: workers; then there are no others.
         strict: see `RouterConfig`.
         auth_token_file: see `RouterConfig`.
         options: of every worker.
     """
-    roles = [WorkerRole.PREFILL] * prefill + [WorkerRole.DECODE] * decode
+    counts = {WorkerRole.PREFILL: prefill, WorkerRole.DECODE: decode}
+    if aggregated:
+        counts = {WorkerRole.AGGREGATED: aggregated}
     async with AsyncExitStack() as stack:
         infos, hosted = [], []
-        for number, role in enumerate(roles):
-            name = f"{role}-{number if role is WorkerRole.PREFILL else number - prefill}"
+        for role, number in [(role, one) for role, count in counts.items() for one in range(count)]:
             config = WorkerConfig(
-                name, role, path, "tiny", dtype="float32", audit_pages=True, **options
+                f"{role}-{number}", role, path, "tiny", dtype="float32", audit_pages=True, **options
             )
             worker = _BUILD[role](config)
             infos.append(await worker.start())

@@ -16,11 +16,18 @@ from kvrelay.deploy.incarnation import Incarnation
 from kvrelay.deploy.local_ray import ray as ray_itself
 from kvrelay.engine.faults import Action, Event, Fault
 from tests.chaos.__main__ import SHORT_TIMEOUT_S
-from tests.chaos.cells import SHORT, Cell
+from tests.chaos.cells import SHORT, Cell, Harm
 from tests.chaos.cluster import ChaosCluster, chaos_cluster, wake
 from tests.chaos.experiment import experiment
 from tests.chaos.load import Abort, Expected, Load, ask, check, make_cases
 from tests.cluster.running import running
+
+SHOWN_ELSEWHERE = {Harm.FAIL_REQUEST, Harm.BREAK_DEVICE}
+"""In `make test` `test_failing_forwards.py` does that, to workers in the test's own process."""
+CELLS = [
+    pytest.param(cell, marks=pytest.mark.slow if cell.harm in SHOWN_ELSEWHERE else ())
+    for cell in SHORT
+]
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +41,7 @@ async def expected(chaos: ChaosCluster) -> Expected:
     return await chaos.learn(make_cases())
 
 
-@pytest.mark.parametrize("cell", SHORT, ids=str)
+@pytest.mark.parametrize("cell", CELLS, ids=str)
 @pytest.mark.filterwarnings("ignore::ResourceWarning")
 async def test_nobody_notices(chaos: ChaosCluster, expected: Expected, cell: Cell):
     """Scenario 40 is among them: the restart at the same address."""

@@ -25,7 +25,7 @@ METRIC = re.compile(r"\bkvrelay_\w+")
 
 @pytest.fixture(scope="module")
 async def cluster(ray: None, tiny: Path) -> AsyncIterator[RunningCluster]:
-    async with running(tiny, dtype="float32") as cluster:
+    async with running(tiny, dtype="float32", kv_memory=64 << 20) as cluster:
         yield cluster
 
 

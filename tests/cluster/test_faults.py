@@ -87,13 +87,10 @@ async def test_abort_of_an_unknown_id_says_so(cluster):
     assert not answer.aborted
 
 
+@pytest.mark.slow  # test_chaos.py kills one of each role in `make test`
 @pytest.mark.parametrize(
     "fault",
-    [
-        pytest.param(signal.SIGKILL, id="killed"),
-        # The fault matrix stops a worker for good, too.
-        pytest.param(signal.SIGSTOP, id="stopped", marks=pytest.mark.slow),
-    ],
+    [pytest.param(signal.SIGKILL, id="killed"), pytest.param(signal.SIGSTOP, id="stopped")],
 )
 @pytest.mark.parametrize("worker", ["prefill-0", "decode-1"])
 @pytest.mark.filterwarnings("ignore::ResourceWarning")

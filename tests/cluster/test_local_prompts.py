@@ -11,7 +11,8 @@ import pytest
 
 from kvrelay.router.config import PlacementMode
 from tests.checkpoints import VOCAB_SIZE
-from tests.cluster.running import RunningCluster, running
+from tests.cluster.in_process import in_process
+from tests.cluster.running import Cluster, running
 
 PROMPTS = [
     [random.Random(seed).randrange(3, VOCAB_SIZE) for _ in range(16 + 13 * seed)]
@@ -20,7 +21,7 @@ PROMPTS = [
 NEW_TOKENS = 24
 
 
-async def ask_all(cluster: RunningCluster) -> list[list[int]]:
+async def ask_all(cluster: Cluster) -> list[list[int]]:
     answers = await asyncio.gather(
         *(
             cluster.generate(prompt, temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True)
@@ -30,24 +31,26 @@ async def ask_all(cluster: RunningCluster) -> list[list[int]]:
     return [answer.tokens for answer in answers]
 
 
-def serving(tiny, placement: PlacementMode):
-    return running(tiny, prefill=1, decode=1, dtype="float32", chunk_tokens=64, placement=placement)
-
-
-async def computed_by(cluster: RunningCluster, role: str) -> float:
+async def computed_by(cluster: Cluster, role: str) -> float:
     return await cluster.metric("kvrelay_placements_total", computed_by=role)
 
 
 @pytest.mark.filterwarnings("ignore::ResourceWarning")
 @pytest.mark.timeout(180)
 async def test_tokens_do_not_depend_on_placement_or_on_a_lost_prefill_worker(ray, tiny):
-    async with serving(tiny, PlacementMode.DISAGGREGATED) as cluster:
+    async with in_process(tiny, chunk_tokens=64, kv_memory=8 << 20) as cluster:
         expected = await ask_all(cluster)
         assert (await computed_by(cluster, "prefill"), await computed_by(cluster, "decode")) == (
             len(PROMPTS),
             0,
         )
-    async with serving(tiny, PlacementMode.ADAPTIVE) as cluster:
+    async with running(
+        tiny,
+        dtype="float32",
+        chunk_tokens=64,
+        kv_memory=8 << 20,
+        placement=PlacementMode.ADAPTIVE,
+    ) as cluster:
         assert await ask_all(cluster) == expected
         assert await computed_by(cluster, "decode") > 0
         assert await computed_by(cluster, "prefill") > 0

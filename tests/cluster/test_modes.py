@@ -6,7 +6,10 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
-from tests.cluster.running import RunningCluster, running
+import pytest
+
+from tests.cluster.in_process import in_process
+from tests.cluster.running import Cluster, running
 
 PROMPTS = [
     [(17 * index + 5 * place) % 500 for place in range(length)] * 2
@@ -21,7 +24,7 @@ SAMPLINGS: list[dict[str, Any]] = [
 ]
 
 
-async def choices_of(cluster: RunningCluster, prompt: list[int], sampling: dict[str, Any]) -> Any:
+async def choices_of(cluster: Cluster, prompt: list[int], sampling: dict[str, Any]) -> Any:
     """Tokens of every choice, their log-probabilities and the prompt's, and how they ended."""
     choices: dict[int, list[int]] = {}
     logprobs, scores, complete = [], [], None
@@ -37,30 +40,38 @@ async def choices_of(cluster: RunningCluster, prompt: list[int], sampling: dict[
     return choices, logprobs, scores, ends
 
 
-async def all_outputs(cluster: RunningCluster) -> list[Any]:
+async def all_outputs(cluster: Cluster) -> list[Any]:
     asked = [(prompt, sampling) for prompt in PROMPTS for sampling in SAMPLINGS]
     outputs = await asyncio.gather(*(choices_of(cluster, *one) for one in asked))
     await cluster.assert_at_baseline()
     return outputs
 
 
-async def test_speculation_retractions_and_pairs_change_no_token(ray: None, tiny: Path) -> None:
-    """A plain aggregated worker, and a pair with all modes on, say the same in float32."""
-    common = {"dtype": "float32", "kv_memory": 64 << 20}
-    async with running(tiny, aggregated=1, overlap=False, **common) as cluster:
+@pytest.fixture(scope="module")
+async def plain(tiny: Path) -> list[Any]:
+    """What one aggregated worker says that does one step after the other."""
+    async with in_process(tiny, aggregated=1, overlap=False, kv_memory=64 << 20) as cluster:
         plain = await all_outputs(cluster)
         assert await cluster.metric("kvrelay_transfers_total") == 0
     for prompt, (choices, _, scores, _) in zip(PROMPTS, plain[3 :: len(SAMPLINGS)], strict=True):
         assert [token_id for token_id, _ in scores] == prompt[1:]
         assert list(choices) == [0]
+    return plain
+
+
+async def test_speculation_retractions_and_pairs_change_no_token(
+    ray: None, tiny: Path, plain: list[Any]
+) -> None:
+    """A plain aggregated worker, and a pair with all modes on, say the same in float32."""
     async with running(
         tiny,
         prefill=1,
         decode=1,
+        dtype="float32",
+        kv_memory=64 << 20,
         speculation="draft",
         draft_model=str(tiny),
         debug_retract_every=9,
-        **common,
     ) as cluster:
         assert await all_outputs(cluster) == plain
         assert await cluster.metric("kvrelay_retractions_total") > 0
@@ -70,9 +81,9 @@ async def test_speculation_retractions_and_pairs_change_no_token(ray: None, tiny
         assert 0 < accepted <= drafted
 
 
-async def test_ngrams_and_little_memory_change_no_token(ray: None, tiny: Path) -> None:
-    async with running(tiny, aggregated=1, dtype="float32", prefix_index="none") as cluster:
-        plain = await all_outputs(cluster)
+async def test_ngrams_and_little_memory_change_no_token(
+    ray: None, tiny: Path, plain: list[Any]
+) -> None:
     async with running(
         tiny,
         prefill=1,

@@ -7,6 +7,7 @@ import json
 import math
 import re
 from collections.abc import AsyncIterator
+from typing import Any
 
 import grpc
 import pytest
@@ -159,35 +160,36 @@ async def test_text_prompt_is_tokenized(cluster):
 NAN = float("nan")
 
 
-@pytest.mark.parametrize(
-    ("field", "prompt", "sampling"),
-    [
-        ("input_ids", [], {}),
-        ("text", "", {}),
-        ("input_ids", [VOCAB_SIZE], {}),
-        ("max_tokens", PROMPT, {"max_tokens": 4090}),
-        ("max_tokens", PROMPT, {"max_tokens": 1020}),
-        ("max_tokens", PROMPT, {"max_tokens": 0}),
-        ("input_ids", [1] * 1100, {}),
-        ("temperature", PROMPT, {"temperature": NAN}),
-        ("temperature", PROMPT, {"temperature": -1}),
-        ("top_p", PROMPT, {"top_p": 0}),
-        ("top_p", PROMPT, {"top_p": 1.5}),
-        ("top_k", PROMPT, {"top_k": -2}),
-        ("min_p", PROMPT, {"min_p": math.inf}),
-        ("frequency_penalty", PROMPT, {"frequency_penalty": 3}),
-        ("repetition_penalty", PROMPT, {"repetition_penalty": 0}),
-        ("stop", PROMPT, {"stop": [""]}),
-        ("min_tokens", PROMPT, {"max_tokens": 2, "min_tokens": 3}),
-        ("logprobs", PROMPT, {"logprobs": 21}),
-        ("logit_bias", PROMPT, {"logit_bias": {VOCAB_SIZE: 1.0}}),
-    ],
-)
-async def test_bad_input_names_its_field_and_takes_nothing(cluster, field, prompt, sampling):
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await cluster.generate(prompt, **sampling)
-    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-    assert field in caught.value.details()
+BAD_INPUT: list[tuple[str, Any, dict[str, Any]]] = [
+    ("input_ids", [], {}),
+    ("text", "", {}),
+    ("input_ids", [VOCAB_SIZE], {}),
+    ("max_tokens", PROMPT, {"max_tokens": 4090}),
+    ("max_tokens", PROMPT, {"max_tokens": 1020}),
+    ("max_tokens", PROMPT, {"max_tokens": 0}),
+    ("input_ids", [1] * 1100, {}),
+    ("temperature", PROMPT, {"temperature": NAN}),
+    ("temperature", PROMPT, {"temperature": -1}),
+    ("top_p", PROMPT, {"top_p": 0}),
+    ("top_p", PROMPT, {"top_p": 1.5}),
+    ("top_k", PROMPT, {"top_k": -2}),
+    ("min_p", PROMPT, {"min_p": math.inf}),
+    ("frequency_penalty", PROMPT, {"frequency_penalty": 3}),
+    ("repetition_penalty", PROMPT, {"repetition_penalty": 0}),
+    ("stop", PROMPT, {"stop": [""]}),
+    ("min_tokens", PROMPT, {"max_tokens": 2, "min_tokens": 3}),
+    ("logprobs", PROMPT, {"logprobs": 21}),
+    ("logit_bias", PROMPT, {"logit_bias": {VOCAB_SIZE: 1.0}}),
+]
+"""The field that is wrong, the prompt, the sampling parameters."""
+
+
+async def test_bad_input_names_its_field_and_takes_nothing(cluster):
+    for field, prompt, sampling in BAD_INPUT:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await cluster.generate(prompt, **sampling)
+        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT, (field, sampling)
+        assert field in caught.value.details()
 
 
 async def test_live_id_with_another_body_is_refused(cluster):

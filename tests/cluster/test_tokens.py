@@ -30,8 +30,8 @@ class Size(NamedTuple):
     tokens: int
 
 
-SOME = Size(LENGTHS.index(511) + 1, 24)
-"""In `make test`."""
+SOME = Size(LENGTHS.index(300) + 1, 16)
+"""In `make test`: the longest takes two chunks."""
 ALL = Size(len(LENGTHS), NEW_TOKENS)
 AT_ONCE = 8
 TEXT = Path(__file__).parents[2] / "LICENSE"
@@ -142,11 +142,19 @@ async def test_smollm2_alone(ray, smollm2, prompts, reference, prefill, decode, 
 
 
 TINY = [
-    pytest.param("mistral", 1, 1, 1, marks=pytest.mark.slow),
+    ("mistral", 1, 1, 1),
     ("mistral", 2, 2, 16),
-    pytest.param("qwen2", 1, 1, 16, marks=pytest.mark.slow),
+    ("qwen2", 1, 1, 16),
     ("qwen2", 2, 2, 1),
-    pytest.param("qwen3", 1, 1, 16, marks=pytest.mark.slow),
+    ("qwen3", 1, 1, 16),
+    ("qwen3", 2, 2, 1),
+    ("mistral-window", 1, 1, 16),
+    ("gemma3", 2, 2, 4),
+    ("deepseek", 1, 1, 16),
+]
+QUICK = [
+    ("mistral", 2, 2, 16),
+    ("qwen2", 2, 2, 1),
     ("qwen3", 2, 2, 1),
     ("mistral-window", 1, 1, 16),
     ("gemma3", 2, 2, 4),
@@ -154,10 +162,18 @@ TINY = [
 ]
 
 
-@pytest.mark.parametrize(("architecture", "prefill", "decode", "page_size"), TINY)
-async def test_tiny_models_equal_transformers(tmp_path, architecture, prefill, decode, page_size):
+@pytest.mark.parametrize(
+    ("architecture", "prefill", "decode", "page_size", "size"),
+    [
+        *((*shape, SOME) for shape in QUICK),
+        *(pytest.param(*shape, ALL, marks=pytest.mark.slow) for shape in TINY),
+    ],
+)
+async def test_tiny_models_equal_transformers(
+    tmp_path, architecture, prefill, decode, page_size, size
+):
     path = make_checkpoint(tmp_path / architecture, architecture)
-    prompts = [[(7 * i + n) % VOCAB_SIZE for i in range(n)] for n in LENGTHS]
+    prompts = [[(7 * i + n) % VOCAB_SIZE for i in range(n)] for n in LENGTHS[: size.prompts]]
     async with in_process(
         path,
         prefill=prefill,
@@ -166,11 +182,12 @@ async def test_tiny_models_equal_transformers(tmp_path, architecture, prefill, d
         chunk_tokens=64,
         kv_memory=32 << 20,
     ) as cluster:
-        outputs = await ask_at_once(cluster, prompts)
+        outputs = await ask_at_once(cluster, prompts, size.tokens)
         for prompt, tokens in zip(prompts, outputs, strict=True):
-            assert (await ask(cluster, prompt)).tokens == tokens, f"alone, {len(prompt)} tokens"
+            answer = await ask(cluster, prompt, size.tokens)
+            assert answer.tokens == tokens, f"alone, {len(prompt)} tokens"
         await cluster.assert_at_baseline()
-    Reference(path).assert_greedy(prompts, outputs, NEW_TOKENS)
+    Reference(path).assert_greedy(prompts, outputs, size.tokens)
 
 
 async def test_layer_first_pools_hand_over_too(tiny):

@@ -60,7 +60,7 @@ async def test_a_locked_cluster_serves_its_friends(ray: None, tiny: Path, tmp_pa
         "tls_ca": files.ca,
         "auth_token_file": tokens,
     }
-    async with running(tiny, friend, dtype="float32", **locks) as cluster:
+    async with running(tiny, friend, dtype="float32", kv_memory=8 << 20, **locks) as cluster:
         answer = await cluster.generate("the quick brown fox", max_tokens=6, ignore_eos=True)
         assert len(answer.tokens) == 6
         await cluster.assert_at_baseline()
