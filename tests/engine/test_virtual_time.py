@@ -28,8 +28,8 @@ def one_request(simulation: Clockwork, rng: random.Random) -> SimRequest:
 @pytest.mark.parametrize(
     ("seed", "number", "aggregated", "speculation", "windows"),
     [
-        pytest.param(1, 1000, False, Speculation.NONE, (None,), id="pair"),
-        pytest.param(2, 1000, True, Speculation.NGRAM, (None, 24), id="aggregated-hybrid"),
+        pytest.param(1, 500, False, Speculation.NONE, (None,), id="pair"),
+        pytest.param(2, 500, True, Speculation.NGRAM, (None, 24), id="aggregated-hybrid"),
         *(
             pytest.param(3, 4000, aggregated, speculation, windows, marks=pytest.mark.slow)
             for aggregated in (False, True)
