@@ -16,7 +16,7 @@ from tests.chaos.experiment import Report
 HEAD = """\
 # The fault matrix
 
-Made by `make chaos`; `make chaos-short`, and with it `make test`, runs the most telling cells.
+Made by `make chaos`; `make chaos-short` runs the most telling cells, and `make test` most of those.
 {summary} {transport}
 
 A real cluster: two prefill workers (P) and two decode workers (D) as Ray actors over NIXL and
