@@ -13,7 +13,7 @@ from functools import partial
 
 from kvrelay.router.attempt import AttemptFailed, AttemptRetracted
 from kvrelay.router.config import RouterConfig
-from kvrelay.router.deadlines import check_deadline
+from kvrelay.router.deadlines import DeadlineCheck
 from kvrelay.router.errors import DataLoss, InternalFailure, RequestError, Unavailable
 from kvrelay.router.failed_forwards import FORWARD_FAILURES, FailedForwards
 from kvrelay.router.fleet import Fleet, Placement
@@ -63,6 +63,7 @@ class Failover:
         self._fleet = fleet
         self._config = config
         self._metrics = metrics
+        self._deadlines = DeadlineCheck(fleet, config.deadline_margin)
         self._model = fleet.model.digest  # of the first attempt
         self._failures: dict[int, _Failures] = {}  # by choice
         self._failed_forwards = FailedForwards()
@@ -145,6 +146,8 @@ class Failover:
     async def place_first(self, request: GenerationRequest) -> Placement:
         """Workers for the first attempt, for which it waits up to `worker_wait` seconds.
 
+        Whether they are in time for its deadline is not looked at.
+
         Raises:
             Unavailable: none were ready in that time, or none are on their way any more.
         """
@@ -166,22 +169,11 @@ class Failover:
         finally:
             self._metrics.count(WORKER_WAITS, outcome=outcome)
 
-    def check_deadline(
-        self, request: GenerationRequest, placement: Placement | None, deadline: float | None
-    ) -> None:
-        """Raises `DeadlineTooNear` if no first token can be expected before the deadline.
-
-        Without a placement, as workers are missing, from none of those that are there.
-        """
-        if deadline is None:
-            return
-        links = self._fleet.prompt_links if placement is None else [placement.computes_prompt]
-        prefixes, marks = self._fleet.prefixes, request.marks
-        workers = [
-            (link.prompt_queue, prefixes.hit_tokens(link.endpoint.incarnation, marks))
-            for link in links
-        ]
-        check_deadline(request, deadline, workers, self._config.deadline_margin)
+    def place_in_time(
+        self, request: GenerationRequest, placement: Placement, deadline: float | None
+    ) -> Placement:
+        """The placement, or a sooner one if the deadline needs it; see `DeadlineCheck.place`."""
+        return self._deadlines.place(request, placement, deadline)
 
     async def _place_within(
         self, seconds: float, demand: Demand, hope: Callable[[], bool]

@@ -84,15 +84,22 @@ class Fleet:
         """The link to each listed worker."""
         return list(self._links.values())
 
-    @property
-    def prompt_links(self) -> list[WorkerLink]:
-        """The link to each worker that can take prompts to compute now."""
-        links = filter(_takes_requests, self._links.values())
+    def prompt_links_for(self, demand: Demand) -> list[WorkerLink]:
+        """The link to each worker that can take a request's prompt to compute now.
+
+        But for busy decode workers: these compute prompts in small chunks, if at all.
+        """
         return [
             link
-            for link in links
-            if self._decodes_alone or link.endpoint.role is not WorkerRole.DECODE
+            for link in self._links.values()
+            if _takes_requests(link)
+            and link.endpoint.pool_tokens >= demand.tokens_of(link.endpoint.role)
+            and (link.endpoint.role is not WorkerRole.DECODE or self._is_idle_alone(link))
         ]
+
+    def _is_idle_alone(self, decode: WorkerLink) -> bool:
+        """Whether a decode worker may compute prompts, and has nothing else to do."""
+        return self._decodes_alone and not decode.candidate.num_requests
 
     @property
     def ready(self) -> bool:
@@ -129,8 +136,7 @@ class Fleet:
         coming += filter(self.model.is_loaded_by, self._awaited)
 
         def fits(workers: list[WorkerInfo], role: WorkerRole) -> bool:
-            prefills = role is WorkerRole.PREFILL
-            tokens = demand.input_tokens if prefills else demand.total_tokens
+            tokens = demand.tokens_of(role)
             return any(one.role is role and one.pool_tokens >= tokens for one in workers)
 
         prefill_comes = fits(coming, WorkerRole.PREFILL)
@@ -155,13 +161,16 @@ class Fleet:
             raise self._unavailable(chosen)
         decode, prefill = self._links[chosen.decode.incarnation], chosen.prefill
         if prefill is None:
-            return Placement(decode, None)
+            reason = Reason.SOONER if demand.computed_by else Reason.NO_CHOICE
+            return Placement(decode, None, reason)
         return self._decide(demand, self._links[prefill.incarnation], decode)
 
     def _decide(self, demand: Demand, prefill: WorkerLink, decode: WorkerLink) -> Placement:
         """Chooses who of a pair computes the input."""
         if not self._decodes_alone:
             return Placement(decode, prefill, Reason.MODE)
+        if demand.computed_by:
+            return Placement(decode, prefill, Reason.SOONER)
         if self._is_suspect(prefill, demand) and not self._is_suspect(decode, demand):
             return Placement(decode, None)
         sides = self._side(prefill, demand), self._side(decode, demand)

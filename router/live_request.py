@@ -119,7 +119,9 @@ class LiveRequest:
         with self._ending_with_its_errors():
             placement = await self._failover.place_first(self.request)
             self.waits_for_workers = False
-            self._failover.check_deadline(self.request, placement, self._readers.deadline)
+            placement = self._failover.place_in_time(
+                self.request, placement, self._readers.deadline
+            )
             self._submit(range(self.request.params.n), placement)
 
     # What clients and the router's stop do.

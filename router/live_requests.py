@@ -146,7 +146,8 @@ class LiveRequests:
         self._token_limits.check_queued(request.caller, self._live.values(), num_tokens)
         placement = self._place(request)
         failover = Failover(self._fleet, self._config, self._metrics)
-        failover.check_deadline(request, placement, deadline)
+        if placement is not None:
+            placement = failover.place_in_time(request, placement, deadline)
         choices = self._choices(request, self._fleet.known[0].eos_token_ids)
         stream = OutputStream(request, choices, stopwatch)
         patience = Patience(self._config.max_unread_bytes, self._config.read_timeout)

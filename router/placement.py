@@ -28,12 +28,22 @@ class Demand:
     """Incarnations that earlier attempts have failed with: chosen only if there is no other."""
     marks: PromptMarks = field(default_factory=dict)
     """Of the prompt: who has its prefixes is preferred to others that are about as loaded."""
+    computed_by: str = ""
+    """The one incarnation that may compute the prompt; empty: any may."""
 
     @classmethod
     def of(cls, request: GenerationRequest, emitted: int = 0) -> Demand:
         """Of an attempt at a request, by which an earlier one has emitted so many tokens."""
         input_tokens = len(request.input_ids) + emitted
         return cls(input_tokens, request.total_tokens, marks=request.marks)
+
+    def tokens_of(self, role: WorkerRole) -> int:
+        """Tokens that a worker of a role comes to hold for it."""
+        return self.input_tokens if role is WorkerRole.PREFILL else self.total_tokens
+
+    def may_be_computed_by(self, worker: Candidate) -> bool:
+        """Whether the worker may compute the prompt."""
+        return self.computed_by in ("", worker.incarnation)
 
 
 def _prefill_score(one: Candidate) -> Score:
@@ -136,15 +146,15 @@ class Placer:
         if isinstance(pair, Pair):
             return pair
         for role in self._alone:
-            best = next(self._best(role, demand.total_tokens, demand), None)
+            best = next(self._best_to_compute(role, demand), None)
             if best is not None:
                 return Pair(best, None)
         return Shortage(WorkerRole.DECODE) if WorkerRole.DECODE in self._alone else pair
 
     def _choose_pair(self, demand: Demand) -> Pair | Shortage:
         num_decodes = len(self._rankings[WorkerRole.DECODE])
-        prefills = self._best(WorkerRole.PREFILL, demand.input_tokens, demand)
-        decodes = _Again(self._best(WorkerRole.DECODE, demand.total_tokens, demand))
+        prefills = self._best_to_compute(WorkerRole.PREFILL, demand)
+        decodes = _Again(self._best(WorkerRole.DECODE, demand))
         shortage = Shortage(WorkerRole.PREFILL)
         for prefill in prefills:
             if next(iter(decodes), None) is None:
@@ -157,9 +167,13 @@ class Placer:
             shortage = Shortage(WorkerRole.DECODE, next(iter(refused.values()), shortage.refusal))
         return shortage
 
-    def _best(self, role: WorkerRole, tokens: int, demand: Demand) -> Iterator[Candidate]:
-        """The workers of a role that can hold so many tokens, the best first."""
-        ranking = self._rankings[role]
+    def _best_to_compute(self, role: WorkerRole, demand: Demand) -> Iterator[Candidate]:
+        """Those of `_best` that may compute the prompt."""
+        return filter(demand.may_be_computed_by, self._best(role, demand))
+
+    def _best(self, role: WorkerRole, demand: Demand) -> Iterator[Candidate]:
+        """The workers of a role that can hold the request, the best first."""
+        ranking, tokens = self._rankings[role], demand.tokens_of(role)
         return self._affinity.order(role, ranking, tokens, demand.marks, demand.suspects)
 
     def _note_refusals(self, decode: str, load: WorkerLoad) -> bool:

@@ -165,18 +165,71 @@ async def test_a_reader_of_a_live_request_is_not_refused(cluster: Cluster) -> No
     assert (await collect(first)).token_ids == [7, 8]
 
 
-async def test_it_is_refused_before_it_waits_for_workers(config: RouterConfig) -> None:
-    """The decode worker is being replaced; the prefill worker is there, and slow."""
-    config = dataclasses.replace(config, worker_wait=5.0)
-    async with running(config, "prefill-0", "decode-0") as cluster:
-        await report(cluster, cluster.prefill)
-        await cluster.decode.stop()
-        cluster.discovery.replace([cluster.prefill.endpoint], [cluster.decode.endpoint])
+async def test_while_workers_are_missing_it_waits(config: RouterConfig) -> None:
+    """A prefill worker is being replaced, and the decode worker; another is there, and busy."""
+    config = dataclasses.replace(config, worker_wait=20.0)
+    async with running(config, "prefill-0", "prefill-1", "decode-0") as cluster:
+        cluster.count()
+        busy, coming = cluster.workers[:2]
+        await report(cluster, busy, waiting_tokens=1000, prompts_by_size=[0, 1000])
+        awaited = [coming.endpoint, cluster.decode.endpoint]
+        cluster.discovery.replace([busy.endpoint], awaited)
+        await cluster.until_lost("prefill-1")
         await cluster.until_lost("decode-0")
-        error = await status_of(generate(cluster, 3, tokens=100))
-        assert error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-        assert await ended(cluster, "deadline_refused") == 1
-        assert await cluster.metric("kvrelay_worker_waits_total") == 0
+        call = generate(cluster, 20)
+        async with asyncio.timeout(5):
+            while await cluster.metric("kvrelay_requests_waiting_for_workers{") != 1:
+                await asyncio.sleep(0.01)
+        cluster.list_workers()
+        assert (await collect(call)).token_ids == COUNTED
+        assert (len(busy.submits), len(coming.submits)) == (0, 1)
+
+
+async def with_prefix(worker: ScriptedWorker, tokens: int) -> None:
+    """The worker has the prompt of so many tokens, but for its last page."""
+    marks = PageHashes(worker.model, 16).marks_of(prompt(tokens), ANYBODY.namespace(""))
+    update = worker_pb2.PrefixUpdate(number=0, page_size=16, begins=True, stored=marks)
+    worker.send(worker_pb2.AttachResponse(prefixes=update))
+
+
+async def test_a_worker_with_the_prefix_that_is_too_late_leaves_it_to_one_that_is_not(
+    config: RouterConfig,
+) -> None:
+    async with running(config, "prefill-0", "prefill-1", "decode-0") as cluster:
+        cluster.count()
+        busy, idle = cluster.workers[:2]
+        await with_prefix(busy, 300)
+        await report(cluster, busy, waiting_tokens=400, prompts_by_size=[0] * 5 + [400])
+        await report(cluster, idle)
+        assert len((await collect(generate(cluster, None, tokens=300))).token_ids) == 8
+        assert (len(busy.submits), len(idle.submits)) == (1, 0)
+        await report(cluster, busy, waiting_tokens=401, prompts_by_size=[0] * 5 + [401])
+        assert len((await collect(generate(cluster, 180, tokens=300))).token_ids) == 8
+        assert (len(busy.submits), len(idle.submits)) == (1, 1)
+
+
+async def test_a_slow_idle_worker_leaves_a_prompt_to_a_fast_busy_one(config: RouterConfig) -> None:
+    async with running(config, "prefill-0", "prefill-1", "decode-0") as cluster:
+        cluster.count()
+        slow, fast = cluster.workers[:2]
+        await report(cluster, slow)
+        speeds = pb.StepSpeeds(seconds_per_token=0.001, chunk_tokens=512, prompts_known=True)
+        by_size = [0] * 5 + [50]
+        await report(cluster, fast, speeds=speeds, waiting_tokens=50, prompts_by_size=by_size)
+        assert len((await collect(generate(cluster, 10, tokens=100))).token_ids) == 8
+        assert (len(slow.submits), len(fast.submits)) == (0, 1)
+
+
+async def test_the_soonest_of_all_workers_is_what_a_refusal_tells(config: RouterConfig) -> None:
+    async with running(config, "prefill-0", "prefill-1", "decode-0") as cluster:
+        slow, sooner = cluster.workers[:2]
+        await report(cluster, slow)
+        speeds = pb.StepSpeeds(seconds_per_token=0.5, chunk_tokens=512, prompts_known=True)
+        by_size = [0] * 5 + [50]
+        await report(cluster, sooner, speeds=speeds, waiting_tokens=50, prompts_by_size=by_size)
+        error = await status_of(generate(cluster, 10, tokens=100))
+        assert "75 s (25 s for the prompts before, 50 s for this one)" in str(error.details())
+        assert slow.submits == sooner.submits == []
 
 
 async def test_it_is_refused_when_the_worker_it_waited_for_is_too_slow(

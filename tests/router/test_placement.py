@@ -141,6 +141,17 @@ def test_a_suspect_is_chosen_only_if_there_is_nobody_else(choose: object) -> Non
     assert choose(suspect, suspects="a") == "a"
 
 
+def test_only_the_worker_that_is_asked_for_computes_the_prompt() -> None:
+    prefills = [candidate("p0"), candidate("p1", backlog=9)]
+    decodes = [candidate("d0", refuses=["p1"]), candidate("d1", free=5)]
+    workers = placer(prefill=prefills, decode=decodes, aggregated=[candidate("a0")])
+    for name, pair in (("p1", ("p1", "d1")), ("a0", ("", "a0"))):
+        found = workers.choose(Demand(1, 1, computed_by=name))
+        assert isinstance(found, Pair)
+        assert (found.prefill.worker if found.prefill else "", found.decode.worker) == pair
+    assert isinstance(workers.choose(Demand(1, 1, computed_by="gone")), Shortage)
+
+
 def test_a_pair_that_refuses_each_other_is_not_chosen() -> None:
     prefills = [candidate("p"), candidate("q", backlog=5)]
     decodes = [candidate("c", refuses=["p"]), candidate("d", free=1, refuses=["p", "q"])]
