@@ -117,13 +117,16 @@ class ObedientHost(WorkerHost):
     def __init__(self, config: WorkerConfig, build: BuildWorker, log_level: int) -> None:
         super().__init__(config, build, log_level)
         time.sleep(float(ObedientWorker(config).take("born") or 0))
+        while (config.model_path / f"{config.name}.hold").exists():
+            time.sleep(0.02)
         (config.model_path / f"{config.name}.begun").touch()
 
 
 def give_order(folder: Path, worker: str, order: str, *lines: str) -> None:
     """Orders are ``born``, ``start``, ``fail``, ``told``, ``heartbeat``, ``leave``, ``old``.
 
-    Those that take a time, in seconds, are ``born`` and ``heartbeat``.
+    Those that take a time, in seconds, are ``born`` and ``heartbeat``. As long as there is a
+    ``hold``, no process of the worker is born.
 
     A worker takes one of the order's lines each time.
     """

@@ -119,6 +119,8 @@ class LostCalls:
 
     def __init__(self, method: Callable[..., Any], times: float) -> None:
         self._method, self.left = method, times
+        self.answered = 0
+        """Calls of the method that arrived, and have their answers."""
         self._call = WorkerActor.call
 
     def install(self, patch: pytest.MonkeyPatch) -> None:
@@ -126,7 +128,9 @@ class LostCalls:
             if method == self._method and self.left > 0:
                 self.left -= 1
                 raise ray_module.exceptions.ActorUnavailableError("the connection broke", None)
-            return await self._call(actor, method, *args)
+            answer = await self._call(actor, method, *args)
+            self.answered += method == self._method
+            return answer
 
         patch.setattr(WorkerActor, "call", call)
 
@@ -195,15 +199,18 @@ async def test_a_death_is_told_when_the_process_has_ended_not_when_the_next_answ
 
 
 async def dies_and_is_told_of_at_once(cluster: Cluster, orders: Path, first: WorkerInfo) -> None:
-    """Before anybody could have asked the successor's process."""
-    begun = orders / f"{first.name}.begun"
+    """While none of the successor's processes can answer anybody."""
+    begun, hold = orders / f"{first.name}.begun", orders / f"{first.name}.hold"
     begun.unlink()
-    give_order(orders, first.name, "born", str(TIMEOUT_SECONDS * 0.8))
-    os.kill(first.pid, signal.SIGKILL)
-    await until(lambda: was_told(orders, "prefill-0", first))
-    assert not begun.exists()
-    assert first.name not in cluster.workers
-    assert not is_running(first)
+    hold.touch()
+    try:
+        os.kill(first.pid, signal.SIGKILL)
+        await until(lambda: was_told(orders, "prefill-0", first))
+        assert not begun.exists()
+        assert first.name not in cluster.workers
+        assert not is_running(first)
+    finally:
+        hold.unlink()
     await next_life(cluster, first)
 
 
@@ -216,8 +223,7 @@ async def test_who_does_not_say_its_process_at_once_is_asked_again(
         os.kill(cluster.workers["decode-0"].pid, signal.SIGKILL)
         first = await next_life(cluster, cluster.workers["decode-0"])
         assert lost.left == 0
-        for _ in range(2):  # the second comes a second later
-            await heartbeat_begins(orders, "decode-0", seconds=0)
+        await until(lambda: lost.answered == 1)
     await dies_and_is_told_of_at_once(cluster, orders, first)
 
 
