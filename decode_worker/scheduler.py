@@ -41,6 +41,8 @@ from kvrelay.wire.output import EndReason, RequestEnd
 DecodeMessage: TypeAlias = PullEnded | PagesHashed | PeerMessage | StreamLost | PeerProbed
 """What the decode scheduler takes beside the commands that every scheduler takes."""
 
+_COMPUTES_NO_PROMPTS = "this decode worker was started with --placement disaggregated"
+
 
 class DecodeScheduler:
     """Takes prompts over, or computes them, and generates; the `Scheduler` of a decode worker.
@@ -110,6 +112,9 @@ class DecodeScheduler:
     def submit(self, command: Submit) -> None:
         """Let a new request wait: until it is asked for, or until there is room to compute it."""
         request = self._make(command)
+        if command.prefill is None and not self._config.computes_prompts:
+            self._context.refuse(request, _COMPUTES_NO_PROMPTS)
+            return
         if not self._context.register(request, request.most_tokens):
             return
         if isinstance(request, HandedOverRequest):

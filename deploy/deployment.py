@@ -17,7 +17,7 @@ from kvrelay.deploy.progress import Progress
 from kvrelay.engine.config import WorkerConfig, WorkerOptions
 from kvrelay.engine.faults import Fault, parse_faults
 from kvrelay.options.declaration import values_for
-from kvrelay.router.config import RouterConfig, RouterOptions
+from kvrelay.router.config import PlacementMode, RouterConfig, RouterOptions
 from kvrelay.router.router import Router
 from kvrelay.wire.worker_info import WorkerRole
 
@@ -75,6 +75,7 @@ def worker_configs(options: ServeOptions, model: Model) -> list[WorkerConfig]:
             model_name=model.name,
             device=device,
             threads=options.threads_per_worker(),
+            computes_prompts=options.placement is PlacementMode.ADAPTIVE,
             draft_model_path=model.draft_path,
             faults=_faults_of(f"{role}-{number}", options),
             host=WORKER_HOST,

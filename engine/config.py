@@ -244,6 +244,8 @@ class WorkerConfig(WorkerOptions):
     model_name: str
     device: str = "cpu"
     """``cpu`` or ``cuda``."""
+    computes_prompts: bool = True
+    """Whether a decode worker does, too; the other roles do in any case."""
     threads: int = 1
     """Threads of one forward on a CPU."""
     draft_model_path: Path | None = None

@@ -118,12 +118,15 @@ class SchedulerContext(Generic[RequestT]):
             return False
         capacity = self.kv_cache.max_lease_tokens
         if most_tokens > capacity:
-            error = f"{most_tokens} tokens: one request can hold {capacity} here"
-            for choice in request.choices:
-                self.emit(request, end=RequestEnd(EndReason.FAILED, error=error), choice=choice)
+            self.refuse(request, f"{most_tokens} tokens: one request can hold {capacity} here")
             return False
         self.requests[request.key] = request
         return True
+
+    def refuse(self, request: RequestT, error: str) -> None:
+        """Fail a new request, all choices of it, that can never run here."""
+        for choice in request.choices:
+            self.emit(request, end=RequestEnd(EndReason.FAILED, error=error), choice=choice)
 
     def reserve(
         self, request: RequestT, known_tokens: int, headroom: Sequence[int] | None = None

@@ -14,6 +14,7 @@ from kvrelay.mem_cache.radix_tree import RadixTree
 from kvrelay.mem_cache.shape import PoolShape, window_pages
 from kvrelay.wire.model_digest import NO_MODEL, ModelDigest
 from kvrelay.wire.page_hash import PageHashes
+from kvrelay.wire.worker_info import WorkerRole
 
 
 def divide_memory(config: WorkerConfig, geometries: Sequence[KVGeometry]) -> list[int]:
@@ -91,5 +92,6 @@ def tokens_ahead(config: WorkerConfig) -> int:
     """Tokens that a request may be allocated beyond those that are written."""
     # With drafts the window is kept for a token before: a draft model may look back from there.
     generated = 1 + config.drafts_for(True) + (config.speculation is not Speculation.NONE)
-    step = max(config.chunk_tokens, generated)
+    takes_over_only = config.role is WorkerRole.DECODE and not config.computes_prompts
+    step = generated if takes_over_only else max(config.chunk_tokens, generated)
     return 2 * step if config.overlap else step

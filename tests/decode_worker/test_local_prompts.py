@@ -21,6 +21,24 @@ def submit(simulation: Simulation, prompt: list[int], most: int, *, local: bool)
     return simulation.submit(prompt, most)
 
 
+def test_a_worker_that_computes_no_prompts_refuses_them() -> None:
+    """Its windows have no room for chunks; it takes over what others have computed."""
+    simulation = Simulation(
+        0, 4, pages=60, rows=6, chunk=64, windows=(None, 7), workers=1, computes_prompts=False
+    )
+    decode = simulation.decodes[0]
+    prompt = random_prompts(0, 1, 60)[0]
+    refused = submit(simulation, prompt, 6, local=True)
+    simulation.run()
+    end = refused.ends[decode.name]
+    assert end.reason is EndReason.FAILED
+    assert "--placement disaggregated" in end.error
+    taken = submit(simulation, prompt, 6, local=False)
+    simulation.run()
+    assert taken.output == reference(prompt, 6, (None, 7))
+    simulation.assert_at_baseline()
+
+
 MODES = list(
     itertools.product(
         (True, False),

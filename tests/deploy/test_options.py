@@ -16,6 +16,7 @@ from kvrelay.deploy.option_table import markdown
 from kvrelay.deploy.options import ServeOptions
 from kvrelay.engine.config import Speculation, WorkerConfig
 from kvrelay.net.tls import TlsFiles
+from kvrelay.router.config import PlacementMode
 from kvrelay.wire.worker_info import WorkerRole
 
 ANY_PORT = Address("127.0.0.1", 0)
@@ -76,6 +77,14 @@ def test_workers_are_named_by_role_and_number():
     assert names() == [("prefill-0", "prefill"), ("decode-0", "decode")]
     assert names(decode=2) == [*names(), ("decode-1", "decode")]
     assert names(aggregated=2) == [("aggregated-0", "aggregated"), ("aggregated-1", "aggregated")]
+
+
+@pytest.mark.parametrize("placement", ["adaptive", "disaggregated"])
+def test_decode_workers_are_told_whether_prompts_may_come(placement: str):
+    options = ServeOptions(placement=PlacementMode(placement))
+    [_, decode] = worker_configs(options, Model("none", Path()))
+    assert decode.role is WorkerRole.DECODE
+    assert decode.computes_prompts is (placement == "adaptive")
 
 
 def test_bounds_of_growth_are_in_order():
