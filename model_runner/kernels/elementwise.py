@@ -1,6 +1,7 @@
 """Normalization, rotation and activation, compiled for a CPU.
 
-Rows are bfloat16 bits (uint16) or float32 throughout; sums are in float32.
+Rows are bfloat16 bits (uint16) or float32 throughout; sums are in float32. Threads of the
+team take rows in turn.
 """
 
 from __future__ import annotations
@@ -11,33 +12,70 @@ import numpy as np
 
 from kvrelay.model_runner.kernels.arrays import Array
 from kvrelay.model_runner.kernels.jit import exp_of_negative, inlined, kernel, store, widen
+from kvrelay.model_runner.kernels.team import run_on_team, take
+
+
+_TAKEN_ROWS = 16
+"""By a thread at a time."""
 
 
 @kernel
-def rms_norm(x: Array, weight: Array, eps: float, out: Array) -> None:
+def rms_norm(threads: int, x: Array, weight: Array, eps: float, out: Array) -> None:
     """``x, out [T, N]``, ``weight [N]`` (or float32), summed in float32."""
-    width = x.shape[1]
-    for row in range(x.shape[0]):
-        squares = np.float32(0)
-        for i in range(width):
-            value = widen(x[row, i])
-            squares += value * value
-        scale = np.float32(1.0) / np.sqrt(squares / np.float32(width) + np.float32(eps))
-        for i in range(width):
-            store(out[row], i, widen(x[row, i]) * scale * widen(weight[i]))
+    args = (np.zeros(1, np.int64), x, weight, np.float32(eps), out)
+    run_on_team(threads, rms_norm_rows, args)
 
 
 @kernel
-def rotate(heads: Array, count: int, cos: Array, sin: Array) -> None:
+def rms_norm_rows(counter: Array, x: Array, weight: Array, eps: Any, out: Array) -> None:
+    """Rows of `rms_norm` until none is left."""
+    count = len(x)
+    begin = take(counter, _TAKEN_ROWS)
+    while begin < count:
+        for row in range(begin, min(begin + _TAKEN_ROWS, count)):
+            rms_norm_row(x[row], weight, eps, out[row])
+        begin = take(counter, _TAKEN_ROWS)
+
+
+@inlined
+def rms_norm_row(x: Array, weight: Array, eps: Any, out: Array) -> None:
+    """One row of `rms_norm`."""
+    squares = np.float32(0)
+    for i in range(len(x)):
+        value = widen(x[i])
+        squares += value * value
+    scale = np.float32(1.0) / np.sqrt(squares / np.float32(len(x)) + eps)
+    for i in range(len(x)):
+        store(out, i, widen(x[i]) * scale * widen(weight[i]))
+
+
+@kernel
+def rotate(threads: int, heads: Array, count: int, cos: Array, sin: Array) -> None:
     """Rotate the first `count` of ``heads [T, heads, D]`` in place; ``cos, sin [T, D / 2]``."""
-    half = cos.shape[1]
-    for row in range(heads.shape[0]):
-        for head in range(count):
-            first, second = heads[row, head, :half], heads[row, head, half:]
-            for i in range(half):
-                a, b = widen(first[i]), widen(second[i])
-                store(first, i, a * cos[row, i] - b * sin[row, i])
-                store(second, i, b * cos[row, i] + a * sin[row, i])
+    run_on_team(threads, rotate_rows, (np.zeros(1, np.int64), heads, count, cos, sin))
+
+
+@kernel
+def rotate_rows(counter: Array, heads: Array, count: int, cos: Array, sin: Array) -> None:
+    """Rows of `rotate` until none is left."""
+    total = len(heads)
+    begin = take(counter, _TAKEN_ROWS)
+    while begin < total:
+        for row in range(begin, min(begin + _TAKEN_ROWS, total)):
+            for head in range(count):
+                rotate_head(heads[row, head], cos[row], sin[row])
+        begin = take(counter, _TAKEN_ROWS)
+
+
+@inlined
+def rotate_head(head: Array, cos: Array, sin: Array) -> None:
+    """One ``head [D]`` of `rotate`."""
+    half = len(cos)
+    first, second = head[:half], head[half:]
+    for i in range(half):
+        a, b = widen(first[i]), widen(second[i])
+        store(first, i, a * cos[i] - b * sin[i])
+        store(second, i, b * cos[i] + a * sin[i])
 
 
 @inlined
@@ -49,28 +87,56 @@ def times_sigmoid(factor: Any, x: Any) -> Any:
 
 
 @kernel
-def silu_mul(gate_up: Array, out: Array) -> None:
+def silu_mul(threads: int, gate_up: Array, out: Array) -> None:
     """``silu(gate) * up`` of ``gate_up [T, 2 * N]`` into ``out [T, N]``."""
-    width = out.shape[1]
-    for row in range(out.shape[0]):
-        gates, ups, products = gate_up[row, :width], gate_up[row, width:], out[row]
-        for i in range(width):
-            gate = widen(gates[i])
-            store(products, i, times_sigmoid(gate, gate) * widen(ups[i]))
+    run_on_team(threads, silu_mul_rows, (np.zeros(1, np.int64), gate_up, out))
 
 
 @kernel
-def gelu_mul(gate_up: Array, out: Array) -> None:
-    """``gelu(gate) * up`` of ``gate_up [T, 2 * N]`` into ``out [T, N]``, gelu by tanh.
+def silu_mul_rows(counter: Array, gate_up: Array, out: Array) -> None:
+    """Rows of `silu_mul` until none is left."""
+    count, width = out.shape
+    begin = take(counter, _TAKEN_ROWS)
+    while begin < count:
+        for row in range(begin, min(begin + _TAKEN_ROWS, count)):
+            silu_mul_row(gate_up[row, :width], gate_up[row, width:], out[row])
+        begin = take(counter, _TAKEN_ROWS)
+
+
+@inlined
+def silu_mul_row(gates: Array, ups: Array, products: Array) -> None:
+    """One row of `silu_mul`."""
+    for i in range(len(products)):
+        gate = widen(gates[i])
+        store(products, i, times_sigmoid(gate, gate) * widen(ups[i]))
+
+
+@kernel
+def gelu_mul(threads: int, gate_up: Array, out: Array) -> None:
+    """``gelu(gate) * up`` of ``gate_up [T, 2 * N]`` into ``out [T, N]``, gelu by tanh."""
+    run_on_team(threads, gelu_mul_rows, (np.zeros(1, np.int64), gate_up, out))
+
+
+@kernel
+def gelu_mul_rows(counter: Array, gate_up: Array, out: Array) -> None:
+    """Rows of `gelu_mul` until none is left."""
+    count, width = out.shape
+    begin = take(counter, _TAKEN_ROWS)
+    while begin < count:
+        for row in range(begin, min(begin + _TAKEN_ROWS, count)):
+            gelu_mul_row(gate_up[row, :width], gate_up[row, width:], out[row])
+        begin = take(counter, _TAKEN_ROWS)
+
+
+@inlined
+def gelu_mul_row(gates: Array, ups: Array, products: Array) -> None:
+    """One row of `gelu_mul`.
 
     ``gelu(x) = x * (1 + tanh(u)) / 2 = x * sigmoid(2 * u)`` with
     ``u = sqrt(2 / pi) * (x + 0.044715 * x ** 3)``: Hendrycks and Gimpel (arXiv 1606.08415).
     """
-    width = out.shape[1]
     slope, bend = np.float32(2 * np.sqrt(2 / np.pi)), np.float32(0.044715)
-    for row in range(out.shape[0]):
-        gates, ups, products = gate_up[row, :width], gate_up[row, width:], out[row]
-        for i in range(width):
-            gate = widen(gates[i])
-            x = slope * gate * (np.float32(1.0) + bend * gate * gate)
-            store(products, i, times_sigmoid(gate, x) * widen(ups[i]))
+    for i in range(len(products)):
+        gate = widen(gates[i])
+        x = slope * gate * (np.float32(1.0) + bend * gate * gate)
+        store(products, i, times_sigmoid(gate, x) * widen(ups[i]))

@@ -84,7 +84,8 @@ def _make_body(context: Any, module: Any, result: Any, shared: Any) -> Any:
 def run_on_team(typing: Any, threads: Any, function: Any, args: Any) -> Any:
     """Call the kernel `function` with the tuple `args` on as many `threads`; wait for all.
 
-    They divide the work by `take`. Raises `MemoryError` if a call raised.
+    They divide the work by `take`. One thread is the caller's own, without a team.
+    Raises `MemoryError` if a call raised.
     """
 
     def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
@@ -104,8 +105,12 @@ def run_on_team(typing: Any, threads: Any, function: Any, args: Any) -> Any:
             _SYMBOL,
         )
         body = _make_body(context, builder.module, result, shared)
-        count = builder.trunc(values[0], _INT32)
-        builder.call(run, [body, builder.bitcast(place, pointer), count, _INT32(0)])
+        count, data = builder.trunc(values[0], _INT32), builder.bitcast(place, pointer)
+        with builder.if_else(builder.icmp_signed(">", count, _INT32(1))) as (several, one):
+            with several:
+                builder.call(run, [body, data, count, _INT32(0)])
+            with one:
+                builder.call(body, [data])
         with cgutils.if_unlikely(builder, builder.trunc(builder.load(failed), ir.IntType(1))):
             context.call_conv.return_user_exc(builder, MemoryError, ())
         return context.get_dummy_value()

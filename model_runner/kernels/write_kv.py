@@ -28,4 +28,6 @@ def write_kv(
         page = layer_start + page_ids[row] * page_stride + slots[row] * head_dim
         for head in range(new.shape[1] - num_heads):
             at = page + head * page_size * head_dim
-            pages[at : at + head_dim] = new[row, num_heads + head]
+            source, target = new[row, num_heads + head], pages[at : at + head_dim]
+            for i in range(head_dim):
+                target[i] = source[i]

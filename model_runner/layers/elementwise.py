@@ -12,6 +12,10 @@ from kvrelay.model_runner.kernels import elementwise as cpu_kernels
 from kvrelay.model_runner.kernels.arrays import as_array
 
 
+_SHARED_ROWS = 64
+"""From so many rows on a second thread saves more than its start costs."""
+
+
 class Elementwise(Protocol):
     """The operations of a layer between its matrix products."""
 
@@ -113,33 +117,41 @@ class InvariantElementwise(TorchElementwise):
 
 
 class CpuElementwise:
-    """bfloat16 on a CPU: one compiled pass each, float32 inside, rounded once at the end."""
+    """bfloat16 on a CPU: one compiled pass each, float32 inside, rounded once at the end.
+
+    Many rows are shared by as many threads as torch has when it is made.
+    """
+
+    def __init__(self) -> None:
+        self._threads = torch.get_num_threads()
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """``x [T, N]`` scaled to unit mean square, times ``weight [N]``: ``[T, N]``."""
         out = torch.empty_like(x)
-        cpu_kernels.rms_norm(as_array(x), as_array(weight), eps, as_array(out))
+        cpu_kernels.rms_norm(
+            self._threads_for(x), as_array(x), as_array(weight), eps, as_array(out)
+        )
         return out
 
     def rotate(self, heads: torch.Tensor, count: int, cos: torch.Tensor, sin: torch.Tensor) -> None:
         """Rotate the first `count` heads of ``heads [T, heads, D]`` in place."""
-        cpu_kernels.rotate(as_array(heads), count, cos.numpy(), sin.numpy())
+        threads = self._threads_for(heads)
+        cpu_kernels.rotate(threads, as_array(heads), count, cos.numpy(), sin.numpy())
 
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         """``silu(gate) * up`` of ``[T, 2 * N]``: ``[T, N]``."""
         out = gate_up.new_empty(len(gate_up), gate_up.shape[1] // 2)
-        cpu_kernels.silu_mul(as_array(gate_up), as_array(out))
+        cpu_kernels.silu_mul(self._threads_for(gate_up), as_array(gate_up), as_array(out))
         return out
 
     def gelu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         """``gelu(gate) * up`` of ``[T, 2 * N]``: ``[T, N]``; gelu is approximated by tanh."""
         out = gate_up.new_empty(len(gate_up), gate_up.shape[1] // 2)
-        cpu_kernels.gelu_mul(as_array(gate_up), as_array(out))
+        cpu_kernels.gelu_mul(self._threads_for(gate_up), as_array(gate_up), as_array(out))
         return out
 
-    def sigmoid(self, x: torch.Tensor) -> torch.Tensor:
-        """The logistic function of ``x [T, N]``, the same whatever rows are beside a row."""
-        return 1 / (torch.exp(-x) + 1)
+    def _threads_for(self, rows: torch.Tensor) -> int:
+        return self._threads if len(rows) >= _SHARED_ROWS else 1
 
 
 def make_elementwise(
