@@ -39,7 +39,8 @@ class ModelRunner:
         threads: CPU threads of a forward, set for the whole process; None leaves torch's own.
         draft: it is the model of a `DraftModel`, whose pools come after its target's.
         batch_invariant: a token's logits must be the same, bit for bit, whatever is computed
-            beside it and in whatever chunks: the price is a few percent.
+            beside it and in whatever chunks: prompts of a thousand tokens take 1.8 times as long,
+            steps a few percent longer.
         on_read: called with the size of each tensor that was read, in bytes.
 
     Raises:

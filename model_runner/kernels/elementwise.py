@@ -14,7 +14,6 @@ from kvrelay.model_runner.kernels.arrays import Array
 from kvrelay.model_runner.kernels.jit import exp_of_negative, inlined, kernel, store, widen
 from kvrelay.model_runner.kernels.team import run_on_team, take
 
-
 _TAKEN_ROWS = 16
 """By a thread at a time."""
 

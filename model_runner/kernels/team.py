@@ -29,7 +29,7 @@ _C_BODY = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 _C_RUN = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
 
 
-def _find_gomp_parallel() -> int | None:
+def find_gomp_parallel() -> int | None:
     """The address of `GOMP_parallel` in the OpenMP that torch uses."""
     library = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
     try:
@@ -40,21 +40,21 @@ def _find_gomp_parallel() -> int | None:
 
 
 @cache
-def _helpers() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(max(1, torch.get_num_threads() - 1), "kernels")
+def _helpers(count: int) -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(count, "kernels")
 
 
 @_C_RUN  # type: ignore[untyped-decorator]
 def run_by_python(body: int, shared: int, threads: int, flags: int) -> None:
     """`GOMP_parallel` by threads of Python."""
     call = _C_BODY(body)
-    helped = [_helpers().submit(call, shared) for _ in range(threads - 1)]
+    helped = [_helpers(threads - 1).submit(call, shared) for _ in range(threads - 1)]
     call(shared)
     for future in helped:
         future.result()
 
 
-_RUN = _find_gomp_parallel() or ctypes.cast(run_by_python, ctypes.c_void_p).value
+_RUN = find_gomp_parallel() or ctypes.cast(run_by_python, ctypes.c_void_p).value
 # Kernels that are cached on disk refer to it by this name, too.
 llvmlite.binding.add_symbol(_SYMBOL, _RUN)
 

@@ -11,9 +11,8 @@ from torch.nn import functional
 from kvrelay.model_runner.kernels import elementwise as cpu_kernels
 from kvrelay.model_runner.kernels.arrays import as_array
 
-
-_SHARED_ROWS = 64
-"""From so many rows on a second thread saves more than its start costs."""
+SHARED_ELEMENTS = 1 << 20
+"""From so many on a second thread saves more than its start costs, also when cores are busy."""
 
 
 class Elementwise(Protocol):
@@ -119,7 +118,7 @@ class InvariantElementwise(TorchElementwise):
 class CpuElementwise:
     """bfloat16 on a CPU: one compiled pass each, float32 inside, rounded once at the end.
 
-    Many rows are shared by as many threads as torch has when it is made.
+    Large ones are shared by as many threads as torch has when this is made.
     """
 
     def __init__(self) -> None:
@@ -150,8 +149,12 @@ class CpuElementwise:
         cpu_kernels.gelu_mul(self._threads_for(gate_up), as_array(gate_up), as_array(out))
         return out
 
+    def sigmoid(self, x: torch.Tensor) -> torch.Tensor:
+        """The logistic function of ``x [T, N]``, the same whatever rows are beside a row."""
+        return 1 / (torch.exp(-x) + 1)
+
     def _threads_for(self, rows: torch.Tensor) -> int:
-        return self._threads if len(rows) >= _SHARED_ROWS else 1
+        return self._threads if rows.numel() >= SHARED_ELEMENTS else 1
 
 
 def make_elementwise(

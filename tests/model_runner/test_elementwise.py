@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
+from kvrelay.model_runner.layers import elementwise as elementwise_layer
 from kvrelay.model_runner.layers.elementwise import CpuElementwise, Elementwise, TorchElementwise
 from kvrelay.model_runner.layers.linear import PackedLinear, PlainLinear
 
@@ -79,3 +82,30 @@ def test_packed_linear(rows: int, biased: bool) -> None:
     expected = exact.add_to(residual.float(), x.float())
     got = packed.add_to(residual, x).float()
     torch.testing.assert_close(got, expected, rtol=2**-6, atol=2**-5)
+
+
+def rotated(elementwise: Elementwise, x: torch.Tensor) -> torch.Tensor:
+    heads = x.view(len(x), -1, 10).clone()
+    angles = torch.arange(5 * len(x)).view(-1, 5) / 7
+    elementwise.rotate(heads, 3, angles.cos(), angles.sin())
+    return heads
+
+
+@pytest.mark.parametrize(
+    "operation",
+    [
+        lambda elementwise, x: elementwise.rms_norm(x, x[0], 1e-5),
+        lambda elementwise, x: elementwise.silu_mul(x),
+        lambda elementwise, x: elementwise.gelu_mul(x),
+        rotated,
+    ],
+    ids=["rms_norm", "silu_mul", "gelu_mul", "rotate"],
+)
+def test_threads_share_rows(
+    operation: Callable[[Elementwise, torch.Tensor], torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x = torch.randn(100, 40).bfloat16()
+    expected = operation(COMPILED, x)
+    monkeypatch.setattr(elementwise_layer, "SHARED_ELEMENTS", 1)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    assert torch.equal(operation(CpuElementwise(), x), expected)

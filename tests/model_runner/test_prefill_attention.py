@@ -129,11 +129,14 @@ def team_of_two() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-@pytest.mark.usefixtures("units", "team_of_two")
-@pytest.mark.parametrize("window", [None, 50])
-def test_a_row_depends_neither_on_the_chunk_nor_on_the_batch(window: int | None) -> None:
+@pytest.mark.usefixtures("team_of_two")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("window", [None, 150])
+def test_a_row_depends_neither_on_the_chunk_nor_on_the_batch(
+    window: int | None, dtype: torch.dtype
+) -> None:
     """To the last bit: 3 sequences by two threads, and one of them chunk by chunk by one."""
-    geometry = KVGeometry(1, 2, 20, torch.bfloat16, 5, window=window)
+    geometry = KVGeometry(1, 2, 20, dtype, 5, window=window)
     heads = QueryHeads(10, 20, 0.3, 30.0)
     lengths = [(260, 260), (300, 420), (17, 600)]
     total = 3 * geometry.pages_for(600)
