@@ -122,7 +122,8 @@ def part_of(batch: ForwardBatch, sequence: int, a: int, b: int) -> tuple[Forward
 
 
 @pytest.fixture
-def team_of_two() -> Iterator[None]:
+def team_of_two(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(cpu_attention, "SHARED_PRODUCTS", 0)
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     yield
