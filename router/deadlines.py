@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from dataclasses import replace
+from typing import Final
 
 from kvrelay.router.errors import DeadlineTooNear, Unavailable
 from kvrelay.router.estimate import ExpectedPrompt, expect_prompt
@@ -13,6 +14,9 @@ from kvrelay.router.generation import GenerationRequest
 from kvrelay.router.placement import Demand
 from kvrelay.router.worker_link import WorkerLink
 from kvrelay.wire.speeds import StepSpeeds
+
+_ASKED: Final = 32
+"""Workers of each role, those that placement would choose first: a choice must not take long."""
 
 
 class DeadlineCheck:
@@ -52,7 +56,7 @@ class DeadlineCheck:
             return placement
         expected = [
             (self._expect(request, demand, link, speeds), link)
-            for link in {chosen, *self._fleet.prompt_links_for(demand)}
+            for link in {chosen, *self._fleet.prompt_links_for(demand, _ASKED)}
         ]
         for one, link in sorted(expected, key=lambda e: (e[0].seconds, e[1] is not chosen)):
             if one.seconds > self._margin * left:

@@ -84,22 +84,21 @@ class Fleet:
         """The link to each listed worker."""
         return list(self._links.values())
 
-    def prompt_links_for(self, demand: Demand) -> list[WorkerLink]:
-        """The link to each worker that can take a request's prompt to compute now.
+    def prompt_links_for(self, demand: Demand, most: int) -> list[WorkerLink]:
+        """The links to the best workers that can take a request's prompt to compute now.
 
-        But for busy decode workers: these compute prompts in small chunks, if at all.
+        Decode workers only while they are idle: else they compute prompts in small chunks, if at
+        all.
+
+        Args:
+            demand: what the request needs.
+            most: workers of each role.
         """
         return [
-            link
-            for link in self._links.values()
-            if _takes_requests(link)
-            and link.endpoint.pool_tokens >= demand.tokens_of(link.endpoint.role)
-            and (link.endpoint.role is not WorkerRole.DECODE or self._is_idle_alone(link))
+            self._links[one.incarnation]
+            for role, one in self._placer.best_to_compute(demand, most)
+            if role is not WorkerRole.DECODE or not one.num_requests
         ]
-
-    def _is_idle_alone(self, decode: WorkerLink) -> bool:
-        """Whether a decode worker may compute prompts, and has nothing else to do."""
-        return self._decodes_alone and not decode.candidate.num_requests
 
     @property
     def ready(self) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Final, Generic, TypeVar
 
 from kvrelay.router.affinity import Affinity
@@ -150,6 +151,12 @@ class Placer:
             if best is not None:
                 return Pair(best, None)
         return Shortage(WorkerRole.DECODE) if WorkerRole.DECODE in self._alone else pair
+
+    def best_to_compute(self, demand: Demand, most: int) -> Iterator[tuple[WorkerRole, Candidate]]:
+        """The workers that may compute a prompt, the best of each role first, so many of each."""
+        for role in (WorkerRole.PREFILL, *self._alone):
+            for one in islice(self._best_to_compute(role, demand), most):
+                yield role, one
 
     def _choose_pair(self, demand: Demand) -> Pair | Shortage:
         num_decodes = len(self._rankings[WorkerRole.DECODE])
