@@ -51,6 +51,8 @@ class AttemptFailed:
     """Incarnations of workers, one of which is to blame."""
     culprit: WorkerRole | None = None
     """The side on which a forward has failed, or whose worker was lost, perhaps by a forward."""
+    prompt_by: WorkerRole | None = None
+    """Who was to compute its prompt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +173,8 @@ class Attempt:
         choices = self._end_all()
         if draining and reason in _EXPLAINED_BY_A_DRAIN:
             return AttemptRetracted(choices, str(error))
-        return AttemptFailed(choices, error, reason, suspects, culprit)
+        prompt_by = self._placement.computes_prompt.endpoint.role
+        return AttemptFailed(choices, error, reason, suspects, culprit, prompt_by)
 
     def _end_all(self) -> frozenset[int]:
         """Cancels the attempt; returns the choices that were open."""

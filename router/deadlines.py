@@ -7,11 +7,11 @@ import time
 from dataclasses import replace
 from typing import Final
 
+from kvrelay.router.demand import Demand
 from kvrelay.router.errors import DeadlineTooNear, Unavailable
 from kvrelay.router.estimate import ExpectedPrompt, expect_prompt
 from kvrelay.router.fleet import Fleet, Placement
 from kvrelay.router.generation import GenerationRequest
-from kvrelay.router.placement import Demand
 from kvrelay.router.worker_link import WorkerLink
 from kvrelay.wire.speeds import StepSpeeds
 

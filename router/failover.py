@@ -14,12 +14,12 @@ from functools import partial
 from kvrelay.router.attempt import AttemptFailed, AttemptRetracted
 from kvrelay.router.config import RouterConfig
 from kvrelay.router.deadlines import DeadlineCheck
+from kvrelay.router.demand import Demand
 from kvrelay.router.errors import DataLoss, InternalFailure, RequestError, Unavailable
 from kvrelay.router.failed_forwards import FORWARD_FAILURES, FailedForwards
 from kvrelay.router.fleet import Fleet, Placement
 from kvrelay.router.generation import GenerationRequest
 from kvrelay.router.metrics import STRICT_FAILURES, WORKER_WAITS, RouterMetrics
-from kvrelay.router.placement import Demand
 from kvrelay.wire.output import FailureReason
 from kvrelay.wire.worker_info import WorkerRole
 
@@ -55,8 +55,9 @@ class Failover:
     attempt failed is, too, unless that was its `max_attempts`-th failure without a
     new token in between, or the router is `strict`: then the request fails. The new
     attempt gets the prompt and what was emitted, on workers that are chosen anew. A
-    worker of an attempt that failed is chosen only if there is no other. A forward that
-    failed as a whole is no failure of its choices: see `FailedForwards`.
+    worker of an attempt that failed is chosen only if there is no other; and where decode
+    workers compute prompts, too, another attempt's prompt is computed by the other role. A
+    forward that failed as a whole is no failure of its choices: see `FailedForwards`.
     """
 
     def __init__(self, fleet: Fleet, config: RouterConfig, metrics: RouterMetrics) -> None:
@@ -68,6 +69,7 @@ class Failover:
         self._failures: dict[int, _Failures] = {}  # by choice
         self._failed_forwards = FailedForwards()
         self._suspects: set[str] = set()  # incarnations that attempts have failed with
+        self._failed_by: WorkerRole | None = None  # see `Demand`
 
     def decide(
         self, verdict: AttemptRetracted | AttemptFailed, unfinished: Mapping[int, int]
@@ -84,6 +86,8 @@ class Failover:
         if isinstance(verdict, AttemptRetracted):
             return Retry("retracted", verdict.detail)
         self._suspects |= verdict.suspects
+        if verdict.culprit is None or verdict.prompt_by is WorkerRole.DECODE:
+            self._failed_by = verdict.prompt_by
         if verdict.culprit is not None:
             for choice in unfinished:
                 self._failed_forwards.suspect(choice, verdict.culprit)
@@ -180,7 +184,7 @@ class Failover:
     ) -> Placement | Unavailable:
         """Workers as soon as they are ready; what is missing if the time, or the hope, ends."""
         missing = Unavailable("no workers were looked for")
-        demand = replace(demand, suspects=self._suspects)
+        demand = replace(demand, suspects=self._suspects, failed_by=self._failed_by)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 while True:

@@ -6,13 +6,14 @@ import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from kvrelay.router.demand import Demand
 from kvrelay.router.discovery import Discovery
 from kvrelay.router.errors import Unavailable
 from kvrelay.router.known_prefixes import KnownPrefixes
 from kvrelay.router.limits import Limits
 from kvrelay.router.local_prompts import Reason, Side, decide
 from kvrelay.router.notifier import Notifier
-from kvrelay.router.placement import Demand, Placer, Shortage
+from kvrelay.router.placement import Placer, Shortage
 from kvrelay.router.served_model import ServedModel
 from kvrelay.router.worker_link import WorkerLink
 from kvrelay.wire.worker_info import WorkerInfo, WorkerRole
@@ -170,15 +171,18 @@ class Fleet:
             return Placement(decode, prefill, Reason.MODE)
         if demand.computed_by:
             return Placement(decode, prefill, Reason.SOONER)
-        if self._is_suspect(prefill, demand) and not self._is_suspect(decode, demand):
-            return Placement(decode, None)
+        if (avoided := self._avoided(demand, prefill, decode)) is not None:
+            by_decode = avoided is WorkerRole.PREFILL
+            return Placement(decode, None if by_decode else prefill, Reason.SUSPECT)
         sides = self._side(prefill, demand), self._side(decode, demand)
         decision = decide(demand.input_tokens, *sides, self._itl_target)
         return Placement(decode, None if decision.by_decode else prefill, decision.reason)
 
     @staticmethod
-    def _is_suspect(link: WorkerLink, demand: Demand) -> bool:
-        return link.endpoint.incarnation in demand.suspects
+    def _avoided(demand: Demand, prefill: WorkerLink, decode: WorkerLink) -> WorkerRole | None:
+        """Who of a pair is not to compute the input, as earlier attempts have failed."""
+        suspects = [one for one in (prefill, decode) if one.endpoint.incarnation in demand.suspects]
+        return suspects[0].endpoint.role if len(suspects) == 1 else demand.failed_by
 
     def _side(self, link: WorkerLink, demand: Demand) -> Side:
         cached = 0

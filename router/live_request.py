@@ -23,6 +23,7 @@ from collections.abc import Callable, Coroutine, Iterator, Sequence, Set
 from typing import Any
 
 from kvrelay.router.attempt import Attempt, RequestFailed, Verdict
+from kvrelay.router.demand import Demand
 from kvrelay.router.errors import AlreadyExists, DeadlineExceeded, InternalFailure, RequestError
 from kvrelay.router.events import Completion
 from kvrelay.router.failover import Failover, Retry
@@ -36,7 +37,6 @@ from kvrelay.router.metrics import (
     Stopwatch,
 )
 from kvrelay.router.output_stream import OutputStream
-from kvrelay.router.placement import Demand
 from kvrelay.router.readers import Reader, Readers
 from kvrelay.wire.output import RequestOutput
 from kvrelay.wire.worker_info import WorkerInfo, WorkerRole

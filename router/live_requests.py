@@ -13,6 +13,7 @@ from tokenizers import Tokenizer
 from kvrelay.router.callers import Caller
 from kvrelay.router.choice import Choice
 from kvrelay.router.config import RouterConfig
+from kvrelay.router.demand import Demand
 from kvrelay.router.errors import Overloaded, Unavailable
 from kvrelay.router.failover import Failover
 from kvrelay.router.fleet import Fleet, Placement
@@ -21,7 +22,6 @@ from kvrelay.router.live_request import LiveRequest
 from kvrelay.router.metrics import WORKER_WAITS, RouterMetrics, Stopwatch
 from kvrelay.router.notifier import Notifier
 from kvrelay.router.output_stream import OutputStream
-from kvrelay.router.placement import Demand
 from kvrelay.router.readers import Patience, Readers
 from kvrelay.router.text import TextStream
 from kvrelay.router.token_limits import TokenLimits

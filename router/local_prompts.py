@@ -27,6 +27,8 @@ class Reason(StrEnum):
     prefill worker."""
     MODE = "mode"
     """Decode workers compute no prompts: `--placement disaggregated`."""
+    SUSPECT = "suspect"
+    """Earlier attempts have failed where it would be computed else."""
     IDLE = "idle"
     """The decode worker has nothing to do."""
     SOONER = "sooner"

@@ -73,8 +73,8 @@ STALE_OUTPUTS: Final = METRICS.counter(
 PLACEMENTS: Final = METRICS.counter(
     "kvrelay_placements_total",
     "Attempts by the role of the worker that computes the prompt, and by why it does: there was no "
-    "choice, --placement disaggregated (mode), the decode worker was idle, the first token was "
-    "expected there sooner, or no speeds are known yet",
+    "choice, --placement disaggregated (mode), earlier attempts failed elsewhere (suspect), the "
+    "decode worker was idle, the first token was expected there sooner, or no speeds are known yet",
     "computed_by",
     "reason",
 )

@@ -2,49 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Set
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from itertools import islice
 from typing import Final, Generic, TypeVar
 
 from kvrelay.router.affinity import Affinity
-from kvrelay.router.generation import GenerationRequest
-from kvrelay.router.known_prefixes import KnownPrefixes, PromptMarks
+from kvrelay.router.demand import Demand
+from kvrelay.router.known_prefixes import KnownPrefixes
 from kvrelay.router.ranking import Candidate, Ranking, Score
 from kvrelay.wire.load import WorkerLoad
 from kvrelay.wire.worker_info import WorkerRole
 
 ItemT = TypeVar("ItemT")
-
-
-@dataclass(frozen=True, slots=True)
-class Demand:
-    """What an attempt needs of its workers."""
-
-    input_tokens: int
-    """To be computed before the first output."""
-    total_tokens: int
-    """With all the output that there can be."""
-    suspects: Set[str] = frozenset()
-    """Incarnations that earlier attempts have failed with: chosen only if there is no other."""
-    marks: PromptMarks = field(default_factory=dict)
-    """Of the prompt: who has its prefixes is preferred to others that are about as loaded."""
-    computed_by: str = ""
-    """The one incarnation that may compute the prompt; empty: any may."""
-
-    @classmethod
-    def of(cls, request: GenerationRequest, emitted: int = 0) -> Demand:
-        """Of an attempt at a request, by which an earlier one has emitted so many tokens."""
-        input_tokens = len(request.input_ids) + emitted
-        return cls(input_tokens, request.total_tokens, marks=request.marks)
-
-    def tokens_of(self, role: WorkerRole) -> int:
-        """Tokens that a worker of a role comes to hold for it."""
-        return self.input_tokens if role is WorkerRole.PREFILL else self.total_tokens
-
-    def may_be_computed_by(self, worker: Candidate) -> bool:
-        """Whether the worker may compute the prompt."""
-        return self.computed_by in ("", worker.incarnation)
 
 
 def _prefill_score(one: Candidate) -> Score:

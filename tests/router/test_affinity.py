@@ -8,8 +8,9 @@ from collections.abc import Iterable
 
 import pytest
 
+from kvrelay.router.demand import Demand
 from kvrelay.router.known_prefixes import KnownPrefixes
-from kvrelay.router.placement import Demand, Pair, Placer
+from kvrelay.router.placement import Pair, Placer
 from kvrelay.router.ranking import Candidate
 from kvrelay.wire.load import PeerTransport, PoolCounts, WorkerLoad
 from kvrelay.wire.prefixes import PrefixUpdate

@@ -13,12 +13,20 @@ from kvrelay.router.errors import Unavailable
 from kvrelay.router.estimate import PromptQueue
 from kvrelay.router.limits import Limits
 from kvrelay.router.local_prompts import Decision, Reason, Side, decide
+from kvrelay.v1 import worker_pb2
 from kvrelay.wire.load import WorkerLoad, sum_by_size
 from kvrelay.wire.speeds import UNMEASURED, StepSpeeds
 from kvrelay.wire.worker_info import WorkerRole
 
 from .cluster import Cluster, collect, read, running, status_of
-from .scripted_worker import say_counted
+from .scripted_worker import (
+    ScriptedWorker,
+    broken,
+    count_decode,
+    count_prefill,
+    say_counted,
+    until,
+)
 from .test_limits import endpoint
 
 SPEEDS = StepSpeeds(
@@ -179,3 +187,69 @@ async def test_a_request_waits_for_a_decode_worker_that_comes(adaptive: RouterCo
         cluster.list_workers()
         cluster.count()
         assert [token for _, token in await reading] == COUNTED
+
+
+async def broken_prompt(worker: ScriptedWorker, submit: worker_pb2.SubmitRequest) -> None:
+    """A decode worker that cannot compute prompts."""
+    if not submit.HasField("prefill"):
+        worker.say(submit, end=broken())
+    else:
+        await count_decode(worker, submit)
+
+
+async def broken_pull(worker: ScriptedWorker, submit: worker_pb2.SubmitRequest) -> None:
+    """A decode worker that can read from no prefill worker."""
+    if submit.HasField("prefill"):
+        worker.say(submit, end=broken())
+    else:
+        await count_decode(worker, submit)
+
+
+@pytest.mark.parametrize("decodes", [["decode-0"], ["decode-0", "decode-1"]])
+async def test_after_a_prompt_that_failed_by_a_decode_worker_a_prefill_worker_gets_it(
+    adaptive: RouterConfig, decodes: list[str]
+) -> None:
+    async with running(adaptive, "prefill-0", *decodes) as cluster:
+        cluster.count()
+        for worker in cluster.workers[1:]:
+            worker.on_submit = broken_prompt
+        assert (await collect(cluster.generate())).token_ids == COUNTED
+        assert len(cluster.prefill.submits) == 1
+        assert await placed(cluster, "decode", "idle") == 1
+        assert await placed(cluster, "prefill", "suspect") == 1
+
+
+async def test_after_a_hand_over_that_failed_another_decode_worker_computes_the_prompt(
+    adaptive: RouterConfig,
+) -> None:
+    names = ["prefill-0", "prefill-1", "decode-0", "decode-1"]
+    async with running(adaptive, *names) as cluster:
+        busy = [cluster.generate(), cluster.generate()]
+        decodes = cluster.workers[2:]
+        await asyncio.gather(*(worker.submitted() for worker in decodes))
+        cluster.count()
+        for worker in decodes:
+            worker.on_submit = broken_pull
+        assert (await collect(cluster.generate())).token_ids == COUNTED
+        assert await placed(cluster, "prefill", "unknown") == 1
+        assert await placed(cluster, "decode", "suspect") == 1
+        for call in busy:
+            call.cancel()
+        await until(lambda: all(worker.cancels for worker in decodes))
+
+
+async def test_after_its_prefill_worker_was_lost_a_prompt_goes_where_it_is_sooner(
+    adaptive: RouterConfig,
+) -> None:
+    async with running(adaptive, "prefill-0", "prefill-1", "decode-0") as cluster:
+        busy = cluster.generate()
+        await cluster.decode.submitted()
+        cluster.decode.on_submit = count_decode
+        cluster.workers[1].on_submit = count_prefill
+        call = cluster.generate()
+        await cluster.prefill.submitted()
+        await cluster.prefill.stop()
+        assert (await collect(call)).token_ids == COUNTED
+        assert await placed(cluster, "prefill", "unknown") == 2
+        busy.cancel()
+        await until(lambda: len(cluster.decode.cancels) >= 1)

@@ -11,8 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvrelay.router.demand import Demand
 from kvrelay.router.known_prefixes import KnownPrefixes
-from kvrelay.router.placement import Demand, Pair, Placer, Shortage
+from kvrelay.router.placement import Pair, Placer, Shortage
 from kvrelay.router.ranking import Candidate
 from kvrelay.wire.load import PeerTransport, PoolCounts, WorkerLoad
 from kvrelay.wire.worker_info import WorkerRole

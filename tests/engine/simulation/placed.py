@@ -8,9 +8,10 @@ from typing import Any
 
 from kvrelay.engine.scheduler.commands import Submit
 from kvrelay.router.callers import ANYBODY
+from kvrelay.router.demand import Demand
 from kvrelay.router.generation import GenerationRequest, Submission
 from kvrelay.router.known_prefixes import KnownPrefixes
-from kvrelay.router.placement import Demand, Pair, Placer
+from kvrelay.router.placement import Pair, Placer
 from kvrelay.router.worker_link import WorkerLink
 from kvrelay.wire.messages import ATTACH_REQUEST, ENGINE_OUTPUTS
 from kvrelay.wire.model_digest import NO_MODEL
