@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 
 from kvrelay.decode_worker.hand_over_stream import CloseStream, HandOverStream
@@ -47,8 +48,8 @@ class LiveRequests:
         """What they, and the prompts that are computed here, compute next."""
 
     def _another_generates_soon(self) -> bool:
-        live = self._context.requests.values()
-        return any(isinstance(r, HandedOverRequest) and r.generates_soon for r in live)
+        live, now = self._context.requests.values(), time.monotonic()
+        return any(isinstance(r, HandedOverRequest) and r.generates_soon(now) for r in live)
 
     def of_stream(self, stream: HandOverStream) -> HandedOverRequest | None:
         """The live request that the stream belongs to."""

@@ -12,6 +12,9 @@ from kvrelay.kv_transfer.hand_over.states import DecodeState
 from kvrelay.kv_transfer.pull import Pull
 from kvrelay.wire.output import PhaseTimings
 
+_SOON_SECONDS = 1.0
+"""A request whose read, or whose peer, takes longer is not expected to generate soon."""
+
 
 @dataclass(eq=False, slots=True, kw_only=True)
 class DecodeRequest(GeneratingRequest):
@@ -68,10 +71,11 @@ class HandedOverRequest(DecodeRequest):
         """Whether it was granted memory, and its prompt is not being computed yet."""
         return self.hand_over.state is DecodeState.GRANTED and not self.hand_over.begun
 
-    @property
-    def generates_soon(self) -> bool:
-        """Whether all of its pages were announced, and it does not generate yet."""
-        return self.announced_at > 0 and not self.activated_at
+    def generates_soon(self, now: float) -> bool:
+        """Whether all of its pages were announced, and it is not stuck since."""
+        if not self.announced_at or self.activated_at:
+            return False
+        return now - max(self.announced_at, self.read_at) < _SOON_SECONDS
 
     def activate_taken_over(self) -> None:
         """Note that all of its pages were read and found right."""

@@ -138,6 +138,7 @@ async def _move(area: LandingArea, start: StartMove) -> Pull:
 
     Raises:
         _MoveFailedError: it has failed.
+        TransferError: NIXL has not taken the area: no other move into it would do better.
     """
     loop = asyncio.get_running_loop()
     ended: asyncio.Future[Pull] = loop.create_future()
@@ -151,6 +152,8 @@ async def _move(area: LandingArea, start: StartMove) -> Pull:
 
     area.add(start(on_end))
     pull = await ended
+    if area.refused.is_set():
+        raise TransferError(f"{pull.peer}: no memory of this worker takes its probe: {pull.error}")
     if pull.state is not PullState.DONE:
         raise _MoveFailedError(f"{pull.peer}: {pull.error}")
     return pull

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import random
 from typing import Any
 
 import numpy as np
 import pytest
 
+from kvrelay.decode_worker.request import HandedOverRequest
 from kvrelay.engine.executor.step import Step
 from kvrelay.wire.speeds import StepSpeeds
 from tests.engine.simulation import Simulation, reference
@@ -129,8 +131,12 @@ def test_second_token_does_not_wait_for_a_whole_chunk() -> None:
     simulation.assert_at_baseline()
 
 
-def test_a_chunk_is_small_while_a_hand_over_is_about_to_end() -> None:
-    """A request whose last pages are being read does not wait for a whole chunk then."""
+@pytest.mark.parametrize("stuck", [False, True], ids=["reads", "stuck"])
+def test_a_chunk_is_small_while_a_hand_over_is_about_to_end(stuck: bool) -> None:
+    """A request whose last pages are being read does not wait for a whole chunk then.
+
+    If the read is stuck, chunks are whole again: nothing else generates.
+    """
     simulation = Simulation(1, 16, 200, 8, CHUNK, workers=1, itl_target=1)
     (decode,) = simulation.decodes
     decode.context.speed_learner.speeds = StepSpeeds(seconds_per_token=0.001, prompts_known=True)
@@ -146,9 +152,12 @@ def test_a_chunk_is_small_while_a_hand_over_is_about_to_end() -> None:
     step_until(simulation, lambda: bool(decode.agent.ordered))
     simulation.local = 1.0
     simulation.end_read = lambda worker: None  # type: ignore[method-assign]
+    (reading,) = decode.context.requests.values()
+    assert isinstance(reading, HandedOverRequest)
+    reading.announced_at = reading.read_at = 1e-9 if stuck else math.inf
     local = simulation.submit(list(range(90)) * 10, 2)
     step_until(simulation, lambda: bool(chunks))
-    assert set(chunks) == {16}
+    assert chunks[0] == (CHUNK if stuck else 16)
     del simulation.end_read
     simulation.run()
     for request in (handed_over, local):

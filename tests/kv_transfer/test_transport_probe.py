@@ -171,6 +171,7 @@ async def test_an_area_that_nixl_does_not_take_is_lent_once(
     peer = Peer()
     agent.add_peer(peer.description)
     prober, name = TransportProber(agent, floor=0.0), peer.description.incarnation
+    reconnected: list[str] = []
     with monkeypatch.context() as patch:
 
         def refuse(endpoint: NixlEndpoint, memory: PoolLayout) -> None:
@@ -178,8 +179,9 @@ async def test_an_area_that_nixl_does_not_take_is_lent_once(
 
         patch.setattr(NixlEndpoint, "register", refuse)
         patch.setattr(Endpoints, "replace", lambda endpoints: False)
-        patch.setattr("kvrelay.kv_transfer.transport_probe.AGAIN_S", ())
-        assert (await prober.measure(name)).refusal
+        patch.setattr(agent, "reconnect", reconnected.append)
+        assert "no memory of this worker" in (await prober.measure(name)).refusal
+    assert not reconnected, "the peer is not at fault"
     assert not (await prober.measure(name)).refusal
     peer.stop()
 
