@@ -289,4 +289,4 @@ def test_a_fault_that_seldom_shows_is_found(name: str, monkeypatch: pytest.Monke
 
 def test_without_a_fault_nothing_is_found():
     """Or else the tests above would show nothing."""
-    run_state_machine_as_test(MemoryMachine, settings=settings(SEARCH, max_examples=200))
+    run_state_machine_as_test(MemoryMachine, settings=settings(SEARCH, max_examples=100))
