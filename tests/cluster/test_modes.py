@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from kvrelay.engine.config import PrefixIndexKind, Speculation
 from tests.cluster.in_process import in_process
 from tests.cluster.running import Cluster, running
 
@@ -81,16 +82,11 @@ async def test_speculation_retractions_and_pairs_change_no_token(
         assert 0 < accepted <= drafted
 
 
-async def test_ngrams_and_little_memory_change_no_token(
-    ray: None, tiny: Path, plain: list[Any]
-) -> None:
-    async with running(
+async def test_ngrams_and_little_memory_change_no_token(tiny: Path, plain: list[Any]) -> None:
+    async with in_process(
         tiny,
-        prefill=1,
-        decode=1,
-        dtype="float32",
-        speculation="ngram",
-        prefix_index="none",
+        speculation=Speculation.NGRAM,
+        prefix_index=PrefixIndexKind.NONE,
         kv_memory=2 << 20,
         growth_min=0.0,
         growth_max=0.1,
