@@ -1,140 +1,107 @@
-"""A PUB socket of ZeroMQ on asyncio: ZMTP 3.0 with the mechanism NULL, https://rfc.zeromq.org/spec/23.
-
-Small enough to have it here: the only package that could do it is a binding of libzmq, with
-threads of its own.
-"""
+"""Publishes messages on a socket of ZeroMQ, from an event loop."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
-import struct
-from collections.abc import Sequence
 from typing import Final
+
+import zmq
+import zmq.asyncio
 
 _log = logging.getLogger(__name__)
 
-_GREETING: Final = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32)
-_MORE, _LONG, _COMMAND = 1, 2, 4
-_GREETING_SECONDS: Final = 10.0
-_MOST_SUBSCRIBERS: Final = 64
-_LONGEST_FRAME: Final = 1 << 16
-"""Of a subscriber, in bytes."""
+_MOST_UNREAD_MESSAGES: Final = 128
+_HANDSHAKE_MS: Final = 10_000
+_LONGEST_MESSAGE_BYTES: Final = 256
+"""Of a subscriber: a topic, or the greeting's last part. Whoever sends more is hung up on."""
+_MOST_TOPICS: Final = 1024
+_RETRY_SECONDS: Final = 0.05
 
 
 class ZmqPublisher:
-    """Sends messages to all who have subscribed to how they begin; nobody is waited for.
+    """Sends messages to all who have subscribed to their topic; nobody is waited for.
 
-    A subscriber that has more than `most_unread_bytes` to read misses messages. Use it on one
-    event loop.
+    It is an XPUB socket, to which SUB sockets connect: a PUB socket does not tell whether anybody
+    has subscribed. A subscriber that has `_MOST_UNREAD_MESSAGES` to read misses more. If
+    subscribers name more than `_MOST_TOPICS`, which libzmq would keep all, it hangs up on everybody
+    and listens anew on the same port. Use it on one event loop.
 
     Args:
-        most_unread_bytes: that wait for one subscriber.
+        topic: of all messages, their first frame.
     """
 
-    def __init__(self, most_unread_bytes: int = 16 << 20) -> None:
-        self._most_unread_bytes = most_unread_bytes
-        self._topics: dict[asyncio.StreamWriter, list[bytes]] = {}
-        self._connections: dict[asyncio.StreamWriter, asyncio.Task[None] | None] = {}
-        self._server: asyncio.Server | None = None
+    def __init__(self, topic: bytes = b"") -> None:
+        self._topic = topic
+        self._topics: set[bytes] = set()
+        self._context = zmq.asyncio.Context()
+        self._socket = self._new_socket()
+        self._reading: asyncio.Task[None] | None = None
 
     @property
-    def num_subscribers(self) -> int:
-        """Connections that have completed their greeting."""
-        return len(self._topics)
+    def has_subscribers(self) -> bool:
+        """Whether anybody gets what is published; from any thread."""
+        return any(self._topic.startswith(topic) for topic in tuple(self._topics))
 
-    async def start(self, host: str, port: int = 0) -> int:
-        """Listen; returns the port."""
-        self._server = await asyncio.start_server(self._serve, host, port)
-        bound: int = self._server.sockets[0].getsockname()[1]
-        return bound
+    async def start(self, host: str) -> int:
+        """Listen on a free port; returns it.
 
-    def publish(self, message: Sequence[bytes]) -> int:
-        """Send a message of one or more frames; returns the subscribers that miss it."""
-        data, missed = _frames(message), 0
-        for writer, topics in self._topics.items():
-            if not any(message[0].startswith(topic) for topic in topics):
-                continue
-            if writer.transport.get_write_buffer_size() > self._most_unread_bytes:
-                missed += 1
-            else:
-                writer.write(data)
-        return missed
+        Raises:
+            OSError: the host is none of this machine's.
+        """
+        loop = asyncio.get_running_loop()
+        family, _, _, _, address = (await loop.getaddrinfo(host, 0))[0]
+        shown = f"[{address[0]}]" if family.name == "AF_INET6" else address[0]
+        try:
+            self._socket.bind(f"tcp://{shown}:0")
+        except zmq.ZMQError as error:
+            raise OSError(f"cannot listen on {host}: {error}") from error
+        endpoint = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        self._reading = asyncio.create_task(self._read_subscriptions(endpoint))
+        return int(endpoint.rpartition(":")[2])
+
+    def publish(self, *frames: bytes) -> None:
+        """Send the topic and these frames as a message. It never waits."""
+        self._socket.send_multipart((self._topic, *frames), zmq.DONTWAIT)
 
     async def close(self) -> None:
-        """Close the port and every connection."""
-        if self._server is not None:
-            self._server.close()
-        for writer in self._connections:
-            writer.transport.abort()
-        tasks = [task for task in self._connections.values() if task is not None]
-        await asyncio.gather(*tasks, return_exceptions=True)
+        """Close the port and every connection; what nobody has read is lost."""
+        if self._reading is not None:
+            self._reading.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._reading
+        self._socket.close(linger=0)
+        self._context.term()
 
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._connections[writer] = asyncio.current_task()
-        try:
-            if len(self._connections) <= _MOST_SUBSCRIBERS:
-                async with asyncio.timeout(_GREETING_SECONDS):
-                    await _greet(reader, writer)
-                topics = self._topics[writer] = []
-                while True:
-                    flags, body = await _read_frame(reader)
-                    _subscribe(topics, flags, body)
-        except (EOFError, OSError, TimeoutError, ValueError) as error:
-            _log.debug("a subscriber left: %s", error)
-        finally:
-            self._topics.pop(writer, None)
-            del self._connections[writer]
-            writer.transport.abort()
+    def _new_socket(self) -> zmq.asyncio.Socket:
+        socket = self._context.socket(zmq.XPUB)
+        socket.setsockopt(zmq.IPV6, 1)
+        socket.setsockopt(zmq.SNDHWM, _MOST_UNREAD_MESSAGES)
+        socket.setsockopt(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)
+        socket.setsockopt(zmq.MAXMSGSIZE, _LONGEST_MESSAGE_BYTES)
+        return socket
 
+    async def _read_subscriptions(self, endpoint: str) -> None:
+        """Note the topics: a 1 before one begins the first subscription, a 0 ends the last one."""
+        while True:
+            message = await self._socket.recv()
+            if message[:1] == b"\1":
+                self._topics.add(message[1:])
+            elif message[:1] == b"\0":
+                self._topics.discard(message[1:])
+            if len(self._topics) > _MOST_TOPICS:
+                await self._listen_anew(endpoint)
 
-async def _greet(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """Exchange greetings and READY.
-
-    Raises:
-        ValueError: the other side does not speak ZMTP 3 without security.
-    """
-    writer.write(_GREETING)
-    greeting = await reader.readexactly(len(_GREETING))
-    if greeting[0] != 0xFF or greeting[9] != 0x7F or greeting[10] < 3:
-        raise ValueError("no ZMTP 3")
-    if greeting[12:32].rstrip(b"\0") != b"NULL":
-        raise ValueError("another mechanism than NULL")
-    ready = b"\x05READY" + b"\x0bSocket-Type" + struct.pack(">I", 3) + b"PUB"
-    writer.write(_frame(ready, _COMMAND))
-    flags, body = await _read_frame(reader)
-    if not flags & _COMMAND or not body.startswith(b"\x05READY"):
-        raise ValueError("no READY")
-
-
-async def _read_frame(reader: asyncio.StreamReader) -> tuple[int, bytes]:
-    """The flags and the body of a frame."""
-    flags = (await reader.readexactly(1))[0]
-    if flags & _LONG:
-        (size,) = struct.unpack(">Q", await reader.readexactly(8))
-    else:
-        size = (await reader.readexactly(1))[0]
-    if size > _LONGEST_FRAME:
-        raise ValueError(f"a frame of {size} bytes")
-    return flags, await reader.readexactly(size)
-
-
-def _subscribe(topics: list[bytes], flags: int, body: bytes) -> None:
-    """A subscription, or its end; anything else is ignored."""
-    if flags & _COMMAND or not body:
-        return
-    if body[0] == 1:
-        topics.append(body[1:])
-    elif body[0] == 0 and body[1:] in topics:
-        topics.remove(body[1:])
-
-
-def _frames(message: Sequence[bytes]) -> bytes:
-    parts = [_frame(body, _MORE) for body in message[:-1]]
-    return b"".join([*parts, _frame(message[-1], 0)])
-
-
-def _frame(body: bytes, flags: int) -> bytes:
-    if len(body) > 255:
-        return struct.pack(">BQ", flags | _LONG, len(body)) + body
-    return struct.pack(">BB", flags, len(body)) + body
+    async def _listen_anew(self, endpoint: str) -> None:
+        _log.warning("%s: subscribers named over %d topics", endpoint, _MOST_TOPICS)
+        self._socket.close(linger=0)
+        self._socket = self._new_socket()
+        self._topics.clear()
+        while True:  # the port is free once libzmq's thread has closed the old socket
+            try:
+                self._socket.bind(endpoint)
+            except zmq.ZMQError:
+                await asyncio.sleep(_RETRY_SECONDS)
+            else:
+                return

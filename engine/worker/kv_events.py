@@ -14,11 +14,14 @@ no replay: whoever misses a number has missed what it said.
 
 from __future__ import annotations
 
+import ipaddress
+import threading
 import time
 from array import array
 from collections import deque
-from collections.abc import Callable
-from typing import Any, TypeAlias
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Final, TypeAlias
 
 import msgpack
 
@@ -27,30 +30,67 @@ from kvrelay.wire.page_hash import HASH_BYTES
 
 Event: TypeAlias = dict[str, Any]
 
-_MOST_WAITING = 1 << 16
-"""Events that the event loop has not published yet; more are dropped, which shows by a gap."""
+_MOST_WAITING_BYTES: Final = 32 << 20
+"""Of changes that the event loop has not published yet; more are dropped, which shows by a gap."""
+_BATCH_CHANGES: Final = 256
+_BATCH_BYTES: Final = 64 << 10
+"""Hashes and tokens that one turn of the event loop packs: half a millisecond of its time."""
+_CHANGE_PAGES: Final = 256
+_CHANGE_TOKENS: Final = 4096
+"""Of one change at most, but for a larger page; more pages go in several."""
+_CHANGE_BYTES: Final = 256
+"""What a change takes besides its hashes and tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Change:
+    """Neighbouring pages that are found from now on or, without tokens, no more."""
+
+    hashes: bytes
+    tokens: bytes = b""
+    before: bytes | None = None
+    """The hash of the page before; None: they are the first ones."""
+
+    @property
+    def num_bytes(self) -> int:
+        """What it takes while it waits."""
+        return len(self.hashes) + len(self.tokens) + _CHANGE_BYTES
 
 
 class KVEvents:
-    """Takes events on the engine's thread and publishes them, in batches, on the event loop.
+    """Takes changes on the engine's thread and publishes them, in batches, on the event loop.
 
     Args:
         page_size: tokens a page.
         medium: where the pages are, ``GPU`` or ``CPU``.
-        call_soon: runs a function on the event loop, soon; from any thread.
+        call_soon: runs a function on the event loop, in its next turn; from any thread.
     """
 
     def __init__(self, page_size: int, medium: str, call_soon: Callable[..., object]) -> None:
         self._page_size = page_size
+        self._change_pages = max(1, min(_CHANGE_PAGES, _CHANGE_TOKENS // page_size))
         self._medium = medium
         self._call_soon = call_soon
         self._publisher = ZmqPublisher()
-        self._waiting: deque[Event] = deque()
+        self._lock = threading.Lock()  # of all below but the number
+        self._waiting: deque[_Change] = deque()
+        self._waiting_bytes = 0
+        self._lost = False  # until all before the gap is published
+        self._is_due = False
         self._number = 0
-        self._lost = False
 
     async def start(self, host: str) -> int:
-        """Listen for subscribers; returns the port."""
+        """Listen for subscribers; returns the port.
+
+        Raises:
+            ValueError: other machines can reach the host.
+            OSError: it cannot be listened on.
+        """
+        if host != "localhost" and not ipaddress.ip_address(host).is_loopback:
+            raise ValueError(
+                f"--kv-events: {host} can be reached from other machines, and events have all "
+                "prompts in plain text, for everybody"
+            )
         return await self._publisher.start(host)
 
     async def close(self) -> None:
@@ -58,62 +98,87 @@ class KVEvents:
         await self._publisher.close()
 
     @property
-    def num_subscribers(self) -> int:
-        """Who is connected now."""
-        return self._publisher.num_subscribers
+    def has_subscribers(self) -> bool:
+        """Whether anybody hears what is published now."""
+        return self._publisher.has_subscribers
 
     # mem_cache's `PageListener`, on the engine's thread
 
     def stored(self, before: bytes | None, hashes: bytes, tokens: bytes) -> None:
         """These pages are found from now on."""
-        if not self.num_subscribers:
+        if not self.has_subscribers:
             return
-        self._add(
-            {
-                "type": "BlockStored",
-                "block_hashes": _block_hashes(hashes),
-                "parent_block_hash": None if before is None else _block_hashes(before)[0],
-                "token_ids": array("i", tokens).tolist(),
-                "block_size": self._page_size,
-                "lora_id": None,
-                "lora_name": None,
-                "medium": self._medium,
-            }
-        )
+        page_bytes = self._page_size * 4
+        for first, some in self._parts(hashes):
+            start = first * page_bytes
+            part = tokens[start : start + len(some) // HASH_BYTES * page_bytes]
+            self._add(_Change(some, part, before))
+            before = some[-HASH_BYTES:]
 
     def removed(self, hashes: bytes) -> None:
         """These pages are found no more."""
-        if not self.num_subscribers:
+        if not self.has_subscribers:
             return
-        self._add(
-            {
-                "type": "BlockRemoved",
-                "block_hashes": _block_hashes(hashes),
-                "medium": self._medium,
-            }
-        )
+        for _, some in self._parts(hashes):
+            self._add(_Change(some))
 
-    def _add(self, event: Event) -> None:
-        if len(self._waiting) >= _MOST_WAITING:
-            self._lost = True
-            return
-        self._waiting.append(event)
-        if len(self._waiting) == 1:
+    def _parts(self, hashes: bytes) -> Iterator[tuple[int, bytes]]:
+        """Hashes of at most `_change_pages` pages, and the place of the first of them."""
+        size = self._change_pages * HASH_BYTES
+        for start in range(0, len(hashes), size):
+            yield start // HASH_BYTES, hashes[start : start + size]
+
+    def _add(self, change: _Change) -> None:
+        with self._lock:
+            if self._lost or self._waiting_bytes + change.num_bytes > _MOST_WAITING_BYTES:
+                self._lost = True
+                return
+            self._waiting.append(change)
+            self._waiting_bytes += change.num_bytes
+            wakes, self._is_due = not self._is_due, True
+        if wakes:
             self._call_soon(self._publish)
 
     # On the event loop
 
     def _publish(self) -> None:
-        """Publish what waits, as one batch."""
-        events = []
-        while self._waiting:
-            events.append(self._waiting.popleft())
-        if events:
-            batch = msgpack.packb([time.time(), events, None])
-            self._publisher.publish((b"", self._number.to_bytes(8), batch))
-            self._number += 1
-        if self._lost:
-            self._lost, self._number = False, self._number + 1
+        """Publish some of what waits as one batch, and the rest in later turns."""
+        changes, more, lost = self._take()
+        batch = msgpack.packb([time.time(), [self._event(one) for one in changes], None])
+        self._publisher.publish(self._number.to_bytes(8), batch)
+        self._number += 2 if lost else 1
+        if more:
+            self._call_soon(self._publish)
+
+    def _take(self) -> tuple[list[_Change], bool, bool]:
+        """The next batch, whether more waits, and whether changes were lost after this one."""
+        changes: list[_Change] = []
+        with self._lock:
+            num_bytes = 0
+            while self._waiting and len(changes) < _BATCH_CHANGES and num_bytes < _BATCH_BYTES:
+                changes.append(self._waiting.popleft())
+                num_bytes += changes[-1].num_bytes
+            self._waiting_bytes -= num_bytes
+            more = self._is_due = bool(self._waiting)
+            lost = self._lost and not more
+            self._lost = self._lost and more
+        return changes, more, lost
+
+    def _event(self, change: _Change) -> Event:
+        hashes = _block_hashes(change.hashes)
+        if not change.tokens:
+            return {"type": "BlockRemoved", "block_hashes": hashes, "medium": self._medium}
+        before = change.before
+        return {
+            "type": "BlockStored",
+            "block_hashes": hashes,
+            "parent_block_hash": None if before is None else _block_hashes(before)[0],
+            "token_ids": array("i", change.tokens).tolist(),
+            "block_size": self._page_size,
+            "lora_id": None,
+            "lora_name": None,
+            "medium": self._medium,
+        }
 
 
 def _block_hashes(hashes: bytes) -> list[int]:

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import msgpack
 import numpy as np
+import pytest
 
+from kvrelay.engine.worker import kv_events
 from kvrelay.engine.worker.kv_events import KVEvents
 from kvrelay.mem_cache.prefix_log import PrefixLog
 from kvrelay.mem_cache.radix_tree import RadixTree
 from kvrelay.wire.model_digest import NO_MODEL
 from kvrelay.wire.page_hash import PageHashes
-from tests.net.test_zmq_publisher import Subscriber, until
+from tests.net.zmq_subscriber import subscriber, until
 
 PAGE_SIZE = 4
 
@@ -55,6 +59,20 @@ class Followed:
         assert len(tokens) == self.page_size * len(event["block_hashes"])
 
 
+@contextlib.asynccontextmanager
+async def publishing(
+    call_soon: Callable[..., object] | None = None, host: str = "127.0.0.1"
+) -> AsyncIterator[tuple[KVEvents, RadixTree, int]]:
+    loop = asyncio.get_running_loop()
+    events = KVEvents(PAGE_SIZE, "CPU", call_soon or loop.call_soon_threadsafe)
+    log = PrefixLog(PageHashes(NO_MODEL, PAGE_SIZE), listener=events)
+    try:
+        port = await events.start(host)
+        yield events, RadixTree(PAGE_SIZE, (None,), log=log), port
+    finally:
+        await events.close()
+
+
 def insert(tree: RadixTree, tokens: list[int], namespace: str = "") -> None:
     pages = np.arange(len(tokens) // PAGE_SIZE, dtype=np.int32)
     tree.unlock(tree.insert(np.asarray(tokens, np.int32), [pages], namespace).lock)
@@ -65,39 +83,97 @@ def found(tokens: list[int]) -> set[tuple[int, ...]]:
 
 
 async def test_a_subscriber_knows_what_the_index_has_stored_and_removed() -> None:
-    loop = asyncio.get_running_loop()
-    events = KVEvents(PAGE_SIZE, "CPU", loop.call_soon_threadsafe)
-    port = await events.start("127.0.0.1")
-    log = PrefixLog(PageHashes(NO_MODEL, PAGE_SIZE), listener=events)
-    tree = RadixTree(PAGE_SIZE, (None,), log=log)
-    insert(tree, [9] * 8)  # nobody listens yet
-    subscriber, followed = await Subscriber.connect(port, b""), Followed()
-    await until(lambda: events.num_subscribers == 1)
-    await until(lambda: any(events._publisher._topics.values()))
-    first, second = [1, 2, 3, 4, 5, 6, 7, 8, 1, 1, 1, 1], [1, 2, 3, 4, 5, 6, 7, 8, 2, 2, 2, 2]
+    async with publishing() as (events, tree, port):
+        insert(tree, [9] * 8)  # nobody listens yet
+        followed = Followed()
+        async with asyncio.timeout(20), subscriber(port, b"") as socket:
+            await until(lambda: events.has_subscribers)
+            first, second = [*range(1, 9), 1, 1, 1, 1], [*range(1, 9), 2, 2, 2, 2]
 
-    async def heard(*prompts: list[int]) -> None:
-        followed.take(await asyncio.wait_for(subscriber.message(), 10))
-        assert {*followed.blocks.values()} == set().union(*map(found, prompts))
+            async def heard(*prompts: list[int]) -> None:
+                followed.take(await socket.recv_multipart())
+                assert {*followed.blocks.values()} == set().union(*map(found, prompts))
 
-    await asyncio.to_thread(insert, tree, first)
-    await heard(first)
-    insert(tree, second)
-    await heard(first, second)
-    insert(tree, first, "another tenant")
-    await heard(first, second)
-    assert len(followed.blocks) == 4 + 3
-    tree.forget(np.asarray(second, np.int32), 8)
-    followed.take(await asyncio.wait_for(subscriber.message(), 10))
-    assert len(followed.blocks) == 3 + 3
-    tree.unlock(tree.match(np.asarray(first, np.int32)))
-    tree.evict(0, 99)
-    followed.blocks |= dict.fromkeys(_hashes([9] * 8), ())  # stored before it subscribed
-    followed.take(await asyncio.wait_for(subscriber.message(), 10))
-    assert not followed.blocks
-    subscriber.writer.close()
-    await subscriber.writer.wait_closed()
-    await events.close()
+            await asyncio.to_thread(insert, tree, first)
+            await heard(first)
+            insert(tree, second)
+            await heard(first, second)
+            insert(tree, first, "another tenant")
+            await heard(first, second)
+            assert len(followed.blocks) == 4 + 3
+            tree.forget(np.asarray(second, np.int32), 8)
+            followed.take(await socket.recv_multipart())
+            assert len(followed.blocks) == 3 + 3
+            tree.unlock(tree.match(np.asarray(first, np.int32)))
+            tree.evict(0, 99)
+            followed.blocks |= dict.fromkeys(_hashes([9] * 8), ())  # stored before it subscribed
+            followed.take(await socket.recv_multipart())
+            assert not followed.blocks
+
+
+async def test_much_is_published_in_small_batches_in_turns_of_their_own() -> None:
+    turns: list[Callable[[], object]] = []
+    async with (
+        publishing(turns.append) as (events, tree, port),
+        asyncio.timeout(20),
+        subscriber(port, b"") as socket,
+    ):
+        await until(lambda: events.has_subscribers)
+        prompt = [*range(8_000)]
+        insert(tree, prompt)
+        for number in range(600):
+            insert(tree, [number + 7] * PAGE_SIZE, "another tenant")
+        followed, batches = Followed(), 0
+        while turns:
+            assert len(turns) == 1
+            turns.pop()()
+            message = await socket.recv_multipart()
+            batch = msgpack.unpackb(message[2])[1]
+            assert len(batch) <= 256
+            assert sum(len(event["token_ids"]) for event in batch) <= 32 << 10
+            followed.take(message)
+            batches += 1
+        assert batches > 3
+        assert tuple(prompt) in followed.blocks.values()
+        assert len(followed.blocks) == len(prompt) // PAGE_SIZE + 600
+
+
+async def test_what_waits_is_bounded_by_its_bytes_and_what_is_dropped_shows_by_a_gap(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(kv_events, "_MOST_WAITING_BYTES", 1 << 20)
+    monkeypatch.setattr(kv_events, "_BATCH_BYTES", 1 << 18)
+    turns: list[Callable[[], object]] = []
+    async with (
+        publishing(turns.append) as (events, tree, port),
+        asyncio.timeout(20),
+        subscriber(port, b"") as socket,
+    ):
+        await until(lambda: events.has_subscribers)
+        prompt = [*range(40_000)]
+        insert(tree, prompt)
+        for index in range(4):
+            insert(tree, prompt, f"tenant {index}")
+        assert 1 << 19 < sum(one.num_bytes for one in events._waiting) <= 1 << 20
+        turns.pop()()
+        insert(tree, [5] * 8, "between")  # there is room, but the gap comes first
+        numbers = [int.from_bytes((await socket.recv_multipart())[1])]
+        while turns:
+            turns.pop()()
+            numbers.append(int.from_bytes((await socket.recv_multipart())[1]))
+        assert numbers == [*range(len(numbers))]
+        insert(tree, [6] * 8, "after")
+        turns.pop()()
+        message = await socket.recv_multipart()
+        assert int.from_bytes(message[1]) == len(numbers) + 1
+        assert msgpack.unpackb(message[2])[1][0]["token_ids"] == [6] * 8
+
+
+async def test_a_host_that_other_machines_reach_is_refused() -> None:
+    for host in ("0.0.0.0", "::", "192.168.0.1"):
+        with pytest.raises(ValueError, match="--kv-events"):
+            async with publishing(host=host):
+                pass
 
 
 def _hashes(tokens: list[int]) -> list[int]:

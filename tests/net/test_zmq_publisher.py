@@ -1,157 +1,120 @@
-"""A subscriber of ZeroMQ, byte by byte, and libzmq's own where pyzmq is installed."""
+"""What SUB sockets of libzmq hear, and what bounds those that behave badly."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import importlib.util
-import struct
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 
 import pytest
+import zmq
 
+from kvrelay.net import zmq_publisher
 from kvrelay.net.zmq_publisher import ZmqPublisher
-
-GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x01NULL" + bytes(16) + bytes(32)
-READY = b"\x05READY\x0bSocket-Type" + struct.pack(">I", 3) + b"SUB"
-
-
-class Subscriber:
-    """The other side of ZMTP 3."""
-
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self.reader, self.writer = reader, writer
-
-    @classmethod
-    async def connect(cls, port: int, *topics: bytes) -> Subscriber:
-        made = cls(*await asyncio.open_connection("127.0.0.1", port))
-        made.writer.write(GREETING + bytes([4, len(READY)]) + READY)
-        greeting = await made.reader.readexactly(64)
-        assert greeting[:12] == b"\xff" + bytes(8) + b"\x7f\x03\x00"
-        flags, ready = await made.frame()
-        assert flags == 4
-        assert ready.startswith(b"\x05READY")
-        assert ready.endswith(b"PUB")
-        for topic in topics:
-            made.writer.write(bytes([0, 1 + len(topic), 1]) + topic)
-        return made
-
-    async def frame(self) -> tuple[int, bytes]:
-        (flags,) = await self.reader.readexactly(1)
-        size = struct.unpack(">Q", await self.reader.readexactly(8))[0] if flags & 2 else None
-        size = (await self.reader.readexactly(1))[0] if size is None else size
-        return flags, await self.reader.readexactly(size)
-
-    async def message(self) -> list[bytes]:
-        frames = []
-        while True:
-            flags, body = await self.frame()
-            frames.append(body)
-            if not flags & 1:
-                return frames
+from tests.net.zmq_subscriber import subscriber, until
 
 
 @contextlib.asynccontextmanager
-async def subscriber(port: int, *topics: bytes) -> AsyncIterator[Subscriber]:
-    made = await Subscriber.connect(port, *topics)
+async def publishing(
+    topic: bytes = b"kv-events", host: str = "127.0.0.1"
+) -> AsyncIterator[tuple[ZmqPublisher, int]]:
+    publisher = ZmqPublisher(topic)
     try:
-        yield made
-    finally:
-        made.writer.close()
-        with contextlib.suppress(ConnectionError):
-            await made.writer.wait_closed()
-
-
-@contextlib.asynccontextmanager
-async def publishing(most_unread_bytes: int = 1 << 20) -> AsyncIterator[tuple[ZmqPublisher, int]]:
-    publisher = ZmqPublisher(most_unread_bytes)
-    try:
-        yield publisher, await publisher.start("127.0.0.1")
+        yield publisher, await publisher.start(host)
     finally:
         await publisher.close()
 
 
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(10):
-        while not condition():
-            await asyncio.sleep(0.005)
-
-
-def subscribed(publisher: ZmqPublisher) -> int:
-    return sum(map(len, publisher._topics.values()))
-
-
-async def test_messages_go_to_those_who_subscribed_to_their_beginning() -> None:
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "::1"])
+async def test_messages_go_to_those_who_subscribed_to_their_topic(host: str) -> None:
+    connected = f"[{host}]" if ":" in host else "127.0.0.1"
     async with (
         asyncio.timeout(20),
-        publishing() as (publisher, port),
-        subscriber(port, b"") as everything,
-        subscriber(port, b"kv", b"other") as some,
+        publishing(host=host) as (publisher, port),
+        subscriber(port, b"", host=connected) as everything,
     ):
-        await until(lambda: subscribed(publisher) == 3)
-        publisher.publish((b"no", b"1"))
-        publisher.publish((b"kv-events", bytes(300), b"last"))
-        assert await everything.message() == [b"no", b"1"]
-        assert await everything.message() == [b"kv-events", bytes(300), b"last"]
-        assert await some.message() == [b"kv-events", bytes(300), b"last"]
-        some.writer.write(bytes([0, 3, 0]) + b"kv")
-        await until(lambda: subscribed(publisher) == 2)
-        publisher.publish((b"kv-events", b""))
-        publisher.publish((b"others", b""))
-        assert await some.message() == [b"others", b""]
-        some.writer.close()
-        await until(lambda: publisher.num_subscribers == 1)
+        await until(lambda: publisher.has_subscribers)
+        async with subscriber(port, b"kv", b"other", host=connected) as some:
+            await until(lambda: len(publisher._topics) == 3)
+            publisher.publish(bytes(70_000), b"last")
+            for socket in (everything, some):
+                assert await socket.recv_multipart() == [b"kv-events", bytes(70_000), b"last"]
+            everything.setsockopt(zmq.UNSUBSCRIBE, b"")
+            await until(lambda: publisher._topics == {b"kv", b"other"})
+            some.setsockopt(zmq.UNSUBSCRIBE, b"kv")
+            await until(lambda: publisher._topics == {b"other"})
+            assert not publisher.has_subscribers
+        await until(lambda: not publisher._topics)
 
 
 async def test_a_subscriber_that_does_not_read_misses_messages_and_keeps_nobody_waiting() -> None:
     async with (
         asyncio.timeout(30),
         publishing() as (publisher, port),
-        subscriber(port, b"") as lazy,
+        subscriber(port, b"", most_unread=2) as lazy,
     ):
-        await until(lambda: subscribed(publisher) == 1)
-        missed = sum(publisher.publish((bytes(1 << 20),)) for _ in range(64))
-        assert 0 < missed < 64
-        for _ in range(64 - missed):
-            await lazy.message()
-        await until(lambda: publisher.publish((b"again",)) == 0)
-        assert (await lazy.message())[-1] == b"again"
+        await until(lambda: publisher.has_subscribers)
+        for number in range(400):
+            publisher.publish(number.to_bytes(2), bytes(1 << 18))
+        heard = 0
+        while (number := int.from_bytes((await lazy.recv_multipart())[1])) == heard:
+            heard += 1
+            if heard % 16 == 0:
+                publisher.publish((1 << 15).to_bytes(2))
+        assert 0 < heard < 400
+        assert number == 1 << 15
 
 
-@pytest.mark.parametrize(
-    "greeting",
-    [
-        b"GET / HTTP/1.1\r\n".ljust(64),
-        GREETING.replace(b"NULL", b"CURV"),
-        GREETING + b"\0\x09hello",
-    ],
-)
-async def test_whoever_speaks_something_else_is_hung_up_on(greeting: bytes) -> None:
-    async with asyncio.timeout(20), publishing() as (publisher, port):
-        reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        writer.write(greeting.ljust(80, b"\0"))
-        with contextlib.suppress(ConnectionError):
-            while await reader.read(100):
-                pass
-        assert publisher.num_subscribers == 0
-        writer.close()
-        with contextlib.suppress(ConnectionError):
-            await writer.wait_closed()
+async def test_whoever_speaks_something_else_disturbs_nobody() -> None:
+    async with (
+        asyncio.timeout(20),
+        publishing() as (publisher, port),
+        subscriber(port, b"") as good,
+    ):
+        await until(lambda: publisher.has_subscribers)
+        for garbage in (b"GET / HTTP/1.1\r\n\r\n", bytes(1000), b"\xff" * 1000):
+            _, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(garbage)
+            with contextlib.suppress(ConnectionError):
+                await writer.drain()
+            publisher.publish(b"still")
+            assert await good.recv_multipart() == [b"kv-events", b"still"]
+            writer.close()
+            with contextlib.suppress(ConnectionError):
+                await writer.wait_closed()
+        assert publisher._topics == {b""}
 
 
-@pytest.mark.skipif(importlib.util.find_spec("zmq") is None, reason="pyzmq is not installed")
-async def test_libzmq_subscribes() -> None:
-    zmq = importlib.import_module("zmq")
-    context = zmq.Context()
-    socket = context.socket(zmq.SUB)
-    socket.setsockopt(zmq.LINGER, 0)
-    socket.setsockopt(zmq.RCVTIMEO, 10_000)
-    async with publishing() as (publisher, port):
-        socket.connect(f"tcp://127.0.0.1:{port}")
-        socket.setsockopt(zmq.SUBSCRIBE, b"kv")
-        await until(lambda: subscribed(publisher) == 1)
-        publisher.publish((b"kv-events", bytes(70_000), b"x"))
-        received = await asyncio.to_thread(socket.recv_multipart)
-        assert received == [b"kv-events", bytes(70_000), b"x"]
-    socket.close()
-    context.term()
+async def test_long_topics_are_refused() -> None:
+    async with (
+        asyncio.timeout(20),
+        publishing() as (publisher, port),
+        subscriber(port, bytes(10_000)),
+        subscriber(port, b"short"),
+    ):
+        await until(lambda: publisher._topics == {b"short"})
+
+
+async def test_with_too_many_topics_it_listens_anew_and_subscribers_come_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(zmq_publisher, "_MOST_TOPICS", 20)
+    async with (
+        asyncio.timeout(20),
+        publishing() as (publisher, port),
+        subscriber(port, b"") as good,
+    ):
+        await until(lambda: publisher.has_subscribers)
+        first = publisher._socket
+        async with subscriber(port, *(bytes([number]) for number in range(30))):
+            await until(lambda: publisher._socket is not first)
+        reading = asyncio.ensure_future(good.recv_multipart())  # libzmq then subscribes again
+        await until(lambda: publisher._topics == {b""})
+        publisher.publish(b"again")
+        assert await reading == [b"kv-events", b"again"]
+
+
+async def test_a_host_of_another_machine_cannot_be_listened_on() -> None:
+    with pytest.raises(OSError, match=r"192\.0\.2\.1"):
+        async with publishing(host="192.0.2.1"):
+            pass
