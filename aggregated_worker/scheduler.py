@@ -129,12 +129,17 @@ class AggregatedScheduler:
             self._end_early(request, RequestEnd(EndReason.RETRACTED), Outcome.RETRACTED)
 
     def load(self) -> WorkerLoad:
-        """Count requests, prompt tokens that are not computed, and expected growth."""
-        prompts = {r: r.input_len for r in self._waiting} | self._computing.tokens_left
+        """Count requests, prompt tokens that are not computed, and expected growth.
+
+        What is expected to be cached takes room, and need not be computed.
+        """
+        left = self._computing.tokens_left
+        to_hold = [request.input_len for request in self._waiting]
+        uncached = {r: r.input_len - r.expected_cached_len for r in self._waiting}
         return self._context.measure_load(
             waiting_requests=len(self._waiting),
-            waiting_tokens=sum(prompts.values()),
-            prompts=prompts,
+            waiting_tokens=sum(to_hold) + sum(left.values()),
+            prompts=uncached | left,
             growth_tokens=self._growth.total_tokens(self._running),
         )
 

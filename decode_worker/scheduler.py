@@ -175,16 +175,21 @@ class DecodeScheduler:
             self._requests.end_early(request, outcome, RequestEnd(EndReason.RETRACTED))
 
     def load(self) -> WorkerLoad:
-        """Count requests, prompt tokens that are not here yet, and expected growth."""
+        """Count requests, prompt tokens that are not here yet, and expected growth.
+
+        What is expected to be cached takes room, and need not be computed.
+        """
         requests = self._context.requests.values()
         to_read = [r.input_len for r in requests if r.peer and not r.kv_written_len]
-        waiting = {r: r.input_len for r in requests if not r.peer and r.wants_memory}
-        prompts = waiting | self._steps.computing.tokens_left
+        waiting = [r for r in requests if not r.peer and r.wants_memory]
+        to_hold = [r.input_len for r in waiting]
+        uncached = {r: r.input_len - r.expected_cached_len for r in waiting}
+        left = self._steps.computing.tokens_left
         return self._context.measure_load(
             waiting_requests=len(requests) - len(self._running),
-            waiting_tokens=sum(to_read) + sum(prompts.values()),
+            waiting_tokens=sum(to_read) + sum(to_hold) + sum(left.values()),
             growth_tokens=self._growth.total_tokens(self._running),
-            prompts=prompts,
+            prompts=uncached | left,
             peers=self._probes.values(),
         )
 

@@ -22,7 +22,7 @@ class PromptQueue:
     sent: Sequence[int] = ()
     """Tokens of each prompt that was sent to the worker since then."""
     backlog_tokens: float = math.inf
-    """No more than these are left to compute."""
+    """No more than these are left to compute, of all in `by_size`."""
 
     @property
     def by_size(self) -> Sequence[int]:

@@ -17,6 +17,7 @@ from kvrelay.router.failed_forwards import FORWARD_FAILURES
 from kvrelay.router.generation import Submission
 from kvrelay.router.known_prefixes import KnownPrefixes, PromptMarks
 from kvrelay.router.ranking import Candidate
+from kvrelay.router.sent_prompts import SentPrompt, SentPrompts
 from kvrelay.v1 import worker_pb2, worker_pb2_grpc
 from kvrelay.wire.load import WorkerLoad, WorkerStatus
 from kvrelay.wire.messages import ATTACH_REQUEST, ENGINE_OUTPUTS
@@ -54,19 +55,11 @@ class _Submitted:
     """An attempt that the worker has not ended and that was not cancelled."""
 
     listener: Listener
-    input_tokens: int
-    """Of the backlog: to a prefill worker what is cached there, as is expected, is none."""
+    prompt: SentPrompt
     marks: PromptMarks
     """Of the prompt's prefixes, which the worker is expected to have."""
     open_choices: set[int]
     """Its choices that the worker has not ended."""
-    started: bool = False
-    """The worker has sent a token of it, or an end: its input is no longer in the backlog."""
-
-    @property
-    def waiting_tokens(self) -> int:
-        """Its input, as long as that is in the backlog."""
-        return 0 if self.started else self.input_tokens
 
 
 class WorkerLink:
@@ -119,11 +112,7 @@ class WorkerLink:
         self._on_expected_hit = on_expected_hit
         self._submitted: dict[tuple[str, int], _Submitted] = {}
         self._commands: asyncio.Queue[worker_pb2.AttachRequest | None] = asyncio.Queue()
-        # Prompt tokens since the last load came: sent, which that load may count or not, and begun.
-        self._sent_since_load = 0
-        self._sent_prompts: list[int] = []  # of those, each that goes before an ordinary one
-        self._begun_since_load = 0
-        self._waiting_tokens = 0  # the sum of those of all that was submitted
+        self._sent = SentPrompts()
 
     @property
     def draining(self) -> bool:
@@ -162,13 +151,12 @@ class WorkerLink:
             cached = min(self._prefixes.hit_tokens(incarnation, marks), input_tokens - 1)
             self._prefixes.expect(incarnation, marks)
             self._on_expected_hit(role, cached)
-        if role is WorkerRole.PREFILL:  # elsewhere what is cached takes room as the rest does
-            input_tokens -= cached
-        self._submitted[key] = _Submitted(listener, input_tokens, marks, set(submission.choices))
-        self._sent_since_load += input_tokens
-        if submission.request.priority <= 0 and prefill is None:  # else another one computes it
-            self._sent_prompts.append(input_tokens)
-        self._waiting_tokens += input_tokens
+        # On a worker that generates, what is cached takes room as the rest does.
+        room_tokens = input_tokens - cached * (role is WorkerRole.PREFILL)
+        computed_first = submission.request.priority <= 0 and prefill is None
+        prompt = SentPrompt(room_tokens, (input_tokens - cached) * computed_first)
+        self._submitted[key] = _Submitted(listener, prompt, marks, set(submission.choices))
+        self._sent.send(prompt)
         command = submission.to_worker(role, prefill, cached)
         self._commands.put_nowait(_message(command))
         self._on_change(self)
@@ -180,10 +168,8 @@ class WorkerLink:
         """
         submitted = self._submitted.pop((request_id, attempt), None)
         if submitted is not None:
-            self._waiting_tokens -= submitted.waiting_tokens
-            self._prefixes.settle(self.endpoint.incarnation, submitted.marks)
             self._commands.put_nowait(_cancel(request_id, attempt))
-            self._on_change(self)
+            self._forget(submitted)
 
     def ask_to_end(self, request_id: str, attempt: int) -> None:
         """Tells the worker to abort the attempt; its listener still hears how it ends there."""
@@ -192,20 +178,15 @@ class WorkerLink:
 
     @property
     def candidate(self) -> Candidate:
-        """The worker and its load, for placement.
-
-        The backlog is what the last load reported and what was sent since, less what has begun
-        since. That load may have been on its way when something was sent before it came, so the
-        backlog is at least what this router has sent and no output came for.
-        """
-        pending = self.load.waiting_tokens + self._sent_since_load
+        """The worker and its load, for placement; see `SentPrompts`."""
+        reported = self.load.waiting_tokens
         return Candidate(
             worker=self.endpoint.name,
             incarnation=self.endpoint.incarnation,
             pool_tokens=self.endpoint.pool_tokens,
             load=self.load,
-            backlog_tokens=max(pending - self._begun_since_load, self._waiting_tokens),
-            pending_tokens=max(pending, self._waiting_tokens),
+            backlog_tokens=self._sent.waiting_room(reported),
+            pending_tokens=self._sent.pending_room(reported),
             num_requests=max(
                 self.load.waiting_requests + self.load.running_requests, len(self._submitted)
             ),
@@ -214,8 +195,8 @@ class WorkerLink:
     @property
     def prompt_queue(self) -> PromptQueue:
         """The prompts that the worker has to compute, for estimates."""
-        backlog = self.candidate.backlog_tokens
-        return PromptQueue(self.endpoint.role, self.load, self._sent_prompts, backlog)
+        backlog = self._sent.waiting_work(sum(self.load.prompts_by_size))
+        return PromptQueue(self.endpoint.role, self.load, self._sent.since_load, backlog)
 
     async def run(self) -> None:
         """Attaches to the worker, again after every break, until cancelled."""
@@ -279,8 +260,7 @@ class WorkerLink:
             kept |= {peer.incarnation: peer for peer in step.peers}
             peers = tuple(kept.values())
         self.load = replace(step.load, peers=peers)
-        self._sent_since_load = self._begun_since_load = 0
-        self._sent_prompts = []
+        self._sent.take_load()
         self._reported_draining |= self.load.draining
 
     def _dispatch(self, output: RequestOutput) -> None:
@@ -292,28 +272,27 @@ class WorkerLink:
             if output.end is not None and output.end.cause in FORWARD_FAILURES:
                 self._on_killed(output)
             return
-        if not submitted.started and (output.tokens or output.end):
-            self._begin(submitted)
+        if not submitted.prompt.started and (output.tokens or output.end):
+            self._sent.begin(submitted.prompt)
+            self._on_change(self)
         if output.end is not None:
             submitted.open_choices.discard(output.key.choice)
         if not submitted.open_choices:
             del self._submitted[key]
-            self._prefixes.settle(self.endpoint.incarnation, submitted.marks)
+            self._forget(submitted)
         submitted.listener.on_output(self.endpoint.role, output)
 
-    def _begin(self, submitted: _Submitted) -> None:
-        """An attempt's input leaves the backlog."""
-        self._waiting_tokens -= submitted.input_tokens
-        self._begun_since_load += submitted.input_tokens
-        submitted.started = True
+    def _forget(self, submitted: _Submitted) -> None:
+        """An attempt is over here."""
+        self._sent.end(submitted.prompt)
+        self._prefixes.settle(self.endpoint.incarnation, submitted.marks)
         self._on_change(self)
 
     def _end_stream(self, detail: str) -> None:
         lost, self._submitted = self._submitted, {}
         self.load, self.ready = WorkerLoad(), False
-        self._sent_since_load = self._begun_since_load = self._waiting_tokens = 0
+        self._sent = SentPrompts()
         self._prefixes.forget(self.endpoint.incarnation)
-        self._sent_prompts = []
         self._on_change(self)
         for (_, attempt), submitted in lost.items():
             submitted.listener.on_lost(attempt, self.endpoint, detail)

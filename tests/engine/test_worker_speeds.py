@@ -8,11 +8,13 @@ from typing import Any
 import pytest
 
 from kvrelay.engine.executor.step import Step, StepEnded
-from kvrelay.engine.scheduler.commands import Attach
+from kvrelay.engine.scheduler.commands import Attach, Submit
 from kvrelay.engine.scheduler.outbox import RouterLink
 from kvrelay.wire.load import WorkerLoad
+from kvrelay.wire.request import RequestKey, StopConditions
 from kvrelay.wire.speeds import StepSpeeds, StepWork
 from tests.engine.simulation import Simulation, SimWorker
+from tests.engine.simulation.model import GREEDY
 
 TRUTH = StepSpeeds(
     seconds_per_step=0.004,
@@ -129,3 +131,15 @@ def test_prompts_that_wait_are_reported_by_size(aggregated: bool):
     assert load.waiting_tokens == sum(load.prompts_by_size) + 9
     simulation.run()
     assert latest_load(link).prompts_by_size == ()
+
+
+@pytest.mark.parametrize("aggregated", [False, True])
+def test_what_is_expected_to_be_cached_takes_room_and_no_work(aggregated: bool):
+    """Of an aggregated worker, and of a decode worker that computes a prompt itself."""
+    simulation = Simulation(0, page_size=4, pages=64, rows=8, chunk=16, aggregated=aggregated)
+    worker, key = simulation.decodes[0], RequestKey("router", "a", 1, 0)
+    stops = StopConditions(max_tokens=4)
+    submit = Submit(RouterLink("router"), key, tuple(range(50)), 50, GREEDY, stops)
+    worker.scheduler.submit(replace(submit, cached_tokens=40))
+    load = worker.scheduler.load()
+    assert (load.waiting_tokens, load.prompts_by_size) == (50, (0, 0, 0, 10))

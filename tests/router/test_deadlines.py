@@ -8,9 +8,10 @@ import re
 from typing import Any
 
 import grpc
+import pytest
 
 from kvrelay.router.callers import ANYBODY
-from kvrelay.router.config import RouterConfig
+from kvrelay.router.config import PlacementMode, RouterConfig
 from kvrelay.v1 import inference_pb2 as pb
 from kvrelay.v1 import worker_pb2
 from kvrelay.wire.page_hash import PageHashes
@@ -82,6 +83,37 @@ async def test_prompts_count_that_were_sent_since_the_load_came(cluster: Cluster
     assert "(100 s for the prompts before, 100 s for this one)" in str(error.details())
     first.cancel()
     await until(lambda: len(cluster.prefill.cancels) == 1)
+
+
+async def test_prompts_that_have_left_do_not_count_though_no_load_came(cluster: Cluster) -> None:
+    await report(cluster, cluster.prefill)
+    first = generate(cluster, None, tokens=100)
+    await cluster.prefill.submitted()
+    first.cancel()
+    await until(lambda: len(cluster.prefill.cancels) == 1)
+    cluster.count()
+    assert len((await collect(generate(cluster, 60, tokens=100))).token_ids) == 8
+
+
+@pytest.mark.parametrize("adaptive", [False, True])
+async def test_of_prompts_that_were_sent_only_what_is_not_cached_counts(
+    config: RouterConfig, *, adaptive: bool
+) -> None:
+    if adaptive:
+        config = dataclasses.replace(config, placement=PlacementMode.ADAPTIVE)
+    async with running(config, "decode-0" if adaptive else "aggregated-0") as cluster:
+        [worker] = cluster.workers
+        await with_prefix(worker, 300)
+        await report(cluster, worker)
+        calls = [generate(cluster, None, tokens=300) for _ in range(5)]
+        await worker.submitted(5)
+        error = await status_of(generate(cluster, 10, tokens=300))
+        ahead, own = 5 * (300 - 256), 300 - 256
+        said = f"({ahead} s for the prompts before, {own} s for this one)"
+        assert said in str(error.details())
+        for call in calls:
+            call.cancel()
+        await until(lambda: len(worker.cancels) == 5)
 
 
 async def test_prompts_of_less_priority_do_not_count(cluster: Cluster) -> None:

@@ -116,10 +116,46 @@ async def test_what_has_begun_leaves_the_backlog_before_the_next_load_says_so() 
         await until(lambda: len(heard.outputs) == 2)
         assert link.candidate.backlog_tokens == 30
         link.cancel("b", 1)
-        assert link.candidate.backlog_tokens == 30  # until the load says that it has gone
+        assert link.candidate.backlog_tokens == 0
+        assert link.candidate.pending_tokens == 30
         worker.send(worker_pb2.AttachResponse(load=load()))
-        await until(lambda: link.candidate.backlog_tokens == 0)
-        assert link.candidate.pending_tokens == 0
+        await until(lambda: link.candidate.pending_tokens == 0)
+
+
+@pytest.mark.parametrize("ends", ["unbegun", "with a token", "cancelled", "cancelled, begun"])
+async def test_what_comes_and_goes_without_a_load_leaves_nothing(ends: str) -> None:
+    worker, heard = ScriptedWorker("aggregated-0", WorkerRole.AGGREGATED), Heard()
+    async with running(worker) as link:
+        await until(lambda: link.ready)
+        before = link.candidate, link.prompt_queue
+        link.submit(submission("a", 30), heard)
+        assert link.candidate.backlog_tokens == sum(link.prompt_queue.by_size) == 30
+        submit, end = await worker.submitted(), END(reason=END.REASON_STOP)
+        match ends:
+            case "unbegun":
+                worker.say(submit, end=end)
+            case "with a token":
+                worker.say(submit, 0, (5,), end=end)
+            case "cancelled, begun":
+                worker.say(submit, 0, (5,))
+        if ends != "cancelled":
+            await until(lambda: len(heard.outputs) == 1)
+        link.cancel("a", 1)
+        assert (link.candidate, link.prompt_queue) == before
+
+
+async def test_what_ends_after_a_load_counts_for_nothing_either() -> None:
+    worker, heard = ScriptedWorker("aggregated-0", WorkerRole.AGGREGATED), Heard()
+    async with running(worker) as link:
+        await until(lambda: link.ready)
+        link.submit(submission("a", 30), heard)
+        worker.send(worker_pb2.AttachResponse(load=load(waiting_tokens=50)))
+        await until(lambda: link.load.waiting_tokens == 50)
+        link.submit(submission("b", 7), heard)
+        link.cancel("a", 1)  # of the 50, or not
+        assert link.candidate.backlog_tokens == 57
+        link.cancel("b", 1)
+        assert link.candidate.backlog_tokens == 50
 
 
 def told(number: int, *prompt_tokens: int, begins: bool = False) -> worker_pb2.AttachResponse:
