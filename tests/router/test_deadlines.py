@@ -212,6 +212,10 @@ async def test_while_workers_are_missing_it_waits(config: RouterConfig) -> None:
         async with asyncio.timeout(5):
             while await cluster.metric("kvrelay_requests_waiting_for_workers{") != 1:
                 await asyncio.sleep(0.01)
+        attached = len(coming.hellos)
+        cluster.discovery.replace([busy.endpoint, coming.endpoint], [cluster.decode.endpoint])
+        await until(lambda: len(coming.hellos) > attached)
+        await report(cluster, coming)
         cluster.list_workers()
         assert (await collect(call)).token_ids == COUNTED
         assert (len(busy.submits), len(coming.submits)) == (0, 1)
