@@ -14,7 +14,9 @@ share a head of keys and values. A tile is `ROWS` of them, a strip at most `TILE
 else one float32. Only weights are rounded to them, as in torch's fused attention.
 
 Blocks begin at the same tokens of a sequence in every tile, and what a row does not see
-adds exactly nothing: its result depends neither on the chunk nor on what is beside it.
+adds exactly nothing if it is finite: its result depends neither on the chunk nor on what
+is beside it. A value that is not finite also reaches the earlier rows of its tile, as 0
+times it is NaN; a key that is not reaches none.
 """
 
 from __future__ import annotations

@@ -46,7 +46,7 @@ def row_functions(
     inner = {config.intermediate_size}
     inner |= {one.moe_intermediate_size for one in experts}
     inner |= {one.shared_intermediate_size for one in experts}
-    for size in sorted(inner):
+    for size in sorted(inner - {0}):  # 0: experts without a shared one
         yield RowFunction("the activation", activate, (plain(2 * size),))
     for weight_dtype in {dtype, torch.float32}:
         ones = partial(torch.ones, dtype=weight_dtype)

@@ -8,7 +8,12 @@ import pytest
 import torch
 
 from kvrelay.model_runner.layers import elementwise as elementwise_layer
-from kvrelay.model_runner.layers.elementwise import CpuElementwise, Elementwise, TorchElementwise
+from kvrelay.model_runner.layers.elementwise import (
+    CpuElementwise,
+    Elementwise,
+    TorchElementwise,
+    make_elementwise,
+)
 from kvrelay.model_runner.layers.linear import PackedLinear, PlainLinear
 
 COMPILED, PLAIN = CpuElementwise(), TorchElementwise()
@@ -109,3 +114,17 @@ def test_threads_share_rows(
     monkeypatch.setattr(elementwise_layer, "SHARED_ELEMENTS", 1)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
     assert torch.equal(operation(CpuElementwise(), x), expected)
+
+
+def methods_of(kind: type) -> set[str]:
+    return {name for name in dir(kind) if not name.startswith("_")}
+
+
+@pytest.mark.parametrize("batch_invariant", [False, True])
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_every_implementation_has_every_operation(
+    dtype: torch.dtype, device: str, batch_invariant: bool
+) -> None:
+    made = make_elementwise(dtype, torch.device(device), batch_invariant)
+    assert methods_of(Elementwise) <= methods_of(type(made))

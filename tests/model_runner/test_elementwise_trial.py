@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -52,6 +53,16 @@ def test_all_that_a_model_computes(
     config = read_config(models.folder(name))
     for what, function, rows in row_functions(config, elementwise, dtype):
         assert is_rowwise(function, rows), what
+
+
+def test_experts_without_a_shared_one(models: Models) -> None:
+    config = read_config(models.folder("deepseek-v3-experts"))
+    layers = tuple(
+        replace(one, moe=one.moe and replace(one.moe, shared_intermediate_size=0))
+        for one in config.layers
+    )
+    elementwise = make_elementwise(torch.float32, CPU, batch_invariant=True)
+    try_elementwise(replace(config, layers=layers), elementwise, torch.float32)
 
 
 @pytest.mark.parametrize("size", SIZES)

@@ -21,7 +21,7 @@ from kvrelay.model_runner.attention import cpu_attention
 from kvrelay.model_runner.attention.cpu_attention import CpuAttention
 from kvrelay.model_runner.batch import ForwardBatch
 from kvrelay.model_runner.config.query_heads import QueryHeads
-from kvrelay.model_runner.kernels.lanes import has_bfloat16_products
+from kvrelay.model_runner.kernels.lanes import ROWS, has_bfloat16_products
 from tests.model_runner.test_attention import (
     agrees_with_torch,
     make_batch,
@@ -164,6 +164,26 @@ def test_nan_is_not_hidden_and_does_not_spread() -> None:
     got = CpuAttention(pool, heads).plan(batch, batch.page_tables[0]).attend(0, rows)
     assert got[40].isnan().all()
     assert not torch.cat((got[:40], got[41:])).isnan().any()
+
+
+@pytest.mark.usefixtures("units")
+@pytest.mark.parametrize("broken", [torch.inf, -torch.inf, torch.nan])
+@pytest.mark.parametrize("part", ["key", "value"])
+def test_what_is_not_finite_reaches_no_earlier_tile(part: str, broken: float) -> None:
+    """A value reaches the rows of its own tile; a key only those that see it."""
+    geometry = KVGeometry(1, 1, 8, torch.bfloat16, 4)
+    heads = QueryHeads(1, 8, 1.0)
+    batch = make_batch([(100, 100)], geometry, 25)
+    torch.manual_seed(0)
+    pool, rows = KVPool(geometry, 25, torch.device("cpu")), make_rows(batch, geometry, heads)
+    attention, at = CpuAttention(pool, heads), ROWS + 2
+    expected = attention.plan(batch, batch.page_tables[0]).attend(0, rows)
+    rows[at, 1 if part == "key" else 2, 3] = broken
+    got = attention.plan(batch, batch.page_tables[0]).attend(0, rows)
+    reached = at if part == "key" else ROWS
+    assert torch.equal(got[:reached], expected[:reached])
+    # A row may have no weight for a key whose score is infinite.
+    assert part == "key" or not got[at].isfinite().all()
 
 
 @pytest.mark.usefixtures("units")
