@@ -7,6 +7,7 @@ large as they are. Other C libraries have no such settings, and stay as they are
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ctypes
 from typing import Any, Final
 
@@ -21,7 +22,7 @@ def return_large_blocks() -> None:
     This holds for the whole process. Otherwise the first such block that is freed has glibc keep
     those of up to 32 MiB, between others, in one heap for each few threads.
     """
-    mallopt = _c_function("mallopt")
+    mallopt = _c_function("mallopt", ctypes.c_int, ctypes.c_int)
     if mallopt is not None:
         mallopt(_MMAP_THRESHOLD, LARGE_BYTES)
 
@@ -34,7 +35,7 @@ class Trimmer:
     """
 
     def __init__(self) -> None:
-        self._trim = _c_function("malloc_trim")
+        self._trim = _c_function("malloc_trim", ctypes.c_size_t)
         self._is_due = False
 
     def trim_soon(self) -> None:
@@ -44,13 +45,14 @@ class Trimmer:
             asyncio.get_running_loop().call_later(TRIM_SECONDS, self._begin)
 
     def _begin(self) -> None:
-        trimming = asyncio.get_running_loop().run_in_executor(None, self._trim, 0)
-        trimming.add_done_callback(self._ended)
-
-    def _ended(self, _: asyncio.Future[Any]) -> None:
-        self._is_due = False
+        self._is_due = False  # what is freed from now on, this time may miss
+        with contextlib.suppress(RuntimeError):  # the loop ends: its threads take no more work
+            asyncio.get_running_loop().run_in_executor(None, self._trim, 0)
 
 
-def _c_function(name: str) -> Any:
+def _c_function(name: str, *argtypes: type[Any]) -> Any:
     """A function of the C library, which lets other threads run; None: it has none."""
-    return getattr(ctypes.CDLL(None), name, None)
+    function = getattr(ctypes.CDLL(None), name, None)
+    if function is not None:
+        function.argtypes = argtypes
+    return function

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+import ctypes
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+
+from kvrelay.net import allocator
 
 HEAD = """
 import asyncio, ctypes, psutil
@@ -51,3 +56,42 @@ asyncio.run(asyncio.wait_for(until_trimmed(), 20))
 def test_freed_memory_goes_back_to_the_system(body: str) -> None:
     """In a process of its own, since this one's heap has a history."""
     subprocess.run([sys.executable, "-c", HEAD + body], check=True, timeout=60)
+
+
+class CountingTrimmer(allocator.Trimmer):
+    """Counts, in place of the C library."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trims = 0
+        self._trim = self.trim
+
+    def trim(self, _: int) -> None:
+        self.trims += 1
+
+
+def test_it_trims_again_after_it_was_refused_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(allocator, "TRIM_SECONDS", 0.0)
+
+    async def trim_twice() -> None:
+        loop, trimmer = asyncio.get_running_loop(), CountingTrimmer()
+        refusing = ThreadPoolExecutor(1)
+        refusing.shutdown()
+        loop.set_default_executor(refusing)
+        errors: list[object] = []
+        loop.set_exception_handler(lambda _, context: errors.append(context))
+        trimmer.trim_soon()
+        await asyncio.sleep(0.01)
+        loop.set_default_executor(ThreadPoolExecutor(1))
+        async with asyncio.timeout(10):
+            while not trimmer.trims:
+                trimmer.trim_soon()
+                await asyncio.sleep(0.005)
+        assert not errors
+
+    asyncio.run(trim_twice())
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc")
+def test_the_c_functions_take_their_own_types() -> None:
+    assert allocator.Trimmer()._trim.argtypes == (ctypes.c_size_t,)
