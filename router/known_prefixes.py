@@ -25,7 +25,8 @@ PromptMarks: TypeAlias = Mapping[PageHashes, tuple[int, ...]]
 They are of one tenant and salt, and so match no other's."""
 
 NO_MARKS: Final[PromptMarks] = {}
-_CLEANED_AT_ONCE: Final = 1024
+_CLEANED_AT_ONCE: Final = 4096
+"""As many as an update stores at most: cleaning keeps up."""
 _HASHED_AT_ONCE: Final = 256
 """Pages, before another thread gets its turn: hashing such short pieces keeps Python's lock."""
 
@@ -43,6 +44,13 @@ class _Worker:
     """An update was missed: it was asked to tell all anew."""
     marks: dict[int, bool] = field(default_factory=dict)
     """Whether it has told them itself; else they are expected."""
+    expected: dict[int, int] = field(default_factory=dict)
+    """Of those: for how many prompts that have not ended."""
+
+    def drop(self, mark: int) -> bool:
+        """Has a mark no more; returns whether it had it."""
+        self.expected.pop(mark, None)
+        return self.marks.pop(mark, None) is not None
 
 
 class KnownPrefixes:
@@ -72,6 +80,10 @@ class KnownPrefixes:
     def num_entries(self) -> int:
         """What is remembered; from any thread."""
         return self._num_entries
+
+    def pages_of(self, num_tokens: int) -> int:
+        """The pages that `marks_of` hashes, about a microsecond each; from any thread."""
+        return sum(num_tokens // hashes.page_size for hashes in self._hashes.values())
 
     def marks_of(self, input_ids: Sequence[int], namespace: str) -> PromptMarks:
         """The marks of a prompt, for the workers that are known now; from any thread.
@@ -104,7 +116,7 @@ class KnownPrefixes:
             self._add(worker, mark, told=True)
         for mark in update.removed:
             self._remove(worker, mark)
-        self._clean(len(update.stored))
+        self._clean()
         return False
 
     def forget(self, incarnation: str) -> None:
@@ -113,11 +125,10 @@ class KnownPrefixes:
         if worker is None:
             return
         self._role_masks[worker.role] &= ~worker.bit
-        del self._by_bit[worker.bit]
         self._forgotten.append(worker)
         in_use = {one.hashes for one in self._workers.values()}
         self._hashes = {key: one for key, one in self._hashes.items() if one in in_use}
-        self._clean(0)
+        self._clean()
 
     # What the router has sent
 
@@ -128,16 +139,23 @@ class KnownPrefixes:
             return
         marks = prompt.get(worker.hashes, ())
         for mark in reversed(marks):  # so that the end of a prefix is forgotten before its start
+            worker.expected[mark] = worker.expected.get(mark, 0) + 1
             self._add(worker, mark, told=False)
-        self._clean(len(marks))
+        self._clean()
 
     def settle(self, incarnation: str, prompt: PromptMarks) -> None:
-        """A prompt has ended on a worker: what it has not told by now is not there."""
+        """A prompt has ended on a worker.
+
+        What it has not told by now is not there, unless another prompt stands for it.
+        """
         worker = self._workers.get(incarnation)
         if worker is None:
             return
         for mark in prompt.get(worker.hashes, ()):
-            if worker.marks.get(mark) is False:
+            count = worker.expected.pop(mark, 1) - 1
+            if count:
+                worker.expected[mark] = count
+            elif worker.marks.get(mark) is False:
                 self._remove(worker, mark)
 
     # What placement asks
@@ -218,18 +236,14 @@ class KnownPrefixes:
 
     def _forget_oldest(self) -> None:
         mark, mask = self._masks.popitem(last=False)
-        for worker in self._forgotten:
-            if worker.marks.pop(mark, None) is not None:
-                mask ^= worker.bit
-                self._num_entries -= 1
         while mask:
             bit = mask & -mask
             mask ^= bit
-            del self._by_bit[bit][1].marks[mark]
+            self._by_bit[bit][1].drop(mark)
             self._num_entries -= 1
 
     def _remove(self, worker: _Worker, mark: int) -> None:
-        if worker.marks.pop(mark, None) is not None:
+        if worker.drop(mark):
             self._clear_bit(worker, mark)
 
     def _clear_bit(self, worker: _Worker, mark: int) -> None:
@@ -240,9 +254,9 @@ class KnownPrefixes:
         else:
             del self._masks[mark]
 
-    def _clean(self, marks: int) -> None:
-        """Goes on to remove what forgotten workers had: more than was added meanwhile."""
-        left = 2 * marks + _CLEANED_AT_ONCE
+    def _clean(self) -> None:
+        """Goes on to remove what forgotten workers had."""
+        left = _CLEANED_AT_ONCE
         while self._forgotten and left > 0:
             worker = self._forgotten[-1]
             while worker.marks and left > 0:
@@ -250,6 +264,7 @@ class KnownPrefixes:
                 self._clear_bit(worker, mark)
                 left -= 1
             if not worker.marks:
+                del self._by_bit[worker.bit]
                 self._free_bits.append(worker.bit)
                 self._forgotten.pop()
 

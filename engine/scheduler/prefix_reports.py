@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Final
+from collections.abc import Sequence
+from typing import Final, TypeAlias
 
 from kvrelay.engine.scheduler.outbox import RouterLink
 from kvrelay.mem_cache.prefix_index import PrefixChanges, PrefixIndex
 from kvrelay.wire.prefixes import PrefixUpdate
 
-_MARKS_AN_UPDATE: Final = 1 << 16
-"""Half a MiB; a longer report goes in several updates."""
-_MOST_UNREAD: Final = 256
+Marks: TypeAlias = tuple[int, ...]
+
+_MARKS_AN_UPDATE: Final = 1 << 12
+"""A router's event loop takes a few milliseconds for them; a longer report goes in several."""
+_MOST_UNREAD: Final = 1024
 """Messages: a router that leaves more unread is told no changes, but all anew once it has read."""
 
 
@@ -60,10 +62,13 @@ class PrefixReports:
             return self._all(link)
         if changes is None:
             return ()
-        self._told[link] = told + 1
-        return (
-            PrefixUpdate(told, self._page_size, stored=changes.stored, removed=changes.removed),
-        )
+        parts: list[tuple[Marks, Marks]] = [(part, ()) for part in _parts(changes.stored)]
+        parts += [((), part) for part in _parts(changes.removed)]
+        self._told[link] = told + len(parts)
+        return [
+            PrefixUpdate(number, self._page_size, stored=stored, removed=removed)
+            for number, (stored, removed) in enumerate(parts, told)
+        ]
 
     def _all(self, link: RouterLink) -> Sequence[PrefixUpdate]:
         """All that is found now, from update 0 on; nothing if the index does not tell."""
@@ -72,13 +77,13 @@ class PrefixReports:
             return ()
         updates = [
             PrefixUpdate(number, self._page_size, begins=not number, stored=part)
-            for number, part in enumerate(_parts(marks))
+            for number, part in enumerate(_parts(marks) or [()])
         ]
         self._told[link] = len(updates)
         return updates
 
 
-def _parts(marks: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-    """At least one part, even if there are no marks."""
-    for start in range(0, max(len(marks), 1), _MARKS_AN_UPDATE):
-        yield marks[start : start + _MARKS_AN_UPDATE]
+def _parts(marks: Marks) -> list[Marks]:
+    """Of `_MARKS_AN_UPDATE` each; none if there are no marks."""
+    starts = range(0, len(marks), _MARKS_AN_UPDATE)
+    return [marks[start : start + _MARKS_AN_UPDATE] for start in starts]

@@ -123,6 +123,27 @@ def test_too_many_changes_are_told_as_a_whole_in_several_updates(
     assert router[1].begun == 2
 
 
+def test_many_changes_are_told_in_several_updates(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefix_reports, "_MARKS_AN_UPDATE", 4)
+    index, router = Index(), (RouterLink("router"), Told())
+    index.store(*range(10))
+    index.reports.attach(router[0])
+    assert index.tell(router=router) == 3
+    index.tree.evict(0, 10)
+    index.store(*range(20, 29))
+    updates = index.reports.take()[router[0]]
+    assert [(len(one.stored), len(one.removed)) for one in updates] == [
+        *((4, 0), (4, 0), (1, 0), (0, 4), (0, 4), (0, 2))
+    ]
+    for update in updates:
+        router[1].take(update)
+    index.store(30)
+    assert index.tell(router=router) == 1
+    assert router[1].marks == index.marks
+    assert len(index.marks) == 10
+    assert router[1].begun == 1
+
+
 async def test_a_router_that_does_not_read_is_told_all_once_it_does(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -134,6 +134,55 @@ def test_a_prompt_is_expected_where_it_was_sent_until_its_attempt_ends() -> None
     assert known.hits(1, 2, 3) == {"a": 2}
 
 
+def test_a_prompt_that_ends_leaves_what_another_one_stands_for() -> None:
+    known = Known(1000, A)
+    long, short = (known.marks_of(prompt_of(*range(pages)), "") for pages in (10, 6))
+    known.expect("a", long)
+    known.expect("a", short)
+    known.settle("a", long)
+    assert known.hits(*range(10)) == {"a": 6}
+    known.settle("a", short)
+    assert known.hits(*range(10)) == {}
+    assert known.num_entries == 0
+    assert not known._workers["a"].expected
+
+
+def test_no_call_removes_much_of_workers_that_are_gone() -> None:
+    known = Known(1 << 20, *(workers := [info_of(f"w{index}") for index in range(8)]))
+    for index, worker in enumerate(workers):
+        known.tell(worker, [*range(index * 10_000, index * 10_000 + 20_000)])
+    left = known.num_entries
+    for worker in workers[:7]:
+        known.forget(worker.incarnation)
+        assert left - known.num_entries <= 4096
+        left = known.num_entries
+    for start in range(200_000, 400_000, 4096):
+        known.tell(workers[7], [*range(start, start + 4096)])
+        removed = left + 4096 - known.num_entries
+        assert 0 <= removed <= 4096
+        left = known.num_entries
+    assert {*known._masks} == {*known._workers["w7"].marks}
+    assert [*known._by_bit.values()] == [("w7", known._workers["w7"])]
+
+
+def test_what_is_left_of_a_worker_that_is_gone_is_forgotten_like_the_rest() -> None:
+    known = Known(10_000, A, B)
+    known.tell(A, [*range(10_000)])
+    known.forget("a")
+    known.tell(B, [*range(20_000, 40_000)])
+    assert known.num_entries == 10_000
+    known.tell(B, [*range(40_000, 44_096)])
+    assert {*known._masks} == {*known._workers["b"].marks}
+    assert known.num_entries == len(known._masks) == 10_000
+
+
+def test_pages_are_counted_for_each_way_to_hash() -> None:
+    known = Known(1000, A)
+    assert known.pages_of(1000) == 15
+    known.take(B, PrefixUpdate(0, 1, True))
+    assert known.pages_of(1000) == 1015
+
+
 def test_after_a_gap_a_worker_is_asked_once_and_heard_when_it_begins_anew() -> None:
     known = Known(1000, A)
     known.tell(A, marks(1))
@@ -206,7 +255,7 @@ def test_in_random_use_it_knows_what_was_told_and_what_is_expected(seed: int) ->
             sent = [(to, what) for to, what in sent if to != name]
             known.forget(name)
             known.tell(workers[name], marks(*pages), begins=True)
-        elif chance < 0.85 and not any(to == name for to, _ in sent):
+        elif chance < 0.85:
             sent.append((name, pages))
             known.expect(name, prompt)
         elif sent:
