@@ -80,8 +80,9 @@ class WorkerOptions:
     kv_events: bool = option(
         False,
         "Each worker publishes which pages its prefix index stores and removes, in vLLM's form "
-        "over ZeroMQ, on a port of its own that `kvrelay status --json` shows. Prompts are in it: "
-        "whoever reaches the port reads those of all tenants.",
+        "over ZeroMQ, on a port of its own on loopback. `kvrelay status --json` shows it, if there "
+        "are tokens only to the right admin. Prompts are in it: whoever reaches the port reads "
+        "those of all tenants.",
         Section.MEMORY,
     )
     growth_min: float = option(

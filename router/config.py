@@ -119,8 +119,8 @@ class RouterOptions:
     prefix_index_entries: int = option(
         1 << 18,
         "The router remembers which workers have which cached prefixes: at most so many entries, "
-        "each for 64 tokens (or for a page, if that is larger) on one worker. 0: it places "
-        "requests by load alone.",
+        "each for 64 tokens (or for a page, if that is larger) on one worker. All workers share "
+        "them: give more for many workers or much KV. 0: it places requests by load alone.",
         Section.REQUESTS,
         at_least=0,
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvrelay.wire.speeds import UNMEASURED, StepSpeeds
 from kvrelay.wire.worker_info import WorkerRole
@@ -153,3 +153,8 @@ class WorkerStatus:
     """Why it gets no requests; empty if it gets some."""
     kv_events_address: str = ""
     """Where it publishes KV events; empty if it does not."""
+
+    def for_tenants(self) -> WorkerStatus:
+        """Without what tells of other tenants' prompts."""
+        load = replace(self.load, reused_share=0.0)
+        return replace(self, load=load, kv_events_address="")

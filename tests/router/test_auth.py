@@ -23,12 +23,15 @@ from kvrelay.router.discovery import StaticDiscovery
 from kvrelay.router.errors import StartError, UnknownWorker
 from kvrelay.router.router import Router
 from kvrelay.router.token_file import read_tokens
+from kvrelay.text.tokenizer import load_tokenizer
 from kvrelay.v1 import admin_pb2, admin_pb2_grpc, inference_pb2_grpc, worker_pb2
 from kvrelay.v1 import inference_pb2 as pb
+from kvrelay.wire.worker_info import WorkerInfo, WorkerRole
 from tests.certificates import Authority
 from tests.known import known
 
 from .cluster import collect, running, status_of
+from .scripted_worker import ScriptedWorker
 
 TOKENS = "# alice\nalpha-1\n\n  beta_2==  \n"
 OK = grpc.StatusCode.OK
@@ -238,6 +241,43 @@ async def test_each_service_takes_its_own_right(config: RouterConfig, tmp_path: 
             assert (await outcome(*drain))[0] is UNAUTHENTICATED
     finally:
         await router.stop()
+
+
+class Publishing(ScriptedWorker):
+    """Publishes KV events, and has found a prefix in its index."""
+
+    @property
+    def endpoint(self) -> WorkerInfo:
+        return replace(super().endpoint, kv_events_address="127.0.0.1:9")
+
+
+async def test_what_tells_of_all_tenants_is_shown_to_admins(config: RouterConfig, tmp_path: Path):
+    path = tmp_path / "tokens.toml"
+    path.write_text(RIGHTS)
+    worker = Publishing("aggregated-0", WorkerRole.AGGREGATED)
+    worker.first_load.reused_share = 0.5
+    tokenizer = load_tokenizer(config.model_path).sha256
+    worker.model = replace(worker.model, tokenizer=tokenizer)
+    await worker.start()
+    router = Router(replace(config, auth_token_file=path), StaticDiscovery([worker.endpoint]))
+    await router.start()
+    await asyncio.wait_for(router.wait_ready(), 5)
+    try:
+        async with grpc.aio.insecure_channel(router.grpc_address) as channel:
+            stub = inference_pb2_grpc.InferenceServiceStub(channel)
+            for token, expected in (("may-generate", ("", 0)), ("may-drain", ("127.0.0.1:9", 0.5))):
+                by, seen = bearer(token), []
+                for answer in (
+                    await stub.GetServerInfo(pb.GetServerInfoRequest(), metadata=by),
+                    await stub.GetLoads(pb.GetLoadsRequest(), metadata=by),
+                ):
+                    [shown] = answer.workers
+                    assert shown.load.pools[0].free == 64
+                    seen.append((shown.kv_events_address, shown.load.reused_share))
+                assert seen == [expected] * 2
+    finally:
+        await router.stop()
+        await worker.stop()
 
 
 async def test_operators_have_a_listener_of_their_own(config: RouterConfig):
