@@ -50,8 +50,10 @@ class Grants:
         """Reserve memory for the requests that want some, in turn; grant or compute them.
 
         Prefill workers take turns: the one with the fewest grants ahead is next. This worker
-        counts as one that has none ahead. A request whose prefix is being read, or computed,
-        for another one waits for that.
+        counts as one that has none ahead: one prompt of its own goes before all that a prefill
+        worker asks for which has a grant ahead, however old, until that one computes what it was
+        granted. A request whose prefix is being read, or computed, for another one waits for
+        that.
         """
         live = self._context.requests.values()
         waiting = [r for r in live if r.wants_memory]

@@ -97,7 +97,7 @@ class StepSpeeds:
             rows: what the step computes beside the prompt.
             context: tokens of the prompt before those.
             most: tokens of the prompt that the step may compute at all.
-            backlog_tokens: of all prompts that wait to be computed.
+            backlog_tokens: of prompts, that the worker is still to compute.
             itl_target: seconds that the step may take; None: as follows from steps without prompts.
         """
         bound = itl_target or self._default_bound(rows, backlog_tokens)
@@ -118,6 +118,5 @@ class StepSpeeds:
         return max(_IDLE_STEPS * idle, _OWN_STEPS * own, min(for_backlog, _MOST_IDLE_STEPS * idle))
 
 
-NO_WORK = StepWork()
 UNMEASURED = StepSpeeds()
 """Of a worker that has measured nothing yet."""

@@ -34,7 +34,10 @@ class PrefillHandOver:
         self._announced_pages = 0
         self._has_begun = False
         self.is_held = False
-        """The decode side has been asked, and lets the request wait for another one."""
+        """The decode side has let the request wait for another one, and has not granted it yet.
+
+        It does not tell when that wait is over and the request waits for memory.
+        """
 
     @property
     def is_announced(self) -> bool:

@@ -8,12 +8,17 @@ announced untouched exactly while the stream lives.
 
     prefill side                                decode side
     QUEUED     --- Ask ------------------------>  OPEN -> ASKED
+    ASKED      <-- Held ------------------------  ASKED     (waits for another request)
     ASKED      <-- Grant -----------------------  GRANTED   (whole prompt reserved)
+    GRANTED    --- Begun ---------------------->  GRANTED   (the first chunk is computed)
     GRANTED    --- Announce (pages of a chunk) >  GRANTED   (reads them)
     ANNOUNCED  --- Announce (.., first token) ->  ANNOUNCED (reads the rest)
                <-- Done (sums of pages) --------  READ      (every read ended well)
     VERIFYING                                               (only if there are sums)
     RELEASED   --- Released(valid) ------------>  VALID     (may be activated)
+
+`Held` comes only if the grant has to wait for the prefix of another request, `Begun` only if
+nothing was announced before.
 
 Either side may leave at any point: the prefill side by `Ended`, the decode
 side by closing the stream.

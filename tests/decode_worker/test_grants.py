@@ -9,7 +9,7 @@ from kvrelay.engine.scheduler.commands import Wake
 from kvrelay.kv_transfer.hand_over.states import DecodeState
 from kvrelay.prefill_worker.prompt_queue import ASK_AHEAD
 from tests.engine.simulation import SimRequest, Simulation, SimWorker, reference
-from tests.engine.test_scenarios import random_prompts
+from tests.engine.test_scenarios import random_prompts, step_until
 
 
 class Watched:
@@ -120,5 +120,24 @@ def test_those_that_wait_for_a_prefix_keep_no_other_request_waiting() -> None:
     slow.inbox.post(Wake())
     simulation.run()
     for request in [first, *waiting]:
+        assert request.output == reference(request.prompt, 4)
+    simulation.assert_at_baseline()
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_asks_are_granted_under_a_steady_stream_of_local_prompts(seed: int) -> None:
+    """Two of these always wait for memory, of which there is too little."""
+    simulation = Simulation(seed, 4, 40, 8, 16, workers=1)
+    asked = [simulation.submit(prompt, 4) for prompt in random_prompts(seed, 6, 60)]
+    simulation.local = 1.0
+    stream: list[SimRequest] = []
+    for prompt in random_prompts(seed + 9, 60, 60):
+        stream.append(simulation.submit(prompt, 4))
+        step_until(simulation, lambda: sum(not one.output for one in stream) < 3)
+        if all(request.output for request in asked):
+            break
+    assert all(request.output for request in asked), len(stream)
+    simulation.run()
+    for request in [*asked, *stream]:
         assert request.output == reference(request.prompt, 4)
     simulation.assert_at_baseline()
