@@ -71,7 +71,8 @@ class DeadlineCheck:
         self, request: GenerationRequest, demand: Demand, link: WorkerLink, speeds: StepSpeeds
     ) -> ExpectedPrompt:
         """What the prompt is expected to take there, with these speeds if none are known."""
-        cached = self._fleet.prefixes.hit_tokens(link.endpoint.incarnation, demand.marks)
+        marks = demand.reusable_on(link.endpoint.role)
+        cached = self._fleet.prefixes.hit_tokens(link.endpoint.incarnation, marks)
         queue = link.prompt_queue
         if not queue.load.speeds.prompts_known:
             queue = replace(queue, load=replace(queue.load, speeds=speeds))

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Set
 from dataclasses import dataclass, field
 
-from kvrelay.router.generation import GenerationRequest
-from kvrelay.router.known_prefixes import PromptMarks
+from kvrelay.router.generation import GenerationRequest, in_full_on
+from kvrelay.router.known_prefixes import NO_MARKS, PromptMarks
 from kvrelay.router.ranking import Candidate
 from kvrelay.wire.worker_info import WorkerRole
 
@@ -23,20 +23,34 @@ class Demand:
     """Incarnations that earlier attempts have failed with: chosen only if there is no other."""
     marks: PromptMarks = field(default_factory=dict)
     """Of the prompt: who has its prefixes is preferred to others that are about as loaded."""
+    in_full_on: Set[WorkerRole] = frozenset()
+    """The roles whose workers reuse nothing for the prompt, if they compute it."""
     computed_by: str = ""
     """The one incarnation that may compute the prompt; empty: any may."""
     failed_by: WorkerRole | None = None
     """Whose computing the prompt has failed, perhaps: the other role is to compute it."""
 
     @classmethod
-    def of(cls, request: GenerationRequest, emitted: int = 0) -> Demand:
-        """Of an attempt at a request, by which an earlier one has emitted so many tokens."""
-        input_tokens = len(request.input_ids) + emitted
-        return cls(input_tokens, request.total_tokens, marks=request.marks)
+    def of(cls, request: GenerationRequest) -> Demand:
+        """Of the first attempt at a request."""
+        in_full = in_full_on(request.params.prompt_logprobs)
+        return cls.of_retry(request, 0, in_full)
+
+    @classmethod
+    def of_retry(
+        cls, request: GenerationRequest, emitted: int, in_full_on: Set[WorkerRole]
+    ) -> Demand:
+        """Of an attempt at a request, by which earlier ones have emitted so many tokens."""
+        tokens = len(request.input_ids) + emitted
+        return cls(tokens, request.total_tokens, marks=request.marks, in_full_on=in_full_on)
 
     def tokens_of(self, role: WorkerRole) -> int:
         """Tokens that a worker of a role comes to hold for it."""
         return self.input_tokens if role is WorkerRole.PREFILL else self.total_tokens
+
+    def reusable_on(self, role: WorkerRole) -> PromptMarks:
+        """The marks of what a worker of this role need not compute, if it computes the prompt."""
+        return NO_MARKS if role in self.in_full_on else self.marks
 
     def may_be_computed_by(self, worker: Candidate) -> bool:
         """Whether the worker may compute the prompt."""

@@ -186,8 +186,8 @@ class Fleet:
 
     def _side(self, link: WorkerLink, demand: Demand) -> Side:
         cached = 0
-        if demand.marks:
-            cached = self.prefixes.hit_tokens(link.endpoint.incarnation, demand.marks)
+        if marks := demand.reusable_on(link.endpoint.role):
+            cached = self.prefixes.hit_tokens(link.endpoint.incarnation, marks)
         return Side(link.prompt_queue, cached, link.candidate.num_requests)
 
     def _unavailable(self, shortage: Shortage) -> Unavailable:

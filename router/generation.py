@@ -46,6 +46,18 @@ class GenerationRequest:
         return len(self.input_ids) + self.params.stops.max_tokens
 
 
+def in_full_on(
+    prompt_logprobs: int | None, alone: Set[WorkerRole] = frozenset()
+) -> Set[WorkerRole]:
+    """The roles whose workers reuse nothing for a prompt, if they compute it.
+
+    Args:
+        prompt_logprobs: as a `Submission`'s: the whole prompt is to be scored for them.
+        alone: as a `Submission`'s: what others computed may be why a forward has failed there.
+    """
+    return frozenset(WorkerRole) if prompt_logprobs is not None else alone
+
+
 @dataclass(frozen=True, slots=True)
 class Submission:
     """One attempt at some choices of a request, as its workers are told of it.
@@ -83,6 +95,11 @@ class Submission:
     def input_ids(self) -> tuple[int, ...]:
         """All that is to be computed before the next token."""
         return (*self.request.input_ids, *self.emitted)
+
+    @property
+    def in_full_on(self) -> Set[WorkerRole]:
+        """The roles whose workers reuse nothing for its prompt, if they compute it."""
+        return in_full_on(self.prompt_logprobs, self.alone)
 
     def to_worker(
         self, role: WorkerRole, prefill: WorkerInfo | None, cached_tokens: int = 0

@@ -28,7 +28,7 @@ from kvrelay.router.errors import AlreadyExists, DeadlineExceeded, InternalFailu
 from kvrelay.router.events import Completion
 from kvrelay.router.failover import Failover, Retry
 from kvrelay.router.fleet import Placement
-from kvrelay.router.generation import GenerationRequest, Submission
+from kvrelay.router.generation import GenerationRequest, Submission, in_full_on
 from kvrelay.router.metrics import (
     PLACEMENTS,
     RESUBMISSIONS,
@@ -284,7 +284,8 @@ class LiveRequest:
     async def _retry(self, choices: range, retry: Retry) -> None:
         with self._ending_with_its_errors():
             await asyncio.sleep(retry.pause_seconds)
-            demand = Demand.of(self.request, len(self._emitted(choices)))
+            in_full = in_full_on(self._stream.prompt_logprobs_due, self._failover.alone(choices))
+            demand = Demand.of_retry(self.request, len(self._emitted(choices)), in_full)
             placement = await self._failover.place(demand, retry.detail)
             self._submit(choices, placement)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Final, Generic, TypeVar
 
@@ -145,7 +145,8 @@ class Placer:
         return shortage
 
     def _best_to_compute(self, role: WorkerRole, demand: Demand) -> Iterator[Candidate]:
-        """Those of `_best` that may compute the prompt."""
+        """The workers of a role that can compute the prompt of a request, the best first."""
+        demand = replace(demand, marks=demand.reusable_on(role))
         return filter(demand.may_be_computed_by, self._best(role, demand))
 
     def _best(self, role: WorkerRole, demand: Demand) -> Iterator[Candidate]:

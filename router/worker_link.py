@@ -145,12 +145,10 @@ class WorkerLink:
         """Sends an attempt to the worker, which must be ready. Does not block."""
         assert self.ready, f"{self.endpoint.name} is not ready"
         key = (submission.request_id, submission.attempt)
-        marks, incarnation = submission.request.marks, self.endpoint.incarnation
-        role, input_tokens, cached = self.endpoint.role, len(submission.input_ids), 0
+        role, input_tokens = self.endpoint.role, len(submission.input_ids)
+        marks, cached = submission.request.marks, 0
         if marks:
-            cached = min(self._prefixes.hit_tokens(incarnation, marks), input_tokens - 1)
-            self._prefixes.expect(incarnation, marks)
-            self._on_expected_hit(role, cached)
+            cached = self._expect(submission, computes=prefill is None)
         # On a worker that generates, what is cached takes room as the rest does.
         room_tokens = input_tokens - cached * (role is WorkerRole.PREFILL)
         computed_first = submission.request.priority <= 0 and prefill is None
@@ -160,6 +158,17 @@ class WorkerLink:
         command = submission.to_worker(role, prefill, cached)
         self._commands.put_nowait(_message(command))
         self._on_change(self)
+
+    def _expect(self, submission: Submission, *, computes: bool) -> int:
+        """Expects the prompt to be here; returns how much of it is to be reused, as is expected."""
+        role, incarnation = self.endpoint.role, self.endpoint.incarnation
+        marks, cached = submission.request.marks, 0
+        if not computes or role not in submission.in_full_on:
+            known = self._prefixes.hit_tokens(incarnation, marks)
+            cached = min(known, len(submission.input_ids) - 1)
+            self._on_expected_hit(role, cached)
+        self._prefixes.expect(incarnation, marks)
+        return cached
 
     def cancel(self, request_id: str, attempt: int) -> None:
         """Tells the worker to abort the attempt; does nothing if it has ended there.

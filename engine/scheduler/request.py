@@ -49,7 +49,7 @@ class Request:
     namespace: str = ""
     """The part of the prefix index in which its prefix is found and left."""
     expected_cached_len: int = 0
-    """Tokens of its input that its router expects in the prefix index; they are no load."""
+    """Tokens of its input that its router expects in the prefix index: no load, if reusable."""
     arrived: float = field(default_factory=time.monotonic)
     """When a router took it, by this worker's clock."""
     received: float = field(default_factory=time.monotonic)
@@ -78,6 +78,7 @@ class Request:
 
     def __post_init__(self) -> None:
         self.input_ids = np.asarray(self.token_ids(0, self.input_len), np.int32)
+        self.expected_cached_len = min(self.expected_cached_len, self.reusable_len)
         self.most_tokens = len(self.prompt_ids) + self.stops.max_tokens - 1
 
     @classmethod
@@ -99,7 +100,7 @@ class Request:
             speculate=command.speculate,
             priority=command.priority,
             namespace=command.namespace,
-            expected_cached_len=min(command.cached_tokens, len(command.input_ids) - 1),
+            expected_cached_len=command.cached_tokens,
             arrived=command.arrived,
             **more,
         )

@@ -143,3 +143,27 @@ def test_what_is_expected_to_be_cached_takes_room_and_no_work(aggregated: bool):
     worker.scheduler.submit(replace(submit, cached_tokens=40))
     load = worker.scheduler.load()
     assert (load.waiting_tokens, load.prompts_by_size) == (50, (0, 0, 0, 10))
+
+
+class Expecting(Simulation):
+    """Its router expects so many tokens of each prompt in the prefix index."""
+
+    expected_tokens = 40
+
+    def send(self, worker: SimWorker, command: Submit) -> None:
+        super().send(worker, replace(command, cached_tokens=self.expected_tokens))
+
+
+@pytest.mark.parametrize(
+    ("more", "waiting"), [({}, 10), ({"prompt_logprobs": 1}, 50), ({"alone": True}, 50)]
+)
+def test_what_is_expected_in_the_prefix_index_is_load_if_all_is_computed(
+    more: dict[str, Any], waiting: int
+):
+    simulation = Expecting(0, page_size=4, pages=64, rows=8, chunk=16, workers=1)
+    [worker] = simulation.prefills
+    link = watch(worker)
+    simulation.submit_choices(1, list(range(50)), 1, **more)
+    worker.turn()
+    assert latest_load(link).waiting_tokens == waiting
+    simulation.run()

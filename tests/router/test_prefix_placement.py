@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from typing import Any
 
 import pytest
 
@@ -12,7 +13,7 @@ from kvrelay.v1 import worker_pb2
 from kvrelay.wire.page_hash import PageHashes
 
 from .cluster import Cluster, collect, running
-from .scripted_worker import ScriptedWorker, until
+from .scripted_worker import END, ScriptedWorker, broken, count_prefill, until
 
 PAGE_SIZE = 16
 PROMPT = [5] * 200
@@ -44,19 +45,18 @@ async def told(cluster: Cluster, entries: int) -> None:
     await until(lambda: prefixes.num_entries == entries and len(prefixes._workers) == 4)
 
 
-async def generate(cluster: Cluster, salt: str = "") -> tuple[str, str]:
+async def generate(cluster: Cluster, salt: str = "", **params: Any) -> tuple[str, str]:
     """A request with the prompt; returns who computed it and who generated."""
     before = [len(worker.submits) for worker in cluster.workers]
     request = pb.GenerateRequest(
         input_ids=pb.TokenIds(ids=PROMPT),
-        sampling_params=pb.SamplingParams(max_tokens=4),
+        sampling_params=pb.SamplingParams(max_tokens=4, **params),
         cache_salt=salt,
     )
     streamed = await collect(cluster.stub.Generate(request))
     assert len(streamed.token_ids) == 4
     took = [w.name for w, n in zip(cluster.workers, before, strict=True) if len(w.submits) > n]
-    prefill, decode = took
-    return prefill, decode
+    return took[0], took[-1]
 
 
 async def test_a_prompt_goes_where_its_prefix_was_told_to_be(pairs: Cluster) -> None:
@@ -70,6 +70,38 @@ async def test_a_prompt_goes_where_its_prefix_was_told_to_be(pairs: Cluster) -> 
     assert last == [0, 192, 0, 192]
     assert await pairs.metric("kvrelay_expected_hit_tokens_total") == 2 * 192
     assert await pairs.metric("kvrelay_prefix_entries") == 6
+
+
+async def test_who_has_a_prompt_that_is_to_be_scored_is_not_preferred_to_compute_it(
+    pairs: Cluster,
+) -> None:
+    for worker in pairs.workers:
+        if worker.name.endswith("1"):
+            tell(worker, 1)
+    await told(pairs, 6)
+    assert await generate(pairs, prompt_logprobs=1) == ("prefill-0", "decode-1")
+    last = {worker.name: worker.submits[-1].cached_tokens for worker in pairs.workers[::3]}
+    assert last == {"prefill-0": 0, "decode-1": 192}
+    assert await pairs.metric("kvrelay_expected_hit_tokens_total") == 192
+    assert await generate(pairs, salt="other", prompt_logprobs=1) == ("prefill-0", "decode-0")
+
+
+async def test_of_a_prompt_that_is_computed_alone_nothing_counts_as_cached(pairs: Cluster) -> None:
+    alone: list[tuple[str, bool, int]] = []
+
+    async def fail_first(worker: ScriptedWorker, submit: worker_pb2.SubmitRequest) -> None:
+        alone.append((worker.name, submit.alone, submit.cached_tokens))
+        if len(alone) == 1:
+            worker.say(submit, end=broken(END.CAUSE_FORWARD_FAILED))
+        else:
+            await count_prefill(worker, submit)
+
+    for worker in pairs.workers[:2]:
+        worker.on_submit = fail_first
+        tell(worker, 1)
+    await told(pairs, 6)
+    await generate(pairs)
+    assert alone == [("prefill-0", False, 192), ("prefill-1", True, 0)]
 
 
 async def test_what_another_salt_has_attracts_nobody(pairs: Cluster) -> None:
