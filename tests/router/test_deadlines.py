@@ -256,6 +256,40 @@ async def test_a_slow_idle_worker_leaves_a_prompt_to_a_fast_busy_one(config: Rou
         assert (len(slow.submits), len(fast.submits)) == (0, 1)
 
 
+async def test_a_worker_that_has_measured_nothing_is_taken_to_be_as_fast_as_others(
+    config: RouterConfig,
+) -> None:
+    async with running(config, "prefill-0", "prefill-1", "decode-0") as cluster:
+        cluster.count()
+        measured, new = cluster.workers[:2]
+        await report(cluster, measured)
+        waits = {"waiting_tokens": 50, "prompts_by_size": [0] * 5 + [50]}
+        await report(cluster, new, speeds=pb.StepSpeeds(), **waits)
+        assert len((await collect(generate(cluster, 60, tokens=100))).token_ids) == 8
+        assert (len(measured.submits), len(new.submits)) == (1, 0)
+
+
+async def test_a_sooner_worker_that_no_decode_worker_reads_from_is_not_taken(
+    config: RouterConfig,
+) -> None:
+    async with running(config, "prefill-0", "prefill-1", "decode-0") as cluster:
+        cluster.count()
+        slow, refused = cluster.workers[:2]
+        speeds = pb.StepSpeeds(seconds_per_token=0.001, chunk_tokens=512, prompts_known=True)
+        await report(cluster, refused, speeds=speeds)
+        await report(cluster, slow)
+        refusal = pb.PeerTransfer(incarnation=refused.incarnation, refusal="too slow")
+        cluster.decode.send(worker_pb2.AttachResponse(load=load(), peers=[refusal]))
+        async with asyncio.timeout(5):
+            while not any(
+                one.load.peers
+                for one in (await cluster.stub.GetLoads(pb.GetLoadsRequest())).workers
+            ):
+                await asyncio.sleep(0.005)
+        assert len((await collect(generate(cluster, 60, tokens=100))).token_ids) == 8
+        assert (len(slow.submits), len(refused.submits)) == (1, 0)
+
+
 async def test_the_soonest_of_all_workers_is_what_a_refusal_tells(config: RouterConfig) -> None:
     async with running(config, "prefill-0", "prefill-1", "decode-0") as cluster:
         slow, sooner = cluster.workers[:2]
