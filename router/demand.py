@@ -52,6 +52,10 @@ class Demand:
         """The marks of what a worker of this role need not compute, if it computes the prompt."""
         return NO_MARKS if role in self.in_full_on else self.marks
 
+    def trusts(self, worker: Candidate) -> bool:
+        """Whether no earlier attempt has failed with the worker."""
+        return worker.incarnation not in self.suspects
+
     def may_be_computed_by(self, worker: Candidate) -> bool:
         """Whether the worker may compute the prompt."""
         return self.computed_by in ("", worker.incarnation)

@@ -10,8 +10,9 @@ from __future__ import annotations
 import random
 import time
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Final, TypeAlias
 
 from kvrelay.wire.model_digest import ModelDigest
@@ -160,13 +161,20 @@ class KnownPrefixes:
 
     # What placement asks
 
-    def longest(self, role: WorkerRole, prompt: PromptMarks, most_workers: int) -> dict[str, int]:
+    def longest(
+        self,
+        role: WorkerRole,
+        prompt: PromptMarks,
+        most_workers: int,
+        may_be: Callable[[str], bool] = lambda incarnation: True,
+    ) -> dict[str, int]:
         """The workers of a role that have the longest prefixes of a prompt, and their tokens.
 
         Args:
             role: of the workers.
             prompt: its marks.
             most_workers: of those that have as long a prefix as each other, random ones.
+            may_be: whether an incarnation may be among them.
         """
         found: dict[str, int] = {}
         for hashes, marks in prompt.items():
@@ -177,7 +185,8 @@ class KnownPrefixes:
                     break
                 here = self._masks[marks[length - 1]] & mask
                 mask &= ~here
-                for incarnation in self._incarnations(here, most_workers - len(found)):
+                wanted = filter(may_be, self._incarnations(here))
+                for incarnation in islice(wanted, most_workers - len(found)):
                     found[incarnation] = length * hashes.mark_tokens
         return found
 
@@ -200,14 +209,13 @@ class KnownPrefixes:
                 high = middle - 1
         return low
 
-    def _incarnations(self, mask: int, most: int) -> Iterator[str]:
-        """Some of the workers of a mask."""
+    def _incarnations(self, mask: int) -> Iterator[str]:
+        """The workers of a mask, from a random one on."""
         start = random.randrange(mask.bit_length())  # noqa: S311 (no secret)
         for part in (mask >> start << start, mask & ((1 << start) - 1)):
-            while part and most:
+            while part:
                 bit = part & -part
                 part ^= bit
-                most -= 1
                 yield self._by_bit[bit][0]
 
     # The marks

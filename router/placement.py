@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Final, Generic, TypeVar
@@ -10,34 +10,14 @@ from typing import Final, Generic, TypeVar
 from kvrelay.router.affinity import Affinity
 from kvrelay.router.demand import Demand
 from kvrelay.router.known_prefixes import KnownPrefixes
-from kvrelay.router.ranking import Candidate, Ranking, Score
+from kvrelay.router.ranking import Candidate, Ranking
+from kvrelay.router.scores import score
 from kvrelay.wire.load import WorkerLoad
 from kvrelay.wire.worker_info import WorkerRole
 
 ItemT = TypeVar("ItemT")
 
 
-def _prefill_score(one: Candidate) -> Score:
-    """The shortest backlog is best."""
-    return (one.backlog_tokens,)
-
-
-def _decode_score(one: Candidate) -> Score:
-    """The most headroom is best, then the fewest running requests."""
-    return (-one.headroom_tokens, one.load.running_requests)
-
-
-def _aggregated_score(one: Candidate) -> Score:
-    """The most headroom is best, then the shortest backlog."""
-    return (-one.headroom_tokens, one.backlog_tokens)
-
-
-_SCORES: Final[Mapping[WorkerRole, Callable[[Candidate], Score]]] = {
-    WorkerRole.PREFILL: _prefill_score,
-    WorkerRole.DECODE: _decode_score,
-    WorkerRole.AGGREGATED: _aggregated_score,
-}
-"""By a worker alone. `Affinity` weighs some candidates of a ranking by the request, too."""
 _NO_LOAD: Final = WorkerLoad()
 
 
@@ -72,7 +52,7 @@ class Placer:
     def __init__(self, prefixes: KnownPrefixes, *, decodes_alone: bool = False) -> None:
         self._alone = [WorkerRole.AGGREGATED, *[WorkerRole.DECODE] * decodes_alone]
         self._affinity = Affinity(prefixes)
-        self._rankings = {role: Ranking() for role in _SCORES}
+        self._rankings = {role: Ranking() for role in WorkerRole}
         self._decode_loads: dict[str, WorkerLoad] = {}  # of the ready ones
         self._refusals: dict[str, dict[str, str]] = {}  # by prefill, then by ready decode worker
 
@@ -93,7 +73,7 @@ class Placer:
         """
         ranking, incarnation = self._rankings[role], candidate.incarnation
         is_new = incarnation not in ranking
-        ranking.put(candidate, _SCORES[role](candidate))
+        ranking.put(candidate, score(role, candidate))
         if role is not WorkerRole.DECODE:
             return is_new
         return self._note_refusals(incarnation, candidate.load) or is_new
@@ -129,9 +109,14 @@ class Placer:
                 yield role, one
 
     def _choose_pair(self, demand: Demand) -> Pair | Shortage:
+        """The best pair without a suspect, else the best one."""
+        pair = self._first_pair(demand, demand.trusts) if demand.suspects else None
+        return pair if isinstance(pair, Pair) else self._first_pair(demand, lambda one: True)
+
+    def _first_pair(self, demand: Demand, may_be: Callable[[Candidate], bool]) -> Pair | Shortage:
         num_decodes = len(self._rankings[WorkerRole.DECODE])
-        prefills = self._best_to_compute(WorkerRole.PREFILL, demand)
-        decodes = _Again(self._best(WorkerRole.DECODE, demand))
+        prefills = filter(may_be, self._best_to_compute(WorkerRole.PREFILL, demand))
+        decodes = _Again(filter(may_be, self._best(WorkerRole.DECODE, demand)))
         shortage = Shortage(WorkerRole.PREFILL)
         for prefill in prefills:
             if next(iter(decodes), None) is None:
@@ -151,8 +136,7 @@ class Placer:
 
     def _best(self, role: WorkerRole, demand: Demand) -> Iterator[Candidate]:
         """The workers of a role that can hold the request, the best first."""
-        ranking, tokens = self._rankings[role], demand.tokens_of(role)
-        return self._affinity.order(role, ranking, tokens, demand.marks, demand.suspects)
+        return self._affinity.order(role, self._rankings[role], demand)
 
     def _note_refusals(self, decode: str, load: WorkerLoad) -> bool:
         """Notes from whom a decode worker does not read; returns whether that has changed."""

@@ -136,6 +136,28 @@ def test_who_cannot_hold_the_request_is_suspect_or_is_refused_is_not_chosen_for_
     assert workers.chosen(*pages_of(10), suspects="suspect") == ("suspect", "d")
 
 
+def test_a_suspect_comes_last_though_it_has_the_prefix() -> None:
+    workers = Workers().put(DECODE, candidate("d", refuses=[f"p{n}" for n in range(6)]))
+    workers.put(PREFILL, candidate("suspect"), *pages_of(10))
+    for number in range(8):
+        hit = pages_of(5) if number == 0 else ()
+        workers.put(PREFILL, candidate(f"p{number}", backlog=1 + number), *hit)
+    assert workers.chosen(*pages_of(10), suspects="suspect") == ("p6", "d")
+
+
+def test_those_that_cannot_be_chosen_hide_nobody_who_has_the_prefix() -> None:
+    workers = Workers().put(DECODE, candidate("d"))
+    for number in range(8):
+        workers.put(PREFILL, candidate(f"gone{number}"), *pages_of(10))
+        workers.placer.drop(PREFILL, f"gone{number}")
+        workers.put(PREFILL, candidate(f"small{number}", pool_tokens=100), *pages_of(10))
+        workers.put(PREFILL, candidate(f"suspect{number}"), *pages_of(10))
+        workers.put(PREFILL, candidate(f"idle{number}"))
+    workers.put(PREFILL, candidate("hit", backlog=9), *pages_of(8))
+    suspects = " ".join(f"suspect{number}" for number in range(8))
+    assert workers.chosen(*pages_of(10), suspects=suspects) == ("hit", "d")
+
+
 def test_one_hot_prefix_does_not_pile_all_requests_on_one_worker() -> None:
     """Requests that come faster than one worker computes their own parts."""
     names, rng = ["a", "b", "c", "d"], random.Random(0)

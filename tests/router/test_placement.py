@@ -37,7 +37,7 @@ def candidate(
     rows = PoolCounts("rows", 0, 999, 999, 0, 0, 0, 0, 0, 0)
     peers = tuple(PeerTransport(peer, refusal=f"{peer} is slow") for peer in refuses)
     load = WorkerLoad(running_requests=running, pools=(kv, rows), growth_tokens=growth, peers=peers)
-    return Candidate(worker, worker, pool_tokens, load, backlog, backlog)
+    return Candidate(worker, worker, pool_tokens, load, backlog, backlog, running)
 
 
 def placer(**workers: Iterable[Candidate]) -> Placer:
@@ -153,6 +153,13 @@ def test_only_the_worker_that_is_asked_for_computes_the_prompt() -> None:
     assert isinstance(workers.choose(Demand(1, 1, computed_by="gone")), Shortage)
 
 
+def test_a_pair_without_a_suspect_comes_before_the_one_with_the_best_prefill_worker() -> None:
+    prefills = [candidate("p"), candidate("q", backlog=5)]
+    made = placer(prefill=prefills, decode=[candidate("c"), candidate("d", refuses=["p"])])
+    assert chosen(made, suspects="c") == ("q", "d")
+    assert chosen(made, suspects="c q") == ("p", "c")
+
+
 def test_a_pair_that_refuses_each_other_is_not_chosen() -> None:
     prefills = [candidate("p"), candidate("q", backlog=5)]
     decodes = [candidate("c", refuses=["p"]), candidate("d", free=1, refuses=["p", "q"])]
@@ -181,14 +188,18 @@ class Naive:
     def choose(self, demand: Demand) -> tuple[str, str] | None:
         """The best pair, the prefill worker first; then the best aggregated worker."""
         pairs = [
-            (self._prefill_key(p, demand), self._decode_key(d, demand))
+            (
+                bool({p.incarnation, d.incarnation} & set(demand.suspects)),
+                self._prefill_key(p, demand),
+                self._decode_key(d, demand),
+            )
             for p in self.workers[PREFILL].values()
             for d in self.workers[DECODE].values()
             if p.pool_tokens >= demand.input_tokens and d.pool_tokens >= demand.total_tokens
             if p.incarnation not in d.load.refused_peers
         ]
         if pairs:
-            prefill, decode = min(pairs)
+            _, prefill, decode = min(pairs)
             return str(prefill[-1]), str(decode[-1])
         alone = [
             (c.incarnation in demand.suspects, -c.headroom_tokens, c.backlog_tokens, c.worker)
