@@ -62,8 +62,9 @@ class ZmqPublisher:
         return int(endpoint.rpartition(":")[2])
 
     def publish(self, *frames: bytes) -> None:
-        """Send the topic and these frames as a message. It never waits."""
-        self._socket.send_multipart((self._topic, *frames), zmq.DONTWAIT)
+        """Send the topic and these frames as a message, at once; nothing once it is closed."""
+        if not self._socket.closed:
+            self._socket.send_multipart((self._topic, *frames), zmq.DONTWAIT)
 
     async def close(self) -> None:
         """Close the port and every connection; what nobody has read is lost."""
@@ -71,6 +72,7 @@ class ZmqPublisher:
             self._reading.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await self._reading
+        self._topics.clear()
         self._socket.close(linger=0)
         self._context.term()
 

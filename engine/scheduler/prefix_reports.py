@@ -12,7 +12,7 @@ from kvrelay.wire.prefixes import PrefixUpdate
 Marks: TypeAlias = tuple[int, ...]
 
 _MARKS_AN_UPDATE: Final = 1 << 12
-"""A router's event loop takes a few milliseconds for them; a longer report goes in several."""
+"""A router's event loop takes up to ten milliseconds for them; a longer report goes in several."""
 _MOST_UNREAD: Final = 1024
 """Messages: a router that leaves more unread is told no changes, but all anew once it has read."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -167,6 +168,27 @@ async def test_what_waits_is_bounded_by_its_bytes_and_what_is_dropped_shows_by_a
         message = await socket.recv_multipart()
         assert int.from_bytes(message[1]) == len(numbers) + 1
         assert msgpack.unpackb(message[2])[1][0]["token_ids"] == [6] * 8
+
+
+async def test_what_is_stored_while_the_port_closes_is_published_to_nobody() -> None:
+    loop, turns, errors = asyncio.get_running_loop(), list[Callable[[], object]](), list[object]()
+    loop.set_exception_handler(lambda _, context: errors.append(context))
+    try:
+        async with (
+            publishing(turns.append) as (events, tree, port),
+            asyncio.timeout(20),
+            subscriber(port, b""),
+        ):
+            await until(lambda: events.has_subscribers)
+            insert(tree, [1] * 8)
+        turns.pop()()
+        insert(tree, [2] * 8)
+        assert not turns
+        gc.collect()
+        await asyncio.sleep(0)
+    finally:
+        loop.set_exception_handler(None)
+    assert not errors
 
 
 async def test_a_host_that_other_machines_reach_is_refused() -> None:
