@@ -216,6 +216,9 @@ async def test_while_workers_are_missing_it_waits(config: RouterConfig) -> None:
         cluster.discovery.replace([busy.endpoint, coming.endpoint], [cluster.decode.endpoint])
         await until(lambda: len(coming.hellos) > attached)
         await report(cluster, coming)
+        cluster.discovery.replace([busy.endpoint, coming.endpoint], [cluster.decode.endpoint])
+        fleet = cluster.router._fleet
+        await until(lambda: [link.ready for link in fleet.links] == [True, True])
         cluster.list_workers()
         assert (await collect(call)).token_ids == COUNTED
         assert (len(busy.submits), len(coming.submits)) == (0, 1)
