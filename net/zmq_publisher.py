@@ -35,14 +35,19 @@ class ZmqPublisher:
     def __init__(self, topic: bytes = b"") -> None:
         self._topic = topic
         self._topics: set[bytes] = set()
+        self._is_wanted = False
         self._context = zmq.asyncio.Context()
         self._socket = self._new_socket()
         self._reading: asyncio.Task[None] | None = None
 
     @property
-    def has_subscribers(self) -> bool:
-        """Whether anybody gets what is published; from any thread."""
-        return any(self._topic.startswith(topic) for topic in tuple(self._topics))
+    def had_subscribers(self) -> bool:
+        """Whether anybody has subscribed to what is published; from any thread.
+
+        It stays so when they leave: libzmq tells the end of a subscription also if a connection
+        ends one that it never had, while others still listen.
+        """
+        return self._is_wanted
 
     async def start(self, host: str) -> int:
         """Listen on a free port; returns it.
@@ -72,7 +77,7 @@ class ZmqPublisher:
             self._reading.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await self._reading
-        self._topics.clear()
+        self._is_wanted = False
         self._socket.close(linger=0)
         self._context.term()
 
@@ -85,11 +90,12 @@ class ZmqPublisher:
         return socket
 
     async def _read_subscriptions(self, endpoint: str) -> None:
-        """Note the topics: a 1 before one begins the first subscription, a 0 ends the last one."""
+        """Note the topics: a 1 before one begins a subscription, a 0 ends one."""
         while True:
             message = await self._socket.recv()
             if message[:1] == b"\1":
                 self._topics.add(message[1:])
+                self._is_wanted |= self._topic.startswith(message[1:])
             elif message[:1] == b"\0":
                 self._topics.discard(message[1:])
             if len(self._topics) > _MOST_TOPICS:

@@ -98,15 +98,15 @@ class KVEvents:
         await self._publisher.close()
 
     @property
-    def has_subscribers(self) -> bool:
-        """Whether anybody hears what is published now."""
-        return self._publisher.has_subscribers
+    def had_subscribers(self) -> bool:
+        """Whether anybody has subscribed since the start."""
+        return self._publisher.had_subscribers
 
     # mem_cache's `PageListener`, on the engine's thread
 
     def stored(self, before: bytes | None, hashes: bytes, tokens: bytes) -> None:
         """These pages are found from now on."""
-        if not self.has_subscribers:
+        if not self.had_subscribers:
             return
         page_bytes = self._page_size * 4
         for first, some in self._parts(hashes):
@@ -117,7 +117,7 @@ class KVEvents:
 
     def removed(self, hashes: bytes) -> None:
         """These pages are found no more."""
-        if not self.has_subscribers:
+        if not self.had_subscribers:
             return
         for _, some in self._parts(hashes):
             self._add(_Change(some))

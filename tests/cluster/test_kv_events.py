@@ -33,7 +33,7 @@ async def test_both_sides_publish_the_prompts_blocks(tiny: Path) -> None:
             sampling_params=pb.SamplingParams(temperature=0, max_tokens=20, ignore_eos=True),
         )
         sources = [worker._kv_events for worker in cluster.hosted]
-        await until(lambda: all(source and source.has_subscribers for source in sources))
+        await until(lambda: all(source and source.had_subscribers for source in sources))
         tokens = list(PROMPT)
         async for response in cluster.stub.Generate(request):
             tokens += response.delta.token_ids

@@ -88,7 +88,7 @@ async def test_a_subscriber_knows_what_the_index_has_stored_and_removed() -> Non
         insert(tree, [9] * 8)  # nobody listens yet
         followed = Followed()
         async with asyncio.timeout(20), subscriber(port, b"") as socket:
-            await until(lambda: events.has_subscribers)
+            await until(lambda: events.had_subscribers)
             first, second = [*range(1, 9), 1, 1, 1, 1], [*range(1, 9), 2, 2, 2, 2]
 
             async def heard(*prompts: list[int]) -> None:
@@ -119,7 +119,7 @@ async def test_much_is_published_in_small_batches_in_turns_of_their_own() -> Non
         asyncio.timeout(20),
         subscriber(port, b"") as socket,
     ):
-        await until(lambda: events.has_subscribers)
+        await until(lambda: events.had_subscribers)
         prompt = [*range(8_000)]
         insert(tree, prompt)
         for number in range(600):
@@ -150,7 +150,7 @@ async def test_what_waits_is_bounded_by_its_bytes_and_what_is_dropped_shows_by_a
         asyncio.timeout(20),
         subscriber(port, b"") as socket,
     ):
-        await until(lambda: events.has_subscribers)
+        await until(lambda: events.had_subscribers)
         prompt = [*range(40_000)]
         insert(tree, prompt)
         for index in range(4):
@@ -179,7 +179,7 @@ async def test_what_is_stored_while_the_port_closes_is_published_to_nobody() -> 
             asyncio.timeout(20),
             subscriber(port, b""),
         ):
-            await until(lambda: events.has_subscribers)
+            await until(lambda: events.had_subscribers)
             insert(tree, [1] * 8)
         turns.pop()()
         insert(tree, [2] * 8)

@@ -33,7 +33,7 @@ async def test_messages_go_to_those_who_subscribed_to_their_topic(host: str) -> 
         publishing(host=host) as (publisher, port),
         subscriber(port, b"", host=connected) as everything,
     ):
-        await until(lambda: publisher.has_subscribers)
+        await until(lambda: publisher.had_subscribers)
         async with subscriber(port, b"kv", b"other", host=connected) as some:
             await until(lambda: len(publisher._topics) == 3)
             publisher.publish(bytes(70_000), b"last")
@@ -43,7 +43,6 @@ async def test_messages_go_to_those_who_subscribed_to_their_topic(host: str) -> 
             await until(lambda: publisher._topics == {b"kv", b"other"})
             some.setsockopt(zmq.UNSUBSCRIBE, b"kv")
             await until(lambda: publisher._topics == {b"other"})
-            assert not publisher.has_subscribers
         await until(lambda: not publisher._topics)
 
 
@@ -53,7 +52,7 @@ async def test_a_subscriber_that_does_not_read_misses_messages_and_keeps_nobody_
         publishing() as (publisher, port),
         subscriber(port, b"", most_unread=2) as lazy,
     ):
-        await until(lambda: publisher.has_subscribers)
+        await until(lambda: publisher.had_subscribers)
         for number in range(400):
             publisher.publish(number.to_bytes(2), bytes(1 << 18))
         heard = 0
@@ -71,7 +70,7 @@ async def test_whoever_speaks_something_else_disturbs_nobody() -> None:
         publishing() as (publisher, port),
         subscriber(port, b"") as good,
     ):
-        await until(lambda: publisher.has_subscribers)
+        await until(lambda: publisher.had_subscribers)
         for garbage in (b"GET / HTTP/1.1\r\n\r\n", bytes(1000), b"\xff" * 1000):
             _, writer = await asyncio.open_connection("127.0.0.1", port)
             writer.write(garbage)
@@ -83,6 +82,38 @@ async def test_whoever_speaks_something_else_disturbs_nobody() -> None:
             with contextlib.suppress(ConnectionError):
                 await writer.wait_closed()
         assert publisher._topics == {b""}
+
+
+async def test_a_stranger_that_ends_a_subscription_of_others_silences_nobody() -> None:
+    greeting = b"\xff" + bytes(8) + b"\x7f\x03\0NULL" + bytes(48)
+    ready = b"\x05READY\x0bSocket-Type\0\0\0\x03SUB"
+    async with (
+        asyncio.timeout(20),
+        publishing() as (publisher, port),
+        subscriber(port, b"") as good,
+    ):
+        await until(lambda: publisher._topics == {b""})
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(greeting + bytes([4, len(ready)]) + ready)
+        await reader.readexactly(64 + 2 + len(ready))  # its own are as long
+        writer.write(bytes([0, 1, 0]))
+        await until(lambda: not publisher._topics)
+        assert publisher.had_subscribers
+        publisher.publish(b"still")
+        assert await good.recv_multipart() == [b"kv-events", b"still"]
+        writer.close()
+        await writer.wait_closed()
+
+
+async def test_nobody_is_there_at_first_nor_for_other_topics() -> None:
+    async with (
+        asyncio.timeout(20),
+        publishing() as (publisher, port),
+        subscriber(port, b"other"),
+    ):
+        assert not publisher.had_subscribers
+        await until(lambda: publisher._topics == {b"other"})
+        assert not publisher.had_subscribers
 
 
 async def test_long_topics_are_refused() -> None:
@@ -104,7 +135,7 @@ async def test_with_too_many_topics_it_listens_anew_and_subscribers_come_back(
         publishing() as (publisher, port),
         subscriber(port, b"") as good,
     ):
-        await until(lambda: publisher.has_subscribers)
+        await until(lambda: publisher.had_subscribers)
         first = publisher._socket
         async with subscriber(port, *(bytes([number]) for number in range(30))):
             await until(lambda: publisher._socket is not first)
