@@ -10,7 +10,9 @@ Where there is none, threads are Python's.
 from __future__ import annotations
 
 import ctypes
-from concurrent.futures import ThreadPoolExecutor
+import logging
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,8 @@ import torch
 from llvmlite import ir
 from numba.core import cgutils
 from numba.extending import intrinsic
+
+logger = logging.getLogger(__name__)
 
 _SYMBOL = "kvrelay_run_team"
 _INT8, _INT32, _INT64 = ir.IntType(8), ir.IntType(32), ir.IntType(64)
@@ -46,12 +50,27 @@ def _helpers(count: int) -> ThreadPoolExecutor:
 
 @_C_RUN  # type: ignore[untyped-decorator]
 def run_by_python(body: int, shared: int, threads: int, flags: int) -> None:
-    """`GOMP_parallel` by threads of Python."""
+    """`GOMP_parallel` by threads of Python, as many as there are: the caller can do all the work.
+
+    What this raised would be lost. Once it returns nobody uses what `shared` points to.
+    """
     call = _C_BODY(body)
-    helped = [_helpers(threads - 1).submit(call, shared) for _ in range(threads - 1)]
+    turns = [Future[None]() for _ in range(threads - 1)]
+    try:
+        for turn in turns:
+            _helpers(threads - 1).submit(_take_turn, turn, call, shared)
+    except RuntimeError as error:  # no thread can be started; the turn may be queued all the same
+        logger.warning("a kernel has fewer threads than it should: %s", error)
     call(shared)
-    for future in helped:
-        future.result()
+    for turn in turns:
+        if not turn.cancel():
+            turn.result()
+
+
+def _take_turn(turn: Future[None], call: Callable[[int], None], shared: int) -> None:
+    if turn.set_running_or_notify_cancel():
+        call(shared)
+        turn.set_result(None)
 
 
 _RUN = find_gomp_parallel() or ctypes.cast(run_by_python, ctypes.c_void_p).value
@@ -62,7 +81,7 @@ llvmlite.binding.add_symbol(_SYMBOL, _RUN)
 def _make_body(context: Any, module: Any, result: Any, shared: Any) -> Any:
     """A function that calls that of the compilation `result` with what `shared` points to.
 
-    ``shared {args, failed}``: `failed` becomes 1 if the call raises.
+    ``shared {args, failed, ended}``: `failed` becomes 1 if the call raises, `ended` if it does not.
     """
     body = ir.Function(module, _BODY, module.get_unique_name("team_body"))
     body.linkage = "internal"
@@ -74,8 +93,11 @@ def _make_body(context: Any, module: Any, result: Any, shared: Any) -> Any:
     status, _ = context.call_conv.call_function(
         builder, function, result.fndesc.restype, result.fndesc.argtypes, args
     )
-    with cgutils.if_unlikely(builder, status.is_error):
-        builder.store(_INT32(1), cgutils.gep_inbounds(builder, pointer, 0, 1))
+    with builder.if_else(status.is_error, likely=False) as (error, well):
+        with error:
+            builder.store(_INT32(1), cgutils.gep_inbounds(builder, pointer, 0, 1))
+        with well:
+            builder.store(_INT32(1), cgutils.gep_inbounds(builder, pointer, 0, 2))
     builder.ret_void()
     return body
 
@@ -85,7 +107,7 @@ def run_on_team(typing: Any, threads: Any, function: Any, args: Any) -> Any:
     """Call the kernel `function` with the tuple `args` on as many `threads`; wait for all.
 
     They divide the work by `take`. One thread is the caller's own, without a team.
-    Raises `MemoryError` if a call raised.
+    Raises `MemoryError` if a call raised, or if nobody has done the work.
     """
 
     def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
@@ -93,11 +115,12 @@ def run_on_team(typing: Any, threads: Any, function: Any, args: Any) -> Any:
         called = function.get_call_type(typing, kinds, {})
         result = function.dispatcher.overloads[called.args]
         context.active_code_library.add_linking_library(result.library)
-        shared = ir.LiteralStructType([values[2].type, _INT32])
+        shared = ir.LiteralStructType([values[2].type, _INT32, _INT32])
         place = cgutils.alloca_once(builder, shared)
         builder.store(values[2], cgutils.gep_inbounds(builder, place, 0, 0))
-        failed = cgutils.gep_inbounds(builder, place, 0, 1)
+        failed, ended = (cgutils.gep_inbounds(builder, place, 0, at) for at in (1, 2))
         builder.store(_INT32(0), failed)
+        builder.store(_INT32(0), ended)
         pointer = _INT8.as_pointer()
         run = cgutils.get_or_insert_function(
             builder.module,
@@ -111,7 +134,8 @@ def run_on_team(typing: Any, threads: Any, function: Any, args: Any) -> Any:
                 builder.call(run, [body, data, count, _INT32(0)])
             with one:
                 builder.call(body, [data])
-        with cgutils.if_unlikely(builder, builder.trunc(builder.load(failed), ir.IntType(1))):
+        bad = builder.icmp_unsigned(">=", builder.load(failed), builder.load(ended))
+        with cgutils.if_unlikely(builder, bad):
             context.call_conv.return_user_exc(builder, MemoryError, ())
         return context.get_dummy_value()
 
