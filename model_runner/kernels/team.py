@@ -48,6 +48,11 @@ def _helpers(count: int) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(count, "kernels")
 
 
+@cache
+def _warn_once(error: str) -> None:
+    logger.warning("kernels have fewer threads than they should: %s", error)
+
+
 @_C_RUN  # type: ignore[untyped-decorator]
 def run_by_python(body: int, shared: int, threads: int, flags: int) -> None:
     """`GOMP_parallel` by threads of Python, as many as there are: the caller can do all the work.
@@ -59,8 +64,8 @@ def run_by_python(body: int, shared: int, threads: int, flags: int) -> None:
     try:
         for turn in turns:
             _helpers(threads - 1).submit(_take_turn, turn, call, shared)
-    except RuntimeError as error:  # no thread can be started; the turn may be queued all the same
-        logger.warning("a kernel has fewer threads than it should: %s", error)
+    except Exception as error:  # no thread can be started; the turn may be queued all the same
+        _warn_once(str(error))
     call(shared)
     for turn in turns:
         if not turn.cancel():
