@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from dataclasses import replace
+from functools import partial
 from typing import Final
 
 from kvrelay.router.demand import Demand
@@ -23,7 +24,8 @@ class DeadlineCheck:
     """Moves a request to a worker that has its first token in time, before workers hear of it.
 
     Only the first token counts: a client may want what comes before its deadline, and nobody
-    knows how much output there will be.
+    knows how much output there will be. Workers are compared by what they have of this prompt;
+    what they had of others lately, of whichever tenant, only keeps it from being refused.
 
     Args:
         fleet: the workers.
@@ -51,29 +53,43 @@ class DeadlineCheck:
             return placement
         left = max(deadline - time.monotonic(), 0.0)
         chosen, demand = placement.computes_prompt, Demand.of(request)
-        speeds = chosen.load.speeds
-        if self._expect(request, demand, chosen, speeds).seconds <= left:
+        expect = partial(self._expect, request, demand, chosen.load.speeds)
+        if expect(chosen).seconds <= left:
             return placement
-        expected = [
-            (self._expect(request, demand, link, speeds), link)
-            for link in {chosen, *self._fleet.prompt_links_for(demand, _ASKED)}
-        ]
-        for one, link in sorted(expected, key=lambda e: (e[0].seconds, e[1] is not chosen)):
-            if one.seconds > self._margin * left:
-                raise DeadlineTooNear(one.queue_seconds, one.prompt_seconds, left)
-            if link is chosen:
-                break
+        links = sorted(
+            {chosen, *self._fleet.prompt_links_for(demand, _ASKED)},
+            key=lambda link: (expect(link).seconds, link is not chosen),
+        )
+        soonest = placement
+        while links[0] is not chosen:
             with contextlib.suppress(Unavailable):  # no decode worker reads from it
-                return self._fleet.place(replace(demand, computed_by=link.endpoint.incarnation))
-        return placement
+                computed_by = links[0].endpoint.incarnation
+                soonest = self._fleet.place(replace(demand, computed_by=computed_by))
+                break
+            del links[0]
+        hope = min((expect(link, hopeful=True) for link in links), key=lambda one: one.seconds)
+        if hope.seconds > self._margin * left:
+            raise DeadlineTooNear(hope.queue_seconds, hope.prompt_seconds, left)
+        return soonest
 
     def _expect(
-        self, request: GenerationRequest, demand: Demand, link: WorkerLink, speeds: StepSpeeds
+        self,
+        request: GenerationRequest,
+        demand: Demand,
+        speeds: StepSpeeds,
+        link: WorkerLink,
+        *,
+        hopeful: bool = False,
     ) -> ExpectedPrompt:
-        """What the prompt is expected to take there, with these speeds if none are known."""
+        """What the prompt is expected to take there, with these speeds if none are known.
+
+        Hopeful: as if it and those before it were cached as well as the luckiest one lately.
+        """
         marks = demand.reusable_on(link.endpoint.role)
         cached = self._fleet.prefixes.hit_tokens(link.endpoint.incarnation, marks)
         queue = link.prompt_queue
-        if not queue.load.speeds.prompts_known:
-            queue = replace(queue, load=replace(queue.load, speeds=speeds))
+        load = queue.load if hopeful else replace(queue.load, reused_share=0.0)
+        if not load.speeds.prompts_known:
+            load = replace(load, speeds=speeds)
+        queue = replace(queue, load=load)
         return expect_prompt(queue, demand.input_tokens, request.priority, cached)

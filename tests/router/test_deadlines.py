@@ -293,6 +293,26 @@ async def test_a_sooner_worker_that_no_decode_worker_reads_from_is_not_taken(
         assert (len(slow.submits), len(refused.submits)) == (1, 0)
 
 
+async def test_what_a_worker_reused_of_others_draws_no_request_there_yet_none_is_refused_for_it(
+    config: RouterConfig,
+) -> None:
+    async with running(config, "prefill-0", "prefill-1", "prefill-2", "decode-0") as cluster:
+        cluster.count()
+        chosen, lucky, in_time = cluster.workers[:3]
+        slow = pb.StepSpeeds(seconds_per_token=10, chunk_tokens=512, prompts_known=True)
+        await report(cluster, chosen, speeds=slow)
+        waits = {"waiting_tokens": 50, "prompts_by_size": [0] * 5 + [50]}
+        await report(cluster, in_time, **waits)
+        waits = {"waiting_tokens": 200, "prompts_by_size": [0] * 6 + [200]}
+        await report(cluster, lucky, **waits, reused_share=0.9)
+        assert len((await collect(generate(cluster, 170, tokens=100))).token_ids) == 8
+        assert [len(one.submits) for one in (chosen, lucky, in_time)] == [0, 0, 1]
+        assert len((await collect(generate(cluster, 30, tokens=100))).token_ids) == 8
+        assert [len(one.submits) for one in (chosen, lucky, in_time)] == [0, 0, 2]
+        error = await status_of(generate(cluster, 5, tokens=100))
+        assert "30 s (20 s for the prompts before, 10 s for this one)" in str(error.details())
+
+
 async def test_the_soonest_of_all_workers_is_what_a_refusal_tells(config: RouterConfig) -> None:
     async with running(config, "prefill-0", "prefill-1", "decode-0") as cluster:
         slow, sooner = cluster.workers[:2]
