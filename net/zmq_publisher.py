@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 from typing import Final
 
@@ -17,7 +16,11 @@ _HANDSHAKE_MS: Final = 10_000
 _LONGEST_MESSAGE_BYTES: Final = 256
 """Of a subscriber: a topic, or the greeting's last part. Whoever sends more is hung up on."""
 _MOST_TOPICS: Final = 1024
+_MESSAGES_A_TURN: Final = 64
+_MOST_MESSAGES_IN_A_ROW: Final = 4096
+"""That were there before they were read: more come faster than the event loop reads them."""
 _RETRY_SECONDS: Final = 0.05
+_TRIES_BEFORE_WARNING: Final = 20
 
 
 class ZmqPublisher:
@@ -25,8 +28,9 @@ class ZmqPublisher:
 
     It is an XPUB socket, to which SUB sockets connect: a PUB socket does not tell whether anybody
     has subscribed. A subscriber that has `_MOST_UNREAD_MESSAGES` to read misses more. If
-    subscribers name more than `_MOST_TOPICS`, which libzmq would keep all, it hangs up on everybody
-    and listens anew on the same port. Use it on one event loop.
+    subscribers name more than `_MOST_TOPICS`, or subscribe and leave faster than it reads, which
+    libzmq would keep all, it hangs up on everybody and listens anew on the same port. The number of
+    connections has no bound. Use it on one event loop.
 
     Args:
         topic: of all messages, their first frame.
@@ -73,13 +77,14 @@ class ZmqPublisher:
 
     async def close(self) -> None:
         """Close the port and every connection; what nobody has read is lost."""
-        if self._reading is not None:
-            self._reading.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._reading
-        self._is_wanted = False
-        self._socket.close(linger=0)
-        self._context.term()
+        try:
+            if self._reading is not None:
+                self._reading.cancel()
+                await asyncio.gather(self._reading, return_exceptions=True)
+        finally:
+            self._is_wanted = False
+            self._socket.close(linger=0)
+            self._context.term()
 
     def _new_socket(self) -> zmq.asyncio.Socket:
         socket = self._context.socket(zmq.XPUB)
@@ -90,26 +95,41 @@ class ZmqPublisher:
         return socket
 
     async def _read_subscriptions(self, endpoint: str) -> None:
-        """Note the topics: a 1 before one begins a subscription, a 0 ends one."""
+        """Note the topics, some messages a turn of the event loop."""
+        in_a_row = 0
         while True:
-            message = await self._socket.recv()
-            if message[:1] == b"\1":
-                self._topics.add(message[1:])
-                self._is_wanted |= self._topic.startswith(message[1:])
-            elif message[:1] == b"\0":
-                self._topics.discard(message[1:])
-            if len(self._topics) > _MOST_TOPICS:
+            message = asyncio.ensure_future(self._socket.recv())
+            in_a_row = in_a_row + 1 if message.done() else 0
+            self._note(await message)
+            if in_a_row % _MESSAGES_A_TURN == 0:
+                await asyncio.sleep(0)  # to await what is done already lets nobody else run
+            if len(self._topics) > _MOST_TOPICS or in_a_row > _MOST_MESSAGES_IN_A_ROW:
+                _log.warning("%s: too many topics or messages of subscribers", endpoint)
                 await self._listen_anew(endpoint)
+                in_a_row = 0
+
+    def _note(self, message: bytes) -> None:
+        """Note a topic: a 1 before it begins a subscription, a 0 ends one."""
+        if message[:1] == b"\1":
+            self._topics.add(message[1:])
+            self._is_wanted |= self._topic.startswith(message[1:])
+        elif message[:1] == b"\0":
+            self._topics.discard(message[1:])
 
     async def _listen_anew(self, endpoint: str) -> None:
-        _log.warning("%s: subscribers named over %d topics", endpoint, _MOST_TOPICS)
+        """Hang up on everybody and listen again, however often that takes."""
         self._socket.close(linger=0)
-        self._socket = self._new_socket()
         self._topics.clear()
+        tries = 0
         while True:  # the port is free once libzmq's thread has closed the old socket
             try:
+                self._socket = self._new_socket()
                 self._socket.bind(endpoint)
-            except zmq.ZMQError:
+            except zmq.ZMQError as error:
+                self._socket.close(linger=0)
+                tries += 1
+                if tries == _TRIES_BEFORE_WARNING:
+                    _log.warning("%s: cannot listen, still trying: %s", endpoint, error)
                 await asyncio.sleep(_RETRY_SECONDS)
             else:
                 return
