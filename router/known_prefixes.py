@@ -43,15 +43,24 @@ class _Worker:
     next_number: int = 0
     lacks_updates: bool = False
     """An update was missed: it was asked to tell all anew."""
+    forgotten: bool = False
+    """It is lost, or has begun to tell all anew: nothing is expected of this one any more."""
     marks: dict[int, bool] = field(default_factory=dict)
     """Whether it has told them itself; else they are expected."""
     expected: dict[int, int] = field(default_factory=dict)
-    """Of those: for how many prompts that have not ended."""
+    """For how many prompts that have not ended a mark is expected, though it may be forgotten."""
 
     def drop(self, mark: int) -> bool:
         """Has a mark no more; returns whether it had it."""
-        self.expected.pop(mark, None)
         return self.marks.pop(mark, None) is not None
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class ExpectedMarks:
+    """The marks of a prompt that was sent to a worker, as that was known then."""
+
+    worker: _Worker
+    marks: tuple[int, ...]
 
 
 class KnownPrefixes:
@@ -125,6 +134,7 @@ class KnownPrefixes:
         worker = self._workers.pop(incarnation, None)
         if worker is None:
             return
+        worker.forgotten = True
         self._role_masks[worker.role] &= ~worker.bit
         self._forgotten.append(worker)
         in_use = {one.hashes for one in self._workers.values()}
@@ -133,27 +143,31 @@ class KnownPrefixes:
 
     # What the router has sent
 
-    def expect(self, incarnation: str, prompt: PromptMarks) -> None:
-        """A prompt was sent to a worker, so its prefixes will be there."""
+    def expect(self, incarnation: str, prompt: PromptMarks) -> ExpectedMarks | None:
+        """A prompt was sent to a worker, so its prefixes will be there.
+
+        Returns what is expected, for `settle`; None: nothing.
+        """
         worker = self._workers.get(incarnation)
         if worker is None:
-            return
+            return None
         marks = prompt.get(worker.hashes, ())
         for mark in reversed(marks):  # so that the end of a prefix is forgotten before its start
             worker.expected[mark] = worker.expected.get(mark, 0) + 1
             self._add(worker, mark, told=False)
         self._clean()
+        return ExpectedMarks(worker, marks)
 
-    def settle(self, incarnation: str, prompt: PromptMarks) -> None:
-        """A prompt has ended on a worker.
+    def settle(self, expected: ExpectedMarks) -> None:
+        """A prompt that was expected on a worker has ended there.
 
         What it has not told by now is not there, unless another prompt stands for it.
         """
-        worker = self._workers.get(incarnation)
-        if worker is None:
+        worker = expected.worker
+        if worker.forgotten:
             return
-        for mark in prompt.get(worker.hashes, ()):
-            count = worker.expected.pop(mark, 1) - 1
+        for mark in expected.marks:
+            count = worker.expected.pop(mark) - 1
             if count:
                 worker.expected[mark] = count
             elif worker.marks.get(mark) is False:

@@ -15,7 +15,7 @@ from kvrelay.net.tls import CurrentTls
 from kvrelay.router.estimate import PromptQueue
 from kvrelay.router.failed_forwards import FORWARD_FAILURES
 from kvrelay.router.generation import Submission
-from kvrelay.router.known_prefixes import KnownPrefixes, PromptMarks
+from kvrelay.router.known_prefixes import ExpectedMarks, KnownPrefixes
 from kvrelay.router.ranking import Candidate
 from kvrelay.router.sent_prompts import SentPrompt, SentPrompts
 from kvrelay.v1 import worker_pb2, worker_pb2_grpc
@@ -56,8 +56,8 @@ class _Submitted:
 
     listener: Listener
     prompt: SentPrompt
-    marks: PromptMarks
-    """Of the prompt's prefixes, which the worker is expected to have."""
+    expected: ExpectedMarks | None
+    """What the worker is expected to have of the prompt's prefixes."""
     open_choices: set[int]
     """Its choices that the worker has not ended."""
 
@@ -146,28 +146,28 @@ class WorkerLink:
         assert self.ready, f"{self.endpoint.name} is not ready"
         key = (submission.request_id, submission.attempt)
         role, input_tokens = self.endpoint.role, len(submission.input_ids)
-        marks, cached = submission.request.marks, 0
-        if marks:
-            cached = self._expect(submission, computes=prefill is None)
+        cached, expected = 0, None
+        if marks := submission.request.marks:
+            cached = self._expect_hit(submission, computes=prefill is None)
+            expected = self._prefixes.expect(self.endpoint.incarnation, marks)
         # On a worker that generates, what is cached takes room as the rest does.
         room_tokens = input_tokens - cached * (role is WorkerRole.PREFILL)
         computed_first = submission.request.priority <= 0 and prefill is None
         prompt = SentPrompt(room_tokens, (input_tokens - cached) * computed_first)
-        self._submitted[key] = _Submitted(listener, prompt, marks, set(submission.choices))
+        self._submitted[key] = _Submitted(listener, prompt, expected, set(submission.choices))
         self._sent.send(prompt)
         command = submission.to_worker(role, prefill, cached)
         self._commands.put_nowait(_message(command))
         self._on_change(self)
 
-    def _expect(self, submission: Submission, *, computes: bool) -> int:
-        """Expects the prompt to be here; returns how much of it is to be reused, as is expected."""
-        role, incarnation = self.endpoint.role, self.endpoint.incarnation
-        marks, cached = submission.request.marks, 0
-        if not computes or role not in submission.in_full_on:
-            known = self._prefixes.hit_tokens(incarnation, marks)
-            cached = min(known, len(submission.input_ids) - 1)
-            self._on_expected_hit(role, cached)
-        self._prefixes.expect(incarnation, marks)
+    def _expect_hit(self, submission: Submission, *, computes: bool) -> int:
+        """How many tokens of the prompt are to be reused here, as is expected."""
+        role = self.endpoint.role
+        if computes and role in submission.in_full_on:
+            return 0
+        known = self._prefixes.hit_tokens(self.endpoint.incarnation, submission.request.marks)
+        cached = min(known, len(submission.input_ids) - 1)
+        self._on_expected_hit(role, cached)
         return cached
 
     def cancel(self, request_id: str, attempt: int) -> None:
@@ -294,7 +294,8 @@ class WorkerLink:
     def _forget(self, submitted: _Submitted) -> None:
         """An attempt is over here."""
         self._sent.end(submitted.prompt)
-        self._prefixes.settle(self.endpoint.incarnation, submitted.marks)
+        if submitted.expected is not None:
+            self._prefixes.settle(submitted.expected)
         self._on_change(self)
 
     def _end_stream(self, detail: str) -> None:

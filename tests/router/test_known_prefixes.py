@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from kvrelay.router.known_prefixes import KnownPrefixes
+from kvrelay.router.known_prefixes import ExpectedMarks, KnownPrefixes, PromptMarks
 from kvrelay.wire.model_digest import NO_MODEL
 from kvrelay.wire.page_hash import PageHashes
 from kvrelay.wire.prefixes import PrefixUpdate
@@ -58,6 +58,11 @@ class Known(KnownPrefixes):
         self.numbers[worker.incarnation] = number + 1
         update = PrefixUpdate(number, PAGE_SIZE, begins, tuple(stored), tuple(removed))
         assert not self.take(worker, update)
+
+    def expected(self, worker: str, prompt: PromptMarks) -> ExpectedMarks:
+        found = self.expect(worker, prompt)
+        assert found is not None
+        return found
 
     def hits(self, *pages: int, namespace: str = "", most: int = 8) -> dict[str, int]:
         """Pages by prefill worker."""
@@ -124,26 +129,59 @@ def test_a_worker_that_tells_nothing_is_not_expected_to_have_anything() -> None:
 def test_a_prompt_is_expected_where_it_was_sent_until_its_attempt_ends() -> None:
     known = Known(1000, A, B)
     prompt = known.marks_of(prompt_of(1, 2, 3), "")
-    known.expect("a", prompt)
+    expected = known.expected("a", prompt)
     assert known.hits(1, 2, 3) == {"a": 3}
     known.tell(A, marks(1, 2))
-    known.settle("a", prompt)
+    known.settle(expected)
     assert known.hits(1, 2, 3) == {"a": 2}
-    known.expect("b", prompt)
-    known.settle("b", prompt)
+    known.settle(known.expected("b", prompt))
     assert known.hits(1, 2, 3) == {"a": 2}
 
 
 def test_a_prompt_that_ends_leaves_what_another_one_stands_for() -> None:
     known = Known(1000, A)
     long, short = (known.marks_of(prompt_of(*range(pages)), "") for pages in (10, 6))
-    known.expect("a", long)
-    known.expect("a", short)
-    known.settle("a", long)
+    first, second = known.expected("a", long), known.expected("a", short)
+    known.settle(first)
     assert known.hits(*range(10)) == {"a": 6}
-    known.settle("a", short)
+    known.settle(second)
     assert known.hits(*range(10)) == {}
     assert known.num_entries == 0
+    assert not known._workers["a"].expected
+
+
+def test_a_prompt_from_before_the_worker_told_anything_ends_for_itself_alone() -> None:
+    known = Known(1000, B)
+    prompt = known.marks_of(prompt_of(1, 2), "")
+    assert known.expect("a", prompt) is None
+    known.tell(A, begins=True)
+    before = known.expected("a", prompt)
+    known.tell(A, begins=True)
+    since = known.expected("a", prompt)
+    known.settle(before)
+    assert known.hits(1, 2) == {"a": 2}
+    known.settle(since)
+    assert known.hits(1, 2) == {}
+    assert known.num_entries == 0
+
+
+@pytest.mark.parametrize("evicted", [True, False])
+def test_what_was_forgotten_and_is_expected_again_stays_until_the_last_prompt_ends(
+    *, evicted: bool
+) -> None:
+    known = Known(8, A, B)
+    prompt = known.marks_of(prompt_of(1, 2), "")
+    first = known.expected("a", prompt)
+    if evicted:
+        known.tell(A, removed=marks(1, 2))
+    else:
+        known.tell(B, [*range(8)])
+    assert known.hits(1, 2) == {}
+    second = known.expected("a", prompt)
+    known.settle(first)
+    assert known.hits(1, 2) == {"a": 2}
+    known.settle(second)
+    assert known.hits(1, 2) == {}
     assert not known._workers["a"].expected
 
 
@@ -238,7 +276,7 @@ def test_in_random_use_it_knows_what_was_told_and_what_is_expected(seed: int) ->
     rng, known = random.Random(seed), Known(10_000, A, B, C)
     workers = {worker.incarnation: worker for worker in (A, B, C)}
     told: dict[str, set[int]] = {name: set() for name in workers}
-    sent: list[tuple[str, tuple[int, ...]]] = []
+    sent: list[tuple[str, tuple[int, ...], ExpectedMarks]] = []
     for _ in range(400):
         name = rng.choice("abc")
         pages = tuple(rng.randrange(3) for _ in range(rng.randint(1, 6)))
@@ -246,23 +284,21 @@ def test_in_random_use_it_knows_what_was_told_and_what_is_expected(seed: int) ->
         if chance < 0.4:
             told[name] |= {*marks(*pages)}
             known.tell(workers[name], marks(*pages))
-        elif chance < 0.6 and not any(to == name for to, _ in sent):
+        elif chance < 0.6 and not any(to == name for to, *_ in sent):
             gone = {one for one in told[name] if rng.random() < 0.2}
             told[name] -= gone
             known.tell(workers[name], removed=tuple(gone))
         elif chance < 0.7:
             told[name] = {*marks(*pages)}
-            sent = [(to, what) for to, what in sent if to != name]
+            sent = [one for one in sent if one[0] != name]
             known.forget(name)
             known.tell(workers[name], marks(*pages), begins=True)
         elif chance < 0.85:
-            sent.append((name, pages))
-            known.expect(name, prompt)
+            sent.append((name, pages, known.expected(name, prompt)))
         elif sent:
-            name, pages = sent.pop()
-            known.settle(name, known.marks_of(prompt_of(*pages), ""))
+            known.settle(sent.pop()[2])
         expected = {name: set(has) for name, has in told.items()}
-        for name, pages in sent:
+        for name, pages, _ in sent:
             expected[name] |= {*marks(*pages)}
         assert {n: set(w.marks) for n, w in known._workers.items()} == expected
         assert known.num_entries == sum(map(len, expected.values()))
