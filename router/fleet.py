@@ -182,7 +182,9 @@ class Fleet:
     def _avoided(demand: Demand, prefill: WorkerLink, decode: WorkerLink) -> WorkerRole | None:
         """Who of a pair is not to compute the input, as earlier attempts have failed."""
         suspects = [one for one in (prefill, decode) if one.endpoint.incarnation in demand.suspects]
-        return suspects[0].endpoint.role if len(suspects) == 1 else demand.failed_by
+        if len(suspects) == 1:
+            return suspects[0].endpoint.role
+        return None if demand.failed_by is WorkerRole.AGGREGATED else demand.failed_by
 
     def _side(self, link: WorkerLink, demand: Demand) -> Side:
         cached = 0

@@ -238,6 +238,24 @@ async def test_after_a_hand_over_that_failed_another_decode_worker_computes_the_
         await until(lambda: all(worker.cancels for worker in decodes))
 
 
+async def test_after_an_aggregated_worker_failed_a_pair_decides_as_ever(
+    adaptive: RouterConfig,
+) -> None:
+    async with running(adaptive, "aggregated-0", "prefill-0", "decode-0") as cluster:
+        alone, pair = cluster.workers[0], cluster.workers[1:]
+        cluster.discovery.replace([alone.endpoint], [])
+        await until(lambda: len(cluster.router._fleet.links) == 1)
+        call = cluster.generate()
+        submit = await alone.submitted()
+        cluster.list_workers()
+        await until(lambda: [one.ready for one in cluster.router._fleet.links] == [True] * 3)
+        cluster.count()
+        alone.say(submit, end=broken())
+        assert (await collect(call)).token_ids == COUNTED
+        assert [len(worker.submits) for worker in pair] == [0, 1]
+        assert await placed(cluster, "decode", "idle") == 1
+
+
 async def test_after_its_prefill_worker_was_lost_a_prompt_goes_where_it_is_sooner(
     adaptive: RouterConfig,
 ) -> None:
