@@ -112,10 +112,11 @@ class DecodeScheduler:
     def submit(self, command: Submit) -> None:
         """Let a new request wait: until it is asked for, or until there is room to compute it."""
         request = self._make(command)
-        if command.prefill is None and not self._config.computes_prompts:
-            self._context.refuse(request, _COMPUTES_NO_PROMPTS)
-            return
         if not self._context.register(request, request.most_tokens):
+            return
+        if command.prefill is None and not self._config.computes_prompts:
+            refused = RequestEnd(EndReason.FAILED, error=_COMPUTES_NO_PROMPTS)
+            self._context.release(request, Outcome.FAILED, refused)
             return
         if isinstance(request, HandedOverRequest):
             self._context.outbox.put(self._client, OpenStream(request.stream))

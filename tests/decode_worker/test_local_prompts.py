@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import itertools
 import random
+from dataclasses import replace
 
 import pytest
 
 from kvrelay.decode_worker.request import DecodeRequest, HandedOverRequest
 from kvrelay.engine.config import Speculation
-from kvrelay.engine.scheduler.commands import RetractForDrain
+from kvrelay.engine.scheduler.commands import RetractForDrain, Submit
 from kvrelay.wire.output import EndReason
 from tests.engine.simulation import SimRequest, Simulation, SimWorker, count, reference
 from tests.engine.test_modes import expected, run_load
@@ -36,6 +37,26 @@ def test_a_worker_that_computes_no_prompts_refuses_them() -> None:
     taken = submit(simulation, prompt, 6, local=False)
     simulation.run()
     assert taken.output == reference(prompt, 6, (None, 7))
+    simulation.assert_at_baseline()
+
+
+def test_a_prompt_that_was_submitted_before_is_dropped_and_not_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    simulation = Simulation(0, 4, pages=60, rows=6, chunk=64, workers=1, computes_prompts=False)
+    decode, prompt = simulation.decodes[0], random_prompts(0, 1, 60)[0]
+    send = simulation.send
+
+    def send_again_as_local(worker: SimWorker, command: Submit) -> None:
+        send(worker, command)
+        if worker is decode:
+            send(worker, replace(command, prefill=None))
+
+    monkeypatch.setattr(simulation, "send", send_again_as_local)
+    taken = submit(simulation, prompt, 6, local=False)
+    simulation.run()
+    assert taken.output == reference(prompt, 6, (None,))
+    assert EndReason.FAILED not in {end.reason for end in taken.ends.values()}
     simulation.assert_at_baseline()
 
 
