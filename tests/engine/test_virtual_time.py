@@ -45,6 +45,7 @@ def test_thousands_of_requests_all_end_in_time(
         seed,
         page_size=4,
         pages=110,
+        most_tokens=512,
         audit_pages=False,
         rows=12,
         # A window's pool is made for two requests with their chunks: with large chunks all that
