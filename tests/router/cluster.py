@@ -131,6 +131,7 @@ async def running(config: RouterConfig, *names: str) -> AsyncIterator[Cluster]:
         stub = inference_pb2_grpc.InferenceServiceStub(channel)
         cluster = Cluster(router, discovery, workers, channel, stub)
         await until(lambda: all(worker.hellos for worker in workers))
+        await until(lambda: all(link.ready for link in router._fleet.links))
         yield cluster
         assert not [fault for worker in workers for fault in worker.faults]
 
