@@ -6,15 +6,16 @@ import sys
 from typing import Any, Final
 
 import click
+import grpc
 
 from kvrelay.deploy.address import Address
 from kvrelay.deploy.client import Access, connected, with_access, with_server
 from kvrelay.deploy.edge import with_clear_errors
 from kvrelay.deploy.errors import DeployError
 from kvrelay.deploy.generate_output import JsonLines, Writer, text_writer
+from kvrelay.deploy.stop_signals import StopSignals
 from kvrelay.v1 import inference_pb2 as pb
 
-_INTERRUPTED: Final = 130
 _FIELDS: Final = {"top_logprobs": "logprobs"}
 """The fields of SamplingParams whose options are called otherwise."""
 
@@ -122,8 +123,14 @@ def generate(
     )
     writer = JsonLines() if as_json else text_writer(request.sampling_params.n)
     access.check(server)
-    with connected(server, access.credentials()) as service:
-        stream_to(writer, service.Generate(request, metadata=access.metadata, timeout=timeout))
+    with StopSignals() as signals:
+        signals.stopping()  # raised in the middle of gRPC, an exception may be lost
+        with connected(server, access.credentials()) as service:
+            call = service.Generate(request, metadata=access.metadata, timeout=timeout)
+            signals.deliver_to(call.cancel)
+            if signals.received is not None:
+                call.cancel()
+            stream_to(writer, call, signals)
 
 
 def sampling_params(given: dict[str, Any]) -> pb.SamplingParams:
@@ -147,8 +154,8 @@ def sampling_params(given: dict[str, Any]) -> pb.SamplingParams:
     return params
 
 
-def stream_to(writer: Writer, call: Any) -> None:
-    """Write a call's events as they come; Ctrl-C cancels the call and exits.
+def stream_to(writer: Writer, call: Any, signals: StopSignals) -> None:
+    """Write a call's events as they come; exit if a signal has cancelled the call.
 
     Raises DeployError if the stream ends without a completion.
     """
@@ -160,10 +167,11 @@ def stream_to(writer: Writer, call: Any) -> None:
             else:
                 writer.complete(response.request_id, response.complete)
                 completed = True
-    except KeyboardInterrupt:
-        call.cancel()
+    except grpc.RpcError:
+        if signals.received is None:
+            raise
         click.echo("aborted", err=True)
-        sys.exit(_INTERRUPTED)
+        sys.exit(128 + signals.received)
     finally:
         writer.end()
     if not completed:

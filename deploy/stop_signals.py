@@ -45,7 +45,7 @@ class StopSignals:
         self._stop = stop
 
     def stopping(self) -> None:
-        """Let the first signal do nothing from now on: everything is being stopped already."""
+        """Let the first signal do nothing from now on but set `received`."""
         self._stop = lambda: None
 
     def _handle(self, number: int, _frame: FrameType | None) -> None:
