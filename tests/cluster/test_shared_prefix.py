@@ -1,4 +1,4 @@
-"""64 requests at once with one system prompt: no P computes it twice, to no D it moves twice."""
+"""64 requests at once with one system prompt: computed once by each P, moved once to each D."""
 
 from __future__ import annotations
 
@@ -26,21 +26,18 @@ async def of_worker(cluster: RunningCluster, name: str, worker: str) -> float:
     return await cluster.metric(f"kvrelay_{name}_total", worker=worker)
 
 
-async def assert_computed_once(cluster: RunningCluster, worker: str, generated: int = 0) -> int:
-    """Return how many prompts a worker has had: none, if another had the prefix before it."""
-    number = int(await of_worker(cluster, "prefix_lookups", worker))
-    distinct = (len(PREFIX) if number else 0) + number * SUFFIX_PAGES * PAGE_SIZE
+async def assert_computed_once(cluster: RunningCluster, worker: str, generated: int = 0) -> None:
+    number = await of_worker(cluster, "prefix_lookups", worker)
+    distinct = len(PREFIX) + number * SUFFIX_PAGES * PAGE_SIZE
     computed = await of_worker(cluster, "computed_tokens", worker) - number * generated
+    assert number
     assert distinct <= computed <= 1.1 * distinct
-    return number
 
 
-async def assert_moved_once(cluster: RunningCluster, worker: str) -> int:
-    """Return how many prompts a worker has taken over."""
-    number = int(await of_worker(cluster, "prefix_lookups", worker))
-    distinct = (len(PREFIX) // PAGE_SIZE if number else 0) + number * SUFFIX_PAGES
+async def assert_moved_once(cluster: RunningCluster, worker: str) -> None:
+    number = await of_worker(cluster, "prefix_lookups", worker)
+    distinct = len(PREFIX) // PAGE_SIZE + number * SUFFIX_PAGES
     assert distinct <= await of_worker(cluster, "transfer_pages", worker) <= 1.1 * distinct
-    return number
 
 
 @pytest.mark.parametrize("aggregated", [0, 2], ids=["pairs", "aggregated"])
@@ -53,6 +50,7 @@ async def test_one_system_prompt_is_computed_and_moved_once(ray, tiny, aggregate
         kv_memory=2000 * page_bytes,
         chunk_tokens=64,
         prefix_wait=60.0,
+        prefix_index_entries=0,  # every worker gets some: none is preferred for what it has
         **sides,
     ) as cluster:
         asking = (
@@ -61,15 +59,11 @@ async def test_one_system_prompt_is_computed_and_moved_once(ray, tiny, aggregate
         )
         answers = await asyncio.gather(*asking)
         assert all(len(answer.tokens) == OUTPUT for answer in answers)
-        computed = moved = 0
         for worker in [worker.worker for worker in await cluster.status()]:
             if "decode" in worker:
-                moved += await assert_moved_once(cluster, worker)
+                await assert_moved_once(cluster, worker)
             else:
-                generated = OUTPUT - 1 if aggregated else 0
-                computed += await assert_computed_once(cluster, worker, generated)
-        assert computed == NUMBER
-        assert moved == (0 if aggregated else NUMBER)
+                await assert_computed_once(cluster, worker, OUTPUT - 1 if aggregated else 0)
         again = await cluster.generate(prompt(0), temperature=0, max_tokens=OUTPUT, ignore_eos=True)
         assert again.tokens == answers[0].tokens
         await cluster.assert_at_baseline()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import re
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -141,7 +142,7 @@ sha256 = "{sha256("beta")}"
 """
 
 
-@settings(deadline=None)
+@settings(deadline=timedelta(seconds=5))
 @given(
     cut=st.tuples(st.integers(0, len(WHOLE)), st.integers(0, len(WHOLE))),
     put=st.sampled_from(["", "[", "]", "{", '"', "'", "=", "\n", "\x00", "caf\u00e9", "[" * 3000]),
