@@ -22,8 +22,9 @@ from tests.chaos.cluster import chaos_cluster
 from tests.chaos.experiment import STOP_S, Report, experiment
 from tests.chaos.load import make_cases
 from tests.chaos.report import load, save, to_markdown
-from tests.chaos.two_networks import SLOW_LINK, two_networks, why_not
+from tests.chaos.two_networks import SLOW_LINK, two_networks
 from tests.checkpoints import make_checkpoint
+from tests.hosts.commands import why_not
 
 TIMEOUT_S = 8.0
 """Worker timeout of the whole matrix: longer than the stop that a worker must survive."""

@@ -13,7 +13,6 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
-import shutil
 import subprocess
 import threading
 from collections.abc import Callable, Iterator
@@ -27,12 +26,10 @@ from kvrelay.deploy.worker_host import BUILDERS, BuildWorker, Worker
 from kvrelay.engine.config import WorkerConfig
 from kvrelay.kv_transfer.agent import TransferAgent
 from kvrelay.wire.worker_info import WorkerRole
+from tests.hosts.commands import ABORT_CONNECTIONS, ip, run, shape
 
 RATE = "16mbit"
 """The link's speed: 250 tokens of the tiny model take a tenth of a second."""
-BURST = "16kb"
-QUEUE = "2s"
-"""How much the link queues, in time. TCP sends again what is dropped beyond that."""
 SLOW_LINK = (
     f"KV goes by TCP between two network namespaces, over a link of {RATE} (`tc tbf`): bytes "
     "are on their way for a long time."
@@ -43,21 +40,6 @@ PLACES = {WorkerRole.PREFILL: "10.213.0.1/24", WorkerRole.DECODE: "10.213.0.2/24
 _libc = ctypes.CDLL(None, use_errno=True)
 _NEW_MOUNTS, _NEW_NETWORK = 0x00020000, 0x40000000
 _PRIVATE = 0x4000 | 0x40000
-
-
-def why_not() -> str:
-    """What this machine lacks for two networks; empty if nothing."""
-    if os.geteuid() != 0:
-        return "network namespaces need root"
-    missing = [tool for tool in ("ip", "tc", "ss") if shutil.which(tool) is None]
-    if missing:
-        return f"not installed: {', '.join(missing)} (iproute2)"
-    probe = f"kvrelay-{os.getpid()}"
-    made = subprocess.run(["ip", "netns", "add", probe], capture_output=True, check=False)
-    if made.returncode:
-        return f"ip netns add: {made.stderr.decode().strip()}"
-    _ip("netns", "delete", probe)
-    return ""
 
 
 @dataclass(frozen=True)
@@ -80,15 +62,14 @@ def two_networks(rate: str = RATE) -> Iterator[Link]:
     names = {role: f"kvrelay-{os.getpid()}-{role}" for role in PLACES}
     try:
         for name in names.values():
-            _ip("netns", "add", name)
+            ip("netns", "add", name)
         here, there = names.values()
-        _ip("-n", here, "link", "add", DEVICE, "type", "veth", "peer", DEVICE, "netns", there)
+        ip("-n", here, "link", "add", DEVICE, "type", "veth", "peer", DEVICE, "netns", there)
         for role, address in PLACES.items():
-            _ip("-n", names[role], "address", "add", address, "dev", DEVICE)
+            ip("-n", names[role], "address", "add", address, "dev", DEVICE)
             for device in ("lo", DEVICE):
-                _ip("-n", names[role], "link", "set", device, "up")
-            shape = ["root", "tbf", "rate", rate, "burst", BURST, "latency", QUEUE]
-            _run("tc", "-n", names[role], "qdisc", "add", "dev", DEVICE, *shape)
+                ip("-n", names[role], "link", "set", device, "up")
+            run("tc", "-n", names[role], "qdisc", "add", "dev", DEVICE, *shape(rate))
         apart = {
             role: functools.partial(_build_apart, name, BUILDERS[role])
             for role, name in names.items()
@@ -147,23 +128,11 @@ def _in_a_thread(work: Callable[[], object]) -> None:
 
 
 def _cut(namespace: str) -> int:
-    """Let the kernel abort the namespace's connections; each line that ss prints is one."""
-    kill = ("ss", "--kill", "--no-header", "--tcp", "state", "established")
-    told = subprocess.run(
-        ("ip", "netns", "exec", namespace, *kill), check=True, capture_output=True, text=True
-    )
-    return len(told.stdout.splitlines())
+    """Abort the namespace's connections; each line that ss prints is one."""
+    return len(run("ip", "netns", "exec", namespace, *ABORT_CONNECTIONS).splitlines())
 
 
 def _check(result: int) -> None:
     if result:
         code = ctypes.get_errno()
         raise OSError(code, os.strerror(code))
-
-
-def _ip(*words: str) -> None:
-    _run("ip", *words)
-
-
-def _run(*words: str) -> None:
-    subprocess.run(words, check=True)

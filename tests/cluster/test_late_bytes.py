@@ -18,7 +18,8 @@ from tests.chaos.cells import Cell, Harm, Victim
 from tests.chaos.cluster import ChaosCluster, chaos_cluster, samples
 from tests.chaos.experiment import experiment
 from tests.chaos.load import Expected, Load, check, make_cases
-from tests.chaos.two_networks import Link, two_networks, why_not
+from tests.chaos.two_networks import Link, two_networks
+from tests.hosts.commands import why_not
 
 KV_MEMORY = 640 << 10
 """Two requests fit, or three: whoever comes next takes the pages of one that has just gone."""
