@@ -14,6 +14,10 @@ from kvrelay.engine.scheduler.context import SchedulerContext
 from kvrelay.engine.scheduler.growth_reserve import GrowthReserve
 from kvrelay.engine.scheduler.prefix_waits import PrefixWaits
 
+MOST_HELD = 256
+"""Requests of one prefill worker that wait for others at a time, or for memory after that: so many
+more than it asks for ahead. One more does not wait, and reads again what it shares."""
+
 
 class Grants:
     """Grants the prefill workers' asks, and admits the prompts that are computed here.
@@ -62,11 +66,12 @@ class Grants:
         ahead = Counter(r.peer for r in live if isinstance(r, HandedOverRequest) and r.is_ahead)
         free = self._grants_ahead - ahead.total()
         leaders = self._waits.leaders(live)
+        held = Counter(r.peer for r in waiting if _is_held(r))
 
         def must_wait(request: DecodeRequest) -> bool:
             if free <= 0 and _is_handed_over(request):
                 return True
-            return self._must_wait(request, leaders)
+            return self._must_wait(request, leaders, held)
 
         for request in admit_in_turn(
             self._context.kv_cache,
@@ -93,17 +98,22 @@ class Grants:
         first_missing = [max(first, protected) for first in request.held.first_pages]
         self._requests.send(request, request.hand_over.grant(first_missing))
 
-    def _must_wait(self, request: DecodeRequest, leaders: Iterable[DecodeRequest]) -> bool:
+    def _must_wait(
+        self, request: DecodeRequest, leaders: Iterable[DecodeRequest], held: Counter[str]
+    ) -> bool:
         """Whether a request waits for one of the leaders; its prefill worker is told.
 
-        That one may then ask for others in its place.
+        That one may then ask for others in its place: `held` counts those, by prefill worker.
         """
+        if request.peer and not _is_held(request) and held[request.peer] >= MOST_HELD:
+            return False
         if not self._waits.must_wait(request, request.findable_len, leaders):
             return False
         if isinstance(request, HandedOverRequest):
-            held = request.hand_over.hold()
-            if held is not None:
-                self._requests.send(request, held)
+            message = request.hand_over.hold()
+            if message is not None:
+                held[request.peer] += 1
+                self._requests.send(request, message)
         return True
 
     def _reserve(self, request: DecodeRequest) -> bool:
@@ -136,6 +146,11 @@ def _is_incomplete(request: DecodeRequest) -> bool:
 def _is_handed_over(request: DecodeRequest) -> bool:
     """Whether a prefill worker computes a request: all of it is published at its activation."""
     return isinstance(request, HandedOverRequest)
+
+
+def _is_held(request: DecodeRequest) -> bool:
+    """Whether the prefill worker of a request was told that this one waits."""
+    return isinstance(request, HandedOverRequest) and request.hand_over.is_held
 
 
 def _take_turns(

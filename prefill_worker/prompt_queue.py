@@ -22,7 +22,7 @@ from kvrelay.wire.output import NO_TIMINGS, RequestEnd
 ASK_AHEAD = 4
 """Requests for each decode worker that may hold its grant, or have asked for it, before their
 turn to compute. Those do not count that the decode worker has ever let wait for others, even if
-they wait for memory by now: more may be asked for than this, each of which holds nothing.
+they wait for memory by now: it bounds how many these are, and they hold nothing.
 `--grants-ahead` bounds what a decode worker grants to all that ask."""
 _HOLDS_GRANT = (PrefillState.ASKED, PrefillState.GRANTED)
 

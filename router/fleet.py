@@ -14,6 +14,7 @@ from kvrelay.router.limits import Limits
 from kvrelay.router.local_prompts import Reason, Side, decide
 from kvrelay.router.notifier import Notifier
 from kvrelay.router.placement import Placer, Shortage
+from kvrelay.router.prospects import Prospects
 from kvrelay.router.served_model import ServedModel
 from kvrelay.router.worker_link import WorkerLink
 from kvrelay.wire.worker_info import WorkerInfo, WorkerRole
@@ -74,6 +75,7 @@ class Fleet:
         self._awaited: tuple[WorkerInfo, ...] = ()
         self._known: list[WorkerInfo] = []
         self._limits: Limits | None = None  # of `_known`; None: there is none, or nobody has asked
+        self._prospects: Prospects | None = None  # None: who takes requests has changed
         self._placer = Placer(prefixes, decodes_alone=decodes_alone)
         self.model = ServedModel()
         """Which workers may serve."""
@@ -131,23 +133,17 @@ class Fleet:
         On their way are those that are being replaced, and those that are listed and
         cannot be reached yet, or any more.
         """
-        ready = [link.endpoint for link in self._links.values() if _takes_requests(link)]
-        coming = [one.endpoint for one in self._links.values() if _may_yet_take_requests(one)]
-        coming += filter(self.model.is_loaded_by, self._awaited)
-
-        def fits(workers: list[WorkerInfo], role: WorkerRole) -> bool:
-            tokens = demand.tokens_of(role)
-            return any(one.role is role and one.pool_tokens >= tokens for one in workers)
-
-        prefill_comes = fits(coming, WorkerRole.PREFILL)
-        decode_comes = fits(coming, WorkerRole.DECODE)
-        return (
-            fits(coming, WorkerRole.AGGREGATED)
-            or (decode_comes and self._decodes_alone)
-            or (prefill_comes and decode_comes)
-            or (prefill_comes and fits(ready, WorkerRole.DECODE))
-            or (decode_comes and fits(ready, WorkerRole.PREFILL))
-        )
+        if self._prospects is None:
+            links = [link for link in self._links.values() if not link.refusal]
+            self._prospects = Prospects.of(
+                [link.endpoint for link in links if _takes_requests(link)],
+                [
+                    *[link.endpoint for link in links if not _takes_requests(link)],
+                    *filter(self.model.is_loaded_by, self._awaited),
+                ],
+                decodes_alone=self._decodes_alone,
+            )
+        return self._prospects.promise(demand)
 
     def place(self, demand: Demand) -> Placement:
         """Chooses the workers for an attempt; see `Placer.choose`.
@@ -231,11 +227,12 @@ class Fleet:
 
     def _know(self, endpoints: list[WorkerInfo]) -> None:
         self._known = [*endpoints, *filter(self.model.is_loaded_by, self._awaited)]
-        self._limits = None
+        self._limits = self._prospects = None
 
     def _link_changed(self, link: WorkerLink) -> None:
         # The link of a worker that is listed no more says once that its stream has ended.
         if link.endpoint.incarnation in self._links and self._rank(link):
+            self._prospects = None
             self.changes.notify_all()
 
     def _rank(self, link: WorkerLink) -> bool:
@@ -253,7 +250,3 @@ class Fleet:
 
 def _takes_requests(link: WorkerLink) -> bool:
     return link.ready and not link.draining and not link.refusal
-
-
-def _may_yet_take_requests(link: WorkerLink) -> bool:
-    return not link.refusal and not _takes_requests(link)

@@ -38,7 +38,7 @@ class DecodeHandOver:
         self.state = DecodeState.OPEN
         self.begun = False
         """The prefill side computes the prompt, or has announced some of it."""
-        self._is_held = False
+        self._was_held = False
         self.first_tokens: tuple[FirstToken, ...] = ()
         """One for each output; empty until the last announcement."""
         self.num_compared = 0
@@ -63,10 +63,15 @@ class DecodeHandOver:
         """The prefill side is ready for this request."""
         self._step("ask")
 
+    @property
+    def is_held(self) -> bool:
+        """The prefill side was told that the grant waits, and has not got it."""
+        return self._was_held and self.state is DecodeState.ASKED
+
     def hold(self) -> Held | None:
         """Tell the prefill side that the grant waits for another request; once."""
         self._step("hold")
-        told, self._is_held = self._is_held, True
+        told, self._was_held = self._was_held, True
         return None if told else Held()
 
     def grant(self, missing: Sequence[int]) -> Grant:

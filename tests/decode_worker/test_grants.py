@@ -93,35 +93,66 @@ def test_a_prompt_of_one_chunk_is_no_grant_ahead_while_it_is_computed() -> None:
     simulation.assert_at_baseline()
 
 
-def test_those_that_wait_for_a_prefix_keep_no_other_request_waiting() -> None:
-    """More of them than one prefill worker asks for at once."""
-    simulation = Simulation(0, 4, 400, 64, 16, workers=2)
-    [other, slow], [decode, elsewhere] = simulation.prefills, simulation.decodes
-    prefix = random_prompts(1, 1, 60)[0]
+class Held:
+    """A prefill worker has a prefix that the decode worker waits to read from a slow other one."""
 
-    def submit(prompt: list[int], prefill: SimWorker, to: SimWorker) -> SimRequest:
-        simulation.prefills, simulation.decodes = [prefill], [to]
+    def __init__(self) -> None:
+        self.simulation = Simulation(0, 4, 400, 64, 16, workers=2)
+        [self.other, self.slow], [_, elsewhere] = self.simulation.prefills, self.simulation.decodes
+        self.prefix = random_prompts(1, 1, 60)[0]
+        self.submit(self.prefix, self.other, elsewhere)
+        self.simulation.run()  # the other one has the prefix from now on
+        self.simulation.can_end_step = lambda worker: worker is not self.slow  # type: ignore[method-assign]
+        self.first = self.submit([*self.prefix, 1], self.slow)
+        self.simulation.run()
+
+    def submit(
+        self, prompt: list[int], prefill: SimWorker, decode: SimWorker | None = None
+    ) -> SimRequest:
+        simulation = self.simulation
+        prefills, decodes = simulation.prefills, simulation.decodes
+        simulation.prefills, simulation.decodes = [prefill], [decode or decodes[0]]
         request = simulation.submit(prompt, 4)
-        simulation.prefills, simulation.decodes = [other, slow], [decode, elsewhere]
+        simulation.prefills, simulation.decodes = prefills, decodes
         return request
 
-    submit(prefix, other, elsewhere)
-    simulation.run()  # the other one has the prefix from now on
-    simulation.can_end_step = lambda worker: worker is not slow  # type: ignore[method-assign]
-    first = submit([*prefix, 1], slow, decode)
-    simulation.run()
-    waiting = [submit([*prefix, 2, n], other, decode) for n in range(ASK_AHEAD + 2)]
-    simulation.run()
-    unlike = submit(random_prompts(2, 1, 30)[0], other, decode)
-    simulation.run()
+    def submit_like_it(self, number: int) -> list[SimRequest]:
+        return [self.submit([*self.prefix, 2, n], self.other) for n in range(number)]
+
+    def end(self, *requests: SimRequest) -> None:
+        """All go on, and are right."""
+        self.simulation.can_end_step = lambda worker: True  # type: ignore[method-assign]
+        self.slow.inbox.post(Wake())
+        self.simulation.run()
+        for request in (self.first, *requests):
+            assert request.output == reference(request.prompt, 4)
+        self.simulation.assert_at_baseline()
+
+
+def test_those_that_wait_for_a_prefix_keep_no_other_request_waiting() -> None:
+    """More of them than one prefill worker asks for at once."""
+    held = Held()
+    waiting = held.submit_like_it(ASK_AHEAD + 2)
+    held.simulation.run()
+    unlike = held.submit(random_prompts(2, 1, 30)[0], held.other)
+    held.simulation.run()
     assert unlike.output == reference(unlike.prompt, 4)
-    assert not any(request.output for request in [first, *waiting])
-    simulation.can_end_step = lambda worker: True  # type: ignore[method-assign]
-    slow.inbox.post(Wake())
-    simulation.run()
-    for request in [first, *waiting]:
-        assert request.output == reference(request.prompt, 4)
-    simulation.assert_at_baseline()
+    assert not any(request.output for request in [held.first, *waiting])
+    held.end(*waiting, unlike)
+
+
+def test_those_that_wait_for_a_prefix_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One more than the bound waits for nobody, and then those find what it has published."""
+    monkeypatch.setattr("kvrelay.decode_worker.grants.MOST_HELD", 3)
+    held, most = Held(), 0
+    requests = held.submit_like_it(ASK_AHEAD + 4)
+    while held.simulation.step():
+        live = held.simulation.decodes[0].context.requests.values()
+        most = max(most, sum(request.hand_over.is_held for request in live))
+    assert most == 3
+    assert all(request.output for request in requests)
+    assert not held.first.output
+    held.end(*requests)
 
 
 @pytest.mark.parametrize("seed", range(4))
