@@ -41,6 +41,7 @@ from benchmarks.table import table
 from benchmarks.virtual_time import VirtualLoop
 from kvrelay.engine.scheduler.outbox import RouterLink
 from kvrelay.engine.worker.load_reports import PacedLink
+from kvrelay.router.admission import Admission
 from kvrelay.router.config import RouterConfig
 from kvrelay.router.discovery import StaticDiscovery
 from kvrelay.router.fleet import Fleet
@@ -48,6 +49,8 @@ from kvrelay.router.known_prefixes import KnownPrefixes
 from kvrelay.router.live_requests import LiveRequests
 from kvrelay.router.metrics import RouterMetrics
 from kvrelay.router.service import InferenceService
+from kvrelay.router.text_threads import TextThreads
+from kvrelay.router.texts import Texts
 from kvrelay.router.worker_link import WorkerLink
 from kvrelay.v1 import inference_pb2 as pb
 from kvrelay.v1 import worker_pb2
@@ -403,14 +406,15 @@ class Bench:
         self.workers = {worker.endpoint.incarnation: worker for worker in made}
         discovery = StaticDiscovery([worker.endpoint for worker in made])
         services, running = [], []
+        threads = TextThreads(self._config.max_text_bytes, self._config.retry_after_ms)
         for _ in range(self.load.routers):
             metrics = RouterMetrics("scripted")
             prefixes = KnownPrefixes(self._config.prefix_index_entries)
             fleet = Fleet(discovery, functools.partial(self._make_link, prefixes), prefixes)
             live = LiveRequests(self._config, fleet, self._tokenizer, metrics)
-            services.append(
-                InferenceService(self._config, fleet, live, self._tokenizer, 16, metrics)
-            )
+            texts = Texts(self._tokenizer, 16, threads)
+            admission = Admission(self._config, fleet, live, texts, metrics)
+            services.append(InferenceService(self._config, fleet, live, admission, texts, metrics))
             running.append(asyncio.create_task(fleet.run()))
             while not (fleet.links and all(link.ready for link in fleet.links)):
                 await fleet.changes.wait()
@@ -430,8 +434,7 @@ class Bench:
         for task in running:
             task.cancel()
         await asyncio.gather(clients, *running, return_exceptions=True)
-        for service in services:
-            service.close()
+        threads.close()
         return self._figure(counts, seconds)
 
     def _make_link(

@@ -37,6 +37,7 @@ import numpy as np
 import torch
 
 from benchmarks.table import table
+from kvrelay.deploy.address import Address
 from kvrelay.deploy.models import Model, resolve_model, users_models
 from kvrelay.deploy.options import DEFAULT_MODEL, ServeOptions
 from kvrelay.deploy.params import ADDRESS
@@ -289,6 +290,7 @@ def hand_over(model: str, tokens: int, prompts: int, address: Any, **options: An
     serve = ServeOptions(
         model=model,
         grpc=address,
+        http=Address(address.host, 0),
         admin=address,
         metrics=address,
         threads=1,

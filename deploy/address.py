@@ -63,13 +63,14 @@ class Address:
         raises if somebody takes the port later.
         """
         give_up_at = time.monotonic() + RELEASE_SECONDS
-        while error := self._try_to_listen():
+        while error := self.in_the_way():
             if error.errno != errno.EADDRINUSE or time.monotonic() > give_up_at:
                 reason = error.strerror or str(error)
                 raise DeployError(f"{option}: cannot listen on {self}: {reason}") from error
             time.sleep(_LOOK_AGAIN_SECONDS)
 
-    def _try_to_listen(self) -> OSError | None:
+    def in_the_way(self) -> OSError | None:
+        """Why nothing can listen here now; None: something can."""
         try:
             family, kind, protocol, _, target = socket.getaddrinfo(
                 self.host, self.port, type=socket.SOCK_STREAM
@@ -86,6 +87,8 @@ class Address:
 
 DEFAULT_GRPC: Final = Address("127.0.0.1", 50051)
 """Where `kvrelay serve` listens, and where the other commands look for it."""
+DEFAULT_HTTP: Final = Address("127.0.0.1", 8000)
+"""Where `kvrelay serve` serves OpenAI's API, if nothing else listens there."""
 DEFAULT_ADMIN: Final = Address("127.0.0.1", 50052)
 """Where `kvrelay serve` listens to operators, and where `kvrelay drain` looks for it."""
 DEFAULT_METRICS: Final = Address("127.0.0.1", 9400)

@@ -95,6 +95,7 @@ def router_config(options: ServeOptions, model: Model) -> RouterConfig:
         model_path=model.path,
         dtype=options.dtype,
         grpc_address=str(options.grpc),
+        http_address=str(options.http),
         metrics_address=str(options.metrics),
         admin_address=str(options.admin),
         itl_target_seconds=options.itl_target and options.itl_target / 1000,

@@ -7,7 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from kvrelay.deploy.address import DEFAULT_ADMIN, DEFAULT_GRPC, DEFAULT_METRICS, MAX_PORT, Address
+from kvrelay.deploy.address import (
+    DEFAULT_ADMIN,
+    DEFAULT_GRPC,
+    DEFAULT_HTTP,
+    DEFAULT_METRICS,
+    MAX_PORT,
+    Address,
+)
 from kvrelay.deploy.errors import OptionError
 from kvrelay.deploy.tls_options import check_tls, check_together
 from kvrelay.engine.config import Speculation, WorkerOptions
@@ -75,6 +82,12 @@ class ServeOptions(RouterOptions, WorkerOptions):
     grpc: Address = option(
         DEFAULT_GRPC, "Where clients connect; port 0: any free one.", Section.ACCESS
     )
+    http: Address = option(
+        DEFAULT_HTTP,
+        "Where clients of OpenAI's API connect; port 0: any free one. So it is where the default "
+        "port is in use.",
+        Section.ACCESS,
+    )
     admin: Address = option(
         DEFAULT_ADMIN,
         "Where operators connect, to drain workers; port 0: any free one. With "
@@ -110,7 +123,8 @@ class ServeOptions(RouterOptions, WorkerOptions):
     )
     insecure: bool = option(
         False,
-        "Allow --grpc and --admin addresses that other machines can reach without TLS and tokens, "
+        "Allow --grpc, --http and --admin addresses that other machines can reach without TLS and "
+        "tokens, "
         "and such a --metrics address, which never has either.",
         Section.ACCESS,
     )
@@ -184,7 +198,7 @@ class ServeOptions(RouterOptions, WorkerOptions):
             lacking.append("--tls-cert or --front-tls-cert")
         if self.auth_token_file is None:
             lacking.append("--auth-token-file")
-        for flag, address in (("--grpc", self.grpc), ("--admin", self.admin)):
+        for flag, address in self._listeners():
             if lacking and not address.is_loopback:
                 raise OptionError(
                     flag,
@@ -198,15 +212,23 @@ class ServeOptions(RouterOptions, WorkerOptions):
                 "text, for everybody: listen on 127.0.0.1, or allow it with --insecure",
             )
 
+    def _listeners(self) -> tuple[tuple[str, Address], ...]:
+        """The doors of the router, by their options."""
+        return (("--grpc", self.grpc), ("--http", self.http), ("--admin", self.admin))
+
     def _check_ports(self) -> None:
-        if self.admin.port == self.grpc.port != 0:
-            raise OptionError("--admin", f"--grpc takes the port {self.grpc.port}, too")
+        taken: dict[int, str] = {}
+        for flag, address in self._listeners():
+            if address.port and address.port in taken:
+                other = taken[address.port]
+                raise OptionError(flag, f"{other} takes the port {address.port}, too")
+            taken[address.port] = flag
         if self.metrics.port == 0:
             return
         last = self.metrics.port + self.workers
         if last > MAX_PORT:
             raise OptionError("--metrics", f"the workers take the ports up to {last}: too many")
-        for flag, address in (("--grpc", self.grpc), ("--admin", self.admin)):
+        for flag, address in self._listeners():
             if self.metrics.port <= address.port <= last:
                 raise OptionError(
                     "--metrics",

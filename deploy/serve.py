@@ -13,6 +13,7 @@ from typing import Any
 
 import click
 
+from kvrelay.deploy.address import DEFAULT_HTTP, Address
 from kvrelay.deploy.config_file import load_defaults
 from kvrelay.deploy.converted import ConvertedModels
 from kvrelay.deploy.edge import with_clear_errors
@@ -55,6 +56,7 @@ def run(options: ServeOptions, progress: Progress, *, debug: bool) -> None:
         try:
             options.check_files()
             options.grpc.check_free("--grpc")
+            options = _with_free_http(options, progress)
             options.admin.check_free("--admin")
             for address in (options.metrics, *options.worker_metrics()):
                 address.check_free("--metrics")
@@ -65,6 +67,16 @@ def run(options: ServeOptions, progress: Progress, *, debug: bool) -> None:
             progress.line("Stopped before it was ready.")
             sys.exit(128 + (signals.received or signal.SIGINT))
     progress.line("Stopped.")
+
+
+def _with_free_http(options: ServeOptions, progress: Progress) -> ServeOptions:
+    """The options, with any free port for HTTP where another program has the default one."""
+    if options.http != DEFAULT_HTTP:
+        options.http.check_free("--http")
+    elif DEFAULT_HTTP.in_the_way() is not None:
+        progress.line(f"{DEFAULT_HTTP} is in use: HTTP gets another port (--http chooses one).")
+        return replace(options, http=Address(DEFAULT_HTTP.host, 0))
+    return options
 
 
 def _find_model(options: ServeOptions, progress: Progress) -> Model:

@@ -34,6 +34,9 @@ def ready_lines(deployment: Deployment, model: Model, options: ServeOptions) -> 
     yield ""
     yield f"  model      {model.path}"
     yield f"  gRPC       {router.grpc_address}"
+    scheme = "http" if options.front_tls is None else "https"
+    http = f"{scheme}://{router.http_address}"
+    yield f"  HTTP       {http}"
     yield f"  admin      {router.admin_address}"
     yield f"  metrics    http://{router.metrics_address}/metrics"
     for name, worker in sorted(deployment.cluster.workers.items()):
@@ -42,7 +45,19 @@ def ready_lines(deployment: Deployment, model: Model, options: ServeOptions) -> 
     server = "" if router.grpc_address == str(DEFAULT_GRPC) else f" --server {router.grpc_address}"
     example = 'generate "The capital of France is" --max-tokens 32'
     yield f"Try:  {_command()} {example}{server}{_access(options)}"
+    yield f"or:   {_curl(http, options)}"
     yield "Ctrl-C stops it."
+
+
+def _curl(http: str, options: ServeOptions) -> str:
+    """A call of OpenAI's API, to paste."""
+    access = ""
+    if options.auth_token_file is not None:
+        access += ' -H "Authorization: Bearer TOKEN"'
+    if options.front_tls_cert is None and options.tls_ca is not None:
+        access += f" --cacert {shlex.quote(str(options.tls_ca))}"
+    body = '{"prompt": "The capital of France is", "max_tokens": 32}'
+    return f"curl {http}/v1/completions{access} -d '{body}'"
 
 
 def _access(options: ServeOptions) -> str:

@@ -37,9 +37,45 @@ def current_caller() -> Caller:
 class Refusal(Exception):  # noqa: N818
     """A call is refused for its token, or for the lack of one."""
 
-    def __init__(self, code: grpc.StatusCode, detail: str) -> None:
+    def __init__(self, detail: str) -> None:
         super().__init__(f"{HEADER}: {detail}")
-        self.code = code
+
+
+class Unauthenticated(Refusal):
+    """It brings no token, or none that is known."""
+
+
+class Forbidden(Refusal):
+    """Its token lacks a right."""
+
+
+def identify(tokens: Tokens, sent: Sequence[str | bytes]) -> Caller:
+    """Whose token a call brings.
+
+    Args:
+        tokens: those that are good now.
+        sent: the values of its `authorization` headers.
+
+    Raises:
+        Unauthenticated: there is not exactly one, with a token that is known.
+    """
+    if not sent:
+        raise Unauthenticated("a bearer token is needed")
+    [value] = sent if len(sent) == 1 else [""]
+    if not isinstance(value, str) or not value.lower().startswith(_SCHEME):
+        raise Unauthenticated("must be 'Bearer' and one token")
+    caller = tokens.find(value[len(_SCHEME) :].strip())
+    if caller is None:
+        raise Unauthenticated("the bearer token is not in the router's --auth-token-file")
+    return caller
+
+
+def check_right(caller: Caller, right: Right) -> None:
+    """Raises `Forbidden` if the caller lacks the right."""
+    if not caller.may(right):
+        raise Forbidden(
+            f"the token {caller.name} lacks the right {right} (rights in --auth-token-file)"
+        )
 
 
 class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc is untyped
@@ -66,45 +102,35 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc is untype
         if not method.startswith(_OPEN):
             try:
                 caller = self.identify(handler_call_details.invocation_metadata)
-                _check_right(caller, method)
+                _check_method(caller, method)
             except Refusal as refusal:
                 return _refuse_with(refusal)
             _caller.set(caller)  # in the task in which grpc.aio calls the handler, too
         return await continuation(handler_call_details)
 
     def identify(self, metadata: Sequence[tuple[str, str | bytes]]) -> Caller:
-        """Whose token a call brings; raises `Refusal` without exactly one that is known."""
-        sent = [value for name, value in metadata if name == HEADER]
-        if not sent:
-            raise Refusal(grpc.StatusCode.UNAUTHENTICATED, "a bearer token is needed")
-        [value] = sent if len(sent) == 1 else [""]
-        if not isinstance(value, str) or not value.lower().startswith(_SCHEME):
-            raise Refusal(grpc.StatusCode.UNAUTHENTICATED, "must be 'Bearer' and one token")
-        caller = self._tokens().find(value[len(_SCHEME) :].strip())
-        if caller is None:
-            detail = "the bearer token is not in the router's --auth-token-file"
-            raise Refusal(grpc.StatusCode.UNAUTHENTICATED, detail)
-        return caller
+        """Whose token a call brings; raises `Unauthenticated` without one that is known."""
+        return identify(self._tokens(), [value for name, value in metadata if name == HEADER])
 
 
-def _check_right(caller: Caller, method: str) -> None:
-    """Raises `Refusal` if the caller may not call the method; reflection takes any token."""
-    right = None
+def _check_method(caller: Caller, method: str) -> None:
+    """Raises `Forbidden` if the caller may not call the method; reflection takes any token."""
     if method.startswith(f"/{_ADMIN}/"):
-        right = Right.ADMIN
+        check_right(caller, Right.ADMIN)
     elif method.startswith(f"/{_INFERENCE}/") and method not in _FOR_EVERY_TOKEN:
-        right = Right.GENERATE
-    if right is not None and not caller.may(right):
-        raise Refusal(
-            grpc.StatusCode.PERMISSION_DENIED,
-            f"the token {caller.name} lacks the right {right} (rights in --auth-token-file)",
-        )
+        check_right(caller, Right.GENERATE)
+
+
+_CODES: Final[dict[type[Refusal], grpc.StatusCode]] = {
+    Unauthenticated: grpc.StatusCode.UNAUTHENTICATED,
+    Forbidden: grpc.StatusCode.PERMISSION_DENIED,
+}
 
 
 def _refuse_with(refusal: Refusal) -> grpc.RpcMethodHandler:
     """A handler that refuses calls of any kind; a stream-stream handler reads no message first."""
 
     async def refuse(_requests: Any, context: grpc.aio.ServicerContext) -> None:
-        await context.abort(refusal.code, str(refusal))
+        await context.abort(_CODES[type(refusal)], str(refusal))
 
     return grpc.stream_stream_rpc_method_handler(refuse)

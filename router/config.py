@@ -88,6 +88,11 @@ class RouterOptions:
         "with what each may do: TOML, or one token a line. docs/security.md describes it.",
         Section.ACCESS,
     )
+    chat_template: Path | None = option(
+        None,
+        "A Jinja file that makes a prompt of a conversation, in place of the model's own template.",
+        Section.MODEL,
+    )
     max_attempts: int = option(
         3,
         "A request fails when one of its outputs has failed this often, because a worker was lost, "
@@ -146,6 +151,8 @@ class RouterConfig(RouterOptions):
     """Where clients connect; port 0: any free one."""
     metrics_address: str
     """Where Prometheus reads; port 0: any free one."""
+    http_address: str | None = None
+    """Where clients of OpenAI's API connect; port 0: any free one. None: nowhere."""
     admin_address: str = "127.0.0.1:0"
     """Where operators connect, if the router has an administrator."""
     itl_target_seconds: float | None = None

@@ -1,12 +1,13 @@
 """The errors that end a request, an operator's call or the router's start.
 
-`status.py` maps each to a gRPC status, and nothing else does.
+`status.py` maps each to a gRPC status, `http/errors.py` to an HTTP status, and nothing else does.
 
 ::
 
     StartError                 one line for the operator; the process does not start
     RequestError               ends one request
     ├── InvalidField           INVALID_ARGUMENT, names the field
+    │   └── UnknownModel       the same
     ├── NotPermitted           PERMISSION_DENIED, names the field and the right
     ├── AlreadyExists          ALREADY_EXISTS
     ├── Overloaded             RESOURCE_EXHAUSTED, says when to try again
@@ -52,6 +53,13 @@ class InvalidField(RequestError):  # noqa: N818 - the name says what it is
     def __init__(self, field: str, message: str) -> None:
         super().__init__(f"{field}: {message}")
         self.field = field
+
+
+class UnknownModel(InvalidField):
+    """The request means another model than the served one."""
+
+    def __init__(self, served: str, asked: str) -> None:
+        super().__init__("model", f"must be {served!r} or empty, got {asked!r}")
 
 
 class NotPermitted(RequestError):  # noqa: N818

@@ -13,10 +13,9 @@ from google.protobuf.message import DecodeError
 from kvrelay.router.errors import InvalidField
 from kvrelay.router.limits import Limits
 from kvrelay.router.raw_requests import PartBytes, measure_parts
+from kvrelay.router.texts import MAX_TEXT_TOKENS
 from kvrelay.v1 import inference_pb2 as pb
 
-MAX_TEXT_TOKENS: Final = 512 << 10
-"""Of a Tokenize or a Detokenize call; a million would hold up the event loop for 45 ms."""
 _PARSED_ANYWAY_BYTES: Final = 64 << 10
 _MAX_REST_BYTES: Final = 1 << 20
 """Of a request without its prompt; the largest that the router takes has a fifth of this."""

@@ -21,7 +21,7 @@ from kvrelay.router.generation import GenerationRequest
 from kvrelay.router.live_request import LiveRequest
 from kvrelay.router.metrics import WORKER_WAITS, RouterMetrics, Stopwatch
 from kvrelay.router.notifier import Notifier
-from kvrelay.router.output_stream import OutputStream
+from kvrelay.router.output_stream import Form, OutputStream
 from kvrelay.router.readers import Patience, Readers
 from kvrelay.router.text import TextStream
 from kvrelay.router.token_limits import TokenLimits
@@ -89,7 +89,11 @@ class LiveRequests:
             self._validating += Counter()  # forgets the names that are at zero
 
     def open(
-        self, request: GenerationRequest, stopwatch: Stopwatch, deadline: float | None
+        self,
+        request: GenerationRequest,
+        stopwatch: Stopwatch,
+        deadline: float | None,
+        form: Form,
     ) -> LiveRequest:
         """The caller's live request with this id and body, or a new one, submitted to its workers.
 
@@ -99,6 +103,7 @@ class LiveRequests:
             request: what is asked for.
             stopwatch: runs since it arrived.
             deadline: of its call, on the clock of `time.monotonic`.
+            form: of a new one's events.
 
         Raises:
             AlreadyExists: a live request of the caller has this id and another body.
@@ -109,7 +114,7 @@ class LiveRequests:
         """
         running = self._live.get(request.id)
         if running is None:
-            return self._admit(request, stopwatch, deadline)
+            return self._admit(request, stopwatch, deadline, form)
         running.check_same(request.fingerprint)
         return running
 
@@ -138,7 +143,11 @@ class LiveRequests:
                 live.fail(Unavailable("the router is stopping"))
 
     def _admit(
-        self, request: GenerationRequest, stopwatch: Stopwatch, deadline: float | None
+        self,
+        request: GenerationRequest,
+        stopwatch: Stopwatch,
+        deadline: float | None,
+        form: Form,
     ) -> LiveRequest:
         if self._closing:
             raise Unavailable("the router is stopping")
@@ -149,7 +158,7 @@ class LiveRequests:
         if placement is not None:
             placement = failover.place_in_time(request, placement, deadline)
         choices = self._choices(request, self._fleet.known[0].eos_token_ids)
-        stream = OutputStream(request, choices, stopwatch)
+        stream = OutputStream(request, choices, stopwatch, form)
         patience = Patience(self._config.max_unread_bytes, self._config.read_timeout)
         live = LiveRequest(
             request,

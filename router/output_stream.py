@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Final
 
 from kvrelay.router.choice import Choice
-from kvrelay.router.client_messages import event_bytes
 from kvrelay.router.errors import RequestError
 from kvrelay.router.events import Completion, Delta, Event, FinishReason
 from kvrelay.router.generation import GenerationRequest
@@ -16,6 +15,10 @@ from kvrelay.wire.output import PhaseTimings, RequestOutput
 
 _MAX_PROMPT_LOGPROBS: Final = 1024
 """Of one delta: with twenty alternatives 300 KB, where many clients take no more than 4 MiB."""
+
+
+Form = Callable[[Event], bytes]
+"""Makes of an event what the request's readers are sent, as their door speaks."""
 
 
 class OutputStream:
@@ -32,10 +35,15 @@ class OutputStream:
         request: what was asked for.
         choices: its outputs, in order.
         stopwatch: runs since the request arrived.
+        form: is called once for each event, in order.
     """
 
     def __init__(
-        self, request: GenerationRequest, choices: Sequence[Choice], stopwatch: Stopwatch
+        self,
+        request: GenerationRequest,
+        choices: Sequence[Choice],
+        stopwatch: Stopwatch,
+        form: Form,
     ) -> None:
         self.choices = tuple(choices)
         self.outcome: Completion | RequestError | None = None
@@ -43,6 +51,7 @@ class OutputStream:
         """Of all events."""
         self._request = request
         self._stopwatch = stopwatch
+        self._form = form
         self._first_attempt: int | None = None  # the one that brought the first token
         self._cached_tokens = 0
         self._num_prompt_logprobs = 0  # those of prompt tokens from the second on
@@ -145,7 +154,7 @@ class OutputStream:
         self._end(completion, label)
 
     def _keep(self, event: Event) -> None:
-        kept = event_bytes(self._request.request_id, event)
+        kept = self._form(event)
         self._events.append(kept)
         self.published_bytes += len(kept)
 

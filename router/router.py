@@ -20,12 +20,15 @@ from kvrelay.net.metrics_server import MetricsServer
 from kvrelay.net.receiving import BoundedReceipt
 from kvrelay.net.tls import CurrentTls, TlsFiles
 from kvrelay.router.admin import Administrator, AdminService
+from kvrelay.router.admission import Admission
 from kvrelay.router.auth import Guard
 from kvrelay.router.config import PlacementMode, RouterConfig
 from kvrelay.router.current_tokens import CurrentTokens
 from kvrelay.router.discovery import Discovery
 from kvrelay.router.errors import StartError
 from kvrelay.router.fleet import Fleet
+from kvrelay.router.http.door import Behind, make_app
+from kvrelay.router.http.listener import Listener
 from kvrelay.router.known_prefixes import KnownPrefixes
 from kvrelay.router.live_requests import LiveRequests
 from kvrelay.router.metrics import (
@@ -39,7 +42,10 @@ from kvrelay.router.metrics import (
 )
 from kvrelay.router.raw_requests import RawMessages
 from kvrelay.router.service import InferenceService
+from kvrelay.router.text_threads import TextThreads
+from kvrelay.router.texts import Texts
 from kvrelay.router.worker_link import WorkerLink
+from kvrelay.text.chat_template import ChatTemplate, TemplateError, load_chat_template
 from kvrelay.text.token_bytes import longest_token_bytes
 from kvrelay.text.tokenizer import LoadedTokenizer, TokenizerError, load_tokenizer
 from kvrelay.v1 import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc
@@ -87,6 +93,8 @@ class Router:
         self._tokens: CurrentTokens | None = None
         self.grpc_address = config.grpc_address
         """Where clients connect; with the real port once started."""
+        self.http_address = config.http_address
+        """Where clients of OpenAI's API connect; with the real port once started."""
         self.metrics_address = config.metrics_address
         """Where Prometheus reads; with the real port once started."""
         self.admin_address: str | None = None
@@ -118,7 +126,11 @@ class Router:
                 _run_in(undo, self._tokens.follow())
             if self._administrator is not None:
                 await self._serve_operators(undo, self._administrator)
-            await self._serve_clients(undo, live, tokenizer)
+            texts = await self._make_texts(undo, tokenizer)
+            admission = Admission(self._config, self._fleet, live, texts, self._metrics)
+            await self._serve_clients(undo, live, admission, texts)
+            if self._config.http_address is not None:
+                await self._serve_http(undo, self._config.http_address, admission, texts)
             undo.push_async_callback(live.close, self._config.shutdown_grace_seconds)
             _run_in(undo, self._report_health())
             undo.push_async_callback(self._health.enter_graceful_shutdown)
@@ -157,18 +169,24 @@ class Router:
         guards = [] if self._tokens is None else [Guard(self._tokens)]
         return [*guards, BoundedReceipt()]
 
+    async def _make_texts(self, undo: contextlib.AsyncExitStack, tokenizer: Tokenizer) -> Texts:
+        threads = TextThreads(self._config.max_text_bytes, self._config.retry_after_ms)
+        undo.callback(threads.close)
+        longest = await asyncio.to_thread(longest_token_bytes, tokenizer)
+        return Texts(tokenizer, longest, threads)
+
     async def _serve_clients(
-        self, undo: contextlib.AsyncExitStack, live: LiveRequests, tokenizer: Tokenizer
+        self,
+        undo: contextlib.AsyncExitStack,
+        live: LiveRequests,
+        admission: Admission,
+        texts: Texts,
     ) -> None:
         # The validator refuses messages of up to twice the limit, and names the field.
         # gRPC refuses larger ones, with RESOURCE_EXHAUSTED.
         bytes_taken = 2 * self._config.max_message_bytes
         server = front_server(bytes_taken, [*self._guards(), _RAW])
-        longest = await asyncio.to_thread(longest_token_bytes, tokenizer)
-        service = InferenceService(
-            self._config, self._fleet, live, tokenizer, longest, self._metrics
-        )
-        undo.callback(service.close)
+        service = InferenceService(self._config, self._fleet, live, admission, texts, self._metrics)
         inference_pb2_grpc.add_InferenceServiceServicer_to_server(service, server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         shown = [_SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME]
@@ -177,6 +195,22 @@ class Router:
         self.grpc_address = await _listen(
             undo, server, config.grpc_address, config.front_tls, "gRPC"
         )
+
+    async def _serve_http(
+        self, undo: contextlib.AsyncExitStack, address: str, admission: Admission, texts: Texts
+    ) -> None:
+        template = await asyncio.to_thread(_load_template, self._config)
+        behind = Behind(
+            self._config, self._fleet, admission, texts, self._metrics, template, self._tokens
+        )
+        host, port = _host_and_port(address)
+        try:
+            listener = Listener(make_app(behind), host.strip("[]"), port, self._config.front_tls)
+        except OSError as error:
+            raise StartError(f"HTTP: cannot listen on {address}: is the port in use?") from error
+        undo.push_async_callback(listener.stop, _STOP_GRACE_SECONDS)
+        await listener.start()
+        self.http_address = f"{host}:{listener.port}"
 
     async def _serve_operators(
         self, undo: contextlib.AsyncExitStack, administrator: Administrator
@@ -265,6 +299,13 @@ def _load_tokenizer(model_path: Path) -> LoadedTokenizer:
         return load_tokenizer(model_path)
     except TokenizerError as error:
         raise StartError(str(error)) from error
+
+
+def _load_template(config: RouterConfig) -> ChatTemplate | None:
+    try:
+        return load_chat_template(config.model_path, config.chat_template)
+    except TemplateError as error:
+        raise StartError(f"the chat template: {error}") from error
 
 
 def _host_and_port(address: str) -> tuple[str, int]:

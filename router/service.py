@@ -6,34 +6,28 @@ import asyncio
 import functools
 import time
 from importlib.metadata import version
-from typing import Final
 
 import grpc
-from tokenizers import Tokenizer
 
+from kvrelay.router.admission import Admission, Ask
 from kvrelay.router.auth import current_caller
 from kvrelay.router.callers import Right
+from kvrelay.router.client_messages import event_bytes
 from kvrelay.router.config import RouterConfig
-from kvrelay.router.errors import DeadlineExceeded, InvalidField, RequestError
-from kvrelay.router.events import FinishReason
 from kvrelay.router.fleet import Fleet
-from kvrelay.router.incoming import MAX_TEXT_TOKENS, MessageReader
-from kvrelay.router.live_request import LiveRequest
+from kvrelay.router.generation import GenerationRequest
+from kvrelay.router.incoming import MessageReader
+from kvrelay.router.limits import Limits
 from kvrelay.router.live_requests import LiveRequests
-from kvrelay.router.metrics import REQUESTS, SLOW_READERS, RouterMetrics, Stopwatch
-from kvrelay.router.readers import is_due
+from kvrelay.router.metrics import SLOW_READERS, RouterMetrics
+from kvrelay.router.output_stream import Form
+from kvrelay.router.prompts import prompt_of
 from kvrelay.router.sampling_params import check_token_ids
 from kvrelay.router.status import with_status
-from kvrelay.router.text_threads import TextThreads
-from kvrelay.router.validation import Validator, fingerprint
-from kvrelay.text.encoding import TooManyTokens, decode, encode
+from kvrelay.router.texts import Texts
 from kvrelay.v1 import inference_pb2 as pb
 from kvrelay.v1 import inference_pb2_grpc
 from kvrelay.wire.messages import WORKER_STATUS
-
-_FEW_BYTES: Final = 1024
-_FEW_PAGES: Final = 64
-"""Of a message with token ids: to validate it takes about a tenth of a millisecond at most."""
 
 
 class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
@@ -44,24 +38,18 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         config: RouterConfig,
         fleet: Fleet,
         live: LiveRequests,
-        tokenizer: Tokenizer,
-        longest_token_bytes: int | None,
+        admission: Admission,
+        texts: Texts,
         metrics: RouterMetrics,
     ) -> None:
         self._config = config
         self._fleet = fleet
         self._live = live
-        self._tokenizer = tokenizer
+        self._admission = admission
+        self._texts = texts
         self._metrics = metrics
         self._started = time.monotonic()
-        self._validator = Validator(
-            model_name=config.model_name,
-            encode=functools.partial(encode, tokenizer),
-            default_max_tokens=config.default_max_tokens,
-            marks_of=fleet.prefixes.marks_of,
-        )
-        self._reader = MessageReader(config.max_message_bytes, longest_token_bytes)
-        self._texts = TextThreads(config.max_text_bytes, config.retry_after_ms)
+        self._reader = MessageReader(config.max_message_bytes, texts.longest_token_bytes)
 
     @with_status
     async def Generate(  # noqa: N802
@@ -69,9 +57,9 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
     ) -> None:
         """Streams a request's events, from the first, to one more reader."""
         deadline = _deadline(context)
-        opening = self._open(raw, deadline)
+        read = [functools.partial(self._ask, raw)]
         del raw  # up to 16 MiB, which nobody needs while the request is live
-        live = await opening
+        live = await self._admission.open(read.pop(), current_caller(), deadline)
         # Written, not yielded: a cancelled call then leaves the reader's context at
         # once, and not when a generator is collected.
         try:
@@ -98,19 +86,9 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         add = not message.HasField("add_special_tokens") or message.add_special_tokens
         num_bytes = message.ByteSize()
         self._reader.check_size("text", num_bytes)
-        try:
-            input_ids = await self._texts.run(
-                num_bytes,
-                encode,
-                self._tokenizer,
-                message.text,
-                MAX_TEXT_TOKENS,
-                add_special_tokens=add,
-            )
-        except TooManyTokens as error:
-            raise InvalidField(
-                "text", f"has {error}; the router takes {MAX_TEXT_TOKENS}"
-            ) from error
+        input_ids = await self._texts.tokenize(
+            "text", message.text, num_bytes, add_special_tokens=add
+        )
         return pb.TokenizeResponse(input_ids=input_ids)
 
     @with_status
@@ -121,9 +99,8 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         message = self._reader.detokenize_request(raw)
         skip = not message.HasField("skip_special_tokens") or message.skip_special_tokens
         check_token_ids("input_ids", message.input_ids, self._fleet.limits().vocab_size)
-        input_ids = list(message.input_ids)
-        text = await self._texts.run(
-            len(raw), decode, self._tokenizer, input_ids, skip_special_tokens=skip
+        text = await self._texts.detokenize(
+            list(message.input_ids), len(raw), skip_special_tokens=skip
         )
         return pb.DetokenizeResponse(text=text)
 
@@ -161,51 +138,9 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         """The workers' load."""
         return pb.GetLoadsResponse(workers=self._workers())
 
-    def close(self) -> None:
-        """Drops the texts that wait to be tokenized; call it once no call is open."""
-        self._texts.close()
-
-    async def _open(self, raw: bytes, deadline: float | None) -> LiveRequest:
-        """The live request of a call; counts one that ends before it is admitted."""
-        stopwatch = self._metrics.stopwatch()
-        try:
-            async with asyncio.timeout_at(deadline):
-                return await self._admit(raw, deadline, stopwatch)
-        except (RequestError, TimeoutError, asyncio.CancelledError) as left:
-            outcome: str = FinishReason.ABORT
-            if isinstance(left, RequestError):
-                outcome = left.outcome
-            elif is_due(deadline):
-                outcome = DeadlineExceeded.outcome
-            self._metrics.count(REQUESTS, outcome=outcome)
-            if isinstance(left, TimeoutError):
-                raise DeadlineExceeded("before it was admitted") from None
-            raise
-
-    async def _admit(self, raw: bytes, deadline: float | None, stopwatch: Stopwatch) -> LiveRequest:
-        if deadline is not None and deadline <= time.monotonic():
-            raise DeadlineExceeded("before it came")
-        limits, caller = self._fleet.limits(), current_caller()
+    def _ask(self, raw: bytes, limits: Limits) -> Ask:
         message = self._reader.generate_request(raw, limits)
-        self._validator.check(message, limits, caller)
-        running = self._live.get(caller, message.request_id)
-        if running is not None:
-            running.check_same(await self._texts.run(len(raw), fingerprint, message))
-            if running.outcome is None:  # it may have been aborted meanwhile
-                return running
-        with self._live.slot(caller):
-            if self._is_short(len(raw)) and not message.text:  # a thread costs more
-                request = self._validator.validate(message, limits, caller)
-            else:
-                request = await self._texts.run(
-                    len(raw), self._validator.validate, message, limits, caller
-                )
-            return self._live.open(request, stopwatch, deadline)
-
-    def _is_short(self, num_bytes: int) -> bool:
-        """Whether a message can be validated on the event loop; a token takes a byte or more."""
-        pages = self._fleet.prefixes.pages_of(num_bytes)
-        return num_bytes <= _FEW_BYTES and pages <= _FEW_PAGES
+        return Ask(message, prompt_of(message, self._texts.encode), len(raw), _form)
 
     def _workers(self) -> list[pb.WorkerStatus]:
         """All of them, as the caller may see them."""
@@ -214,6 +149,10 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         if not current_caller().may(Right.ADMIN):
             statuses = [status.for_tenants() for status in statuses]
         return [WORKER_STATUS.to_message(status) for status in statuses]
+
+
+def _form(request: GenerationRequest) -> Form:
+    return functools.partial(event_bytes, request.request_id)
 
 
 def _deadline(context: grpc.aio.ServicerContext) -> float | None:

@@ -24,11 +24,13 @@ from kvrelay.router.errors import (
     SlowReader,
     TextQueueFull,
     Unavailable,
+    UnknownModel,
     UnknownWorker,
 )
 
 _STATUS: dict[type[Exception], grpc.StatusCode] = {
     InvalidField: grpc.StatusCode.INVALID_ARGUMENT,
+    UnknownModel: grpc.StatusCode.INVALID_ARGUMENT,
     NotPermitted: grpc.StatusCode.PERMISSION_DENIED,
     AlreadyExists: grpc.StatusCode.ALREADY_EXISTS,
     Overloaded: grpc.StatusCode.RESOURCE_EXHAUSTED,

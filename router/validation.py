@@ -8,25 +8,21 @@ from __future__ import annotations
 
 import hashlib
 import uuid
-from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kvrelay.router.callers import ANYBODY, Caller, Right
-from kvrelay.router.errors import InvalidField, NotPermitted
+from kvrelay.router.errors import InvalidField, NotPermitted, UnknownModel
 from kvrelay.router.generation import GenerationRequest
 from kvrelay.router.known_prefixes import NO_MARKS, PromptMarks
 from kvrelay.router.limits import Limits
+from kvrelay.router.prompts import Encode, Prompt, prompt_of
 from kvrelay.router.sampling_params import (
     check_sampling_params,
     check_token_ids,
     read_sampling_params,
 )
-from kvrelay.text.encoding import TooManyTokens
 from kvrelay.v1 import inference_pb2
-
-Encode = Callable[[str, int], Sequence[int]]
-"""Token ids of a text; raises `TooManyTokens` if there are more than the number."""
 
 MAX_REQUEST_ID_BYTES = 128
 MAX_CACHE_SALT_BYTES = 128
@@ -49,9 +45,19 @@ class Validator:
     marks_of: Callable[[Sequence[int], str], PromptMarks] = lambda input_ids, namespace: NO_MARKS
 
     def check(
-        self, message: inference_pb2.GenerateRequest, limits: Limits, caller: Caller = ANYBODY
+        self,
+        message: inference_pb2.GenerateRequest,
+        limits: Limits,
+        caller: Caller = ANYBODY,
+        prompt: Prompt | None = None,
     ) -> None:
         """Checks all that takes no time: everything but what the prompt's tokens decide.
+
+        Args:
+            message: without a prompt, if that is given beside it.
+            limits: of the workers.
+            caller: who sends it.
+            prompt: None: the message has it.
 
         Raises:
             InvalidField: names the field that cannot be served as it is.
@@ -61,24 +67,31 @@ class Validator:
         if message.priority < 0 and not caller.may(Right.PRIORITIES):
             raise NotPermitted("priority", caller, Right.PRIORITIES)
         check_sampling_params(message.sampling_params, limits.vocab_size)
-        if _prompt_field(message) == "input_ids":
-            limits.check_prompt("input_ids", len(message.input_ids.ids))
+        prompt = prompt or prompt_of(message, self.encode)
+        if prompt.num_tokens is not None:
+            limits.check_prompt(prompt.field, prompt.num_tokens)
 
     def validate(
-        self, message: inference_pb2.GenerateRequest, limits: Limits, caller: Caller = ANYBODY
+        self,
+        message: inference_pb2.GenerateRequest,
+        limits: Limits,
+        caller: Caller = ANYBODY,
+        prompt: Prompt | None = None,
     ) -> GenerationRequest:
         """The request with every field concrete; safe to call from any thread.
+
+        The arguments are those of `check`.
 
         Raises:
             InvalidField: names the field that cannot be served as it is.
             NotPermitted: names the field that the caller may not set so.
         """
-        self.check(message, limits, caller)
-        prompt_field = _prompt_field(message)
+        prompt = prompt or prompt_of(message, self.encode)
+        self.check(message, limits, caller, prompt)
         params = message.sampling_params
-        input_ids = self._input_ids(message, prompt_field, limits)
-        max_tokens = self._max_tokens(params, prompt_field, len(input_ids), limits)
-        _check_queueable(prompt_field, len(input_ids), caller)
+        input_ids = _input_ids(prompt, limits)
+        max_tokens = self._max_tokens(params, prompt.field, len(input_ids), limits)
+        _check_queueable(prompt.field, len(input_ids), caller)
         namespace = caller.namespace(message.cache_salt)
         return GenerationRequest(
             request_id=message.request_id or uuid.uuid4().hex,
@@ -96,28 +109,7 @@ class Validator:
         _check_bytes("request_id", message.request_id, MAX_REQUEST_ID_BYTES)
         _check_bytes("cache_salt", message.cache_salt, MAX_CACHE_SALT_BYTES)
         if message.model not in ("", self.model_name):
-            raise InvalidField(
-                "model", f"must be {self.model_name!r} or empty, got {message.model!r}"
-            )
-
-    def _input_ids(
-        self, message: inference_pb2.GenerateRequest, prompt_field: str, limits: Limits
-    ) -> Sequence[int]:
-        if prompt_field == "input_ids":
-            input_ids = array("I", message.input_ids.ids)
-        else:  # an empty text is no prompt, though the tokenizer may add a special token
-            input_ids = array("I", self._encoded(message.text, limits) if message.text else ())
-        if not input_ids:
-            raise InvalidField(prompt_field, "the prompt is empty")
-        check_token_ids(prompt_field, input_ids, limits.vocab_size)
-        return input_ids
-
-    def _encoded(self, text: str, limits: Limits) -> Sequence[int]:
-        try:
-            return self.encode(text, limits.most_tokens)
-        except TooManyTokens as error:
-            limits.check_prompt("text", error.tokens, is_exact=error.is_exact)
-            raise
+            raise UnknownModel(self.model_name, message.model)
 
     def _max_tokens(
         self,
@@ -160,11 +152,12 @@ def _check_queueable(prompt_field: str, prompt_tokens: int, caller: Caller) -> N
         )
 
 
-def _prompt_field(message: inference_pb2.GenerateRequest) -> str:
-    field: str | None = message.WhichOneof("prompt")
-    if field is None:
-        raise InvalidField("text", "the request has no prompt: set text or input_ids")
-    return field
+def _input_ids(prompt: Prompt, limits: Limits) -> Sequence[int]:
+    input_ids = prompt.input_ids(limits)
+    if not input_ids:
+        raise InvalidField(prompt.field, "the prompt is empty")
+    check_token_ids(prompt.field, input_ids, limits.vocab_size)
+    return input_ids
 
 
 def _check_total(prompt_tokens: int, max_tokens: int, limits: Limits) -> None:

@@ -53,6 +53,7 @@ def make_configs(
     options = ServeOptions(
         model=str(model),
         grpc=ANY_PORT,
+        http=ANY_PORT,
         admin=ANY_PORT,
         metrics=ANY_PORT,
         prefill=2,

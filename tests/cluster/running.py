@@ -150,6 +150,7 @@ async def running(
     serve = ServeOptions(
         model=str(path),
         grpc=ANY_PORT,
+        http=ANY_PORT,
         admin=ANY_PORT,
         metrics=ANY_PORT,
         audit_pages=True,

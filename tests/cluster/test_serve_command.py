@@ -46,7 +46,7 @@ def unrelated() -> Iterator[subprocess.Popen[bytes]]:
 def serve(tiny: Path, temp: Path) -> Iterator[subprocess.Popen[str]]:
     """`kvrelay serve`, in a group of its own as a shell would start it; killed if a test fails."""
     command = [*KVRELAY, "serve", "--model", str(tiny), "--dtype", "float32"]
-    command += ["--grpc", ANYWHERE, "--admin", ANYWHERE, "--metrics", ANYWHERE]
+    command += ["--grpc", ANYWHERE, "--http", ANYWHERE, "--admin", ANYWHERE, "--metrics", ANYWHERE]
     environment = {**os.environ, "TMPDIR": str(temp)}
     with subprocess.Popen(
         command, env=environment, stdout=subprocess.PIPE, text=True, start_new_session=True

@@ -48,6 +48,8 @@ EVERYTHING: dict[str, Any] = {
     "dtype": "float32",
     "device": "cpu",
     "grpc": Address("0.0.0.0", 1),
+    "http": Address("0.0.0.0", 3),
+    "chat_template": Path("chat.jinja"),
     "admin": Address("0.0.0.0", 2),
     "metrics": Address("127.0.0.1", 0),
     "tls_cert": Path("a.crt"),

@@ -21,11 +21,11 @@ from tests.known import known
 
 
 def serve(*arguments: str) -> Result:
-    anywhere = [f"--{listener}=127.0.0.1:0" for listener in ("grpc", "admin", "metrics")]
+    anywhere = [f"--{listener}=127.0.0.1:0" for listener in ("grpc", "http", "admin", "metrics")]
     return CliRunner().invoke(main, ["serve", *anywhere, *arguments])
 
 
-@pytest.mark.parametrize("option", ["--grpc", "--admin", "--metrics"])
+@pytest.mark.parametrize("option", ["--grpc", "--http", "--admin", "--metrics"])
 def test_a_port_in_use_is_said(option: str, no_release: None):
     with socket.create_server(("127.0.0.1", 0)) as listener:
         taken = f"127.0.0.1:{listener.getsockname()[1]}"

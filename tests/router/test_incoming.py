@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 
 from kvrelay.router.errors import InvalidField
-from kvrelay.router.incoming import MAX_TEXT_TOKENS, MessageReader
+from kvrelay.router.incoming import MessageReader
 from kvrelay.router.limits import Limits
 from kvrelay.router.raw_requests import PartBytes, measure_parts
+from kvrelay.router.texts import MAX_TEXT_TOKENS
 from kvrelay.v1 import inference_pb2 as pb
 
 LIMITS = Limits(402, max_model_len=100, prefill_pool_tokens=200, decode_pool_tokens=200)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import gc
 import itertools
 import time
@@ -15,6 +16,7 @@ from tokenizers import Tokenizer
 
 from kvrelay.router.attempt import AttemptFailed, AttemptRetracted
 from kvrelay.router.choice import Choice
+from kvrelay.router.client_messages import event_bytes
 from kvrelay.router.errors import DeadlineExceeded, InternalFailure, RequestError, SlowReader
 from kvrelay.router.events import ChoiceEnd, Completion, Delta, FinishReason
 from kvrelay.router.failover import Failover, Retry
@@ -90,7 +92,9 @@ class Run:
             for index in range(request.params.n)
         ]
         stopwatch = self.metrics.stopwatch()
-        self.stream = OutputStream(request, choices, stopwatch)
+        self.stream = OutputStream(
+            request, choices, stopwatch, functools.partial(event_bytes, request.request_id)
+        )
         self.live = LiveRequest(
             request,
             self.stream,

@@ -149,7 +149,7 @@ async def test_a_deadline_that_passes_before_the_text_is_tokenized(
         done.set()
         return [1, 2, 3]
 
-    monkeypatch.setattr("kvrelay.router.service.encode", hold)
+    monkeypatch.setattr("kvrelay.router.texts.encode", hold)
     async with running(config, "prefill-0", "decode-0") as cluster:
         call = cluster.stub.Generate(pb.GenerateRequest(text="Hello"), timeout=0.3)
         assert (await status_of(call)).code() == grpc.StatusCode.DEADLINE_EXCEEDED

@@ -62,7 +62,7 @@ async def test_requests_count_as_live_while_they_are_validated(
         assert let_go.wait(10)
         return [1, 2, 3]
 
-    monkeypatch.setattr("kvrelay.router.service.encode", hold)
+    monkeypatch.setattr("kvrelay.router.texts.encode", hold)
     config = dataclasses.replace(config, max_live_requests=2)
     async with running(config, "prefill-0", "decode-0") as cluster:
         cluster.count()

@@ -64,7 +64,7 @@ async def test_a_retry_of_a_request_that_is_being_aborted_is_another_request(
 
     first = cluster.generate(request_id="again")
     await cluster.decode.submitted()
-    monkeypatch.setattr("kvrelay.router.service.fingerprint", hold)
+    monkeypatch.setattr("kvrelay.router.admission.fingerprint", hold)
     second = asyncio.create_task(collect(cluster.generate(request_id="again")))
     await until(compared.is_set)
     assert (await cluster.stub.Abort(pb.AbortRequest(request_id="again"))).aborted

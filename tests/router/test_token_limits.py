@@ -103,7 +103,7 @@ async def test_requests_count_while_they_are_validated(
         assert let_go.wait(10)
         return [1, 2, 3]
 
-    monkeypatch.setattr("kvrelay.router.service.encode", hold)
+    monkeypatch.setattr("kvrelay.router.texts.encode", hold)
     async with running(guarded, "prefill-0", "decode-0") as cluster:
         cluster.count()
         request = pb.GenerateRequest(text="x", sampling_params=pb.SamplingParams(max_tokens=4))

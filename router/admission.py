@@ -1,0 +1,137 @@
+"""Admits requests, whichever door they come in by: checks, bounds, joins, and the live request."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+from kvrelay.router.callers import Caller
+from kvrelay.router.config import RouterConfig
+from kvrelay.router.errors import DeadlineExceeded, RequestError
+from kvrelay.router.events import FinishReason
+from kvrelay.router.fleet import Fleet
+from kvrelay.router.generation import GenerationRequest
+from kvrelay.router.limits import Limits
+from kvrelay.router.live_request import LiveRequest
+from kvrelay.router.live_requests import LiveRequests
+from kvrelay.router.metrics import REQUESTS, RouterMetrics, Stopwatch
+from kvrelay.router.output_stream import Form
+from kvrelay.router.prompts import Prompt
+from kvrelay.router.readers import is_due
+from kvrelay.router.texts import Texts
+from kvrelay.router.validation import Validator, fingerprint
+from kvrelay.v1 import inference_pb2
+
+_FEW_BYTES: Final = 1024
+_FEW_PAGES: Final = 64
+"""Of a message with token ids: to validate it takes about a tenth of a millisecond at most."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """What a client asks for, as a door has read it."""
+
+    message: inference_pb2.GenerateRequest
+    prompt: Prompt
+    """The message's, or what the door takes in its place."""
+    num_bytes: int
+    """Of all of it."""
+    form: Callable[[GenerationRequest], Form]
+    """Makes the form of a new live request's events."""
+
+
+class Admission:
+    """The one way from a client's message to a live request.
+
+    Args:
+        config: the router's.
+        fleet: the workers.
+        live: the requests that are live.
+        texts: tokenizes prompts, and has threads for what would hold up the event loop.
+        metrics: the router's.
+    """
+
+    def __init__(
+        self,
+        config: RouterConfig,
+        fleet: Fleet,
+        live: LiveRequests,
+        texts: Texts,
+        metrics: RouterMetrics,
+    ) -> None:
+        self._fleet = fleet
+        self._live = live
+        self._texts = texts.threads
+        self._metrics = metrics
+        self._validator = Validator(
+            model_name=config.model_name,
+            encode=texts.encode,
+            default_max_tokens=config.default_max_tokens,
+            marks_of=fleet.prefixes.marks_of,
+        )
+
+    async def open(
+        self, read: Callable[[Limits], Ask], caller: Caller, deadline: float | None
+    ) -> LiveRequest:
+        """The caller's live request, new or joined; counts one that ends before it is admitted.
+
+        The caller attaches a reader before it awaits anything.
+
+        Args:
+            read: makes of the client's bytes what is asked for, within these limits.
+            caller: who asks.
+            deadline: of the call, on the clock of `time.monotonic`; None: it has none.
+
+        Raises:
+            RequestError: it is refused.
+        """
+        stopwatch = self._metrics.stopwatch()
+        try:
+            async with asyncio.timeout_at(deadline):
+                return await self._admit(read, caller, deadline, stopwatch)
+        except (RequestError, TimeoutError, asyncio.CancelledError) as left:
+            outcome: str = FinishReason.ABORT
+            if isinstance(left, RequestError):
+                outcome = left.outcome
+            elif is_due(deadline):
+                outcome = DeadlineExceeded.outcome
+            self._metrics.count(REQUESTS, outcome=outcome)
+            if isinstance(left, TimeoutError):
+                raise DeadlineExceeded("before it was admitted") from None
+            raise
+
+    async def _admit(
+        self,
+        read: Callable[[Limits], Ask],
+        caller: Caller,
+        deadline: float | None,
+        stopwatch: Stopwatch,
+    ) -> LiveRequest:
+        if deadline is not None and deadline <= time.monotonic():
+            raise DeadlineExceeded("before it came")
+        limits = self._fleet.limits()
+        ask = read(limits)
+        message = ask.message
+        self._validator.check(message, limits, caller, ask.prompt)
+        running = self._live.get(caller, message.request_id)
+        if running is not None:
+            running.check_same(await self._texts.run(ask.num_bytes, fingerprint, message))
+            if running.outcome is None:  # it may have been aborted meanwhile
+                return running
+        with self._live.slot(caller):
+            if self._is_short(ask):  # a thread costs more
+                request = self._validator.validate(message, limits, caller, ask.prompt)
+            else:
+                request = await self._texts.run(
+                    ask.num_bytes, self._validator.validate, message, limits, caller, ask.prompt
+                )
+            return self._live.open(request, stopwatch, deadline, ask.form(request))
+
+    def _is_short(self, ask: Ask) -> bool:
+        """Whether it can be validated on the event loop; a token takes a byte or more."""
+        if ask.prompt.num_tokens is None or ask.num_bytes > _FEW_BYTES:
+            return False
+        return self._fleet.prefixes.pages_of(ask.num_bytes) <= _FEW_PAGES

@@ -1,0 +1,132 @@
+"""The conversation of a /v1/chat/completions body, as a prompt."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from kvrelay.router.errors import InvalidField
+from kvrelay.router.http.fields import Fields
+from kvrelay.router.limits import Limits
+from kvrelay.router.prompts import encoded
+from kvrelay.router.texts import Texts
+from kvrelay.text.chat_template import ChatTemplate, TemplateError
+from kvrelay.text.encoding import encode
+
+_BYTES_OF_A_MESSAGE = 32
+"""Beside its content, in the rendered text."""
+
+
+class ChatPrompt:
+    """A conversation, which a template makes a text of.
+
+    Args:
+        texts: tokenizes the text.
+        template: renders it.
+        messages: their contents are strings.
+        options: of `ChatTemplate.render`.
+        add_special_tokens: beside those that the template writes.
+    """
+
+    field = "messages"
+    num_tokens: int | None = None
+
+    def __init__(
+        self,
+        texts: Texts,
+        template: ChatTemplate,
+        messages: Sequence[Mapping[str, Any]],
+        options: Mapping[str, Any],
+        *,
+        add_special_tokens: bool,
+    ) -> None:
+        self._texts = texts
+        self._template = template
+        self._messages = messages
+        self._options = options
+        self._add_special_tokens = add_special_tokens
+
+    @property
+    def num_bytes(self) -> int:
+        """About those of the text."""
+        contents = (str(message.get("content") or "") for message in self._messages)
+        return sum(len(content.encode()) + _BYTES_OF_A_MESSAGE for content in contents)
+
+    def input_ids(self, limits: Limits) -> Sequence[int]:
+        """The conversation's tokens; raises `InvalidField` if they leave no room for output."""
+        try:
+            text = self._template.render(self._messages, **self._options)
+        except TemplateError as error:
+            raise InvalidField(self.field, str(error)) from error
+        return encoded(self.field, text, self._encode, limits)
+
+    def _encode(self, text: str, most_tokens: int) -> Sequence[int]:
+        return encode(
+            self._texts.tokenizer, text, most_tokens, add_special_tokens=self._add_special_tokens
+        )
+
+
+def read_chat(fields: Fields, texts: Texts, template: ChatTemplate | None) -> ChatPrompt:
+    """Takes the conversation and how it is rendered; raises `InvalidField`."""
+    messages = _read_messages(fields)
+    fields.only("chat_template")
+    fields.only("tools", [])
+    fields.only("tool_choice", "none", "auto")
+    fields.ignore("parallel_tool_calls")
+    fields.only("documents", [])
+    variables = dict(fields.members("chat_template_kwargs") or {})
+    effort = fields.text("reasoning_effort")
+    if effort is not None:
+        variables.setdefault("reasoning_effort", effort)
+    goes_on = fields.flag("continue_final_message")
+    begins = fields.optional_flag("add_generation_prompt")
+    if goes_on and begins:
+        raise fields.error("continue_final_message", "is not allowed with add_generation_prompt")
+    options = {
+        "add_generation_prompt": not goes_on and begins is not False,
+        "continue_final_message": goes_on,
+        "variables": variables,
+    }
+    add = fields.flag("add_special_tokens")
+    if template is None:
+        raise InvalidField(
+            "messages",
+            "the model has no chat template: use /v1/completions, or serve it with --chat-template",
+        )
+    return ChatPrompt(texts, template, messages, options, add_special_tokens=add)
+
+
+def _read_messages(fields: Fields) -> Sequence[Mapping[str, Any]]:
+    given = fields.take("messages")
+    if not isinstance(given, list) or not given:
+        raise InvalidField("messages", "must be a list of messages, at least one")
+    return [_read_message(f"messages[{number}]", one) for number, one in enumerate(given)]
+
+
+def _read_message(place: str, given: Any) -> Mapping[str, Any]:
+    """A message with its content as one text; its other members are for the template."""
+    if not isinstance(given, dict):
+        raise InvalidField(place, "must be an object")
+    if not isinstance(given.get("role"), str):
+        raise InvalidField(f"{place}.role", "must be a string")
+    return {**given, "content": _content(f"{place}.content", given.get("content"))}
+
+
+def _content(place: str, given: Any) -> str:
+    """The text of a content, which may come in parts, a line each."""
+    if given is None:
+        return ""
+    if isinstance(given, str):
+        return given
+    if not isinstance(given, list):
+        raise InvalidField(place, "must be a text, or a list of parts")
+    return "\n".join(_part(f"{place}[{number}]", one) for number, one in enumerate(given))
+
+
+def _part(place: str, given: Any) -> str:
+    if isinstance(given, str):
+        return given
+    text = given.get("text") if isinstance(given, dict) else None
+    if not isinstance(text, str) or given.get("type", "text") != "text":
+        raise InvalidField(place, 'must be a text: {"type": "text", "text": …}')
+    return text

@@ -1,0 +1,151 @@
+"""Serves /v1/completions and /v1/chat/completions: each prompt is a live request of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+
+from kvrelay.router.admission import Admission, Ask
+from kvrelay.router.callers import Caller
+from kvrelay.router.errors import SlowReader
+from kvrelay.router.events import Completion
+from kvrelay.router.generation import GenerationRequest
+from kvrelay.router.http.answers import (
+    DONE,
+    Answer,
+    Chunks,
+    Style,
+    Whole,
+    usage_chunk,
+    whole_answer,
+)
+from kvrelay.router.http.exchange import Exchange
+from kvrelay.router.http.requests import Call
+from kvrelay.router.limits import Limits
+from kvrelay.router.live_request import LiveRequest
+from kvrelay.router.metrics import SLOW_READERS, RouterMetrics
+from kvrelay.router.output_stream import Form
+from kvrelay.router.readers import Reader
+from kvrelay.v1 import inference_pb2
+
+Make = Callable[[int, GenerationRequest], Form]
+"""The form of the prompt of this number."""
+
+
+class Completions:
+    """Answers calls.
+
+    Args:
+        model_name: the served model's.
+        admission: makes live requests.
+        decode_prompt: the text of a prompt's tokens, for echo.
+        metrics: the router's.
+    """
+
+    def __init__(
+        self,
+        model_name: str,
+        admission: Admission,
+        decode_prompt: Callable[[Sequence[int]], str],
+        metrics: RouterMetrics,
+    ) -> None:
+        self._model_name = model_name
+        self._admission = admission
+        self._decode_prompt = decode_prompt
+        self._metrics = metrics
+
+    async def serve(self, exchange: Exchange, call: Call, style: Style, caller: Caller) -> None:
+        """Answers one call; raises `RequestError` if it fails."""
+        answer = Answer(style, f"{style.prefix}-{uuid.uuid4().hex}", self._model_name)
+        if call.options.stream:
+            await self._stream(exchange, call, answer, caller)
+        else:
+            await self._answer(exchange, call, answer, caller)
+
+    async def _stream(self, exchange: Exchange, call: Call, answer: Answer, caller: Caller) -> None:
+        def make(number: int, request: GenerationRequest) -> Form:
+            counted = len(request.input_ids) if call.options.continuous_usage else None
+            return Chunks(answer, number * call.n, counted, self._echo(call, request))
+
+        completions = await self._run(exchange, call, answer, caller, make)
+        if call.options.include_usage:
+            await exchange.write(usage_chunk(answer, completions))
+        await exchange.write(DONE)
+        await exchange.end()
+
+    async def _answer(self, exchange: Exchange, call: Call, answer: Answer, caller: Caller) -> None:
+        wholes: list[Whole] = []
+
+        def make(number: int, request: GenerationRequest) -> Form:
+            wholes.append(Whole(answer, number * call.n, call.n, self._echo(call, request)))
+            return wholes[-1]
+
+        completions = await self._run(exchange, call, answer, caller, make)
+        await exchange.answer(whole_answer(answer, wholes, completions))
+
+    def _echo(self, call: Call, request: GenerationRequest) -> str:
+        return self._decode_prompt(request.input_ids) if call.echo else ""
+
+    async def _run(
+        self, exchange: Exchange, call: Call, answer: Answer, caller: Caller, make: Make
+    ) -> Sequence[Completion]:
+        """Serves all prompts, and writes what comes as it comes; returns how they ended."""
+        deadline = exchange.deadline
+        readers: list[Reader] = []
+        try:
+            async with asyncio.timeout(None) as timeout:
+                with contextlib.ExitStack() as attached:
+                    lives: list[LiveRequest] = []
+                    for ask in _asks(call, answer.id, make):
+                        live = await self._admission.open(ask, caller, deadline)
+                        readers.append(attached.enter_context(live.reader(timeout, deadline)))
+                        lives.append(live)
+                    await _pump_all(readers, exchange)
+        except TimeoutError:
+            error = next(reader.error for reader in readers if reader.error is not None)
+            if isinstance(error, SlowReader):
+                self._metrics.count(SLOW_READERS)
+                exchange.abort()
+            raise error from None
+        return [_completion(live) for live in lives]
+
+
+def _asks(call: Call, call_id: str, make: Make) -> Iterator[Callable[[Limits], Ask]]:
+    """What each prompt asks for, whatever the limits are."""
+    for number, prompt in enumerate(call.prompts):
+        message = inference_pb2.GenerateRequest()
+        message.CopyFrom(call.message)
+        message.request_id = call_id if len(call.prompts) == 1 else f"{call_id}-{number}"
+        ask = Ask(message, prompt, call.prompt_bytes[number], functools.partial(make, number))
+        yield functools.partial(_whatever, ask)
+
+
+def _whatever(ask: Ask, _limits: Limits) -> Ask:
+    return ask
+
+
+async def _pump_all(readers: Sequence[Reader], exchange: Exchange) -> None:
+    """Writes the events of all readers until each has its end; raises the first error."""
+    if len(readers) == 1:
+        await _pump(readers[0], exchange)
+        return
+    pumps = [asyncio.ensure_future(_pump(reader, exchange)) for reader in readers]
+    try:
+        await asyncio.gather(*pumps)
+    finally:
+        for pump in pumps:
+            pump.cancel()
+        await asyncio.gather(*pumps, return_exceptions=True)
+
+
+async def _pump(reader: Reader, exchange: Exchange) -> None:
+    async for event in reader:
+        await exchange.write(event)
+
+
+def _completion(live: LiveRequest) -> Completion:
+    assert isinstance(live.outcome, Completion), "its stream has ended without an error"
+    return live.outcome

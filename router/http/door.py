@@ -1,0 +1,205 @@
+"""The OpenAI-compatible HTTP door: its paths, who may call them, and their small answers."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from importlib.metadata import version
+from typing import Any
+
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from kvrelay.router.admission import Admission
+from kvrelay.router.auth import HEADER, Refusal, check_right, identify
+from kvrelay.router.callers import ANYBODY, Caller, Right
+from kvrelay.router.config import RouterConfig
+from kvrelay.router.errors import RequestError, Unavailable
+from kvrelay.router.fleet import Fleet
+from kvrelay.router.http.answers import ChatStyle, CompletionStyle
+from kvrelay.router.http.completions import Completions
+from kvrelay.router.http.errors import HttpError, answer_to, internal_error
+from kvrelay.router.http.exchange import ClientGone, Exchange
+from kvrelay.router.http.fields import parse_body
+from kvrelay.router.http.requests import read_chat_completion, read_completion
+from kvrelay.router.metrics import RouterMetrics
+from kvrelay.router.texts import Texts
+from kvrelay.router.token_file import Tokens
+from kvrelay.text.chat_template import ChatTemplate
+from kvrelay.text.encoding import decode
+
+_log = logging.getLogger(__name__)
+Handler = Callable[[Exchange, Caller], Awaitable[None]]
+
+
+@dataclass(frozen=True, slots=True)
+class Behind:
+    """What the door serves."""
+
+    config: RouterConfig
+    fleet: Fleet
+    admission: Admission
+    texts: Texts
+    metrics: RouterMetrics
+    template: ChatTemplate | None
+    tokens: Callable[[], Tokens] | None
+    """None: it asks for no token."""
+
+
+def make_app(behind: Behind) -> ASGIApp:
+    """The application of the door."""
+    door = _Door(behind)
+    get, post = ["GET", "HEAD"], ["POST"]
+
+    def route(path: str, methods: list[str], handler: Handler, right: Right | None) -> Route:
+        return Route(path, _Endpoint(handler, behind.tokens, right), methods=methods)
+
+    return Starlette(
+        routes=[
+            route("/v1/completions", post, door.completions, Right.GENERATE),
+            route("/v1/chat/completions", post, door.chat_completions, Right.GENERATE),
+            route("/v1/models", get, door.models, None),
+            route("/v1/models/{model:path}", get, door.models, None),
+            route("/version", get, door.version, None),
+            route("/metrics", get, door.metrics, None),
+            Route("/health", door.health, methods=get),
+            Route("/ping", door.health, methods=[*get, *post]),
+        ],
+        exception_handlers={HTTPException: _refuse, Exception: _fail},
+    )
+
+
+class _Endpoint:
+    """Calls a handler with who calls, and tells of its errors.
+
+    Args:
+        handler: of the path.
+        tokens: those that are good now; None: anybody may call.
+        right: what the caller must have; None: a token is enough.
+    """
+
+    def __init__(
+        self, handler: Handler, tokens: Callable[[], Tokens] | None, right: Right | None
+    ) -> None:
+        self._handler = handler
+        self._tokens = tokens
+        self._right = right
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        exchange = Exchange(scope, receive, send)
+        try:
+            await self._handler(exchange, self._caller(exchange))
+        except ClientGone:
+            pass
+        except (RequestError, Refusal) as error:
+            await exchange.fail(answer_to(error))
+        except HttpError as error:
+            await exchange.fail(answer_to(error), close=True)
+        except Exception:
+            _log.exception("%s", scope["path"])
+            await exchange.fail(internal_error())
+
+    def _caller(self, exchange: Exchange) -> Caller:
+        if self._tokens is None:
+            return ANYBODY
+        caller = identify(self._tokens(), exchange.headers(HEADER.encode()))
+        if self._right is not None:
+            check_right(caller, self._right)
+        return caller
+
+
+class _Door:
+    """The handlers."""
+
+    def __init__(self, behind: Behind) -> None:
+        self._behind = behind
+        self._created = int(time.time())
+        self._completions = Completions(
+            behind.config.model_name,
+            behind.admission,
+            lambda ids: decode(behind.texts.tokenizer, ids, skip_special_tokens=False),
+            behind.metrics,
+        )
+
+    async def completions(self, exchange: Exchange, caller: Caller) -> None:
+        """POST /v1/completions."""
+        call = read_completion(await self._body(exchange), self._behind.texts)
+        serving = self._completions.serve(exchange, call, CompletionStyle(), caller)
+        await exchange.unless_gone(serving)
+
+    async def chat_completions(self, exchange: Exchange, caller: Caller) -> None:
+        """POST /v1/chat/completions."""
+        behind = self._behind
+        call = read_chat_completion(await self._body(exchange), behind.texts, behind.template)
+        serving = self._completions.serve(exchange, call, ChatStyle(), caller)
+        await exchange.unless_gone(serving)
+
+    async def models(self, exchange: Exchange, caller: Caller) -> None:
+        """GET /v1/models, and of one model."""
+        model = self._model()
+        asked = exchange.path_parameter("model")
+        if asked is None:
+            await _send(exchange, {"object": "list", "data": [model]})
+        elif asked == model["id"]:
+            await _send(exchange, model)
+        else:
+            raise HttpError(404, "invalid_request_error", "there is no such model")
+
+    async def version(self, exchange: Exchange, caller: Caller) -> None:
+        """GET /version."""
+        await _send(exchange, {"version": version("kvrelay")})
+
+    async def metrics(self, exchange: Exchange, caller: Caller) -> None:
+        """GET /metrics: the router's, as at --metrics."""
+        text = await asyncio.to_thread(generate_latest, self._behind.metrics.registry)
+        await exchange.answer(text, headers=[(b"content-type", CONTENT_TYPE_LATEST.encode())])
+
+    async def health(self, request: Request) -> Response:
+        """GET /health, without a token: 200 if requests are served, else 503."""
+        return Response(status_code=200 if self._behind.fleet.ready else 503)
+
+    async def _body(self, exchange: Exchange) -> dict[str, Any]:
+        return parse_body(await exchange.body(self._behind.config.max_message_bytes))
+
+    def _model(self) -> dict[str, Any]:
+        """As OpenAI describes a model, with what vLLM adds."""
+        config = self._behind.config
+        try:
+            max_model_len = self._behind.fleet.limits().max_model_len
+        except Unavailable:  # before the first worker has come
+            max_model_len = None
+        return {
+            "id": config.model_name,
+            "object": "model",
+            "created": self._created,
+            "owned_by": "kvrelay",
+            "root": str(config.model_path),
+            "parent": None,
+            "max_model_len": max_model_len,
+        }
+
+
+async def _send(exchange: Exchange, answer: dict[str, Any]) -> None:
+    await exchange.answer(json.dumps(answer).encode())
+
+
+async def _refuse(request: Request, error: Exception) -> Response:
+    """A path or a method that there is not."""
+    assert isinstance(error, HTTPException)
+    what = f"{request.method} {request.url.path[:128]} is not served"
+    told = answer_to(HttpError(error.status_code, "invalid_request_error", what))
+    return Response(told.body, told.status, error.headers, media_type="application/json")
+
+
+async def _fail(request: Request, error: Exception) -> Response:
+    told = internal_error()
+    return Response(told.body, told.status, media_type="application/json")

@@ -1,0 +1,182 @@
+"""The members of a JSON object that a client has sent, each taken by its name and type."""
+
+from __future__ import annotations
+
+import json
+from array import array
+from collections.abc import Sequence
+from typing import Any, Final
+
+from kvrelay.router.errors import InvalidField
+from kvrelay.router.http.errors import HttpError
+
+_MAX_ELEMENTS: Final = 1 << 20
+"""Commas and brackets of a body: to parse as many takes some 50 ms, which stop the event loop."""
+UINT32: Final = (1 << 32) - 1
+INT32: Final = (1 << 31) - 1
+
+
+def parse_body(body: bytes) -> dict[str, Any]:
+    """The JSON object that a body is.
+
+    Raises:
+        HttpError: it is none, or it has so many parts that to parse them would stop the router.
+    """
+    if sum(map(body.count, (b",", b"[", b"{"))) > _MAX_ELEMENTS:
+        raise HttpError(
+            413, "invalid_request_error", f"the body has more than {_MAX_ELEMENTS} elements"
+        )
+    try:
+        parsed = json.loads(body.decode())
+        if b"\\u" in body:  # half a surrogate pair is no text, and cannot be encoded again
+            json.dumps(parsed, ensure_ascii=False).encode()
+    except (ValueError, RecursionError) as error:
+        why = " ".join(str(error).split())
+        raise HttpError(400, "invalid_request_error", f"the body is not JSON: {why}") from None
+    if not isinstance(parsed, dict):
+        raise HttpError(400, "invalid_request_error", "the body must be a JSON object")
+    return parsed
+
+
+class Fields:
+    """Takes members of an object; null counts as absent.
+
+    Each method returns None for one that is absent, and raises `InvalidField` for one of another
+    type. `finish` refuses what nobody has taken.
+
+    Args:
+        members: of the object.
+        inside: the name of the member that it is, if it is one of another object.
+    """
+
+    def __init__(self, members: dict[str, Any], inside: str = "") -> None:
+        self._members = {name: value for name, value in members.items() if value is not None}
+        self._inside = f"{inside}." if inside else ""
+
+    def take(self, name: str) -> Any:
+        """Whatever it is."""
+        return self._members.pop(name, None)
+
+    def text(self, name: str) -> str | None:
+        """A string."""
+        value: str | None = self._typed(name, str, "a string")
+        return value
+
+    def flag(self, name: str) -> bool:
+        """True or false; absent is false."""
+        return bool(self._typed(name, bool, "true or false"))
+
+    def optional_flag(self, name: str) -> bool | None:
+        """True or false."""
+        value: bool | None = self._typed(name, bool, "true or false")
+        return value
+
+    def integer(self, name: str, low: int, high: int) -> int | None:
+        """A whole number in ``[low, high]``."""
+        value = self.take(name)
+        if isinstance(value, float) and value.is_integer():
+            value = int(value)
+        if value is None:
+            return None
+        if not _is_int(value):
+            raise self.error(name, f"must be a whole number, got {_shown(value)}")
+        if not low <= value <= high:
+            raise self.error(name, f"must be in [{low}, {high}], got {_shown(value)}")
+        return int(value)
+
+    def number(self, name: str) -> float | None:
+        """A number."""
+        value = self.take(name)
+        if value is None:
+            return None
+        if not _is_int(value) and not isinstance(value, float):
+            raise self.error(name, f"must be a number, got {_shown(value)}")
+        try:
+            return float(value)
+        except OverflowError:
+            raise self.error(name, "is too large") from None
+
+    def strings(self, name: str) -> Sequence[str]:
+        """One string, or a list of them; absent is none."""
+        value = self.take(name)
+        if isinstance(value, str):
+            return [value]
+        if value is not None and not _all(value, str):
+            raise self.error(name, "must be a string, or a list of strings")
+        return value or []
+
+    def token_ids(self, name: str) -> Sequence[int]:
+        """A list of token ids; absent is none."""
+        value = self.take(name)
+        return [] if value is None else token_ids(self._inside + name, value)
+
+    def object(self, name: str) -> Fields | None:
+        """An object's members."""
+        value = self.members(name)
+        return None if value is None else Fields(value, self._inside + name)
+
+    def members(self, name: str) -> dict[str, Any] | None:
+        """An object."""
+        value: dict[str, Any] | None = self._typed(name, dict, "an object")
+        return value
+
+    def ignore(self, *names: str) -> None:
+        """Drops members that say nothing to this server, whatever they are."""
+        for name in names:
+            self.take(name)
+
+    def only(self, name: str, *allowed: Any) -> None:
+        """Refuses a member of which this server serves these values alone."""
+        value = self.take(name)
+        if value is not None and value not in allowed:
+            served = " or ".join(json.dumps(one) for one in allowed)
+            raise self.error(name, f"is not served{f', but for {served}' if served else ''}")
+
+    def finish(self) -> None:
+        """Refuses the members that nobody has taken."""
+        for name in self._members:
+            raise self.error(name[:64], "is no field that this server knows")
+
+    def error(self, name: str, problem: str) -> InvalidField:
+        """The refusal of one member."""
+        return InvalidField(self._inside + name, problem)
+
+    def _typed(self, name: str, kind: type, called: str) -> Any:
+        value = self.take(name)
+        if value is not None and not isinstance(value, kind):
+            raise self.error(name, f"must be {called}, got {_shown(value)}")
+        return value
+
+
+def token_ids(field: str, value: Any) -> Sequence[int]:
+    """A JSON value as token ids, 4 bytes each; raises `InvalidField` if it is no list of them."""
+    if not _all(value, int):
+        raise InvalidField(field, "must be a list of token ids")
+    try:
+        return array("I", value)
+    except OverflowError:
+        raise InvalidField(field, f"token ids must be in [0, {UINT32}]") from None
+
+
+def _all(value: Any, kind: type) -> bool:
+    return isinstance(value, list) and all(type(one) is kind for one in value)
+
+
+def _is_int(value: Any) -> bool:
+    return type(value) is int  # a boolean is an int to Python
+
+
+def _shown(value: Any) -> str:
+    """A value as messages show it, if it is short."""
+    text = json.dumps(value) if isinstance(value, str | int | float | bool) else ""
+    return text if 0 < len(text) <= 64 else _JSON_TYPES[type(value)]
+
+
+_JSON_TYPES: Final = {
+    str: "a long string",
+    int: "a long number",
+    float: "a number",
+    bool: "a boolean",
+    list: "a list",
+    dict: "an object",
+}
