@@ -10,6 +10,7 @@ from tokenizers import Tokenizer
 from kvrelay.router.errors import InvalidField
 from kvrelay.router.text_threads import TextThreads
 from kvrelay.text.encoding import TooManyTokens, decode, encode
+from kvrelay.text.token_texts import TokenTexts
 
 MAX_TEXT_TOKENS: Final = 512 << 10
 """Of a text that is tokenized, or tokens that are made text, for nothing else; a million would
@@ -31,6 +32,8 @@ class Texts:
         self.tokenizer = tokenizer
         self.longest_token_bytes = longest_token_bytes
         self.threads = threads
+        self.of_tokens = TokenTexts(tokenizer)
+        """Of each token alone."""
 
     def encode(self, text: str, most_tokens: int) -> Sequence[int]:
         """A text's tokens, special ones included; call it in a thread.

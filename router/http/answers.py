@@ -14,6 +14,14 @@ from json.encoder import encode_basestring_ascii as quoted
 from typing import Any, Final, Protocol
 
 from kvrelay.router.events import ChoiceEnd, Completion, Delta, Event
+from kvrelay.router.http.logprobs import (
+    ChatLogprobs,
+    CompletionLogprobs,
+    LogprobsWriter,
+    PromptLogprobs,
+    TokenNames,
+)
+from kvrelay.wire.output import SampledToken
 
 DONE: Final = b"data: [DONE]\n\n"
 
@@ -25,6 +33,10 @@ class Style(Protocol):
     """Of a call's id."""
     chunk_object: str
     whole_object: str
+    no_text: str
+    """In place of `text_of_chunk`, in a chunk that says why a choice ended."""
+    prompt_on_top: bool
+    """What is said of the prompt stands beside the choices, not in them."""
 
     def opening(self) -> str | None:
         """What the first chunk of a choice says beside its text; None: there is no such chunk."""
@@ -35,8 +47,8 @@ class Style(Protocol):
     def text_of_whole(self, text: str) -> str:
         """The member of the whole answer's choice that has a text; it is quoted already."""
 
-    no_text: str
-    """In place of `text_of_chunk`, in a chunk that says why a choice ended."""
+    def logprobs(self, names: TokenNames, alternatives: int) -> LogprobsWriter:
+        """A writer of a choice's log-probabilities."""
 
 
 class CompletionStyle:
@@ -45,6 +57,7 @@ class CompletionStyle:
     prefix = "cmpl"
     chunk_object = whole_object = "text_completion"
     no_text = '"text":""'
+    prompt_on_top = False
 
     def opening(self) -> str | None:
         """None."""
@@ -58,6 +71,10 @@ class CompletionStyle:
         """The text."""
         return f'"text":{text}'
 
+    def logprobs(self, names: TokenNames, alternatives: int) -> LogprobsWriter:
+        """Four lists."""
+        return CompletionLogprobs(names, alternatives)
+
 
 class ChatStyle:
     """/v1/chat/completions."""
@@ -66,6 +83,7 @@ class ChatStyle:
     chunk_object = "chat.completion.chunk"
     whole_object = "chat.completion"
     no_text = '"delta":{}'
+    prompt_on_top = True
 
     def opening(self) -> str | None:
         """Who speaks."""
@@ -78,6 +96,40 @@ class ChatStyle:
     def text_of_whole(self, text: str) -> str:
         """The message."""
         return f'"message":{{"role":"assistant","content":{text}}}'
+
+    def logprobs(self, names: TokenNames, alternatives: int) -> LogprobsWriter:
+        """An object for each token."""
+        return ChatLogprobs(names, alternatives)
+
+
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """What an answer shows beside the text of each choice."""
+
+    names: TokenNames
+    logprobs: int | None = None
+    """Alternatives of each output token; None: no log-probabilities."""
+    prompt_logprobs: int | None = None
+    """Alternatives of each token of the prompt, in vLLM's form; None: no log-probabilities."""
+    echo: bool = False
+    """The text and its log-probabilities begin with the prompt's."""
+    token_ids: bool = False
+    """Those of prompt and output."""
+    continuous_usage: bool = False
+    """Every chunk has the usage until then."""
+
+
+@dataclass(frozen=True, slots=True)
+class PromptPart:
+    """What one prompt brings to an answer."""
+
+    first_choice: int
+    """The index of its first choice in the whole answer."""
+    n: int
+    """Its choices."""
+    input_ids: Sequence[int]
+    text: str = ""
+    """If it is echoed."""
 
 
 @dataclass(frozen=True)
@@ -97,24 +149,60 @@ class Answer:
         )
 
 
-class Chunks:
+class _Choices:
+    """The choices of one prompt, as far as both forms of an answer write them alike."""
+
+    def __init__(self, answer: Answer, prompt: PromptPart, shown: Shown) -> None:
+        self._style = answer.style
+        self._prompt = prompt
+        self._shown = shown
+        self._writers: list[LogprobsWriter] = []
+        self._prompt_writer: PromptLogprobs | None = None
+        if shown.logprobs is not None:
+            writers = (answer.style.logprobs(shown.names, shown.logprobs) for _ in range(prompt.n))
+            self._writers = list(writers)
+            if shown.echo:
+                for writer in self._writers:
+                    writer.add_first(prompt.input_ids[0])
+        if shown.prompt_logprobs is not None:
+            self._prompt_writer = PromptLogprobs(shown.names, shown.prompt_logprobs)
+
+    def _take_prompt(self, tokens: Sequence[SampledToken]) -> None:
+        if self._prompt_writer is not None:
+            self._prompt_writer.add(tokens)
+        if self._shown.echo:
+            for writer in self._writers:
+                writer.add(tokens)
+
+    def _add(self, choice: int, tokens: Sequence[SampledToken]) -> None:
+        if self._writers:
+            self._writers[choice].add(tokens)
+
+    def _logprobs(self, choice: int) -> str:
+        return self._writers[choice].take() if self._writers else "null"
+
+    def _of_prompt(self) -> str:
+        """The members about the prompt alone, each with a comma before it."""
+        members = ""
+        if self._shown.token_ids:
+            members += f',"prompt_token_ids":{json.dumps(list(self._prompt.input_ids))}'
+        if self._prompt_writer is not None:
+            members += f',"prompt_logprobs":{self._prompt_writer.take()}'
+        return members
+
+
+class Chunks(_Choices):
     """Makes the chunks of one prompt's choices: the `Form` of a streamed answer.
 
     Args:
         answer: that the chunks are of.
-        first_choice: the index of the prompt's first choice in the whole answer.
-        prompt_tokens: counted in the usage that every chunk has; None: no chunk has any.
-        echo: the prompt, if the text begins with it.
+        prompt: whose choices they are.
+        shown: beside the text.
     """
 
-    def __init__(
-        self, answer: Answer, first_choice: int, prompt_tokens: int | None, echo: str = ""
-    ) -> None:
-        self._style = answer.style
+    def __init__(self, answer: Answer, prompt: PromptPart, shown: Shown) -> None:
+        super().__init__(answer, prompt, shown)
         self._head = f"data: {answer.head(answer.style.chunk_object)}"
-        self._first_choice = first_choice
-        self._prompt_tokens = prompt_tokens
-        self._echo = echo
         self._begun: set[int] = set()
         self._output_tokens = 0
 
@@ -127,63 +215,98 @@ class Chunks:
         return "".join([self._end(choice, end) for choice, end in ends]).encode()
 
     def _delta(self, delta: Delta) -> str:
-        choice, text = delta.choice, delta.text
-        if choice in self._begun:
-            return self._chunk(choice, self._style.text_of_chunk(quoted(text)))
-        if not delta.tokens and not text:  # log-probabilities of the prompt alone
+        choice, text, beginning = delta.choice, delta.text, ""
+        if delta.prompt_logprobs:
+            self._take_prompt(delta.prompt_logprobs)
             return ""
-        return self._beginning(choice) + self._chunk(choice, self._first_text(text))
-
-    def _first_text(self, text: str) -> str:
-        return self._style.text_of_chunk(quoted(self._echo + text))
+        extra = ""
+        if choice not in self._begun:
+            beginning = self._beginning(choice)
+            text = self._prompt.text + text
+        if self._shown.token_ids:
+            ids = json.dumps([token.token_id for token in delta.tokens])
+            extra = f',"token_ids":{ids}'
+        self._add(choice, delta.tokens)
+        words = self._style.text_of_chunk(quoted(text)) + extra
+        return beginning + self._chunk(choice, words, logprobs=self._logprobs(choice))
 
     def _beginning(self, choice: int) -> str:
+        """The chunk before a choice's first token, if it has one."""
         self._begun.add(choice)
-        opening = self._style.opening()
-        return "" if opening is None else self._chunk(choice, opening)
+        opening, of_prompt = self._style.opening(), self._of_prompt()
+        if opening is None and not of_prompt:
+            return ""
+        return self._chunk(choice, opening or self._style.no_text, of_prompt=of_prompt)
 
     def _end(self, choice: int, end: ChoiceEnd) -> str:
         beginning = "" if choice in self._begun else self._beginning(choice)
         return beginning + self._chunk(choice, self._style.no_text, _reason(end))
 
-    def _chunk(self, choice: int, text: str, reason: str = '"finish_reason":null') -> str:
-        index = self._first_choice + choice
-        usage = ""
-        if self._prompt_tokens is not None:
-            usage = f',"usage":{usage_of(self._prompt_tokens, self._output_tokens)}'
-        return f'{self._head}{{"index":{index},{text},"logprobs":null,{reason}}}]{usage}}}\n\n'
+    def _chunk(
+        self,
+        choice: int,
+        words: str,
+        reason: str = '"finish_reason":null',
+        logprobs: str = "null",
+        of_prompt: str = "",
+    ) -> str:
+        index, on_top = self._prompt.first_choice + choice, ""
+        if self._style.prompt_on_top:
+            on_top, of_prompt = of_prompt, ""
+        if self._shown.continuous_usage:
+            on_top += f',"usage":{usage_of(len(self._prompt.input_ids), self._output_tokens)}'
+        return (
+            f'{self._head}{{"index":{index},{words},"logprobs":{logprobs},{reason}{of_prompt}}}]'
+            f"{on_top}}}\n\n"
+        )
 
 
-class Whole:
+class Whole(_Choices):
     """Collects one prompt's choices: the `Form` of an answer that is sent at once.
 
     Args:
         answer: that the choices are of.
-        first_choice: the index of the prompt's first choice in the whole answer.
-        n: choices of the prompt.
-        echo: the prompt, if the text begins with it.
+        prompt: whose choices they are.
+        shown: beside the text.
     """
 
-    def __init__(self, answer: Answer, first_choice: int, n: int, echo: str = "") -> None:
-        self._style = answer.style
-        self._first_choice = first_choice
-        self._texts: list[list[str]] = [[echo] for _ in range(n)]
+    def __init__(self, answer: Answer, prompt: PromptPart, shown: Shown) -> None:
+        super().__init__(answer, prompt, shown)
+        self._texts: list[list[str]] = [[prompt.text] for _ in range(prompt.n)]
+        self._ids: list[list[int]] = [[] for _ in range(prompt.n)]
 
     def __call__(self, event: Event) -> bytes:
         """Nothing: no reader is sent any of it before the end."""
-        if isinstance(event, Delta):
-            self._texts[event.choice].append(event.text)
+        if not isinstance(event, Delta):
+            return b""
+        if event.prompt_logprobs:
+            self._take_prompt(event.prompt_logprobs)
+            return b""
+        choice = event.choice
+        self._texts[choice].append(event.text)
+        self._add(choice, event.tokens)
+        if self._shown.token_ids:
+            self._ids[choice] += [token.token_id for token in event.tokens]
         return b""
 
     def choices(self, completion: Completion) -> str:
         """All of them, separated by commas."""
-        parts = zip(self._texts, completion.choices, strict=True)
-        return ",".join([self._choice(n, *part) for n, part in enumerate(parts)])
+        of_prompt = "" if self._style.prompt_on_top else self._of_prompt()
+        ends = enumerate(completion.choices)
+        return ",".join([self._choice(choice, end, of_prompt) for choice, end in ends])
 
-    def _choice(self, choice: int, texts: Sequence[str], end: ChoiceEnd) -> str:
-        text = self._style.text_of_whole(quoted("".join(texts)))
-        index = self._first_choice + choice
-        return f'{{"index":{index},{text},"logprobs":null,{_reason(end)}}}'
+    @property
+    def on_top(self) -> str:
+        """What the answer has beside its choices, each member with a comma before it."""
+        return self._of_prompt() if self._style.prompt_on_top else ""
+
+    def _choice(self, choice: int, end: ChoiceEnd, of_prompt: str) -> str:
+        words = self._style.text_of_whole(quoted("".join(self._texts[choice])))
+        extra = ""
+        if self._shown.token_ids:
+            extra += f',"token_ids":{json.dumps(self._ids[choice])}'
+        index, logprobs = self._prompt.first_choice + choice, self._logprobs(choice)
+        return f'{{"index":{index},{words},"logprobs":{logprobs},{_reason(end)}{extra}{of_prompt}}}'
 
 
 def _reason(end: ChoiceEnd) -> str:
@@ -225,4 +348,5 @@ def whole_answer(
     pairs = zip(wholes, completions, strict=True)
     choices = ",".join([whole.choices(completion) for whole, completion in pairs])
     head = answer.head(answer.style.whole_object)
-    return f'{head}{choices}],"usage":{usage_of_all(completions)}}}'.encode()
+    on_top = "".join([whole.on_top for whole in wholes])
+    return f'{head}{choices}]{on_top},"usage":{usage_of_all(completions)}}}'.encode()

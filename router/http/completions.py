@@ -17,6 +17,7 @@ from kvrelay.router.http.answers import (
     DONE,
     Answer,
     Chunks,
+    PromptPart,
     Style,
     Whole,
     usage_chunk,
@@ -67,8 +68,7 @@ class Completions:
 
     async def _stream(self, exchange: Exchange, call: Call, answer: Answer, caller: Caller) -> None:
         def make(number: int, request: GenerationRequest) -> Form:
-            counted = len(request.input_ids) if call.options.continuous_usage else None
-            return Chunks(answer, number * call.n, counted, self._echo(call, request))
+            return Chunks(answer, self._part(call, number, request), call.shown)
 
         completions = await self._run(exchange, call, answer, caller, make)
         if call.options.include_usage:
@@ -80,14 +80,18 @@ class Completions:
         wholes: list[Whole] = []
 
         def make(number: int, request: GenerationRequest) -> Form:
-            wholes.append(Whole(answer, number * call.n, call.n, self._echo(call, request)))
+            wholes.append(Whole(answer, self._part(call, number, request), call.shown))
             return wholes[-1]
 
         completions = await self._run(exchange, call, answer, caller, make)
         await exchange.answer(whole_answer(answer, wholes, completions))
 
-    def _echo(self, call: Call, request: GenerationRequest) -> str:
-        return self._decode_prompt(request.input_ids) if call.echo else ""
+    def _part(self, call: Call, number: int, request: GenerationRequest) -> PromptPart:
+        text = ""
+        if call.shown.echo:
+            sent = call.texts[number]
+            text = self._decode_prompt(request.input_ids) if sent is None else sent
+        return PromptPart(number * call.n, call.n, request.input_ids, text)
 
     async def _run(
         self, exchange: Exchange, call: Call, answer: Answer, caller: Caller, make: Make

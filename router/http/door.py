@@ -31,6 +31,7 @@ from kvrelay.router.http.errors import HttpError, answer_to, internal_error
 from kvrelay.router.http.exchange import ClientGone, Exchange
 from kvrelay.router.http.fields import parse_body
 from kvrelay.router.http.requests import read_chat_completion, read_completion
+from kvrelay.router.http.tokenizing import Tokenizing
 from kvrelay.router.metrics import RouterMetrics
 from kvrelay.router.texts import Texts
 from kvrelay.router.token_file import Tokens
@@ -67,6 +68,9 @@ def make_app(behind: Behind) -> ASGIApp:
         routes=[
             route("/v1/completions", post, door.completions, Right.GENERATE),
             route("/v1/chat/completions", post, door.chat_completions, Right.GENERATE),
+            route("/tokenize", post, door.tokenize, Right.GENERATE),
+            route("/detokenize", post, door.detokenize, Right.GENERATE),
+            route("/tokenizer_info", get, door.tokenizer_info, None),
             route("/v1/models", get, door.models, None),
             route("/v1/models/{model:path}", get, door.models, None),
             route("/version", get, door.version, None),
@@ -123,6 +127,7 @@ class _Door:
     def __init__(self, behind: Behind) -> None:
         self._behind = behind
         self._created = int(time.time())
+        self._tokenizing = Tokenizing(behind.config, behind.fleet, behind.texts, behind.template)
         self._completions = Completions(
             behind.config.model_name,
             behind.admission,
@@ -142,6 +147,18 @@ class _Door:
         call = read_chat_completion(await self._body(exchange), behind.texts, behind.template)
         serving = self._completions.serve(exchange, call, ChatStyle(), caller)
         await exchange.unless_gone(serving)
+
+    async def tokenize(self, exchange: Exchange, caller: Caller) -> None:
+        """POST /tokenize."""
+        await _send(exchange, await self._tokenizing.tokenize(await self._body(exchange)))
+
+    async def detokenize(self, exchange: Exchange, caller: Caller) -> None:
+        """POST /detokenize."""
+        await _send(exchange, await self._tokenizing.detokenize(await self._body(exchange)))
+
+    async def tokenizer_info(self, exchange: Exchange, caller: Caller) -> None:
+        """GET /tokenizer_info."""
+        await _send(exchange, self._tokenizing.info())
 
     async def models(self, exchange: Exchange, caller: Caller) -> None:
         """GET /v1/models, and of one model."""

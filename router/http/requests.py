@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from kvrelay.router.errors import InvalidField
+from kvrelay.router.http.answers import Shown
 from kvrelay.router.http.chat import ChatPrompt, read_chat
-from kvrelay.router.http.fields import INT32, Fields, token_ids
+from kvrelay.router.http.fields import INT32, UINT32, Fields, token_ids
+from kvrelay.router.http.logprobs import TokenNames
 from kvrelay.router.http.sampling import read_sampling
 from kvrelay.router.prompts import Prompt, TextPrompt, TokenPrompt
 from kvrelay.router.texts import Texts
@@ -37,8 +39,6 @@ class StreamOptions:
     stream: bool
     include_usage: bool
     """A last chunk has the usage."""
-    continuous_usage: bool
-    """Every chunk has the usage until then."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,9 @@ class Call:
     prompt_bytes: Sequence[int]
     """Of each."""
     options: StreamOptions
-    echo: bool = False
+    shown: Shown
+    texts: Sequence[str | None] = ()
+    """Of each prompt, in completions; None: it came as token ids."""
 
     @property
     def n(self) -> int:
@@ -64,16 +66,16 @@ def read_completion(body: dict[str, Any], texts: Texts) -> Call:
     fields = Fields(body)
     add = fields.optional_flag("add_special_tokens")
     encoder = functools.partial(encode, texts.tokenizer, add_special_tokens=add is not False)
-    prompts, sizes = _read_prompts(fields, encoder)
+    prompts, sizes, prompt_texts = _read_prompts(fields, encoder)
     params = read_sampling(fields, "max_tokens")
+    logprobs = fields.integer("logprobs", 0, UINT32)
     best_of = fields.integer("best_of", 1, INT32)
     if best_of is not None and best_of != max(params.n, 1):
         raise fields.error("best_of", "is not served, but for the same number as n")
     echo = fields.flag("echo")
     fields.only("suffix", "")
-    call = Call(_read_message(fields, params), prompts, sizes, _read_stream(fields), echo)
-    _finish(fields)
-    return call
+    call = _read_rest(fields, texts, params, prompts, sizes, logprobs, echo=echo)
+    return replace(call, texts=prompt_texts)
 
 
 def read_chat_completion(body: dict[str, Any], texts: Texts, template: ChatTemplate | None) -> Call:
@@ -82,17 +84,52 @@ def read_chat_completion(body: dict[str, Any], texts: Texts, template: ChatTempl
     prompt: ChatPrompt = read_chat(fields, texts, template)
     params = read_sampling(fields, "max_completion_tokens", "max_tokens")
     fields.only("modalities", ["text"])
-    fields.only("logprobs", False)
-    fields.only("top_logprobs", 0)
-    call = Call(_read_message(fields, params), [prompt], [prompt.num_bytes], _read_stream(fields))
+    fields.only("echo", False)
+    alternatives = fields.integer("top_logprobs", 0, UINT32)
+    logprobs = (alternatives or 0) if fields.flag("logprobs") else None
+    if alternatives and logprobs is None:
+        raise fields.error("top_logprobs", "is allowed with logprobs alone")
+    return _read_rest(fields, texts, params, [prompt], [prompt.num_bytes], logprobs)
+
+
+def _read_rest(
+    fields: Fields,
+    texts: Texts,
+    params: inference_pb2.SamplingParams,
+    prompts: Sequence[Prompt],
+    prompt_bytes: Sequence[int],
+    logprobs: int | None,
+    *,
+    echo: bool = False,
+) -> Call:
+    """What both endpoints have in common; refuses what is left of the fields then."""
+    options, continuous = _read_stream(fields)
+    prompt_logprobs = fields.integer("prompt_logprobs", 0, UINT32)
+    if prompt_logprobs is not None and options.stream:
+        raise fields.error("prompt_logprobs", "is not allowed with stream")
+    wanted = [prompt_logprobs, logprobs if echo else None]
+    if any(one is not None for one in wanted):
+        params.prompt_logprobs = max(one for one in wanted if one is not None)
+    if logprobs is not None:
+        params.logprobs = logprobs
+    names = TokenNames(texts.of_tokens, as_ids=fields.flag("return_tokens_as_token_ids"))
+    shown = Shown(
+        names=names,
+        logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
+        echo=echo,
+        token_ids=fields.flag("return_token_ids"),
+        continuous_usage=continuous,
+    )
+    call = Call(_read_message(fields, params), prompts, prompt_bytes, options, shown)
     _finish(fields)
     return call
 
 
 def _read_prompts(
     fields: Fields, encoder: Callable[[str, int], Sequence[int]]
-) -> tuple[Sequence[Prompt], Sequence[int]]:
-    """All prompts and their bytes: a text, a list of token ids, or a list of either."""
+) -> tuple[Sequence[Prompt], Sequence[int], Sequence[str | None]]:
+    """All prompts, their bytes and texts: a text, a list of token ids, or a list of either."""
     given = fields.take("prompt")
     if given is None:
         raise InvalidField("prompt", "the request has no prompt")
@@ -112,7 +149,7 @@ def _read_prompts(
             ids = token_ids("prompt", one)
             prompts.append(TokenPrompt("prompt", ids))
             sizes.append(4 * len(ids))
-    return prompts, sizes
+    return prompts, sizes, [one if isinstance(one, str) else None for one in given]
 
 
 def _read_message(
@@ -126,17 +163,18 @@ def _read_message(
     )
 
 
-def _read_stream(fields: Fields) -> StreamOptions:
+def _read_stream(fields: Fields) -> tuple[StreamOptions, bool]:
+    """The options, and whether every chunk has the usage until then."""
     stream = fields.flag("stream")
     options = fields.object("stream_options")
     if options is None:
-        return StreamOptions(stream, include_usage=False, continuous_usage=False)
+        return StreamOptions(stream, include_usage=False), False
     if not stream:
         raise fields.error("stream_options", "is allowed with stream alone")
     include, continuous = options.flag("include_usage"), options.flag("continuous_usage_stats")
     options.ignore("include_obfuscation")
     options.finish()
-    return StreamOptions(stream, include, continuous and include)
+    return StreamOptions(stream, include), continuous and include
 
 
 def _finish(fields: Fields) -> None:

@@ -1,0 +1,191 @@
+"""Log-probabilities as the two endpoints show them, written token by token.
+
+The chosen token is always among the alternatives, with the very number that it has beside them:
+lm-eval compares the two for equality.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from json.encoder import encode_basestring_ascii as quoted
+from typing import Final, Protocol
+
+from kvrelay.text.token_texts import TokenTexts
+from kvrelay.wire.output import SampledToken, TokenLogprob
+
+_LEAST: Final = -9999.0
+"""In place of minus infinity, which is no JSON."""
+
+
+class TokenNames:
+    """What tokens are called in an answer.
+
+    Args:
+        texts: of tokens.
+        as_ids: they are called ``token_id:7``, so that no two have one name.
+    """
+
+    def __init__(self, texts: TokenTexts, *, as_ids: bool) -> None:
+        self._texts = texts
+        self._as_ids = as_ids
+
+    def of(self, token_id: int) -> str:
+        """The token's name."""
+        return f"token_id:{token_id}" if self._as_ids else self._texts.text_of(token_id)
+
+    def bytes_of(self, token_id: int) -> str:
+        """The token's bytes, as a JSON list."""
+        return json.dumps(list(self._texts.bytes_of(token_id)))
+
+
+class LogprobsWriter(Protocol):
+    """Writes the `logprobs` of one choice."""
+
+    def add_first(self, token_id: int) -> None:
+        """Takes the first token of a prompt that is echoed, which has no probability."""
+
+    def add(self, tokens: Sequence[SampledToken]) -> None:
+        """Takes the next tokens."""
+
+    def take(self) -> str:
+        """The JSON of what was added since it was last taken."""
+
+
+class CompletionLogprobs:
+    """Those of /v1/completions: four lists.
+
+    Args:
+        names: of tokens.
+        alternatives: shown of each position.
+    """
+
+    def __init__(self, names: TokenNames, alternatives: int) -> None:
+        self._names = names
+        self._alternatives = alternatives
+        self._offset = 0
+        self._clear()
+
+    def _clear(self) -> None:
+        self._tokens: list[str] = []
+        self._logprobs: list[str] = []
+        self._top: list[str] = []
+        self._offsets: list[str] = []
+
+    def add_first(self, token_id: int) -> None:
+        """Takes the first token of a prompt that is echoed, which has no probability."""
+        self._add(token_id, "null", "null")
+
+    def add(self, tokens: Sequence[SampledToken]) -> None:
+        """Takes the next tokens."""
+        for token in tokens:
+            logprob = _number(token.logprob)
+            self._add(token.token_id, logprob, self._alternatives_of(token, logprob))
+
+    def take(self) -> str:
+        """The JSON of what was added since it was last taken."""
+        lists = [
+            ('"tokens"', self._tokens),
+            ('"token_logprobs"', self._logprobs),
+            ('"top_logprobs"', self._top),
+            ('"text_offset"', self._offsets),
+        ]
+        written = _object([(name, f"[{','.join(values)}]") for name, values in lists])
+        self._clear()
+        return written
+
+    def _add(self, token_id: int, logprob: str, top: str) -> None:
+        name = self._names.of(token_id)
+        self._tokens.append(quoted(name))
+        self._logprobs.append(logprob)
+        self._top.append(top)
+        self._offsets.append(str(self._offset))
+        self._offset += len(name)
+
+    def _alternatives_of(self, token: SampledToken, logprob: str) -> str:
+        shown = {
+            self._names.of(one.token_id): _number(one.logprob)
+            for one in token.top[: self._alternatives]
+        }
+        shown[self._names.of(token.token_id)] = logprob
+        return _object([(quoted(name), value) for name, value in shown.items()])
+
+
+class ChatLogprobs:
+    """Those of /v1/chat/completions: an object for each token.
+
+    Args:
+        names: of tokens.
+        alternatives: shown of each position.
+    """
+
+    def __init__(self, names: TokenNames, alternatives: int) -> None:
+        self._names = names
+        self._alternatives = alternatives
+        self._content: list[str] = []
+
+    def add_first(self, token_id: int) -> None:
+        """Nothing: no conversation is echoed."""
+
+    def add(self, tokens: Sequence[SampledToken]) -> None:
+        """Takes the next tokens."""
+        for token in tokens:
+            shown = token.top[: self._alternatives]
+            top = ",".join([self._one(one.token_id, one.logprob) + "}" for one in shown])
+            chosen = self._one(token.token_id, token.logprob)
+            self._content.append(f'{chosen},"top_logprobs":[{top}]}}')
+
+    def take(self) -> str:
+        """The JSON of what was added since it was last taken."""
+        written = f'{{"content":[{",".join(self._content)}]}}'
+        self._content.clear()
+        return written
+
+    def _one(self, token_id: int, logprob: float | None) -> str:
+        """An object, which is not closed."""
+        name, octets = quoted(self._names.of(token_id)), self._names.bytes_of(token_id)
+        return f'{{"token":{name},"logprob":{_number(logprob)},"bytes":{octets}'
+
+
+class PromptLogprobs:
+    """vLLM's `prompt_logprobs`: an object by token id for each position of a prompt.
+
+    Args:
+        names: of tokens.
+        alternatives: shown of each position.
+    """
+
+    def __init__(self, names: TokenNames, alternatives: int) -> None:
+        self._names = names
+        self._alternatives = alternatives
+        self._positions = ["null"]  # the first token has no probability
+
+    def add(self, tokens: Sequence[SampledToken]) -> None:
+        """Takes the next tokens of the prompt."""
+        self._positions += [self._position(token) for token in tokens]
+
+    def take(self) -> str:
+        """The JSON of all positions."""
+        return f"[{','.join(self._positions)}]"
+
+    def _position(self, token: SampledToken) -> str:
+        ranked = enumerate(token.top[: self._alternatives], start=1)
+        shown = {one.token_id: self._one(one, str(rank)) for rank, one in ranked}
+        if token.token_id not in shown:
+            assert token.logprob is not None, "it was asked for"
+            shown[token.token_id] = self._one(TokenLogprob(token.token_id, token.logprob), "null")
+        return _object([(f'"{token_id}"', one) for token_id, one in shown.items()])
+
+    def _one(self, one: TokenLogprob, rank: str) -> str:
+        name = quoted(self._names.of(one.token_id))
+        return f'{{"logprob":{_number(one.logprob)},"rank":{rank},"decoded_token":{name}}}'
+
+
+def _object(members: Sequence[tuple[str, str]]) -> str:
+    """A JSON object of names and values that are JSON already."""
+    return "{" + ",".join([f"{name}:{value}" for name, value in members]) + "}"
+
+
+def _number(logprob: float | None) -> str:
+    assert logprob is not None, "it was asked for"
+    return repr(max(logprob, _LEAST)) if logprob == logprob else str(_LEAST)
