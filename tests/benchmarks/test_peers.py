@@ -59,7 +59,7 @@ class TestGoodput:
     @pytest.mark.parametrize("capacity", [0.06, 0.3, 0.99, 1.0, 1.7, 23.0])
     @pytest.mark.parametrize("precision", [0.02, 0.1])
     async def test_finds_the_capacity_to_the_precision(self, capacity, precision):
-        async def attains(rate: float) -> bool:
+        async def attains(rate):
             return rate <= capacity
 
         found = await highest_rate(attains, 1.0, precision)
