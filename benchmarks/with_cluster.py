@@ -42,8 +42,7 @@ _READY_LINE = "Ctrl-C stops it.\n"
 
 def main() -> None:
     """Split the arguments at ``--``, find or start the cluster, and run the load generator."""
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, _interrupt)
+    interrupt_on_signals()
     try:
         run(*_split(sys.argv[1:]))
     except click.ClickException as error:
@@ -76,6 +75,12 @@ def _split(arguments: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
         raise click.UsageError("give options of kvrelay serve, --, and those of serve_load")
     middle = arguments.index("--")
     return arguments[:middle], arguments[middle + 1 :]
+
+
+def interrupt_on_signals() -> None:
+    """Let SIGTERM and SIGHUP stop what was started, as Ctrl-C does."""
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, _interrupt)
 
 
 def _interrupt(_number: int, _frame: FrameType | None) -> NoReturn:

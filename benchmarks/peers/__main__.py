@@ -24,6 +24,7 @@ from benchmarks.plot import PlotError
 from benchmarks.report import Slo
 from benchmarks.session import ServerError
 from benchmarks.trace import TraceError
+from benchmarks.with_cluster import interrupt_on_signals
 from benchmarks.workload import Poisson
 from kvrelay.deploy.errors import DeployError
 from kvrelay.deploy.models import resolve_model, users_models
@@ -345,4 +346,5 @@ def main(
 
 
 if __name__ == "__main__":
+    interrupt_on_signals()
     main()
