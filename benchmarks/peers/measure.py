@@ -56,7 +56,7 @@ class Driver:
         cpu = time.process_time()
         found = await interfere(steady, arriving, client.send, clock)
         if found.itl_ms is None:
-            raise ServerError("no stream completed")
+            raise ServerError("the steady streams failed, or did not run at the same time")
         return {
             **_stats("itl", found.itl_ms),
             **_stats("prompts_ttft", found.prompts_ttft_ms),
@@ -91,7 +91,7 @@ def vocab_size_of(model: Path) -> int:
     return int(config["vocab_size"])
 
 
-def busy_percent(seconds: float = 1.0) -> float:
+def busy_percent(seconds: float = 0.5) -> float:
     """How busy all cores are, in percent: before a system starts, that is what others do."""
     return float(psutil.cpu_percent(interval=seconds))
 

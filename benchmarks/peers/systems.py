@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 MAX_MODEL_LEN = 2048
 KV_GIBIBYTES = 1
@@ -73,7 +74,7 @@ class Kvrelay:
 
     def commands(self, setup: Setup) -> list[Command]:
         """The one command that starts the cluster."""
-        port = _free_port()
+        port = free_port()
         arguments = [
             *(sys.executable, "-m", "kvrelay.deploy", "serve"),
             *("--model", str(setup.model), "--max-model-len", str(MAX_MODEL_LEN)),
@@ -107,7 +108,7 @@ class Vllm:
                 f"{self.name}-{role}",
                 part,
                 # Each instance tells the other on a port of its own where its KV lies.
-                {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(_free_port()), "UCX_NET_DEVICES": "lo"},
+                {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port()), "UCX_NET_DEVICES": "lo"},
                 ("--kv-transfer-config", connector),
             )
             for role, part in (("prefill", cores[:half]), ("decode", cores[-half:]))
@@ -121,7 +122,7 @@ class Vllm:
         environment: Mapping[str, str],
         options: Sequence[str],
     ) -> Command:
-        port = _free_port()
+        port = free_port()
         arguments = [
             *(str(setup.vllm / "bin" / "vllm"), "serve", str(setup.model)),
             *("--host", "127.0.0.1", "--port", str(port)),
@@ -148,7 +149,23 @@ def _vllm_environment(vllm: Path, cores: Sequence[int]) -> dict[str, str]:
     }
 
 
-System = Kvrelay | Vllm
+class System(Protocol):
+    """What can be started and compared."""
+
+    @property
+    def name(self) -> str:
+        """Its name on the command line and in what is kept."""
+        ...
+
+    @property
+    def title(self) -> str:
+        """Its name in tables."""
+        ...
+
+    def commands(self, setup: Setup) -> list[Command]:
+        """Its servers. Clients talk to the last one; if there are two, to the first one before."""
+        ...
+
 
 SYSTEMS: dict[str, System] = {
     system.name: system
@@ -230,7 +247,8 @@ def _answers(base_url: str) -> bool:
         return False
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """A port of the loopback interface that nobody listens on."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port: int = free.getsockname()[1]
