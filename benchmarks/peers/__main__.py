@@ -19,7 +19,7 @@ from benchmarks.peers.loads import LoadNameError, NamedLoad, parse_lengths
 from benchmarks.peers.measure import Driver, busy_percent, connected, vocab_size_of
 from benchmarks.peers.page import write_page
 from benchmarks.peers.store import Figures, Key, Kind, Store
-from benchmarks.peers.systems import SYSTEMS, Setup, StartError, started
+from benchmarks.peers.systems import SYSTEMS, Servers, Setup, StartError
 from benchmarks.plot import PlotError
 from benchmarks.report import Slo
 from benchmarks.session import ServerError
@@ -75,9 +75,10 @@ Step = Callable[[Driver], Awaitable[None]]
 class Comparison:
     """Fills the store with what the plan asks for and the store does not have yet."""
 
-    def __init__(self, plan: Plan, setup: Setup, store: Store) -> None:
+    def __init__(self, plan: Plan, setup: Setup, store: Store, servers: Servers) -> None:
         self._plan = plan
-        self._setup = setup
+        self._vocab_size = vocab_size_of(setup.model)
+        self._servers = servers
         self._store = store
         self._began = time.monotonic()
 
@@ -181,11 +182,11 @@ class Comparison:
             return
         self._check_time()
         self._busy = busy_percent()
-        click.echo(f"starting {system}")
-        with started(SYSTEMS[system], self._setup) as serving:
+        click.echo(f"{system}'s turn")
+        with self._servers.turn(SYSTEMS[system]) as serving:
 
             async def take() -> None:
-                async with connected(serving, vocab_size_of(self._setup.model)) as driver:
+                async with connected(serving, self._vocab_size) as driver:
                     for step in steps:
                         self._check_time()
                         await step(driver)
@@ -317,24 +318,25 @@ def main(
         path = resolve_model(DEFAULT_MODEL, "bfloat16", users_models(), click.echo).path
         setup = Setup(path, vllm.absolute(), runs.parent)
         store = Store(runs)
-        for part in parts:
-            chosen = systems or (SYSTEMS if part == "throughput" else GOODPUT_SYSTEMS)
-            plan = Plan(
-                tuple(chosen),
-                1 if quick else rounds,
-                2 if quick else requests_per_client,
-                goodput_requests,
-                precision,
-                trace,
-                minutes,
-            )
-            comparison = Comparison(plan, setup, store)
-            if part == "throughput":
-                comparison.throughput(named)
-            elif part == "goodput":
-                comparison.goodput(lengths)
-            elif part == "interference":
-                comparison.interference()
+        with Servers(setup) as servers:
+            for part in parts:
+                chosen = systems or (SYSTEMS if part == "throughput" else GOODPUT_SYSTEMS)
+                plan = Plan(
+                    tuple(chosen),
+                    1 if quick else rounds,
+                    2 if quick else requests_per_client,
+                    goodput_requests,
+                    precision,
+                    trace,
+                    minutes,
+                )
+                comparison = Comparison(plan, setup, store, servers)
+                if part == "throughput":
+                    comparison.throughput(named)
+                elif part == "goodput":
+                    comparison.goodput(lengths)
+                elif part == "interference":
+                    comparison.interference()
     except OutOfTimeError:
         click.echo("out of time: the same command goes on from here")
     except (DeployError, StartError, ServerError, LoadNameError, TraceError) as error:

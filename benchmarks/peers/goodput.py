@@ -14,6 +14,8 @@ LIMIT_FACTOR = 2.0
 """Of the better engine's median while it serves one request at a time."""
 LOWEST_RATE = 0.05
 """Requests a second; what does not attain even this has no goodput."""
+HIGHEST_RATE = 1000.0
+"""All requests of a probe come at once then."""
 _DIGITS = 4
 
 Attains = Callable[[float], Awaitable[bool]]
@@ -45,6 +47,8 @@ async def highest_rate(attains: Attains, first: float, precision: float) -> floa
             high = rate
         if high <= LOWEST_RATE:
             return 0.0
+        if low >= HIGHEST_RATE:
+            return low
         rate = _between(low, high)
     return low
 

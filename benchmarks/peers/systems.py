@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, Self
 
 MAX_MODEL_LEN = 2048
 KV_GIBIBYTES = 1
@@ -46,6 +46,12 @@ class Serving:
     base_url: str
     prefill_url: str | None = None
     """The instance that a client asks for the KV of a prompt first, if there is one."""
+    processes: tuple[subprocess.Popen[bytes], ...] = ()
+
+    def signal(self, number: signal.Signals) -> None:
+        """Send a signal to all of its processes."""
+        for process in self.processes:
+            os.killpg(process.pid, number)
 
 
 @dataclass(frozen=True)
@@ -71,6 +77,8 @@ class Kvrelay:
     name: str
     options: tuple[str, ...]
     title: str
+    bears_stopping: bool = False
+    """Its workers would miss signs of life of each other."""
 
     def commands(self, setup: Setup) -> list[Command]:
         """The one command that starts the cluster."""
@@ -94,6 +102,7 @@ class Vllm:
     title: str
     pair: bool = False
     options: tuple[str, ...] = ()
+    bears_stopping: bool = True
 
     def commands(self, setup: Setup) -> list[Command]:
         """The prefill instance first, where there are two."""
@@ -162,6 +171,11 @@ class System(Protocol):
         """Its name in tables."""
         ...
 
+    @property
+    def bears_stopping(self) -> bool:
+        """Whether nothing in it takes a SIGSTOP of all of it for a failure."""
+        ...
+
     def commands(self, setup: Setup) -> list[Command]:
         """Its servers. Clients talk to the last one; if there are two, to the first one before."""
         ...
@@ -193,7 +207,44 @@ def started(system: System, setup: Setup) -> Iterator[Serving]:
         for command, (process, log) in zip(commands, logs, strict=True):
             _await_ready(command, process, log)
         urls = [command.base_url for command in commands]
-        yield Serving(urls[-1], urls[0] if len(urls) > 1 else None)
+        processes = tuple(process for process, _ in logs)
+        yield Serving(urls[-1], urls[0] if len(urls) > 1 else None, processes)
+
+
+class Servers:
+    """The systems while they are compared, one of which runs at a time.
+
+    A system that takes long to start is stopped by SIGSTOP between its turns, if it
+    bears that. The others are started anew for every turn.
+    """
+
+    def __init__(self, setup: Setup) -> None:
+        self._setup = setup
+        self._stopped: dict[str, Serving] = {}
+        self._running = ExitStack()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._running.close()
+
+    @contextmanager
+    def turn(self, system: System) -> Iterator[Serving]:
+        """Let the system run. Raises ``StartError`` if it does not get ready."""
+        if not system.bears_stopping:
+            with started(system, self._setup) as serving:
+                yield serving
+            return
+        if serving_again := self._stopped.get(system.name):
+            serving_again.signal(signal.SIGCONT)
+        else:
+            serving_again = self._running.enter_context(started(system, self._setup))
+            self._stopped[system.name] = serving_again
+        try:
+            yield serving_again
+        finally:
+            serving_again.signal(signal.SIGSTOP)
 
 
 @contextmanager
@@ -216,6 +267,7 @@ def _process(command: Command, logs: Path) -> Iterator[tuple[subprocess.Popen[by
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
     process.send_signal(signal.SIGINT)
+    process.send_signal(signal.SIGCONT)
     try:
         with suppress(subprocess.TimeoutExpired):
             process.wait(STOP_SECONDS)

@@ -3,17 +3,21 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from urllib.request import urlopen
 
 import psutil
 import pytest
 
 from benchmarks.peers import __main__ as command
 from benchmarks.peers.__main__ import Comparison, OutOfTimeError, Plan
+from benchmarks.peers.goodput import HIGHEST_RATE
 from benchmarks.peers.loads import NamedLoad
 from benchmarks.peers.store import Kind, Store
-from benchmarks.peers.systems import Command, Setup, StartError, free_port, started
+from benchmarks.peers.systems import Command, Servers, Setup, StartError, free_port, started
+from benchmarks.report import Slo
 from tests.benchmarks.completions_server import READY_LINE
 
 PLAN = Plan(
@@ -35,6 +39,7 @@ class Scripted:
     title: str = "a scripted server"
     code: str = ""
     instances: int = 1
+    bears_stopping: bool = False
 
     def commands(self, setup: Setup) -> list[Command]:
         return [self._command(number) for number in range(self.instances)]
@@ -55,6 +60,12 @@ def setup(tmp_path: Path) -> Setup:
 @pytest.fixture
 def store(tmp_path: Path) -> Store:
     return Store(tmp_path / "runs.jsonl")
+
+
+@pytest.fixture
+def comparison(setup, store) -> Iterator[Callable[[Plan], Comparison]]:
+    with Servers(setup) as servers:
+        yield lambda plan: Comparison(plan, setup, store, servers)
 
 
 @pytest.fixture(autouse=True)
@@ -89,6 +100,15 @@ def test_what_a_server_leaves_behind_is_ended_with_it(setup, tmp_path):
     assert _ends(int(child.read_text()))
 
 
+def _becomes(process: psutil.Process, status: str) -> bool:
+    """Whether the process has the status within ten seconds."""
+    for _ in range(100):
+        if process.status() == status:
+            return True
+        time.sleep(0.1)
+    return False
+
+
 def _ends(pid: int) -> bool:
     """Whether the process ends within ten seconds, reaped or not."""
     for _ in range(100):
@@ -101,45 +121,54 @@ def _ends(pid: int) -> bool:
     return False
 
 
-def test_systems_take_turns_round_by_round_and_nothing_is_measured_twice(setup, store, monkeypatch):
-    begun: list[str] = []
-
-    def noted(system: Scripted, setup: Setup):
-        begun.append(system.name)
-        return started(system, setup)
-
-    monkeypatch.setattr(command, "started", noted)
+def test_systems_take_turns_and_nothing_is_measured_twice(comparison, store, capsys):
     load = NamedLoad.parse("6/4@2")
-    Comparison(replace(PLAN, rounds=1), setup, store).throughput([load])
-    assert begun == ["ours", "theirs"]
-    Comparison(PLAN, setup, store).throughput([load])
-    assert begun == ["ours", "theirs"] * 2
+    comparison(replace(PLAN, rounds=1)).throughput([load])
+    comparison(PLAN).throughput([load])
     made = [(key.round, key.system) for key, _ in store.of(Kind.LOAD)]
     assert made == [(0, "ours"), (0, "theirs"), (1, "ours"), (1, "theirs")]
+    assert capsys.readouterr().out.count("turn") == 4
     assert all(figures["failed"] == 0 for _, figures in store.of(Kind.LOAD))
     assert all(figures["output_tokens_per_s"] > 0 for _, figures in store.of(Kind.LOAD))
 
 
-def test_nothing_new_begins_when_the_time_is_over(setup, store):
+def test_a_system_that_bears_it_is_stopped_between_its_turns(setup):
+    lasting = Scripted("lasting", bears_stopping=True)
+    with Servers(setup) as servers:
+        with servers.turn(lasting) as first:
+            server = psutil.Process(first.processes[0].pid)
+        assert _becomes(server, psutil.STATUS_STOPPED)
+        with servers.turn(Scripted("other")):
+            assert server.status() == psutil.STATUS_STOPPED
+        with servers.turn(lasting) as second:
+            assert second is first
+            assert server.status() != psutil.STATUS_STOPPED
+            with urlopen(f"{second.base_url}/v1/models") as answer:
+                assert answer.status == 200
+    assert _ends(server.pid)
+
+
+def test_nothing_new_begins_when_the_time_is_over(comparison, store):
     with pytest.raises(OutOfTimeError):
-        Comparison(replace(PLAN, minutes=1e-9), setup, store).throughput([NamedLoad.parse("6/4@2")])
+        comparison(replace(PLAN, minutes=1e-9)).throughput([NamedLoad.parse("6/4@2")])
     assert not list(store.of(Kind.LOAD))
 
 
-def test_a_search_for_goodput_goes_on_where_it_was_cut_off(setup, store, monkeypatch):
-    monkeypatch.setattr(command, "FIRST_RATE", 50.0)
+def test_a_search_for_goodput_goes_on_where_it_was_cut_off(comparison, store, monkeypatch):
+    monkeypatch.setattr(command, "FIRST_RATE", HIGHEST_RATE / 2)
+    monkeypatch.setattr(command, "limits", lambda idle: Slo(60_000.0, 60_000.0))
     plan = replace(PLAN, systems=("ours",), rounds=1)
-    Comparison(plan, setup, store).goodput(["6/4"])
+    comparison(plan).goodput(["6/4"])
     probes = [key for key, _ in store.of(Kind.PROBE)]
-    assert {key.system for key in probes} == {"ours"}
+    assert [key.rate for key in probes] == [HIGHEST_RATE / 2, HIGHEST_RATE]
     assert {figures["planned"] for _, figures in store.of(Kind.PROBE)} == {10}
-    Comparison(plan, setup, store).goodput(["6/4"])
+    comparison(plan).goodput(["6/4"])
     assert [key for key, _ in store.of(Kind.PROBE)] == probes
 
 
-def test_interference_is_measured_with_and_without_prompts(setup, store):
+def test_interference_is_measured_with_and_without_prompts(comparison, store):
     plan = replace(PLAN, systems=("ours",), rounds=1)
-    Comparison(plan, setup, store).interference()
+    comparison(plan).interference()
     found = {key.load: figures for key, figures in store.of(Kind.INTERFERENCE)}
     assert set(found) == {"calm", "prompts"}
     assert found["calm"]["prompts"] == 0
