@@ -48,6 +48,7 @@ from kvrelay.router.fleet import Fleet
 from kvrelay.router.known_prefixes import KnownPrefixes
 from kvrelay.router.live_requests import LiveRequests
 from kvrelay.router.metrics import RouterMetrics
+from kvrelay.router.seeds import Seeds
 from kvrelay.router.service import InferenceService
 from kvrelay.router.text_threads import TextThreads
 from kvrelay.router.texts import Texts
@@ -413,7 +414,7 @@ class Bench:
             fleet = Fleet(discovery, functools.partial(self._make_link, prefixes), prefixes)
             live = LiveRequests(self._config, fleet, self._tokenizer, metrics)
             texts = Texts(self._tokenizer, 16, threads)
-            admission = Admission(self._config, fleet, live, texts, metrics)
+            admission = Admission(self._config, fleet, live, texts, metrics, Seeds.of_file(None))
             services.append(InferenceService(self._config, fleet, live, admission, texts, metrics))
             running.append(asyncio.create_task(fleet.run()))
             while not (fleet.links and all(link.ready for link in fleet.links)):

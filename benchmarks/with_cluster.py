@@ -26,8 +26,9 @@ import grpc
 from click.core import ParameterSource
 
 from benchmarks import serve_load
+from kvrelay.client.access import open_channel
 from kvrelay.deploy.address import Address
-from kvrelay.deploy.client import Access, connected, open_channel
+from kvrelay.deploy.client import Access, connected
 from kvrelay.deploy.errors import DeployError
 from kvrelay.deploy.serve import serve
 from kvrelay.v1 import inference_pb2 as pb
@@ -42,7 +43,8 @@ _READY_LINE = "Ctrl-C stops it.\n"
 
 def main() -> None:
     """Split the arguments at ``--``, find or start the cluster, and run the load generator."""
-    interrupt_on_signals()
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, _interrupt)
     try:
         run(*_split(sys.argv[1:]))
     except click.ClickException as error:
@@ -77,19 +79,13 @@ def _split(arguments: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
     return arguments[:middle], arguments[middle + 1 :]
 
 
-def interrupt_on_signals() -> None:
-    """Let SIGTERM and SIGHUP stop what was started, as Ctrl-C does."""
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, _interrupt)
-
-
 def _interrupt(_number: int, _frame: FrameType | None) -> NoReturn:
     raise KeyboardInterrupt
 
 
 def _answers(address: Address, access: Access) -> bool:
     """Whether a gRPC server listens there, with TLS if `access` says so."""
-    with open_channel(address, access.credentials()) as channel:
+    with open_channel(str(address), access.credentials()) as channel:
         try:
             grpc.channel_ready_future(channel).result(timeout=1.0)
         except grpc.FutureTimeoutError:

@@ -5,61 +5,43 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, Self
 
 import click
 import grpc
 
+from kvrelay.client import access as client_access
+from kvrelay.client.access import open_channel
 from kvrelay.deploy.address import DEFAULT_ADMIN, DEFAULT_GRPC, Address
 from kvrelay.deploy.environment import TOKEN_VARIABLE, Environment
 from kvrelay.deploy.errors import DeployError, OptionError
 from kvrelay.deploy.params import ADDRESS, FILE
-from kvrelay.net.options import MAX_MESSAGE_BYTES, message_bounds
 from kvrelay.net.tls import TlsFileError, check_certificates
-from kvrelay.router.auth import bearer
 from kvrelay.router.token_file import read_plain_tokens
 from kvrelay.v1 import inference_pb2_grpc as rpc
 
-Metadata = tuple[tuple[str, str], ...]
 
-
-@dataclass(frozen=True, slots=True)
-class Access:
-    """What a client needs to be let into a cluster: TLS and a token."""
-
-    tls: bool = False
-    """Whether to use TLS."""
-    ca: Path | None = None
-    """The authority that must have signed the server's certificate; None: any public one."""
-    token: str | None = field(default=None, repr=False)
+class Access(client_access.Access):
+    """As the library's, from the options of a command."""
 
     @classmethod
     def given(cls, token_file: Path | None, ca: Path | None, *, tls: bool) -> Self:
         """From the options and the environment. Raises DeployError for a token that is unusable."""
         return cls(tls or ca is not None, ca, _token(token_file))
 
-    @property
-    def metadata(self) -> Metadata:
-        """What is sent with every call."""
-        return () if self.token is None else bearer(self.token)
-
     def credentials(self) -> grpc.ChannelCredentials | None:
         """For a channel; None: plain text. Raises OptionError if the file of --ca is unusable."""
-        if not self.tls:
-            return None
-        if self.ca is None:
-            return grpc.ssl_channel_credentials()
-        try:
-            check_certificates("ca", self.ca)
-        except TlsFileError as error:
-            raise OptionError("--ca", error.problem) from error
-        return grpc.ssl_channel_credentials(self.ca.read_bytes())
+        if self.ca is not None:
+            try:
+                check_certificates("ca", self.ca)
+            except TlsFileError as error:
+                raise OptionError("--ca", error.problem) from error
+        return super().credentials()
 
     def check(self, server: Address) -> None:
         """Raise DeployError if the token would go to another machine in plain text."""
-        if self.token is not None and not self.tls and not server.is_loopback:
+        if not self.may_reach(str(server)):
             raise DeployError(
                 f"{server}: the token would go to another machine in plain text: "
                 "give --ca, or --tls"
@@ -76,6 +58,17 @@ with_server = click.option(
     help="Where the cluster's router listens.",
 )
 """Gives a command the router's address as `server`."""
+with_servers = click.option(
+    "--server",
+    "servers",
+    type=ADDRESS,
+    multiple=True,
+    default=(str(DEFAULT_GRPC),),
+    show_default=True,
+    help="Where the cluster's router listens. If it is given several times, another one goes on "
+    "where one is lost.",
+)
+"""Gives a command the addresses of routers as `servers`."""
 with_admin = click.option(
     "--admin",
     type=ADDRESS,
@@ -134,19 +127,8 @@ def connected(
 
     A call that fails raises DeployError in it, with server, status and message in one line.
     """
-    with open_channel(server, credentials) as channel:
+    with open_channel(str(server), credentials) as channel:
         try:
             yield stub(channel)
         except grpc.RpcError as error:
             raise DeployError(f"{server}: {error.code().name}: {error.details()}") from error
-
-
-def open_channel(server: Address, credentials: grpc.ChannelCredentials | None) -> grpc.Channel:
-    """A channel to `server`; without credentials, in plain text."""
-    options = message_bounds(MAX_MESSAGE_BYTES)
-    if server.is_loopback:
-        # Not through the user's web proxy, which would look for it on its own machine.
-        options.append(("grpc.enable_http_proxy", 0))
-    if credentials is None:
-        return grpc.insecure_channel(str(server), options)
-    return grpc.secure_channel(str(server), credentials, options)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from typing import Any, Final
 
 import click
-import grpc
 
+from kvrelay.client import Client, ClientError, Stream
+from kvrelay.client.cluster import RETRY_SECONDS
 from kvrelay.deploy.address import Address
-from kvrelay.deploy.client import Access, connected, with_access, with_server
+from kvrelay.deploy.client import Access, with_access, with_servers
 from kvrelay.deploy.edge import with_clear_errors
 from kvrelay.deploy.errors import DeployError
 from kvrelay.deploy.generate_output import JsonLines, Writer, text_writer
@@ -95,7 +97,7 @@ _FIELDS: Final = {"top_logprobs": "logprobs"}
     help="Give up after so many seconds; the server then ends the request, too.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object a line.")
-@with_server
+@with_servers
 @with_clear_errors
 @with_access
 def generate(
@@ -104,7 +106,7 @@ def generate(
     prompt: str,
     request_id: str,
     as_json: bool,
-    server: Address,
+    servers: Sequence[Address],
     access: Access,
     timeout: float | None,
     logprobs: bool,
@@ -122,15 +124,18 @@ def generate(
         request_id=request_id, text=prompt, sampling_params=sampling_params(sampling)
     )
     writer = JsonLines() if as_json else text_writer(request.sampling_params.n)
-    access.check(server)
+    for server in servers:
+        access.check(server)
+    # One router has nobody to take its place: it is shown at once what is wrong.
+    retry_seconds = RETRY_SECONDS if len(servers) > 1 else 0.0
     with StopSignals() as signals:
         signals.stopping()  # raised in the middle of gRPC, an exception may be lost
-        with connected(server, access.credentials()) as service:
-            call = service.Generate(request, metadata=access.metadata, timeout=timeout)
-            signals.deliver_to(call.cancel)
+        with Client(list(map(str, servers)), access, retry_seconds=retry_seconds) as client:
+            stream = client.generate(request, timeout_seconds=timeout)
+            signals.deliver_to(stream.cancel)
             if signals.received is not None:
-                call.cancel()
-            stream_to(writer, call, signals)
+                stream.cancel()
+            write(stream, writer, signals)
 
 
 def sampling_params(given: dict[str, Any]) -> pb.SamplingParams:
@@ -154,25 +159,21 @@ def sampling_params(given: dict[str, Any]) -> pb.SamplingParams:
     return params
 
 
-def stream_to(writer: Writer, call: Any, signals: StopSignals) -> None:
-    """Write a call's events as they come; exit if a signal has cancelled the call.
+def write(stream: Stream, writer: Writer, signals: StopSignals) -> None:
+    """Write a stream's events as they come; exit if a signal has cancelled it.
 
-    Raises DeployError if the stream ends without a completion.
+    Raises DeployError if it fails.
     """
-    completed = False
     try:
-        for response in call:
-            if response.WhichOneof("event") == "delta":
+        for response in stream:
+            if response.HasField("delta"):
                 writer.delta(response.request_id, response.delta)
             else:
                 writer.complete(response.request_id, response.complete)
-                completed = True
-    except grpc.RpcError:
+    except ClientError as error:
         if signals.received is None:
-            raise
+            raise DeployError(str(error)) from error
         click.echo("aborted", err=True)
         sys.exit(128 + signals.received)
     finally:
         writer.end()
-    if not completed:
-        raise DeployError("the stream ended without a completion")

@@ -10,8 +10,9 @@ from typing import Any, Final
 import click
 import grpc
 
+from kvrelay.client.access import Metadata
 from kvrelay.deploy.address import Address
-from kvrelay.deploy.client import Access, Metadata, connected, with_access, with_server
+from kvrelay.deploy.client import Access, connected, with_access, with_server
 from kvrelay.deploy.edge import with_clear_errors
 from kvrelay.deploy.errors import DeployError
 from kvrelay.deploy.params import FILE

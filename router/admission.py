@@ -21,6 +21,7 @@ from kvrelay.router.metrics import REQUESTS, RouterMetrics, Stopwatch
 from kvrelay.router.output_stream import Form
 from kvrelay.router.prompts import Prompt
 from kvrelay.router.readers import is_due
+from kvrelay.router.seeds import Seeds
 from kvrelay.router.texts import Texts
 from kvrelay.router.validation import Validator, fingerprint
 from kvrelay.v1 import inference_pb2
@@ -52,6 +53,7 @@ class Admission:
         live: the requests that are live.
         texts: tokenizes prompts, and has threads for what would hold up the event loop.
         metrics: the router's.
+        seeds: of requests that set none.
     """
 
     def __init__(
@@ -61,6 +63,7 @@ class Admission:
         live: LiveRequests,
         texts: Texts,
         metrics: RouterMetrics,
+        seeds: Seeds,
     ) -> None:
         self._fleet = fleet
         self._live = live
@@ -70,6 +73,7 @@ class Admission:
             model_name=config.model_name,
             encode=texts.encode,
             default_max_tokens=config.default_max_tokens,
+            seeds=seeds,
             marks_of=fleet.prefixes.marks_of,
         )
 

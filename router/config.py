@@ -129,6 +129,14 @@ class RouterOptions:
         Section.REQUESTS,
         at_least=0,
     )
+    seed_key_file: Path | None = option(
+        None,
+        "A file with a secret of 16 bytes or more, the same for all routers of a cluster. By it "
+        "the seed of a request that sets none follows from its id and its token, so that a client "
+        "which tries again on another router gets the same tokens. Without it each router makes a "
+        "secret of its own.",
+        Section.RECOVERY,
+    )
     strict: bool = option(
         False,
         "Fail a request that would have to be computed again because its worker or its KV was "

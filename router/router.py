@@ -41,6 +41,7 @@ from kvrelay.router.metrics import (
     RouterMetrics,
 )
 from kvrelay.router.raw_requests import RawMessages
+from kvrelay.router.seeds import Seeds
 from kvrelay.router.service import InferenceService
 from kvrelay.router.text_threads import TextThreads
 from kvrelay.router.texts import Texts
@@ -127,7 +128,9 @@ class Router:
             if self._administrator is not None:
                 await self._serve_operators(undo, self._administrator)
             texts = await self._make_texts(undo, tokenizer)
-            admission = Admission(self._config, self._fleet, live, texts, self._metrics)
+            admission = Admission(
+                self._config, self._fleet, live, texts, self._metrics, self._seeds
+            )
             await self._serve_clients(undo, live, admission, texts)
             if self._config.http_address is not None:
                 await self._serve_http(undo, self._config.http_address, admission, texts)
@@ -154,7 +157,7 @@ class Router:
         await self._undo.aclose()
 
     def _read_credentials(self) -> None:
-        """Reads the certificate for workers, and the tokens that clients must send."""
+        """Reads the certificate for workers, the tokens that clients must send, and a key."""
         path = self._config.auth_token_file
         try:
             self._worker_credentials = worker_credentials(self._config.worker_tls)
@@ -163,6 +166,10 @@ class Router:
             raise StartError(f"TLS: {error}") from error
         except ValueError as error:
             raise StartError(f"--auth-token-file: {error}") from error
+        try:
+            self._seeds = Seeds.of_file(self._config.seed_key_file)
+        except ValueError as error:
+            raise StartError(f"--seed-key-file: {error}") from error
 
     def _guards(self) -> list[grpc.aio.ServerInterceptor]:
         """The interceptors of a listener; a call's message is received after its token was read."""

@@ -7,7 +7,6 @@ or a check in `check_sampling_params`, if a client may not send every value.
 from __future__ import annotations
 
 import math
-import secrets
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -122,12 +121,17 @@ def _check_token_rules(params: inference_pb2.SamplingParams, vocab_size: int) ->
             )
 
 
-def read_sampling_params(params: inference_pb2.SamplingParams, max_tokens: int) -> GenerationParams:
-    """The checked parameters, each with the client's value or its default."""
+def read_sampling_params(
+    params: inference_pb2.SamplingParams, max_tokens: int, seed: int
+) -> GenerationParams:
+    """The checked parameters, each with the client's value or its default.
+
+    `max_tokens` is one of both; `seed` is the default.
+    """
     given = inference_pb2.SamplingParams()
     given.CopyFrom(params)
     given.max_tokens = max_tokens
     given.top_k = max(params.top_k, 0)
     if not params.HasField("seed"):
-        given.seed = secrets.randbits(64)
+        given.seed = seed
     return GENERATION_PARAMS.from_message(given)

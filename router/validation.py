@@ -22,6 +22,7 @@ from kvrelay.router.sampling_params import (
     check_token_ids,
     read_sampling_params,
 )
+from kvrelay.router.seeds import Seeds
 from kvrelay.v1 import inference_pb2
 
 MAX_REQUEST_ID_BYTES = 128
@@ -36,12 +37,14 @@ class Validator:
         model_name: what clients may call it; a request that names no model is for it, too.
         encode: tokenizes a prompt, with the tokenizer's special tokens.
         default_max_tokens: of a request that sets no `max_tokens`; less where less fits.
+        seeds: of requests that set none.
         marks_of: the marks of a prompt in a namespace; from any thread.
     """
 
     model_name: str
     encode: Encode
     default_max_tokens: int
+    seeds: Seeds
     marks_of: Callable[[Sequence[int], str], PromptMarks] = lambda input_ids, namespace: NO_MARKS
 
     def check(
@@ -93,11 +96,13 @@ class Validator:
         max_tokens = self._max_tokens(params, prompt.field, len(input_ids), limits)
         _check_queueable(prompt.field, len(input_ids), caller)
         namespace = caller.namespace(message.cache_salt)
+        request_id = message.request_id or uuid.uuid4().hex
+        seed = self.seeds.draw(caller.name, request_id)
         return GenerationRequest(
-            request_id=message.request_id or uuid.uuid4().hex,
+            request_id=request_id,
             fingerprint=fingerprint(message),
             input_ids=input_ids,
-            params=read_sampling_params(params, max_tokens),
+            params=read_sampling_params(params, max_tokens, seed),
             priority=message.priority,
             caller=caller,
             namespace=namespace,

@@ -41,7 +41,9 @@ def _worker_info(
     )
 
 
-async def main(model: Path, address: str, placement: PlacementMode) -> None:
+async def main(
+    model: Path, address: str, placement: PlacementMode, seed_key_file: Path | None = None
+) -> None:
     logging.basicConfig(level=logging.ERROR)
     reader = asyncio.StreamReader(limit=1 << 20)
     loop = asyncio.get_running_loop()
@@ -55,6 +57,7 @@ async def main(model: Path, address: str, placement: PlacementMode) -> None:
         grpc_address=address,
         metrics_address="127.0.0.1:0",
         placement=placement,
+        seed_key_file=seed_key_file,
     )
     router = Router(config, discovery)
     await router.start()
@@ -67,4 +70,5 @@ async def main(model: Path, address: str, placement: PlacementMode) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(main(Path(sys.argv[1]), sys.argv[2], PlacementMode(sys.argv[3])))
+    placement, *key = PlacementMode(sys.argv[3]), *map(Path, sys.argv[4:])
+    asyncio.run(main(Path(sys.argv[1]), sys.argv[2], placement, *key))

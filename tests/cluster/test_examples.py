@@ -58,6 +58,13 @@ async def test_abort(cluster: RunningCluster, server: str):
     await cluster.assert_at_baseline()
 
 
+async def test_client(cluster: RunningCluster, server: str):
+    *_, second, third = (await example("client.py", server)).splitlines()
+    assert {line.split("|")[0] for line in (second, third)} == {"Water boils at"}
+    assert second != third
+    await cluster.assert_at_baseline()
+
+
 async def test_retry_with_the_same_id(cluster: RunningCluster, server: str):
     _, second, third = (await example("retry.py", server)).splitlines()
     assert second.removeprefix("the second one saw ") == third.removeprefix(

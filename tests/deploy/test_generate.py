@@ -8,7 +8,9 @@ import sys
 
 import grpc
 import pytest
+from click.testing import CliRunner
 
+from kvrelay.deploy.cli import main
 from kvrelay.deploy.generate_output import PlainText
 from kvrelay.v1 import inference_pb2 as pb
 
@@ -190,13 +192,14 @@ def test_logprobs_stand_beside_the_text(kvrelay: Kvrelay, service: ScriptedServi
     top = [pb.TokenLogprob(token_id=260, logprob=-0.5), pb.TokenLogprob(token_id=9, logprob=-1)]
     logprobs = [pb.TokenLogprobs(token_id=260, logprob=-0.5, top=top)]
     service.events = [
+        pb.GenerateDelta(token_ids=[1, 2, 3, 4]),
         pb.GenerateDelta(index=4, token_ids=[260], text=" Paris", logprobs=logprobs),
         COMPLETE,
     ]
     result = kvrelay("generate", "x", "--top-logprobs", "2")
     assert result.stdout == " Paris\n"
     assert result.stderr.split() == ["4", "token", "260", "-0.5000", "260:-0.5000", "9:-1.0000"]
-    delta = json.loads(kvrelay("generate", "x", "--json").stdout.splitlines()[0])
+    delta = json.loads(kvrelay("generate", "x", "--json").stdout.splitlines()[1])
     assert delta["logprobs"] == [
         {
             "token_id": 260,
@@ -263,13 +266,24 @@ def test_an_aborted_request_is_said(kvrelay: Kvrelay, service: ScriptedService):
     assert result.stderr == "kvrelay: request mine was aborted\n"
 
 
-def test_a_server_that_is_not_there_is_one_clear_line(kvrelay: Kvrelay):
+@pytest.fixture
+def nobody() -> str:
+    """An address where no server is."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        nobody = f"127.0.0.1:{listener.getsockname()[1]}"
-    result = kvrelay("generate", "x", "--server", nobody)
+        return f"127.0.0.1:{listener.getsockname()[1]}"
+
+
+def test_a_server_that_is_not_there_is_one_clear_line(nobody: str):
+    result = CliRunner().invoke(main, ["generate", "x", "--server", nobody])
     assert result.exit_code == 1
     assert result.stderr.startswith(f"kvrelay: {nobody}: UNAVAILABLE: ")
     assert len(result.stderr.splitlines()) == 1
+
+
+def test_one_of_several_servers_is_enough(kvrelay: Kvrelay, nobody: str):
+    for _ in range(3):
+        result = kvrelay("generate", "x", "--server", nobody)
+        assert (result.exit_code, result.stdout) == (0, " Paris, naïvely.\n")
 
 
 def test_a_local_server_is_not_sought_through_the_web_proxy(

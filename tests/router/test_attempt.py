@@ -18,6 +18,7 @@ from kvrelay.router.attempt_transitions import TRANSITIONS, Action, Phase, Repor
 from kvrelay.router.fleet import Placement
 from kvrelay.router.generation import Submission
 from kvrelay.router.limits import Limits
+from kvrelay.router.seeds import Seeds
 from kvrelay.router.validation import Validator
 from kvrelay.v1 import inference_pb2 as pb
 from kvrelay.wire.output import EndReason, FailureReason, RequestEnd
@@ -53,7 +54,7 @@ class Tried:
         self.decode.draining = draining
         message = pb.GenerateRequest(request_id="r", sampling_params=pb.SamplingParams(n=3))
         message.input_ids.ids.extend([1, 2, 3])
-        validator = Validator("m", lambda text, most_tokens: [], 16)
+        validator = Validator("m", lambda text, most_tokens: [], 16, Seeds(b"key"))
         request = validator.validate(message, Limits(402, 512, 512, 512))
         links: Any = (self.decode, self.prefill)
         self.attempt = Attempt(Submission(request, 7, range(3), 0.0), Placement(*links))

@@ -27,6 +27,7 @@ from kvrelay.router.live_request import LiveRequest
 from kvrelay.router.metrics import STALE_OUTPUTS, RouterMetrics
 from kvrelay.router.output_stream import OutputStream
 from kvrelay.router.readers import Patience, Readers
+from kvrelay.router.seeds import Seeds
 from kvrelay.router.text import TextStream
 from kvrelay.router.validation import Validator
 from kvrelay.router.worker_link import WorkerLink
@@ -155,7 +156,7 @@ def delta_of(raw: bytes) -> Delta:
 
 
 def made(**params: Any) -> GenerationRequest:
-    validator = Validator("m", lambda text, most_tokens: [], 16)
+    validator = Validator("m", lambda text, most_tokens: [], 16, Seeds(b"key"))
     message = pb.GenerateRequest(request_id="r", sampling_params=pb.SamplingParams(**params))
     message.input_ids.ids.extend([1, 2, 3])
     return validator.validate(message, Limits(402, 512, 512, 512))

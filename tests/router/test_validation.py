@@ -12,6 +12,7 @@ import pytest
 from kvrelay.router.errors import InvalidField
 from kvrelay.router.generation import GenerationRequest
 from kvrelay.router.limits import Limits
+from kvrelay.router.seeds import Seeds
 from kvrelay.router.validation import Validator
 from kvrelay.v1 import inference_pb2 as pb
 
@@ -20,6 +21,7 @@ VALIDATOR = Validator(
     model_name="toy",
     encode=lambda text, most_tokens: [ord(character) % 128 for character in text],
     default_max_tokens=16,
+    seeds=Seeds(b"key"),
 )
 
 
@@ -163,10 +165,14 @@ def test_both_spellings_of_all_tokens_are_one(top_k: int) -> None:
     assert validate(message(top_k=top_k)).params.sampling.top_k == 0
 
 
-def test_a_drawn_seed_is_new_each_time_and_not_in_the_fingerprint() -> None:
-    first, second = validate(message()), validate(message())
-    assert first.params.sampling.seed != second.params.sampling.seed
-    assert first.fingerprint == second.fingerprint
+def test_a_seed_that_is_not_given_follows_from_the_id_and_is_not_in_the_fingerprint() -> None:
+    first, again = validate(message()), validate(message())
+    other = validate(message(envelope={"request_id": "other"}))
+    unnamed = [validate(message(envelope={"model": "toy"})) for _ in range(2)]
+    seeds = [one.params.sampling.seed for one in (first, again, other, *unnamed)]
+    assert seeds[0] == seeds[1]
+    assert len(set(seeds)) == 4
+    assert first.fingerprint == again.fingerprint
     assert validate(message(seed=1)).fingerprint != first.fingerprint
 
 

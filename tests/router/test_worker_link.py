@@ -18,6 +18,7 @@ from kvrelay.net.tls import TlsFiles
 from kvrelay.router.generation import Submission
 from kvrelay.router.known_prefixes import KnownPrefixes
 from kvrelay.router.limits import Limits
+from kvrelay.router.seeds import Seeds
 from kvrelay.router.validation import Validator
 from kvrelay.router.worker_link import WorkerLink
 from kvrelay.v1 import inference_pb2 as pb
@@ -47,7 +48,7 @@ class Heard:
 def submission(request_id: str, prompt_tokens: int) -> Submission:
     message = pb.GenerateRequest(request_id=request_id)
     message.input_ids.ids.extend([1] * prompt_tokens)
-    request = Validator("m", lambda text, most_tokens: [], 16).validate(
+    request = Validator("m", lambda text, most_tokens: [], 16, Seeds(b"key")).validate(
         message, Limits(402, 512, 512, 512)
     )
     return Submission(request, 1, range(1), 0.0)

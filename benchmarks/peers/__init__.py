@@ -1,1 +1,0 @@
-"""kvrelay beside vLLM: the same loads, by the same client, in turn."""

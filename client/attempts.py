@@ -1,0 +1,88 @@
+"""The attempts at one call, whatever carries them: which router is next, and when it is enough."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import grpc
+
+from kvrelay.client.balancer import Balancer
+from kvrelay.client.errors import CallFailed
+
+
+class Attempts:
+    """Decides after each failure whether to go on, where and when.
+
+    Args:
+        balancer: of the client.
+        retry_seconds: without anything new after which the last failure is raised; 0: at once.
+        timeout_seconds: for all attempts together; None: there is no bound.
+        clock: of seconds.
+    """
+
+    def __init__(
+        self,
+        balancer: Balancer,
+        retry_seconds: float,
+        timeout_seconds: float | None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._balancer = balancer
+        self._retry_seconds = retry_seconds
+        self._clock = clock
+        self._deadline = None if timeout_seconds is None else clock() + timeout_seconds
+        self._failure: CallFailed | None = None
+        self._failing_since: float | None = None
+
+    @property
+    def seconds_left(self) -> float | None:
+        """Until the deadline of all attempts; None: there is none."""
+        return None if self._deadline is None else max(self._deadline - self._clock(), 0.0)
+
+    def next(self) -> tuple[str, float]:
+        """The router to call next, and the seconds to wait before.
+
+        Raises:
+            CallFailed: the last attempt has failed, and no other one would be in time.
+        """
+        server, wait = self._balancer.choose()
+        if self._retry_seconds == 0:
+            return server, 0.0
+        if self._failing_since is not None and self._failure is not None:
+            at = self._clock() + wait
+            is_late = self._deadline is not None and at >= self._deadline
+            if is_late or at > self._failing_since + self._retry_seconds:
+                raise self._failure
+        return server, wait
+
+    def heard(self, server: str, *, is_new: bool) -> None:
+        """A router has sent something; it is new unless a former attempt has had it."""
+        self._balancer.answered(server)
+        if is_new:
+            self._failing_since = None
+
+    def failed(self, failure: CallFailed) -> None:
+        """An attempt has ended.
+
+        Raises:
+            CallFailed: it is of no use to try again.
+        """
+        if not failure.may_pass:
+            raise failure
+        self._balancer.failed(failure.server, failure.retry_seconds)
+        if self._retry_seconds == 0:
+            raise failure
+        self._failure = failure
+        if self._failing_since is None:
+            self._failing_since = self._clock()
+
+
+def without_completion(server: str) -> CallFailed:
+    """What a stream that just ends comes to."""
+    return CallFailed(server, grpc.StatusCode.UNAVAILABLE, "the stream ended without a completion")
+
+
+def cancelled(server: str) -> CallFailed:
+    """What a call that its own client has ended comes to."""
+    return CallFailed(server, grpc.StatusCode.CANCELLED, "cancelled by its client")

@@ -1,0 +1,77 @@
+"""Chooses a router for each call: one that has not failed lately, and has few calls."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+FIRST_PAUSE_SECONDS: Final = 0.1
+MOST_PAUSE_SECONDS: Final = 5.0
+
+
+@dataclass(slots=True)
+class _Router:
+    calls: int = 0
+    """That are open."""
+    failures: int = 0
+    """In a row."""
+    not_before: float = 0.0
+    """It is not called earlier, on the clock."""
+
+
+class Balancer:
+    """The routers of a cluster, as one client knows them; for any thread.
+
+    Args:
+        servers: ``HOST:PORT`` of each.
+        clock: of seconds.
+    """
+
+    def __init__(self, servers: Sequence[str], clock: Callable[[], float] = time.monotonic) -> None:
+        if not servers or len(set(servers)) < len(servers):
+            raise ValueError(f"servers: one or more, each once, got {list(servers)}")
+        self._routers = {server: _Router() for server in servers}
+        self._clock = clock
+        self._lock = threading.Lock()
+
+    def choose(self) -> tuple[str, float]:
+        """The router to call next, and the seconds until it may be called."""
+        with self._lock:
+            now = self._clock()
+
+            def rank(server: str) -> tuple[float, int, float]:
+                router = self._routers[server]
+                wait = max(router.not_before - now, 0.0)
+                return wait, router.calls, random.random()  # noqa: S311 (no secret)
+
+            chosen = min(self._routers, key=rank)
+            return chosen, max(self._routers[chosen].not_before - now, 0.0)
+
+    def begin(self, server: str) -> None:
+        """A call begins."""
+        with self._lock:
+            self._routers[server].calls += 1
+
+    def end(self, server: str) -> None:
+        """A call has ended, however it did."""
+        with self._lock:
+            self._routers[server].calls -= 1
+
+    def answered(self, server: str) -> None:
+        """A router has sent something good."""
+        with self._lock:
+            self._routers[server].failures = 0
+
+    def failed(self, server: str, retry_seconds: float | None) -> None:
+        """A call may pass later: not before what the router asks for, else longer each time."""
+        with self._lock:
+            router = self._routers[server]
+            pause = min(FIRST_PAUSE_SECONDS * 2**router.failures, MOST_PAUSE_SECONDS)
+            router.failures = min(router.failures + 1, 10)
+            if retry_seconds is None:
+                retry_seconds = pause * random.uniform(0.5, 1)  # noqa: S311 (no secret)
+            router.not_before = max(router.not_before, self._clock() + retry_seconds)

@@ -1,0 +1,219 @@
+"""A client for threads."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Final, Self
+
+import grpc
+
+from kvrelay.client.access import OPEN, Access, open_channel
+from kvrelay.client.answer import Answer
+from kvrelay.client.attempts import Attempts, cancelled, without_completion
+from kvrelay.client.cluster import RETRY_SECONDS, Cluster
+from kvrelay.client.errors import CallFailed
+from kvrelay.client.requests import Prompt
+from kvrelay.client.resumption import Resumption
+from kvrelay.v1 import inference_pb2 as pb
+from kvrelay.v1 import inference_pb2_grpc
+
+_LOOK_SECONDS: Final = 0.1
+"""Between two looks, while a retry is waited for, whether it was cancelled."""
+
+
+class Client(Cluster):
+    """Calls the routers of a cluster; any number of threads may use it. A context that closes it.
+
+    Args and Raises: as of `Cluster`.
+    """
+
+    def __init__(
+        self,
+        servers: str | Sequence[str],
+        access: Access = OPEN,
+        *,
+        retry_seconds: float = RETRY_SECONDS,
+    ) -> None:
+        super().__init__(servers, access, retry_seconds=retry_seconds)
+        credentials = self._credentials()
+        self._channels = {server: open_channel(server, credentials) for server in self._servers}
+        self._stubs = {
+            server: inference_pb2_grpc.InferenceServiceStub(channel)
+            for server, channel in self._channels.items()
+        }
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End all calls."""
+        for channel in self._channels.values():
+            channel.close()
+
+    def generate(
+        self,
+        prompt: Prompt | pb.GenerateRequest,
+        *,
+        timeout_seconds: float | None = None,
+        **fields: Any,
+    ) -> Stream:
+        """The stream of a request: its deltas, then its completion.
+
+        Args:
+            prompt: text, token ids, or a whole request.
+            timeout_seconds: for all of it; the cluster then ends it, too.
+            fields: as of `make_request`.
+
+        Raises:
+            ValueError: there is no such field. What a call raises, the stream does.
+        """
+        return Stream(self, self._request(prompt, fields), self._attempts(timeout_seconds))
+
+    def answer(
+        self,
+        prompt: Prompt | pb.GenerateRequest,
+        *,
+        timeout_seconds: float | None = None,
+        **fields: Any,
+    ) -> Answer:
+        """As `generate`, but all at once. Raises `ClientError`, too."""
+        answer = Answer()
+        for response in self.generate(prompt, timeout_seconds=timeout_seconds, **fields):
+            answer.take(response)
+        return answer
+
+    def call(self, method: str, request: Any, *, timeout_seconds: float | None = None) -> Any:
+        """One of the other calls of `InferenceService`, as ``call("Tokenize", TokenizeRequest())``.
+
+        Raises:
+            CallFailed: it cannot be had.
+        """
+        attempts = self._attempts(timeout_seconds)
+        while True:
+            server, wait = attempts.next()
+            time.sleep(wait)
+            try:
+                return self._call_once(server, method, request, attempts.seconds_left)
+            except CallFailed as failure:
+                attempts.failed(failure)
+
+    def abort(self, request_id: str, *, timeout_seconds: float | None = None) -> bool:
+        """End a live request, whichever router has it; returns whether one had it.
+
+        Raises:
+            CallFailed: none had it of those that could be asked.
+        """
+        message, failure = pb.AbortRequest(request_id=request_id), None
+        for server in self._servers:
+            try:
+                if self._call_once(server, "Abort", message, timeout_seconds).aborted:
+                    return True
+            except CallFailed as error:
+                failure = error
+        if failure is not None:
+            raise failure
+        return False
+
+    def _call_once(
+        self, server: str, method: str, request: Any, timeout_seconds: float | None
+    ) -> Any:
+        call = getattr(self._stubs[server], method)
+        try:
+            return call(request, timeout=timeout_seconds, metadata=self._access.metadata)
+        except grpc.RpcError as error:
+            raise CallFailed.of(server, error) from error
+
+
+class Stream:
+    """The events of a request, each `GenerateResponse` once; an iterator, for one thread.
+
+    If it breaks it goes on with another call, on another router if there is one.
+    Iterating raises `CallFailed` or `Diverged`.
+    """
+
+    def __init__(self, client: Client, request: pb.GenerateRequest, attempts: Attempts) -> None:
+        self.request_id = request.request_id
+        """The request's; empty if the router is to draw one."""
+        self._client = client
+        self._request = request
+        self._attempts = attempts
+        self._call: Any = None
+        self._is_cancelled = False
+        self._events = self._run()
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> pb.GenerateResponse:
+        return next(self._events)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def cancel(self) -> None:
+        """End the request; who iterates gets a `CallFailed`. From any thread, or signal handler."""
+        self._is_cancelled = True
+        call = self._call
+        if call is not None:
+            call.cancel()
+
+    def close(self) -> None:
+        """End the request if it is not over; by the thread that iterates."""
+        self._events.close()
+
+    def _run(self) -> Generator[pb.GenerateResponse]:
+        resumption = Resumption()
+        while True:
+            server, wait = self._attempts.next()
+            self._sleep(server, wait)
+            resumption.begin()
+            try:
+                with self._calling(server) as call:
+                    for response in call:
+                        event = resumption.take(response)
+                        self._attempts.heard(server, is_new=event is not None)
+                        if event is not None:
+                            yield event
+                        if response.HasField("complete"):
+                            return
+                failure = without_completion(server)
+            except grpc.RpcError as error:
+                failure = CallFailed.of(server, error)
+            if self._is_cancelled:
+                raise cancelled(server)
+            self._attempts.failed(failure)
+
+    @contextmanager
+    def _calling(self, server: str) -> Iterator[Any]:
+        client = self._client
+        client._balancer.begin(server)
+        try:
+            self._call = client._stubs[server].Generate(
+                self._request,
+                timeout=self._attempts.seconds_left,
+                metadata=client._access.metadata,
+            )
+            if self._is_cancelled:
+                self._call.cancel()
+            yield self._call
+        finally:
+            if self._call is not None:
+                self._call.cancel()
+            self._call = None
+            client._balancer.end(server)
+
+    def _sleep(self, server: str, seconds: float) -> None:
+        """Wait; no lock is held, so that a signal handler may cancel meanwhile."""
+        end = time.monotonic() + seconds
+        while not self._is_cancelled and (left := end - time.monotonic()) > 0:
+            time.sleep(min(left, _LOOK_SECONDS))
+        if self._is_cancelled:
+            raise cancelled(server)

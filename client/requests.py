@@ -1,0 +1,39 @@
+"""Makes requests of what a caller gives."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, Final, TypeAlias
+
+from kvrelay.v1 import inference_pb2 as pb
+
+Prompt: TypeAlias = str | Iterable[int]
+"""A text, or token ids."""
+
+_OWN_FIELDS: Final = frozenset({"request_id", "priority", "model", "cache_salt"})
+
+
+def make_request(prompt: Prompt | pb.GenerateRequest, **fields: Any) -> pb.GenerateRequest:
+    """A request; a message is taken as it is.
+
+    Args:
+        prompt: text, token ids, or a whole request.
+        fields: of `GenerateRequest` and of its `SamplingParams`, as ``max_tokens=32``; those that
+            are None are not set.
+
+    Raises:
+        ValueError: there is no such field, or a message was given beside fields; also for a value
+            that a field cannot hold, as does TypeError.
+    """
+    if isinstance(prompt, pb.GenerateRequest):
+        if fields:
+            raise ValueError(f"{', '.join(fields)}: the request is given as a whole")
+        return prompt
+    given = {name: value for name, value in fields.items() if value is not None}
+    own = {name: given.pop(name) for name in _OWN_FIELDS & given.keys()}
+    request = pb.GenerateRequest(sampling_params=pb.SamplingParams(**given), **own)
+    if isinstance(prompt, str):
+        request.text = prompt
+    else:
+        request.input_ids.ids.extend(prompt)
+    return request
