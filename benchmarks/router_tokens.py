@@ -1,8 +1,8 @@
-"""What a token costs a router over gRPC, by its threads.
+"""What a streamed token costs a router, over gRPC and over HTTP, by its threads.
 
 python -m benchmarks.router_tokens
 
-The router, the workers and the client are processes of their own, and all of gRPC is real; the
+The router, the workers and the client are processes of their own, and gRPC and HTTP are real; the
 workers compute nothing. A prefill worker answers after a while, a decode worker gives all its
 requests a token a step, in one message. So many clients at a time send a prompt and read the
 whole output. The figures are CPU time of the router's process, which the rest of the machine
@@ -159,11 +159,12 @@ async def run_router(parent: Connection, model_path: Path, addresses: list[str])
         dtype="none",
         grpc_address="127.0.0.1:0",
         metrics_address="127.0.0.1:0",
+        http_address="127.0.0.1:0",
     )
     router = Router(config, StaticDiscovery(workers))
     await router.start()
     await router.wait_ready()
-    parent.send((router.grpc_address, os.getpid()))
+    parent.send(({"grpc": router.grpc_address, "http": router.http_address}, os.getpid()))
     while True:
         await asyncio.to_thread(parent.recv)
         parent.send((time.process_time(), _main_thread_seconds()))
@@ -177,28 +178,62 @@ def _main_thread_seconds() -> float:
 
 
 async def run_client(
-    parent: Connection, address: str, concurrency: int, input_tokens: int, output_tokens: int
+    parent: Connection,
+    door: str,
+    address: str,
+    concurrency: int,
+    input_tokens: int,
+    output_tokens: int,
 ) -> None:
     """Keeps so many requests going; tells how many tokens came when asked."""
     counts: Counter[str] = Counter()
     rng = random.Random(0)
+
+    def prompt() -> list[int]:
+        return [rng.randrange(VOCAB) for _ in range(input_tokens)]
+
+    async def tell() -> None:
+        while True:
+            await asyncio.to_thread(parent.recv)
+            parent.send(counts["tokens"])
+
+    send = functools.partial(SENDERS[door], address, prompt, output_tokens, counts)
+    await asyncio.gather(tell(), *(send() for _ in range(concurrency)))
+
+
+async def send_by_grpc(
+    address: str, prompt: Callable[[], list[int]], output_tokens: int, counts: Counter[str]
+) -> None:
+    """Sends one request after the other, and counts their tokens."""
     async with grpc.aio.insecure_channel(address) as channel:
         stub = inference_pb2_grpc.InferenceServiceStub(channel)
+        while True:
+            message = pb.GenerateRequest()
+            message.input_ids.ids.extend(prompt())
+            message.sampling_params.max_tokens = output_tokens
+            async for response in stub.Generate(message):
+                counts["tokens"] += len(response.delta.token_ids)
 
-        async def send() -> None:
-            while True:
-                message = pb.GenerateRequest()
-                message.input_ids.ids.extend(rng.randrange(VOCAB) for _ in range(input_tokens))
-                message.sampling_params.max_tokens = output_tokens
-                async for response in stub.Generate(message):
-                    counts["tokens"] += len(response.delta.token_ids)
 
-        async def tell() -> None:
-            while True:
-                await asyncio.to_thread(parent.recv)
-                parent.send(counts["tokens"])
+async def send_by_http(
+    address: str, prompt: Callable[[], list[int]], output_tokens: int, counts: Counter[str]
+) -> None:
+    """Sends one request after the other on a connection, and counts their chunks with tokens."""
+    host, port = address.rsplit(":", 1)
+    reader, writer = await asyncio.open_connection(host, int(port))
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: router\r\ncontent-length: %d\r\n\r\n"
+    while True:
+        body = {"prompt": prompt(), "max_tokens": output_tokens, "stream": True}
+        sent = json.dumps(body).encode()
+        writer.write(head % len(sent) + sent)
+        while (line := await reader.readline()) != b"0\r\n":
+            if not line:
+                raise ConnectionError("the router has hung up")
+            counts["tokens"] += b'"finish_reason":null' in line
+        await reader.readline()
 
-        await asyncio.gather(tell(), *(send() for _ in range(concurrency)))
+
+SENDERS: dict[str, Callable[..., Any]] = {"grpc": send_by_grpc, "http": send_by_http}
 
 
 def _uvloop() -> Any:
@@ -245,6 +280,7 @@ def _ask(connection: Connection) -> Any:
 def measure(
     model_path: Path,
     loop: str,
+    door: str,
     *,
     concurrency: int,
     input_tokens: int,
@@ -257,10 +293,16 @@ def measure(
     try:
         addresses = processes.start("asyncio", run_workers, step_seconds).recv()
         router = processes.start(loop, run_router, model_path, addresses)
-        address, pid = router.recv()
+        addresses, pid = router.recv()
         click.echo(f"the router's process is {pid}", err=True)
         client = processes.start(
-            "asyncio", run_client, address, concurrency, input_tokens, output_tokens
+            "asyncio",
+            run_client,
+            door,
+            addresses[door],
+            concurrency,
+            input_tokens,
+            output_tokens,
         )
         time.sleep(2.0)
         cpu, main_thread = _ask(router)
@@ -280,30 +322,48 @@ def measure(
 @click.command(context_settings={"show_default": True})
 @click.option("--model", default=DEFAULT_MODEL, help="Whose tokenizer is used.")
 @click.option("--loop", "loops", type=click.Choice(list(LOOPS)), multiple=True, default=["asyncio"])
-@click.option("--rounds", type=click.IntRange(min=1), default=3, help="Of each loop, in turn.")
+@click.option(
+    "--door",
+    "doors",
+    type=click.Choice(list(SENDERS)),
+    multiple=True,
+    default=["grpc", "http"],
+    help="By which requests come in.",
+)
+@click.option("--rounds", type=click.IntRange(min=1), default=3, help="Of each, in turn.")
 @click.option("--concurrency", default=32, help="Requests at a time.")
 @click.option("--input-tokens", default=256)
 @click.option("--output-tokens", default=128)
 @click.option("--seconds", default=10.0, help="That each round is measured.")
 @click.option("--step-seconds", default=0.03, help="Of the decode worker.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def main(model: str, loops: tuple[str, ...], rounds: int, as_json: bool, **load: Any) -> None:
+def main(
+    model: str,
+    loops: tuple[str, ...],
+    doors: tuple[str, ...],
+    rounds: int,
+    as_json: bool,
+    **load: Any,
+) -> None:
     """Print the router's CPU time a token."""
     path = resolve_model(model, "bfloat16", users_models(), lambda _: None).path
-    figures = [(loop, measure(path, loop, **load)) for _ in range(rounds) for loop in loops]
+    kinds = [(loop, door) for _ in range(rounds) for loop in loops for door in doors]
+    figures = [(loop, door, measure(path, loop, door, **load)) for loop, door in kinds]
     if as_json:
-        click.echo(json.dumps([{"loop": loop, **asdict(figure)} for loop, figure in figures]))
+        told = [{"loop": loop, "door": door, **asdict(one)} for loop, door, one in figures]
+        click.echo(json.dumps(told))
         return
     rows = [
         [
             loop,
+            door,
             f"{one.tokens / one.seconds:.0f}",
             f"{one.cpu_us_a_token:.0f}",
             f"{one.main_thread_us_a_token:.0f}",
         ]
-        for loop, one in figures
+        for loop, door, one in figures
     ]
-    click.echo(table(("loop", "tokens/s", "µs a token", "event loop's thread"), rows))
+    click.echo(table(("loop", "door", "tokens/s", "µs a token", "event loop's thread"), rows))
 
 
 if __name__ == "__main__":

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import inspect
 import traceback
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, Final, NoReturn
 
 import grpc
@@ -17,6 +18,28 @@ MOST_RECEIVING: Final = 64
 """Messages that arrive at the same time. One more ends the call that has waited the longest."""
 RECEIVE_SECONDS: Final = 20.0
 """For a message to arrive."""
+
+
+class Receipts:
+    """Messages that arrive at the same time: at most `MOST_RECEIVING`, each in its time."""
+
+    def __init__(self) -> None:
+        self._receiving: dict[asyncio.Timeout, None] = {}  # the oldest first
+
+    @contextlib.asynccontextmanager
+    async def bounded(self) -> AsyncIterator[None]:
+        """A context in which one message arrives; raises TimeoutError if it does not in time."""
+        if len(self._receiving) >= MOST_RECEIVING:
+            oldest = next(iter(self._receiving))
+            del self._receiving[oldest]
+            if not oldest.expired():
+                oldest.reschedule(0)
+        try:
+            async with asyncio.timeout(RECEIVE_SECONDS) as bound:
+                self._receiving[bound] = None
+                yield
+        finally:
+            self._receiving.pop(bound, None)
 
 
 class BoundedReceipt(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc is untyped
@@ -31,7 +54,7 @@ class BoundedReceipt(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc 
     """
 
     def __init__(self) -> None:
-        self._receiving: dict[asyncio.Timeout, None] = {}  # the oldest first
+        self._receipts = Receipts()
         self._trimmer = Trimmer()
 
     async def intercept_service(
@@ -75,21 +98,13 @@ class BoundedReceipt(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc 
         self, parse: Callable[[bytes], Any] | None, context: grpc.aio.ServicerContext
     ) -> Any:
         """The call's message; aborts the call if it does not come, or cannot be read."""
-        if len(self._receiving) >= MOST_RECEIVING:
-            oldest = next(iter(self._receiving))
-            del self._receiving[oldest]
-            if not oldest.expired():
-                oldest.reschedule(0)
         try:
-            async with asyncio.timeout(RECEIVE_SECONDS) as bound:
-                self._receiving[bound] = None
+            async with self._receipts.bounded():
                 raw = await context.read()
         except TimeoutError:
             self._trimmer.trim_soon()
             detail = "the call's message did not arrive in time"
             await _abort(context, grpc.StatusCode.DEADLINE_EXCEEDED, detail)
-        finally:
-            self._receiving.pop(bound, None)
         if raw is grpc.aio.EOF:
             await _abort(context, grpc.StatusCode.INVALID_ARGUMENT, "the call has no message")
         if len(raw) >= LARGE_BYTES:

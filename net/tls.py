@@ -157,6 +157,43 @@ class CurrentTls:
         self._channel = None if self._files.ca is None else self._files.channel_credentials()
 
 
+def server_context(files: TlsFiles) -> ssl.SSLContext:
+    """For a listener of asyncio's, which looks at the files when a client connects.
+
+    New files that cannot be used change nothing, and an error is logged.
+
+    Raises:
+        OSError: a file cannot be read.
+        TlsFileError: a file is no certificate or key.
+    """
+    watched = WatchedFiles(files.paths)  # before the first read: no change is missed
+    shown = listening = _context(files, ssl.PROTOCOL_TLS_SERVER)
+    looked = time.monotonic()
+
+    def show(client: ssl.SSLObject, _name: str | None, _listening: ssl.SSLContext) -> None:
+        nonlocal shown, looked
+        if time.monotonic() - looked >= _LOOK_SECONDS:
+            looked = time.monotonic()
+            if watched.changed():
+                shown = _read_again(files) or shown
+        client.context = shown
+
+    listening.sni_callback = show
+    return listening
+
+
+def _read_again(files: TlsFiles) -> ssl.SSLContext | None:
+    """What a listener shows from now on; None: the files cannot be used."""
+    try:
+        files.check()
+        context = _context(files, ssl.PROTOCOL_TLS_SERVER)
+    except (OSError, TlsFileError) as error:
+        _log.error("TLS: the certificates stay as they were: %s", error)
+        return None
+    _log.info("TLS: read the certificates again: %s", files.cert)
+    return context
+
+
 def _check_readable(field: str, path: Path) -> None:
     try:
         path.read_bytes()

@@ -17,7 +17,7 @@ from kvrelay.router.generation import GenerationRequest
 from kvrelay.router.limits import Limits
 from kvrelay.router.live_request import LiveRequest
 from kvrelay.router.live_requests import LiveRequests
-from kvrelay.router.metrics import REQUESTS, RouterMetrics, Stopwatch
+from kvrelay.router.metrics import DOOR_REQUESTS, REQUESTS, RouterMetrics, Stopwatch
 from kvrelay.router.output_stream import Form
 from kvrelay.router.prompts import Prompt
 from kvrelay.router.readers import is_due
@@ -78,7 +78,7 @@ class Admission:
         )
 
     async def open(
-        self, read: Callable[[Limits], Ask], caller: Caller, deadline: float | None
+        self, read: Callable[[Limits], Ask], caller: Caller, deadline: float | None, door: str
     ) -> LiveRequest:
         """The caller's live request, new or joined; counts one that ends before it is admitted.
 
@@ -88,11 +88,13 @@ class Admission:
             read: makes of the client's bytes what is asked for, within these limits.
             caller: who asks.
             deadline: of the call, on the clock of `time.monotonic`; None: it has none.
+            door: by which it comes, as metrics call it.
 
         Raises:
             RequestError: it is refused.
         """
         stopwatch = self._metrics.stopwatch()
+        self._metrics.count(DOOR_REQUESTS, door=door)
         try:
             async with asyncio.timeout_at(deadline):
                 return await self._admit(read, caller, deadline, stopwatch)

@@ -93,6 +93,14 @@ class RouterOptions:
         "A Jinja file that makes a prompt of a conversation, in place of the model's own template.",
         Section.MODEL,
     )
+    http_origins: str = option(
+        "",
+        "Origins of web pages that may call --http, such as https://chat.example, separated by "
+        "commas; * for all. Pages of other origins are refused.",
+        Section.ACCESS,
+        metavar="ORIGINS",
+        shown_default="none",
+    )
     max_attempts: int = option(
         3,
         "A request fails when one of its outputs has failed this often, because a worker was lost, "

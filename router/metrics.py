@@ -19,6 +19,21 @@ REQUESTS: Final = METRICS.counter(
     "Requests that ended, by finish reason or by the cause of the refusal or failure",
     "outcome",
 )
+DOOR_REQUESTS: Final = METRICS.counter(
+    "kvrelay_door_requests_total",
+    "Requests by the door that they came in by, grpc or http, whatever became of them",
+    "door",
+)
+HTTP_RESPONSES: Final = METRICS.counter(
+    "kvrelay_http_responses_total",
+    "Answers over HTTP by path and status; 499: the client left before, and for an error in "
+    "mid-stream the status that it stands for",
+    "path",
+    "status",
+)
+HTTP_CONNECTIONS: Final = METRICS.gauge(
+    "kvrelay_http_connections", "Connections to --http that are open"
+)
 TOKEN_REFUSALS: Final = METRICS.counter(
     "kvrelay_token_refusals_total",
     "Requests that were refused for a limit that their token has in --auth-token-file",

@@ -18,7 +18,7 @@ from kvrelay.net.allocator import return_large_blocks
 from kvrelay.net.ends import bind, front_server, worker_credentials
 from kvrelay.net.metrics_server import MetricsServer
 from kvrelay.net.receiving import BoundedReceipt
-from kvrelay.net.tls import CurrentTls, TlsFiles
+from kvrelay.net.tls import CurrentTls, TlsFileError, TlsFiles
 from kvrelay.router.admin import Administrator, AdminService
 from kvrelay.router.admission import Admission
 from kvrelay.router.auth import Guard
@@ -28,11 +28,12 @@ from kvrelay.router.discovery import Discovery
 from kvrelay.router.errors import StartError
 from kvrelay.router.fleet import Fleet
 from kvrelay.router.http.door import Behind, make_app
-from kvrelay.router.http.listener import Listener
+from kvrelay.router.http.listener import Bounds, Listener
 from kvrelay.router.known_prefixes import KnownPrefixes
 from kvrelay.router.live_requests import LiveRequests
 from kvrelay.router.metrics import (
     EXPECTED_HIT_TOKENS,
+    HTTP_CONNECTIONS,
     LIVE_REQUESTS,
     PREFIX_ENTRIES,
     REFUSED_WORKERS,
@@ -211,12 +212,17 @@ class Router:
             self._config, self._fleet, admission, texts, self._metrics, template, self._tokens
         )
         host, port = _host_and_port(address)
+        bounds = Bounds(2 * self._config.max_message_bytes, self._config.read_timeout)
+        tls = self._config.front_tls
         try:
-            listener = Listener(make_app(behind), host.strip("[]"), port, self._config.front_tls)
+            listener = Listener(make_app(behind), host.strip("[]"), port, tls, bounds)
+        except TlsFileError as error:
+            raise StartError(f"TLS: {error}") from error
         except OSError as error:
             raise StartError(f"HTTP: cannot listen on {address}: is the port in use?") from error
         undo.push_async_callback(listener.stop, _STOP_GRACE_SECONDS)
         await listener.start()
+        self._metrics.watch(HTTP_CONNECTIONS, lambda: listener.num_connections)
         self.http_address = f"{host}:{listener.port}"
 
     async def _serve_operators(

@@ -59,7 +59,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         deadline = _deadline(context)
         read = [functools.partial(self._ask, raw)]
         del raw  # up to 16 MiB, which nobody needs while the request is live
-        live = await self._admission.open(read.pop(), current_caller(), deadline)
+        live = await self._admission.open(read.pop(), current_caller(), deadline, door="grpc")
         # Written, not yielded: a cancelled call then leaves the reader's context at
         # once, and not when a generator is collected.
         try:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from kvrelay.router.admission import Admission, Ask
 from kvrelay.router.callers import Caller
+from kvrelay.router.config import RouterConfig
 from kvrelay.router.errors import SlowReader
 from kvrelay.router.events import Completion
 from kvrelay.router.generation import GenerationRequest
@@ -40,7 +41,7 @@ class Completions:
     """Answers calls.
 
     Args:
-        model_name: the served model's.
+        config: the router's.
         admission: makes live requests.
         decode_prompt: the text of a prompt's tokens, for echo.
         metrics: the router's.
@@ -48,12 +49,13 @@ class Completions:
 
     def __init__(
         self,
-        model_name: str,
+        config: RouterConfig,
         admission: Admission,
         decode_prompt: Callable[[Sequence[int]], str],
         metrics: RouterMetrics,
     ) -> None:
-        self._model_name = model_name
+        self._model_name = config.model_name
+        self._read_timeout = config.read_timeout
         self._admission = admission
         self._decode_prompt = decode_prompt
         self._metrics = metrics
@@ -71,10 +73,13 @@ class Completions:
             return Chunks(answer, self._part(call, number, request), call.shown)
 
         completions = await self._run(exchange, call, answer, caller, make)
-        if call.options.include_usage:
-            await exchange.write(usage_chunk(answer, completions))
-        await exchange.write(DONE)
-        await exchange.end()
+        usage = usage_chunk(answer, completions) if call.options.include_usage else b""
+        try:
+            async with asyncio.timeout(self._read_timeout):
+                await exchange.end(usage + DONE)
+        except TimeoutError:
+            self._metrics.count(SLOW_READERS)
+            exchange.abort()
 
     async def _answer(self, exchange: Exchange, call: Call, answer: Answer, caller: Caller) -> None:
         wholes: list[Whole] = []
@@ -104,7 +109,7 @@ class Completions:
                 with contextlib.ExitStack() as attached:
                     lives: list[LiveRequest] = []
                     for ask in _asks(call, answer.id, make):
-                        live = await self._admission.open(ask, caller, deadline)
+                        live = await self._admission.open(ask, caller, deadline, door="http")
                         readers.append(attached.enter_context(live.reader(timeout, deadline)))
                         lives.append(live)
                     await _pump_all(readers, exchange)

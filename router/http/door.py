@@ -27,12 +27,19 @@ from kvrelay.router.errors import RequestError, Unavailable
 from kvrelay.router.fleet import Fleet
 from kvrelay.router.http.answers import ChatStyle, CompletionStyle
 from kvrelay.router.http.completions import Completions
-from kvrelay.router.http.errors import HttpError, answer_to, internal_error
-from kvrelay.router.http.exchange import ClientGone, Exchange
+from kvrelay.router.http.errors import (
+    CLIENT_GONE,
+    ErrorAnswer,
+    HttpError,
+    answer_to,
+    internal_error,
+)
+from kvrelay.router.http.exchange import Bodies, ClientGone, Exchange
 from kvrelay.router.http.fields import parse_body
+from kvrelay.router.http.origins import with_origins
 from kvrelay.router.http.requests import read_chat_completion, read_completion
 from kvrelay.router.http.tokenizing import Tokenizing
-from kvrelay.router.metrics import RouterMetrics
+from kvrelay.router.metrics import HTTP_RESPONSES, RouterMetrics
 from kvrelay.router.texts import Texts
 from kvrelay.router.token_file import Tokens
 from kvrelay.text.chat_template import ChatTemplate
@@ -62,9 +69,9 @@ def make_app(behind: Behind) -> ASGIApp:
     get, post = ["GET", "HEAD"], ["POST"]
 
     def route(path: str, methods: list[str], handler: Handler, right: Right | None) -> Route:
-        return Route(path, _Endpoint(handler, behind.tokens, right), methods=methods)
+        return Route(path, _Endpoint(path, handler, behind, right), methods=methods)
 
-    return Starlette(
+    app: ASGIApp = Starlette(
         routes=[
             route("/v1/completions", post, door.completions, Right.GENERATE),
             route("/v1/chat/completions", post, door.chat_completions, Right.GENERATE),
@@ -80,37 +87,54 @@ def make_app(behind: Behind) -> ASGIApp:
         ],
         exception_handlers={HTTPException: _refuse, Exception: _fail},
     )
+    return with_origins(app, behind.config.http_origins)
 
 
 class _Endpoint:
     """Calls a handler with who calls, and tells of its errors.
 
     Args:
+        path: as metrics call it.
         handler: of the path.
-        tokens: those that are good now; None: anybody may call.
+        behind: what the door serves.
         right: what the caller must have; None: a token is enough.
     """
 
-    def __init__(
-        self, handler: Handler, tokens: Callable[[], Tokens] | None, right: Right | None
-    ) -> None:
+    def __init__(self, path: str, handler: Handler, behind: Behind, right: Right | None) -> None:
+        self._path = path
         self._handler = handler
-        self._tokens = tokens
+        self._tokens = behind.tokens
         self._right = right
+        self._metrics = behind.metrics
+        self._seconds = behind.config.read_timeout
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         exchange = Exchange(scope, receive, send)
+        status = CLIENT_GONE
+        try:
+            failed = await self._handle(exchange)
+            status = exchange.status if failed is None else failed.status
+        finally:
+            self._metrics.count(HTTP_RESPONSES, path=self._path, status=str(status))
+
+    async def _handle(self, exchange: Exchange) -> ErrorAnswer | None:
+        """Answers; returns the error that the client was told, in mid-stream or before."""
+        close = False
         try:
             await self._handler(exchange, self._caller(exchange))
         except ClientGone:
-            pass
+            return ErrorAnswer(CLIENT_GONE, b"")
         except (RequestError, Refusal) as error:
-            await exchange.fail(answer_to(error))
+            told = answer_to(error)
         except HttpError as error:
-            await exchange.fail(answer_to(error), close=True)
+            told, close = answer_to(error), True
         except Exception:
-            _log.exception("%s", scope["path"])
-            await exchange.fail(internal_error())
+            _log.exception("%s", self._path)
+            told = internal_error()
+        else:
+            return None
+        await exchange.fail(told, self._seconds, close=close)
+        return told
 
     def _caller(self, exchange: Exchange) -> Caller:
         if self._tokens is None:
@@ -126,10 +150,11 @@ class _Door:
 
     def __init__(self, behind: Behind) -> None:
         self._behind = behind
+        self._bodies = Bodies(behind.config.max_message_bytes)
         self._created = int(time.time())
         self._tokenizing = Tokenizing(behind.config, behind.fleet, behind.texts, behind.template)
         self._completions = Completions(
-            behind.config.model_name,
+            behind.config,
             behind.admission,
             lambda ids: decode(behind.texts.tokenizer, ids, skip_special_tokens=False),
             behind.metrics,
@@ -185,7 +210,7 @@ class _Door:
         return Response(status_code=200 if self._behind.fleet.ready else 503)
 
     async def _body(self, exchange: Exchange) -> dict[str, Any]:
-        return parse_body(await exchange.body(self._behind.config.max_message_bytes))
+        return parse_body(await exchange.body(self._bodies))
 
     def _model(self) -> dict[str, Any]:
         """As OpenAI describes a model, with what vLLM adds."""

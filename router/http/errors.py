@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 from kvrelay.router.auth import Forbidden, Refusal, Unauthenticated
 from kvrelay.router.errors import (
@@ -24,6 +24,9 @@ from kvrelay.router.errors import (
     Unavailable,
     UnknownModel,
 )
+
+CLIENT_GONE: Final = 499
+"""The status, in metrics, of a call whose client has left; nobody is sent it."""
 
 
 class HttpError(Exception):

@@ -10,7 +10,8 @@ from typing import Any, Final
 
 from starlette.types import Receive, Scope, Send
 
-from kvrelay.net.receiving import RECEIVE_SECONDS
+from kvrelay.net.allocator import LARGE_BYTES, Trimmer
+from kvrelay.net.receiving import Receipts
 from kvrelay.router.errors import InvalidField
 from kvrelay.router.http.errors import ErrorAnswer, HttpError
 
@@ -25,6 +26,19 @@ _EVENTS: Final = [
 
 class ClientGone(Exception):  # noqa: N818
     """The client has left before its answer was complete."""
+
+
+class Bodies:
+    """Bounds the bodies that arrive at the same time.
+
+    Args:
+        most_bytes: of one.
+    """
+
+    def __init__(self, most_bytes: int) -> None:
+        self.most_bytes = most_bytes
+        self.receipts = Receipts()
+        self.trimmer = Trimmer()
 
 
 class Exchange:
@@ -69,7 +83,7 @@ class Exchange:
             raise InvalidField("x-request-timeout-ms", "must be a number of milliseconds")
         return time.monotonic() + int(text) / 1000
 
-    async def body(self, most_bytes: int) -> bytes:
+    async def body(self, bodies: Bodies) -> bytes:
         """The whole body.
 
         One of up to twice as many bytes is received all the same, so that its client reads why
@@ -80,13 +94,17 @@ class Exchange:
             ClientGone: the client has left.
         """
         length = self.headers(b"content-length")
-        if length and int(length[0]) > 2 * most_bytes:
-            raise _too_large(most_bytes)
+        if length and int(length[0]) > 2 * bodies.most_bytes:
+            raise _too_large(bodies.most_bytes)
         try:
-            async with asyncio.timeout(RECEIVE_SECONDS):
-                return await self._read(most_bytes)
+            async with bodies.receipts.bounded():
+                body = await self._read(bodies.most_bytes)
         except TimeoutError:
+            bodies.trimmer.trim_soon()
             raise HttpError(408, "timeout_error", "the body did not arrive in time") from None
+        if len(body) >= LARGE_BYTES:
+            bodies.trimmer.trim_soon()
+        return body
 
     async def _read(self, most_bytes: int) -> bytes:
         body, received, more = bytearray(), 0, True
@@ -129,13 +147,21 @@ class Exchange:
         await self._start(status, [*headers, (b"content-length", b"%d" % len(body))])
         await self._send({"type": "http.response.body", "body": body})
 
-    async def fail(self, error: ErrorAnswer, *, close: bool = False) -> None:
+    async def fail(self, error: ErrorAnswer, seconds: float, *, close: bool = False) -> None:
         """Sends an error, in mid-stream as an event.
 
         Args:
             error: as it is told.
+            seconds: for the client to take it; then its connection is dropped.
             close: the connection, because more of a body may come than anybody reads.
         """
+        try:
+            async with asyncio.timeout(seconds):
+                await self._fail(error, close=close)
+        except TimeoutError:
+            self.abort()
+
+    async def _fail(self, error: ErrorAnswer, *, close: bool) -> None:
         if not self.status:
             closing = [(b"connection", b"close")] if close else []
             await self.answer(error.body, error.status, [_JSON, *error.headers, *closing])
@@ -151,9 +177,11 @@ class Exchange:
             await self._start(200, _EVENTS)
         await self._send({"type": "http.response.body", "body": events, "more_body": True})
 
-    async def end(self) -> None:
-        """Ends the stream."""
-        await self._send({"type": "http.response.body", "body": b""})
+    async def end(self, last_events: bytes = b"") -> None:
+        """Ends the stream, with its last events."""
+        if last_events and not self.status:
+            await self._start(200, _EVENTS)
+        await self._send({"type": "http.response.body", "body": last_events})
 
     def abort(self) -> None:
         """Drops the connection, with what its client has not read."""

@@ -1,29 +1,132 @@
-"""uvicorn's HTTP protocol on a listener of the router's own event loop."""
+"""uvicorn's HTTP protocol on a listener of the router's own event loop, with bounds."""
 
 from __future__ import annotations
 
 import asyncio
 import socket
-import ssl
-from typing import Any, Final
+from dataclasses import dataclass, field
+from typing import Final
 
 from starlette.types import ASGIApp
 from uvicorn import Config
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
-from kvrelay.net.tls import TlsFiles
+from kvrelay.net.tls import TlsFiles, server_context
 
+MOST_CONNECTIONS: Final = 4096
+"""A connection beyond them ends the one that has had no call for the longest time."""
+HEAD_SECONDS: Final = 10.0
+"""For a request's head to arrive, and for a TLS handshake."""
+IDLE_SECONDS: Final = 60.0
+"""Between two calls on a connection."""
+_MOST_HEAD_BYTES: Final = 64 << 10
+_MOST_PIPELINED: Final = 8
+"""Calls that a client sends before the one before them is answered."""
+_FRAMING: Final = 4
+"""Bytes that a body may have on the wire for each of its own: chunks have sizes."""
 _WAITING: Final = 1024
 """To be accepted."""
 
 
+@dataclass(frozen=True)
+class Bounds:
+    """What a listener's connections may take."""
+
+    most_body_bytes: int
+    """Of a call that is read at all."""
+    flush_seconds: float
+    """For a client to take something of an answer that waits for it."""
+    idle: dict[_Connection, None] = field(default_factory=dict)
+    """Connections without a call, the longest idle first."""
+
+
 class _Connection(HttpToolsProtocol):
-    """Lets a call drop its connection."""
+    """Ends what is too slow, too large or too much; lets a call drop its connection.
+
+    Args:
+        config: uvicorn's.
+        state: uvicorn's, of the listener.
+        bounds: of all connections of the listener.
+    """
+
+    def __init__(self, config: Config, state: ServerState, bounds: Bounds) -> None:
+        super().__init__(config, state, {})
+        self._bounds = bounds
+        self._head_timer: asyncio.TimerHandle | None = None
+        self._flush_timer: asyncio.TimerHandle | None = None
+        self._unsent_bytes = 0
+        self._in_head = True
+        self._message_bytes = 0  # since its first one
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)  # type: ignore[arg-type]
+        if len(self.connections) > MOST_CONNECTIONS:
+            oldest = next(iter(self._bounds.idle), self)
+            oldest.transport.abort()
+        self._bounds.idle[self] = None
+        self._await_head()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._bounds.idle.pop(self, None)
+        for timer in (self._head_timer, self._flush_timer):
+            if timer is not None:
+                timer.cancel()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        self._message_bytes += len(data)
+        most = _MOST_HEAD_BYTES
+        if not self._in_head:
+            most += _FRAMING * self._bounds.most_body_bytes
+        if self._message_bytes > most + len(data):
+            self.transport.abort()
+        elif not self.transport.is_closing():
+            super().data_received(data)
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
+        self._in_head, self._message_bytes = True, 0
         self.scope["extensions"] = {"kvrelay.abort": {"call": self.transport.abort}}
+        if self._head_timer is None:
+            self._await_head()
+
+    def on_headers_complete(self) -> None:
+        if len(self.pipeline) >= _MOST_PIPELINED:
+            raise ValueError("too many calls at once")
+        self._in_head = False
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
+        self._bounds.idle.pop(self, None)
+        super().on_headers_complete()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self.cycle.response_complete and not self.transport.is_closing():
+            self._bounds.idle[self] = None
+        if self._flush_timer is None:
+            self._await_flush()
+
+    def timeout_keep_alive_handler(self) -> None:
+        if self._flush_timer is None:
+            super().timeout_keep_alive_handler()
+
+    def _await_head(self) -> None:
+        self._head_timer = self.loop.call_later(HEAD_SECONDS, self.transport.abort)
+
+    def _await_flush(self) -> None:
+        """Looks, as long as bytes of an answer are left, whether the client takes some."""
+        self._unsent_bytes = self.transport.get_write_buffer_size()
+        self._flush_timer = None
+        if self._unsent_bytes:
+            self._flush_timer = self.loop.call_later(self._bounds.flush_seconds, self._look)
+
+    def _look(self) -> None:
+        if self.transport.get_write_buffer_size() >= self._unsent_bytes:
+            self.transport.abort()
+        else:
+            self._await_flush()
 
 
 class Listener:
@@ -34,16 +137,20 @@ class Listener:
         host: the address to listen on.
         port: 0: any free one.
         files: for TLS; None: plain text.
+        bounds: of its connections.
 
     Raises:
         OSError: the port is in use, or a file cannot be read.
     """
 
-    def __init__(self, app: ASGIApp, host: str, port: int, files: TlsFiles | None) -> None:
+    def __init__(
+        self, app: ASGIApp, host: str, port: int, files: TlsFiles | None, bounds: Bounds
+    ) -> None:
+        self._tls = None if files is None else server_context(files)
         self._socket = _listening(host, port)
         self.port: int = self._socket.getsockname()[1]
         """The real one."""
-        self._tls = None if files is None else _context(files)
+        self._bounds = bounds
         self._state = ServerState()
         self._config = Config(
             app,
@@ -54,15 +161,26 @@ class Listener:
             server_header=False,
             date_header=False,
             ws="none",
+            timeout_keep_alive=int(IDLE_SECONDS),
         )
         self._config.load()
         self._server: asyncio.Server | None = None
 
+    @property
+    def num_connections(self) -> int:
+        """Connections that are open."""
+        return len(self._state.connections)
+
     async def start(self) -> None:
         """Takes connections from now on."""
-        loop = asyncio.get_running_loop()
+        loop, seconds = asyncio.get_running_loop(), None if self._tls is None else HEAD_SECONDS
         self._server = await loop.create_server(
-            self._connection, sock=self._socket, ssl=self._tls, backlog=_WAITING
+            lambda: _Connection(self._config, self._state, self._bounds),
+            sock=self._socket,
+            ssl=self._tls,
+            backlog=_WAITING,
+            ssl_handshake_timeout=seconds,
+            ssl_shutdown_timeout=seconds,
         )
 
     async def stop(self, grace_seconds: float) -> None:
@@ -82,10 +200,6 @@ class Listener:
             connection.transport.abort()
         await self._server.wait_closed()
 
-    def _connection(self) -> asyncio.Protocol:
-        state: dict[str, Any] = {}
-        return _Connection(self._config, self._state, state)
-
 
 def _listening(host: str, port: int) -> socket.socket:
     family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
@@ -98,9 +212,3 @@ def _listening(host: str, port: int) -> socket.socket:
         listener.close()
         raise
     return listener
-
-
-def _context(files: TlsFiles) -> ssl.SSLContext:
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(files.cert, files.key)
-    return context

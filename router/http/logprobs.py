@@ -172,11 +172,10 @@ class PromptLogprobs:
         ranked = enumerate(token.top[: self._alternatives], start=1)
         shown = {one.token_id: self._one(one, str(rank)) for rank, one in ranked}
         if token.token_id not in shown:
-            assert token.logprob is not None, "it was asked for"
-            shown[token.token_id] = self._one(TokenLogprob(token.token_id, token.logprob), "null")
+            shown[token.token_id] = self._one(token, "null")
         return _object([(f'"{token_id}"', one) for token_id, one in shown.items()])
 
-    def _one(self, one: TokenLogprob, rank: str) -> str:
+    def _one(self, one: SampledToken | TokenLogprob, rank: str) -> str:
         name = quoted(self._names.of(one.token_id))
         return f'{{"logprob":{_number(one.logprob)},"rank":{rank},"decoded_token":{name}}}'
 
@@ -187,5 +186,6 @@ def _object(members: Sequence[tuple[str, str]]) -> str:
 
 
 def _number(logprob: float | None) -> str:
-    assert logprob is not None, "it was asked for"
+    if logprob is None:  # a worker has not told it
+        return "null"
     return repr(max(logprob, _LEAST)) if logprob == logprob else str(_LEAST)

@@ -50,6 +50,7 @@ EVERYTHING: dict[str, Any] = {
     "grpc": Address("0.0.0.0", 1),
     "http": Address("0.0.0.0", 3),
     "chat_template": Path("chat.jinja"),
+    "http_origins": "https://a.example",
     "admin": Address("0.0.0.0", 2),
     "metrics": Address("127.0.0.1", 0),
     "tls_cert": Path("a.crt"),

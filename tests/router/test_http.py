@@ -28,21 +28,13 @@ from kvrelay.v1 import inference_pb2 as pb
 from kvrelay.v1 import worker_pb2
 
 from .cluster import Cluster, running
+from .http_client import CHAT, PROMPT, TEMPLATE, events, with_http
 from .scripted_worker import COUNTED, HANDED_OVER, LENGTH, ScriptedWorker, counted, until
-
-TEMPLATE = (
-    "{% for message in messages %}<{{ message.role }}>{{ message.content }}{% endfor %}"
-    "{% if add_generation_prompt %}<bot>{% endif %}"
-)
-PROMPT = {"prompt": [1, 2, 3], "max_tokens": 8}
-CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
 
 
 @pytest.fixture(scope="session")
 def http_config(config: RouterConfig, tmp_path_factory: pytest.TempPathFactory) -> RouterConfig:
-    template = tmp_path_factory.mktemp("template") / "template.jinja"
-    template.write_text(TEMPLATE)
-    return replace(config, http_address="127.0.0.1:0", chat_template=template)
+    return with_http(config, tmp_path_factory.mktemp("template"))
 
 
 @pytest.fixture
@@ -56,13 +48,6 @@ async def cluster(http_config: RouterConfig) -> AsyncIterator[Cluster]:
 async def http(cluster: Cluster) -> AsyncIterator[httpx.AsyncClient]:
     async with httpx.AsyncClient(base_url=f"http://{cluster.router.http_address}") as client:
         yield client
-
-
-def events(body: str) -> list[dict[str, Any]]:
-    """The chunks of a stream that has ended as it should."""
-    *chunks, done, end = body.split("\n\n")
-    assert (done, end) == ("data: [DONE]", "")
-    return [json.loads(chunk.removeprefix("data: ")) for chunk in chunks]
 
 
 def text_of(tokenizer: Tokenizer, ids: list[int]) -> str:
