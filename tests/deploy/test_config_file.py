@@ -59,6 +59,7 @@ EVERYTHING: dict[str, Any] = {
     "front_tls_cert": Path("b.crt"),
     "front_tls_key": Path("b.key"),
     "auth_token_file": Path("tokens"),
+    "seed_key_file": Path("key"),
     "insecure": True,
     "max_running": 5,
     "chunk_tokens": 6,
