@@ -7,11 +7,14 @@ import logging
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from types import TracebackType
-from typing import Self
+from typing import Final, Self
 
 from kvrelay.deploy.deaths import Deaths
 from kvrelay.deploy.drain_turns import DrainTurns
+from kvrelay.deploy.epoch import begin_epoch, keep_epoch
 from kvrelay.deploy.errors import ClusterError
+from kvrelay.deploy.key_value_store import InProcessStore, KeyValueStore
+from kvrelay.deploy.leases import Leases, LeaseTimes
 from kvrelay.deploy.membership import Membership
 from kvrelay.deploy.pauses import finished
 from kvrelay.deploy.placement import Placement
@@ -24,6 +27,7 @@ from kvrelay.router.errors import CannotDrain, UnknownWorker
 from kvrelay.wire.worker_info import WorkerInfo, WorkerRole
 
 _log = logging.getLogger(__name__)
+_CONTROLLER_LEASE_SECONDS: Final = 15.0
 
 
 class Cluster:
@@ -37,6 +41,8 @@ class Cluster:
         log_level: of the workers' processes, whose logs Ray prints in this process.
         on_progress: is called, while the workers start for the first time, with the share of its
             weights that each has read, by name; 1 once it has started.
+        store: says which controller is the latest one; in this process if not given, which is
+            the only controller then.
     """
 
     def __init__(
@@ -45,6 +51,7 @@ class Cluster:
         *,
         log_level: int = logging.WARNING,
         on_progress: Callable[[Mapping[str, float]], None] = lambda progress: None,
+        store: KeyValueStore | None = None,
     ) -> None:
         self._configs = tuple(configs)
         self._log_level = log_level
@@ -55,6 +62,8 @@ class Cluster:
         self._deaths = Deaths()
         self._turns = DrainTurns(self._members, self._staying_roles)
         self._placement = Placement()
+        self._store = store or InProcessStore()
+        self._holding: asyncio.Task[None] | None = None
         self._supervisors: dict[str, WorkerSupervisor] = {}
 
     async def __aenter__(self) -> Self:
@@ -86,8 +95,10 @@ class Cluster:
         running then.
         """
         try:
+            leases = await self._begin_epoch()
             for role in WorkerRole:
-                await self._place([config for config in self._configs if config.role is role])
+                configs = [config for config in self._configs if config.role is role]
+                await self._place(configs, leases)
             await self._start_all()
         except BaseException:
             await self.stop()
@@ -106,6 +117,8 @@ class Cluster:
             stops = [supervisor.stop() for supervisor in supervisors.values()]
             failures = await asyncio.gather(*stops, return_exceptions=True)
         finally:
+            if self._holding is not None:
+                self._holding.cancel()
             self._placement.release()
             self._members.clear()
         for failure in failures:
@@ -204,11 +217,21 @@ class Cluster:
                 dead, on_told=lambda: self._deaths.told(worker.incarnation, dead)
             )
 
-    async def _place(self, configs: Sequence[WorkerConfig]) -> None:
+    async def _begin_epoch(self) -> Leases:
+        """Become the cluster's controller, and stay it."""
+        longest = max((config.lease_seconds for config in self._configs), default=0.0)
+        times = LeaseTimes(longest, _CONTROLLER_LEASE_SECONDS)
+        leases = await begin_epoch(self._store, times)
+        self._holding = asyncio.create_task(keep_epoch(leases, self._store))
+        return leases
+
+    async def _place(self, configs: Sequence[WorkerConfig], leases: Leases) -> None:
         """Make the actors of one role's workers, each under its supervisor."""
         places = await self._placement.reserve(configs, of_workers=len(self._configs))
         for config, place in zip(configs, places, strict=True):
-            self._supervisors[config.name] = WorkerSupervisor(config, place, self._log_level, self)
+            self._supervisors[config.name] = WorkerSupervisor(
+                config, place, self._log_level, leases, self
+            )
 
     async def _start_all(self) -> None:
         """Start all workers at once; the first failure ends the wait for the others."""

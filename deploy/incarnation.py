@@ -6,14 +6,17 @@ import asyncio
 import contextlib
 import logging
 import time
-from typing import Final, Self
+from collections.abc import Coroutine
+from typing import Any, Final, Self
 
+from kvrelay.deploy.leases import Leases
 from kvrelay.deploy.local_ray import ray
 from kvrelay.deploy.pauses import Pauses, is_done_within
 from kvrelay.deploy.watcher import Watcher
 from kvrelay.deploy.worker_actor import WorkerActor, reason_of
 from kvrelay.deploy.worker_host import WorkerHost
-from kvrelay.deploy.worker_process import WorkerProcess
+from kvrelay.deploy.worker_process import ProcessIdentity, WorkerProcess
+from kvrelay.engine.worker.worker_lease import StaleEpochError, boottime
 from kvrelay.wire.worker_info import WorkerInfo
 
 _log = logging.getLogger(__name__)
@@ -27,19 +30,28 @@ class Incarnation:
         info: the incarnation's.
         actor: the worker's.
         silence_seconds: without an answer after which the process is killed.
+        leases: of the controller; the worker's is renewed with every sign of life.
         watcher: is told when the worker drains, and gives it its turn to.
     """
 
     def __init__(
-        self, info: WorkerInfo, actor: WorkerActor, silence_seconds: float, watcher: Watcher
+        self,
+        info: WorkerInfo,
+        actor: WorkerActor,
+        silence_seconds: float,
+        leases: Leases,
+        watcher: Watcher,
     ) -> None:
         self.info = info
         self._actor = actor
         self._silence_seconds = silence_seconds
+        self._leases = leases
         self._watcher = watcher
         self._killed = False
         self._process: WorkerProcess | None = None
         """None: it cannot be observed from here, or `_asked` says that nobody knows yet."""
+        self._identity: ProcessIdentity | None = None
+        """Of the process, if the worker can say it, on whatever machine it is."""
         self._asked = False
         """The worker has said which process it is in."""
         self._call: asyncio.Task[str] | None = None
@@ -51,13 +63,15 @@ class Incarnation:
         info: WorkerInfo,
         actor: WorkerActor,
         silence_seconds: float,
+        leases: Leases,
         watcher: Watcher,
     ) -> Self:
         """The incarnation that has just said its `info`, which may have died since.
 
         Where it does not say at once which process it is in, `lost` asks it again.
         """
-        life = cls(info, actor, silence_seconds, watcher)
+        life = cls(info, actor, silence_seconds, leases, watcher)
+        leases.heard(info.incarnation, boottime())
         with contextlib.suppress(ray.exceptions.RayError, TimeoutError):
             async with asyncio.timeout(silence_seconds):
                 await life._ask_for_process()
@@ -106,7 +120,8 @@ class Incarnation:
     async def has_died(self) -> bool:
         """Wait until the process of a lost incarnation has provably ended, or answers again.
 
-        Where the process cannot be observed, an answer of the next one has to do for a proof.
+        Where the process cannot be observed, the worker's next process may see its end; else the
+        incarnation does not serve any more when its lease is over.
         """
         process = self._process
         if process is not None and (process.has_ended or self._killed):
@@ -114,7 +129,7 @@ class Incarnation:
             return True
         asking = self._actor.ask_who_it_is(seconds=self._silence_seconds)
         if process is None:
-            return await asking != self.info
+            return await self._has_left(asking)
         ended, answer = asyncio.create_task(process.ended()), asyncio.create_task(asking)
         try:
             await asyncio.wait({ended, answer}, return_when=asyncio.FIRST_COMPLETED)
@@ -126,6 +141,37 @@ class Incarnation:
         finally:
             await _cancel(ended, answer)
 
+    async def _has_left(self, asking: Coroutine[Any, Any, WorkerInfo | None]) -> bool:
+        """Wait as `has_died` does, for a process that cannot be observed from here."""
+        over, answer = asyncio.create_task(self._lease_over()), asyncio.create_task(asking)
+        try:
+            await asyncio.wait({over, answer}, return_when=asyncio.FIRST_COMPLETED)
+            if answer.done() and answer.result() == self.info:
+                return False
+            if not over.done() and not await self._was_seen_to_end():
+                await over
+            return True
+        finally:
+            await _cancel(over, answer)
+
+    async def _was_seen_to_end(self) -> bool:
+        """Let the worker's next process end this one, if it is on the same machine."""
+        if self._identity is None:
+            return False
+        ending = asyncio.create_task(self._actor.call(WorkerHost.end_process, self._identity))
+        try:
+            with contextlib.suppress(ray.exceptions.RayError):
+                return await is_done_within(ending, self._silence_seconds) and ending.result()
+            return False
+        finally:
+            ending.cancel()
+
+    async def _lease_over(self) -> None:
+        """Wait until the lease, which nobody renews meanwhile, has surely run out."""
+        incarnation = self.info.incarnation
+        await asyncio.sleep(self._leases.over_at(incarnation) - boottime())
+        await self._leases.until_over(incarnation)
+
     async def until_ray_knows(self) -> None:
         """Wait until Ray has noticed the end, too: a call before that takes seconds longer."""
         if self._call is not None:
@@ -133,6 +179,7 @@ class Incarnation:
 
     def close(self) -> None:
         """Observe the process no more."""
+        self._leases.forget(self.info.incarnation)
         if self._call is not None:
             self._call.cancel()
         if self._process is not None:
@@ -147,20 +194,28 @@ class Incarnation:
     async def _silent(self) -> str:
         """Wait until the worker does not answer any more, and kill its process then.
 
-        Ends a process that was stopped, too. Returns the reason.
+        Ends a process that was stopped, too. Renews the lease as long as it answers. Returns the
+        reason.
         """
+        incarnation, stamp = self.info.incarnation, None
+        lease_seconds = self._leases.times.worker_seconds
         while True:
-            answer = asyncio.create_task(self._actor.call(WorkerHost.heartbeat))
+            renewal = self._leases.renew(incarnation, stamp, boottime())
+            heartbeat = self._actor.call(WorkerHost.heartbeat, incarnation, renewal)
+            answer = asyncio.create_task(heartbeat)
             try:
                 if not await is_done_within(answer, self._silence_seconds):
                     self._kill()
                     return f"it has not answered for {self._silence_seconds:g} s, so it is killed"
-                answer.result()
+                stamp = answer.result()
             except ray.exceptions.RayError as error:
-                return reason_of(error)
+                if not isinstance(getattr(error, "cause", None), StaleEpochError):
+                    return reason_of(error)
+                _log.error("%s follows another controller: %s", incarnation, reason_of(error))
+                self._leases.give_up()
             finally:
                 answer.cancel()
-            await asyncio.sleep(self._silence_seconds / 3)
+            await asyncio.sleep(min(self._silence_seconds / 3, lease_seconds / 4))
 
     async def _process_ended(self) -> str:
         """Wait until the system says that the process has ended; returns the reason."""
@@ -178,7 +233,7 @@ class Incarnation:
     async def _ask_for_process(self) -> None:
         """Let the worker say which process it is in. Raises RayError if it does not answer."""
         identity = await self._actor.call(WorkerHost.process_of, self.info.incarnation)
-        self._asked = True
+        self._asked, self._identity = True, identity
         self._process = None if identity is None else WorkerProcess.find(identity)
 
     async def _call_ended(self) -> str:

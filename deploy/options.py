@@ -147,6 +147,7 @@ class ServeOptions(RouterOptions, WorkerOptions):
             object.__setattr__(self, one.name, checked)
         self._check_roles()
         self._check_growth()
+        self._check_lease()
         self._check_faults()
         self._check_speculation()
         check_together(tls_cert=self.tls_cert, tls_key=self.tls_key, tls_ca=self.tls_ca)
@@ -171,6 +172,14 @@ class ServeOptions(RouterOptions, WorkerOptions):
         if self.growth_min > self.growth_max:
             raise OptionError(
                 "--growth-min", f"must not be above --growth-max, {self.growth_max:g}"
+            )
+
+    def _check_lease(self) -> None:
+        if self.worker_lease is not None and self.worker_lease < 2 * self.worker_timeout:
+            raise OptionError(
+                "--worker-lease",
+                f"must be at least twice --worker-timeout, {self.worker_timeout:g}: a worker that "
+                "is slow to answer would end itself",
             )
 
     def _check_faults(self) -> None:

@@ -10,6 +10,7 @@ from typing import Any, Final
 
 from kvrelay.deploy.errors import ClusterError
 from kvrelay.deploy.incarnation import Incarnation
+from kvrelay.deploy.leases import Leases
 from kvrelay.deploy.local_ray import ray
 from kvrelay.deploy.pauses import Pauses, is_done_within
 from kvrelay.deploy.start_bound import start_seconds
@@ -39,6 +40,7 @@ class WorkerSupervisor:
             times within its `worker_timeout`.
         placement: where Ray is to place the actor and what it takes there.
         log_level: of the worker's process.
+        leases: the worker's is renewed as long as it answers.
         watcher: is told of every change.
     """
 
@@ -47,6 +49,7 @@ class WorkerSupervisor:
         config: WorkerConfig,
         placement: dict[str, Any],
         log_level: int,
+        leases: Leases,
         watcher: Watcher,
     ) -> None:
         self.name = config.name
@@ -55,6 +58,7 @@ class WorkerSupervisor:
         """No other incarnation follows this one."""
         self._timeout = config.worker_timeout
         self._start_seconds = start_seconds(config)
+        self._leases = leases
         self._watcher = watcher
         self._actor = WorkerActor(config, placement, log_level)
         self._life: Incarnation | None = None
@@ -182,19 +186,25 @@ class WorkerSupervisor:
                 await life.until_ray_knows()
                 await pauses.pause()
                 life.close()
-                life = await self._restart()
+                life = await self._restart(life.info)
             else:
                 await pauses.pause()
             self._watcher.worker_live(life.info)
             _log.warning("%s is up", life.info.incarnation)
 
-    async def _restart(self) -> Incarnation:
-        """Start the worker in its next process, as often as it takes."""
+    async def _restart(self, dead: WorkerInfo) -> Incarnation:
+        """Start the worker in its next process, as often as it takes.
+
+        One whose lease is over is dead to all others, so it is not taken back if it answers.
+        """
         await self._actor.ask_who_it_is(seconds=self._timeout)
         restart = WorkerHost.restart
         async with self._reporting_progress():
-            info = await self._actor.call_until_answered(restart, seconds=self._start_seconds)
-        return await self._find(info)
+            while True:
+                info = await self._actor.call_until_answered(restart, seconds=self._start_seconds)
+                if info != dead:
+                    return await self._find(info)
+                self._actor.restart()
 
     @contextlib.asynccontextmanager
     async def _reporting_progress(self) -> AsyncIterator[None]:
@@ -214,7 +224,9 @@ class WorkerSupervisor:
                 self._watcher.worker_starting(self.name, share)
 
     async def _find(self, info: WorkerInfo) -> Incarnation:
-        self._life = await Incarnation.find(info, self._actor, self._timeout, self._watcher)
+        self._life = await Incarnation.find(
+            info, self._actor, self._timeout, self._leases, self._watcher
+        )
         return self._life
 
     def _log_failure(self, following: asyncio.Task[None]) -> None:

@@ -7,20 +7,23 @@ import dataclasses
 import logging
 import os
 import signal
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import ClassVar, Final, Protocol
 
 from kvrelay.deploy.local_ray import ray
 from kvrelay.deploy.stop_signals import TermSignal
-from kvrelay.deploy.worker_process import ProcessIdentity
+from kvrelay.deploy.worker_process import ProcessIdentity, WorkerProcess
 from kvrelay.engine.config import WorkerConfig
 from kvrelay.engine.faults import Fault, FaultPlan
+from kvrelay.engine.worker.worker_lease import Renewal, WorkerLease
 from kvrelay.wire.worker_info import WorkerInfo, WorkerRole
 
 _log = logging.getLogger(__name__)
 _ENGINE_DIED: Final = 70
 _DRAINED: Final = 71
+_LEASE_RAN_OUT: Final = 72
 """Exit statuses; Ray takes any but its own for a crash, and starts another process."""
 
 
@@ -60,6 +63,10 @@ class Worker(Protocol):
     @property
     def weights_read(self) -> float:
         """The share of its weights that it has read, from 0 to 1."""
+
+    @property
+    def lease(self) -> WorkerLease:
+        """Its leave to serve; not begun."""
 
     @property
     def faults(self) -> FaultPlan:
@@ -170,6 +177,21 @@ class WorkerHost:
         """This process; None, too, if it is not this incarnation's."""
         return None if self._worker_of(incarnation) is None else await self.process()
 
+    async def end_process(self, identity: ProcessIdentity) -> bool:
+        """End another process, an earlier one of this worker, and wait until it has ended.
+
+        Returns False at once if it cannot be seen from here: it is on another machine.
+        """
+        process = WorkerProcess.find(identity)
+        if process is None:
+            return False
+        try:
+            process.kill()
+            await process.ended()
+        finally:
+            process.close()
+        return True
+
     async def watch(self, incarnation: str) -> None:
         """Wait for the end of this process, which ends the call with an error.
 
@@ -178,10 +200,27 @@ class WorkerHost:
         if self._info is not None and self._info.incarnation == incarnation:
             await asyncio.Event().wait()
 
-    async def heartbeat(self) -> None:
-        """Return when the engine and the transfer agent have answered, not this process alone."""
+    async def heartbeat(self, incarnation: str, renewal: Renewal | None) -> float | None:
+        """Return when the engine and the transfer agent have answered, not this process alone.
+
+        The lease is renewed then. Raises StaleEpochError if the caller is not the controller any
+        more.
+
+        Args:
+            incarnation: whose lease it is; another one's is not renewed.
+            renewal: None: the lease is to run on as it is.
+
+        Returns:
+            the stamp for the next renewal; None: this is not the incarnation's process.
+        """
         if self._worker is not None:
             await self._worker.heartbeat()
+        worker = self._worker_of(incarnation)
+        if worker is None:
+            return None
+        if renewal is not None:
+            worker.lease.renew(renewal)
+        return worker.lease.stamp()
 
     async def drain(self, incarnation: str) -> None:
         """Begin to drain the worker; when that is done, the process ends by itself.
@@ -256,6 +295,8 @@ class WorkerHost:
         config = dataclasses.replace(self._config, black_box=_black_box())
         self._beginner = worker = self._build(config)
         self._info = await worker.start()
+        worker.lease.begin(config.lease_seconds, self._end_without_lease)
+        threading.Thread(target=worker.lease.watch, name="lease", daemon=True).start()
         self._worker = worker
         self._on_engine_death = asyncio.create_task(self._exit_if_engine_dies(worker))
         self._on_drained = asyncio.create_task(self._exit_when_drained(worker))
@@ -271,6 +312,14 @@ class WorkerHost:
             self._worker.drain()
             await self.sigterm.received()
         os._exit(128 + signal.SIGTERM)
+
+    def _end_without_lease(self) -> None:
+        """End the process at once, on whatever thread this is: others may take it for dead."""
+        _log.critical(
+            "no controller has renewed the lease for %g s (--worker-lease), so the process ends",
+            self._config.lease_seconds,
+        )
+        os._exit(_LEASE_RAN_OUT)
 
     async def _exit_when_drained(self, worker: Worker) -> None:
         await worker.drained()

@@ -172,6 +172,16 @@ class WorkerOptions:
         more_than=0,
         unit="seconds",
     )
+    worker_lease: float | None = option(
+        None,
+        "Seconds that a worker goes on without a word from its controller; then it ends itself. "
+        "Where nobody sees its process end, its death is believed after that time. A longer outage "
+        "of the controller ends all workers.",
+        Section.RECOVERY,
+        more_than=0,
+        unit="seconds",
+        shown_default="60, or four times --worker-timeout if that is more",
+    )
     failed_forwards_limit: int = option(
         3,
         "A worker is replaced when so many forwards in a row have failed; an error that breaks "
@@ -267,6 +277,11 @@ class WorkerConfig(WorkerOptions):
     def step_bound_seconds(self, tokens: int) -> float:
         """Seconds after which a forward of so many tokens is taken to hang."""
         return self.step_timeout + tokens * self.step_timeout_per_token
+
+    @property
+    def lease_seconds(self) -> float:
+        """Seconds that the worker goes on without a word from its controller."""
+        return self.worker_lease or max(60.0, 4 * self.worker_timeout)
 
     @property
     def itl_target_seconds(self) -> float | None:

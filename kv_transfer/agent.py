@@ -58,6 +58,8 @@ class TransferAgent:
         pools: the memory that peers read from and that pulls write to; of one device.
         on_failure: called once, on the transfer thread, if it must give up.
         model: what computes the pools' KV; peers must have the same.
+        before_progress: called on the transfer thread before anything that may move bytes. Where
+            this process must not serve any more, it ends the process.
     """
 
     def __init__(
@@ -66,6 +68,7 @@ class TransferAgent:
         pools: Sequence[KVPool],
         on_failure: Callable[[str], None],
         model: ModelDigest = NO_MODEL,
+        before_progress: Callable[[], object] = lambda: None,
     ) -> None:
         self.incarnation = incarnation
         self.model = model
@@ -79,6 +82,7 @@ class TransferAgent:
         self._num_serving = 0
         self._closed = False
         self._on_failure = on_failure
+        self._before_progress = before_progress
         self._hasher = PageHasher(pools, on_failure)
         self._commands: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
         # Apart from the commands, so that it is told however many of those are waiting.
@@ -217,6 +221,7 @@ class TransferAgent:
             _use_device(self.scratch.data.device)
             while not self._closed:
                 self._run_command()
+                self._before_progress()
                 self._endpoints.make_progress()
                 self._reads.check_running()
                 self._peers.settle()
@@ -232,6 +237,7 @@ class TransferAgent:
             command = self._commands.get(timeout=self._delay())
         except queue.Empty:
             return
+        self._before_progress()  # a command may start a read
         command()
 
     def _delay(self) -> float:

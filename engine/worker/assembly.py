@@ -172,6 +172,7 @@ def make_agent(
     model: LoadedModel,
     faults: FaultPlan,
     on_failure: Callable[[str], None],
+    before_progress: Callable[[], object],
 ) -> TransferAgent | None:
     """Register the model's pools with NIXL. Blocks for as long as that takes.
 
@@ -179,6 +180,5 @@ def make_agent(
     """
     if config.role is WorkerRole.AGGREGATED:
         return None
-    if config.faults is None:
-        return TransferAgent(incarnation, model.pools, on_failure, model.digest)
-    return FaultyTransferAgent(faults, incarnation, model.pools, on_failure, model.digest)
+    rest = (incarnation, model.pools, on_failure, model.digest, before_progress)
+    return TransferAgent(*rest) if config.faults is None else FaultyTransferAgent(faults, *rest)

@@ -102,7 +102,7 @@ class FaultyTransferAgent(TransferAgent):
 
     Args:
         plan: the faults.
-        incarnation, pools, on_failure, model: as of `TransferAgent`.
+        incarnation, pools, on_failure, model, before_progress: as of `TransferAgent`.
     """
 
     def __init__(
@@ -112,10 +112,11 @@ class FaultyTransferAgent(TransferAgent):
         pools: Sequence[KVPool],
         on_failure: Callable[[str], None],
         model: ModelDigest,
+        before_progress: Callable[[], object],
     ) -> None:
         self._plan = plan
         self._pools = pools
-        super().__init__(incarnation, pools, on_failure, model)
+        super().__init__(incarnation, pools, on_failure, model, before_progress)
 
     def submit(self, pull: Pull, on_end: Callable[[Pull], None]) -> None:
         """Start a pull, as `TransferAgent.submit` does, unless the plan has a fault for it."""

@@ -21,6 +21,7 @@ from kvrelay.engine.worker.quarantine import QuarantineLimit
 from kvrelay.engine.worker.service import WorkerService
 from kvrelay.engine.worker.submit_rules import SubmitRules
 from kvrelay.engine.worker.weights_read import WeightsRead, weight_bytes
+from kvrelay.engine.worker.worker_lease import WorkerLease
 from kvrelay.net.ends import bind, worker_server
 from kvrelay.net.metrics_server import MetricsServer
 from kvrelay.text.tokenizer import load_tokenizer
@@ -55,6 +56,8 @@ class Worker:
         self._kv_events_address = ""
         self.faults = FaultPlan(config.faults or ())
         """Takes effect only if the configuration names faults, or an empty tuple of them."""
+        self.lease = WorkerLease()
+        """Checked before bytes may move; whoever supervises the worker begins it."""
 
     async def start(self) -> WorkerInfo:
         """Load the model, reserve the memory, open the listeners.
@@ -75,7 +78,14 @@ class Worker:
             None, load_model, config, tokenizer.sha256, self._weights_read.add
         )
         agent = await loop.run_in_executor(
-            None, make_agent, config, incarnation, model, self.faults, self._on_failure
+            None,
+            make_agent,
+            config,
+            incarnation,
+            model,
+            self.faults,
+            self._on_failure,
+            self.lease.check,
         )
         if config.black_box is not None:
             # After UCX, which has handlers of fatal signals of its own.

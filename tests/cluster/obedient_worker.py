@@ -15,6 +15,7 @@ from pathlib import Path
 
 from kvrelay.deploy.worker_host import BuildWorker, WorkerHost
 from kvrelay.engine.config import WorkerConfig
+from kvrelay.engine.worker.worker_lease import WorkerLease
 from kvrelay.wire.model_digest import NO_MODEL
 from kvrelay.wire.worker_info import WorkerInfo
 
@@ -24,6 +25,7 @@ class ObedientWorker:
         self._config = config
         self._folder = config.model_path
         self._drains = asyncio.Event()
+        self.lease = WorkerLease()
 
     async def start(self) -> WorkerInfo:
         match self.take("start"):

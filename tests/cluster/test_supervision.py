@@ -8,7 +8,7 @@ import math
 import os
 import signal
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,28 +21,16 @@ from kvrelay.deploy.cluster_thread import ClusterThread
 from kvrelay.deploy.errors import ClusterError
 from kvrelay.deploy.local_ray import ray as ray_module
 from kvrelay.deploy.worker_actor import WorkerActor
-from kvrelay.deploy.worker_host import BUILDERS, WorkerHost
+from kvrelay.deploy.worker_host import WorkerHost
 from kvrelay.engine.config import WorkerConfig
 from kvrelay.router.admin import DrainPhase
 from kvrelay.router.errors import CannotDrain, UnknownWorker
 from kvrelay.wire.worker_info import WorkerInfo, WorkerRole
-from tests.cluster import obedient_worker
-from tests.cluster.obedient_worker import ObedientHost, ObedientWorker, give_order
+from tests.cluster.obedient_worker import ObedientHost, give_order
 
+pytestmark = pytest.mark.usefixtures("obedient_workers")
 SECONDS = 60
 TIMEOUT_SECONDS = 3.0
-
-
-@pytest.fixture(scope="module", autouse=True)
-def obedient_workers(ray) -> Iterator[None]:
-    """Their code travels with them: Ray's processes do not have the tests on their path."""
-    ray_module.cloudpickle.register_pickle_by_value(obedient_worker)
-    with pytest.MonkeyPatch.context() as patch:
-        for role in WorkerRole:
-            patch.setitem(BUILDERS, role, ObedientWorker)
-        patch.setattr("kvrelay.deploy.worker_host.WorkerHost", ObedientHost)
-        yield
-    ray_module.cloudpickle.unregister_pickle_by_value(obedient_worker)
 
 
 def make_configs(folder: Path) -> list[WorkerConfig]:

@@ -87,6 +87,17 @@ def test_decode_workers_are_told_whether_prompts_may_come(placement: str):
     assert decode.computes_prompts is (placement == "adaptive")
 
 
+def test_a_lease_outlasts_a_slow_answer():
+    with pytest.raises(OptionError, match=r"^--worker-lease: must be at least twice .*, 15: "):
+        ServeOptions(worker_lease=29)
+    options = ServeOptions(worker_timeout=14, worker_lease=29)
+    model = Model("none", Path("none"))
+    assert {one.lease_seconds for one in worker_configs(options, model)} == {29}
+    assert {one.lease_seconds for one in worker_configs(ServeOptions(), model)} == {60}
+    slow = ServeOptions(worker_timeout=40)
+    assert {one.lease_seconds for one in worker_configs(slow, model)} == {160}
+
+
 def test_bounds_of_growth_are_in_order():
     with pytest.raises(OptionError, match=r"^--growth-min: must not be above --growth-max, 0\.5"):
         ServeOptions(growth_min=0.6, growth_max=0.5)

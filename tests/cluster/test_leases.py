@@ -1,0 +1,123 @@
+"""Workers whose lease runs out, and deaths that nobody has seen, in a real Ray."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from kvrelay.deploy.cluster import Cluster
+from kvrelay.deploy.leases import Leases
+from kvrelay.deploy.worker_host import WorkerHost
+from kvrelay.deploy.worker_process import ProcessIdentity, WorkerProcess
+from kvrelay.engine.config import WorkerConfig
+from kvrelay.engine.worker.worker_lease import Renewal
+from tests.cluster.test_supervision import (
+    heard,
+    is_running,
+    make_configs,
+    next_life,
+    until,
+    was_told,
+)
+
+pytestmark = pytest.mark.usefixtures("obedient_workers")
+LEASE_SECONDS = 3.0
+
+
+def leased(folder: Path) -> list[WorkerConfig]:
+    """A prefill and a decode worker whose silence is noticed long after their leases' end."""
+    return [
+        replace(config, worker_lease=LEASE_SECONDS, worker_timeout=60, metrics_port=0)
+        for config in make_configs(folder)[:2]
+    ]
+
+
+async def test_workers_that_are_renewed_live_on(tmp_path: Path):
+    async with Cluster(leased(tmp_path)) as cluster:
+        before = dict(cluster.workers)
+        await asyncio.sleep(2 * LEASE_SECONDS)
+        assert cluster.workers == before
+        assert all(map(is_running, before.values()))
+
+
+async def test_a_worker_that_was_frozen_for_longer_than_its_lease_ends_when_it_wakes(
+    tmp_path: Path,
+):
+    async with Cluster(leased(tmp_path)) as cluster:
+        first = cluster.workers["decode-0"]
+        os.kill(first.pid, signal.SIGSTOP)
+        await asyncio.sleep(1.5 * LEASE_SECONDS)
+        assert is_running(first)
+        os.kill(first.pid, signal.SIGCONT)
+        await next_life(cluster, first)
+        assert not is_running(first)
+        await until(lambda: was_told(tmp_path, "prefill-0", first))
+
+
+async def test_workers_end_when_their_controller_renews_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    async with Cluster(leased(tmp_path)) as cluster:
+        before = dict(cluster.workers)
+        with monkeypatch.context() as patch:
+            patch.setattr(Leases, "renew", lambda *_: None)
+            await until(lambda: not any(map(is_running, before.values())))
+        for info in before.values():
+            await next_life(cluster, info)
+
+
+async def test_a_worker_refuses_an_earlier_controller(tmp_path: Path):
+    async with Cluster(leased(tmp_path)) as cluster:
+        [decode] = [one for one in cluster.workers.values() if one.name == "decode-0"]
+        actor = cluster._supervisors["decode-0"]._actor
+        await actor.call(WorkerHost.heartbeat, decode.incarnation, Renewal(7, 60, None))
+        await until(lambda: not is_running(decode))
+
+
+class Unseen:
+    """Processes that cannot be observed from here, as those of other machines."""
+
+    @staticmethod
+    def find(identity: ProcessIdentity) -> WorkerProcess | None:
+        return None
+
+
+async def test_a_death_on_another_machine_is_seen_by_the_next_process_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("kvrelay.deploy.incarnation.WorkerProcess", Unseen)
+    async with Cluster(make_configs(tmp_path)[:2]) as cluster:
+        first = cluster.workers["decode-0"]
+        os.kill(first.pid, signal.SIGKILL)
+        begun = time.monotonic()
+        await until(lambda: was_told(tmp_path, "prefill-0", first))
+        assert time.monotonic() - begun < 60, "its lease was not waited for"
+        await next_life(cluster, first)
+
+
+async def test_a_death_that_nobody_sees_is_believed_after_lease_and_margin(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("kvrelay.deploy.incarnation.WorkerProcess", Unseen)
+    monkeypatch.setattr("kvrelay.deploy.cluster._CONTROLLER_LEASE_SECONDS", 2.0)
+
+    async def end_process(self: WorkerHost, identity: ProcessIdentity) -> bool:
+        return False
+
+    monkeypatch.setattr("tests.cluster.obedient_worker.ObedientHost.end_process", end_process)
+    async with Cluster(leased(tmp_path)) as cluster:
+        first = cluster.workers["decode-0"]
+        os.kill(first.pid, signal.SIGKILL)
+        begun = time.monotonic()
+        await until(lambda: first.name not in cluster.workers)
+        await asyncio.sleep(LEASE_SECONDS / 2)
+        assert heard(tmp_path, "prefill-0") == []
+        await until(lambda: was_told(tmp_path, "prefill-0", first))
+        assert time.monotonic() - begun > LEASE_SECONDS
+        await next_life(cluster, first)
