@@ -14,10 +14,11 @@ from kvrelay.deploy.errors import OptionError
 from kvrelay.deploy.models import Model
 from kvrelay.deploy.options import WORKER_HOST, ServeOptions
 from kvrelay.deploy.progress import Progress
+from kvrelay.deploy.router_config import router_config
 from kvrelay.engine.config import WorkerConfig, WorkerOptions
 from kvrelay.engine.faults import Fault, parse_faults
 from kvrelay.options.declaration import values_for
-from kvrelay.router.config import PlacementMode, RouterConfig, RouterOptions
+from kvrelay.router.config import PlacementMode
 from kvrelay.router.router import Router
 from kvrelay.wire.worker_info import WorkerRole
 
@@ -86,24 +87,6 @@ def worker_configs(options: ServeOptions, model: Model) -> list[WorkerConfig]:
         for role, count in options.roles.items()
         for number in range(count)
     ]
-
-
-def router_config(options: ServeOptions, model: Model) -> RouterConfig:
-    """The router's part of the options."""
-    return RouterConfig(
-        model_name=model.name,
-        model_path=model.path,
-        dtype=options.dtype,
-        grpc_address=str(options.grpc),
-        http_address=str(options.http),
-        metrics_address=str(options.metrics),
-        admin_address=str(options.admin),
-        itl_target_seconds=options.itl_target and options.itl_target / 1000,
-        worker_tls=options.cluster_tls,
-        front_tls=options.front_tls,
-        admin_tls=options.admin_tls,
-        **values_for(RouterOptions, options),
-    )
 
 
 def _faults_of(worker: str, options: ServeOptions) -> tuple[Fault, ...] | None:

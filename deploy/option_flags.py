@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
@@ -38,12 +38,15 @@ class SectionedCommand(click.Command):
                 formatter.write_dl(records)
 
 
-def declared_options(owner: type) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Give a command every option that `owner` declares."""
+def declared_options(
+    owner: type, only: Collection[str] | None = None
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command every option that `owner` declares, or only the fields of these names."""
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         for one in reversed(options_of(owner)):
-            command = _click_option(one)(command)
+            if only is None or one.name in only:
+                command = _click_option(one)(command)
         return command
 
     return decorate

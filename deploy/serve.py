@@ -56,12 +56,12 @@ def run(options: ServeOptions, progress: Progress, *, debug: bool) -> None:
         try:
             options.check_files()
             options.grpc.check_free("--grpc")
-            options = _with_free_http(options, progress)
+            options = with_free_http(options, progress)
             options.admin.check_free("--admin")
             for address in (options.metrics, *options.worker_metrics()):
                 address.check_free("--metrics")
             progress.line(headline(options))
-            model = _find_model(options, progress)
+            model = find_model(options, progress)
             _run_cluster(options, model, progress, signals, debug=debug)
         except (KeyboardInterrupt, asyncio.CancelledError):
             progress.line("Stopped before it was ready.")
@@ -69,7 +69,7 @@ def run(options: ServeOptions, progress: Progress, *, debug: bool) -> None:
     progress.line("Stopped.")
 
 
-def _with_free_http(options: ServeOptions, progress: Progress) -> ServeOptions:
+def with_free_http(options: ServeOptions, progress: Progress) -> ServeOptions:
     """The options, with any free port for HTTP where another program has the default one."""
     if options.http != DEFAULT_HTTP:
         options.http.check_free("--http")
@@ -79,7 +79,8 @@ def _with_free_http(options: ServeOptions, progress: Progress) -> ServeOptions:
     return options
 
 
-def _find_model(options: ServeOptions, progress: Progress) -> Model:
+def find_model(options: ServeOptions, progress: Progress) -> Model:
+    """The checkpoints that the options ask for, converted if they have to be."""
     converted = users_models()
     with progress.step("model", options.model) as step:
         model = resolve_model(options.model, options.dtype, converted, step.say)

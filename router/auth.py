@@ -11,12 +11,13 @@ from grpc_health.v1 import health
 
 from kvrelay.router.callers import ANYBODY, Caller, Right
 from kvrelay.router.token_file import Tokens
-from kvrelay.v1 import admin_pb2, inference_pb2
+from kvrelay.v1 import admin_pb2, controller_pb2, inference_pb2
 
 HEADER: Final = "authorization"
 _SCHEME: Final = "bearer "
 _OPEN: Final = f"/{health.SERVICE_NAME}/"
 _ADMIN: Final = admin_pb2.DESCRIPTOR.services_by_name["AdminService"].full_name
+_CONTROLLER: Final = controller_pb2.DESCRIPTOR.services_by_name["ControllerService"].full_name
 _INFERENCE: Final = inference_pb2.DESCRIPTOR.services_by_name["InferenceService"].full_name
 _FOR_EVERY_TOKEN: Final = {
     f"/{_INFERENCE}/{method}" for method in ("GetModelInfo", "GetServerInfo", "GetLoads")
@@ -115,7 +116,7 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc is untype
 
 def _check_method(caller: Caller, method: str) -> None:
     """Raises `Forbidden` if the caller may not call the method; reflection takes any token."""
-    if method.startswith(f"/{_ADMIN}/"):
+    if method.startswith((f"/{_ADMIN}/", f"/{_CONTROLLER}/")):
         check_right(caller, Right.ADMIN)
     elif method.startswith(f"/{_INFERENCE}/") and method not in _FOR_EVERY_TOKEN:
         check_right(caller, Right.GENERATE)

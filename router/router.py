@@ -23,6 +23,7 @@ from kvrelay.router.admin import Administrator, AdminService
 from kvrelay.router.admission import Admission
 from kvrelay.router.auth import Guard
 from kvrelay.router.config import PlacementMode, RouterConfig
+from kvrelay.router.controller_service import ControllerService
 from kvrelay.router.current_tokens import CurrentTokens
 from kvrelay.router.discovery import Discovery
 from kvrelay.router.errors import StartError
@@ -50,11 +51,19 @@ from kvrelay.router.worker_link import WorkerLink
 from kvrelay.text.chat_template import ChatTemplate, TemplateError, load_chat_template
 from kvrelay.text.token_bytes import longest_token_bytes
 from kvrelay.text.tokenizer import LoadedTokenizer, TokenizerError, load_tokenizer
-from kvrelay.v1 import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc
+from kvrelay.v1 import (
+    admin_pb2,
+    admin_pb2_grpc,
+    controller_pb2,
+    controller_pb2_grpc,
+    inference_pb2,
+    inference_pb2_grpc,
+)
 from kvrelay.wire.worker_info import WorkerInfo
 
 _SERVICE = inference_pb2.DESCRIPTOR.services_by_name["InferenceService"].full_name
 _ADMIN = admin_pb2.DESCRIPTOR.services_by_name["AdminService"].full_name
+_CONTROLLER = controller_pb2.DESCRIPTOR.services_by_name["ControllerService"].full_name
 _ADMIN_MESSAGE_BYTES = 64 << 10
 _GENERATE = f"/{_SERVICE}/Generate"
 _RAW = RawMessages({_GENERATE, f"/{_SERVICE}/Detokenize"}, answered={_GENERATE})
@@ -69,7 +78,8 @@ class Router:
     Args:
         config: its addresses, bounds and files.
         discovery: lists the workers.
-        administrator: carries out operators' calls; None: there is no admin service.
+        administrator: carries out operators' calls, and its workers are other routers', too; None:
+            there is no admin service.
     """
 
     def __init__(
@@ -80,6 +90,7 @@ class Router:
     ) -> None:
         self._config = config
         self._administrator = administrator
+        self._discovery = discovery
         self._id = uuid.uuid4().hex
         self._metrics = RouterMetrics(config.model_name)
         self._fleet = Fleet(
@@ -231,7 +242,10 @@ class Router:
         server = front_server(_ADMIN_MESSAGE_BYTES, self._guards())
         admin = AdminService(administrator, self._fleet)
         admin_pb2_grpc.add_AdminServiceServicer_to_server(admin, server)
-        reflection.enable_server_reflection([_ADMIN, reflection.SERVICE_NAME], server)
+        watched = ControllerService(self._discovery)
+        controller_pb2_grpc.add_ControllerServiceServicer_to_server(watched, server)
+        shown = [_ADMIN, _CONTROLLER, reflection.SERVICE_NAME]
+        reflection.enable_server_reflection(shown, server)
         config = self._config
         self.admin_address = await _listen(
             undo, server, config.admin_address, config.admin_tls, "admin"

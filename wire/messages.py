@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvrelay.v1 import hand_over_pb2, inference_pb2, worker_pb2
+from kvrelay.v1 import controller_pb2, hand_over_pb2, inference_pb2, worker_pb2
 from kvrelay.wire.agent import AgentDescription
 from kvrelay.wire.codec import Codec
 from kvrelay.wire.hand_over import FromDecode, FromPrefill, Open, Sequenced
@@ -10,6 +10,7 @@ from kvrelay.wire.load import WorkerStatus
 from kvrelay.wire.output import EngineOutputs, PhaseTimings
 from kvrelay.wire.page_owners import PageOwners
 from kvrelay.wire.request import AttachRequest, GenerationParams
+from kvrelay.wire.worker_list import WorkerList
 
 AGENT = Codec(AgentDescription, hand_over_pb2.DescribeAgentResponse)
 HAND_OVER_OPEN = Codec(Open, hand_over_pb2.HandOverOpen)
@@ -20,6 +21,7 @@ FROM_PREFILL = Codec(Sequenced, hand_over_pb2.HandOverResponse, message=FromPref
 ENGINE_OUTPUTS = Codec(EngineOutputs, worker_pb2.AttachResponse)
 TIMINGS = Codec(PhaseTimings, inference_pb2.PhaseTimings)
 WORKER_STATUS = Codec(WorkerStatus, inference_pb2.WorkerStatus)
+WORKER_LIST = Codec(WorkerList, controller_pb2.WatchWorkersResponse)
 PAGE_OWNERS = Codec(PageOwners, worker_pb2.GetPageOwnersResponse)
 GENERATION_PARAMS = Codec(GenerationParams, inference_pb2.SamplingParams)
 ATTACH_REQUEST = Codec(AttachRequest, worker_pb2.AttachRequest)

@@ -1,7 +1,8 @@
-"""`kvrelay` as its users have it: three commands, and Ctrl-C."""
+"""`kvrelay` as its users have it: its commands, and Ctrl-C."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
@@ -57,9 +58,13 @@ def serve(tiny: Path, temp: Path) -> Iterator[subprocess.Popen[str]]:
 
 
 def test_serve_generate_status_and_ctrl_c(
-    ray: None, unrelated: subprocess.Popen[bytes], serve: subprocess.Popen[str], temp: Path
+    ray: None,
+    unrelated: subprocess.Popen[bytes],
+    serve: subprocess.Popen[str],
+    temp: Path,
+    tiny: Path,
 ):
-    address, example = ready(serve)
+    address, admin, example = ready(serve)
     assert subprocess.run(example, shell=True, capture_output=True).returncode == 0
     cluster = psutil.Process(serve.pid).children(recursive=True)
     assert list(temp.glob("kvrelay-*"))
@@ -74,6 +79,7 @@ def test_serve_generate_status_and_ctrl_c(
     assert sum(len(delta["token_ids"]) for delta in deltas) == 8
     assert (complete["event"], complete["finish_reason"]) == ("complete", "length")
     assert complete["usage"]["completion_tokens"] == 8
+    assert text_by_another_router(admin, tiny, options) == text
 
     shown = run("status", "--server", address)
     report = json.loads(run("status", "--json", "--server", address))
@@ -125,17 +131,36 @@ def of_this_process(*, beside: list[psutil.Process]) -> list[psutil.Process]:
     return [process for process in mine if process.pid not in others]
 
 
-def ready(serve: subprocess.Popen[str]) -> tuple[str, str]:
-    """Where clients connect, and the example to paste, once it says that it is ready."""
+def text_by_another_router(admin: str, model: Path, options: tuple[str, ...]) -> str:
+    """What `kvrelay router` answers, beside the cluster's own; it has ended again then."""
+    command = [*KVRELAY, "router", "--controller", admin, "--model", str(model)]
+    command += ["--dtype", "float32", "--grpc", ANYWHERE, "--metrics", ANYWHERE]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as router:
+        try:
+            assert router.stdout is not None
+            lines = list(
+                itertools.takewhile(lambda line: line != "Ctrl-C stops it.\n", router.stdout)
+            )
+            [address] = [line.split()[1] for line in lines if line.startswith("  gRPC ")]
+            text = run("generate", *options, "--server", address)
+            router.send_signal(signal.SIGINT)
+            assert router.wait(30) == 0
+        finally:
+            router.kill()
+    return text
+
+
+def ready(serve: subprocess.Popen[str]) -> tuple[str, str, str]:
+    """Where clients and operators connect, and the example to paste, once it is ready."""
     assert serve.stdout is not None
     said = ""
     for line in serve.stdout:
         said += line
         if line.startswith("Ctrl-C stops it."):
-            lines = r"^  gRPC +(\S+)$.*^  admin +127\.0\.0\.1:\d+$.*^Try:  ([^\n]+)$"
+            lines = r"^  gRPC +(\S+)$.*^  admin +(127\.0\.0\.1:\d+)$.*^Try:  ([^\n]+)$"
             found = re.search(lines, said, re.MULTILINE | re.DOTALL)
             assert found, said
-            return found[1], found[2]
+            return found[1], found[2], found[3]
     pytest.fail(f"it ended before it was ready:\n{said}")
 
 

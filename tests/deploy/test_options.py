@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 
 from kvrelay.deploy.address import Address
-from kvrelay.deploy.deployment import router_config, worker_configs
+from kvrelay.deploy.deployment import worker_configs
 from kvrelay.deploy.errors import OptionError
 from kvrelay.deploy.models import Model
 from kvrelay.deploy.option_table import markdown
 from kvrelay.deploy.options import ServeOptions
+from kvrelay.deploy.router_config import router_config
 from kvrelay.engine.config import Speculation, WorkerConfig
 from kvrelay.net.tls import TlsFiles
 from kvrelay.router.config import PlacementMode

@@ -1,0 +1,53 @@
+from kvrelay.v1 import hand_over_pb2 as _hand_over_pb2
+from kvrelay.v1 import inference_pb2 as _inference_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class WatchWorkersRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class WatchWorkersResponse(_message.Message):
+    __slots__ = ("endpoints", "awaited")
+    ENDPOINTS_FIELD_NUMBER: _ClassVar[int]
+    AWAITED_FIELD_NUMBER: _ClassVar[int]
+    endpoints: _containers.RepeatedCompositeFieldContainer[WorkerInfo]
+    awaited: _containers.RepeatedCompositeFieldContainer[WorkerInfo]
+    def __init__(self, endpoints: _Optional[_Iterable[_Union[WorkerInfo, _Mapping]]] = ..., awaited: _Optional[_Iterable[_Union[WorkerInfo, _Mapping]]] = ...) -> None: ...
+
+class WorkerInfo(_message.Message):
+    __slots__ = ("name", "role", "incarnation", "address", "metrics_address", "pool_tokens", "max_model_len", "vocab_size", "architecture", "eos_token_ids", "model", "kv_events_address", "pid", "draining")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    METRICS_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    POOL_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    MAX_MODEL_LEN_FIELD_NUMBER: _ClassVar[int]
+    VOCAB_SIZE_FIELD_NUMBER: _ClassVar[int]
+    ARCHITECTURE_FIELD_NUMBER: _ClassVar[int]
+    EOS_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    KV_EVENTS_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    PID_FIELD_NUMBER: _ClassVar[int]
+    DRAINING_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    role: _inference_pb2.WorkerRole
+    incarnation: str
+    address: str
+    metrics_address: str
+    pool_tokens: int
+    max_model_len: int
+    vocab_size: int
+    architecture: str
+    eos_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    model: _hand_over_pb2.ModelDigest
+    kv_events_address: str
+    pid: int
+    draining: bool
+    def __init__(self, name: _Optional[str] = ..., role: _Optional[_Union[_inference_pb2.WorkerRole, str]] = ..., incarnation: _Optional[str] = ..., address: _Optional[str] = ..., metrics_address: _Optional[str] = ..., pool_tokens: _Optional[int] = ..., max_model_len: _Optional[int] = ..., vocab_size: _Optional[int] = ..., architecture: _Optional[str] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., model: _Optional[_Union[_hand_over_pb2.ModelDigest, _Mapping]] = ..., kv_events_address: _Optional[str] = ..., pid: _Optional[int] = ..., draining: bool = ...) -> None: ...
