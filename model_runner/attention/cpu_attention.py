@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
-from itertools import pairwise
-
 import numpy as np
 import torch
 
@@ -12,14 +9,14 @@ from kvrelay.mem_cache.pool import KVPool
 from kvrelay.model_runner.batch import ForwardBatch, Int32Array, Int64Array, new_token_slots
 from kvrelay.model_runner.config.query_heads import QueryHeads
 from kvrelay.model_runner.kernels.arrays import Array, as_array
-from kvrelay.model_runner.kernels.decode_attention import make_decode_kernel
+from kvrelay.model_runner.kernels.decode_attention import attend_rows
 from kvrelay.model_runner.kernels.jit import has_float16
 from kvrelay.model_runner.kernels.lanes import ROWS, has_bfloat16_products
 from kvrelay.model_runner.kernels.prefill_attention import TILES, attend_strips
 from kvrelay.model_runner.kernels.write_kv import write_kv
 
-_SPLIT_TOKENS = 1024
-"""Tokens attended to in a step from which a second thread saves more than its hand-over costs."""
+_SHARED_TOKENS = 1024
+"""Attended to in a step: from so many a second thread saves more than its start costs."""
 _FEW_TOKENS = 16
 """Up to so many new tokens, such as drafts to be verified, a sequence is computed token by token,
 each as in decode: tiles of more would be empty for the most part."""
@@ -54,18 +51,10 @@ class CpuAttention:
         self.window = geometry.window or _NO_WINDOW
         few_tokens = _FEW_LATENTS if geometry.latent else _FEW_TOKENS
         self.few_tokens = _ANY_NUMBER if by_token else few_tokens
-        self.decode = make_decode_kernel(
-            geometry.parts,
-            geometry.num_kv_heads,
-            heads.num_heads // geometry.num_kv_heads,
-            geometry.head_dim,
-            heads.value_dim,
-        )
         paired = pool.data.dtype is torch.bfloat16 and geometry.head_dim % 2 == 0
         unit = np.uint32 if paired and has_bfloat16_products() else np.float32
         self.unit = np.empty(0, unit)
         self.threads = torch.get_num_threads()
-        self.helpers = ThreadPoolExecutor(max(1, self.threads - 1), "attention")
 
     @staticmethod
     def runs(device: torch.device, dtype: torch.dtype) -> bool:
@@ -97,11 +86,14 @@ class CpuStepAttention:
         few = new_tokens <= backend.few_tokens
         owners = np.repeat(np.arange(len(new_tokens)), new_tokens)
         rows = np.flatnonzero(few[owners])
+        # The longest first: the threads, which take them in turn, end at about the same time.
+        rows = rows[np.argsort(-batch.positions[rows], kind="stable")]
         self._rows = rows.astype(np.int32)
         self._page_table = np.ascontiguousarray(page_table[owners[rows]])
         # What a row attends to: its sequence, up to its own token.
         self._seq_lens = (batch.positions[rows] + 1).astype(np.int32)
-        self._shares = self._split()
+        seen = int(np.minimum(self._seq_lens, backend.window).sum())
+        self._decode_threads = backend.threads if seen >= _SHARED_TOKENS else 1
         self._tables = np.ascontiguousarray(page_table[~few])
         self._strips = self._cut_strips(batch, np.flatnonzero(~few))
 
@@ -114,32 +106,29 @@ class CpuStepAttention:
         new = as_array(rows)
         write_kv(*place, new, heads.num_heads, self._page_ids, self._slots)
         out = rows.new_empty(len(rows), heads.num_heads * heads.value_dim)
-        if self._shares:
+        if len(self._rows):
             self._decode(place, new, as_array(out))
         if len(self._strips):
             self._prefill(place, new, as_array(out))
         return out
 
     def _decode(self, place: tuple[Array, int, int, int], new: Array, out: Array) -> None:
-        heads = self._backend.heads
-
-        def attend(share: slice) -> None:
-            self._backend.decode(
-                *place,
-                self._backend.window,
-                heads.scale,
-                heads.softcap or 0.0,
-                new,
-                self._rows[share],
-                self._page_table[share],
-                self._seq_lens[share],
-                out,
-            )
-
-        helped = [self._backend.helpers.submit(attend, share) for share in self._shares[1:]]
-        attend(self._shares[0])
-        for future in helped:
-            future.result()
+        backend, heads, geometry = self._backend, self._backend.heads, self._backend.pool.geometry
+        attend_rows(
+            self._decode_threads,
+            *place,
+            geometry.num_kv_heads,
+            geometry.parts,
+            backend.window,
+            heads.scale,
+            heads.softcap or 0.0,
+            new,
+            heads.num_heads,
+            self._rows,
+            self._page_table,
+            self._seq_lens,
+            out,
+        )
 
     def _prefill(self, place: tuple[Array, int, int, int], new: Array, out: Array) -> None:
         backend, heads, geometry = self._backend, self._backend.heads, self._backend.pool.geometry
@@ -186,16 +175,3 @@ class CpuStepAttention:
         ]
         strips.sort(key=lambda strip: -(strip[2] * group + strip[3]))
         return np.array(strips, np.int32).reshape(-1, 5)
-
-    def _split(self) -> list[slice]:
-        """The kernel's rows, cut where the tokens they attend to are about equal."""
-        count = len(self._rows)
-        if count == 0:
-            return []
-        totals = np.cumsum(np.minimum(self._seq_lens, self._backend.window))
-        shares = min(self._backend.threads, count)
-        if totals[-1] < _SPLIT_TOKENS or shares == 1:
-            return [slice(0, count)]
-        marks = totals[-1] * np.arange(1, shares) / shares
-        cuts = [0, *(int(cut) for cut in np.searchsorted(totals, marks)), count]
-        return [slice(a, b) for a, b in pairwise(cuts) if a < b]

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import cache
 from typing import Any
 
 import numpy as np
 
 from kvrelay.model_runner.kernels.arrays import Array
+from kvrelay.model_runner.kernels.decode_lanes import MOST_HEADS, score_page, weigh_page
 from kvrelay.model_runner.kernels.jit import (
     exp_of_negative,
     inlined,
@@ -17,69 +16,102 @@ from kvrelay.model_runner.kernels.jit import (
     store,
     widen,
 )
+from kvrelay.model_runner.kernels.team import run_on_team, take
 
 _LINE = 32
 """Elements between prefetches: a cache line of bfloat16 (in float32 every other line)."""
 
-DecodeKernel = Callable[
-    [Array, int, int, int, int, float, float, Array, Array, Array, Array, Array], None
-]
 
+@kernel
+def attend_rows(
+    threads: int,
+    pages: Array,
+    layer_start: int,
+    page_stride: int,
+    page_size: int,
+    kv_heads: int,
+    parts: int,
+    window: int,
+    scale: float,
+    softcap: float,
+    new: Array,
+    num_heads: int,
+    rows: Array,
+    page_table: Array,
+    seq_lens: Array,
+    out: Array,
+) -> None:
+    """Rows of ``new [T, heads, D]`` to rows of ``out [T, num_heads * value_dim]``.
 
-@cache
-def make_decode_kernel(
-    parts: int, kv_heads: int, group: int, head_dim: int, value_dim: int
-) -> DecodeKernel:
-    """The kernel for pages of `parts` and `kv_heads`, each shared by `group` query heads.
-
-    They are constants when it is compiled: unrolling over them makes it three
-    times as fast. With one part, keys are also the values, up to `value_dim`.
+    One row a sequence, in passes that are all in float32: scores (bent by a `softcap` that is
+    not 0), softmax, weighted sum. `page_table` is read from the page of the first token within
+    the `window` on. With one part, keys are also the values, up to the value dimension.
     """
+    value_offset = (parts - 1) * kv_heads * page_size * new.shape[2]
+    args = (
+        np.zeros(1, np.int64),
+        pages,
+        layer_start,
+        page_stride,
+        page_size,
+        kv_heads,
+        value_offset,
+        window,
+        np.float32(scale),
+        np.float32(softcap),
+        new,
+        num_heads,
+        rows,
+        page_table,
+        seq_lens,
+        out,
+    )
+    run_on_team(threads, attend_remaining_rows, args)
 
-    @kernel
-    def attend(
-        pages: Array,
-        layer_start: int,
-        page_stride: int,
-        page_size: int,
-        window: int,
-        scale: float,
-        softcap: float,
-        new: Array,
-        rows: Array,
-        page_table: Array,
-        seq_lens: Array,
-        out: Array,
-    ) -> None:
-        """Rows of ``new [T, heads, D]`` to rows of ``out [T, num_heads * value_dim]``.
 
-        One row a sequence, in passes that are all in float32: scores (bent by a
-        `softcap` that is not 0), softmax, weighted sum. `page_table` is read from
-        the page of the first token within the `window` on.
-        """
-        queries = np.empty((kv_heads * group, head_dim), np.float32)
-        sums = np.empty((kv_heads * group, value_dim), np.float32)
-        longest = min(seq_lens.max(), window + page_size)
-        scores = np.empty((kv_heads * group, longest), np.float32)
-        run = page_size * head_dim
-        for b in range(len(rows)):
-            first_page = max(0, seq_lens[b] - window) // page_size
-            end_page = (seq_lens[b] + page_size - 1) // page_size
-            starts = page_table[b, first_page:end_page].astype(np.int64) * page_stride + layer_start
-            # Of these pages' tokens, [skipped, tokens) are visible.
-            tokens = seq_lens[b] - first_page * page_size
-            skipped = max(0, tokens - window)
-            load_queries(new[rows[b]], queries, scale)
-            add_scores(pages, starts, run, queries, skipped, tokens, scores, kv_heads, group)
-            if softcap > 0:
-                cap(scores, skipped, tokens, softcap)
-            softmax(scores, skipped, tokens)
-            if parts == 2:
-                starts += kv_heads * run
-            add_values(pages, starts, run, scores, skipped, tokens, sums, kv_heads, group, head_dim)
-            store_sums(sums, out[rows[b]])
-
-    return attend
+@kernel
+def attend_remaining_rows(
+    counter: Array,
+    pages: Array,
+    layer_start: int,
+    page_stride: int,
+    page_size: int,
+    kv_heads: int,
+    value_offset: int,
+    window: int,
+    scale: Any,
+    softcap: Any,
+    new: Array,
+    num_heads: int,
+    rows: Array,
+    page_table: Array,
+    seq_lens: Array,
+    out: Array,
+) -> None:
+    """Attend for the next row until there is none left."""
+    head_dim, value_dim = new.shape[2], out.shape[1] // num_heads
+    queries = np.empty((num_heads, head_dim), np.float32)
+    sums = np.empty((num_heads, value_dim), np.float32)
+    longest = min(seq_lens.max(), window + page_size)
+    scores = np.empty((num_heads, longest), np.float32)
+    while True:
+        b = take(counter, 1)
+        if b >= len(rows):
+            break
+        first_page = max(0, seq_lens[b] - window) // page_size
+        end_page = (seq_lens[b] + page_size - 1) // page_size
+        starts = page_table[b, first_page:end_page].astype(np.int64) * page_stride + layer_start
+        # Of these pages' tokens, [skipped, tokens) are visible.
+        tokens = seq_lens[b] - first_page * page_size
+        skipped = max(0, tokens - window)
+        load_queries(new[rows[b]], queries, scale)
+        add_scores(pages, starts, page_size, kv_heads, queries, skipped, tokens, scores)
+        if softcap > 0:
+            cap(scores, skipped, tokens, softcap)
+        softmax(scores, skipped, tokens)
+        starts += value_offset
+        add_values(pages, starts, page_size, kv_heads, head_dim, scores, skipped, tokens, sums)
+        store_sums(sums, out[rows[b]])
 
 
 @inlined
@@ -102,7 +134,10 @@ def store_sums(sums: Array, out: Array) -> None:
 
 @inlined
 def prefetch_next(pages: Array, starts: Array, p: int, offset: int, run: int) -> None:
-    """Fetch a head's run of the page after `p`: it lies anywhere, hardware cannot foresee it."""
+    """Fetch a head's run of the page after `p`: it lies anywhere, hardware cannot foresee it.
+
+    All of it at once, and not earlier: spread over the tokens, or further ahead, it gains less.
+    """
     ahead = starts[min(p + 1, len(starts) - 1)] + offset
     for line in range(0, run, _LINE):
         prefetch(pages, ahead + line)
@@ -112,33 +147,50 @@ def prefetch_next(pages: Array, starts: Array, p: int, offset: int, run: int) ->
 def add_scores(
     pages: Array,
     starts: Array,
-    run: int,
+    page_size: int,
+    kv_heads: int,
     queries: Array,
     skipped: int,
     tokens: int,
     scores: Array,
-    kv_heads: int,
-    group: int,
 ) -> None:
     """``scores [num_heads, tokens]`` of ``queries [num_heads, D]`` with a sequence's keys.
 
-    Its pages' keys begin at `starts`; a head's `run` is ``page_size * head_dim``.
-    Those of the first `skipped` tokens are not read.
+    Its pages' keys begin at `starts`. Those of the first `skipped` tokens are not read.
     """
-    head_dim = queries.shape[1]
-    page_size = run // head_dim
+    num_heads, head_dim = queries.shape
+    run, group = page_size * head_dim, num_heads // kv_heads
     for p in range(len(starts)):
         first = p * page_size
+        begin, end = max(0, skipped - first), min(page_size, tokens - first)
         for h in range(kv_heads):
             prefetch_next(pages, starts, p, h * run, run)
-            at = starts[p] + h * run
-            for token in range(max(0, skipped - first), min(page_size, tokens - first)):
-                key = pages[at + token * head_dim : at + (token + 1) * head_dim]
-                for g in range(group):
-                    score = np.float32(0)
-                    for d in range(head_dim):
-                        score += queries[h * group + g, d] * widen(key[d])
-                    scores[h * group + g, first + token] = score
+            at = starts[p] + h * run + begin * head_dim
+            score_heads(pages, at, end - begin, queries, h * group, group, scores, first + begin)
+
+
+@inlined
+def score_heads(
+    pages: Array,
+    at: int,
+    count: int,
+    queries: Array,
+    first: int,
+    group: int,
+    scores: Array,
+    to: int,
+) -> None:
+    """`score_page` of as many heads at once as there can be, for `group` of them."""
+    end = first + group
+    while end - first >= MOST_HEADS:
+        score_page(MOST_HEADS, pages, at, count, queries, first, scores, to)
+        first += MOST_HEADS
+    if end - first == 3:
+        score_page(3, pages, at, count, queries, first, scores, to)
+    elif end - first == 2:
+        score_page(2, pages, at, count, queries, first, scores, to)
+    elif end - first == 1:
+        score_page(1, pages, at, count, queries, first, scores, to)
 
 
 @inlined
@@ -180,54 +232,52 @@ def softmax(scores: Array, skipped: int, tokens: int) -> None:
 def add_values(
     pages: Array,
     starts: Array,
-    run: int,
+    page_size: int,
+    kv_heads: int,
+    head_dim: int,
     weights: Array,
     skipped: int,
     tokens: int,
     sums: Array,
-    kv_heads: int,
-    group: int,
-    head_dim: int,
 ) -> None:
     """``sums [num_heads, value_dim]`` of a sequence's values by ``weights [num_heads, tokens]``.
 
-    Its pages' values begin at `starts`; a head's `run` is ``page_size * head_dim``.
-    Those of the first `skipped` tokens are not read.
+    Its pages' values begin at `starts`, one each `head_dim` elements. Those of the first
+    `skipped` tokens are not read.
     """
-    page_size = run // head_dim
+    run, group = page_size * head_dim, len(sums) // kv_heads
     sums[:] = 0
     for p in range(len(starts)):
         first = p * page_size
         begin, end = max(0, skipped - first), min(page_size, tokens - first)
         for h in range(kv_heads):
             prefetch_next(pages, starts, p, h * run, run)
-            values = pages[starts[p] + h * run + begin * head_dim : starts[p] + (h + 1) * run]
-            for g in range(group):
-                head = h * group + g
-                add_weighted(
-                    values, weights[head, first + begin : first + end], sums[head], head_dim
-                )
+            at = starts[p] + h * run + begin * head_dim
+            weigh_heads(
+                pages, at, end - begin, head_dim, weights, first + begin, sums, h * group, group
+            )
 
 
 @inlined
-def add_weighted(values: Array, weights: Array, total: Array, head_dim: int) -> None:
-    """Add to ``total [value_dim]`` the begins of rows of ``values [tokens * head_dim]``.
-
-    By ``weights [tokens]``.
-    """
-    value_dim = len(total)
-    fours = len(weights) // 4 * 4
-    # Four at a time: the total is then loaded and stored a quarter as often.
-    for token in range(0, fours, 4):
-        block = values[token * head_dim : (token + 4) * head_dim]
-        w0, w1, w2, w3 = weights[token], weights[token + 1], weights[token + 2], weights[token + 3]
-        for d in range(value_dim):
-            total[d] += (
-                w0 * widen(block[d])
-                + w1 * widen(block[head_dim + d])
-                + w2 * widen(block[2 * head_dim + d])
-                + w3 * widen(block[3 * head_dim + d])
-            )
-    for token in range(fours, len(weights)):
-        for d in range(value_dim):
-            total[d] += weights[token] * widen(values[token * head_dim + d])
+def weigh_heads(
+    pages: Array,
+    at: int,
+    count: int,
+    head_dim: int,
+    weights: Array,
+    of: int,
+    sums: Array,
+    first: int,
+    group: int,
+) -> None:
+    """`weigh_page` of as many heads at once as there can be, for `group` of them."""
+    end = first + group
+    while end - first >= MOST_HEADS:
+        weigh_page(MOST_HEADS, pages, at, count, head_dim, weights, of, sums, first)
+        first += MOST_HEADS
+    if end - first == 3:
+        weigh_page(3, pages, at, count, head_dim, weights, of, sums, first)
+    elif end - first == 2:
+        weigh_page(2, pages, at, count, head_dim, weights, of, sums, first)
+    elif end - first == 1:
+        weigh_page(1, pages, at, count, head_dim, weights, of, sums, first)

@@ -92,23 +92,25 @@ def _at(builder: Any, row: Any, vector: int) -> Any:
     return builder.add(builder.mul(row, _INT64(ROWS)), _INT64(LANES * vector))
 
 
-def _splat(builder: Any, scalar: Any) -> Any:
-    kind = ir.VectorType(scalar.type, LANES)
-    nothing = ir.Constant(kind, ir.Undefined)
+def splat(builder: Any, scalar: Any, lanes: int = LANES) -> Any:
+    """A vector whose lanes all are `scalar`."""
+    nothing = ir.Constant(ir.VectorType(scalar.type, lanes), ir.Undefined)
     one = builder.insert_element(nothing, scalar, _INT32(0))
-    return builder.shuffle_vector(one, nothing, _int_constant(0))
+    mask = ir.Constant(ir.VectorType(_INT32, lanes), [0] * lanes)
+    return builder.shuffle_vector(one, nothing, mask)
 
 
 def _larger(builder: Any, x: Any, y: Any) -> Any:
     return builder.select(builder.fcmp_ordered(">", x, y), x, y)
 
 
-def _fma(builder: Any, x: Any, y: Any, z: Any) -> Any:
-    """``x * y + z``"""
-    return _call(builder, f"llvm.fma.v{LANES}f32", _FLOATS, x, y, z)
+def add_scaled(builder: Any, x: Any, y: Any, z: Any) -> Any:
+    """``x * y + z`` of float32, numbers or vectors, rounded once."""
+    kind = "f32" if x.type == _FLOAT else f"v{x.type.count}f32"
+    return _call(builder, f"llvm.fma.{kind}", x.type, x, y, z)
 
 
-def _loop(
+def loop(
     builder: Any, count: Any, carried: Sequence[Any], body: Callable[[Any, Sequence[Any]], Any]
 ) -> Sequence[Any]:
     """``for i in range(count): carried = body(i, carried)``, at least once."""
@@ -136,9 +138,9 @@ def _data(context: Any, builder: Any, signature: Any, args: Any, index: int) -> 
 
 def _add_product(builder: Any, total: Any, rows: Any, other: Any) -> Any:
     """``total + rows * other``: `rows` a vector of units, `other` a unit for all lanes."""
-    others = _splat(builder, other)
+    others = splat(builder, other)
     if rows.type == _FLOATS:
-        return _fma(builder, rows, others, total)
+        return add_scaled(builder, rows, others, total)
     pairs = (builder.bitcast(vector, _BFLOATS) for vector in (rows, others))
     return _call(builder, "llvm.x86.avx512bf16.dpbf16ps.512", _FLOATS, total, *pairs)
 
@@ -168,7 +170,7 @@ def _add_products(
                     sums[at] = _add_product(builder, sums[at], rows[vector], unit)
         return sums
 
-    return _loop(builder, builder.udiv(depth, _INT64(STEP)), totals, turn)
+    return loop(builder, builder.udiv(depth, _INT64(STEP)), totals, turn)
 
 
 @intrinsic  # type: ignore[untyped-decorator]
@@ -262,7 +264,7 @@ def _exp2(builder: Any, x: Any) -> Any:
     rest = builder.fsub(x, nearest)
     result = _constant(_EXP2[0])
     for coefficient in _EXP2[1:]:
-        result = _fma(builder, result, rest, _constant(coefficient))
+        result = add_scaled(builder, result, rest, _constant(coefficient))
     exponent = builder.add(builder.fptosi(nearest, _INTS), _int_constant(127))
     power = builder.bitcast(builder.shl(exponent, _int_constant(23)), _FLOATS)
     result = builder.fmul(result, power)
@@ -302,7 +304,7 @@ def weigh_block(
         score_data, largest_data, total_data, decay_data, weight_data = (
             _data(context, builder, signature, args, index) for index in (0, 3, 4, 5, 6)
         )
-        halves, slope = builder.udiv(args[1], _INT64(2)), _splat(builder, args[2])
+        halves, slope = builder.udiv(args[1], _INT64(2)), splat(builder, args[2])
         ends = [_INT64(LANES * vector) for vector in range(VECTORS)]
         paired = weights.dtype == numba.uint32
 
@@ -321,7 +323,7 @@ def weigh_block(
             return [_larger(builder, score, most) for score, most in zip(both, found, strict=True)]
 
         old = [_load(builder, largest_data, end, _FLOATS) for end in ends]
-        found = _loop(builder, halves, old * 2, find_largest)
+        found = loop(builder, halves, old * 2, find_largest)
         new = [
             _larger(builder, *pair) for pair in zip(found[:VECTORS], found[VECTORS:], strict=True)
         ]
@@ -334,7 +336,7 @@ def weigh_block(
         def weigh(index: Any, sums: Sequence[Any]) -> Sequence[Any]:
             first, second = (
                 [
-                    _exp2(builder, _fma(builder, score, slope, shift))
+                    _exp2(builder, add_scaled(builder, score, slope, shift))
                     for score, shift in zip(load_scores(index, side), shifts, strict=True)
                 ]
                 for side in (0, 1)
@@ -352,7 +354,7 @@ def weigh_block(
                 for total, weight in zip(sums, first + second, strict=True)
             ]
 
-        sums = _loop(builder, halves, [_constant(0.0)] * (2 * VECTORS), weigh)
+        sums = loop(builder, halves, [_constant(0.0)] * (2 * VECTORS), weigh)
         for vector, end in enumerate(ends):
             _store(builder, new[vector], largest_data, end)
             _store(builder, decays[vector], decay_data, end)

@@ -165,6 +165,18 @@ def test_cpu_agrees_with_torch(
     agrees_with_torch(geometry, heads, LENGTHS)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("group", [1, 3, 5, 7])
+@pytest.mark.parametrize("head_dim", [5, 16, 80, 96])
+def test_decode_agrees_with_torch_for_any_number_of_heads_and_dimensions(
+    head_dim: int, group: int, dtype: torch.dtype
+) -> None:
+    """Heads are computed by up to four, dimensions by 64, 16 and one."""
+    geometry = KVGeometry(2, 2, head_dim, dtype, 6)
+    heads = QueryHeads(2 * group, head_dim, head_dim**-0.5)
+    agrees_with_torch(geometry, heads, [(1, 40), (1, 1), (1, 5), (1, 23)])
+
+
 @pytest.mark.parametrize("kind", ["full", "window"])
 def test_float16_agrees_with_torch(kind: str) -> None:
     geometry, heads = KINDS[kind]

@@ -14,10 +14,10 @@ from kvrelay.model_runner.kernels.jit import kernel
 from kvrelay.model_runner.kernels.kernel_cache import SOURCES, make_cache_folder
 
 REPORT = """
-from kvrelay.model_runner.kernels.decode_attention import make_decode_kernel
+from kvrelay.model_runner.kernels.decode_attention import attend_rows
 from kvrelay.model_runner.kernels.elementwise import rms_norm
 from kvrelay.model_runner.kernels.write_kv import write_kv
-for kernel in rms_norm, write_kv, make_decode_kernel(2, 1, 1, 2, 2):
+for kernel in rms_norm, write_kv, attend_rows:
     print(kernel.stats.cache_path)
 """
 
