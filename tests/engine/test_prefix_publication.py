@@ -78,10 +78,14 @@ def test_what_was_read_twice_is_stored_once(seed: int, windows: Any) -> None:
     requests = [simulation.submit(PROMPT, 12) for _ in range(2)]
     decode = simulation.decodes[0]
 
-    def both_granted() -> bool:
-        return decode.kv_cache.page_counts()[0].held == 2 * len(PROMPT) // 4
+    def both_computed() -> bool:
+        live = [*decode.context.requests.values()]
+        return len(live) == 2 and all(
+            isinstance(one, HandedOverRequest) and one.announced_at for one in live
+        )
 
-    step_until(simulation, both_granted)
+    step_until(simulation, both_computed)
+    assert decode.kv_cache.page_counts()[0].held == 2 * len(PROMPT) // 4
     simulation.end_read = read  # type: ignore[method-assign]
     step_until(simulation, lambda: all(generates(request) for request in requests))
     counts = decode.kv_cache.page_counts()[0]
