@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
+from dataclasses import replace
 from types import TracebackType
 from typing import Final, Self
 
@@ -18,10 +19,11 @@ from kvrelay.deploy.leases import Leases, LeaseTimes
 from kvrelay.deploy.membership import Membership
 from kvrelay.deploy.pauses import finished
 from kvrelay.deploy.placement import Placement
+from kvrelay.deploy.scaling import Scaling
 from kvrelay.deploy.supervisor import WorkerSupervisor
 from kvrelay.engine.config import WorkerConfig
 from kvrelay.engine.faults import Fault
-from kvrelay.router.admin import DrainPhase, DrainStep
+from kvrelay.router.admin import DrainPhase, DrainStep, ScaleStep
 from kvrelay.router.discovery import Discovery
 from kvrelay.router.errors import CannotDrain, UnknownWorker
 from kvrelay.wire.worker_info import WorkerInfo, WorkerRole
@@ -65,6 +67,10 @@ class Cluster:
         self._store = store or InProcessStore()
         self._holding: asyncio.Task[None] | None = None
         self._supervisors: dict[str, WorkerSupervisor] = {}
+        self._starting: set[str] = set()
+        """The names of workers that are being added."""
+        self._scaling = Scaling(self)
+        self._leases: Leases | None = None
 
     async def __aenter__(self) -> Self:
         await self.start()
@@ -95,7 +101,7 @@ class Cluster:
         running then.
         """
         try:
-            leases = await self._begin_epoch()
+            self._leases = leases = await self._begin_epoch()
             for role in WorkerRole:
                 configs = [config for config in self._configs if config.role is role]
                 await self._place(configs, leases)
@@ -112,6 +118,7 @@ class Cluster:
         await finished(self._stop())
 
     async def _stop(self) -> None:
+        await self._scaling.stop()
         supervisors, self._supervisors = self._supervisors, {}
         try:
             stops = [supervisor.stop() for supervisor in supervisors.values()]
@@ -146,6 +153,44 @@ class Cluster:
             successor = await self._members.until_live(worker)
             yield DrainStep(DrainPhase.READY, successor.incarnation)
 
+    async def scale(self, wanted: Mapping[WorkerRole, int]) -> AsyncIterator[ScaleStep]:
+        """Add and remove workers, and yield each phase; see `router.admin.Administrator`."""
+        async for step in self._scaling.scale(wanted):
+            yield step
+
+    @property
+    def staying(self) -> Mapping[str, WorkerRole]:
+        """The workers that are not being removed, by name."""
+        return self._staying_roles()
+
+    @property
+    def names(self) -> set[str]:
+        """Those that no new worker can have: of workers that leave or have left, too."""
+        return {*self._supervisors, *self._starting}
+
+    async def add(self, name: str, role: WorkerRole) -> None:
+        """Start one more worker, like the first of its role, and supervise it.
+
+        Raises ClusterError, in one line, if it does not start; nothing is left running then.
+        """
+        assert self._leases is not None, "the cluster was not started"
+        like = next(config for config in self._configs if config.role is role)
+        faults = None if like.faults is None else ()
+        config = replace(like, name=name, metrics_port=0, grpc_port=0, faults=faults)
+        of_workers = len(self._supervisors) + 1
+        place = await self._placement.add(config, of_workers=of_workers)
+        supervisor = WorkerSupervisor(config, place, self._log_level, self._leases, self)
+        self._starting.add(name)
+        try:
+            await supervisor.start()
+        except BaseException:
+            await finished(supervisor.stop())
+            raise
+        else:
+            self._supervisors[name] = supervisor
+        finally:
+            self._starting.discard(name)
+
     async def arm(self, worker: str, faults: Sequence[Fault]) -> None:
         """Inject these faults into a worker's present incarnation, if it was built for faults."""
         await self._supervisors[worker].arm(faults)
@@ -158,7 +203,7 @@ class Cluster:
 
     def worker_starting(self, name: str, weights_read: float) -> None:
         """Say so, of a first start to who started the cluster, of a restart in the log."""
-        if self._progress[name] == 1.0:
+        if self._progress.get(name, 1.0) == 1.0:
             _log.info("%s restarts: %.0f %% of its weights are read", name, 100 * weights_read)
         else:
             self._progress[name] = min(weights_read, 0.99)

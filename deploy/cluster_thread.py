@@ -13,9 +13,9 @@ from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 from kvrelay.deploy.cluster import Cluster
 from kvrelay.deploy.pauses import finished
 from kvrelay.engine.config import WorkerConfig
-from kvrelay.router.admin import DrainStep
+from kvrelay.router.admin import DrainStep, ScaleStep
 from kvrelay.router.discovery import Discovery, StaticDiscovery
-from kvrelay.wire.worker_info import WorkerInfo
+from kvrelay.wire.worker_info import WorkerInfo, WorkerRole
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -85,10 +85,19 @@ class ClusterThread:
 
     async def drain(self, worker: str, *, remove: bool) -> AsyncIterator[DrainStep]:
         """Drain a worker, and yield each phase, as `router.admin.Administrator` says."""
-        steps = self._cluster.drain(worker, remove=remove)
+        async for step in self._steps(self._cluster.drain(worker, remove=remove)):
+            yield step
 
-        async def next_step() -> DrainStep | None:
-            step = await anext(aiter(steps), None)
+    async def scale(self, wanted: Mapping[WorkerRole, int]) -> AsyncIterator[ScaleStep]:
+        """Add and remove workers, and yield each phase; see `router.admin.Administrator`."""
+        async for step in self._steps(self._cluster.scale(wanted)):
+            yield step
+
+    async def _steps(self, steps: AsyncIterator[T]) -> AsyncIterator[T]:
+        """What an iterator of the supervisors' loop yields."""
+
+        async def next_step() -> T | None:
+            step = await anext(steps, None)
             self._hand_over()  # before the step arrives, which is a consequence
             return step
 

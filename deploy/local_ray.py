@@ -23,8 +23,10 @@ set_process_variables()
 import ray  # noqa: E402 (after its settings)
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy  # noqa: E402
 
-__all__ = ["LocalRay", "PlacementGroupSchedulingStrategy", "ray"]
+__all__ = ["OWN_RAY", "LocalRay", "PlacementGroupSchedulingStrategy", "ray"]
 
+OWN_RAY = "kvrelay_own_ray"
+"""A resource that only such a Ray has."""
 _OBJECT_STORE_BYTES = 80 << 20
 """Nearly the least that Ray accepts: neither tokens nor KV go through its object store."""
 
@@ -59,6 +61,7 @@ class LocalRay:
                 ray.init(
                     address="local",
                     num_cpus=self._workers,
+                    resources={OWN_RAY: 1.0},
                     object_store_memory=_OBJECT_STORE_BYTES,
                     include_dashboard=False,
                     logging_level=self._log_level,

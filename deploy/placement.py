@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 from kvrelay.deploy.errors import ClusterError
-from kvrelay.deploy.local_ray import PlacementGroupSchedulingStrategy, ray
+from kvrelay.deploy.local_ray import OWN_RAY, PlacementGroupSchedulingStrategy, ray
 from kvrelay.engine.config import WorkerConfig
 
 PLACEMENT_SECONDS: Final = 30.0
@@ -55,6 +55,22 @@ class Placement:
             }
             for index in range(len(configs))
         ]
+
+    async def add(self, config: WorkerConfig, *, of_workers: int) -> dict[str, Any]:
+        """A place for one more worker: Ray's options for its actor.
+
+        A Ray of our own counts a CPU for each worker that it was started for, and nobody else is
+        there to share with. So one more is not counted, if it needs no GPU. Raises ClusterError if
+        there is no room.
+
+        Args:
+            config: the worker's.
+            of_workers: how many workers of all roles share the GPUs.
+        """
+        if config.device == "cpu" and OWN_RAY in ray.cluster_resources():
+            return {"num_cpus": 0.0, "max_restarts": -1}
+        [place] = await self.reserve([config], of_workers=of_workers)
+        return place
 
     def release(self) -> None:
         """Give every place back to Ray."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
@@ -14,6 +14,7 @@ from kvrelay.router.fleet import Fleet
 from kvrelay.router.status import with_status
 from kvrelay.v1 import admin_pb2 as pb
 from kvrelay.v1 import admin_pb2_grpc
+from kvrelay.wire.worker_info import WorkerRole
 
 _POLL_SECONDS = 0.5
 """Between two looks at how many requests a draining worker still has."""
@@ -39,6 +40,31 @@ class DrainStep:
     """Of the worker that leaves; in `READY`, of its successor."""
 
 
+class ScalePhase(StrEnum):
+    """How far the change of one worker has come."""
+
+    STARTING = "starting"
+    """A new worker starts."""
+    READY = "ready"
+    """A new worker takes requests."""
+    DRAINING = "draining"
+    """A worker that is too many takes no more requests."""
+    LEFT = "left"
+    """Its process has ended."""
+    FAILED = "failed"
+    """This change was not made."""
+
+
+@dataclass(frozen=True, slots=True)
+class ScaleStep:
+    """The change of one worker has reached a phase."""
+
+    worker: str
+    phase: ScalePhase
+    reason: str = ""
+    """Why it has failed."""
+
+
 class Administrator(Protocol):
     """Runs the workers. `deploy` hands the router one."""
 
@@ -55,11 +81,31 @@ class Administrator(Protocol):
         """
         ...
 
+    def scale(self, wanted: Mapping[WorkerRole, int]) -> AsyncIterator[ScaleStep]:
+        """Adds and removes workers and yields each phase; goes on if nobody iterates any more.
+
+        Args:
+            wanted: the number of workers; roles that are not named stay as they are.
+
+        Raises:
+            CannotScale: the cluster cannot have so many, or changes already.
+        """
+        ...
+
 
 _PHASES = {
     DrainPhase.DRAINING: pb.DrainWorkerResponse.PHASE_DRAINING,
     DrainPhase.LEFT: pb.DrainWorkerResponse.PHASE_LEFT,
     DrainPhase.READY: pb.DrainWorkerResponse.PHASE_READY,
+}
+
+
+_SCALE_PHASES = {
+    ScalePhase.STARTING: pb.ScaleWorkersResponse.PHASE_STARTING,
+    ScalePhase.READY: pb.ScaleWorkersResponse.PHASE_READY,
+    ScalePhase.DRAINING: pb.ScaleWorkersResponse.PHASE_DRAINING,
+    ScalePhase.LEFT: pb.ScaleWorkersResponse.PHASE_LEFT,
+    ScalePhase.FAILED: pb.ScaleWorkersResponse.PHASE_FAILED,
 }
 
 
@@ -84,6 +130,18 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
                 step = await coming
             finally:
                 coming.cancel()
+
+    @with_status
+    async def ScaleWorkers(  # noqa: N802
+        self, message: pb.ScaleWorkersRequest, context: grpc.aio.ServicerContext
+    ) -> None:
+        """Streams the phases of each worker that comes or goes."""
+        wanted = {role: getattr(message, role) for role in WorkerRole if message.HasField(role)}
+        async for step in self._administrator.scale(wanted):
+            phase = _SCALE_PHASES[step.phase]
+            await context.write(
+                pb.ScaleWorkersResponse(worker=step.worker, phase=phase, reason=step.reason)
+            )
 
     async def _write(
         self,

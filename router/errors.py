@@ -21,7 +21,8 @@
     └── InternalFailure        INTERNAL: another attempt would fail the same way
     AdminError                 an operator's call is refused
     ├── UnknownWorker          NOT_FOUND, lists the workers that there are
-    └── CannotDrain            FAILED_PRECONDITION, says why
+    ├── CannotDrain            FAILED_PRECONDITION, says why
+    └── CannotScale            FAILED_PRECONDITION, says why
 """
 
 from __future__ import annotations
@@ -188,6 +189,10 @@ class UnknownWorker(AdminError):  # noqa: N818
     def __init__(self, worker: str, names: Iterable[str]) -> None:
         known = ", ".join(sorted(names)) or "none"
         super().__init__(f"worker: there is no {worker!r}; the workers are: {known}")
+
+
+class CannotScale(AdminError):  # noqa: N818
+    """The cluster cannot have so many workers."""
 
 
 class CannotDrain(AdminError):  # noqa: N818

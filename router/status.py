@@ -12,6 +12,7 @@ from kvrelay.router.errors import (
     AdminError,
     AlreadyExists,
     CannotDrain,
+    CannotScale,
     DataLoss,
     DeadlineExceeded,
     DeadlineTooNear,
@@ -44,6 +45,7 @@ _STATUS: dict[type[Exception], grpc.StatusCode] = {
     InternalFailure: grpc.StatusCode.INTERNAL,
     UnknownWorker: grpc.StatusCode.NOT_FOUND,
     CannotDrain: grpc.StatusCode.FAILED_PRECONDITION,
+    CannotScale: grpc.StatusCode.FAILED_PRECONDITION,
 }
 
 ServiceT = TypeVar("ServiceT")

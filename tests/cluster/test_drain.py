@@ -114,6 +114,23 @@ async def test_a_rolling_restart_of_every_worker_under_load_loses_no_request(ray
         assert await cluster.metric("kvrelay_resubmissions_total", reason="retracted") > 0
 
 
+async def test_workers_come_and_go_under_load_and_no_request_is_lost(ray, tiny):
+    async with running(
+        tiny, prefill=1, decode=1, dtype="float32", kv_memory=8 << 20, drain_grace=0.01
+    ) as cluster:
+        async with under_load(cluster, clients=6) as load:
+            for count in (2, 1):
+                await scale(cluster, "--prefill", count, "--decode", count)
+                await load.more(6)
+        assert sorted(cluster.deployment.cluster.workers) == ["decode-0", "prefill-0"]
+
+
+async def scale(cluster: RunningCluster, *options: object) -> None:
+    admin = known(cluster.deployment.router.admin_address)
+    done = await kvrelay("scale", *map(str, options), "--admin", admin)
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.mark.slow
 async def test_aggregated_workers_drain_too_and_one_is_removed(ray, tiny):
     async with running(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -15,12 +15,12 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from kvrelay.net.tls import TlsFiles
-from kvrelay.router.admin import DrainStep
+from kvrelay.router.admin import DrainStep, ScaleStep
 from kvrelay.router.auth import bearer
 from kvrelay.router.config import RouterConfig
 from kvrelay.router.current_tokens import CurrentTokens
 from kvrelay.router.discovery import StaticDiscovery
-from kvrelay.router.errors import StartError, UnknownWorker
+from kvrelay.router.errors import CannotScale, StartError, UnknownWorker
 from kvrelay.router.router import Router
 from kvrelay.router.token_file import read_tokens
 from kvrelay.text.tokenizer import load_tokenizer
@@ -207,6 +207,10 @@ class NoWorkers:
         raise UnknownWorker(worker, [])
         yield  # an iterator, by this
 
+    async def scale(self, wanted: Mapping[WorkerRole, int]) -> AsyncIterator[ScaleStep]:
+        raise CannotScale("prefill: the cluster has no such workers")
+        yield  # an iterator, by this
+
 
 async def test_each_service_takes_its_own_right(config: RouterConfig, tmp_path: Path):
     path = tmp_path / "tokens.toml"
@@ -223,11 +227,14 @@ async def test_each_service_takes_its_own_right(config: RouterConfig, tmp_path: 
             abort = (stub.Abort, pb.AbortRequest(request_id="x"))
             server_info = (stub.GetServerInfo, pb.GetServerInfoRequest())
             drain = (admin_pb2_grpc.AdminServiceStub(back).DrainWorker, DRAIN)
+            scale = (admin_pb2_grpc.AdminServiceStub(back).ScaleWorkers, SCALE)
             for call, token, expected in (
                 (tokenize, "may-generate", OK),
                 (abort, "may-generate", OK),
                 (server_info, "may-generate", OK),
                 (drain, "may-generate", DENIED),
+                (scale, "may-generate", DENIED),
+                (scale, "may-drain", grpc.StatusCode.FAILED_PRECONDITION),
                 (tokenize, "may-drain", DENIED),
                 (abort, "may-drain", DENIED),
                 (server_info, "may-drain", OK),
@@ -314,6 +321,7 @@ async def test_plain_tokens_may_generate_and_no_more(guarded: RouterConfig):
 
 
 DRAIN = admin_pb2.DrainWorkerRequest(worker="decode-0")
+SCALE = admin_pb2.ScaleWorkersRequest(prefill=2)
 
 
 async def outcome(method: Any, request: Any, **options: Any) -> tuple[grpc.StatusCode, str]:

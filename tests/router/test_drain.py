@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 
 import grpc
 import pytest
 
-from kvrelay.router.admin import DrainPhase, DrainStep
+from kvrelay.router.admin import DrainPhase, DrainStep, ScalePhase, ScaleStep
 from kvrelay.router.config import RouterConfig
 from kvrelay.router.discovery import StaticDiscovery
 from kvrelay.router.errors import UnknownWorker
@@ -210,6 +210,24 @@ class Operator:
         await self.go_on.wait()
         yield DrainStep(DrainPhase.LEFT, "decode-0-1")
         yield DrainStep(DrainPhase.READY, "decode-0-2")
+
+    async def scale(self, wanted: Mapping[WorkerRole, int]) -> AsyncIterator[ScaleStep]:
+        for role, count in wanted.items():
+            yield ScaleStep(f"{role}-{count}", ScalePhase.STARTING)
+            yield ScaleStep(f"{role}-{count}", ScalePhase.FAILED, "no room")
+
+
+async def test_operators_scale_the_roles_that_they_name(config: RouterConfig) -> None:
+    router = Router(config, StaticDiscovery([]), Operator())
+    await router.start()
+    try:
+        async with grpc.aio.insecure_channel(known(router.admin_address)) as channel:
+            admin = admin_pb2_grpc.AdminServiceStub(channel)
+            request = admin_pb2.ScaleWorkersRequest(decode=5)
+            steps = [(one.worker, one.reason) async for one in admin.ScaleWorkers(request)]
+            assert steps == [("decode-5", ""), ("decode-5", "no room")]
+    finally:
+        await router.stop()
 
 
 async def test_operators_are_told_of_each_phase_and_of_what_is_left(config: RouterConfig) -> None:

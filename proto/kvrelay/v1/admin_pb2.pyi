@@ -5,6 +5,40 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class ScaleWorkersRequest(_message.Message):
+    __slots__ = ("prefill", "decode", "aggregated")
+    PREFILL_FIELD_NUMBER: _ClassVar[int]
+    DECODE_FIELD_NUMBER: _ClassVar[int]
+    AGGREGATED_FIELD_NUMBER: _ClassVar[int]
+    prefill: int
+    decode: int
+    aggregated: int
+    def __init__(self, prefill: _Optional[int] = ..., decode: _Optional[int] = ..., aggregated: _Optional[int] = ...) -> None: ...
+
+class ScaleWorkersResponse(_message.Message):
+    __slots__ = ("worker", "phase", "reason")
+    class Phase(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+        __slots__ = ()
+        PHASE_UNSPECIFIED: _ClassVar[ScaleWorkersResponse.Phase]
+        PHASE_STARTING: _ClassVar[ScaleWorkersResponse.Phase]
+        PHASE_READY: _ClassVar[ScaleWorkersResponse.Phase]
+        PHASE_DRAINING: _ClassVar[ScaleWorkersResponse.Phase]
+        PHASE_LEFT: _ClassVar[ScaleWorkersResponse.Phase]
+        PHASE_FAILED: _ClassVar[ScaleWorkersResponse.Phase]
+    PHASE_UNSPECIFIED: ScaleWorkersResponse.Phase
+    PHASE_STARTING: ScaleWorkersResponse.Phase
+    PHASE_READY: ScaleWorkersResponse.Phase
+    PHASE_DRAINING: ScaleWorkersResponse.Phase
+    PHASE_LEFT: ScaleWorkersResponse.Phase
+    PHASE_FAILED: ScaleWorkersResponse.Phase
+    WORKER_FIELD_NUMBER: _ClassVar[int]
+    PHASE_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    worker: str
+    phase: ScaleWorkersResponse.Phase
+    reason: str
+    def __init__(self, worker: _Optional[str] = ..., phase: _Optional[_Union[ScaleWorkersResponse.Phase, str]] = ..., reason: _Optional[str] = ...) -> None: ...
+
 class DrainWorkerRequest(_message.Message):
     __slots__ = ("worker", "remove")
     WORKER_FIELD_NUMBER: _ClassVar[int]

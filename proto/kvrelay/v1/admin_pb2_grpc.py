@@ -40,6 +40,11 @@ class AdminServiceStub(object):
                 request_serializer=kvrelay_dot_v1_dot_admin__pb2.DrainWorkerRequest.SerializeToString,
                 response_deserializer=kvrelay_dot_v1_dot_admin__pb2.DrainWorkerResponse.FromString,
                 _registered_method=True)
+        self.ScaleWorkers = channel.unary_stream(
+                '/kvrelay.v1.AdminService/ScaleWorkers',
+                request_serializer=kvrelay_dot_v1_dot_admin__pb2.ScaleWorkersRequest.SerializeToString,
+                response_deserializer=kvrelay_dot_v1_dot_admin__pb2.ScaleWorkersResponse.FromString,
+                _registered_method=True)
 
 
 class AdminServiceServicer(object):
@@ -56,6 +61,15 @@ class AdminServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ScaleWorkers(self, request, context):
+        """Starts workers, or drains and removes some, until there are so many of each
+        role. The stream tells of it and ends when all is done; that goes on if
+        nobody listens any more. FAILED_PRECONDITION if it cannot be.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AdminServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -63,6 +77,11 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.DrainWorker,
                     request_deserializer=kvrelay_dot_v1_dot_admin__pb2.DrainWorkerRequest.FromString,
                     response_serializer=kvrelay_dot_v1_dot_admin__pb2.DrainWorkerResponse.SerializeToString,
+            ),
+            'ScaleWorkers': grpc.unary_stream_rpc_method_handler(
+                    servicer.ScaleWorkers,
+                    request_deserializer=kvrelay_dot_v1_dot_admin__pb2.ScaleWorkersRequest.FromString,
+                    response_serializer=kvrelay_dot_v1_dot_admin__pb2.ScaleWorkersResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -93,6 +112,33 @@ class AdminService(object):
             '/kvrelay.v1.AdminService/DrainWorker',
             kvrelay_dot_v1_dot_admin__pb2.DrainWorkerRequest.SerializeToString,
             kvrelay_dot_v1_dot_admin__pb2.DrainWorkerResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ScaleWorkers(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/kvrelay.v1.AdminService/ScaleWorkers',
+            kvrelay_dot_v1_dot_admin__pb2.ScaleWorkersRequest.SerializeToString,
+            kvrelay_dot_v1_dot_admin__pb2.ScaleWorkersResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -1,0 +1,60 @@
+"""`kvrelay scale`: changes how many workers a cluster has, without losing a request."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import click
+
+from kvrelay.deploy.address import Address
+from kvrelay.deploy.client import Access, connected, with_access, with_admin
+from kvrelay.deploy.edge import with_clear_errors
+from kvrelay.deploy.errors import DeployError
+from kvrelay.v1 import admin_pb2 as pb
+from kvrelay.v1 import admin_pb2_grpc
+
+_COUNT: Final = click.IntRange(1)
+_TEXTS: Final = {
+    pb.ScaleWorkersResponse.PHASE_STARTING: "starts",
+    pb.ScaleWorkersResponse.PHASE_READY: "is ready",
+    pb.ScaleWorkersResponse.PHASE_DRAINING: "drains",
+    pb.ScaleWorkersResponse.PHASE_LEFT: "has left",
+    pb.ScaleWorkersResponse.PHASE_FAILED: "FAILED",
+}
+
+
+@click.command()
+@click.option("--prefill", type=_COUNT, help="Number of prefill workers.")
+@click.option("--decode", type=_COUNT, help="Number of decode workers.")
+@click.option("--aggregated", type=_COUNT, help="Number of aggregated workers.")
+@with_admin
+@with_clear_errors
+@with_access
+def scale(
+    *,
+    debug: bool,
+    prefill: int | None,
+    decode: int | None,
+    aggregated: int | None,
+    admin: Address,
+    access: Access,
+) -> None:
+    """Start workers, or drain and remove some, until there are so many.
+
+    Roles that are left out stay as they are. Workers are removed once the new ones are ready, the
+    latest first. Ctrl-C ends the command; the change goes on.
+    """
+    counts = {"prefill": prefill, "decode": decode, "aggregated": aggregated}
+    asked = {role: count for role, count in counts.items() if count is not None}
+    if not asked:
+        raise click.UsageError("give --prefill, --decode or --aggregated")
+    access.check(admin)
+    failed = 0
+    with connected(admin, access.credentials(), admin_pb2_grpc.AdminServiceStub) as service:
+        request = pb.ScaleWorkersRequest(**asked)
+        for step in service.ScaleWorkers(request, metadata=access.metadata):
+            reason = f": {step.reason}" if step.reason else ""
+            click.echo(f"{step.worker} {_TEXTS[step.phase]}{reason}")
+            failed += step.phase == pb.ScaleWorkersResponse.PHASE_FAILED
+    if failed:
+        raise DeployError(f"{failed} of the changes could not be made")

@@ -1,0 +1,94 @@
+"""Changes how many workers a cluster has, while it serves."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping
+from typing import Protocol
+
+from kvrelay.deploy.errors import ClusterError
+from kvrelay.deploy.wanted import Changes
+from kvrelay.router.admin import DrainPhase, DrainStep, ScalePhase, ScaleStep
+from kvrelay.router.errors import AdminError, CannotScale
+from kvrelay.wire.worker_info import WorkerRole
+
+_PHASES = {DrainPhase.DRAINING: ScalePhase.DRAINING, DrainPhase.LEFT: ScalePhase.LEFT}
+
+
+class Scalable(Protocol):
+    """A cluster, as far as it is changed here."""
+
+    @property
+    def staying(self) -> Mapping[str, WorkerRole]:
+        """The workers that are not being removed, by name."""
+        ...
+
+    @property
+    def names(self) -> set[str]:
+        """Those that no new worker can have."""
+        ...
+
+    async def add(self, name: str, role: WorkerRole) -> None:
+        """Start one more worker. Raises ClusterError if it does not start."""
+        ...
+
+    def drain(self, worker: str, *, remove: bool) -> AsyncIterator[DrainStep]:
+        """Drain a worker, and yield each phase."""
+        ...
+
+
+class Scaling:
+    """Makes one change of a cluster's size at a time. Belongs to one event loop.
+
+    Args:
+        cluster: what is changed.
+    """
+
+    def __init__(self, cluster: Scalable) -> None:
+        self._cluster = cluster
+        self._changing: asyncio.Task[None] | None = None
+
+    async def scale(self, wanted: Mapping[WorkerRole, int]) -> AsyncIterator[ScaleStep]:
+        """Change the cluster, as `router.admin.Administrator` says."""
+        if self._changing is not None and not self._changing.done():
+            raise CannotScale("the cluster is being scaled already")
+        try:
+            changes = Changes.to_reach(wanted, self._cluster.staying, self._cluster.names)
+        except ValueError as error:
+            raise CannotScale(str(error)) from error
+        steps: asyncio.Queue[ScaleStep | None] = asyncio.Queue()
+        self._changing = asyncio.create_task(self._change(changes, steps))
+        while (step := await steps.get()) is not None:
+            yield step
+
+    async def stop(self) -> None:
+        """Change nothing any more."""
+        if self._changing is not None:
+            self._changing.cancel()
+            await asyncio.gather(self._changing, return_exceptions=True)
+
+    async def _change(self, changes: Changes, steps: asyncio.Queue[ScaleStep | None]) -> None:
+        """Make all changes at once; workers that are too many leave when the new ones are there."""
+        try:
+            await asyncio.gather(*(self._add(name, role, steps) for name, role in changes.added))
+            await asyncio.gather(*(self._remove(name, steps) for name in changes.removed))
+        finally:
+            steps.put_nowait(None)
+
+    async def _add(
+        self, name: str, role: WorkerRole, steps: asyncio.Queue[ScaleStep | None]
+    ) -> None:
+        steps.put_nowait(ScaleStep(name, ScalePhase.STARTING))
+        try:
+            await self._cluster.add(name, role)
+        except ClusterError as error:
+            steps.put_nowait(ScaleStep(name, ScalePhase.FAILED, str(error)))
+        else:
+            steps.put_nowait(ScaleStep(name, ScalePhase.READY))
+
+    async def _remove(self, name: str, steps: asyncio.Queue[ScaleStep | None]) -> None:
+        try:
+            async for step in self._cluster.drain(name, remove=True):
+                steps.put_nowait(ScaleStep(name, _PHASES[step.phase]))
+        except AdminError as error:
+            steps.put_nowait(ScaleStep(name, ScalePhase.FAILED, str(error)))
