@@ -60,6 +60,7 @@ class Scaling:
         self._changing = asyncio.create_task(self._change(changes, steps))
         while (step := await steps.get()) is not None:
             yield step
+        await asyncio.shield(self._changing)  # raises what nobody has expected
 
     async def stop(self) -> None:
         """Change nothing any more."""
