@@ -114,6 +114,7 @@ async def test_a_rolling_restart_of_every_worker_under_load_loses_no_request(ray
         assert await cluster.metric("kvrelay_resubmissions_total", reason="retracted") > 0
 
 
+@pytest.mark.slow
 async def test_workers_come_and_go_under_load_and_no_request_is_lost(ray, tiny):
     async with running(
         tiny, prefill=1, decode=1, dtype="float32", kv_memory=8 << 20, drain_grace=0.01
