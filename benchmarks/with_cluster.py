@@ -18,8 +18,9 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
+from dataclasses import dataclass
 from types import FrameType
-from typing import NoReturn
+from typing import NoReturn, TextIO
 
 import click
 import grpc
@@ -46,7 +47,7 @@ def main() -> None:
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _interrupt)
     try:
-        run(*_split(sys.argv[1:]))
+        run(*split(sys.argv[1:]))
     except click.ClickException as error:
         error.show()
         sys.exit(error.exit_code)
@@ -68,13 +69,14 @@ def run(serve_options: Sequence[str], load_options: Sequence[str]) -> None:
     if address.port and _answers(address, access):
         _await_workers(address, access)
         serve_load.main([*load_options, "--target", str(address)])
-    with _started(serve_options) as target:
-        serve_load.main([*load_options, "--target", target])
+    with started(serve_options) as cluster:
+        serve_load.main([*load_options, "--target", cluster.target])
 
 
-def _split(arguments: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
+def split(arguments: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
+    """What is before ``--`` and what is behind it."""
     if "--" not in arguments:
-        raise click.UsageError("give options of kvrelay serve, --, and those of serve_load")
+        raise click.UsageError("give options of kvrelay serve, --, and the benchmark's own")
     middle = arguments.index("--")
     return arguments[:middle], arguments[middle + 1 :]
 
@@ -113,9 +115,18 @@ def _await_workers(address: Address, access: Access) -> None:
             time.sleep(0.2)
 
 
+@dataclass(frozen=True)
+class Started:
+    """A `kvrelay serve` whose workers are all ready."""
+
+    target: str
+    """Its gRPC address."""
+    pid: int
+
+
 @contextmanager
-def _started(options: Sequence[str]) -> Iterator[str]:
-    """Run `kvrelay serve` until all its workers are ready; yields its gRPC address.
+def started(options: Sequence[str], echo_to: TextIO | None = None) -> Iterator[Started]:
+    """Run `kvrelay serve` in this context; what it prints goes on to `echo_to`, or stdout.
 
     It runs in a session of its own, so that a terminal's Ctrl-C reaches it once,
     from here. A second Ctrl-C is passed on as well, and ends it at once.
@@ -125,21 +136,21 @@ def _started(options: Sequence[str]) -> Iterator[str]:
         command, stdout=subprocess.PIPE, text=True, start_new_session=True
     )
     ready: Future[str] = Future()
-    echo = threading.Thread(target=_echo, args=(server, ready), daemon=True)
+    echo = threading.Thread(target=_echo, args=(server, ready, echo_to), daemon=True)
     echo.start()
     try:
-        yield ready.result(START_SECONDS)
+        yield Started(ready.result(START_SECONDS), server.pid)
     finally:
         _stop(server)
         echo.join()
 
 
-def _echo(server: subprocess.Popen[str], ready: Future[str]) -> None:
+def _echo(server: subprocess.Popen[str], ready: Future[str], to: TextIO | None) -> None:
     """Print what the server prints; `ready` gets the address that it names."""
     assert server.stdout is not None
     address = ""
     for line in server.stdout:
-        print(line, end="", flush=True)
+        print(line, end="", flush=True, file=to)
         if found := _GRPC_LINE.fullmatch(line):
             address = found[1]
         if line == _READY_LINE:

@@ -35,6 +35,12 @@ _RAY_SETTINGS = {
     "RAY_AUTH_MODE": "token",
     # Chooses the future behaviour, of which Ray otherwise warns.
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    # Nobody reads Ray's own metrics and events, nor the times of its event loops.
+    "RAY_enable_metrics_collection": "0",
+    "RAY_event_stats": "0",
+    "RAY_task_events_report_interval_ms": "0",
+    # Look for logs of new processes twice a second, not ten times; known ones are read as before.
+    "RAY_LOG_MONITOR_MANY_FILES_THRESHOLD": "0",
     # The supervisor logs one line for a dead worker, in place of Ray's paragraph.
     "RAY_DEDUP_LOGS_SKIP_REGEX": "A worker died or was killed while executing",
 }

@@ -57,7 +57,7 @@ class LocalRay:
     def __enter__(self) -> Self:
         self._folder = RayFolder()
         try:
-            with _agent_on_any_port():
+            with _own_parameters():
                 ray.init(
                     address="local",
                     num_cpus=self._workers,
@@ -100,17 +100,23 @@ class LocalRay:
             error.add_note(f"the logs are in {self.logs}")
 
 
-@contextlib.contextmanager
-def _agent_on_any_port() -> Iterator[None]:
-    """Let the dashboard's agent of a Ray that starts meanwhile listen on any free port.
+_PARAMETERS = {
+    # Any free port; else it is 52365, which one agent of a machine can have.
+    "dashboard_agent_listen_port": 0,
+    # Nothing scales here, so nothing that would decide on it runs.
+    "no_monitor": True,
+}
+"""What `ray start` has options for, and `ray.init` has not."""
 
-    Only `ray start` has an option for that; with `ray.init` it is 52365, which one agent of a
-    machine can have. Where a Ray has no such parameter any more, nothing is changed.
-    """
+
+@contextlib.contextmanager
+def _own_parameters() -> Iterator[None]:
+    """Start a Ray meanwhile with `_PARAMETERS`, those that it does not know any more left out."""
     module = ray._private.parameter
     before = module.RayParams
-    if "dashboard_agent_listen_port" in inspect.signature(before).parameters:
-        module.RayParams = functools.partial(before, dashboard_agent_listen_port=0)
+    known = inspect.signature(before).parameters
+    own = {name: value for name, value in _PARAMETERS.items() if name in known}
+    module.RayParams = functools.partial(before, **own)
     try:
         yield
     finally:

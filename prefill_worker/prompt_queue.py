@@ -15,8 +15,8 @@ from kvrelay.kv_transfer.hand_over.states import PrefillState
 from kvrelay.kv_transfer.transfers import Transfers
 from kvrelay.mem_cache.release import Outcome
 from kvrelay.prefill_worker.request import PrefillRequest
-from kvrelay.prefill_worker.sending import announce_written_pages, send
-from kvrelay.wire.hand_over import HandOverEnd
+from kvrelay.prefill_worker.sending import send
+from kvrelay.wire.hand_over import Announce, HandOverEnd
 from kvrelay.wire.output import NO_TIMINGS, RequestEnd
 
 ASK_AHEAD = 4
@@ -83,7 +83,7 @@ class PromptQueue:
         for request in admit_in_turn(kv_cache, granted, reserve, self._bypass_limit):
             self._waiting.remove(request)
             self._context.faults.reach(Phase.PREFILLING, request.decode_incarnation)
-            announce_written_pages(self._context, request)
+            self.announce_written_pages(request)
 
     def ask_for_grants(self) -> None:
         """Ask the decode workers of the next requests to reserve memory; of each a few ahead.
@@ -110,11 +110,23 @@ class PromptQueue:
         return request.hand_over.state in _HOLDS_GRANT
 
     def take_grant(self, request: PrefillRequest) -> None:
-        """The request's decode worker has reserved the prompt, and may read from now on."""
+        """The request's decode worker has reserved the prompt."""
         request.hand_over.on_grant()
-        request.granted = True
         request.progressed_at = time.monotonic()
-        self._agent.begin_serving()
+
+    def announce_written_pages(self, request: PrefillRequest) -> None:
+        """Announce the whole pages whose KV is written and that were not announced yet."""
+        written_pages = request.kv_written_len // request.held.page_size
+        self.announce(request, request.hand_over.announce(request.held.tables(), written_pages))
+
+    def announce(self, request: PrefillRequest, message: Announce | None) -> None:
+        """Tell the decode worker of pages, if there are any, which it may read from then on."""
+        if message is None:
+            return
+        if not request.announced:
+            request.announced = True
+            self._agent.begin_serving()
+        send(self._context, request, message)
 
     def end_early(
         self,
@@ -138,7 +150,7 @@ class PromptQueue:
         if request in self._waiting:
             self._waiting.remove(request)
         run = self.computing.remove(request)
-        if request.granted:
+        if request.announced:
             self._agent.end_serving()
         timings = run.timings() if run else NO_TIMINGS
         self._context.release(request, outcome, end, timings=timings)

@@ -69,8 +69,8 @@ class PrefillRequest(Request):
 
     hand_over: PrefillHandOver
     stream: HandOverStream | None = None
-    granted: bool = False
-    """Its decode worker holds memory for it, and may read its pages."""
+    announced: bool = False
+    """Its decode worker may read pages of it."""
 
     @property
     def can_ask(self) -> bool:

@@ -21,7 +21,7 @@ from kvrelay.mem_cache.release import Outcome
 from kvrelay.prefill_worker.hand_overs import HandOvers
 from kvrelay.prefill_worker.prompt_queue import PromptQueue
 from kvrelay.prefill_worker.request import PagesHashed, PrefillMessage, PrefillRequest
-from kvrelay.prefill_worker.sending import announce_written_pages, send
+from kvrelay.prefill_worker.sending import send
 from kvrelay.wire.hand_over import FirstToken, HandOverEnd
 from kvrelay.wire.load import WorkerLoad
 from kvrelay.wire.output import EndReason, RequestEnd, SampledToken
@@ -126,7 +126,7 @@ class PrefillScheduler:
         if item.sample:
             self._complete(item.request, output.tokens)
         else:
-            announce_written_pages(self._context, item.request)
+            self._queue.announce_written_pages(item.request)
 
     def fail(self, request: PrefillRequest, error: Exception) -> None:
         """End a request because its forward has failed."""
@@ -165,7 +165,7 @@ class PrefillScheduler:
             self._queue.release(request, Outcome.FINISHED)
             return
         last = hand_over.announce_last(held.tables(), held.first_pages, first_tokens)
-        send(self._context, request, last)
+        self._queue.announce(request, last)
 
     def _emit_first_token(
         self,

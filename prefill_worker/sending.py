@@ -18,11 +18,3 @@ def send(
     if isinstance(message, Announce):
         context.faults.reach(Phase.ANNOUNCED, stream.decode_incarnation)
     context.outbox.put(stream, stream.sequencer.number(message))
-
-
-def announce_written_pages(
-    context: SchedulerContext[PrefillRequest], request: PrefillRequest
-) -> None:
-    """Announce the whole pages whose KV is written and that were not announced yet."""
-    written_pages = request.kv_written_len // request.held.page_size
-    send(context, request, request.hand_over.announce(request.held.tables(), written_pages))

@@ -233,6 +233,21 @@ def test_dead_decode_worker_lets_its_pages_on_the_prefill_side_go():
     assert request.prefill.agent.serving == 0
 
 
+@pytest.mark.parametrize("length", [6, 20])
+def test_a_peer_is_served_from_the_first_announced_page_to_the_release(length):
+    """A prompt that waits or computes its first chunk costs the transfer thread nothing."""
+    simulation = Simulation(3, page_size=4, pages=20, rows=4, chunk=8)
+    request = simulation.submit(list(range(length)), 6)
+    agent, seen = request.prefill.agent, set()
+    while simulation.step():
+        for live in request.prefill.context.requests.values():
+            is_readable = live.kv_written_len >= min(length, 8)  # after the first chunk
+            assert agent.serving == is_readable
+            seen.add(is_readable)
+    assert seen == {False, True}
+    simulation.assert_at_baseline()
+
+
 def test_second_stream_for_a_request_is_turned_away():
     simulation = Simulation(4, page_size=4, pages=20, rows=4, chunk=8)
     request = simulation.submit(list(range(20)), 6)
