@@ -189,7 +189,7 @@ class ScriptedWorker:
         async for step in link:
             with self._bench.script:
                 self._bench.counts.loads += step.load is not None
-                message = ENGINE_OUTPUTS.to_message(step).SerializeToString()
+                message = ENGINE_OUTPUTS.to_message(step.packed()).SerializeToString()
             yield message
 
     def take(self, raw: bytes, link: RouterLink) -> None:

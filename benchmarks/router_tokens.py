@@ -84,20 +84,23 @@ class SteppingWorker(worker_pb2_grpc.WorkerServiceServicer):
                 while not self._prefills.empty():
                     yield self._prefills.get_nowait()
                 if self._decoding:
-                    yield worker_pb2.AttachResponse(outputs=self._step())
+                    yield self._step()
         finally:
             reading.cancel()
 
-    def _step(self) -> list[worker_pb2.RequestOutput]:
-        outputs = []
+    def _step(self) -> worker_pb2.AttachResponse:
+        message = worker_pb2.AttachResponse()
         for request_id, (submit, index) in list(self._decoding.items()):
-            is_last = index == submit.sampling_params.max_tokens - 1
-            outputs.append(_output(submit, index, END.REASON_LENGTH if is_last else None))
-            if is_last:
+            if index == submit.sampling_params.max_tokens - 1:
+                message.outputs.append(_output(submit, index, END.REASON_LENGTH))
                 del self._decoding[request_id]
             else:
+                message.next_tokens.attempts.append(submit.attempt)
+                message.next_tokens.choices.append(0)
+                message.next_tokens.indexes.append(index)
+                message.next_tokens.token_ids.append(_token_id(index))
                 self._decoding[request_id] = submit, index + 1
-        return outputs
+        return message
 
     async def _read(self, requests: Any) -> None:
         async for message in requests:
@@ -116,9 +119,13 @@ def _output(submit: worker_pb2.SubmitRequest, index: int, end: Any) -> worker_pb
         request_id=submit.request_id,
         attempt=submit.attempt,
         index=index,
-        token_ids=[1000 + (7919 * index) % 30_000],
-        end=None if end is None else END(reason=end),
+        token_ids=[_token_id(index)],
+        end=END(reason=end),
     )
+
+
+def _token_id(index: int) -> int:
+    return 1000 + (7919 * index) % 30_000
 
 
 async def run_workers(parent: Connection, step_seconds: float) -> None:

@@ -7,7 +7,14 @@ from collections.abc import Sequence
 from kvrelay.router.events import ChoiceEnd, Delta, FinishReason
 from kvrelay.router.merge import TokenMerge
 from kvrelay.router.text import TextStream
-from kvrelay.wire.output import EndReason, PhaseTimings, RequestEnd, RequestOutput, SampledToken
+from kvrelay.wire.output import (
+    NO_TIMINGS,
+    EndReason,
+    PhaseTimings,
+    RequestEnd,
+    RequestOutput,
+    SampledToken,
+)
 from kvrelay.wire.request import StopConditions
 
 _FINISH_REASONS = {EndReason.STOP: FinishReason.STOP, EndReason.LENGTH: FinishReason.LENGTH}
@@ -48,7 +55,8 @@ class Choice:
         Returns what is new to readers, and how many tokens contradicted one that
         was known already, which stays.
         """
-        self._current = self._current.merged(output.timings)
+        if output.timings is not NO_TIMINGS:
+            self._current = self._current.merged(output.timings)
         if output.end is not None and output.end.reason in _FINISH_REASONS:
             self._final = output.end
         contradicted = self._merge.add(output.index, output.tokens)

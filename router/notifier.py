@@ -13,13 +13,17 @@ class Notifier:
     """
 
     def __init__(self) -> None:
-        self._event = asyncio.Event()
+        self._waiting: list[asyncio.Future[None]] = []
 
     def notify_all(self) -> None:
         """Wakes all who wait now."""
-        event, self._event = self._event, asyncio.Event()
-        event.set()
+        waiting, self._waiting = self._waiting, []
+        for one in waiting:
+            if not one.done():  # its coroutine may have been cancelled
+                one.set_result(None)
 
-    async def wait(self) -> None:
-        """Returns after the next notification."""
-        await self._event.wait()
+    def wait(self) -> asyncio.Future[None]:
+        """Is done after the next notification."""
+        notified = asyncio.get_running_loop().create_future()
+        self._waiting.append(notified)
+        return notified

@@ -96,7 +96,8 @@ class OutputStream:
         if output.prompt_logprobs:
             self._take_prompt_logprobs(output)
         delta, contradicted = self.choices[output.key.choice].take(output)
-        self._stopwatch.contradicted(contradicted)
+        if contradicted:
+            self._stopwatch.contradicted(contradicted)
         self._publish(delta)
         self._complete_if_ended()
 

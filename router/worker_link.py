@@ -54,6 +54,7 @@ class Listener(Protocol):
 class _Submitted:
     """An attempt that the worker has not ended and that was not cancelled."""
 
+    request_id: str
     listener: Listener
     prompt: SentPrompt
     expected: ExpectedMarks | None
@@ -110,7 +111,8 @@ class WorkerLink:
         self._on_killed = on_killed
         self._prefixes = prefixes
         self._on_expected_hit = on_expected_hit
-        self._submitted: dict[tuple[str, int], _Submitted] = {}
+        self._submitted: dict[int, _Submitted] = {}
+        """By the attempts' numbers."""
         self._commands: asyncio.Queue[worker_pb2.AttachRequest | None] = asyncio.Queue()
         self._sent = SentPrompts()
 
@@ -144,7 +146,6 @@ class WorkerLink:
     ) -> None:
         """Sends an attempt to the worker, which must be ready. Does not block."""
         assert self.ready, f"{self.endpoint.name} is not ready"
-        key = (submission.request_id, submission.attempt)
         role, input_tokens = self.endpoint.role, len(submission.input_ids)
         cached, expected = 0, None
         if marks := submission.request.marks:
@@ -154,7 +155,9 @@ class WorkerLink:
         room_tokens = input_tokens - cached * (role is WorkerRole.PREFILL)
         computed_first = submission.request.priority <= 0 and prefill is None
         prompt = SentPrompt(room_tokens, (input_tokens - cached) * computed_first)
-        self._submitted[key] = _Submitted(listener, prompt, expected, set(submission.choices))
+        self._submitted[submission.attempt] = _Submitted(
+            submission.request_id, listener, prompt, expected, set(submission.choices)
+        )
         self._sent.send(prompt)
         command = submission.to_worker(role, prefill, cached)
         self._commands.put_nowait(_message(command))
@@ -175,14 +178,14 @@ class WorkerLink:
 
         Its listener hears no more of it.
         """
-        submitted = self._submitted.pop((request_id, attempt), None)
+        submitted = self._submitted.pop(attempt, None)
         if submitted is not None:
             self._commands.put_nowait(_cancel(request_id, attempt))
             self._forget(submitted)
 
     def ask_to_end(self, request_id: str, attempt: int) -> None:
         """Tells the worker to abort the attempt; its listener still hears how it ends there."""
-        if (request_id, attempt) in self._submitted:
+        if attempt in self._submitted:
             self._commands.put_nowait(_cancel(request_id, attempt))
 
     @property
@@ -256,6 +259,9 @@ class WorkerLink:
             self._on_change(self)
         if step.prefixes is not None and self._prefixes.take(self.endpoint, step.prefixes):
             self._commands.put_nowait(_message(TellPrefixesRequest()))
+        if step.next_tokens is not None:
+            for output in step.next_tokens.outputs():
+                self._dispatch(output)
         for output in step.outputs:
             self._dispatch(output)
 
@@ -273,8 +279,7 @@ class WorkerLink:
         self._reported_draining |= self.load.draining
 
     def _dispatch(self, output: RequestOutput) -> None:
-        key = (output.key.request_id, output.key.attempt)
-        submitted = self._submitted.get(key)
+        submitted = self._find(output.key)
         if submitted is None:
             if output.tokens:  # else it only reports that the attempt has ended
                 self._on_stale()
@@ -287,9 +292,16 @@ class WorkerLink:
         if output.end is not None:
             submitted.open_choices.discard(output.key.choice)
         if not submitted.open_choices:
-            del self._submitted[key]
+            del self._submitted[output.key.attempt]
             self._forget(submitted)
         submitted.listener.on_output(self.endpoint.role, output)
+
+    def _find(self, key: RequestKey) -> _Submitted | None:
+        """The attempt, if the key is its own or names no request, as those of `NextTokens`."""
+        submitted = self._submitted.get(key.attempt)
+        if submitted is None or key.request_id not in ("", submitted.request_id):
+            return None
+        return submitted
 
     def _forget(self, submitted: _Submitted) -> None:
         """An attempt is over here."""
@@ -304,7 +316,7 @@ class WorkerLink:
         self._sent = SentPrompts()
         self._prefixes.forget(self.endpoint.incarnation)
         self._on_change(self)
-        for (_, attempt), submitted in lost.items():
+        for attempt, submitted in lost.items():
             submitted.listener.on_lost(attempt, self.endpoint, detail)
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import NamedTuple
 
@@ -147,6 +148,39 @@ class RequestOutput:
     prompt_index: int = 0
     """The place in the prompt that `prompt_logprobs` begin at; 1 for the second token."""
 
+    @property
+    def is_next_token(self) -> bool:
+        """Whether it says one token, and nothing else."""
+        return (
+            len(self.tokens) == 1
+            and self.end is None
+            and self.tokens[0].logprob is None
+            and self.timings is NO_TIMINGS
+            and not self.cached_tokens
+            and not self.prompt_logprobs
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class NextTokens:
+    """One token each of many choices, as lists of one length.
+
+    Numbers in lists cost a fraction of what as many messages do, and most of what a worker says
+    are such tokens. A router's attempts are numbered over all of its requests.
+    """
+
+    attempts: tuple[int, ...]
+    choices: tuple[int, ...]
+    indexes: tuple[int, ...]
+    token_ids: tuple[int, ...]
+
+    def outputs(self) -> Iterator[RequestOutput]:
+        """The same, one by one; their keys name neither a router nor a request."""
+        each = zip(self.attempts, self.choices, self.indexes, self.token_ids, strict=True)
+        for attempt, choice, index, token_id in each:
+            key = RequestKey("", "", attempt, choice)
+            yield RequestOutput(key, index, (SampledToken(token_id),))
+
 
 @dataclass(frozen=True, slots=True)
 class EngineOutputs:
@@ -162,3 +196,19 @@ class EngineOutputs:
     since it was last told."""
     gone_peers: tuple[str, ...] = ()
     """On the way to a router: the incarnations of those that are among the peers no more."""
+    next_tokens: NextTokens | None = None
+    """On the way to a router: the outputs that are a token each, which go before the others."""
+
+    def packed(self) -> EngineOutputs:
+        """The same with the outputs that are a token each in `next_tokens`."""
+        tokens = [output for output in self.outputs if output.is_next_token]
+        if not tokens:
+            return self
+        next_tokens = NextTokens(
+            tuple([output.key.attempt for output in tokens]),
+            tuple([output.key.choice for output in tokens]),
+            tuple([output.index for output in tokens]),
+            tuple([output.tokens[0].token_id for output in tokens]),
+        )
+        rest = tuple([output for output in self.outputs if not output.is_next_token])
+        return replace(self, outputs=rest, next_tokens=next_tokens)

@@ -246,7 +246,7 @@ def read_logits(
     logits: torch.Tensor, rows: LogitRows, items: Items, drafts: Drafts
 ) -> list[StepOutput]:
     """Score, sample and verify from a step's logits; moves the items' token states on."""
-    scores = [_score(logits[own], item) for own, item in zip(rows.scored, items, strict=True)]
+    scores = [_score(logits, own, item) for own, item in zip(rows.scored, items, strict=True)]
     drafted = [
         DraftedSequence(_sampling_row(item.token_state, choice), draft)
         for item, draft in zip(items, drafts, strict=True)
@@ -264,14 +264,14 @@ def read_logits(
     return outputs
 
 
-def _score(logits: torch.Tensor, item: Scheduled[object]) -> Sequence[SampledToken]:
-    """The log-probabilities of the prompt tokens that follow those of `logits`, if asked for."""
-    state, count = item.token_state, len(logits)
+def _score(logits: torch.Tensor, own: slice, item: Scheduled[object]) -> Sequence[SampledToken]:
+    """The log-probabilities of the prompt tokens that follow those of rows `own`, if asked for."""
+    state, count = item.token_state, own.stop - own.start
     if not count:
         return ()
     assert state.prompt_logprobs is not None
     following = state.token_ids[state.kv_len + 1 : state.kv_len + 1 + count]
-    return score_prompt(logits, following, state.prompt_logprobs)
+    return score_prompt(logits[own], following, state.prompt_logprobs)
 
 
 def _advance(

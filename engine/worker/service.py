@@ -79,7 +79,7 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
                 # With the first load: before the router submits anything to this process.
                 first = replace(step, outputs=step.outputs + killed) if killed else step
                 killed = ()
-                yield ENGINE_OUTPUTS.to_message(first)
+                yield ENGINE_OUTPUTS.to_message(first.packed())
         finally:
             self._links.discard(link)
             self._inbox.post(Detach(link))

@@ -23,7 +23,7 @@ from kvrelay.model_runner.sampling.sampler import (
 from kvrelay.wire.output import SampledToken
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen, as its row
 class DraftedSequence:
     """A sequence's next token, and what may follow it."""
 

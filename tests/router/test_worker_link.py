@@ -45,13 +45,13 @@ class Heard:
         self.lost.append(detail)
 
 
-def submission(request_id: str, prompt_tokens: int) -> Submission:
+def submission(request_id: str, prompt_tokens: int, attempt: int = 1) -> Submission:
     message = pb.GenerateRequest(request_id=request_id)
     message.input_ids.ids.extend([1] * prompt_tokens)
     request = Validator("m", lambda text, most_tokens: [], 16, Seeds(b"key")).validate(
         message, Limits(402, 512, 512, 512)
     )
-    return Submission(request, 1, range(1), 0.0)
+    return Submission(request, attempt, range(1), 0.0)
 
 
 @asynccontextmanager
@@ -106,8 +106,8 @@ async def test_what_has_begun_leaves_the_backlog_before_the_next_load_says_so() 
     worker, heard = ScriptedWorker("prefill-0", WorkerRole.PREFILL), Heard()
     async with running(worker) as link:
         await until(lambda: link.ready)
-        for request_id in ("a", "b"):
-            link.submit(submission(request_id, 30), heard)
+        for attempt, request_id in ((1, "a"), (2, "b")):
+            link.submit(submission(request_id, 30, attempt), heard)
         worker.say(await worker.submitted(), 0, (5,))
         await until(lambda: len(heard.outputs) == 1)
         assert link.candidate.backlog_tokens == 30
@@ -116,7 +116,7 @@ async def test_what_has_begun_leaves_the_backlog_before_the_next_load_says_so() 
         worker.say(worker.submits[0], 1, (6,))
         await until(lambda: len(heard.outputs) == 2)
         assert link.candidate.backlog_tokens == 30
-        link.cancel("b", 1)
+        link.cancel("b", 2)
         assert link.candidate.backlog_tokens == 0
         assert link.candidate.pending_tokens == 30
         worker.send(worker_pb2.AttachResponse(load=load()))
@@ -152,11 +152,34 @@ async def test_what_ends_after_a_load_counts_for_nothing_either() -> None:
         link.submit(submission("a", 30), heard)
         worker.send(worker_pb2.AttachResponse(load=load(waiting_tokens=50)))
         await until(lambda: link.load.waiting_tokens == 50)
-        link.submit(submission("b", 7), heard)
+        link.submit(submission("b", 7, 2), heard)
         link.cancel("a", 1)  # of the 50, or not
         assert link.candidate.backlog_tokens == 57
-        link.cancel("b", 1)
+        link.cancel("b", 2)
         assert link.candidate.backlog_tokens == 50
+
+
+async def test_tokens_in_lists_come_before_the_end_that_comes_with_them() -> None:
+    worker, heard = ScriptedWorker("aggregated-0", WorkerRole.AGGREGATED), Heard()
+    async with running(worker) as link:
+        await until(lambda: link.ready)
+        for attempt, request_id in ((7, "a"), (8, "b")):
+            link.submit(submission(request_id, 30, attempt), heard)
+        await worker.submitted(2)
+        message = worker_pb2.AttachResponse()
+        message.outputs.add(request_id="a", attempt=7, index=1, end=END(reason=END.REASON_STOP))
+        message.next_tokens.attempts.extend([7, 8, 9])
+        message.next_tokens.choices.extend([0, 0, 0])
+        message.next_tokens.indexes.extend([0, 3, 0])
+        message.next_tokens.token_ids.extend([40, 50, 60])
+        worker.send(message)
+        await until(lambda: len(heard.outputs) == 3)
+    said = [
+        (one.key.attempt, one.index, [token.token_id for token in one.tokens])
+        for one in heard.outputs
+    ]
+    assert said == [(7, 0, [40]), (8, 3, [50]), (7, 1, [])]
+    assert heard.lost == ["was detached"], "of the one that has not ended"
 
 
 def told(number: int, *prompt_tokens: int, begins: bool = False) -> worker_pb2.AttachResponse:

@@ -107,18 +107,32 @@ class TellPrefixesRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class AttachResponse(_message.Message):
-    __slots__ = ("outputs", "load", "prefixes", "peers", "gone_peers")
+    __slots__ = ("outputs", "load", "prefixes", "peers", "gone_peers", "next_tokens")
     OUTPUTS_FIELD_NUMBER: _ClassVar[int]
     LOAD_FIELD_NUMBER: _ClassVar[int]
     PREFIXES_FIELD_NUMBER: _ClassVar[int]
     PEERS_FIELD_NUMBER: _ClassVar[int]
     GONE_PEERS_FIELD_NUMBER: _ClassVar[int]
+    NEXT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     outputs: _containers.RepeatedCompositeFieldContainer[RequestOutput]
     load: _inference_pb2.WorkerLoad
     prefixes: PrefixUpdate
     peers: _containers.RepeatedCompositeFieldContainer[_inference_pb2.PeerTransfer]
     gone_peers: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, outputs: _Optional[_Iterable[_Union[RequestOutput, _Mapping]]] = ..., load: _Optional[_Union[_inference_pb2.WorkerLoad, _Mapping]] = ..., prefixes: _Optional[_Union[PrefixUpdate, _Mapping]] = ..., peers: _Optional[_Iterable[_Union[_inference_pb2.PeerTransfer, _Mapping]]] = ..., gone_peers: _Optional[_Iterable[str]] = ...) -> None: ...
+    next_tokens: NextTokens
+    def __init__(self, outputs: _Optional[_Iterable[_Union[RequestOutput, _Mapping]]] = ..., load: _Optional[_Union[_inference_pb2.WorkerLoad, _Mapping]] = ..., prefixes: _Optional[_Union[PrefixUpdate, _Mapping]] = ..., peers: _Optional[_Iterable[_Union[_inference_pb2.PeerTransfer, _Mapping]]] = ..., gone_peers: _Optional[_Iterable[str]] = ..., next_tokens: _Optional[_Union[NextTokens, _Mapping]] = ...) -> None: ...
+
+class NextTokens(_message.Message):
+    __slots__ = ("attempts", "choices", "indexes", "token_ids")
+    ATTEMPTS_FIELD_NUMBER: _ClassVar[int]
+    CHOICES_FIELD_NUMBER: _ClassVar[int]
+    INDEXES_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    attempts: _containers.RepeatedScalarFieldContainer[int]
+    choices: _containers.RepeatedScalarFieldContainer[int]
+    indexes: _containers.RepeatedScalarFieldContainer[int]
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, attempts: _Optional[_Iterable[int]] = ..., choices: _Optional[_Iterable[int]] = ..., indexes: _Optional[_Iterable[int]] = ..., token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class PrefixUpdate(_message.Message):
     __slots__ = ("number", "page_size", "begins", "stored", "removed")

@@ -107,7 +107,7 @@ class PlacedClockwork(Clockwork):
         return Submission(request, command.key.attempt, range(1), 0.0)
 
     def take_step(self, worker: SimWorker, step: EngineOutputs) -> None:
-        self.links[worker]._receive(ENGINE_OUTPUTS.to_message(step))
+        self.links[worker]._receive(ENGINE_OUTPUTS.to_message(step.packed()))
 
     # What a link's listener hears: `SimRouter` has it from the workers already.
 
