@@ -201,7 +201,10 @@ class EngineOutputs:
 
     def packed(self) -> EngineOutputs:
         """The same with the outputs that are a token each in `next_tokens`."""
-        tokens = [output for output in self.outputs if output.is_next_token]
+        tokens: list[RequestOutput] = []
+        rest: list[RequestOutput] = []
+        for output in self.outputs:
+            (tokens if output.is_next_token else rest).append(output)
         if not tokens:
             return self
         next_tokens = NextTokens(
@@ -210,5 +213,4 @@ class EngineOutputs:
             tuple([output.index for output in tokens]),
             tuple([output.tokens[0].token_id for output in tokens]),
         )
-        rest = tuple([output for output in self.outputs if not output.is_next_token])
-        return replace(self, outputs=rest, next_tokens=next_tokens)
+        return replace(self, outputs=tuple(rest), next_tokens=next_tokens)
