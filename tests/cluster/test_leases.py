@@ -27,7 +27,8 @@ from tests.cluster.test_supervision import (
 )
 
 pytestmark = pytest.mark.usefixtures("obedient_workers")
-LEASE_SECONDS = 3.0
+LEASE_SECONDS = 5.0
+"""Short, and yet longer than a busy machine may delay a sign of life."""
 
 
 def leased(folder: Path) -> list[WorkerConfig]:
@@ -41,7 +42,7 @@ def leased(folder: Path) -> list[WorkerConfig]:
 async def test_workers_that_are_renewed_live_on(tmp_path: Path):
     async with Cluster(leased(tmp_path)) as cluster:
         before = dict(cluster.workers)
-        await asyncio.sleep(2 * LEASE_SECONDS)
+        await asyncio.sleep(1.5 * LEASE_SECONDS)
         assert cluster.workers == before
         assert all(map(is_running, before.values()))
 
@@ -92,12 +93,11 @@ async def test_a_death_on_another_machine_is_seen_by_the_next_process_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr("kvrelay.deploy.incarnation.WorkerProcess", Unseen)
-    async with Cluster(make_configs(tmp_path)[:2]) as cluster:
+    configs = [replace(config, worker_lease=1000) for config in make_configs(tmp_path)[:2]]
+    async with Cluster(configs) as cluster:
         first = cluster.workers["decode-0"]
         os.kill(first.pid, signal.SIGKILL)
-        begun = time.monotonic()
         await until(lambda: was_told(tmp_path, "prefill-0", first))
-        assert time.monotonic() - begun < 60, "its lease was not waited for"
         await next_life(cluster, first)
 
 
