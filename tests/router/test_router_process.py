@@ -34,6 +34,14 @@ async def test_a_missing_tokenizer_is_one_clear_line(config: RouterConfig, tmp_p
         await router.start()
 
 
+async def test_a_key_of_no_use_is_one_clear_line(config: RouterConfig, tmp_path: Path) -> None:
+    path = tmp_path / "key"
+    path.write_text("short")
+    router = Router(dataclasses.replace(config, seed_key_file=path), StaticDiscovery())
+    with pytest.raises(StartError, match=rf"^--seed-key-file: {path}: the key must have 16 to"):
+        await router.start()
+
+
 async def test_ports_are_free_again_after_a_stop(config: RouterConfig) -> None:
     first = Router(config, StaticDiscovery())
     await first.start()

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import threading
+from pathlib import Path
 
 import grpc
 import pytest
 
+from kvrelay.router.config import RouterConfig
 from kvrelay.router.validation import fingerprint
 from kvrelay.v1 import inference_pb2 as pb
 
-from .cluster import Cluster, collect, status_of
+from .cluster import Cluster, collect, running, status_of
 from .scripted_worker import COUNTED, HANDED_OVER, LENGTH, until
 
 
@@ -87,3 +90,25 @@ async def test_a_text_that_joins_a_live_request_is_not_tokenized_again(
     reads = [asyncio.create_task(collect(call)) for call in (first, second)]
     cluster.prefill.say(submit, 0, (50,), end=LENGTH)
     assert [streamed.token_ids for streamed in await asyncio.gather(*reads)] == [[50], [50]]
+
+
+async def test_another_router_with_the_same_key_makes_the_same_seed(
+    config: RouterConfig, tmp_path: Path
+) -> None:
+    path = tmp_path / "key"
+    path.write_text("one secret for all routers")
+    seeds = []
+    for key in (path, path, None):
+        own = dataclasses.replace(config, seed_key_file=key)
+        async with running(own, "prefill-0", "decode-0") as cluster:
+            cluster.count()
+            for request_id in ("same", "same", "other"):
+                complete = (await collect(cluster.generate(request_id=request_id))).complete
+                assert complete is not None
+                seeds.append(complete.seed)
+            sent = [submit.sampling_params.seed for submit in cluster.decode.submits]
+            assert sent == seeds[-3:]
+    first, second, third = seeds[:3], seeds[3:6], seeds[6:]
+    assert first == second
+    assert first[0] == first[1] != first[2]
+    assert not set(first) & set(third)
