@@ -13,7 +13,7 @@ from kvrelay.engine.config import Speculation
 from kvrelay.engine.scheduler.commands import RetractForDrain, Submit
 from kvrelay.wire.output import EndReason
 from tests.engine.simulation import SimRequest, Simulation, SimWorker, count, reference
-from tests.engine.test_modes import expected, run_load
+from tests.engine.test_modes import expected, in_little_memory, run_load
 from tests.engine.test_scenarios import CHUNK, one_pair, random_prompts, step_until
 
 
@@ -82,20 +82,14 @@ def test_tokens_do_not_depend_on_who_computes_the_prompt(
     overlap, speculation, retract_every, windows, cached
 ) -> None:
     for page_size, local in ((1, 0.5), (4, 0.5), (4, 1.0)):
-        simulation = Simulation(
+        simulation = in_little_memory(
             page_size,
-            page_size,
-            pages=120 // page_size,
-            rows=6,
-            chunk=16,
             cached=cached,
             windows=windows,
             local=local,
             overlap=overlap,
             speculation=speculation,
             debug_retract_every=retract_every,
-            growth_min=0.0,
-            growth_max=0.3,
         )
         run_load(simulation, page_size, count=16, choices=3)
         computed = [count(worker, "computed_tokens") for worker in simulation.prefills]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 import time
+from typing import Any
 
 import pytest
 
@@ -53,6 +54,20 @@ def run_load(simulation: Simulation, seed: int, *, count: int, choices: int = 1)
     simulation.assert_at_baseline()
 
 
+def in_little_memory(page_size: int, **mode: Any) -> Simulation:
+    """For a few short requests at a time, of the many that come."""
+    return Simulation(
+        page_size,
+        page_size,
+        pages=120 // page_size,
+        rows=6,
+        chunk=16,
+        growth_min=0.0,
+        growth_max=0.3,
+        **mode,
+    )
+
+
 MODES = list(
     itertools.product(
         (True, False),
@@ -72,20 +87,14 @@ def test_tokens_do_not_depend_on_the_mode(
     overlap, speculation, retract_every, windows, cached, aggregated
 ) -> None:
     for page_size in (1, 4):
-        simulation = Simulation(
+        simulation = in_little_memory(
             page_size,
-            page_size,
-            pages=120 // page_size,
-            rows=6,
-            chunk=16,
             cached=cached,
             windows=windows,
             aggregated=aggregated,
             overlap=overlap,
             speculation=speculation,
             debug_retract_every=retract_every,
-            growth_min=0.0,
-            growth_max=0.3,
         )
         run_load(simulation, page_size, count=16, choices=3)
         if retract_every:

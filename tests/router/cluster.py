@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import AsyncIterator
+import threading
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from tokenizers import Tokenizer
 
 from kvrelay.router.config import PlacementMode, RouterConfig
 from kvrelay.router.discovery import StaticDiscovery
@@ -190,3 +192,16 @@ async def status_of(call: Any) -> grpc.aio.AioRpcError:
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await collect(call)
     return caught.value
+
+
+class HeldEncoding:
+    """Texts are tokenized, each to the same tokens, only once the test lets go of them."""
+
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+        self.let_go = threading.Event()
+
+    def encode(self, tokenizer: Tokenizer, text: str, most_tokens: int) -> Sequence[int]:
+        self.texts.append(text)
+        assert self.let_go.wait(10)
+        return [1, 2, 3]

@@ -9,7 +9,7 @@ from tokenizers import Tokenizer
 
 from kvrelay.router.config import PlacementMode, RouterConfig
 
-from .cluster import Cluster, running
+from .cluster import Cluster, HeldEncoding, running
 from .toy_tokenizers import byte_level_tokenizer, sentencepiece_tokenizer
 
 
@@ -58,3 +58,10 @@ def patient(config: RouterConfig) -> RouterConfig:
 async def cluster(config: RouterConfig) -> AsyncIterator[Cluster]:
     async with running(config, "prefill-0", "decode-0") as cluster:
         yield cluster
+
+
+@pytest.fixture
+def held_encoding(monkeypatch: pytest.MonkeyPatch) -> HeldEncoding:
+    held = HeldEncoding()
+    monkeypatch.setattr("kvrelay.router.texts.encode", held.encode)
+    return held

@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import threading
-from collections.abc import Sequence
 
 import grpc
-import pytest
 from grpc_health.v1 import health_pb2
-from tokenizers import Tokenizer
 
 from kvrelay.router.config import RouterConfig
 from kvrelay.v1 import inference_pb2 as pb
 
-from .cluster import Cluster, collect, running, status_of
+from .cluster import Cluster, HeldEncoding, collect, running, status_of
 from .scripted_worker import until
 
 
@@ -51,30 +47,21 @@ async def test_overload_says_when_to_come_again(cluster: Cluster) -> None:
 
 
 async def test_requests_count_as_live_while_they_are_validated(
-    config: RouterConfig, monkeypatch: pytest.MonkeyPatch
+    config: RouterConfig, held_encoding: HeldEncoding
 ) -> None:
     """A long text costs nothing where there is no room, and nobody else waits for it."""
-    texts: list[str] = []
-    let_go = threading.Event()
-
-    def hold(tokenizer: Tokenizer, text: str, most_tokens: int) -> Sequence[int]:
-        texts.append(text)
-        assert let_go.wait(10)
-        return [1, 2, 3]
-
-    monkeypatch.setattr("kvrelay.router.texts.encode", hold)
     config = dataclasses.replace(config, max_live_requests=2)
     async with running(config, "prefill-0", "decode-0") as cluster:
         cluster.count()
         calls = [cluster.stub.Generate(pb.GenerateRequest(text=f"no. {i}")) for i in range(2)]
         reads = [asyncio.create_task(collect(call)) for call in calls]
-        await until(lambda: len(texts) == 2)
+        await until(lambda: len(held_encoding.texts) == 2)
         error = await status_of(cluster.stub.Generate(pb.GenerateRequest(text="no. 3")))
         assert error.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
         assert "--max-live-requests" in str(error.details())
-        let_go.set()
+        held_encoding.let_go.set()
         assert all(len(streamed.token_ids) == 16 for streamed in await asyncio.gather(*reads))
-        assert sorted(texts) == ["no. 0", "no. 1"]
+        assert sorted(held_encoding.texts) == ["no. 0", "no. 1"]
 
 
 async def test_without_a_ready_worker_it_is_unavailable(cluster: Cluster) -> None:

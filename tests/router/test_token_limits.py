@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
-from tokenizers import Tokenizer
 
 from kvrelay.router.auth import bearer
 from kvrelay.router.config import RouterConfig
 from kvrelay.v1 import inference_pb2 as pb
 
-from .cluster import Cluster, collect, read, running, status_of
+from .cluster import Cluster, HeldEncoding, collect, read, running, status_of
 from .scripted_worker import LENGTH, until
 
 TOKENS = """
@@ -93,24 +91,15 @@ async def test_live_requests_of_a_token_are_bounded(cluster: Cluster) -> None:
 
 
 async def test_requests_count_while_they_are_validated(
-    guarded: RouterConfig, monkeypatch: pytest.MonkeyPatch
+    guarded: RouterConfig, held_encoding: HeldEncoding
 ) -> None:
-    texts: list[str] = []
-    let_go = threading.Event()
-
-    def hold(tokenizer: Tokenizer, text: str, most_tokens: int) -> Sequence[int]:
-        texts.append(text)
-        assert let_go.wait(10)
-        return [1, 2, 3]
-
-    monkeypatch.setattr("kvrelay.router.texts.encode", hold)
     async with running(guarded, "prefill-0", "decode-0") as cluster:
         cluster.count()
         request = pb.GenerateRequest(text="x", sampling_params=pb.SamplingParams(max_tokens=4))
         calls = [cluster.stub.Generate(request, metadata=bearer("alpha")) for _ in range(2)]
-        await until(lambda: len(texts) == 2)
+        await until(lambda: len(held_encoding.texts) == 2)
         await refused(cluster, "alpha", 3, "max_live_requests")
-        let_go.set()
+        held_encoding.let_go.set()
         for call in calls:
             assert len((await collect(call)).token_ids) == 4
 
