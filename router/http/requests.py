@@ -30,6 +30,15 @@ _IGNORED: Final = (
     "session_id",
     "request_id",
 )
+_ONLY_DEFAULTS: Final = {
+    "use_beam_search": False,
+    "length_penalty": 1,
+    "include_stop_str_in_output": False,
+    "spaces_between_special_tokens": True,
+    "allowed_token_ids": [],
+    "bad_words": [],
+}
+"""Parameters of vLLM's that are not served, and what they are where they do nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,6 +188,8 @@ def _read_stream(fields: Fields) -> tuple[StreamOptions, bool]:
 
 def _finish(fields: Fields) -> None:
     """Refuses what is not served, and drops what says nothing to a server."""
+    for name, default in _ONLY_DEFAULTS.items():
+        fields.only(name, default)
     fields.ignore(*_IGNORED)
     fields.only("store", False)
     fields.only("response_format", {"type": "text"})

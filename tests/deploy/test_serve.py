@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import signal
 import socket
@@ -13,8 +14,12 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
+from kvrelay.deploy import serve as serve_module
 from kvrelay.deploy.address import Address
 from kvrelay.deploy.cli import main
+from kvrelay.deploy.options import ServeOptions
+from kvrelay.deploy.progress import Progress
+from kvrelay.deploy.serve import with_free_http
 from kvrelay.deploy.stop_signals import StopSignals
 from tests.certificates import Authority
 from tests.known import known
@@ -33,6 +38,17 @@ def test_a_port_in_use_is_said(option: str, no_release: None):
     assert result.exit_code == 1
     assert result.stderr.startswith(f"kvrelay: {option}: cannot listen on {taken}")
     assert len(result.stderr.splitlines()) == 1
+
+
+def test_http_goes_elsewhere_where_its_default_port_is_in_use(monkeypatch: pytest.MonkeyPatch):
+    said = io.StringIO()
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        taken = Address("127.0.0.1", listener.getsockname()[1])
+        monkeypatch.setattr(serve_module, "DEFAULT_HTTP", taken)
+        options = with_free_http(ServeOptions(http=taken), Progress(said))
+    assert options.http == Address("127.0.0.1", 0)
+    assert said.getvalue() == f"{taken} is in use: HTTP gets another port (--http chooses one).\n"
+    assert with_free_http(ServeOptions(http=taken), Progress(said)).http == taken
 
 
 def test_a_worker_metrics_port_in_use_is_said(no_release: None):

@@ -139,7 +139,13 @@ async def test_the_parameters_come_to_the_workers(
     numbers = {"temperature": 0.5, "top_p": 0.25, "min_p": 0.125, "repetition_penalty": 1.5}
     numbers |= {"frequency_penalty": 0.5, "presence_penalty": -0.5, "top_k": 7, "seed": 5}
     rules = {"min_tokens": 2, "ignore_eos": True, "stop_token_ids": [7], "stop": "zz", "n": 2}
-    ignored = {"user": "me", "metadata": {"a": "b"}, "logit_bias": {"9": -100}, "suffix": None}
+    ignored: dict[str, Any] = {
+        "user": "me",
+        "metadata": {"a": "b"},
+        "logit_bias": {"9": -100},
+        "suffix": None,
+    }
+    ignored |= {"length_penalty": 1.0, "use_beam_search": False, "bad_words": []}
     body = {**PROMPT, **numbers, **rules, **ignored, "model": "counter", "priority": 3}
     (await http.post("/v1/completions", json=body)).raise_for_status()
     submit = cluster.prefill.submits[0]
@@ -205,6 +211,7 @@ async def test_the_model_and_the_small_paths(cluster: Cluster, http: httpx.Async
         ({"prompt": "x", "stream": True, "stream_options": {"a": 1}}, 400, "stream_options.a"),
         ({"prompt": "x", "response_format": {"type": "json_object"}}, 400, "response_format"),
         ({"prompt": "x", "guided_json": {}}, 400, "guided_json"),
+        ({"prompt": "x", "bad_words": ["y"]}, 400, "bad_words"),
         ({"prompt": "x", "best_of": 3}, 400, "best_of"),
         ({"prompt": "x", "cache_salt": "s" * 129}, 400, "cache_salt"),
     ],
@@ -262,6 +269,19 @@ async def test_a_body_that_is_too_large(http: httpx.AsyncClient) -> None:
         answer = await http.post("/v1/completions", content=content)
         assert answer.status_code == 413
         assert answer.headers["connection"] == "close"
+
+
+@pytest.mark.parametrize("piece", [b"[],", b"1,", b'{"a":1},'])
+async def test_a_body_of_too_many_parts(config: RouterConfig, piece: bytes) -> None:
+    large = replace(config, http_address="127.0.0.1:0", max_message_bytes=16 << 20)
+    async with (
+        running(large, "prefill-0", "decode-0") as cluster,
+        httpx.AsyncClient(base_url=f"http://{cluster.router.http_address}") as http,
+    ):
+        body = b'{"prompt": [' + piece * (1 << 20) + b"1]}"
+        answer = await http.post("/v1/completions", content=body)
+        assert answer.status_code == 413
+        assert "elements" in answer.json()["error"]["message"]
 
 
 async def test_a_chat_without_a_template(config: RouterConfig) -> None:

@@ -171,27 +171,32 @@ async def test_a_head_that_does_not_arrive(
         await is_served(http)
 
 
+CHUNKED = HEAD + b"transfer-encoding: chunked\r\n\r\n"
+
+
 @pytest.mark.parametrize(
-    "sent",
+    ("begin", "again"),
     [
-        HEAD + b"x: " + b"y" * (1 << 20),
-        HEAD + b"x: y\r\n" * (1 << 18),
-        b"GET /" + b"x" * (1 << 20),
-        HEAD + b"transfer-encoding: chunked\r\n\r\n0\r\n" + b"a: b\r\n" * (1 << 18),
-        b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n" * 10_000,
-        bytes(range(256)) * 4096,
+        (HEAD + b"x: ", b"y" * (1 << 16)),
+        (HEAD, b"x: y\r\n" * (1 << 14)),
+        (b"GET /", b"x" * (1 << 16)),
+        (CHUNKED + b"0\r\n", b"a: b\r\n" * (1 << 14)),
+        (b"", b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n" * 10_000),
+        (b"", bytes(range(256)) * 256),
     ],
+    ids=["header", "headers", "path", "trailers", "pipelined", "garbage"],
 )
 async def test_a_flood_is_hung_up_on(
-    http_config: RouterConfig, sent: bytes, caplog: pytest.LogCaptureFixture
+    http_config: RouterConfig, begin: bytes, again: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.CRITICAL, "uvicorn.error")
     async with counting(http_config) as (cluster, http), connection(cluster) as (reader, writer):
 
         async def flood() -> None:
             with contextlib.suppress(ConnectionError):
+                writer.write(begin)
                 while True:
-                    writer.write(sent)
+                    writer.write(again)
                     await writer.drain()
 
         flooding = asyncio.create_task(flood())
