@@ -1,11 +1,13 @@
-"""What a prompt's forward is spent on, and what a second thread of the process gains.
+"""What a step's forward is spent on, and what a second thread of the process gains.
 
-python -m benchmarks.prefill
+python -m benchmarks.prefill [--rows 8] [--tokens 0]
+
+A step computes a prompt, or rows of requests that generate, or both.
 
 A figure is the median over rounds; in each round every part and every number of threads has its
 turn, and a ratio is the median of the rounds' ratios. The parts:
 
-- whole: the forward of one prompt.
+- whole: the forward.
 - linear: its matrix products alone, of the same shapes, with random weights.
 - attention: that of all layers alone, keys and values written to their pages.
 - torch's attention: the same by the backend for other devices, which gathers pages and calls torch.
@@ -46,11 +48,11 @@ Part = Callable[[], object]
 class Products:
     """The matrix products of a model with grouped-query attention, without what is between."""
 
-    def __init__(self, config: ModelConfig, dtype: torch.dtype, tokens: int) -> None:
+    def __init__(self, config: ModelConfig, dtype: torch.dtype, tokens: int, ends: int) -> None:
         heads = config.attention
         if not isinstance(heads, GQAConfig):
             raise click.UsageError("only models with grouped-query attention can be measured")
-        self._factory, self._dtype = LinearFactory(), dtype
+        self._factory, self._dtype, self._ends = LinearFactory(), dtype, ends
         hidden, inner = config.hidden_size, config.intermediate_size
         queries = heads.num_heads * heads.head_dim
         qkv = queries + 2 * heads.num_kv_heads * heads.head_dim
@@ -65,27 +67,32 @@ class Products:
         return self._factory.make(torch.randn(outputs, inputs).to(self._dtype))
 
     def run(self) -> None:
-        """Those of one prompt: behind the last attention only its last token goes on."""
+        """Those of one step: behind the last attention only sequences' last tokens go on."""
         last = len(self._layers) - 1
         for index, (qkv, output, gate_up, down) in enumerate(self._layers):
             qkv(self._hidden)
             output.add_to(self._hidden, self._queries)
-            rows = slice(-1, None) if index == last else slice(None)
+            rows = slice(-self._ends, None) if index == last else slice(None)
             gate_up(self._hidden[rows])
             down.add_to(self._hidden[rows], self._inner[rows])
-        self._head(self._hidden[-1:])
+        self._head(self._hidden[-self._ends :])
 
 
-def make_batch(tokens: int, vocab_size: int, pools: int) -> ForwardBatch:
-    """A prompt of random tokens in pages of its own."""
-    pages = -(-tokens // PAGE_SIZE)
+def make_batch(tokens: int, rows: int, context: int, vocab_size: int, pools: int) -> ForwardBatch:
+    """A prompt of random tokens, and rows that end a `context` each, in scattered pages."""
+    counts = np.array([tokens] * (tokens > 0) + [1] * rows)
+    lengths = np.array([tokens] * (tokens > 0) + [context] * rows)
+    starts = np.concatenate(([0], np.cumsum(counts)))
+    generator, width = np.random.default_rng(1), -(-int(lengths.max()) // PAGE_SIZE)
+    pages = generator.permutation(len(lengths) * width).astype(np.int32)
+    ends = zip(lengths - counts, lengths, strict=True)
     return ForwardBatch(
-        input_ids=np.random.default_rng(1).integers(0, vocab_size, tokens),
-        positions=np.arange(tokens),
-        query_start=np.array([0, tokens], np.int32),
-        seq_lens=np.array([tokens], np.int32),
-        page_tables=(np.arange(pages, dtype=np.int32)[None],) * pools,
-        logit_rows=np.array([tokens - 1]),
+        input_ids=generator.integers(0, vocab_size, starts[-1]),
+        positions=np.concatenate([np.arange(*one) for one in ends]),
+        query_start=starts.astype(np.int32),
+        seq_lens=lengths.astype(np.int32),
+        page_tables=(pages.reshape(len(lengths), width),) * pools,
+        logit_rows=starts[1:] - 1,
     )
 
 
@@ -94,7 +101,7 @@ class Bench:
 
     def __init__(self, runner: ModelRunner, products: Products, batch: ForwardBatch) -> None:
         self._runner, self._batch = runner, batch
-        pages = batch.page_tables[0].shape[1]
+        pages = batch.page_tables[0].size
         geometries = runner.make_geometries(PAGE_SIZE)
         self._pools = [KVPool(one, pages, runner.device) for one in geometries]
         runner.bind(self._pools)
@@ -166,20 +173,34 @@ def report(found: dict[tuple[int, str], list[float]]) -> str:
 @click.command(context_settings={"show_default": True})
 @click.option("--model", default=DEFAULT_MODEL, help="A checkpoint folder, or a name.")
 @click.option("--dtype", default="bfloat16", help="Of weights, activations and KV.")
-@click.option("--tokens", default=1024, help="Of the prompt.")
+@click.option("--tokens", type=click.IntRange(min=0), default=1024, help="Of the prompt; 0: none.")
+@click.option("--rows", type=click.IntRange(min=0), default=0, help="Requests that generate.")
+@click.option("--context", type=click.IntRange(min=1), default=320, help="Tokens of each of them.")
 @click.option("--threads", default="1,2", help="Numbers of threads, comma-separated.")
 @click.option("--rounds", default=9)
 @click.option("--clock", type=click.Choice(["wall", "cpu"]), default="wall")
-def main(model: str, dtype: str, tokens: int, threads: str, rounds: int, clock: str) -> None:
-    """Print the parts of a prompt's forward."""
+def main(
+    model: str,
+    dtype: str,
+    tokens: int,
+    rows: int,
+    context: int,
+    threads: str,
+    rounds: int,
+    clock: str,
+) -> None:
+    """Print the parts of a step's forward."""
+    if not tokens + rows:
+        raise click.UsageError("give --tokens or --rows: a step computes something")
     path: Path = resolve_model(model, dtype, users_models(), lambda _: None).path
     benches: dict[int, Bench] = {}
     for count in [int(one) for one in threads.split(",")]:
         runner = ModelRunner(path, dtype, "cpu", count)
         with torch.inference_mode():
-            products = Products(runner.config, parse_dtype(dtype), tokens)
+            ends = rows + (tokens > 0)
+            products = Products(runner.config, parse_dtype(dtype), tokens + rows, ends)
             pools = len(runner.config.pool_windows)
-            batch = make_batch(tokens, runner.config.vocab_size, pools)
+            batch = make_batch(tokens, rows, context, runner.config.vocab_size, pools)
             benches[count] = Bench(runner, products, batch)
     now = time.perf_counter if clock == "wall" else time.process_time
     print(report(measure(benches, rounds, now)))
