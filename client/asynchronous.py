@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator
 from typing import Any, Self
 
 import grpc
 
-from kvrelay.client.access import OPEN, Access, open_aio_channel
+from kvrelay.client.access import open_aio_channel
 from kvrelay.client.answer import Answer
 from kvrelay.client.attempts import Attempts, without_completion
-from kvrelay.client.cluster import RETRY_SECONDS, Cluster
+from kvrelay.client.cluster import Cluster
 from kvrelay.client.errors import CallFailed
 from kvrelay.client.requests import Prompt
 from kvrelay.client.resumption import Resumption
 from kvrelay.v1 import inference_pb2 as pb
-from kvrelay.v1 import inference_pb2_grpc
 
 
 class AsyncClient(Cluster):
@@ -25,20 +24,7 @@ class AsyncClient(Cluster):
     A context that closes it. Args and Raises: as of `Cluster`.
     """
 
-    def __init__(
-        self,
-        servers: str | Sequence[str],
-        access: Access = OPEN,
-        *,
-        retry_seconds: float = RETRY_SECONDS,
-    ) -> None:
-        super().__init__(servers, access, retry_seconds=retry_seconds)
-        credentials = self._credentials()
-        self._channels = {server: open_aio_channel(server, credentials) for server in self._servers}
-        self._stubs = {
-            server: inference_pb2_grpc.InferenceServiceStub(channel)
-            for server, channel in self._channels.items()
-        }
+    _open_channel = staticmethod(open_aio_channel)
 
     async def __aenter__(self) -> Self:
         return self

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from typing import Any, Final, Self
 
 import grpc
 
-from kvrelay.client.access import OPEN, Access, open_channel
+from kvrelay.client.access import open_channel
 from kvrelay.client.answer import Answer
 from kvrelay.client.attempts import Attempts, cancelled, without_completion
-from kvrelay.client.cluster import RETRY_SECONDS, Cluster
+from kvrelay.client.cluster import Cluster
 from kvrelay.client.errors import CallFailed
 from kvrelay.client.requests import Prompt
 from kvrelay.client.resumption import Resumption
 from kvrelay.v1 import inference_pb2 as pb
-from kvrelay.v1 import inference_pb2_grpc
 
 _LOOK_SECONDS: Final = 0.1
 """Between two looks, while a retry is waited for, whether it was cancelled."""
@@ -29,20 +28,7 @@ class Client(Cluster):
     Args and Raises: as of `Cluster`.
     """
 
-    def __init__(
-        self,
-        servers: str | Sequence[str],
-        access: Access = OPEN,
-        *,
-        retry_seconds: float = RETRY_SECONDS,
-    ) -> None:
-        super().__init__(servers, access, retry_seconds=retry_seconds)
-        credentials = self._credentials()
-        self._channels = {server: open_channel(server, credentials) for server in self._servers}
-        self._stubs = {
-            server: inference_pb2_grpc.InferenceServiceStub(channel)
-            for server, channel in self._channels.items()
-        }
+    _open_channel = staticmethod(open_channel)
 
     def __enter__(self) -> Self:
         return self

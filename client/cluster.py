@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import grpc
@@ -13,12 +13,13 @@ from kvrelay.client.attempts import Attempts
 from kvrelay.client.balancer import Balancer
 from kvrelay.client.requests import Prompt, make_request
 from kvrelay.v1 import inference_pb2 as pb
+from kvrelay.v1 import inference_pb2_grpc
 
 RETRY_SECONDS: Final = 30.0
 
 
 class Cluster:
-    """The routers of a cluster.
+    """The routers of a cluster. A kind of client says how channels are opened to them.
 
     Args:
         servers: ``HOST:PORT`` of one or more routers.
@@ -30,6 +31,8 @@ class Cluster:
         ValueError: a token would go to another machine in plain text.
         OSError: the authority's file cannot be read.
     """
+
+    _open_channel: Callable[[str, grpc.ChannelCredentials | None], Any]
 
     def __init__(
         self,
@@ -45,9 +48,12 @@ class Cluster:
         self._access = access
         self._retry_seconds = retry_seconds
         self._balancer = Balancer(self._servers)
-
-    def _credentials(self) -> grpc.ChannelCredentials | None:
-        return self._access.credentials()
+        credentials = access.credentials()
+        self._channels = {one: self._open_channel(one, credentials) for one in self._servers}
+        self._stubs = {
+            server: inference_pb2_grpc.InferenceServiceStub(channel)
+            for server, channel in self._channels.items()
+        }
 
     def _attempts(self, timeout_seconds: float | None) -> Attempts:
         return Attempts(self._balancer, self._retry_seconds, timeout_seconds)
