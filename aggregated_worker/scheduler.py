@@ -141,6 +141,7 @@ class AggregatedScheduler:
             waiting_tokens=sum(to_hold) + sum(left.values()),
             prompts=uncached | left,
             growth_tokens=self._growth.total_tokens(self._running),
+            output_tokens=self._growth.mean_output_tokens,
         )
 
     def _release_retracted(self, request: AggregatedRequest) -> None:

@@ -43,7 +43,8 @@ class RequestRecord:
     """What happened to one request; times are seconds after the run's start.
 
     ``token_times`` and ``token_counts`` have one entry for each delta that held
-    tokens. ``status`` is ``OK``, a gRPC status name or ``WRONG_OUTPUT``.
+    tokens. ``status`` is ``OK``, a gRPC status name, ``HTTP_`` and a status, the name
+    of an exception, or ``WRONG_OUTPUT``.
     """
 
     index: int
@@ -66,45 +67,34 @@ class RequestRecord:
 
 
 @dataclass
-class _StreamLog:
-    """Collects a stream into a record and checks that it is what was asked for."""
+class TokenLog:
+    """Collects the times of one stream's tokens into a record."""
 
     job: Job
     sent: float
     times: list[float] = field(default_factory=list)
     counts: list[int] = field(default_factory=list)
-    complete: pb.GenerateComplete | None = None
-    fault: str = ""
 
-    def take(self, response: pb.GenerateResponse, now: float) -> None:
-        if self.complete is not None:
-            self.fault = self.fault or "a message after the completion"
-        if response.WhichOneof("event") == "complete":
-            self.complete = response.complete
-        elif response.delta.token_ids:  # a delta without tokens only flushes held-back text
-            self._take_tokens(response.delta, now)
-
-    def _take_tokens(self, delta: pb.GenerateDelta, now: float) -> None:
-        have = sum(self.counts)
-        if delta.index != have:
-            self.fault = self.fault or f"a delta at index {delta.index} after {have} tokens"
+    def take_tokens(self, count: int, now: float) -> None:
+        """Note a delta of ``count`` tokens."""
         self.times.append(now)
-        self.counts.append(len(delta.token_ids))
+        self.counts.append(count)
 
-    def finish(self, now: float) -> RequestRecord:
-        fault = self.fault or self._shortfall()
-        return self.record(now, WRONG_OUTPUT if fault else OK, fault)
-
-    def _shortfall(self) -> str:
-        if self.complete is None:
-            return "the stream ended without a completion"
-        if self.complete.finish_reason != pb.FINISH_REASON_LENGTH:
-            return f"finished with {pb.FinishReason.Name(self.complete.finish_reason)}"
+    def wrong_length(self) -> str:
+        """What is wrong with the number of tokens; empty if it is the one asked for."""
         if sum(self.counts) != self.job.output_len:
             return f"{sum(self.counts)} tokens instead of {self.job.output_len}"
         return ""
 
-    def record(self, now: float, status: str, detail: str) -> RequestRecord:
+    def record(
+        self,
+        now: float,
+        status: str,
+        detail: str = "",
+        cached_tokens: int = 0,
+        phases: PhaseSeconds | None = None,
+    ) -> RequestRecord:
+        """The record of the stream, which ended now."""
         return RequestRecord(
             index=self.job.index,
             input_len=self.job.input_len,
@@ -116,9 +106,46 @@ class _StreamLog:
             token_counts=tuple(self.counts),
             status=status,
             detail=detail,
-            cached_tokens=self.complete.usage.cached_tokens if self.complete else 0,
-            phases=_phases(self.complete),
+            cached_tokens=cached_tokens,
+            phases=phases,
         )
+
+
+@dataclass
+class _StreamLog(TokenLog):
+    """Checks as well that a gRPC stream is what was asked for."""
+
+    complete: pb.GenerateComplete | None = None
+    fault: str = ""
+
+    def take(self, response: pb.GenerateResponse, now: float) -> None:
+        if self.complete is not None:
+            self.fault = self.fault or "a message after the completion"
+        if response.WhichOneof("event") == "complete":
+            self.complete = response.complete
+        elif response.delta.token_ids:  # a delta without tokens only flushes held-back text
+            self._take_delta(response.delta, now)
+
+    def _take_delta(self, delta: pb.GenerateDelta, now: float) -> None:
+        have = sum(self.counts)
+        if delta.index != have:
+            self.fault = self.fault or f"a delta at index {delta.index} after {have} tokens"
+        self.take_tokens(len(delta.token_ids), now)
+
+    def finish(self, now: float) -> RequestRecord:
+        fault = self.fault or self._shortfall()
+        return self.end(now, WRONG_OUTPUT if fault else OK, fault)
+
+    def _shortfall(self) -> str:
+        if self.complete is None:
+            return "the stream ended without a completion"
+        if self.complete.finish_reason != pb.FINISH_REASON_LENGTH:
+            return f"finished with {pb.FinishReason.Name(self.complete.finish_reason)}"
+        return self.wrong_length()
+
+    def end(self, now: float, status: str, detail: str) -> RequestRecord:
+        cached_tokens = self.complete.usage.cached_tokens if self.complete else 0
+        return self.record(now, status, detail, cached_tokens, _phases(self.complete))
 
 
 def _phases(complete: pb.GenerateComplete | None) -> PhaseSeconds | None:
@@ -159,7 +186,7 @@ class Client:
             async for response in call:
                 log.take(response, self._clock.now())
         except grpc.aio.AioRpcError as error:
-            return log.record(self._clock.now(), error.code().name, error.details() or "")
+            return log.end(self._clock.now(), error.code().name, error.details() or "")
         return log.finish(self._clock.now())
 
 

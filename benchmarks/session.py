@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import click
 import grpc
@@ -15,10 +15,21 @@ import grpc
 from benchmarks.client import Client, RequestRecord, Stopwatch
 from benchmarks.report import Report, Slo, summarise
 from benchmarks.runner import closed_loop, drive
-from benchmarks.workload import ClosedLoop, Prompts, Workload, check_lengths
+from benchmarks.workload import ClosedLoop, Job, Prompts, Workload, check_lengths
 from kvrelay.deploy.client import OPEN, Access
 from kvrelay.v1 import inference_pb2 as pb
 from kvrelay.v1 import inference_pb2_grpc as rpc
+
+
+class Sender(Protocol):
+    """A client that sends jobs to one server, in whatever dialect."""
+
+    async def send(self, job: Job) -> RequestRecord:
+        """Send one job and read its stream to the end; a failure is in the record."""
+        ...
+
+
+MakeSender = Callable[[Prompts, Stopwatch], Sender]
 
 JSON_SCHEMA = "kvrelay.serve_load/1"
 
@@ -104,7 +115,7 @@ async def bench(
         for workload in workloads:
             click.echo(_announcement(workload), err=True)
             client = partial(Client, stub, deadline_s=bounds.deadline_s, metadata=access.metadata)
-            runs.append(await _measure(client, model.vocab_size, workload, bounds, slo))
+            runs.append(await measure(client, model.vocab_size, workload, bounds, slo))
     return Results(target, started, _describe(model, server), runs)
 
 
@@ -115,14 +126,15 @@ def _channel(target: str, access: Access) -> grpc.aio.Channel:
     return grpc.aio.secure_channel(target, credentials)
 
 
-async def _measure(
-    make_client: Callable[[Prompts, Stopwatch], Client],
+async def measure(
+    make_client: MakeSender,
     vocab_size: int,
     workload: Workload,
     bounds: Bounds,
     slo: Slo,
 ) -> Run:
-    await _warm_up(make_client, vocab_size, workload, bounds)
+    """Warm up, run the workload and report on it. Raises ``ServerError`` if a warm-up fails."""
+    await warm_up(make_client, vocab_size, workload, bounds)
     clock = Stopwatch()
     client = make_client(Prompts(vocab_size, workload.seed), clock)
     cpu = time.process_time()
@@ -131,13 +143,16 @@ async def _measure(
     return Run(summarise(workload, records, slo, time.process_time() - cpu), records)
 
 
-async def _warm_up(
-    make_client: Callable[[Prompts, Stopwatch], Client],
+async def warm_up(
+    make_client: MakeSender,
     vocab_size: int,
     workload: Workload,
     bounds: Bounds,
 ) -> None:
-    """Send requests like the workload's first ones, with other prompts. All must complete."""
+    """Send requests like the workload's first ones, with other prompts.
+
+    Raises ``ServerError`` if one fails.
+    """
     jobs = [replace(job, due=None, blocks=()) for job in workload.jobs[: bounds.warmup]]
     slots = workload.load.concurrency if isinstance(workload.load, ClosedLoop) else 1
     clock = Stopwatch()

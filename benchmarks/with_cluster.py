@@ -44,8 +44,7 @@ _READY_LINE = "Ctrl-C stops it.\n"
 
 def main() -> None:
     """Split the arguments at ``--``, find or start the cluster, and run the load generator."""
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, _interrupt)
+    interrupt_on_signals()
     try:
         run(*split(sys.argv[1:]))
     except click.ClickException as error:
@@ -79,6 +78,12 @@ def split(arguments: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
         raise click.UsageError("give options of kvrelay serve, --, and the benchmark's own")
     middle = arguments.index("--")
     return arguments[:middle], arguments[middle + 1 :]
+
+
+def interrupt_on_signals() -> None:
+    """Let SIGTERM and SIGHUP stop what was started, as Ctrl-C does."""
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, _interrupt)
 
 
 def _interrupt(_number: int, _frame: FrameType | None) -> NoReturn:

@@ -153,6 +153,18 @@ def trace_jobs(
     ]
 
 
+def shrink(rows: Iterable[TraceRow], factor: float) -> list[TraceRow]:
+    """The rows with both lengths times ``factor``, at least one token each."""
+    return [
+        replace(
+            row,
+            input_len=max(1, round(row.input_len * factor)),
+            output_len=max(1, round(row.output_len * factor)),
+        )
+        for row in rows
+    ]
+
+
 def schedule(jobs: Sequence[Job], load: Load, seed: Sequence[int]) -> tuple[Job, ...]:
     """The jobs with the due times that the load gives them."""
     if isinstance(load, ClosedLoop):
@@ -177,8 +189,8 @@ def fixed_workloads(
 ) -> list[Workload]:
     """One workload for every shape and load, no two of which share a prompt."""
     return [
-        _workload(
-            str(shape), load, fixed_jobs(shape, requests or default_requests(load)), seed, number
+        scheduled(
+            str(shape), load, fixed_jobs(shape, requests or default_requests(load)), (seed, number)
         )
         for number, (shape, load) in enumerate(product(shapes, loads))
     ]
@@ -189,14 +201,14 @@ def trace_workloads(
 ) -> list[Workload]:
     """The head of the trace, once for every load."""
     return [
-        _workload(name, load, jobs[: requests or default_requests(load)], seed, number)
+        scheduled(name, load, jobs[: requests or default_requests(load)], (seed, number))
         for number, load in enumerate(loads)
     ]
 
 
-def _workload(name: str, load: Load, jobs: Sequence[Job], seed: int, number: int) -> Workload:
-    streams = (seed, number)
-    return Workload(name, load, schedule(jobs, load, streams), streams)
+def scheduled(name: str, load: Load, jobs: Sequence[Job], seed: tuple[int, ...]) -> Workload:
+    """The jobs as one run; ``seed`` makes their prompts and arrivals."""
+    return Workload(name, load, schedule(jobs, load, seed), seed)
 
 
 def check_lengths(workload: Workload, max_model_len: int) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from kvrelay.decode_worker.hand_over_stream import CloseStream, HandOverStream
 from kvrelay.decode_worker.request import DecodeRequest, HandedOverRequest
@@ -12,12 +12,38 @@ from kvrelay.engine.faults import Phase
 from kvrelay.engine.scheduler.context import SchedulerContext
 from kvrelay.engine.scheduler.growth_reserve import GrowthReserve
 from kvrelay.engine.scheduler.itl_target import ItlTarget
-from kvrelay.engine.scheduler.mixed_steps import MixedSteps
+from kvrelay.engine.scheduler.mixed_steps import MixedSteps, Newcomers
 from kvrelay.engine.scheduler.running_batch import RunningBatch
 from kvrelay.mem_cache.fence import Fence
 from kvrelay.mem_cache.release import Outcome
 from kvrelay.wire.hand_over import FromDecode
 from kvrelay.wire.output import EndReason, FailureReason, RequestEnd
+
+
+class HandedOver(Newcomers):
+    """The requests that prefill workers hand over.
+
+    Args:
+        context: has the live requests.
+    """
+
+    def __init__(self, context: SchedulerContext[DecodeRequest]) -> None:
+        self._context = context
+
+    @property
+    def are_coming(self) -> bool:
+        """Whether a prefill worker computes one, or the last pages of one are being read."""
+        return self.join_next or any(request.is_being_computed for request in self._requests())
+
+    @property
+    def join_next(self) -> bool:
+        """Whether the last pages of one are being read."""
+        now = time.monotonic()
+        return any(request.generates_soon(now) for request in self._requests())
+
+    def _requests(self) -> Iterator[HandedOverRequest]:
+        live = self._context.requests.values()
+        return (request for request in live if isinstance(request, HandedOverRequest))
 
 
 class LiveRequests:
@@ -43,13 +69,9 @@ class LiveRequests:
             growth,
             ItlTarget(config.itl_target_seconds, context.speed_learner),
             config.chunk_tokens,
-            self._another_generates_soon,
+            HandedOver(context),
         )
         """What they, and the prompts that are computed here, compute next."""
-
-    def _another_generates_soon(self) -> bool:
-        live, now = self._context.requests.values(), time.monotonic()
-        return any(isinstance(r, HandedOverRequest) and r.generates_soon(now) for r in live)
 
     def of_stream(self, stream: HandOverStream) -> HandedOverRequest | None:
         """The live request that the stream belongs to."""

@@ -71,6 +71,11 @@ class HandedOverRequest(DecodeRequest):
         """Whether it was granted memory, and its prompt is not being computed yet."""
         return self.hand_over.state is DecodeState.GRANTED and not self.hand_over.begun
 
+    @property
+    def is_being_computed(self) -> bool:
+        """Whether its prefill worker has begun to compute it, and did not announce all of it."""
+        return self.hand_over.begun and not self.announced_at
+
     def generates_soon(self, now: float) -> bool:
         """Whether all of its pages were announced, and it is not stuck since."""
         if not self.announced_at or self.activated_at:

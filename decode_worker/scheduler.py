@@ -190,6 +190,7 @@ class DecodeScheduler:
             waiting_requests=len(requests) - len(self._running),
             waiting_tokens=sum(to_read) + sum(to_hold) + sum(left.values()),
             growth_tokens=self._growth.total_tokens(self._running),
+            output_tokens=self._growth.mean_output_tokens,
             prompts=uncached | left,
             peers=self._probes.values(),
         )

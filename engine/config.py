@@ -111,8 +111,8 @@ class WorkerOptions:
         Section.REQUESTS,
         more_than=0,
         unit="milliseconds",
-        shown_default="three times a step of one request, up to eight times if many prompts wait, "
-        "and at least twice one of those that generate now",
+        shown_default="2.5 times a step of one request, up to eight times if long prompts wait, "
+        "and at least 1.5 times one of those that generate now",
     )
     bypass_limit: int = option(
         16,

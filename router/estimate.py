@@ -100,3 +100,14 @@ def tokens_ahead(by_size: Sequence[int], tokens: int) -> int:
     # They have as large a part of the prompts as of the range, and less of the tokens.
     shorter = sum(by_size[:size]) + math.ceil(like_it * part * (1 + part) / 2)
     return shorter + min(sum(by_size) - shorter, shorter + tokens)
+
+
+def most_tokens_ahead(by_size: Sequence[int], tokens: int) -> int:
+    """As `tokens_ahead`, but all prompts of its own size come first.
+
+    So it is where all prompts are equally long. Where they are not, it is too much for every
+    worker, which does not matter to a choice among them; too little on one of them does.
+    """
+    size = tokens.bit_length()
+    first = sum(by_size[:size])
+    return first + min(sum(by_size[size:]), first + tokens)

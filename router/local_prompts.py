@@ -7,16 +7,12 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Final
 
-from kvrelay.router.estimate import PromptQueue, tokens_ahead
+from kvrelay.router.estimate import PromptQueue, most_tokens_ahead
 from kvrelay.wire.speeds import NO_WORK, StepSpeeds, StepWork
 
 _HAND_OVER_WORTH: Final = 1.25
 """An idle decode worker may take so many times as long as a prefill worker: nothing is handed over,
 and nobody else waits."""
-
-_DELAY_WEIGHT: Final = 0.1
-"""A prompt may come a second later, so that requests that generate do not lose ten of theirs.
-Without this a decode worker that is busy all the time gets prompts that cost throughput."""
 
 
 class Reason(StrEnum):
@@ -47,6 +43,11 @@ class Side:
     num_requests: int = 0
     """That it has, running or waiting."""
 
+    @property
+    def backlog_tokens(self) -> float:
+        """Tokens of prompts that it has to compute."""
+        return min(sum(self.queue.by_size), self.queue.backlog_tokens)
+
     def own_tokens(self, tokens: int) -> int:
         """Those that it would have to compute of an input of so many."""
         return max(tokens - self.cached_tokens, 1)
@@ -64,8 +65,12 @@ def decide(tokens: int, prefill: Side, decode: Side, itl_target: float | None = 
     """Let that worker compute a prompt which is expected to have its first token sooner.
 
     Beside requests that generate a decode worker computes small chunks only, so that these keep
-    their pace: a long prompt takes long there. What these lose all the same counts a little, too.
-    What a decode worker has not measured itself is taken to be as it is on the prefill worker.
+    their pace: a long prompt takes long there. Each of its requests is delayed, too, if it is the
+    decode worker that has more to do, outputs included: without this one that sets the pace of the
+    pair gets prompts that cost throughput.
+
+    What one of them has not measured is taken to be as on the other. While nothing is known, the
+    one with fewer tokens to compute gets the prompt.
 
     Args:
         tokens: of the input, one or more.
@@ -74,36 +79,59 @@ def decide(tokens: int, prefill: Side, decode: Side, itl_target: float | None = 
         itl_target: seconds that a step with prompts may take beside requests that generate;
             None: as follows from the speeds.
     """
-    there_speeds = prefill.queue.load.speeds
+    there_speeds = _filled_in(prefill.queue.load.speeds, decode.queue.load.speeds)
     here_speeds = _filled_in(decode.queue.load.speeds, there_speeds)
     is_idle = not decode.num_requests
     if not (there_speeds.prompts_known and here_speeds.rows_known):
-        return Decision(is_idle, Reason.IDLE if is_idle else Reason.UNKNOWN)
+        fewer = decode.backlog_tokens < prefill.backlog_tokens
+        return Decision(is_idle or fewer, Reason.IDLE if is_idle else Reason.UNKNOWN)
     there = _seconds(tokens, prefill, there_speeds)
     if is_idle:
         by_decode = _seconds(tokens, decode, here_speeds) <= _HAND_OVER_WORTH * there
         return Decision(by_decode, Reason.IDLE if by_decode else Reason.SOONER)
     here = _seconds_beside(tokens, decode, here_speeds, itl_target)
-    here += _DELAY_WEIGHT * _delay_of_others(tokens, decode, here_speeds)
+    here += decode.num_requests * _delay(tokens, prefill, there_speeds, decode, here_speeds)
     return Decision(here < there, Reason.SOONER)
 
 
-def _delay_of_others(tokens: int, side: Side, speeds: StepSpeeds) -> float:
-    """Seconds that requests which generate lose to a prompt beside them, all together."""
+def _delay(
+    tokens: int, prefill: Side, there_speeds: StepSpeeds, decode: Side, here_speeds: StepSpeeds
+) -> float:
+    """Seconds by which all that the two have to do ends later if the decode worker computes it."""
+    token_there = _seconds_per_token(tokens, prefill, there_speeds)
+    token_here = _seconds_per_token(tokens, decode, here_speeds)
+    there = prefill.backlog_tokens * token_there
+    here = decode.backlog_tokens * token_here + _outputs_seconds(decode, here_speeds)
+    by_decode = max(here + decode.own_tokens(tokens) * token_here, there)
+    by_prefill = max(here, there + prefill.own_tokens(tokens) * token_there)
+    return max(by_decode - by_prefill, 0.0)
+
+
+def _seconds_per_token(tokens: int, side: Side, speeds: StepSpeeds) -> float:
+    """Seconds by which each token of such a prompt lengthens steps that run in any case."""
     own = side.own_tokens(tokens)
     pairs = StepWork.of_prompt(own, tokens - own).prompt_pairs
-    each = own * speeds.seconds_per_token + pairs * speeds.seconds_per_pair
-    return side.queue.load.running_requests * each
+    return speeds.seconds_per_token + speeds.seconds_per_pair * pairs / own
 
 
-def _filled_in(own: StepSpeeds, of_prefill: StepSpeeds) -> StepSpeeds:
-    """The speeds of a decode worker, which may have computed no prompts yet."""
+def _outputs_seconds(side: Side, speeds: StepSpeeds) -> float:
+    """Seconds of work of the tokens that a worker is still to generate, all rows in one batch."""
+    load, rows = side.queue.load, side.num_requests
+    tokens = load.growth_tokens + load.output_tokens * max(rows - load.running_requests, 0)
+    step = speeds.seconds_of(StepWork(rows=rows, row_pairs=load.held_tokens))
+    return step * tokens / rows
+
+
+def _filled_in(own: StepSpeeds, of_other: StepSpeeds) -> StepSpeeds:
+    """The speeds of a worker that may have computed no prompts yet."""
     if own.prompts_known:
         return own
     return replace(
         own,
-        seconds_per_token=of_prefill.seconds_per_token,
-        seconds_per_pair=of_prefill.seconds_per_pair,
+        seconds_per_step=own.seconds_per_step or of_other.seconds_per_step,
+        seconds_per_token=of_other.seconds_per_token,
+        seconds_per_pair=of_other.seconds_per_pair,
+        prompts_known=of_other.prompts_known,
     )
 
 
@@ -112,7 +140,7 @@ def _seconds_beside(tokens: int, side: Side, speeds: StepSpeeds, itl_target: flo
     load = side.queue.load
     generating = StepWork(rows=max(load.running_requests, 1), row_pairs=load.held_tokens)
     most = speeds.chunk_tokens or tokens
-    backlog = sum(side.queue.by_size) + tokens
+    backlog = math.ceil(side.backlog_tokens) + tokens
     chunk = speeds.most_tokens_beside(generating, tokens // 2, most, backlog, itl_target)
     return _seconds(tokens, side, replace(speeds, chunk_tokens=chunk), generating)
 
@@ -121,7 +149,7 @@ def _seconds(tokens: int, side: Side, speeds: StepSpeeds, generating: StepWork =
     """Expected seconds until the first token, behind the prompts that come before it."""
     own = side.own_tokens(tokens)
     pairs = StepWork.of_prompt(own, tokens - own).prompt_pairs
-    ahead = math.ceil(min(tokens_ahead(side.queue.by_size, own), side.queue.backlog_tokens))
+    ahead = math.ceil(min(most_tokens_ahead(side.queue.by_size, own), side.queue.backlog_tokens))
     # They are taken to be as long as this one, and so to attend to as much each.
     pairs += ahead * pairs // own
     return speeds.seconds_of(replace(generating, prompt_tokens=own + ahead, prompt_pairs=pairs))

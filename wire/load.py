@@ -95,6 +95,8 @@ class WorkerLoad:
     pools: tuple[PoolCounts, ...] = ()
     growth_tokens: int = 0
     """Tokens that running requests are expected to add."""
+    output_tokens: int = 0
+    """A request is expected to generate so many, as earlier ones did; 0: none has ended yet."""
     speeds: StepSpeeds = UNMEASURED
     """What its steps cost, as it has learnt."""
     prompts_by_size: tuple[int, ...] = ()

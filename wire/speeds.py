@@ -8,12 +8,12 @@ from typing import Final
 
 _LEAST_TOKENS: Final = 16
 """Of a prompt in any step, so that prompts end."""
-_IDLE_STEPS: Final = 3
+_IDLE_STEPS: Final = 2.5
 """By default, a step with prompts may take as long as so many steps of one request alone."""
-_OWN_STEPS: Final = 2
+_OWN_STEPS: Final = 1.5
 """And at least as long as so many steps of its batch without prompts: beside a large batch
 prompts would starve otherwise."""
-_BACKLOG_STEPS: Final = 16
+_BACKLOG_STEPS: Final = 4
 _MOST_IDLE_STEPS: Final = 8
 """Many prompts are computed in so many steps, or more, which take as long as so many idle ones at
 most: with small chunks they would take much longer in all, as each step has a cost of its own."""

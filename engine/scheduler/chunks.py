@@ -14,8 +14,10 @@ def share_budget(left: Mapping[RequestT, int], budget: int) -> list[tuple[Reques
     """Divide a step's token budget among prompts.
 
     Half of it is for the prompt whose turn it is, so that it ends in bounded
-    time. The rest is for those with the least left to compute, so that a long
-    prompt does not starve short ones; what they leave is the first one's.
+    time. The rest is for those that have less left to compute than that one, the
+    shortest first, so that a long prompt does not starve short ones. What they
+    leave is the first one's, and then the others': prompts of one length end one
+    after the other, not all together at the end.
 
     Args:
         left: for each prompt its tokens that are in no step yet, one or more.
@@ -36,8 +38,10 @@ def share_budget(left: Mapping[RequestT, int], budget: int) -> list[tuple[Reques
     in_turn: Sequence[RequestT] = sorted(left, key=lambda r: r.turn)
     for request in in_turn[:1]:
         assign(request, (budget + 1) // 2)
-    for request in sorted(in_turn[1:], key=lambda r: (r.priority, left[r], r.arrived)):
-        assign(request, budget)
-    for request in in_turn[:1]:
+    others = sorted(in_turn[1:], key=lambda r: (r.priority, left[r], r.arrived))
+    for request in others:
+        if left[request] < left[in_turn[0]]:
+            assign(request, budget)
+    for request in (*in_turn[:1], *others):
         assign(request, budget)
     return [(request, shares[request]) for request in in_turn if request in shares]

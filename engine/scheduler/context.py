@@ -286,6 +286,7 @@ class SchedulerContext(Generic[RequestT]):
         waiting_requests: int,
         waiting_tokens: int,
         growth_tokens: int = 0,
+        output_tokens: int = 0,
         prompts: Mapping[RequestT, int] | None = None,
         peers: Iterable[PeerTransport] = (),
     ) -> WorkerLoad:
@@ -299,6 +300,7 @@ class SchedulerContext(Generic[RequestT]):
             waiting_tokens=waiting_tokens,
             pools=self.kv_cache.counts(),
             growth_tokens=growth_tokens,
+            output_tokens=output_tokens,
             speeds=self.speed_learner.speeds,
             prompts_by_size=sum_by_size(
                 [tokens for one, tokens in (prompts or {}).items() if one.priority <= 0]

@@ -35,10 +35,18 @@ class GrowthReserve:
         self._most = most
         self._ahead = ahead
         self._part = most
+        self._mean_output = 0.0
+
+    @property
+    def mean_output_tokens(self) -> int:
+        """Tokens that a request generates, on the moving average; 0 before one has ended."""
+        return round(self._mean_output)
 
     def learn_from_finish(self, request: Request) -> None:
         """Move the estimate towards the output length of a request that ended by itself."""
-        part = len(request.output_ids) / request.stops.max_tokens
+        tokens = len(request.output_ids)
+        self._mean_output += (_WEIGHT if self._mean_output else 1) * (tokens - self._mean_output)
+        part = tokens / request.stops.max_tokens
         self._set(self._part + _WEIGHT * (part - self._part))
 
     def learn_from_retraction(self) -> None:

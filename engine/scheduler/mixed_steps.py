@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Generic, TypeVar
 
 from kvrelay.engine.executor.step import Scheduled, StepOutput
@@ -22,6 +22,27 @@ RequestT = TypeVar("RequestT", bound=GeneratingRequest)
 
 _PROMPT_SHARE = 4
 """At least one in so many tokens of a step's budget is for prompts, however many generate."""
+_ANY_BACKLOG = 1 << 30
+"""Tokens: as many as count when chunks keep nobody waiting yet, but may soon."""
+_LONG_STEP_SECONDS = 0.01
+"""Many times what it takes to plan one."""
+
+
+class Newcomers:
+    """The requests that are computed elsewhere, and generate here next. By default there are none.
+
+    They wait for the steps in flight when they come.
+    """
+
+    @property
+    def are_coming(self) -> bool:
+        """Whether one is computed now."""
+        return False
+
+    @property
+    def join_next(self) -> bool:
+        """Whether one has been computed, and is about to generate."""
+        return False
 
 
 class MixedSteps(Generic[RequestT]):
@@ -35,7 +56,7 @@ class MixedSteps(Generic[RequestT]):
         growth: learns if the choices of a request do not fit together.
         itl_target: bounds the chunks beside those that generate.
         chunk_tokens: bounds all chunks; the only bound when nothing generates.
-        another_generates_soon: whether a request is about to that was not computed here.
+        newcomers: requests that are computed elsewhere, and generate here.
     """
 
     def __init__(
@@ -45,21 +66,35 @@ class MixedSteps(Generic[RequestT]):
         growth: GrowthReserve,
         itl_target: ItlTarget,
         chunk_tokens: int,
-        another_generates_soon: Callable[[], bool] = lambda: False,
+        newcomers: Newcomers | None = None,
     ) -> None:
         self._context = context
         self._running = running
         self._growth = growth
         self._itl_target = itl_target
         self._chunk_tokens = chunk_tokens
-        self._another_generates_soon = another_generates_soon
+        self._newcomers = newcomers or Newcomers()
         self._turns: Turns[RequestT] = Turns()
         self.computing: ComputingPrompts[RequestT] = ComputingPrompts(context)
         """The prompts that are computed here."""
 
     def schedule(self) -> Sequence[Scheduled[RequestT]]:
-        """Allocate the next token of all that generate, and chunks of prompts beside them."""
+        """Allocate the next token of all that generate, and chunks of prompts beside them.
+
+        No long step is planned ahead while a request is about to join those that generate: it would
+        wait for that step, too.
+        """
+        if self._context.steps.running and self._steps_are_long and self._one_joins_next:
+            return ()
         return self._turns.next(self._schedule)
+
+    @property
+    def _steps_are_long(self) -> bool:
+        return self._context.speed_learner.last_seconds >= _LONG_STEP_SECONDS
+
+    @property
+    def _one_joins_next(self) -> bool:
+        return self.computing.completes_one or self._newcomers.join_next
 
     def _schedule(self, alone: bool) -> Sequence[Scheduled[RequestT]]:
         generating = self._running.schedule(alone=alone)
@@ -75,15 +110,15 @@ class MixedSteps(Generic[RequestT]):
         rows = len(generating)
         most = max(self._chunk_tokens - rows, self._chunk_tokens // _PROMPT_SHARE, 1)
         work = StepWork(rows=rows, row_pairs=sum([r.request.num_tokens for r in generating]))
-        backlog = sum(self.computing.tokens_left.values())
+        backlog = sum(self.computing.tokens_left.values()) if rows else _ANY_BACKLOG
         return self._itl_target.most_prompt_tokens(work, self.computing.next_context, most, backlog)
 
     def _one_generates_soon(self) -> bool:
         """Whether a request would wait for the step's end.
 
-        Also one whose last chunk is in flight, and one whose last pages are being read.
+        Also one whose last chunk is in flight, and one that is computed elsewhere now.
         """
-        return bool(self._running) or self.computing.completes_one or self._another_generates_soon()
+        return bool(self._running) or self.computing.completes_one or self._newcomers.are_coming
 
     def process_step_output(self, item: Scheduled[RequestT], output: StepOutput) -> None:
         """Take the tokens of a request that generates, or a chunk of its prompt."""

@@ -44,6 +44,8 @@ class SpeedLearner:
     def __init__(self, chunk_tokens: int = 0) -> None:
         self.speeds = StepSpeeds(chunk_tokens=chunk_tokens)
         """As far as they are known."""
+        self.last_seconds = 0.0
+        """Of the latest step."""
         self._kinds: dict[tuple[int, ...], _Kind] = {}  # the latest seen is the last
         self._costs = np.zeros(5)
         self._steps = 0
@@ -54,6 +56,7 @@ class SpeedLearner:
         if seconds <= 0 or not (work.prompt_tokens or work.rows):
             return
         self._steps += 1
+        self.last_seconds = seconds
         key = _key(work)
         kind = self._kinds.pop(key, None) or _Kind()
         self._kinds[key] = kind

@@ -75,6 +75,17 @@ def test_a_long_prompt_lets_short_ones_through_and_still_ends():
     assert steps <= 1000 / 32 + 1
 
 
+def test_prompts_of_one_length_end_one_after_the_other():
+    first, second = request(0), request(1)
+    left, steps = {first: 128, second: 128}, []
+    while left:
+        shares = dict(share_budget(left, 48))
+        steps.append([shares.get(first, 0), shares.get(second, 0)])
+        left = {one: rest for one in left if (rest := left[one] - shares.get(one, 0))}
+    assert steps[:3] == [[48, 0], [48, 0], [32, 16]]
+    assert steps[3:] == [[0, 48], [0, 48], [0, 16]]
+
+
 def test_a_misfit_is_bypassed_so_many_times_and_no_more():
     account = kv_cache()
     large, small = request(0), [request(number) for number in range(1, 9)]
@@ -119,6 +130,9 @@ def test_the_reserve_learns_lengths_within_its_bounds(least, most):
     assert reserve.tokens(one) == max(1, round(100 * most))
     short = request(most=100)
     short.output_ids = [1] * 10
+    assert reserve.mean_output_tokens == 0
+    reserve.learn_from_finish(short)
+    assert reserve.mean_output_tokens == 10
     for _ in range(200):
         reserve.learn_from_finish(short)
     assert reserve.tokens(one) == pytest.approx(max(10, 100 * least), abs=1)

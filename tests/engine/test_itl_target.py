@@ -12,7 +12,7 @@ import pytest
 from kvrelay.decode_worker.request import HandedOverRequest
 from kvrelay.engine.executor.step import Step
 from kvrelay.wire.speeds import StepSpeeds
-from tests.engine.simulation import Simulation, reference
+from tests.engine.simulation import Simulation, SimWorker, reference
 from tests.engine.simulation.clockwork import Clockwork, is_prompt
 from tests.engine.test_scenarios import step_until
 
@@ -120,14 +120,76 @@ def test_chunks_are_whole_while_nothing_generates() -> None:
 
 
 def test_second_token_does_not_wait_for_a_whole_chunk() -> None:
-    """The step after a prompt's last chunk is planned before its first token is known."""
+    """No step is planned before its first token is known: that step would be without it."""
     rng, simulation = random.Random(2), OneWorker(itl_target=60)
     learn(simulation, rng)
     requests = [simulation.submit(prompt_of(rng, 512), 3) for _ in range(4)]
     simulation.run_until(simulation.clock + 10)
     for request in requests:
         first, second, _ = simulation.emitted_at[request]
-        assert second - first < 1.15 * 2 * 0.06
+        assert second - first < 1.15 * 0.06
+    simulation.assert_at_baseline()
+
+
+def watch_chunks(decode: SimWorker) -> list[int]:
+    """The tokens of each chunk that a worker launches from now on."""
+    chunks: list[int] = []
+    launch = decode.launch
+
+    def watch(step: Step[Any]) -> None:
+        chunks.extend(item.num_tokens for item in step.scheduled if is_prompt(item))
+        launch(step)
+
+    decode.launch = watch  # type: ignore[method-assign]
+    return chunks
+
+
+def test_a_chunk_is_small_while_a_prefill_worker_computes_what_is_handed_over() -> None:
+    """Its next token would wait for the end of the chunk."""
+    simulation = Simulation(1, 16, 200, 8, CHUNK, workers=1, itl_target=1)
+    (prefill,), (decode,) = simulation.prefills, simulation.decodes
+    decode.context.speed_learner.speeds = StepSpeeds(seconds_per_token=0.001, prompts_known=True)
+    chunks = watch_chunks(decode)
+    simulation.can_end_step = lambda worker: worker is not prefill  # type: ignore[method-assign]
+    handed_over = simulation.submit(list(range(40)), 3)
+
+    def begun() -> bool:
+        requests = decode.context.requests.values()
+        return any(isinstance(one, HandedOverRequest) and one.hand_over.begun for one in requests)
+
+    step_until(simulation, begun)
+    simulation.local = 1.0
+    local = simulation.submit(list(range(90)) * 10, 2)
+    step_until(simulation, lambda: bool(chunks))
+    assert chunks[0] == 16
+    del simulation.can_end_step
+    simulation.run()
+    for request in (handed_over, local):
+        assert request.output == reference(request.prompt, request.max_tokens)
+    simulation.assert_at_baseline()
+
+
+@pytest.mark.parametrize("long", [False, True], ids=["short", "long"])
+def test_no_long_step_is_planned_ahead_of_one_that_joins(long: bool) -> None:
+    """While its last pages are being read, what it would wait for is not begun."""
+    simulation = Simulation(1, 16, 200, 8, CHUNK, workers=1)
+    (decode,) = simulation.decodes
+    decode.forward_seconds = 0.02 if long else 0.001
+    running = simulation.submit(list(range(30)), 100)
+    step_until(simulation, lambda: bool(decode.context.steps.running == 2))
+    end_read = simulation.end_read
+    simulation.end_read = lambda worker: None  # type: ignore[method-assign]
+    handed_over = simulation.submit(list(range(40)), 3)
+    step_until(simulation, lambda: bool(decode.agent.ordered))
+    in_flight = set()
+    for _ in range(30):
+        simulation.step()
+        in_flight.add(decode.context.steps.running)
+    assert max(in_flight) == (1 if long else 2)
+    simulation.end_read = end_read  # type: ignore[method-assign]
+    simulation.run()
+    for request in (running, handed_over):
+        assert request.output == reference(request.prompt, request.max_tokens)
     simulation.assert_at_baseline()
 
 
@@ -140,14 +202,7 @@ def test_a_chunk_is_small_while_a_hand_over_is_about_to_end(stuck: bool) -> None
     simulation = Simulation(1, 16, 200, 8, CHUNK, workers=1, itl_target=1)
     (decode,) = simulation.decodes
     decode.context.speed_learner.speeds = StepSpeeds(seconds_per_token=0.001, prompts_known=True)
-    chunks: list[int] = []
-    launch = decode.launch
-
-    def watch(step: Step[Any]) -> None:
-        chunks.extend(item.num_tokens for item in step.scheduled if is_prompt(item))
-        launch(step)
-
-    decode.launch = watch  # type: ignore[method-assign]
+    chunks = watch_chunks(decode)
     handed_over = simulation.submit(list(range(40)), 3)
     step_until(simulation, lambda: bool(decode.agent.ordered))
     simulation.local = 1.0

@@ -7,7 +7,7 @@ import statistics
 
 import pytest
 
-from kvrelay.router.estimate import PromptQueue, expect_prompt, tokens_ahead
+from kvrelay.router.estimate import PromptQueue, expect_prompt, most_tokens_ahead, tokens_ahead
 from kvrelay.wire.load import WorkerLoad, sum_by_size
 from kvrelay.wire.speeds import StepSpeeds
 from kvrelay.wire.worker_info import WorkerRole
@@ -112,10 +112,12 @@ def computed_before(prompts: list[int], tokens: int, chunk: int = 64) -> int:
     while left[-1]:
         turn = next(i for i, one in enumerate(left) if one)
         budget = chunk
+        others = sorted(range(turn + 1, len(left)), key=lambda i: (left[i], i))
         for i, most in (
             (turn, (budget + 1) // 2),
-            *((i, chunk) for i in sorted(range(len(left)), key=lambda i: (left[i], i)) if i > turn),
+            *((i, chunk) for i in others if left[i] < left[turn]),
             (turn, chunk),
+            *((i, chunk) for i in others),
         ):
             share = min(left[i], most, budget)
             left[i], budget, done = left[i] - share, budget - share, done + share
@@ -132,3 +134,11 @@ def test_the_estimate_is_near_what_the_rule_for_steps_does() -> None:
     assert statistics.median(ratios) == pytest.approx(1, abs=0.05)
     assert sorted(ratios)[290] < 2
     assert min(ratios) > 0.25
+
+
+@pytest.mark.parametrize("tokens", [512, 700, 1023, 1024])
+def test_prompts_of_one_length_are_all_computed_before_it(tokens: int) -> None:
+    prompts = [tokens] * 5
+    assert most_tokens_ahead(sum_by_size(prompts), tokens) == computed_before(prompts, tokens)
+    # Of longer ones as much as is computed beside them and itself.
+    assert most_tokens_ahead(sum_by_size([*prompts, 100_000]), tokens) == 11 * tokens

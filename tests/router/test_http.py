@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import httpx
 import numpy as np
 import openai
@@ -19,6 +20,9 @@ from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from tokenizers import Tokenizer
 
+from benchmarks.client import Stopwatch
+from benchmarks.openai_client import CompletionsClient, served_model
+from benchmarks.workload import Job, Prompts
 from kvrelay.router.config import RouterConfig
 from kvrelay.router.discovery import StaticDiscovery
 from kvrelay.router.errors import StartError
@@ -383,6 +387,18 @@ async def test_the_openai_client(cluster: Cluster, tokenizer: Tokenizer) -> None
         assert refused.value.param == "temperature"
         with pytest.raises(openai.NotFoundError):
             await client.completions.create(model="other", prompt="x")
+
+
+async def test_the_client_that_compares_us_with_others(cluster: Cluster) -> None:
+    url = f"http://{cluster.router.http_address}"
+    job = Job(index=0, input_len=3, output_len=len(COUNTED))
+    async with aiohttp.ClientSession() as session:
+        prompts = Prompts(vocab_size=4, seed=(0,))
+        model = await served_model(session, url)
+        client = CompletionsClient(session, url, model, prompts, Stopwatch(), deadline_s=10)
+        record = await client.send(job)
+    assert (record.status, record.detail) == ("OK", "")
+    assert sum(record.token_counts) == len(COUNTED)
 
 
 async def test_a_port_in_use(http_config: RouterConfig) -> None:

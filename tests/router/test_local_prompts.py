@@ -47,8 +47,16 @@ def prefill(*prompts: int, cached: int = 0, speeds: StepSpeeds = OF_PROMPTS) -> 
     return Side(PromptQueue(WorkerRole.PREFILL, load), cached, len(prompts))
 
 
-def decode(running: int, *prompts: int, cached: int = 0, speeds: StepSpeeds = SPEEDS) -> Side:
-    load = WorkerLoad(running_requests=running, speeds=speeds, prompts_by_size=sum_by_size(prompts))
+def decode(
+    running: int, *prompts: int, cached: int = 0, left: int = 0, speeds: StepSpeeds = SPEEDS
+) -> Side:
+    """A decode worker whose running requests have `left` tokens to generate, each of them."""
+    load = WorkerLoad(
+        running_requests=running,
+        speeds=speeds,
+        prompts_by_size=sum_by_size(prompts),
+        growth_tokens=running * left,
+    )
     queue = PromptQueue(WorkerRole.DECODE, load)
     return Side(queue, cached, running + len(prompts))
 
@@ -82,7 +90,32 @@ def test_what_a_saturated_prefill_worker_cannot_take_goes_to_the_decode_worker()
     # Until that one has as much to compute, at its lower pace.
     assert decide(1024, prefill(*[1024] * 4), decode(3, *[1024] * 4)) == BY_PREFILL
     # Or generates for so many that they would lose more.
-    assert decide(1024, prefill(*[1024] * 4), decode(16)) == BY_PREFILL
+    assert decide(1024, prefill(*[1024] * 4), decode(16, left=128)) == BY_PREFILL
+
+
+def test_prompts_of_equal_length_come_before_it() -> None:
+    """At a power of two, too, though they have as many tokens as the shortest of their size."""
+    for tokens in (1000, 1024, 1030):
+        queued = prefill(*[tokens] * 4)
+        # Four there, and one here.
+        assert decide(tokens, queued, decode(3, tokens)) == BY_DECODE
+
+
+def test_a_decode_worker_with_more_outputs_than_there_are_prompts_is_left_alone() -> None:
+    """Its requests would wait for the prompt, and the prefill worker would for them."""
+    queued = prefill(*[256] * 6)
+    assert decide(256, queued, decode(8, left=8)) == BY_DECODE
+    assert decide(256, queued, decode(8, left=128)) == BY_PREFILL
+    # A short suffix costs them next to nothing.
+    assert decide(256, queued, decode(8, left=128, cached=250)) == BY_DECODE
+
+
+def test_outputs_of_requests_that_wait_count_as_those_of_earlier_ones() -> None:
+    queued = prefill(*[256] * 6)
+    load = WorkerLoad(running_requests=2, speeds=SPEEDS, growth_tokens=16, output_tokens=128)
+    queue = PromptQueue(WorkerRole.DECODE, load)
+    assert decide(256, queued, Side(queue, num_requests=2)) == BY_DECODE
+    assert decide(256, queued, Side(queue, num_requests=8)) == BY_PREFILL
 
 
 def test_a_looser_target_lets_more_prompts_in() -> None:
@@ -97,10 +130,20 @@ def test_a_decode_worker_that_has_computed_none_is_taken_to_be_as_fast() -> None
     assert decide(1024, prefill(), decode(8, speeds=OF_ROWS)) == BY_PREFILL
 
 
-def test_without_speeds_a_prefill_worker_computes_it() -> None:
-    unknown = Decision(False, Reason.UNKNOWN)
-    assert decide(16, prefill(speeds=UNMEASURED), decode(8)) == unknown
+def test_a_prefill_worker_that_has_computed_none_is_taken_to_be_as_fast() -> None:
+    assert decide(1024, prefill(speeds=UNMEASURED), decode(8)) == BY_PREFILL
+    queued = prefill(*[1024] * 4, speeds=UNMEASURED)
+    assert decide(1024, queued, decode(3)) == BY_DECODE
+
+
+def test_without_speeds_who_has_less_to_compute_computes_it() -> None:
+    unknown, unmeasured = Decision(False, Reason.UNKNOWN), prefill(speeds=UNMEASURED)
+    assert decide(16, unmeasured, decode(8, speeds=OF_ROWS)) == unknown
     assert decide(16, prefill(), decode(8, speeds=UNMEASURED)) == unknown
+    queued = prefill(1024, 1024, speeds=UNMEASURED)
+    by_decode = Decision(True, Reason.UNKNOWN)
+    assert decide(16, queued, decode(1, 1024, speeds=OF_ROWS)) == by_decode
+    assert decide(16, queued, decode(1, 1024, 1024, speeds=OF_ROWS)) == unknown
 
 
 def test_limits_of_decode_workers_alone() -> None:

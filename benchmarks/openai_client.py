@@ -1,0 +1,178 @@
+"""One streamed request over OpenAI's completions API, whichever server speaks it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import aiohttp
+
+from benchmarks.client import OK, WRONG_OUTPUT, RequestRecord, Stopwatch, TokenLog
+from benchmarks.workload import Job, Prompts
+
+Body = dict[str, Any]
+Prepare = Callable[[Body], Awaitable[Body]]
+"""What has to be done before a request is sent; gives fields to add to it."""
+
+_DATA = b"data:"
+_EVENT = b"event:"
+_DONE = b"[DONE]"
+
+
+class ResponseError(Exception):
+    """An answer that is not the stream asked for."""
+
+    def __init__(self, status: str, detail: str) -> None:
+        super().__init__(f"{status}: {detail}")
+        self.status = status
+        self.detail = detail
+
+
+@dataclass
+class _ChunkLog(TokenLog):
+    """Counts a stream's tokens by the usage that every chunk tells, and checks its end."""
+
+    usage: Body = field(default_factory=dict)
+    finish_reason: str | None = None
+
+    def take(self, chunk: Body, now: float) -> None:
+        if "error" in chunk:
+            raise ResponseError(WRONG_OUTPUT, str(chunk["error"])[:200])
+        self.usage = chunk.get("usage") or self.usage
+        for choice in chunk["choices"]:
+            self.finish_reason = choice.get("finish_reason") or self.finish_reason
+        # A chunk without new tokens only flushes text that was held back, or ends the stream.
+        if new := self.usage.get("completion_tokens", 0) - sum(self.counts):
+            self.take_tokens(new, now)
+
+    def finish(self, now: float) -> RequestRecord:
+        fault = self.wrong_length()
+        if self.finish_reason != "length":
+            fault = f"finished with {self.finish_reason}"
+        details = self.usage.get("prompt_tokens_details") or {}
+        cached_tokens = details.get("cached_tokens") or 0
+        return self.record(now, WRONG_OUTPUT if fault else OK, fault, cached_tokens)
+
+
+class CompletionsClient:
+    """Sends jobs to ``/v1/completions`` under ``base_url``, and reads server-sent events.
+
+    A request that outlives ``deadline_s`` fails. ``prepare`` runs first, within the
+    time to the first token: what another server has to do before this one.
+    """
+
+    def __init__(
+        self,
+        session: aiohttp.ClientSession,
+        base_url: str,
+        model: str,
+        prompts: Prompts,
+        clock: Stopwatch,
+        deadline_s: float,
+        prepare: Prepare | None = None,
+    ) -> None:
+        self._session = session
+        self._url = f"{base_url}/v1/completions"
+        self._model = model
+        self._prompts = prompts
+        self._clock = clock
+        self._deadline_s = deadline_s
+        self._prepare = prepare
+
+    async def send(self, job: Job) -> RequestRecord:
+        """Send one job and read its stream to the end. A fault of the server is in the record."""
+        body = completion_body(self._model, self._prompts.token_ids(job), job.output_len)
+        log = _ChunkLog(job, self._clock.now())
+        try:
+            async with asyncio.timeout(self._deadline_s):
+                if self._prepare is not None:
+                    body |= await self._prepare(body)
+                await self._read(body, log)
+        except ResponseError as error:
+            return log.record(self._clock.now(), error.status, error.detail)
+        except (aiohttp.ClientError, TimeoutError, ValueError, KeyError) as error:
+            return log.record(self._clock.now(), type(error).__name__, str(error))
+        return log.finish(self._clock.now())
+
+    async def _read(self, body: Body, log: _ChunkLog) -> None:
+        async with self._session.post(self._url, json=body) as response:
+            await _check(response)
+            async for data in _events(response):
+                log.take(json.loads(data), self._clock.now())
+
+
+def remote_prefill(session: aiohttp.ClientSession, base_url: str) -> Prepare:
+    """What a proxy of vLLM's does first: let the prefill instance compute the prompt.
+
+    The decode instance gets from it where the KV lies.
+    """
+
+    async def prepare(body: Body) -> Body:
+        asked = {
+            **body,
+            "max_tokens": 1,
+            "stream": False,
+            "stream_options": None,
+            "kv_transfer_params": {
+                "do_remote_decode": True,
+                "do_remote_prefill": False,
+                "remote_engine_id": None,
+                "remote_block_ids": None,
+                "remote_host": None,
+                "remote_port": None,
+            },
+        }
+        async with session.post(f"{base_url}/v1/completions", json=asked) as response:
+            await _check(response)
+            answer = await response.json()
+        return {"kv_transfer_params": answer["kv_transfer_params"]}
+
+    return prepare
+
+
+def completion_body(model: str, token_ids: list[int], output_len: int) -> Body:
+    """Greedy, and of exactly ``output_len`` tokens: the work must not depend on the weights."""
+    return {
+        "model": model,
+        "prompt": token_ids,
+        "max_tokens": output_len,
+        "temperature": 0.0,
+        "ignore_eos": True,
+        "stream": True,
+        "stream_options": {"include_usage": True, "continuous_usage_stats": True},
+    }
+
+
+async def served_model(session: aiohttp.ClientSession, base_url: str) -> str:
+    """The name under which the server serves its model."""
+    async with session.get(f"{base_url}/v1/models") as response:
+        await _check(response)
+        name: str = (await response.json())["data"][0]["id"]
+        return name
+
+
+async def _check(response: aiohttp.ClientResponse) -> None:
+    if response.status != 200:
+        raise ResponseError(f"HTTP_{response.status}", (await response.text())[:200])
+
+
+async def _events(response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
+    """The data of each event until the stream says that it is done.
+
+    Raises ``ResponseError`` for an event of an error, and for a stream that ends before.
+    """
+    error = False
+    async for line in response.content:
+        if line.startswith(_EVENT):
+            error = line[len(_EVENT) :].strip() == b"error"
+        elif line.startswith(_DATA):
+            data = line[len(_DATA) :].strip()
+            if data == _DONE:
+                return
+            if error:
+                raise ResponseError(WRONG_OUTPUT, data[:200].decode(errors="replace"))
+            yield data
+    raise ResponseError(WRONG_OUTPUT, "the stream ended without [DONE]")

@@ -1,0 +1,1 @@
+"""kvrelay beside vLLM: the same loads, by the same client, in turn."""

@@ -1,0 +1,217 @@
+"""The page and the picture of a comparison, from what was measured."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from benchmarks.peers.goodput import ATTAINED_SHARE
+from benchmarks.peers.ratios import Spread, ratio, spread
+from benchmarks.peers.store import Figures, Kind, Store
+from benchmarks.peers.systems import SYSTEMS
+from benchmarks.plot import PlotError, require_matplotlib
+from benchmarks.table import table
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+TITLE = "# kvrelay beside vLLM"
+REFERENCES = ("vllm", "vllm-1p1d")
+_FIGURES = (
+    ("output tok/s", "output_tokens_per_s"),
+    ("TTFT p50, ms", "ttft_p50_ms"),
+    ("ITL p50, ms", "itl_p50_ms"),
+    ("ITL p99, ms", "itl_p99_ms"),
+)
+_PERCENTILES = ("p50", "p99")
+_INTERFERENCE = (("alone", "calm"), ("while prompts arrive", "prompts"))
+
+
+def write_page(store: Store, folder: Path) -> None:
+    """Write ``bench-peers.md``, keeping its text above the figures, and ``bench-peers.svg``.
+
+    Raises ``PlotError`` if the picture cannot be drawn.
+    """
+    page = folder / "bench-peers.md"
+    text = page.read_text(encoding="utf-8") if page.exists() else f"{TITLE}\n\n## Figures\n"
+    kept = text.partition("\n## Figures\n")[0]
+    page.write_text("\n".join((kept, "## Figures", "", *figures_of(store))), encoding="utf-8")
+    _draw(store, folder / "bench-peers.svg")
+
+
+def figures_of(store: Store) -> list[str]:
+    """The lines of all tables."""
+    lines = [_conditions(store), ""]
+    for title, make in (
+        ("Throughput and latency", _throughput),
+        ("Ratios to vLLM", _ratios),
+        ("Goodput", _goodput),
+        ("Interference", _interference),
+    ):
+        rows = list(make(store))
+        if len(rows) > 1:
+            lines += [f"### {title}", "", _EXPLAINED[title], "", table(rows[0], rows[1:]), ""]
+    return lines
+
+
+_EXPLAINED = {
+    "Throughput and latency": (
+        "Prompt and output tokens of each request @ clients in a closed loop; the median of the"
+        " rounds, and in brackets the least and the largest."
+    ),
+    "Ratios to vLLM": (
+        "kvrelay's figure over vLLM's of the same round: the median, and in brackets the least and"
+        " the largest. Above 1 is better for tok/s, below 1 for latencies."
+    ),
+    "Goodput": (
+        f"The highest rate of Poisson arrivals at which {ATTAINED_SHARE:.0%} of all requests meet"
+        " both limits: twice the better engine's medians while it serves one request at a time, on"
+        " the time to the first token and on the request's mean inter-token latency."
+    ),
+    "Interference": (
+        "The inter-token latencies of eight steady streams, alone and while prompts of 1,024 tokens"
+        " arrive, one in two seconds (Poisson)."
+    ),
+}
+
+
+def _conditions(store: Store) -> str:
+    """When it was measured, and what else the machine and the client did."""
+    entries = [figures for kind in Kind for _, figures in store.of(kind)]
+    if not entries:
+        return "Nothing has been measured yet."
+    times = sorted(str(figures["at"]) for figures in entries)
+    others = Spread.of(figures["others_cpu_percent"] for figures in entries)
+    client = Spread.of(figures["client_cpu_percent"] for figures in entries)
+    failed = sum(figures["failed"] for figures in entries)
+    assert others is not None
+    assert client is not None
+    return (
+        f"Measured from {times[0]} to {times[-1]} UTC. Before a system started, all cores were busy"
+        f" with other work for {others.median:.0f}% (at most {others.largest:.0f}%). The client"
+        f" took {client.median:.1f}% of one core (at most {client.largest:.1f}%)."
+        f" Requests that failed: {failed}."
+    )
+
+
+def _throughput(store: Store) -> Iterator[Sequence[str]]:
+    yield ("load", "system", *(title for title, _ in _FIGURES), "rounds")
+    for load, system in _measured(store, Kind.LOAD):
+        rounds = store.rounds(Kind.LOAD, system, load)
+        spreads = [spread(rounds, figure) for _, figure in _FIGURES]
+        yield (load, SYSTEMS[system].title, *map(_absolute, spreads), str(len(rounds)))
+
+
+def _ratios(store: Store) -> Iterator[Sequence[str]]:
+    yield ("load", "system", "over", *(title.partition(",")[0] for title, _ in _FIGURES))
+    for load, system in _measured(store, Kind.LOAD):
+        for reference in REFERENCES:
+            if system in REFERENCES:
+                continue
+            ours = store.rounds(Kind.LOAD, system, load)
+            theirs = store.rounds(Kind.LOAD, reference, load)
+            found = [ratio(ours, theirs, figure) for _, figure in _FIGURES]
+            if any(found):
+                titles = (SYSTEMS[system].title, SYSTEMS[reference].title)
+                yield (load, *titles, *(_relative(one) for one in found))
+
+
+def goodput(store: Store, system: str, lengths: str) -> dict[int, Figures]:
+    """By round, the highest rate among the probes that attained, and their limits."""
+    best: dict[int, Figures] = {}
+    for key, figures in store.of(Kind.PROBE):
+        if (key.system, key.load) == (system, lengths):
+            found = best.setdefault(key.round, {**figures, "rate": 0.0})
+            if figures["slo_share"] >= ATTAINED_SHARE:
+                found["rate"] = max(found["rate"], key.rate)
+    return best
+
+
+def _goodput(store: Store) -> Iterator[Sequence[str]]:
+    yield ("requests", "system", "limits, ms", "goodput, req/s", "over vLLM's")
+    for lengths, system in _measured(store, Kind.PROBE):
+        best = goodput(store, system, lengths)
+        first = next(iter(best.values()))
+        over = ratio(best, goodput(store, "vllm", lengths), "rate")
+        limits = f"{first['limit_ttft_ms']:.0f} / {first['limit_itl_ms']:.0f}"
+        title = SYSTEMS[system].title
+        yield (lengths, title, limits, _absolute(spread(best, "rate"), 2), _relative(over))
+
+
+def _interference(store: Store) -> Iterator[Sequence[str]]:
+    yield ("system", *(f"ITL {p}, {title}" for title, _ in _INTERFERENCE for p in _PERCENTILES))
+    measured = {key.system for key, _ in store.of(Kind.INTERFERENCE)}
+    for system in (name for name in SYSTEMS if name in measured):
+        cells = [
+            _absolute(spread(store.rounds(Kind.INTERFERENCE, system, load), f"itl_{p}_ms"))
+            for _, load in _INTERFERENCE
+            for p in _PERCENTILES
+        ]
+        yield (SYSTEMS[system].title, *cells)
+
+
+def _measured(store: Store, kind: Kind) -> Iterator[tuple[str, str]]:
+    """The pairs of load and system, loads as they were first measured, systems as listed."""
+    pairs = {(key.load, key.system) for key, _ in store.of(kind)}
+    for load in dict.fromkeys(key.load for key, _ in store.of(kind)):
+        yield from ((load, system) for system in SYSTEMS if (load, system) in pairs)
+
+
+def _absolute(found: Spread | None, digits: int | None = None) -> str:
+    return _cell(found, lambda value: _short(value) if digits is None else f"{value:.{digits}f}")
+
+
+def _short(value: float) -> str:
+    return f"{value:.0f}" if value >= 100 else f"{value:.1f}"
+
+
+def _relative(found: Spread | None) -> str:
+    return _cell(found, lambda value: f"{value:.2f}")
+
+
+def _cell(found: Spread | None, write: Callable[[float], str]) -> str:
+    if found is None:
+        return "-"
+    if found.rounds == 1:
+        return write(found.median)
+    return f"{write(found.median)} ({write(found.least)} to {write(found.largest)})"
+
+
+def _draw(store: Store, path: Path) -> None:
+    """Throughput and ITL p99 of each system under each load, with their spreads."""
+    figure = require_matplotlib()(figsize=(11, 8), layout="constrained")
+    above, below = figure.subplots(2, 1)
+    _bars(above, store, "output_tokens_per_s", "output tokens a second")
+    _bars(below, store, "itl_p99_ms", "ITL p99, ms")
+    below.set_yscale("log")
+    below.yaxis.set_major_formatter("{x:g}")
+    if above.containers:
+        above.legend(fontsize="small")
+    try:
+        figure.savefig(path, metadata={"Date": None})
+    except (OSError, ValueError) as error:
+        raise PlotError(f"{path}: {error}") from error
+
+
+def _bars(axis: Axes, store: Store, figure: str, title: str) -> None:
+    measured = list(_measured(store, Kind.LOAD))
+    loads = list(dict.fromkeys(load for load, _ in measured))
+    systems = [name for name in SYSTEMS if any(name == system for _, system in measured)]
+    width = 0.8 / max(1, len(systems))
+    for at, system in enumerate(systems):
+        found = [spread(store.rounds(Kind.LOAD, system, load), figure) for load in loads]
+        known = [(place, one) for place, one in enumerate(found) if one is not None]
+        axis.bar(
+            [place + (at - (len(systems) - 1) / 2) * width for place, _ in known],
+            [one.median for _, one in known],
+            width,
+            yerr=(
+                [one.median - one.least for _, one in known],
+                [one.largest - one.median for _, one in known],
+            ),
+            label=SYSTEMS[system].title,
+        )
+    axis.set_xticks(range(len(loads)), loads)
+    axis.set(ylabel=title)
+    axis.grid(axis="y", alpha=0.3)
