@@ -65,11 +65,11 @@ def _draw_distributions(
             axis.step(np.sort(values), share, where="post", label=_label(report))
     axis.set(title=title, xlabel="milliseconds", ylabel="share", xscale="log", ylim=(0, 1))
     axis.xaxis.set_major_formatter("{x:g}")
-    axis.xaxis.set_minor_formatter(_plain_minor_ticks())
+    axis.xaxis.set_minor_formatter(plain_minor_ticks())
     axis.grid(alpha=0.3)
 
 
-def _plain_minor_ticks() -> Any:
+def plain_minor_ticks() -> Any:
     """Labels minor ticks as 20, not 2×10¹, and only where there is room for them."""
     from matplotlib.ticker import LogFormatter
 

@@ -10,7 +10,7 @@ from benchmarks.peers.goodput import ATTAINED_SHARE
 from benchmarks.peers.ratios import Spread, ratio, spread
 from benchmarks.peers.store import Figures, Kind, Store
 from benchmarks.peers.systems import SYSTEMS
-from benchmarks.plot import PlotError, require_matplotlib
+from benchmarks.plot import PlotError, plain_minor_ticks, require_matplotlib
 from benchmarks.table import table
 
 if TYPE_CHECKING:
@@ -186,6 +186,7 @@ def _draw(store: Store, path: Path) -> None:
     _bars(below, store, "itl_p99_ms", "ITL p99, ms")
     below.set_yscale("log")
     below.yaxis.set_major_formatter("{x:g}")
+    below.yaxis.set_minor_formatter(plain_minor_ticks())
     if above.containers:
         above.legend(fontsize="small")
     try:

@@ -91,12 +91,18 @@ class Kvrelay:
             *("--metrics", "127.0.0.1:0"),
             *self.options,
         ]
-        return [Command(self.name, arguments, port, "Ctrl-C stops it.", {})]
+        # Or Ray lets its workers run 15 nicer than their parent, which vLLM's do not.
+        environment = {"RAY_worker_niceness": "0"}
+        return [Command(self.name, arguments, port, "Ctrl-C stops it.", environment)]
 
 
 @dataclass(frozen=True)
 class Vllm:
-    """``vllm serve`` on all cores, or two instances on half of them each that pass KV by NIXL."""
+    """``vllm serve`` on all cores, or two instances on half of them each that pass KV by NIXL.
+
+    vLLM's processes look for messages of each other in a busy loop. Those of two instances
+    would take each other's cores, so there they wait instead (the Makefile's patch).
+    """
 
     name: str
     title: str
@@ -117,7 +123,11 @@ class Vllm:
                 f"{self.name}-{role}",
                 part,
                 # Each instance tells the other on a port of its own where its KV lies.
-                {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port()), "UCX_NET_DEVICES": "lo"},
+                {
+                    "VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port()),
+                    "UCX_NET_DEVICES": "lo",
+                    "BUSY_LOOP_SECONDS": "0",
+                },
                 ("--kv-transfer-config", connector),
             )
             for role, part in (("prefill", cores[:half]), ("decode", cores[-half:]))
