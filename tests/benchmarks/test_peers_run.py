@@ -12,6 +12,7 @@ import psutil
 import pytest
 
 from benchmarks.peers import __main__ as command
+from benchmarks.peers import interference
 from benchmarks.peers.__main__ import Comparison, OutOfTimeError, Plan
 from benchmarks.peers.goodput import HIGHEST_RATE
 from benchmarks.peers.loads import NamedLoad
@@ -70,7 +71,7 @@ def comparison(setup, store) -> Iterator[Callable[[Plan], Comparison]]:
 
 @pytest.fixture(autouse=True)
 def _scripted(monkeypatch):
-    systems = {name: Scripted(name) for name in PLAN.systems}
+    systems = {name: Scripted(name, bears_stopping=True) for name in PLAN.systems}
     monkeypatch.setattr(command, "SYSTEMS", systems)
 
 
@@ -166,7 +167,9 @@ def test_a_search_for_goodput_goes_on_where_it_was_cut_off(comparison, store, mo
     assert [key for key, _ in store.of(Kind.PROBE)] == probes
 
 
-def test_interference_is_measured_with_and_without_prompts(comparison, store):
+def test_interference_is_measured_with_and_without_prompts(comparison, store, monkeypatch):
+    monkeypatch.setattr(interference, "STREAM_LENGTHS", "8/64")
+    monkeypatch.setattr(interference, "PROMPTS_PER_SECOND", 20.0)
     plan = replace(PLAN, systems=("ours",), rounds=1)
     comparison(plan).interference()
     found = {key.load: figures for key, figures in store.of(Kind.INTERFERENCE)}
