@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import math
 import re
@@ -10,6 +11,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc
+import openai
 import pytest
 from click.testing import CliRunner
 
@@ -130,6 +132,34 @@ async def test_logprobs_of_chosen_and_top(cluster):
         assert entry.top[0].token_id == entry.token_id, "greedy takes the likeliest"
         assert len(entry.top) == 3
         assert math.isclose(entry.top[0].logprob, entry.logprob, rel_tol=1e-5)
+
+
+async def test_http_gives_the_same_tokens_and_log_probabilities(cluster):
+    """By OpenAI's client; a stream that it leaves gives everything back."""
+    told = await cluster.generate(
+        PROMPT, temperature=0, max_tokens=12, logprobs=1, prompt_logprobs=1, ignore_eos=True
+    )
+    base = f"http://{cluster.deployment.router.http_address}/v1"
+    async with openai.AsyncOpenAI(base_url=base, api_key="none", max_retries=0) as client:
+        [model] = [model.id async for model in client.models.list()]
+        ask: Any = functools.partial(
+            client.completions.create, model=model, prompt=PROMPT, temperature=0
+        )
+        more = {"ignore_eos": True, "return_token_ids": True}
+        whole = await ask(max_tokens=12, logprobs=1, echo=True, extra_body=more)
+        choice: Any = whole.choices[0]
+        assert choice.model_extra["token_ids"] == told.tokens
+        logprobs = choice.logprobs.token_logprobs
+        assert logprobs[0] is None
+        assert logprobs[len(PROMPT) :] == [entry.logprob for entry in told.logprobs]
+        assert len(logprobs) == len(PROMPT) + 12
+        for logprob, top in zip(logprobs[1:], choice.logprobs.top_logprobs[1:], strict=True):
+            assert logprob in top.values()
+        stream = await ask(max_tokens=500, stream=True, extra_body=more)
+        async for chunk in stream:
+            assert chunk.choices[0].model_extra["prompt_token_ids"] == PROMPT
+            break
+        await stream.close()
 
 
 async def test_penalties_reach_the_decode_side(cluster):
