@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import errno
-import ipaddress
 import socket
 import time
 from dataclasses import dataclass
 from typing import Final
 
 from kvrelay.deploy.errors import DeployError
+from kvrelay.net.addresses import host_port, is_loopback
 
 MAX_PORT: Final = 65535
 RELEASE_SECONDS: Final = 2.0
@@ -42,18 +42,12 @@ class Address:
         return cls(host, int(port))
 
     def __str__(self) -> str:
-        host = f"[{self.host}]" if ":" in self.host else self.host
-        return f"{host}:{self.port}"
+        return host_port(self.host, self.port)
 
     @property
     def is_loopback(self) -> bool:
         """Whether only this machine can connect."""
-        if self.host == "localhost":
-            return True
-        try:
-            return ipaddress.ip_address(self.host).is_loopback
-        except ValueError:
-            return False
+        return is_loopback(self.host)
 
     def check_free(self, option: str) -> None:
         """Raise DeployError, naming `option`, if nothing can listen here.

@@ -18,7 +18,7 @@ from kvrelay.deploy.key_value_store import InProcessStore, KeyValueStore
 from kvrelay.deploy.leases import Leases, LeaseTimes
 from kvrelay.deploy.membership import Membership
 from kvrelay.deploy.pauses import finished
-from kvrelay.deploy.placement import Placement
+from kvrelay.deploy.placement import Placement, PlacementPlan
 from kvrelay.deploy.scaling import Scaling
 from kvrelay.deploy.supervisor import WorkerSupervisor
 from kvrelay.engine.config import WorkerConfig
@@ -40,6 +40,7 @@ class Cluster:
 
     Args:
         configs: of the workers; their names differ.
+        plan: which nodes have room for which workers.
         log_level: of the workers' processes, whose logs Ray prints in this process.
         on_progress: is called, while the workers start for the first time, with the share of its
             weights that each has read, by name; 1 once it has started.
@@ -51,6 +52,7 @@ class Cluster:
         self,
         configs: Sequence[WorkerConfig],
         *,
+        plan: PlacementPlan | None = None,
         log_level: int = logging.WARNING,
         on_progress: Callable[[Mapping[str, float]], None] = lambda progress: None,
         store: KeyValueStore | None = None,
@@ -63,7 +65,7 @@ class Cluster:
         self._members = Membership()
         self._deaths = Deaths()
         self._turns = DrainTurns(self._members, self._staying_roles)
-        self._placement = Placement()
+        self._placement = Placement(plan)
         self._store = store or InProcessStore()
         self._holding: asyncio.Task[None] | None = None
         self._supervisors: dict[str, WorkerSupervisor] = {}

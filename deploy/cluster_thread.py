@@ -12,6 +12,7 @@ from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
 from kvrelay.deploy.cluster import Cluster
 from kvrelay.deploy.pauses import finished
+from kvrelay.deploy.placement import PlacementPlan
 from kvrelay.engine.config import WorkerConfig
 from kvrelay.router.admin import DrainStep, ScaleStep
 from kvrelay.router.discovery import Discovery, StaticDiscovery
@@ -30,6 +31,7 @@ class ClusterThread:
 
     Args:
         configs: of the workers; their names differ.
+        plan: which nodes have room for which workers.
         log_level: of the workers' processes.
         on_progress: is called on the caller's loop; see `Cluster`.
     """
@@ -38,11 +40,13 @@ class ClusterThread:
         self,
         configs: Sequence[WorkerConfig],
         *,
+        plan: PlacementPlan | None = None,
         log_level: int = logging.WARNING,
         on_progress: Callable[[Mapping[str, float]], None] = lambda progress: None,
     ) -> None:
         self._cluster = Cluster(
             configs,
+            plan=plan,
             log_level=log_level,
             on_progress=lambda progress: self._tell(on_progress, progress),
         )

@@ -53,7 +53,7 @@ class ConvertedModels:
             return folder
         origin = source()
         self._root.mkdir(parents=True, exist_ok=True)
-        with _locked(folder.with_name(folder.name + ".lock"), say):
+        with locked(folder.with_name(folder.name + ".lock"), say):
             if not _is_sound(folder, source_sha256):
                 say(f"{name}: converting {origin.name}, once")
                 self._build(folder, origin, source_sha256, dtype)
@@ -103,7 +103,7 @@ def _is_sound(folder: Path, source_sha256: str) -> bool:
 
 
 @contextmanager
-def _locked(path: Path, say: Callable[[str], None]) -> Iterator[None]:
+def locked(path: Path, say: Callable[[str], None] = lambda _: None) -> Iterator[None]:
     """Hold an exclusive lock that the system drops if this process dies."""
     with path.open("w") as file:
         try:

@@ -11,8 +11,11 @@ import torch
 
 from kvrelay.deploy.cluster_thread import ClusterThread
 from kvrelay.deploy.errors import OptionError
+from kvrelay.deploy.local_ray import ray
 from kvrelay.deploy.models import Model
+from kvrelay.deploy.on_node import NODES_ADDRESS
 from kvrelay.deploy.options import WORKER_HOST, ServeOptions
+from kvrelay.deploy.placement import PlacementPlan
 from kvrelay.deploy.progress import Progress
 from kvrelay.deploy.router_config import router_config
 from kvrelay.engine.config import WorkerConfig, WorkerOptions
@@ -50,6 +53,7 @@ async def deployed(
             cluster = await stack.enter_async_context(
                 ClusterThread(
                     configs,
+                    plan=PlacementPlan.from_options(options),
                     log_level=log_level,
                     on_progress=lambda progress: step.say(loading_text(progress)),
                 )
@@ -66,7 +70,8 @@ async def deployed(
 
 def worker_configs(options: ServeOptions, model: Model) -> list[WorkerConfig]:
     """A configuration for each worker, which is named by role and number."""
-    device = _device(options.device)
+    device = _device(options)
+    host = NODES_ADDRESS if options.joins_ray else WORKER_HOST
     ports = iter([address.port for address in options.worker_metrics()])
     return [
         WorkerConfig(
@@ -79,7 +84,11 @@ def worker_configs(options: ServeOptions, model: Model) -> list[WorkerConfig]:
             computes_prompts=options.placement is PlacementMode.ADAPTIVE,
             draft_model_path=model.draft_path,
             faults=_faults_of(f"{role}-{number}", options),
-            host=WORKER_HOST,
+            host=host,
+            metrics_host=WORKER_HOST if options.metrics.is_loopback else host,
+            advertised=options.advertised,
+            model_files=model.files,
+            draft_model_files=model.draft_files,
             metrics_port=next(ports, 0),
             tls=options.cluster_tls,
             **values_for(WorkerOptions, options),
@@ -95,7 +104,11 @@ def _faults_of(worker: str, options: ServeOptions) -> tuple[Fault, ...] | None:
     return tuple(one for one in faults if one.worker in ("", worker)) if faults else None
 
 
-def _device(asked: str) -> str:
+def _device(options: ServeOptions) -> str:
+    asked = options.device
+    if options.joins_ray:  # what there is on this machine says nothing of the others
+        has_gpu = ray.cluster_resources().get("GPU", 0) > 0
+        return ("cuda" if has_gpu else "cpu") if asked == "auto" else asked
     if asked == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     if asked == "cuda" and not torch.cuda.is_available():

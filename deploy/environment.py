@@ -21,10 +21,8 @@ _ONE_MACHINE = {
     # Ray's processes then listen on loopback alone. This is the switch's name on Linux, too;
     # `ray.init(_node_ip_address="127.0.0.1")` would be resolved to another interface's address.
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
-    # NIXL's UCX would listen on every interface. Shared memory is no network device: it stays.
-    "UCX_NET_DEVICES": "lo",
 }
-"""Keep the processes of a cluster that has one machine from listening to other machines."""
+"""Keep the processes of a Ray that has one machine from listening to other machines."""
 _RAY_SETTINGS = {
     # Ray's metrics take any free port, so that several clusters run beside each other.
     "AUTOSCALER_METRIC_PORT": "0",
@@ -82,3 +80,14 @@ def set_process_variables() -> None:
     """Set what Ray reads at its import, and what workers inherit; the user's own values stay."""
     for name, value in (_RAY_SETTINGS | _ONE_MACHINE).items():
         os.environ.setdefault(name, value)
+
+
+def allow_many_machines() -> None:
+    """Before Ray is imported: let it find this machine's address, by which others reach it."""
+    for name in _ONE_MACHINE:
+        os.environ.setdefault(name, "1")
+
+
+def set_network_devices(devices: str) -> None:
+    """Before NIXL is imported: let UCX use these network devices, unless its user says which."""
+    os.environ.setdefault("UCX_NET_DEVICES", devices)

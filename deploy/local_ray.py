@@ -21,9 +21,18 @@ from kvrelay.deploy.ray_folder import RayFolder
 set_process_variables()
 
 import ray  # noqa: E402 (after its settings)
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy  # noqa: E402
+from ray.util.scheduling_strategies import (  # noqa: E402
+    NodeAffinitySchedulingStrategy,
+    PlacementGroupSchedulingStrategy,
+)
 
-__all__ = ["OWN_RAY", "LocalRay", "PlacementGroupSchedulingStrategy", "ray"]
+__all__ = [
+    "OWN_RAY",
+    "LocalRay",
+    "NodeAffinitySchedulingStrategy",
+    "PlacementGroupSchedulingStrategy",
+    "ray",
+]
 
 OWN_RAY = "kvrelay_own_ray"
 """A resource that only such a Ray has."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import re
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
@@ -15,7 +15,7 @@ from kvrelay.deploy.errors import ModelError
 from kvrelay.deploy.options import DEFAULT_MODEL
 
 _HUB_ID: Final = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
-_HUB_FILES: Final = ["*.json", "*.safetensors", "*.jinja"]
+CHECKPOINT_FILES: Final = ["*.json", "*.safetensors", "*.jinja"]
 _HUB_UNWANTED: Final = ["*/*", "consolidated*.safetensors"]
 """Subfolders, and the same weights once more in Mistral's own layout."""
 
@@ -50,6 +50,9 @@ class Model:
     path: Path
     draft_path: Path | None = None
     """The checkpoint folder of the model that drafts for it, if one does."""
+    files: Mapping[str, str] = field(default_factory=dict)
+    """The sha256 of its files, if nodes are to get copies of them; and so of the draft's."""
+    draft_files: Mapping[str, str] = field(default_factory=dict)
 
 
 class _NotFoundError(Exception):
@@ -179,7 +182,9 @@ def _from_hub(model: str, say: Callable[[str], None]) -> Model:
 
     say(f"{model}: from the hub")
     try:
-        path = snapshot_download(model, allow_patterns=_HUB_FILES, ignore_patterns=_HUB_UNWANTED)
+        path = snapshot_download(
+            model, allow_patterns=CHECKPOINT_FILES, ignore_patterns=_HUB_UNWANTED
+        )
     except LocalEntryNotFoundError as error:
         raise _NotFoundError(
             f"{model} is not in the hub's cache, and the hub cannot be reached"

@@ -16,6 +16,7 @@ from kvrelay.deploy.address import (
     Address,
 )
 from kvrelay.deploy.errors import OptionError
+from kvrelay.deploy.machines import MachineOptions
 from kvrelay.deploy.tls_options import check_tls, check_together
 from kvrelay.engine.config import Speculation, WorkerOptions
 from kvrelay.engine.faults import parse_faults
@@ -26,12 +27,12 @@ from kvrelay.router.token_file import read_tokens
 
 DEFAULT_MODEL: Final = "smollm2-135m-instruct"
 WORKER_HOST: Final = "127.0.0.1"
-"""Where workers listen. Router and workers run on one machine, so no other has to reach them."""
+"""Where workers listen if all of them run on this machine."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServeOptions(RouterOptions, WorkerOptions):
-    """A cluster on one machine, as asked for; checked when it is made.
+class ServeOptions(RouterOptions, WorkerOptions, MachineOptions):
+    """A cluster, as asked for; checked when it is made.
 
     Options that a worker or the router reads as they are stand in `WorkerOptions` and
     `RouterOptions`; here are those that `deploy` reads. An unusable value raises OptionError,
@@ -103,7 +104,7 @@ class ServeOptions(RouterOptions, WorkerOptions):
     tls_cert: Path | None = option(
         None,
         f"A certificate in PEM for TLS between router and workers, and for clients. It must name "
-        f"{WORKER_HOST}, where workers listen.",
+        f"{WORKER_HOST}, where workers listen, or --tls-name. Every node has it at this path.",
         Section.ACCESS,
     )
     tls_key: Path | None = option(None, "The private key of --tls-cert.", Section.ACCESS)
@@ -112,6 +113,12 @@ class ServeOptions(RouterOptions, WorkerOptions):
         "The authority that signed --tls-cert: router and workers refuse any process that shows no "
         "certificate of it.",
         Section.ACCESS,
+    )
+    tls_name: str | None = option(
+        None,
+        "What workers' certificates must name, so that one certificate can do for all nodes.",
+        Section.ACCESS,
+        shown_default="the host where the worker listens",
     )
     front_tls_cert: Path | None = option(
         None,
@@ -152,6 +159,9 @@ class ServeOptions(RouterOptions, WorkerOptions):
         self._check_speculation()
         check_together(tls_cert=self.tls_cert, tls_key=self.tls_key, tls_ca=self.tls_ca)
         check_together(front_tls_cert=self.front_tls_cert, front_tls_key=self.front_tls_key)
+        if self.tls_name is not None and self.tls_cert is None:
+            raise OptionError("--tls-name", "must be given with --tls-cert")
+        self.check_machines()
         self._check_reach()
         self._check_ports()
 
@@ -202,6 +212,12 @@ class ServeOptions(RouterOptions, WorkerOptions):
     def _check_reach(self) -> None:
         if self.insecure:
             return
+        if not self.listens_on_loopback and self.cluster_tls is None:
+            raise OptionError(
+                "--ray-address",
+                "workers listen at their nodes' addresses, which other machines can reach: give "
+                "--tls-cert, --tls-key and --tls-ca, or allow it as it is with --insecure",
+            )
         lacking = []
         if self.front_tls is None:
             lacking.append("--tls-cert or --front-tls-cert")
@@ -261,7 +277,12 @@ class ServeOptions(RouterOptions, WorkerOptions):
         if self.tls_cert is None or self.tls_key is None or self.tls_ca is None:
             return None
         # Absolute, because a worker has another working directory.
-        return TlsFiles(self.tls_cert.absolute(), self.tls_key.absolute(), self.tls_ca.absolute())
+        return TlsFiles(
+            self.tls_cert.absolute(),
+            self.tls_key.absolute(),
+            self.tls_ca.absolute(),
+            self.tls_name,
+        )
 
     @property
     def front_tls(self) -> TlsFiles | None:
@@ -286,7 +307,8 @@ class ServeOptions(RouterOptions, WorkerOptions):
 
     def check_files(self) -> None:
         """Raise OptionError for the first file of TLS or tokens that cannot be used."""
-        check_tls("tls", self.cluster_tls, WORKER_HOST)
+        loopback = WORKER_HOST if self.listens_on_loopback else None
+        check_tls("tls", self.cluster_tls, self.tls_name or loopback)
         if self.front_tls_cert is not None:
             check_tls("front_tls", self.front_tls)
         if self.auth_token_file is not None:
@@ -313,4 +335,6 @@ class ServeOptions(RouterOptions, WorkerOptions):
         """CPU threads of one worker: as asked, or an equal share of the cores."""
         if self.threads is not None:
             return self.threads
+        if self.joins_ray:
+            return self.worker_cpus
         return max(1, len(os.sched_getaffinity(0)) // self.workers)

@@ -3,30 +3,65 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 from kvrelay.deploy.errors import ClusterError
 from kvrelay.deploy.local_ray import OWN_RAY, PlacementGroupSchedulingStrategy, ray
+from kvrelay.deploy.machines import MachineOptions, Nodes, Spread
 from kvrelay.engine.config import WorkerConfig
+from kvrelay.wire.worker_info import WorkerRole
 
-PLACEMENT_SECONDS: Final = 30.0
-"""For Ray to reserve what the workers of a role need."""
+_log = logging.getLogger(__name__)
+_SAY_SECONDS: Final = 10.0
+"""Between two lines about what is waited for."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlacementPlan:
+    """What a worker takes of its node, and which nodes may have which workers."""
+
+    cpus: int = 1
+    gpus: float | None = None
+    """On --device cuda; None: an equal share of all that Ray has."""
+    nodes: Mapping[WorkerRole, Nodes] = field(default_factory=dict)
+    spread: Spread = Spread.SPREAD
+    wait_seconds: float = 30.0
+    """For Ray to reserve what the workers of a role need."""
+    names_actors: bool = False
+    """Whether an actor has its worker's name in Ray's namespace, where no other can have it."""
+
+    @classmethod
+    def from_options(cls, options: MachineOptions) -> PlacementPlan:
+        """The plan that the options mean."""
+        return cls(
+            cpus=options.worker_cpus,
+            gpus=1.0 if options.worker_gpus is None and options.joins_ray else options.worker_gpus,
+            nodes={role: options.nodes_for(role) for role in WorkerRole},
+            spread=options.spread,
+            wait_seconds=options.placement_timeout,
+            names_actors=options.joins_ray,
+        )
 
 
 class Placement:
     """The places that a cluster has reserved in the Ray that is initialised."""
 
-    def __init__(self) -> None:
+    def __init__(self, plan: PlacementPlan | None = None) -> None:
+        self._plan = PlacementPlan() if plan is None else plan
         self._groups: list[Any] = []
 
     async def reserve(
         self, configs: Sequence[WorkerConfig], *, of_workers: int
     ) -> list[dict[str, Any]]:
-        """Reserve a place for each worker of a role, spread over the nodes that there are.
+        """Reserve a place for each worker of a role.
 
-        Raises ClusterError if there is not enough room.
+        Raises ClusterError, in one line, if there is not enough room in time, or another cluster
+        of this name runs.
 
         Args:
             configs: of the role's workers.
@@ -37,24 +72,25 @@ class Placement:
         """
         if not configs:
             return []
-        needs = {"CPU": 1.0}
-        if configs[0].device == "cuda":
-            needs["GPU"] = _gpu_share(of_workers)
-        group = ray.util.placement_group([needs] * len(configs), strategy="SPREAD")
+        if self._plan.names_actors and not self._groups:
+            await asyncio.to_thread(_check_name_is_free)
+        role = configs[0].role
+        nodes = self._plan.nodes.get(role, Nodes())
+        needs = self._needs(configs[0], nodes, of_workers)
+        group = ray.util.placement_group(
+            [needs] * len(configs),
+            strategy=self._plan.spread.strategy,
+            bundle_label_selector=[dict(nodes.labels)] * len(configs) if nodes.labels else None,
+        )
         self._groups.append(group)
-        if not await asyncio.to_thread(group.wait, PLACEMENT_SECONDS):
-            raise ClusterError(f"Ray has no room for {len(configs)} workers that need {needs} each")
-        return [
-            {
-                "num_cpus": needs["CPU"],
-                "num_gpus": needs.get("GPU", 0.0),
-                "max_restarts": -1,
-                "scheduling_strategy": PlacementGroupSchedulingStrategy(
-                    group, placement_group_bundle_index=index
-                ),
-            }
-            for index in range(len(configs))
-        ]
+        what = f"{len(configs)} {role} workers, {_amounts(needs)} each"
+        try:
+            await self._wait(group, what, nodes, needs)
+        except BaseException:
+            self._groups.remove(group)
+            ray.util.remove_placement_group(group)
+            raise
+        return [self._options(config, needs, group, index) for index, config in enumerate(configs)]
 
     async def add(self, config: WorkerConfig, *, of_workers: int) -> dict[str, Any]:
         """A place for one more worker: Ray's options for its actor.
@@ -78,6 +114,47 @@ class Placement:
         for group in groups:
             ray.util.remove_placement_group(group)
 
+    def _needs(self, config: WorkerConfig, nodes: Nodes, of_workers: int) -> dict[str, float]:
+        needs = {"CPU": float(self._plan.cpus), **nodes.resources}
+        if config.device == "cuda":
+            gpus = self._plan.gpus
+            needs["GPU"] = _gpu_share(of_workers) if gpus is None else gpus
+        return needs
+
+    async def _wait(self, group: Any, what: str, nodes: Nodes, needs: Mapping[str, float]) -> None:
+        """Wait until Ray has reserved a group, and say now and then why it has not."""
+        give_up_at = time.monotonic() + self._plan.wait_seconds
+        while True:
+            left = give_up_at - time.monotonic()
+            if await asyncio.to_thread(group.wait, max(0.01, min(left, _SAY_SECONDS))):
+                return
+            why = await asyncio.to_thread(_what_lacks, nodes, needs)
+            line = f"Ray has no room for {what}: {why}"
+            if time.monotonic() >= give_up_at:
+                raise ClusterError(line)
+            _log.warning("%s; waiting for more nodes, or for others to end", line)
+
+    def _options(
+        self, config: WorkerConfig, needs: Mapping[str, float], group: Any, index: int
+    ) -> dict[str, Any]:
+        options = {
+            "num_cpus": needs["CPU"],
+            "num_gpus": needs.get("GPU", 0.0),
+            "resources": {key: needs[key] for key in needs if key not in ("CPU", "GPU")},
+            "max_restarts": -1,
+            "scheduling_strategy": PlacementGroupSchedulingStrategy(
+                group, placement_group_bundle_index=index
+            ),
+        }
+        return options | {"name": config.name} if self._plan.names_actors else options
+
+
+def _check_name_is_free() -> None:
+    """Raise ClusterError if Ray's namespace has workers already."""
+    if any(name.rpartition("-")[0] in set(WorkerRole) for name in ray.util.list_named_actors()):
+        _, _, name = ray.get_runtime_context().namespace.rpartition("/")
+        raise ClusterError(f"--cluster-name: {name} runs in this Ray already")
+
 
 def _gpu_share(workers: int) -> float:
     """The part of a GPU that each worker gets: all of it, unless workers have to share."""
@@ -85,3 +162,31 @@ def _gpu_share(workers: int) -> float:
     if gpus == 0:
         raise ClusterError("--device: Ray finds no GPU on this machine")
     return 1 / math.ceil(workers / gpus)
+
+
+def _what_lacks(nodes: Nodes, needs: Mapping[str, float]) -> str:
+    """What each living node lacks for one worker, in words."""
+    free = ray._private.state.available_resources_per_node()
+    lines = []
+    for node in ray.nodes():
+        if node["Alive"]:
+            lack = _lack(nodes, needs, node.get("Labels") or {}, free.get(node["NodeID"], {}))
+            lines.append(f"{node['NodeManagerHostname']} ({node['NodeManagerAddress']}) {lack}")
+    return "; ".join(sorted(lines)) or "it has no nodes"
+
+
+def _lack(
+    nodes: Nodes,
+    needs: Mapping[str, float],
+    labels: Mapping[str, str],
+    free: Mapping[str, float],
+) -> str:
+    unlike = [f"{key}={value}" for key, value in nodes.labels.items() if labels.get(key) != value]
+    if unlike:
+        return f"is not {' and '.join(unlike)}"
+    short = [f"{free.get(key, 0):g} {key}" for key in needs if free.get(key, 0) < needs[key]]
+    return f"has {' and '.join(short)} free" if short else "has room for one"
+
+
+def _amounts(needs: Mapping[str, float]) -> str:
+    return ", ".join(f"{amount:g} {key}" for key, amount in needs.items())

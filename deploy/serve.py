@@ -6,10 +6,10 @@ import asyncio
 import logging
 import signal
 import sys
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -17,12 +17,17 @@ from kvrelay.deploy.address import DEFAULT_HTTP, Address
 from kvrelay.deploy.config_file import load_defaults
 from kvrelay.deploy.converted import ConvertedModels
 from kvrelay.deploy.edge import with_clear_errors
+from kvrelay.deploy.environment import allow_many_machines
 from kvrelay.deploy.models import Model, resolve_model, users_models
 from kvrelay.deploy.option_flags import SectionedCommand, declared_options
 from kvrelay.deploy.options import ServeOptions
 from kvrelay.deploy.progress import Progress
 from kvrelay.deploy.serve_text import headline, ready_lines
 from kvrelay.deploy.stop_signals import StopSignals
+
+if TYPE_CHECKING:
+    from kvrelay.deploy.joined_ray import JoinedRay
+    from kvrelay.deploy.local_ray import LocalRay
 
 
 @click.command(cls=SectionedCommand, context_settings={"show_default": True})
@@ -37,11 +42,11 @@ from kvrelay.deploy.stop_signals import StopSignals
 @declared_options(ServeOptions)
 @with_clear_errors
 def serve(*, debug: bool, **options: Any) -> None:
-    """Serve a model from this machine.
+    """Serve a model from this machine, or from a Ray cluster.
 
-    Starts a Ray of its own, prefill and decode workers (or aggregated workers) and
-    a router, and prints their addresses when they are ready. Ctrl-C stops them, and
-    nothing else that runs on this machine; a second Ctrl-C does not wait.
+    Starts a Ray of its own (or joins one, with --ray-address), prefill and decode workers
+    (or aggregated workers) and a router, and prints their addresses when they are ready.
+    Ctrl-C stops them, and nothing else that runs here; a second Ctrl-C does not wait.
     """
     run(ServeOptions(**options), Progress(sys.stdout), debug=debug)
 
@@ -58,7 +63,8 @@ def run(options: ServeOptions, progress: Progress, *, debug: bool) -> None:
             options.grpc.check_free("--grpc")
             options = with_free_http(options, progress)
             options.admin.check_free("--admin")
-            for address in (options.metrics, *options.worker_metrics()):
+            workers = () if options.joins_ray else options.worker_metrics()
+            for address in (options.metrics, *workers):
                 address.check_free("--metrics")
             progress.line(headline(options))
             model = find_model(options, progress)
@@ -110,15 +116,45 @@ def _run_cluster(
 ) -> None:
     """Start Ray, then the workers and the router; end all of them on the way out."""
     with ExitStack() as stack:
-        with progress.step("ray", "starting a local one") as step:
-            # Imported here: options are checked before the seconds that Ray takes to import.
-            from kvrelay.deploy.local_ray import LocalRay
-
-            ray = stack.enter_context(LocalRay(options.workers, keep_logs=debug))
+        doing = f"joining {options.ray_address}" if options.joins_ray else "starting a local one"
+        with progress.step("ray", doing) as step:
+            ray = stack.enter_context(_ray(options, debug=debug))
             signals.install()
             step.say(f"logs in {ray.logs}")
+        if options.copy_model:
+            model = _offered(model, progress, stack)
         asyncio.run(_serve(options, model, progress, signals, debug=debug))
-        progress.line("Stopping Ray.")
+        progress.line("Leaving Ray." if options.joins_ray else "Stopping Ray.")
+
+
+def _ray(options: ServeOptions, *, debug: bool) -> AbstractContextManager[LocalRay | JoinedRay]:
+    """The Ray that workers are to run in, not entered yet.
+
+    Imported here: options are checked before the seconds that Ray takes to import.
+    """
+    if options.ray_address is not None:
+        allow_many_machines()
+        from kvrelay.deploy.joined_ray import JoinedRay, namespace_of
+
+        return JoinedRay(options.ray_address, namespace_of(options.cluster_name))
+    from kvrelay.deploy.local_ray import LocalRay
+
+    return LocalRay(options.workers * options.worker_cpus, keep_logs=debug)
+
+
+def _offered(model: Model, progress: Progress, stack: ExitStack) -> Model:
+    """The model with the digests of its files, which the workers' nodes can have from here on."""
+    from kvrelay.deploy.model_copy import files_of, offering
+
+    with progress.step("model", f"{model.name}: reading its digests") as step:
+        files = files_of(model.path)
+        drafts = {} if model.draft_path is None else files_of(model.draft_path)
+        checkpoints = [(model.path, files)]
+        if model.draft_path is not None:
+            checkpoints.append((model.draft_path, drafts))
+        stack.enter_context(offering(*checkpoints))
+        step.say("nodes that lack it get a copy")
+    return replace(model, files=files, draft_files=drafts)
 
 
 async def _serve(

@@ -40,7 +40,8 @@ def ready_lines(deployment: Deployment, model: Model, options: ServeOptions) -> 
     yield f"  admin      {router.admin_address}"
     yield f"  metrics    http://{router.metrics_address}/metrics"
     for name, worker in sorted(deployment.cluster.workers.items()):
-        yield f"  {name:<10} http://{worker.metrics_address}/metrics"
+        on_its_node = " on its node" if options.joins_ray and options.metrics.is_loopback else ""
+        yield f"  {name:<10} http://{worker.metrics_address}/metrics{on_its_node}"
     yield ""
     server = "" if router.grpc_address == str(DEFAULT_GRPC) else f" --server {router.grpc_address}"
     example = 'generate "The capital of France is" --max-tokens 32'

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import ClassVar, Final, Protocol
 
 from kvrelay.deploy.local_ray import ray
+from kvrelay.deploy.on_node import on_this_node
 from kvrelay.deploy.stop_signals import TermSignal
 from kvrelay.deploy.worker_process import ProcessIdentity, WorkerProcess
 from kvrelay.engine.config import WorkerConfig
@@ -293,6 +294,7 @@ class WorkerHost:
 
     async def _start(self) -> WorkerInfo:
         config = dataclasses.replace(self._config, black_box=_black_box())
+        config = await asyncio.to_thread(on_this_node, config)
         self._beginner = worker = self._build(config)
         self._info = await worker.start()
         worker.lease.begin(config.lease_seconds, self._end_without_lease)

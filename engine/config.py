@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 
@@ -253,6 +254,10 @@ class WorkerConfig(WorkerOptions):
     model_path: Path
     """A checkpoint folder: config.json, safetensors, tokenizer.json."""
     model_name: str
+    model_files: Mapping[str, str] = field(default_factory=dict)
+    """The sha256 of the checkpoint's files, by name, if the worker's node is to get a copy."""
+    draft_model_files: Mapping[str, str] = field(default_factory=dict)
+    """Of the drafting checkpoint."""
     device: str = "cpu"
     """``cpu`` or ``cuda``."""
     computes_prompts: bool = True
@@ -266,7 +271,11 @@ class WorkerConfig(WorkerOptions):
     black_box: Path | None = None
     """A file on this machine where one process of the worker finds what killed the one before."""
     host: str = "127.0.0.1"
-    """Where the worker listens."""
+    """Where the worker listens, and where the others reach it; empty until it is on its node."""
+    metrics_host: str = "127.0.0.1"
+    """Where its metrics are read; empty: at `host`."""
+    advertised: Mapping[str, str] = field(default_factory=dict)
+    """What an empty `host` becomes, by the node's address or name; else the node's address."""
     grpc_port: int = 0
     """0: any free port."""
     metrics_port: int = 0

@@ -26,7 +26,9 @@ def worker_channel(
     options = channel_options(most_bytes)
     if credentials is None:
         return grpc.aio.insecure_channel(address, options)
-    return grpc.aio.secure_channel(address, credentials.channel_credentials(), options)
+    return grpc.aio.secure_channel(
+        address, credentials.channel_credentials(), [*options, *credentials.channel_options]
+    )
 
 
 def worker_credentials(files: TlsFiles | None) -> CurrentTls | None:

@@ -54,6 +54,8 @@ class TlsFiles:
     """The certificate's private key, not encrypted."""
     ca: Path | None = None
     """The authority of the other side's certificate; None: the other side needs none."""
+    name: str | None = None
+    """What a listener's certificate must name; None: the host that is connected to."""
 
     def check(self, host: str | None = None) -> None:
         """Checks the files, so that a process does not start with handshakes that always fail.
@@ -113,6 +115,12 @@ class CurrentTls:
         self._look()
         assert self._channel is not None, "without a ca there is no authority to trust"
         return self._channel
+
+    @property
+    def channel_options(self) -> list[tuple[str, str]]:
+        """For the same channel: what the listener's certificate must name, if not its host."""
+        name = self._files.name
+        return [] if name is None else [("grpc.ssl_target_name_override", name)]
 
     def server_credentials(self) -> grpc.ServerCredentials:
         """For a listener, which looks at the files when a peer connects.

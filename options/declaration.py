@@ -29,6 +29,7 @@ class Section(StrEnum):
 
     MODEL = "Model"
     WORKERS = "Workers"
+    MACHINES = "Ray and machines"
     MEMORY = "KV memory"
     REQUESTS = "Requests and steps"
     SPECULATION = "Speculation"

@@ -14,7 +14,6 @@ no replay: whoever misses a number has missed what it said.
 
 from __future__ import annotations
 
-import ipaddress
 import threading
 import time
 from array import array
@@ -25,6 +24,7 @@ from typing import Any, Final, TypeAlias
 
 import msgpack
 
+from kvrelay.net.addresses import is_loopback
 from kvrelay.net.zmq_publisher import ZmqPublisher
 from kvrelay.wire.page_hash import HASH_BYTES
 
@@ -86,7 +86,7 @@ class KVEvents:
             ValueError: other machines can reach the host.
             OSError: it cannot be listened on.
         """
-        if host != "localhost" and not ipaddress.ip_address(host).is_loopback:
+        if not is_loopback(host):
             raise ValueError(
                 f"--kv-events: {host} can be reached from other machines, and events have all "
                 "prompts in plain text, for everybody"

@@ -22,6 +22,7 @@ from kvrelay.engine.worker.service import WorkerService
 from kvrelay.engine.worker.submit_rules import SubmitRules
 from kvrelay.engine.worker.weights_read import WeightsRead, weight_bytes
 from kvrelay.engine.worker.worker_lease import WorkerLease
+from kvrelay.net.addresses import host_port
 from kvrelay.net.ends import bind, worker_server
 from kvrelay.net.metrics_server import MetricsServer
 from kvrelay.text.tokenizer import load_tokenizer
@@ -105,7 +106,7 @@ class Worker:
         )
         port = await self._listen(incarnation, model)
         registry = self._parts.metrics.registry
-        self._metrics_server = MetricsServer(registry, config.host, config.metrics_port)
+        self._metrics_server = MetricsServer(registry, config.metrics_host, config.metrics_port)
         self._parts.engine.start()
         self._quarantine = QuarantineLimit(
             self._parts.metrics, config.quarantine_limit, self.heartbeat
@@ -221,7 +222,7 @@ class Worker:
             medium = "CPU" if config.device == "cpu" else "GPU"
             self._kv_events = KVEvents(config.page_size, medium, loop.call_soon_threadsafe)
             port = await self._kv_events.start(config.host)
-            self._kv_events_address = f"{config.host}:{port}"
+            self._kv_events_address = host_port(config.host, port)
 
     async def _listen(self, incarnation: str, model: LoadedModel) -> int:
         """Serve routers, peers and health checks; returns the port."""
@@ -235,7 +236,7 @@ class Worker:
         healthy = health.aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(healthy, self._server)
         self._parts.plugin.register(self._server)
-        port = bind(self._server, f"{config.host}:{config.grpc_port}", config.tls)
+        port = bind(self._server, host_port(config.host, config.grpc_port), config.tls)
         await self._server.start()
         await healthy.set("", health_pb2.HealthCheckResponse.SERVING)
         return port
@@ -246,8 +247,8 @@ class Worker:
             name=config.name,
             role=config.role,
             incarnation=incarnation,
-            address=f"{config.host}:{port}",
-            metrics_address=f"{config.host}:{self._metrics_server.port}",
+            address=host_port(config.host, port),
+            metrics_address=host_port(config.metrics_host, self._metrics_server.port),
             kv_events_address=self._kv_events_address,
             pool_tokens=self._parts.kv_cache.max_lease_tokens,
             max_model_len=model.max_model_len,

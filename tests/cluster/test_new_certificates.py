@@ -26,7 +26,9 @@ async def test_old_workers_and_new_ones_know_each_other(
     """Though the new certificates are another authority's."""
     monkeypatch.setattr(tls, "_LOOK_SECONDS", 0.0)
     old, new = (Authority(tmp_path / name, name).issue() for name in ("old", "new"))
-    files = TlsFiles(*(tmp_path / path.name for path in old.paths))
+    files = TlsFiles(
+        tmp_path / old.cert.name, tmp_path / old.key.name, tmp_path / old.paths[2].name
+    )
     copy_files(old, files)
     async with in_process(tiny, tls=files, kv_memory=8 << 20) as cluster:
         before = await cluster.generate(range(3, 40), max_tokens=6, temperature=0)

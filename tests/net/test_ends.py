@@ -93,6 +93,15 @@ async def test_a_worker_of_another_name_is_refused(authority: Authority, files: 
         assert await call(address, worker_credentials(files)) is REFUSED
 
 
+async def test_a_name_of_their_own_is_what_workers_are_checked_against(authority: Authority):
+    """So one certificate does for workers at any address."""
+    files = replace(authority.issue("named", host="worker.kv"), name="worker.kv")
+    async with listening(files) as address:
+        assert await call(address, CurrentTls(files)) is grpc.StatusCode.OK
+        another = CurrentTls(replace(files, name="another.kv"))
+        assert await call(address, another) is grpc.StatusCode.UNAVAILABLE
+
+
 async def test_without_files_it_is_plain_text(files: TlsFiles):
     async with listening(None) as address:
         assert await call(address, None) is grpc.StatusCode.OK

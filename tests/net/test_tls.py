@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -30,7 +31,7 @@ def test_what_fits_passes(files: TlsFiles):
 
 @pytest.mark.parametrize("field", ["cert", "key", "ca"])
 def test_a_missing_file_is_named(files: TlsFiles, tmp_path: Path, field: str):
-    missing = tmp_path / "none.pem"
+    missing: Any = tmp_path / "none.pem"
     with pytest.raises(TlsFileError) as caught:
         replace(files, **{field: missing}).check(LOOPBACK)
     assert caught.value.field == field
@@ -54,7 +55,7 @@ def test_a_folder_is_no_file(files: TlsFiles, tmp_path: Path):
 def test_a_file_of_something_else_is_named(
     files: TlsFiles, tmp_path: Path, field: str, problem: str, content: bytes
 ):
-    other = tmp_path / "other.pem"
+    other: Any = tmp_path / "other.pem"
     other.write_bytes(content)
     with pytest.raises(TlsFileError, match=f"^{field}: {other}: {problem}"):
         replace(files, **{field: other}).check(LOOPBACK)

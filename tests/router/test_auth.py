@@ -180,7 +180,7 @@ async def test_a_file_without_usable_tokens_is_one_line(
 
 
 async def test_missing_certificates_are_one_line(config: RouterConfig, tmp_path: Path):
-    none = TlsFiles(*(tmp_path / name for name in ("crt", "key", "ca")))
+    none = TlsFiles(tmp_path / "crt", tmp_path / "key", tmp_path / "ca")
     for changed in (
         replace(config, worker_tls=none),
         replace(config, front_tls=replace(none, ca=None)),

@@ -1,0 +1,37 @@
+"""What a worker finds out on its node; on a host, which has one interface beside loopback."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from tests.hosts.host import DEVICE, Host
+from tests.hosts.lan import lan
+from tests.hosts.skips import WHY_NO_HOSTS
+
+_ASK = """
+import sys
+from kvrelay.deploy.on_node import network_devices
+print(network_devices(sys.argv[1]))
+"""
+
+
+@pytest.fixture(scope="module")
+def host() -> Iterator[Host]:
+    if WHY_NO_HOSTS:
+        pytest.skip(WHY_NO_HOSTS)
+    with lan(["a"]) as network:
+        yield network.hosts["a"]
+
+
+def devices(host: Host, address: str) -> str:
+    return host.run(sys.executable, "-c", _ASK, address).strip()
+
+
+def test_ucx_keeps_to_the_interface_with_the_workers_address(host: Host):
+    assert devices(host, host.addresses.ipv4) == DEVICE
+    assert devices(host, host.addresses.ipv6) == DEVICE
+    assert devices(host, "a") == DEVICE
+    assert devices(host, "192.0.2.1") == "None", "all, where it cannot be told"
