@@ -8,6 +8,8 @@ from typing import Final
 
 _LEAST_TOKENS: Final = 16
 """Of a prompt in any step, so that prompts end."""
+_UNMEASURED_TOKENS: Final = 64
+"""Of prompts beside rows while nobody knows what they cost: that is known after a few steps."""
 _IDLE_STEPS: Final = 2.5
 """By default, a step with prompts may take as long as so many steps of one request alone."""
 _OWN_STEPS: Final = 1.5
@@ -93,6 +95,8 @@ class StepSpeeds:
     ) -> int:
         """The most tokens of a prompt beside rows that keep their pace so, a few at least.
 
+        While no prompts were measured, few in any case.
+
         Args:
             rows: what the step computes beside the prompt.
             context: tokens of the prompt before those.
@@ -100,6 +104,8 @@ class StepSpeeds:
             backlog_tokens: of prompts, that the worker is still to compute.
             itl_target: seconds that the step may take; None: as follows from steps without prompts.
         """
+        if not self.prompts_known:
+            return min(_UNMEASURED_TOKENS, most)
         bound = itl_target or self._default_bound(rows, backlog_tokens)
         keeps, breaks = min(_LEAST_TOKENS, most), most + 1
         while breaks - keeps > 1:

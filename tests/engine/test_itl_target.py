@@ -82,6 +82,22 @@ def learn(simulation: Clockwork, rng: random.Random) -> None:
         simulation.run_until(simulation.clock + 3)
 
 
+@pytest.mark.parametrize("itl_target", [0.0, 1000.0], ids=["default", "loose"])
+def test_first_prompts_of_a_worker_keep_the_pace_too(itl_target: float) -> None:
+    """It cannot know what they cost before it has computed some."""
+    rng = random.Random(3)
+    simulation = OneWorker(decode=True, **({"itl_target": itl_target} if itl_target else {}))
+    stream = simulation.submit(prompt_of(rng, 8), 100)
+    simulation.run_until(simulation.clock + 0.5)
+    simulation.submit(prompt_of(rng, 1024), 2)
+    simulation.run_until(simulation.clock + 0.2)
+    assert not simulation.decodes[0].context.speed_learner.speeds.prompts_known
+    assert max(np.diff(simulation.emitted_at[stream])) < 0.06
+    simulation.run_until(simulation.clock + 10)
+    assert simulation.decodes[0].context.speed_learner.speeds.prompts_known
+    simulation.assert_at_baseline()
+
+
 @pytest.mark.parametrize("decode", [False, True], ids=["aggregated", "decode"])
 def test_itl_beside_long_prompts_keeps_the_target(decode: bool) -> None:
     unbounded, fastest = stream_beside_prompts(decode=decode, itl_target=1e6)
