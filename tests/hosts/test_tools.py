@@ -19,7 +19,10 @@ from tests.hosts.host import Host
 from tests.hosts.lan import Lan, lan
 from tests.hosts.skips import WHY_NO_HOSTS
 
-pytestmark = pytest.mark.skipif(bool(WHY_NO_HOSTS), reason=WHY_NO_HOSTS)
+pytestmark = [
+    pytest.mark.alone,  # other tests' NIXL agents would take up the interfaces that come and go here
+    pytest.mark.skipif(bool(WHY_NO_HOSTS), reason=WHY_NO_HOSTS),
+]
 MOMENT_S = 0.5
 """Long for a packet, short for a test."""
 SOON_S = 20.0
