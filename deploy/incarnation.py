@@ -7,15 +7,15 @@ import contextlib
 import logging
 import time
 from collections.abc import Coroutine
-from typing import Any, Final, Self
+from typing import Any, Final
 
 from kvrelay.deploy.leases import Leases
 from kvrelay.deploy.local_ray import ray
-from kvrelay.deploy.pauses import Pauses, is_done_within
+from kvrelay.deploy.pauses import is_done_within
 from kvrelay.deploy.watcher import Watcher
 from kvrelay.deploy.worker_actor import WorkerActor, reason_of
-from kvrelay.deploy.worker_host import WorkerHost
-from kvrelay.deploy.worker_process import ProcessIdentity, WorkerProcess
+from kvrelay.deploy.worker_host import Started, WorkerHost
+from kvrelay.deploy.worker_process import WorkerProcess
 from kvrelay.engine.worker.worker_lease import StaleEpochError, boottime
 from kvrelay.wire.worker_info import WorkerInfo
 
@@ -27,7 +27,7 @@ class Incarnation:
     """Waits for the end of a worker's process, however it comes, and for its proof.
 
     Args:
-        info: the incarnation's.
+        started: the incarnation, which has just said so; it may have died since.
         actor: the worker's.
         silence_seconds: without an answer after which the process is killed.
         leases: of the controller; the worker's is renewed with every sign of life.
@@ -36,46 +36,27 @@ class Incarnation:
 
     def __init__(
         self,
-        info: WorkerInfo,
+        started: Started,
         actor: WorkerActor,
         silence_seconds: float,
         leases: Leases,
         watcher: Watcher,
     ) -> None:
-        self.info = info
+        self.info = started.info
         self._actor = actor
         self._silence_seconds = silence_seconds
         self._leases = leases
         self._watcher = watcher
         self._killed = False
-        self._process: WorkerProcess | None = None
-        """None: it cannot be observed from here, or `_asked` says that nobody knows yet."""
-        self._identity: ProcessIdentity | None = None
+        self._stamp: float | None = None
+        """For the next renewal; a false alarm does not lose it."""
+        self._identity = started.process
         """Of the process, if the worker can say it, on whatever machine it is."""
-        self._asked = False
-        """The worker has said which process it is in."""
+        self._process = None if self._identity is None else WorkerProcess.find(self._identity)
+        """None: it cannot be observed from here."""
         self._call: asyncio.Task[str] | None = None
         """Lasts until Ray has noticed that the process has ended."""
-
-    @classmethod
-    async def find(
-        cls,
-        info: WorkerInfo,
-        actor: WorkerActor,
-        silence_seconds: float,
-        leases: Leases,
-        watcher: Watcher,
-    ) -> Self:
-        """The incarnation that has just said its `info`, which may have died since.
-
-        Where it does not say at once which process it is in, `lost` asks it again.
-        """
-        life = cls(info, actor, silence_seconds, leases, watcher)
-        leases.heard(info.incarnation, boottime())
-        with contextlib.suppress(ray.exceptions.RayError, TimeoutError):
-            async with asyncio.timeout(silence_seconds):
-                await life._ask_for_process()
-        return life
+        leases.heard(self.info.incarnation, boottime())
 
     async def drain(self) -> None:
         """Let the worker drain; its process may have ended instead.
@@ -197,17 +178,17 @@ class Incarnation:
         Ends a process that was stopped, too. Renews the lease as long as it answers. Returns the
         reason.
         """
-        incarnation, stamp = self.info.incarnation, None
+        incarnation = self.info.incarnation
         lease_seconds = self._leases.times.worker_seconds
         while True:
-            renewal = self._leases.renew(incarnation, stamp, boottime())
+            renewal = self._leases.renew(incarnation, self._stamp, boottime())
             heartbeat = self._actor.call(WorkerHost.heartbeat, incarnation, renewal)
             answer = asyncio.create_task(heartbeat)
             try:
                 if not await is_done_within(answer, self._silence_seconds):
                     self._kill()
                     return f"it has not answered for {self._silence_seconds:g} s, so it is killed"
-                stamp = answer.result()
+                self._stamp = answer.result()
             except ray.exceptions.RayError as error:
                 if not isinstance(getattr(error, "cause", None), StaleEpochError):
                     return reason_of(error)
@@ -219,22 +200,11 @@ class Incarnation:
 
     async def _process_ended(self) -> str:
         """Wait until the system says that the process has ended; returns the reason."""
-        pauses = Pauses()
-        while not self._asked:
-            await pauses.pause()
-            with contextlib.suppress(ray.exceptions.RayError):
-                await self._ask_for_process()
         if self._process is None:
             await asyncio.Event().wait()
         else:
             await self._process.ended()
         return "its process died"
-
-    async def _ask_for_process(self) -> None:
-        """Let the worker say which process it is in. Raises RayError if it does not answer."""
-        identity = await self._actor.call(WorkerHost.process_of, self.info.incarnation)
-        self._asked, self._identity = True, identity
-        self._process = None if identity is None else WorkerProcess.find(identity)
 
     async def _call_ended(self) -> str:
         """Wait for the end of a call that lasts as long as the process; returns the reason."""

@@ -185,11 +185,11 @@ class ServeOptions(RouterOptions, WorkerOptions, MachineOptions):
             )
 
     def _check_lease(self) -> None:
-        if self.worker_lease is not None and self.worker_lease < 2 * self.worker_timeout:
+        if self.worker_lease is not None and self.worker_lease < 3 * self.worker_timeout:
             raise OptionError(
                 "--worker-lease",
-                f"must be at least twice --worker-timeout, {self.worker_timeout:g}: a worker that "
-                "is slow to answer would end itself",
+                f"must be at least three times --worker-timeout, {self.worker_timeout:g}: a worker "
+                "that is slow to answer would end itself",
             )
 
     def _check_faults(self) -> None:
@@ -250,15 +250,15 @@ class ServeOptions(RouterOptions, WorkerOptions, MachineOptions):
             taken[address.port] = flag
         if self.metrics.port == 0:
             return
-        last = self.metrics.port + self.workers
+        last = self.metrics.port + len(self.worker_metrics())
         if last > MAX_PORT:
             raise OptionError("--metrics", f"the workers take the ports up to {last}: too many")
         for flag, address in self._listeners():
             if self.metrics.port <= address.port <= last:
                 raise OptionError(
                     "--metrics",
-                    f"router and workers take the ports {self.metrics.port} to {last}, "
-                    f"and {flag} one of them: {address.port}",
+                    f"metrics take the ports {self.metrics.port} to {last}, and {flag} one of "
+                    f"them: {address.port}",
                 )
 
     def worker_metrics(self) -> tuple[Address, ...]:
@@ -307,8 +307,7 @@ class ServeOptions(RouterOptions, WorkerOptions, MachineOptions):
 
     def check_files(self) -> None:
         """Raise OptionError for the first file of TLS or tokens that cannot be used."""
-        loopback = WORKER_HOST if self.listens_on_loopback else None
-        check_tls("tls", self.cluster_tls, self.tls_name or loopback)
+        check_tls("tls", self.cluster_tls, self._certified_host())
         if self.front_tls_cert is not None:
             check_tls("front_tls", self.front_tls)
         if self.auth_token_file is not None:
@@ -316,6 +315,10 @@ class ServeOptions(RouterOptions, WorkerOptions, MachineOptions):
                 read_tokens(self.auth_token_file)
             except ValueError as error:
                 raise OptionError("--auth-token-file", str(error)) from error
+
+    def _certified_host(self) -> str | None:
+        """What --tls-cert must name here, if anything."""
+        return self.tls_name or (WORKER_HOST if self.listens_on_loopback else None)
 
     @property
     def roles(self) -> dict[str, int]:
@@ -338,3 +341,22 @@ class ServeOptions(RouterOptions, WorkerOptions, MachineOptions):
         if self.joins_ray:
             return self.worker_cpus
         return max(1, len(os.sched_getaffinity(0)) // self.workers)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RouterProcessOptions(ServeOptions):
+    """What `kvrelay router` can be told: it has no workers of its own, and no --admin.
+
+    The cluster's workers may listen anywhere. They ask of a router's certificate that --tls-ca
+    has signed it, and not what it names.
+    """
+
+    def worker_metrics(self) -> tuple[Address, ...]:
+        """None."""
+        return ()
+
+    def _listeners(self) -> tuple[tuple[str, Address], ...]:
+        return (("--grpc", self.grpc), ("--http", self.http))
+
+    def _certified_host(self) -> str | None:
+        return None

@@ -17,7 +17,7 @@ from kvrelay.deploy.client import Access, with_access
 from kvrelay.deploy.edge import with_clear_errors
 from kvrelay.deploy.models import Model
 from kvrelay.deploy.option_flags import SectionedCommand, declared_options
-from kvrelay.deploy.options import ServeOptions
+from kvrelay.deploy.options import RouterProcessOptions, ServeOptions
 from kvrelay.deploy.params import ADDRESS
 from kvrelay.deploy.progress import Progress
 from kvrelay.deploy.router_config import router_config
@@ -30,7 +30,7 @@ from kvrelay.router.router import Router
 
 _OPTIONS: Final = {field.name for field in fields(RouterOptions)} | {
     *("model", "model_name", "dtype", "itl_target", "grpc", "http", "metrics", "insecure"),
-    *("tls_cert", "tls_key", "tls_ca", "front_tls_cert", "front_tls_key"),
+    *("tls_cert", "tls_key", "tls_ca", "tls_name", "front_tls_cert", "front_tls_key"),
 }
 """What a router is told of what `kvrelay serve` can be told."""
 
@@ -54,7 +54,7 @@ def router(*, debug: bool, controller: Address, access: Access, **options: Any) 
     router calls the controller; the token needs the right admin. Ctrl-C stops this router alone.
     """
     access.check(controller)
-    run(ServeOptions(**options), controller, access, Progress(sys.stdout))
+    run(RouterProcessOptions(**options), controller, access, Progress(sys.stdout))
 
 
 def run(options: ServeOptions, controller: Address, access: Access, progress: Progress) -> None:

@@ -16,7 +16,7 @@ from kvrelay.deploy.pauses import Pauses, is_done_within
 from kvrelay.deploy.start_bound import start_seconds
 from kvrelay.deploy.watcher import Watcher
 from kvrelay.deploy.worker_actor import WorkerActor, reason_of
-from kvrelay.deploy.worker_host import WorkerHost
+from kvrelay.deploy.worker_host import Started, WorkerHost
 from kvrelay.deploy.worker_process import WorkerProcess
 from kvrelay.engine.config import WorkerConfig
 from kvrelay.engine.faults import Fault
@@ -71,7 +71,7 @@ class WorkerSupervisor:
         Raises ClusterError, in one line, if it does not start, or not in time: what stops the
         first one would stop every other, so it is not tried again.
         """
-        life = await self._find(await self._first_start())
+        life = self._begin(await self._first_start())
         self._watcher.worker_live(life.info)
         self._following = asyncio.create_task(self._follow(life))
         self._following.add_done_callback(self._log_failure)
@@ -147,7 +147,7 @@ class WorkerSupervisor:
                 await self._actor.call(WorkerHost.stop)
         return process
 
-    async def _first_start(self) -> WorkerInfo:
+    async def _first_start(self) -> Started:
         starting = asyncio.create_task(self._actor.call(WorkerHost.start))
         try:
             async with self._reporting_progress():
@@ -201,9 +201,10 @@ class WorkerSupervisor:
         restart = WorkerHost.restart
         async with self._reporting_progress():
             while True:
-                info = await self._actor.call_until_answered(restart, seconds=self._start_seconds)
-                if info != dead:
-                    return await self._find(info)
+                seconds = self._start_seconds
+                started = await self._actor.call_until_answered(restart, seconds=seconds)
+                if started.info != dead:
+                    return self._begin(started)
                 self._actor.restart()
 
     @contextlib.asynccontextmanager
@@ -223,10 +224,8 @@ class WorkerSupervisor:
                 share = await self._actor.call(WorkerHost.weights_read)
                 self._watcher.worker_starting(self.name, share)
 
-    async def _find(self, info: WorkerInfo) -> Incarnation:
-        self._life = await Incarnation.find(
-            info, self._actor, self._timeout, self._leases, self._watcher
-        )
+    def _begin(self, started: Started) -> Incarnation:
+        self._life = Incarnation(started, self._actor, self._timeout, self._leases, self._watcher)
         return self._life
 
     def _log_failure(self, following: asyncio.Task[None]) -> None:

@@ -26,6 +26,7 @@ _ENGINE_DIED: Final = 70
 _DRAINED: Final = 71
 _LEASE_RAN_OUT: Final = 72
 """Exit statuses; Ray takes any but its own for a crash, and starts another process."""
+_LAST_WORD_SECONDS: Final = 0.5
 
 
 class Worker(Protocol):
@@ -75,6 +76,15 @@ class Worker(Protocol):
 
 
 BuildWorker = Callable[[WorkerConfig], Worker]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Started:
+    """A worker that has started."""
+
+    info: WorkerInfo
+    process: ProcessIdentity | None
+    """What it runs in; None where the system does not say it."""
 
 
 # Each imports its role's room only when it is called, in the worker's process: the process
@@ -139,7 +149,7 @@ class WorkerHost:
         """Ray puts this before each line of the worker's log."""
         return self._config.name
 
-    async def start(self) -> WorkerInfo:
+    async def start(self) -> Started:
         """Build and start the worker: once in a process, however often this is called.
 
         A failure in the actor's constructor would be a crash, which Ray repeats for
@@ -148,9 +158,9 @@ class WorkerHost:
         if self._starting is None:
             self._on_sigterm = asyncio.create_task(self._handle_sigterm())
             self._starting = asyncio.create_task(self._start())
-        return await asyncio.shield(self._starting)
+        return Started(await asyncio.shield(self._starting), await self.process())
 
-    async def restart(self) -> WorkerInfo:
+    async def restart(self) -> Started:
         """Start the worker in a later process: without the faults that the first one was to have.
 
         Others can still be armed.
@@ -173,10 +183,6 @@ class WorkerHost:
             return ProcessIdentity.of_this_process()
         except OSError:
             return None
-
-    async def process_of(self, incarnation: str) -> ProcessIdentity | None:
-        """This process; None, too, if it is not this incarnation's."""
-        return None if self._worker_of(incarnation) is None else await self.process()
 
     async def end_process(self, identity: ProcessIdentity) -> bool:
         """End another process, an earlier one of this worker, and wait until it has ended.
@@ -317,10 +323,13 @@ class WorkerHost:
 
     def _end_without_lease(self) -> None:
         """End the process at once, on whatever thread this is: others may take it for dead."""
-        _log.critical(
-            "no controller has renewed the lease for %g s (--worker-lease), so the process ends",
-            self._config.lease_seconds,
+        line = "no controller has renewed the lease for %g s (--worker-lease), so the process ends"
+        # Another thread may hold the log's lock for as long as nobody reads standard error.
+        saying = threading.Thread(
+            target=_log.critical, args=(line, self._config.lease_seconds), daemon=True
         )
+        saying.start()
+        saying.join(_LAST_WORD_SECONDS)
         os._exit(_LEASE_RAN_OUT)
 
     async def _exit_when_drained(self, worker: Worker) -> None:

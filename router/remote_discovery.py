@@ -18,8 +18,12 @@ from kvrelay.wire.worker_info import WorkerInfo
 _log = logging.getLogger(__name__)
 _FIRST_RETRY_SECONDS = 0.2
 _LONGEST_RETRY_SECONDS = 5.0
-_HOPELESS = (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED)
-"""Answers that another try does not change."""
+_HOPELESS = (
+    grpc.StatusCode.UNAUTHENTICATED,
+    grpc.StatusCode.PERMISSION_DENIED,
+    grpc.StatusCode.UNIMPLEMENTED,
+)
+"""Answers that another try does not change; the last is that of a listener for clients."""
 
 
 class RemoteDiscovery:

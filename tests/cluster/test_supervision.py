@@ -202,19 +202,6 @@ async def dies_and_is_told_of_at_once(cluster: Cluster, orders: Path, first: Wor
     await next_life(cluster, first)
 
 
-async def test_who_does_not_say_its_process_at_once_is_asked_again(
-    cluster: Cluster, orders: Path, monkeypatch: pytest.MonkeyPatch
-):
-    lost = LostCalls(WorkerHost.process_of, 1)
-    with monkeypatch.context() as patch:
-        lost.install(patch)
-        os.kill(cluster.workers["decode-0"].pid, signal.SIGKILL)
-        first = await next_life(cluster, cluster.workers["decode-0"])
-        assert lost.left == 0
-        await until(lambda: lost.answered == 1)
-    await dies_and_is_told_of_at_once(cluster, orders, first)
-
-
 async def test_a_stopped_worker_is_killed_before_its_death_is_told(cluster: Cluster, orders: Path):
     first = cluster.workers["prefill-0"]
     os.kill(first.pid, signal.SIGSTOP)

@@ -16,6 +16,7 @@ from kvrelay.deploy.option_table import markdown
 from kvrelay.deploy.options import ServeOptions
 from kvrelay.deploy.router_config import router_config
 from kvrelay.engine.config import Speculation, WorkerConfig
+from kvrelay.engine.worker.worker_lease import Renewal, WorkerLease
 from kvrelay.net.tls import TlsFiles
 from kvrelay.router.config import PlacementMode
 from kvrelay.wire.worker_info import WorkerRole
@@ -89,14 +90,32 @@ def test_decode_workers_are_told_whether_prompts_may_come(placement: str):
 
 
 def test_a_lease_outlasts_a_slow_answer():
-    with pytest.raises(OptionError, match=r"^--worker-lease: must be at least twice .*, 15: "):
-        ServeOptions(worker_lease=29)
-    options = ServeOptions(worker_timeout=14, worker_lease=29)
+    with pytest.raises(
+        OptionError, match=r"^--worker-lease: must be at least three .*, 15: "
+    ):
+        ServeOptions(worker_lease=44)
+    options = ServeOptions(worker_timeout=9, worker_lease=29)
     model = Model("none", Path("none"))
     assert {one.lease_seconds for one in worker_configs(options, model)} == {29}
     assert {one.lease_seconds for one in worker_configs(ServeOptions(), model)} == {60}
     slow = ServeOptions(worker_timeout=40)
     assert {one.lease_seconds for one in worker_configs(slow, model)} == {160}
+
+
+@pytest.mark.parametrize("answer_seconds", [0.1, 9.0, 14.9])
+def test_a_worker_that_answers_just_in_time_keeps_the_shortest_lease(answer_seconds: float):
+    options = ServeOptions(worker_timeout=15, worker_lease=45)
+    now, stamp, seconds = 0.0, None, options.worker_lease
+    assert seconds is not None
+    lease = WorkerLease(lambda: now)
+    lease.begin(seconds, lambda: None)
+    for _ in range(20):
+        renewal = Renewal(1, seconds, stamp)
+        now += answer_seconds
+        assert not lease.has_run_out
+        lease.renew(renewal)
+        stamp = lease.stamp()
+        now += options.worker_timeout / 3
 
 
 def test_bounds_of_growth_are_in_order():

@@ -112,3 +112,23 @@ def test_a_worker_says_who_it_is_before_it_has_imported_torch():
     code = "import sys, kvrelay.deploy.worker_host; print({'torch', 'numba'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert (done.stdout, done.stderr) == ("set()\n", "")
+
+
+_STUCK = """
+import logging, threading, time
+from kvrelay.deploy.worker_host import WorkerHost
+from kvrelay.engine.config import WorkerConfig
+from kvrelay.wire.worker_info import WorkerRole
+from pathlib import Path
+
+config = WorkerConfig("decode-0", WorkerRole.DECODE, Path("none"), "none", worker_lease=1)
+host = WorkerHost(config, None, logging.WARNING)
+logging.getLogger().handlers[0].acquire()  # by a thread that waits for who reads standard error
+threading.Thread(target=host._end_without_lease, daemon=True).start()
+time.sleep(20)
+"""
+
+
+def test_a_worker_without_a_lease_ends_though_it_cannot_log():
+    done = subprocess.run([sys.executable, "-c", _STUCK], capture_output=True, check=False)
+    assert (done.returncode, done.stderr) == (72, b"")

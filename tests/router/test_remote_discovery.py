@@ -156,3 +156,15 @@ async def test_a_controller_that_refuses_is_said(
             pass
     finally:
         await router.stop()
+
+
+async def test_a_listener_for_clients_is_no_controller():
+    server = front_server(64 << 10, [])
+    address = f"127.0.0.1:{bind(server, '127.0.0.1:0', None)}"
+    await server.start()
+    try:
+        with pytest.raises(StartError, match=f"^--controller: {address}: UNIMPLEMENTED: "):
+            async with asyncio.timeout(10), remote(address).following():
+                pass
+    finally:
+        await server.stop(None)

@@ -1,0 +1,91 @@
+"""One incarnation of a worker, whose actor is scripted; tests/cluster has real ones."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any, cast
+
+from kvrelay.deploy.incarnation import Incarnation
+from kvrelay.deploy.leases import Leases, LeaseTimes
+from kvrelay.deploy.local_ray import ray
+from kvrelay.deploy.watcher import Watcher
+from kvrelay.deploy.worker_actor import WorkerActor
+from kvrelay.deploy.worker_host import Started, WorkerHost
+from kvrelay.deploy.worker_process import ProcessIdentity, _start_ticks
+from kvrelay.engine.worker.worker_lease import Renewal, boottime
+from kvrelay.wire.model_digest import NO_MODEL
+from kvrelay.wire.worker_info import WorkerInfo, WorkerRole
+
+INFO = WorkerInfo(
+    name="decode-0",
+    role=WorkerRole.DECODE,
+    incarnation="decode-0-1",
+    address="127.0.0.1:1",
+    metrics_address="127.0.0.1:2",
+    pool_tokens=16,
+    max_model_len=16,
+    vocab_size=16,
+    architecture="none",
+    eos_token_ids=(),
+    model=NO_MODEL,
+    pid=1,
+)
+GONE = ray.exceptions.ActorUnavailableError("the connection broke", None)
+
+
+class ScriptedActor:
+    """Answers heartbeats with these, in order, and then no call at all.
+
+    Args:
+        answers: stamps, or what is raised.
+    """
+
+    def __init__(self, *answers: float | Exception) -> None:
+        self._answers = list(answers)
+        self.renewals: list[Renewal | None] = []
+
+    async def call(self, method: Callable[..., Any], *args: Any) -> Any:
+        if method is not WorkerHost.heartbeat:
+            await asyncio.Event().wait()
+        if not self._answers:
+            raise GONE
+        self.renewals.append(args[1])
+        answer = self._answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    async def ask_who_it_is(self, *, seconds: float) -> WorkerInfo | None:
+        await asyncio.Event().wait()
+        return None
+
+
+def life_of(actor: ScriptedActor, process: ProcessIdentity | None) -> Incarnation:
+    leases = Leases(1, LeaseTimes(60, 15), began=boottime())
+    started = Started(INFO, process)
+    return Incarnation(started, cast("WorkerActor", actor), 0.1, leases, cast("Watcher", None))
+
+
+async def test_a_false_alarm_does_not_forget_the_stamp():
+    actor = ScriptedActor(7.0, GONE, 8.0)
+    life = life_of(actor, None)
+    for _ in range(2):
+        await life.lost()
+    life.close()
+    assert [one and one.stamp for one in actor.renewals] == [None, 7.0, 7.0]
+
+
+async def test_a_worker_that_dies_before_its_first_call_is_seen_to_end():
+    child = await asyncio.create_subprocess_exec("cat", stdin=asyncio.subprocess.PIPE)
+    identity = identity_of(child.pid)
+    child.kill()
+    await child.wait()
+    life = life_of(ScriptedActor(), identity)
+    await life.lost()
+    assert await asyncio.wait_for(life.has_died(), 5), "its lease lasts for a minute"
+
+
+def identity_of(pid: int) -> ProcessIdentity:
+    here = ProcessIdentity.of_this_process()
+    return ProcessIdentity(here.boot_id, here.pid_namespace, pid, _start_ticks(pid))
