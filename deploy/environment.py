@@ -39,7 +39,7 @@ _RAY_SETTINGS = {
     "RAY_task_events_report_interval_ms": "0",
     # Look for logs of new processes twice a second, not ten times; known ones are read as before.
     "RAY_LOG_MONITOR_MANY_FILES_THRESHOLD": "0",
-    # A worker computes at the priority of the command; Ray would let all else on the machine go first.
+    # A worker computes at the priority of the command; Ray would let all else go first.
     "RAY_worker_niceness": "0",
     # The supervisor logs one line for a dead worker, in place of Ray's paragraph.
     "RAY_DEDUP_LOGS_SKIP_REGEX": "A worker died or was killed while executing",

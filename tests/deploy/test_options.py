@@ -90,9 +90,7 @@ def test_decode_workers_are_told_whether_prompts_may_come(placement: str):
 
 
 def test_a_lease_outlasts_a_slow_answer():
-    with pytest.raises(
-        OptionError, match=r"^--worker-lease: must be at least three .*, 15: "
-    ):
+    with pytest.raises(OptionError, match=r"^--worker-lease: must be at least three .*, 15: "):
         ServeOptions(worker_lease=44)
     options = ServeOptions(worker_timeout=9, worker_lease=29)
     model = Model("none", Path("none"))

@@ -20,7 +20,7 @@ from tests.hosts.lan import Lan, lan
 from tests.hosts.skips import WHY_NO_HOSTS
 
 pytestmark = [
-    pytest.mark.alone,  # other tests' NIXL agents would take up the interfaces that come and go here
+    pytest.mark.alone,  # NIXL agents of other tests would take up these interfaces
     pytest.mark.skipif(bool(WHY_NO_HOSTS), reason=WHY_NO_HOSTS),
 ]
 MOMENT_S = 0.5
