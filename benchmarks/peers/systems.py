@@ -91,9 +91,7 @@ class Kvrelay:
             *("--metrics", "127.0.0.1:0"),
             *self.options,
         ]
-        # Or Ray lets its workers run 15 nicer than their parent, which vLLM's do not.
-        environment = {"RAY_worker_niceness": "0"}
-        return [Command(self.name, arguments, port, "Ctrl-C stops it.", environment)]
+        return [Command(self.name, arguments, port, "Ctrl-C stops it.")]
 
 
 @dataclass(frozen=True)
