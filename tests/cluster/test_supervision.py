@@ -20,6 +20,7 @@ from kvrelay.deploy.cluster import Cluster
 from kvrelay.deploy.cluster_thread import ClusterThread
 from kvrelay.deploy.errors import ClusterError
 from kvrelay.deploy.local_ray import ray as ray_module
+from kvrelay.deploy.placement import PlacementPlan
 from kvrelay.deploy.worker_actor import WorkerActor
 from kvrelay.deploy.worker_host import WorkerHost
 from kvrelay.engine.config import WorkerConfig
@@ -502,10 +503,8 @@ async def test_stopping_waits_for_a_worker_that_starts_again_however_often_it_is
     assert not psutil.pid_exists(int(hangs.read_text()))
 
 
-async def test_more_workers_than_ray_has_room_for_is_said(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr("kvrelay.deploy.placement.PLACEMENT_SECONDS", 0.5)
+async def test_more_workers_than_ray_has_room_for_is_said(tmp_path: Path):
     config = make_configs(tmp_path)[0]
-    with pytest.raises(ClusterError, match="Ray has no room for 1000 workers"):
-        await Cluster([config] * 1000).start()
+    plan = PlacementPlan(wait_seconds=0.5)
+    with pytest.raises(ClusterError, match="Ray has no room for 1000 prefill workers"):
+        await Cluster([config] * 1000, plan=plan).start()
