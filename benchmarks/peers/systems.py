@@ -11,7 +11,7 @@ import time
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol, Self
 
@@ -62,7 +62,7 @@ class Command:
     arguments: Sequence[str]
     port: int
     ready_line: str
-    environment: Mapping[str, str]
+    environment: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def base_url(self) -> str:
