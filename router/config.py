@@ -62,7 +62,7 @@ class RouterOptions:
     max_unread_bytes: int = option(
         8 << 20,
         "The router ends the stream of a client for which more bytes than this wait, because it "
-        "reads too slowly.",
+        "reads too slowly. An HTTP answer that is not streamed has no more for each prompt.",
         Section.REQUESTS,
         at_least=1,
     )

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from json.encoder import encode_basestring_ascii as quoted
 from typing import Any, Final, Protocol
 
+from kvrelay.router.errors import InvalidField
 from kvrelay.router.events import ChoiceEnd, Completion, Delta, Event
 from kvrelay.router.http.logprobs import (
     ChatLogprobs,
@@ -24,6 +25,8 @@ from kvrelay.router.http.logprobs import (
 from kvrelay.wire.output import SampledToken
 
 DONE: Final = b"data: [DONE]\n\n"
+_BYTES_OF_AN_ID: Final = 8
+"""Of a token, in an answer."""
 
 
 class Style(Protocol):
@@ -167,23 +170,31 @@ class _Choices:
         if shown.prompt_logprobs is not None:
             self._prompt_writer = PromptLogprobs(shown.names, shown.prompt_logprobs)
 
-    def _take_prompt(self, tokens: Sequence[SampledToken]) -> None:
+    def _take_prompt(self, tokens: Sequence[SampledToken]) -> int:
+        """Takes tokens of the prompt; returns their bytes in a whole answer."""
+        num_bytes = 0
         if self._prompt_writer is not None:
-            self._prompt_writer.add(tokens)
-        if self._shown.echo:
-            for writer in self._writers:
-                writer.add(tokens)
+            num_bytes += self._prompt_writer.add(tokens)
+        if self._shown.echo and self._writers:
+            written = self._writers[0].write(tokens)
+            num_bytes += sum([writer.add(written) for writer in self._writers])
+        return num_bytes
 
-    def _add(self, choice: int, tokens: Sequence[SampledToken]) -> None:
-        if self._writers:
-            self._writers[choice].add(tokens)
+    def _add(self, choice: int, tokens: Sequence[SampledToken]) -> int:
+        """Takes output tokens; returns the bytes of their log-probabilities."""
+        if not self._writers:
+            return 0
+        writer = self._writers[choice]
+        return writer.add(writer.write(tokens))
 
     def _logprobs(self, choice: int) -> str:
         return self._writers[choice].take() if self._writers else "null"
 
-    def _of_prompt(self) -> str:
-        """The members about the prompt alone, each with a comma before it."""
+    def _of_prompt(self, choice: int) -> str:
+        """The members about the prompt alone, each with a comma before it: its first has them."""
         members = ""
+        if choice:
+            return members
         if self._shown.token_ids:
             members += f',"prompt_token_ids":{json.dumps(list(self._prompt.input_ids))}'
         if self._prompt_writer is not None:
@@ -233,7 +244,7 @@ class Chunks(_Choices):
     def _beginning(self, choice: int) -> str:
         """The chunk before a choice's first token, if it has one."""
         self._begun.add(choice)
-        opening, of_prompt = self._style.opening(), self._of_prompt()
+        opening, of_prompt = self._style.opening(), self._of_prompt(choice)
         if opening is None and not of_prompt:
             return ""
         return self._chunk(choice, opening or self._style.no_text, of_prompt=of_prompt)
@@ -261,6 +272,31 @@ class Chunks(_Choices):
         )
 
 
+class Held:
+    """Bounds what one call's answer holds before it is sent.
+
+    Args:
+        most_bytes: of all its prompts together.
+    """
+
+    def __init__(self, most_bytes: int) -> None:
+        self._most_bytes = most_bytes
+        self._num_bytes = 0
+
+    def add(self, num_bytes: int) -> None:
+        """Counts so many more."""
+        self._num_bytes += num_bytes
+
+    async def check(self, _event: bytes) -> None:
+        """Raises `InvalidField` if they are too many."""
+        if self._num_bytes > self._most_bytes:
+            raise InvalidField(
+                "stream",
+                f"the answer has more than {self._most_bytes} bytes (--max-unread-bytes): "
+                "ask for fewer log-probabilities or choices, or for a stream",
+            )
+
+
 class Whole(_Choices):
     """Collects one prompt's choices: the `Form` of an answer that is sent at once.
 
@@ -268,45 +304,54 @@ class Whole(_Choices):
         answer: that the choices are of.
         prompt: whose choices they are.
         shown: beside the text.
+        held: counts what it collects.
     """
 
-    def __init__(self, answer: Answer, prompt: PromptPart, shown: Shown) -> None:
+    def __init__(self, answer: Answer, prompt: PromptPart, shown: Shown, held: Held) -> None:
         super().__init__(answer, prompt, shown)
         self._texts: list[list[str]] = [[prompt.text] for _ in range(prompt.n)]
         self._ids: list[list[int]] = [[] for _ in range(prompt.n)]
+        self._held = held
+        held.add(prompt.n * len(prompt.text))
+        if shown.token_ids:
+            held.add(_BYTES_OF_AN_ID * len(prompt.input_ids))
 
     def __call__(self, event: Event) -> bytes:
         """Nothing: no reader is sent any of it before the end."""
-        if not isinstance(event, Delta):
-            return b""
-        if event.prompt_logprobs:
-            self._take_prompt(event.prompt_logprobs)
-            return b""
-        choice = event.choice
-        self._texts[choice].append(event.text)
-        self._add(choice, event.tokens)
-        if self._shown.token_ids:
-            self._ids[choice] += [token.token_id for token in event.tokens]
+        if isinstance(event, Delta):
+            of_prompt = event.prompt_logprobs
+            self._held.add(self._take_prompt(of_prompt) if of_prompt else self._take(event))
         return b""
+
+    def _take(self, delta: Delta) -> int:
+        """Takes output; returns its bytes in the answer, about."""
+        choice = delta.choice
+        self._texts[choice].append(delta.text)
+        num_bytes = len(delta.text) + self._add(choice, delta.tokens)
+        if self._shown.token_ids:
+            self._ids[choice] += [token.token_id for token in delta.tokens]
+            num_bytes += _BYTES_OF_AN_ID * len(delta.tokens)
+        return num_bytes
 
     def choices(self, completion: Completion) -> str:
         """All of them, separated by commas."""
-        of_prompt = "" if self._style.prompt_on_top else self._of_prompt()
         ends = enumerate(completion.choices)
-        return ",".join([self._choice(choice, end, of_prompt) for choice, end in ends])
+        return ",".join([self._choice(choice, end) for choice, end in ends])
 
     @property
     def on_top(self) -> str:
         """What the answer has beside its choices, each member with a comma before it."""
-        return self._of_prompt() if self._style.prompt_on_top else ""
+        return self._of_prompt(0) if self._style.prompt_on_top else ""
 
-    def _choice(self, choice: int, end: ChoiceEnd, of_prompt: str) -> str:
+    def _choice(self, choice: int, end: ChoiceEnd) -> str:
         words = self._style.text_of_whole(quoted("".join(self._texts[choice])))
         extra = ""
         if self._shown.token_ids:
             extra += f',"token_ids":{json.dumps(self._ids[choice])}'
+        if not self._style.prompt_on_top:
+            extra += self._of_prompt(choice)
         index, logprobs = self._prompt.first_choice + choice, self._logprobs(choice)
-        return f'{{"index":{index},{words},"logprobs":{logprobs},{_reason(end)}{extra}{of_prompt}}}'
+        return f'{{"index":{index},{words},"logprobs":{logprobs},{_reason(end)}{extra}}}'
 
 
 def _reason(end: ChoiceEnd) -> str:

@@ -6,7 +6,8 @@ import asyncio
 import contextlib
 import functools
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from typing import Final
 
 from kvrelay.router.admission import Admission, Ask
 from kvrelay.router.callers import Caller
@@ -18,6 +19,7 @@ from kvrelay.router.http.answers import (
     DONE,
     Answer,
     Chunks,
+    Held,
     PromptPart,
     Style,
     Whole,
@@ -33,8 +35,12 @@ from kvrelay.router.output_stream import Form
 from kvrelay.router.readers import Reader
 from kvrelay.v1 import inference_pb2
 
+_MOST_HELD: Final = 16
+"""Prompts of a call that bring room for their whole answers: `max_unread_bytes` each."""
 Make = Callable[[int, GenerationRequest], Form]
 """The form of the prompt of this number."""
+Take = Callable[[bytes], Awaitable[None]]
+"""Takes each event of a call's prompts."""
 
 
 class Completions:
@@ -56,6 +62,7 @@ class Completions:
     ) -> None:
         self._model_name = config.model_name
         self._read_timeout = config.read_timeout
+        self._max_unread_bytes = config.max_unread_bytes
         self._admission = admission
         self._decode_prompt = decode_prompt
         self._metrics = metrics
@@ -72,7 +79,7 @@ class Completions:
         def make(number: int, request: GenerationRequest) -> Form:
             return Chunks(answer, self._part(call, number, request), call.shown)
 
-        completions = await self._run(exchange, call, answer, caller, make)
+        completions = await self._run(exchange, call, answer.id, caller, make, exchange.write)
         usage = usage_chunk(answer, completions) if call.options.include_usage else b""
         try:
             async with asyncio.timeout(self._read_timeout):
@@ -83,12 +90,13 @@ class Completions:
 
     async def _answer(self, exchange: Exchange, call: Call, answer: Answer, caller: Caller) -> None:
         wholes: list[Whole] = []
+        held = Held(self._max_unread_bytes * min(len(call.prompts), _MOST_HELD))
 
         def make(number: int, request: GenerationRequest) -> Form:
-            wholes.append(Whole(answer, self._part(call, number, request), call.shown))
+            wholes.append(Whole(answer, self._part(call, number, request), call.shown, held))
             return wholes[-1]
 
-        completions = await self._run(exchange, call, answer, caller, make)
+        completions = await self._run(exchange, call, answer.id, caller, make, held.check)
         await exchange.answer(whole_answer(answer, wholes, completions))
 
     def _part(self, call: Call, number: int, request: GenerationRequest) -> PromptPart:
@@ -99,20 +107,20 @@ class Completions:
         return PromptPart(number * call.n, call.n, request.input_ids, text)
 
     async def _run(
-        self, exchange: Exchange, call: Call, answer: Answer, caller: Caller, make: Make
+        self, exchange: Exchange, call: Call, call_id: str, caller: Caller, make: Make, take: Take
     ) -> Sequence[Completion]:
-        """Serves all prompts, and writes what comes as it comes; returns how they ended."""
+        """Serves all prompts, and has their events taken as they come; returns how they ended."""
         deadline = exchange.deadline
         readers: list[Reader] = []
         try:
             async with asyncio.timeout(None) as timeout:
                 with contextlib.ExitStack() as attached:
                     lives: list[LiveRequest] = []
-                    for ask in _asks(call, answer.id, make):
+                    for ask in _asks(call, call_id, make):
                         live = await self._admission.open(ask, caller, deadline, door="http")
                         readers.append(attached.enter_context(live.reader(timeout, deadline)))
                         lives.append(live)
-                    await _pump_all(readers, exchange)
+                    await _pump_all(readers, take)
         except TimeoutError:
             error = next(reader.error for reader in readers if reader.error is not None)
             if isinstance(error, SlowReader):
@@ -136,12 +144,12 @@ def _whatever(ask: Ask, _limits: Limits) -> Ask:
     return ask
 
 
-async def _pump_all(readers: Sequence[Reader], exchange: Exchange) -> None:
-    """Writes the events of all readers until each has its end; raises the first error."""
+async def _pump_all(readers: Sequence[Reader], take: Take) -> None:
+    """Takes the events of all readers until each has its end; raises the first error."""
     if len(readers) == 1:
-        await _pump(readers[0], exchange)
+        await _pump(readers[0], take)
         return
-    pumps = [asyncio.ensure_future(_pump(reader, exchange)) for reader in readers]
+    pumps = [asyncio.ensure_future(_pump(reader, take)) for reader in readers]
     try:
         await asyncio.gather(*pumps)
     finally:
@@ -150,9 +158,9 @@ async def _pump_all(readers: Sequence[Reader], exchange: Exchange) -> None:
         await asyncio.gather(*pumps, return_exceptions=True)
 
 
-async def _pump(reader: Reader, exchange: Exchange) -> None:
+async def _pump(reader: Reader, take: Take) -> None:
     async for event in reader:
-        await exchange.write(event)
+        await take(event)
 
 
 def _completion(live: LiveRequest) -> Completion:

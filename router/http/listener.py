@@ -9,7 +9,8 @@ from typing import Final
 
 from starlette.types import ASGIApp
 from uvicorn import Config
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn._types import ASGI3Application
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
 from kvrelay.net.tls import TlsFiles, server_context
@@ -58,6 +59,7 @@ class _Connection(HttpToolsProtocol):
         self._unsent_bytes = 0
         self._in_head = True
         self._message_bytes = 0  # since its first one
+        self._served: RequestResponseCycle | None = None  # uvicorn's `cycle` is the newest call
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)  # type: ignore[arg-type]
@@ -73,6 +75,9 @@ class _Connection(HttpToolsProtocol):
             if timer is not None:
                 timer.cancel()
         super().connection_lost(exc)
+        if self._served is not None and not self._served.response_complete:
+            self._served.disconnected = True
+            self._served.message_event.set()
 
     def data_received(self, data: bytes) -> None:
         self._message_bytes += len(data)
@@ -100,6 +105,10 @@ class _Connection(HttpToolsProtocol):
             self._head_timer = None
         self._bounds.idle.pop(self, None)
         super().on_headers_complete()
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
+        self._served = cycle
+        super()._start_asgi_task(cycle, app)
 
     def on_response_complete(self) -> None:
         super().on_response_complete()

@@ -9,13 +9,17 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from json.encoder import encode_basestring_ascii as quoted
-from typing import Final, Protocol
+from typing import Any, Final, Protocol
 
 from kvrelay.text.token_texts import TokenTexts
 from kvrelay.wire.output import SampledToken, TokenLogprob
 
 _LEAST: Final = -9999.0
 """In place of minus infinity, which is no JSON."""
+_BYTES_OF_A_TOKEN: Final = 16
+"""Beside its name and numbers, in the four lists: an offset, quotes and commas."""
+_Written = tuple[str, str, str]
+"""A token's name, its log-probability and its alternatives."""
 
 
 class TokenNames:
@@ -45,8 +49,11 @@ class LogprobsWriter(Protocol):
     def add_first(self, token_id: int) -> None:
         """Takes the first token of a prompt that is echoed, which has no probability."""
 
-    def add(self, tokens: Sequence[SampledToken]) -> None:
-        """Takes the next tokens."""
+    def write(self, tokens: Sequence[SampledToken]) -> Sequence[Any]:
+        """Writes tokens, for this choice or others of the same call to `add`."""
+
+    def add(self, written: Sequence[Any]) -> int:
+        """Takes the next tokens as they were written; returns their bytes in the answer, about."""
 
     def take(self) -> str:
         """The JSON of what was added since it was last taken."""
@@ -74,13 +81,23 @@ class CompletionLogprobs:
 
     def add_first(self, token_id: int) -> None:
         """Takes the first token of a prompt that is echoed, which has no probability."""
-        self._add(token_id, "null", "null")
+        self.add([(self._names.of(token_id), "null", "null")])
 
-    def add(self, tokens: Sequence[SampledToken]) -> None:
-        """Takes the next tokens."""
-        for token in tokens:
-            logprob = _number(token.logprob)
-            self._add(token.token_id, logprob, self._alternatives_of(token, logprob))
+    def write(self, tokens: Sequence[SampledToken]) -> Sequence[_Written]:
+        """Writes tokens, for this choice or others of the same call to `add`."""
+        return [self._write(token, _number(token.logprob)) for token in tokens]
+
+    def add(self, written: Sequence[_Written]) -> int:
+        """Takes the next tokens as they were written; returns their bytes in the answer, about."""
+        num_bytes = 0
+        for name, logprob, top in written:
+            self._tokens.append(quoted(name))
+            self._logprobs.append(logprob)
+            self._top.append(top)
+            self._offsets.append(str(self._offset))
+            self._offset += len(name)
+            num_bytes += len(name) + len(logprob) + len(top) + _BYTES_OF_A_TOKEN
+        return num_bytes
 
     def take(self) -> str:
         """The JSON of what was added since it was last taken."""
@@ -94,13 +111,8 @@ class CompletionLogprobs:
         self._clear()
         return written
 
-    def _add(self, token_id: int, logprob: str, top: str) -> None:
-        name = self._names.of(token_id)
-        self._tokens.append(quoted(name))
-        self._logprobs.append(logprob)
-        self._top.append(top)
-        self._offsets.append(str(self._offset))
-        self._offset += len(name)
+    def _write(self, token: SampledToken, logprob: str) -> _Written:
+        return self._names.of(token.token_id), logprob, self._alternatives_of(token, logprob)
 
     def _alternatives_of(self, token: SampledToken, logprob: str) -> str:
         shown = {
@@ -127,19 +139,25 @@ class ChatLogprobs:
     def add_first(self, token_id: int) -> None:
         """Nothing: no conversation is echoed."""
 
-    def add(self, tokens: Sequence[SampledToken]) -> None:
-        """Takes the next tokens."""
-        for token in tokens:
-            shown = token.top[: self._alternatives]
-            top = ",".join([self._one(one.token_id, one.logprob) + "}" for one in shown])
-            chosen = self._one(token.token_id, token.logprob)
-            self._content.append(f'{chosen},"top_logprobs":[{top}]}}')
+    def write(self, tokens: Sequence[SampledToken]) -> Sequence[str]:
+        """Writes tokens, for this choice or others of the same call to `add`."""
+        return [self._write(token) for token in tokens]
+
+    def add(self, written: Sequence[str]) -> int:
+        """Takes the next tokens as they were written; returns their bytes in the answer."""
+        self._content += written
+        return sum(map(len, written))
 
     def take(self) -> str:
         """The JSON of what was added since it was last taken."""
         written = f'{{"content":[{",".join(self._content)}]}}'
         self._content.clear()
         return written
+
+    def _write(self, token: SampledToken) -> str:
+        shown = token.top[: self._alternatives]
+        top = ",".join([self._one(one.token_id, one.logprob) + "}" for one in shown])
+        return f'{self._one(token.token_id, token.logprob)},"top_logprobs":[{top}]}}'
 
     def _one(self, token_id: int, logprob: float | None) -> str:
         """An object, which is not closed."""
@@ -160,9 +178,11 @@ class PromptLogprobs:
         self._alternatives = alternatives
         self._positions = ["null"]  # the first token has no probability
 
-    def add(self, tokens: Sequence[SampledToken]) -> None:
-        """Takes the next tokens of the prompt."""
-        self._positions += [self._position(token) for token in tokens]
+    def add(self, tokens: Sequence[SampledToken]) -> int:
+        """Takes the next tokens of the prompt; returns their bytes in the answer."""
+        positions = [self._position(token) for token in tokens]
+        self._positions += positions
+        return sum(map(len, positions))
 
     def take(self) -> str:
         """The JSON of all positions."""

@@ -24,11 +24,12 @@ from kvrelay.net.tls import TlsFiles
 from kvrelay.router.config import RouterConfig
 from kvrelay.router.http import listener
 from kvrelay.v1 import inference_pb2 as pb
+from kvrelay.v1 import worker_pb2
 from tests.certificates import Authority
 
 from .cluster import Cluster
 from .http_client import CHAT, PROMPT, counting, with_http
-from .scripted_worker import LENGTH
+from .scripted_worker import LENGTH, ScriptedWorker
 
 TOKENS = """
 [[token]]
@@ -283,6 +284,52 @@ async def test_a_client_that_does_not_read(http_config: RouterConfig, complete: 
                     await asyncio.sleep(0.05)
         assert await cluster.metric("kvrelay_requests_total") == 1
         assert (await cluster.server_info()).live_requests == 0
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"logprobs": 20},
+        {"prompt": [list(range(400))] * 2, "echo": True, "logprobs": 20},
+        {"prompt": [list(range(400))] * 2, "prompt_logprobs": 20},
+        {"prompt": [list(range(400))] * 2, "return_token_ids": True},
+    ],
+    ids=["output", "echo", "prompt", "ids"],
+)
+async def test_a_whole_answer_has_a_bound(
+    http_config: RouterConfig, fields: dict[str, Any]
+) -> None:
+    """The bound is that of as many streams."""
+    config = replace(http_config, max_unread_bytes=1000)
+    top = [pb.TokenLogprob(token_id=n, logprob=-0.5) for n in range(20)]
+    logprobs = [pb.TokenLogprobs(token_id=50, logprob=-0.5, top=top)]
+    async with counting(config) as (cluster, http):
+        cluster.decode.on_submit = None
+
+        async def prefill(worker: ScriptedWorker, submit: worker_pb2.SubmitRequest) -> None:
+            if submit.sampling_params.HasField("prompt_logprobs"):
+                worker.say(submit, prompt_index=1, prompt_logprobs=logprobs * 399)
+            worker.say(submit, 0, (50,) * 7, logprobs=logprobs * 7)
+
+        cluster.prefill.on_submit = prefill
+        async with asyncio.timeout(20):
+            answer = await http.post("/v1/completions", json={**PROMPT, **fields})
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "stream")
+        assert (await cluster.server_info()).live_requests == 0
+
+
+async def test_a_client_that_leaves_with_a_call_in_the_pipeline(
+    http_config: RouterConfig,
+) -> None:
+    async with counting(http_config) as (cluster, _):
+        cluster.decode.on_submit = None
+        async with connection(cluster) as (reader, writer):
+            call = HEAD + b"content-length: %d\r\n\r\n" % len(STREAM) + STREAM
+            writer.write(call + b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
+            assert (await reader.readline()).startswith(b"HTTP/1.1 200")
+        async with asyncio.timeout(10):
+            while (await cluster.server_info()).live_requests:
+                await asyncio.sleep(0.05)
 
 
 JSON = st.recursive(
