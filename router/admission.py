@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Final
 
@@ -76,6 +77,21 @@ class Admission:
             seeds=seeds,
             marks_of=fleet.prefixes.marks_of,
         )
+
+    @property
+    def closing(self) -> bool:
+        """It admits no more, because the router is stopping."""
+        return self._live.closing
+
+    @contextlib.contextmanager
+    def counting(self, door: str) -> Iterator[None]:
+        """Counts a request that its door refuses while it reads it, before `open`."""
+        try:
+            yield
+        except RequestError as error:
+            self._metrics.count(DOOR_REQUESTS, door=door)
+            self._metrics.count(REQUESTS, outcome=error.outcome)
+            raise
 
     async def open(
         self, read: Callable[[Limits], Ask], caller: Caller, deadline: float | None, door: str

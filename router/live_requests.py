@@ -65,6 +65,11 @@ class LiveRequests:
         """The caller's live request with this id."""
         return self._live.get((caller.name, request_id))
 
+    @property
+    def closing(self) -> bool:
+        """It admits no more, because the router is stopping."""
+        return self._closing
+
     @contextlib.contextmanager
     def slot(self, caller: Caller) -> Iterator[None]:
         """Counts one more request of the caller as live while it is validated.

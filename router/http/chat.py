@@ -13,9 +13,6 @@ from kvrelay.router.texts import Texts
 from kvrelay.text.chat_template import ChatTemplate, TemplateError
 from kvrelay.text.encoding import encode
 
-_BYTES_OF_A_MESSAGE = 32
-"""Beside its content, in the rendered text."""
-
 
 class ChatPrompt:
     """A conversation, which a template makes a text of.
@@ -25,6 +22,7 @@ class ChatPrompt:
         template: renders it.
         messages: their contents are strings.
         options: of `ChatTemplate.render`.
+        num_bytes: of the text, about.
         add_special_tokens: beside those that the template writes.
     """
 
@@ -37,6 +35,7 @@ class ChatPrompt:
         template: ChatTemplate,
         messages: Sequence[Mapping[str, Any]],
         options: Mapping[str, Any],
+        num_bytes: int,
         *,
         add_special_tokens: bool,
     ) -> None:
@@ -44,13 +43,8 @@ class ChatPrompt:
         self._template = template
         self._messages = messages
         self._options = options
+        self.num_bytes = num_bytes
         self._add_special_tokens = add_special_tokens
-
-    @property
-    def num_bytes(self) -> int:
-        """About those of the text."""
-        contents = (str(message.get("content") or "") for message in self._messages)
-        return sum(len(content.encode()) + _BYTES_OF_A_MESSAGE for content in contents)
 
     def input_ids(self, limits: Limits) -> Sequence[int]:
         """The conversation's tokens; raises `InvalidField` if they leave no room for output."""
@@ -66,8 +60,17 @@ class ChatPrompt:
         )
 
 
-def read_chat(fields: Fields, texts: Texts, template: ChatTemplate | None) -> ChatPrompt:
-    """Takes the conversation and how it is rendered; raises `InvalidField`."""
+def read_chat(
+    fields: Fields, body_bytes: int, texts: Texts, template: ChatTemplate | None
+) -> ChatPrompt:
+    """Takes the conversation and how it is rendered; raises `InvalidField`.
+
+    Args:
+        fields: of the body.
+        body_bytes: of all of it, since a template may write any of it.
+        texts: tokenizes the conversation.
+        template: renders it; None: there is none.
+    """
     messages = _read_messages(fields)
     fields.only("chat_template")
     fields.only("tools", [])
@@ -93,7 +96,7 @@ def read_chat(fields: Fields, texts: Texts, template: ChatTemplate | None) -> Ch
             "messages",
             "the model has no chat template: use /v1/completions, or serve it with --chat-template",
         )
-    return ChatPrompt(texts, template, messages, options, add_special_tokens=add)
+    return ChatPrompt(texts, template, messages, options, body_bytes, add_special_tokens=add)
 
 
 def _read_messages(fields: Fields) -> Sequence[Mapping[str, Any]]:

@@ -37,7 +37,7 @@ from kvrelay.router.http.errors import (
 from kvrelay.router.http.exchange import Bodies, ClientGone, Exchange
 from kvrelay.router.http.fields import parse_body
 from kvrelay.router.http.origins import with_origins
-from kvrelay.router.http.requests import read_chat_completion, read_completion
+from kvrelay.router.http.requests import check_fits, read_chat_completion, read_completion
 from kvrelay.router.http.tokenizing import Tokenizing
 from kvrelay.router.metrics import HTTP_RESPONSES, RouterMetrics
 from kvrelay.router.texts import Texts
@@ -162,20 +162,25 @@ class _Door:
 
     async def completions(self, exchange: Exchange, caller: Caller) -> None:
         """POST /v1/completions."""
-        call = read_completion(await self._body(exchange), self._behind.texts)
+        body = await self._body(exchange)
+        with self._behind.admission.counting("http"):
+            call = read_completion(body, self._behind.texts)
+            check_fits(call, caller, self._behind.config.max_live_requests)
         serving = self._completions.serve(exchange, call, CompletionStyle(), caller)
         await exchange.unless_gone(serving)
 
     async def chat_completions(self, exchange: Exchange, caller: Caller) -> None:
         """POST /v1/chat/completions."""
-        behind = self._behind
-        call = read_chat_completion(await self._body(exchange), behind.texts, behind.template)
+        behind, body = self._behind, await self._body(exchange)
+        with behind.admission.counting("http"):
+            call = read_chat_completion(body, exchange.body_bytes, behind.texts, behind.template)
         serving = self._completions.serve(exchange, call, ChatStyle(), caller)
         await exchange.unless_gone(serving)
 
     async def tokenize(self, exchange: Exchange, caller: Caller) -> None:
         """POST /tokenize."""
-        await _send(exchange, await self._tokenizing.tokenize(await self._body(exchange)))
+        body = await self._body(exchange)
+        await _send(exchange, await self._tokenizing.tokenize(body, exchange.body_bytes))
 
     async def detokenize(self, exchange: Exchange, caller: Caller) -> None:
         """POST /detokenize."""
@@ -207,7 +212,8 @@ class _Door:
 
     async def health(self, request: Request) -> Response:
         """GET /health, without a token: 200 if requests are served, else 503."""
-        return Response(status_code=200 if self._behind.fleet.ready else 503)
+        served = self._behind.fleet.ready and not self._behind.admission.closing
+        return Response(status_code=200 if served else 503)
 
     async def _body(self, exchange: Exchange) -> dict[str, Any]:
         return parse_body(await exchange.body(self._bodies))

@@ -58,6 +58,8 @@ class Exchange:
         """That was sent; 0: none was."""
         self.id = self._sent_id() or uuid.uuid4().hex
         """Of the call, for its client's logs: what it sent as x-request-id, or a new one."""
+        self.body_bytes = 0
+        """Of the body, once it was read."""
 
     def headers(self, name: bytes) -> Sequence[str]:
         """The values of a header."""
@@ -102,7 +104,8 @@ class Exchange:
         except TimeoutError:
             bodies.trimmer.trim_soon()
             raise HttpError(408, "timeout_error", "the body did not arrive in time") from None
-        if len(body) >= LARGE_BYTES:
+        self.body_bytes = len(body)
+        if self.body_bytes >= LARGE_BYTES:
             bodies.trimmer.trim_soon()
         return body
 

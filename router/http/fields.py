@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import sys
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
 from kvrelay.router.errors import InvalidField
 from kvrelay.router.http.errors import HttpError
 
 _MAX_ELEMENTS: Final = 1 << 20
-"""Commas and brackets of a body, a member's name counting for eight: to parse as many takes some
+"""Commas and brackets of a body, a colon counting for eight: to parse as many takes some
 60 ms, which stop the event loop."""
-_NAME_COUNTS: Final = 8
+_COLON_COUNTS: Final = 8
 UINT32: Final = (1 << 32) - 1
 INT32: Final = (1 << 31) - 1
 
@@ -24,13 +26,14 @@ def parse_body(body: bytes) -> dict[str, Any]:
     Raises:
         HttpError: it is none, or it has so many parts that to parse them would stop the router.
     """
-    elements = sum(map(body.count, (b",", b"[", b"{"))) + _NAME_COUNTS * body.count(b'":')
+    elements = sum(map(body.count, (b",", b"[", b"{"))) + _COLON_COUNTS * body.count(b":")
     if elements > _MAX_ELEMENTS:
         raise HttpError(
             413, "invalid_request_error", f"the body has more than {_MAX_ELEMENTS} elements"
         )
     try:
-        parsed = json.loads(body.decode())
+        with _short_integers():
+            parsed = json.loads(body.decode())
         if b"\\u" in body:  # half a surrogate pair is no text, and cannot be encoded again
             json.dumps(parsed, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
@@ -39,6 +42,17 @@ def parse_body(body: bytes) -> dict[str, Any]:
     if not isinstance(parsed, dict):
         raise HttpError(400, "invalid_request_error", "the body must be a JSON object")
     return parsed
+
+
+@contextlib.contextmanager
+def _short_integers() -> Iterator[None]:
+    """No number is parsed that has many digits, since the time goes with their square."""
+    most = sys.get_int_max_str_digits()
+    sys.set_int_max_str_digits(sys.int_info.str_digits_check_threshold)
+    try:
+        yield
+    finally:
+        sys.set_int_max_str_digits(most)
 
 
 class Fields:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
 from dataclasses import dataclass, field
 from typing import Final
@@ -21,6 +22,8 @@ HEAD_SECONDS: Final = 10.0
 """For a request's head to arrive, and for a TLS handshake."""
 IDLE_SECONDS: Final = 60.0
 """Between two calls on a connection."""
+_CLOSE_SECONDS: Final = 1.0
+"""For connections that were dropped to be gone."""
 _MOST_HEAD_BYTES: Final = 64 << 10
 _MOST_PIPELINED: Final = 8
 """Calls that a client sends before the one before them is answered."""
@@ -207,7 +210,9 @@ class Listener:
         await asyncio.gather(*self._state.tasks, return_exceptions=True)
         for connection in list(self._state.connections):
             connection.transport.abort()
-        await self._server.wait_closed()
+        with contextlib.suppress(TimeoutError):  # it may wait for handshakes, too
+            async with asyncio.timeout(_CLOSE_SECONDS):
+                await self._server.wait_closed()
 
 
 def _listening(host: str, port: int) -> socket.socket:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
+from kvrelay.router.callers import Caller
 from kvrelay.router.errors import InvalidField
 from kvrelay.router.http.answers import Shown
 from kvrelay.router.http.chat import ChatPrompt, read_chat
@@ -70,6 +71,35 @@ class Call:
         return max(self.message.sampling_params.n, 1)
 
 
+def check_fits(call: Call, caller: Caller, max_live_requests: int) -> None:
+    """Refuses a call that is never admitted whole: to try again would not help.
+
+    Args:
+        call: whose prompts are live together.
+        caller: who makes it.
+        max_live_requests: that the router takes.
+
+    Raises:
+        InvalidField: it has too many prompts, or they are too long together.
+    """
+    num_prompts, most = len(call.prompts), max_live_requests
+    if caller.max_live_requests is not None:
+        most = min(most, caller.max_live_requests)
+    if num_prompts > most:
+        raise InvalidField(
+            "prompt",
+            f"has {num_prompts} prompts, and {most} requests may be live (--max-live-requests, or "
+            "max_live_requests in --auth-token-file)",
+        )
+    tokens = sum([prompt.num_tokens or 1 for prompt in call.prompts])
+    if caller.max_queued_prompt_tokens is not None and tokens > caller.max_queued_prompt_tokens:
+        raise InvalidField(
+            "prompt",
+            f"has {tokens} tokens or more, and the token {caller.name} may queue "
+            f"{caller.max_queued_prompt_tokens} (max_queued_prompt_tokens in --auth-token-file)",
+        )
+
+
 def read_completion(body: dict[str, Any], texts: Texts) -> Call:
     """The call that a body of /v1/completions is; raises `InvalidField`."""
     fields = Fields(body)
@@ -87,10 +117,12 @@ def read_completion(body: dict[str, Any], texts: Texts) -> Call:
     return replace(call, texts=prompt_texts)
 
 
-def read_chat_completion(body: dict[str, Any], texts: Texts, template: ChatTemplate | None) -> Call:
+def read_chat_completion(
+    body: dict[str, Any], body_bytes: int, texts: Texts, template: ChatTemplate | None
+) -> Call:
     """The call that a body of /v1/chat/completions is; raises `InvalidField`."""
     fields = Fields(body)
-    prompt: ChatPrompt = read_chat(fields, texts, template)
+    prompt: ChatPrompt = read_chat(fields, body_bytes, texts, template)
     params = read_sampling(fields, "max_completion_tokens", "max_tokens")
     fields.only("modalities", ["text"])
     fields.only("echo", False)

@@ -35,13 +35,13 @@ class Tokenizing:
         self._template = template
         self._special_tokens = special_tokens_of(config.model_path)
 
-    async def tokenize(self, body: dict[str, Any]) -> Answer:
-        """Token ids of a text, or of a conversation."""
+    async def tokenize(self, body: dict[str, Any], body_bytes: int) -> Answer:
+        """Token ids of a text, or of a conversation; of a body of so many bytes."""
         fields = self._fields(body)
         with_texts = fields.flag("return_token_strs")
         limits = self._fleet.limits()
         if "messages" in body:
-            chat = read_chat(fields, self._texts, self._template)
+            chat = read_chat(fields, body_bytes, self._texts, self._template)
             fields.finish()
             ids = await self._texts.threads.run(chat.num_bytes, chat.input_ids, limits)
         else:

@@ -28,9 +28,12 @@ from kvrelay.router.discovery import StaticDiscovery
 from kvrelay.router.errors import StartError
 from kvrelay.router.events import Delta
 from kvrelay.router.http.answers import Answer, CompletionStyle, Held, PromptPart, Shown, Whole
-from kvrelay.router.http.fields import Fields
+from kvrelay.router.http.chat import read_chat
+from kvrelay.router.http.errors import HttpError
+from kvrelay.router.http.fields import Fields, parse_body
 from kvrelay.router.http.logprobs import TokenNames
 from kvrelay.router.router import Router
+from kvrelay.text.chat_template import ChatTemplate
 from kvrelay.v1 import inference_pb2 as pb
 from kvrelay.v1 import worker_pb2
 from kvrelay.wire.output import SampledToken
@@ -281,17 +284,31 @@ async def test_a_body_that_is_too_large(http: httpx.AsyncClient) -> None:
         assert answer.headers["connection"] == "close"
 
 
-@pytest.mark.parametrize("piece", [b"[],", b"1,", b'{"a":1},'])
+@pytest.mark.parametrize("piece", [b"[],", b"1,", b'{"a":1},', b'{"a" :1},'])
 async def test_a_body_of_too_many_parts(config: RouterConfig, piece: bytes) -> None:
     large = replace(config, http_address="127.0.0.1:0", max_message_bytes=16 << 20)
     async with (
         running(large, "prefill-0", "decode-0") as cluster,
         httpx.AsyncClient(base_url=f"http://{cluster.router.http_address}") as http,
     ):
-        body = b'{"prompt": [' + piece * (1 << 20) + b"1]}"
+        body = b'{"prompt": [' + piece * (1 << 18 if b":" in piece else 1 << 20) + b"1]}"
         answer = await http.post("/v1/completions", content=body)
         assert answer.status_code == 413
         assert "elements" in answer.json()["error"]["message"]
+
+
+def test_a_number_of_many_digits_is_not_parsed() -> None:
+    assert parse_body(b'{"a": %s}' % (b"7" * 300)) == {"a": int("7" * 300)}
+    with pytest.raises(HttpError, match="digits"):
+        parse_body(b'{"a": %s}' % (b"7" * 1000))
+    assert int("7" * 1000)
+
+
+def test_all_of_a_chat_counts_as_text() -> None:
+    template = ChatTemplate(TEMPLATE, {})
+    body = {"messages": [{"role": "a" * 1000, "content": "b"}]}
+    texts: Any = None
+    assert read_chat(Fields(body), 1040, texts, template).num_bytes == 1040
 
 
 async def test_a_chat_without_a_template(config: RouterConfig) -> None:
@@ -363,11 +380,24 @@ async def test_an_error_before_the_first_token_has_its_status(
 async def test_too_many_requests_are_told_when_to_try_again(
     cluster: Cluster, http: httpx.AsyncClient
 ) -> None:
-    body = {"prompt": [[1]] * 9, "max_tokens": 1}
-    answer = await http.post("/v1/completions", json=body)
+    cluster.decode.on_submit = None
+    waiting = asyncio.create_task(http.post("/v1/completions", json=PROMPT))
+    await cluster.prefill.submitted()
+    answer = await http.post("/v1/completions", json={"prompt": [[1]] * 8, "max_tokens": 1})
+    waiting.cancel()
     assert answer.status_code == 429
     assert answer.headers["retry-after"] == "1"
     assert answer.headers["retry-after-ms"] == "500"
+
+
+async def test_more_prompts_than_may_be_live_are_never_begun(
+    cluster: Cluster, http: httpx.AsyncClient
+) -> None:
+    answer = await http.post("/v1/completions", json={"prompt": [[1]] * 9, "max_tokens": 1})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "prompt")
+    assert not cluster.prefill.submits
+    assert await cluster.metric('kvrelay_requests_total{model="counter",outcome="invalid"}') == 1
+    assert await cluster.metric('kvrelay_door_requests_total{door="http"') == 1
 
 
 async def test_the_openai_client(cluster: Cluster, tokenizer: Tokenizer) -> None:

@@ -36,6 +36,7 @@ TOKENS = """
 name = "alice"
 token = "alpha"
 max_live_requests = 1
+max_queued_prompt_tokens = 3
 [[token]]
 name = "operator"
 token = "omega"
@@ -104,8 +105,11 @@ async def test_tokens(http_config: RouterConfig, tmp_path: Path) -> None:
         assert (await http.get("/v1/models", headers=bearer("omega"))).status_code == 200
         assert (await call("alpha", priority=-1)).status_code == 403
         limited = await call("alpha", prompt=[[1], [2]])
-        assert limited.status_code == 429
+        assert (limited.status_code, limited.json()["error"]["param"]) == (400, "prompt")
         assert "max_live_requests" in limited.json()["error"]["message"]
+        long = await call("alpha", prompt=[[1, 2, 3, 4]])
+        assert (long.status_code, long.json()["error"]["param"]) == (400, "prompt")
+        assert "max_queued_prompt_tokens" in long.json()["error"]["message"]
         twice = [("authorization", "Bearer alpha"), ("authorization", "Bearer alpha")]
         assert (await http.get("/v1/models", headers=twice)).status_code == 401
 
@@ -135,6 +139,35 @@ async def test_tls_and_a_certificate_that_is_replaced(
         files.cert.write_text("no certificate")
         async with httpx.AsyncClient(verify=trusting(after)) as http:
             assert (await http.get(url)).status_code == 200
+
+
+async def test_a_stop_does_not_wait_for_handshakes(
+    http_config: RouterConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From Python 3.12 on, a server is closed when its last handshake has ended."""
+
+    async def wait_closed(_server: asyncio.Server) -> None:
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(listener, "_CLOSE_SECONDS", 0.1)
+    async with asyncio.timeout(30):
+        async with counting(http_config):
+            monkeypatch.setattr(asyncio.Server, "wait_closed", wait_closed)
+
+
+async def test_a_router_that_drains_is_not_healthy(http_config: RouterConfig) -> None:
+    async with counting(replace(http_config, shutdown_grace_seconds=20.0)) as (cluster, http):
+        cluster.decode.on_submit = None
+        serving = asyncio.create_task(http.post("/v1/completions", json=PROMPT))
+        submit = await cluster.decode.submitted()
+        assert (await http.get("/health")).status_code == 200
+        stopping = asyncio.create_task(cluster.router.stop())
+        async with asyncio.timeout(10):
+            while (await http.get("/health")).status_code == 200:
+                await asyncio.sleep(0.05)
+        cluster.decode.say(submit, 1, (5,) * 7, end=LENGTH)
+        assert (await serving).status_code == 200
+        await stopping
 
 
 async def test_pages_of_other_origins(http_config: RouterConfig) -> None:
