@@ -69,8 +69,8 @@ class Cluster:
         self._store = store or InProcessStore()
         self._holding: asyncio.Task[None] | None = None
         self._supervisors: dict[str, WorkerSupervisor] = {}
-        self._starting: set[str] = set()
-        """The names of workers that are being added."""
+        self._names = {config.name for config in self._configs}
+        """Of all workers that there were ever to be."""
         self._scaling = Scaling(self)
         self._leases: Leases | None = None
 
@@ -167,8 +167,8 @@ class Cluster:
 
     @property
     def names(self) -> set[str]:
-        """Those that no new worker can have: of workers that leave or have left, too."""
-        return {*self._supervisors, *self._starting}
+        """Those that no new worker can have: of workers that have left or did not start, too."""
+        return self._names.copy()
 
     async def add(self, name: str, role: WorkerRole) -> None:
         """Start one more worker, like the first of its role, and supervise it.
@@ -179,19 +179,20 @@ class Cluster:
         like = next(config for config in self._configs if config.role is role)
         faults = None if like.faults is None else ()
         config = replace(like, name=name, metrics_port=0, grpc_port=0, faults=faults)
+        self._names.add(name)
         of_workers = len(self._supervisors) + 1
         place = await self._placement.add(config, of_workers=of_workers)
-        supervisor = WorkerSupervisor(config, place, self._log_level, self._leases, self)
-        self._starting.add(name)
         try:
-            await supervisor.start()
+            supervisor = WorkerSupervisor(config, place, self._log_level, self._leases, self)
+            try:
+                await supervisor.start()
+            except BaseException:
+                await finished(supervisor.stop())
+                raise
         except BaseException:
-            await finished(supervisor.stop())
+            self._placement.give_back(name)
             raise
-        else:
-            self._supervisors[name] = supervisor
-        finally:
-            self._starting.discard(name)
+        self._supervisors[name] = supervisor
 
     async def arm(self, worker: str, faults: Sequence[Fault]) -> None:
         """Inject these faults into a worker's present incarnation, if it was built for faults."""
@@ -204,9 +205,10 @@ class Cluster:
     # What the supervisors call, as `Watcher` says.
 
     def worker_starting(self, name: str, weights_read: float) -> None:
-        """Say so, of a first start to who started the cluster, of a restart in the log."""
+        """Say so: of the cluster's start to who started it, of later ones in the log."""
         if self._progress.get(name, 1.0) == 1.0:
-            _log.info("%s restarts: %.0f %% of its weights are read", name, 100 * weights_read)
+            what = "restarts" if name in self._supervisors else "starts"
+            _log.info("%s %s: %.0f %% of its weights are read", name, what, 100 * weights_read)
         else:
             self._progress[name] = min(weights_read, 0.99)
             self._on_progress(self._progress.copy())
@@ -233,6 +235,11 @@ class Cluster:
             self._members.remove_awaited(info)
         for other in self.workers.values():
             self._tell_of_deaths(other)
+
+    def worker_removed(self, name: str) -> None:
+        """Give its place to the next worker, or back to Ray."""
+        self._supervisors.pop(name, None)
+        self._placement.give_back(name)
 
     def turn_to_drain(self, info: WorkerInfo) -> AbstractAsyncContextManager[None]:
         """Wait until few enough others of its role drain, or are missing."""

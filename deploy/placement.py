@@ -48,12 +48,26 @@ class PlacementPlan:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class _Bundle:
+    """A worker's place in a placement group."""
+
+    role: WorkerRole
+    needs: Mapping[str, float]
+    group: Any
+    index: int
+
+
 class Placement:
     """The places that a cluster has reserved in the Ray that is initialised."""
 
     def __init__(self, plan: PlacementPlan | None = None) -> None:
         self._plan = PlacementPlan() if plan is None else plan
         self._groups: list[Any] = []
+        self._bundles: dict[str, _Bundle] = {}
+        """By the name of the worker that has it."""
+        self._free: list[_Bundle] = []
+        """Bundles of workers that have left, in groups that others still use."""
 
     async def reserve(
         self, configs: Sequence[WorkerConfig], *, of_workers: int
@@ -90,14 +104,18 @@ class Placement:
             self._groups.remove(group)
             ray.util.remove_placement_group(group)
             raise
-        return [self._options(config, needs, group, index) for index, config in enumerate(configs)]
+        return [
+            self._take(config, _Bundle(role, needs, group, index))
+            for index, config in enumerate(configs)
+        ]
 
     async def add(self, config: WorkerConfig, *, of_workers: int) -> dict[str, Any]:
         """A place for one more worker: Ray's options for its actor.
 
         A Ray of our own counts a CPU for each worker that it was started for, and nobody else is
-        there to share with. So one more is not counted, if it needs no GPU. Raises ClusterError if
-        there is no room.
+        there to share with. So one more is not counted, if it needs no GPU. Elsewhere it gets the
+        place of a worker that has left, or a new one. Raises ClusterError if there is no room, or
+        Ray cannot place a new one as --spread says.
 
         Args:
             config: the worker's.
@@ -105,12 +123,36 @@ class Placement:
         """
         if config.device == "cpu" and OWN_RAY in ray.cluster_resources():
             return {"num_cpus": 0.0, "max_restarts": -1}
+        left = next((bundle for bundle in self._free if bundle.role is config.role), None)
+        if left is not None:
+            self._free.remove(left)
+            return self._take(config, left)
+        if self._plan.spread in (Spread.STRICT_SPREAD, Spread.STRICT_PACK):
+            raise ClusterError(
+                f"--spread: {self._plan.spread} holds for the workers of the start, not for more"
+            )
         [place] = await self.reserve([config], of_workers=of_workers)
         return place
+
+    def give_back(self, name: str) -> None:
+        """A worker has left for good: its place is another worker's of its role, or Ray's again.
+
+        Ray takes back whole groups, so a place among others is kept.
+        """
+        bundle = self._bundles.pop(name, None)
+        if bundle is None:
+            return
+        self._free.append(bundle)
+        if not any(other.group is bundle.group for other in self._bundles.values()):
+            self._free = [other for other in self._free if other.group is not bundle.group]
+            self._groups.remove(bundle.group)
+            ray.util.remove_placement_group(bundle.group)
 
     def release(self) -> None:
         """Give every place back to Ray."""
         groups, self._groups = self._groups, []
+        self._bundles.clear()
+        self._free.clear()
         for group in groups:
             ray.util.remove_placement_group(group)
 
@@ -134,16 +176,17 @@ class Placement:
                 raise ClusterError(line)
             _log.warning("%s; waiting for more nodes, or for others to end", line)
 
-    def _options(
-        self, config: WorkerConfig, needs: Mapping[str, float], group: Any, index: int
-    ) -> dict[str, Any]:
+    def _take(self, config: WorkerConfig, bundle: _Bundle) -> dict[str, Any]:
+        """Let a worker have a bundle: Ray's options for its actor."""
+        self._bundles[config.name] = bundle
+        needs = bundle.needs
         options = {
             "num_cpus": needs["CPU"],
             "num_gpus": needs.get("GPU", 0.0),
             "resources": {key: needs[key] for key in needs if key not in ("CPU", "GPU")},
             "max_restarts": -1,
             "scheduling_strategy": PlacementGroupSchedulingStrategy(
-                group, placement_group_bundle_index=index
+                bundle.group, placement_group_bundle_index=bundle.index
             ),
         }
         return options | {"name": config.name} if self._plan.names_actors else options

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Mapping
-from typing import Protocol
+from typing import Final, Protocol
 
 from kvrelay.deploy.errors import ClusterError
 from kvrelay.deploy.wanted import Changes
@@ -12,6 +12,9 @@ from kvrelay.router.admin import DrainPhase, DrainStep, ScalePhase, ScaleStep
 from kvrelay.router.errors import AdminError, CannotScale
 from kvrelay.wire.worker_info import WorkerRole
 
+_STARTS_AT_A_TIME: Final = 4
+"""Each reads its weights and takes a core meanwhile."""
+_STAYS: Final = "it stays, since a new worker did not start"
 _PHASES = {DrainPhase.DRAINING: ScalePhase.DRAINING, DrainPhase.LEFT: ScalePhase.LEFT}
 
 
@@ -69,23 +72,41 @@ class Scaling:
             await asyncio.gather(self._changing, return_exceptions=True)
 
     async def _change(self, changes: Changes, steps: asyncio.Queue[ScaleStep | None]) -> None:
-        """Make all changes at once; workers that are too many leave when the new ones are there."""
+        """Make all changes; workers that are too many leave when all new ones are there.
+
+        If a new one does not start, none leaves: the cluster would be smaller than it was.
+        """
+        turns = asyncio.Semaphore(_STARTS_AT_A_TIME)
         try:
-            await asyncio.gather(*(self._add(name, role, steps) for name, role in changes.added))
-            await asyncio.gather(*(self._remove(name, steps) for name in changes.removed))
+            async with asyncio.TaskGroup() as group:
+                adds = [group.create_task(self._add(*one, turns, steps)) for one in changes.added]
+            if all(one.result() for one in adds):
+                async with asyncio.TaskGroup() as group:
+                    for name in changes.removed:
+                        group.create_task(self._remove(name, steps))
+            else:
+                for name in changes.removed:
+                    steps.put_nowait(ScaleStep(name, ScalePhase.FAILED, _STAYS))
         finally:
             steps.put_nowait(None)
 
     async def _add(
-        self, name: str, role: WorkerRole, steps: asyncio.Queue[ScaleStep | None]
-    ) -> None:
-        steps.put_nowait(ScaleStep(name, ScalePhase.STARTING))
-        try:
-            await self._cluster.add(name, role)
-        except ClusterError as error:
-            steps.put_nowait(ScaleStep(name, ScalePhase.FAILED, str(error)))
-        else:
+        self,
+        name: str,
+        role: WorkerRole,
+        turns: asyncio.Semaphore,
+        steps: asyncio.Queue[ScaleStep | None],
+    ) -> bool:
+        """Start one worker, in its turn; returns whether it has started."""
+        async with turns:
+            steps.put_nowait(ScaleStep(name, ScalePhase.STARTING))
+            try:
+                await self._cluster.add(name, role)
+            except ClusterError as error:
+                steps.put_nowait(ScaleStep(name, ScalePhase.FAILED, str(error)))
+                return False
             steps.put_nowait(ScaleStep(name, ScalePhase.READY))
+            return True
 
     async def _remove(self, name: str, steps: asyncio.Queue[ScaleStep | None]) -> None:
         try:

@@ -181,7 +181,9 @@ class WorkerSupervisor:
             if await life.has_died():
                 self._watcher.worker_dead(life.info)
                 if self.removing:
+                    life.close()
                     self._actor.remove()
+                    self._watcher.worker_removed(self.name)
                     return
                 await life.until_ray_knows()
                 await pauses.pause()

@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Self
+from typing import Final, Self
 
 from kvrelay.wire.worker_info import WorkerRole
+
+MOST_ADDED: Final = 64
+"""Workers that one change adds; more are a slip of the finger, or several changes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,8 +28,8 @@ class Changes:
     ) -> Self:
         """The fewest changes that do it.
 
-        Raises ValueError for a role that the cluster does not have, and for one without workers:
-        requests could not be served any more.
+        Raises ValueError for a role that the cluster does not have, for one without workers, as
+        requests could not be served any more, and for more than `MOST_ADDED` new workers.
 
         Args:
             wanted: the number of workers; roles that are not named stay as they are.
@@ -41,6 +44,9 @@ class Changes:
                 raise ValueError(f"{role}: the cluster has no such workers")
             if count < 1:
                 raise ValueError(f"{role}: must be at least 1, got {count}")
+            more = count - counts[role]
+            if more > MOST_ADDED:
+                raise ValueError(f"{role}: {more} more; one change adds at most {MOST_ADDED}")
             names = sorted((name for name in staying if staying[name] is role), key=_number)
             removed += reversed(names[count:])
             free = _free_names(role, taken | staying.keys())

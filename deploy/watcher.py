@@ -31,6 +31,10 @@ class Watcher(Protocol):
         """Its process has provably ended. Another one will run in its place, or none."""
         ...
 
+    def worker_removed(self, name: str) -> None:
+        """It has left for good, and its actor is gone."""
+        ...
+
     def turn_to_drain(self, info: WorkerInfo) -> AbstractAsyncContextManager[None]:
         """Wait until this worker may drain for a reason that can wait.
 

@@ -14,7 +14,7 @@ from kvrelay.router.admin import ScalePhase, ScaleStep
 from kvrelay.router.errors import CannotScale, UnknownWorker
 from kvrelay.wire.worker_info import WorkerRole
 from tests.cluster.obedient_worker import give_order
-from tests.cluster.test_supervision import SECONDS, is_running, make_configs, until, was_told
+from tests.cluster.test_supervision import SECONDS, heard, is_running, make_configs, until
 
 pytestmark = pytest.mark.usefixtures("obedient_workers")
 P, D = WorkerRole.PREFILL, WorkerRole.DECODE
@@ -42,12 +42,8 @@ async def test_a_cluster_grows_and_shrinks_and_no_process_is_left(tmp_path: Path
         assert left == {"decode-1", "decode-2"}
         assert sorted(cluster.workers) == ["decode-0", "prefill-0"]
         assert not any(map(is_running, added))
-        await until(
-            lambda: (
-                was_told(tmp_path, "prefill-0", added[0])
-                or was_told(tmp_path, "prefill-0", added[1])
-            )
-        )
+        dead = {one.incarnation for one in added}
+        await until(lambda: set(heard(tmp_path, "prefill-0")) == dead)
 
 
 async def test_a_worker_that_does_not_start_is_said_and_leaves_nothing(tmp_path: Path):

@@ -40,6 +40,9 @@ def test_what_cannot_be_is_refused():
         Changes.to_reach({A: 1}, workers(prefill=1, decode=1), set())
     with pytest.raises(ValueError, match=r"^decode: must be at least 1, got 0$"):
         Changes.to_reach({D: 0}, workers(prefill=1, decode=1), set())
+    with pytest.raises(ValueError, match=r"^decode: 65 more; one change adds at most 64$"):
+        Changes.to_reach({D: 66}, workers(prefill=1, decode=1), set())
+    assert len(Changes.to_reach({D: 65}, workers(prefill=1, decode=1), set()).added) == 64
 
 
 @given(steps=st.lists(COUNTS, max_size=6))
