@@ -23,6 +23,7 @@ from kvrelay.deploy.scaling import Scaling
 from kvrelay.deploy.supervisor import WorkerSupervisor
 from kvrelay.engine.config import WorkerConfig
 from kvrelay.engine.faults import Fault
+from kvrelay.engine.worker.worker_lease import lease_clock
 from kvrelay.router.admin import DrainPhase, DrainStep, ScaleStep
 from kvrelay.router.discovery import Discovery
 from kvrelay.router.errors import CannotDrain, UnknownWorker
@@ -275,8 +276,10 @@ class Cluster:
         """Become the cluster's controller, and stay it."""
         longest = max((config.lease_seconds for config in self._configs), default=0.0)
         times = LeaseTimes(longest, _CONTROLLER_LEASE_SECONDS)
-        leases = await begin_epoch(self._store, times)
-        self._holding = asyncio.create_task(keep_epoch(leases, self._store))
+        alone = any(config.suspended_alone for config in self._configs)
+        clock = lease_clock(suspended_alone=alone)
+        leases = await begin_epoch(self._store, times, clock)
+        self._holding = asyncio.create_task(keep_epoch(leases, self._store, clock))
         return leases
 
     async def _place(self, configs: Sequence[WorkerConfig], leases: Leases) -> None:

@@ -28,7 +28,7 @@ async def begin_epoch(
         epoch = await _latest(store) + 1
         if await store.put_new(f"{_PREFIX}{epoch}", b""):
             break
-    leases = Leases(epoch, times, began=clock())
+    leases = Leases(epoch, times, began=clock(), clock=clock)
     await _hold(leases, store, clock)
     await _forget_earlier(store, epoch)
     return leases

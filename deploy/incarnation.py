@@ -16,7 +16,7 @@ from kvrelay.deploy.watcher import Watcher
 from kvrelay.deploy.worker_actor import WorkerActor, reason_of
 from kvrelay.deploy.worker_host import Started, WorkerHost
 from kvrelay.deploy.worker_process import WorkerProcess
-from kvrelay.engine.worker.worker_lease import StaleEpochError, boottime
+from kvrelay.engine.worker.worker_lease import StaleEpochError
 from kvrelay.wire.worker_info import WorkerInfo
 
 _log = logging.getLogger(__name__)
@@ -56,7 +56,7 @@ class Incarnation:
         """None: it cannot be observed from here."""
         self._call: asyncio.Task[str] | None = None
         """Lasts until Ray has noticed that the process has ended."""
-        leases.heard(self.info.incarnation, boottime())
+        leases.heard(self.info.incarnation, leases.clock())
 
     async def drain(self) -> None:
         """Let the worker drain; its process may have ended instead.
@@ -150,7 +150,7 @@ class Incarnation:
     async def _lease_over(self) -> None:
         """Wait until the lease, which nobody renews meanwhile, has surely run out."""
         incarnation = self.info.incarnation
-        await asyncio.sleep(self._leases.over_at(incarnation) - boottime())
+        await asyncio.sleep(self._leases.over_at(incarnation) - self._leases.clock())
         await self._leases.until_over(incarnation)
 
     async def until_ray_knows(self) -> None:
@@ -181,7 +181,7 @@ class Incarnation:
         incarnation = self.info.incarnation
         lease_seconds = self._leases.times.worker_seconds
         while True:
-            renewal = self._leases.renew(incarnation, self._stamp, boottime())
+            renewal = self._leases.renew(incarnation, self._stamp, self._leases.clock())
             heartbeat = self._actor.call(WorkerHost.heartbeat, incarnation, renewal)
             answer = asyncio.create_task(heartbeat)
             try:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
-from kvrelay.engine.worker.worker_lease import Renewal
+from kvrelay.engine.worker.worker_lease import Renewal, boottime
 from kvrelay.router.notifier import Notifier
 
 
@@ -27,7 +28,7 @@ class LeaseTimes:
 class Leases:
     """What one controller may promise, and what it must take others to have promised.
 
-    It has no clock: times are the caller's, of one clock. A renewal that is *asked for* here at
+    It reads no clock: times are the caller's, of one clock. A renewal that is *asked for* here at
     some time lets the worker serve until `worker_seconds` later at most, however late it is sent:
     it carries a stamp that the worker made earlier. A controller asks for none when its own lease
     is over, so its successor knows when the last one was.
@@ -36,10 +37,19 @@ class Leases:
         epoch: of this controller, from the store.
         times: how long leases last.
         began: when the store had answered that the epoch is this controller's.
+        clock: where callers have their times from.
     """
 
-    def __init__(self, epoch: int, times: LeaseTimes, *, began: float) -> None:
+    def __init__(
+        self,
+        epoch: int,
+        times: LeaseTimes,
+        *,
+        began: float,
+        clock: Callable[[], float] = boottime,
+    ) -> None:
         self.epoch = epoch
+        self.clock = clock
         self.times = times
         self._held_at = began
         self._given_up = False

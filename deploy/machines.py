@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -14,6 +15,7 @@ from kvrelay.net.addresses import is_loopback
 from kvrelay.options.declaration import Section, flag_of, option, options_of
 
 _NAME: Final = re.compile(r"[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?")
+_HOST: Final = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]*[A-Za-z0-9_])?")
 _ACCELERATOR: Final = "ray.io/accelerator-type"
 _RESOURCE: Final = "resource."
 
@@ -154,7 +156,7 @@ class MachineOptions:
     @property
     def advertised(self) -> Mapping[str, str]:
         """Where workers listen, by node's address or name; all others under an empty name."""
-        return {(key if value else ""): (value or key) for key, value in _pairs(self.advertise)}
+        return _advertised(self.advertise)
 
     @property
     def listens_on_loopback(self) -> bool:
@@ -179,6 +181,10 @@ class MachineOptions:
                 Address.parse(str(self.ray_address))
             except ValueError as error:
                 raise OptionError("--ray-address", f"{error}, or auto") from error
+        try:
+            _advertised(self.advertise)
+        except ValueError as error:
+            raise OptionError("--advertise", str(error)) from error
         for role in ("prefill", "decode", "aggregated"):
             try:
                 self.nodes_for(role)
@@ -197,9 +203,38 @@ class MachineOptions:
 
 def _pairs(text: str) -> Iterator[tuple[str, str]]:
     """The parts of `a=b,c=d`; the second of a pair is empty where there is no `=`."""
-    for part in filter(None, (part.strip() for part in text.split(","))):
+    for part in _parts(text):
         key, _, value = part.partition("=")
         yield key.strip(), value.strip()
+
+
+def _parts(text: str) -> Iterator[str]:
+    return filter(None, (part.strip() for part in text.split(",")))
+
+
+def _advertised(text: str) -> dict[str, str]:
+    """Hosts by node. Raises ValueError, with a message that says what is wrong."""
+    hosts: dict[str, str] = {}
+    for part in _parts(text):
+        node, equals, host = (one.strip() for one in part.rpartition("="))
+        if equals and not node:
+            raise ValueError(f"{part!r} is not NODE=HOST or HOST")
+        if not _is_host(host):
+            raise ValueError(f"{part!r}: {host!r} is no name or address; IPv6 needs no brackets")
+        if node in hosts:
+            raise ValueError(
+                f"{node or 'every other node'} has two hosts, {hosts[node]} and {host}"
+            )
+        hosts[node] = host
+    return hosts
+
+
+def _is_host(text: str) -> bool:
+    try:
+        ipaddress.ip_address(text)
+    except ValueError:
+        return _HOST.fullmatch(text) is not None
+    return True
 
 
 def _amount(key: str, text: str) -> float:

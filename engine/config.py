@@ -276,6 +276,8 @@ class WorkerConfig(WorkerOptions):
     """Where its metrics are read; empty: at `host`."""
     advertised: Mapping[str, str] = field(default_factory=dict)
     """What an empty `host` becomes, by the node's address or name; else the node's address."""
+    suspended_alone: bool = False
+    """Whether its machine may be suspended while its controller's is not."""
     grpc_port: int = 0
     """0: any free port."""
     metrics_port: int = 0

@@ -21,7 +21,7 @@ from kvrelay.engine.worker.quarantine import QuarantineLimit
 from kvrelay.engine.worker.service import WorkerService
 from kvrelay.engine.worker.submit_rules import SubmitRules
 from kvrelay.engine.worker.weights_read import WeightsRead, weight_bytes
-from kvrelay.engine.worker.worker_lease import WorkerLease
+from kvrelay.engine.worker.worker_lease import WorkerLease, lease_clock
 from kvrelay.net.addresses import host_port
 from kvrelay.net.ends import bind, worker_server
 from kvrelay.net.metrics_server import MetricsServer
@@ -57,7 +57,7 @@ class Worker:
         self._kv_events_address = ""
         self.faults = FaultPlan(config.faults or ())
         """Takes effect only if the configuration names faults, or an empty tuple of them."""
-        self.lease = WorkerLease()
+        self.lease = WorkerLease(lease_clock(suspended_alone=config.suspended_alone))
         """Checked before bytes may move; whoever supervises the worker begins it."""
 
     async def start(self) -> WorkerInfo:

@@ -18,6 +18,16 @@ def boottime() -> float:
     return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
 
 
+def lease_clock(*, suspended_alone: bool) -> Callable[[], float]:
+    """The clock of a worker's lease, on both sides, in seconds.
+
+    Args:
+        suspended_alone: whether the worker's machine may be suspended while its controller goes on,
+            which then believes it dead. Where both are suspended, nobody misses a word meanwhile.
+    """
+    return boottime if suspended_alone else time.monotonic
+
+
 @dataclass(frozen=True, slots=True)
 class Renewal:
     """What a controller sends to let a worker go on."""

@@ -33,6 +33,12 @@ JOINS: dict[str, Any] = {"ray_address": "10.0.0.1:6379", "insecure": True}
         ("--decode-on", {"decode_on": "rack="}),
         ("--decode-on", {"decode_on": "resource.fast=0"}),
         ("--aggregated-on", {"aggregated_on": "resource.fast=many"}),
+        ("--advertise", {"advertise": "one=[fd00::2]"}),
+        ("--advertise", {"advertise": "one="}),
+        ("--advertise", {"advertise": "=10.0.0.1"}),
+        ("--advertise", {"advertise": "10.0.0.1,10.0.0.2"}),
+        ("--advertise", {"advertise": "one=10.0.0.1, one=10.0.0.2"}),
+        ("--advertise", {"advertise": "one=a.kv:1"}),
         ("--worker-cpus", {"worker_cpus": 0}),
         ("--worker-gpus", {"worker_gpus": 0.0}),
         ("--placement-timeout", {"placement_timeout": 0.0}),
@@ -101,6 +107,7 @@ def test_workers_of_a_ray_cluster_learn_their_address_on_their_nodes(monkeypatch
         assert (config.host, config.metrics_host) == ("", "127.0.0.1")
         assert config.advertised == {"one": "a.kv", "10.0.0.2": "b.kv"}
         assert config.threads == 3
+        assert config.suspended_alone
         assert config.device == "cpu"
     open_metrics = Address("10.0.0.1", 9400)
     [config, _] = configs_of(monkeypatch, **JOINS, metrics=open_metrics)
@@ -111,11 +118,14 @@ def test_workers_of_this_machine_stay_on_loopback(monkeypatch: pytest.MonkeyPatc
     for metrics in (Address("127.0.0.1", 0), Address("0.0.0.0", 0)):
         [config, _] = configs_of(monkeypatch, metrics=metrics, insecure=True)
         assert (config.host, config.metrics_host) == ("127.0.0.1", "127.0.0.1")
+        assert not config.suspended_alone
 
 
 def test_one_host_for_all_and_others_by_node():
     options = ServeOptions(**JOINS, advertise="0.0.0.0, one=a.kv")
     assert options.advertised == {"": "0.0.0.0", "one": "a.kv"}
+    options = ServeOptions(**JOINS, advertise="fd00::1=fd00::2")
+    assert options.advertised == {"fd00::1": "fd00::2"}
 
 
 def test_the_plan_says_what_the_options_say():

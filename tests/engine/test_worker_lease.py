@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvrelay.engine.worker.worker_lease import Renewal, StaleEpochError, WorkerLease
+from kvrelay.engine.worker.worker_lease import Renewal, StaleEpochError, WorkerLease, lease_clock
 
 SECONDS = 60.0
 
@@ -98,3 +98,17 @@ def test_the_watch_ends_the_process(ended):
     lease.begin(0.05, lambda: ended.append("ended"))
     lease.watch()
     assert ended == ["ended"]
+
+
+@pytest.mark.parametrize("alone", [False, True])
+def test_sleep_counts_only_for_a_machine_that_sleeps_alone(
+    alone: bool, monkeypatch: pytest.MonkeyPatch
+):
+    """While a machine is suspended, its boot time goes on and its monotonic time does not."""
+    slept = 0.0
+    monkeypatch.setattr("time.clock_gettime", lambda clock: 1000.0 + slept)
+    monkeypatch.setattr("time.monotonic", lambda: 1000.0)
+    lease = WorkerLease(lease_clock(suspended_alone=alone))
+    lease.begin(SECONDS, lambda: None)
+    slept = 2 * SECONDS
+    assert lease.has_run_out is alone
