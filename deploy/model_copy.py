@@ -20,6 +20,7 @@ from kvrelay.deploy.converted import locked, sha256_of
 from kvrelay.deploy.errors import ModelError
 from kvrelay.deploy.local_ray import NodeAffinitySchedulingStrategy, ray
 from kvrelay.deploy.models import CHECKPOINT_FILES
+from kvrelay.deploy.placement import check_name_is_free, name_is_taken
 
 SOURCE: Final = "model-source"
 """The actor's name, in the cluster's namespace."""
@@ -57,12 +58,19 @@ class ModelSource:
 
 @contextmanager
 def offering(*checkpoints: tuple[Path, Files]) -> Iterator[None]:
-    """A context in which every node can have copies of these checkpoints, from this machine."""
+    """A context in which every node can have copies of these checkpoints, from this machine.
+
+    Raises ClusterError if another cluster of this name runs, with or without such an offer.
+    """
+    check_name_is_free()
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     placed = ray.remote(ModelSource).options(
         name=SOURCE, num_cpus=0, max_restarts=-1, scheduling_strategy=here
     )
-    source = placed.remote({digest_of(files): path for path, files in checkpoints})
+    try:
+        source = placed.remote({digest_of(files): path for path, files in checkpoints})
+    except ValueError as error:  # an actor has its name
+        raise name_is_taken() from error
     try:
         yield
     finally:

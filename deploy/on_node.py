@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import array
 import fcntl
 import os
 import socket
@@ -20,7 +21,9 @@ from kvrelay.net.addresses import is_loopback
 NODES_ADDRESS: Final = ""
 """As a worker's `host` or `metrics_host`: the address of the node that it runs on."""
 _RDMA: Final = Path("/sys/class/infiniband")
-_GET_ADDRESS: Final = 0x8915  # SIOCGIFADDR of linux/sockios.h
+_GET_ADDRESSES: Final = 0x8912  # SIOCGIFCONF of linux/sockios.h
+_ENTRY: Final = struct.Struct("16s4x4s16x")  # ifreq of linux/if.h: a name and an IPv4 address
+_MOST_ADDRESSES: Final = 1024
 
 
 def on_this_node(config: WorkerConfig) -> WorkerConfig:
@@ -92,14 +95,19 @@ def _interface_of(host: str) -> str | None:
 
 
 def _ipv4(interface: str) -> list[str]:
-    """Its first address, if it has any."""
-    request = struct.pack("256s", interface.encode()[:15])
+    room = array.array("B", bytes(_MOST_ADDRESSES * _ENTRY.size))
+    address, size = room.buffer_info()
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
         try:
-            answer = fcntl.ioctl(any_socket.fileno(), _GET_ADDRESS, request)
+            answer = fcntl.ioctl(any_socket, _GET_ADDRESSES, struct.pack("iP", size, address))
         except OSError:
             return []
-    return [socket.inet_ntop(socket.AF_INET, answer[20:24])]
+    used, _ = struct.unpack("iP", answer)
+    return [
+        socket.inet_ntop(socket.AF_INET, one)
+        for label, one in _ENTRY.iter_unpack(room[:used])
+        if label.rstrip(b"\0").partition(b":")[0] == interface.encode()
+    ]
 
 
 def _ipv6(interface: str) -> list[str]:

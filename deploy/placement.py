@@ -87,7 +87,7 @@ class Placement:
         if not configs:
             return []
         if self._plan.names_actors and not self._groups:
-            await asyncio.to_thread(_check_name_is_free)
+            await asyncio.to_thread(check_name_is_free)
         role = configs[0].role
         nodes = self._plan.nodes.get(role, Nodes())
         needs = self._needs(configs[0], nodes, of_workers)
@@ -192,11 +192,16 @@ class Placement:
         return options | {"name": config.name} if self._plan.names_actors else options
 
 
-def _check_name_is_free() -> None:
+def check_name_is_free() -> None:
     """Raise ClusterError if Ray's namespace has workers already."""
     if any(name.rpartition("-")[0] in set(WorkerRole) for name in ray.util.list_named_actors()):
-        _, _, name = ray.get_runtime_context().namespace.rpartition("/")
-        raise ClusterError(f"--cluster-name: {name} runs in this Ray already")
+        raise name_is_taken()
+
+
+def name_is_taken() -> ClusterError:
+    """What to raise where another cluster has this one's name."""
+    _, _, name = ray.get_runtime_context().namespace.rpartition("/")
+    return ClusterError(f"--cluster-name: {name} runs in this Ray already")
 
 
 def _gpu_share(workers: int) -> float:

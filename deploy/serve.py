@@ -145,7 +145,9 @@ def _ray(options: ServeOptions, *, debug: bool) -> AbstractContextManager[LocalR
 def _offered(model: Model, progress: Progress, stack: ExitStack) -> Model:
     """The model with the digests of its files, which the workers' nodes can have from here on."""
     from kvrelay.deploy.model_copy import files_of, offering
+    from kvrelay.deploy.placement import check_name_is_free
 
+    check_name_is_free()
     with progress.step("model", f"{model.name}: reading its digests") as step:
         files = files_of(model.path)
         drafts = {} if model.draft_path is None else files_of(model.draft_path)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvrelay.deploy import model_copy
-from kvrelay.deploy.errors import ModelError
+from kvrelay.deploy.errors import ClusterError, ModelError
 from kvrelay.deploy.model_copy import Files, files_of, local_copy, offering
 
 ELSEWHERE = Path("/on/another/machine/tiny")
@@ -66,3 +66,12 @@ def test_a_source_that_has_changed_is_refused(ray: None, tiny: Path, files: File
 def test_without_a_source_it_is_said(ray: None, files: Files, tmp_path: Path):
     with pytest.raises(ModelError, match="nobody offers"):
         local_copy(ELSEWHERE, files, tmp_path)
+
+
+def test_a_clusters_name_that_is_taken_is_said(ray: None, tiny: Path, files: Files):
+    with (
+        offering((tiny, files)),
+        pytest.raises(ClusterError, match=r"^--cluster-name: .* runs in this Ray already$"),
+        offering((tiny, files)),
+    ):
+        pass

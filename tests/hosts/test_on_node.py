@@ -35,3 +35,10 @@ def test_ucx_keeps_to_the_interface_with_the_workers_address(host: Host):
     assert devices(host, host.addresses.ipv6) == DEVICE
     assert devices(host, "a") == DEVICE
     assert devices(host, "192.0.2.1") == "None", "all, where it cannot be told"
+
+
+@pytest.mark.parametrize("label", [DEVICE, f"{DEVICE}:more"])
+def test_an_interface_is_known_by_any_of_its_addresses(host: Host, label: str):
+    host.run("ip", "address", "replace", "192.0.2.7/24", "dev", DEVICE, "label", label)
+    assert devices(host, "192.0.2.7") == DEVICE
+    host.run("ip", "address", "delete", "192.0.2.7/24", "dev", DEVICE)
