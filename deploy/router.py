@@ -102,15 +102,17 @@ async def _route(
     signals.deliver_to(lambda: loop.call_soon_threadsafe(task.cancel))
     try:
         async with AsyncExitStack() as stack:
-            with progress.step("controller", "asking for the workers") as step:
-                await stack.enter_async_context(discovery.following())
-                step.say(f"{len(discovery.endpoints())} workers")
-            with progress.step("router", "connecting to the workers") as step:
+            with progress.step("router", "starting") as step:
                 router = Router(router_config(options, model), discovery)
                 stack.push_async_callback(router.stop)
                 await router.start()
-                await router.wait_ready()
                 step.say(f"listening on {router.grpc_address}")
+            with progress.step("controller", "asking for the workers") as step:
+                await stack.enter_async_context(discovery.following())
+                step.say(f"{len(discovery.endpoints())} workers")
+            with progress.step("workers", "connecting to them") as step:
+                await router.wait_ready()
+                step.say("connected")
             signals.deliver_to(lambda: loop.call_soon_threadsafe(stopped.set))
             progress.line(f"Ready in {progress.elapsed:.1f} s.")
             progress.line(f"  gRPC       {router.grpc_address}")

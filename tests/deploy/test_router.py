@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
+import io
+import re
 from pathlib import Path
 
+import grpc
 import pytest
 from click.testing import CliRunner
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from kvrelay.deploy.address import Address
 from kvrelay.deploy.cli import main
 from kvrelay.deploy.errors import OptionError
+from kvrelay.deploy.models import Model
 from kvrelay.deploy.options import RouterProcessOptions
+from kvrelay.deploy.progress import Progress
+from kvrelay.deploy.router import _route
+from kvrelay.deploy.stop_signals import StopSignals
+from kvrelay.router.remote_discovery import RemoteDiscovery
 from tests.certificates import Authority
+from tests.checkpoints import make_tokenizer
 
 
 @pytest.fixture
@@ -53,3 +65,27 @@ def test_a_routers_own_ports_differ(told: list[RouterProcessOptions]):
         assert isinstance(result.exception, SystemExit | OptionError)
         assert option in result.output
     assert not told
+
+
+async def test_a_router_says_that_it_is_not_ready_while_the_controller_is_away(tmp_path: Path):
+    make_tokenizer().save(str(tmp_path / "tokenizer.json"))
+    anywhere = Address("127.0.0.1", 0)
+    options = RouterProcessOptions(grpc=anywhere, http=anywhere, metrics=anywhere)
+    discovery = RemoteDiscovery("nobody", lambda: grpc.aio.insecure_channel("127.0.0.1:1"))
+    said = io.StringIO()
+    routing = asyncio.create_task(
+        _route(options, Model("none", tmp_path), discovery, Progress(said), StopSignals())
+    )
+    try:
+        async with asyncio.timeout(10):
+            while not (listens := re.search(r"listening on (\S+)", said.getvalue())):
+                await asyncio.sleep(0.01)
+            async with grpc.aio.insecure_channel(listens[1]) as channel:
+                check = health_pb2_grpc.HealthStub(channel).Check
+                answer = await check(health_pb2.HealthCheckRequest(), wait_for_ready=True)
+        assert answer.status == health_pb2.HealthCheckResponse.NOT_SERVING
+        assert "Ready" not in said.getvalue()
+    finally:
+        routing.cancel()
+        await asyncio.gather(routing, return_exceptions=True)
+    assert routing.cancelled()
