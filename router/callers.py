@@ -12,7 +12,7 @@ class Right(StrEnum):
     GENERATE = "generate"
     """Generate, Abort, Tokenize and Detokenize."""
     ADMIN = "admin"
-    """The admin service, and what workers show of all tenants' prompts."""
+    """The admin service, the metrics at --http, and what workers show of all tenants' prompts."""
     PRIORITIES = "priorities"
     """A request's priority may be below 0: before those of others."""
 

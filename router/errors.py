@@ -54,6 +54,7 @@ class InvalidField(RequestError):  # noqa: N818 - the name says what it is
     def __init__(self, field: str, message: str) -> None:
         super().__init__(f"{field}: {message}")
         self.field = field
+        self.problem = message
 
 
 class UnknownModel(InvalidField):

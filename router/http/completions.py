@@ -12,7 +12,7 @@ from typing import Final
 from kvrelay.router.admission import Admission, Ask
 from kvrelay.router.callers import Caller
 from kvrelay.router.config import RouterConfig
-from kvrelay.router.errors import SlowReader
+from kvrelay.router.errors import InvalidField, SlowReader
 from kvrelay.router.events import Completion
 from kvrelay.router.generation import GenerationRequest
 from kvrelay.router.http.answers import (
@@ -70,10 +70,14 @@ class Completions:
     async def serve(self, exchange: Exchange, call: Call, style: Style, caller: Caller) -> None:
         """Answers one call; raises `RequestError` if it fails."""
         answer = Answer(style, f"{style.prefix}-{uuid.uuid4().hex}", self._model_name)
-        if call.options.stream:
-            await self._stream(exchange, call, answer, caller)
-        else:
-            await self._answer(exchange, call, answer, caller)
+        serve = self._stream if call.options.stream else self._answer
+        try:
+            await serve(exchange, call, answer, caller)
+        except InvalidField as error:
+            asked = call.asked_as.get(error.field)
+            if asked is None:
+                raise
+            raise InvalidField(asked, error.problem) from error
 
     async def _stream(self, exchange: Exchange, call: Call, answer: Answer, caller: Caller) -> None:
         def make(number: int, request: GenerationRequest) -> Form:

@@ -36,7 +36,7 @@ from kvrelay.router.http.errors import (
 )
 from kvrelay.router.http.exchange import Bodies, ClientGone, Exchange
 from kvrelay.router.http.fields import parse_body
-from kvrelay.router.http.origins import with_origins
+from kvrelay.router.http.origins import is_loopback, with_hosts, with_origins
 from kvrelay.router.http.requests import check_fits, read_chat_completion, read_completion
 from kvrelay.router.http.tokenizing import Tokenizing
 from kvrelay.router.metrics import HTTP_RESPONSES, RouterMetrics
@@ -81,13 +81,17 @@ def make_app(behind: Behind) -> ASGIApp:
             route("/v1/models", get, door.models, None),
             route("/v1/models/{model:path}", get, door.models, None),
             route("/version", get, door.version, None),
-            route("/metrics", get, door.metrics, None),
+            route("/metrics", get, door.metrics, Right.ADMIN),
             Route("/health", door.health, methods=get),
             Route("/ping", door.health, methods=[*get, *post]),
         ],
         exception_handlers={HTTPException: _refuse, Exception: _fail},
     )
-    return with_origins(app, behind.config.http_origins)
+    app = with_origins(app, behind.config.http_origins)
+    host = str(behind.config.http_address).rpartition(":")[0].strip("[]")
+    if behind.tokens is None and is_loopback(host):
+        app = with_hosts(app, behind.config.http_origins)
+    return app
 
 
 class _Endpoint:

@@ -114,6 +114,8 @@ class _Connection(HttpToolsProtocol):
         super()._start_asgi_task(cycle, app)
 
     def on_response_complete(self) -> None:
+        if self._served is not None and self._served.more_body:  # nobody reads the rest
+            self.transport.close()
         super().on_response_complete()
         if self.cycle.response_complete and not self.transport.is_closing():
             self._bounds.idle[self] = None

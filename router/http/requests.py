@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from kvrelay.router.callers import Caller
@@ -64,6 +64,8 @@ class Call:
     shown: Shown
     texts: Sequence[str | None] = ()
     """Of each prompt, in completions; None: it came as token ids."""
+    asked_as: Mapping[str, str] = field(default_factory=dict)
+    """What the body calls a parameter that the message calls otherwise."""
 
     @property
     def n(self) -> int:
@@ -130,7 +132,10 @@ def read_chat_completion(
     logprobs = (alternatives or 0) if fields.flag("logprobs") else None
     if alternatives and logprobs is None:
         raise fields.error("top_logprobs", "is allowed with logprobs alone")
-    return _read_rest(fields, texts, params, [prompt], [prompt.num_bytes], logprobs)
+    call = _read_rest(fields, texts, params, [prompt], [prompt.num_bytes], logprobs)
+    renamed = {"logprobs": "top_logprobs", "max_tokens": "max_completion_tokens"}
+    asked_as = {name: asked for name, asked in renamed.items() if body.get(asked) is not None}
+    return replace(call, asked_as=asked_as)
 
 
 def _read_rest(

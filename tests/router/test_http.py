@@ -390,6 +390,22 @@ async def test_too_many_requests_are_told_when_to_try_again(
     assert answer.headers["retry-after-ms"] == "500"
 
 
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"logprobs": True, "top_logprobs": 25}, "top_logprobs"),
+        ({"max_completion_tokens": 10**8}, "max_completion_tokens"),
+        ({"max_tokens": 10**8}, "max_tokens"),
+    ],
+)
+async def test_a_refused_chat_parameter_has_the_clients_name(
+    http: httpx.AsyncClient, fields: dict[str, Any], param: str
+) -> None:
+    body = {"messages": CHAT["messages"], **fields}
+    error = (await http.post("/v1/chat/completions", json=body)).json()["error"]
+    assert (error["param"], error["message"].split(":")[0]) == (param, param)
+
+
 async def test_more_prompts_than_may_be_live_are_never_begun(
     cluster: Cluster, http: httpx.AsyncClient
 ) -> None:

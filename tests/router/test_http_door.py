@@ -42,7 +42,7 @@ name = "operator"
 token = "omega"
 rights = ["admin"]
 """
-HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n"
+HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\n"
 STREAM = json.dumps({**PROMPT, "stream": True}).encode()
 
 
@@ -103,6 +103,8 @@ async def test_tokens(http_config: RouterConfig, tmp_path: Path) -> None:
         lacking = await call("omega")
         assert (lacking.status_code, lacking.json()["error"]["type"]) == (403, "permission_error")
         assert (await http.get("/v1/models", headers=bearer("omega"))).status_code == 200
+        assert (await http.get("/metrics", headers=bearer("alpha"))).status_code == 403
+        assert (await http.get("/metrics", headers=bearer("omega"))).status_code == 200
         assert (await call("alpha", priority=-1)).status_code == 403
         limited = await call("alpha", prompt=[[1], [2]])
         assert (limited.status_code, limited.json()["error"]["param"]) == (400, "prompt")
@@ -153,6 +155,37 @@ async def test_a_stop_does_not_wait_for_handshakes(
     async with asyncio.timeout(30):
         async with counting(http_config):
             monkeypatch.setattr(asyncio.Server, "wait_closed", wait_closed)
+
+
+async def test_a_body_that_nobody_reads_ends_its_connection(
+    http_config: RouterConfig, tmp_path: Path
+) -> None:
+    path = tmp_path / "tokens.toml"
+    path.write_text(TOKENS)
+    config = replace(http_config, auth_token_file=path)
+    for head in (HEAD, HEAD.replace(b"completions", b"nothing")):
+        async with counting(config) as (cluster, _), connection(cluster) as (reader, writer):
+            writer.write(head + b"content-length: 100\r\n\r\n{")
+            assert (await until_closed(reader)).startswith(b"HTTP/1.1 40")
+
+
+async def test_a_page_whose_name_points_at_this_machine(http_config: RouterConfig) -> None:
+    named = replace(http_config, http_origins="https://chat.example:8443")
+    async with counting(named) as (cluster, http):
+        port = str(cluster.router.http_address).rsplit(":", 1)[1]
+        for host, status in (
+            (f"evil.example:{port}", 403),
+            ("[", 403),
+            ("chat.example", 200),
+            (f"localhost:{port}", 200),
+            ("[::1]:80", 200),
+            (f"127.0.0.1:{port}", 200),
+        ):
+            headers = {"host": host, "origin": f"http://{host}"}
+            if host == "chat.example":
+                headers["origin"] = "https://chat.example:8443"
+            answer = await http.post("/v1/completions", json=PROMPT, headers=headers)
+            assert answer.status_code == status, host
 
 
 async def test_a_router_that_drains_is_not_healthy(http_config: RouterConfig) -> None:
@@ -215,7 +248,7 @@ CHUNKED = HEAD + b"transfer-encoding: chunked\r\n\r\n"
         (HEAD, b"x: y\r\n" * (1 << 14)),
         (b"GET /", b"x" * (1 << 16)),
         (CHUNKED + b"0\r\n", b"a: b\r\n" * (1 << 14)),
-        (b"", b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n" * 10_000),
+        (b"", b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n" * 10_000),
         (b"", bytes(range(256)) * 256),
     ],
     ids=["header", "headers", "path", "trailers", "pipelined", "garbage"],
@@ -358,7 +391,7 @@ async def test_a_client_that_leaves_with_a_call_in_the_pipeline(
         cluster.decode.on_submit = None
         async with connection(cluster) as (reader, writer):
             call = HEAD + b"content-length: %d\r\n\r\n" % len(STREAM) + STREAM
-            writer.write(call + b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
+            writer.write(call + b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n")
             assert (await reader.readline()).startswith(b"HTTP/1.1 200")
         async with asyncio.timeout(10):
             while (await cluster.server_info()).live_requests:
