@@ -9,7 +9,7 @@ import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from importlib.metadata import version
-from typing import Any
+from typing import Any, Final
 
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.applications import Starlette
@@ -46,6 +46,8 @@ from kvrelay.text.chat_template import ChatTemplate
 from kvrelay.text.encoding import decode
 
 _log = logging.getLogger(__name__)
+_PART_OF_A_BODY: Final = frozenset({408, 413})
+"""Statuses of calls of whose bodies a part may not have been read."""
 Handler = Callable[[Exchange, Caller], Awaitable[None]]
 
 
@@ -131,7 +133,7 @@ class _Endpoint:
         except (RequestError, Refusal) as error:
             told = answer_to(error)
         except HttpError as error:
-            told, close = answer_to(error), True
+            told, close = answer_to(error), error.status in _PART_OF_A_BODY
         except Exception:
             _log.exception("%s", self._path)
             told = internal_error()

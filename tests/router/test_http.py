@@ -271,6 +271,7 @@ async def test_what_is_no_json_object(http: httpx.AsyncClient, body: bytes) -> N
     answer = await http.post("/v1/completions", content=body)
     assert answer.status_code == 400
     assert answer.json()["error"]["message"].startswith("the body")
+    assert "connection" not in answer.headers
 
 
 async def test_a_body_that_is_too_large(http: httpx.AsyncClient) -> None:
