@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import contextmanager, suppress
+from functools import cached_property
 from typing import Any, Self
 
 import grpc
 
 from kvrelay.client.access import open_aio_channel
 from kvrelay.client.answer import Answer
-from kvrelay.client.attempts import Attempts, without_completion
+from kvrelay.client.attempts import Attempts, cancelled, without_completion
 from kvrelay.client.cluster import Cluster
 from kvrelay.client.errors import CallFailed
 from kvrelay.client.requests import Prompt
@@ -26,6 +28,11 @@ class AsyncClient(Cluster):
 
     _open_channel = staticmethod(open_aio_channel)
 
+    @cached_property
+    def _closed(self) -> asyncio.Event:
+        """Wakes who waits for a retry."""
+        return asyncio.Event()
+
     async def __aenter__(self) -> Self:
         return self
 
@@ -33,7 +40,9 @@ class AsyncClient(Cluster):
         await self.close()
 
     async def close(self) -> None:
-        """End all calls."""
+        """End all calls; those get a `CallFailed`, as later ones do."""
+        self._balancer.is_closed = True
+        self._closed.set()
         await asyncio.gather(*(channel.close() for channel in self._channels.values()))
 
     def generate(
@@ -79,7 +88,7 @@ class AsyncClient(Cluster):
         attempts = self._attempts(timeout_seconds)
         while True:
             server, wait = attempts.next()
-            await asyncio.sleep(wait)
+            await self._sleep(server, wait)
             try:
                 return await self._call_once(server, method, request, attempts.seconds_left)
             except CallFailed as failure:
@@ -105,11 +114,11 @@ class AsyncClient(Cluster):
     async def _call_once(
         self, server: str, method: str, request: Any, timeout_seconds: float | None
     ) -> Any:
-        call = getattr(self._stubs[server], method)
-        try:
-            return await call(request, timeout=timeout_seconds, metadata=self._access.metadata)
-        except grpc.RpcError as error:
-            raise CallFailed.of(server, error) from error
+        with self._failing(server):
+            call = getattr(self._stubs[server], method)
+            answer = await call(request, timeout=timeout_seconds, metadata=self._access.metadata)
+        self._balancer.answered(server)
+        return answer
 
     async def _stream(
         self, request: pb.GenerateRequest, attempts: Attempts
@@ -117,24 +126,58 @@ class AsyncClient(Cluster):
         resumption = Resumption()
         while True:
             server, wait = attempts.next()
-            await asyncio.sleep(wait)
+            await self._sleep(server, wait)
             resumption.begin()
-            self._balancer.begin(server)
-            call = self._stubs[server].Generate(
-                request, timeout=attempts.seconds_left, metadata=self._access.metadata
-            )
             try:
-                async for response in call:
-                    event = resumption.take(response)
-                    attempts.heard(server, is_new=event is not None)
-                    if event is not None:
-                        yield event
-                    if response.HasField("complete"):
-                        return
+                with self._calling(server, request, attempts.seconds_left) as call:
+                    async for response in call:
+                        event = resumption.take(response)
+                        attempts.heard(server, is_new=event is not None)
+                        if event is not None:
+                            yield event
+                        if response.HasField("complete"):
+                            return
                 failure = without_completion(server)
-            except grpc.RpcError as error:
-                failure = CallFailed.of(server, error)
-            finally:
-                call.cancel()
-                self._balancer.end(server)
+            except CallFailed as error:
+                failure = error
             attempts.failed(failure)
+
+    @contextmanager
+    def _calling(
+        self, server: str, request: pb.GenerateRequest, timeout_seconds: float | None
+    ) -> Iterator[Any]:
+        self._balancer.begin(server)
+        call = None
+        try:
+            with self._failing(server):
+                call = self._stubs[server].Generate(
+                    request, timeout=timeout_seconds, metadata=self._access.metadata
+                )
+                yield call
+        finally:
+            if call is not None:
+                call.cancel()
+            self._balancer.end(server)
+
+    @contextmanager
+    def _failing(self, server: str) -> Iterator[None]:
+        """Raise `CallFailed` for what gRPC raises, and if the client is closed or gets closed."""
+        if self._balancer.is_closed:
+            raise cancelled(server)
+        try:
+            yield
+        except grpc.RpcError as error:
+            raise CallFailed.of(server, error) from error
+        except asyncio.CancelledError as error:  # of the call by its channel, or of this task
+            task = asyncio.current_task()
+            if not self._balancer.is_closed or (task is not None and task.cancelling()):
+                raise
+            raise cancelled(server) from error
+
+    async def _sleep(self, server: str, seconds: float) -> None:
+        """Wait for a retry; raises `CallFailed` as soon as the client is closed."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._closed.wait()
+        if self._balancer.is_closed:
+            raise cancelled(server)

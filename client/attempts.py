@@ -43,18 +43,30 @@ class Attempts:
     def next(self) -> tuple[str, float]:
         """The router to call next, and the seconds to wait before.
 
+        The first attempt is made at once if it would come too late after the wait.
+
         Raises:
-            CallFailed: the last attempt has failed, and no other one would be in time.
+            CallFailed: the last attempt has failed, and no other one would be in time; or the
+                client is closed.
         """
         server, wait = self._balancer.choose()
+        if self._balancer.is_closed:
+            raise cancelled(server)
         if self._retry_seconds == 0:
             return server, 0.0
+        if not self._is_late(wait):
+            return server, wait
         if self._failing_since is not None and self._failure is not None:
-            at = self._clock() + wait
-            is_late = self._deadline is not None and at >= self._deadline
-            if is_late or at > self._failing_since + self._retry_seconds:
-                raise self._failure
-        return server, wait
+            raise self._failure
+        return server, 0.0
+
+    def _is_late(self, wait_seconds: float) -> bool:
+        """Whether an attempt after a wait would be past a bound."""
+        now = self._clock()
+        if self._deadline is not None and now + wait_seconds >= self._deadline:
+            return True
+        since = now if self._failing_since is None else self._failing_since
+        return now + wait_seconds > since + self._retry_seconds
 
     def heard(self, server: str, *, is_new: bool) -> None:
         """A router has sent something; it is new unless a former attempt has had it."""

@@ -37,6 +37,8 @@ class Balancer:
         self._routers = {server: _Router() for server in servers}
         self._clock = clock
         self._lock = threading.Lock()
+        self.is_closed = False
+        """The client is: no call begins any more."""
 
     def choose(self) -> tuple[str, float]:
         """The router to call next, and the seconds until it may be called."""
@@ -67,11 +69,18 @@ class Balancer:
             self._routers[server].failures = 0
 
     def failed(self, server: str, retry_seconds: float | None) -> None:
-        """A call may pass later: not before what the router asks for, else longer each time."""
+        """A call may pass later: not before what the router asks for, else longer each time.
+
+        Calls that fail while the router is left alone are of the same outage, which counts once.
+        """
         with self._lock:
-            router = self._routers[server]
-            pause = min(FIRST_PAUSE_SECONDS * 2**router.failures, MOST_PAUSE_SECONDS)
-            router.failures = min(router.failures + 1, 10)
+            router, now = self._routers[server], self._clock()
+            is_known = now < router.not_before
             if retry_seconds is None:
+                if is_known:
+                    return
+                pause = min(FIRST_PAUSE_SECONDS * 2**router.failures, MOST_PAUSE_SECONDS)
                 retry_seconds = pause * random.uniform(0.5, 1)  # noqa: S311 (no secret)
-            router.not_before = max(router.not_before, self._clock() + retry_seconds)
+            if not is_known:
+                router.failures = min(router.failures + 1, 10)
+            router.not_before = max(router.not_before, now + retry_seconds)

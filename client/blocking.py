@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from typing import Any, Final, Self
 
@@ -19,7 +19,7 @@ from kvrelay.client.resumption import Resumption
 from kvrelay.v1 import inference_pb2 as pb
 
 _LOOK_SECONDS: Final = 0.1
-"""Between two looks, while a retry is waited for, whether it was cancelled."""
+"""Between two looks, while a retry is waited for, whether the call is over."""
 
 
 class Client(Cluster):
@@ -37,7 +37,8 @@ class Client(Cluster):
         self.close()
 
     def close(self) -> None:
-        """End all calls."""
+        """End all calls; those get a `CallFailed`, as later ones do."""
+        self._balancer.is_closed = True
         for channel in self._channels.values():
             channel.close()
 
@@ -82,7 +83,7 @@ class Client(Cluster):
         attempts = self._attempts(timeout_seconds)
         while True:
             server, wait = attempts.next()
-            time.sleep(wait)
+            _sleep(server, wait, lambda: self._balancer.is_closed)
             try:
                 return self._call_once(server, method, request, attempts.seconds_left)
             except CallFailed as failure:
@@ -108,11 +109,22 @@ class Client(Cluster):
     def _call_once(
         self, server: str, method: str, request: Any, timeout_seconds: float | None
     ) -> Any:
+        try:
+            answer = self._begin(server, method, request, timeout_seconds)
+        except grpc.RpcError as error:
+            raise CallFailed.of(server, error) from error
+        self._balancer.answered(server)
+        return answer
+
+    def _begin(self, server: str, method: str, request: Any, timeout_seconds: float | None) -> Any:
+        """Call a router; raises `CallFailed` if the client is closed, else what gRPC raises."""
         call = getattr(self._stubs[server], method)
         try:
             return call(request, timeout=timeout_seconds, metadata=self._access.metadata)
-        except grpc.RpcError as error:
-            raise CallFailed.of(server, error) from error
+        except ValueError as error:  # the channel's, if it is closed
+            if self._balancer.is_closed:
+                raise cancelled(server) from error
+            raise
 
 
 class Stream:
@@ -159,7 +171,7 @@ class Stream:
         resumption = Resumption()
         while True:
             server, wait = self._attempts.next()
-            self._sleep(server, wait)
+            _sleep(server, wait, self._is_over)
             resumption.begin()
             try:
                 with self._calling(server) as call:
@@ -182,10 +194,8 @@ class Stream:
         client = self._client
         client._balancer.begin(server)
         try:
-            self._call = client._stubs[server].Generate(
-                self._request,
-                timeout=self._attempts.seconds_left,
-                metadata=client._access.metadata,
+            self._call = client._begin(
+                server, "Generate", self._request, self._attempts.seconds_left
             )
             if self._is_cancelled:
                 self._call.cancel()
@@ -196,10 +206,18 @@ class Stream:
             self._call = None
             client._balancer.end(server)
 
-    def _sleep(self, server: str, seconds: float) -> None:
-        """Wait; no lock is held, so that a signal handler may cancel meanwhile."""
-        end = time.monotonic() + seconds
-        while not self._is_cancelled and (left := end - time.monotonic()) > 0:
-            time.sleep(min(left, _LOOK_SECONDS))
-        if self._is_cancelled:
-            raise cancelled(server)
+    def _is_over(self) -> bool:
+        return self._is_cancelled or self._client._balancer.is_closed
+
+
+def _sleep(server: str, seconds: float, is_over: Callable[[], bool]) -> None:
+    """Wait for a retry; no lock is held, so that a signal handler may end the call meanwhile.
+
+    Raises:
+        CallFailed: the call is over.
+    """
+    end = time.monotonic() + seconds
+    while not is_over() and (left := end - time.monotonic()) > 0:
+        time.sleep(min(left, _LOOK_SECONDS))
+    if is_over():
+        raise cancelled(server)

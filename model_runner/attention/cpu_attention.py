@@ -93,7 +93,9 @@ class CpuStepAttention:
         # What a row attends to: its sequence, up to its own token.
         self._seq_lens = (batch.positions[rows] + 1).astype(np.int32)
         seen = int(np.minimum(self._seq_lens, backend.window).sum())
-        self._decode_threads = backend.threads if seen >= _SHARED_TOKENS else 1
+        # Threads take whole rows: more than there are rows would only be started.
+        most_threads = backend.threads if seen >= _SHARED_TOKENS else 1
+        self._decode_threads = min(most_threads, len(rows))
         self._tables = np.ascontiguousarray(page_table[~few])
         self._strips = self._cut_strips(batch, np.flatnonzero(~few))
 

@@ -57,6 +57,7 @@ class ScriptedRouter(rpc.InferenceServiceServicer):
     scripts: list[Script] = field(default_factory=lambda: [WHOLE])
     requests: list[pb.GenerateRequest] = field(default_factory=list)
     authorizations: list[str | bytes | None] = field(default_factory=list)
+    called: threading.Event = field(default_factory=threading.Event)
     cancelled: threading.Event = field(default_factory=threading.Event)
     aborts: list[str] = field(default_factory=list)
     address: str = ""
@@ -65,8 +66,7 @@ class ScriptedRouter(rpc.InferenceServiceServicer):
         self.requests.append(request)
         self.authorizations.append(dict(context.invocation_metadata()).get("authorization"))
         script = self.scripts.pop(0) if len(self.scripts) > 1 else self.scripts[0]
-        if script.hangs:
-            context.add_callback(self.cancelled.set)
+        self._watch(script, context)
         for event in script.events:
             kind = "delta" if isinstance(event, pb.GenerateDelta) else "complete"
             yield pb.GenerateResponse(request_id=request.request_id, **{kind: event})
@@ -74,6 +74,7 @@ class ScriptedRouter(rpc.InferenceServiceServicer):
 
     def GetModelInfo(self, request, context):  # noqa: N802 (gRPC's name)
         script = self.scripts.pop(0) if len(self.scripts) > 1 else self.scripts[0]
+        self._watch(script, context)
         self._end(script, context)
         return pb.GetModelInfoResponse(model=self.address)
 
@@ -81,7 +82,12 @@ class ScriptedRouter(rpc.InferenceServiceServicer):
         self.aborts.append(request.request_id)
         return pb.AbortResponse(aborted=request.request_id == self.address)
 
+    def _watch(self, script: Script, context: grpc.ServicerContext) -> None:
+        if script.hangs:
+            context.add_callback(self.cancelled.set)
+
     def _end(self, script: Script, context: grpc.ServicerContext) -> None:
+        self.called.set()
         if script.hangs:
             self.cancelled.wait(30)
         if script.status is not None:

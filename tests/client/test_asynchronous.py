@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
+from collections.abc import Awaitable, Callable
 
 import grpc
 import pytest
@@ -73,6 +74,48 @@ async def test_what_cannot_pass_is_raised_and_what_can_is_tried_again() -> None:
                 await client.call("GetModelInfo", pb.GetModelInfoRequest())
             assert await client.abort(servers[0])
             assert not await client.abort("unknown")
+
+
+@pytest.mark.parametrize("script", [unavailable(retry_after_ms=20_000), Script(hangs=True)])
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda client: client.answer("x"),
+        lambda client: client.call("GetModelInfo", pb.GetModelInfoRequest()),
+    ],
+)
+async def test_closing_ends_calls_whatever_they_wait_for(
+    call: Callable[[AsyncClient], Awaitable[object]], script: Script
+) -> None:
+    router = ScriptedRouter([script])
+    with serving(router) as servers:
+        client = AsyncClient(servers)
+        ended = asyncio.ensure_future(call(client))
+        assert await in_time(router.called)
+        await asyncio.sleep(0.2)  # for the retry's wait to begin
+        await client.close()
+        for attempt in (ended, call(client), client.abort("x")):
+            with pytest.raises(CallFailed) as caught:
+                await asyncio.wait_for(attempt, 10)
+            assert caught.value.status is grpc.StatusCode.CANCELLED
+        assert client._balancer._routers[router.address].calls == 0
+
+
+async def test_a_call_that_cannot_begin_is_not_counted() -> None:
+    async with AsyncClient(["127.0.0.1:1"]) as client:
+        with pytest.raises(TypeError):
+            await client.answer("x", timeout_seconds="soon")  # type: ignore[arg-type]
+        assert client._balancer._routers["127.0.0.1:1"].calls == 0
+
+
+async def test_other_calls_tell_that_a_router_is_well() -> None:
+    router = ScriptedRouter(
+        [unavailable(retry_after_ms=1), unavailable(retry_after_ms=1), Script()]
+    )
+    with serving(router) as servers:
+        async with AsyncClient(servers) as client:
+            await client.call("GetModelInfo", pb.GetModelInfoRequest(), timeout_seconds=10)
+            assert client._balancer._routers[router.address].failures == 0
 
 
 async def test_a_deadline_is_the_calls_too() -> None:

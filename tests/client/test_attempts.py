@@ -53,6 +53,26 @@ def test_a_router_that_fails_is_left_alone_longer_each_time(clock: Clock) -> Non
     assert balancer.choose()[1] <= FIRST_PAUSE_SECONDS + 0.01
 
 
+def test_an_outage_counts_once_however_many_calls_it_ends(clock: Clock) -> None:
+    balancer = Balancer(["a"], clock)
+    for outage in range(3):
+        for _ in range(8):
+            balancer.failed("a", None)
+        wait = balancer.choose()[1]
+        assert wait <= FIRST_PAUSE_SECONDS * 2**outage
+        clock.now += wait
+    balancer.failed("a", None)
+    balancer.failed("a", 2.0)
+    assert balancer.choose() == ("a", 2.0), "a hint is kept to all the same"
+
+
+def test_a_closed_client_makes_no_attempt(clock: Clock) -> None:
+    balancer = Balancer(["a"], clock)
+    balancer.is_closed = True
+    with pytest.raises(CallFailed, match="CANCELLED"):
+        Attempts(balancer, 0.0, None, clock).next()
+
+
 def test_a_hint_is_kept_to_and_others_are_called_meanwhile(clock: Clock) -> None:
     balancer = Balancer(["a", "b"], clock)
     balancer.failed("a", 2.0)
@@ -100,6 +120,20 @@ def test_a_deadline_is_for_all_attempts(clock: Clock) -> None:
     attempts.failed(CallFailed("a", GONE, "gone", retry_seconds=1.0))
     with pytest.raises(CallFailed, match="gone"):
         attempts.next()
+
+
+@pytest.mark.parametrize(("retry", "timeout"), [(30.0, 1.0), (5.0, None)])
+def test_a_first_attempt_does_not_wait_past_its_bounds(
+    clock: Clock, retry: float, timeout: float | None
+) -> None:
+    balancer = Balancer(["a"], clock)
+    balancer.failed("a", 6.0)  # another call's failure
+    attempts = Attempts(balancer, retry, timeout, clock)
+    assert attempts.next() == ("a", 0.0)
+    attempts.failed(CallFailed("a", GONE, "gone"))
+    with pytest.raises(CallFailed, match="gone"):
+        attempts.next()
+    assert Attempts(balancer, 30.0, 7.0, clock).next() == ("a", 6.0)
 
 
 @pytest.mark.parametrize(

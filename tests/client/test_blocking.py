@@ -5,6 +5,9 @@ from __future__ import annotations
 import signal
 import threading
 import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import grpc
@@ -146,6 +149,40 @@ def test_other_calls_are_tried_again_elsewhere() -> None:
         for _ in range(3):
             info = client.call("GetModelInfo", pb.GetModelInfoRequest(), timeout_seconds=10)
             assert info.model == good.address
+
+
+def test_other_calls_tell_that_a_router_is_well() -> None:
+    router = ScriptedRouter(
+        [unavailable(retry_after_ms=1), unavailable(retry_after_ms=1), Script()]
+    )
+    with serving(router) as servers, Client(servers) as client:
+        client.call("GetModelInfo", pb.GetModelInfoRequest(), timeout_seconds=10)
+        assert client._balancer._routers[router.address].failures == 0
+
+
+@pytest.mark.parametrize("script", [unavailable(retry_after_ms=20_000), Script(hangs=True)])
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda client: client.answer("x"),
+        lambda client: client.call("GetModelInfo", pb.GetModelInfoRequest()),
+    ],
+)
+def test_closing_ends_calls_whatever_they_wait_for(
+    call: Callable[[Client], object], script: Script
+) -> None:
+    router = ScriptedRouter([script])
+    with serving(router) as servers, ThreadPoolExecutor(1) as pool:
+        client = Client(servers)
+        ended = pool.submit(call, client)
+        assert router.called.wait(10)
+        time.sleep(0.2)  # for the retry's wait to begin
+        client.close()
+        for attempt in (ended.result, partial(call, client), partial(client.abort, "x")):
+            with pytest.raises(CallFailed) as caught:
+                attempt()
+            assert caught.value.status is grpc.StatusCode.CANCELLED
+        assert client._balancer._routers[router.address].calls == 0
 
 
 def test_a_request_is_aborted_wherever_it_is() -> None:

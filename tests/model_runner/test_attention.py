@@ -241,3 +241,16 @@ def test_nan_is_not_hidden(softcap: float | None) -> None:
 def test_backend_by_dtype(dtype: torch.dtype, backend: type) -> None:
     pool = KVPool(KVGeometry(1, 1, 8, dtype, 4), 4, CPU)
     assert isinstance(make_attention(pool, QueryHeads(1, 8, 1.0)), backend)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 5])
+def test_no_more_threads_are_started_than_there_are_rows(rows: int) -> None:
+    geometry = KVGeometry(2, 1, 16, torch.float32, 16)
+    lengths = [(1, 2000)] * rows
+    num_pages = rows * geometry.pages_for(2000) + 3
+    batch = make_batch(lengths, geometry, num_pages)
+    pool = make_pool(geometry, batch, num_pages)
+    attention = CpuAttention(pool, QueryHeads(2, 16, 0.25))
+    attention.threads = 4
+    step = attention.plan(batch, batch.page_tables[0])
+    assert step._decode_threads == min(rows, 4)
