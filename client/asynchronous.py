@@ -170,7 +170,7 @@ class AsyncClient(Cluster):
             raise CallFailed.of(server, error) from error
         except asyncio.CancelledError as error:  # of the call by its channel, or of this task
             task = asyncio.current_task()
-            if not self._balancer.is_closed or (task is not None and task.cancelling()):
+            if not self._closed.is_set() or (task is not None and task.cancelling()):
                 raise
             raise cancelled(server) from error
 
