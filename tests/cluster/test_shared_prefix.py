@@ -26,18 +26,22 @@ async def of_worker(cluster: RunningCluster, name: str, worker: str) -> float:
     return await cluster.metric(f"kvrelay_{name}_total", worker=worker)
 
 
-async def assert_computed_once(cluster: RunningCluster, worker: str, generated: int = 0) -> None:
+async def assert_computed_once(cluster: RunningCluster, worker: str, generated: int = 0) -> float:
+    """Return how many prompts a worker has had."""
     number = await of_worker(cluster, "prefix_lookups", worker)
     distinct = len(PREFIX) + number * SUFFIX_PAGES * PAGE_SIZE
     computed = await of_worker(cluster, "computed_tokens", worker) - number * generated
     assert number
     assert distinct <= computed <= 1.1 * distinct
+    return number
 
 
-async def assert_moved_once(cluster: RunningCluster, worker: str) -> None:
+async def assert_moved_once(cluster: RunningCluster, worker: str) -> float:
+    """Return how many prompts a worker has taken over."""
     number = await of_worker(cluster, "prefix_lookups", worker)
     distinct = len(PREFIX) // PAGE_SIZE + number * SUFFIX_PAGES
     assert distinct <= await of_worker(cluster, "transfer_pages", worker) <= 1.1 * distinct
+    return number
 
 
 @pytest.mark.parametrize("aggregated", [0, 2], ids=["pairs", "aggregated"])
@@ -59,11 +63,15 @@ async def test_one_system_prompt_is_computed_and_moved_once(ray, tiny, aggregate
         )
         answers = await asyncio.gather(*asking)
         assert all(len(answer.tokens) == OUTPUT for answer in answers)
+        computed = moved = 0.0
         for worker in [worker.worker for worker in await cluster.status()]:
             if "decode" in worker:
-                await assert_moved_once(cluster, worker)
+                moved += await assert_moved_once(cluster, worker)
             else:
-                await assert_computed_once(cluster, worker, OUTPUT - 1 if aggregated else 0)
+                generated = OUTPUT - 1 if aggregated else 0
+                computed += await assert_computed_once(cluster, worker, generated)
+        assert computed == NUMBER
+        assert moved == (0 if aggregated else NUMBER)
         again = await cluster.generate(prompt(0), temperature=0, max_tokens=OUTPUT, ignore_eos=True)
         assert again.tokens == answers[0].tokens
         await cluster.assert_at_baseline()
