@@ -6,6 +6,7 @@ import contextlib
 import os
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -21,19 +22,37 @@ START_S = 20.0
 ENDS_S = 10.0
 _FIRST = """
 hostname "$1"
-exec 8<"$2" 9<"$3"
-mount -t tmpfs -o size="$4",mode=1777 tmpfs /tmp
+exec 9<"$2"
+size=$3
+shift 3
+fds=()
+for folder; do exec {fd}<"$folder"; fds+=("$fd"); done
+mount -t tmpfs -o size="$size",mode=1777 tmpfs /tmp
 mount -t tmpfs -o size=1g,mode=1777 tmpfs /dev/shm
 mount -t sysfs sysfs /sys
-mkdir -p "$2"
-mount --no-canonicalize --bind /proc/self/fd/8 "$2"
+for folder; do
+    fd=${fds[0]}
+    fds=("${fds[@]:1}")
+    mkdir -p "$folder"
+    mount --no-canonicalize --bind "/proc/self/fd/$fd" "$folder"
+    exec {fd}<&-
+done
 mount --no-canonicalize --bind /proc/self/fd/9 /etc/hosts
-exec 8<&- 9<&-
+exec 9<&-
 trap "" CHLD
 echo ready
 exec sleep infinity
 """
 """The first process. With SIGCHLD ignored, the kernel buries the orphans of its namespace."""
+
+
+def _kept(shared: Path) -> list[Path]:
+    """What of this machine's /tmp a host has, too: the code may lie there, and its environment."""
+    kept = [shared]
+    for folder in (Path.cwd(), Path(sys.prefix), Path(sys.base_prefix)):
+        if folder.is_relative_to("/tmp") and not any(map(folder.is_relative_to, kept)):
+            kept.append(folder)
+    return kept
 
 
 def bury(process: subprocess.Popen[Any]) -> None:
@@ -85,7 +104,8 @@ class Host:
         self.addresses = addresses
         self._outer = isolated(
             *("--net", "--pid", "--mount", "--ipc", "--uts", "--mount-proc"),
-            *("sh", "-euc", _FIRST, "sh", name, str(shared), str(names), str(temp_bytes)),
+            *("bash", "-euc", _FIRST, "bash", name, str(names), str(temp_bytes)),
+            *map(str, _kept(shared)),
         )
         try:
             self._first = first_child(self._outer)
