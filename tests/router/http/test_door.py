@@ -27,9 +27,9 @@ from kvrelay.v1 import inference_pb2 as pb
 from kvrelay.v1 import worker_pb2
 from tests.certificates import Authority
 
-from .cluster import Cluster
-from .http_client import CHAT, PROMPT, counting, with_http
-from .scripted_worker import LENGTH, ScriptedWorker
+from ..cluster import Cluster
+from ..scripted_worker import LENGTH, ScriptedWorker
+from .client import CHAT, PROMPT, counting, with_http
 
 TOKENS = """
 [[token]]

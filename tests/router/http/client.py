@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+from tokenizers import Tokenizer
 
 from kvrelay.router.config import RouterConfig
 
-from .cluster import Cluster, running
+from ..cluster import Cluster, running
 
 TEMPLATE = (
     "{% for message in messages %}<{{ message.role }}>{{ message.content }}{% endfor %}"
@@ -46,3 +47,7 @@ def events(body: str) -> list[dict[str, Any]]:
     *chunks, done, end = body.split("\n\n")
     assert (done, end) == ("data: [DONE]", "")
     return [json.loads(chunk.removeprefix("data: ")) for chunk in chunks]
+
+
+def text_of(tokenizer: Tokenizer, ids: list[int]) -> str:
+    return str(tokenizer.decode(ids, skip_special_tokens=False))
