@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import resource
 from collections.abc import Sequence
 
@@ -9,6 +10,7 @@ import grpc
 
 from kvrelay.net.options import MAX_MESSAGE_BYTES, channel_options, server_options
 from kvrelay.net.tls import CurrentTls, TlsFiles
+from kvrelay.net.wakeups import join_wakeups
 
 
 def worker_channel(
@@ -23,6 +25,7 @@ def worker_channel(
         credentials: from `worker_credentials`.
         most_bytes: of one message, each way.
     """
+    join_wakeups(asyncio.get_running_loop())
     options = channel_options(most_bytes)
     if credentials is None:
         return grpc.aio.insecure_channel(address, options)
@@ -38,6 +41,7 @@ def worker_credentials(files: TlsFiles | None) -> CurrentTls | None:
 
 def worker_server() -> grpc.aio.Server:
     """A worker's server, without a listener yet."""
+    join_wakeups(asyncio.get_running_loop())
     return grpc.aio.server(options=server_options(MAX_MESSAGE_BYTES, internal=True))
 
 
@@ -55,6 +59,7 @@ def front_server(
     """
     _, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))
+    join_wakeups(asyncio.get_running_loop())
     options = server_options(most_bytes, internal=False)
     return grpc.aio.server(options=options, interceptors=interceptors)
 

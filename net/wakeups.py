@@ -1,0 +1,49 @@
+"""One turn of the event loop for all of gRPC's completions that wait.
+
+grpc.aio's poller thread writes a byte into a socket for each completed operation. The loop's reader
+takes one byte, and then all completions that wait: so thirty writes that complete together cost
+thirty turns of the loop, of which all but the first find nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import socket
+from collections.abc import Callable
+from typing import Any, Final
+
+_POLLER: Final = "PollerCompletionQueue"
+"""gRPC's class whose method reads the socket."""
+_MOST_BYTES: Final = 4096
+"""Of completions that one turn takes; what is left wakes the loop again."""
+
+
+def join_wakeups(loop: asyncio.AbstractEventLoop) -> None:
+    """Let the loop take all of gRPC's completions in one turn; does nothing the second time.
+
+    Call it before the loop's first channel or server is made. If gRPC comes to wake loops in
+    another way, or for a loop that is not Python's own, this changes nothing.
+    """
+    if isinstance(loop.add_reader, functools.partial) or not hasattr(loop, "__dict__"):
+        return
+    # An attribute of this loop alone: of a worker, the loop is made by Ray.
+    vars(loop)["add_reader"] = functools.partial(_add_reader, loop.add_reader)
+
+
+def _add_reader(
+    add: Callable[..., Any], file: Any, callback: Callable[..., Any], *args: Any
+) -> None:
+    read = getattr(callback, "func", callback)
+    if type(getattr(read, "__self__", None)).__name__ == _POLLER:
+        add(file, _read_all_but_one, file, callback)
+    else:
+        add(file, callback, *args)
+
+
+def _read_all_but_one(wakeups: socket.socket, take_completions: Callable[[], object]) -> None:
+    """Take the completions. Their bytes are written after them, so that none is lost."""
+    waiting = len(wakeups.recv(_MOST_BYTES, socket.MSG_PEEK))
+    if waiting > 1:
+        wakeups.recv(waiting - 1)
+    take_completions()  # which reads the last one
