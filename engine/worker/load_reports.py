@@ -14,6 +14,10 @@ from kvrelay.wire.output import EngineOutputs
 
 INTERVAL_SECONDS: Final = 0.1
 """Between two reports to one router, in the long run."""
+BUSY_SECONDS: Final = 0.2
+"""Between two reports of a worker that is busy all along: the router knows what it has sent."""
+COMPANY_SECONDS: Final = 0.1
+"""That the load of such a worker waits for a step's outputs, to go in their message."""
 LONGEST_SECONDS: Final = 1.0
 """Until a change is told that is too small to matter for placement."""
 _SMALL: Final = 1 / 64
@@ -25,8 +29,9 @@ class LoadPace:
     """Decides from which moment on a router may be told a load, on any clock of seconds.
 
     Reports have a slot each `INTERVAL_SECONDS`: so the first change after a pause is told at
-    once, and what changes soon afterwards in the next slot, by its latest state. The first work
-    for an idle worker may take the next slot in advance. A router must know at once that a worker
+    once, and what changes soon afterwards in the next slot, by its latest state. A worker that
+    stays busy leaves slots out. The first work for an idle worker may take the next slot in
+    advance. A router must know at once that a worker
     drains, or whom it refuses to read from.
     """
 
@@ -43,9 +48,15 @@ class LoadPace:
             return math.inf
         if _is_idle(told) and not _is_idle(load):
             return self._next_slot - INTERVAL_SECONDS
-        if _matters(load, told):
-            return self._next_slot
-        return max(self._next_slot, self._told_at + LONGEST_SECONDS)
+        if not _matters(load, told):
+            return max(self._next_slot, self._told_at + LONGEST_SECONDS)
+        if self.stays_busy(load):
+            return max(self._next_slot, self._told_at + BUSY_SECONDS)
+        return self._next_slot
+
+    def stays_busy(self, load: WorkerLoad) -> bool:
+        """Whether the worker had something to do when it was told last, and has now."""
+        return self._told is not None and not _is_idle(self._told) and not _is_idle(load)
 
     def tell(self, load: WorkerLoad, now: float) -> None:
         """Note that this load is told now."""
@@ -56,8 +67,9 @@ class LoadPace:
 class PacedLink(RouterLink):
     """A router's stream that holds loads back until they are due, and nothing else.
 
-    What is told is the latest load, and of its peers those that have changed since. Make and
-    use it on the event loop.
+    What is told is the latest load, and of its peers those that have changed since. A load that
+    is due goes with the outputs of a step, if a step ends soon: a message of its own costs both
+    sides more than its content. Make and use it on the event loop.
     """
 
     def __init__(self, router: str) -> None:
@@ -74,10 +86,11 @@ class PacedLink(RouterLink):
             super().deliver(message)
             return
         now, due = self._loop.time(), self._pace.due(message.load)
-        if due <= now:
+        due_alone = due + COMPANY_SECONDS * self._pace.stays_busy(message.load)
+        if (due if message.outputs else due_alone) <= now:
             self._tell(message, message.load, now)
             return
-        self._hold(message.load, due)
+        self._hold(message.load, due_alone)
         if (rest := replace(message, load=None)) != _NOTHING:
             super().deliver(rest)
 
@@ -102,7 +115,7 @@ class PacedLink(RouterLink):
         return changed, tuple(before.keys() - self._told_peers.keys())
 
     def _hold(self, load: WorkerLoad, due: float) -> None:
-        """Keep a load until it is due, in the place of one that is held already."""
+        """Keep a load until it is due alone, in the place of one that is held already."""
         if due == math.inf:
             self._drop_held()
             return
