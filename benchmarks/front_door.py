@@ -41,6 +41,7 @@ from kvrelay.text.tokenizer import load_tokenizer
 from kvrelay.v1 import inference_pb2 as pb
 from kvrelay.v1 import inference_pb2_grpc, worker_pb2, worker_pb2_grpc
 from kvrelay.wire.model_digest import ModelDigest
+from kvrelay.wire.version import VERSION
 from kvrelay.wire.worker_info import WorkerInfo, WorkerRole
 
 TOKEN_SECONDS = 0.025
@@ -120,6 +121,7 @@ async def run_router(parent: Connection, model_path: Path, worker_address: str) 
         architecture="Paced",
         eos_token_ids=(),
         model=ModelDigest("", "", load_tokenizer(model_path).sha256, "", "", ""),
+        version=VERSION,
     )
     config = RouterConfig(
         model_name="paced",

@@ -60,6 +60,7 @@ from kvrelay.wire.messages import ENGINE_OUTPUTS
 from kvrelay.wire.model_digest import NO_MODEL
 from kvrelay.wire.output import EndReason, EngineOutputs, RequestEnd, RequestOutput, SampledToken
 from kvrelay.wire.request import RequestKey
+from kvrelay.wire.version import VERSION
 from kvrelay.wire.worker_info import WorkerInfo, WorkerRole
 
 PAGE_SIZE = 16
@@ -170,6 +171,7 @@ class ScriptedWorker:
             architecture="Scripted",
             eos_token_ids=(),
             model=bench.model,
+            version=VERSION,
         )
         self._links: list[RouterLink] = []
         self._queue: deque[Running] = deque()

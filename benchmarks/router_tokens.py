@@ -43,6 +43,7 @@ from kvrelay.text.tokenizer import load_tokenizer
 from kvrelay.v1 import inference_pb2 as pb
 from kvrelay.v1 import inference_pb2_grpc, worker_pb2, worker_pb2_grpc
 from kvrelay.wire.model_digest import ModelDigest
+from kvrelay.wire.version import VERSION
 from kvrelay.wire.worker_info import WorkerInfo, WorkerRole
 
 PREFILL_SECONDS = 0.01
@@ -157,6 +158,7 @@ async def run_router(parent: Connection, model_path: Path, addresses: list[str])
             architecture="Scripted",
             eos_token_ids=(),
             model=ModelDigest("", "", tokenizer, "", "", ""),
+            version=VERSION,
         )
         for role, address in zip((WorkerRole.PREFILL, WorkerRole.DECODE), addresses, strict=True)
     ]

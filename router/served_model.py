@@ -1,4 +1,4 @@
-"""The model that a router serves: workers that have loaded another one get no requests."""
+"""The model that a router serves: workers with another one, or of another version, get nothing."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import logging
 from collections.abc import Iterable, Sequence
 
 from kvrelay.wire.model_digest import ModelDigest
+from kvrelay.wire.version import VERSION
 from kvrelay.wire.worker_info import WorkerInfo
 
 _log = logging.getLogger(__name__)
@@ -46,7 +47,8 @@ class ServedModel:
 
     def update(self, listed: Sequence[WorkerInfo], awaited: Iterable[WorkerInfo]) -> None:
         """Decide again: for the workers that are listed now, and those that are being replaced."""
-        self._choose([*(one.model for one in listed), *(one.model for one in awaited)])
+        of_our_version = [one for one in (*listed, *awaited) if one.version == VERSION]
+        self._choose([one.model for one in of_our_version])
         before = self._refusals
         self._refusals = {one.incarnation: why for one in listed if (why := self._refuse(one))}
         for incarnation, why in self._refusals.items():
@@ -62,6 +64,9 @@ class ServedModel:
         self.digest = models[0]
 
     def _refuse(self, info: WorkerInfo) -> str:
+        if info.version != VERSION:
+            theirs = info.version or "an earlier version"
+            return f"{info.incarnation} is of {theirs}, this router of {VERSION}"
         loaded = f"{info.incarnation} has loaded model {info.model.name}"
         if info.model.tokenizer != self.tokenizer:
             theirs, own = info.model.tokenizer[:12], self.tokenizer[:12]

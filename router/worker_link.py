@@ -30,6 +30,7 @@ from kvrelay.wire.request import (
     RouterCommand,
     TellPrefixesRequest,
 )
+from kvrelay.wire.version import VERSION
 from kvrelay.wire.worker_info import WorkerInfo, WorkerRole
 
 _log = logging.getLogger(__name__)
@@ -222,7 +223,7 @@ class WorkerLink:
     async def _attach(self) -> bool:
         """Runs one stream to its end; returns whether it became ready."""
         self._commands = asyncio.Queue()
-        hello = AttachHello(self._router_id, self.endpoint.incarnation)
+        hello = AttachHello(self._router_id, self.endpoint.incarnation, VERSION)
         self._commands.put_nowait(_message(hello))
         detail = "was detached"
         # A channel of its own for each stream: a channel's own pauses between

@@ -137,6 +137,8 @@ class AttachHello:
     router: str
     incarnation: str
     """The worker that is meant; another one at its address refuses."""
+    version: str
+    """The router's; a worker of another version refuses."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,6 +44,8 @@ class WorkerInfo:
     eos_token_ids: tuple[int, ...]
     model: ModelDigest
     """What the incarnation has loaded."""
+    version: str
+    """Of kvrelay; routers of another version send it nothing."""
     kv_events_address: str = ""
     """``host:port`` where it publishes KV events; empty if it does not."""
     pid: int = 0

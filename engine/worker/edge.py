@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import AsyncIterator
 from typing import Final, NoReturn, Protocol, TypeVar
 
@@ -11,6 +12,9 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from kvrelay.engine.scheduler.commands import Mailbox, Misdirected
+from kvrelay.wire.version import VERSION
+
+logger = logging.getLogger(__name__)
 
 _FIRST_SECONDS: Final = 20.0
 
@@ -54,4 +58,13 @@ async def check_incarnation(
     if meant != actual:
         inbox.post(Misdirected())
         detail = f"incarnation: this worker is {actual}, not {meant}"
+        await refuse(context, grpc.StatusCode.FAILED_PRECONDITION, detail)
+
+
+async def check_version(context: grpc.aio.ServicerContext, router: str, version: str) -> None:
+    """Refuse a router of another version: its messages may mean something else."""
+    if version != VERSION:
+        theirs = version or "an earlier version"
+        detail = f"version: router {router} is of {theirs}, this worker of {VERSION}"
+        logger.error("%s. It sends no requests here", detail)
         await refuse(context, grpc.StatusCode.FAILED_PRECONDITION, detail)

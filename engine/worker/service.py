@@ -21,7 +21,7 @@ from kvrelay.engine.scheduler.commands import (
 )
 from kvrelay.engine.scheduler.outbox import RouterLink
 from kvrelay.engine.worker.black_box import posthumous_ends
-from kvrelay.engine.worker.edge import check_incarnation, first_message
+from kvrelay.engine.worker.edge import check_incarnation, check_version, first_message
 from kvrelay.engine.worker.load_reports import PacedLink
 from kvrelay.engine.worker.page_owners import page_owners
 from kvrelay.engine.worker.submit_rules import SubmitRules, submit_command
@@ -111,6 +111,7 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
     ) -> PacedLink:
         first = await first_message(requests, context, "command", "hello")
         await check_incarnation(context, first.hello.incarnation, self._incarnation, self._inbox)
+        await check_version(context, first.hello.router, first.hello.version)
         return PacedLink(first.hello.router)
 
     async def _read(

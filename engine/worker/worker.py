@@ -27,6 +27,7 @@ from kvrelay.net.ends import bind, worker_server
 from kvrelay.net.metrics_server import MetricsServer
 from kvrelay.text.tokenizer import load_tokenizer
 from kvrelay.v1 import worker_pb2_grpc
+from kvrelay.wire.version import VERSION
 from kvrelay.wire.worker_info import WorkerInfo
 
 logger = logging.getLogger(__name__)
@@ -256,6 +257,7 @@ class Worker:
             architecture=checkpoint.architecture,
             eos_token_ids=tuple(checkpoint.eos_token_ids),
             model=model.digest,
+            version=VERSION,
             pid=os.getpid(),
         )
 

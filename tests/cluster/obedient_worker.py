@@ -17,6 +17,7 @@ from kvrelay.deploy.worker_host import BuildWorker, WorkerHost
 from kvrelay.engine.config import WorkerConfig
 from kvrelay.engine.worker.worker_lease import WorkerLease
 from kvrelay.wire.model_digest import NO_MODEL
+from kvrelay.wire.version import VERSION
 from kvrelay.wire.worker_info import WorkerInfo
 
 
@@ -52,6 +53,7 @@ class ObedientWorker:
             architecture="none",
             eos_token_ids=(),
             model=NO_MODEL,
+            version=VERSION,
             pid=os.getpid(),
         )
 

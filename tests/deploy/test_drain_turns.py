@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from kvrelay.deploy.drain_turns import DrainTurns
 from kvrelay.deploy.membership import Membership
 from kvrelay.wire.model_digest import NO_MODEL
+from kvrelay.wire.version import VERSION
 from kvrelay.wire.worker_info import WorkerInfo, WorkerRole
 
 
@@ -24,6 +25,7 @@ def life(name: str, number: int = 1) -> WorkerInfo:
         architecture="none",
         eos_token_ids=(),
         model=NO_MODEL,
+        version=VERSION,
     )
 
 

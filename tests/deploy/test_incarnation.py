@@ -15,6 +15,7 @@ from kvrelay.deploy.worker_host import Started, WorkerHost
 from kvrelay.deploy.worker_process import ProcessIdentity, _start_ticks
 from kvrelay.engine.worker.worker_lease import Renewal, boottime
 from kvrelay.wire.model_digest import NO_MODEL
+from kvrelay.wire.version import VERSION
 from kvrelay.wire.worker_info import WorkerInfo, WorkerRole
 
 INFO = WorkerInfo(
@@ -29,6 +30,7 @@ INFO = WorkerInfo(
     architecture="none",
     eos_token_ids=(),
     model=NO_MODEL,
+    version=VERSION,
     pid=1,
 )
 GONE = ray.exceptions.ActorUnavailableError("the connection broke", None)

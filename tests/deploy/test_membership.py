@@ -8,6 +8,7 @@ import pytest
 
 from kvrelay.deploy.membership import Membership
 from kvrelay.wire.model_digest import NO_MODEL
+from kvrelay.wire.version import VERSION
 from kvrelay.wire.worker_info import WorkerInfo, WorkerRole
 
 
@@ -24,6 +25,7 @@ def life(number: int) -> WorkerInfo:
         architecture="none",
         eos_token_ids=(),
         model=NO_MODEL,
+        version=VERSION,
     )
 
 

@@ -13,6 +13,7 @@ from kvrelay.router.discovery import StaticDiscovery
 from kvrelay.router.router import Router
 from kvrelay.v1 import inference_pb2 as pb
 from kvrelay.wire.model_digest import NO_MODEL
+from kvrelay.wire.version import VERSION
 from kvrelay.wire.worker_info import WorkerInfo, WorkerRole
 from tests.checkpoints import make_tokenizer
 
@@ -177,6 +178,7 @@ async def test_a_router_whose_decode_workers_are_gone_still_tells(tmp_path: Path
         architecture="none",
         eos_token_ids=(),
         model=NO_MODEL,
+        version=VERSION,
     )
     router = Router(config, StaticDiscovery([prefill]))
     await router.start()

@@ -20,9 +20,11 @@ from kvrelay.wire.worker_info import WorkerRole
 ROUTER = """
 import sys, time, grpc
 from kvrelay.v1 import worker_pb2, worker_pb2_grpc
+from kvrelay.wire.version import VERSION
 
 def hello():
-    yield worker_pb2.AttachRequest(hello=worker_pb2.AttachHello(router="r", incarnation="w-1"))
+    hello = worker_pb2.AttachHello(router="r", incarnation="w-1", version=VERSION)
+    yield worker_pb2.AttachRequest(hello=hello)
     time.sleep(600)
 
 stub = worker_pb2_grpc.WorkerServiceStub(grpc.insecure_channel(sys.argv[1]))

@@ -22,6 +22,7 @@ from kvrelay.wire.load import PeerTransport, PoolCounts, WorkerLoad
 from kvrelay.wire.messages import ATTACH_REQUEST
 from kvrelay.wire.output import EngineOutputs, RequestOutput
 from kvrelay.wire.request import AttachHello, AttachRequest, RequestKey
+from kvrelay.wire.version import VERSION
 from kvrelay.wire.worker_info import WorkerRole
 
 IDLE = WorkerLoad()
@@ -171,7 +172,7 @@ def test_the_load_of_a_busy_worker_goes_with_a_steps_outputs_five_times_a_second
             await asyncio.sleep(0.02)
             await told.say(replace(BUSY, waiting_requests=2 + step % 2))
             await asyncio.sleep(0.02)
-        first, *others = [step for _, step in told.steps if step.load is not None]
+        _, *others = [step for _, step in told.steps if step.load is not None]
         assert 6 <= len(others) <= 10
         assert all(step.outputs for step in others)
         assert [len(step.outputs) for _, step in told.steps] == [1] * 50
@@ -234,7 +235,7 @@ async def test_a_workers_streams_are_paced() -> None:
         call: grpc.aio.StreamStreamCall[Any, Any] = worker_pb2_grpc.WorkerServiceStub(
             channel
         ).Attach()
-        hello = AttachRequest(AttachHello("router", "decode-0-1"))
+        hello = AttachRequest(AttachHello("router", "decode-0-1", VERSION))
         await call.write(ATTACH_REQUEST.to_message(hello))
         [attach] = await asyncio.to_thread(inbox.take_all)
         assert isinstance(attach, Attach)

@@ -13,7 +13,8 @@ from kvrelay.engine.scheduler.commands import Inbox
 from kvrelay.engine.worker.service import WorkerService
 from kvrelay.engine.worker.submit_rules import SubmitRules
 from kvrelay.net.ends import bind, worker_channel, worker_server
-from kvrelay.v1 import worker_pb2_grpc
+from kvrelay.v1 import worker_pb2, worker_pb2_grpc
+from kvrelay.wire.version import VERSION
 from kvrelay.wire.worker_info import WorkerRole
 
 ATTACH = "/kvrelay.v1.WorkerService/Attach"
@@ -47,3 +48,18 @@ async def test_a_stream_that_does_not_say_hello_ends(
         assert await call.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert await call.details() == "hello must come first"
     assert not caplog.records
+
+
+@pytest.mark.parametrize("version", ["", "0.0.9 (0123abcd)"])
+async def test_a_router_of_another_version_is_refused_and_both_are_named(
+    channel: grpc.aio.Channel, version: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    call: Any = channel.stream_stream(ATTACH)()
+    hello = worker_pb2.AttachHello(router="r", incarnation="decode-0-1", version=version)
+    await call.write(worker_pb2.AttachRequest(hello=hello).SerializeToString())
+    async with asyncio.timeout(10):
+        assert await call.code() is grpc.StatusCode.FAILED_PRECONDITION
+    theirs = version or "an earlier version"
+    why = f"version: router r is of {theirs}, this worker of {VERSION}"
+    assert await call.details() == why
+    assert caplog.messages == [f"{why}. It sends no requests here"]

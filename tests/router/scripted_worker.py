@@ -16,6 +16,7 @@ from kvrelay.net.tls import TlsFiles
 from kvrelay.v1 import inference_pb2 as pb
 from kvrelay.v1 import worker_pb2, worker_pb2_grpc
 from kvrelay.wire.model_digest import NO_MODEL
+from kvrelay.wire.version import VERSION
 from kvrelay.wire.worker_info import WorkerInfo, WorkerRole
 
 END = worker_pb2.RequestEnd
@@ -57,6 +58,7 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer):
         """Though it is a decode worker."""
         self.incarnation = f"{name}-1"
         self.model = NO_MODEL
+        self.version = VERSION
         self.submits: list[worker_pb2.SubmitRequest] = []
         self.cancels: list[worker_pb2.CancelRequest] = []
         self.hellos: list[worker_pb2.AttachHello] = []
@@ -86,6 +88,7 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer):
             architecture="Counting",
             eos_token_ids=(400,),
             model=self.model,
+            version=self.version,
         )
 
     async def start(self) -> None:

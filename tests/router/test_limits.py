@@ -12,7 +12,18 @@ from kvrelay.wire.worker_info import WorkerInfo, WorkerRole
 
 def endpoint(role: WorkerRole, pool_tokens: int, max_model_len: int = 64) -> WorkerInfo:
     return WorkerInfo(
-        f"{role}-0", role, "i", "a:1", "m:1", pool_tokens, max_model_len, 100, "Toy", (0,), NO_MODEL
+        f"{role}-0",
+        role,
+        "i",
+        "a:1",
+        "m:1",
+        pool_tokens,
+        max_model_len,
+        100,
+        "Toy",
+        (0,),
+        NO_MODEL,
+        "",
     )
 
 

@@ -14,6 +14,7 @@ from kvrelay.router.errors import StartError
 from kvrelay.router.router import Router
 from kvrelay.v1 import inference_pb2 as pb
 from kvrelay.wire.model_digest import NO_MODEL, ModelDigest
+from kvrelay.wire.version import VERSION
 
 from .cluster import Cluster, collect, read, running, status_of
 from .scripted_worker import ScriptedWorker, until
@@ -69,6 +70,27 @@ async def test_a_worker_of_another_model_is_refused_and_both_are_named(
         await restart(cluster, odd, served)
         assert (await status(cluster))[1]["prefill-1"].refusal == ""
         assert await cluster.metric("kvrelay_workers_refused") == 0
+
+
+async def test_a_worker_of_another_version_is_refused_and_both_are_named(
+    config: RouterConfig, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with running(config, "prefill-0", "prefill-1", "decode-0") as cluster:
+        cluster.count()
+        odd = cluster.workers[1]
+        for version, called in (("0.0.9 (0123abcd)",) * 2, ("", "an earlier version")):
+            odd.version = version
+            caplog.clear()
+            # Its model would be served if it were asked.
+            await restart(cluster, odd, replace(odd.model, weights=TRAINED))
+            for _ in range(4):
+                assert len((await collect(cluster.generate())).token_ids) == 8
+            assert odd.submits == []
+            why = f"{odd.incarnation} is of {called}, this router of {VERSION}"
+            name, workers = await status(cluster)
+            assert name == cluster.decode.model.name
+            assert workers["prefill-1"].refusal == why
+            assert f"{why}. It gets no requests" in caplog.messages
 
 
 async def test_without_any_other_worker_requests_are_told_why(cluster: Cluster) -> None:

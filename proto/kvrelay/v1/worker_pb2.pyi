@@ -51,12 +51,14 @@ class AttachRequest(_message.Message):
     def __init__(self, hello: _Optional[_Union[AttachHello, _Mapping]] = ..., submit: _Optional[_Union[SubmitRequest, _Mapping]] = ..., cancel: _Optional[_Union[CancelRequest, _Mapping]] = ..., tell_prefixes: _Optional[_Union[TellPrefixesRequest, _Mapping]] = ...) -> None: ...
 
 class AttachHello(_message.Message):
-    __slots__ = ("router", "incarnation")
+    __slots__ = ("router", "incarnation", "version")
     ROUTER_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
     router: str
     incarnation: str
-    def __init__(self, router: _Optional[str] = ..., incarnation: _Optional[str] = ...) -> None: ...
+    version: str
+    def __init__(self, router: _Optional[str] = ..., incarnation: _Optional[str] = ..., version: _Optional[str] = ...) -> None: ...
 
 class SubmitRequest(_message.Message):
     __slots__ = ("request_id", "attempt", "input_ids", "sampling_params", "priority", "prefill", "num_prompt_tokens", "first_choice", "age_seconds", "namespace", "alone", "cached_tokens")

@@ -17,6 +17,7 @@ from kvrelay.wire.messages import ATTACH_REQUEST, ENGINE_OUTPUTS
 from kvrelay.wire.model_digest import NO_MODEL
 from kvrelay.wire.output import EngineOutputs, RequestOutput
 from kvrelay.wire.request import GenerationParams, SubmitRequest
+from kvrelay.wire.version import VERSION
 from kvrelay.wire.worker_info import WorkerInfo, WorkerRole
 from tests.engine.simulation.clockwork import Clockwork
 from tests.engine.simulation.worker import SimWorker
@@ -50,6 +51,7 @@ class PlacedClockwork(Clockwork):
             architecture="",
             eos_token_ids=(),
             model=NO_MODEL,
+            version=VERSION,
         )
         return WorkerLink(
             info,
