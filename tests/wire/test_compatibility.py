@@ -19,7 +19,7 @@ pytestmark = pytest.mark.skipif(BUF is None, reason="buf-bin is not installed")
 def breaks(changed: Path) -> str:
     """What of the baseline the changed messages break; empty if nothing."""
     assert BUF is not None
-    command = [BUF, "breaking", changed, "--against", PROTO / "baseline.binpb"]
+    command = [BUF, "breaking", str(changed), "--against", str(PROTO / "baseline.binpb")]
     ran = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
     assert not ran.stderr
     assert bool(ran.stdout) == (ran.returncode != 0)
