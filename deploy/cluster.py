@@ -10,6 +10,7 @@ from dataclasses import replace
 from types import TracebackType
 from typing import Final, Self
 
+from kvrelay.deploy.controller_metrics import ControllerMetrics
 from kvrelay.deploy.deaths import Deaths
 from kvrelay.deploy.drain_turns import DrainTurns
 from kvrelay.deploy.epoch import begin_epoch, keep_epoch
@@ -21,6 +22,7 @@ from kvrelay.deploy.pauses import finished
 from kvrelay.deploy.placement import Placement, PlacementPlan
 from kvrelay.deploy.scaling import Scaling
 from kvrelay.deploy.supervisor import WorkerSupervisor
+from kvrelay.deploy.worker_end import WorkerEnd
 from kvrelay.engine.config import WorkerConfig
 from kvrelay.engine.faults import Fault
 from kvrelay.engine.worker.worker_lease import lease_clock
@@ -73,6 +75,9 @@ class Cluster:
         self._names = {config.name for config in self._configs}
         """Of all workers that there were ever to be."""
         self._scaling = Scaling(self)
+        model = self._configs[0].model_name if self._configs else ""
+        self.metrics = ControllerMetrics(model, self.discovery, self._wanted_roles)
+        """What became of the workers."""
         self._leases: Leases | None = None
 
     async def __aenter__(self) -> Self:
@@ -149,6 +154,7 @@ class Cluster:
             if isinstance(error, ClusterError):
                 raise CannotDrain(str(error)) from error
             raise
+        self.metrics.draining(info)
         yield DrainStep(DrainPhase.DRAINING, info.incarnation)
         await self._members.until_dead(info)
         yield DrainStep(DrainPhase.LEFT, info.incarnation)
@@ -216,20 +222,23 @@ class Cluster:
 
     def worker_live(self, info: WorkerInfo) -> None:
         """Let the router use it, and tell it of the deaths that it has missed."""
+        self.metrics.started(info)
         self._deaths.add_worker(info.incarnation)
         self._members.add_live(info)
         self._tell_of_deaths(info)
 
     def worker_draining(self, info: WorkerInfo) -> None:
         """Let the router send it no more requests."""
+        self.metrics.draining(info)
         self._members.add_draining(info)
 
     def worker_lost(self, info: WorkerInfo) -> None:
         """Let the router use it no more."""
         self._members.remove_live(info)
 
-    def worker_dead(self, info: WorkerInfo) -> None:
+    def worker_dead(self, info: WorkerInfo, cause: WorkerEnd) -> None:
         """Tell the others, which may now release what it could still have read or written."""
+        self.metrics.ended(info, cause)
         self._deaths.add_death(info.incarnation)
         self._members.add_dead(info)
         if info.name in self._supervisors and self._supervisors[info.name].removing:
@@ -248,6 +257,10 @@ class Cluster:
 
     def _staying_roles(self) -> dict[str, WorkerRole]:
         return {name: one.role for name, one in self._supervisors.items() if not one.removing}
+
+    def _wanted_roles(self) -> list[WorkerRole]:
+        """The roles of the workers that are to stay; any thread."""
+        return [one.role for one in list(self._supervisors.values()) if not one.removing]
 
     def _to_drain(self, worker: str, remove: bool) -> tuple[WorkerInfo, WorkerSupervisor]:
         """The worker's incarnation and its supervisor.

@@ -10,6 +10,8 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequenc
 from types import MappingProxyType, TracebackType
 from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
+from prometheus_client.registry import Collector
+
 from kvrelay.deploy.cluster import Cluster
 from kvrelay.deploy.pauses import finished
 from kvrelay.deploy.placement import PlacementPlan
@@ -86,6 +88,11 @@ class ClusterThread:
     def workers(self) -> Mapping[str, WorkerInfo]:
         """The live incarnations by worker name, as `discovery` has them."""
         return self._workers
+
+    @property
+    def metrics(self) -> Collector:
+        """What became of the workers; any thread."""
+        return self._cluster.metrics.registry
 
     async def drain(self, worker: str, *, remove: bool) -> AsyncIterator[DrainStep]:
         """Drain a worker, and yield each phase, as `router.admin.Administrator` says."""

@@ -60,7 +60,9 @@ async def deployed(
             )
             step.say(loading_text(dict.fromkeys(cluster.workers, 1.0)))
         with progress.step("router", "connecting to the workers") as step:
-            router = Router(router_config(options, model), cluster.discovery, cluster)
+            router = Router(
+                router_config(options, model), cluster.discovery, cluster, [cluster.metrics]
+            )
             stack.push_async_callback(router.stop)
             await router.start()
             await router.wait_ready()

@@ -14,6 +14,7 @@ from kvrelay.deploy.local_ray import ray
 from kvrelay.deploy.pauses import is_done_within
 from kvrelay.deploy.watcher import Watcher
 from kvrelay.deploy.worker_actor import WorkerActor, reason_of
+from kvrelay.deploy.worker_end import WorkerEnd
 from kvrelay.deploy.worker_host import Started, WorkerHost
 from kvrelay.deploy.worker_process import WorkerProcess
 from kvrelay.engine.worker.worker_lease import StaleEpochError
@@ -47,6 +48,8 @@ class Incarnation:
         self._silence_seconds = silence_seconds
         self._leases = leases
         self._watcher = watcher
+        self.cause = WorkerEnd.LOST
+        """Of its end, as far as it is known."""
         self._killed = False
         self._stamp: float | None = None
         """For the next renewal; a false alarm does not lose it."""
@@ -88,15 +91,19 @@ class Incarnation:
             asyncio.create_task(self._process_ended()),
             self._call,
         ]
-        drains = [
-            asyncio.create_task(drain)
-            for drain in (self._notice_drain(), self._drain_for_old_quarantine())
+        others = [
+            asyncio.create_task(other)
+            for other in (
+                self._notice_drain(),
+                self._drain_for_old_quarantine(),
+                self._hear_last_word(),
+            )
         ]
         try:
             await asyncio.wait(signs, return_when=asyncio.FIRST_COMPLETED)
             return next(sign.result() for sign in signs if sign.done())
         finally:
-            await _cancel(*signs[:2], *drains)
+            await _cancel(*signs[:2], *others)
 
     async def has_died(self) -> bool:
         """Wait until the process of a lost incarnation has provably ended, or answers again.
@@ -233,8 +240,14 @@ class Incarnation:
         except ray.exceptions.RayError as error:
             _log.error("%s cannot drain for its quarantine: %s", incarnation, reason_of(error))
 
+    async def _hear_last_word(self) -> None:
+        """Learn why the process is about to end by itself; it waits until it was heard."""
+        with contextlib.suppress(ray.exceptions.RayError):
+            self.cause = await self._actor.call(WorkerHost.last_word, self.info.incarnation)
+            await self._actor.call(WorkerHost.last_word_heard)
+
     def _kill(self) -> None:
-        self._killed = True
+        self._killed, self.cause = True, WorkerEnd.SILENT
         if self._process is not None:
             self._process.kill()
         else:

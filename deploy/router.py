@@ -107,6 +107,7 @@ async def _route(
                 stack.push_async_callback(router.stop)
                 await router.start()
                 step.say(f"listening on {router.grpc_address}")
+            discovery.metrics_address = router.metrics_address
             with progress.step("controller", "asking for the workers") as step:
                 await stack.enter_async_context(discovery.following())
                 step.say(f"{len(discovery.endpoints())} workers")

@@ -17,6 +17,7 @@ def router_config(options: ServeOptions, model: Model) -> RouterConfig:
         grpc_address=str(options.grpc),
         http_address=str(options.http),
         metrics_address=str(options.metrics),
+        cluster_name=options.cluster_name,
         admin_address=str(options.admin),
         itl_target_seconds=options.itl_target and options.itl_target / 1000,
         worker_tls=options.cluster_tls,

@@ -179,7 +179,7 @@ class WorkerSupervisor:
             self._watcher.worker_lost(life.info)
             _log.warning("%s is lost: %s", life.info.incarnation, reason)
             if await life.has_died():
-                self._watcher.worker_dead(life.info)
+                self._watcher.worker_dead(life.info, life.cause)
                 if self.removing:
                     life.close()
                     self._actor.remove()

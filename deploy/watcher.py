@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import AbstractAsyncContextManager
 from typing import Protocol
 
+from kvrelay.deploy.worker_end import WorkerEnd
 from kvrelay.wire.worker_info import WorkerInfo
 
 
@@ -27,7 +28,7 @@ class Watcher(Protocol):
         """It cannot be reached; its process may still run."""
         ...
 
-    def worker_dead(self, info: WorkerInfo) -> None:
+    def worker_dead(self, info: WorkerInfo, cause: WorkerEnd) -> None:
         """Its process has provably ended. Another one will run in its place, or none."""
         ...
 

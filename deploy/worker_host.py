@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import logging
 import os
@@ -15,6 +16,7 @@ from typing import ClassVar, Final, Protocol
 from kvrelay.deploy.local_ray import ray
 from kvrelay.deploy.on_node import on_this_node
 from kvrelay.deploy.stop_signals import TermSignal
+from kvrelay.deploy.worker_end import WorkerEnd
 from kvrelay.deploy.worker_process import ProcessIdentity, WorkerProcess
 from kvrelay.engine.config import WorkerConfig
 from kvrelay.engine.faults import Fault, FaultPlan
@@ -140,6 +142,9 @@ class WorkerHost:
         self._info: WorkerInfo | None = None
         self._starting: asyncio.Task[WorkerInfo] | None = None
         self._stopping = False
+        self._end = WorkerEnd.LOST
+        self._ending = asyncio.Event()
+        self._heard = asyncio.Event()
         # Each of these ends the process for a reason of its own.
         self._on_sigterm: asyncio.Task[None] | None = None
         self._on_engine_death: asyncio.Task[None] | None = None
@@ -292,6 +297,26 @@ class WorkerHost:
         for incarnation in incarnations:
             await self._worker.peer_died(incarnation)
 
+    async def last_word(self, incarnation: str) -> WorkerEnd:
+        """Wait until the process is about to end by itself; returns why.
+
+        It ends once the caller has said that it heard so, or soon. Returns at once in a process
+        that is not this incarnation's.
+        """
+        if self._worker_of(incarnation) is not None:
+            await self._ending.wait()
+        return self._end
+
+    async def last_word_heard(self) -> None:
+        """Let the process end."""
+        self._heard.set()
+
+    async def _say_last_word(self, end: WorkerEnd) -> None:
+        self._end = end
+        self._ending.set()
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._heard.wait(), _LAST_WORD_SECONDS)
+
     def _worker_of(self, incarnation: str) -> Worker | None:
         """The worker, if it has started and is this incarnation."""
         if self._info is None or self._info.incarnation != incarnation:
@@ -338,12 +363,14 @@ class WorkerHost:
             self._on_engine_death.cancel()
         await worker.stop()
         _log.warning("the worker has drained, so the process ends")
+        await self._say_last_word(WorkerEnd.DRAINED)
         logging.shutdown()
         os._exit(_DRAINED)
 
     async def _exit_if_engine_dies(self, worker: Worker) -> None:
         reason = await worker.failed()
         _log.critical("the engine has died, so the process ends too: %s", reason)
+        await self._say_last_word(WorkerEnd.of_failure(reason))
         logging.shutdown()
         os._exit(_ENGINE_DIED)
 

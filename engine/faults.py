@@ -11,6 +11,7 @@
     decode-1/stop:pulling:5s      that worker stands still for five seconds
     hang:forward                  the first forward never ends
     fail:forward@mine:always      every forward that computes the request `mine` fails
+    lose:decoding                 a page is lost when the first request begins to generate
     poison:forward                the first forward fails as if the device were broken
     crash:forward                 the first forward ends the process by a segmentation fault
 
@@ -30,7 +31,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Container, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
@@ -61,6 +62,8 @@ class Action(StrEnum):
     """The process stands still, for good if no time is given."""
     KILL = "kill"
     """The process dies."""
+    LOSE = "lose"
+    """A free page is lost: the account of memory is wrong from then on."""
 
 
 class Event(StrEnum):
@@ -81,7 +84,7 @@ class Event(StrEnum):
 
 
 class Phase(StrEnum):
-    """Where a request can be when its worker is stopped or killed."""
+    """Where a request can be when its worker is stopped or killed, or loses a page."""
 
     QUEUED = "queued"
     """It has come, and holds nothing."""
@@ -101,7 +104,7 @@ class Phase(StrEnum):
     """The worker takes nothing new."""
 
 
-_TO_PROCESSES = frozenset({Action.STOP, Action.KILL})
+_TO_WORKERS = frozenset({Action.STOP, Action.KILL, Action.LOSE})
 _TIMED = frozenset({Action.DELAY, Action.STOP})
 _TO_FORWARDS_ALONE = frozenset({Action.HANG, Action.POISON, Action.CRASH})
 _TO_FORWARDS = _TO_FORWARDS_ALONE | {Action.DELAY, Action.FAIL}
@@ -149,7 +152,7 @@ def _parse_fault(spec: str) -> Fault:
         form = "[WORKER/]ACTION:WHERE[@REQUEST][:N][:SECONDSs][:always]"
         raise ValueError(f"{spec!r} is not {form}")
     action = _choose(spec, match["action"], Action)
-    where: type[Event] | type[Phase] = Phase if action in _TO_PROCESSES else Event
+    where: type[Event] | type[Phase] = Phase if action in _TO_WORKERS else Event
     fault = Fault(
         action,
         _choose(spec, match["where"], where),
@@ -198,6 +201,8 @@ class FaultPlan:
     def __init__(self, faults: Sequence[Fault] = ()) -> None:
         self.fired = 0
         """Faults that have happened."""
+        self.lose_page: Callable[[], object] = lambda: None
+        """Loses one of the worker's pages; called on the engine thread."""
         self._armed: tuple[Fault, ...] = tuple(faults)
         self._lock = threading.Lock()
         self._rearmed = threading.Event()
@@ -221,7 +226,11 @@ class FaultPlan:
         if not self._armed:
             return
         fault = self.take(phase, peer)
-        if fault is not None:
+        if fault is None:
+            return
+        if fault.action is Action.LOSE:
+            self.lose_page()
+        else:
             _strike(fault)
 
     def take(

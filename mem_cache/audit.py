@@ -178,7 +178,14 @@ class Audit:
             saved = lease.state is LeaseState.SAVED
             yield Owner.SESSION if saved else Owner.LEASE, lease.own_pages(pool)
 
-    # For people who look for a page
+    # For people who look for a page, and for drills
+
+    def lose_page(self) -> None:
+        """Give a free page, if there is one, to nobody: every check fails from now on."""
+        for account in self._allocator.accounts:
+            if len(account.free_pages):
+                account.allocate((("nobody: it was lost on purpose", 1),))
+                return
 
     def history(self, pool: int, page: int) -> str:
         """The last owners of a page, oldest first."""

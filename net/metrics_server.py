@@ -1,4 +1,4 @@
-"""Serves a process's metrics to Prometheus, whoever else connects to that port."""
+"""Serves a process's metrics, and pages beside them, whoever else connects to that port."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import asyncio
 import contextlib
 import socket
 import threading
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Final
 
 from prometheus_client import CollectorRegistry, make_wsgi_app
@@ -27,12 +29,21 @@ class MetricsServer:
         registry: is read at every scrape, on that thread.
         host: the address to listen on.
         port: 0: any free one.
+        pages: by path, what makes a page of JSON; it is given the host that the client asked for,
+            with its port, and is called on that thread.
 
     Raises:
         OSError: the port is in use.
     """
 
-    def __init__(self, registry: CollectorRegistry, host: str, port: int) -> None:
+    def __init__(
+        self,
+        registry: CollectorRegistry,
+        host: str,
+        port: int,
+        pages: Mapping[str, Callable[[str], bytes]] = MappingProxyType({}),
+    ) -> None:
+        self._pages = pages
         self._app: Any = make_wsgi_app(registry)
         family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         self._listener = socket.socket(family, kind)
@@ -120,6 +131,9 @@ class MetricsServer:
         parts = (line.partition(":") for line in lines)
         headers = {name.lower(): value.strip() for name, _, value in parts}
         path, _, query = target.partition("?")
+        if path in self._pages and method == "GET":
+            page = self._pages[path](headers.get("host", ""))
+            return _response("200 OK", [("Content-Type", "application/json")], page)
         began: list[tuple[str, list[tuple[str, str]]]] = []
         environ = {
             "REQUEST_METHOD": method,
@@ -129,7 +143,10 @@ class MetricsServer:
             "HTTP_ACCEPT_ENCODING": headers.get("accept-encoding", ""),
         }
         body = b"".join(self._app(environ, lambda *status: began.append(status)))
-        status, sent = began[0]
-        sent = [*sent, ("Content-Length", str(len(body))), ("Connection", "close")]
-        text = "".join(f"{name}: {value}\r\n" for name, value in sent)
-        return f"HTTP/1.1 {status}\r\n{text}\r\n".encode("latin-1") + body
+        return _response(*began[0], body)
+
+
+def _response(status: str, headers: Sequence[tuple[str, str]], body: bytes) -> bytes:
+    sent = [*headers, ("Content-Length", str(len(body))), ("Connection", "close")]
+    text = "".join(f"{name}: {value}\r\n" for name, value in sent)
+    return f"HTTP/1.1 {status}\r\n{text}\r\n".encode("latin-1") + body

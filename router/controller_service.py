@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from urllib.parse import unquote
 
 import grpc
 
 from kvrelay.router.discovery import Discovery
-from kvrelay.v1 import controller_pb2_grpc
+from kvrelay.router.scrape_targets import EVERYWHERE, ScrapeTargets
+from kvrelay.v1 import controller_pb2, controller_pb2_grpc
 from kvrelay.wire.messages import WORKER_LIST
 from kvrelay.wire.worker_list import WorkerList
 
@@ -18,15 +19,23 @@ class ControllerService(controller_pb2_grpc.ControllerServiceServicer):
 
     Args:
         discovery: lists the workers.
+        targets: is told of the routers that listen.
     """
 
-    def __init__(self, discovery: Discovery) -> None:
+    def __init__(self, discovery: Discovery, targets: ScrapeTargets) -> None:
         self._discovery = discovery
+        self._targets = targets
 
     async def WatchWorkers(  # noqa: N802
-        self, _request: Any, context: grpc.aio.ServicerContext
+        self,
+        request: controller_pb2.WatchWorkersRequest,
+        context: grpc.aio.ServicerContext,
     ) -> None:
         """Streams the list, whenever it has changed; a slow reader misses what lies between."""
+        with self._targets.router(_reachable(request.metrics_address, context.peer())):
+            await self._stream(context)
+
+    async def _stream(self, context: grpc.aio.ServicerContext) -> None:
         while True:
             changed = asyncio.create_task(self._discovery.changed())
             await asyncio.sleep(0)  # it is registered now
@@ -37,3 +46,17 @@ class ControllerService(controller_pb2_grpc.ControllerServiceServicer):
                 await changed
             finally:
                 changed.cancel()
+
+
+def _reachable(address: str, peer: str) -> str:
+    """Where the caller's metrics are read: at its own address if it listens at all of them.
+
+    Args:
+        address: ``host:port``, as it listens; empty if it has none.
+        peer: gRPC's name of the caller, ``ipv4:127.0.0.1:4711`` or ``ipv6:%5B::1%5D:4711``.
+    """
+    host, _, port = address.rpartition(":")
+    if not port or host not in EVERYWHERE:
+        return address
+    caller, _, _ = unquote(peer).partition(":")[2].rpartition(":")
+    return f"{caller}:{port}"

@@ -10,6 +10,7 @@ import time
 from typing import Final
 
 from kvrelay.net.metrics import Instruments, MetricTable
+from kvrelay.wire.output import FailureReason, PhaseTimings
 
 METRICS: Final = MetricTable("model")
 """Every metric that a router exports; `model` is the served model's name."""
@@ -122,6 +123,13 @@ E2E_SECONDS: Final = METRICS.histogram(
     "Seconds from a request's arrival to its end, whatever its outcome",
     (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 60, 120, 300, 600),
 )
+PHASE_SECONDS: Final = METRICS.histogram(
+    "kvrelay_phase_seconds",
+    "Seconds that a completed request spent in a phase at its workers: queue, prefill, transfer or "
+    "decode; those of all its attempts together",
+    (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 60, 120, 300),
+    "phase",
+)
 
 
 class RouterMetrics(Instruments):
@@ -129,6 +137,9 @@ class RouterMetrics(Instruments):
 
     def __init__(self, model: str) -> None:
         super().__init__(METRICS, {"model": model})
+        # From zero, so that Prometheus sees the first one come.
+        for reason in (*FailureReason, "retracted"):
+            self.show(RESUBMISSIONS, reason=str(reason))
 
     def stopwatch(self) -> Stopwatch:
         """Starts to time a request that has just arrived."""
@@ -165,6 +176,12 @@ class Stopwatch:
     def contradicted(self, tokens: int) -> None:
         """So many tokens differed from those that were already streamed."""
         self._metrics.count(CONTRADICTED_TOKENS, tokens)
+
+    def phases(self, timings: PhaseTimings) -> None:
+        """The request was completed, and has spent so long in each phase."""
+        for phase in ("queue", "prefill", "transfer", "decode"):
+            seconds: float = getattr(timings, f"{phase}_seconds")
+            self._metrics.observe(PHASE_SECONDS, seconds, phase=phase)
 
     def ended(self, outcome: str) -> None:
         """The request has its outcome."""

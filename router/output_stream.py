@@ -152,6 +152,7 @@ class OutputStream:
             timings=timings,
             seed=self._request.params.sampling.seed,
         )
+        self._stopwatch.phases(timings)
         self._end(completion, label)
 
     def _keep(self, event: Event) -> None:

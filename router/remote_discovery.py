@@ -44,6 +44,8 @@ class RemoteDiscovery:
         self._address = address
         self._open_channel = open_channel
         self._metadata = tuple(metadata)
+        self.metrics_address = ""
+        """``host:port`` of this router's metrics; empty: nobody is told."""
         self._list = StaticDiscovery()
         self._known: asyncio.Future[None] | None = None
 
@@ -100,6 +102,7 @@ class RemoteDiscovery:
     async def _lists(self) -> AsyncIterator[controller_pb2.WatchWorkersResponse]:
         async with self._open_channel() as channel:
             stub = controller_pb2_grpc.ControllerServiceStub(channel)
-            call = stub.WatchWorkers(controller_pb2.WatchWorkersRequest(), metadata=self._metadata)
+            request = controller_pb2.WatchWorkersRequest(metrics_address=self.metrics_address)
+            call = stub.WatchWorkers(request, metadata=self._metadata)
             async for said in call:
                 yield said

@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import uuid
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
+from prometheus_client import CollectorRegistry
+from prometheus_client.registry import Collector
 from tokenizers import Tokenizer
 
 from kvrelay.net.allocator import return_large_blocks
@@ -43,6 +45,7 @@ from kvrelay.router.metrics import (
     RouterMetrics,
 )
 from kvrelay.router.raw_requests import RawMessages
+from kvrelay.router.scrape_targets import ScrapeTargets
 from kvrelay.router.seeds import Seeds
 from kvrelay.router.service import InferenceService
 from kvrelay.router.text_threads import TextThreads
@@ -80,6 +83,7 @@ class Router:
         discovery: lists the workers.
         administrator: carries out operators' calls, and its workers are other routers', too; None:
             there is no admin service.
+        collectors: of what is to be served beside the router's own metrics.
     """
 
     def __init__(
@@ -87,12 +91,15 @@ class Router:
         config: RouterConfig,
         discovery: Discovery,
         administrator: Administrator | None = None,
+        collectors: Sequence[Collector] = (),
     ) -> None:
         self._config = config
         self._administrator = administrator
         self._discovery = discovery
         self._id = uuid.uuid4().hex
         self._metrics = RouterMetrics(config.model_name)
+        self._collectors = (self._metrics.registry, *collectors)
+        self._targets = ScrapeTargets(config.cluster_name, discovery)
         self._fleet = Fleet(
             discovery,
             self._make_link,
@@ -242,7 +249,7 @@ class Router:
         server = front_server(_ADMIN_MESSAGE_BYTES, self._guards())
         admin = AdminService(administrator, self._fleet)
         admin_pb2_grpc.add_AdminServiceServicer_to_server(admin, server)
-        watched = ControllerService(self._discovery)
+        watched = ControllerService(self._discovery, self._targets)
         controller_pb2_grpc.add_ControllerServiceServicer_to_server(watched, server)
         shown = [_ADMIN, _CONTROLLER, reflection.SERVICE_NAME]
         reflection.enable_server_reflection(shown, server)
@@ -253,8 +260,12 @@ class Router:
 
     def _serve_metrics(self, undo: contextlib.AsyncExitStack) -> None:
         host, port = _host_and_port(self._config.metrics_address)
+        registry = CollectorRegistry(auto_describe=True)  # for ?name[]=
+        for collector in self._collectors:
+            registry.register(collector)
+        pages = {"/sd": self._targets.json} if self._administrator is not None else {}
         try:
-            server = MetricsServer(self._metrics.registry, host.strip("[]"), port)
+            server = MetricsServer(registry, host.strip("[]"), port, pages)
         except OSError as error:
             address = self._config.metrics_address
             raise StartError(f"metrics: cannot listen on {address}: is the port in use?") from error

@@ -1,29 +1,35 @@
-"""Write the parts of pages that come from the code: `make docs-generated`.
+"""Write what comes from the code, parts of pages and dashboards: `make docs-generated`.
 
 Such a part stands between `<!-- generated: NAME -->` and `<!-- end generated -->`. With `--check`
-nothing is written, and the exit status is 1 if a page differs from what the code says.
+nothing is written, and the exit status is 1 if a page or a file differs from what the code says.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Final
 
 import click
 
 from docs.tools import grpc_api, metrics
+from docs.tools.dashboards import grafana
+from docs.tools.dashboards.pages import DASHBOARDS
 from kvrelay.deploy import option_table
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 PARTS: Final[dict[str, tuple[str, Callable[[], str]]]] = {
+    "controller-metrics": ("docs/metrics.md", metrics.controller_metrics),
     "grpc-api": ("docs/grpc-api.md", grpc_api.markdown),
     "options": ("docs/configuration.md", option_table.markdown),
     "router-metrics": ("docs/metrics.md", metrics.router_metrics),
     "worker-metrics": ("docs/metrics.md", metrics.worker_metrics),
 }
 """By name, the page that has the part, and what makes it."""
+
+DASHBOARD_FOLDER: Final = "deploy/dashboards"
+"""Has nothing but the dashboards' JSON."""
 
 
 def with_part(page: str, name: str, text: str) -> str:
@@ -38,8 +44,8 @@ def with_part(page: str, name: str, text: str) -> str:
 @click.command(help=__doc__)
 @click.option("--check", is_flag=True, help="Write nothing; fail if a page is out of date.")
 def main(check: bool) -> None:
-    """Write the parts, or say which pages differ."""
-    stale = []
+    """Write the parts and the dashboards, or say which pages and files differ."""
+    stale = list(_dashboards(check))
     for name, (path, make) in PARTS.items():
         page = (ROOT / path).read_text()
         fresh = with_part(page, name, make())
@@ -50,6 +56,23 @@ def main(check: bool) -> None:
     if stale and check:
         raise click.ClickException(f"out of date: {', '.join(stale)}: make docs-generated")
     click.echo("\n".join(f"wrote {path}" for path in stale) or "the pages say what the code says")
+
+
+def _dashboards(check: bool) -> Iterator[str]:
+    """Write the dashboards unless it is a check; yields the paths of those that differ."""
+    folder = ROOT / DASHBOARD_FOLDER
+    fresh = dict(grafana.files(DASHBOARDS))
+    for name in sorted(fresh.keys() | {path.name for path in folder.iterdir()}):
+        path = folder / name
+        if path.is_file() and path.read_text() == fresh.get(name):
+            continue
+        yield f"{DASHBOARD_FOLDER}/{name}"
+        if check:
+            continue
+        if name in fresh:
+            path.write_text(fresh[name])
+        else:
+            path.unlink()
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from kvrelay.deploy.controller_metrics import METRICS as CONTROLLER_METRICS
 from kvrelay.engine.scheduler.metrics import METRICS as WORKER_METRICS
 from kvrelay.net.metrics import Metric, MetricTable
 from kvrelay.router.metrics import METRICS as ROUTER_METRICS
@@ -15,6 +16,11 @@ def router_metrics() -> str:
 def worker_metrics() -> str:
     """What each worker exports."""
     return _table(WORKER_METRICS)
+
+
+def controller_metrics() -> str:
+    """What a controller exports, beside what its router does."""
+    return _table(CONTROLLER_METRICS)
 
 
 def _table(metrics: MetricTable) -> str:

@@ -78,6 +78,18 @@ PAGES: Final = METRICS.collected(
     "pool",
     "state",
 )
+POOL_PAGES: Final = METRICS.collected(
+    MetricType.GAUGE,
+    "kvrelay_pool_pages",
+    "Pages (or rows) of the pool, as it was made; what the states of kvrelay_pages sum to",
+    "pool",
+)
+PROMISED_PAGES: Final = METRICS.collected(
+    MetricType.GAUGE,
+    "kvrelay_promised_pages",
+    "Free or evictable pages that running requests may grow into, so nobody else gets them",
+    "pool",
+)
 QUARANTINE_AGE: Final = METRICS.collected(
     MetricType.GAUGE,
     "kvrelay_quarantine_age_seconds",
@@ -141,6 +153,11 @@ TRANSFER_RATE: Final = METRICS.collected(
 TRANSFER_REFUSALS: Final = METRICS.counter(
     "kvrelay_transfer_refusals_total",
     "Peers that are not read from because the transport is too slow or fails",
+)
+REFUSED_PEERS: Final = METRICS.collected(
+    MetricType.GAUGE,
+    "kvrelay_refused_peers",
+    "Prefill workers that this worker does not read from at present",
 )
 VERIFIED_PAGES: Final = METRICS.counter(
     "kvrelay_verified_pages_total", "Pages read from peers whose bytes were compared"
@@ -236,6 +253,8 @@ class WorkerMetrics(Instruments, Collector):
         for counts in load.pools:
             for state in _PAGE_STATES:
                 yield PAGES, getattr(counts, state), counts.pool, state
+            yield POOL_PAGES, counts.total, counts.pool
+            yield PROMISED_PAGES, counts.promised, counts.pool
         yield REQUESTS, load.waiting_requests, "waiting"
         yield REQUESTS, load.running_requests, "running"
         yield WAITING_TOKENS, load.waiting_tokens
@@ -244,6 +263,7 @@ class WorkerMetrics(Instruments, Collector):
         for rows in _EXPECTED_ROWS:
             yield EXPECTED_STEP_SECONDS, load.speeds.step_seconds(rows, 1024), str(rows)
         yield QUARANTINE_AGE, self.quarantine_age
+        yield REFUSED_PEERS, len(load.refused_peers)
         for peer in load.peers:
             labels = peer.incarnation, peer.backend, peer.transports
             yield TRANSFER_RATE, peer.read_bytes_per_second, *labels, "read"

@@ -150,6 +150,7 @@ def assemble(
     plugin = make_plugin(WorkerParts(config, context, inbox, agent, tokenizer, vocab_size))
     executor: Executor = model.executor
     if config.faults is not None:
+        faults.lose_page = kv_cache.audit.lose_page
         executor = FaultyExecutor(executor, faults)
     if black_box is not None:
         executor = RecordingExecutor(executor, black_box)

@@ -6,21 +6,16 @@
 from __future__ import annotations
 
 import re
-import shutil
-import subprocess
 from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-import yaml
 
 from kvrelay.deploy.address import DEFAULT_GRPC
-from kvrelay.deploy.options import ServeOptions
-from tests.cluster.commands import EXAMPLES, example, python
+from tests.cluster.commands import example, python
 from tests.cluster.running import RunningCluster, running
 
 ROOT = Path(__file__).parents[2]
-METRIC = re.compile(r"\bkvrelay_\w+")
 
 
 @pytest.fixture(scope="module")
@@ -88,22 +83,3 @@ async def test_the_readmes_client(cluster: RunningCluster, server: str, tmp_path
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout
     await cluster.assert_at_baseline()
-
-
-async def test_the_alerts_name_metrics_that_there_are(cluster: RunningCluster):
-    rules = yaml.safe_load((EXAMPLES / "prometheus-rules.yml").read_text())
-    expressions = [rule["expr"] for group in rules["groups"] for rule in group["rules"]]
-    named = set(METRIC.findall(" ".join(expressions)))
-    assert named <= await cluster.metric_names()
-
-
-def test_prometheus_scrapes_a_cluster_with_the_default_options():
-    path = EXAMPLES / "prometheus.yml"
-    config = yaml.safe_load(path.read_text())
-    assert all((EXAMPLES / name).is_file() for name in config["rule_files"])
-    [job] = config["scrape_configs"]
-    [targets] = job["static_configs"]
-    options = ServeOptions()
-    assert targets["targets"] == [str(options.metrics), *map(str, options.worker_metrics())]
-    if promtool := shutil.which("promtool"):
-        subprocess.run([promtool, "check", "config", path], check=True)

@@ -8,7 +8,8 @@ import math
 import os
 import signal
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from kvrelay.deploy.errors import ClusterError
 from kvrelay.deploy.local_ray import ray as ray_module
 from kvrelay.deploy.placement import PlacementPlan
 from kvrelay.deploy.worker_actor import WorkerActor
+from kvrelay.deploy.worker_end import WorkerEnd
 from kvrelay.deploy.worker_host import WorkerHost
 from kvrelay.engine.config import WorkerConfig
 from kvrelay.router.admin import DrainPhase
@@ -92,6 +94,25 @@ def is_running(worker: WorkerInfo) -> bool:
     with contextlib.suppress(psutil.NoSuchProcess):
         return bool(psutil.Process(worker.pid).status() != psutil.STATUS_ZOMBIE)
     return False
+
+
+@contextlib.contextmanager
+def one_more_end(cluster: Cluster, worker: str, cause: WorkerEnd) -> Iterator[None]:
+    """Fail unless the controller counts one end of the worker meanwhile, and by this cause."""
+
+    def ends() -> Counter[str]:
+        families = cluster.metrics.registry.collect()
+        samples = [one for family in families for one in family.samples]
+        of_worker = [
+            one
+            for one in samples
+            if one.name == "kvrelay_worker_ends_total" and one.labels["worker"] == worker
+        ]
+        return Counter({one.labels["cause"]: int(one.value) for one in of_worker})
+
+    before = ends()
+    yield
+    assert ends() - before == Counter({cause.value: 1})
 
 
 def was_told(orders: Path, worker: str, dead: WorkerInfo) -> bool:
@@ -174,8 +195,9 @@ async def test_a_killed_worker_comes_back_as_another_and_its_peer_is_told(
     cluster: Cluster, orders: Path
 ):
     first = cluster.workers["decode-0"]
-    os.kill(first.pid, signal.SIGKILL)
-    second = await next_life(cluster, first)
+    with one_more_end(cluster, "decode-0", WorkerEnd.LOST):
+        os.kill(first.pid, signal.SIGKILL)
+        second = await next_life(cluster, first)
     assert second.incarnation != first.incarnation
     assert second.pid != first.pid
     await until(lambda: was_told(orders, "prefill-0", first))
@@ -213,8 +235,9 @@ async def test_a_stopped_worker_is_killed_before_its_death_is_told(cluster: Clus
 
 async def test_a_worker_whose_engine_died_ends_and_comes_back(cluster: Cluster, orders: Path):
     first = cluster.workers["prefill-0"]
-    give_order(orders, "prefill-0", "fail", "now")
-    second = await next_life(cluster, first)
+    with one_more_end(cluster, "prefill-0", WorkerEnd.ENGINE_FAILED):
+        give_order(orders, "prefill-0", "fail", "now")
+        second = await next_life(cluster, first)
     assert second.pid != first.pid
     await until(lambda: was_told(orders, "decode-0", first))
 
@@ -278,8 +301,9 @@ async def test_a_worker_whose_engine_is_silent_is_killed_and_replaced(
     cluster: Cluster, orders: Path, caplog: pytest.LogCaptureFixture
 ):
     first = cluster.workers["prefill-0"]
-    give_order(orders, "prefill-0", "heartbeat", "inf")
-    second = await next_life(cluster, first)
+    with one_more_end(cluster, "prefill-0", WorkerEnd.SILENT):
+        give_order(orders, "prefill-0", "heartbeat", "inf")
+        second = await next_life(cluster, first)
     assert second.pid != first.pid
     assert not is_running(first)
     assert f"{first.incarnation} is lost: it has not answered for 3 s" in caplog.text
@@ -387,8 +411,9 @@ async def test_a_worker_that_drains_is_listed_until_its_successor_is_live(
 async def test_a_drain_tells_of_its_phases(cluster: Cluster, orders: Path):
     first = cluster.workers["prefill-0"]
     give_order(orders, "prefill-0", "leave", "now")
-    async with asyncio.timeout(SECONDS):
-        steps = [step async for step in cluster.drain("prefill-0", remove=False)]
+    with one_more_end(cluster, "prefill-0", WorkerEnd.DRAINED):
+        async with asyncio.timeout(SECONDS):
+            steps = [step async for step in cluster.drain("prefill-0", remove=False)]
     assert [step.phase for step in steps] == list(DrainPhase)
     second = cluster.workers["prefill-0"]
     assert [step.incarnation for step in steps] == [first.incarnation] * 2 + [second.incarnation]

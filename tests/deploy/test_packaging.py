@@ -61,6 +61,8 @@ def test_the_wheel_has_every_room(installed: Path):
         assert (installed / "kvrelay" / room / "py.typed").is_file(), room
     assert list((installed / "kvrelay" / "v1").glob("*.proto"))
     assert list((installed / "kvrelay" / "v1").glob("*.pyi"))
+    for path in ("dashboards/memory.json", "prometheus/rules.yml"):
+        assert (installed / "kvrelay" / "deploy" / path).is_file(), path
 
 
 def test_every_module_imports_from_the_wheel(installed: Path, tmp_path: Path):

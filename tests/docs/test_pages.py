@@ -12,6 +12,7 @@ import pytest
 
 from docs.tools.generated import with_part
 from docs.tools.grpc_api import markdown
+from kvrelay.deploy.controller_metrics import METRICS as CONTROLLER_METRICS
 from kvrelay.engine.scheduler.metrics import METRICS as WORKER_METRICS
 from kvrelay.router.metrics import METRICS as ROUTER_METRICS
 
@@ -43,7 +44,8 @@ def test_a_broken_link_anchor_or_path_fails_the_build(tmp_path: Path):
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_a_page_names_metrics_that_there_are(page: Path):
-    there = {metric.name for table in (ROUTER_METRICS, WORKER_METRICS) for metric in table}
+    tables = (ROUTER_METRICS, CONTROLLER_METRICS, WORKER_METRICS)
+    there = {metric.name for table in tables for metric in table}
     assert set(re.findall(r"\bkvrelay_\w+", page.read_text())) <= there
 
 

@@ -23,6 +23,7 @@ def test_faults_are_what_their_specs_say():
         Fault(Action.STOP, Phase.PULLING, seconds=5.0, worker="decode-1"),
         Fault(Action.KILL, Phase.QUEUED),
     )
+    assert parse_faults("lose:decoding:2") == (Fault(Action.LOSE, Phase.DECODING, nth=2),)
     assert parse_faults("hang:forward:2, poison:forward, p0/fail:forward@chat-1.a:always") == (
         Fault(Action.HANG, Event.FORWARD, nth=2),
         Fault(Action.POISON, Event.FORWARD),

@@ -7,6 +7,7 @@ import pytest
 from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
+from kvrelay.engine.faults import parse_faults
 from kvrelay.mem_cache.errors import ConservationError
 from kvrelay.prefill_worker.scheduler import PrefillScheduler
 from tests.engine.simulation import Simulation, SimWorker
@@ -38,6 +39,8 @@ def test_a_scrape_sums_to_the_pools_and_counts_what_the_index_does():
                   if n == "kvrelay_pages" and pool == counts.pool}  # fmt: skip
         assert sum(states.values()) == counts.total
         assert states["cached_evictable"] == counts.cached_evictable
+        assert seen["kvrelay_pool_pages", counts.pool, ""] == counts.total
+        assert seen["kvrelay_promised_pages", counts.pool, ""] == counts.promised
     assert seen["kvrelay_prefix_lookups_total", "", ""] == 3
     assert seen["kvrelay_prefix_hits_total", "", ""] == 1
     # The last token is computed, and a hit ends where a page does.
@@ -61,3 +64,16 @@ def test_a_wrong_account_is_counted_and_stops_the_engine(monkeypatch: pytest.Mon
     with pytest.raises(ConservationError):
         worker.turn()
     assert scrape(worker)["kvrelay_audit_failures_total", "", ""] == 1
+
+
+def test_a_page_that_is_lost_on_purpose_is_found():
+    simulation = Simulation(0, page_size=4, pages=8, rows=4, chunk=16)
+    del simulation.prefills[1:], simulation.decodes[1:]
+    worker = simulation.prefills[0]
+    faults = worker.context.faults
+    faults.lose_page = worker.kv_cache.audit.lose_page
+    faults.arm(parse_faults("lose:queued"))
+    simulation.submit(list(range(8)), 2)
+    with pytest.raises(ConservationError):
+        simulation.run()
+    assert faults.fired == 1

@@ -56,6 +56,16 @@ def test_a_scrape(server: MetricsServer):
     assert b"answer 42.0" in gzip.decompress(body)
 
 
+def test_a_page_beside_the_metrics():
+    server = MetricsServer(
+        CollectorRegistry(), "127.0.0.1", 0, {"/page": lambda host: f'["{host}"]'.encode()}
+    )
+    url = f"http://127.0.0.1:{server.port}/page?ignored=1"
+    with contextlib.closing(server), urllib.request.urlopen(url) as answer:
+        assert answer.headers["content-type"] == "application/json"
+        assert answer.read() == f'["127.0.0.1:{server.port}"]'.encode()
+
+
 def test_other_methods_are_refused(server: MetricsServer):
     request = urllib.request.Request(f"http://127.0.0.1:{server.port}/", b"x", method="POST")
     with pytest.raises(urllib.error.HTTPError) as caught:

@@ -20,6 +20,7 @@ from kvrelay.router.discovery import StaticDiscovery
 from kvrelay.router.errors import StartError
 from kvrelay.router.remote_discovery import RemoteDiscovery
 from kvrelay.router.router import Router
+from kvrelay.router.scrape_targets import ScrapeTargets
 from kvrelay.v1 import controller_pb2_grpc, inference_pb2_grpc
 from kvrelay.v1 import inference_pb2 as pb
 from kvrelay.wire.messages import WORKER_LIST
@@ -41,7 +42,7 @@ async def controller(
     """
     server = front_server(64 << 10, [])
     controller_pb2_grpc.add_ControllerServiceServicer_to_server(
-        ControllerService(discovery), server
+        ControllerService(discovery, ScrapeTargets("c", discovery)), server
     )
     port = bind(server, address, None)
     await server.start()

@@ -1,0 +1,78 @@
+"""What the controller counts of its workers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from prometheus_client import CollectorRegistry
+
+from kvrelay.deploy.controller_metrics import METRICS, ControllerMetrics
+from kvrelay.deploy.membership import Membership
+from kvrelay.deploy.worker_end import WorkerEnd
+from kvrelay.mem_cache.errors import ConservationError
+from kvrelay.wire.model_digest import NO_MODEL
+from kvrelay.wire.worker_info import WorkerInfo, WorkerRole
+
+FIRST = WorkerInfo(
+    name="decode-0",
+    role=WorkerRole.DECODE,
+    incarnation="decode-0-1",
+    address="127.0.0.1:1",
+    metrics_address="127.0.0.1:2",
+    pool_tokens=16,
+    max_model_len=16,
+    vocab_size=16,
+    architecture="none",
+    eos_token_ids=(),
+    model=NO_MODEL,
+)
+SECOND = replace(FIRST, incarnation="decode-0-2")
+
+
+def test_every_listed_metric_is_exported_under_its_name() -> None:
+    listed = {(metric.name.removesuffix("_total"), metric.type.value) for metric in METRICS}
+    metrics = ControllerMetrics("m", Membership().discovery, list)
+    assert {(one.name, one.type) for one in metrics.registry.collect()} == listed
+
+
+def test_a_worker_that_drains_and_dies_twice():
+    members = Membership()
+    metrics = ControllerMetrics("m", members.discovery, lambda: [WorkerRole.DECODE])
+    served = CollectorRegistry(auto_describe=True)
+    served.register(metrics.registry)
+
+    def value(name: str, **labels: str) -> float | None:
+        return served.get_sample_value(name, {"model": "m", "role": "decode", **labels})
+
+    def ends(cause: WorkerEnd) -> float | None:
+        return value("kvrelay_worker_ends_total", worker="decode-0", cause=cause)
+
+    for _ in range(2):  # the second time after a false alarm
+        metrics.started(FIRST)
+    members.add_live(FIRST)
+    # From zero, so that Prometheus sees the first one come.
+    assert [ends(cause) for cause in WorkerEnd] == [0] * len(WorkerEnd)
+    assert value("kvrelay_workers", state="ready") == 1
+    for _ in range(2):
+        metrics.draining(FIRST)
+    members.add_draining(FIRST)
+    assert value("kvrelay_workers", state="ready") == 0
+    assert value("kvrelay_workers", state="draining") == 1
+    members.remove_live(FIRST)
+    members.add_dead(FIRST)
+    metrics.ended(FIRST, WorkerEnd.DRAINED)
+    metrics.draining(FIRST)  # somebody says so late
+    metrics.started(SECOND)
+    members.add_live(SECOND)
+    members.remove_live(SECOND)
+    metrics.ended(SECOND, WorkerEnd.CONSERVATION)
+    assert ends(WorkerEnd.DRAINED) == ends(WorkerEnd.CONSERVATION) == 1
+    assert value("kvrelay_worker_starts_total", worker="decode-0") == 2
+    assert value("kvrelay_worker_drains_total", worker="decode-0") == 1
+    assert value("kvrelay_workers", state="restarting") == value("kvrelay_workers_wanted") == 1
+
+
+def test_the_cause_of_a_failure():
+    said = f"{type(ConservationError()).__name__}: 7 of 8"
+    assert WorkerEnd.of_failure(said) is WorkerEnd.CONSERVATION
+    assert WorkerEnd.of_failure("WorkerBrokenError: forwards fail") is WorkerEnd.ENGINE_FAILED

@@ -1,0 +1,61 @@
+"""The dashboards as files; tests/cluster/ runs their queries against a real Prometheus."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from docs.tools.dashboards.grafana import files
+from docs.tools.dashboards.pages import DASHBOARDS
+from docs.tools.dashboards.spec import Dashboard
+from tests.monitored import check_exported
+
+SHIPPED = Path(__file__).parents[2] / "deploy" / "dashboards"
+MOST_COLUMNS = 24
+
+
+def panels_of(one: Dashboard) -> list[dict[str, Any]]:
+    shipped = json.loads((SHIPPED / f"{one.uid.removeprefix('kvrelay-')}.json").read_text())
+    return [panel for panel in shipped["panels"] if panel["type"] != "row"]
+
+
+def test_the_shipped_files_are_those_of_the_code():
+    shipped = {path.name: path.read_text() for path in SHIPPED.iterdir()}
+    assert shipped == dict(files(DASHBOARDS)), "make docs-generated"
+
+
+@pytest.mark.parametrize("one", DASHBOARDS, ids=lambda one: one.uid)
+def test_queries_name_what_is_exported(one: Dashboard):
+    for panel in one.panels:
+        for query in panel.queries:
+            check_exported(query.expr)
+    for variable in one.variables:
+        check_exported(variable.metric)
+
+
+@pytest.mark.parametrize("one", DASHBOARDS, ids=lambda one: one.uid)
+def test_every_panel_and_query_arrives_in_the_file(one: Dashboard):
+    shipped = [
+        (panel["title"], panel["description"], [target["expr"] for target in panel["targets"]])
+        for panel in panels_of(one)
+    ]
+    assert shipped == [
+        (panel.title, panel.about, [query.expr for query in panel.queries]) for panel in one.panels
+    ]
+    for panel in panels_of(one):
+        assert panel["gridPos"]["x"] + panel["gridPos"]["w"] <= MOST_COLUMNS, panel["title"]
+
+
+def test_states_are_stacked_and_the_pool_is_a_line_over_them():
+    [panel] = [one for one in panels_of(DASHBOARDS[0]) if one["title"] == "Pages of $worker"]
+    assert panel["repeat"] == "worker"
+    assert panel["fieldConfig"]["defaults"]["custom"]["stacking"]["mode"] == "normal"
+    [line] = [
+        one["properties"]
+        for one in panel["fieldConfig"]["overrides"]
+        if one["matcher"]["options"] == "pool"
+    ]
+    assert {"id": "custom.stacking", "value": {"mode": "none", "group": "states"}} in line
