@@ -11,12 +11,14 @@ from kvrelay.deploy.membership import Membership
 from kvrelay.deploy.worker_end import WorkerEnd
 from kvrelay.mem_cache.errors import ConservationError
 from kvrelay.wire.model_digest import NO_MODEL
+from kvrelay.wire.version import VERSION
 from kvrelay.wire.worker_info import WorkerInfo, WorkerRole
 
 FIRST = WorkerInfo(
     name="decode-0",
     role=WorkerRole.DECODE,
     incarnation="decode-0-1",
+    version=VERSION,
     address="127.0.0.1:1",
     metrics_address="127.0.0.1:2",
     pool_tokens=16,

@@ -16,6 +16,7 @@ from kvrelay.router.remote_discovery import RemoteDiscovery
 from kvrelay.router.router import Router
 from kvrelay.router.scrape_targets import ScrapeTargets
 from kvrelay.wire.model_digest import NO_MODEL
+from kvrelay.wire.version import VERSION
 from kvrelay.wire.worker_info import WorkerInfo, WorkerRole
 
 from .test_auth import NoWorkers
@@ -25,6 +26,7 @@ WORKER = WorkerInfo(
     name="decode-0",
     role=WorkerRole.DECODE,
     incarnation="decode-0-1",
+    version=VERSION,
     address="127.0.0.1:1",
     metrics_address="127.0.0.1:2",
     pool_tokens=16,

@@ -9,8 +9,10 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class WatchWorkersRequest(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("metrics_address",)
+    METRICS_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    metrics_address: str
+    def __init__(self, metrics_address: _Optional[str] = ...) -> None: ...
 
 class WatchWorkersResponse(_message.Message):
     __slots__ = ("endpoints", "awaited")
