@@ -14,12 +14,24 @@ _CHOICE_END = Codec(ChoiceEnd, inference_pb2.ChoiceEnd)
 def event_bytes(request_id: str, event: Event) -> bytes:
     """One event of a request's stream: a GenerateResponse, serialized."""
     if isinstance(event, Delta):
-        delta = _DELTA.to_message(event)
-        response = inference_pb2.GenerateResponse(request_id=request_id, delta=delta)
+        if event.prompt_logprobs or (event.tokens and event.tokens[0].logprob is not None):
+            delta = _DELTA.to_message(event)
+            response = inference_pb2.GenerateResponse(request_id=request_id, delta=delta)
+        else:
+            response = _plain_delta(request_id, event)
     else:
         complete = _completion_message(event)
         response = inference_pb2.GenerateResponse(request_id=request_id, complete=complete)
     return bytes(response.SerializeToString())
+
+
+def _plain_delta(request_id: str, event: Delta) -> inference_pb2.GenerateResponse:
+    """By hand, in half the time: nearly all events are a delta of one token."""
+    response = inference_pb2.GenerateResponse(request_id=request_id)
+    delta = response.delta
+    delta.index, delta.text, delta.choice = event.index, event.text, event.choice
+    delta.token_ids.extend([token.token_id for token in event.tokens])
+    return response
 
 
 def _completion_message(completion: Completion) -> inference_pb2.GenerateComplete:

@@ -178,12 +178,15 @@ class LiveRequest:
         """A worker produced tokens for a choice, or ended it."""
         if self.outcome is not None:
             return
-        with self._ending_with_its_errors():
+        try:  # for each token: a context manager costs more
             attempt = self._attempts.get(output.key.attempt)
             if attempt is not None and attempt.works_on(output.key.choice):
                 self._take(attempt, role, output)
             elif output.tokens:
                 self._metrics.count(STALE_OUTPUTS)
+        except Exception as error:
+            self._end_with(error)
+        self._close_if_over()
         self._readers.end_slow_ones()
 
     def on_lost(self, attempt: int, endpoint: WorkerInfo, detail: str) -> None:
@@ -218,12 +221,15 @@ class LiveRequest:
         """Fails this request, and no other, with what is raised within; closes it if it is over."""
         try:
             yield
-        except RequestError as error:
-            self._stream.fail(error)
         except Exception as error:
-            _log.exception("request %s", self.request.request_id)
-            self._stream.fail(InternalFailure(f"router: {error}"))
+            self._end_with(error)
         self._close_if_over()
+
+    def _end_with(self, error: Exception) -> None:
+        if not isinstance(error, RequestError):
+            _log.exception("request %s", self.request.request_id)
+            error = InternalFailure(f"router: {error}")
+        self._stream.fail(error)
 
     def _take(self, attempt: Attempt, role: WorkerRole, output: RequestOutput) -> None:
         choice = output.key.choice

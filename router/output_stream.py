@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Sequence
 from typing import Final
 
@@ -58,13 +59,19 @@ class OutputStream:
         self._events: list[bytes] = []
         self._changes = Notifier()
 
-    async def event(self, number: int) -> bytes | None:
-        """The event of this number, from 0, once it is there; None: the stream has no more.
+    def is_coming(self, number: int) -> bool:
+        """Whether the event of this number is not there, and may come."""
+        return number >= len(self._events) and self.outcome is None
+
+    def changed(self) -> asyncio.Future[None]:
+        """Is done after the next event, or the outcome."""
+        return self._changes.wait()
+
+    def event(self, number: int) -> bytes | None:
+        """The event of this number, from 0, unless it `is_coming`; None: the stream has no more.
 
         All deltas come first, then the completion. Raises the outcome if that is an error.
         """
-        while self.outcome is None and number >= len(self._events):
-            await self._changes.wait()
         if number < len(self._events):
             return self._events[number]
         if isinstance(self.outcome, RequestError):
@@ -99,7 +106,8 @@ class OutputStream:
         if contradicted:
             self._stopwatch.contradicted(contradicted)
         self._publish(delta)
-        self._complete_if_ended()
+        if self.choices[output.key.choice].ended is not None:
+            self._complete_if_ended()
 
     def _take_prompt_logprobs(self, output: RequestOutput) -> None:
         """Publishes those that have not come before, from an earlier attempt."""

@@ -67,7 +67,9 @@ class Reader:
         if self._taken is not None and self._next > self._first_new:
             self._read_bytes += len(self._taken)
         self._patience_ends = math.inf
-        self._taken = event = await self._stream.event(self._next)
+        while self._stream.is_coming(self._next):
+            await self._stream.changed()
+        self._taken = event = self._stream.event(self._next)
         if event is None:
             raise StopAsyncIteration
         self._next += 1

@@ -79,6 +79,8 @@ class StopStringBuffer:
         A stop string that `piece` completes while `may_stop` is false is
         ordinary text, and so is everything before its end.
         """
+        if not self._stop:
+            return piece
         held = self._held + piece
         matches = [start for start in map(held.find, self._stop) if start >= 0]
         if not matches:
