@@ -6,6 +6,7 @@ Everything here happens on the transfer thread.
 from __future__ import annotations
 
 import logging
+import time
 from collections import deque
 
 from kvrelay.kv_transfer.endpoints import Endpoints
@@ -16,6 +17,10 @@ from kvrelay.kv_transfer.second_tries import SecondTries
 from kvrelay.kv_transfer.transfers import MOST_DEAD
 
 logger = logging.getLogger(__name__)
+
+ENDS_BY_ITSELF_S = 5.0
+"""A dead peer's running reads are given up after that: NIXL has failed them long before, if it
+was told of the end. It is not where the peer's host is frozen, or cut off."""
 
 
 class Peers:
@@ -33,12 +38,12 @@ class Peers:
         """By incarnation."""
         self._dead: deque[str] = deque(maxlen=MOST_DEAD)
         """Incarnations that are not connected again, by a handshake that comes too late."""
-        self._awaited_deaths: list[str] = []
-        """Dead peers of which NIXL may still have reads, or connections to them."""
+        self._awaited_deaths: dict[str, float] = {}
+        """Dead peers of which NIXL may still have reads, or connections to them, and since when."""
         self._tries = SecondTries()
         """To let go of dead peers and of replaced agents."""
         self._needs_new_agent = False
-        """A living peer's reads have failed: their fences pass once the agent is destroyed."""
+        """Reads have failed, of a peer that is dead or answers again: the agent has to go."""
 
     def find(self, incarnation: str) -> PeerDescription | None:
         """A peer's description; `None` if NIXL is not connected to it."""
@@ -68,10 +73,10 @@ class Peers:
             self.add(peer)
 
     def confirm_death(self, incarnation: str) -> None:
-        """Start no read from a peer any more, and disconnect when none is running."""
+        """Start no read from a peer any more, and close the connections to it."""
         self._dead.append(incarnation)
         self._known.pop(incarnation, None)
-        self._awaited_deaths.append(incarnation)
+        self._awaited_deaths.setdefault(incarnation, time.monotonic())
 
     def settle(self) -> None:
         """Let the fences pass of failed reads that no byte can come from any more."""
@@ -83,17 +88,24 @@ class Peers:
                 self._settle_retired(endpoint)
 
     def _settle_deaths(self) -> None:
-        """Those of dead peers of which NIXL has no running read, and no connection, any more."""
-        for incarnation in list(self._awaited_deaths):
+        """Close the connections to dead peers.
+
+        To remove a peer closes no socket, and bytes still arrive afterwards (NIXL 1.5.1, by TCP).
+        So where reads from it have failed, the agents that ran them have to go.
+        """
+        for incarnation, since in list(self._awaited_deaths.items()):
             if self._reads.is_running(incarnation):
-                continue
-            if self._tries.run(incarnation, f"NIXL keeps dead {incarnation}", self._forget):
-                self._awaited_deaths.remove(incarnation)
-                self._reads.settle_failed(incarnation)
+                if time.monotonic() - since < ENDS_BY_ITSELF_S:
+                    continue
+                self._reads.give_up(incarnation)
+            if self._reads.is_fenced(incarnation):
+                if self._reads.is_fenced(incarnation, self._endpoints.current):
+                    self._needs_new_agent = True
+            elif self._tries.run(incarnation, f"NIXL keeps dead {incarnation}", self._forget):
+                del self._awaited_deaths[incarnation]
 
     def _forget(self, incarnation: str) -> bool:
-        """Disconnect from a peer of which no read is running. May raise NIXL's exceptions."""
-        self._reads.release_failed(incarnation)
+        """Remove a peer of which no read is left. May raise NIXL's exceptions."""
         self._endpoints.disconnect(incarnation)
         return True
 

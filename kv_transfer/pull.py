@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Final
 
+from kvrelay.mem_cache.fence import FenceKind
 from kvrelay.mem_cache.geometry import Int64Array
 
 
@@ -40,9 +41,9 @@ class Pull:
     Or a probe, of scratch pages in place of the pools, in one direction or the other.
 
     It is its own fence: the local pages may be used again once `passed`, that
-    is when it ended well, never started, the process it read from is confirmed
-    dead, or the NIXL agent that ran it is destroyed. An error alone proves nothing:
-    other pieces of the same read may still be arriving.
+    is when it ended well, never started, or the NIXL agent that ran it is destroyed.
+    An error alone proves nothing: other pieces of the same read may still be arriving.
+    Nor does the peer's death: what it had written is sent by its kernel.
     """
 
     peer: str
@@ -92,6 +93,11 @@ class Pull:
     def settle(self) -> None:
         """Let the fence pass: no byte of this pull will arrive any more."""
         self._settled.set()
+
+    @property
+    def kind(self) -> FenceKind:
+        """See `mem_cache.fence.Fence`."""
+        return FenceKind.FAILED_READ if self.state is PullState.FAILED else FenceKind.READ
 
     def passed(self) -> bool:
         """Whether no byte of this pull can arrive any more, see `mem_cache.fence.Fence`."""

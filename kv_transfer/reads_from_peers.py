@@ -39,8 +39,8 @@ class _Read:
 class ReadsFromPeers:
     """All reads whose bytes may still arrive: the running ones, and those that have failed.
 
-    A read leaves when it has ended well, when the peer's death is confirmed, or when the NIXL
-    agent that ran it is destroyed.
+    A read leaves when it has ended well, or when the NIXL agent that ran it is destroyed. That the
+    peer has died is not enough: its kernel still sends what the peer had written.
 
     Args:
         endpoints: NIXL.
@@ -103,14 +103,20 @@ class ReadsFromPeers:
             if read.endpoint is self._endpoints.current
         )
 
+    def is_fenced(self, peer: str, endpoint: NixlEndpoint | None = None) -> bool:
+        """Whether bytes of a peer's failed reads may still arrive, on one agent or on any."""
+        return any(endpoint in (None, read.endpoint) for read in self._failed(peer))
+
+    def give_up(self, peer: str) -> None:
+        """Call a peer's running reads failed: it is dead, and NIXL has not noticed."""
+        for read in self._running():
+            if read.pull.peer == peer:
+                self._fail(read, "the peer's death is confirmed")
+
     def release_failed(self, peer: str) -> None:
         """Let NIXL forget a peer's failed reads. Their bytes may still arrive."""
         for read in self._failed(peer):
             read.transfer.release()
-
-    def settle_failed(self, peer: str) -> None:
-        """The peer's process is dead and disconnected: let the fences of its reads pass."""
-        self._settle(self._failed(peer))
 
     def release_on(self, endpoint: NixlEndpoint) -> None:
         """Let NIXL forget the failed reads of an agent."""
@@ -119,9 +125,7 @@ class ReadsFromPeers:
 
     def settle_on(self, endpoint: NixlEndpoint) -> None:
         """The agent is destroyed: let the fences of its reads pass."""
-        self._settle(self._failed_on(endpoint))
-
-    def _settle(self, reads: list[_Read]) -> None:
+        reads = self._failed_on(endpoint)
         for read in reads:
             self._reads.remove(read)
             read.pull.settle()
@@ -205,7 +209,8 @@ class ReadsFromPeers:
         read.pull.fail(error, read.seconds)
         logger.warning(
             "a transfer of %d pages with %s failed after %.1f s (%s); "
-            "its pages stay in quarantine until the peer answers again, or its death is confirmed",
+            "its pages stay in quarantine until the peer answers again, or its death is confirmed, "
+            "and the NIXL agent that reads is replaced",
             read.pull.num_pages,
             read.pull.peer,
             read.pull.seconds,

@@ -61,7 +61,7 @@ class Transfers(Protocol):
         """Tell that a peer's process is known to be gone, so that fences on it can pass.
 
         Bytes that the peer had sent before may still arrive. The fences of its pulls pass once
-        NIXL has reported the end of each and has disconnected from the peer.
+        each has ended, or was given up, and the connections to the peer are closed.
         """
         ...
 

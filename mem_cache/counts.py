@@ -1,4 +1,7 @@
-"""Counts of what the prefix index has done. Those of pages and rows are `wire.load.PoolCounts`."""
+"""Counts of what the prefix index has done, and of the quarantine.
+
+Those of pages and rows by state are `wire.load.PoolCounts`.
+"""
 
 from __future__ import annotations
 
@@ -20,3 +23,13 @@ class CacheCounts:
         return CacheCounts(
             self.lookups, self.hits, self.hit_tokens, self.evicted_pages, self.duplicate_pages
         )
+
+
+@dataclass(slots=True)
+class QuarantineCounts:
+    """What is in quarantine for one reason."""
+
+    pages: int
+    """Of all pools."""
+    since: float
+    """When the oldest came there."""

@@ -3,7 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import Protocol
+
+
+class FenceKind(StrEnum):
+    """What may still touch memory, from what ends by itself to what may not."""
+
+    FORWARD = "forward"
+    """A forward that reads or writes it."""
+    READ = "read"
+    """A transfer that runs."""
+    FAILED_READ = "failed_read"
+    """A transfer that has failed: its bytes may still arrive."""
 
 
 class Fence(Protocol):
@@ -12,6 +24,11 @@ class Fence(Protocol):
     A fence passes once and stays passed. It passes by proof that the reader or
     writer has ended, never because time went by.
     """
+
+    @property
+    def kind(self) -> FenceKind:
+        """What it is that reads or writes."""
+        ...
 
     def passed(self) -> bool:
         """Whether the reader or writer has provably ended. Cheap, never blocks."""
@@ -47,6 +64,11 @@ class StepFence:
 
     clock: StepClock = field(repr=False)
     step: int
+
+    @property
+    def kind(self) -> FenceKind:
+        """See `Fence`."""
+        return FenceKind.FORWARD
 
     def passed(self) -> bool:
         """See `Fence`."""

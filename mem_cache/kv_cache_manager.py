@@ -19,9 +19,9 @@ import numpy as np
 
 from kvrelay.mem_cache.account import Pages
 from kvrelay.mem_cache.audit import Audit
-from kvrelay.mem_cache.counts import CacheCounts
+from kvrelay.mem_cache.counts import CacheCounts, QuarantineCounts
 from kvrelay.mem_cache.errors import KVCacheError
-from kvrelay.mem_cache.fence import Fence
+from kvrelay.mem_cache.fence import Fence, FenceKind
 from kvrelay.mem_cache.lease import Lease
 from kvrelay.mem_cache.lease_lengths import LeaseLengths
 from kvrelay.mem_cache.lease_table import LeaseTable
@@ -296,6 +296,10 @@ class KVCacheManager:
     def quarantined_since(self) -> float | None:
         """When the oldest quarantined memory came there, by `clock`."""
         return self._allocator.quarantined_since
+
+    def quarantine_counts(self) -> dict[FenceKind, QuarantineCounts]:
+        """Pages in quarantine, and since when by `clock`, by what they wait for."""
+        return self._allocator.quarantine_counts()
 
     def page_counts(self) -> tuple[PoolCounts, ...]:
         """How many pages of each pool are in each state. O(1)."""

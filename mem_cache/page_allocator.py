@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from kvrelay.mem_cache.account import Owner, PageAccount, Pages, Shares
-from kvrelay.mem_cache.counts import CacheCounts
-from kvrelay.mem_cache.fence import Fence
+from kvrelay.mem_cache.counts import CacheCounts, QuarantineCounts
+from kvrelay.mem_cache.fence import Fence, FenceKind
 from kvrelay.mem_cache.lease import Lease
 from kvrelay.mem_cache.prefix_index import PrefixIndex, PrefixLock
 from kvrelay.mem_cache.rows import Rows
@@ -33,6 +33,12 @@ class Quarantined:
     lock: PrefixLock | None
     fences: tuple[Fence, ...]
     since: float
+
+    @property
+    def kind(self) -> FenceKind:
+        """What it waits for; of several fences the one that may stay longest."""
+        kinds = {fence.kind for fence in self.fences if not fence.passed()}
+        return max(kinds, key=list(FenceKind).index, default=FenceKind.FORWARD)
 
 
 class PageAllocator:
@@ -76,6 +82,15 @@ class PageAllocator:
     def quarantined_since(self) -> float | None:
         """When the oldest quarantined memory came there, by the clock; `None` if there is none."""
         return min((entry.since for entry in self.quarantine), default=None)
+
+    def quarantine_counts(self) -> dict[FenceKind, QuarantineCounts]:
+        """What is in quarantine, by what it waits for; what nothing waits for is left out."""
+        counts: dict[FenceKind, QuarantineCounts] = {}
+        for entry in self.quarantine:
+            found = counts.setdefault(entry.kind, QuarantineCounts(0, entry.since))
+            found.pages += sum(map(len, entry.pages))
+            found.since = min(found.since, entry.since)
+        return counts
 
     # Leases
 

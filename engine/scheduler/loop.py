@@ -191,7 +191,9 @@ class Engine(Generic[RequestT, MessageT]):
         self._audit()
         load = self._scheduler.load()
         kv_cache = self._context.kv_cache
-        self._context.metrics.publish(load, kv_cache.quarantined_since, kv_cache.cache_counts)
+        self._context.metrics.publish(
+            load, kv_cache.quarantined_since, kv_cache.cache_counts, kv_cache.quarantine_counts()
+        )
         self._context.flush(load)
         if self._gives_up:
             raise WorkerBrokenError(self._gives_up)

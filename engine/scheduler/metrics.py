@@ -8,7 +8,7 @@ metric whose value is read from the published state gets a line in `WorkerMetric
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Final
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
@@ -19,7 +19,8 @@ from kvrelay.engine.config import WorkerConfig
 from kvrelay.engine.executor.step import StepEnded
 from kvrelay.engine.scheduler.commands import Dropped
 from kvrelay.kv_transfer.pull import Pull, PullState
-from kvrelay.mem_cache.counts import CacheCounts
+from kvrelay.mem_cache.counts import CacheCounts, QuarantineCounts
+from kvrelay.mem_cache.fence import FenceKind
 from kvrelay.net.metrics import Instruments, Metric, MetricTable, MetricType
 from kvrelay.wire.load import WorkerLoad
 
@@ -94,6 +95,19 @@ QUARANTINE_AGE: Final = METRICS.collected(
     MetricType.GAUGE,
     "kvrelay_quarantine_age_seconds",
     "Seconds that the oldest quarantined memory has been in quarantine",
+)
+QUARANTINED_PAGES: Final = METRICS.collected(
+    MetricType.GAUGE,
+    "kvrelay_quarantined_pages",
+    "Pages of all pools in quarantine, by what they wait for: a forward, a read that runs, or one "
+    "that has failed",
+    "reason",
+)
+QUARANTINED_SECONDS: Final = METRICS.collected(
+    MetricType.GAUGE,
+    "kvrelay_quarantined_seconds",
+    "Seconds that the oldest memory has waited in quarantine, by what it waits for",
+    "reason",
 )
 QUARANTINE_DRAINS: Final = METRICS.counter(
     "kvrelay_quarantine_drains_total",
@@ -173,6 +187,7 @@ DROPPED_MESSAGES: Final = METRICS.counter(
 
 _EXPECTED_PROMPTS = (256, 1024, 8192)
 _EXPECTED_ROWS = (1, 8, 32)
+_Quarantine = Mapping[FenceKind, QuarantineCounts]
 _PAGE_STATES = ("free", "held", "cached_evictable", "cached_protected", "session", "quarantined")
 
 
@@ -191,20 +206,25 @@ class WorkerMetrics(Instruments, Collector):
         }
         super().__init__(METRICS, common)
         self._common_values = tuple(common.values())
-        self._published: tuple[WorkerLoad, float | None, CacheCounts] = (
+        self._published: tuple[WorkerLoad, float | None, CacheCounts, _Quarantine] = (
             WorkerLoad(0, 0, 0, ()),
             None,
             CacheCounts(),
+            {},
         )
         for kind in Dropped:
             self.show(DROPPED_MESSAGES, kind=kind.value)
         self.registry.register(self)
 
     def publish(
-        self, load: WorkerLoad, quarantined_since: float | None, cache: CacheCounts
+        self,
+        load: WorkerLoad,
+        quarantined_since: float | None,
+        cache: CacheCounts,
+        quarantine: _Quarantine,
     ) -> None:
-        """Set the state after a pass; engine thread. The time is `time.monotonic`'s."""
-        self._published = (load, quarantined_since, cache.copy())
+        """Set the state after a pass; engine thread. Times are `time.monotonic`'s."""
+        self._published = (load, quarantined_since, cache.copy(), quarantine)
 
     @property
     def quarantine_age(self) -> float:
@@ -249,7 +269,7 @@ class WorkerMetrics(Instruments, Collector):
 
     def _values(self) -> Iterator[tuple[Metric, float, *tuple[str, ...]]]:
         """The value and the own labels of each metric that is collected."""
-        load, _, cache = self._published
+        load, _, cache, quarantine = self._published
         for counts in load.pools:
             for state in _PAGE_STATES:
                 yield PAGES, getattr(counts, state), counts.pool, state
@@ -264,6 +284,11 @@ class WorkerMetrics(Instruments, Collector):
             yield EXPECTED_STEP_SECONDS, load.speeds.step_seconds(rows, 1024), str(rows)
         yield QUARANTINE_AGE, self.quarantine_age
         yield REFUSED_PEERS, len(load.refused_peers)
+        now = time.monotonic()
+        for kind in FenceKind:
+            found = quarantine.get(kind)
+            yield QUARANTINED_PAGES, found.pages if found else 0, kind.value
+            yield QUARANTINED_SECONDS, now - found.since if found else 0.0, kind.value
         for peer in load.peers:
             labels = peer.incarnation, peer.backend, peer.transports
             yield TRANSFER_RATE, peer.read_bytes_per_second, *labels, "read"

@@ -39,6 +39,16 @@ def reads_of(request: SimRequest) -> list[tuple[Pull, Callable[[Pull], None]]]:
     return list(request.decode.agent.ordered)
 
 
+def quarantined(request: SimRequest) -> dict[str, float]:
+    """Pages in quarantine on its decode worker, by what the metrics say they wait for."""
+    return {
+        sample.labels["reason"]: sample.value
+        for metric in request.decode.context.metrics.registry.collect()
+        for sample in metric.samples
+        if sample.name == "kvrelay_quarantined_pages" and sample.value
+    }
+
+
 def holds_on_to_reads(simulation: Simulation) -> None:
     """No read ends until `agent.ordered` is what the simulation sees again."""
     simulation.end_read = lambda worker: None  # type: ignore[method-assign]
@@ -364,6 +374,7 @@ def test_a_read_that_does_not_end_costs_its_attempt_and_its_pages_stay_fenced() 
     _time_passes(request, silent=False)
     request.decode.turn()
     assert request.decode.kv_cache.page_counts()[0].quarantined == 10
+    assert quarantined(request) == {"read": 10}
     simulation.end_read = read  # type: ignore[method-assign]
     simulation.run()
     end = request.ends[request.decode.name]
@@ -381,6 +392,7 @@ def test_pages_of_a_failed_read_come_back_when_its_fence_passes_and_nothing_else
     agent.ordered = [entry for entry in agent.ordered if entry[0] not in failed]
     simulation.run()
     assert request.decode.kv_cache.page_counts()[0].quarantined == 10
+    assert quarantined(request) == {"failed_read": 10}
     for pull in failed:
         pull.settle()
     agent.on_fences_passed()

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from kvrelay.mem_cache.fence import Fence, StepClock, StepFence
+from kvrelay.mem_cache.fence import Fence, FenceKind, StepClock, StepFence
 from kvrelay.mem_cache.kv_cache_manager import KVCacheManager
 from kvrelay.mem_cache.lease import Lease, LeaseState
 from kvrelay.mem_cache.radix_tree import RadixTree
@@ -41,6 +41,7 @@ class InFlight:
     """Of pages, at its end, before it writes."""
     forked: dict[Holder, tuple[str, int]] = field(default_factory=dict)
     """Whose pages those are: with `life`, and what they have when they are copied."""
+    kind: FenceKind = FenceKind.FORWARD
 
     def passed(self) -> bool:
         return self.ended
