@@ -6,6 +6,7 @@ import asyncio
 import logging
 import os
 import uuid
+from concurrent.futures import ThreadPoolExecutor
 
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
@@ -76,9 +77,7 @@ class Worker:
         incarnation = f"{config.name}-{uuid.uuid4().hex[:12]}"
         # Before the weights, which take longer to read.
         tokenizer = await loop.run_in_executor(None, load_tokenizer, config.model_path)
-        model = await loop.run_in_executor(
-            None, load_model, config, tokenizer.sha256, self._weights_read.add
-        )
+        model = await self._load(tokenizer.sha256)
         agent = await loop.run_in_executor(
             None,
             make_agent,
@@ -113,6 +112,20 @@ class Worker:
             self._parts.metrics, config.quarantine_limit, self.heartbeat
         )
         return self._describe(incarnation, port, model)
+
+    async def _load(self, tokenizer_sha256: str) -> LoadedModel:
+        """Load the model on a thread that ends then, and its OpenMP team with it.
+
+        While a process has more OpenMP threads than cores, no team waits for its next work by
+        spinning: each small operation of a forward would begin by waking the forward's team.
+        """
+        thread = ThreadPoolExecutor(1, "load")
+        try:
+            return await self._loop.run_in_executor(
+                thread, load_model, self._config, tokenizer_sha256, self._weights_read.add
+            )
+        finally:
+            thread.shutdown(wait=False)
 
     async def stop(self) -> None:
         """Close the listeners, end the engine; the pool stays registered."""
