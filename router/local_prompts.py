@@ -8,7 +8,7 @@ from enum import StrEnum
 from typing import Final
 
 from kvrelay.router.estimate import PromptQueue, most_tokens_ahead
-from kvrelay.wire.speeds import NO_WORK, StepSpeeds, StepWork
+from kvrelay.wire.speeds import NO_WORK, StepSpeeds, StepWork, make_backlog
 
 _HAND_OVER_WORTH: Final = 1.25
 """An idle decode worker may take so many times as long as a prefill worker: nothing is handed over,
@@ -140,7 +140,8 @@ def _seconds_beside(tokens: int, side: Side, speeds: StepSpeeds, itl_target: flo
     load = side.queue.load
     generating = StepWork(rows=max(load.running_requests, 1), row_pairs=load.held_tokens)
     most = speeds.chunk_tokens or tokens
-    backlog = math.ceil(side.backlog_tokens) + tokens
+    own = side.own_tokens(tokens)
+    backlog = make_backlog(own, math.ceil(side.backlog_tokens) + own)
     chunk = speeds.most_tokens_beside(generating, tokens // 2, most, backlog, itl_target)
     return _seconds(tokens, side, replace(speeds, chunk_tokens=chunk), generating)
 

@@ -15,10 +15,10 @@ _IDLE_STEPS: Final = 2.5
 _OWN_STEPS: Final = 1.5
 """And at least as long as so many steps of its batch without prompts: beside a large batch
 prompts would starve otherwise."""
-_BACKLOG_STEPS: Final = 4
-_MOST_IDLE_STEPS: Final = 8
-"""Many prompts are computed in so many steps, or more, which take as long as so many idle ones at
-most: with small chunks they would take much longer in all, as each step has a cost of its own."""
+_BACKLOG_STEPS: Final = 3
+_MOST_IDLE_STEPS: Final = 16
+"""A backlog is computed in so many steps, or more, which take as long as so many idle ones at most:
+with small chunks it would take much longer in all, as each step has a cost of its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +101,7 @@ class StepSpeeds:
             rows: what the step computes beside the prompt.
             context: tokens of the prompt before those.
             most: tokens of the prompt that the step may compute at all.
-            backlog_tokens: of prompts, that the worker is still to compute.
+            backlog_tokens: of prompts, as `make_backlog` counts them.
             itl_target: seconds that the step may take; None: as follows from steps without prompts.
         """
         if not self.prompts_known:
@@ -122,6 +122,19 @@ class StepSpeeds:
         idle, own = self.step_seconds(1), self.seconds_of(rows)
         for_backlog = own + self.seconds_per_token * backlog_tokens / _BACKLOG_STEPS
         return max(_IDLE_STEPS * idle, _OWN_STEPS * own, min(for_backlog, _MOST_IDLE_STEPS * idle))
+
+
+def make_backlog(longest_tokens: int, tokens_left: int) -> int:
+    """The tokens of prompts that chunks beside rows are a part of.
+
+    The longest prompt counts as a whole until it ends, so that its chunks do not become smaller and
+    smaller; and half of what is left of all, so that many prompts are computed in larger chunks.
+
+    Args:
+        longest_tokens: of the longest prompt that is not computed, what was computed included.
+        tokens_left: of all prompts.
+    """
+    return max(longest_tokens, tokens_left // 2)
 
 
 UNMEASURED = StepSpeeds()

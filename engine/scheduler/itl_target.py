@@ -27,7 +27,7 @@ class ItlTarget:
             rows: what the step computes beside the prompt.
             context: tokens before those of the prompt.
             most: prompt tokens that the step may compute at all.
-            backlog_tokens: of prompts that have memory, that are still to be computed.
+            backlog_tokens: of prompts that have memory, as `make_backlog` counts them.
         """
         return self._learner.speeds.most_tokens_beside(
             rows, context, most, backlog_tokens, self._seconds

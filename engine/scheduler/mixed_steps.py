@@ -110,7 +110,7 @@ class MixedSteps(Generic[RequestT]):
         rows = len(generating)
         most = max(self._chunk_tokens - rows, self._chunk_tokens // _PROMPT_SHARE, 1)
         work = StepWork(rows=rows, row_pairs=sum([r.request.num_tokens for r in generating]))
-        backlog = sum(self.computing.tokens_left.values()) if rows else _ANY_BACKLOG
+        backlog = self.computing.backlog_tokens if rows else _ANY_BACKLOG
         return self._itl_target.most_prompt_tokens(work, self.computing.next_context, most, backlog)
 
     def _one_generates_soon(self) -> bool:

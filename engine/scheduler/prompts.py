@@ -13,6 +13,7 @@ from kvrelay.engine.scheduler.chunks import share_budget
 from kvrelay.engine.scheduler.context import SchedulerContext
 from kvrelay.engine.scheduler.request import Request
 from kvrelay.wire.output import PhaseTimings, SampledToken
+from kvrelay.wire.speeds import make_backlog
 
 RequestT = TypeVar("RequestT", bound=Request)
 
@@ -24,6 +25,8 @@ class PromptRun:
     token_state: TokenState
     cached_tokens: int
     """Prompt tokens that the prefix index had."""
+    num_tokens: int
+    """Tokens that it computes in all."""
     queued: float
     """Seconds until it had memory."""
     begun: float = field(default_factory=time.monotonic)
@@ -63,6 +66,15 @@ class ComputingPrompts(Generic[RequestT]):
         return {request: _tokens_left(request) for request in self._runs}
 
     @property
+    def backlog_tokens(self) -> int:
+        """What chunks are a part of, by those inputs that are not in steps as a whole."""
+        unfinished = [
+            (run.num_tokens, left) for one, run in self._runs.items() if (left := _tokens_left(one))
+        ]
+        longest = max([tokens for tokens, _ in unfinished], default=0)
+        return make_backlog(longest, sum([left for _, left in unfinished]))
+
+    @property
     def completes_one(self) -> bool:
         """Whether the last chunk of one of them is in a step that has not ended."""
         return any(not _tokens_left(request) for request in self._runs)
@@ -91,7 +103,8 @@ class ComputingPrompts(Generic[RequestT]):
         token_state = request.make_token_state(request.choices)
         queued = time.monotonic() - request.received
         cached = min(request.kv_written_len, len(request.prompt_ids))
-        self._runs[request] = PromptRun(token_state, cached, queued)
+        left = _tokens_left(request)
+        self._runs[request] = PromptRun(token_state, cached, left, queued)
         return True
 
     def remove(self, request: RequestT) -> PromptRun | None:

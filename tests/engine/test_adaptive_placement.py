@@ -118,8 +118,8 @@ def test_long_prompts_are_computed_by_both_workers() -> None:
     assert 0.2 < adaptive.by_decode < 0.6
     assert adaptive.tokens_per_second > 1.25 * strict.tokens_per_second
     assert adaptive.ttft < 0.6 * strict.ttft
-    # Eight steps of one request, as many prompts wait.
-    assert adaptive.itl < 1.15 * 8 * (STEP_SECONDS + ROW_SECONDS)
+    # 16 steps of one request, as many prompts wait.
+    assert adaptive.itl < 1.15 * 16 * (STEP_SECONDS + ROW_SECONDS)
 
 
 @pytest.mark.parametrize("clients", [8, pytest.param(32, marks=pytest.mark.slow)])
@@ -135,3 +135,13 @@ def test_one_client_finds_the_decode_worker_idle() -> None:
     adaptive = serve("adaptive", (256, 128), 1)
     assert adaptive.by_decode == 1
     assert adaptive.ttft < 1.1 * serve("strict", (256, 128), 1).ttft
+
+
+@pytest.mark.slow
+def test_long_chunks_serve_many_long_prompts_sooner() -> None:
+    """The default bound while long prompts wait, and half of that."""
+    shape, clients, half = (1024, 64), 32, 8e3 * (STEP_SECONDS + ROW_SECONDS)
+    halved = serve("aggregated", shape, clients, rounds=3, itl_target=half)
+    served = serve("aggregated", shape, clients, rounds=3)
+    assert served.tokens_per_second > 1.04 * halved.tokens_per_second
+    assert served.ttft < 0.7 * halved.ttft

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvrelay.wire.load import sum_by_size
-from kvrelay.wire.speeds import StepSpeeds, StepWork
+from kvrelay.wire.speeds import StepSpeeds, StepWork, make_backlog
 
 SPEEDS = StepSpeeds(
     seconds_per_step=1,
@@ -43,6 +43,12 @@ def test_a_step_of_rows():
 def test_nothing_is_expected_of_a_worker_that_has_measured_nothing():
     assert StepSpeeds(chunk_tokens=512).prompt_seconds(10_000) == 0
     assert StepSpeeds().step_seconds(8) == 0
+
+
+def test_chunks_are_a_part_of_the_longest_prompt_or_of_half_of_all_that_is_left():
+    assert make_backlog(1000, tokens_left=10) == 1000
+    assert make_backlog(1000, tokens_left=3000) == 1500
+    assert make_backlog(0, tokens_left=0) == 0
 
 
 def test_prompts_are_summed_by_size():
