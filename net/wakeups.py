@@ -42,8 +42,15 @@ def _add_reader(
 
 
 def _read_all_but_one(wakeups: socket.socket, take_completions: Callable[[], object]) -> None:
-    """Take the completions. Their bytes are written after them, so that none is lost."""
-    waiting = len(wakeups.recv(_MOST_BYTES, socket.MSG_PEEK))
+    """Take the completions. Their bytes are written after them, so that none is lost.
+
+    The loops of a process share the socket: another one may have taken the bytes, and passes the
+    completions on.
+    """
+    try:
+        waiting = len(wakeups.recv(_MOST_BYTES, socket.MSG_PEEK | socket.MSG_DONTWAIT))
+    except BlockingIOError:
+        return
     if waiting > 1:
         wakeups.recv(waiting - 1)
     take_completions()  # which reads the last one

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import socket
 import subprocess
 import sys
+
+from kvrelay.net.wakeups import _read_all_but_one
 
 CALLS = 60
 
@@ -72,3 +75,12 @@ def count_turns(how: str) -> int:
 
 def test_completions_that_wait_together_wake_the_loop_once():
     assert count_turns("join") < 2 * CALLS < 4 * CALLS < count_turns("as gRPC does")
+
+
+def test_completions_that_another_loop_has_taken_are_left_to_it():
+    ours, grpcs = socket.socketpair()
+    with ours, grpcs:
+        _read_all_but_one(ours, lambda: ours.recv(1))
+        grpcs.send(b"111")
+        _read_all_but_one(ours, lambda: ours.recv(1))
+        _read_all_but_one(ours, lambda: ours.recv(1))  # would wait
