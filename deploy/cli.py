@@ -6,7 +6,7 @@ import importlib
 
 import click
 
-_COMMANDS = ("drain", "generate", "router", "scale", "serve", "status")
+_COMMANDS = ("drain", "generate", "leave", "router", "scale", "serve", "status")
 
 
 class _Commands(click.Group):

@@ -408,4 +408,9 @@ def actor_class(role: WorkerRole) -> type[WorkerHost]:
     as well, but before Ray sets its own handler.
     """
     attributes = {"sigterm": _MadeOnArrival(TermSignal)}
-    return type(f"{role.capitalize()}Worker", (WorkerHost,), attributes)
+    return type(actor_class_name(role), (WorkerHost,), attributes)
+
+
+def actor_class_name(role: WorkerRole) -> str:
+    """What Ray calls the class of a role's actors."""
+    return f"{role.capitalize()}Worker"

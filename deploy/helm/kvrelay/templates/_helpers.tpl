@@ -1,0 +1,183 @@
+{{/* The name of everything, and of the RayCluster: KubeRay adds up to 23 characters to it. */}}
+{{- define "kvrelay.name" -}}
+{{- $name := ternary .Release.Name (printf "%s-%s" .Release.Name .Chart.Name) (contains .Chart.Name .Release.Name) -}}
+{{- $name | trunc 40 | trimSuffix "-" -}}
+{{- end -}}
+
+{{- define "kvrelay.labels" -}}
+helm.sh/chart: {{ .Chart.Name }}-{{ .Chart.Version }}
+app.kubernetes.io/name: {{ .Chart.Name }}
+app.kubernetes.io/instance: {{ .Release.Name }}
+app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
+app.kubernetes.io/managed-by: {{ .Release.Service }}
+{{- end -}}
+
+{{- define "kvrelay.routerLabels" -}}
+app.kubernetes.io/instance: {{ .Release.Name }}
+app.kubernetes.io/component: router
+{{- end -}}
+
+{{/* What KubeRay puts on the pods of the RayCluster. */}}
+{{- define "kvrelay.rayLabels" -}}
+ray.io/cluster: {{ include "kvrelay.name" . }}
+{{- end -}}
+
+{{- define "kvrelay.image" -}}
+{{ .Values.image.repository }}:{{ .Values.image.tag | default .Chart.AppVersion }}
+{{- end -}}
+
+{{/* The Secret with the certificates between router and workers; empty: plain text. */}}
+{{- define "kvrelay.tlsSecret" -}}
+{{- if .Values.tls.issuer.name -}}
+{{- .Values.tls.secret | default (printf "%s-tls" (include "kvrelay.name" .)) -}}
+{{- else -}}
+{{- .Values.tls.secret -}}
+{{- end -}}
+{{- end -}}
+
+{{/* What routers show clients is TLS. */}}
+{{- define "kvrelay.clientTls" -}}
+{{- if or (include "kvrelay.tlsSecret" .) .Values.tls.clientSecret -}}true{{- end -}}
+{{- end -}}
+
+{{- define "kvrelay.check" -}}
+{{- if and (not (include "kvrelay.tlsSecret" .)) (not .Values.tls.insecure) -}}
+{{- fail "tls: set secret or issuer.name, or insecure: true for a network of your own" -}}
+{{- end -}}
+{{- if and .Values.tokenSecret (not (include "kvrelay.tlsSecret" .)) -}}
+{{- fail "tokenSecret: routers would send a token to the controller in plain text: set tls.secret or tls.issuer.name" -}}
+{{- end -}}
+{{- end -}}
+
+{{/* The options of a map, sorted by name: true is a flag, false and null are left out. */}}
+{{- define "kvrelay.options" -}}
+{{- range $name, $value := . }}
+{{- if kindIs "bool" $value }}
+{{- if $value }}
+- --{{ $name }}
+{{- end }}
+{{- else if not (kindIs "invalid" $value) }}
+- {{ printf "--%s=%v" $name (ternary (toString (int64 $value)) (toString $value) (and (kindIs "float64" $value) (eq (float64 (int64 $value)) (float64 $value)))) | quote }}
+{{- end }}
+{{- end }}
+{{- end -}}
+
+{{/* What controller and routers are told alike. */}}
+{{- define "kvrelay.sharedOptions" -}}
+- --model={{ .Values.model.source }}
+{{- with .Values.model.name }}
+- --model-name={{ . }}
+{{- end }}
+- --dtype={{ .Values.model.dtype }}
+# Metrics are in plain text always, so they take this even where all else is encrypted.
+- --insecure
+{{- if include "kvrelay.tlsSecret" . }}
+- --tls-cert=/etc/kvrelay/tls/tls.crt
+- --tls-key=/etc/kvrelay/tls/tls.key
+- --tls-ca=/etc/kvrelay/tls/ca.crt
+- --tls-name={{ include "kvrelay.name" . }}
+{{- end }}
+{{- if .Values.tokenSecret }}
+- --auth-token-file=/etc/kvrelay/tokens/tokens
+{{- end }}
+- --seed-key-file=/etc/kvrelay/seed/key
+{{- end -}}
+
+{{- define "kvrelay.podSecurity" -}}
+runAsNonRoot: true
+runAsUser: 2000
+runAsGroup: 2000
+fsGroup: 2000
+fsGroupChangePolicy: OnRootMismatch
+seccompProfile:
+  type: RuntimeDefault
+{{- end -}}
+
+{{- define "kvrelay.security" -}}
+allowPrivilegeEscalation: false
+readOnlyRootFilesystem: true
+capabilities:
+  drop: [ALL]
+{{- end -}}
+
+{{/* Files of controller, routers and workers. */}}
+{{- define "kvrelay.mounts" -}}
+- name: tmp
+  mountPath: /tmp
+- name: home
+  mountPath: /home/kvrelay
+{{- if .Values.model.claim }}
+- name: models
+  mountPath: /models
+  readOnly: true
+{{- end }}
+{{- if include "kvrelay.tlsSecret" . }}
+- name: tls
+  mountPath: /etc/kvrelay/tls
+  readOnly: true
+{{- end }}
+{{- end -}}
+
+{{- define "kvrelay.volumes" -}}
+- name: tmp
+  emptyDir: {}
+- name: home
+  emptyDir: {}
+{{- if .Values.model.claim }}
+- name: models
+  persistentVolumeClaim:
+    claimName: {{ .Values.model.claim }}
+    readOnly: true
+{{- end }}
+{{- with include "kvrelay.tlsSecret" . }}
+- name: tls
+  secret:
+    secretName: {{ . }}
+    defaultMode: 0440
+{{- end }}
+{{- end -}}
+
+{{/* Files that routers need, and the controller, which has a router of its own. */}}
+{{- define "kvrelay.routerMounts" -}}
+- name: seed
+  mountPath: /etc/kvrelay/seed
+  readOnly: true
+{{- if .Values.tokenSecret }}
+- name: tokens
+  mountPath: /etc/kvrelay/tokens
+  readOnly: true
+{{- end }}
+{{- end -}}
+
+{{- define "kvrelay.routerVolumes" -}}
+- name: seed
+  secret:
+    secretName: {{ include "kvrelay.name" . }}-seed
+    defaultMode: 0440
+{{- with .Values.tokenSecret }}
+- name: tokens
+  secret:
+    secretName: {{ . }}
+    defaultMode: 0440
+{{- end }}
+{{- end -}}
+
+{{- define "kvrelay.hubEnv" -}}
+{{- with .Values.model.hubTokenSecret }}
+- name: HF_TOKEN
+  valueFrom:
+    secretKeyRef:
+      name: {{ . }}
+      key: token
+{{- end }}
+{{- end -}}
+
+{{/* What Ray's own processes are told, on every node. */}}
+{{- define "kvrelay.rayEnv" -}}
+# Workers compute at the priority of everything else; Ray would let all else go first.
+- name: RAY_worker_niceness
+  value: "0"
+- name: RAY_USAGE_STATS_ENABLED
+  value: "0"
+{{- end -}}
+

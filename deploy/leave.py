@@ -1,0 +1,100 @@
+"""`kvrelay leave`: lets the workers of a node drain before the node is shut down."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+import click
+
+from kvrelay.deploy.edge import with_clear_errors
+from kvrelay.deploy.environment import allow_many_machines
+from kvrelay.deploy.errors import DeployError
+from kvrelay.deploy.machines import MachineOptions
+from kvrelay.deploy.option_flags import declared_options
+from kvrelay.deploy.progress import Progress
+
+if TYPE_CHECKING:
+    from kvrelay.deploy.node_workers import NodeWorker
+
+_PROCESS_TITLE: Final = b"ray::"
+"""How the command line of every process of Ray's actors begins."""
+
+
+@click.command(context_settings={"show_default": True})
+@declared_options(MachineOptions, {"ray_address"})
+@click.option(
+    "--timeout",
+    type=click.FloatRange(0, min_open=True),
+    default=60.0,
+    help="Seconds to wait for the workers to end: longer than --drain-grace of their cluster.",
+)
+@with_clear_errors
+def leave(*, debug: bool, ray_address: str | None, timeout: float) -> None:
+    """Drain all workers of the Ray node that this machine is, before it is shut down.
+
+    Ray places nothing more on this node. The workers take no more requests, finish their own or
+    give them to others, and end; others take their places elsewhere. Run it on the node, in the
+    container of its workers: as a preStop hook in Kubernetes, say. Workers of all clusters that
+    share this Ray drain. The node itself goes on until you stop it.
+    """
+    allow_many_machines()
+    from kvrelay.deploy.node_workers import leave_node
+
+    progress = Progress(sys.stdout)
+    workers = leave_node(ray_address or "auto", timeout)
+    progress.line(f"Ray places nothing more here; {len(workers)} workers drain.")
+    left = asyncio.run(_drain(workers, timeout, progress))
+    if left:
+        raise DeployError(f"{', '.join(left)} still ran after {timeout:g} s (--timeout)")
+
+
+async def _drain(workers: list[NodeWorker], seconds: float, progress: Progress) -> list[str]:
+    """Let the workers drain; returns the names of those whose processes then still run."""
+    give_up_at = time.monotonic() + seconds
+    ending = [_end_of(worker, give_up_at, progress) for worker in workers]
+    return [name for name in await asyncio.gather(*ending) if name]
+
+
+async def _end_of(worker: NodeWorker, give_up_at: float, progress: Progress) -> str | None:
+    """Ask a worker to drain and wait for its end; its name if that did not come in time."""
+    try:
+        pidfd = os.pidfd_open(worker.pid)
+    except ProcessLookupError:
+        return None
+    try:
+        if not _is_actor(worker.pid):
+            return None  # it has ended, and another program has its pid
+        signal.pidfd_send_signal(pidfd, signal.SIGTERM)
+        ended = asyncio.Event()
+        asyncio.get_running_loop().add_reader(pidfd, ended.set)
+        try:
+            async with asyncio.timeout_at(_on_loop(give_up_at)):
+                await ended.wait()
+        except TimeoutError:
+            return worker.name
+        finally:
+            asyncio.get_running_loop().remove_reader(pidfd)
+    except ProcessLookupError:
+        return None
+    finally:
+        os.close(pidfd)
+    progress.line(f"{worker.name} has left.")
+    return None
+
+
+def _is_actor(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().startswith(_PROCESS_TITLE)
+    except OSError:
+        return False
+
+
+def _on_loop(at: float) -> float:
+    """A time of CLOCK_MONOTONIC as the running loop's clock has it."""
+    return asyncio.get_running_loop().time() + at - time.monotonic()
