@@ -7,7 +7,6 @@ ARG CUDA_BASE=nvidia/cuda:13.0.2-devel-ubuntu24.04
 
 
 FROM ${BASE} AS base-cpu
-SHELL ["/bin/bash", "-euo", "pipefail", "-c"]
 # A release of Debian has one version of each, so BASE is what pins them. libgomp is for torch.
 # hadolint ignore=DL3008
 RUN apt-get update \
@@ -16,7 +15,6 @@ RUN apt-get update \
     && useradd --uid 2000 --create-home --home-dir /home/kvrelay kvrelay
 
 FROM ${CUDA_BASE} AS base-cuda
-SHELL ["/bin/bash", "-euo", "pipefail", "-c"]
 # hadolint ignore=DL3008
 RUN apt-get update \
     && apt-get install -y --no-install-recommends ca-certificates libgomp1 python3-dev python3-venv \

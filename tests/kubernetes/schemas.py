@@ -80,6 +80,15 @@ _OPERATORS: Final[dict[str, Schema]] = {
             ipAddresses=_TEXTS,
         ),
     ),
+    "ScrapeConfig": _object(
+        "apiVersion kind metadata spec",
+        apiVersion={"const": "monitoring.coreos.com/v1alpha1"},
+        kind=_TEXT,
+        metadata=_METADATA,
+        spec=_object(
+            "httpSDConfigs", httpSDConfigs={"type": "array", "items": _object("url", url=_TEXT)}
+        ),
+    ),
     "PodMonitor": _object(
         "apiVersion kind metadata spec",
         apiVersion={"const": "monitoring.coreos.com/v1"},

@@ -41,6 +41,9 @@ ray.io/cluster: {{ include "kvrelay.name" . }}
 {{- end -}}
 
 {{- define "kvrelay.check" -}}
+{{- if not (regexMatch "^[a-z]" .Release.Name) -}}
+{{- fail "the release's name must begin with a letter, as KubeRay wants it" -}}
+{{- end -}}
 {{- if and (not (include "kvrelay.tlsSecret" .)) (not .Values.tls.insecure) -}}
 {{- fail "tls: set secret or issuer.name, or insecure: true for a network of your own" -}}
 {{- end -}}
