@@ -49,12 +49,12 @@ def leave(*, debug: bool, ray_address: str | None, timeout: float) -> None:
     progress = Progress(sys.stdout)
     workers = leave_node(ray_address or "auto", timeout)
     progress.line(f"Ray places nothing more here; {len(workers)} workers drain.")
-    left = asyncio.run(_drain(workers, timeout, progress))
+    left = asyncio.run(drained(workers, timeout, progress))
     if left:
         raise DeployError(f"{', '.join(left)} still ran after {timeout:g} s (--timeout)")
 
 
-async def _drain(workers: list[NodeWorker], seconds: float, progress: Progress) -> list[str]:
+async def drained(workers: list[NodeWorker], seconds: float, progress: Progress) -> list[str]:
     """Let the workers drain; returns the names of those whose processes then still run."""
     give_up_at = time.monotonic() + seconds
     ending = [_end_of(worker, give_up_at, progress) for worker in workers]

@@ -209,41 +209,6 @@ def entered(root: Path, *words: str) -> list[str]:
     return [*namespaces, "bash", "-c", ENTER, "bash", str(root), *words]
 
 
-SERVE_AND_ASK = """
-cd /home/kvrelay
-touch /opt/kvrelay/written 2>/dev/null && { echo "the file system can be written"; exit 1; }
-[ "$(id -u)" != 0 ] || { echo "root"; exit 1; }
-set -e
-OMP_NUM_THREADS=1 kvrelay serve --threads 1 --kv-memory 64MiB --start-timeout 600 > /tmp/said 2>&1 &
-serve=$!
-for _ in $(seq 1800); do
-    grep -q "Ctrl-C stops it" /tmp/said && break
-    kill -0 $serve || { cat /tmp/said; exit 1; }
-    sleep 0.5
-done
-kvrelay generate "The capital of France is" --max-tokens 8
-kvrelay status
-kill -INT $serve
-wait $serve
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.alone
-@pytest.mark.timeout(2400)
-def test_the_image_serves_the_default_model_read_only_and_not_as_root(container: Path):
-    done = subprocess.run(
-        entered(container, "bash", "-c", SERVE_AND_ASK),
-        capture_output=True,
-        text=True,
-        timeout=900,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "Paris" in done.stdout
-    assert "decode-0" in done.stdout
-
-
 RAY_NODE = """
 cd /home/kvrelay
 export RAY_AUTH_MODE=token RAY_AUTH_TOKEN=0123456789abcdef0123456789abcdef

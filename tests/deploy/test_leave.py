@@ -1,0 +1,61 @@
+"""How `kvrelay leave` ends the processes of workers."""
+
+from __future__ import annotations
+
+import io
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from kvrelay.deploy.leave import drained
+from kvrelay.deploy.node_workers import NodeWorker
+from kvrelay.deploy.progress import Progress
+
+DRAINS = "trap 'exit 71' TERM; echo ready; while :; do sleep 0.01; done"
+STAYS = "trap '' TERM; echo ready; while :; do sleep 0.01; done"
+
+
+@contextmanager
+def process(title: str, script: str) -> Iterator[subprocess.Popen[str]]:
+    """A shell that Ray could have started; it is ready for SIGTERM."""
+    words = [title, "-c", script]
+    shell = subprocess.Popen(words, executable="/bin/sh", stdout=subprocess.PIPE, text=True)
+    try:
+        assert shell.stdout is not None
+        assert shell.stdout.readline() == "ready\n"
+        yield shell
+    finally:
+        shell.kill()
+        shell.communicate()
+
+
+async def left(*workers: NodeWorker, seconds: float) -> tuple[list[str], str]:
+    said = io.StringIO()
+    return await drained(list(workers), seconds, Progress(said)), said.getvalue()
+
+
+async def test_workers_drain_and_their_ends_are_awaited():
+    with process("ray::DecodeWorker", DRAINS) as one, process("ray::PrefillWorker", DRAINS) as two:
+        workers = NodeWorker("decode-0", one.pid), NodeWorker("prefill-0", two.pid)
+        names, said = await left(*workers, seconds=20)
+        assert (one.wait(), two.wait()) == (71, 71)
+    assert names == []
+    assert sorted(said.splitlines()) == ["decode-0 has left.", "prefill-0 has left."]
+
+
+async def test_a_worker_that_does_not_end_in_time_is_named():
+    with process("ray::DecodeWorker", STAYS) as stays, process("ray::DecodeWorker", DRAINS) as ends:
+        workers = NodeWorker("decode-0", stays.pid), NodeWorker("decode-1", ends.pid)
+        names, said = await left(*workers, seconds=0.3)
+        assert stays.poll() is None
+    assert names == ["decode-0"]
+    assert said == "decode-1 has left.\n"
+
+
+async def test_another_program_that_has_the_pid_now_is_left_alone():
+    with process("somebody", DRAINS) as other:
+        names, said = await left(NodeWorker("decode-0", other.pid), seconds=0.3)
+        assert other.poll() is None
+    assert (names, said) == ([], "")
+    names, said = await left(NodeWorker("decode-0", other.pid), seconds=0.3)
+    assert (names, said) == ([], ""), "the process had ended"
