@@ -25,6 +25,8 @@ def as_text(report: dict[str, Any]) -> str:
     if refused := [worker for worker in workers if worker["refusal"]]:
         parts.append("\n".join(f"REFUSED {one['worker']}: {one['refusal']}" for one in refused))
     parts.append(_pools_table(workers))
+    if any(worker["quarantine"] for worker in workers):
+        parts.append(_quarantine_table(workers))
     if any(worker["peers"] for worker in workers):
         parts.append(_peers_table(workers))
     if any("owners" in worker for worker in workers):
@@ -134,6 +136,15 @@ def _pools_table(workers: Iterable[dict[str, Any]]) -> str:
         for pool in worker["pools"]
     ]
     return _table(head, rows)
+
+
+def _quarantine_table(workers: Iterable[dict[str, Any]]) -> str:
+    rows = [
+        [worker["worker"], one["reason"].replace("_", " "), one["pages"], f"{one['seconds']} s"]
+        for worker in workers
+        for one in worker["quarantine"]
+    ]
+    return _table(["worker", "quarantine waits for", "pages", "oldest"], rows)
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:

@@ -71,6 +71,7 @@ class KVCacheManager:
         """The pools, and how many pages some tokens need in each of them."""
         self.index = index or NoPrefixIndex(page_size, [pool.window for pool in pools])
         rows = Rows(len(pools), total_rows, shape.pages_for(max_row_tokens))
+        self.clock = clock
         self._allocator = allocator = PageAllocator(pools, rows, self.index, clock)
         self._promises = promises = Promises(shape, rows, allocator)
         self._leases = leases = LeaseTable(shape, rows, allocator, promises)

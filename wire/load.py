@@ -68,6 +68,18 @@ class PeerTransport:
         return f"{speed:.3g} GB/s by {self.backend} ({self.transports})"
 
 
+@dataclass(frozen=True, slots=True)
+class QuarantineState:
+    """Memory in quarantine for one reason."""
+
+    reason: str
+    """What it waits for: a ``forward``, a ``read`` that runs, or a ``failed_read``."""
+    pages: int
+    """Of all pools."""
+    seconds: int
+    """That the oldest has waited; whole ones, so that the load does not change all the time."""
+
+
 def sum_by_size(prompts: Iterable[int]) -> tuple[int, ...]:
     """The tokens of prompts by their size, as in `WorkerLoad.prompts_by_size`.
 
@@ -110,6 +122,8 @@ class WorkerLoad:
     """The worker takes no more requests."""
     peers: tuple[PeerTransport, ...] = ()
     """Of a decode worker: the prefill workers that it has met."""
+    quarantine: tuple[QuarantineState, ...] = ()
+    """What is in quarantine, by reason."""
 
     @property
     def refused_peers(self) -> Mapping[str, str]:

@@ -20,7 +20,7 @@ from kvrelay.mem_cache.fence import Fence, StepClock, StepFence
 from kvrelay.mem_cache.kv_cache_manager import KVCacheManager
 from kvrelay.mem_cache.release import Outcome, release_kv_cache
 from kvrelay.mem_cache.sharing import PageCopy
-from kvrelay.wire.load import PeerTransport, WorkerLoad, sum_by_size
+from kvrelay.wire.load import PeerTransport, QuarantineState, WorkerLoad, sum_by_size
 from kvrelay.wire.output import (
     NO_TIMINGS,
     EndReason,
@@ -308,6 +308,14 @@ class SchedulerContext(Generic[RequestT]):
             reused_share=self._reused_share,
             draining=self.draining,
             peers=tuple(peers),
+            quarantine=self._quarantine(),
+        )
+
+    def _quarantine(self) -> tuple[QuarantineState, ...]:
+        now = self.kv_cache.clock()
+        return tuple(
+            QuarantineState(kind.value, found.pages, int(now - found.since))
+            for kind, found in self.kv_cache.quarantine_counts().items()
         )
 
     def flush(self, load: WorkerLoad) -> None:

@@ -203,3 +203,21 @@ def test_a_server_that_is_not_there_is_a_failure():
     result = status_of("127.0.0.1:9")
     assert result.exit_code == 1
     assert result.stderr.startswith("kvrelay: 127.0.0.1:9: UNAVAILABLE: ")
+
+
+def test_tables_show_what_quarantine_waits_for(kvrelay: Kvrelay, service: ScriptedService):
+    service.workers[0].load.quarantine.extend(
+        [pb.QuarantineState(reason="failed_read", pages=12, seconds=95)]
+    )
+    result = kvrelay("status")
+    assert (
+        """
+worker    quarantine waits for  pages  oldest
+decode-0  failed read              12  95 s
+"""
+        in result.stdout
+    )
+    result = kvrelay("status", "--json")
+    decode, prefill = json.loads(result.stdout)["workers"]
+    assert decode["quarantine"] == [{"reason": "failed_read", "pages": 12, "seconds": 95}]
+    assert prefill["quarantine"] == []

@@ -40,13 +40,16 @@ def reads_of(request: SimRequest) -> list[tuple[Pull, Callable[[Pull], None]]]:
 
 
 def quarantined(request: SimRequest) -> dict[str, float]:
-    """Pages in quarantine on its decode worker, by what the metrics say they wait for."""
-    return {
+    """Pages in quarantine on its decode worker, by what metrics and load say they wait for."""
+    metrics = {
         sample.labels["reason"]: sample.value
         for metric in request.decode.context.metrics.registry.collect()
         for sample in metric.samples
         if sample.name == "kvrelay_quarantined_pages" and sample.value
     }
+    load = request.decode.scheduler.load()
+    assert {one.reason: one.pages for one in load.quarantine} == metrics
+    return metrics
 
 
 def holds_on_to_reads(simulation: Simulation) -> None:

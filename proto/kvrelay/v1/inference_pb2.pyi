@@ -301,7 +301,7 @@ class WorkerStatus(_message.Message):
     def __init__(self, worker: _Optional[str] = ..., role: _Optional[_Union[WorkerRole, str]] = ..., incarnation: _Optional[str] = ..., address: _Optional[str] = ..., metrics_address: _Optional[str] = ..., ready: bool = ..., load: _Optional[_Union[WorkerLoad, _Mapping]] = ..., draining: bool = ..., model_digest: _Optional[str] = ..., refusal: _Optional[str] = ..., kv_events_address: _Optional[str] = ...) -> None: ...
 
 class WorkerLoad(_message.Message):
-    __slots__ = ("waiting_requests", "running_requests", "waiting_tokens", "pools", "growth_tokens", "draining", "peers", "speeds", "prompts_by_size", "reused_share", "output_tokens")
+    __slots__ = ("waiting_requests", "running_requests", "waiting_tokens", "pools", "growth_tokens", "draining", "peers", "speeds", "prompts_by_size", "reused_share", "output_tokens", "quarantine")
     WAITING_REQUESTS_FIELD_NUMBER: _ClassVar[int]
     RUNNING_REQUESTS_FIELD_NUMBER: _ClassVar[int]
     WAITING_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -313,6 +313,7 @@ class WorkerLoad(_message.Message):
     PROMPTS_BY_SIZE_FIELD_NUMBER: _ClassVar[int]
     REUSED_SHARE_FIELD_NUMBER: _ClassVar[int]
     OUTPUT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    QUARANTINE_FIELD_NUMBER: _ClassVar[int]
     waiting_requests: int
     running_requests: int
     waiting_tokens: int
@@ -324,7 +325,18 @@ class WorkerLoad(_message.Message):
     prompts_by_size: _containers.RepeatedScalarFieldContainer[int]
     reused_share: float
     output_tokens: int
-    def __init__(self, waiting_requests: _Optional[int] = ..., running_requests: _Optional[int] = ..., waiting_tokens: _Optional[int] = ..., pools: _Optional[_Iterable[_Union[PoolState, _Mapping]]] = ..., growth_tokens: _Optional[int] = ..., draining: bool = ..., peers: _Optional[_Iterable[_Union[PeerTransfer, _Mapping]]] = ..., speeds: _Optional[_Union[StepSpeeds, _Mapping]] = ..., prompts_by_size: _Optional[_Iterable[int]] = ..., reused_share: _Optional[float] = ..., output_tokens: _Optional[int] = ...) -> None: ...
+    quarantine: _containers.RepeatedCompositeFieldContainer[QuarantineState]
+    def __init__(self, waiting_requests: _Optional[int] = ..., running_requests: _Optional[int] = ..., waiting_tokens: _Optional[int] = ..., pools: _Optional[_Iterable[_Union[PoolState, _Mapping]]] = ..., growth_tokens: _Optional[int] = ..., draining: bool = ..., peers: _Optional[_Iterable[_Union[PeerTransfer, _Mapping]]] = ..., speeds: _Optional[_Union[StepSpeeds, _Mapping]] = ..., prompts_by_size: _Optional[_Iterable[int]] = ..., reused_share: _Optional[float] = ..., output_tokens: _Optional[int] = ..., quarantine: _Optional[_Iterable[_Union[QuarantineState, _Mapping]]] = ...) -> None: ...
+
+class QuarantineState(_message.Message):
+    __slots__ = ("reason", "pages", "seconds")
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    PAGES_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    reason: str
+    pages: int
+    seconds: int
+    def __init__(self, reason: _Optional[str] = ..., pages: _Optional[int] = ..., seconds: _Optional[int] = ...) -> None: ...
 
 class StepSpeeds(_message.Message):
     __slots__ = ("seconds_per_step", "seconds_per_token", "seconds_per_pair", "seconds_per_row", "seconds_per_row_pair", "chunk_tokens", "prompts_known", "rows_known")
