@@ -50,6 +50,7 @@ from kvrelay.router.live_requests import LiveRequests
 from kvrelay.router.metrics import RouterMetrics
 from kvrelay.router.seeds import Seeds
 from kvrelay.router.service import InferenceService
+from kvrelay.router.structured_outputs import StructuredOutputs
 from kvrelay.router.text_threads import TextThreads
 from kvrelay.router.texts import Texts
 from kvrelay.router.worker_link import WorkerLink
@@ -416,7 +417,10 @@ class Bench:
             fleet = Fleet(discovery, functools.partial(self._make_link, prefixes), prefixes)
             live = LiveRequests(self._config, fleet, self._tokenizer, metrics)
             texts = Texts(self._tokenizer, 16, threads)
-            admission = Admission(self._config, fleet, live, texts, metrics, Seeds.of_file(None))
+            structured = StructuredOutputs(self._tokenizer, fleet, metrics)
+            admission = Admission(
+                self._config, fleet, live, texts, metrics, Seeds.of_file(None), structured
+            )
             services.append(InferenceService(self._config, fleet, live, admission, texts, metrics))
             running.append(asyncio.create_task(fleet.run()))
             while not (fleet.links and all(link.ready for link in fleet.links)):

@@ -23,6 +23,7 @@ from kvrelay.router.output_stream import Form
 from kvrelay.router.prompts import Prompt
 from kvrelay.router.readers import is_due
 from kvrelay.router.seeds import Seeds
+from kvrelay.router.structured_outputs import StructuredOutputs
 from kvrelay.router.texts import Texts
 from kvrelay.router.validation import Validator, fingerprint
 from kvrelay.v1 import inference_pb2
@@ -55,6 +56,7 @@ class Admission:
         texts: tokenizes prompts, and has threads for what would hold up the event loop.
         metrics: the router's.
         seeds: of requests that set none.
+        structured: finds out which structured outputs can be had.
     """
 
     def __init__(
@@ -65,7 +67,9 @@ class Admission:
         texts: Texts,
         metrics: RouterMetrics,
         seeds: Seeds,
+        structured: StructuredOutputs,
     ) -> None:
+        self._structured = structured
         self._fleet = fleet
         self._live = live
         self._texts = texts.threads
@@ -144,6 +148,8 @@ class Admission:
             if running.outcome is None:  # it may have been aborted meanwhile
                 return running
         with self._live.slot(caller):
+            if message.sampling_params.HasField("structured_output"):
+                await self._structured.check(message.sampling_params.structured_output)
             if self._is_short(ask):  # a thread costs more
                 request = self._validator.validate(message, limits, caller, ask.prompt)
             else:

@@ -72,6 +72,19 @@ WORKER_WAITS: Final = METRICS.counter(
     "client), full (--max-waiting-for-workers)",
     "outcome",
 )
+GRAMMAR_SECONDS: Final = METRICS.histogram(
+    "kvrelay_grammar_compile_seconds",
+    "Seconds that it took to compile a grammar of a structured output, that it can be used or not",
+    (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5),
+)
+GRAMMAR_HITS: Final = METRICS.counter(
+    "kvrelay_grammar_cache_hits_total", "Structured outputs whose grammar was compiled already"
+)
+REFUSED_GRAMMARS: Final = METRICS.counter(
+    "kvrelay_grammars_refused_total",
+    "Requests that were refused because the grammar of their structured output cannot be used",
+    "form",
+)
 PROMPT_TOKENS: Final = METRICS.counter(
     "kvrelay_prompt_tokens_total", "Prompt tokens of the requests that were admitted"
 )

@@ -48,6 +48,7 @@ from kvrelay.router.raw_requests import RawMessages
 from kvrelay.router.scrape_targets import ScrapeTargets
 from kvrelay.router.seeds import Seeds
 from kvrelay.router.service import InferenceService
+from kvrelay.router.structured_outputs import StructuredOutputs
 from kvrelay.router.text_threads import TextThreads
 from kvrelay.router.texts import Texts
 from kvrelay.router.worker_link import WorkerLink
@@ -147,8 +148,10 @@ class Router:
             if self._administrator is not None:
                 await self._serve_operators(undo, self._administrator)
             texts = await self._make_texts(undo, tokenizer)
+            structured = StructuredOutputs(tokenizer, self._fleet, self._metrics)
+            undo.callback(structured.close)
             admission = Admission(
-                self._config, self._fleet, live, texts, self._metrics, self._seeds
+                self._config, self._fleet, live, texts, self._metrics, self._seeds, structured
             )
             await self._serve_clients(undo, live, admission, texts)
             if self._config.http_address is not None:

@@ -11,9 +11,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from kvrelay.router.errors import InvalidField
+from kvrelay.text.grammar import MAX_GRAMMAR_BYTES
 from kvrelay.v1 import inference_pb2
 from kvrelay.wire.messages import GENERATION_PARAMS
-from kvrelay.wire.request import MAX_CHOICES, GenerationParams
+from kvrelay.wire.request import FORMS, MAX_CHOICES, GenerationParams
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_LENGTH = 1024
@@ -21,6 +22,8 @@ MAX_STOP_LENGTH = 1024
 MAX_TOKEN_RULES = 1024
 """Entries of `stop_token_ids`, and of `logit_bias`."""
 MAX_LOGPROBS = 20
+MAX_ALTERNATIVES = 1024
+"""Texts of a structured output's `choice`."""
 MAX_LOGIT_BIAS = 100.0
 
 
@@ -82,6 +85,29 @@ def check_sampling_params(params: inference_pb2.SamplingParams, vocab_size: int)
         raise InvalidField("n", f"must be in [1, {MAX_CHOICES}], got {params.n}")
     _check_stop_strings(params)
     _check_token_rules(params, vocab_size)
+    if params.HasField("structured_output"):
+        _check_structured_output(params)
+
+
+def _check_structured_output(params: inference_pb2.SamplingParams) -> None:
+    """All but whether its grammar can be used: `StructuredOutputs` finds that out."""
+    field, wanted = "structured_output", params.structured_output
+    given = [descriptor.name for descriptor, _ in wanted.ListFields()]
+    if len(given) != 1:
+        raise InvalidField(field, f"must have one of {', '.join(FORMS)}, got {len(given)}")
+    num_bytes = wanted.ByteSize()
+    if num_bytes > MAX_GRAMMAR_BYTES:
+        raise InvalidField(field, f"must have at most {MAX_GRAMMAR_BYTES} bytes, got {num_bytes}")
+    if len(wanted.choice) > MAX_ALTERNATIVES:
+        raise InvalidField(
+            f"{field}.choice",
+            f"must have at most {MAX_ALTERNATIVES} texts, got {len(wanted.choice)}",
+        )
+    # The output would have to go on where the grammar lets it end.
+    if params.ignore_eos:
+        raise InvalidField("ignore_eos", f"is not allowed with {field}, which ends by itself")
+    if params.min_tokens:
+        raise InvalidField("min_tokens", f"is not allowed with {field}, which ends by itself")
 
 
 def _check_logprobs(params: inference_pb2.SamplingParams) -> None:

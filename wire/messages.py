@@ -9,7 +9,7 @@ from kvrelay.wire.hand_over import FromDecode, FromPrefill, Open, Sequenced
 from kvrelay.wire.load import WorkerStatus
 from kvrelay.wire.output import EngineOutputs, PhaseTimings
 from kvrelay.wire.page_owners import PageOwners
-from kvrelay.wire.request import AttachRequest, GenerationParams
+from kvrelay.wire.request import AttachRequest, GenerationParams, StructuredOutput
 from kvrelay.wire.worker_list import WorkerList
 
 AGENT = Codec(AgentDescription, hand_over_pb2.DescribeAgentResponse)
@@ -24,4 +24,5 @@ WORKER_STATUS = Codec(WorkerStatus, inference_pb2.WorkerStatus)
 WORKER_LIST = Codec(WorkerList, controller_pb2.WatchWorkersResponse)
 PAGE_OWNERS = Codec(PageOwners, worker_pb2.GetPageOwnersResponse)
 GENERATION_PARAMS = Codec(GenerationParams, inference_pb2.SamplingParams)
+STRUCTURED_OUTPUT = Codec(StructuredOutput, inference_pb2.StructuredOutput)
 ATTACH_REQUEST = Codec(AttachRequest, worker_pb2.AttachRequest)

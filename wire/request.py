@@ -33,6 +33,29 @@ class RequestKey(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
+class StructuredOutput:
+    """What an output must be, in exactly one of four forms."""
+
+    json_schema: str | None = None
+    """JSON that this schema allows; itself in JSON."""
+    regex: str | None = None
+    """A text that matches it as a whole."""
+    choice: tuple[str, ...] = ()
+    """One of these texts."""
+    grammar: str | None = None
+    """A text by this grammar, in Lark's form or GBNF."""
+
+    @property
+    def forms(self) -> list[str]:
+        """The names of the fields that it has: one, whatever is sent."""
+        return [name for name in FORMS if getattr(self, name) not in (None, ())]
+
+
+FORMS = ("json_schema", "regex", "choice", "grammar")
+"""The fields of `StructuredOutput`."""
+
+
+@dataclass(frozen=True, slots=True)
 class SamplingParams:
     """A request's choice of sampling; the names and meanings of vLLM and OpenAI.
 
@@ -59,6 +82,8 @@ class SamplingParams:
     """How many of the likeliest tokens to report beside the sampled one; None reports nothing."""
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     """What is added to the logits of token ids."""
+    structured_output: StructuredOutput | None = None
+    """Only tokens that lead to such an output are sampled."""
 
     def __post_init__(self) -> None:
         _require(0 <= self.temperature < math.inf, "temperature", "must be at least 0 and finite")

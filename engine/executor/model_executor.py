@@ -7,23 +7,24 @@ was planned, because only now is it known which tokens the step before has sampl
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol, TypeVar
 
 import numpy as np
 import torch
 
+from kvrelay.engine.executor.grammar_masks import NO_MASKS, Allowed, GrammarMasks
 from kvrelay.engine.executor.step import Scheduled, Step, StepEnded, StepOutput
 from kvrelay.engine.executor.token_state import TokenState
 from kvrelay.mem_cache.convert import copy_pages
 from kvrelay.mem_cache.pool import KVPool
 from kvrelay.mem_cache.sharing import PageCopy
 from kvrelay.model_runner.batch import ForwardBatch, Int32Array
-from kvrelay.model_runner.errors import NonFiniteLogitsError
 from kvrelay.model_runner.sampling.prompt_scores import score_prompt
 from kvrelay.model_runner.sampling.sampler import Sampled, SamplingRow
 from kvrelay.model_runner.sampling.verify import DraftedSequence, verify
 from kvrelay.model_runner.torch_options import wait_for_device
+from kvrelay.text.grammar import GrammarError
 from kvrelay.wire.output import SampledToken
 from kvrelay.wire.speeds import StepWork
 
@@ -119,6 +120,7 @@ class ModelExecutor:
         model: runs the forwards.
         copy: copies whole pages within their pools.
         drafter: None: every step yields one token a request.
+        masks: of what grammars allow; None: no request has a grammar.
     """
 
     def __init__(
@@ -126,10 +128,12 @@ class ModelExecutor:
         model: Model,
         copy: Callable[[Sequence[PageCopy]], None],
         drafter: Drafter | None = None,
+        masks: GrammarMasks | None = None,
     ) -> None:
         self._model = model
         self._copy = copy
         self._drafter = drafter
+        self._masks = masks
 
     def copy(self, copies: Sequence[PageCopy]) -> None:
         """Copy pages, for the forwards that follow. Raises whatever the copy raises."""
@@ -145,11 +149,15 @@ class ModelExecutor:
         items = [step.scheduled[i] for i in live]
         tables = [table[live] for table in step.page_tables]
         drafts = self._propose(items, tables)
+        masks = NO_MASKS
+        if self._masks is not None:
+            drafts, masks = self._masks.begin(items, drafts)
         batch, rows = make_batch(items, drafts, tables)
         work = count_work(items, batch)
         logits = self._model.forward(batch)
         self._follow(items, tables)
-        for i, output in zip(live, read_logits(logits, rows, items, drafts), strict=True):
+        read = read_logits(logits, rows, items, drafts, masks.wait())
+        for i, output in zip(live, read, strict=True):
             outputs[i] = output
         return StepEnded(step, outputs, num_tokens=len(batch.input_ids), work=work)
 
@@ -243,13 +251,20 @@ def _num_scored(item: Scheduled[object]) -> int:
 
 
 def read_logits(
-    logits: torch.Tensor, rows: LogitRows, items: Items, drafts: Drafts
+    logits: torch.Tensor,
+    rows: LogitRows,
+    items: Items,
+    drafts: Drafts,
+    allowed: Mapping[int, Allowed] = NO_MASKS.none,
 ) -> list[StepOutput]:
-    """Score, sample and verify from a step's logits; moves the items' token states on."""
+    """Score, sample and verify from a step's logits; moves the items' token states on.
+
+    `allowed` says what grammars allow, by the items' indices.
+    """
     scores = [_score(logits, own, item) for own, item in zip(rows.scored, items, strict=True)]
     drafted = [
-        DraftedSequence(_sampling_row(item.token_state, choice), draft)
-        for item, draft in zip(items, drafts, strict=True)
+        DraftedSequence(_sampling_row(item.token_state, choice, allowed.get(index)), draft)
+        for index, (item, draft) in enumerate(zip(items, drafts, strict=True))
         if item.sample
         for choice in item.token_state.choices
     ]
@@ -257,9 +272,11 @@ def read_logits(
     all_sampled = len(rows.sampled) == len(rows.tokens)
     verified = iter(verify(logits if all_sampled else logits[rows.sampled], drafted))
     outputs = []
-    for item, draft, prompt_logprobs in zip(items, drafts, scores, strict=True):
+    for index, (item, draft, prompt_logprobs) in enumerate(zip(items, drafts, scores, strict=True)):
         choices = item.token_state.choices if item.sample else ()
-        sampled = [token for _ in choices for token in next(verified)]
+        sampled: list[Sampled | GrammarError] = [t for _ in choices for t in next(verified)]
+        if isinstance(error := allowed.get(index), GrammarError):
+            sampled = [error]
         outputs.append(_advance(item, draft, sampled, prompt_logprobs))
     return outputs
 
@@ -277,13 +294,13 @@ def _score(logits: torch.Tensor, own: slice, item: Scheduled[object]) -> Sequenc
 def _advance(
     item: Scheduled[object],
     draft: Sequence[int],
-    sampled: Sequence[Sampled],
+    sampled: Sequence[Sampled | GrammarError],
     prompt_logprobs: Sequence[SampledToken],
 ) -> StepOutput:
     """Add what was computed and sampled to an item's token state."""
     state = item.token_state
-    tokens = [token for token in sampled if not isinstance(token, NonFiniteLogitsError)]
-    errors = [token for token in sampled if isinstance(token, NonFiniteLogitsError)]
+    tokens = [token for token in sampled if isinstance(token, SampledToken)]
+    errors = [token for token in sampled if not isinstance(token, SampledToken)]
     state.kv_len += item.num_tokens
     if len(state.choices) == 1:
         state.kv_len += max(len(tokens) - 1, 0)
@@ -292,10 +309,10 @@ def _advance(
     return StepOutput(tokens, state.broken, len(draft), prompt_logprobs)
 
 
-def _sampling_row(state: TokenState, choice: int) -> SamplingRow:
+def _sampling_row(state: TokenState, choice: int, allowed: Allowed | None = None) -> SamplingRow:
     """How the token that follows a state is sampled, for one choice."""
     num_output = len(state.token_ids) - state.prompt_len
-    outputs = state.token_ids[state.prompt_len :] if state.sampling.edits_logits else ()
+    outputs = state.output_ids if state.sampling.edits_logits else ()
     return SamplingRow(
         params=state.sampling,
         position=len(state.token_ids),
@@ -304,4 +321,5 @@ def _sampling_row(state: TokenState, choice: int) -> SamplingRow:
         banned_ids=tuple(state.stops.stop_token_ids) if state.stops.min_tokens else (),
         banned_for=max(0, state.stops.min_tokens - num_output),
         choice=choice,
+        allowed=None if isinstance(allowed, GrammarError) else allowed,
     )

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from kvrelay.engine.executor.grammar_progress import GrammarProgress
 from kvrelay.model_runner.sampling.ngram import NgramIndex
 from kvrelay.wire.request import SamplingParams, StopConditions
 
@@ -45,11 +46,18 @@ class TokenState:
     """Why nothing more is computed: what a failed step should have written is missing."""
     ngrams: NgramIndex | None = field(default=None, repr=False)
     """Where its n-grams are, for a drafter that looks them up."""
+    grammar: GrammarProgress | None = field(default=None, repr=False)
+    """How far its output has come in its grammar; made anew of the tokens wherever it goes on."""
 
     @property
     def prompt_len(self) -> int:
         """Tokens of the prompt."""
         return len(self.prompt_ids)
+
+    @property
+    def output_ids(self) -> list[int]:
+        """What was sampled, here and in earlier attempts."""
+        return self.token_ids[self.prompt_len :]
 
     @property
     def room(self) -> int:

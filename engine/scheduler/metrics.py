@@ -24,6 +24,7 @@ from kvrelay.mem_cache.fence import FenceKind
 from kvrelay.net.metrics import Instruments, Metric, MetricTable, MetricType
 from kvrelay.wire.load import WorkerLoad
 
+_GRAMMAR_BUCKETS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
 _SECONDS_BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5)
 
 METRICS: Final = MetricTable("role", "worker", "model")
@@ -56,6 +57,16 @@ DRAFT_TOKENS: Final = METRICS.counter(
 )
 ACCEPTED_DRAFT_TOKENS: Final = METRICS.counter(
     "kvrelay_accepted_draft_tokens_total", "Drafted tokens that were what the model sampled"
+)
+GRAMMAR_SECONDS: Final = METRICS.histogram(
+    "kvrelay_grammar_compile_seconds",
+    "Seconds that it took to compile a grammar of a structured output; of the first one, with the "
+    "tokens of the vocabulary",
+    _GRAMMAR_BUCKETS,
+)
+GRAMMAR_HITS: Final = METRICS.counter(
+    "kvrelay_grammar_cache_hits_total",
+    "Times that the grammar of a structured output was needed and there already",
 )
 RETRACTIONS: Final = METRICS.counter(
     "kvrelay_retractions_total", "Running requests that were retracted to make room for others"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Generic, Protocol, TypeVar
 
 import grpc
@@ -19,7 +20,7 @@ from kvrelay.engine.faults import FaultPlan
 from kvrelay.engine.scheduler.commands import GiveUp, Inbox
 from kvrelay.engine.scheduler.context import SchedulerContext
 from kvrelay.engine.scheduler.loop import Engine, EngineMessage, EngineThread, Scheduler
-from kvrelay.engine.scheduler.metrics import WorkerMetrics
+from kvrelay.engine.scheduler.metrics import GRAMMAR_HITS, GRAMMAR_SECONDS, WorkerMetrics
 from kvrelay.engine.scheduler.outbox import Outbox
 from kvrelay.engine.scheduler.request import Request
 from kvrelay.engine.worker.black_box import BlackBox, RecordingExecutor
@@ -141,6 +142,8 @@ def assemble(
     """
     inbox: Inbox[Any] = Inbox()
     metrics = WorkerMetrics(config)
+    model.grammars.on_compiled = partial(metrics.observe, GRAMMAR_SECONDS)
+    model.grammars.on_hit = partial(metrics.count, GRAMMAR_HITS)
     kv_cache = make_kv_cache(config, model.pools, model.max_model_len, model.digest, page_listener)
     outbox = Outbox(call_soon) if config.faults is None else FaultyOutbox(call_soon, faults)
     context: SchedulerContext[Any] = SchedulerContext(

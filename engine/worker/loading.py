@@ -9,6 +9,7 @@ import torch
 
 from kvrelay.engine.config import Speculation, WorkerConfig
 from kvrelay.engine.executor.drafters import ModelDrafter, NgramDrafter
+from kvrelay.engine.executor.grammar_masks import GrammarMasks
 from kvrelay.engine.executor.model_executor import Drafter, ModelExecutor, PageCopier
 from kvrelay.engine.worker.memory import divide_memory
 from kvrelay.mem_cache.geometry import KVGeometry, PageOrder
@@ -17,6 +18,7 @@ from kvrelay.model_runner.checkpoint.digest import object_digest
 from kvrelay.model_runner.draft_model import DraftModel
 from kvrelay.model_runner.runner import ModelRunner
 from kvrelay.model_runner.sampling import sampler
+from kvrelay.text.grammar import Grammars, model_vocabulary
 from kvrelay.wire.model_digest import ModelDigest
 
 
@@ -32,6 +34,8 @@ class LoadedModel:
     """Tokens of a request at most: the model's own limit, or the option's if that is less."""
     digest: ModelDigest
     """Of what was loaded."""
+    grammars: Grammars
+    """What compiles the grammars of structured outputs."""
 
 
 def load_model(
@@ -76,7 +80,11 @@ def load_model(
         drafter = ModelDrafter(draft)
     elif config.speculation is Speculation.NGRAM:
         drafter = NgramDrafter()
-    executor = ModelExecutor(runner, PageCopier(pools), drafter)
+    vocab_size = runner.config.vocab_size
+    eos_token_ids = runner.config.eos_token_ids
+    grammars = Grammars(model_vocabulary(config.model_path, vocab_size, eos_token_ids))
+    masks = GrammarMasks(grammars.prepare, vocab_size)
+    executor = ModelExecutor(runner, PageCopier(pools), drafter, masks)
     limit = min(config.max_model_len or runner.max_model_len, runner.max_model_len)
     digest = ModelDigest(
         config=runner.config_digest,
@@ -86,7 +94,7 @@ def load_model(
         layout=_layout_digest(geometries),
         draft=draft.digest if draft else "",
     )
-    return LoadedModel(runner, pools, executor, limit, digest)
+    return LoadedModel(runner, pools, executor, limit, digest, grammars)
 
 
 def _layout_digest(geometries: Sequence[KVGeometry]) -> str:

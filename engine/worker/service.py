@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
 
 import grpc
@@ -30,7 +30,13 @@ from kvrelay.v1 import worker_pb2, worker_pb2_grpc
 from kvrelay.wire.messages import ATTACH_REQUEST, ENGINE_OUTPUTS, PAGE_OWNERS
 from kvrelay.wire.output import EndReason, EngineOutputs, RequestEnd, RequestOutput
 from kvrelay.wire.page_owners import PageOwners
-from kvrelay.wire.request import CancelRequest, RequestKey, SubmitRequest, TellPrefixesRequest
+from kvrelay.wire.request import (
+    CancelRequest,
+    RequestKey,
+    StructuredOutput,
+    SubmitRequest,
+    TellPrefixesRequest,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +49,7 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
         inbox: the engine's.
         rules: what submissions must keep to.
         killed: the requests of the forward that killed the process before, if one did.
+        prepare: begins to compile what outputs must be: it is needed with the first token.
     """
 
     def __init__(
@@ -51,7 +58,9 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
         inbox: Mailbox[Command],
         rules: SubmitRules,
         killed: Sequence[RequestKey] = (),
+        prepare: Callable[[StructuredOutput], object] = lambda _: None,
     ) -> None:
+        self._prepare = prepare
         self._killed = posthumous_ends(killed)
         self._incarnation = incarnation
         self._inbox = inbox
@@ -131,7 +140,10 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
         try:
             command = ATTACH_REQUEST.from_message(message).command
             if isinstance(command, SubmitRequest):
-                self._inbox.post(submit_command(command, link, self._rules))
+                submit = submit_command(command, link, self._rules)
+                if submit.sampling.structured_output is not None:
+                    self._prepare(submit.sampling.structured_output)
+                self._inbox.post(submit)
             elif isinstance(command, CancelRequest):
                 self._inbox.post(Cancel(command.key._replace(router=link.router)))
             elif isinstance(command, TellPrefixesRequest):

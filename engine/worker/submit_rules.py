@@ -39,6 +39,9 @@ class SubmitRules:
             raise ValueError(f"n: must be from 1 to {MAX_CHOICES}")
         if submit.first_choice >= MAX_CHOICES:
             raise ValueError(f"first_choice: must be below {MAX_CHOICES}")
+        structured = params.sampling.structured_output
+        if structured is not None and len(structured.forms) != 1:
+            raise ValueError(f"structured_output: must have one form, got {structured.forms}")
         emitted = len(submit.input_ids) - submit.num_prompt_tokens
         if not 0 <= emitted < min(stops.max_tokens, len(submit.input_ids)):
             raise ValueError(

@@ -244,7 +244,9 @@ class Worker:
         rules = SubmitRules(config.role, checkpoint.vocab_size, checkpoint.eos_token_ids)
         killed = self._black_box.killed if self._black_box is not None else ()
         self._parts.metrics.count(FAILED_STEPS, bool(killed))
-        self._service = WorkerService(incarnation, self._parts.inbox, rules, killed)
+        self._service = WorkerService(
+            incarnation, self._parts.inbox, rules, killed, model.grammars.prepare
+        )
         self._server = worker_server()
         worker_pb2_grpc.add_WorkerServiceServicer_to_server(self._service, self._server)
         healthy = health.aio.HealthServicer()

@@ -2,7 +2,7 @@
 
 Nothing of a row's result depends on the rows beside it or on any state, so a
 stream that is resumed elsewhere goes on with the same tokens. The order of
-steps: bias, penalties, bans, temperature, top-k, top-p, min-p, noise.
+steps: bias, penalties, bans, grammar, temperature, top-k, top-p, min-p, noise.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ from kvrelay.wire.request import SamplingParams
 
 Float32Array = npt.NDArray[np.float32]
 IdArray = npt.NDArray[np.int64]
+TokenMasks = npt.NDArray[np.int32]
+"""``[masks, words]``: each has a bit for each token, from the lowest of the first word on."""
 
 
 @dataclass(slots=True)  # not frozen: that would cost a microsecond more, for each token
@@ -42,11 +44,14 @@ class SamplingRow:
     """How many tokens from this one on `banned_ids` counts for; 0: it does not."""
     choice: int = 0
     """Which of a request's completions this is: each has draws of its own. At least 0."""
+    allowed: TokenMasks | None = None
+    """What a grammar lets come next, and after each draft; None: there is no grammar."""
 
     @property
     def edits_logits(self) -> bool:
         """Whether logits are changed before the temperature."""
-        return (bool(self.banned_ids) and self.banned_for > 0) or self.params.edits_logits
+        has_bans = bool(self.banned_ids) and self.banned_for > 0
+        return has_bans or self.allowed is not None or self.params.edits_logits
 
     @property
     def is_argmax(self) -> bool:
@@ -57,9 +62,12 @@ class SamplingRow:
         """The row of the token that follows this one's, were it and those after it `token_ids`."""
         count = len(token_ids)
         outputs = (*self.output_ids, *token_ids) if self.params.edits_logits else self.output_ids
-        banned_for = max(0, self.banned_for - count)
         return replace(
-            self, position=self.position + count, output_ids=outputs, banned_for=banned_for
+            self,
+            position=self.position + count,
+            output_ids=outputs,
+            banned_for=max(0, self.banned_for - count),
+            allowed=None if self.allowed is None else self.allowed[count:],
         )
 
 
@@ -112,7 +120,7 @@ def sample_token_id(
 
 
 def edit_logits(logits: Float32Array, row: SamplingRow) -> Float32Array:
-    """A copy of one row's ``[V]`` logits with bias, penalties and bans applied, in this order.
+    """A copy of one row's ``[V]`` logits with bias, penalties, bans and grammar applied, in order.
 
     The formulas are vLLM's: repetition counts prompt and output, frequency and
     presence the output alone.
@@ -132,6 +140,9 @@ def edit_logits(logits: Float32Array, row: SamplingRow) -> Float32Array:
         logits[seen] -= np.float32(params.presence_penalty)
     if row.banned_for > 0:
         logits[list(row.banned_ids)] = -np.inf
+    if row.allowed is not None:
+        bits = row.allowed[0].view(np.uint8)
+        logits[np.unpackbits(bits, count=len(logits), bitorder="little") == 0] = -np.inf
     return logits
 
 

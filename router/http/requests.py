@@ -14,6 +14,7 @@ from kvrelay.router.http.chat import ChatPrompt, read_chat
 from kvrelay.router.http.fields import INT32, UINT32, Fields, token_ids
 from kvrelay.router.http.logprobs import TokenNames
 from kvrelay.router.http.sampling import read_sampling
+from kvrelay.router.http.structured import read_structured
 from kvrelay.router.prompts import Prompt, TextPrompt, TokenPrompt
 from kvrelay.router.texts import Texts
 from kvrelay.text.chat_template import ChatTemplate
@@ -135,7 +136,7 @@ def read_chat_completion(
     call = _read_rest(fields, texts, params, [prompt], [prompt.num_bytes], logprobs)
     renamed = {"logprobs": "top_logprobs", "max_tokens": "max_completion_tokens"}
     asked_as = {name: asked for name, asked in renamed.items() if body.get(asked) is not None}
-    return replace(call, asked_as=asked_as)
+    return replace(call, asked_as={**call.asked_as, **asked_as})
 
 
 def _read_rest(
@@ -167,7 +168,9 @@ def _read_rest(
         token_ids=fields.flag("return_token_ids"),
         continuous_usage=continuous,
     )
-    call = Call(_read_message(fields, params), prompts, prompt_bytes, options, shown)
+    asked_as = read_structured(fields, params)
+    message = _read_message(fields, params)
+    call = Call(message, prompts, prompt_bytes, options, shown, asked_as=asked_as)
     _finish(fields)
     return call
 
@@ -229,5 +232,4 @@ def _finish(fields: Fields) -> None:
         fields.only(name, default)
     fields.ignore(*_IGNORED)
     fields.only("store", False)
-    fields.only("response_format", {"type": "text"})
     fields.finish()

@@ -69,6 +69,7 @@ PEER = worker_pb2.PeerWorker(address="127.0.0.1:1", incarnation="p")
         ("logit_bias", WorkerRole.PREFILL, {"params": {"logit_bias": {100: 1.0}}}),
         ("top_p", WorkerRole.PREFILL, {"params": {"top_p": float("nan")}}),
         ("n", WorkerRole.PREFILL, {"params": {"n": 0}}),
+        ("structured_output", WorkerRole.PREFILL, {"params": {"structured_output": {}}}),
         ("n", WorkerRole.PREFILL, {"params": {"n": 2}, "num_prompt_tokens": 2}),
         ("num_prompt_tokens", WorkerRole.PREFILL, {"num_prompt_tokens": 0}),
         ("num_prompt_tokens", WorkerRole.PREFILL, {"num_prompt_tokens": 4}),

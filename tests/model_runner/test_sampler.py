@@ -15,8 +15,10 @@ from kvrelay.model_runner.errors import NonFiniteLogitsError
 from kvrelay.model_runner.sampling.sampler import (
     Sampled,
     SamplingRow,
+    TokenMasks,
     edit_logits,
     filter_top_k_top_p_min_p,
+    sample_token_id,
 )
 from kvrelay.model_runner.sampling.verify import DraftedSequence, verify
 from kvrelay.wire.output import SampledToken
@@ -313,3 +315,22 @@ def test_no_rows() -> None:
 def test_params_out_of_range_are_named(field: str, value: Any) -> None:
     with pytest.raises(ValueError, match=f"^{field} "):
         SamplingParams(**{field: value})
+
+
+def masks(*allowed: Sequence[int]) -> TokenMasks:
+    """Masks that allow these tokens of 70."""
+    bits = np.zeros((len(allowed), 96), np.uint8)
+    for row, tokens in enumerate(allowed):
+        bits[row, list(tokens)] = 1
+    return np.packbits(bits, axis=1, bitorder="little").view(np.int32)
+
+
+def test_only_tokens_that_the_grammar_allows_are_sampled() -> None:
+    logits = np.random.default_rng(3).normal(0, 3, 70).astype(np.float32)
+    before = logits.copy()
+    for seed in range(50):
+        params = SamplingParams(temperature=1.0 if seed else 0.0, seed=seed, top_k=5 * (seed % 2))
+        row = SamplingRow(params, 9, (), (), allowed=masks([3, 40, 69], [5]))
+        assert sample_token_id(logits, row) in (3, 40, 69)
+        assert sample_token_id(logits, row.after([40])) == 5
+    np.testing.assert_array_equal(logits, before)

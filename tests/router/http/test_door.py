@@ -438,6 +438,8 @@ FIELDS = [
     "tools",
     "tool_choice",
     "response_format",
+    "structured_outputs",
+    "guided_regex",
     "chat_template_kwargs",
     "continue_final_message",
     "add_generation_prompt",
@@ -454,6 +456,8 @@ PLAUSIBLE: dict[str, list[Any]] = {
     "prompt_logprobs": [0, 1],
     "max_tokens": [1, 3],
     "tokens": [[1, 2]],
+    "structured_outputs": [{"json": {}}, {"choice": ["a"]}, {"regex": "("}, {"grammar": "x"}],
+    "response_format": [{"type": "json_object"}, {"type": "json_schema", "json_schema": {}}],
 }
 BODIES = st.dictionaries(st.sampled_from(FIELDS), JSON, max_size=2).flatmap(
     lambda body: st.fixed_dictionaries(

@@ -1,0 +1,148 @@
+"""Which tokens grammars allow next: masks, computed on a thread of their own beside a forward.
+
+What an output has come to is read from its tokens alone. So nothing has to be handed over, or
+kept, where a request goes on: on its decode worker, or after a retraction or a lost worker.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import ClassVar, TypeAlias
+
+from llguidance import LLExecutor, LLMatcher
+from llguidance.numpy import (
+    allocate_token_bitmask,
+    fill_next_token_bitmask_par,
+    fill_next_token_bitmask_par_with_draft_tokens,
+)
+
+from kvrelay.engine.executor.grammar_progress import GrammarProgress
+from kvrelay.engine.executor.step import Scheduled
+from kvrelay.engine.executor.token_state import TokenState
+from kvrelay.model_runner.sampling.sampler import TokenMasks
+from kvrelay.text.grammar import GrammarError
+from kvrelay.wire.request import StructuredOutput
+
+Allowed: TypeAlias = TokenMasks | GrammarError
+"""Masks of an item's next token and of those after each draft, or why there are none."""
+Prepare = Callable[[StructuredOutput], Future[LLMatcher]]
+"""Compiles a grammar, soon."""
+Wanted: TypeAlias = tuple[int, TokenState, Sequence[int]]
+"""An item's index in its step, and what its masks depend on: its tokens and its drafts."""
+
+
+class PendingMasks:
+    """The masks of one step.
+
+    Args:
+        future: of them, by the items' indices; None: no item has a grammar.
+    """
+
+    none: ClassVar[Mapping[int, Allowed]] = {}
+
+    def __init__(self, future: Future[Mapping[int, Allowed]] | None = None) -> None:
+        self._future = future
+
+    def wait(self) -> Mapping[int, Allowed]:
+        """The masks, once they are computed."""
+        return self.none if self._future is None else self._future.result()
+
+
+NO_MASKS = PendingMasks()
+
+
+class GrammarMasks:
+    """Computes the masks of a step while its forward runs. Call it on the forward thread.
+
+    Args:
+        prepare: compiles a grammar, or has compiled it since its request came.
+        vocab_size: bits of a mask.
+    """
+
+    def __init__(self, prepare: Prepare, vocab_size: int) -> None:
+        self._prepare = prepare
+        self._vocab_size = vocab_size
+        self._thread = ThreadPoolExecutor(1, "grammar-masks")
+        self._filler: LLExecutor | None = None
+
+    def begin(
+        self, items: Sequence[Scheduled[object]], drafts: Sequence[Sequence[int]]
+    ) -> tuple[Sequence[Sequence[int]], PendingMasks]:
+        """Begin to compute the masks of a step's items.
+
+        The items' token states are not to change until the masks are there.
+
+        Returns:
+            The drafts, less what no grammar lets come, and the masks to wait for.
+        """
+        sampled = [i for i, item in enumerate(items) if item.sample and _wants(item.token_state)]
+        if not sampled:
+            return drafts, NO_MASKS
+        cut = list(drafts)
+        for i in sampled:
+            if drafts[i]:
+                cut[i] = self._cut(items[i].token_state, drafts[i])
+        wanted = [(i, items[i].token_state, cut[i]) for i in sampled]
+        return cut, PendingMasks(self._thread.submit(self._compute, wanted))
+
+    def _cut(self, state: TokenState, draft_ids: Sequence[int]) -> Sequence[int]:
+        try:
+            progress = self._progress(state)
+        except GrammarError:  # it is told where the masks are
+            return ()
+        return draft_ids[: progress.num_allowed(draft_ids)]
+
+    def _progress(self, state: TokenState) -> GrammarProgress:
+        """How far the output has come by now; raises `GrammarError`."""
+        if state.grammar is None:
+            assert state.sampling.structured_output is not None
+            state.grammar = GrammarProgress(
+                self._prepare(state.sampling.structured_output).result()
+            )
+        state.grammar.follow(state.output_ids)
+        return state.grammar
+
+    def _compute(self, wanted: Sequence[Wanted]) -> Mapping[int, Allowed]:
+        """The masks of all items; one grammar's error is that of its item alone."""
+        allowed: dict[int, Allowed] = {}
+        rows = allocate_token_bitmask(sum(len(ids) + 1 for _, _, ids in wanted), self._vocab_size)
+        plain: list[tuple[LLMatcher, int]] = []
+        drafted: list[tuple[LLMatcher, int, list[int]]] = []
+        begin = 0
+        for index, state, draft_ids in wanted:
+            end = begin + len(draft_ids) + 1
+            try:
+                matcher = self._progress(state).matcher
+            except GrammarError as error:
+                allowed[index] = error
+                continue
+            if draft_ids:
+                drafted.append((matcher, begin, list(draft_ids)))
+            else:
+                plain.append((matcher, begin))
+            allowed[index] = rows[begin:end]
+            begin = end
+        self._fill(plain, drafted, rows)
+        for index, state, _ in wanted:
+            if state.grammar is not None and (problem := state.grammar.error):
+                allowed[index] = GrammarError(" ".join(problem.split())[:500])
+        return allowed
+
+    def _fill(
+        self,
+        plain: list[tuple[LLMatcher, int]],
+        drafted: list[tuple[LLMatcher, int, list[int]]],
+        rows: TokenMasks,
+    ) -> None:
+        """Compute all masks; no thread waits for the interpreter meanwhile."""
+        if self._filler is None:
+            self._filler = LLExecutor(1)
+        if plain:
+            fill_next_token_bitmask_par(self._filler, plain, rows)
+        if drafted:
+            fill_next_token_bitmask_par_with_draft_tokens(self._filler, drafted, rows)
+
+
+def _wants(state: TokenState) -> bool:
+    return state.sampling.structured_output is not None

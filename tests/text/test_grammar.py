@@ -1,0 +1,127 @@
+"""Grammars are compiled once, off the caller's thread, and their errors name their place."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from llguidance import LLTokenizer
+
+from kvrelay.text import grammar
+from kvrelay.text.grammar import GrammarError, Grammars, byte_vocabulary, model_vocabulary
+from kvrelay.text.schema_place import find_place
+from tests.checkpoints import VOCAB_SIZE, make_tokenizer
+
+
+@dataclass(frozen=True)
+class Wanted:
+    json_schema: str | None = None
+    regex: str | None = None
+    choice: Sequence[str] = ()
+    grammar: str | None = None
+
+
+@pytest.fixture
+def grammars() -> Grammars:
+    return Grammars(byte_vocabulary(make_tokenizer()))
+
+
+def test_a_grammar_is_compiled_once_in_another_thread() -> None:
+    threads = []
+
+    def make() -> LLTokenizer:
+        threads.append(threading.current_thread())
+        return byte_vocabulary(make_tokenizer())()
+
+    grammars, seconds, hits = Grammars(make), [], []
+    grammars.on_compiled = seconds.append
+    grammars.on_hit = lambda: hits.append(1)
+    first = grammars.prepare(Wanted(regex="a+"))
+    assert grammars.prepare(Wanted(regex="a+")) is first
+    assert not first.result().is_accepting()
+    assert (len(seconds), len(hits)) == (1, 1)
+    assert threads != [threading.current_thread()]
+
+
+def test_the_oldest_are_forgotten(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammar, "_MOST_KEPT", 2)
+    first = grammars.prepare(Wanted(regex="a"))
+    second = grammars.prepare(Wanted(regex="b"))
+    assert grammars.prepare(Wanted(regex="a")) is first
+    grammars.prepare(Wanted(regex="c"))
+    assert grammars.prepare(Wanted(regex="a")) is first
+    assert grammars.prepare(Wanted(regex="b")) is not second
+
+
+def test_what_takes_too_much_is_refused(grammars: Grammars) -> None:
+    """Each adds a factor to the schema's forms."""
+    parts = [
+        {"anyOf": [{"properties": {f"{x}{n}": {"const": 1}}} for x in "ab"]} for n in range(16)
+    ]
+    with pytest.raises(GrammarError, match="too large"):
+        grammars.prepare(Wanted(json_schema=json.dumps({"allOf": parts}))).result()
+
+
+@pytest.mark.parametrize("text", ["", "é", 'a"b', "a\nb", "😀 x", "a/b\\"])
+def test_choices_of_any_text(grammars: Grammars, text: str) -> None:
+    matcher = grammars.prepare(Wanted(choice=("no", text))).result().deep_copy()
+    assert matcher.consume_tokens(list(text.encode()))
+    assert matcher.is_accepting()
+
+
+def test_a_schema_bounds_white_space(grammars: Grammars) -> None:
+    compiled = grammars.prepare(Wanted(json_schema='{"type": "array"}')).result()
+    for text in ("[1, 2]", "[\n    1\n]"):
+        assert compiled.deep_copy().consume_tokens(list(text.encode())), text
+    for text in ("[  1]", "[\r1]"):
+        assert not compiled.deep_copy().consume_tokens(list(text.encode())), text
+
+
+def test_tokens_that_the_tokenizer_lacks_are_never_allowed(tmp_path: Path) -> None:
+    """A model may have more tokens than its tokenizer, and ends of more than one kind."""
+    tokenizer = make_tokenizer()
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    grammars = Grammars(model_vocabulary(tmp_path, VOCAB_SIZE + 40, (0, 1)))
+    compiled = grammars.prepare(Wanted(regex="(.|\n)*")).result()
+    bits = int.from_bytes(compiled.deep_copy().compute_bitmask(), "little")
+    known = tokenizer.get_vocab_size()
+    assert bits >> known == 0
+    assert bits & 3 == 3
+    assert all(
+        bits >> token & 1 for token in range(2, known) if tokenizer.decode([token]).isalpha()
+    )
+
+
+ROOT = {
+    "definitions": {"a/b~": {"items": {"bad": 1}}},
+    "properties": {"x": {"anyOf": [{"type": "string"}, {"$ref": "#/definitions/a~1b~0"}]}},
+}
+
+
+@pytest.mark.parametrize(
+    ("schema", "place"),
+    [
+        (ROOT, "/definitions/a~1b~0/items"),
+        ({"properties": {"x": {"anyOf": [{}, {"bad": 1}]}}}, "/properties/x/anyOf/1"),
+        ({"bad": 1, "properties": {"x": {}}}, ""),
+        ([1], ""),
+    ],
+)
+def test_the_place_of_an_error_is_the_innermost_schema(schema: object, place: str) -> None:
+    assert find_place(json.dumps(schema), lambda text: '"bad"' in text) == place
+
+
+def test_the_search_for_a_place_is_bounded() -> None:
+    tried = []
+    members = {str(number): {"bad": number} for number in range(2000)}
+
+    def fails(schema: str) -> bool:
+        tried.append(schema)
+        return False
+
+    assert find_place(json.dumps({"properties": members}), fails) == ""
+    assert len(tried) == 200
