@@ -22,6 +22,8 @@ class Case:
 
     prompt: tuple[int, ...]
     sampling: tuple[tuple[str, Any], ...]
+    json_schema: str = ""
+    """That the output keeps to; empty: there is none."""
 
     @property
     def choices(self) -> int:
@@ -29,6 +31,11 @@ class Case:
         return int(dict(self.sampling).get("n", 1))
 
 
+SCHEMA = (
+    '{"type": "object", "properties": {"name": {"type": "string", "pattern": "^[a-z ]{20}$"}, '
+    '"sizes": {"type": "array", "items": {"type": "integer", "maximum": 9}, "minItems": 3, '
+    '"maxItems": 9}}, "required": ["name", "sizes"], "additionalProperties": false}'
+)
 Expected = dict[Case, list[list[int]]]
 """The tokens of each choice of each case, in a run without faults."""
 
@@ -75,7 +82,11 @@ def make_cases(
             sampling |= {"temperature": 0.0}
         if most_choices > 1:
             sampling |= {"n": rng.randint(1, most_choices)}
-        cases.append(Case(shared + prompt if number % 4 == 3 else prompt, (*sampling.items(),)))
+        schema = SCHEMA if number % 8 in (2, 5) else ""
+        if schema:
+            del sampling["ignore_eos"]
+        whole = shared + prompt if number % 4 == 3 else prompt
+        cases.append(Case(whole, (*sampling.items(),), schema))
     return cases
 
 
@@ -107,6 +118,8 @@ async def ask(
     request = inference_pb2.GenerateRequest(request_id=request_id or uuid.uuid4().hex)
     request.input_ids.ids.extend(case.prompt)
     request.sampling_params.CopyFrom(inference_pb2.SamplingParams(**dict(case.sampling)))
+    if case.json_schema:
+        request.sampling_params.structured_output.json_schema = case.json_schema
     outcome, begun = Outcome(case), time.monotonic()
     by_id = inference_pb2.AbortRequest(request_id=request.request_id)
     when = abort.when if abort is not None else None

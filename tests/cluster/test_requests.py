@@ -8,10 +8,11 @@ import json
 import math
 import re
 from collections.abc import AsyncIterator
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import grpc
 import openai
+import pydantic
 import pytest
 from click.testing import CliRunner
 
@@ -25,11 +26,17 @@ FINISH = inference_pb2.FinishReason
 
 
 @pytest.fixture(scope="module")
-async def cluster(ray, tiny) -> AsyncIterator[RunningCluster]:
+async def cluster(ray, tiny, tmp_path_factory) -> AsyncIterator[RunningCluster]:
     """A pool of 1024 tokens beside a model of 4096, so that either can be what is too small."""
     page_bytes = 3 * 2 * 2 * 16 * 16 * 4
+    template = tmp_path_factory.mktemp("template") / "template.jinja"
+    template.write_text("{% for message in messages %}{{ message.content }}{% endfor %}")
     async with running(
-        tiny, dtype="float32", kv_memory=64 * page_bytes, chunk_tokens=32
+        tiny,
+        dtype="float32",
+        kv_memory=64 * page_bytes,
+        chunk_tokens=32,
+        chat_template=template,
     ) as cluster:
         yield cluster
 
@@ -160,6 +167,45 @@ async def test_http_gives_the_same_tokens_and_log_probabilities(cluster):
             assert chunk.choices[0].model_extra["prompt_token_ids"] == PROMPT
             break
         await stream.close()
+
+
+class Answered(pydantic.BaseModel):
+    """What an output is to say."""
+
+    kind: Literal["river", "town"]
+    old: bool
+    sizes: Annotated[list[Literal[1, 2, 3]], pydantic.Field(max_length=3)]
+
+
+async def test_structured_output_by_openais_client(cluster):
+    """Streamed or not, through both workers, it is what was asked for, however it is asked."""
+    base = f"http://{cluster.deployment.router.http_address}/v1"
+    async with openai.AsyncOpenAI(base_url=base, api_key="none", max_retries=0) as client:
+        [model] = [model.id async for model in client.models.list()]
+        ask: Any = functools.partial(
+            client.chat.completions.parse, model=model, response_format=Answered, max_tokens=500
+        )
+        said = [{"role": "user", "content": "What is it?"}]
+        for seed in range(3):
+            answer = await ask(messages=said, seed=seed)
+            assert answer.choices[0].finish_reason == "stop"
+            assert isinstance(answer.choices[0].message.parsed, Answered)
+        more = {"structured_outputs": {"choice": ["river", "town"]}}
+        stream: Any = await client.completions.create(
+            model=model, prompt=PROMPT, stream=True, max_tokens=30, extra_body=more
+        )
+        text = "".join([chunk.choices[0].text async for chunk in stream])
+        assert text in {"river", "town"}
+        with pytest.raises(openai.BadRequestError) as caught:
+            await ask(messages=said, response_format=_schema({"items": {"uniqueItems": True}}))
+        error: Any = caught.value.body
+        assert error["param"] == "response_format.json_schema.schema"
+        assert "uniqueItems" in error["message"]
+        assert "at /items" in error["message"]
+
+
+def _schema(schema: dict[str, Any]) -> Any:
+    return {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
 
 
 async def test_penalties_reach_the_decode_side(cluster):

@@ -37,7 +37,9 @@ def test_a_grammar_is_compiled_once_in_another_thread() -> None:
         threads.append(threading.current_thread())
         return byte_vocabulary(make_tokenizer())()
 
-    grammars, seconds, hits = Grammars(make), [], []
+    grammars = Grammars(make)
+    seconds: list[float] = []
+    hits: list[int] = []
     grammars.on_compiled = seconds.append
     grammars.on_hit = lambda: hits.append(1)
     first = grammars.prepare(Wanted(regex="a+"))
