@@ -128,13 +128,13 @@ def make_backlog(longest_tokens: int, tokens_left: int) -> int:
     """The tokens of prompts that chunks beside rows are a part of.
 
     The longest prompt counts as a whole until it ends, so that its chunks do not become smaller and
-    smaller; and half of what is left of all, so that many prompts are computed in larger chunks.
+    smaller; and a third of what is left of all, so that many prompts are computed in larger chunks.
 
     Args:
         longest_tokens: of the longest prompt that is not computed, what was computed included.
         tokens_left: of all prompts.
     """
-    return max(longest_tokens, tokens_left // 2)
+    return max(longest_tokens, tokens_left // 3)
 
 
 UNMEASURED = StepSpeeds()

@@ -45,9 +45,9 @@ def test_nothing_is_expected_of_a_worker_that_has_measured_nothing():
     assert StepSpeeds().step_seconds(8) == 0
 
 
-def test_chunks_are_a_part_of_the_longest_prompt_or_of_half_of_all_that_is_left():
+def test_chunks_are_a_part_of_the_longest_prompt_or_of_a_third_of_all_that_is_left():
     assert make_backlog(1000, tokens_left=10) == 1000
-    assert make_backlog(1000, tokens_left=3000) == 1500
+    assert make_backlog(1000, tokens_left=6000) == 2000
     assert make_backlog(0, tokens_left=0) == 0
 
 
