@@ -66,8 +66,9 @@ async def test_workers_get_a_complete_submission(cluster: Cluster) -> None:
     assert prefill.request_id == decode.request_id == "mine"
     assert prefill.attempt == decode.attempt
     assert prefill.sampling_params == decode.sampling_params
+    without_default = {"logprobs", "structured_output"}
     for field in pb.SamplingParams.DESCRIPTOR.fields:
-        if not field.is_repeated and field.name != "logprobs":
+        if not field.is_repeated and field.name not in without_default:
             assert prefill.sampling_params.HasField(field.name), field.name
     assert (prefill.num_prompt_tokens, prefill.first_choice) == (3, 0)
     assert (prefill.sampling_params.n, prefill.sampling_params.prompt_logprobs) == (2, 3)
