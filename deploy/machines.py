@@ -14,6 +14,8 @@ from kvrelay.deploy.errors import OptionError
 from kvrelay.net.addresses import is_loopback
 from kvrelay.options.declaration import Section, flag_of, option, options_of
 
+_ALONE: Final = {"cluster_name", "worker_gpus", "worker_cpus", "placement_timeout"}
+"""What can be given without --ray-address."""
 _NAME: Final = re.compile(r"[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?")
 _HOST: Final = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]*[A-Za-z0-9_])?")
 _ACCELERATOR: Final = "ray.io/accelerator-type"
@@ -80,7 +82,8 @@ class MachineOptions:
     )
     cluster_name: str = option(
         "default",
-        "Distinguishes clusters in one Ray: a second one of a name is refused.",
+        "Distinguishes clusters: it is their label in Prometheus, and a second one of a name is "
+        "refused in one Ray.",
         Section.MACHINES,
     )
     advertise: str = option(
@@ -195,7 +198,7 @@ class MachineOptions:
 
     def _check_alone(self) -> None:
         for one in options_of(MachineOptions):
-            if one.name in ("worker_gpus", "worker_cpus", "placement_timeout"):
+            if one.name in _ALONE:
                 continue
             if getattr(self, one.name) != one.default:
                 raise OptionError(one.flag, "must be given with --ray-address")

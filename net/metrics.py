@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.samples import Sample
 
 
 class MetricType(StrEnum):
@@ -121,6 +122,11 @@ class Instruments:
         gauge = self._child(metric, labels)
         assert isinstance(gauge, Gauge), metric.name
         gauge.set_function(value)
+
+    def samples(self, metric: Metric) -> Iterator[Sample]:
+        """What a scrape would have of a metric now; any thread."""
+        for family in self._families[metric].collect():
+            yield from family.samples
 
     def show(self, metric: Metric, **labels: str) -> None:
         """Exports the metric with these label values from now on, though it is zero."""

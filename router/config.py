@@ -19,6 +19,15 @@ class PlacementMode(StrEnum):
     """Prefill workers alone."""
 
 
+class MetricNames(StrEnum):
+    """Under which names the router exports its metrics."""
+
+    KVRELAY = "kvrelay"
+    """Its own."""
+    VLLM = "vllm"
+    """vLLM's beside its own."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class RouterOptions:
     """The options of `kvrelay serve` that the router is told as they are."""
@@ -86,6 +95,12 @@ class RouterOptions:
         None,
         "A file with the tokens that clients must send, with every call except health checks, and "
         "with what each may do: TOML, or one token a line. docs/security.md describes it.",
+        Section.ACCESS,
+    )
+    metric_names: MetricNames = option(
+        MetricNames.KVRELAY,
+        "vllm: the router exports its metrics under vLLM's names, too, such as "
+        "vllm:num_requests_waiting, which gateways and autoscalers look for.",
         Section.ACCESS,
     )
     chat_template: Path | None = option(

@@ -88,6 +88,10 @@ REFUSED_GRAMMARS: Final = METRICS.counter(
 PROMPT_TOKENS: Final = METRICS.counter(
     "kvrelay_prompt_tokens_total", "Prompt tokens of the requests that were admitted"
 )
+CACHED_TOKENS: Final = METRICS.counter(
+    "kvrelay_cached_tokens_total",
+    "Prompt tokens of completed requests whose KV a worker had already",
+)
 OUTPUT_TOKENS: Final = METRICS.counter(
     "kvrelay_output_tokens_total", "Output tokens that were streamed to clients"
 )
@@ -190,8 +194,9 @@ class Stopwatch:
         """So many tokens differed from those that were already streamed."""
         self._metrics.count(CONTRADICTED_TOKENS, tokens)
 
-    def phases(self, timings: PhaseTimings) -> None:
-        """The request was completed, and has spent so long in each phase."""
+    def completed(self, timings: PhaseTimings, cached_tokens: int) -> None:
+        """The request was completed, has spent so long in each phase, and found so much cached."""
+        self._metrics.count(CACHED_TOKENS, cached_tokens)
         for phase in ("queue", "prefill", "transfer", "decode"):
             seconds: float = getattr(timings, f"{phase}_seconds")
             self._metrics.observe(PHASE_SECONDS, seconds, phase=phase)

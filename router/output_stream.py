@@ -160,7 +160,7 @@ class OutputStream:
             timings=timings,
             seed=self._request.params.sampling.seed,
         )
-        self._stopwatch.phases(timings)
+        self._stopwatch.completed(timings, self._cached_tokens)
         self._end(completion, label)
 
     def _keep(self, event: Event) -> None:

@@ -24,7 +24,7 @@ from kvrelay.net.tls import CurrentTls, TlsFileError, TlsFiles
 from kvrelay.router.admin import Administrator, AdminService
 from kvrelay.router.admission import Admission
 from kvrelay.router.auth import Guard
-from kvrelay.router.config import PlacementMode, RouterConfig
+from kvrelay.router.config import MetricNames, PlacementMode, RouterConfig
 from kvrelay.router.controller_service import ControllerService
 from kvrelay.router.current_tokens import CurrentTokens
 from kvrelay.router.discovery import Discovery
@@ -51,6 +51,7 @@ from kvrelay.router.service import InferenceService
 from kvrelay.router.structured_outputs import StructuredOutputs
 from kvrelay.router.text_threads import TextThreads
 from kvrelay.router.texts import Texts
+from kvrelay.router.vllm_names import VllmNames
 from kvrelay.router.worker_link import WorkerLink
 from kvrelay.text.chat_template import ChatTemplate, TemplateError, load_chat_template
 from kvrelay.text.token_bytes import longest_token_bytes
@@ -63,7 +64,8 @@ from kvrelay.v1 import (
     inference_pb2,
     inference_pb2_grpc,
 )
-from kvrelay.wire.worker_info import WorkerInfo
+from kvrelay.wire.load import WorkerLoad
+from kvrelay.wire.worker_info import WorkerInfo, WorkerRole
 
 _SERVICE = inference_pb2.DESCRIPTOR.services_by_name["InferenceService"].full_name
 _ADMIN = admin_pb2.DESCRIPTOR.services_by_name["AdminService"].full_name
@@ -141,6 +143,9 @@ class Router:
             self._metrics.watch(WAITING_FOR_WORKERS, lambda: live.waiting_for_workers)
             self._metrics.watch(REFUSED_WORKERS, lambda: len(self._fleet.model.refusals))
             self._metrics.watch(PREFIX_ENTRIES, lambda: self._fleet.prefixes.num_entries)
+            if self._config.metric_names is MetricNames.VLLM:
+                names = VllmNames(self._config.model_name, self._metrics, self._loads)
+                self._metrics.registry.register(names)
             self._serve_metrics(undo)
             _run_in(undo, self._fleet.run())
             if self._tokens is not None:
@@ -160,6 +165,9 @@ class Router:
             _run_in(undo, self._report_health())
             undo.push_async_callback(self._health.enter_graceful_shutdown)
             self._undo = undo.pop_all()
+
+    def _loads(self) -> list[tuple[WorkerRole, WorkerLoad]]:
+        return [(link.endpoint.role, link.load) for link in self._fleet.links]
 
     async def wait_ready(self) -> None:
         """Returns once a prefill and a decode worker, or an aggregated one, are attached.

@@ -54,7 +54,6 @@ def test_a_bad_value_names_its_option(option: str, values: dict[str, Any]):
 @pytest.mark.parametrize(
     "values",
     [
-        {"cluster_name": "chat"},
         {"advertise": "127.0.0.1"},
         {"prefill_on": "rack=a"},
         {"spread": "pack"},
