@@ -60,7 +60,13 @@ def has_bfloat16_products() -> bool:
     return bool(llvmlite.binding.get_host_cpu_features().get("avx512bf16"))
 
 
-def _constant(value: float) -> Any:
+def has_bfloat16_tiles() -> bool:
+    """Whether this processor multiplies whole tiles of bfloat16: AMX."""
+    return bool(llvmlite.binding.get_host_cpu_features().get("amx-bf16"))
+
+
+def constant(value: float) -> Any:
+    """A vector whose lanes all are this float32."""
     return ir.Constant(_FLOATS, [value] * LANES)
 
 
@@ -136,7 +142,7 @@ def _data(context: Any, builder: Any, signature: Any, args: Any, index: int) -> 
     return context.make_array(signature.args[index])(context, builder, args[index]).data
 
 
-def _add_product(builder: Any, total: Any, rows: Any, other: Any) -> Any:
+def add_product(builder: Any, total: Any, rows: Any, other: Any) -> Any:
     """``total + rows * other``: `rows` a vector of units, `other` a unit for all lanes."""
     others = splat(builder, other)
     if rows.type == _FLOATS:
@@ -167,7 +173,7 @@ def _add_products(
                 unit = other_at(i, other)
                 for vector in range(VECTORS):
                     at = other * VECTORS + vector
-                    sums[at] = _add_product(builder, sums[at], rows[vector], unit)
+                    sums[at] = add_product(builder, sums[at], rows[vector], unit)
         return sums
 
     return loop(builder, builder.udiv(depth, _INT64(STEP)), totals, turn)
@@ -189,7 +195,7 @@ def score_tile(_typing: Any, queries: Any, keys: Any, depth: Any, scores: Any, f
         starts = [builder.mul(builder.add(begin, _INT64(other)), length) for other in range(OTHERS)]
         sums = _add_products(
             builder,
-            [_constant(0.0)] * (OTHERS * VECTORS),
+            [constant(0.0)] * (OTHERS * VECTORS),
             length,
             lambda i, vector: _load(builder, query_data, _at(builder, i, vector), units),
             lambda i, other: _load(builder, key_data, builder.add(starts[other], i), unit),
@@ -262,14 +268,14 @@ def _exp2(builder: Any, x: Any) -> Any:
     """``2 ** x`` for ``x <= 0``: exactly 0 below -126; NaN stays NaN."""
     nearest = _call(builder, f"llvm.rint.v{LANES}f32", _FLOATS, x)
     rest = builder.fsub(x, nearest)
-    result = _constant(_EXP2[0])
+    result = constant(_EXP2[0])
     for coefficient in _EXP2[1:]:
-        result = add_scaled(builder, result, rest, _constant(coefficient))
+        result = add_scaled(builder, result, rest, constant(coefficient))
     exponent = builder.add(builder.fptosi(nearest, _INTS), _int_constant(127))
     power = builder.bitcast(builder.shl(exponent, _int_constant(23)), _FLOATS)
     result = builder.fmul(result, power)
-    tiny = builder.fcmp_ordered("<", x, _constant(-126.0))
-    return builder.select(tiny, _constant(0.0), result)
+    tiny = builder.fcmp_ordered("<", x, constant(-126.0))
+    return builder.select(tiny, constant(0.0), result)
 
 
 def _pairs(builder: Any, first: Any, second: Any) -> Any:
@@ -354,7 +360,7 @@ def weigh_block(
                 for total, weight in zip(sums, first + second, strict=True)
             ]
 
-        sums = loop(builder, halves, [_constant(0.0)] * (2 * VECTORS), weigh)
+        sums = loop(builder, halves, [constant(0.0)] * (2 * VECTORS), weigh)
         for vector, end in enumerate(ends):
             _store(builder, new[vector], largest_data, end)
             _store(builder, decays[vector], decay_data, end)

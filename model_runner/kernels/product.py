@@ -1,0 +1,304 @@
+"""Products with bfloat16 weights on a CPU that multiplies pairs of bfloat16 (AVX512-BF16).
+
+``out [T, N] = x [T, K] W^T``, with ``W [N, K]`` in panels of `PANEL` outputs, one after the
+other, in which the pairs of inputs come in order::
+
+    weights [panels, K / 2, PANEL, 2]
+
+A tile is a panel and up to `TILE` rows, whose sums stay in registers. Few rows are one tile:
+the weights stream from memory once, and are asked for `_AHEAD` bytes before they are needed.
+For more rows each tile asks for a part of the next panel, so that memory and arithmetic work
+at the same time. Many rows are computed by blocks that stay in the second cache.
+
+Each sum adds its pairs one after the other, from the first to the last: a row's result depends
+neither on the rows beside it nor on the number of threads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final, NamedTuple
+
+import numba
+import numpy as np
+from llvmlite import ir  # type: ignore[import-untyped]
+from numba.extending import intrinsic
+
+from kvrelay.model_runner.kernels.arrays import Array
+from kvrelay.model_runner.kernels.jit import inlined, kernel
+from kvrelay.model_runner.kernels.lanes import LANES, add_product, constant, loop
+from kvrelay.model_runner.kernels.team import run_on_team, take
+
+_VECTORS: Final = 2
+PANEL: Final = _VECTORS * LANES
+TILE: Final = 12
+"""Rows: times 2 vectors these are 24 sums, so many that 32 registers hold the rest."""
+_STEP: Final = 2
+"""Pairs of inputs in a turn of a tile's loop."""
+PAIRS: Final = 2 * _STEP
+"""Inputs are a multiple of it."""
+_LINES: Final = _STEP * _VECTORS
+"""Of the cache, which are a turn's weights."""
+_AHEAD: Final = 8192
+"""Bytes. In a stream of weights for 8 rows: 28.7 GB/s without, 34 to 36 so, 29 with 1,024."""
+_BLOCK: Final = 20 * TILE
+"""Rows: with as many inputs as is usual they stay in the second cache."""
+_SHARES: Final = 4
+"""Pieces of a product for each of several threads."""
+_LINE_BYTES: Final = 64
+_PANEL_BYTES: Final = 2 * _LINE_BYTES
+"""Of a panel's weights of one pair of inputs."""
+_TILES: Final = (
+    (1, 0),
+    *((rows, _LINES) for rows in (2, 4, 6, 8, 10, 12)),
+    *((rows, _LINES // 2) for rows in (6, 8, 10, 12)),
+    *((rows, _LINES // 4) for rows in (8, 10, 12)),
+)
+"""Rows of a tile, and lines that it asks for in a turn. One row streams best without."""
+
+_INT8, _INT16, _INT32, _INT64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
+_FLOATS, _INTS, _BITS = (ir.VectorType(kind, LANES) for kind in (ir.FloatType(), _INT32, _INT16))
+
+
+class Product(NamedTuple):
+    """Addresses and sizes of what is multiplied; an address is 0 where there is no such thing."""
+
+    x: int
+    weights: int
+    bias: int
+    residual: int
+    out: int
+    rows: int
+    pairs: int
+    """Of inputs."""
+    outputs: int
+
+
+def _pointer(builder: Any, address: Any, kind: Any, bytes_on: Any = None) -> Any:
+    if bytes_on is not None:
+        address = builder.add(address, bytes_on)
+    return builder.inttoptr(address, kind.as_pointer())
+
+
+def _times(builder: Any, number: Any, factor: int) -> Any:
+    return builder.mul(number, _INT64(factor))
+
+
+def _prefetch(builder: Any, address: Any) -> None:
+    byte = _INT8.as_pointer()
+    kind = ir.FunctionType(ir.VoidType(), [byte, _INT32, _INT32, _INT32])
+    function = builder.module.declare_intrinsic("llvm.prefetch", [byte], kind)
+    read, keep_in_all_caches, data_not_code = _INT32(0), _INT32(3), _INT32(1)
+    pointer = builder.inttoptr(address, byte)
+    builder.call(function, [pointer, read, keep_in_all_caches, data_not_code])
+
+
+def _sum_tile(
+    builder: Any, rows: Sequence[Any], weights: Any, pairs: Any, ahead: Any, lines: int
+) -> Sequence[Any]:
+    """The sums of a tile, ``[len(rows) * _VECTORS]`` vectors.
+
+    ``rows`` and ``weights`` are addresses; `lines` from `ahead` on are asked for in each turn.
+    """
+
+    def turn(index: Any, totals: Sequence[Any]) -> Sequence[Any]:
+        sums = list(totals)
+        asked = builder.add(ahead, _times(builder, index, lines * _LINE_BYTES))
+        for line in range(lines):
+            _prefetch(builder, builder.add(asked, _INT64(line * _LINE_BYTES)))
+        for step in range(_STEP):
+            pair = builder.add(_times(builder, index, _STEP), _INT64(step))
+            panel = builder.add(weights, _times(builder, pair, _PANEL_BYTES))
+            vectors = [
+                builder.load(_pointer(builder, panel, _INTS, _INT64(vector * _LINE_BYTES)), align=4)
+                for vector in range(_VECTORS)
+            ]
+            for at, row in enumerate(rows):
+                unit = builder.load(_pointer(builder, row, _INT32, _times(builder, pair, 4)))
+                for vector in range(_VECTORS):
+                    total = at * _VECTORS + vector
+                    sums[total] = add_product(builder, sums[total], vectors[vector], unit)
+        return sums
+
+    nothing = [constant(0.0)] * (len(rows) * _VECTORS)
+    return loop(builder, builder.udiv(pairs, _INT64(_STEP)), nothing, turn)
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def sum_tile(
+    _typing: Any,
+    size: Any,
+    lines: Any,
+    x: Any,
+    last: Any,
+    pairs: Any,
+    weights: Any,
+    ahead: Any,
+    sums: Any,
+) -> Any:
+    """``sums [TILE, PANEL]`` of the first `size` rows from `x` on; (`size`, `lines`) in `_TILES`.
+
+    Rows after the `last` are copies of it. `weights` of the panel, and `ahead` to ask for.
+    """
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        data = context.make_array(signature.args[7])(context, builder, args[7]).data
+        target = builder.ptrtoint(data, _INT64)
+        count, asked, begin, end, depth, panel, following, _ = args
+        bad, after = builder.append_basic_block("bad"), builder.append_basic_block("summed")
+        switch = builder.switch(_key(builder, count, asked), bad)
+        for size, lines in _TILES:
+            block = builder.append_basic_block(f"rows_{size}_{lines}")
+            switch.add_case(_INT64(size * (_LINES + 1) + lines), block)
+            builder.position_at_end(block)
+            rows = []
+            for row in range(size):
+                known = builder.icmp_signed("<", end, _INT64(row))
+                index = builder.select(known, end, _INT64(row))
+                rows.append(builder.add(begin, _times(builder, builder.mul(index, depth), 4)))
+            for at, total in enumerate(_sum_tile(builder, rows, panel, depth, following, lines)):
+                place = _pointer(builder, target, _FLOATS, _INT64(at * _LINE_BYTES))
+                builder.store(total, place, align=4)
+            builder.branch(after)
+        builder.position_at_end(bad)
+        builder.unreachable()
+        builder.position_at_end(after)
+        return context.get_dummy_value()
+
+    number = numba.int64
+    return numba.void(number, number, number, number, number, number, number, sums), generate
+
+
+def _key(builder: Any, size: Any, lines: Any) -> Any:
+    return builder.add(_times(builder, size, _LINES + 1), lines)
+
+
+def _load_widened(builder: Any, address: Any) -> Any:
+    """16 bfloat16 as float32."""
+    bits = builder.zext(builder.load(_pointer(builder, address, _BITS), align=2), _INTS)
+    return builder.bitcast(builder.shl(bits, ir.Constant(_INTS, [16] * LANES)), _FLOATS)
+
+
+def _add_widened(builder: Any, total: Any, address: Any, bytes_on: Any) -> Any:
+    """``total`` and the 16 bfloat16 at `bytes_on` from `address`, which may be 0 for none."""
+    before = builder.block
+    with builder.if_then(builder.icmp_signed("!=", address, _INT64(0))):
+        added = builder.fadd(total, _load_widened(builder, builder.add(address, bytes_on)))
+        end = builder.block
+    result = builder.phi(_FLOATS)
+    result.add_incoming(total, before)
+    result.add_incoming(added, end)
+    return result
+
+
+def _round(builder: Any, total: Any) -> Any:
+    """float32 as the bits of bfloat16, to nearest, ties to even."""
+    bits = builder.bitcast(total, _INTS)
+    sixteen, one, half = (ir.Constant(_INTS, [n] * LANES) for n in (16, 1, 0x7FFF))
+    odd = builder.and_(builder.lshr(bits, sixteen), one)
+    rounded = builder.lshr(builder.add(builder.add(bits, half), odd), sixteen)
+    is_nan = builder.fcmp_unordered("uno", total, total)
+    quiet = ir.Constant(_INTS, [0x7FC0] * LANES)
+    return builder.trunc(builder.select(is_nan, quiet, rounded), _BITS)
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def write_row(
+    _typing: Any, sums: Any, row: Any, vectors: Any, bias: Any, residual: Any, out: Any
+) -> Any:
+    """Round `vectors` of a row of sums, with `bias` and `residual` (0 for none), to `out`.
+
+    All three are addresses of the row's first output in this panel.
+    """
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        data = context.make_array(signature.args[0])(context, builder, args[0]).data
+        _, row, count, first, second, target = args
+        source = builder.add(
+            builder.ptrtoint(data, _INT64), _times(builder, row, _VECTORS * _LINE_BYTES)
+        )
+
+        def write(vector: Any, _: Sequence[Any]) -> Sequence[Any]:
+            place = _times(builder, vector, _LINE_BYTES)
+            total = builder.load(_pointer(builder, source, _FLOATS, place), align=4)
+            half = _times(builder, vector, _LINE_BYTES // 2)
+            total = _add_widened(builder, total, first, half)
+            total = _add_widened(builder, total, second, half)
+            to = _pointer(builder, target, _BITS, half)
+            builder.store(_round(builder, total), to, align=2)
+            return ()
+
+        loop(builder, count, (), write)
+        return context.get_dummy_value()
+
+    number = numba.int64
+    return numba.void(sums, number, number, number, number, number), generate
+
+
+@kernel
+def multiply(
+    threads: int,
+    x: int,
+    weights: int,
+    bias: int,
+    residual: int,
+    out: int,
+    rows: int,
+    inputs: int,
+    outputs: int,
+) -> None:
+    """``out [rows, outputs] = x [rows, inputs] W^T (+ bias [outputs]) (+ residual)``.
+
+    All are bfloat16, contiguous and given by their address, 0 for no bias and no residual.
+    ``inputs % PAIRS == 0``, ``outputs % LANES == 0``. The weights' last panel is whole.
+    """
+    product = Product(x, weights, bias, residual, out, rows, inputs // 2, outputs)
+    units = (rows + _BLOCK - 1) // _BLOCK * ((outputs + PANEL - 1) // PANEL)
+    share = max(1, units // (threads * _SHARES)) if threads > 1 else units
+    run_on_team(threads, multiply_remaining, (np.zeros(1, np.int64), share, units, product))
+
+
+@kernel
+def multiply_remaining(counter: Array, share: int, units: int, product: Product) -> None:
+    """Compute the next `share` of `units` until there is none left: a panel of a block each."""
+    sums = np.empty((TILE, PANEL), np.float32)
+    panels = (product.outputs + PANEL - 1) // PANEL
+    begin = take(counter, share)
+    while begin < units:
+        end = min(begin + share, units)
+        for unit in range(begin, end):
+            following = min(unit + 1, end - 1) % panels
+            multiply_block(product, unit // panels * _BLOCK, unit % panels, following, sums)
+        begin = take(counter, share)
+
+
+@inlined
+def multiply_block(product: Product, first: int, panel: int, following: int, sums: Array) -> None:
+    """A panel for the block of rows from `first` on; the `following` panel is asked for."""
+    pairs, panel_bytes = product.pairs, product.pairs * _PANEL_BYTES
+    weights = product.weights + panel * panel_bytes
+    end = min(first + _BLOCK, product.rows)
+    halves = (end - first + 1) // 2
+    tiles = (2 * halves + TILE - 1) // TILE
+    lines = _LINES if tiles == 1 else _LINES // 2 if tiles < 4 else _LINES // 4
+    part = panel_bytes * lines // _LINES
+    vectors = min(PANEL, product.outputs - panel * PANEL) // LANES
+    for tile in range(tiles):
+        row = first + tile * halves // tiles * 2
+        size = first + (tile + 1) * halves // tiles * 2 - row
+        count = min(size, end - row)
+        ahead = weights + _AHEAD
+        if tiles > 1:
+            ahead = product.weights + following * panel_bytes + tile * part
+            if tile * lines >= _LINES:
+                ahead = weights  # all of it has been asked for
+        x = product.x + row * pairs * 4
+        if end - first == 1:
+            sum_tile(1, 0, x, 0, pairs, weights, ahead, sums)
+        else:
+            sum_tile(size, lines, x, count - 1, pairs, weights, ahead, sums)
+        for r in range(count):
+            at = 2 * ((row + r) * product.outputs + panel * PANEL)
+            bias = product.bias + 2 * panel * PANEL if product.bias else 0
+            residual = product.residual + at if product.residual else 0
+            write_row(sums, r, vectors, bias, residual, product.out + at)
