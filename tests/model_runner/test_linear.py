@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
+import mmap
+
 import numpy as np
 import pytest
 import torch
@@ -88,6 +91,31 @@ def test_nothing_but_the_output_is_written(rows: int) -> None:
     assert (memory[-border:] == 0x1234).all()
     written = torch.from_numpy(memory[border:-border].view(np.int16)).view(torch.bfloat16)
     assert torch.equal(written.view(rows, outputs), PanelLinear(weight, None)(x))
+
+
+@needs_pairs
+@pytest.mark.parametrize("rows", [1, 5, 13, 31, 241])
+def test_nothing_after_the_rows_is_read(rows: int) -> None:
+    outputs, inputs = 48, 8
+    weight, x = normal(outputs, inputs), normal(rows, inputs)
+    memory = mmap.mmap(-1, 2 * mmap.PAGESIZE)
+    guard = ctypes.addressof(ctypes.c_char.from_buffer(memory)) + mmap.PAGESIZE
+    assert ctypes.CDLL(None).mprotect(ctypes.c_void_p(guard), mmap.PAGESIZE, 0) == 0
+    place = np.frombuffer(memory, np.int16, x.numel(), mmap.PAGESIZE - 2 * x.numel())
+    before_the_guard = torch.from_numpy(place).view(torch.bfloat16).view(x.shape)
+    before_the_guard.copy_(x)
+    linear = PanelLinear(weight, None)
+    assert torch.equal(linear(before_the_guard), linear(x))
+
+
+@needs_pairs
+def test_sums_are_rounded_as_torch_rounds() -> None:
+    weight, x = torch.randint(-15, 16, (1008, 8)), torch.randint(-99, 100, (24, 8))
+    exact = (x @ weight.T).float()
+    halfway = (exact.view(torch.int32) & 0xFFFF) == 0x8000
+    assert halfway.any()
+    linear = PanelLinear(weight.bfloat16(), None)
+    assert torch.equal(linear(x.bfloat16()), exact.bfloat16())
 
 
 @needs_pairs
