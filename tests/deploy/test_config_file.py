@@ -105,6 +105,7 @@ EVERYTHING: dict[str, Any] = {
     "deadline_margin": 2.5,
     "itl_target": 40.5,
     "placement": "disaggregated",
+    "metric_names": "vllm",
     "prefix_index_entries": 18,
     "start_timeout": 30.5,
     "drain_grace": 3.5,
