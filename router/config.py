@@ -10,6 +10,32 @@ from kvrelay.net.tls import TlsFiles
 from kvrelay.options.declaration import Section, option
 
 
+class ToolParser(StrEnum):
+    """How calls of tools are found in a chat's output."""
+
+    AUTO = "auto"
+    """As the chat template tells the model to write them."""
+    NONE = "none"
+    """They are not: they are content."""
+    HERMES = "hermes"
+    """Each between two tags, in JSON, as Hermes and Qwen write them."""
+    LLAMA3_JSON = "llama3_json"
+    """In JSON alone, as Llama 3."""
+    PYTHONIC = "pythonic"
+    """As a list in Python, as Llama 3.2 and 4."""
+
+
+class ReasoningFormat(StrEnum):
+    """How reasoning is found in a chat's output."""
+
+    AUTO = "auto"
+    """Between tags, if the chat template has them."""
+    NONE = "none"
+    """It is not: it is content."""
+    THINK = "think"
+    """Between <think> and </think>, as Qwen 3 and DeepSeek-R1 write it."""
+
+
 class PlacementMode(StrEnum):
     """Who computes prompts, where there are prefill and decode workers."""
 
@@ -106,6 +132,18 @@ class RouterOptions:
     chat_template: Path | None = option(
         None,
         "A Jinja file that makes a prompt of a conversation, in place of the model's own template.",
+        Section.MODEL,
+    )
+    tool_call_parser: ToolParser = option(
+        ToolParser.AUTO,
+        "How calls of tools are found in a chat's output: auto takes the form that the chat "
+        "template tells the model to use, none leaves them in the content.",
+        Section.MODEL,
+    )
+    reasoning_parser: ReasoningFormat = option(
+        ReasoningFormat.AUTO,
+        "How reasoning is found in a chat's output: auto looks for it between <think> and </think> "
+        "if the chat template has these, none leaves it in the content.",
         Section.MODEL,
     )
     http_origins: str = option(

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from json.encoder import encode_basestring_ascii as quoted
 from typing import Any, Final, Protocol
 
 from kvrelay.router.errors import InvalidField
-from kvrelay.router.events import ChoiceEnd, Completion, Delta, Event
+from kvrelay.router.events import ChoiceEnd, Completion, Delta, Event, FinishReason
 from kvrelay.router.http.logprobs import (
     ChatLogprobs,
     CompletionLogprobs,
@@ -22,6 +22,8 @@ from kvrelay.router.http.logprobs import (
     PromptLogprobs,
     TokenNames,
 )
+from kvrelay.router.http.spoken import Spoken
+from kvrelay.text.output_parsers import OutputParser
 from kvrelay.wire.output import SampledToken
 
 DONE: Final = b"data: [DONE]\n\n"
@@ -120,6 +122,10 @@ class Shown:
     """Those of prompt and output."""
     continuous_usage: bool = False
     """Every chunk has the usage until then."""
+    parser: Callable[[], OutputParser] | None = None
+    """Makes what takes a choice's text apart; None: all of it is content."""
+    ends_by_calls: bool = True
+    """A choice with calls of tools is said to end by them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,6 +167,9 @@ class _Choices:
         self._shown = shown
         self._writers: list[LogprobsWriter] = []
         self._prompt_writer: PromptLogprobs | None = None
+        self._spoken: list[Spoken] = []
+        if shown.parser is not None:
+            self._spoken = [Spoken(shown.parser()) for _ in range(prompt.n)]
         if shown.logprobs is not None:
             writers = (answer.style.logprobs(shown.names, shown.logprobs) for _ in range(prompt.n))
             self._writers = list(writers)
@@ -186,6 +195,14 @@ class _Choices:
             return 0
         writer = self._writers[choice]
         return writer.add(writer.write(tokens))
+
+    def _reason(self, choice: int, end: ChoiceEnd) -> str:
+        """Why a choice ended; `stop_reason`, as vLLM has it, names the stop token or string."""
+        reason = str(end.finish_reason)
+        called = self._spoken and self._spoken[choice].num_calls and self._shown.ends_by_calls
+        if called and end.finish_reason is FinishReason.STOP:
+            reason = "tool_calls"
+        return f'"finish_reason":"{reason}","stop_reason":{json.dumps(end.matched_stop)}'
 
     def _logprobs(self, choice: int) -> str:
         return self._writers[choice].take() if self._writers else "null"
@@ -238,8 +255,20 @@ class Chunks(_Choices):
             ids = json.dumps([token.token_id for token in delta.tokens])
             extra = f',"token_ids":{ids}'
         self._add(choice, delta.tokens)
+        if self._spoken:
+            return beginning + self._spoken_delta(choice, text, extra)
         words = self._style.text_of_chunk(quoted(text)) + extra
         return beginning + self._chunk(choice, words, logprobs=self._logprobs(choice))
+
+    def _spoken_delta(self, choice: int, text: str, extra: str) -> str:
+        """A chunk for each part that some text brings; the first has what is said of its tokens."""
+        first, *others = self._spoken[choice].push(text) or [""]
+        shows_tokens = extra or self._writers or self._shown.continuous_usage
+        if not first and not shows_tokens:
+            return ""
+        words = (first or self._style.no_text) + extra
+        chunk = self._chunk(choice, words, logprobs=self._logprobs(choice))
+        return chunk + "".join([self._chunk(choice, words) for words in others])
 
     def _beginning(self, choice: int) -> str:
         """The chunk before a choice's first token, if it has one."""
@@ -251,7 +280,10 @@ class Chunks(_Choices):
 
     def _end(self, choice: int, end: ChoiceEnd) -> str:
         beginning = "" if choice in self._begun else self._beginning(choice)
-        return beginning + self._chunk(choice, self._style.no_text, _reason(end))
+        if self._spoken:
+            last = [self._chunk(choice, words) for words in self._spoken[choice].finish()]
+            beginning += "".join(last)
+        return beginning + self._chunk(choice, self._style.no_text, self._reason(choice, end))
 
     def _chunk(
         self,
@@ -344,19 +376,17 @@ class Whole(_Choices):
         return self._of_prompt(0) if self._style.prompt_on_top else ""
 
     def _choice(self, choice: int, end: ChoiceEnd) -> str:
-        words = self._style.text_of_whole(quoted("".join(self._texts[choice])))
+        text = "".join(self._texts[choice])
+        spoken = self._spoken[choice] if self._spoken else None
+        words = spoken.message(text) if spoken else self._style.text_of_whole(quoted(text))
         extra = ""
         if self._shown.token_ids:
             extra += f',"token_ids":{json.dumps(self._ids[choice])}'
         if not self._style.prompt_on_top:
             extra += self._of_prompt(choice)
         index, logprobs = self._prompt.first_choice + choice, self._logprobs(choice)
-        return f'{{"index":{index},{words},"logprobs":{logprobs},{_reason(end)}{extra}}}'
-
-
-def _reason(end: ChoiceEnd) -> str:
-    """Why a choice ended; `stop_reason`, as vLLM has it, names the stop token or string."""
-    return f'"finish_reason":"{end.finish_reason}","stop_reason":{json.dumps(end.matched_stop)}'
+        reason = self._reason(choice, end)
+        return f'{{"index":{index},{words},"logprobs":{logprobs},{reason}{extra}}}'
 
 
 def usage_of(prompt_tokens: int, output_tokens: int, cached_tokens: int | None = None) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -12,6 +13,7 @@ from kvrelay.router.prompts import encoded
 from kvrelay.router.texts import Texts
 from kvrelay.text.chat_template import ChatTemplate, TemplateError
 from kvrelay.text.encoding import encode
+from kvrelay.text.output_parsers import ReasoningParser
 
 
 class ChatPrompt:
@@ -45,6 +47,8 @@ class ChatPrompt:
         self._options = options
         self.num_bytes = num_bytes
         self._add_special_tokens = add_special_tokens
+        self.ends_in_reasoning = False
+        """The rendered text has begun the answer's reasoning; known once it was rendered."""
 
     def input_ids(self, limits: Limits) -> Sequence[int]:
         """The conversation's tokens; raises `InvalidField` if they leave no room for output."""
@@ -52,6 +56,7 @@ class ChatPrompt:
             text = self._template.render(self._messages, **self._options)
         except TemplateError as error:
             raise InvalidField(self.field, str(error)) from error
+        self.ends_in_reasoning = text.rstrip().endswith(ReasoningParser.OPEN)
         return encoded(self.field, text, self._encode, limits)
 
     def _encode(self, text: str, most_tokens: int) -> Sequence[int]:
@@ -61,7 +66,11 @@ class ChatPrompt:
 
 
 def read_chat(
-    fields: Fields, body_bytes: int, texts: Texts, template: ChatTemplate | None
+    fields: Fields,
+    body_bytes: int,
+    texts: Texts,
+    template: ChatTemplate | None,
+    tools: Sequence[Mapping[str, Any]] | None = None,
 ) -> ChatPrompt:
     """Takes the conversation and how it is rendered; raises `InvalidField`.
 
@@ -70,12 +79,10 @@ def read_chat(
         body_bytes: of all of it, since a template may write any of it.
         texts: tokenizes the conversation.
         template: renders it; None: there is none.
+        tools: that the model is told of.
     """
     messages = _read_messages(fields)
     fields.only("chat_template")
-    fields.only("tools", [])
-    fields.only("tool_choice", "none", "auto")
-    fields.ignore("parallel_tool_calls")
     fields.only("documents", [])
     variables = dict(fields.members("chat_template_kwargs") or {})
     effort = fields.text("reasoning_effort")
@@ -88,6 +95,7 @@ def read_chat(
     options = {
         "add_generation_prompt": not goes_on and begins is not False,
         "continue_final_message": goes_on,
+        "tools": tools,
         "variables": variables,
     }
     add = fields.flag("add_special_tokens")
@@ -112,7 +120,32 @@ def _read_message(place: str, given: Any) -> Mapping[str, Any]:
         raise InvalidField(place, "must be an object")
     if not isinstance(given.get("role"), str):
         raise InvalidField(f"{place}.role", "must be a string")
-    return {**given, "content": _content(f"{place}.content", given.get("content"))}
+    read = {**given, "content": _content(f"{place}.content", given.get("content"))}
+    if given.get("tool_calls") is not None:
+        read["tool_calls"] = _read_calls(f"{place}.tool_calls", given["tool_calls"])
+    return read
+
+
+def _read_calls(place: str, given: Any) -> Sequence[Mapping[str, Any]]:
+    """Calls of earlier turns, with their arguments as the object that templates expect."""
+    if not isinstance(given, list):
+        raise InvalidField(place, "must be a list of calls")
+    return [_read_call(f"{place}[{number}]", one) for number, one in enumerate(given)]
+
+
+def _read_call(place: str, given: Any) -> Mapping[str, Any]:
+    function = given.get("function") if isinstance(given, dict) else None
+    if not isinstance(function, dict):
+        raise InvalidField(f"{place}.function", "must be an object")
+    arguments = function.get("arguments") or {}
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments)
+        except (ValueError, RecursionError):
+            raise InvalidField(f"{place}.function.arguments", "must be JSON") from None
+    if not isinstance(arguments, dict):
+        raise InvalidField(f"{place}.function.arguments", "must be a JSON object")
+    return {**given, "function": {**function, "arguments": arguments}}
 
 
 def _content(place: str, given: Any) -> str:

@@ -39,6 +39,7 @@ from kvrelay.router.http.fields import parse_body
 from kvrelay.router.http.origins import is_loopback, with_hosts, with_origins
 from kvrelay.router.http.requests import check_fits, read_chat_completion, read_completion
 from kvrelay.router.http.tokenizing import Tokenizing
+from kvrelay.router.http.tools import Dialect
 from kvrelay.router.metrics import HTTP_RESPONSES, RouterMetrics
 from kvrelay.router.texts import Texts
 from kvrelay.router.token_file import Tokens
@@ -159,6 +160,7 @@ class _Door:
         self._bodies = Bodies(behind.config.max_message_bytes)
         self._created = int(time.time())
         self._tokenizing = Tokenizing(behind.config, behind.fleet, behind.texts, behind.template)
+        self._dialect = Dialect.of(behind.config, behind.template)
         self._completions = Completions(
             behind.config,
             behind.admission,
@@ -179,7 +181,7 @@ class _Door:
         """POST /v1/chat/completions."""
         behind, body = self._behind, await self._body(exchange)
         with behind.admission.counting("http"):
-            call = read_chat_completion(body, exchange.body_bytes, behind.texts, behind.template)
+            call = read_chat_completion(body, exchange.body_bytes, behind.texts, self._dialect)
         serving = self._completions.serve(exchange, call, ChatStyle(), caller)
         await exchange.unless_gone(serving)
 

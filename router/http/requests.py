@@ -15,9 +15,10 @@ from kvrelay.router.http.fields import INT32, UINT32, Fields, token_ids
 from kvrelay.router.http.logprobs import TokenNames
 from kvrelay.router.http.sampling import read_sampling
 from kvrelay.router.http.structured import read_structured
+from kvrelay.router.http.tools import Dialect, read_tools, speaker
 from kvrelay.router.prompts import Prompt, TextPrompt, TokenPrompt
+from kvrelay.router.structured_outputs import FIELD
 from kvrelay.router.texts import Texts
-from kvrelay.text.chat_template import ChatTemplate
 from kvrelay.text.encoding import encode
 from kvrelay.v1 import inference_pb2
 
@@ -116,17 +117,22 @@ def read_completion(body: dict[str, Any], texts: Texts) -> Call:
         raise fields.error("best_of", "is not served, but for the same number as n")
     echo = fields.flag("echo")
     fields.only("suffix", "")
+    asked_as = read_structured(fields, params)
     call = _read_rest(fields, texts, params, prompts, sizes, logprobs, echo=echo)
-    return replace(call, texts=prompt_texts)
+    return replace(call, texts=prompt_texts, asked_as=asked_as)
 
 
 def read_chat_completion(
-    body: dict[str, Any], body_bytes: int, texts: Texts, template: ChatTemplate | None
+    body: dict[str, Any], body_bytes: int, texts: Texts, dialect: Dialect
 ) -> Call:
     """The call that a body of /v1/chat/completions is; raises `InvalidField`."""
     fields = Fields(body)
-    prompt: ChatPrompt = read_chat(fields, body_bytes, texts, template)
     params = read_sampling(fields, "max_completion_tokens", "max_tokens")
+    asked_as = dict(read_structured(fields, params))
+    tools = read_tools(fields, dialect, params)
+    if tools.named or tools.required:
+        asked_as = {f"{FIELD}.json_schema": "tools", FIELD: "tools"}
+    prompt: ChatPrompt = read_chat(fields, body_bytes, texts, dialect.template, tools.shown)
     fields.only("modalities", ["text"])
     fields.only("echo", False)
     alternatives = fields.integer("top_logprobs", 0, UINT32)
@@ -134,9 +140,11 @@ def read_chat_completion(
     if alternatives and logprobs is None:
         raise fields.error("top_logprobs", "is allowed with logprobs alone")
     call = _read_rest(fields, texts, params, [prompt], [prompt.num_bytes], logprobs)
+    parser = speaker(tools, dialect, lambda: prompt.ends_in_reasoning)
+    shown = replace(call.shown, parser=parser, ends_by_calls=not tools.named)
     renamed = {"logprobs": "top_logprobs", "max_tokens": "max_completion_tokens"}
-    asked_as = {name: asked for name, asked in renamed.items() if body.get(asked) is not None}
-    return replace(call, asked_as={**call.asked_as, **asked_as})
+    asked_as |= {name: asked for name, asked in renamed.items() if body.get(asked) is not None}
+    return replace(call, asked_as=asked_as, shown=shown)
 
 
 def _read_rest(
@@ -168,9 +176,7 @@ def _read_rest(
         token_ids=fields.flag("return_token_ids"),
         continuous_usage=continuous,
     )
-    asked_as = read_structured(fields, params)
-    message = _read_message(fields, params)
-    call = Call(message, prompts, prompt_bytes, options, shown, asked_as=asked_as)
+    call = Call(_read_message(fields, params), prompts, prompt_bytes, options, shown)
     _finish(fields)
     return call
 

@@ -9,6 +9,7 @@ from kvrelay.router.errors import InvalidField, UnknownModel
 from kvrelay.router.fleet import Fleet
 from kvrelay.router.http.chat import read_chat
 from kvrelay.router.http.fields import Fields
+from kvrelay.router.http.tools import read_tool_list
 from kvrelay.router.sampling_params import check_token_ids
 from kvrelay.router.texts import MAX_TEXT_TOKENS, Texts
 from kvrelay.text.chat_template import ChatTemplate, special_tokens_of
@@ -41,7 +42,9 @@ class Tokenizing:
         with_texts = fields.flag("return_token_strs")
         limits = self._fleet.limits()
         if "messages" in body:
-            chat = read_chat(fields, body_bytes, self._texts, self._template)
+            tools = read_tool_list(fields)
+            fields.only("tool_choice", "none", "auto")
+            chat = read_chat(fields, body_bytes, self._texts, self._template, tools or None)
             fields.finish()
             ids = await self._texts.threads.run(chat.num_bytes, chat.input_ids, limits)
         else:

@@ -81,7 +81,7 @@ async def test_a_refusal_names_the_field(
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
             "messages[0].content[0]",
         ),
-        ({"tools": [{"type": "function"}]}, "tools"),
+        ({"tools": [{"type": "function"}]}, "tools[0].function"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"chat_template": "{{ 1 }}"}, "chat_template"),
         ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),

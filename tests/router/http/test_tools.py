@@ -1,0 +1,259 @@
+"""Calls of tools, and reasoning, by OpenAI's client: streamed as whole."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from tokenizers import Tokenizer
+
+from kvrelay.router.config import ReasoningFormat, RouterConfig, ToolParser
+from kvrelay.v1 import worker_pb2
+
+from ..cluster import Cluster, running
+from ..scripted_worker import ScriptedWorker, choices_of
+from .client import CHAT, with_http
+
+HERMES = (
+    "{% for tool in tools or [] %}{{ tool | tojson }}{% endfor %}"
+    '{# as <tool_call>{"name": …, "arguments": …}</tool_call> #}'
+    "{% for message in messages %}<{{ message.role }}>{{ message.content }}"
+    "{% for call in message.tool_calls or [] %}{{ call.function.arguments.city }}{% endfor %}"
+    "{% endfor %}"
+)
+WEATHER: Any = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "description": "Of a city.",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"$ref": "#/$defs/City"}},
+            "required": ["city"],
+            "$defs": {"City": {"type": "string", "maxLength": 20}},
+        },
+    },
+}
+TIME: Any = {"type": "function", "function": {"name": "time"}}
+TOOLS = [WEATHER, TIME]
+ARGUMENTS = '{"city": "Köln \\"am\\" Rhein"}'
+CALLS = (
+    f'I look.\n<tool_call>\n{{"name": "weather", "arguments": {ARGUMENTS}}}\n</tool_call>\n'
+    '<tool_call>\n{"name": "time"}\n</tool_call>'
+)
+EOS = 400
+
+
+def saying(text: str, tokenizer: Tokenizer) -> Callable[..., Any]:
+    """A worker that says a text, token by token."""
+    ids = tokenizer.encode(text, add_special_tokens=False).ids
+
+    async def say(worker: ScriptedWorker, submit: worker_pb2.SubmitRequest) -> None:
+        end = worker_pb2.RequestEnd(reason=worker_pb2.RequestEnd.REASON_STOP, matched_token_id=EOS)
+        for choice in choices_of(submit):
+            for position, token in enumerate(ids):
+                worker.say(submit, position, (token,), choice=choice)
+            worker.say(submit, len(ids), (EOS,), choice=choice, end=end)
+
+    return say
+
+
+@asynccontextmanager
+async def served(
+    config: RouterConfig, folder: Path, template: str = HERMES, **changes: Any
+) -> AsyncIterator[tuple[Cluster, openai.AsyncOpenAI]]:
+    config = with_http(config, folder, **changes)
+    assert config.chat_template is not None
+    config.chat_template.write_text(template)
+    async with running(replace(config, default_max_tokens=300), "aggregated-0") as cluster:
+        base = f"http://{cluster.router.http_address}/v1"
+        async with openai.AsyncOpenAI(base_url=base, api_key="x", max_retries=0) as client:
+            yield cluster, client
+
+
+async def ask(client: openai.AsyncOpenAI, **changes: Any) -> Any:
+    return await client.chat.completions.create(
+        **{"model": "counter", "messages": CHAT["messages"], "tools": TOOLS, **changes}
+    )
+
+
+async def streamed(client: openai.AsyncOpenAI, **changes: Any) -> tuple[dict[str, Any], str]:
+    """The message that the deltas make together, as clients do it, and why it ended."""
+    message: dict[str, Any] = {"content": "", "reasoning": "", "calls": []}
+    reason = ""
+    async for chunk in await ask(client, stream=True, **changes):
+        [choice] = chunk.choices
+        delta, reason = choice.delta, choice.finish_reason or reason
+        message["content"] += delta.content or ""
+        message["reasoning"] += (delta.model_extra or {}).get("reasoning_content") or ""
+        for call in delta.tool_calls or []:
+            if call.index == len(message["calls"]):
+                assert call.id
+                assert call.type == "function"
+                message["calls"].append([call.function.name, ""])
+            else:
+                assert call.id is None
+                assert call.function.name is None
+            message["calls"][call.index][1] += call.function.arguments
+    return message, reason
+
+
+def whole(answer: Any) -> tuple[dict[str, Any], str]:
+    [choice] = answer.choices
+    said = choice.message
+    calls = [[call.function.name, call.function.arguments] for call in said.tool_calls or []]
+    reasoning = (said.model_extra or {}).get("reasoning_content") or ""
+    message = {"content": said.content or "", "reasoning": reasoning, "calls": calls}
+    return message, choice.finish_reason
+
+
+async def test_calls_streamed_and_whole(
+    config: RouterConfig, tmp_path: Path, tokenizer: Tokenizer
+) -> None:
+    async with served(config, tmp_path) as (cluster, client):
+        cluster.workers[0].on_submit = saying(CALLS, tokenizer)
+        expected = {
+            "content": "I look.",
+            "reasoning": "",
+            "calls": [["weather", ARGUMENTS], ["time", "{}"]],
+        }
+        assert whole(await ask(client)) == (expected, "tool_calls")
+        assert await streamed(client) == (expected, "tool_calls")
+        prompt = tokenizer.decode(list(cluster.workers[0].submits[0].input_ids))
+        assert '"name": "weather"' in prompt
+        # Without tools, and with tool_choice none, it is content.
+        for changes in ({"tool_choice": "none"}, {"tools": openai.omit}):
+            message, reason = await streamed(client, **changes)
+            assert (message["content"], reason) == (CALLS, "stop")
+
+
+async def test_reasoning_before_calls(
+    config: RouterConfig, tmp_path: Path, tokenizer: Tokenizer
+) -> None:
+    changes = {"reasoning_parser": ReasoningFormat.THINK}
+    async with served(config, tmp_path, **changes) as (cluster, client):
+        cluster.workers[0].on_submit = saying(f"<think>\nHm.\n</think>\n\n{CALLS}", tokenizer)
+        for message, reason in (whole(await ask(client)), await streamed(client)):
+            assert (message["reasoning"], message["content"]) == ("Hm.", "I look.")
+            assert [name for name, _ in message["calls"]] == ["weather", "time"]
+            assert reason == "tool_calls"
+
+
+async def test_a_prompt_that_has_begun_to_reason(
+    config: RouterConfig, tmp_path: Path, tokenizer: Tokenizer
+) -> None:
+    template = "{{ messages[0].content }}<think>\n"
+    async with served(config, tmp_path, template) as (cluster, client):
+        cluster.workers[0].on_submit = saying("Hm.\n</think>\n\nYes.", tokenizer)
+        for message, _ in (
+            whole(await ask(client, tools=openai.omit)),
+            await streamed(client, tools=openai.omit, n=1),
+        ):
+            assert (message["reasoning"], message["content"]) == ("Hm.", "Yes.")
+
+
+async def test_a_tool_that_must_be_called(
+    config: RouterConfig, tmp_path: Path, tokenizer: Tokenizer
+) -> None:
+    """By a grammar, so that the chat template need not know tools."""
+    named = {"type": "function", "function": {"name": "weather"}}
+    async with served(config, tmp_path, "{{ messages[0].content }}") as (cluster, client):
+        worker = cluster.workers[0]
+        worker.on_submit = saying(ARGUMENTS, tokenizer)
+        expected = {"content": "", "reasoning": "", "calls": [["weather", ARGUMENTS]]}
+        assert whole(await ask(client, tool_choice=named)) == (expected, "stop")
+        assert await streamed(client, tool_choice=named) == (expected, "stop")
+        sent = worker.submits[0].sampling_params.structured_output.json_schema
+        assert json.loads(sent) == WEATHER["function"]["parameters"]
+
+        other = '{"name":"time","parameters":{}}'
+        listed = f'[{{"name": "weather", "parameters": {ARGUMENTS}}},{other}]'
+        worker.on_submit = saying(listed, tokenizer)
+        expected["calls"] = [["weather", ARGUMENTS], ["time", "{}"]]
+        assert whole(await ask(client, tool_choice="required")) == (expected, "tool_calls")
+        assert await streamed(client, tool_choice="required") == (expected, "tool_calls")
+        sent = worker.submits[-1].sampling_params.structured_output.json_schema
+        assert json.loads(sent)["minItems"] == 1
+
+
+async def test_earlier_calls_are_shown_to_the_template(
+    config: RouterConfig, tmp_path: Path, tokenizer: Tokenizer
+) -> None:
+    call = {"id": "x", "type": "function", "function": {"name": "weather", "arguments": ARGUMENTS}}
+    messages = [
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "x", "content": "sun"},
+    ]
+    async with served(config, tmp_path) as (cluster, client):
+        cluster.workers[0].on_submit = saying("Sun.", tokenizer)
+        assert whole(await ask(client, messages=messages))[0]["content"] == "Sun."
+        prompt = tokenizer.decode(list(cluster.workers[0].submits[0].input_ids))
+        assert prompt.endswith('<assistant>Köln "am" Rhein<tool>sun')
+
+
+BAD = {"name": "f", "parameters": {"type": "object", "properties": {"a": {"not": {}}}}}
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"tools": {}}, "tools"),
+    ({"tools": [TIME] * 2}, "tools"),
+    ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name"),
+    ({"tools": [], "tool_choice": "required"}, "tool_choice"),
+    ({"tool_choice": "perhaps"}, "tool_choice"),
+    ({"tool_choice": {"function": {"name": "no"}}}, "tool_choice.function.name"),
+    ({"tool_choice": "required", "guided_regex": "a"}, "tool_choice"),
+    ({"tools": [{"type": "function", "function": BAD}], "tool_choice": "required"}, "tools"),
+]  # fmt: skip
+
+
+async def test_what_cannot_be_served_is_refused(config: RouterConfig, tmp_path: Path) -> None:
+    async with served(config, tmp_path) as (cluster, client):
+        base = str(client.base_url)
+        async with httpx.AsyncClient(base_url=base) as http:
+            for changes, param in REFUSED:
+                body = {**CHAT, "tools": TOOLS, **changes}
+                answer = await http.post("chat/completions", json=body)
+                assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), (
+                    changes
+                )
+        assert not cluster.workers[0].submits
+
+
+@pytest.mark.parametrize(
+    ("parser", "status"), [(ToolParser.AUTO, 400), (ToolParser.NONE, 200), (ToolParser.HERMES, 200)]
+)
+async def test_tools_that_nobody_shows(
+    config: RouterConfig, tmp_path: Path, tokenizer: Tokenizer, parser: ToolParser, status: int
+) -> None:
+    """A template that ignores tools: no client is left to believe otherwise, but by an option."""
+    changes = {"tool_call_parser": parser}
+    async with served(config, tmp_path, "{{ messages[0].content }}", **changes) as (
+        cluster,
+        client,
+    ):
+        cluster.workers[0].on_submit = saying(CALLS, tokenizer)
+        if status == 400:
+            with pytest.raises(openai.BadRequestError, match="tool-call-parser"):
+                await ask(client)
+            return
+        message, _ = whole(await ask(client))
+        assert bool(message["calls"]) is (parser is ToolParser.HERMES)
+
+
+async def test_tokens_of_parts_that_are_held_back_are_told(
+    config: RouterConfig, tmp_path: Path, tokenizer: Tokenizer
+) -> None:
+    ids = tokenizer.encode(CALLS, add_special_tokens=False).ids
+    async with served(config, tmp_path) as (cluster, client):
+        cluster.workers[0].on_submit = saying(CALLS, tokenizer)
+        told: list[int] = []
+        stream = await ask(client, stream=True, extra_body={"return_token_ids": True})
+        async for chunk in stream:
+            told += chunk.choices[0].model_extra.get("token_ids") or []
+        assert told == [*ids, EOS]

@@ -1,0 +1,143 @@
+"""Outputs are taken apart alike however they are cut."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from random import Random
+
+import pytest
+
+from kvrelay.text.output_parsers import (
+    HermesParser,
+    JsonCallsParser,
+    NamedCallParser,
+    OutputParser,
+    Piece,
+    PythonicParser,
+    ReasoningParser,
+    format_of,
+)
+
+Said = tuple[str, str, list[tuple[str, str]]]
+"""Content, reasoning, and the name and arguments of each call."""
+
+
+def merged(pieces: Sequence[Piece]) -> Said:
+    calls: list[tuple[str, str]] = []
+    for piece in pieces:
+        if piece.call is None:
+            continue
+        if piece.name:
+            assert piece.call == len(calls), "each call begins once, in order"
+            calls.append((piece.name, ""))
+        assert piece.call == len(calls) - 1
+        calls[-1] = (calls[-1][0], calls[-1][1] + piece.arguments)
+    content = "".join(piece.content for piece in pieces)
+    return content, "".join(piece.reasoning for piece in pieces), calls
+
+
+def parse(parser: OutputParser, chunks: Sequence[str]) -> Said:
+    pieces: list[Piece] = []
+    for chunk in chunks:
+        pieces += parser.push(chunk)
+    pieces += parser.finish()
+    return merged(pieces)
+
+
+def cut(text: str, random: Random) -> list[str]:
+    places = sorted(random.choices(range(len(text) + 1), k=random.randint(0, len(text))))
+    return [text[a:b] for a, b in zip([0, *places], [*places, len(text)], strict=True)]
+
+
+F = ("f", '{"a": [1, "}</tool_call>"], "b": {"c": "\\"é \\\\"}}')
+CALL_F = f'{{"name": "f", "arguments": {F[1]}}}'
+MAKE: dict[str, Callable[[], OutputParser]] = {
+    "hermes": HermesParser,
+    "json": JsonCallsParser,
+    "pythonic": PythonicParser,
+    "think": lambda: ReasoningParser(HermesParser(), begins_inside=False),
+    "inside": lambda: ReasoningParser(HermesParser(), begins_inside=True),
+    "named": lambda: NamedCallParser("f"),
+}
+OUTPUTS: list[tuple[str, str, Said]] = [
+    ("hermes", "no call <tool> at all <", ("no call <tool> at all <", "", [])),
+    ("hermes", "  ", ("  ", "", [])),
+    ("hermes", f"<tool_call>\n{CALL_F}\n</tool_call>", ("", "", [F])),
+    (
+        "hermes",
+        f"I look.\n\n<tool_call>{CALL_F}</tool_call>\n<tool_call>\n"
+        '{"arguments": {"x": 1}, "name": "g"}\n</tool_call>\n',
+        ("I look.", "", [F, ("g", '{"x": 1}')]),
+    ),
+    ("hermes", '<tool_call>{"name": "f"}</tool_call> done', (" done", "", [("f", "{}")])),
+    ("hermes", "<tool_call>what</tool_call>", ("<tool_call>what</tool_call>", "", [])),
+    ("hermes", '<tool_call>{"a": 1}</tool_call>', ('<tool_call>{"a": 1}</tool_call>', "", [])),
+    ("hermes", '<tool_call>{"na', ('<tool_call>{"na', "", [])),
+    ("hermes", '<tool_call>{"name": "f", "arguments": {"a', ("", "", [("f", '{"a')])),
+    ("json", CALL_F.replace("arguments", "parameters"), ("", "", [F])),
+    ("json", f"<|python_tag|>{CALL_F}; {CALL_F}", ("", "", [F, F])),
+    ("json", f"[{CALL_F}, {CALL_F}]", ("", "", [F, F])),
+    ("json", "plain words", ("plain words", "", [])),
+    ("json", '{"answer": 42} yes', ('{"answer": 42} yes', "", [])),
+    ("json", "[1, 2]", ("[1, 2]", "", [])),
+    ("json", "<|py", ("<|py", "", [])),
+    ("json", '{"x', ('{"x', "", [])),
+    (
+        "pythonic",
+        '[f(a=1, b="x]"), g.h(c=[True, None])]',
+        ("", "", [("f", '{"a": 1, "b": "x]"}'), ("g.h", '{"c": [true, null]}')]),
+    ),
+    ("pythonic", "[f(1)]", ("[f(1)]", "", [])),
+    ("pythonic", "[f(a=", ("[f(a=", "", [])),
+    ("pythonic", "[1] is a list", ("[1] is a list", "", [])),
+    ("pythonic", "words", ("words", "", [])),
+    ("think", "<think>\nI see </thin it.\n</think>\n\nYes.", ("Yes.", "I see </thin it.", [])),
+    ("think", f"<think>a</think><tool_call>{CALL_F}</tool_call>", ("", "a", [F])),
+    ("think", "<think></think>b", ("b", "", [])),
+    ("think", "no <think> here", ("no <think> here", "", [])),
+    ("think", " <thi", (" <thi", "", [])),
+    ("think", "<think>never ends ", ("", "never ends", [])),
+    ("inside", "I see.\n</think>\nYes.", ("Yes.", "I see.", [])),
+    ("named", '{"a": 1}', ("", "", [("f", '{"a": 1}')])),
+]
+
+
+@pytest.mark.parametrize(("kind", "text", "said"), OUTPUTS)
+def test_streamed_is_as_whole(kind: str, text: str, said: Said) -> None:
+    assert parse(MAKE[kind](), [text]) == said
+    assert parse(MAKE[kind](), list(text)) == said
+    random = Random(text)
+    for _ in range(50):
+        assert parse(MAKE[kind](), cut(text, random)) == said
+
+
+@pytest.mark.parametrize("kind", ["hermes", "json", "named"])
+def test_arguments_come_in_pieces(kind: str) -> None:
+    parser = MAKE[kind]()
+    text = json.dumps({"name": "f", "arguments": {"text": "x" * 50}})
+    pushed = [
+        len(parser.push(character)) for character in f"<tool_call>{text}"[11 * (kind != "hermes") :]
+    ]
+    assert sum(pushed) > 50
+
+
+ALPHABET = ["<tool_call>", "</tool_call>", "<think>", "</think>", '{"name": "f"', ', "arguments": ']
+ALPHABET += ["{", "}", "[", "]", '"', "\\", ",", ":", " ", "\n", "x", "<", "f(", "a=1", ")", ";"]
+
+
+@pytest.mark.parametrize("kind", MAKE)
+def test_any_text_is_taken_apart_alike_however_it_is_cut(kind: str) -> None:
+    random = Random(kind)
+    for _ in range(300):
+        text = "".join(random.choices(ALPHABET, k=random.randint(1, 14)))
+        whole = parse(MAKE[kind](), [text])
+        assert parse(MAKE[kind](), cut(text, random)) == whole, text
+        assert parse(MAKE[kind](), list(text)) == whole, text
+
+
+def test_the_format_is_read_from_the_template() -> None:
+    assert format_of('{{ tools }} <tool_call>{"name": x, "arguments": y}') == "hermes"
+    assert format_of('{% if tools %}{"name": f, "parameters": d}') == "llama3_json"
+    assert format_of("{{ tools }} [func_name1(params_name1=v)]") == "pythonic"
+    assert format_of("{{ messages }}") is None
