@@ -50,6 +50,8 @@ EVERYTHING: dict[str, Any] = {
     "grpc": Address("0.0.0.0", 1),
     "http": Address("0.0.0.0", 3),
     "chat_template": Path("chat.jinja"),
+    "tool_call_parser": "hermes",
+    "reasoning_parser": "think",
     "http_origins": "https://a.example",
     "admin": Address("0.0.0.0", 2),
     "metrics": Address("127.0.0.1", 0),
