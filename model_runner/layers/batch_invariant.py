@@ -5,7 +5,8 @@ single row, say, adds in another order than the one for many. So the same token 
 batch gets other logits (He and others, "Defeating nondeterminism in LLM inference",
 thinkingmachines.ai 2025). On a CPU oneDNN and MKL were found to use one order from some
 small number of rows on; here that number is found by trial, and fewer rows are padded. Some
-products in float32 have no such number: they are computed in blocks of one size.
+products in float32 have no such number: they are computed in blocks of one size. A kernel of
+our own that has one order by design (`kernels/product.py`) needs none of this.
 """
 
 from __future__ import annotations

@@ -116,8 +116,9 @@ def _pack_panels(weight: torch.Tensor) -> torch.Tensor:
     """``[out, in]`` to ``[panels, in / 2, PANEL, 2]``; outputs that the last one lacks are 0."""
     outputs, inputs = weight.shape
     panels = -(-outputs // PANEL)
-    whole = functional.pad(weight, (0, 0, 0, panels * PANEL - outputs))
-    return whole.view(panels, PANEL, inputs // 2, 2).transpose(1, 2).contiguous()
+    if outputs % PANEL:
+        weight = functional.pad(weight, (0, 0, 0, panels * PANEL - outputs))
+    return weight.view(panels, PANEL, inputs // 2, 2).transpose(1, 2).contiguous()
 
 
 class PackedLinear:
