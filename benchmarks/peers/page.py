@@ -26,6 +26,7 @@ _FIGURES = (
 )
 _PERCENTILES = ("p50", "p99")
 _INTERFERENCE = (("alone", "calm"), ("while prompts arrive", "prompts"))
+_ARRIVED = (("these prompts", "prompts", 0), ("their TTFT p50", "prompts_ttft_p50_ms", None))
 
 
 def write_page(store: Store, folder: Path) -> None:
@@ -70,8 +71,9 @@ _EXPLAINED = {
         " the time to the first token and on the request's mean inter-token latency."
     ),
     "Interference": (
-        "The inter-token latencies of eight steady streams, alone and while prompts of 1,024 tokens"
-        " arrive, one in two seconds (Poisson)."
+        "The inter-token latencies (ms) of eight steady streams, alone and while prompts of 1,024"
+        " tokens arrive, one in two seconds (Poisson), and how many arrived before the streams"
+        " ended: where streams are held up, more do."
     ),
 }
 
@@ -140,7 +142,8 @@ def _goodput(store: Store) -> Iterator[Sequence[str]]:
 
 
 def _interference(store: Store) -> Iterator[Sequence[str]]:
-    yield ("system", *(f"ITL {p}, {title}" for title, _ in _INTERFERENCE for p in _PERCENTILES))
+    titles = (f"ITL {p}, {title}" for title, _ in _INTERFERENCE for p in _PERCENTILES)
+    yield ("system", *titles, *(title for title, *_ in _ARRIVED))
     measured = {key.system for key, _ in store.of(Kind.INTERFERENCE)}
     for system in (name for name in SYSTEMS if name in measured):
         cells = [
@@ -148,6 +151,8 @@ def _interference(store: Store) -> Iterator[Sequence[str]]:
             for _, load in _INTERFERENCE
             for p in _PERCENTILES
         ]
+        arrived = store.rounds(Kind.INTERFERENCE, system, _INTERFERENCE[1][1])
+        cells += [_absolute(spread(arrived, figure), digits) for _, figure, digits in _ARRIVED]
         yield (SYSTEMS[system].title, *cells)
 
 

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import re
 from dataclasses import replace
 
 import pytest
@@ -180,8 +181,9 @@ class TestStoreAndPage:
                     Key(Kind.PROBE, system, "256/128", 0, probed),
                     figures(slo_share=share, limit_ttft_ms=200.0, limit_itl_ms=30.0),
                 )
-            for load in ("calm", "prompts"):
-                store.add(Key(Kind.INTERFERENCE, system, load, 0), figures())
+            store.add(Key(Kind.INTERFERENCE, system, "calm", 0), figures(prompts=0))
+            arrived = figures(prompts=8, prompts_ttft_p50_ms=445.3)
+            store.add(Key(Kind.INTERFERENCE, system, "prompts", 0), arrived)
         return store
 
     def test_what_was_measured_is_found_again(self, tmp_path):
@@ -205,6 +207,7 @@ class TestStoreAndPage:
         assert "old figures" not in text
         assert "1.20 (0.90 to 1.50)" in text  # tok/s over vLLM's
         assert "2.00" in text  # goodput over vLLM's
+        assert re.search(r"vLLM aggregated .*\| +8 \| +445 \|\n", text)  # prompts beside streams
         assert (tmp_path / "bench-peers.svg").read_text().lstrip().startswith("<?xml")
 
     def test_an_empty_store_makes_no_tables(self, tmp_path):
