@@ -2,7 +2,8 @@
 
 `--only WORDS` runs the cells whose names contain the words, and keeps the page's other cells.
 `--short` runs a few cells and writes nothing. `--two-networks` sends KV over a slow link by TCP
-and writes docs/chaos-two-networks.md.
+and writes docs/chaos-two-networks.md. `--hosts` harms hosts and links in place of processes, and
+writes docs/chaos-hosts.md.
 """
 
 from __future__ import annotations
@@ -20,11 +21,13 @@ from kvrelay.deploy.local_ray import LocalRay
 from tests.chaos.cells import SHORT, SHORT_ALONE, Cell, Victim, matrix
 from tests.chaos.cluster import chaos_cluster
 from tests.chaos.experiment import STOP_S, Report, experiment
+from tests.chaos.hosts import run_hosts
 from tests.chaos.load import make_cases
 from tests.chaos.report import load, save, to_markdown
 from tests.chaos.two_networks import SLOW_LINK, two_networks
 from tests.checkpoints import make_checkpoint
 from tests.hosts.commands import why_not
+from tests.hosts.skips import WHY_NO_HOSTS
 
 TIMEOUT_S = 8.0
 """Worker timeout of the whole matrix: longer than the stop that a worker must survive."""
@@ -73,7 +76,12 @@ def main() -> None:
     parser.add_argument("--short", action="store_true", help="a few cells, and no page written")
     parser.add_argument("--only", default="", help="cells whose name contains this")
     parser.add_argument("--two-networks", action="store_true", help="KV goes over a slow link")
+    parser.add_argument("--hosts", action="store_true", help="harm hosts and links")
     options = parser.parse_args()
+    if options.hosts:
+        if WHY_NO_HOSTS:
+            parser.error(f"--hosts: {WHY_NO_HOSTS}")
+        sys.exit(asyncio.run(run_hosts(options.only, _say)))
     if options.two_networks and (why := why_not()):
         parser.error(f"--two-networks: {why}")
     possible = [cell for cell in matrix() if not cell.impossible]

@@ -44,6 +44,8 @@ class RayHosts:
     """A Ray whose nodes are hosts; the first one is its head."""
 
     head: Host
+    variables: Mapping[str, str] = field(default_factory=dict)
+    """Of Ray's processes, and of the workers, beside `environment`."""
     nodes: dict[str, Host] = field(default_factory=dict)
 
     @property
@@ -52,9 +54,11 @@ class RayHosts:
         return f"{self.head.address}:{GCS_PORT}"
 
     @classmethod
-    def start(cls, head: Host, num_cpus: int = 0) -> RayHosts:
+    def start(
+        cls, head: Host, num_cpus: int = 0, variables: Mapping[str, str] | None = None
+    ) -> RayHosts:
         """Start a Ray on its head alone, and wait until that listens."""
-        ray = cls(head)
+        ray = cls(head, variables or {})
         ray._start(head, num_cpus, {}, "--head", f"--port={GCS_PORT}", "--include-dashboard=false")
         give_up_at = time.monotonic() + START_S
         while not head.run(*_SOCKETS):
@@ -74,7 +78,7 @@ class RayHosts:
             f"--num-cpus={num_cpus}",
             f"--object-store-memory={OBJECT_STORE_BYTES}",
             "--labels=" + ",".join(f"{key}={value}" for key, value in labels.items()),
-            environment=environment(),
+            environment={**environment(), **self.variables},
             stdout=subprocess.DEVNULL,
         )
         self.nodes[host.name] = host
