@@ -147,7 +147,10 @@ def source_of(constraint: Constraint) -> str:
 def _of_schema(schema: str) -> str:
     try:
         json.loads(schema)
-        return LLMatcher.grammar_from_json_schema(schema, defaults=_JSON_DEFAULTS)
+        # A schema cannot ask to have keywords left out in silence.
+        return LLMatcher.grammar_from_json_schema(
+            schema, defaults=_JSON_DEFAULTS, overrides={"lenient": False}
+        )
     except (ValueError, RecursionError) as error:
         raise GrammarError(f"is no JSON schema: {error}") from error
 

@@ -42,11 +42,13 @@ async def refused(cluster: Cluster, **params: Any) -> str:
 
 DEEP = '{"type":"object","properties":{"list":{"type":"array","items":{"uniqueItems":true}}}}'
 IN_DEFINITION = '{"$defs":{"x":{"type":"foo"}},"properties":{"a":{"$ref":"#/$defs/x"}}}'
+LENIENT = '{"x-guidance": {"lenient": true}, "uniqueItems": true}'
 BAD: list[tuple[dict[str, Any], str, str]] = [
     ({"json_schema": "{"}, "json_schema", "is no JSON schema"),
     ({"json_schema": DEEP}, "json_schema", '["uniqueItems"] at /properties/list/items'),
     ({"json_schema": IN_DEFINITION}, "json_schema", "Invalid type: foo at /$defs/x"),
     ({"json_schema": '{"not": {}}'}, "json_schema", "not"),
+    ({"json_schema": LENIENT}, "json_schema", "uniqueItems"),
     ({"json_schema": '{"$ref": "http://a/b"}'}, "json_schema", "http://a/b"),
     ({"json_schema": "[" * 20_000}, "json_schema", "is no JSON schema"),
     ({"regex": "(a"}, "regex", "unclosed group"),
