@@ -6,7 +6,7 @@ import importlib
 
 import click
 
-_COMMANDS = ("drain", "generate", "leave", "router", "scale", "serve", "status")
+_COMMANDS = ("down", "drain", "generate", "leave", "router", "scale", "serve", "status", "up")
 
 
 class _Commands(click.Group):

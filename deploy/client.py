@@ -13,7 +13,7 @@ import grpc
 
 from kvrelay.client import access as client_access
 from kvrelay.client.access import open_channel
-from kvrelay.deploy.address import DEFAULT_ADMIN, DEFAULT_GRPC, Address
+from kvrelay.deploy.address import DEFAULT_GRPC, Address
 from kvrelay.deploy.environment import TOKEN_VARIABLE, Environment
 from kvrelay.deploy.errors import DeployError, OptionError
 from kvrelay.deploy.params import ADDRESS, FILE
@@ -69,14 +69,6 @@ with_servers = click.option(
     "where one is lost.",
 )
 """Gives a command the addresses of routers as `servers`."""
-with_admin = click.option(
-    "--admin",
-    type=ADDRESS,
-    default=str(DEFAULT_ADMIN),
-    show_default=True,
-    help="Where the cluster's router listens to operators.",
-)
-"""Gives a command the address of the router's admin service as `admin`."""
 
 
 def with_access(command: Callable[..., None]) -> Callable[..., None]:

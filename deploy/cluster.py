@@ -4,24 +4,30 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
+import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 from types import TracebackType
-from typing import Final, Self
+from typing import Any, Final, Self
 
 from kvrelay.deploy.controller_metrics import ControllerMetrics
-from kvrelay.deploy.deaths import Deaths
 from kvrelay.deploy.drain_turns import DrainTurns
 from kvrelay.deploy.epoch import begin_epoch, keep_epoch
 from kvrelay.deploy.errors import ClusterError
+from kvrelay.deploy.journal import Journal
 from kvrelay.deploy.key_value_store import InProcessStore, KeyValueStore
 from kvrelay.deploy.leases import Leases, LeaseTimes
+from kvrelay.deploy.left_over import end_left_over
 from kvrelay.deploy.membership import Membership
 from kvrelay.deploy.pauses import finished
 from kvrelay.deploy.placement import Placement, PlacementPlan
+from kvrelay.deploy.recorded_deaths import RecordedDeaths
+from kvrelay.deploy.records import Phase, Started, WorkerRecord
 from kvrelay.deploy.scaling import Scaling
 from kvrelay.deploy.supervisor import WorkerSupervisor
+from kvrelay.deploy.wanted import Changes
 from kvrelay.deploy.worker_end import WorkerEnd
 from kvrelay.engine.config import WorkerConfig
 from kvrelay.engine.faults import Fault
@@ -29,6 +35,7 @@ from kvrelay.engine.worker.worker_lease import lease_clock
 from kvrelay.router.admin import DrainPhase, DrainStep, ScaleStep
 from kvrelay.router.discovery import Discovery
 from kvrelay.router.errors import CannotDrain, UnknownWorker
+from kvrelay.wire.cluster_state import ClusterState, WorkerPhase, WorkerState
 from kvrelay.wire.worker_info import WorkerInfo, WorkerRole
 
 _log = logging.getLogger(__name__)
@@ -47,8 +54,9 @@ class Cluster:
         log_level: of the workers' processes, whose logs Ray prints in this process.
         on_progress: is called, while the workers start for the first time, with the share of its
             weights that each has read, by name; 1 once it has started.
-        store: says which controller is the latest one; in this process if not given, which is
-            the only controller then.
+        store: says which controller is the latest one, and what those before have done; in this
+            process if not given, which is the only controller then.
+        on_deposed: is called when a later controller has begun: this one must do nothing any more.
     """
 
     def __init__(
@@ -59,21 +67,30 @@ class Cluster:
         log_level: int = logging.WARNING,
         on_progress: Callable[[Mapping[str, float]], None] = lambda progress: None,
         store: KeyValueStore | None = None,
+        on_deposed: Callable[[], object] = lambda: None,
     ) -> None:
+        self._on_deposed = on_deposed
+        self._made = time.monotonic()
         self._configs = tuple(configs)
         self._log_level = log_level
         self._on_progress = on_progress
         self._progress = {config.name: 0.0 for config in self._configs}
         """Of workers that start for the first time."""
         self._members = Membership()
-        self._deaths = Deaths()
+        self._deaths: RecordedDeaths | None = None
         self._turns = DrainTurns(self._members, self._staying_roles)
-        self._placement = Placement(plan)
+        self._plan = plan or PlacementPlan()
+        self._placement = Placement(self._plan)
+        self._name = self._plan.namespace.rpartition("/")[2]
+        """Of the cluster; empty if it ends with its command."""
         self._store = store or InProcessStore()
         self._holding: asyncio.Task[None] | None = None
         self._supervisors: dict[str, WorkerSupervisor] = {}
-        self._names = {config.name for config in self._configs}
-        """Of all workers that there were ever to be."""
+        self._journal: Journal | None = None
+        self.took_over = False
+        """Whether another controller had started the workers."""
+        self._reserved: dict[str, dict[str, Any]] = {}
+        """The places of workers that another controller was about to start."""
         self._scaling = Scaling(self)
         model = self._configs[0].model_name if self._configs else ""
         self.metrics = ControllerMetrics(model, self.discovery, self._wanted_roles)
@@ -103,19 +120,28 @@ class Cluster:
         return self._members.live
 
     async def start(self) -> None:
-        """Place and start every worker.
+        """Place and start every worker, or take over those of the controller before this one.
 
         Raises ClusterError, in one line, for the first that does not start; nothing is left
-        running then.
+        running then. Workers that are taken over have started before: they run on if this fails.
         """
         try:
             self._leases = leases = await self._begin_epoch()
-            for role in WorkerRole:
-                configs = [config for config in self._configs if config.role is role]
-                await self._place(configs, leases)
-            await self._start_all()
+            self._journal, before = await Journal.take_over(self._store, leases)
+            self._deaths = RecordedDeaths(self._journal, before.deaths if before else ())
+            self.took_over = before is not None and before.cluster.phase is Phase.SERVING
+            if self._journal.cluster.phase is Phase.STOPPING:
+                raise ClusterError("the cluster was being stopped")
+            if self._journal.cluster.phase is Phase.STARTING:
+                await self._write_first_records()
+                await self._start_first(leases)
+            else:
+                await self._adopt_all(leases)
+            self._deaths.add_earlier()
+            self._tell_all_of_deaths()
         except BaseException:
-            await self.stop()
+            if not self.took_over:
+                await self.stop()
             raise
 
     async def stop(self) -> None:
@@ -127,15 +153,20 @@ class Cluster:
 
     async def _stop(self) -> None:
         await self._scaling.stop()
+        if self._journal is not None:
+            await self._journal.write_cluster(phase=Phase.STOPPING)
         supervisors, self._supervisors = self._supervisors, {}
         try:
             stops = [supervisor.stop() for supervisor in supervisors.values()]
             failures = await asyncio.gather(*stops, return_exceptions=True)
         finally:
-            if self._holding is not None:
-                self._holding.cancel()
             self._placement.release()
             self._members.clear()
+        if self._journal is not None:
+            await self._end_left_over(self._journal.workers)
+            await self._journal.clear()
+        if self._holding is not None:
+            self._holding.cancel()
         for failure in failures:
             if failure is not None:
                 raise failure
@@ -143,17 +174,7 @@ class Cluster:
     async def drain(self, worker: str, *, remove: bool) -> AsyncIterator[DrainStep]:
         """Drain a worker, and yield each phase, as `router.admin.Administrator` says."""
         info, supervisor = self._to_drain(worker, remove)
-        drained_before = self._members.is_draining(worker)
-        # Before the worker can have ended: its requests then wait for its successor.
-        self._members.add_draining(info)
-        try:
-            await supervisor.drain(remove=remove)
-        except BaseException as error:
-            if not drained_before:  # if it drains all the same, its supervisor notices
-                self._members.remove_draining(info)
-            if isinstance(error, ClusterError):
-                raise CannotDrain(str(error)) from error
-            raise
+        await finished(self._begin_drain(info, supervisor, remove=remove))
         self.metrics.draining(info)
         yield DrainStep(DrainPhase.DRAINING, info.incarnation)
         await self._members.until_dead(info)
@@ -162,10 +183,46 @@ class Cluster:
             successor = await self._members.until_live(worker)
             yield DrainStep(DrainPhase.READY, successor.incarnation)
 
+    async def _begin_drain(
+        self, info: WorkerInfo, supervisor: WorkerSupervisor, *, remove: bool
+    ) -> None:
+        worker = info.name
+        removed_before, drained_before = supervisor.removing, self._members.is_draining(worker)
+        supervisor.removing = removed_before or remove
+        # Before the worker can have ended: its requests then wait for its successor.
+        self._members.add_draining(info)
+        try:
+            await self._written.write_worker(worker, draining=True, removing=supervisor.removing)
+            await supervisor.drain(remove=remove)
+        except BaseException as error:
+            supervisor.removing = removed_before
+            if not drained_before:  # if it drains all the same, its supervisor notices
+                self._members.remove_draining(info)
+            await self._written.write_worker(
+                worker, draining=drained_before, removing=removed_before
+            )
+            if isinstance(error, ClusterError):
+                raise CannotDrain(str(error)) from error
+            raise
+
     async def scale(self, wanted: Mapping[WorkerRole, int]) -> AsyncIterator[ScaleStep]:
         """Add and remove workers, and yield each phase; see `router.admin.Administrator`."""
         async for step in self._scaling.scale(wanted):
             yield step
+
+    async def state(self) -> ClusterState:
+        """The controller, and all workers that there are to be."""
+        journal, leases = self._written, self._leases
+        assert leases is not None
+        return ClusterState(
+            name=self._name,
+            epoch=leases.epoch,
+            leads=leases.is_held(leases.clock()),
+            changing=journal.cluster.change is not None,
+            pid=os.getpid(),
+            uptime_seconds=time.monotonic() - self._made,
+            workers=tuple(self._state_of(journal.workers[one]) for one in sorted(journal.workers)),
+        )
 
     @property
     def staying(self) -> Mapping[str, WorkerRole]:
@@ -175,7 +232,15 @@ class Cluster:
     @property
     def names(self) -> set[str]:
         """Those that no new worker can have: of workers that have left or did not start, too."""
-        return self._names.copy()
+        return set(self._written.cluster.names)
+
+    async def until_up(self, name: str) -> None:
+        """Wait until a worker can be told something."""
+        await self._members.until_live(name)
+
+    async def changing(self, changes: Changes | None) -> None:
+        """Changes of the number of workers are about to be made, or have been made: None."""
+        await self._written.write_cluster(change=changes)
 
     async def add(self, name: str, role: WorkerRole) -> None:
         """Start one more worker, like the first of its role, and supervise it.
@@ -183,13 +248,18 @@ class Cluster:
         Raises ClusterError, in one line, if it does not start; nothing is left running then.
         """
         assert self._leases is not None, "the cluster was not started"
-        like = next(config for config in self._configs if config.role is role)
-        faults = None if like.faults is None else ()
-        config = replace(like, name=name, metrics_port=0, grpc_port=0, faults=faults)
-        self._names.add(name)
-        of_workers = len(self._supervisors) + 1
-        place = await self._placement.add(config, of_workers=of_workers)
+        if name in self._supervisors:
+            return  # a controller before this one has started it
+        config, journal = self._config_of(name, role), self._written
+        if name not in journal.cluster.names:
+            await journal.write_cluster(names=journal.cluster.names | {name})
         try:
+            place = self._reserved.pop(name, None)
+            if place is None:
+                await journal.add_worker(WorkerRecord(name, role))
+                of_workers = len(self._supervisors) + 1
+                place = await self._placement.add(config, of_workers=of_workers)
+                await journal.write_worker(name, place=self._placement.place_of(name))
             supervisor = WorkerSupervisor(config, place, self._log_level, self._leases, self)
             try:
                 await supervisor.start()
@@ -197,6 +267,7 @@ class Cluster:
                 await finished(supervisor.stop())
                 raise
         except BaseException:
+            await journal.remove_worker(name)
             self._placement.give_back(name)
             raise
         self._supervisors[name] = supervisor
@@ -223,7 +294,7 @@ class Cluster:
     def worker_live(self, info: WorkerInfo) -> None:
         """Let the router use it, and tell it of the deaths that it has missed."""
         self.metrics.started(info)
-        self._deaths.add_worker(info.incarnation)
+        self._told.add_worker(info.incarnation)
         self._members.add_live(info)
         self._tell_of_deaths(info)
 
@@ -236,24 +307,45 @@ class Cluster:
         """Let the router use it no more."""
         self._members.remove_live(info)
 
-    def worker_dead(self, info: WorkerInfo, cause: WorkerEnd) -> None:
+    async def worker_started(self, started: Started) -> None:
+        """Write down who it is, before anybody can know."""
+        await self._written.write_worker(started.info.name, started=started, draining=False)
+
+    async def worker_dead(self, info: WorkerInfo, cause: WorkerEnd) -> None:
         """Tell the others, which may now release what it could still have read or written."""
         self.metrics.ended(info, cause)
-        self._deaths.add_death(info.incarnation)
+        await self._told.add_death(info.incarnation)
         self._members.add_dead(info)
         if info.name in self._supervisors and self._supervisors[info.name].removing:
             self._members.remove_awaited(info)
-        for other in self.workers.values():
-            self._tell_of_deaths(other)
+        self._tell_all_of_deaths()
 
-    def worker_removed(self, name: str) -> None:
+    async def worker_removed(self, name: str) -> None:
         """Give its place to the next worker, or back to Ray."""
         self._supervisors.pop(name, None)
+        await self._written.remove_worker(name)
         self._placement.give_back(name)
 
     def turn_to_drain(self, info: WorkerInfo) -> AbstractAsyncContextManager[None]:
         """Wait until few enough others of its role drain, or are missing."""
         return self._turns.turn(info)
+
+    def _state_of(self, record: WorkerRecord) -> WorkerState:
+        started, removing = record.started, record.removing
+        if started is None:
+            return WorkerState(record.name, record.role, WorkerPhase.STARTING, removing=removing)
+        info, phase = started.info, WorkerPhase.LOST
+        if self.workers.get(record.name) == info:
+            drains = self._members.is_draining(record.name)
+            phase = WorkerPhase.DRAINING if drains else WorkerPhase.LIVE
+        return WorkerState(
+            *(record.name, record.role, phase),
+            incarnation=info.incarnation,
+            address=info.address,
+            node=started.node,
+            pid=info.pid,
+            removing=removing,
+        )
 
     def _staying_roles(self) -> dict[str, WorkerRole]:
         return {name: one.role for name, one in self._supervisors.items() if not one.removing}
@@ -279,11 +371,16 @@ class Cluster:
 
     def _tell_of_deaths(self, worker: WorkerInfo) -> None:
         """Tell a worker of the deaths that it does not know of; what fails is tried again."""
-        dead = self._deaths.untold(worker.incarnation)
+        deaths = self._told
+        dead = deaths.untold(worker.incarnation)
         if dead and worker.name in self._supervisors:
             self._supervisors[worker.name].tell_of_deaths(
-                dead, on_told=lambda: self._deaths.told(worker.incarnation, dead)
+                dead, on_told=lambda: deaths.told(worker.incarnation, dead)
             )
+
+    def _tell_all_of_deaths(self) -> None:
+        for worker in self.workers.values():
+            self._tell_of_deaths(worker)
 
     async def _begin_epoch(self) -> Leases:
         """Become the cluster's controller, and stay it."""
@@ -292,15 +389,37 @@ class Cluster:
         alone = any(config.suspended_alone for config in self._configs)
         clock = lease_clock(suspended_alone=alone)
         leases = await begin_epoch(self._store, times, clock)
-        self._holding = asyncio.create_task(keep_epoch(leases, self._store, clock))
+        self._holding = asyncio.create_task(self._keep_epoch(leases, clock))
         return leases
+
+    async def _keep_epoch(self, leases: Leases, clock: Callable[[], float]) -> None:
+        await keep_epoch(leases, self._store, clock)
+        self._on_deposed()
+
+    async def _write_first_records(self) -> None:
+        names = frozenset(config.name for config in self._configs)
+        await self._written.write_cluster(names=names)
+        for config in self._configs:
+            if config.name not in self._written.workers:
+                await self._written.add_worker(WorkerRecord(config.name, config.role))
+
+    async def _start_first(self, leases: Leases) -> None:
+        """Start the workers that the cluster begins with, those excepted that run already."""
+        for role in WorkerRole:
+            configs = [config for config in self._configs if config.role is role]
+            await self._place(configs, leases)
+        await self._start_all()
+        await self._written.write_cluster(phase=Phase.SERVING)
 
     async def _place(self, configs: Sequence[WorkerConfig], leases: Leases) -> None:
         """Make the actors of one role's workers, each under its supervisor."""
         places = await self._placement.reserve(configs, of_workers=len(self._configs))
-        for config, place in zip(configs, places, strict=True):
+        for config in configs:
+            place = self._placement.place_of(config.name)
+            await self._written.write_worker(config.name, place=place)
+        for config, options in zip(configs, places, strict=True):
             self._supervisors[config.name] = WorkerSupervisor(
-                config, place, self._log_level, leases, self
+                config, options, self._log_level, leases, self
             )
 
     async def _start_all(self) -> None:
@@ -314,6 +433,82 @@ class Cluster:
             await asyncio.gather(*starts, return_exceptions=True)
 
     async def _start_one(self, supervisor: WorkerSupervisor) -> None:
-        info = await supervisor.start()
-        self._progress[info.name] = 1.0
+        record = self._written.workers[supervisor.name]
+        if record.started is None:
+            await supervisor.start()
+        else:
+            await supervisor.adopt(record, dead=False)
+        self._progress[supervisor.name] = 1.0
         self._on_progress(self._progress.copy())
+
+    async def _adopt_all(self, leases: Leases) -> None:
+        """Take over the workers of the controller before this one, and finish what it had begun."""
+        journal = self._written
+        change = journal.cluster.change
+        coming = {name for name, _ in change.added} if change else set()
+        there = {
+            name: one
+            for name, one in journal.workers.items()
+            if one.started is not None or one.place is not None
+        }
+        configs = {name: self._config_of(name, one.role) for name, one in there.items()}
+        options = await asyncio.to_thread(
+            self._placement.adopt,
+            configs,
+            {name: one.place for name, one in there.items()},
+            placing=coming - there.keys(),
+            of_workers=len(there),
+        )
+        adoptions = []
+        for name, one in there.items():
+            if one.started is None:
+                self._reserved[name] = options[name]
+                continue
+            supervisor = WorkerSupervisor(
+                configs[name], options[name], self._log_level, leases, self
+            )
+            self._supervisors[name] = supervisor
+            dead = self._told.was_known(one.started.info.incarnation)
+            adoptions.append(supervisor.adopt(one, dead=dead))
+        await asyncio.gather(*adoptions)
+        await self._undo(coming)
+        if change is not None:
+            self._scaling.resume(change)
+
+    async def _undo(self, coming: set[str]) -> None:
+        """End and forget the workers that were being started, and are not to be any more."""
+        undone = {
+            name: one
+            for name, one in self._written.workers.items()
+            if one.started is None and name not in coming
+        }
+        await self._end_left_over(undone)
+        for name in undone:
+            await self._written.remove_worker(name)
+            self._placement.give_back(name)
+
+    async def _end_left_over(self, records: Mapping[str, WorkerRecord]) -> None:
+        """End what there may be of workers that have no supervisor."""
+        if self._plan.namespace:
+            await end_left_over(self._plan.namespace, tuple(records.values()))
+
+    def _config_of(self, name: str, role: WorkerRole) -> WorkerConfig:
+        """A worker's: its own, or like that of the first of its role."""
+        for config in self._configs:
+            if config.name == name:
+                return config
+        like = next(config for config in self._configs if config.role is role)
+        faults = None if like.faults is None else ()
+        return replace(like, name=name, metrics_port=0, grpc_port=0, faults=faults)
+
+    @property
+    def _told(self) -> RecordedDeaths:
+        """The deaths that workers are told of."""
+        assert self._deaths is not None, "the cluster was not started"
+        return self._deaths
+
+    @property
+    def _written(self) -> Journal:
+        """What a successor is to know."""
+        assert self._journal is not None, "the cluster was not started"
+        return self._journal

@@ -18,6 +18,7 @@ from kvrelay.deploy.placement import PlacementPlan
 from kvrelay.engine.config import WorkerConfig
 from kvrelay.router.admin import DrainStep, ScaleStep
 from kvrelay.router.discovery import Discovery, StaticDiscovery
+from kvrelay.wire.cluster_state import ClusterState
 from kvrelay.wire.worker_info import WorkerInfo, WorkerRole
 
 P = ParamSpec("P")
@@ -103,6 +104,10 @@ class ClusterThread:
         """Add and remove workers, and yield each phase; see `router.admin.Administrator`."""
         async for step in self._steps(self._cluster.scale(wanted)):
             yield step
+
+    async def state(self) -> ClusterState:
+        """The controller, and all workers that there are to be."""
+        return await self.call(Cluster.state)
 
     async def _steps(self, steps: AsyncIterator[T]) -> AsyncIterator[T]:
         """What an iterator of the supervisors' loop yields."""

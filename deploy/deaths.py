@@ -36,6 +36,10 @@ class Deaths:
         for one in dead:
             untold.pop(one, None)
 
+    def is_told(self, dead: str) -> bool:
+        """Whether nobody is still to be told of this one."""
+        return not any(dead in untold for untold in self._untold.values())
+
     def __len__(self) -> int:
         """How many times somebody is still to be told of somebody."""
         return sum(map(len, self._untold.values()))

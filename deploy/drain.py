@@ -6,10 +6,10 @@ from typing import Final
 
 import click
 
-from kvrelay.deploy.address import Address
-from kvrelay.deploy.client import Access, connected, with_access, with_admin
+from kvrelay.deploy.client import Access, connected, with_access
 from kvrelay.deploy.edge import with_clear_errors
 from kvrelay.deploy.errors import DeployError
+from kvrelay.deploy.find_controller import Controller, with_controller
 from kvrelay.v1 import admin_pb2 as pb
 from kvrelay.v1 import admin_pb2_grpc
 
@@ -21,10 +21,12 @@ _READY: Final = pb.DrainWorkerResponse.PHASE_READY
 @click.command()
 @click.argument("worker")
 @click.option("--remove", is_flag=True, help="Do not start another worker in its place.")
-@with_admin
+@with_controller
 @with_clear_errors
 @with_access
-def drain(*, debug: bool, worker: str, remove: bool, admin: Address, access: Access) -> None:
+def drain(
+    *, debug: bool, worker: str, remove: bool, controller: Controller, access: Access
+) -> None:
     """Drain WORKER: it takes no more requests, finishes its own or moves them, and ends.
 
     Another worker takes its place, and the command ends when that one is ready.
@@ -32,6 +34,7 @@ def drain(*, debug: bool, worker: str, remove: bool, admin: Address, access: Acc
     """
     request = pb.DrainWorkerRequest(worker=worker, remove=remove)
     last = None
+    admin = controller.find()
     access.check(admin)
     with connected(admin, access.credentials(), admin_pb2_grpc.AdminServiceStub) as service:
         for response in service.DrainWorker(request, metadata=access.metadata):
@@ -43,7 +46,8 @@ def drain(*, debug: bool, worker: str, remove: bool, admin: Address, access: Acc
 
 def _line(worker: str, response: pb.DrainWorkerResponse, *, remove: bool) -> str:
     if response.phase == _DRAINING:
-        return f"{worker} drains, {response.requests} requests left  ({response.incarnation})"
+        left = "" if response.requests_unknown else f", {response.requests} requests left"
+        return f"{worker} drains{left}  ({response.incarnation})"
     if response.phase == _LEFT:
         then = "" if remove else "; another one starts"
         return f"{worker} has left{then}  ({response.incarnation})"

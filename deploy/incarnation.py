@@ -12,10 +12,11 @@ from typing import Any, Final
 from kvrelay.deploy.leases import Leases
 from kvrelay.deploy.local_ray import ray
 from kvrelay.deploy.pauses import is_done_within
+from kvrelay.deploy.records import Started
 from kvrelay.deploy.watcher import Watcher
 from kvrelay.deploy.worker_actor import WorkerActor, reason_of
 from kvrelay.deploy.worker_end import WorkerEnd
-from kvrelay.deploy.worker_host import Started, WorkerHost
+from kvrelay.deploy.worker_host import WorkerHost
 from kvrelay.deploy.worker_process import WorkerProcess
 from kvrelay.engine.worker.worker_lease import StaleEpochError
 from kvrelay.wire.worker_info import WorkerInfo
@@ -80,6 +81,25 @@ class Incarnation:
                 return  # it had nothing to finish, and ended before it could answer
             else:
                 return
+
+    async def answers(self) -> bool:
+        """Ask a worker that another controller has started whether it is there.
+
+        If it is, it follows this controller from now on.
+        """
+        incarnation, leases = self.info.incarnation, self._leases
+        renewal = leases.renew(incarnation, self._stamp, leases.clock())
+        heartbeat = self._actor.call(WorkerHost.heartbeat, incarnation, renewal)
+        answer = asyncio.create_task(heartbeat)
+        try:
+            if await is_done_within(answer, self._silence_seconds):
+                self._stamp = answer.result()
+            return self._stamp is not None
+        except ray.exceptions.RayError as error:
+            _log.info("%s: %s", incarnation, reason_of(error))
+            return False
+        finally:
+            answer.cancel()
 
     async def lost(self) -> str:
         """Wait until the process has ended, is not reachable, or was killed; returns why."""

@@ -34,8 +34,7 @@ class JoinedRay:
         self._log_level = log_level
 
     def __enter__(self) -> Self:
-        address = _find(self._address)
-        _check(address)
+        address = head_of(self._address)
         try:
             ray.init(
                 address=address,
@@ -68,6 +67,16 @@ class JoinedRay:
 def namespace_of(cluster_name: str) -> str:
     """Where a cluster's actors have their names in Ray."""
     return f"kvrelay/{cluster_name}"
+
+
+def head_of(address: str) -> str:
+    """The ``host:port`` of a head that answers; ``auto``: of the Ray of this machine.
+
+    Raises ClusterError, in one line.
+    """
+    found = _find(address)
+    _check(found)
+    return found
 
 
 def _find(address: str) -> str:

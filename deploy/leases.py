@@ -73,6 +73,11 @@ class Leases:
         """Whether this controller may renew leases."""
         return not self._given_up and now < self._held_at + self.times.controller_seconds
 
+    async def until_held(self) -> None:
+        """Wait until this controller may act; for ever if it has a successor."""
+        while not self.is_held(self.clock()):
+            await self._held.wait()
+
     def renew(self, incarnation: str, stamp: float | None, now: float) -> Renewal | None:
         """What to send to a worker, whose latest answer was this stamp; None: nothing.
 

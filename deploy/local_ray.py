@@ -21,6 +21,8 @@ from kvrelay.deploy.ray_folder import RayFolder
 set_process_variables()
 
 import ray  # noqa: E402 (after its settings)
+from ray import PlacementGroupID  # noqa: E402
+from ray.util.placement_group import PlacementGroup  # noqa: E402
 from ray.util.scheduling_strategies import (  # noqa: E402
     NodeAffinitySchedulingStrategy,
     PlacementGroupSchedulingStrategy,
@@ -30,6 +32,8 @@ __all__ = [
     "OWN_RAY",
     "LocalRay",
     "NodeAffinitySchedulingStrategy",
+    "PlacementGroup",
+    "PlacementGroupID",
     "PlacementGroupSchedulingStrategy",
     "ray",
 ]

@@ -77,6 +77,21 @@ def offering(*checkpoints: tuple[Path, Files]) -> Iterator[None]:
         ray.kill(source)
 
 
+def offer_for_good(namespace: str, *checkpoints: tuple[Path, Files]) -> None:
+    """Let every node have copies of these checkpoints from this machine, until the cluster ends."""
+    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+    placed = ray.remote(ModelSource).options(
+        name=SOURCE,
+        namespace=namespace,
+        lifetime="detached",
+        get_if_exists=True,
+        num_cpus=0,
+        max_restarts=-1,
+        scheduling_strategy=here,
+    )
+    placed.remote({digest_of(files): path for path, files in checkpoints})
+
+
 def digest_of(files: Files) -> str:
     """What names a checkpoint in caches: the digest of its files' names and digests."""
     lines = "".join(f"{digest} {name}\n" for name, digest in sorted(files.items()))

@@ -6,13 +6,15 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from kvrelay.deploy.errors import ClusterError
 from kvrelay.deploy.local_ray import OWN_RAY, PlacementGroupSchedulingStrategy, ray
 from kvrelay.deploy.machines import MachineOptions, Nodes, Spread
+from kvrelay.deploy.named_groups import find_groups, group_name
+from kvrelay.deploy.records import Place
 from kvrelay.engine.config import WorkerConfig
 from kvrelay.wire.worker_info import WorkerRole
 
@@ -34,6 +36,8 @@ class PlacementPlan:
     """For Ray to reserve what the workers of a role need."""
     names_actors: bool = False
     """Whether an actor has its worker's name in Ray's namespace, where no other can have it."""
+    namespace: str = ""
+    """Where actors and groups have names, and outlive who made them; empty: they do not."""
 
     @classmethod
     def from_options(cls, options: MachineOptions) -> PlacementPlan:
@@ -56,6 +60,7 @@ class _Bundle:
     needs: Mapping[str, float]
     group: Any
     index: int
+    group_name: str = ""
 
 
 class Placement:
@@ -86,16 +91,23 @@ class Placement:
         """
         if not configs:
             return []
-        if self._plan.names_actors and not self._groups:
+        namespace = self._plan.namespace
+        if self._plan.names_actors and not namespace and not self._groups:
             await asyncio.to_thread(check_name_is_free)
         role = configs[0].role
         nodes = self._plan.nodes.get(role, Nodes())
         needs = self._needs(configs[0], nodes, of_workers)
-        group = ray.util.placement_group(
-            [needs] * len(configs),
-            strategy=self._plan.spread.strategy,
-            bundle_label_selector=[dict(nodes.labels)] * len(configs) if nodes.labels else None,
-        )
+        name = group_name(namespace, configs[0].name) if namespace else ""
+        found = await asyncio.to_thread(find_groups, namespace) if namespace else {}
+        group = found.get(name)
+        if group is None:
+            group = ray.util.placement_group(
+                [needs] * len(configs),
+                strategy=self._plan.spread.strategy,
+                name=name,
+                lifetime="detached" if namespace else None,
+                bundle_label_selector=[dict(nodes.labels)] * len(configs) if nodes.labels else None,
+            )
         self._groups.append(group)
         what = f"{len(configs)} {role} workers, {_amounts(needs)} each"
         try:
@@ -105,7 +117,7 @@ class Placement:
             ray.util.remove_placement_group(group)
             raise
         return [
-            self._take(config, _Bundle(role, needs, group, index))
+            self._take(config, _Bundle(role, needs, group, index, name))
             for index, config in enumerate(configs)
         ]
 
@@ -122,7 +134,7 @@ class Placement:
             of_workers: how many workers of all roles share the GPUs.
         """
         if config.device == "cpu" and OWN_RAY in ray.cluster_resources():
-            return {"num_cpus": 0.0, "max_restarts": -1}
+            return self._uncounted(config)
         left = next((bundle for bundle in self._free if bundle.role is config.role), None)
         if left is not None:
             self._free.remove(left)
@@ -133,6 +145,57 @@ class Placement:
             )
         [place] = await self.reserve([config], of_workers=of_workers)
         return place
+
+    def adopt(
+        self,
+        configs: Mapping[str, WorkerConfig],
+        places: Mapping[str, Place | None],
+        *,
+        placing: Collection[str],
+        of_workers: int,
+    ) -> dict[str, dict[str, Any]]:
+        """Take over the places that another controller has reserved. Blocks.
+
+        Groups that nobody has a place in, or is about to get one, are given back to Ray.
+
+        Args:
+            configs: of the workers, by name.
+            places: those that they have, by name.
+            placing: names of workers that have none yet.
+            of_workers: how many workers of all roles share the GPUs.
+
+        Returns:
+            Ray's options for their actors, by name.
+        """
+        groups = find_groups(self._plan.namespace)
+        options = {}
+        used: dict[str, set[int]] = {}
+        for name, place in places.items():
+            config = configs[name]
+            if place is None:
+                options[name] = self._uncounted(config)
+                continue
+            used.setdefault(place.group, set()).add(place.index)
+            needs = self._needs(config, self._plan.nodes.get(config.role, Nodes()), of_workers)
+            group = groups[place.group]
+            bundle = _Bundle(config.role, needs, group, place.index, place.group)
+            options[name] = self._take(config, bundle)
+        for coming in placing:
+            groups.pop(group_name(self._plan.namespace, coming), None)
+        for name, group in groups.items():
+            if name in used:
+                self._groups.append(group)
+                like = next(one for one in self._bundles.values() if one.group_name == name)
+                free = set(range(group.bundle_count)) - used[name]
+                self._free += [replace(like, index=index) for index in free]
+            else:
+                ray.util.remove_placement_group(group)
+        return options
+
+    def place_of(self, name: str) -> Place | None:
+        """A worker's place; None: it has none that Ray counts."""
+        bundle = self._bundles.get(name)
+        return None if bundle is None else Place(bundle.group_name, bundle.index)
 
     def give_back(self, name: str) -> None:
         """A worker has left for good: its place is another worker's of its role, or Ray's again.
@@ -189,7 +252,22 @@ class Placement:
                 bundle.group, placement_group_bundle_index=bundle.index
             ),
         }
-        return options | {"name": config.name} if self._plan.names_actors else options
+        return options | self._lasting(config)
+
+    def _uncounted(self, config: WorkerConfig) -> dict[str, Any]:
+        """Ray's options for an actor that takes nothing that Ray counts."""
+        return {"num_cpus": 0.0, "max_restarts": -1} | self._lasting(config)
+
+    def _lasting(self, config: WorkerConfig) -> dict[str, Any]:
+        """Ray's options that name an actor, and let it outlive who made it."""
+        if self._plan.namespace:
+            return {
+                "name": config.name,
+                "namespace": self._plan.namespace,
+                "lifetime": "detached",
+                "get_if_exists": True,
+            }
+        return {"name": config.name} if self._plan.names_actors else {}
 
 
 def check_name_is_free() -> None:

@@ -12,13 +12,13 @@ from typing import Any, Final
 import click
 import grpc
 
-from kvrelay.deploy.address import DEFAULT_ADMIN, Address
 from kvrelay.deploy.client import Access, with_access
 from kvrelay.deploy.edge import with_clear_errors
+from kvrelay.deploy.errors import DeployError
+from kvrelay.deploy.find_controller import Controller, with_controller
 from kvrelay.deploy.models import Model
 from kvrelay.deploy.option_flags import SectionedCommand, declared_options
 from kvrelay.deploy.options import RouterProcessOptions, ServeOptions
-from kvrelay.deploy.params import ADDRESS
 from kvrelay.deploy.progress import Progress
 from kvrelay.deploy.router_config import router_config
 from kvrelay.deploy.serve import find_model, with_free_http
@@ -36,16 +36,11 @@ _OPTIONS: Final = {field.name for field in fields(RouterOptions)} | {
 
 
 @click.command(cls=SectionedCommand, context_settings={"show_default": True})
-@click.option(
-    "--controller",
-    type=ADDRESS,
-    default=str(DEFAULT_ADMIN),
-    help="Where the cluster listens to operators: the --admin of `kvrelay serve`.",
-)
+@with_controller
 @declared_options(ServeOptions, _OPTIONS)
 @with_clear_errors
 @with_access
-def router(*, debug: bool, controller: Address, access: Access, **options: Any) -> None:
+def router(*, debug: bool, controller: Controller, access: Access, **options: Any) -> None:
     """Route requests to the workers of a cluster that runs.
 
     Routers share nothing: any number may run, and each serves all of the cluster's workers. While
@@ -53,11 +48,12 @@ def router(*, debug: bool, controller: Address, access: Access, **options: Any) 
     other options as to `kvrelay serve`. The --token-file, --ca and --tls are those with which this
     router calls the controller; the token needs the right admin. Ctrl-C stops this router alone.
     """
-    access.check(controller)
+    if controller.address is not None:
+        access.check(controller.address)
     run(RouterProcessOptions(**options), controller, access, Progress(sys.stdout))
 
 
-def run(options: ServeOptions, controller: Address, access: Access, progress: Progress) -> None:
+def run(options: ServeOptions, controller: Controller, access: Access, progress: Progress) -> None:
     """Route until SIGINT or SIGTERM.
 
     Returns if the router was ready when the signal came; otherwise exits with 128 + the signal's
@@ -77,15 +73,23 @@ def run(options: ServeOptions, controller: Address, access: Access, progress: Pr
     progress.line("Stopped.")
 
 
-def _discovery(controller: Address, access: Access) -> RemoteDiscovery:
+def _discovery(controller: Controller, access: Access) -> RemoteDiscovery:
     credentials, options = access.credentials(), channel_options()
 
-    def open_channel() -> grpc.aio.Channel:
-        if credentials is None:
-            return grpc.aio.insecure_channel(str(controller), options)
-        return grpc.aio.secure_channel(str(controller), credentials, options)
+    async def find() -> str:
+        try:
+            address = await asyncio.to_thread(controller.find)
+            access.check(address)
+        except DeployError as error:
+            raise OSError(str(error)) from error
+        return str(address)
 
-    return RemoteDiscovery(str(controller), open_channel, access.metadata)
+    def open_channel(address: str) -> grpc.aio.Channel:
+        if credentials is None:
+            return grpc.aio.insecure_channel(address, options)
+        return grpc.aio.secure_channel(address, credentials, options)
+
+    return RemoteDiscovery(find, open_channel, access.metadata)
 
 
 async def _route(

@@ -6,10 +6,10 @@ from typing import Final
 
 import click
 
-from kvrelay.deploy.address import Address
-from kvrelay.deploy.client import Access, connected, with_access, with_admin
+from kvrelay.deploy.client import Access, connected, with_access
 from kvrelay.deploy.edge import with_clear_errors
 from kvrelay.deploy.errors import DeployError
+from kvrelay.deploy.find_controller import Controller, with_controller
 from kvrelay.v1 import admin_pb2 as pb
 from kvrelay.v1 import admin_pb2_grpc
 
@@ -27,7 +27,7 @@ _TEXTS: Final = {
 @click.option("--prefill", type=_COUNT, help="Number of prefill workers.")
 @click.option("--decode", type=_COUNT, help="Number of decode workers.")
 @click.option("--aggregated", type=_COUNT, help="Number of aggregated workers.")
-@with_admin
+@with_controller
 @with_clear_errors
 @with_access
 def scale(
@@ -36,7 +36,7 @@ def scale(
     prefill: int | None,
     decode: int | None,
     aggregated: int | None,
-    admin: Address,
+    controller: Controller,
     access: Access,
 ) -> None:
     """Start workers, or drain and remove some, until there are so many.
@@ -48,6 +48,7 @@ def scale(
     asked = {role: count for role, count in counts.items() if count is not None}
     if not asked:
         raise click.UsageError("give --prefill, --decode or --aggregated")
+    admin = controller.find()
     access.check(admin)
     failed = 0
     with connected(admin, access.credentials(), admin_pb2_grpc.AdminServiceStub) as service:

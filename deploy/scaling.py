@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Mapping
 from typing import Final, Protocol
 
@@ -12,6 +13,7 @@ from kvrelay.router.admin import DrainPhase, DrainStep, ScalePhase, ScaleStep
 from kvrelay.router.errors import AdminError, CannotScale
 from kvrelay.wire.worker_info import WorkerRole
 
+_log = logging.getLogger(__name__)
 _STARTS_AT_A_TIME: Final = 4
 """Each reads its weights and takes a core meanwhile."""
 _STAYS: Final = "it stays, since a new worker did not start"
@@ -29,6 +31,14 @@ class Scalable(Protocol):
     @property
     def names(self) -> set[str]:
         """Those that no new worker can have."""
+        ...
+
+    async def until_up(self, name: str) -> None:
+        """Wait until a worker can be told something."""
+        ...
+
+    async def changing(self, changes: Changes | None) -> None:
+        """Changes are about to be made, or have been made: None."""
         ...
 
     async def add(self, name: str, role: WorkerRole) -> None:
@@ -61,15 +71,28 @@ class Scaling:
             raise CannotScale(str(error)) from error
         steps: asyncio.Queue[ScaleStep | None] = asyncio.Queue()
         self._changing = asyncio.create_task(self._change(changes, steps))
+        self._changing.add_done_callback(_log_failure)
         while (step := await steps.get()) is not None:
             yield step
         await asyncio.shield(self._changing)  # raises what nobody has expected
+
+    def resume(self, changes: Changes) -> None:
+        """Go on with changes that another controller has begun."""
+        self._changing = asyncio.create_task(self._resume(changes))
+        self._changing.add_done_callback(_log_failure)
 
     async def stop(self) -> None:
         """Change nothing any more."""
         if self._changing is not None:
             self._changing.cancel()
             await asyncio.gather(self._changing, return_exceptions=True)
+
+    async def _resume(self, changes: Changes) -> None:
+        there = self._cluster.staying
+        removed = tuple(name for name in changes.removed if name in there)
+        for name in removed:
+            await self._cluster.until_up(name)
+        await self._change(Changes(changes.added, removed), asyncio.Queue())
 
     async def _change(self, changes: Changes, steps: asyncio.Queue[ScaleStep | None]) -> None:
         """Make all changes; workers that are too many leave when all new ones are there.
@@ -78,6 +101,7 @@ class Scaling:
         """
         turns = asyncio.Semaphore(_STARTS_AT_A_TIME)
         try:
+            await self._cluster.changing(changes)
             async with asyncio.TaskGroup() as group:
                 adds = [group.create_task(self._add(*one, turns, steps)) for one in changes.added]
             if all(one.result() for one in adds):
@@ -87,6 +111,7 @@ class Scaling:
             else:
                 for name in changes.removed:
                     steps.put_nowait(ScaleStep(name, ScalePhase.FAILED, _STAYS))
+            await self._cluster.changing(None)
         finally:
             steps.put_nowait(None)
 
@@ -114,3 +139,9 @@ class Scaling:
                 steps.put_nowait(ScaleStep(name, _PHASES[step.phase]))
         except AdminError as error:
             steps.put_nowait(ScaleStep(name, ScalePhase.FAILED, str(error)))
+
+
+def _log_failure(changing: asyncio.Task[None]) -> None:
+    """Nobody may be waiting any more who would hear of it."""
+    if not changing.cancelled() and (error := changing.exception()) is not None:
+        _log.error("the change of the cluster's size has failed", exc_info=error)

@@ -11,10 +11,12 @@ import click
 import grpc
 
 from kvrelay.client.access import Metadata
+from kvrelay.deploy import cluster_status
 from kvrelay.deploy.address import Address
 from kvrelay.deploy.client import Access, connected, with_access, with_server
 from kvrelay.deploy.edge import with_clear_errors
 from kvrelay.deploy.errors import DeployError
+from kvrelay.deploy.find_controller import Controller, with_controller_if_named
 from kvrelay.deploy.params import FILE
 from kvrelay.deploy.status_text import as_text
 from kvrelay.deploy.tls_options import check_tls, check_together
@@ -31,6 +33,7 @@ _SECONDS: Final = 5.0
 @click.option("--pages", is_flag=True, help="Show who owns each page, too; the workers are asked.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @with_server
+@with_controller_if_named
 @click.option(
     "--tls-cert", type=FILE, help="With --pages: the certificate to show to workers that use TLS."
 )
@@ -48,12 +51,21 @@ def status(
     pages: bool,
     as_json: bool,
     server: Address,
+    controller: Controller | None,
     access: Access,
     tls_cert: Path | None,
     tls_key: Path | None,
     tls_ca: Path | None,
 ) -> None:
-    """Print the workers, their load, and how many pages of each pool are in which state."""
+    """Print the workers, their load, and how many pages of each pool are in which state.
+
+    With --controller or --ray-address: the cluster's controller, and each worker's incarnation.
+    """
+    if controller is not None:
+        state = cluster_status.ask(controller, access)
+        shown = json.dumps(cluster_status.as_object(state)) if as_json else None
+        click.echo(shown or cluster_status.as_text(state))
+        return
     access.check(server)
     to_workers = _worker_credentials(tls_cert, tls_key, tls_ca)
     with connected(server, access.credentials()) as service:

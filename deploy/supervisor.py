@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from typing import Any, Final
 
 from kvrelay.deploy.errors import ClusterError
@@ -13,10 +13,11 @@ from kvrelay.deploy.incarnation import Incarnation
 from kvrelay.deploy.leases import Leases
 from kvrelay.deploy.local_ray import ray
 from kvrelay.deploy.pauses import Pauses, is_done_within
+from kvrelay.deploy.records import Started, WorkerRecord
 from kvrelay.deploy.start_bound import start_seconds
 from kvrelay.deploy.watcher import Watcher
 from kvrelay.deploy.worker_actor import WorkerActor, reason_of
-from kvrelay.deploy.worker_host import Started, WorkerHost
+from kvrelay.deploy.worker_host import WorkerHost
 from kvrelay.deploy.worker_process import WorkerProcess
 from kvrelay.engine.config import WorkerConfig
 from kvrelay.engine.faults import Fault
@@ -71,11 +72,33 @@ class WorkerSupervisor:
         Raises ClusterError, in one line, if it does not start, or not in time: what stops the
         first one would stop every other, so it is not tried again.
         """
-        life = self._begin(await self._first_start())
+        started = await self._first_start()
+        life = self._begin(started)
+        await self._watcher.worker_started(started)
         self._watcher.worker_live(life.info)
-        self._following = asyncio.create_task(self._follow(life))
-        self._following.add_done_callback(self._log_failure)
+        self._go_on(self._follow(life))
         return life.info
+
+    async def adopt(self, record: WorkerRecord, *, dead: bool) -> None:
+        """Go on with the worker that another controller has started, and begin to follow it.
+
+        Returns when it has answered, or has not in time: then it is lost, and followed as such.
+
+        Args:
+            record: of the worker, with its incarnation.
+            dead: the incarnation's process is known to have ended.
+        """
+        assert record.started is not None
+        life = self._begin(record.started)
+        self.removing = record.removing
+        answers = not dead and await life.answers()
+        self._watcher.worker_live(life.info)
+        if record.draining:
+            self._watcher.worker_draining(life.info)
+        if not answers:
+            self._watcher.worker_lost(life.info)
+            _log.warning("%s was not found by the new controller", life.info.incarnation)
+        self._go_on(self._follow(life, lost=not answers, dead=dead, drains=record.draining))
 
     def tell_of_deaths(self, incarnations: Sequence[str], on_told: Callable[[], None]) -> None:
         """Tell the worker that other workers' processes have ended; does not wait.
@@ -171,19 +194,43 @@ class WorkerSupervisor:
             reason = reason_of(error)
             _log.error("%s failed on the death of %s: %s", self.name, incarnations, reason)
 
-    async def _follow(self, life: Incarnation) -> None:
-        """Replace one incarnation after the other, for as long as the supervisor runs."""
+    def _go_on(self, following: Coroutine[Any, Any, None]) -> None:
+        self._following = asyncio.create_task(following)
+        self._following.add_done_callback(self._log_failure)
+
+    async def _follow(
+        self,
+        life: Incarnation,
+        *,
+        lost: bool = False,
+        dead: bool = False,
+        drains: bool = False,
+    ) -> None:
+        """Replace one incarnation after the other, for as long as the supervisor runs.
+
+        Args:
+            life: the first one.
+            lost: it is known to be.
+            dead: its process is known to have ended.
+            drains: it was to be told to, and perhaps was not.
+        """
         pauses = Pauses()
         while True:
-            reason = await life.lost()
-            self._watcher.worker_lost(life.info)
-            _log.warning("%s is lost: %s", life.info.incarnation, reason)
-            if await life.has_died():
-                self._watcher.worker_dead(life.info, life.cause)
+            if drains and not lost:
+                with contextlib.suppress(ClusterError):
+                    await self.drain(remove=self.removing)
+            if not lost:
+                reason = await life.lost()
+                self._watcher.worker_lost(life.info)
+                _log.warning("%s is lost: %s", life.info.incarnation, reason)
+            lost = False
+            if dead or await life.has_died():
+                dead = drains = False
+                await self._watcher.worker_dead(life.info, life.cause)
                 if self.removing:
                     life.close()
                     self._actor.remove()
-                    self._watcher.worker_removed(self.name)
+                    await self._watcher.worker_removed(self.name)
                     return
                 await life.until_ray_knows()
                 await pauses.pause()
@@ -206,7 +253,9 @@ class WorkerSupervisor:
                 seconds = self._start_seconds
                 started = await self._actor.call_until_answered(restart, seconds=seconds)
                 if started.info != dead:
-                    return self._begin(started)
+                    life = self._begin(started)
+                    await self._watcher.worker_started(started)
+                    return life
                 self._actor.restart()
 
     @contextlib.asynccontextmanager

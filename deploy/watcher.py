@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import AbstractAsyncContextManager
 from typing import Protocol
 
+from kvrelay.deploy.records import Started
 from kvrelay.deploy.worker_end import WorkerEnd
 from kvrelay.wire.worker_info import WorkerInfo
 
@@ -14,6 +15,10 @@ class Watcher(Protocol):
 
     def worker_starting(self, name: str, weights_read: float) -> None:
         """It has read this share of its weights, from 0 to 1."""
+        ...
+
+    async def worker_started(self, started: Started) -> None:
+        """A new incarnation has started; it is live when this returns."""
         ...
 
     def worker_live(self, info: WorkerInfo) -> None:
@@ -28,11 +33,11 @@ class Watcher(Protocol):
         """It cannot be reached; its process may still run."""
         ...
 
-    def worker_dead(self, info: WorkerInfo, cause: WorkerEnd) -> None:
+    async def worker_dead(self, info: WorkerInfo, cause: WorkerEnd) -> None:
         """Its process has provably ended. Another one will run in its place, or none."""
         ...
 
-    def worker_removed(self, name: str) -> None:
+    async def worker_removed(self, name: str) -> None:
         """It has left for good, and its actor is gone."""
         ...
 

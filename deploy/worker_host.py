@@ -15,6 +15,7 @@ from typing import ClassVar, Final, Protocol
 
 from kvrelay.deploy.local_ray import ray
 from kvrelay.deploy.on_node import on_this_node
+from kvrelay.deploy.records import Started
 from kvrelay.deploy.stop_signals import TermSignal
 from kvrelay.deploy.worker_end import WorkerEnd
 from kvrelay.deploy.worker_process import ProcessIdentity, WorkerProcess
@@ -78,15 +79,6 @@ class Worker(Protocol):
 
 
 BuildWorker = Callable[[WorkerConfig], Worker]
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Started:
-    """A worker that has started."""
-
-    info: WorkerInfo
-    process: ProcessIdentity | None
-    """What it runs in; None where the system does not say it."""
 
 
 # Each imports its role's room only when it is called, in the worker's process: the process
@@ -163,7 +155,8 @@ class WorkerHost:
         if self._starting is None:
             self._on_sigterm = asyncio.create_task(self._handle_sigterm())
             self._starting = asyncio.create_task(self._start())
-        return Started(await asyncio.shield(self._starting), await self.process())
+        info = await asyncio.shield(self._starting)
+        return Started(info, await self.process(), ray.util.get_node_ip_address())
 
     async def restart(self) -> Started:
         """Start the worker in a later process: without the faults that the first one was to have.
@@ -396,6 +389,11 @@ class _MadeOnArrival:
         return self._make, ()
 
 
+def _term_signal() -> TermSignal | None:
+    """None in a thread that no worker's process unpickles its class in."""
+    return TermSignal() if threading.current_thread() is threading.main_thread() else None
+
+
 def actor_class(role: WorkerRole) -> type[WorkerHost]:
     """The class that Ray is to make a worker's actor of; its name is the process's title.
 
@@ -405,9 +403,10 @@ def actor_class(role: WorkerRole) -> type[WorkerHost]:
     has an attribute that is pickled as a call of `TermSignal`, which sets the handler. The class
     is made here and not at the top of the module, because a class that can be imported is pickled
     by its name, without its attributes. Ray's `worker_process_setup_hook` runs in the main thread
-    as well, but before Ray sets its own handler.
+    as well, but before Ray sets its own handler. A controller that finds the actor by its name
+    unpickles the class, too, in another thread, and sets nothing.
     """
-    attributes = {"sigterm": _MadeOnArrival(TermSignal)}
+    attributes = {"sigterm": _MadeOnArrival(_term_signal)}
     return type(actor_class_name(role), (WorkerHost,), attributes)
 
 

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
 
 import grpc
 
-from kvrelay.router.fleet import Fleet
 from kvrelay.router.status import with_status
 from kvrelay.v1 import admin_pb2 as pb
 from kvrelay.v1 import admin_pb2_grpc
+from kvrelay.wire.cluster_state import ClusterState
 from kvrelay.wire.worker_info import WorkerRole
 
 _POLL_SECONDS = 0.5
@@ -92,6 +92,10 @@ class Administrator(Protocol):
         """
         ...
 
+    async def state(self) -> ClusterState:
+        """The controller, and all workers that there are to be."""
+        ...
+
 
 _PHASES = {
     DrainPhase.DRAINING: pb.DrainWorkerResponse.PHASE_DRAINING,
@@ -110,11 +114,18 @@ _SCALE_PHASES = {
 
 
 class AdminService(admin_pb2_grpc.AdminServiceServicer):
-    """Serves `kvrelay.v1.AdminService`."""
+    """Serves `kvrelay.v1.AdminService`.
 
-    def __init__(self, administrator: Administrator, fleet: Fleet) -> None:
+    Args:
+        administrator: carries the calls out.
+        requests_of: how many requests an incarnation has; None: nobody here knows.
+    """
+
+    def __init__(
+        self, administrator: Administrator, requests_of: Callable[[str], int | None]
+    ) -> None:
         self._administrator = administrator
-        self._fleet = fleet
+        self._requests_of = requests_of
 
     @with_status
     async def DrainWorker(  # noqa: N802
@@ -154,15 +165,9 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         while written is None or not coming.done():
             now = pb.DrainWorkerResponse(phase=_PHASES[step.phase], incarnation=step.incarnation)
             if step.phase is DrainPhase.DRAINING:
-                now.requests = self._requests(step.incarnation)
+                requests = self._requests_of(step.incarnation)
+                now.requests, now.requests_unknown = requests or 0, requests is None
             if now != written:
                 await context.write(now)
             written = now
             await asyncio.wait({coming}, timeout=_POLL_SECONDS)
-
-    def _requests(self, incarnation: str) -> int:
-        """Requests that the worker reports."""
-        for link in self._fleet.links:
-            if link.endpoint.incarnation == incarnation:
-                return link.load.waiting_requests + link.load.running_requests
-        return 0

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
 from urllib.parse import unquote
 
 import grpc
@@ -10,7 +12,8 @@ import grpc
 from kvrelay.router.discovery import Discovery
 from kvrelay.router.scrape_targets import EVERYWHERE, ScrapeTargets
 from kvrelay.v1 import controller_pb2, controller_pb2_grpc
-from kvrelay.wire.messages import WORKER_LIST
+from kvrelay.wire.cluster_state import ClusterState
+from kvrelay.wire.messages import CLUSTER_STATE, WORKER_LIST
 from kvrelay.wire.worker_list import WorkerList
 
 
@@ -20,11 +23,24 @@ class ControllerService(controller_pb2_grpc.ControllerServiceServicer):
     Args:
         discovery: lists the workers.
         targets: is told of the routers that listen.
+        state: what operators are told.
     """
 
-    def __init__(self, discovery: Discovery, targets: ScrapeTargets) -> None:
+    def __init__(
+        self,
+        discovery: Discovery,
+        targets: ScrapeTargets,
+        state: Callable[[], Awaitable[ClusterState]],
+    ) -> None:
         self._discovery = discovery
         self._targets = targets
+        self._state = state
+
+    async def GetCluster(  # noqa: N802
+        self, _request: Any, _context: grpc.aio.ServicerContext
+    ) -> Any:
+        """Says who the controller is, and how each of its workers is."""
+        return CLUSTER_STATE.to_message(await self._state())
 
     async def WatchWorkers(  # noqa: N802
         self,

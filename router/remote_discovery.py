@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 
 import grpc
@@ -30,18 +30,21 @@ class RemoteDiscovery:
     """Follows a controller's list, and keeps the last one while the controller is away.
 
     Args:
-        address: of the controller, for messages.
-        open_channel: makes a channel to it.
+        find: says the controller's address, which may be another one after its restart. Raises
+            OSError if nobody knows it now.
+        open_channel: makes a channel to an address.
         metadata: is sent with the call.
     """
 
     def __init__(
         self,
-        address: str,
-        open_channel: Callable[[], grpc.aio.Channel],
+        find: Callable[[], Awaitable[str]],
+        open_channel: Callable[[str], grpc.aio.Channel],
         metadata: Sequence[tuple[str, str]] = (),
     ) -> None:
-        self._address = address
+        self._find = find
+        self._address = ""
+        """As found last."""
         self._open_channel = open_channel
         self._metadata = tuple(metadata)
         self.metrics_address = ""
@@ -93,6 +96,8 @@ class RemoteDiscovery:
                 if error.code() in _HOPELESS and not known.done():
                     known.set_exception(StartError(f"--controller: {self._address}: {why}"))
                     return
+            except OSError as error:
+                why = str(error)
             except ValueError as error:  # another version's message
                 why = str(error)
             _log.warning("the controller %s cannot be heard: %s", self._address, why)
@@ -100,7 +105,8 @@ class RemoteDiscovery:
             delay = min(2 * delay, _LONGEST_RETRY_SECONDS)
 
     async def _lists(self) -> AsyncIterator[controller_pb2.WatchWorkersResponse]:
-        async with self._open_channel() as channel:
+        self._address = await self._find()
+        async with self._open_channel(self._address) as channel:
             stub = controller_pb2_grpc.ControllerServiceStub(channel)
             request = controller_pb2.WatchWorkersRequest(metrics_address=self.metrics_address)
             call = stub.WatchWorkers(request, metadata=self._metadata)

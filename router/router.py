@@ -17,15 +17,14 @@ from prometheus_client.registry import Collector
 from tokenizers import Tokenizer
 
 from kvrelay.net.allocator import return_large_blocks
-from kvrelay.net.ends import bind, front_server, worker_credentials
+from kvrelay.net.ends import front_server, worker_credentials
 from kvrelay.net.metrics_server import MetricsServer
 from kvrelay.net.receiving import BoundedReceipt
-from kvrelay.net.tls import CurrentTls, TlsFileError, TlsFiles
-from kvrelay.router.admin import Administrator, AdminService
+from kvrelay.net.tls import CurrentTls, TlsFileError
+from kvrelay.router.admin import Administrator
 from kvrelay.router.admission import Admission
 from kvrelay.router.auth import Guard
 from kvrelay.router.config import MetricNames, PlacementMode, RouterConfig
-from kvrelay.router.controller_service import ControllerService
 from kvrelay.router.current_tokens import CurrentTokens
 from kvrelay.router.discovery import Discovery
 from kvrelay.router.errors import StartError
@@ -33,6 +32,7 @@ from kvrelay.router.fleet import Fleet
 from kvrelay.router.http.door import Behind, make_app
 from kvrelay.router.http.listener import Bounds, Listener
 from kvrelay.router.known_prefixes import KnownPrefixes
+from kvrelay.router.listening import STOP_GRACE_SECONDS, host_and_port, listen
 from kvrelay.router.live_requests import LiveRequests
 from kvrelay.router.metrics import (
     EXPECTED_HIT_TOKENS,
@@ -44,6 +44,7 @@ from kvrelay.router.metrics import (
     WAITING_FOR_WORKERS,
     RouterMetrics,
 )
+from kvrelay.router.operators import serve_operators
 from kvrelay.router.raw_requests import RawMessages
 from kvrelay.router.scrape_targets import ScrapeTargets
 from kvrelay.router.seeds import Seeds
@@ -57,10 +58,6 @@ from kvrelay.text.chat_template import ChatTemplate, TemplateError, load_chat_te
 from kvrelay.text.token_bytes import longest_token_bytes
 from kvrelay.text.tokenizer import LoadedTokenizer, TokenizerError, load_tokenizer
 from kvrelay.v1 import (
-    admin_pb2,
-    admin_pb2_grpc,
-    controller_pb2,
-    controller_pb2_grpc,
     inference_pb2,
     inference_pb2_grpc,
 )
@@ -68,12 +65,8 @@ from kvrelay.wire.load import WorkerLoad
 from kvrelay.wire.worker_info import WorkerInfo, WorkerRole
 
 _SERVICE = inference_pb2.DESCRIPTOR.services_by_name["InferenceService"].full_name
-_ADMIN = admin_pb2.DESCRIPTOR.services_by_name["AdminService"].full_name
-_CONTROLLER = controller_pb2.DESCRIPTOR.services_by_name["ControllerService"].full_name
-_ADMIN_MESSAGE_BYTES = 64 << 10
 _GENERATE = f"/{_SERVICE}/Generate"
 _RAW = RawMessages({_GENERATE, f"/{_SERVICE}/Detokenize"}, answered={_GENERATE})
-_STOP_GRACE_SECONDS = 2.0  # for the last statuses to reach their clients
 
 
 class Router:
@@ -229,7 +222,7 @@ class Router:
         shown = [_SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME]
         reflection.enable_server_reflection(shown, server)
         config = self._config
-        self.grpc_address = await _listen(
+        self.grpc_address = await listen(
             undo, server, config.grpc_address, config.front_tls, "gRPC"
         )
 
@@ -240,7 +233,7 @@ class Router:
         behind = Behind(
             self._config, self._fleet, admission, texts, self._metrics, template, self._tokens
         )
-        host, port = _host_and_port(address)
+        host, port = host_and_port(address)
         bounds = Bounds(2 * self._config.max_message_bytes, self._config.read_timeout)
         tls = self._config.front_tls
         try:
@@ -249,7 +242,7 @@ class Router:
             raise StartError(f"TLS: {error}") from error
         except OSError as error:
             raise StartError(f"HTTP: cannot listen on {address}: is the port in use?") from error
-        undo.push_async_callback(listener.stop, _STOP_GRACE_SECONDS)
+        undo.push_async_callback(listener.stop, STOP_GRACE_SECONDS)
         await listener.start()
         self._metrics.watch(HTTP_CONNECTIONS, lambda: listener.num_connections)
         self.http_address = f"{host}:{listener.port}"
@@ -257,20 +250,26 @@ class Router:
     async def _serve_operators(
         self, undo: contextlib.AsyncExitStack, administrator: Administrator
     ) -> None:
-        server = front_server(_ADMIN_MESSAGE_BYTES, self._guards())
-        admin = AdminService(administrator, self._fleet)
-        admin_pb2_grpc.add_AdminServiceServicer_to_server(admin, server)
-        watched = ControllerService(self._discovery, self._targets)
-        controller_pb2_grpc.add_ControllerServiceServicer_to_server(watched, server)
-        shown = [_ADMIN, _CONTROLLER, reflection.SERVICE_NAME]
-        reflection.enable_server_reflection(shown, server)
-        config = self._config
-        self.admin_address = await _listen(
-            undo, server, config.admin_address, config.admin_tls, "admin"
+        self.admin_address = await serve_operators(
+            undo,
+            str(self._config.admin_address),
+            self._config.admin_tls,
+            self._guards(),
+            administrator,
+            self._discovery,
+            self._targets,
+            self._requests_of,
         )
 
+    def _requests_of(self, incarnation: str) -> int | None:
+        """Requests that a worker reports."""
+        for link in self._fleet.links:
+            if link.endpoint.incarnation == incarnation:
+                return link.load.waiting_requests + link.load.running_requests
+        return 0
+
     def _serve_metrics(self, undo: contextlib.AsyncExitStack) -> None:
-        host, port = _host_and_port(self._config.metrics_address)
+        host, port = host_and_port(self._config.metrics_address)
         registry = CollectorRegistry(auto_describe=True)  # for ?name[]=
         for collector in self._collectors:
             registry.register(collector)
@@ -314,24 +313,6 @@ class Router:
         )
 
 
-async def _listen(
-    undo: contextlib.AsyncExitStack,
-    server: grpc.aio.Server,
-    address: str,
-    files: TlsFiles | None,
-    what: str,
-) -> str:
-    """Starts the server, which `undo` stops; its address with the real port."""
-    host, _ = _host_and_port(address)
-    try:
-        port = bind(server, address, files)
-    except OSError as error:
-        raise StartError(f"{what}: {error}") from error
-    await server.start()
-    undo.push_async_callback(server.stop, _STOP_GRACE_SECONDS)
-    return f"{host}:{port}"
-
-
 def _run_in(undo: contextlib.AsyncExitStack, work: Coroutine[Any, Any, None]) -> None:
     """Runs `work` in the background; `undo` cancels it."""
     task = asyncio.create_task(work)
@@ -355,10 +336,3 @@ def _load_template(config: RouterConfig) -> ChatTemplate | None:
         return load_chat_template(config.model_path, config.chat_template)
     except TemplateError as error:
         raise StartError(f"the chat template: {error}") from error
-
-
-def _host_and_port(address: str) -> tuple[str, int]:
-    host, _, port = address.rpartition(":")
-    if not host or not port.isdecimal():
-        raise StartError(f"{address!r} is not an address: must be host:port")
-    return host, int(port)

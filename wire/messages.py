@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from kvrelay.v1 import controller_pb2, hand_over_pb2, inference_pb2, worker_pb2
 from kvrelay.wire.agent import AgentDescription
+from kvrelay.wire.cluster_state import ClusterState
 from kvrelay.wire.codec import Codec
 from kvrelay.wire.hand_over import FromDecode, FromPrefill, Open, Sequenced
 from kvrelay.wire.load import WorkerStatus
@@ -21,6 +22,7 @@ FROM_PREFILL = Codec(Sequenced, hand_over_pb2.HandOverResponse, message=FromPref
 ENGINE_OUTPUTS = Codec(EngineOutputs, worker_pb2.AttachResponse)
 TIMINGS = Codec(PhaseTimings, inference_pb2.PhaseTimings)
 WORKER_STATUS = Codec(WorkerStatus, inference_pb2.WorkerStatus)
+CLUSTER_STATE = Codec(ClusterState, controller_pb2.GetClusterResponse)
 WORKER_LIST = Codec(WorkerList, controller_pb2.WatchWorkersResponse)
 PAGE_OWNERS = Codec(PageOwners, worker_pb2.GetPageOwnersResponse)
 GENERATION_PARAMS = Codec(GenerationParams, inference_pb2.SamplingParams)

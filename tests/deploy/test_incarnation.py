@@ -9,9 +9,10 @@ from typing import Any, cast
 from kvrelay.deploy.incarnation import Incarnation
 from kvrelay.deploy.leases import Leases, LeaseTimes
 from kvrelay.deploy.local_ray import ray
+from kvrelay.deploy.records import Started
 from kvrelay.deploy.watcher import Watcher
 from kvrelay.deploy.worker_actor import WorkerActor
-from kvrelay.deploy.worker_host import Started, WorkerHost
+from kvrelay.deploy.worker_host import WorkerHost
 from kvrelay.deploy.worker_process import ProcessIdentity, _start_ticks
 from kvrelay.engine.worker.worker_lease import Renewal, boottime
 from kvrelay.wire.model_digest import NO_MODEL

@@ -14,7 +14,8 @@ import pytest
 from kvrelay.deploy.cluster import Cluster
 from kvrelay.deploy.errors import ClusterError
 from kvrelay.deploy.local_ray import ray as real_ray
-from kvrelay.deploy.worker_host import Started, WorkerHost
+from kvrelay.deploy.records import Started
+from kvrelay.deploy.worker_host import WorkerHost
 from kvrelay.router.admin import ScalePhase
 from kvrelay.wire.worker_info import WorkerInfo, WorkerRole
 from tests.deploy.test_incarnation import INFO, identity_of

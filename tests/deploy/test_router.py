@@ -14,13 +14,14 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from kvrelay.deploy.address import Address
 from kvrelay.deploy.cli import main
+from kvrelay.deploy.client import OPEN
 from kvrelay.deploy.errors import OptionError
+from kvrelay.deploy.find_controller import Controller
 from kvrelay.deploy.models import Model
 from kvrelay.deploy.options import RouterProcessOptions
 from kvrelay.deploy.progress import Progress
-from kvrelay.deploy.router import _route
+from kvrelay.deploy.router import _discovery, _route
 from kvrelay.deploy.stop_signals import StopSignals
-from kvrelay.router.remote_discovery import RemoteDiscovery
 from tests.certificates import Authority
 from tests.checkpoints import make_tokenizer
 
@@ -71,7 +72,7 @@ async def test_a_router_says_that_it_is_not_ready_while_the_controller_is_away(t
     make_tokenizer().save(str(tmp_path / "tokenizer.json"))
     anywhere = Address("127.0.0.1", 0)
     options = RouterProcessOptions(grpc=anywhere, http=anywhere, metrics=anywhere)
-    discovery = RemoteDiscovery("nobody", lambda: grpc.aio.insecure_channel("127.0.0.1:1"))
+    discovery = _discovery(Controller(Address("127.0.0.1", 1)), OPEN)
     said = io.StringIO()
     routing = asyncio.create_task(
         _route(options, Model("none", tmp_path), discovery, Progress(said), StopSignals())

@@ -9,6 +9,7 @@ import pytest
 
 from kvrelay.deploy.errors import ClusterError
 from kvrelay.deploy.scaling import Scaling
+from kvrelay.deploy.wanted import Changes
 from kvrelay.router.admin import DrainPhase, DrainStep, ScalePhase
 from kvrelay.wire.worker_info import WorkerRole
 
@@ -23,6 +24,7 @@ class ScriptedCluster:
         self.fails: dict[str, Exception] = {}
         self.starting = self.most_starting = 0
         self.ended = 0
+        self.change: Changes | None = None
 
     @property
     def staying(self) -> Mapping[str, WorkerRole]:
@@ -31,6 +33,12 @@ class ScriptedCluster:
     @property
     def names(self) -> set[str]:
         return set(self.workers)
+
+    async def until_up(self, name: str) -> None:
+        pass
+
+    async def changing(self, changes: Changes | None) -> None:
+        self.change = changes
 
     async def add(self, name: str, role: WorkerRole) -> None:
         self.starting += 1

@@ -26,6 +26,7 @@ from kvrelay.router.token_file import read_tokens
 from kvrelay.text.tokenizer import load_tokenizer
 from kvrelay.v1 import admin_pb2, admin_pb2_grpc, inference_pb2_grpc, worker_pb2
 from kvrelay.v1 import inference_pb2 as pb
+from kvrelay.wire.cluster_state import ClusterState
 from kvrelay.wire.worker_info import WorkerInfo, WorkerRole
 from tests.certificates import Authority
 from tests.known import known
@@ -210,6 +211,9 @@ class NoWorkers:
     async def scale(self, wanted: Mapping[WorkerRole, int]) -> AsyncIterator[ScaleStep]:
         raise CannotScale("prefill: the cluster has no such workers")
         yield  # an iterator, by this
+
+    async def state(self) -> ClusterState:
+        raise NotImplementedError
 
 
 async def test_each_service_takes_its_own_right(config: RouterConfig, tmp_path: Path):

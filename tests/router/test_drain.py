@@ -16,6 +16,7 @@ from kvrelay.router.errors import UnknownWorker
 from kvrelay.router.router import Router
 from kvrelay.v1 import admin_pb2, admin_pb2_grpc, worker_pb2
 from kvrelay.v1 import inference_pb2 as pb
+from kvrelay.wire.cluster_state import ClusterState
 from kvrelay.wire.worker_info import WorkerRole
 from tests.known import known
 
@@ -215,6 +216,9 @@ class Operator:
         for role, count in wanted.items():
             yield ScaleStep(f"{role}-{count}", ScalePhase.STARTING)
             yield ScaleStep(f"{role}-{count}", ScalePhase.FAILED, "no room")
+
+    async def state(self) -> ClusterState:
+        raise NotImplementedError
 
 
 async def test_operators_scale_the_roles_that_they_name(config: RouterConfig) -> None:

@@ -23,6 +23,7 @@ from kvrelay.router.router import Router
 from kvrelay.router.scrape_targets import ScrapeTargets
 from kvrelay.v1 import controller_pb2_grpc, inference_pb2_grpc
 from kvrelay.v1 import inference_pb2 as pb
+from kvrelay.wire.cluster_state import ClusterState
 from kvrelay.wire.messages import WORKER_LIST
 from kvrelay.wire.worker_list import WorkerList
 from tests.known import known
@@ -30,6 +31,10 @@ from tests.known import known
 from .cluster import Cluster, collect
 from .scripted_worker import COUNTED, until
 from .test_auth import RIGHTS, NoWorkers
+
+
+async def no_state() -> ClusterState:
+    raise NotImplementedError
 
 
 @asynccontextmanager
@@ -42,7 +47,7 @@ async def controller(
     """
     server = front_server(64 << 10, [])
     controller_pb2_grpc.add_ControllerServiceServicer_to_server(
-        ControllerService(discovery, ScrapeTargets("c", discovery)), server
+        ControllerService(discovery, ScrapeTargets("c", discovery), no_state), server
     )
     port = bind(server, address, None)
     await server.start()
@@ -54,8 +59,12 @@ async def controller(
 
 def remote(address: str, token: str | None = None) -> RemoteDiscovery:
     metadata = () if token is None else bearer(token)
+
+    async def find() -> str:
+        return address
+
     return RemoteDiscovery(
-        address, lambda: grpc.aio.insecure_channel(address, channel_options()), metadata
+        find, lambda found: grpc.aio.insecure_channel(found, channel_options()), metadata
     )
 
 

@@ -48,7 +48,7 @@ class DrainWorkerRequest(_message.Message):
     def __init__(self, worker: _Optional[str] = ..., remove: bool = ...) -> None: ...
 
 class DrainWorkerResponse(_message.Message):
-    __slots__ = ("phase", "incarnation", "requests")
+    __slots__ = ("phase", "incarnation", "requests", "requests_unknown")
     class Phase(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         PHASE_UNSPECIFIED: _ClassVar[DrainWorkerResponse.Phase]
@@ -62,7 +62,9 @@ class DrainWorkerResponse(_message.Message):
     PHASE_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    REQUESTS_UNKNOWN_FIELD_NUMBER: _ClassVar[int]
     phase: DrainWorkerResponse.Phase
     incarnation: str
     requests: int
-    def __init__(self, phase: _Optional[_Union[DrainWorkerResponse.Phase, str]] = ..., incarnation: _Optional[str] = ..., requests: _Optional[int] = ...) -> None: ...
+    requests_unknown: bool
+    def __init__(self, phase: _Optional[_Union[DrainWorkerResponse.Phase, str]] = ..., incarnation: _Optional[str] = ..., requests: _Optional[int] = ..., requests_unknown: bool = ...) -> None: ...

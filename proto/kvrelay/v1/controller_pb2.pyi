@@ -1,12 +1,67 @@
 from kvrelay.v1 import hand_over_pb2 as _hand_over_pb2
 from kvrelay.v1 import inference_pb2 as _inference_pb2
 from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from collections.abc import Iterable as _Iterable, Mapping as _Mapping
 from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
+
+class GetClusterRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class GetClusterResponse(_message.Message):
+    __slots__ = ("name", "epoch", "leads", "changing", "pid", "uptime_seconds", "workers")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    LEADS_FIELD_NUMBER: _ClassVar[int]
+    CHANGING_FIELD_NUMBER: _ClassVar[int]
+    PID_FIELD_NUMBER: _ClassVar[int]
+    UPTIME_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    WORKERS_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    epoch: int
+    leads: bool
+    changing: bool
+    pid: int
+    uptime_seconds: float
+    workers: _containers.RepeatedCompositeFieldContainer[WorkerState]
+    def __init__(self, name: _Optional[str] = ..., epoch: _Optional[int] = ..., leads: bool = ..., changing: bool = ..., pid: _Optional[int] = ..., uptime_seconds: _Optional[float] = ..., workers: _Optional[_Iterable[_Union[WorkerState, _Mapping]]] = ...) -> None: ...
+
+class WorkerState(_message.Message):
+    __slots__ = ("name", "role", "phase", "incarnation", "address", "node", "pid", "removing")
+    class Phase(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+        __slots__ = ()
+        PHASE_UNSPECIFIED: _ClassVar[WorkerState.Phase]
+        PHASE_STARTING: _ClassVar[WorkerState.Phase]
+        PHASE_LIVE: _ClassVar[WorkerState.Phase]
+        PHASE_DRAINING: _ClassVar[WorkerState.Phase]
+        PHASE_LOST: _ClassVar[WorkerState.Phase]
+    PHASE_UNSPECIFIED: WorkerState.Phase
+    PHASE_STARTING: WorkerState.Phase
+    PHASE_LIVE: WorkerState.Phase
+    PHASE_DRAINING: WorkerState.Phase
+    PHASE_LOST: WorkerState.Phase
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    PHASE_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    NODE_FIELD_NUMBER: _ClassVar[int]
+    PID_FIELD_NUMBER: _ClassVar[int]
+    REMOVING_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    role: _inference_pb2.WorkerRole
+    phase: WorkerState.Phase
+    incarnation: str
+    address: str
+    node: str
+    pid: int
+    removing: bool
+    def __init__(self, name: _Optional[str] = ..., role: _Optional[_Union[_inference_pb2.WorkerRole, str]] = ..., phase: _Optional[_Union[WorkerState.Phase, str]] = ..., incarnation: _Optional[str] = ..., address: _Optional[str] = ..., node: _Optional[str] = ..., pid: _Optional[int] = ..., removing: bool = ...) -> None: ...
 
 class WatchWorkersRequest(_message.Message):
     __slots__ = ("metrics_address",)

@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class ControllerServiceStub(object):
-    """For routers: it says which workers there are.
+    """For routers and operators: it says which workers there are.
     """
 
     def __init__(self, channel):
@@ -40,14 +40,26 @@ class ControllerServiceStub(object):
                 request_serializer=kvrelay_dot_v1_dot_controller__pb2.WatchWorkersRequest.SerializeToString,
                 response_deserializer=kvrelay_dot_v1_dot_controller__pb2.WatchWorkersResponse.FromString,
                 _registered_method=True)
+        self.GetCluster = channel.unary_unary(
+                '/kvrelay.v1.ControllerService/GetCluster',
+                request_serializer=kvrelay_dot_v1_dot_controller__pb2.GetClusterRequest.SerializeToString,
+                response_deserializer=kvrelay_dot_v1_dot_controller__pb2.GetClusterResponse.FromString,
+                _registered_method=True)
 
 
 class ControllerServiceServicer(object):
-    """For routers: it says which workers there are.
+    """For routers and operators: it says which workers there are.
     """
 
     def WatchWorkers(self, request, context):
         """Streams the workers that a router may use: once at once, and again after every change.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetCluster(self, request, context):
+        """The controller itself, and all workers that it has records of.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -61,6 +73,11 @@ def add_ControllerServiceServicer_to_server(servicer, server):
                     request_deserializer=kvrelay_dot_v1_dot_controller__pb2.WatchWorkersRequest.FromString,
                     response_serializer=kvrelay_dot_v1_dot_controller__pb2.WatchWorkersResponse.SerializeToString,
             ),
+            'GetCluster': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetCluster,
+                    request_deserializer=kvrelay_dot_v1_dot_controller__pb2.GetClusterRequest.FromString,
+                    response_serializer=kvrelay_dot_v1_dot_controller__pb2.GetClusterResponse.SerializeToString,
+            ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
             'kvrelay.v1.ControllerService', rpc_method_handlers)
@@ -70,7 +87,7 @@ def add_ControllerServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class ControllerService(object):
-    """For routers: it says which workers there are.
+    """For routers and operators: it says which workers there are.
     """
 
     @staticmethod
@@ -90,6 +107,33 @@ class ControllerService(object):
             '/kvrelay.v1.ControllerService/WatchWorkers',
             kvrelay_dot_v1_dot_controller__pb2.WatchWorkersRequest.SerializeToString,
             kvrelay_dot_v1_dot_controller__pb2.WatchWorkersResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetCluster(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvrelay.v1.ControllerService/GetCluster',
+            kvrelay_dot_v1_dot_controller__pb2.GetClusterRequest.SerializeToString,
+            kvrelay_dot_v1_dot_controller__pb2.GetClusterResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -1,0 +1,147 @@
+"""Starts and ends a detached controller, in the Ray that is initialised."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+from typing import Any, Final
+
+from kvrelay.deploy.controller_host import ControllerHost, ControllerReport, Stage
+from kvrelay.deploy.controller_spec import SPEC, ControllerSpec
+from kvrelay.deploy.errors import ClusterError
+from kvrelay.deploy.key_value_store import KeyValueStore
+from kvrelay.deploy.left_over import end_left_over, named_actor
+from kvrelay.deploy.local_ray import ray
+from kvrelay.deploy.named_groups import find_groups
+from kvrelay.deploy.records import WorkerRecord
+from kvrelay.deploy.worker_process import ProcessIdentity, WorkerProcess
+from kvrelay.wire.worker_info import WorkerRole
+
+CONTROLLER: Final = "controller"
+"""The actor's name, in the cluster's namespace."""
+_HEAD: Final = {"node:__internal_head__": 0.001}
+"""A resource that Ray's head alone has: where that is lost, everything is."""
+_LOOK_SECONDS: Final = 0.1
+_END_SECONDS: Final = 10.0
+_STOP_SECONDS: Final = 120.0
+"""For a controller to end all workers in good order."""
+
+
+async def start_controller(
+    store: KeyValueStore,
+    namespace: str,
+    spec: ControllerSpec,
+    host: type[ControllerHost] = ControllerHost,
+) -> bool:
+    """Let a cluster be, and its controller start; returns at once.
+
+    Raises ClusterError if another cluster has the name.
+
+    Args:
+        store: the cluster's.
+        namespace: of its actors.
+        spec: what it is to be.
+        host: the controller's class.
+
+    Returns:
+        whether the cluster is new: False if this very one runs already.
+    """
+    is_new = await store.put_new(SPEC, spec.to_bytes())
+    if is_new and await asyncio.to_thread(_has_workers, namespace):
+        await store.delete(SPEC)
+        raise ClusterError(f"--cluster-name: {spec.cluster_name} runs in this Ray already")
+    there = await store.get(SPEC)
+    if there is None or ControllerSpec.from_bytes(there) != spec:
+        raise ClusterError(
+            f"--cluster-name: {spec.cluster_name} runs in this Ray already, with other options: "
+            "`kvrelay down` ends it"
+        )
+    options = ray.remote(host).options(
+        name=CONTROLLER,
+        namespace=namespace,
+        lifetime="detached",
+        get_if_exists=True,
+        max_restarts=-1,
+        max_task_retries=-1,  # every method may be called twice
+        num_cpus=0,
+        resources=_HEAD,
+    )
+    await asyncio.to_thread(options.remote, namespace, spec.log_level)
+    return is_new
+
+
+async def until_leading(
+    namespace: str, on_report: Callable[[ControllerReport], object] = lambda report: None
+) -> ControllerReport:
+    """Wait until a controller leads, in this process or the next.
+
+    Raises ClusterError, in one line, if its workers do not start.
+    """
+    controller = await asyncio.to_thread(named_actor, namespace, CONTROLLER)
+    if controller is None:
+        raise ClusterError("the controller is gone")
+    while True:
+        report: ControllerReport = await controller.report.remote()
+        on_report(report)
+        match report.stage:
+            case Stage.LEADING:
+                return report
+            case Stage.FAILED:
+                raise ClusterError(report.reason)
+            case Stage.STOPPED:
+                raise ClusterError("the cluster was stopped")
+        await asyncio.sleep(_LOOK_SECONDS)
+
+
+async def end_cluster(store: KeyValueStore, namespace: str) -> bool:
+    """End a cluster: its workers, its controller, its places and its keys, and nothing else.
+
+    Returns when the processes that can be observed from here have ended. False: there is none.
+    """
+    controller = await asyncio.to_thread(named_actor, namespace, CONTROLLER)
+    if controller is None and await store.get(SPEC) is None:
+        return False
+    process = None
+    if controller is not None:
+        process = await _stop(controller)
+        with contextlib.suppress(ray.exceptions.RayError):
+            ray.kill(controller)
+    if process is not None:
+        await process.end(_END_SECONDS)
+    left = await asyncio.to_thread(_names_of_actors, namespace)
+    records = [WorkerRecord(name, WorkerRole.DECODE) for name in left if name != CONTROLLER]
+    await end_left_over(namespace, records)
+    groups = await asyncio.to_thread(find_groups, namespace)
+    for group in groups.values():
+        ray.util.remove_placement_group(group)
+    for key in await store.keys(""):
+        await store.delete(key)
+    return True
+
+
+def _has_workers(namespace: str) -> bool:
+    """Whether `kvrelay serve` has a cluster of this name in this Ray."""
+    roles = set(WorkerRole)
+    return any(name.rpartition("-")[0] in roles for name in _names_of_actors(namespace))
+
+
+def _names_of_actors(namespace: str) -> list[str]:
+    named = ray.util.list_named_actors(all_namespaces=True)
+    return [one["name"] for one in named if one["namespace"] == namespace]
+
+
+async def _stop(controller: Any) -> WorkerProcess | None:
+    """Let a controller end its workers in good order; its process. It may not answer any more."""
+    process = None
+    with contextlib.suppress(TimeoutError, ray.exceptions.RayError):
+        async with asyncio.timeout(_STOP_SECONDS):
+            while True:
+                await controller.stop.remote()  # again: its next process knows of nothing
+                report: ControllerReport = await controller.report.remote()
+                if report.stage in (Stage.STOPPED, Stage.FAILED):
+                    break
+                await asyncio.sleep(_LOOK_SECONDS)
+            identity: ProcessIdentity | None = await controller.process.remote()
+            process = None if identity is None else WorkerProcess.find(identity)
+    return process

@@ -1,0 +1,146 @@
+"""Writes a controller's records before it acts and after, so that a successor can go on."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from typing import Any
+
+from kvrelay.deploy.key_value_store import KeyValueStore, StoreError
+from kvrelay.deploy.leases import Leases
+from kvrelay.deploy.pauses import Pauses
+from kvrelay.deploy.records import ClusterRecord, Records, WorkerRecord
+
+_log = logging.getLogger(__name__)
+_TAKEN_OVER = "taken-over"
+
+
+class Journal:
+    """One controller's records. Each controller writes its own and reads its predecessor's.
+
+    So a predecessor that still writes changes nothing that anybody reads: what counts are the
+    records of the latest controller that had copied all of them, and had said so, before it acted.
+    A store that does not answer is asked until it does, and a controller whose lease is over writes
+    nothing; what is not written is not done.
+    Belongs to one event loop.
+
+    Args:
+        store: where the records lie.
+        leases: say the controller's epoch, and whether it is still held.
+    """
+
+    def __init__(self, store: KeyValueStore, leases: Leases) -> None:
+        self._store = store
+        self._leases = leases
+        self._prefix = _prefix(leases.epoch)
+        self.cluster = ClusterRecord()
+        """As written last."""
+        self.workers: dict[str, WorkerRecord] = {}
+        """As written last, by name."""
+
+    @classmethod
+    async def take_over(
+        cls, store: KeyValueStore, leases: Leases
+    ) -> tuple[Journal, Records | None]:
+        """A journal that has what the predecessor wrote, which is returned, too.
+
+        None: there was no predecessor.
+        """
+        journal = cls(store, leases)
+        keys = await _insisting(lambda: store.keys("records/"))
+        epochs = [int(key.split("/")[1]) for key in keys if key.endswith(f"/{_TAKEN_OVER}")]
+        before = None
+        if epochs:
+            before = await _read(store, keys, _prefix(max(epochs)))
+            await journal._copy(before)
+        await journal._put(_TAKEN_OVER, b"")
+        for key in keys:
+            await journal._delete_key(key)
+        return journal, before
+
+    async def write_cluster(self, **changes: Any) -> None:
+        """Change fields of the cluster's record."""
+        self.cluster = replace(self.cluster, **changes)
+        await self._put("cluster", self.cluster.to_bytes())
+
+    async def add_worker(self, record: WorkerRecord) -> None:
+        """A worker is to be."""
+        self.workers[record.name] = record
+        await self._put(f"worker/{record.name}", record.to_bytes())
+
+    async def write_worker(self, name: str, **changes: Any) -> None:
+        """Change fields of a worker's record; nothing if it has none any more."""
+        if name in self.workers:
+            await self.add_worker(replace(self.workers[name], **changes))
+
+    async def remove_worker(self, name: str) -> None:
+        """A worker is not to be any more, and nothing of it is left."""
+        self.workers.pop(name, None)
+        await self._delete_key(f"{self._prefix}worker/{name}")
+
+    async def add_death(self, incarnation: str) -> None:
+        """A process has ended; others are about to be told."""
+        await self._put(f"death/{incarnation}", b"")
+
+    async def remove_death(self, incarnation: str) -> None:
+        """All others that had to know have been told."""
+        await self._delete_key(f"{self._prefix}death/{incarnation}")
+
+    async def clear(self) -> None:
+        """Nothing of the cluster is left but the record that it was to stop."""
+        self.workers.clear()
+        kept = (f"{self._prefix}cluster", f"{self._prefix}{_TAKEN_OVER}")
+        for key in await _insisting(lambda: self._store.keys("records/")):
+            if key not in kept:
+                await self._delete_key(key)
+
+    async def _copy(self, before: Records) -> None:
+        self.cluster = before.cluster
+        await self._put("cluster", before.cluster.to_bytes())
+        for record in before.workers.values():
+            await self.add_worker(record)
+        for death in before.deaths:
+            await self.add_death(death)
+
+    async def _put(self, key: str, value: bytes) -> None:
+        await self._leases.until_held()
+        await _insisting(lambda: self._store.put(self._prefix + key, value))
+
+    async def _delete_key(self, key: str) -> None:
+        await _insisting(lambda: self._store.delete(key))
+
+
+def _prefix(epoch: int) -> str:
+    return f"records/{epoch}/"
+
+
+async def _read(store: KeyValueStore, keys: list[str], prefix: str) -> Records:
+    """Raises ClusterError for records of another version."""
+    cluster, workers, deaths = ClusterRecord(), {}, set()
+    for key in keys:
+        if not key.startswith(prefix):
+            continue
+        kind, _, name = key.removeprefix(prefix).partition("/")
+        if kind == "death":
+            deaths.add(name)
+        elif kind in ("cluster", "worker"):
+            text = await _insisting(lambda key=key: store.get(key))  # type: ignore[misc]
+            if text is None:
+                continue  # its writer, which is still there, has deleted it just now
+            if kind == "cluster":
+                cluster = ClusterRecord.from_bytes(text)
+            else:
+                workers[name] = WorkerRecord.from_bytes(text)
+    return Records(cluster, workers, frozenset(deaths))
+
+
+async def _insisting(call: Callable[[], Awaitable[Any]]) -> Any:
+    """Call the store until it answers."""
+    pauses = Pauses()
+    while True:
+        try:
+            return await call()
+        except StoreError as error:
+            _log.warning("the store does not answer: %s", error)
+            await pauses.pause()

@@ -1,0 +1,135 @@
+"""What a successor reads of what controllers before it have written, in any order of events."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+
+import pytest
+
+from kvrelay.deploy.errors import ClusterError
+from kvrelay.deploy.journal import Journal
+from kvrelay.deploy.key_value_store import InProcessStore, StoreError
+from kvrelay.deploy.leases import Leases
+from kvrelay.deploy.records import ClusterRecord, Phase, Place, Records, Started, WorkerRecord
+from kvrelay.deploy.wanted import Changes
+from kvrelay.deploy.worker_process import ProcessIdentity
+from kvrelay.wire.worker_info import WorkerRole
+from tests.deploy.test_incarnation import INFO
+from tests.deploy.test_leases import TIMES
+
+D = WorkerRole.DECODE
+PLANNED = WorkerRecord("decode-0", D)
+STARTED = WorkerRecord(
+    "decode-0",
+    D,
+    Place("group", 3),
+    Started(INFO, ProcessIdentity("boot", "pid:[1]", 7, 8), "10.0.0.1"),
+    draining=True,
+    removing=True,
+)
+
+
+def leases_of(epoch: int, now: float = 0.0) -> Leases:
+    return Leases(epoch, TIMES, began=0.0, clock=lambda: now)
+
+
+async def take_over(store: InProcessStore, epoch: int) -> tuple[Journal, Records | None]:
+    return await Journal.take_over(store, leases_of(epoch))
+
+
+def test_records_are_read_as_they_were_written():
+    for record in (PLANNED, STARTED):
+        assert WorkerRecord.from_bytes(record.to_bytes()) == record
+    change = Changes((("decode-1", D),), ("prefill-1",))
+    for cluster in (ClusterRecord(), ClusterRecord(Phase.SERVING, frozenset({"a", "b"}), change)):
+        assert ClusterRecord.from_bytes(cluster.to_bytes()) == cluster
+
+
+def test_records_of_another_version_are_refused():
+    text = PLANNED.to_bytes().replace(b'"version": 1', b'"version": 2')
+    with pytest.raises(ClusterError, match="another version of kvrelay"):
+        WorkerRecord.from_bytes(text)
+
+
+async def test_a_successor_has_all_that_was_written_and_nothing_that_was_struck_out():
+    store = InProcessStore()
+    first, before = await take_over(store, 1)
+    assert before is None
+    await first.write_cluster(phase=Phase.SERVING)
+    await first.add_worker(PLANNED)
+    await first.add_worker(replace(PLANNED, name="decode-1"))
+    await first.write_worker("decode-0", place=STARTED.place, started=STARTED.started)
+    await first.remove_worker("decode-1")
+    await first.add_death("decode-9-1")
+    await first.add_death("decode-9-2")
+    await first.remove_death("decode-9-1")
+    second, before = await take_over(store, 2)
+    workers = {"decode-0": replace(STARTED, draining=False, removing=False)}
+    expected = Records(ClusterRecord(Phase.SERVING), workers, frozenset({"decode-9-2"}))
+    assert before == expected
+    assert (second.cluster, second.workers) == (expected.cluster, expected.workers)
+    assert not [key for key in await store.keys("") if key.startswith("records/1/")]
+    assert (await take_over(store, 3))[1] == expected
+
+
+async def test_what_a_predecessor_writes_later_is_read_by_nobody():
+    store = InProcessStore()
+    first, _ = await take_over(store, 1)
+    await first.add_worker(PLANNED)
+    await take_over(store, 2)
+    await first.add_worker(replace(PLANNED, name="decode-7"))
+    await first.add_worker(STARTED)
+    await first.remove_worker("decode-0")
+    _, before = await take_over(store, 3)
+    assert before is not None
+    assert before.workers == {"decode-0": PLANNED}
+
+
+class FailingStore(InProcessStore):
+    """Answers so many calls that change it, and then none that anybody waits for."""
+
+    left = 1000
+
+    async def put(self, key: str, value: bytes) -> None:
+        if not self.left:
+            raise StoreError("it is away")
+        self.left -= 1
+        await super().put(key, value)
+
+
+async def test_a_successor_that_dies_while_it_copies_changes_nothing():
+    store = FailingStore()
+    first, _ = await take_over(store, 1)
+    await first.write_cluster(phase=Phase.SERVING)
+    for number in range(3):
+        await first.add_worker(replace(PLANNED, name=f"decode-{number}"))
+    for copied in range(4):
+        store.left = copied
+        dying = asyncio.create_task(take_over(store, 2 + copied))
+        for _ in range(100):
+            await asyncio.sleep(0)
+        assert not store.left
+        assert not dying.done()
+        dying.cancel()
+        await asyncio.gather(dying, return_exceptions=True)
+    store.left = 1000
+    _, before = await take_over(store, 9)
+    assert before is not None
+    assert len(before.workers) == 3
+    assert before.cluster.phase is Phase.SERVING
+
+
+async def test_who_does_not_hold_the_controllers_lease_writes_nothing():
+    store = InProcessStore()
+    now = 0.0
+    leases = Leases(1, TIMES, began=0.0, clock=lambda: now)
+    journal, _ = await Journal.take_over(store, leases)
+    now = TIMES.controller_seconds
+    writing = asyncio.create_task(journal.add_worker(PLANNED))
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert not await store.keys("records/1/worker/")
+    leases.hold(now)
+    await writing
+    assert await store.keys("records/1/worker/") == ["records/1/worker/decode-0"]

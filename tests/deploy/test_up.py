@@ -1,0 +1,102 @@
+"""What `kvrelay up` and the commands for a controller are told; tests/cluster has real ones."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from kvrelay.deploy.address import Address
+from kvrelay.deploy.cli import main
+from kvrelay.deploy.cluster_status import as_text
+from kvrelay.deploy.controller_spec import ControllerSpec
+from kvrelay.deploy.errors import ClusterError, OptionError
+from kvrelay.deploy.find_controller import Controller
+from kvrelay.deploy.placement import PlacementPlan
+from kvrelay.deploy.up_options import UpOptions
+from kvrelay.wire.cluster_state import ClusterState, WorkerPhase, WorkerState
+from kvrelay.wire.messages import CLUSTER_STATE
+from kvrelay.wire.worker_info import WorkerRole
+from tests.deploy.test_placement import CONFIG
+
+
+def refusal(**options: Any) -> str:
+    with pytest.raises(OptionError) as caught:
+        UpOptions(**options)
+    return str(caught.value)
+
+
+def test_a_cluster_that_outlives_the_command_needs_a_ray_that_does():
+    assert refusal().startswith("--ray-address: must be given")
+
+
+def test_a_controller_that_others_can_reach_asks_for_tokens(tmp_path: Path):
+    tls: dict[str, Any] = {name: tmp_path / name for name in ("tls_cert", "tls_key", "tls_ca")}
+    said = refusal(ray_address="auto", **tls)
+    assert said.startswith("--auth-token-file: the controller listens")
+    UpOptions(ray_address="auto", auth_token_file=tmp_path, **tls)
+    UpOptions(ray_address="auto", insecure=True)
+    UpOptions(ray_address="auto", advertise="127.0.0.1")
+
+
+def test_a_controller_has_no_options_of_a_router():
+    result = CliRunner().invoke(main, ["up", "--help"])
+    assert result.exit_code == 0
+    offered = {word for line in result.output.splitlines() for word in line.split()[:1]}
+    assert {"--controller-port", "--placement", "--auth-token-file", "--prefill-on"} <= offered
+    assert not offered & {"--grpc", "--http", "--admin", "--max-attempts"}
+
+
+@pytest.mark.parametrize("command", ["drain", "scale", "status", "router"])
+def test_a_controller_is_named_in_one_way(command: str):
+    arguments = [command, "--controller", "127.0.0.1:1", "--ray-address", "auto"]
+    if command == "drain":
+        arguments.append("decode-0")
+    result = CliRunner().invoke(main, arguments)
+    assert result.exit_code == 2
+    assert "give --controller or --ray-address" in result.output
+
+
+def test_the_old_name_of_the_option_still_works(monkeypatch: pytest.MonkeyPatch):
+    told: list[Controller] = []
+    monkeypatch.setattr("kvrelay.deploy.router.run", lambda options, where, *_: told.append(where))
+    for flag in ("--controller", "--admin"):
+        CliRunner().invoke(main, ["router", flag, "127.0.0.1:7"])
+    CliRunner().invoke(main, ["router"])
+    assert told == [Controller(Address("127.0.0.1", port)) for port in (7, 7, 50052)]
+
+
+def test_a_spec_is_read_as_it_was_written_and_another_versions_is_refused():
+    spec = ControllerSpec("c", (CONFIG,), PlacementPlan(namespace="kvrelay/c"), 30, port=5)
+    assert ControllerSpec.from_bytes(spec.to_bytes()) == spec
+    with pytest.raises(ClusterError, match="another version of kvrelay"):
+        ControllerSpec.from_bytes(b'{"version": 0}\n')
+
+
+STATE = ClusterState(
+    name="default",
+    epoch=3,
+    leads=False,
+    changing=True,
+    pid=7,
+    uptime_seconds=12.3,
+    workers=(
+        WorkerState("decode-0", WorkerRole.DECODE, WorkerPhase.STARTING),
+        WorkerState(
+            *("prefill-0", WorkerRole.PREFILL, WorkerPhase.DRAINING, "prefill-0-ab"),
+            *("10.0.0.2:5", "10.0.0.2", 9, True),
+        ),
+    ),
+)
+
+
+def test_the_state_of_a_cluster_crosses_the_wire_and_is_shown():
+    assert CLUSTER_STATE.from_message(CLUSTER_STATE.to_message(STATE)) == STATE
+    assert as_text(STATE).splitlines() == [
+        "cluster default: epoch 3, controller 7, up 12 s, DOES NOT LEAD NOW, the number of workers "
+        "is being changed",
+        "  decode-0     starting",
+        "  prefill-0    draining, to be removed prefill-0-ab  10.0.0.2:5  process 9 on 10.0.0.2",
+    ]

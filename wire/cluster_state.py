@@ -1,0 +1,59 @@
+"""What a controller says of itself and of its workers, to operators."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from kvrelay.wire.worker_info import WorkerRole
+
+
+class WorkerPhase(StrEnum):
+    """How a worker is."""
+
+    STARTING = "starting"
+    """It has no incarnation yet."""
+    LIVE = "live"
+    """It takes requests."""
+    DRAINING = "draining"
+    """It takes no more requests."""
+    LOST = "lost"
+    """It cannot be reached, or its successor is starting."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerState:
+    """One worker, and its latest incarnation."""
+
+    name: str
+    role: WorkerRole
+    phase: WorkerPhase
+    incarnation: str = ""
+    address: str = ""
+    """``host:port`` of its gRPC services."""
+    node: str = ""
+    """The address of its node in Ray."""
+    pid: int = 0
+    """Of its process, on its node."""
+    removing: bool = False
+    """No other incarnation follows."""
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterState:
+    """A controller and its workers."""
+
+    name: str
+    """Of the cluster; empty if it ends with its command."""
+    epoch: int
+    """Of the controller: each one has a greater one than all before it."""
+    leads: bool
+    """Whether the store has said lately that this is the latest controller."""
+    changing: bool
+    """Whether the number of workers is being changed."""
+    pid: int
+    """Of the controller's process."""
+    uptime_seconds: float
+    """Of this controller."""
+    workers: tuple[WorkerState, ...] = ()
+    """In the order of their names."""
