@@ -99,7 +99,11 @@ def speaker(
 
 
 def read_tools(fields: Fields, dialect: Dialect, params: inference_pb2.SamplingParams) -> Tools:
-    """Takes `tools` and `tool_choice`; `params` are held to calls that must be made."""
+    """Takes `tools` and `tool_choice`; `params` become those that calls need.
+
+    Where one must be made, they hold the output to it; else they leave the tags of calls in the
+    text.
+    """
     tools = read_tool_list(fields)
     parallel = fields.optional_flag("parallel_tool_calls")
     choice, name = _read_choice(fields)
@@ -119,6 +123,8 @@ def read_tools(fields: Fields, dialect: Dialect, params: inference_pb2.SamplingP
                 "the chat template shows none, or in a form that is not known here: "
                 "--tool-call-parser names the form, and tool_choice can require a call",
             )
+        if dialect.tools is not None and not params.HasField("skip_special_tokens"):
+            params.skip_special_tokens = False  # the tags around calls are, in some vocabularies
         return Tools(tools)
     if params.HasField(FIELD):
         raise InvalidField("tool_choice", "is not allowed with another structured output")

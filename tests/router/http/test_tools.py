@@ -128,10 +128,13 @@ async def test_calls_streamed_and_whole(
         assert await streamed(client) == (expected, "tool_calls")
         prompt = tokenizer.decode(list(cluster.workers[0].submits[0].input_ids))
         assert '"name": "weather"' in prompt
+        sent = cluster.workers[0].submits[0].sampling_params
+        assert not sent.skip_special_tokens, "tags are special tokens in some vocabularies"
         # Without tools, and with tool_choice none, it is content.
         for changes in ({"tool_choice": "none"}, {"tools": openai.omit}):
             message, reason = await streamed(client, **changes)
             assert (message["content"], reason) == (CALLS, "stop")
+            assert cluster.workers[0].submits[-1].sampling_params.skip_special_tokens
 
 
 async def test_reasoning_before_calls(
