@@ -10,7 +10,8 @@ import pytest
 
 from docs.tools.dashboards.grafana import files
 from docs.tools.dashboards.pages import DASHBOARDS
-from docs.tools.dashboards.spec import Dashboard
+from docs.tools.dashboards.perses import perses, with_values
+from docs.tools.dashboards.spec import TOTAL, Dashboard, Draws
 from tests.monitored import check_exported
 
 SHIPPED = Path(__file__).parents[2] / "deploy" / "dashboards"
@@ -59,3 +60,30 @@ def test_states_are_stacked_and_the_pool_is_a_line_over_them():
         if one["matcher"]["options"] == "pool"
     ]
     assert {"id": "custom.stacking", "value": {"mode": "none", "group": "states"}} in line
+
+
+@pytest.mark.parametrize("one", DASHBOARDS, ids=lambda one: one.uid)
+def test_the_browser_is_asked_to_draw_the_same_queries(one: Dashboard):
+    drawn = perses(one, "http://127.0.0.1:9090", lambda label: [f"{label}-a", f"{label}-b"])
+    asked = {
+        query["spec"]["plugin"]["spec"]["query"]
+        for panel in drawn["spec"]["panels"].values()
+        for query in panel["spec"]["queries"]
+    }
+    wanted = set()
+    for panel in one.panels:
+        for value in ("a", "b") if panel.repeat else ("",):
+            chosen = {panel.repeat: f"{panel.repeat}-{value}"} if value else {}
+            wanted |= {
+                with_values(query.expr, chosen)
+                for query in panel.queries
+                if panel.draws is not Draws.AREAS or query.legend != TOTAL
+            }
+    assert asked == wanted
+    assert not any("$" in query for query in asked)
+    placed = [
+        item["content"]["$ref"].rpartition("/")[2]
+        for layout in drawn["spec"]["layouts"]
+        for item in layout["spec"]["items"]
+    ]
+    assert placed == list(drawn["spec"]["panels"])

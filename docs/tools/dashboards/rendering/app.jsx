@@ -1,0 +1,61 @@
+// Draws one dashboard of Perses, without a server of Perses.
+import { CssBaseline, ThemeProvider } from '@mui/material';
+import { ChartsProvider, SnackbarProvider, generateChartsTheme, getTheme } from '@perses-dev/components';
+import { ViewDashboard } from '@perses-dev/dashboards';
+import { PluginRegistry, TimeRangeProvider, dynamicImportPluginLoader } from '@perses-dev/plugin-system';
+import * as prometheus from '@perses-dev/prometheus-plugin';
+import * as stat from '@perses-dev/stat-chart-plugin';
+import * as timeseries from '@perses-dev/timeseries-chart-plugin';
+import { QueryClient, QueryClientProvider } from '@tanstack/react-query';
+import { createRoot } from 'react-dom/client';
+import { RouterProvider, createMemoryRouter } from 'react-router-dom';
+import { QueryParamProvider } from 'use-query-params';
+import { WindowHistoryAdapter } from 'use-query-params/adapters/window';
+
+const plugins = dynamicImportPluginLoader(
+  [prometheus, timeseries, stat].map((one) => ({
+    resource: one.getPluginModule(),
+    importPlugin: () => Promise.resolve(one),
+  }))
+);
+const kinds = { Panel: 'TimeSeriesChart', TimeSeriesQuery: 'PrometheusTimeSeriesQuery' };
+const theme = getTheme('light');
+const client = new QueryClient({ defaultOptions: { queries: { retry: false, refetchOnWindowFocus: false } } });
+const noOtherSources = {
+  getDatasource: async () => undefined,
+  getGlobalDatasource: async () => undefined,
+  listDatasources: async () => [],
+  listGlobalDatasources: async () => [],
+};
+
+// The range of time stands in the page's address, as `start` and `end` in milliseconds.
+window.show = (dashboard, range) => {
+  const page = (
+    <TimeRangeProvider timeRange={range} refreshInterval="0s">
+      <QueryParamProvider adapter={WindowHistoryAdapter}>
+        <ViewDashboard
+          dashboardResource={dashboard}
+          datasourceApi={noOtherSources}
+          isReadonly
+          isVariableEnabled={false}
+          isDatasourceEnabled={false}
+          isLeavingConfirmDialogEnabled={false}
+        />
+      </QueryParamProvider>
+    </TimeRangeProvider>
+  );
+  createRoot(document.getElementById('root')).render(
+    <ThemeProvider theme={theme}>
+      <CssBaseline />
+      <ChartsProvider chartsTheme={generateChartsTheme(theme, {})}>
+        <SnackbarProvider>
+          <QueryClientProvider client={client}>
+            <PluginRegistry pluginLoader={plugins} defaultPluginKinds={kinds}>
+              <RouterProvider router={createMemoryRouter([{ path: '*', element: page }])} />
+            </PluginRegistry>
+          </QueryClientProvider>
+        </SnackbarProvider>
+      </ChartsProvider>
+    </ThemeProvider>
+  );
+};
