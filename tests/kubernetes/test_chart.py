@@ -289,7 +289,12 @@ def test_a_worker_has_time_to_drain_and_ray_to_end_after_it(file: str):
         command = pod.container("ray-worker")["lifecycle"]["preStop"]["exec"]["command"]
         waits = leave.make_context("leave", command[2:]).params["timeout"]
         assert waits > grace
-        assert pod.spec["terminationGracePeriodSeconds"] > waits + 30, "Ray drains for 30 s"
+        [ray] = [
+            one["value"]
+            for one in pod.container("ray-worker")["env"]
+            if one["name"] == "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"
+        ]
+        assert pod.spec["terminationGracePeriodSeconds"] > waits + 2 * float(ray)
     router = pods(manifests)["router"]
     [_, slept] = router.container("router")["lifecycle"]["preStop"]["exec"]["command"]
     assert router.spec["terminationGracePeriodSeconds"] > float(slept) + 5

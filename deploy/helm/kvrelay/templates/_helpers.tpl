@@ -180,6 +180,9 @@ capabilities:
 # Workers compute at the priority of everything else; Ray would let all else go first.
 - name: RAY_worker_niceness
   value: "0"
+# At SIGTERM Ray waits for what runs here; by then the workers have left.
+- name: RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S
+  value: "5"
 - name: RAY_USAGE_STATS_ENABLED
   value: "0"
 {{- end -}}
