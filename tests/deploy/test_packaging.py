@@ -61,6 +61,9 @@ def test_the_wheel_has_every_room(installed: Path):
         assert (installed / "kvrelay" / room / "py.typed").is_file(), room
     assert list((installed / "kvrelay" / "v1").glob("*.proto"))
     assert list((installed / "kvrelay" / "v1").glob("*.pyi"))
+    assert not (installed / "kvrelay" / "deploy" / "helm").exists(), (
+        "the chart is installed by Helm"
+    )
     for path in ("dashboards/memory.json", "prometheus/rules.yml"):
         assert (installed / "kvrelay" / "deploy" / path).is_file(), path
 

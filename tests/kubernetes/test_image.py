@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
-from tests.kubernetes.chart import CHART, ROOT, pods, render
+from tests.kubernetes.chart import ROOT, pods, render
 from tests.kubernetes.image import DOCKERFILE, MODEL_PACKAGE, UID, Container, arguments
 
 
@@ -94,8 +94,3 @@ def test_ray_starts_in_it_and_the_prestop_hook_runs(image_root: Path, tmp_path: 
         check=False,
     )
     assert "0 workers drain" in done.stdout, done.stdout + done.stderr
-
-
-def test_the_chart_is_no_part_of_the_wheel():
-    assert CHART.is_dir()
-    assert "deploy/helm" in (ROOT / ".dockerignore").read_text()
