@@ -125,6 +125,7 @@ mount --bind "$root" "$root"
 volume() { mkdir -p "$root/$2"; mount --bind "$volumes/$1" "$root/$2"; }
 volume tmp tmp; volume home home/kvrelay; volume shm dev/shm; volume seed etc/kvrelay/seed
 mount -t proc proc "$root/proc"
+mount -t sysfs -o ro sysfs "$root/sys"
 for file in dev/null dev/zero dev/full dev/random dev/urandom; do
     touch "$root/$file"; mount --bind "/$file" "$root/$file"
 done

@@ -274,6 +274,7 @@ def test_the_controller_shares_ray_s_files_with_the_head():
     shared = [one for one in ray["volumeMounts"] if one["name"] in ("tmp", "shm")]
     assert len(shared) == 2
     assert all(one in controller["volumeMounts"] for one in shared)
+    assert head.spec["shareProcessNamespace"] is True, "a program finds Ray by its processes"
     assert head.spec["containers"][0] is ray, "KubeRay starts Ray in the first one"
 
 
