@@ -40,7 +40,7 @@ PAIRS: Final = 2 * _STEP
 _LINES: Final = _STEP * _VECTORS
 """Of the cache, which are a turn's weights."""
 _AHEAD: Final = 8192
-"""Bytes. In a stream of weights for 8 rows: 28.7 GB/s without, 34 to 36 so, 29 with 1,024."""
+"""Bytes. In a stream of weights for 8 rows: 28.7 GB/s without, 34 so, 29 with 1,024."""
 _BLOCK: Final = 20 * TILE
 """Rows: with as many inputs as is usual they stay in the second cache."""
 _SHARES: Final = 4
