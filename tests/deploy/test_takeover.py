@@ -431,6 +431,26 @@ async def test_a_cluster_that_was_being_stopped_is_stopped(
     assert not world.actors
 
 
+async def test_a_worker_that_no_change_starts_any_more_is_ended_and_its_place_given_back(
+    make_world: Callable[[], World], tmp_path: Path
+):
+    store, world = InProcessStore(), make_world()
+    before = asyncio.all_tasks()
+    cluster = make_cluster(tmp_path, store)
+    await cluster.start()
+    place = await cluster._placement.add(replace(CONFIG, name="decode-1"), of_workers=3)
+    Handle(replace(CONFIG, name="decode-1"), place, 30)
+    reserved = cluster._placement.place_of("decode-1")
+    await cluster._written.add_worker(WorkerRecord("decode-1", D, reserved))
+    assert len(world.groups) == len(world.actors) == 3
+    await abandon(before)
+    successor = make_cluster(tmp_path, store)
+    await asyncio.wait_for(successor.start(), SECONDS)
+    assert set(await settled(successor)) == set(world.actors) == {"prefill-0", "decode-0"}
+    assert set(world.groups) == {"kvrelay/t/prefill-0", "kvrelay/t/decode-0"}
+    await successor.stop()
+
+
 async def test_a_journal_has_every_worker_before_its_actor_is_there(
     make_world: Callable[[], World], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
