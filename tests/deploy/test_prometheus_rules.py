@@ -1,4 +1,4 @@
-"""The rules, by promtool and by what the processes export; tests/cluster/ has a real Prometheus."""
+"""The rules, by promtool and by what the processes export."""
 
 from __future__ import annotations
 

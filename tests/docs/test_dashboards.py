@@ -1,4 +1,4 @@
-"""The dashboards as files; tests/cluster/ runs their queries against a real Prometheus."""
+"""The dashboards as files, and what they ask for."""
 
 from __future__ import annotations
 
