@@ -25,8 +25,10 @@ controller with Ray's head, a router, a prefill worker (P) and a decode worker (
 bridge, and KV goes by TCP. The pools hold two or three requests, every page is audited at every
 step, a worker is given up after {timeout:g} s without a sign of life, and its lease lasts
 {lease:g} s. Four clients ask the router for greedy and sampled answers, one after another. Then a
-host is frozen for {pause:g} s and woken, or a link is cut for {cut:g} s and healed: what is sent
-there does not arrive, and nobody is told. "Cut controller" cuts Ray's head off, too. Then:
+host is killed, or frozen for {pause:g} s and woken, or a link is cut for {cut:g} s and healed: what
+is sent there does not arrive, and nobody is told. "Cut controller" cuts Ray's head off, too. A host
+that was killed is followed by another one with its label, of another name and address, and a node
+that Ray has given up is started again. Then:
 
 - every request has its end within {bound:g} s: a completion, or else `UNAVAILABLE` or
   `RESOURCE_EXHAUSTED` (refused);

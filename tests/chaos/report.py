@@ -17,7 +17,7 @@ HEAD = """\
 # The fault matrix
 
 Made by `make chaos`; `make chaos-short` runs the most telling cells, and `make test` most of those.
-[Another matrix](chaos-hosts.md) freezes hosts and cuts links.
+[Another matrix](chaos-hosts.md) kills and freezes hosts, and cuts links.
 {summary} {transport}
 
 A real cluster: two prefill workers (P) and two decode workers (D) as Ray actors over NIXL and

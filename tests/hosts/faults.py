@@ -1,4 +1,4 @@
-"""What can happen to a host or a link of a cluster that serves, and what must not follow."""
+"""What can happen to a host or to a link of a cluster that serves, and what must not follow."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ CLEAR = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED)
 class Harm(StrEnum):
     """What is done."""
 
+    KILL = "kill host"
     PAUSE = "pause host"
     PAUSE_AND_CUT = "pause host, cut it off, heal, wake"
     CUT_PEER = "cut P ↔ D"
@@ -39,6 +40,8 @@ class Way(StrEnum):
     RECEIVED = "what is sent to it"
 
 
+SURVIVED = {Harm.CUT_PEER, Harm.CUT_ROUTER}
+"""What ends no worker; all else lets the victim's lease run out."""
 OTHER_END = {Harm.CUT_CONTROLLER: "controller", Harm.CUT_ROUTER: "router"}
 PEERS = {"P": "D", "D": "P"}
 
@@ -72,7 +75,9 @@ CELLS = (
     Cell(Harm.PAUSE, "D"),
     *(Cell(Harm.CUT_PEER, "P", way) for way in Way),
     *(Cell(Harm.CUT_ROUTER, "D", way) for way in Way),
-    Cell(Harm.CUT_CONTROLLER, "P"),
+    *(Cell(Harm.CUT_CONTROLLER, "P", way) for way in Way),
+    Cell(Harm.CUT_CONTROLLER, "D"),
+    Cell(Harm.KILL, "D"),
 )
 
 
@@ -96,6 +101,7 @@ async def experiment(chaos: ServedHosts, cell: Cell, expected: Expected) -> Repo
     report = Report(cell)
     bound = chaos.bound + PAUSE_S
     load = Load(chaos.current, list(expected), bound, clients=4)
+    before = await chaos.incarnations()
     try:
         async with asyncio.timeout(bound):
             await load.warm(6)
@@ -108,6 +114,7 @@ async def experiment(chaos: ServedHosts, cell: Cell, expected: Expected) -> Repo
     try:
         await chaos.until_at_rest()
         report.recovered = time.monotonic() - healed
+        report.problems += _changed(cell, before, await chaos.incarnations())
         report.problems += await _probe(chaos, expected)
         await chaos.until_at_rest()
     except Exception as error:
@@ -116,6 +123,16 @@ async def experiment(chaos: ServedHosts, cell: Cell, expected: Expected) -> Repo
     report.refused = sum(not outcome.completed for outcome in outcomes)
     report.slowest = max((outcome.seconds for outcome in outcomes), default=0.0)
     return report
+
+
+def _changed(cell: Cell, before: dict[str, str], after: dict[str, str]) -> list[str]:
+    """List workers that were replaced, or were not, in place of what had to become of them."""
+    dies = "" if cell.harm in SURVIVED else {"P": "prefill-0", "D": "decode-0"}[cell.victim]
+    return [
+        f"{name} was {'not ' if name == dies else ''}replaced"
+        for name, incarnation in before.items()
+        if (after.get(name) != incarnation) is not (name == dies)
+    ]
 
 
 def check_ends(outcomes: list[Outcome], expected: Expected) -> list[str]:
@@ -136,6 +153,9 @@ async def _probe(chaos: ServedHosts, expected: Expected) -> list[str]:
 async def _harm(chaos: ServedHosts, cell: Cell) -> None:
     host = chaos.hosts[cell.victim]
     match cell.harm:
+        case Harm.KILL:
+            await asyncio.to_thread(host.kill)
+            await asyncio.to_thread(chaos.replace_host, cell.victim)
         case Harm.PAUSE:
             await _pause(host)
         case Harm.PAUSE_AND_CUT:

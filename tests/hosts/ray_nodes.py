@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 import grpc
 
@@ -39,6 +40,14 @@ def environment(token: str = TOKEN) -> dict[str, str]:
     return {**own, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token, "OMP_NUM_THREADS": "1"}
 
 
+class _Node(NamedTuple):
+    """What runs on a host as long as that is a node."""
+
+    host: Host
+    words: tuple[str, ...]
+    process: subprocess.Popen[str]
+
+
 @dataclass
 class RayHosts:
     """A Ray whose nodes are hosts; the first one is its head."""
@@ -47,6 +56,7 @@ class RayHosts:
     variables: Mapping[str, str] = field(default_factory=dict)
     """Of Ray's processes, and of the workers, beside `environment`."""
     nodes: dict[str, Host] = field(default_factory=dict)
+    _started: list[_Node] = field(default_factory=list)
 
     @property
     def address(self) -> str:
@@ -70,18 +80,34 @@ class RayHosts:
         """Let a host become a node; does not wait for it."""
         self._start(host, num_cpus, labels, f"--address={self.address}")
 
+    def restart_ended(self) -> None:
+        """Start nodes again whose raylet has ended though their host is up, as KubeRay does.
+
+        A raylet ends when it hears that its head takes it for dead.
+        """
+        for node in list(self._started):
+            if node.process.poll() is not None and node.host.is_up:
+                self._started.remove(node)
+                self._spawn(node.host, node.words)
+
     def _start(self, host: Host, num_cpus: int, labels: Mapping[str, str], *words: str) -> None:
-        host.spawn(
-            *_RAY,
-            *words,
+        self.nodes[host.name] = host
+        more = (
             f"--node-ip-address={host.address}",
             f"--num-cpus={num_cpus}",
             f"--object-store-memory={OBJECT_STORE_BYTES}",
             "--labels=" + ",".join(f"{key}={value}" for key, value in labels.items()),
+        )
+        self._spawn(host, (*words, *more))
+
+    def _spawn(self, host: Host, words: tuple[str, ...]) -> None:
+        process = host.spawn(
+            *_RAY,
+            *words,
             environment={**environment(), **self.variables},
             stdout=subprocess.DEVNULL,
         )
-        self.nodes[host.name] = host
+        self._started.append(_Node(host, words, process))
 
 
 @dataclass

@@ -74,6 +74,7 @@ class ServedHosts:
     """Seconds within which every request is to have its end, but for the length of the harm."""
     hosts: dict[str, Host] = field(default_factory=dict)
     """By role: `controller`, `router`, `P` and `D`."""
+    _num_replaced: int = 0
 
     async def current(self) -> inference_pb2_grpc.InferenceServiceStub:
         return self.stub
@@ -91,6 +92,7 @@ class ServedHosts:
         give_up_at = time.monotonic() + REST_S
         while problems := await self._unrest():
             assert time.monotonic() < give_up_at, f"not at rest: {problems}"
+            self.ray.restart_ended()
             await asyncio.sleep(0.2)
 
     async def _unrest(self) -> list[str]:
@@ -111,6 +113,14 @@ class ServedHosts:
                 if pool.free + pool.cached_evictable != pool.total or pool.promised
             ]
         return problems
+
+    def replace_host(self, role: str) -> None:
+        """Start another host, which is a node of Ray like the one that is gone."""
+        self._num_replaced += 1
+        name = f"{role.lower()}{self._num_replaced}"
+        self.network.add_hosts([name])
+        self.hosts[role] = self.network.hosts[name]
+        self.ray.add(self.hosts[role], {"rack": role.lower()})
 
 
 async def learn(
