@@ -158,7 +158,8 @@ def router_options(manifests: list[Manifest]) -> tuple[RouterProcessOptions, dic
     command, *arguments = container["args"]
     assert command == router.name
     parsed = router.make_context("router", arguments).params
-    own = {name: parsed.pop(name) for name in ("debug", "controller", "token_file", "ca", "tls")}
+    names = ("debug", "address", "ray_address", "cluster_name", "token_file", "ca", "tls")
+    own = {name: parsed.pop(name) for name in names}
     return RouterProcessOptions(**parsed), own
 
 
@@ -170,8 +171,8 @@ def test_kvrelay_takes_every_command_line(file: str):
     wanted = {role: values.get(role, {"replicas": 1})["replicas"] for role in ("prefill", "decode")}
     assert options.roles == wanted
     assert (options.model, options.dtype) == (router.model, router.dtype)
-    assert own["controller"].port == options.admin.port
-    assert own["controller"].host == f"{NAME}-controller"
+    assert own["address"].port == options.admin.port
+    assert own["address"].host == f"{NAME}-controller"
     for name, value in values.get("options", {}).items():
         given = getattr(options, name.replace("-", "_"))
         assert isinstance(value, str) or given == value
@@ -223,7 +224,7 @@ def test_certificates_are_where_the_options_say_and_name_what_is_called():
     manifests = rendered("gpu-rdma")
     options, (router, own) = controller_options(manifests), router_options(manifests)
     names = one(manifests, "Certificate")["spec"]["dnsNames"]
-    assert {options.tls_name, own["controller"].host} <= set(names)
+    assert {options.tls_name, own["address"].host} <= set(names)
     assert options.tls_name == router.tls_name
     secret = one(manifests, "Certificate")["spec"]["secretName"]
     for pod in pods(manifests).values():
