@@ -12,6 +12,7 @@ from dataclasses import replace
 from types import TracebackType
 from typing import Any, Final, Self
 
+from kvrelay.deploy.adoption import Adoption
 from kvrelay.deploy.controller_metrics import ControllerMetrics
 from kvrelay.deploy.drain_turns import DrainTurns
 from kvrelay.deploy.epoch import begin_epoch, keep_epoch
@@ -134,9 +135,9 @@ class Cluster:
                 raise ClusterError("the cluster was being stopped")
             if self._journal.cluster.phase is Phase.STARTING:
                 await self._write_first_records()
-                await self._start_first(leases)
+                await self._start_first()
             else:
-                await self._adopt_all(leases)
+                await self._adopt_all(self._journal)
             self._deaths.add_earlier()
             self._tell_all_of_deaths()
         except BaseException:
@@ -163,7 +164,7 @@ class Cluster:
             self._placement.release()
             self._members.clear()
         if self._journal is not None:
-            await self._end_left_over(self._journal.workers)
+            await end_left_over(self._plan.namespace, tuple(self._journal.workers.values()))
             await self._journal.clear()
         if self._holding is not None:
             self._holding.cancel()
@@ -247,7 +248,6 @@ class Cluster:
 
         Raises ClusterError, in one line, if it does not start; nothing is left running then.
         """
-        assert self._leases is not None, "the cluster was not started"
         if name in self._supervisors:
             return  # a controller before this one has started it
         config, journal = self._config_of(name, role), self._written
@@ -260,7 +260,7 @@ class Cluster:
                 of_workers = len(self._supervisors) + 1
                 place = await self._placement.add(config, of_workers=of_workers)
                 await journal.write_worker(name, place=self._placement.place_of(name))
-            supervisor = WorkerSupervisor(config, place, self._log_level, self._leases, self)
+            supervisor = self._supervisor_of(config, place)
             try:
                 await supervisor.start()
             except BaseException:
@@ -403,24 +403,31 @@ class Cluster:
             if config.name not in self._written.workers:
                 await self._written.add_worker(WorkerRecord(config.name, config.role))
 
-    async def _start_first(self, leases: Leases) -> None:
+    async def _start_first(self) -> None:
         """Start the workers that the cluster begins with, those excepted that run already."""
         for role in WorkerRole:
             configs = [config for config in self._configs if config.role is role]
-            await self._place(configs, leases)
+            await self._place(configs)
         await self._start_all()
         await self._written.write_cluster(phase=Phase.SERVING)
 
-    async def _place(self, configs: Sequence[WorkerConfig], leases: Leases) -> None:
+    async def _place(self, configs: Sequence[WorkerConfig]) -> None:
         """Make the actors of one role's workers, each under its supervisor."""
         places = await self._placement.reserve(configs, of_workers=len(self._configs))
         for config in configs:
             place = self._placement.place_of(config.name)
             await self._written.write_worker(config.name, place=place)
         for config, options in zip(configs, places, strict=True):
-            self._supervisors[config.name] = WorkerSupervisor(
-                config, options, self._log_level, leases, self
-            )
+            self._supervise(config, options)
+
+    def _supervise(self, config: WorkerConfig, place: dict[str, Any]) -> WorkerSupervisor:
+        """Make a worker's actor, under the supervisor that is known from here on."""
+        self._supervisors[config.name] = supervisor = self._supervisor_of(config, place)
+        return supervisor
+
+    def _supervisor_of(self, config: WorkerConfig, place: dict[str, Any]) -> WorkerSupervisor:
+        assert self._leases is not None, "the cluster was not started"
+        return WorkerSupervisor(config, place, self._log_level, self._leases, self)
 
     async def _start_all(self) -> None:
         """Start all workers at once; the first failure ends the wait for the others."""
@@ -441,56 +448,13 @@ class Cluster:
         self._progress[supervisor.name] = 1.0
         self._on_progress(self._progress.copy())
 
-    async def _adopt_all(self, leases: Leases) -> None:
+    async def _adopt_all(self, journal: Journal) -> None:
         """Take over the workers of the controller before this one, and finish what it had begun."""
-        journal = self._written
-        change = journal.cluster.change
-        coming = {name for name, _ in change.added} if change else set()
-        there = {
-            name: one
-            for name, one in journal.workers.items()
-            if one.started is not None or one.place is not None
-        }
-        configs = {name: self._config_of(name, one.role) for name, one in there.items()}
-        options = await asyncio.to_thread(
-            self._placement.adopt,
-            configs,
-            {name: one.place for name, one in there.items()},
-            placing=coming - there.keys(),
-            of_workers=len(there),
-        )
-        adoptions = []
-        for name, one in there.items():
-            if one.started is None:
-                self._reserved[name] = options[name]
-                continue
-            supervisor = WorkerSupervisor(
-                configs[name], options[name], self._log_level, leases, self
-            )
-            self._supervisors[name] = supervisor
-            dead = self._told.was_known(one.started.info.incarnation)
-            adoptions.append(supervisor.adopt(one, dead=dead))
-        await asyncio.gather(*adoptions)
-        await self._undo(coming)
-        if change is not None:
-            self._scaling.resume(change)
-
-    async def _undo(self, coming: set[str]) -> None:
-        """End and forget the workers that were being started, and are not to be any more."""
-        undone = {
-            name: one
-            for name, one in self._written.workers.items()
-            if one.started is None and name not in coming
-        }
-        await self._end_left_over(undone)
-        for name in undone:
-            await self._written.remove_worker(name)
-            self._placement.give_back(name)
-
-    async def _end_left_over(self, records: Mapping[str, WorkerRecord]) -> None:
-        """End what there may be of workers that have no supervisor."""
-        if self._plan.namespace:
-            await end_left_over(self._plan.namespace, tuple(records.values()))
+        adoption = Adoption(journal, self._placement, self._plan.namespace)
+        self._reserved = adoption.reserved
+        await adoption.run(self._config_of, self._supervise, self._told.was_known)
+        if journal.cluster.change is not None:
+            self._scaling.resume(journal.cluster.change)
 
     def _config_of(self, name: str, role: WorkerRole) -> WorkerConfig:
         """A worker's: its own, or like that of the first of its role."""

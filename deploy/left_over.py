@@ -19,7 +19,13 @@ async def end_left_over(namespace: str, records: Sequence[WorkerRecord]) -> None
     """End these workers' actors for good; their processes, too, where they can be observed.
 
     Does nothing for those that have ended.
+
+    Args:
+        namespace: of the actors in Ray; empty: they have ended with their controller.
+        records: of the workers.
     """
+    if not namespace:
+        return
     await asyncio.gather(*(_end(namespace, record) for record in records))
 
 

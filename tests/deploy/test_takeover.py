@@ -237,7 +237,8 @@ async def make_world(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Callable[
         monkeypatch.setattr(
             "kvrelay.deploy.placement.find_groups", lambda namespace: dict(world.groups)
         )
-        monkeypatch.setattr("kvrelay.deploy.cluster.end_left_over", world.end_left_over)
+        for module in ("adoption", "cluster"):
+            monkeypatch.setattr(f"kvrelay.deploy.{module}.end_left_over", world.end_left_over)
         monkeypatch.setattr(Handle, "world", world, raising=False)
         return world
 
