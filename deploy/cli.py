@@ -6,7 +6,18 @@ import importlib
 
 import click
 
-_COMMANDS = ("down", "drain", "generate", "leave", "router", "scale", "serve", "status", "up")
+_COMMANDS = (
+    "down",
+    "drain",
+    "generate",
+    "leave",
+    "router",
+    "scale",
+    "serve",
+    "status",
+    "top",
+    "up",
+)
 
 
 class _Commands(click.Group):

@@ -66,18 +66,23 @@ def status(
         shown = json.dumps(cluster_status.as_object(state)) if as_json else None
         click.echo(shown or cluster_status.as_text(state))
         return
-    access.check(server)
     to_workers = _worker_credentials(tls_cert, tls_key, tls_ca)
+    report = ask(server, access)
+    if pages:
+        for worker in report["workers"]:
+            worker["owners"] = _owners(worker["address"], to_workers)
+    click.echo(json.dumps(report) if as_json else as_text(report))
+
+
+def ask(server: Address, access: Access) -> dict[str, Any]:
+    """Ask a router for the status, as ``--json`` prints it. Raises DeployError."""
+    access.check(server)
     with connected(server, access.credentials()) as service:
         info = service.GetServerInfo(
             pb.GetServerInfoRequest(), timeout=_SECONDS, metadata=access.metadata
         )
         model = _model(service, access.metadata)
-    report = as_object(model, info)
-    if pages:
-        for worker in report["workers"]:
-            worker["owners"] = _owners(worker["address"], to_workers)
-    click.echo(json.dumps(report) if as_json else as_text(report))
+    return as_object(model, info)
 
 
 def _worker_credentials(
@@ -125,7 +130,20 @@ def as_object(model: str | None, info: pb.GetServerInfoResponse) -> dict[str, An
         "version": info.version,
         "uptime_seconds": info.uptime_seconds,
         "live_requests": info.live_requests,
+        "requests": _requests(info.requests) if info.HasField("requests") else None,
         "workers": [_worker(WORKER_STATUS.from_message(worker)) for worker in info.workers],
+    }
+
+
+def _requests(counts: pb.RequestCounts) -> dict[str, Any]:
+    return {
+        "waiting": counts.waiting,
+        "streaming": counts.streaming,
+        "waiting_for_workers": counts.waiting_for_workers,
+        "ended": dict(counts.ended),
+        "resubmitted": counts.resubmitted,
+        "prompt_tokens": counts.prompt_tokens,
+        "output_tokens": counts.output_tokens,
     }
 
 

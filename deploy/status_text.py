@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from kvrelay.wire.speeds import StepSpeeds
 
-_STATES: Final = (
+PAGE_STATES: Final = (
     "free",
     "held",
     "cached_evictable",
@@ -52,7 +52,7 @@ def _workers_table(workers: Iterable[dict[str, Any]]) -> str:
             worker["role"],
             worker["incarnation"],
             worker["model_digest"] or "-",
-            _readiness(worker),
+            readiness(worker),
             worker["address"],
             worker["metrics_address"],
             worker["waiting_requests"],
@@ -75,7 +75,8 @@ def _speeds(worker: dict[str, Any]) -> tuple[str, str]:
     return prompt, step
 
 
-def _readiness(worker: dict[str, Any]) -> str:
+def readiness(worker: dict[str, Any]) -> str:
+    """One word: whether the worker takes requests, or why not."""
     if worker["refusal"]:
         return "REFUSED"
     if worker["draining"]:
@@ -119,14 +120,14 @@ def _peers_table(workers: Iterable[dict[str, Any]]) -> str:
 
 
 def _pools_table(workers: Iterable[dict[str, Any]]) -> str:
-    names = [state.replace("_", " ") for state in _STATES]
+    names = [state.replace("_", " ") for state in PAGE_STATES]
     head = ["worker", "pool", "page size", *names, "sum", "total", "promised"]
     rows = [
         [
             worker["worker"],
             pool["pool"],
             pool["page_size"] or "-",
-            *(pool[state] for state in _STATES),
+            *(pool[state] for state in PAGE_STATES),
             # A pool that does not balance is a bug: it must stand out.
             pool["sum"] if pool["sum"] == pool["total"] else f"{pool['sum']} (!)",
             pool["total"],

@@ -7,9 +7,10 @@ To add one, declare it below and call `RouterMetrics.count`, `observe` or `watch
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from typing import Final
 
-from kvrelay.net.metrics import Instruments, MetricTable
+from kvrelay.net.metrics import Instruments, Metric, MetricTable
 from kvrelay.wire.output import FailureReason, PhaseTimings
 
 METRICS: Final = MetricTable("model")
@@ -157,6 +158,20 @@ class RouterMetrics(Instruments):
         # From zero, so that Prometheus sees the first one come.
         for reason in (*FailureReason, "retracted"):
             self.show(RESUBMISSIONS, reason=str(reason))
+
+    def total(self, metric: Metric) -> int:
+        """What a counter has counted, over all its labels; any thread."""
+        return sum(amount for _, amount in self._counted(metric))
+
+    def by_outcome(self) -> dict[str, int]:
+        """The requests that have ended, by `REQUESTS`' label; any thread."""
+        return {labels["outcome"]: amount for labels, amount in self._counted(REQUESTS)}
+
+    def _counted(self, metric: Metric) -> Iterator[tuple[dict[str, str], int]]:
+        # A counter has a second sample for each label, which tells when it began.
+        for sample in self.samples(metric):
+            if sample.name == metric.name:
+                yield sample.labels, int(sample.value)
 
     def stopwatch(self) -> Stopwatch:
         """Starts to time a request that has just arrived."""

@@ -19,7 +19,13 @@ from kvrelay.router.generation import GenerationRequest
 from kvrelay.router.incoming import MessageReader
 from kvrelay.router.limits import Limits
 from kvrelay.router.live_requests import LiveRequests
-from kvrelay.router.metrics import SLOW_READERS, RouterMetrics
+from kvrelay.router.metrics import (
+    OUTPUT_TOKENS,
+    PROMPT_TOKENS,
+    RESUBMISSIONS,
+    SLOW_READERS,
+    RouterMetrics,
+)
 from kvrelay.router.output_stream import Form
 from kvrelay.router.prompts import prompt_of
 from kvrelay.router.sampling_params import check_token_ids
@@ -130,6 +136,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
             live_requests=len(self._live),
             workers=self._workers(),
             model_digest=self._fleet.model.name,
+            requests=self._requests() if current_caller().may(Right.ADMIN) else None,
         )
 
     async def GetLoads(  # noqa: N802
@@ -141,6 +148,18 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
     def _ask(self, raw: bytes, limits: Limits) -> Ask:
         message = self._reader.generate_request(raw, limits)
         return Ask(message, prompt_of(message, self._texts.encode), len(raw), _form)
+
+    def _requests(self) -> pb.RequestCounts:
+        """Those of all callers: how large one prompt is could be read from the sums."""
+        return pb.RequestCounts(
+            waiting=self._live.count(streaming=False),
+            streaming=self._live.count(streaming=True),
+            waiting_for_workers=self._live.waiting_for_workers,
+            ended=self._metrics.by_outcome(),
+            resubmitted=self._metrics.total(RESUBMISSIONS),
+            prompt_tokens=self._metrics.total(PROMPT_TOKENS),
+            output_tokens=self._metrics.total(OUTPUT_TOKENS),
+        )
 
     def _workers(self) -> list[pb.WorkerStatus]:
         """All of them, as the caller may see them."""

@@ -38,6 +38,9 @@ class ScriptedService(rpc.InferenceServiceServicer):
         self.requests: list[pb.GenerateRequest] = []
         self.cancelled = threading.Event()
         self.workers: list[pb.WorkerStatus] = []
+        self.uptime_seconds = 12.5
+        self.counts: pb.RequestCounts | None = None
+        """What a caller with the right admin is told."""
         self.authorizations: list[str | bytes | None] = []
         """Of each call, what it brought."""
 
@@ -61,10 +64,11 @@ class ScriptedService(rpc.InferenceServiceServicer):
         self._take_authorization(context)
         return pb.GetServerInfoResponse(
             version="0.1.0",
-            uptime_seconds=12.5,
+            uptime_seconds=self.uptime_seconds,
             live_requests=3,
             workers=self.workers,
             model_digest="0123456789ab",
+            requests=self.counts,
         )
 
     def _take_authorization(self, context):

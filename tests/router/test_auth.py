@@ -284,6 +284,8 @@ async def test_what_tells_of_all_tenants_is_shown_to_admins(config: RouterConfig
                 ):
                     [shown] = answer.workers
                     assert shown.load.pools[0].free == 64
+                    if isinstance(answer, pb.GetServerInfoResponse):
+                        assert answer.HasField("requests") == (token == "may-drain")
                     seen.append((shown.kv_events_address, shown.load.reused_share))
                 assert seen == [expected] * 2
     finally:

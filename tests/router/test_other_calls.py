@@ -14,7 +14,7 @@ from kvrelay.v1 import inference_pb2 as pb
 from kvrelay.v1 import worker_pb2
 
 from .cluster import Cluster, collect
-from .scripted_worker import load
+from .scripted_worker import load, until
 
 
 async def test_loads_are_the_workers_own(cluster: Cluster) -> None:
@@ -29,6 +29,20 @@ async def test_loads_are_the_workers_own(cluster: Cluster) -> None:
     assert decode.ready
     assert prefill.load.pools[0].free == 10
     assert (await cluster.server_info()).workers[0] == decode
+
+
+async def test_server_info_counts_requests_and_tokens(cluster: Cluster) -> None:
+    assert (await cluster.server_info()).requests == pb.RequestCounts()
+    call = cluster.generate(request_id="a")
+    await asyncio.gather(cluster.prefill.submitted(), cluster.decode.submitted())
+    assert (await cluster.server_info()).requests == pb.RequestCounts(waiting=1, prompt_tokens=3)
+    call.cancel()
+    await until(lambda: len(cluster.prefill.cancels) == len(cluster.decode.cancels) == 1)
+    cluster.count()
+    await collect(cluster.generate(request_id="b"))
+    assert (await cluster.server_info()).requests == pb.RequestCounts(
+        ended={"abort": 1, "length": 1}, prompt_tokens=6, output_tokens=8
+    )
 
 
 async def test_model_info(cluster: Cluster) -> None:

@@ -275,18 +275,45 @@ class GetServerInfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetServerInfoResponse(_message.Message):
-    __slots__ = ("version", "uptime_seconds", "live_requests", "workers", "model_digest")
+    __slots__ = ("version", "uptime_seconds", "live_requests", "workers", "model_digest", "requests")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     UPTIME_SECONDS_FIELD_NUMBER: _ClassVar[int]
     LIVE_REQUESTS_FIELD_NUMBER: _ClassVar[int]
     WORKERS_FIELD_NUMBER: _ClassVar[int]
     MODEL_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    REQUESTS_FIELD_NUMBER: _ClassVar[int]
     version: str
     uptime_seconds: float
     live_requests: int
     workers: _containers.RepeatedCompositeFieldContainer[WorkerStatus]
     model_digest: str
-    def __init__(self, version: _Optional[str] = ..., uptime_seconds: _Optional[float] = ..., live_requests: _Optional[int] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., model_digest: _Optional[str] = ...) -> None: ...
+    requests: RequestCounts
+    def __init__(self, version: _Optional[str] = ..., uptime_seconds: _Optional[float] = ..., live_requests: _Optional[int] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., model_digest: _Optional[str] = ..., requests: _Optional[_Union[RequestCounts, _Mapping]] = ...) -> None: ...
+
+class RequestCounts(_message.Message):
+    __slots__ = ("waiting", "streaming", "waiting_for_workers", "ended", "resubmitted", "prompt_tokens", "output_tokens")
+    class EndedEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    WAITING_FIELD_NUMBER: _ClassVar[int]
+    STREAMING_FIELD_NUMBER: _ClassVar[int]
+    WAITING_FOR_WORKERS_FIELD_NUMBER: _ClassVar[int]
+    ENDED_FIELD_NUMBER: _ClassVar[int]
+    RESUBMITTED_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    OUTPUT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    waiting: int
+    streaming: int
+    waiting_for_workers: int
+    ended: _containers.ScalarMap[str, int]
+    resubmitted: int
+    prompt_tokens: int
+    output_tokens: int
+    def __init__(self, waiting: _Optional[int] = ..., streaming: _Optional[int] = ..., waiting_for_workers: _Optional[int] = ..., ended: _Optional[_Mapping[str, int]] = ..., resubmitted: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., output_tokens: _Optional[int] = ...) -> None: ...
 
 class WorkerStatus(_message.Message):
     __slots__ = ("worker", "role", "incarnation", "address", "metrics_address", "ready", "load", "draining", "model_digest", "refusal", "kv_events_address")
