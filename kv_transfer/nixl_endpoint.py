@@ -106,7 +106,7 @@ class NixlEndpoint:
         self._connected.add(peer.incarnation)
 
     def disconnect(self, name: str) -> None:
-        """Forget a peer's memory, if it is known, and close the connections to it.
+        """Forget a peer's memory, if it is known. Connections stay until the agent is destroyed.
 
         Raises NIXL's exceptions, and `RuntimeError` if `destroy` was called in vain.
         """

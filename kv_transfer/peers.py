@@ -73,7 +73,7 @@ class Peers:
             self.add(peer)
 
     def confirm_death(self, incarnation: str) -> None:
-        """Start no read from a peer any more, and close the connections to it."""
+        """Start no read from a peer any more, and close the connections that failed reads used."""
         self._dead.append(incarnation)
         self._known.pop(incarnation, None)
         self._awaited_deaths.setdefault(incarnation, time.monotonic())
@@ -88,9 +88,9 @@ class Peers:
                 self._settle_retired(endpoint)
 
     def _settle_deaths(self) -> None:
-        """Close the connections to dead peers.
+        """Forget dead peers, once no byte of a failed read can arrive.
 
-        To remove a peer closes no socket, and bytes still arrive afterwards (NIXL 1.5.1, by TCP).
+        To forget a peer closes no socket, and bytes still arrive afterwards (NIXL 1.5.1, by TCP).
         So where reads from it have failed, the agents that ran them have to go.
         """
         for incarnation, since in list(self._awaited_deaths.items()):

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 from kvrelay.mem_cache.account import Owner, PageAccount, Pages, Shares
 from kvrelay.mem_cache.counts import CacheCounts, QuarantineCounts
@@ -21,6 +22,9 @@ from kvrelay.mem_cache.lease import Lease
 from kvrelay.mem_cache.prefix_index import PrefixIndex, PrefixLock
 from kvrelay.mem_cache.rows import Rows
 from kvrelay.mem_cache.shape import PoolShape
+
+_STAYS: Final = {kind: rank for rank, kind in enumerate(FenceKind)}
+"""How long a reader or writer may stay, by order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +41,8 @@ class Quarantined:
     @property
     def kind(self) -> FenceKind:
         """What it waits for; of several fences the one that may stay longest."""
-        kinds = {fence.kind for fence in self.fences if not fence.passed()}
-        return max(kinds, key=list(FenceKind).index, default=FenceKind.FORWARD)
+        kinds = [fence.kind for fence in self.fences if not fence.passed()]
+        return max(kinds, key=_STAYS.__getitem__, default=FenceKind.FORWARD)
 
 
 class PageAllocator:
@@ -87,7 +91,10 @@ class PageAllocator:
         """What is in quarantine, by what it waits for; what nothing waits for is left out."""
         counts: dict[FenceKind, QuarantineCounts] = {}
         for entry in self.quarantine:
-            found = counts.setdefault(entry.kind, QuarantineCounts(0, entry.since))
+            kind = entry.kind
+            found = counts.get(kind)
+            if found is None:
+                found = counts[kind] = QuarantineCounts(0, entry.since)
             found.pages += sum(map(len, entry.pages))
             found.since = min(found.since, entry.since)
         return counts

@@ -228,7 +228,7 @@ def test_an_agent_that_cannot_be_destroyed_at_once_is_destroyed_later(
 def test_a_death_waits_until_the_agent_that_read_is_destroyed(
     agent: TransferAgent, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """However often that fails; NIXL's errors end nothing."""
+    """However often that fails."""
     monkeypatch.setattr(second_tries, "TRY_AGAIN_S", 0.0)
     peer, other = Peer(), Peer()
     for one in (peer, other):
@@ -255,6 +255,32 @@ def test_a_death_waits_until_the_agent_that_read_is_destroyed(
     assert read(agent, other, [1], [1]).state is PullState.DONE, "the thread lives"
     lets_go.set()
     wait_until_passed(agent, broken)
+    other.stop()
+
+
+def test_a_dead_peer_that_nixl_cannot_forget_is_forgotten_later(
+    agent: TransferAgent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(second_tries, "TRY_AGAIN_S", 0.0)
+    peer, other = Peer(), Peer()
+    for one in (peer, other):
+        agent.add_peer(one.description)
+    disconnect, tried = NixlEndpoint.disconnect, list[str]()
+
+    def fail_at_first(endpoint: NixlEndpoint, name: str) -> None:
+        tried.append(name)
+        raise_at_first(endpoint, len(tried) - 1)
+        disconnect(endpoint, name)
+
+    monkeypatch.setattr(NixlEndpoint, "disconnect", fail_at_first)
+    peer.kill()
+    agent.confirm_death(peer.description.incarnation)
+    while len(tried) < 3:
+        wait_for_a_pass(agent)
+    assert set(tried) == {peer.description.incarnation}
+    assert read(agent, other, [1], [1]).state is PullState.DONE, "the thread lives"
+    wait_for_a_pass(agent)
+    assert len(tried) == 3
     other.stop()
 
 
