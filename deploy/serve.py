@@ -1,4 +1,4 @@
-"""`kvrelay serve`: runs a cluster on this machine until it is told to stop."""
+"""`kvrelay serve`: runs a cluster until it is told to stop, or lets it run on by itself."""
 
 from __future__ import annotations
 
@@ -6,24 +6,28 @@ import asyncio
 import logging
 import signal
 import sys
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from click.core import ParameterSource
 
 from kvrelay.deploy.address import DEFAULT_HTTP, Address
 from kvrelay.deploy.config_file import load_defaults
 from kvrelay.deploy.converted import ConvertedModels
 from kvrelay.deploy.edge import with_clear_errors
 from kvrelay.deploy.environment import allow_many_machines
+from kvrelay.deploy.errors import OptionError
 from kvrelay.deploy.models import Model, resolve_model, users_models
 from kvrelay.deploy.option_flags import SectionedCommand, declared_options
 from kvrelay.deploy.options import ServeOptions
 from kvrelay.deploy.progress import Progress
 from kvrelay.deploy.serve_text import headline, ready_lines
 from kvrelay.deploy.stop_signals import StopSignals
+from kvrelay.options.declaration import flag_of
 
 if TYPE_CHECKING:
     from kvrelay.deploy.joined_ray import JoinedRay
@@ -39,16 +43,40 @@ if TYPE_CHECKING:
     callback=load_defaults,
     help="A TOML file with these options by name; an option on the command line wins.",
 )
+@click.option(
+    "--detach",
+    is_flag=True,
+    help="Do as `kvrelay up` does: return when the workers are ready, and let them run on, with "
+    "their controller, in the Ray of --ray-address. Routers are started by `kvrelay router`.",
+)
 @declared_options(ServeOptions)
 @with_clear_errors
-def serve(*, debug: bool, **options: Any) -> None:
+def serve(*, detach: bool, debug: bool, **options: Any) -> None:
     """Serve a model from this machine, or from a Ray cluster.
 
     Starts a Ray of its own (or joins one, with --ray-address), prefill and decode workers
     (or aggregated workers) and a router, and prints their addresses when they are ready.
     Ctrl-C stops them, and nothing else that runs here; a second Ctrl-C does not wait.
     """
-    run(ServeOptions(**options), Progress(sys.stdout), debug=debug)
+    if detach:
+        _up(options, debug=debug)
+    else:
+        run(ServeOptions(**options), Progress(sys.stdout), debug=debug)
+
+
+def _up(options: Mapping[str, Any], *, debug: bool) -> None:
+    """Do as `kvrelay up` does. Raises OptionError for an option that a router alone has."""
+    from kvrelay.deploy import up
+    from kvrelay.deploy.up_options import UP_OPTIONS, UpOptions
+
+    given = click.get_current_context().get_parameter_source
+    for name in sorted(options.keys() - UP_OPTIONS):
+        if given(name) is not ParameterSource.DEFAULT:
+            raise OptionError(
+                flag_of(name), "is for a router, and --detach starts none: see kvrelay router"
+            )
+    workers = {name: value for name, value in options.items() if name in UP_OPTIONS}
+    up.run(UpOptions(**workers), Progress(sys.stdout), debug=debug)
 
 
 def run(options: ServeOptions, progress: Progress, *, debug: bool) -> None:

@@ -49,6 +49,33 @@ def test_a_controller_has_no_options_of_a_router():
     assert not offered & {"--grpc", "--http", "--admin", "--max-attempts"}
 
 
+def test_serve_detached_is_up(monkeypatch: pytest.MonkeyPatch):
+    told: list[tuple[UpOptions, bool]] = []
+    monkeypatch.setattr(
+        "kvrelay.deploy.up.run", lambda options, _, *, debug: told.append((options, debug))
+    )
+    workers = ["--ray-address", "auto", "--insecure", "--prefill", "2", "--debug"]
+    for command in (["up"], ["serve", "--detach"]):
+        result = CliRunner().invoke(main, [*command, *workers])
+        assert (result.exit_code, result.output) == (0, "")
+    expected = UpOptions(ray_address="auto", insecure=True, prefill=2)
+    assert told == [(expected, True)] * 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ([], "--ray-address: must be given: such a cluster outlives the command, in a Ray"),
+        (["--ray-address", "auto", "--insecure", "--grpc", "127.0.0.1:0"], "--grpc: is for a rou"),
+        (["--ray-address", "auto", "--insecure", "--max-attempts", "2"], "--max-attempts: is for"),
+    ],
+)
+def test_serve_detached_has_no_options_of_a_router(arguments: list[str], said: str):
+    result = CliRunner().invoke(main, ["serve", "--detach", *arguments])
+    assert result.exit_code == 2
+    assert said in " ".join(result.output.split())
+
+
 @pytest.mark.parametrize("command", ["drain", "scale", "status", "router"])
 def test_a_controller_is_named_in_one_way(command: str):
     arguments = [command, "--controller", "127.0.0.1:1", "--ray-address", "auto"]
