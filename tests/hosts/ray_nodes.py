@@ -126,10 +126,13 @@ class ServedCluster(Cluster):
 
 @contextmanager
 def serving(
-    host: Host, *options: str, variables: Mapping[str, str] | None = None
+    host: Host,
+    *options: str,
+    command: str = "serve",
+    variables: Mapping[str, str] | None = None,
 ) -> Iterator[subprocess.Popen[str]]:
-    """Run `kvrelay serve` on a host; it is told to end, and does."""
-    words = (sys.executable, "-m", "kvrelay.deploy", "serve", *options)
+    """Run `kvrelay serve`, or `kvrelay router`, on a host; it is told to end, and does."""
+    words = (sys.executable, "-m", "kvrelay.deploy", command, *options)
     process = host.spawn(
         *words,
         environment=dict(environment() if variables is None else variables),
