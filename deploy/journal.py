@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
@@ -22,7 +23,8 @@ class Journal:
     So a predecessor that still writes changes nothing that anybody reads: what counts are the
     records of the latest controller that had copied all of them, and had said so, before it acted.
     A store that does not answer is asked until it does, and a controller whose lease is over writes
-    nothing; what is not written is not done.
+    nothing; what is not written is not done. Each try writes what the record is then, one at a
+    time, so a change that comes later is never undone by one that was tried before it.
     Belongs to one event loop.
 
     Args:
@@ -34,10 +36,13 @@ class Journal:
         self._store = store
         self._leases = leases
         self._prefix = _prefix(leases.epoch)
+        self._writing = asyncio.Lock()
         self.cluster = ClusterRecord()
-        """As written last."""
+        """As it is to be read; perhaps not written yet."""
         self.workers: dict[str, WorkerRecord] = {}
-        """As written last, by name."""
+        """Likewise, by name."""
+        self._deaths: set[str] = set()
+        """Likewise, by incarnation."""
 
     @classmethod
     async def take_over(
@@ -54,7 +59,7 @@ class Journal:
         if epochs:
             before = await _read(store, keys, _prefix(max(epochs)))
             await journal._copy(before)
-        await journal._put(_TAKEN_OVER, b"")
+        await journal._write(_TAKEN_OVER)
         for key in keys:
             await journal._delete_key(key)
         return journal, before
@@ -62,12 +67,12 @@ class Journal:
     async def write_cluster(self, **changes: Any) -> None:
         """Change fields of the cluster's record."""
         self.cluster = replace(self.cluster, **changes)
-        await self._put("cluster", self.cluster.to_bytes())
+        await self._write("cluster")
 
     async def add_worker(self, record: WorkerRecord) -> None:
         """A worker is to be."""
         self.workers[record.name] = record
-        await self._put(f"worker/{record.name}", record.to_bytes())
+        await self._write(f"worker/{record.name}")
 
     async def write_worker(self, name: str, **changes: Any) -> None:
         """Change fields of a worker's record; nothing if it has none any more."""
@@ -77,19 +82,22 @@ class Journal:
     async def remove_worker(self, name: str) -> None:
         """A worker is not to be any more, and nothing of it is left."""
         self.workers.pop(name, None)
-        await self._delete_key(f"{self._prefix}worker/{name}")
+        await self._write(f"worker/{name}")
 
     async def add_death(self, incarnation: str) -> None:
         """A process has ended; others are about to be told."""
-        await self._put(f"death/{incarnation}", b"")
+        self._deaths.add(incarnation)
+        await self._write(f"death/{incarnation}")
 
     async def remove_death(self, incarnation: str) -> None:
         """All others that had to know have been told."""
-        await self._delete_key(f"{self._prefix}death/{incarnation}")
+        self._deaths.discard(incarnation)
+        await self._write(f"death/{incarnation}")
 
     async def clear(self) -> None:
         """Nothing of the cluster is left but the record that it was to stop."""
         self.workers.clear()
+        self._deaths.clear()
         kept = (f"{self._prefix}cluster", f"{self._prefix}{_TAKEN_OVER}")
         for key in await _insisting(lambda: self._store.keys("records/")):
             if key not in kept:
@@ -97,18 +105,41 @@ class Journal:
 
     async def _copy(self, before: Records) -> None:
         self.cluster = before.cluster
-        await self._put("cluster", before.cluster.to_bytes())
+        await self._write("cluster")
         for record in before.workers.values():
             await self.add_worker(record)
         for death in before.deaths:
             await self.add_death(death)
 
-    async def _put(self, key: str, value: bytes) -> None:
+    async def _write(self, key: str) -> None:
+        """Make a record of the store what it is here, or delete it if it is none here."""
+        async with self._writing:
+            await _insisting(lambda: self._try_to_write(key))
+
+    async def _try_to_write(self, key: str) -> None:
         await self._leases.until_held()
-        await _insisting(lambda: self._store.put(self._prefix + key, value))
+        value = self._value_of(key)
+        if value is None:
+            await self._store.delete(self._prefix + key)
+        else:
+            await self._store.put(self._prefix + key, value)
+
+    def _value_of(self, key: str) -> bytes | None:
+        kind, _, name = key.partition("/")
+        match kind:
+            case "cluster":
+                return self.cluster.to_bytes()
+            case "worker":
+                return self.workers[name].to_bytes() if name in self.workers else None
+            case "death":
+                return b"" if name in self._deaths else None
+        assert kind == _TAKEN_OVER
+        return b""
 
     async def _delete_key(self, key: str) -> None:
-        await _insisting(lambda: self._store.delete(key))
+        """Delete a key that nobody writes any more."""
+        async with self._writing:
+            await _insisting(lambda: self._store.delete(key))
 
 
 def _prefix(epoch: int) -> str:

@@ -133,3 +133,84 @@ async def test_who_does_not_hold_the_controllers_lease_writes_nothing():
     leases.hold(now)
     await writing
     assert await store.keys("records/1/worker/") == ["records/1/worker/decode-0"]
+
+
+class OnceFailingStore(InProcessStore):
+    """The first call that changes a key with this in its name fails."""
+
+    fails_at = ""
+
+    def _fail_once(self, key: str) -> None:
+        if self.fails_at and self.fails_at in key:
+            self.fails_at = ""
+            raise StoreError("it is away")
+
+    async def put(self, key: str, value: bytes) -> None:
+        self._fail_once(key)
+        await super().put(key, value)
+
+    async def delete(self, key: str) -> None:
+        self._fail_once(key)
+        await super().delete(key)
+
+
+async def assert_successor_reads(journal: Journal, store: InProcessStore) -> None:
+    _, before = await take_over(store, 2)
+    assert before is not None
+    assert (before.cluster, before.workers) == (journal.cluster, journal.workers)
+
+
+async def test_of_two_writers_of_one_record_the_later_one_wins_though_the_first_tries_again():
+    store = OnceFailingStore()
+    journal, _ = await take_over(store, 1)
+    await journal.add_worker(PLANNED)
+    store.fails_at = "worker/decode-0"
+    await asyncio.gather(
+        journal.write_worker("decode-0", place=STARTED.place),
+        journal.write_worker("decode-0", started=STARTED.started),
+    )
+    assert journal.workers["decode-0"] == replace(STARTED, draining=False, removing=False)
+    await assert_successor_reads(journal, store)
+
+
+async def test_no_record_is_left_of_a_worker_that_is_removed_while_it_is_written():
+    store = OnceFailingStore()
+    journal, _ = await take_over(store, 1)
+    await journal.add_worker(PLANNED)
+    store.fails_at = "worker/decode-0"
+    await asyncio.gather(
+        journal.write_worker("decode-0", draining=True), journal.remove_worker("decode-0")
+    )
+    assert not journal.workers
+    await assert_successor_reads(journal, store)
+
+
+async def test_a_worker_that_is_added_while_its_removal_is_tried_again_is_kept():
+    store = OnceFailingStore()
+    journal, _ = await take_over(store, 1)
+    await journal.add_worker(PLANNED)
+    store.fails_at = "worker/decode-0"
+    await asyncio.gather(journal.remove_worker("decode-0"), journal.add_worker(STARTED))
+    assert journal.workers == {"decode-0": STARTED}
+    await assert_successor_reads(journal, store)
+
+
+async def test_two_names_that_are_added_side_by_side_are_both_kept():
+    store = OnceFailingStore()
+    journal, _ = await take_over(store, 1)
+    store.fails_at = "cluster"
+
+    async def add(name: str) -> None:
+        await journal.write_cluster(names=journal.cluster.names | {name})
+
+    await asyncio.gather(add("decode-1"), add("decode-2"))
+    assert journal.cluster.names == {"decode-1", "decode-2"}
+    await assert_successor_reads(journal, store)
+
+
+async def test_a_death_that_is_struck_out_while_it_is_written_is_gone():
+    store = OnceFailingStore()
+    journal, _ = await take_over(store, 1)
+    store.fails_at = "death/"
+    await asyncio.gather(journal.add_death("decode-0-1"), journal.remove_death("decode-0-1"))
+    assert not [key for key in await store.keys("") if "death/" in key]
