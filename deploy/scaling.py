@@ -112,6 +112,9 @@ class Scaling:
                 for name in changes.removed:
                     steps.put_nowait(ScaleStep(name, ScalePhase.FAILED, _STAYS))
             await self._cluster.changing(None)
+        except Exception:
+            await self._cluster.changing(None)  # nobody is to go on with what cannot be done
+            raise
         finally:
             steps.put_nowait(None)
 

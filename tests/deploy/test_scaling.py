@@ -80,11 +80,12 @@ async def test_nobody_leaves_if_a_new_worker_does_not_start():
     assert sorted(cluster.workers) == ["decode-0", "decode-1", "decode-2", "prefill-0"]
 
 
-async def test_an_error_that_nobody_expects_leaves_no_start_behind():
+async def test_an_error_that_nobody_expects_leaves_no_start_and_no_change_behind():
     cluster = ScriptedCluster()
     cluster.fails["decode-1"] = RuntimeError("a bug")
     with pytest.raises(ExceptionGroup) as caught:
         _ = [step async for step in Scaling(cluster).scale({D: 4, P: 1})]
     assert caught.group_contains(RuntimeError, match="a bug")
     assert cluster.starting == 0
+    assert cluster.change is None
     assert sorted(cluster.workers) == ["decode-0", "prefill-0", "prefill-1"]
