@@ -58,6 +58,8 @@ class Cluster:
         store: says which controller is the latest one, and what those before have done; in this
             process if not given, which is the only controller then.
         on_deposed: is called when a later controller has begun: this one must do nothing any more.
+        on_broken: is called when an error that nobody expected has ended the renewal of this
+            controller's lease, without which the workers end one after the other.
     """
 
     def __init__(
@@ -69,8 +71,10 @@ class Cluster:
         on_progress: Callable[[Mapping[str, float]], None] = lambda progress: None,
         store: KeyValueStore | None = None,
         on_deposed: Callable[[], object] = lambda: None,
+        on_broken: Callable[[], object] = lambda: None,
     ) -> None:
         self._on_deposed = on_deposed
+        self._on_broken = on_broken
         self._made = time.monotonic()
         self._configs = tuple(configs)
         self._log_level = log_level
@@ -390,11 +394,17 @@ class Cluster:
         clock = lease_clock(suspended_alone=alone)
         leases = await begin_epoch(self._store, times, clock)
         self._holding = asyncio.create_task(self._keep_epoch(leases, clock))
+        self._holding.add_done_callback(self._holding_ended)
         return leases
 
     async def _keep_epoch(self, leases: Leases, clock: Callable[[], float]) -> None:
         await keep_epoch(leases, self._store, clock)
         self._on_deposed()
+
+    def _holding_ended(self, holding: asyncio.Task[None]) -> None:
+        if not holding.cancelled() and (error := holding.exception()) is not None:
+            _log.critical("the controller no longer renews its lease", exc_info=error)
+            self._on_broken()
 
     async def _write_first_records(self) -> None:
         names = frozenset(config.name for config in self._configs)

@@ -12,6 +12,7 @@ from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
 from prometheus_client.registry import Collector
 
+from kvrelay.deploy.broken import end_broken_process
 from kvrelay.deploy.cluster import Cluster
 from kvrelay.deploy.pauses import finished
 from kvrelay.deploy.placement import PlacementPlan
@@ -52,6 +53,7 @@ class ClusterThread:
             plan=plan,
             log_level=log_level,
             on_progress=lambda progress: self._tell(on_progress, progress),
+            on_broken=end_broken_process,
         )
         self._discovery = StaticDiscovery()
         self._workers: Mapping[str, WorkerInfo] = MappingProxyType({})

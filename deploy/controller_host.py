@@ -13,6 +13,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Final
 
+from kvrelay.deploy.broken import end_broken_process
 from kvrelay.deploy.cluster import Cluster
 from kvrelay.deploy.controller_spec import FAILED, SPEC, WHERE, ControllerSpec
 from kvrelay.deploy.errors import ClusterError
@@ -30,8 +31,7 @@ from kvrelay.router.scrape_targets import ScrapeTargets
 
 _log = logging.getLogger(__name__)
 _DEPOSED: Final = 73
-_BROKEN: Final = 74
-"""Exit statuses; Ray takes them for crashes, and starts another process."""
+"""The exit status; Ray takes it for a crash, and starts another process."""
 _LISTEN_AGAIN_SECONDS: Final = 0.5
 
 
@@ -113,8 +113,7 @@ class ControllerHost:
             self._loop.run_until_complete(self._lead())
         except BaseException:
             _log.critical("the controller ends", exc_info=True)
-            logging.shutdown()
-            os._exit(_BROKEN)
+            end_broken_process()
 
     async def _lead(self) -> None:
         store = self.make_store()
@@ -133,6 +132,7 @@ class ControllerHost:
             on_progress=lambda progress: self._say(Stage.STARTING, progress=progress),
             store=store,
             on_deposed=_end_deposed,
+            on_broken=end_broken_process,
         )
         try:
             if not await self._started_before_stop(cluster):
