@@ -17,7 +17,7 @@ import click
 import numpy as np
 
 from benchmarks.sampling import SEQUENCES, Sequences, logits_of_both
-from benchmarks.table import table
+from kvrelay.deploy.load_generator.table import table
 from kvrelay.deploy.models import resolve_model, users_models
 from kvrelay.deploy.options import DEFAULT_MODEL
 from kvrelay.model_runner.runner import ModelRunner

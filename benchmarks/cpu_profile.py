@@ -27,14 +27,14 @@ import click
 import grpc
 import psutil
 
-from benchmarks.client import Client, RequestRecord, Stopwatch
 from benchmarks.idle_cpu import is_ray_process, is_raylet
-from benchmarks.runner import closed_loop
-from benchmarks.table import table
 from benchmarks.threads import ProfilerError, Stacks, Thread, cpu_seconds, sampled, threads_of
 from benchmarks.with_cluster import split, started
-from benchmarks.workload import Prompts, Shape, fixed_jobs
 from kvrelay.deploy.errors import DeployError
+from kvrelay.deploy.load_generator.client import Client, RequestRecord, Stopwatch
+from kvrelay.deploy.load_generator.runner import closed_loop
+from kvrelay.deploy.load_generator.table import table
+from kvrelay.deploy.load_generator.workload import Prompts, Shape, fixed_jobs
 from kvrelay.v1 import inference_pb2 as pb
 from kvrelay.v1 import inference_pb2_grpc as rpc
 

@@ -30,7 +30,7 @@ import click
 import grpc
 import numpy as np
 
-from benchmarks.table import table
+from kvrelay.deploy.load_generator.table import table
 from kvrelay.deploy.models import resolve_model, users_models
 from kvrelay.deploy.options import DEFAULT_MODEL
 from kvrelay.net.ends import bind, worker_server

@@ -39,7 +39,7 @@ from typing import Protocol
 import click
 import numpy as np
 
-from benchmarks.table import table
+from kvrelay.deploy.load_generator.table import table
 from kvrelay.mem_cache.fence import StepClock, StepFence
 from kvrelay.mem_cache.kv_cache_manager import KVCacheManager
 from kvrelay.mem_cache.lease import Batch, Lease

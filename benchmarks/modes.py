@@ -28,8 +28,8 @@ from typing import Never
 import click
 from tokenizers import Tokenizer
 
-from benchmarks.table import table
 from kvrelay.aggregated_worker.scheduler import AggregatedRequest, AggregatedScheduler
+from kvrelay.deploy.load_generator.table import table
 from kvrelay.deploy.models import resolve_model, users_models
 from kvrelay.deploy.options import DEFAULT_MODEL
 from kvrelay.engine.config import PrefixIndexKind, Speculation, WorkerConfig

@@ -20,8 +20,8 @@ from pathlib import Path
 import click
 import numpy as np
 
-from benchmarks.table import table
-from benchmarks.trace import BLOCK_TOKENS, TraceRow, read_trace
+from kvrelay.deploy.load_generator.table import table
+from kvrelay.deploy.load_generator.trace import BLOCK_TOKENS, TraceRow, read_trace
 from tests.engine.simulation.model import VOCAB
 from tests.engine.simulation.placed import PlacedClockwork, ttfts
 

@@ -37,8 +37,8 @@ from typing import Any
 import click
 from tokenizers import Tokenizer, models
 
-from benchmarks.table import table
 from benchmarks.virtual_time import VirtualLoop
+from kvrelay.deploy.load_generator.table import table
 from kvrelay.engine.scheduler.outbox import RouterLink
 from kvrelay.engine.worker.load_reports import PacedLink
 from kvrelay.router.admission import Admission

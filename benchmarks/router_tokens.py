@@ -32,7 +32,7 @@ from typing import Any
 import click
 import grpc
 
-from benchmarks.table import table
+from kvrelay.deploy.load_generator.table import table
 from kvrelay.deploy.models import resolve_model, users_models
 from kvrelay.deploy.options import DEFAULT_MODEL
 from kvrelay.net.ends import bind, worker_server

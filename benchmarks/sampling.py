@@ -23,7 +23,7 @@ import click
 import numpy as np
 import torch
 
-from benchmarks.table import table
+from kvrelay.deploy.load_generator.table import table
 from kvrelay.deploy.models import resolve_model, users_models
 from kvrelay.deploy.options import DEFAULT_MODEL
 from kvrelay.mem_cache.pool import KVPool

@@ -26,8 +26,8 @@ import click
 import numpy as np
 import torch
 
-from benchmarks.table import table
 from kvrelay.aggregated_worker.scheduler import AggregatedRequest, AggregatedScheduler
+from kvrelay.deploy.load_generator.table import table
 from kvrelay.engine.config import WorkerConfig
 from kvrelay.engine.executor.model_executor import ModelExecutor
 from kvrelay.engine.executor.step import Step

@@ -36,8 +36,8 @@ import grpc
 import numpy as np
 import torch
 
-from benchmarks.table import table
 from kvrelay.deploy.address import Address
+from kvrelay.deploy.load_generator.table import table
 from kvrelay.deploy.models import Model, resolve_model, users_models
 from kvrelay.deploy.options import DEFAULT_MODEL, ServeOptions
 from kvrelay.deploy.params import ADDRESS

@@ -1,6 +1,6 @@
 """Run the load generator against the running cluster, or against one started for it.
 
-python -m benchmarks.with_cluster [options of kvrelay serve] -- [options of serve_load]
+python -m benchmarks.with_cluster [options of kvrelay serve] -- [options of kvrelay bench]
 
 The running cluster is the one at the load generator's --target, or else at the
 --grpc that `kvrelay serve` would take. Where none answers there, one is started
@@ -26,9 +26,9 @@ import click
 import grpc
 from click.core import ParameterSource
 
-from benchmarks import serve_load
 from kvrelay.client.access import open_channel
 from kvrelay.deploy.address import Address
+from kvrelay.deploy.bench import bench
 from kvrelay.deploy.client import Access, connected
 from kvrelay.deploy.errors import DeployError
 from kvrelay.deploy.serve import serve
@@ -60,16 +60,16 @@ def run(serve_options: Sequence[str], load_options: Sequence[str]) -> None:
     """Run the load generator against the cluster that the options mean; exits as it does."""
     # The commands parse their options themselves, --config too; a wrong one raises here.
     address: Address = serve.make_context("kvrelay serve", list(serve_options)).params["grpc"]
-    load = serve_load.main.make_context("serve_load", list(load_options))
+    load = bench.make_context("kvrelay bench", list(load_options))
     if load.get_parameter_source("target") is not ParameterSource.DEFAULT:
-        serve_load.main(load_options)
+        bench(load_options)
     told = load.params
     access = Access.given(told["token_file"], told["ca"], tls=told["tls"])
     if address.port and _answers(address, access):
         _await_workers(address, access)
-        serve_load.main([*load_options, "--target", str(address)])
+        bench([*load_options, "--target", str(address)])
     with started(serve_options) as cluster:
-        serve_load.main([*load_options, "--target", cluster.target])
+        bench([*load_options, "--target", cluster.target])
 
 
 def split(arguments: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:

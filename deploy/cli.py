@@ -7,6 +7,8 @@ import importlib
 import click
 
 _COMMANDS = (
+    "bench",
+    "chat",
     "down",
     "drain",
     "generate",

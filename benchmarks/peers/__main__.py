@@ -13,20 +13,20 @@ from pathlib import Path
 
 import click
 
-from benchmarks.options import CommaList
 from benchmarks.peers.goodput import ATTAINED_SHARE, highest_rate, limits
 from benchmarks.peers.loads import LoadNameError, NamedLoad, parse_lengths
 from benchmarks.peers.measure import Driver, busy_percent, connected, vocab_size_of
 from benchmarks.peers.page import write_page
 from benchmarks.peers.store import Figures, Key, Kind, Store
 from benchmarks.peers.systems import SYSTEMS, Servers, Setup, StartError
-from benchmarks.plot import PlotError
-from benchmarks.report import Slo
-from benchmarks.session import ServerError
-from benchmarks.trace import TraceError
 from benchmarks.with_cluster import interrupt_on_signals
-from benchmarks.workload import Poisson
 from kvrelay.deploy.errors import DeployError
+from kvrelay.deploy.load_generator.options import CommaList
+from kvrelay.deploy.load_generator.plot import PlotError
+from kvrelay.deploy.load_generator.report import Slo
+from kvrelay.deploy.load_generator.session import ServerError
+from kvrelay.deploy.load_generator.trace import TraceError
+from kvrelay.deploy.load_generator.workload import Poisson
 from kvrelay.deploy.models import resolve_model, users_models
 from kvrelay.deploy.options import DEFAULT_MODEL
 

@@ -6,11 +6,11 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from benchmarks.client import RequestRecord, Stopwatch
 from benchmarks.peers.loads import Lengths
-from benchmarks.report import Stats, itl, ttft
-from benchmarks.runner import Send, closed_loop
-from benchmarks.workload import ClosedLoop, Poisson, Workload
+from kvrelay.deploy.load_generator.client import RequestRecord, Stopwatch
+from kvrelay.deploy.load_generator.report import Stats, itl, ttft
+from kvrelay.deploy.load_generator.runner import Send, closed_loop
+from kvrelay.deploy.load_generator.workload import ClosedLoop, Poisson, Workload
 
 STREAMS = 8
 STREAM_LENGTHS = "64/512"

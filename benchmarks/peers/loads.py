@@ -8,8 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.trace import read_trace
-from benchmarks.workload import (
+from kvrelay.deploy.load_generator.trace import read_trace
+from kvrelay.deploy.load_generator.workload import (
     MIN_REQUESTS,
     ClosedLoop,
     Job,

@@ -13,15 +13,26 @@ from pathlib import Path
 import aiohttp
 import psutil
 
-from benchmarks.client import Stopwatch
-from benchmarks.openai_client import CompletionsClient, remote_prefill, served_model
 from benchmarks.peers import interference
 from benchmarks.peers.interference import interfere
 from benchmarks.peers.store import Figures
 from benchmarks.peers.systems import Serving
-from benchmarks.report import Report, Slo, Stats
-from benchmarks.session import Bounds, MakeSender, Run, ServerError, measure, warm_up
-from benchmarks.workload import Prompts, Workload
+from kvrelay.deploy.load_generator.client import Stopwatch
+from kvrelay.deploy.load_generator.openai_client import (
+    CompletionsClient,
+    remote_prefill,
+    served_model,
+)
+from kvrelay.deploy.load_generator.report import Report, Slo, Stats
+from kvrelay.deploy.load_generator.session import (
+    Bounds,
+    MakeSender,
+    Run,
+    ServerError,
+    measure,
+    warm_up,
+)
+from kvrelay.deploy.load_generator.workload import Prompts, Workload
 
 DEADLINE_SECONDS = 300.0
 MAX_SECONDS = 300.0

@@ -10,8 +10,8 @@ from benchmarks.peers.goodput import ATTAINED_SHARE
 from benchmarks.peers.ratios import Spread, ratio, spread
 from benchmarks.peers.store import Figures, Kind, Store
 from benchmarks.peers.systems import SYSTEMS
-from benchmarks.plot import PlotError, plain_minor_ticks, require_matplotlib
-from benchmarks.table import table
+from kvrelay.deploy.load_generator.plot import PlotError, plain_minor_ticks, require_matplotlib
+from kvrelay.deploy.load_generator.table import table
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -66,6 +66,8 @@ class ScriptedServer:
     def _chunk(self, count: int, wanted: int) -> bytes:
         reason = "stop" if self.fault == "stop" else "length"
         choice = {"index": 0, "text": "", "finish_reason": reason if count == wanted else None}
+        if self.fault == "late usage":
+            return _data({"choices": [{**choice, "text": "x"}]})
         return _data({"choices": [choice], "usage": {"completion_tokens": count}})
 
 

@@ -7,9 +7,13 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from benchmarks.client import OK, WRONG_OUTPUT, Stopwatch
-from benchmarks.openai_client import CompletionsClient, remote_prefill, served_model
-from benchmarks.workload import Job, Prompts
+from kvrelay.deploy.load_generator.client import OK, WRONG_OUTPUT, Stopwatch
+from kvrelay.deploy.load_generator.openai_client import (
+    CompletionsClient,
+    remote_prefill,
+    served_model,
+)
+from kvrelay.deploy.load_generator.workload import Job, Prompts
 from tests.benchmarks.completions_server import ScriptedServer
 
 VOCAB_SIZE = 100

@@ -7,15 +7,15 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.client import Stopwatch
 from benchmarks.peers.goodput import LOWEST_RATE, highest_rate, limits
 from benchmarks.peers.interference import STREAMS, interfere, prompts, streams, summary
 from benchmarks.peers.loads import LoadNameError, NamedLoad, parse_lengths
 from benchmarks.peers.page import figures_of, goodput, write_page
 from benchmarks.peers.ratios import Spread, ratio, spread
 from benchmarks.peers.store import Key, Kind, Store
-from benchmarks.trace import TraceRow
-from benchmarks.workload import Poisson, shrink
+from kvrelay.deploy.load_generator.client import Stopwatch
+from kvrelay.deploy.load_generator.trace import TraceRow
+from kvrelay.deploy.load_generator.workload import Poisson, shrink
 from tests.known import known
 
 

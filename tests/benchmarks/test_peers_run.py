@@ -18,7 +18,7 @@ from benchmarks.peers.goodput import HIGHEST_RATE
 from benchmarks.peers.loads import NamedLoad
 from benchmarks.peers.store import Kind, Store
 from benchmarks.peers.systems import Command, Servers, Setup, StartError, free_port, started
-from benchmarks.report import Slo
+from kvrelay.deploy.load_generator.report import Slo
 from tests.benchmarks.completions_server import READY_LINE
 
 PLAN = Plan(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.prefix_placement import ENTRIES, Shape, measure, scaled
-from benchmarks.trace import TraceRow, read_trace
+from kvrelay.deploy.load_generator.trace import TraceRow, read_trace
 
 from .test_trace import public_trace
 

@@ -5,10 +5,10 @@ from dataclasses import asdict
 
 import pytest
 
-from benchmarks.client import PhaseSeconds
-from benchmarks.report import Slo, Stats, summarise, tpot
-from benchmarks.table import render, table
-from benchmarks.workload import ClosedLoop, Job, Workload
+from kvrelay.deploy.load_generator.client import PhaseSeconds
+from kvrelay.deploy.load_generator.report import Slo, Stats, summarise, tpot
+from kvrelay.deploy.load_generator.table import render, table
+from kvrelay.deploy.load_generator.workload import ClosedLoop, Job, Workload
 from tests.known import known
 
 

@@ -3,15 +3,19 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+from aiohttp import web
 from click.testing import CliRunner
 
-from benchmarks.report import Slo
-from benchmarks.serve_load import main
-from benchmarks.session import Bounds, Results, Run, ServerError, bench
-from benchmarks.workload import (
+from kvrelay.deploy.bench import bench as main
+from kvrelay.deploy.client import Access
+from kvrelay.deploy.load_generator.progress import Progress
+from kvrelay.deploy.load_generator.report import Slo
+from kvrelay.deploy.load_generator.session import Bounds, Results, Run, ServerError, bench
+from kvrelay.deploy.load_generator.workload import (
     ClosedLoop,
     Load,
     Poisson,
@@ -19,8 +23,10 @@ from benchmarks.workload import (
     WorkloadError,
     fixed_workloads,
 )
-from kvrelay.deploy.client import Access
+from tests.deploy.terminal import Terminal
 from tests.known import known
+
+from .completions_server import ScriptedServer
 
 ROOT = Path(__file__).resolve().parents[2]
 BOUNDS = Bounds(max_seconds=30, deadline_s=20, warmup=0)
@@ -140,11 +146,24 @@ async def test_interrupting_a_run_ends_its_streams(service):
         await service.idle.wait()
 
 
+@pytest.fixture
+async def server() -> AsyncIterator[ScriptedServer]:
+    server = ScriptedServer()
+    await server.runner.setup()
+    site = web.TCPSite(server.runner, "127.0.0.1", 0)
+    await site.start()
+    host, port = server.runner.addresses[0]
+    server.base_url = f"http://{host}:{port}"
+    yield server
+    await server.runner.cleanup()
+
+
 async def command(*arguments: str) -> tuple[int, str, str]:
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         "-m",
-        "benchmarks.serve_load",
+        "kvrelay.deploy",
+        "bench",
         *arguments,
         cwd=ROOT,
         stdout=asyncio.subprocess.PIPE,
@@ -237,7 +256,7 @@ async def test_every_call_brings_the_token(service):
 
 async def test_the_plot_is_drawn(service, tmp_path):
     pytest.importorskip("matplotlib", reason="matplotlib (extra 'bench') is not installed")
-    from benchmarks.plot import PlotError, save_plot
+    from kvrelay.deploy.load_generator.plot import PlotError, save_plot
 
     service.faults = {3: "reject"}
     workloads = fixed_workloads([Shape(8, 4)], [ClosedLoop(1), ClosedLoop(2)], 3, seed=0)
@@ -247,3 +266,45 @@ async def test_the_plot_is_drawn(service, tmp_path):
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
     with pytest.raises(PlotError, match="xyz"):
         save_plot(tmp_path / "a.xyz", runs)
+
+
+async def test_any_openai_server_can_be_the_target(server: ScriptedServer, tmp_path: Path):
+    path = tmp_path / "figures.json"
+    # As OpenAI's own: only the end of a stream tells how many tokens there are.
+    server.fault = "late usage"
+    options = ["--target", f"{server.base_url}/v1", "--shape", "8/4", "--requests", "3"]
+    code, _out, err = await command(*options, "--vocab-size", "50", "--json", str(path))
+    assert code == 0, err
+    document = json.loads(path.read_text())
+    [run] = document["runs"]
+    assert document["server"] == {"model": "scripted", "vocab_size": 50}
+    assert (run["requests"]["completed"], run["output_tokens"]) == (3, 12)
+    assert (run["tokens_per_delta"], run["itl_ms"]["count"]) == (1.0, 9)
+    prompts = [body["prompt"] for body in server.bodies]
+    assert len(prompts) == 3 + 2
+    assert all(max(prompt) < 50 and len(prompt) == 8 for prompt in prompts)
+
+
+async def test_a_target_of_http_that_is_not_there(server: ScriptedServer):
+    code, _out, err = await command("--target", "http://127.0.0.1:9", "--requests", "1")
+    assert code == 1
+    assert err.startswith("kvrelay: http://127.0.0.1:9: it does not tell its models: ")
+
+
+def test_progress_counts_requests_and_failures(record):
+    progress = Progress(3)
+    with progress:
+        progress.take(record())
+        progress.take(record(status="UNAVAILABLE"))
+    assert (progress.ended, progress.failed) == (2, 1)
+
+
+async def test_a_terminal_shows_progress(service):
+    service.pause_s = 0.02
+    options = ["--target", service.address, "--shape", "8/4", "--requests", "20"]
+    terminal = Terminal(["bench", *options, "--concurrency", "1"], TERM="xterm")
+    try:
+        await asyncio.to_thread(terminal.read_until, lambda: "/20 0 failed" in terminal.text)
+        await asyncio.to_thread(terminal.read_until, lambda: "TTFT" in terminal.text)
+    finally:
+        terminal.close()

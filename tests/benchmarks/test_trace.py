@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.trace import BLOCK_TOKENS, TraceError, TraceRow, read_trace
+from kvrelay.deploy.load_generator.trace import BLOCK_TOKENS, TraceError, TraceRow, read_trace
 
 AZURE = (
     "TIMESTAMP,ContextTokens,GeneratedTokens\r\n"

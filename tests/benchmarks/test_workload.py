@@ -4,8 +4,8 @@ from itertools import pairwise
 
 import pytest
 
-from benchmarks.trace import BLOCK_TOKENS, TraceRow
-from benchmarks.workload import (
+from kvrelay.deploy.load_generator.trace import BLOCK_TOKENS, TraceRow
+from kvrelay.deploy.load_generator.workload import (
     ClosedLoop,
     Job,
     Poisson,

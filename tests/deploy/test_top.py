@@ -2,24 +2,13 @@
 
 from __future__ import annotations
 
-import fcntl
-import os
-import pty
 import re
-import select
-import signal
-import struct
-import subprocess
-import sys
-import termios
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import pyte
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvrelay.deploy.rates import Rates
@@ -28,8 +17,8 @@ from kvrelay.v1 import inference_pb2 as pb
 
 from .conftest import Kvrelay
 from .scripted_service import ScriptedService
+from .terminal import COLUMNS, LINES, Terminal
 
-COLUMNS, LINES = 80, 24
 FULL = pb.PoolState(
     pool="full",
     page_size=16,
@@ -112,66 +101,6 @@ def test_a_router_that_is_not_there_is_a_failure(kvrelay: Kvrelay):
     result = kvrelay("top", "--once", "--server", "127.0.0.1:9")
     assert result.exit_code == 1
     assert result.stderr.startswith("kvrelay: 127.0.0.1:9: UNAVAILABLE: ")
-
-
-class Terminal:
-    """A process that runs in a terminal of 80 x 24, and what its terminal shows."""
-
-    def __init__(self, arguments: list[str], **environment: str) -> None:
-        self._ours, theirs = pty.openpty()
-        fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", LINES, COLUMNS, 0, 0))
-        inherited = {
-            name: value
-            for name, value in os.environ.items()
-            if name not in ("NO_COLOR", "FORCE_COLOR", "COLUMNS", "LINES", "TERM")
-        }
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "kvrelay.deploy", *arguments],
-            stdin=theirs,
-            stdout=theirs,
-            stderr=theirs,
-            env=inherited | environment,
-            start_new_session=True,
-        )
-        os.close(theirs)
-        self.written = b""
-        self._screen = pyte.Screen(COLUMNS, LINES)
-        self._stream = pyte.ByteStream(self._screen)
-
-    @property
-    def shown(self) -> list[str]:
-        return [line.rstrip() for line in self._screen.display]
-
-    @property
-    def colours(self) -> set[str]:
-        return {cell.fg for row in self._screen.buffer.values() for cell in row.values()}
-
-    def read_until(self, seen: Callable[[], bool], seconds: float = 30) -> None:
-        deadline = time.monotonic() + seconds
-        while not seen():
-            left = deadline - time.monotonic()
-            assert left > 0, "\n".join(self.shown)
-            if select.select([self._ours], [], [], left)[0]:
-                try:
-                    piece = os.read(self._ours, 65536)
-                except OSError:  # it has left the terminal
-                    piece = b""
-                if not piece:
-                    assert seen(), "\n".join(self.shown)
-                    return
-                self.written += piece
-                self._stream.feed(piece)
-
-    def interrupt(self) -> int:
-        """Ctrl-C; returns the exit status."""
-        self.process.send_signal(signal.SIGINT)
-        self.read_until(lambda: self.process.poll() is not None)
-        return self.process.wait()
-
-    def close(self) -> None:
-        self.process.kill()
-        self.process.wait()
-        os.close(self._ours)
 
 
 @contextmanager
@@ -311,6 +240,7 @@ def test_a_pool_that_does_not_balance_stands_out():
     assert "! aggregated-0: draft_window has 1000005 of 1234567 pages (a bug)" in shown
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(0, 10**6), min_size=1, max_size=6), st.integers(6, 200))
 def test_shares_fill_the_bar_and_show_what_is_not_zero(counts: list[int], width: int):
     cells = shares(counts, width)

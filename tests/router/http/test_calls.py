@@ -17,9 +17,9 @@ from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from tokenizers import Tokenizer
 
-from benchmarks.client import Stopwatch
-from benchmarks.openai_client import CompletionsClient, served_model
-from benchmarks.workload import Job, Prompts
+from kvrelay.deploy.load_generator.client import Stopwatch
+from kvrelay.deploy.load_generator.openai_client import CompletionsClient, served_model
+from kvrelay.deploy.load_generator.workload import Job, Prompts
 from kvrelay.router.config import RouterConfig
 from kvrelay.router.discovery import StaticDiscovery
 from kvrelay.router.errors import StartError

@@ -24,8 +24,8 @@ from itertools import pairwise
 
 import numpy as np
 
-from benchmarks.client import RequestRecord
-from benchmarks.workload import Workload
+from kvrelay.deploy.load_generator.client import RequestRecord
+from kvrelay.deploy.load_generator.workload import Workload
 
 PHASES = ("queue", "prefill", "transfer", "decode")
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 import grpc
 
-from benchmarks.workload import Job, Prompts
 from kvrelay.client.access import Metadata
+from kvrelay.deploy.load_generator.workload import Job, Prompts
 from kvrelay.v1 import inference_pb2 as pb
 from kvrelay.v1 import inference_pb2_grpc as rpc
 

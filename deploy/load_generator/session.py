@@ -2,32 +2,32 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
+import aiohttp
 import click
 import grpc
 
-from benchmarks.client import Client, RequestRecord, Stopwatch
-from benchmarks.report import Report, Slo, summarise
-from benchmarks.runner import closed_loop, drive
-from benchmarks.workload import ClosedLoop, Job, Prompts, Workload, check_lengths
 from kvrelay.deploy.client import OPEN, Access
+from kvrelay.deploy.http_target import HttpTarget
+from kvrelay.deploy.load_generator.client import Client, RequestRecord, Stopwatch
+from kvrelay.deploy.load_generator.openai_client import (
+    CompletionsClient,
+    ResponseError,
+    describe_model,
+)
+from kvrelay.deploy.load_generator.progress import Followed, Progress, Sender
+from kvrelay.deploy.load_generator.report import Report, Slo, summarise
+from kvrelay.deploy.load_generator.runner import closed_loop, drive
+from kvrelay.deploy.load_generator.workload import ClosedLoop, Prompts, Workload, check_lengths
 from kvrelay.v1 import inference_pb2 as pb
 from kvrelay.v1 import inference_pb2_grpc as rpc
-
-
-class Sender(Protocol):
-    """A client that sends jobs to one server, in whatever dialect."""
-
-    async def send(self, job: Job) -> RequestRecord:
-        """Send one job and read its stream to the end; a failure is in the record."""
-        ...
-
 
 MakeSender = Callable[[Prompts, Stopwatch], Sender]
 
@@ -95,7 +95,7 @@ async def bench(
     slo: Slo,
     access: Access = OPEN,
 ) -> Results:
-    """Run the workloads one after another against the server at ``target``.
+    """Run the workloads one after another against the gRPC server at ``target``.
 
     Raises ``ServerError`` and ``WorkloadError``; a request that fails is a
     record, not an error.
@@ -109,14 +109,76 @@ async def bench(
             server = await stub.GetServerInfo(pb.GetServerInfoRequest(), **with_token)
         except grpc.aio.AioRpcError as error:
             raise ServerError(f"{target}: {error.code().name}: {error.details()}") from error
-        for workload in workloads:
-            check_lengths(workload, model.max_model_len)
-        runs = []
-        for workload in workloads:
-            click.echo(_announcement(workload), err=True)
-            client = partial(Client, stub, deadline_s=bounds.deadline_s, metadata=access.metadata)
-            runs.append(await measure(client, model.vocab_size, workload, bounds, slo))
+        client = partial(Client, stub, deadline_s=bounds.deadline_s, metadata=access.metadata)
+        limits = Limits(model.vocab_size, model.max_model_len)
+        runs = await measure_all(client, limits, workloads, bounds, slo)
     return Results(target, started, _describe(model, server), runs)
+
+
+async def bench_http(
+    target: HttpTarget,
+    vocab_size: int,
+    workloads: Sequence[Workload],
+    bounds: Bounds,
+    slo: Slo,
+    access: Access = OPEN,
+) -> Results:
+    """The same against any server of OpenAI's completions.
+
+    ``vocab_size``: prompts are of token ids below this, as such a server does not tell how many
+    there are.
+    """
+    started = datetime.now(UTC)
+    async with target.session(access) as session:
+        try:
+            async with asyncio.timeout(_INFO_SECONDS):
+                model = await describe_model(session, target.url)
+        except (aiohttp.ClientError, ResponseError, TimeoutError, ValueError, KeyError) as error:
+            what = str(error) or type(error).__name__
+            raise ServerError(f"{target}: it does not tell its models: {what}") from error
+        client = partial(
+            CompletionsClient, session, target.url, model["id"], deadline_s=bounds.deadline_s
+        )
+        limits = Limits(vocab_size, model.get("max_model_len"))
+        runs = await measure_all(client, limits, workloads, bounds, slo)
+    return Results(str(target), started, {"model": model["id"], "vocab_size": vocab_size}, runs)
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What prompts a server can take."""
+
+    vocab_size: int
+    max_model_len: int | None
+    """In tokens; None: it does not tell."""
+
+
+async def measure_all(
+    make_client: MakeSender,
+    limits: Limits,
+    workloads: Sequence[Workload],
+    bounds: Bounds,
+    slo: Slo,
+) -> list[Run]:
+    """Run the workloads one after another; raises ``WorkloadError`` before the first one."""
+    for workload in workloads:
+        if limits.max_model_len is not None:
+            check_lengths(workload, limits.max_model_len)
+    runs = []
+    for workload in workloads:
+        click.echo(_announcement(workload), err=True)
+        with Progress(len(workload.jobs)) as progress:
+            follow = partial(_followed, make_client, progress)
+            runs.append(await measure(follow, limits.vocab_size, workload, bounds, slo))
+    return runs
+
+
+def _followed(
+    make_client: MakeSender, progress: Progress, prompts: Prompts, clock: Stopwatch
+) -> Sender:
+    """A client whose requests the progress counts, but for those of the warm-up."""
+    client = make_client(prompts, clock)
+    return client if prompts.warm_up else Followed(client, progress)
 
 
 def _channel(target: str, access: Access) -> grpc.aio.Channel:

@@ -8,7 +8,7 @@ from itertools import product
 
 import numpy as np
 
-from benchmarks.trace import BLOCK_TOKENS, TraceRow
+from kvrelay.deploy.load_generator.trace import BLOCK_TOKENS, TraceRow
 
 # One stream of random numbers for each use, so that no use shifts another's numbers.
 _PROMPT, _WARM_UP_PROMPT, _BLOCK, _ARRIVAL = range(4)
@@ -110,6 +110,7 @@ class Prompts:
             raise WorkloadError(f"the server reports a vocabulary of {vocab_size} tokens")
         self._vocab_size = vocab_size
         self._seed = tuple(seed)
+        self.warm_up = warm_up
         self._stream = _WARM_UP_PROMPT if warm_up else _PROMPT
 
     def token_ids(self, job: Job) -> list[int]:

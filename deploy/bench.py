@@ -1,7 +1,4 @@
-"""Load generator for the public gRPC API of a running cluster.
-
-python -m benchmarks.serve_load --help
-"""
+"""`kvrelay bench`: loads a server, over gRPC or HTTP, and reports what its clients get."""
 
 from __future__ import annotations
 
@@ -12,13 +9,19 @@ from pathlib import Path
 
 import click
 
-from benchmarks.options import RATES, SHAPES, SLOTS
-from benchmarks.plot import PlotError, require_matplotlib, save_plot
-from benchmarks.report import Slo
-from benchmarks.session import Bounds, Results, ServerError, bench
-from benchmarks.table import render
-from benchmarks.trace import TraceError, read_trace
-from benchmarks.workload import (
+from kvrelay.deploy.address import Address
+from kvrelay.deploy.client import Access, with_access
+from kvrelay.deploy.edge import with_clear_errors
+from kvrelay.deploy.errors import DeployError
+from kvrelay.deploy.http_target import TARGET, HttpTarget
+from kvrelay.deploy.load_generator.options import RATES, SHAPES, SLOTS
+from kvrelay.deploy.load_generator.plot import PlotError, require_matplotlib, save_plot
+from kvrelay.deploy.load_generator.report import Slo
+from kvrelay.deploy.load_generator.session import Bounds, Results, ServerError, bench_http
+from kvrelay.deploy.load_generator.session import bench as bench_grpc
+from kvrelay.deploy.load_generator.table import render
+from kvrelay.deploy.load_generator.trace import TraceError, read_trace
+from kvrelay.deploy.load_generator.workload import (
     ClosedLoop,
     Load,
     Poisson,
@@ -31,13 +34,11 @@ from benchmarks.workload import (
     trace_jobs,
     trace_workloads,
 )
-from kvrelay.deploy.address import Address
-from kvrelay.deploy.client import Access, with_access
-from kvrelay.deploy.errors import DeployError
-from kvrelay.deploy.params import ADDRESS
 
 DEFAULT_SHAPES = (Shape(256, 128),)
 DEFAULT_SLOTS = (8,)
+HTTP_VOCAB_SIZE = 1000
+"""Few enough for every tokenizer, and enough that no two prompts are alike."""
 SWEEP_SHAPES = (Shape(256, 128), Shape(1024, 64))
 SWEEP_SLOTS = (1, 8, 32)
 
@@ -78,7 +79,17 @@ def _trace_workloads(
 
 @click.command(context_settings={"show_default": True, "max_content_width": 100})
 @click.option(
-    "--target", type=ADDRESS, default="127.0.0.1:50051", help="Address of the cluster's gRPC API."
+    "--target",
+    type=TARGET,
+    default="127.0.0.1:50051",
+    help="HOST:PORT of a cluster's gRPC API, or the URL of any server of OpenAI's completions, such"
+    " as http://127.0.0.1:8000, that takes prompts of token ids and ignore_eos.",
+)
+@click.option(
+    "--vocab-size",
+    type=click.IntRange(min=1),
+    show_default="1000",
+    help="Prompts over HTTP are of token ids below this; a gRPC server tells its own.",
 )
 @click.option(
     "--shape",
@@ -168,9 +179,13 @@ def _trace_workloads(
     type=click.Path(dir_okay=False, path_type=Path),
     help="Draw the distributions (.png, .svg, .pdf); needs the extra 'bench'.",
 )
+@with_clear_errors
 @with_access
-def main(
-    target: Address,
+def bench(
+    *,
+    debug: bool,
+    target: Address | HttpTarget,
+    vocab_size: int | None,
     access: Access,
     shapes: Sequence[Shape] | None,
     slots: Sequence[int] | None,
@@ -191,11 +206,13 @@ def main(
     json_requests: bool,
     plot_path: Path | None,
 ) -> None:
-    """Load a running cluster and report throughput, latency and SLO attainment.
+    """Load a running server and report throughput, latency and SLO attainment.
 
     Requests are greedy and forced to their output length. Each run ends after
     --max-seconds plus --request-timeout at the latest.
     """
+    if vocab_size is not None and not isinstance(target, HttpTarget):
+        raise click.UsageError("--vocab-size needs a --target of HTTP")
     if trace is not None and (shapes or sweep):
         raise click.UsageError("--trace excludes --shape and --sweep")
     if trace is None and (max_input_len or max_output_len):
@@ -211,13 +228,18 @@ def main(
             workloads = _trace_workloads(trace, loads, requests, caps, seed)
         bounds = Bounds(max_seconds, request_timeout, warmup)
         slo = Slo(slo_ttft_ms, slo_itl_ms)
-        access.check(target)
-        results = asyncio.run(bench(str(target), workloads, bounds, slo, access))
+        if isinstance(target, HttpTarget):
+            target.check(access)
+            ids = vocab_size or HTTP_VOCAB_SIZE
+            results = asyncio.run(bench_http(target, ids, workloads, bounds, slo, access))
+        else:
+            access.check(target)
+            results = asyncio.run(bench_grpc(str(target), workloads, bounds, slo, access))
         _publish(results, json_path, json_requests, plot_path)
-    except (DeployError, ServerError, WorkloadError, TraceError, PlotError, OSError) as error:
-        raise click.ClickException(str(error)) from error
+    except (ServerError, WorkloadError, TraceError, PlotError) as error:
+        raise DeployError(str(error)) from error
     if not any(run.report.requests.completed for run in results.runs):
-        raise click.ClickException("no request completed")
+        raise DeployError("no request completed")
 
 
 def _publish(
@@ -232,7 +254,3 @@ def _publish(
             json_path.write_text(document + "\n", encoding="utf-8")
     if plot_path is not None:
         save_plot(plot_path, [(run.report, run.records) for run in results.runs])
-
-
-if __name__ == "__main__":
-    main()

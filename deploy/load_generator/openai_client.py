@@ -10,8 +10,14 @@ from typing import Any
 
 import aiohttp
 
-from benchmarks.client import OK, WRONG_OUTPUT, RequestRecord, Stopwatch, TokenLog
-from benchmarks.workload import Job, Prompts
+from kvrelay.deploy.load_generator.client import (
+    OK,
+    WRONG_OUTPUT,
+    RequestRecord,
+    Stopwatch,
+    TokenLog,
+)
+from kvrelay.deploy.load_generator.workload import Job, Prompts
 
 Body = dict[str, Any]
 Prepare = Callable[[Body], Awaitable[Body]]
@@ -33,7 +39,10 @@ class ResponseError(Exception):
 
 @dataclass
 class _ChunkLog(TokenLog):
-    """Counts a stream's tokens by the usage that every chunk tells, and checks its end."""
+    """Counts a stream's tokens by the usage that chunks tell, and checks its end.
+
+    Where only the end tells it, each chunk with text counts as one token until then.
+    """
 
     usage: Body = field(default_factory=dict)
     finish_reason: str | None = None
@@ -41,11 +50,21 @@ class _ChunkLog(TokenLog):
     def take(self, chunk: Body, now: float) -> None:
         if "error" in chunk:
             raise ResponseError(WRONG_OUTPUT, str(chunk["error"])[:200])
-        self.usage = chunk.get("usage") or self.usage
-        for choice in chunk["choices"]:
+        choices, usage = chunk["choices"], chunk.get("usage")
+        for choice in choices:
             self.finish_reason = choice.get("finish_reason") or self.finish_reason
-        # A chunk without new tokens only flushes text that was held back, or ends the stream.
-        if new := self.usage.get("completion_tokens", 0) - sum(self.counts):
+        if usage:
+            self._take_usage(usage, now, has_text=bool(choices))
+        elif any(choice.get("text") for choice in choices):
+            self.take_tokens(1, now)
+
+    def _take_usage(self, usage: Body, now: float, *, has_text: bool) -> None:
+        self.usage = usage
+        new = usage.get("completion_tokens", 0) - sum(self.counts)
+        if new and self.counts and not has_text:
+            self.counts[-1] += new  # told late: no token came now
+        elif new:
+            # A chunk without new tokens only flushes text that was held back, or ends the stream.
             self.take_tokens(new, now)
 
     def finish(self, now: float) -> RequestRecord:
@@ -99,8 +118,8 @@ class CompletionsClient:
 
     async def _read(self, body: Body, log: _ChunkLog) -> None:
         async with self._session.post(self._url, json=body) as response:
-            await _check(response)
-            async for data in _events(response):
+            await check_status(response)
+            async for data in events_of(response):
                 log.take(json.loads(data), self._clock.now())
 
 
@@ -126,7 +145,7 @@ def remote_prefill(session: aiohttp.ClientSession, base_url: str) -> Prepare:
             },
         }
         async with session.post(f"{base_url}/v1/completions", json=asked) as response:
-            await _check(response)
+            await check_status(response)
             answer = await response.json()
         return {"kv_transfer_params": answer["kv_transfer_params"]}
 
@@ -148,18 +167,27 @@ def completion_body(model: str, token_ids: list[int], output_len: int) -> Body:
 
 async def served_model(session: aiohttp.ClientSession, base_url: str) -> str:
     """The name under which the server serves its model."""
+    name: str = (await describe_model(session, base_url))["id"]
+    return name
+
+
+async def describe_model(session: aiohttp.ClientSession, base_url: str) -> Body:
+    """What the server tells of its first model; `ResponseError` if it has none."""
     async with session.get(f"{base_url}/v1/models") as response:
-        await _check(response)
-        name: str = (await response.json())["data"][0]["id"]
-        return name
+        await check_status(response)
+        models: list[Body] = (await response.json())["data"]
+    if not models:
+        raise ResponseError("NO_MODEL", f"{base_url} serves no model")
+    return models[0]
 
 
-async def _check(response: aiohttp.ClientResponse) -> None:
+async def check_status(response: aiohttp.ClientResponse) -> None:
+    """Raise `ResponseError`, with the answer's beginning, unless its status is 200."""
     if response.status != 200:
         raise ResponseError(f"HTTP_{response.status}", (await response.text())[:200])
 
 
-async def _events(response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
+async def events_of(response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
     """The data of each event until the stream says that it is done.
 
     Raises ``ResponseError`` for an event of an error, and for a stream that ends before.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from benchmarks.report import PHASES, Report, Stats
+from kvrelay.deploy.load_generator.report import PHASES, Report, Stats
 
 _STATS_HEADER = ("ms", "mean", "p50", "p90", "p95", "p99", "max")
 _SWEEP_HEADER = (

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from benchmarks.client import RequestRecord
-from benchmarks.report import Report, itl, ttft
+from kvrelay.deploy.load_generator.client import RequestRecord
+from kvrelay.deploy.load_generator.report import Report, itl, ttft
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

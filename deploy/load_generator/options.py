@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from benchmarks.workload import Shape
+from kvrelay.deploy.load_generator.workload import Shape
 
 
 class CommaList(click.ParamType[Any]):

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 
-from benchmarks.client import RequestRecord, Stopwatch
-from benchmarks.workload import ClosedLoop, Job, Workload
+from kvrelay.deploy.load_generator.client import RequestRecord, Stopwatch
+from kvrelay.deploy.load_generator.workload import ClosedLoop, Job, Workload
 
 Send = Callable[[Job], Awaitable[RequestRecord]]
 

@@ -1,0 +1,125 @@
+"""`kvrelay chat`: a conversation in a terminal, over HTTP, where chat templates are."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import sys
+from collections.abc import Callable
+from typing import Any, Final
+
+import aiohttp
+import click
+
+from kvrelay.deploy.address import DEFAULT_HTTP
+from kvrelay.deploy.client import Access, with_access
+from kvrelay.deploy.conversation import Conversation
+from kvrelay.deploy.edge import with_clear_errors
+from kvrelay.deploy.errors import DeployError
+from kvrelay.deploy.http_target import HTTP_TARGET, HttpTarget
+from kvrelay.deploy.load_generator.openai_client import ResponseError, served_model
+
+_START_SECONDS: Final = 10.0
+
+
+@click.command()
+@click.option(
+    "--url",
+    "target",
+    type=HTTP_TARGET,
+    default=f"http://{DEFAULT_HTTP}",
+    show_default=True,
+    help="Where the cluster, or any OpenAI server, serves HTTP.",
+)
+@click.option("--model", help="The model's name; without it the server's first one.")
+@click.option("--system", help="A first message that says how to answer.")
+@click.option("--temperature", type=float, help="Sampling temperature; 0 takes the likeliest.")
+@click.option("--top-p", type=float, help="Sample from the likeliest tokens of this share.")
+@click.option("--seed", type=int, help="The same seed gives the same answers.")
+@click.option("--max-tokens", type=click.IntRange(min=1), help="The most tokens of an answer.")
+@with_clear_errors
+@with_access
+def chat(
+    *,
+    debug: bool,
+    target: HttpTarget,
+    access: Access,
+    model: str | None,
+    system: str | None,
+    max_tokens: int | None,
+    **sampling: Any,
+) -> None:
+    """Talk to the served model; the conversation so far goes with each message.
+
+    Ctrl-C stops an answer; Ctrl-C or Ctrl-D at the prompt ends. Messages may be piped in, one a
+    line.
+    """
+    options = {**sampling, "max_completion_tokens": max_tokens}
+    conversation = Conversation(
+        {name: value for name, value in options.items() if value is not None}, system
+    )
+    target.check(access)
+    with asyncio.Runner() as runner:
+        session = runner.run(_open(target, access))
+        try:
+            conversation.model = model or runner.run(_model(session, target))
+            _talk(runner, session, target, conversation)
+        finally:
+            runner.run(session.close())
+
+
+async def _open(target: HttpTarget, access: Access) -> aiohttp.ClientSession:
+    return target.session(access)
+
+
+async def _model(session: aiohttp.ClientSession, target: HttpTarget) -> str:
+    try:
+        async with asyncio.timeout(_START_SECONDS):
+            return await served_model(session, target.url)
+    except (aiohttp.ClientError, ResponseError, TimeoutError, ValueError, KeyError) as error:
+        raise DeployError(f"{target}: {error or 'no answer'}") from error
+
+
+def _talk(
+    runner: asyncio.Runner,
+    session: aiohttp.ClientSession,
+    target: HttpTarget,
+    conversation: Conversation,
+) -> None:
+    """Read messages and print answers until there are no more messages."""
+    read = _reader()
+    while (message := read()) is not None:
+        if not message.strip():
+            continue
+        try:
+            runner.run(conversation.ask(session, target.url, message, _write))
+        except KeyboardInterrupt:
+            click.echo(" (stopped)", err=True)
+        except DeployError as error:
+            click.echo(f"\nkvrelay: {error}", err=True)
+            if not sys.stdin.isatty():
+                raise
+        else:
+            click.echo()
+
+
+def _reader() -> Callable[[], str | None]:
+    """Reads the next message; None: there is none. On a terminal lines can be edited."""
+    if not sys.stdin.isatty():
+        return lambda: next((line.rstrip("\n") for line in sys.stdin), None)
+    with contextlib.suppress(ImportError):  # not everywhere
+        import readline  # noqa: F401 (gives `input` its keys)
+
+    def ask() -> str | None:
+        try:
+            return input("> ")
+        except (EOFError, KeyboardInterrupt):
+            click.echo()
+            return None
+
+    return ask
+
+
+def _write(text: str, *, reasoning: bool) -> None:
+    sys.stdout.write(click.style(text, dim=True) if reasoning and sys.stdout.isatty() else text)
+    sys.stdout.flush()
