@@ -129,9 +129,12 @@ class Incarnation:
         """Wait until the process of a lost incarnation has provably ended, or answers again.
 
         Where the process cannot be observed, the worker's next process may see its end; else the
-        incarnation does not serve any more when its lease is over.
+        incarnation does not serve any more when its lease is over. One that has drained had
+        stopped serving before it said so.
         """
         process = self._process
+        if process is None and self.cause is WorkerEnd.DRAINED:
+            return True
         if process is not None and (process.has_ended or self._killed):
             await process.ended()  # nobody is left who could answer
             return True

@@ -33,7 +33,7 @@ class WorkerActor:
         self._config = config
         self._placement = placement
         self._log_level = log_level
-        self._handle = self._place()
+        self._handle = self._place(**placement)
 
     async def call(
         self,
@@ -117,12 +117,17 @@ class WorkerActor:
         ray.kill(self._handle)
 
     def place_again(self) -> None:
-        """Make the actor anew, after Ray has given it up."""
-        self._handle = self._place()
+        """Make the actor anew, after Ray has given it up; one that has its name still is the same.
 
-    def _place(self) -> Any:
+        Ray says of a node's actors that they have died when the node was told to leave, and
+        starts them elsewhere all the same.
+        """
+        named = "name" in self._placement
+        self._handle = self._place(**self._placement | ({"get_if_exists": True} if named else {}))
+
+    def _place(self, **options: Any) -> Any:
         role = self._config.role
-        placed = ray.remote(actor_class(role)).options(**self._placement)
+        placed = ray.remote(actor_class(role)).options(**options)
         return placed.remote(self._config, BUILDERS[role], self._log_level)
 
 

@@ -6,12 +6,15 @@ import asyncio
 from collections.abc import Callable
 from typing import Any, cast
 
+import pytest
+
 from kvrelay.deploy.incarnation import Incarnation
 from kvrelay.deploy.leases import Leases, LeaseTimes
 from kvrelay.deploy.local_ray import ray
 from kvrelay.deploy.records import Started
 from kvrelay.deploy.watcher import Watcher
 from kvrelay.deploy.worker_actor import WorkerActor
+from kvrelay.deploy.worker_end import WorkerEnd
 from kvrelay.deploy.worker_host import WorkerHost
 from kvrelay.deploy.worker_process import ProcessIdentity, _start_ticks
 from kvrelay.engine.worker.worker_lease import Renewal, boottime
@@ -64,6 +67,23 @@ class ScriptedActor:
         return None
 
 
+class DrainedActor(ScriptedActor):
+    """Says that its worker has drained, and is gone when that was heard."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._heard = asyncio.Event()
+
+    async def call(self, method: Callable[..., Any], *args: Any) -> Any:
+        if method is WorkerHost.last_word:
+            return WorkerEnd.DRAINED
+        if method is WorkerHost.last_word_heard:
+            return self._heard.set()
+        if method is WorkerHost.heartbeat:
+            await self._heard.wait()
+        return await super().call(method, *args)
+
+
 def life_of(actor: ScriptedActor, process: ProcessIdentity | None) -> Incarnation:
     leases = Leases(1, LeaseTimes(60, 15), began=boottime())
     started = Started(INFO, process)
@@ -87,6 +107,15 @@ async def test_a_worker_that_dies_before_its_first_call_is_seen_to_end():
     life = life_of(ScriptedActor(), identity)
     await life.lost()
     assert await asyncio.wait_for(life.has_died(), 5), "its lease lasts for a minute"
+
+
+async def test_a_worker_that_has_drained_elsewhere_is_dead_before_its_lease_is_over():
+    drained, other = life_of(DrainedActor(), None), life_of(ScriptedActor(), None)
+    for life in (drained, other):
+        await life.lost()
+    assert await asyncio.wait_for(drained.has_died(), 5)
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(other.has_died(), 0.3)
 
 
 def identity_of(pid: int) -> ProcessIdentity:

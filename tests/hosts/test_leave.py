@@ -1,0 +1,120 @@
+"""A node leaves: its workers drain, and Ray places their successors elsewhere."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from tests.checkpoints import make_checkpoint
+from tests.hosts.conftest import ThreeHosts
+from tests.hosts.host import Host
+from tests.hosts.lan import lan
+from tests.hosts.ray_nodes import (
+    START_S,
+    RayHosts,
+    connected,
+    environment,
+    options_on,
+    serving,
+    status,
+)
+from tests.hosts.served_hosts import drained
+from tests.hosts.skips import WHY_NO_HOSTS
+
+pytestmark = [pytest.mark.alone, pytest.mark.slow]
+PROMPT = list(range(5, 105))
+TOKENS = 150
+SLOW = "decode-0/delay:forward:1:0.1s:always"
+SOON_GONE = {"RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "5"}
+"""Ray gives the places of a node away when it has ended, which takes it 30 s else."""
+SUCCESSOR_S = 8
+"""A successor has gone on with the request by then, if it may start."""
+
+
+def leave(host: Host, *options: str) -> subprocess.CompletedProcess[str]:
+    """Run `kvrelay leave` on a host."""
+    words = (sys.executable, "-m", "kvrelay.deploy", "leave", *options)
+    process = host.spawn(
+        *words,
+        environment=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    said, _ = process.communicate(timeout=90)
+    return subprocess.CompletedProcess(words, process.returncode, said)
+
+
+def end_ray(host: Host) -> None:
+    """Ask a node's Ray to end, as Kubernetes does after the hook."""
+    [started] = [
+        process
+        for process in host.processes()
+        if {"start", "--block"} <= set(process.cmdline()) and "python" in process.name()
+    ]
+    started.terminate()
+
+
+@pytest.fixture
+def four_hosts() -> Iterator[ThreeHosts]:
+    """A head and a node a role, of which one leaves; and a host that is no node yet."""
+    if WHY_NO_HOSTS:
+        pytest.skip(WHY_NO_HOSTS)
+    with lan(["head", "p", "d", "e"]) as network:
+        ray = RayHosts.start(network.hosts["head"], variables=SOON_GONE)
+        for name in ("p", "d"):
+            ray.add(network.hosts[name], {"rack": name})
+        yield ThreeHosts(network, ray, make_checkpoint(network.shared / "tiny"))
+
+
+async def test_a_node_leaves_under_load_and_another_one_goes_on(four_hosts: ThreeHosts):
+    network, ray = four_hosts.network, four_hosts.ray
+    head, node, other = (network.hosts[name] for name in ("head", "d", "e"))
+    options = [*options_on(head, four_hosts.model), "--ray-address", ray.address]
+    options += ["--prefill-on", "rack=p", "--decode-on", "rack=d", "--drain-grace", "1"]
+    # Slow in the first process alone: the request is still there when the node leaves.
+    options += ["--placement", "disaggregated", "--debug-faults", SLOW, "--failover-wait", "150"]
+    # Nobody waits for the lease of a worker that has drained.
+    options += ["--worker-lease", "600"]
+    log: list[str] = []
+    with serving(head, *options) as process:
+        cluster = await connected(process)
+        with drained(process, log):
+            going = asyncio.create_task(
+                cluster.generate(PROMPT, max_tokens=TOKENS, temperature=0, ignore_eos=True)
+            )
+            while not await cluster.metric("kvrelay_output_tokens_total"):
+                await asyncio.sleep(0.02)
+            done = await asyncio.to_thread(leave, node, "--timeout", "30")
+            assert done.returncode == 0, done.stdout
+            assert "Ray places nothing more here; 1 workers drain." in done.stdout
+            assert "decode-0 has left." in done.stdout
+            assert not going.done()
+            await asyncio.sleep(SUCCESSOR_S)
+            assert not going.done(), "the successor was placed on the node that leaves"
+            end_ray(node)
+            ray.add(other, {"rack": "d"})
+            finished, _ = await asyncio.wait({going}, timeout=START_S)
+            assert finished, log[-40:]
+            tokens = going.result().tokens
+            workers = status(head, cluster.grpc_address)
+            [decode] = [one for one in workers if one["role"] == "decode"]
+            assert str(decode["address"]).startswith(f"{other.address}:")
+            again = await cluster.generate(
+                PROMPT, max_tokens=TOKENS, temperature=0, ignore_eos=True
+            )
+            assert tokens == again.tokens
+            assert len(tokens) == TOKENS
+
+
+def test_a_machine_without_workers_leaves_at_once(four_hosts: ThreeHosts):
+    done = leave(four_hosts.network.hosts["d"])
+    assert done.returncode == 0, done.stdout
+    assert "0 workers drain" in done.stdout
+    done = leave(four_hosts.network.hosts["e"])
+    assert done.returncode == 1
+    assert "no Ray runs on this machine" in done.stdout
