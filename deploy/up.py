@@ -144,9 +144,9 @@ async def _up(
 
             report = await until_leading(namespace, show)
             step.say("ready")
-    except (ClusterError, asyncio.CancelledError):
+    except (ClusterError, asyncio.CancelledError) as error:
         signals.stopping()
-        if is_new:
+        if is_new or isinstance(error, ClusterError):  # one that has failed keeps its name else
             await end_cluster(store, namespace)
         raise
     finally:

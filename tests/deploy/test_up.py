@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,9 @@ from kvrelay.deploy.controller_spec import ControllerSpec
 from kvrelay.deploy.errors import ClusterError, OptionError
 from kvrelay.deploy.find_controller import Controller
 from kvrelay.deploy.placement import PlacementPlan
+from kvrelay.deploy.progress import Progress
+from kvrelay.deploy.stop_signals import StopSignals
+from kvrelay.deploy.up import _up
 from kvrelay.deploy.up_options import UpOptions
 from kvrelay.wire.cluster_state import ClusterState, WorkerPhase, WorkerState
 from kvrelay.wire.messages import CLUSTER_STATE
@@ -100,6 +104,30 @@ def test_a_spec_is_read_as_it_was_written_and_another_versions_is_refused():
     assert ControllerSpec.from_bytes(spec.to_bytes()) == spec
     with pytest.raises(ClusterError, match="another version of kvrelay"):
         ControllerSpec.from_bytes(b'{"version": 0}\n')
+
+
+@pytest.mark.parametrize("is_new", [True, False])
+async def test_a_cluster_that_could_not_start_does_not_keep_its_name(
+    is_new: bool, monkeypatch: pytest.MonkeyPatch
+):
+    ended: list[str] = []
+
+    async def start(*_: object) -> bool:
+        return is_new
+
+    async def fail(*_: object) -> None:
+        raise ClusterError("no room")
+
+    async def end(store: object, namespace: str) -> None:
+        ended.append(namespace)
+
+    monkeypatch.setattr("kvrelay.deploy.ray_store.RayStore.of_this_process", lambda namespace: None)
+    for name, fake in (("start_controller", start), ("until_leading", fail), ("end_cluster", end)):
+        monkeypatch.setattr(f"kvrelay.deploy.detached.{name}", fake)
+    spec = ControllerSpec("c", (CONFIG,), PlacementPlan(namespace="kvrelay/c"), 30)
+    with StopSignals() as signals, pytest.raises(ClusterError, match="no room"):
+        await _up(spec, "kvrelay/c", Progress(StringIO()), signals)
+    assert ended == ["kvrelay/c"]
 
 
 STATE = ClusterState(

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 
+import psutil
 import pytest
 
 from tests.checkpoints import make_checkpoint
@@ -51,12 +53,23 @@ def leave(host: Host, *options: str) -> subprocess.CompletedProcess[str]:
 
 def end_ray(host: Host) -> None:
     """Ask a node's Ray to end, as Kubernetes does after the hook."""
-    [started] = [
-        process
-        for process in host.processes()
-        if {"start", "--block"} <= set(process.cmdline()) and "python" in process.name()
-    ]
+    [started] = [process for process in host.processes() if _is_ray_start(process)]
     started.terminate()
+
+
+def _is_ray_start(process: psutil.Process) -> bool:
+    try:
+        return {"start", "--block"} <= set(process.cmdline()) and "python" in process.name()
+    except psutil.Error:  # it has just ended
+        return False
+
+
+def until_node(host: Host) -> None:
+    """Wait until a host's Ray can be found on it."""
+    give_up_at = time.monotonic() + START_S
+    while not host.run("ps", "-C", "raylet", "-o", "pid=", check=False):
+        assert time.monotonic() < give_up_at, f"{host.name} is no node"
+        time.sleep(0.1)
 
 
 @pytest.fixture
@@ -112,6 +125,7 @@ async def test_a_node_leaves_under_load_and_another_one_goes_on(four_hosts: Thre
 
 
 def test_a_machine_without_workers_leaves_at_once(four_hosts: ThreeHosts):
+    until_node(four_hosts.network.hosts["d"])
     done = leave(four_hosts.network.hosts["d"])
     assert done.returncode == 0, done.stdout
     assert "0 workers drain" in done.stdout

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import re
+import subprocess
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,9 +21,11 @@ from helm_python.chart import lint
 
 from kvrelay.deploy.leave import leave
 from kvrelay.deploy.machines import Nodes
-from kvrelay.deploy.options import RouterProcessOptions, ServeOptions
+from kvrelay.deploy.options import RouterProcessOptions
 from kvrelay.deploy.router import router
-from kvrelay.deploy.serve import serve
+from kvrelay.deploy.status import status
+from kvrelay.deploy.up import up
+from kvrelay.deploy.up_options import UpOptions
 from tests.kubernetes.chart import (
     CHART,
     FILES,
@@ -142,14 +147,24 @@ def test_every_value_is_described_by_the_schema():
 # What runs in the pods.
 
 
-def controller_options(manifests: list[Manifest]) -> ServeOptions:
+def controller_options(manifests: list[Manifest]) -> UpOptions:
     container = pods(manifests)["head"].container("controller")
-    assert container["command"] == ["kvrelay"]
+    shell, option, _, _ = container["command"]
+    assert (shell, option) == ("sh", "-c")
     command, *arguments = container["args"]
-    assert command == serve.name
-    parsed = serve.make_context("serve", arguments).params
+    assert command == up.name
+    parsed = up.make_context("up", arguments).params
     del parsed["debug"]
-    return ServeOptions(**parsed)
+    return UpOptions(**parsed)
+
+
+def look_options(manifests: list[Manifest]) -> dict[str, Any]:
+    """How the controller's container looks whether the controller is there."""
+    [_, _, script, _] = pods(manifests)["head"].container("controller")["command"]
+    [words] = re.findall(r"do kvrelay (.*?) > /dev/null", script)
+    command, *arguments = words.split()
+    assert command == status.name
+    return status.make_context("status", arguments).params
 
 
 def router_options(manifests: list[Manifest]) -> tuple[RouterProcessOptions, dict[str, Any]]:
@@ -171,8 +186,12 @@ def test_kvrelay_takes_every_command_line(file: str):
     wanted = {role: values.get(role, {"replicas": 1})["replicas"] for role in ("prefill", "decode")}
     assert options.roles == wanted
     assert (options.model, options.dtype) == (router.model, router.dtype)
-    assert own["address"].port == options.admin.port
+    assert own["address"].port == options.controller_port
     assert own["address"].host == f"{NAME}-controller"
+    looks = look_options(manifests)
+    assert {name: looks[name] for name in ("address", "ca", "token_file")} == {
+        name: own[name] for name in ("address", "ca", "token_file")
+    }
     for name, value in values.get("options", {}).items():
         given = getattr(options, name.replace("-", "_"))
         assert isinstance(value, str) or given == value
@@ -183,6 +202,27 @@ def test_kvrelay_takes_every_command_line(file: str):
             ]
             assert (command, arguments[0]) == ("kvrelay", leave.name)
             assert leave.make_context("leave", arguments[1:]).params["timeout"] > 0
+
+
+def test_the_controller_s_container_ends_when_there_is_no_controller(tmp_path: Path):
+    """So Kubernetes starts it again, and the cluster if Ray's head has forgotten it."""
+    container = pods(rendered("laptop"))["head"].container("controller")
+    calls = tmp_path / "calls"
+    fake = tmp_path / "kvrelay"
+    fake.write_text(
+        f'#!/bin/sh\necho "$1" >> {calls}\n[ $1 = up ] || [ $(wc -l < {calls}) -lt 4 ]\n'
+    )
+    (tmp_path / "sleep").write_text("#!/bin/sh\n")
+    for program in (fake, tmp_path / "sleep"):
+        program.chmod(0o755)
+    words = [*container["command"], *container["args"]]
+    path = {"PATH": f"{tmp_path}:/usr/bin:/bin"}
+    done = subprocess.run(words, env=path, timeout=20, check=False)
+    assert done.returncode != 0
+    assert calls.read_text().split() == ["up", "status", "status", "status"]
+    fake.write_text(f'#!/bin/sh\necho "$1" >> {calls}\nexit 3\n')
+    assert subprocess.run(words, env=path, timeout=20, check=False).returncode == 3
+    assert calls.read_text().split()[4:] == ["up"]
 
 
 def test_an_option_that_kvrelay_lacks_is_found():
@@ -233,6 +273,7 @@ def test_certificates_are_where_the_options_say_and_name_what_is_called():
     assert str(own["ca"]) == str(options.tls_ca) == "/etc/kvrelay/tls/ca.crt"
     assert router.front_tls_cert is not None
     assert options.front_tls_cert is None, "operators and routers are shown the other one"
+    assert f"{NAME}-controller.{NAMESPACE}.svc" in names
 
 
 def _mounted(path: str, container: dict[str, Any]) -> bool:
@@ -243,7 +284,9 @@ def _mounted(path: str, container: dict[str, Any]) -> bool:
 def test_every_file_that_is_named_is_mounted(file: str):
     for pod in pods(rendered(file)).values():
         for container in pod.spec["containers"]:
-            paths = [word.partition("=")[2] for word in container.get("args", [])]
+            words = [one for word in container.get("command", []) for one in word.split()]
+            words += container.get("args", [])
+            paths = [word.partition("=")[2] for word in words]
             for path in paths:
                 if path.startswith(("/etc/", "/models/")):
                     assert _mounted(path, container), path
@@ -267,6 +310,13 @@ def test_pods_have_no_rights_and_write_nowhere_but_in_their_volumes(file: str):
             assert set(mounts.values()) <= volumes, name
             assert {"/tmp", "/home/kvrelay"} <= set(mounts)
             assert ("/dev/shm" in mounts) is (name != "router")
+
+
+def test_the_controller_s_process_is_ray_s_and_has_the_files_that_it_reads():
+    head = pods(rendered("gpu-rdma"))["head"]
+    options = controller_options(rendered("gpu-rdma"))
+    for file in (options.tls_cert, options.tls_key, options.auth_token_file):
+        assert _mounted(str(file), head.container("ray-head"))
 
 
 def test_the_controller_shares_ray_s_files_with_the_head():
@@ -383,7 +433,7 @@ def test_ports_are_those_that_kvrelay_listens_on():
             assert port["port"] == ports[port["targetPort"]]
     controller = controller_options(manifests)
     listed = one(manifests, "Service", f"{NAME}-controller")["spec"]["ports"]
-    assert [one["port"] for one in listed] == [controller.admin.port, controller.metrics.port]
+    assert [one["port"] for one in listed] == [controller.controller_port, controller.metrics.port]
     policy = one(manifests, "NetworkPolicy", f"{NAME}-ray")
     [ours] = [port for port in policy["spec"]["ingress"][1]["ports"] if "endPort" in port]
     assert ours == {

@@ -83,7 +83,13 @@ ray.io/cluster: {{ include "kvrelay.name" . }}
 {{- if .Values.tokenSecret }}
 - --auth-token-file=/etc/kvrelay/tokens/tokens
 {{- end }}
-- --seed-key-file=/etc/kvrelay/seed/key
+{{- end -}}
+
+{{/* How the controller is found and asked, on one line. */}}
+{{- define "kvrelay.toController" -}}
+--controller={{ include "kvrelay.name" . }}-controller:50052
+{{- if include "kvrelay.tlsSecret" . }} --ca=/etc/kvrelay/tls/ca.crt{{ end }}
+{{- if .Values.tokenSecret }} --token-file=/etc/kvrelay/tokens/admin{{ end }}
 {{- end -}}
 
 {{- define "kvrelay.podSecurity" -}}
@@ -140,11 +146,8 @@ capabilities:
 {{- end }}
 {{- end -}}
 
-{{/* Files that routers need, and the controller, which has a router of its own. */}}
-{{- define "kvrelay.routerMounts" -}}
-- name: seed
-  mountPath: /etc/kvrelay/seed
-  readOnly: true
+{{/* Tokens, which controller and routers know. */}}
+{{- define "kvrelay.tokenMounts" -}}
 {{- if .Values.tokenSecret }}
 - name: tokens
   mountPath: /etc/kvrelay/tokens
@@ -152,11 +155,7 @@ capabilities:
 {{- end }}
 {{- end -}}
 
-{{- define "kvrelay.routerVolumes" -}}
-- name: seed
-  secret:
-    secretName: {{ include "kvrelay.name" . }}-seed
-    defaultMode: 0440
+{{- define "kvrelay.tokenVolumes" -}}
 {{- with .Values.tokenSecret }}
 - name: tokens
   secret:
