@@ -27,6 +27,8 @@ scrape_configs:
     http_sd_configs: [{{url: "http://{controller}/sd", refresh_interval: 1s}}]
 """
 _START_SECONDS = 60
+_ANSWER_SECONDS = 30
+_END_SECONDS = 30
 
 
 class Prometheus:
@@ -85,7 +87,10 @@ async def scraping(controller: str, folder: Path) -> AsyncIterator[Prometheus]:
         yield prometheus
     finally:
         process.terminate()
-        await asyncio.to_thread(process.wait)
+        try:
+            await asyncio.to_thread(process.wait, _END_SECONDS)
+        finally:
+            process.kill()
 
 
 async def _is_ready(prometheus: Prometheus) -> bool:
@@ -96,6 +101,6 @@ async def _is_ready(prometheus: Prometheus) -> bool:
 
 
 def _fetch(url: str) -> str:
-    with urllib.request.urlopen(url) as answer:
+    with urllib.request.urlopen(url, timeout=_ANSWER_SECONDS) as answer:
         text: str = answer.read().decode()
         return text
