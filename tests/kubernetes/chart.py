@@ -39,6 +39,8 @@ def all_of_it() -> Values:
         "model": {"source": "owner/model", "hubTokenSecret": "hub"},
         "prefill": {"replicas": 2},
         "tls": {"secret": "certificates"},
+        "tokenSecret": "tokens",
+        "seedSecret": "seed",
         "options": {"batch-invariant": True, "strict": False, "page-size": 32, "growth-min": 0.25},
         "router": {"replicas": 1, "options": {"max-live-requests": 4096}},
         "redis": {"address": "one:6379,two:6380"},

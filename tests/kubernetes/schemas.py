@@ -86,7 +86,9 @@ _OPERATORS: Final[dict[str, Schema]] = {
         kind=_TEXT,
         metadata=_METADATA,
         spec=_object(
-            "httpSDConfigs", httpSDConfigs={"type": "array", "items": _object("url", url=_TEXT)}
+            "jobName httpSDConfigs",
+            jobName=_TEXT,
+            httpSDConfigs={"type": "array", "items": _object("url", url=_TEXT)},
         ),
     ),
     "PodMonitor": _object(

@@ -59,7 +59,7 @@ def test_helm_lint_finds_nothing(file: str):
 def test_every_object_is_what_kubernetes_and_kuberay_take(file: str):
     manifests = rendered(file)
     kinds = {manifest["kind"] for manifest in manifests}
-    assert kinds >= {"RayCluster", "Deployment", "Service", "PodDisruptionBudget", "Secret"}
+    assert kinds >= {"RayCluster", "Deployment", "Service", "PodDisruptionBudget"}
     found = {manifest["kind"]: violations(manifest) for manifest in manifests}
     assert not any(found.values()), found
     names = [(manifest["kind"], manifest["metadata"]["name"]) for manifest in manifests]
@@ -120,6 +120,9 @@ WRONG: list[tuple[Values, str]] = [
     ({"networkPolicy": {"clients": [{}]}}, "clients"),
     ({"tls": {"insecure": False}}, "tls: set secret or issuer.name"),
     ({"tokenSecret": "tokens"}, "tokenSecret: routers would send"),
+    ({"tls": {"secret": "certificates"}}, "tokenSecret: without tokens everybody"),
+    ({"tls": {"issuer": {"name": "a"}}}, "tokenSecret: without tokens everybody"),
+    ({"seedSecret": "Mine"}, "seedSecret"),
 ]
 
 
@@ -137,7 +140,7 @@ def test_every_value_is_described_by_the_schema():
     values = yaml.safe_load((CHART / "values.yaml").read_text())
     schema = json.loads((CHART / "values.schema.json").read_text())
     assert set(values) == set(schema["properties"]) - {"global"}
-    assert len(values) == 15
+    assert len(values) == 16
     for name, value in values.items():
         described = schema["properties"][name]
         if isinstance(value, dict) and "properties" in described:
@@ -385,6 +388,7 @@ def test_each_selector_finds_the_pods_it_is_meant_for():
         f"PodMonitor {NAME}-ray": ray,
         f"NetworkPolicy {NAME}-ray": ray,
         f"NetworkPolicy {NAME}-router": {"router"},
+        f"NetworkPolicy {NAME}-worker": {"prefill", "decode"},
     }
     for name, pod in every.items():
         for constraint in pod.spec.get("topologySpreadConstraints", ()):
@@ -448,6 +452,55 @@ def test_prometheus_asks_the_controller_where_metrics_are():
     port = controller_options(manifests).metrics.port
     assert asked == {"url": f"http://{NAME}-controller.{NAMESPACE}.svc:{port}/sd"}
     assert controller_options(manifests).cluster_name == NAME
+
+
+def test_the_alerts_ask_for_the_job_that_is_scraped():
+    rules = (ROOT / "deploy" / "prometheus" / "rules.yml").read_text()
+    job = one(rendered("gpu-rdma"), "ScrapeConfig")["spec"]["jobName"]
+    assert set(re.findall(r'job="([^"]*)"', rules)) == {job}
+
+
+def test_whom_monitoring_names_reads_metrics_of_workers_at_any_port():
+    manifests = rendered("gpu-rdma")
+    rules = one(manifests, "NetworkPolicy", f"{NAME}-worker")["spec"]["ingress"]
+    named = gpu_rdma()["networkPolicy"]["monitoring"]
+    assert rules == [{"from": named, "ports": [{"protocol": "TCP"}]}]
+    names = {
+        one["metadata"]["name"] for one in rendered("laptop") if one["kind"] == "NetworkPolicy"
+    }
+    assert names == {f"{NAME}-ray", f"{NAME}-router"}, "where nobody is named, everybody could"
+
+
+def test_values_arrive_as_they_were_written():
+    name = 'owner/model #2: "a"'
+    values = {
+        **laptop(),
+        "model": {"source": "/models/a: b #c", "name": name, "claim": "007"},
+        "image": {"repository": "registry.example/kvrelay", "tag": "1 #2", "pullSecrets": ["1"]},
+    }
+    manifests = render(values)
+    assert not any(violations(manifest) for manifest in manifests)
+    options, (router, _) = controller_options(manifests), router_options(manifests)
+    assert options.model == router.model == "/models/a: b #c"
+    assert options.model_name == router.model_name == name
+    for pod in pods(manifests).values():
+        assert pod.spec["imagePullSecrets"] == [{"name": "1"}]
+        for container in pod.spec["containers"]:
+            assert container["image"] == "registry.example/kvrelay:1 #2"
+
+
+def test_seeds_come_of_a_secret_of_ones_own_or_of_one_that_is_drawn():
+    def mounted(manifests: list[Manifest]) -> str:
+        [volume] = [
+            one for one in pods(manifests)["router"].spec["volumes"] if one["name"] == "seed"
+        ]
+        secret: str = volume["secret"]["secretName"]
+        return secret
+
+    drawn, mine = rendered("laptop"), render({**laptop(), "seedSecret": "mine"})
+    assert mounted(drawn) == one(drawn, "Secret")["metadata"]["name"]
+    assert mounted(mine) == "mine"
+    assert not [one for one in mine if one["kind"] == "Secret"]
 
 
 def test_redis_may_be_several_and_is_let_through():

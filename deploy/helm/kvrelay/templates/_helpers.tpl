@@ -23,7 +23,7 @@ ray.io/cluster: {{ include "kvrelay.name" . }}
 {{- end -}}
 
 {{- define "kvrelay.image" -}}
-{{ .Values.image.repository }}:{{ .Values.image.tag | default .Chart.AppVersion }}
+{{ printf "%v:%v" .Values.image.repository (.Values.image.tag | default .Chart.AppVersion) | quote }}
 {{- end -}}
 
 {{/* The Secret with the certificates between router and workers; empty: plain text. */}}
@@ -33,6 +33,11 @@ ray.io/cluster: {{ include "kvrelay.name" . }}
 {{- else -}}
 {{- .Values.tls.secret -}}
 {{- end -}}
+{{- end -}}
+
+{{/* The Secret from which all routers draw seeds. */}}
+{{- define "kvrelay.seedSecret" -}}
+{{- .Values.seedSecret | default (printf "%s-seed" (include "kvrelay.name" .)) -}}
 {{- end -}}
 
 {{/* What routers show clients is TLS. */}}
@@ -49,6 +54,9 @@ ray.io/cluster: {{ include "kvrelay.name" . }}
 {{- end -}}
 {{- if and .Values.tokenSecret (not (include "kvrelay.tlsSecret" .)) -}}
 {{- fail "tokenSecret: routers would send a token to the controller in plain text: set tls.secret or tls.issuer.name" -}}
+{{- end -}}
+{{- if not (or .Values.tokenSecret .Values.tls.insecure) -}}
+{{- fail "tokenSecret: without tokens everybody who reaches a router or the controller may use it: set it, or tls.insecure: true for a network of your own" -}}
 {{- end -}}
 {{- end -}}
 
@@ -67,9 +75,9 @@ ray.io/cluster: {{ include "kvrelay.name" . }}
 
 {{/* What controller and routers are told alike. */}}
 {{- define "kvrelay.sharedOptions" -}}
-- --model={{ .Values.model.source }}
+- {{ printf "--model=%v" .Values.model.source | quote }}
 {{- with .Values.model.name }}
-- --model-name={{ . }}
+- {{ printf "--model-name=%v" . | quote }}
 {{- end }}
 - --dtype={{ .Values.model.dtype }}
 # Metrics are in plain text always, so they take this even where all else is encrypted.
@@ -135,13 +143,13 @@ capabilities:
 {{- if .Values.model.claim }}
 - name: models
   persistentVolumeClaim:
-    claimName: {{ .Values.model.claim }}
+    claimName: {{ .Values.model.claim | quote }}
     readOnly: true
 {{- end }}
 {{- with include "kvrelay.tlsSecret" . }}
 - name: tls
   secret:
-    secretName: {{ . }}
+    secretName: {{ . | quote }}
     defaultMode: 0440
 {{- end }}
 {{- end -}}
@@ -159,7 +167,7 @@ capabilities:
 {{- with .Values.tokenSecret }}
 - name: tokens
   secret:
-    secretName: {{ . }}
+    secretName: {{ . | quote }}
     defaultMode: 0440
 {{- end }}
 {{- end -}}
@@ -169,7 +177,7 @@ capabilities:
 - name: HF_TOKEN
   valueFrom:
     secretKeyRef:
-      name: {{ . }}
+      name: {{ . | quote }}
       key: token
 {{- end }}
 {{- end -}}
