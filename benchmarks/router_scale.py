@@ -49,6 +49,7 @@ from kvrelay.router.known_prefixes import KnownPrefixes
 from kvrelay.router.live_requests import LiveRequests
 from kvrelay.router.metrics import RouterMetrics
 from kvrelay.router.seeds import Seeds
+from kvrelay.router.server_info import ServerInfo
 from kvrelay.router.service import InferenceService
 from kvrelay.router.structured_outputs import StructuredOutputs
 from kvrelay.router.text_threads import TextThreads
@@ -421,7 +422,10 @@ class Bench:
             admission = Admission(
                 self._config, fleet, live, texts, metrics, Seeds.of_file(None), structured
             )
-            services.append(InferenceService(self._config, fleet, live, admission, texts, metrics))
+            info = ServerInfo(fleet, live, metrics)
+            services.append(
+                InferenceService(self._config, fleet, live, admission, texts, metrics, info)
+            )
             running.append(asyncio.create_task(fleet.run()))
             while not (fleet.links and all(link.ready for link in fleet.links)):
                 await fleet.changes.wait()

@@ -48,6 +48,7 @@ from kvrelay.router.operators import serve_operators
 from kvrelay.router.raw_requests import RawMessages
 from kvrelay.router.scrape_targets import ScrapeTargets
 from kvrelay.router.seeds import Seeds
+from kvrelay.router.server_info import ServerInfo
 from kvrelay.router.service import InferenceService
 from kvrelay.router.structured_outputs import StructuredOutputs
 from kvrelay.router.text_threads import TextThreads
@@ -151,9 +152,10 @@ class Router:
             admission = Admission(
                 self._config, self._fleet, live, texts, self._metrics, self._seeds, structured
             )
-            await self._serve_clients(undo, live, admission, texts)
+            info = ServerInfo(self._fleet, live, self._metrics)
+            await self._serve_clients(undo, live, admission, texts, info)
             if self._config.http_address is not None:
-                await self._serve_http(undo, self._config.http_address, admission, texts)
+                await self._serve_http(undo, self._config.http_address, admission, texts, info)
             undo.push_async_callback(live.close, self._config.shutdown_grace_seconds)
             _run_in(undo, self._report_health())
             undo.push_async_callback(self._health.enter_graceful_shutdown)
@@ -211,12 +213,15 @@ class Router:
         live: LiveRequests,
         admission: Admission,
         texts: Texts,
+        info: ServerInfo,
     ) -> None:
         # The validator refuses messages of up to twice the limit, and names the field.
         # gRPC refuses larger ones, with RESOURCE_EXHAUSTED.
         bytes_taken = 2 * self._config.max_message_bytes
         server = front_server(bytes_taken, [*self._guards(), _RAW])
-        service = InferenceService(self._config, self._fleet, live, admission, texts, self._metrics)
+        service = InferenceService(
+            self._config, self._fleet, live, admission, texts, self._metrics, info
+        )
         inference_pb2_grpc.add_InferenceServiceServicer_to_server(service, server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         shown = [_SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME]
@@ -227,11 +232,16 @@ class Router:
         )
 
     async def _serve_http(
-        self, undo: contextlib.AsyncExitStack, address: str, admission: Admission, texts: Texts
+        self,
+        undo: contextlib.AsyncExitStack,
+        address: str,
+        admission: Admission,
+        texts: Texts,
+        info: ServerInfo,
     ) -> None:
         template = await asyncio.to_thread(_load_template, self._config)
         behind = Behind(
-            self._config, self._fleet, admission, texts, self._metrics, template, self._tokens
+            self._config, self._fleet, admission, texts, self._metrics, template, info, self._tokens
         )
         host, port = host_and_port(address)
         bounds = Bounds(2 * self._config.max_message_bytes, self._config.read_timeout)

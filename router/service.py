@@ -5,13 +5,11 @@ from __future__ import annotations
 import asyncio
 import functools
 import time
-from importlib.metadata import version
 
 import grpc
 
 from kvrelay.router.admission import Admission, Ask
 from kvrelay.router.auth import current_caller
-from kvrelay.router.callers import Right
 from kvrelay.router.client_messages import event_bytes
 from kvrelay.router.config import RouterConfig
 from kvrelay.router.fleet import Fleet
@@ -19,21 +17,15 @@ from kvrelay.router.generation import GenerationRequest
 from kvrelay.router.incoming import MessageReader
 from kvrelay.router.limits import Limits
 from kvrelay.router.live_requests import LiveRequests
-from kvrelay.router.metrics import (
-    OUTPUT_TOKENS,
-    PROMPT_TOKENS,
-    RESUBMISSIONS,
-    SLOW_READERS,
-    RouterMetrics,
-)
+from kvrelay.router.metrics import SLOW_READERS, RouterMetrics
 from kvrelay.router.output_stream import Form
 from kvrelay.router.prompts import prompt_of
 from kvrelay.router.sampling_params import check_token_ids
+from kvrelay.router.server_info import ServerInfo
 from kvrelay.router.status import with_status
 from kvrelay.router.texts import Texts
 from kvrelay.v1 import inference_pb2 as pb
 from kvrelay.v1 import inference_pb2_grpc
-from kvrelay.wire.messages import WORKER_STATUS
 
 
 class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
@@ -47,6 +39,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         admission: Admission,
         texts: Texts,
         metrics: RouterMetrics,
+        info: ServerInfo,
     ) -> None:
         self._config = config
         self._fleet = fleet
@@ -54,7 +47,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         self._admission = admission
         self._texts = texts
         self._metrics = metrics
-        self._started = time.monotonic()
+        self._info = info
         self._reader = MessageReader(config.max_message_bytes, texts.longest_token_bytes)
 
     @with_status
@@ -130,44 +123,17 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         self, message: pb.GetServerInfoRequest, context: grpc.aio.ServicerContext
     ) -> pb.GetServerInfoResponse:
         """This router's version and state, and its workers."""
-        return pb.GetServerInfoResponse(
-            version=version("kvrelay"),
-            uptime_seconds=time.monotonic() - self._started,
-            live_requests=len(self._live),
-            workers=self._workers(),
-            model_digest=self._fleet.model.name,
-            requests=self._requests() if current_caller().may(Right.ADMIN) else None,
-        )
+        return self._info.message(current_caller())
 
     async def GetLoads(  # noqa: N802
         self, message: pb.GetLoadsRequest, context: grpc.aio.ServicerContext
     ) -> pb.GetLoadsResponse:
         """The workers' load."""
-        return pb.GetLoadsResponse(workers=self._workers())
+        return pb.GetLoadsResponse(workers=self._info.workers(current_caller()))
 
     def _ask(self, raw: bytes, limits: Limits) -> Ask:
         message = self._reader.generate_request(raw, limits)
         return Ask(message, prompt_of(message, self._texts.encode), len(raw), _form)
-
-    def _requests(self) -> pb.RequestCounts:
-        """Those of all callers: how large one prompt is could be read from the sums."""
-        return pb.RequestCounts(
-            waiting=self._live.count(streaming=False),
-            streaming=self._live.count(streaming=True),
-            waiting_for_workers=self._live.waiting_for_workers,
-            ended=self._metrics.by_outcome(),
-            resubmitted=self._metrics.total(RESUBMISSIONS),
-            prompt_tokens=self._metrics.total(PROMPT_TOKENS),
-            output_tokens=self._metrics.total(OUTPUT_TOKENS),
-        )
-
-    def _workers(self) -> list[pb.WorkerStatus]:
-        """All of them, as the caller may see them."""
-        links = sorted(self._fleet.links, key=lambda link: link.endpoint.name)
-        statuses = [link.status for link in links]
-        if not current_caller().may(Right.ADMIN):
-            statuses = [status.for_tenants() for status in statuses]
-        return [WORKER_STATUS.to_message(status) for status in statuses]
 
 
 def _form(request: GenerationRequest) -> Form:

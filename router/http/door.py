@@ -36,11 +36,13 @@ from kvrelay.router.http.errors import (
 )
 from kvrelay.router.http.exchange import Bodies, ClientGone, Exchange
 from kvrelay.router.http.fields import parse_body
+from kvrelay.router.http.live_page import LivePage
 from kvrelay.router.http.origins import is_loopback, with_hosts, with_origins
 from kvrelay.router.http.requests import check_fits, read_chat_completion, read_completion
 from kvrelay.router.http.tokenizing import Tokenizing
 from kvrelay.router.http.tools import Dialect
 from kvrelay.router.metrics import HTTP_RESPONSES, RouterMetrics
+from kvrelay.router.server_info import ServerInfo
 from kvrelay.router.texts import Texts
 from kvrelay.router.token_file import Tokens
 from kvrelay.text.chat_template import ChatTemplate
@@ -62,6 +64,7 @@ class Behind:
     texts: Texts
     metrics: RouterMetrics
     template: ChatTemplate | None
+    info: ServerInfo
     tokens: Callable[[], Tokens] | None
     """None: it asks for no token."""
 
@@ -85,6 +88,8 @@ def make_app(behind: Behind) -> ASGIApp:
             route("/v1/models/{model:path}", get, door.models, None),
             route("/version", get, door.version, None),
             route("/metrics", get, door.metrics, Right.ADMIN),
+            route("/live", get, door.live, Right.ADMIN),
+            Route("/", _Open(door.page), methods=get),
             Route("/health", door.health, methods=get),
             Route("/ping", door.health, methods=[*get, *post]),
         ],
@@ -152,6 +157,16 @@ class _Endpoint:
         return caller
 
 
+class _Open:
+    """Calls a handler for anybody."""
+
+    def __init__(self, handler: Callable[[Exchange], Awaitable[None]]) -> None:
+        self._handler = handler
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._handler(Exchange(scope, receive, send))
+
+
 class _Door:
     """The handlers."""
 
@@ -160,6 +175,9 @@ class _Door:
         self._bodies = Bodies(behind.config.max_message_bytes)
         self._created = int(time.time())
         self._tokenizing = Tokenizing(behind.config, behind.fleet, behind.texts, behind.template)
+        self._page = LivePage(
+            behind.config.model_name, behind.info, lambda: behind.admission.closing
+        )
         self._dialect = Dialect.of(behind.config, behind.template)
         self._completions = Completions(
             behind.config,
@@ -217,6 +235,14 @@ class _Door:
         """GET /metrics: the router's, as at --metrics."""
         text = await asyncio.to_thread(generate_latest, self._behind.metrics.registry)
         await exchange.answer(text, headers=[(b"content-type", CONTENT_TYPE_LATEST.encode())])
+
+    async def page(self, exchange: Exchange) -> None:
+        """GET /: the live page, without a token: what it shows comes from /live."""
+        await self._page.page(exchange)
+
+    async def live(self, exchange: Exchange, caller: Caller) -> None:
+        """GET /live: what the live page shows, each second."""
+        await self._page.stream(exchange, caller)
 
     async def health(self, request: Request) -> Response:
         """GET /health, without a token: 200 if requests are served, else 503."""

@@ -1,0 +1,82 @@
+"""The live page: one file of HTML, and the stream of what it shows."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import hashlib
+import json
+import re
+from collections.abc import Callable
+from importlib.resources import files
+from typing import Final
+
+from google.protobuf.json_format import MessageToDict
+
+from kvrelay.router.callers import Caller
+from kvrelay.router.http.exchange import Exchange
+from kvrelay.router.server_info import ServerInfo
+from kvrelay.v1 import inference_pb2 as pb
+
+_SECONDS: Final = 1.0
+"""Between two events."""
+_INLINE: Final = re.compile(r"<(script|style)>(.*?)</\1>", re.DOTALL)
+
+
+class LivePage:
+    """Serves the page and its stream.
+
+    Args:
+        model: the served model's name.
+        info: what the stream tells.
+        ends: says whether the router is stopping.
+    """
+
+    def __init__(self, model: str, info: ServerInfo, ends: Callable[[], bool]) -> None:
+        self._model = model
+        self._info = info
+        self._ends = ends
+        page = files("kvrelay.router.http").joinpath("live_page.html").read_text("utf-8")
+        self._page = page.encode()
+        self._headers = [
+            (b"content-type", b"text/html; charset=utf-8"),
+            (b"content-security-policy", _policy(page).encode()),
+            (b"x-content-type-options", b"nosniff"),
+            (b"referrer-policy", b"no-referrer"),
+        ]
+
+    async def page(self, exchange: Exchange) -> None:
+        """Sends the page, which tells nothing of the cluster."""
+        await exchange.answer(self._page, headers=self._headers)
+
+    async def stream(self, exchange: Exchange, caller: Caller) -> None:
+        """Sends what the cluster is like, each second, until the client has left."""
+        await exchange.unless_gone(self._send(exchange, caller))
+
+    async def _send(self, exchange: Exchange, caller: Caller) -> None:
+        while not self._ends():
+            message = self._info.message(caller)
+            # A thousand workers take a while, in which others' tokens would wait.
+            await exchange.write(await asyncio.to_thread(self._event, message))
+            await asyncio.sleep(_SECONDS)
+        await exchange.end()
+
+    def _event(self, message: pb.GetServerInfoResponse) -> bytes:
+        shown = MessageToDict(
+            message, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
+        )
+        return b"data: " + json.dumps({"model": self._model, **shown}).encode() + b"\n\n"
+
+
+def _policy(page: str) -> str:
+    """Allows the page its own script, its own style and calls of its own server: no more."""
+    hashes = {kind: _hash(text) for kind, text in _INLINE.findall(page)}
+    return (
+        f"default-src 'none'; script-src '{hashes['script']}'; style-src '{hashes['style']}'; "
+        "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    )
+
+
+def _hash(text: str) -> str:
+    digest = hashlib.sha256(text.encode()).digest()
+    return f"sha256-{base64.b64encode(digest).decode()}"

@@ -1,0 +1,54 @@
+"""What a router tells of itself, its requests and its workers, over gRPC and on its page."""
+
+from __future__ import annotations
+
+import time
+from importlib.metadata import version
+
+from kvrelay.router.callers import Caller, Right
+from kvrelay.router.fleet import Fleet
+from kvrelay.router.live_requests import LiveRequests
+from kvrelay.router.metrics import OUTPUT_TOKENS, PROMPT_TOKENS, RESUBMISSIONS, RouterMetrics
+from kvrelay.v1 import inference_pb2 as pb
+from kvrelay.wire.messages import WORKER_STATUS
+
+
+class ServerInfo:
+    """Makes the messages that describe a router and its cluster."""
+
+    def __init__(self, fleet: Fleet, live: LiveRequests, metrics: RouterMetrics) -> None:
+        self._fleet = fleet
+        self._live = live
+        self._metrics = metrics
+        self._started = time.monotonic()
+
+    def message(self, caller: Caller) -> pb.GetServerInfoResponse:
+        """The router's version and state, and its workers, as the caller may see them."""
+        return pb.GetServerInfoResponse(
+            version=version("kvrelay"),
+            uptime_seconds=time.monotonic() - self._started,
+            live_requests=len(self._live),
+            workers=self.workers(caller),
+            model_digest=self._fleet.model.name,
+            requests=self._requests() if caller.may(Right.ADMIN) else None,
+        )
+
+    def workers(self, caller: Caller) -> list[pb.WorkerStatus]:
+        """All of them, as the caller may see them."""
+        links = sorted(self._fleet.links, key=lambda link: link.endpoint.name)
+        statuses = [link.status for link in links]
+        if not caller.may(Right.ADMIN):
+            statuses = [status.for_tenants() for status in statuses]
+        return [WORKER_STATUS.to_message(status) for status in statuses]
+
+    def _requests(self) -> pb.RequestCounts:
+        """Those of all callers: how large one prompt is could be read from the sums."""
+        return pb.RequestCounts(
+            waiting=self._live.count(streaming=False),
+            streaming=self._live.count(streaming=True),
+            waiting_for_workers=self._live.waiting_for_workers,
+            ended=self._metrics.by_outcome(),
+            resubmitted=self._metrics.total(RESUBMISSIONS),
+            prompt_tokens=self._metrics.total(PROMPT_TOKENS),
+            output_tokens=self._metrics.total(OUTPUT_TOKENS),
+        )
