@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 
 import psutil
@@ -63,6 +64,14 @@ def _is_ray_start(process: psutil.Process) -> bool:
         return False
 
 
+def until_node(host: Host) -> None:
+    """Wait until a host's Ray can be found on it."""
+    give_up_at = time.monotonic() + START_S
+    while not host.run("ps", "-C", "raylet", "-o", "pid=", check=False):
+        assert time.monotonic() < give_up_at, f"{host.name} is no node"
+        time.sleep(0.1)
+
+
 @pytest.fixture
 def four_hosts() -> Iterator[ThreeHosts]:
     """A head and a node a role, of which one leaves; and a host that is no node yet."""
@@ -113,3 +122,13 @@ async def test_a_node_leaves_under_load_and_another_one_goes_on(four_hosts: Thre
             )
             assert tokens == again.tokens
             assert len(tokens) == TOKENS
+
+
+def test_a_machine_without_workers_leaves_at_once(four_hosts: ThreeHosts):
+    until_node(four_hosts.network.hosts["d"])
+    done = leave(four_hosts.network.hosts["d"])
+    assert done.returncode == 0, done.stdout
+    assert "0 workers drain" in done.stdout
+    done = leave(four_hosts.network.hosts["e"])
+    assert done.returncode == 1
+    assert "no Ray runs on this machine" in done.stdout
