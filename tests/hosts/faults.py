@@ -77,6 +77,7 @@ CELLS = (
     *(Cell(Harm.CUT_ROUTER, "D", way) for way in Way),
     *(Cell(Harm.CUT_CONTROLLER, "P", way) for way in Way),
     Cell(Harm.CUT_CONTROLLER, "D"),
+    Cell(Harm.KILL, "P"),
     Cell(Harm.KILL, "D"),
 )
 
