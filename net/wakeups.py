@@ -49,8 +49,8 @@ def _read_all_but_one(wakeups: socket.socket, take_completions: Callable[[], obj
     """
     try:
         waiting = len(wakeups.recv(_MOST_BYTES, socket.MSG_PEEK | socket.MSG_DONTWAIT))
+        if waiting > 1:
+            wakeups.recv(waiting - 1, socket.MSG_DONTWAIT)
     except BlockingIOError:
         return
-    if waiting > 1:
-        wakeups.recv(waiting - 1)
     take_completions()  # which reads the last one

@@ -149,7 +149,7 @@ class Admission:
                 return running
         with self._live.slot(caller):
             if message.sampling_params.HasField("structured_output"):
-                await self._structured.check(message.sampling_params.structured_output)
+                await self._structured.check(message.sampling_params.structured_output, caller)
             if self._is_short(ask):  # a thread costs more
                 request = self._validator.validate(message, limits, caller, ask.prompt)
             else:

@@ -11,7 +11,7 @@ from collections.abc import Set
 from dataclasses import dataclass
 
 from kvrelay.router.attempt_transitions import TRANSITIONS, Action, Phase, Report
-from kvrelay.router.errors import InternalFailure, Unavailable
+from kvrelay.router.errors import InternalFailure, InvalidField, Unavailable
 from kvrelay.router.failed_forwards import FORWARD_FAILURES
 from kvrelay.router.fleet import Placement
 from kvrelay.router.generation import Submission
@@ -59,7 +59,7 @@ class AttemptFailed:
 class RequestFailed:
     """The request is to fail: another attempt would fail the same way."""
 
-    error: InternalFailure
+    error: InternalFailure | InvalidField
 
 
 Verdict = AttemptRetracted | AttemptFailed | RequestFailed
@@ -141,6 +141,8 @@ class Attempt:
                 return self._fail_with(side, end, detail)
             case Action.FAIL_REQUEST:
                 self.cancel()
+                if end.cause is FailureReason.GRAMMAR_FAILED:
+                    return RequestFailed(InvalidField("structured_output", end.error))
                 return RequestFailed(InternalFailure(detail))
             case Action.AWAIT_PREFILL:
                 self._hurry_prefill(end)

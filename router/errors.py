@@ -12,6 +12,7 @@
     ├── AlreadyExists          ALREADY_EXISTS
     ├── Overloaded             RESOURCE_EXHAUSTED, says when to try again
     ├── TextQueueFull          RESOURCE_EXHAUSTED, too
+    ├── GrammarQueueFull       RESOURCE_EXHAUSTED, too
     ├── OverLimit              RESOURCE_EXHAUSTED, too: names the token's limit
     ├── SlowReader             RESOURCE_EXHAUSTED: the client does not read what it is sent
     ├── DeadlineExceeded       DEADLINE_EXCEEDED
@@ -107,6 +108,19 @@ class TextQueueFull(RequestError):  # noqa: N818
         super().__init__(
             f"{num_bytes} bytes of text are being tokenized, and the router takes no more "
             f"(--max-text-bytes); try again in {retry_after_ms} ms"
+        )
+        self.retry_after_ms = retry_after_ms
+
+
+class GrammarQueueFull(RequestError):  # noqa: N818
+    """As many grammars wait to be checked as the router takes, of this caller or of all."""
+
+    outcome = "overloaded"
+
+    def __init__(self, num_waiting: int, retry_after_ms: int) -> None:
+        super().__init__(
+            f"{num_waiting} grammars wait to be compiled, and the router takes no more; "
+            f"try again in {retry_after_ms} ms"
         )
         self.retry_after_ms = retry_after_ms
 

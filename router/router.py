@@ -147,7 +147,9 @@ class Router:
             if self._administrator is not None:
                 await self._serve_operators(undo, self._administrator)
             texts = await self._make_texts(undo, tokenizer)
-            structured = StructuredOutputs(tokenizer, self._fleet, self._metrics)
+            structured = StructuredOutputs(
+                tokenizer, self._fleet, self._metrics, self._config.retry_after_ms
+            )
             undo.callback(structured.close)
             admission = Admission(
                 self._config, self._fleet, live, texts, self._metrics, self._seeds, structured

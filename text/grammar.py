@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import re
+import resource
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Final, Protocol
@@ -17,10 +20,17 @@ from tokenizers import Tokenizer
 from kvrelay.text.schema_place import find_place
 
 MAX_GRAMMAR_BYTES: Final = 64 << 10
-"""Of one grammar, in whatever form. The slowest of them compile in half a second."""
+"""Of one grammar, in whatever form."""
+WORKER_STACK_BYTES: Final = 256 << 20
+"""Of the thread that compiles: llguidance recurses as deep as a grammar's rules do."""
 _MOST_KEPT: Final = 128
+_MOST_KEPT_BYTES: Final = 512 << 20
+_LEAST_BYTES: Final = 64 << 10
+_MOST_BYTES: Final = 128 << 20
+"""What one grammar is taken to occupy, at least and at most."""
 _JSON_DEFAULTS: Final[Any] = {"whitespace_pattern": r"\x20|\n\x20{0,32}"}
 """A space, or a line break and its indentation: a weak model would go on with white space."""
+_OPTIONS: Final = "x-guidance"
 _BYTES: Final = 256
 
 
@@ -57,8 +67,11 @@ class Constraint(Protocol):
         """A text by this grammar, in Lark's form or GBNF."""
 
 
-class Grammars:
-    """Compiles grammars in a thread, and keeps the latest. Call it from any thread.
+class GrammarCompiler:
+    """Compiles one grammar at a time, for one vocabulary.
+
+    A grammar of a stranger may take all of the stack or of the memory, and end the process: see
+    `grammar_checker` for those that nobody has checked.
 
     Args:
         make_tokenizer: makes what grammars are compiled for; called once, at the first of them.
@@ -73,9 +86,42 @@ class Grammars:
             max_grammar_size=int(500_000 * fuel),
             verbose_errors=False,
         )
+
+    def compile(self, constraint: Constraint) -> LLMatcher:
+        """The grammar at its beginning; raises `GrammarError`, without a place."""
+        matcher = self._matcher(source_of(constraint))
+        if matcher.is_error():
+            raise GrammarError(one_line(matcher.get_error()))
+        return matcher
+
+    def place_of(self, problem: str, schema: str, may_try: Callable[[], bool]) -> str:
+        """Where in a schema the problem is that `compile` has told; asks before each trial."""
+
+        def fails(part: str) -> bool:
+            return may_try() and one_line(self._matcher(_of_schema(part)).get_error()) == problem
+
+        return find_place(schema, fails)
+
+    def _matcher(self, source: str) -> LLMatcher:
+        if self._tokenizer is None:
+            self._tokenizer = self._make_tokenizer()
+        return LLMatcher(self._tokenizer, source, log_level=0, limits=self._limits)
+
+
+class Grammars:
+    """Compiles grammars in a thread with a large stack, and keeps the latest. From any thread.
+
+    Args:
+        make_tokenizer: makes what grammars are compiled for; called once, at the first of them.
+    """
+
+    def __init__(self, make_tokenizer: Callable[[], LLTokenizer]) -> None:
+        self._compiler = GrammarCompiler(make_tokenizer)
         self._lock = threading.Lock()
         self._kept: OrderedDict[Constraint, Future[LLMatcher]] = OrderedDict()
+        self._bytes: dict[Constraint, int] = {}
         self._thread = ThreadPoolExecutor(1, "kvrelay-grammar")
+        self._is_started = False
         self.on_compiled: Callable[[float], object] = lambda seconds: None
         """Called in the thread with the seconds that each compilation took."""
         self.on_hit: Callable[[], object] = lambda: None
@@ -89,13 +135,12 @@ class Grammars:
         """
         with self._lock:
             kept = self._kept.get(constraint)
-            if kept is not None:
-                self._kept.move_to_end(constraint)
-            else:
+            if kept is None:
+                self._start()
                 future = self._kept[constraint] = self._thread.submit(self._compile, constraint)
-                if len(self._kept) > _MOST_KEPT:
-                    self._kept.popitem(last=False)
+                self._forget_some()
                 return future
+            self._kept.move_to_end(constraint)
         self.on_hit()
         return kept
 
@@ -103,30 +148,51 @@ class Grammars:
         """Compile no more."""
         self._thread.shutdown(wait=False, cancel_futures=True)
 
+    def _start(self) -> None:
+        """Start the thread. Its stack takes address space alone until it is used."""
+        if not self._is_started:
+            self._is_started = True
+            with stack_of(WORKER_STACK_BYTES):
+                self._thread.submit(lambda: None)
+
     def _compile(self, constraint: Constraint) -> LLMatcher:
-        begun = time.monotonic()
-        if self._tokenizer is None:
-            self._tokenizer = self._make_tokenizer()
-        matcher = self._matcher(source_of(constraint))
-        self.on_compiled(time.monotonic() - begun)
-        if matcher.is_error():
-            self._refuse(constraint, matcher.get_error())
-        return matcher
+        begun, before = time.monotonic(), _resident_bytes()
+        try:
+            return self._compiler.compile(constraint)
+        finally:
+            self.on_compiled(time.monotonic() - begun)
+            with self._lock:
+                if constraint in self._kept:
+                    grown = _resident_bytes() - before
+                    # What other threads take meanwhile counts, too: so neither end is believed.
+                    self._bytes[constraint] = min(max(grown, _LEAST_BYTES), _MOST_BYTES)
+                    self._forget_some()
 
-    def _matcher(self, source: str) -> LLMatcher:
-        assert self._tokenizer is not None
-        return LLMatcher(self._tokenizer, source, log_level=0, limits=self._limits)
+    def _forget_some(self) -> None:
+        """Forget the oldest, as many as are too many; the latest stays. Under the lock."""
+        total = sum(self._bytes.values())
+        while len(self._kept) > 1 and (len(self._kept) > _MOST_KEPT or total > _MOST_KEPT_BYTES):
+            oldest, _ = self._kept.popitem(last=False)
+            total -= self._bytes.pop(oldest, 0)
 
-    def _refuse(self, constraint: Constraint, error: str) -> None:
-        """Raise the error, with its place where the grammar is a schema."""
-        place = ""
-        if constraint.json_schema is not None:
 
-            def fails(schema: str) -> bool:
-                return self._matcher(_of_schema(schema)).get_error() == error
+@contextlib.contextmanager
+def stack_of(num_bytes: int) -> Iterator[None]:
+    """Threads that are started meanwhile have stacks of this size."""
+    before = threading.stack_size(num_bytes)
+    try:
+        yield
+    finally:
+        threading.stack_size(before)
 
-            place = find_place(constraint.json_schema, fails)
-        raise GrammarError(" ".join(error.split())[:500], place)
+
+def one_line(error: str) -> str:
+    """An error of llguidance as a message."""
+    return " ".join(error.split())[:500]
+
+
+def _resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
 def source_of(constraint: Constraint) -> str:
@@ -136,12 +202,30 @@ def source_of(constraint: Constraint) -> str:
     if constraint.regex is not None:
         return LLMatcher.grammar_from_regex(constraint.regex)
     if constraint.grammar is not None:
+        _check_schemas_within(constraint.grammar)
         try:
             return grammar_from("grammar", constraint.grammar)
         except ValueError as error:
-            raise GrammarError(" ".join(str(error).split())[:500]) from error
+            raise GrammarError(one_line(str(error))) from error
     texts = (json.dumps(text, ensure_ascii=False) for text in constraint.choice)
     return LLMatcher.grammar_from_lark(f"start: {' | '.join(texts)}")
+
+
+def _check_schemas_within(grammar: str) -> None:
+    """Raises `GrammarError` if a schema in a grammar sets options, as `_of_schema` forbids them.
+
+    What Python cannot read may still be JSON to llguidance. Then the option's name is looked for.
+    """
+    decoder = json.JSONDecoder()
+    for found in re.finditer(r"%json\s*", grammar):
+        try:
+            schema, _ = decoder.raw_decode(grammar, found.end())
+        except (ValueError, RecursionError):
+            sets_options = "guidance" in grammar or "\\u" in grammar
+        else:
+            sets_options = isinstance(schema, dict) and _OPTIONS in schema
+        if sets_options:
+            raise GrammarError(f"{_OPTIONS} is not allowed")
 
 
 def _of_schema(schema: str) -> str:
@@ -186,12 +270,16 @@ class _Bytes:
         return list(text)
 
 
-def byte_vocabulary(tokenizer: Tokenizer) -> Callable[[], LLTokenizer]:
+def special_tokens(tokenizer: Tokenizer) -> list[str]:
+    """Those that a grammar may name."""
+    added = tokenizer.get_added_tokens_decoder().values()
+    return [token.content for token in added if token.special]
+
+
+def byte_vocabulary(special: Sequence[str]) -> Callable[[], LLTokenizer]:
     """Bytes instead of tokens, in no time: enough to find out whether a grammar can be used."""
 
     def make() -> LLTokenizer:
-        added = tokenizer.get_added_tokens_decoder().values()
-        special = [token.content for token in added if token.special]
         return LLTokenizer(_Bytes(special or ["<end>"]), slices=[])  # type: ignore[arg-type]
 
     return make

@@ -108,6 +108,8 @@ class FailureReason(StrEnum):
     """A forward that computed it and others failed, or hung."""
     FORWARD_FAILED_ALONE = "forward_failed_alone"
     """A forward that computed it alone failed, or hung; or its own row of one did."""
+    GRAMMAR_FAILED = "grammar_failed"
+    """Its grammar cannot be followed any further: of all causes the one that is final."""
     FAILED = "failed"
     """The worker did not say why, or the reason is newer than this router."""
 
@@ -121,12 +123,12 @@ class RequestEnd:
     """The token id or the string that stopped it."""
     error: str = ""
     cause: FailureReason | None = None
-    """Of a failure; if there is one, another attempt could complete the request."""
+    """Of a failure; but for `GRAMMAR_FAILED`, another attempt could complete the request."""
 
     @property
     def retryable(self) -> bool:
         """Whether another attempt could complete the request."""
-        return self.cause is not None
+        return self.cause not in (None, FailureReason.GRAMMAR_FAILED)
 
 
 @dataclass(slots=True)  # not frozen: that would cost a microsecond more, for each token

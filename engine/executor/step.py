@@ -18,6 +18,7 @@ from kvrelay.engine.executor.token_state import TokenState
 from kvrelay.kv_transfer.work_in_progress import WorkInProgress
 from kvrelay.mem_cache.sharing import PageCopy
 from kvrelay.model_runner.batch import Int32Array
+from kvrelay.text.grammar import GrammarError
 from kvrelay.wire.output import SampledToken
 from kvrelay.wire.speeds import NO_WORK, StepWork
 
@@ -100,8 +101,12 @@ class StepEnded(Generic[RequestT_co]):
     @property
     def failure(self) -> Exception | None:
         """Why nothing came of it for any request; None: something did, or there was none."""
-        errors = [output.error for output in self.outputs] if self.num_tokens else []
-        return self.error or (errors[0] if errors and None not in errors else None)
+        if self.error is not None or not self.num_tokens:
+            return self.error
+        errors = [output.error for output in self.outputs]
+        # A grammar that cannot go on says nothing of the forward.
+        failed = [error for error in errors if not isinstance(error, GrammarError)]
+        return failed[0] if failed and None not in failed else None
 
 
 class Executor(Protocol):

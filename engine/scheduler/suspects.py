@@ -17,6 +17,7 @@ from kvrelay.engine.config import WorkerConfig
 from kvrelay.engine.executor.failures import ForwardFailedError
 from kvrelay.engine.executor.step import Scheduled
 from kvrelay.engine.scheduler.commands import Submit
+from kvrelay.text.grammar import GrammarError
 from kvrelay.wire.output import EndReason, FailureReason, RequestEnd
 
 RequestT = TypeVar("RequestT")
@@ -51,8 +52,11 @@ class Turns(Generic[RequestT]):
 def failed_end(error: Exception) -> RequestEnd:
     """How a request ends whose forward, or whose own row of a forward, has failed.
 
-    Another worker may do better, so it is the router that knows which request is to blame.
+    Another worker may do better, unless a grammar is the cause. So it is the router that
+    knows which request is to blame.
     """
+    if isinstance(error, GrammarError):
+        return RequestEnd(EndReason.FAILED, error=str(error), cause=FailureReason.GRAMMAR_FAILED)
     shared = isinstance(error, ForwardFailedError) and not error.alone
     cause = FailureReason.FORWARD_FAILED if shared else FailureReason.FORWARD_FAILED_ALONE
     return RequestEnd(EndReason.FAILED, error=f"the forward failed: {error}", cause=cause)

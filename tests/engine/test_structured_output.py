@@ -17,7 +17,7 @@ from tokenizers import Tokenizer
 from kvrelay.engine.config import Speculation
 from kvrelay.engine.executor import grammar_masks
 from kvrelay.engine.executor.grammar_progress import GrammarProgress
-from kvrelay.wire.output import EndReason
+from kvrelay.wire.output import EndReason, FailureReason
 from kvrelay.wire.request import SamplingParams, StructuredOutput
 from tests.checkpoints import make_checkpoint
 from tests.engine.simulation import SimRequest, Simulation
@@ -184,5 +184,28 @@ def test_a_grammar_that_cannot_be_used_fails_its_request_alone(model: Path) -> N
     [good, *_] = submit(simulation, 1, StructuredOutput(choice=("yes",)))
     simulation.run()
     assert "unclosed group" in broken.ends[next(iter(broken.ends))].error
+    assert text_of(model, good.output) == "yes"
+    simulation.assert_at_baseline()
+
+
+ROWS = " | ".join(f'/b/ "c{number}"' for number in range(2900))
+WIDE = StructuredOutput(grammar=f'start: "a" x\nx: {ROWS}')
+"""It compiles, and its second mask fails: the parser has more alternatives than it takes."""
+
+
+def test_a_grammar_that_fails_at_a_mask_ends_its_request_and_no_worker(model: Path) -> None:
+    simulation = serve(model, model, "float64", replace(PAIR, aggregated=True, retract_every=0))
+    for _ in range(5):  # more than the forwards in a row that a worker may fail
+        [broken] = simulation.submit_choices(
+            1, [5, 6, 7], 20, sampling=SamplingParams(temperature=0.0, structured_output=WIDE),
+            stop_token_ids=frozenset({EOS}),
+        )  # fmt: skip
+        simulation.run()
+        [end] = broken.ends.values()
+        assert "Current row has" in end.error
+        assert (end.cause, end.retryable) == (FailureReason.GRAMMAR_FAILED, False)
+        assert broken.output
+    [good, *_] = submit(simulation, 1, StructuredOutput(choice=("yes",)))
+    simulation.run()
     assert text_of(model, good.output) == "yes"
     simulation.assert_at_baseline()

@@ -84,3 +84,18 @@ def test_completions_that_another_loop_has_taken_are_left_to_it():
         grpcs.send(b"111")
         _read_all_but_one(ours, lambda: ours.recv(1))
         _read_all_but_one(ours, lambda: ours.recv(1))  # would wait
+
+
+def test_completions_that_another_loop_takes_between_two_reads_are_left_to_it():
+    class Raced(socket.socket):
+        def recv(self, size: int, flags: int = 0) -> bytes:
+            read = super().recv(size, flags)
+            if flags & socket.MSG_PEEK:
+                super().recv(size)
+            return read
+
+    reader, writer = socket.socketpair()
+    with writer, Raced(fileno=reader.detach()) as raced:
+        raced.setblocking(False)
+        writer.send(b"123")
+        _read_all_but_one(raced, lambda: 1 / 0)

@@ -15,6 +15,7 @@ from kvrelay.router.attempt import (
     Verdict,
 )
 from kvrelay.router.attempt_transitions import TRANSITIONS, Action, Phase, Report
+from kvrelay.router.errors import InvalidField
 from kvrelay.router.fleet import Placement
 from kvrelay.router.generation import Submission
 from kvrelay.router.limits import Limits
@@ -199,6 +200,15 @@ def test_a_failed_forward_puts_its_own_worker_alone_under_suspicion(
     assert isinstance(verdict, AttemptFailed)
     assert verdict.reason is cause
     assert verdict.suspects == {f"{side}-0-1"}
+
+
+@pytest.mark.parametrize("side", SIDES)
+def test_a_grammar_that_fails_is_the_clients_error(side: WorkerRole) -> None:
+    end = RequestEnd(EndReason.FAILED, error="too wide", cause=FailureReason.GRAMMAR_FAILED)
+    verdict = Tried().attempt.on_end(side, 0, end)
+    assert isinstance(verdict, RequestFailed)
+    assert isinstance(verdict.error, InvalidField)
+    assert str(verdict.error) == "structured_output: too wide"
 
 
 def test_the_worker_that_failed_says_why_however_late() -> None:

@@ -12,7 +12,13 @@ import pytest
 from llguidance import LLTokenizer
 
 from kvrelay.text import grammar
-from kvrelay.text.grammar import GrammarError, Grammars, byte_vocabulary, model_vocabulary
+from kvrelay.text.grammar import (
+    GrammarError,
+    Grammars,
+    byte_vocabulary,
+    model_vocabulary,
+    special_tokens,
+)
 from kvrelay.text.schema_place import find_place
 from tests.checkpoints import VOCAB_SIZE, make_tokenizer
 
@@ -27,7 +33,7 @@ class Wanted:
 
 @pytest.fixture
 def grammars() -> Grammars:
-    return Grammars(byte_vocabulary(make_tokenizer()))
+    return Grammars(byte_vocabulary(special_tokens(make_tokenizer())))
 
 
 def test_a_grammar_is_compiled_once_in_another_thread() -> None:
@@ -35,7 +41,7 @@ def test_a_grammar_is_compiled_once_in_another_thread() -> None:
 
     def make() -> LLTokenizer:
         threads.append(threading.current_thread())
-        return byte_vocabulary(make_tokenizer())()
+        return byte_vocabulary(special_tokens(make_tokenizer()))()
 
     grammars = Grammars(make)
     seconds: list[float] = []
@@ -127,3 +133,32 @@ def test_the_search_for_a_place_is_bounded() -> None:
 
     assert find_place(json.dumps({"properties": members}), fails) == ""
     assert len(tried) == 200
+
+
+@pytest.mark.parametrize(
+    "option", ['{"x-guidance": {"lenient": true}, "uniqueItems": true}',
+               '{"x-guid\\u0061nce": {"lenient": true}, "uniqueItems": true}']
+)  # fmt: skip
+def test_a_schema_within_a_grammar_sets_no_options(grammars: Grammars, option: str) -> None:
+    with pytest.raises(GrammarError, match="x-guidance is not allowed"):
+        grammars.prepare(Wanted(grammar=f"start: %json {option}")).result()
+    inner = '{"type": "object", "properties": {"x-guidance": {"type": "string"}}}'
+    grammars.prepare(Wanted(grammar=f"start: %json {inner}")).result()
+
+
+def test_grammars_are_kept_by_size(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammar, "_LEAST_BYTES", 1 << 20)
+    monkeypatch.setattr(grammar, "_MOST_BYTES", 1 << 20)
+    monkeypatch.setattr(grammar, "_MOST_KEPT_BYTES", 2 << 20)
+    first = grammars.prepare(Wanted(regex="a"))
+    for regex in "bc":
+        grammars.prepare(Wanted(regex=regex)).result()
+    assert grammars.prepare(Wanted(regex="a")) is not first
+    last = grammars.prepare(Wanted(regex="d"))
+    last.result()
+    assert grammars.prepare(Wanted(regex="d")) is last
+
+
+def test_a_deep_grammar_is_compiled_on_a_large_stack(grammars: Grammars) -> None:
+    chain = "".join(f"r{i}:r{i + 1}\n" for i in range(4000))
+    grammars.prepare(Wanted(grammar=f'start: r0\n{chain}r4000: "a"\n')).result()

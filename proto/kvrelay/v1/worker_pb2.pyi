@@ -208,6 +208,7 @@ class RequestEnd(_message.Message):
         CAUSE_FAILED: _ClassVar[RequestEnd.Cause]
         CAUSE_FORWARD_FAILED: _ClassVar[RequestEnd.Cause]
         CAUSE_FORWARD_FAILED_ALONE: _ClassVar[RequestEnd.Cause]
+        CAUSE_GRAMMAR_FAILED: _ClassVar[RequestEnd.Cause]
     CAUSE_UNSPECIFIED: RequestEnd.Cause
     CAUSE_PEER_LOST: RequestEnd.Cause
     CAUSE_PEER_FAILED: RequestEnd.Cause
@@ -220,6 +221,7 @@ class RequestEnd(_message.Message):
     CAUSE_FAILED: RequestEnd.Cause
     CAUSE_FORWARD_FAILED: RequestEnd.Cause
     CAUSE_FORWARD_FAILED_ALONE: RequestEnd.Cause
+    CAUSE_GRAMMAR_FAILED: RequestEnd.Cause
     REASON_FIELD_NUMBER: _ClassVar[int]
     MATCHED_TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
     MATCHED_STOP_STRING_FIELD_NUMBER: _ClassVar[int]

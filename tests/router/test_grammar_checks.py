@@ -1,0 +1,98 @@
+"""Grammars wait in turn, within bounds, and only while somebody waits for them."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable
+
+import pytest
+
+from kvrelay.router import grammar_checks
+from kvrelay.router.errors import GrammarQueueFull
+from kvrelay.router.grammar_checks import GrammarChecks
+from kvrelay.text.grammar_checker import GrammarChecker
+from kvrelay.wire.request import StructuredOutput
+
+
+class HeldChecker(GrammarChecker):
+    """Begins no check before it is let go."""
+
+    def __init__(self) -> None:
+        super().__init__([])
+        self.go = threading.Event()
+        self.checked: list[str] = []
+
+    def check(self, constraint: object) -> None:
+        assert self.go.wait(60)
+        assert isinstance(constraint, StructuredOutput)
+        self.checked.append(constraint.regex or "")
+        super().check(constraint)
+
+
+@pytest.fixture
+def checker() -> HeldChecker:
+    return HeldChecker()
+
+
+@pytest.fixture
+async def ask(checker: HeldChecker) -> AsyncIterator[Callable[[str, str], asyncio.Task[None]]]:
+    checks = GrammarChecks(checker, 1000, lambda _: None, lambda: None)
+
+    def begin(regex: str, caller: str) -> asyncio.Task[None]:
+        wanted = StructuredOutput(regex=regex)
+        return asyncio.create_task(checks.check(wanted, regex.encode(), caller))
+
+    yield begin
+    checker.go.set()
+    checks.close()
+
+
+Ask = Callable[[str, str], "asyncio.Task[None]"]
+
+
+async def test_callers_are_served_in_turn(checker: HeldChecker, ask: Ask) -> None:
+    tasks = [ask(regex, "many") for regex in "abcd"] + [ask("x", "few")]
+    await asyncio.sleep(0)
+    checker.go.set()
+    await asyncio.gather(*tasks)
+    assert checker.checked.index("x") <= 2
+
+
+async def test_what_nobody_waits_for_is_not_checked(checker: HeldChecker, ask: Ask) -> None:
+    first, left, stays, joins = ask("a", ""), ask("b", ""), ask("c", ""), ask("c", "other")
+    for _ in range(3):
+        await asyncio.sleep(0)
+    left.cancel()
+    stays.cancel()
+    for _ in range(3):
+        await asyncio.sleep(0)
+    checker.go.set()
+    await asyncio.gather(first, joins)
+    assert checker.checked == ["a", "c"]
+
+
+async def test_no_more_wait_than_may(
+    checker: HeldChecker, ask: Ask, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grammar_checks, "MOST_OF_A_CALLER", 2)
+    monkeypatch.setattr(grammar_checks, "_MOST", 3)
+    begun = ask("a", "one")
+    for _ in range(3):
+        await asyncio.sleep(0)
+    waiting = [ask("b", "one"), ask("c", "one")]
+    with pytest.raises(GrammarQueueFull):
+        await ask("d", "one")
+    waiting.append(ask("e", "two"))
+    with pytest.raises(GrammarQueueFull):
+        await ask("f", "two")
+    checker.go.set()
+    await asyncio.gather(begun, *waiting)
+
+
+async def test_a_verdict_is_kept(checker: HeldChecker, ask: Ask) -> None:
+    checker.go.set()
+    for _ in range(2):
+        with pytest.raises(Exception, match="unclosed group"):
+            await ask("(", "")
+    assert checker.checked == ["("]

@@ -1,0 +1,181 @@
+"""Checks grammars of strangers, which may take all of a stack or of the memory, or never end."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any, Final
+
+from kvrelay.text.grammar import Constraint, GrammarError
+
+_MODULE: Final = "kvrelay.text.grammar_process"
+_START_SECONDS: Final = 60.0
+_CHECK_SECONDS: Final = 4.0
+"""By the clock; the process bounds its own CPU time more tightly."""
+
+
+class GrammarTimeoutError(GrammarError):
+    """The check took too long by the clock: another time it may pass."""
+
+
+class CheckerError(Exception):
+    """There is no process to check grammars with."""
+
+
+class GrammarChecker:
+    """A process that compiles grammars: started when first needed, and again when it has died.
+
+    It ends with this one. Call all but `close` on one thread.
+
+    Args:
+        special: the special tokens that a grammar may name.
+    """
+
+    def __init__(self, special: Sequence[str]) -> None:
+        self._special = special
+        self._process: subprocess.Popen[bytes] | None = None
+        self._unread = b""
+        self._lock = threading.Lock()
+        self._is_closed = False
+
+    @property
+    def pid(self) -> int | None:
+        """Of the process; None: it does not run."""
+        return self._process.pid if self._process is not None else None
+
+    def check(self, constraint: Constraint) -> None:
+        """Returns if workers can compile the grammar.
+
+        Raises:
+            GrammarError: they cannot, or it takes too much to find out.
+            CheckerError: the process cannot be started, or this is closed.
+        """
+        if self._process is not None and self._process.poll() is not None:
+            self._end()  # somebody has killed it while it had nothing to do
+        if self._process is None:
+            self._start()
+        until = time.monotonic() + _CHECK_SECONDS
+        try:
+            self._send(_said(constraint))
+            self._take_verdict(until)
+        except EOFError:
+            raise _refusal(self._end()) from None
+        except TimeoutError:
+            self._end()
+            raise GrammarTimeoutError("takes too long to compile") from None
+
+    def close(self) -> None:
+        """End the process, and the check that runs; start none any more. Then `reap` it."""
+        with self._lock:
+            self._is_closed = True
+            if self._process is not None:
+                self._process.kill()
+
+    def reap(self) -> None:
+        """Wait for the process that `close` has ended; on the thread that calls `check`."""
+        if self._process is not None:
+            self._end()
+
+    def _take_verdict(self, until: float) -> None:
+        """Raise what the answers say, as far as they come: the process may end in between."""
+        answers: dict[str, Any] = {}
+        try:
+            while "is_last" not in answers:
+                answers |= self._receive(until)
+        except (EOFError, TimeoutError):
+            if "problem" not in answers:
+                raise
+            answers["is_last"] = True  # the search for the place was too much
+        if answers["is_last"]:
+            self._end()
+        if "problem" in answers:
+            raise GrammarError(answers["problem"], answers.get("place", ""))
+
+    def _start(self) -> None:
+        with self._lock:
+            if self._is_closed:
+                raise CheckerError("no more grammars are checked")
+            self._unread = b""
+            self._process = subprocess.Popen(  # noqa: S603 - our own module
+                [sys.executable, "-m", _MODULE],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                bufsize=0,
+                # Arenas take address space by the 64 MiB, which is what is bounded.
+                env={**os.environ, "MALLOC_ARENA_MAX": "1"},
+                start_new_session=True,  # the terminal's Ctrl-C is not for it
+            )
+        try:
+            self._send(list(self._special))
+            self._receive(time.monotonic() + _START_SECONDS)
+        except (EOFError, TimeoutError) as error:
+            raise CheckerError(f"the process that checks grammars: {self._end()}") from error
+
+    def _send(self, message: Any) -> None:
+        """Write a line; raises `EOFError` if the process is gone."""
+        assert self._process is not None
+        assert self._process.stdin is not None
+        left = memoryview(json.dumps(message).encode() + b"\n")
+        try:
+            while left:
+                left = left[self._process.stdin.write(left) :]
+        except BrokenPipeError as error:
+            raise EOFError from error
+
+    def _receive(self, until: float) -> dict[str, Any]:
+        """Read a line; raises `EOFError` if the process is gone, `TimeoutError` if it is late."""
+        assert self._process is not None
+        assert self._process.stdout is not None
+        poll = select.poll()
+        poll.register(self._process.stdout, select.POLLIN)
+        while b"\n" not in self._unread:
+            if not poll.poll(max(0.0, until - time.monotonic()) * 1000):
+                raise TimeoutError
+            read = os.read(self._process.stdout.fileno(), 1 << 16)
+            if not read:
+                raise EOFError
+            self._unread += read
+        line, self._unread = self._unread.split(b"\n", 1)
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+    def _end(self) -> int:
+        """End the process; returns its exit status, as it was if it has ended before."""
+        with self._lock:
+            process, self._process = self._process, None
+        assert process is not None
+        assert process.stdin is not None
+        assert process.stdout is not None
+        process.stdin.close()
+        try:
+            # It closes its pipes a moment before it can be waited for.
+            status = process.wait(0.2)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            status = process.wait()
+        process.stdout.close()
+        return status
+
+
+def _said(constraint: Constraint) -> dict[str, Any]:
+    return {
+        "json_schema": constraint.json_schema,
+        "regex": constraint.regex,
+        "choice": list(constraint.choice),
+        "grammar": constraint.grammar,
+    }
+
+
+def _refusal(status: int) -> GrammarError:
+    """What the end of the process says of the grammar that it has checked."""
+    if status == -signal.SIGPROF:
+        return GrammarError("takes too long to compile")
+    return GrammarError("takes too much memory to compile")
