@@ -157,6 +157,9 @@ class Cluster:
         await finished(self._stop())
 
     async def _stop(self) -> None:
+        has_successor = self._leases is not None and self._leases.is_given_up
+        if self._journal is not None and has_successor:
+            self._journal.abandon()
         await self._scaling.stop()
         if self._journal is not None:
             await self._journal.write_cluster(phase=Phase.STOPPING)
@@ -167,7 +170,7 @@ class Cluster:
         finally:
             self._placement.release()
             self._members.clear()
-        if self._journal is not None:
+        if self._journal is not None and not has_successor:
             await end_left_over(self._plan.namespace, tuple(self._journal.workers.values()))
             await self._journal.clear()
         if self._holding is not None:

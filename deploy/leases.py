@@ -69,6 +69,11 @@ class Leases:
         """A later controller has begun: renew nothing any more."""
         self._given_up = True
 
+    @property
+    def is_given_up(self) -> bool:
+        """Whether there is a later controller."""
+        return self._given_up
+
     def is_held(self, now: float) -> bool:
         """Whether this controller may renew leases."""
         return not self._given_up and now < self._held_at + self.times.controller_seconds
