@@ -54,6 +54,11 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return target
 
 
+def test_the_wheel_has_the_live_page(installed: Path):
+    page = "router/http/live_page.html"
+    assert (installed / "kvrelay" / page).read_bytes() == (ROOT / page).read_bytes()
+
+
 def test_the_wheel_has_every_room(installed: Path):
     assert {"deploy", "router", "engine", "mem_cache", "v1"} <= set(ROOMS)
     assert sorted(path.name for path in (installed / "kvrelay").iterdir()) == ROOMS
