@@ -122,7 +122,13 @@ class ControllerHost:
         if spec is None or failed is not None:
             self._say(Stage.FAILED, reason=(failed or b"it was ended").decode())
             return
-        await self._lead_workers(store, ControllerSpec.from_bytes(spec))
+        try:
+            read = ControllerSpec.from_bytes(spec)
+        except ClusterError as error:  # the next process would find the same
+            _log.critical("%s", error)
+            self._say(Stage.FAILED, reason=str(error))
+            return
+        await self._lead_workers(store, read)
 
     async def _lead_workers(self, store: KeyValueStore, spec: ControllerSpec) -> None:
         cluster = Cluster(

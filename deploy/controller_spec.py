@@ -14,6 +14,7 @@ from kvrelay.deploy.on_node import NODES_ADDRESS
 from kvrelay.deploy.placement import PlacementPlan
 from kvrelay.engine.config import WorkerConfig
 from kvrelay.net.tls import TlsFiles
+from kvrelay.wire.version import VERSION as KVRELAY_VERSION
 
 VERSION: Final = 1
 SPEC: Final = "spec"
@@ -46,13 +47,20 @@ class ControllerSpec:
 
     def to_bytes(self) -> bytes:
         """For the store."""
-        return json.dumps({"version": VERSION}).encode() + b"\n" + pickle.dumps(self)
+        head = {"version": VERSION, "kvrelay": KVRELAY_VERSION}
+        return json.dumps(head).encode() + b"\n" + pickle.dumps(self)
 
     @classmethod
     def from_bytes(cls, text: bytes) -> ControllerSpec:
         """From the store. Raises ClusterError for what another version has written."""
-        head, _, body = text.partition(b"\n")
-        if json.loads(head).get("version") != VERSION:
-            raise ClusterError("another version of kvrelay has started this cluster")
+        line, _, body = text.partition(b"\n")
+        head = json.loads(line)
+        writer = head.get("kvrelay")
+        if head.get("version") != VERSION or writer != KVRELAY_VERSION:
+            who = f"kvrelay {writer}" if writer else "another version of kvrelay"
+            raise ClusterError(
+                f"{who} has started this cluster, and here is {KVRELAY_VERSION}: end it "
+                "by `kvrelay down` and start it again, or run the version that it has"
+            )
         spec: ControllerSpec = pickle.loads(body)  # noqa: S301 (only Ray's own processes write it)
         return spec

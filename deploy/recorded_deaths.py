@@ -24,11 +24,6 @@ class RecordedDeaths:
         self._recorded: set[str] = set()
         self._striking: set[asyncio.Task[None]] = set()
 
-    @property
-    def settled(self) -> bool:
-        """Whether none stands in the journal any more."""
-        return not self._recorded and not self._striking
-
     def was_known(self, incarnation: str) -> bool:
         """Whether a controller before this one has found that it is dead."""
         return incarnation in self._earlier

@@ -41,6 +41,8 @@ class ScrapeTargets:
         finally:
             with self._lock:
                 self._routers[metrics_address] -= 1
+                if not self._routers[metrics_address]:  # addresses of pods never come again
+                    del self._routers[metrics_address]
 
     def json(self, asked: str) -> bytes:
         """The targets; any thread.
@@ -50,7 +52,7 @@ class ScrapeTargets:
                 are.
         """
         with self._lock:
-            routers = [address for address, calls in self._routers.items() if address and calls]
+            routers = [address for address in self._routers if address]
         targets = [("controller", asked)] if asked else []
         targets += [(f"router-{address}", address) for address in sorted(routers)]
         targets += [(one.name, one.metrics_address) for one in self._discovery.endpoints()]

@@ -14,12 +14,14 @@ _FILES: Final = (inference_pb2, worker_pb2, hand_over_pb2, controller_pb2)
 
 
 def _fields(message: Any) -> Iterator[str]:
-    """One line for each field of a message and of those within it."""
+    """One line for each field of a message and of those within it, and for each enum's value."""
     for field in message.fields:
         of = field.message_type or field.enum_type
         kind = of.full_name if of else field.type
         many = "many" if field.is_repeated else "one"
         yield f"{message.full_name}.{field.name} {field.number} {kind} {many}"
+        for value in field.enum_type.values if field.enum_type else ():
+            yield f"{kind}.{value.name} {value.number}"
     for inner in message.nested_types:
         yield from _fields(inner)
 

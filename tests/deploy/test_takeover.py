@@ -308,7 +308,7 @@ async def lead(model: Path, store: Stopping, world: World, prepare: Act, act: Ac
         if prepare is not nothing:
             world.starts.clear()
         await act(cluster, world)
-        while not cluster._told.settled:
+        while await untold_deaths(cluster):
             await asyncio.sleep(0)
 
     before = asyncio.all_tasks()
@@ -322,13 +322,19 @@ async def lead(model: Path, store: Stopping, world: World, prepare: Act, act: Ac
     await asyncio.wait_for(abandon(before), SECONDS)
 
 
+async def untold_deaths(cluster: Cluster) -> list[str]:
+    """The deaths that are written down, since somebody is still to be told of them."""
+    return [key for key in await cluster._store.keys("records/") if "/death/" in key]
+
+
 async def settled(cluster: Cluster) -> dict[str, str]:
     """The incarnations, once all workers are live and nothing is under way."""
     async with asyncio.timeout(SECONDS):
         while True:
+            untold = await untold_deaths(cluster)
             state = await cluster.state()
             phases = {one.phase for one in state.workers}
-            if phases == {WorkerPhase.LIVE} and not state.changing and cluster._told.settled:
+            if phases == {WorkerPhase.LIVE} and not state.changing and not untold:
                 return {one.name: one.incarnation for one in state.workers}
             await asyncio.sleep(0.002)
 

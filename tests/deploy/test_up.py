@@ -22,6 +22,7 @@ from kvrelay.deploy.up import _up
 from kvrelay.deploy.up_options import UpOptions
 from kvrelay.wire.cluster_state import ClusterState, WorkerPhase, WorkerState
 from kvrelay.wire.messages import CLUSTER_STATE
+from kvrelay.wire.version import VERSION
 from kvrelay.wire.worker_info import WorkerRole
 from tests.deploy.test_placement import CONFIG
 
@@ -104,6 +105,9 @@ def test_a_spec_is_read_as_it_was_written_and_another_versions_is_refused():
     assert ControllerSpec.from_bytes(spec.to_bytes()) == spec
     with pytest.raises(ClusterError, match="another version of kvrelay"):
         ControllerSpec.from_bytes(b'{"version": 0}\n')
+    other = spec.to_bytes().replace(VERSION.encode(), b"0.0.9 (00c0ffee)")
+    with pytest.raises(ClusterError, match=r"kvrelay 0\.0\.9 \(00c0ffee\) has .*kvrelay down"):
+        ControllerSpec.from_bytes(other)
 
 
 @pytest.mark.parametrize("is_new", [True, False])

@@ -62,6 +62,7 @@ def test_a_router_is_listed_as_long_as_it_listens():
             pass
         assert instances(targets.json("c:2")) == {"controller": "c:2", "router-h:1": "h:1"}
     assert instances(targets.json("")) == {}
+    assert not targets._routers, "it remembers nobody who has gone"
 
 
 @pytest.mark.parametrize(
