@@ -299,6 +299,7 @@ def test_progress_counts_requests_and_failures(record):
     assert (progress.ended, progress.failed) == (2, 1)
 
 
+@pytest.mark.slow
 async def test_a_terminal_shows_progress(service):
     service.pause_s = 0.02
     options = ["--target", service.address, "--shape", "8/4", "--requests", "20"]

@@ -135,7 +135,13 @@ def test_a_terminal_shows_one_screen_that_changes(service: ScriptedService, serv
     assert b"Traceback" not in terminal.written
 
 
-@pytest.mark.parametrize("environment", [{"TERM": "dumb"}, {"TERM": "xterm", "NO_COLOR": "1"}])
+@pytest.mark.parametrize(
+    "environment",
+    [
+        {"TERM": "dumb"},
+        pytest.param({"TERM": "xterm", "NO_COLOR": "1"}, marks=pytest.mark.slow),
+    ],
+)
 def test_without_colour_nothing_is_lost(server: str, environment: dict[str, str]):
     with top(server, **environment) as terminal:
         terminal.read_until(lambda: b"12.5 requests/s" in terminal.written)
