@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 from kvrelay.deploy.controller_host import ControllerHost, ControllerReport, Stage
@@ -13,7 +13,9 @@ from kvrelay.deploy.errors import ClusterError
 from kvrelay.deploy.key_value_store import KeyValueStore
 from kvrelay.deploy.left_over import end_left_over, named_actor
 from kvrelay.deploy.local_ray import ray
+from kvrelay.deploy.model_copy import Checkpoint, offer_for_good
 from kvrelay.deploy.named_groups import find_groups
+from kvrelay.deploy.pauses import finished
 from kvrelay.deploy.records import WorkerRecord
 from kvrelay.deploy.worker_process import ProcessIdentity, WorkerProcess
 from kvrelay.wire.worker_info import WorkerRole
@@ -28,11 +30,51 @@ _STOP_SECONDS: Final = 120.0
 """For a controller to end all workers in good order."""
 
 
+async def bring_up(
+    store: KeyValueStore,
+    namespace: str,
+    spec: ControllerSpec,
+    on_report: Callable[[ControllerReport], object] = lambda report: None,
+    *,
+    host: type[ControllerHost] = ControllerHost,
+    checkpoints: Sequence[Checkpoint] = (),
+) -> ControllerReport:
+    """Start a cluster, as `start_controller` does, and wait until its controller leads.
+
+    If that fails, the cluster is ended; if it is cancelled, too, unless the cluster ran before.
+    Raises ClusterError, in one line.
+    """
+    starting = asyncio.create_task(
+        start_controller(store, namespace, spec, host, checkpoints=checkpoints)
+    )
+    try:
+        await asyncio.shield(starting)
+        return await until_leading(namespace, on_report)
+    except (ClusterError, asyncio.CancelledError) as error:
+        failed = isinstance(error, ClusterError)
+        await finished(_end_begun(starting, store, namespace, failed=failed))
+        raise
+
+
+async def _end_begun(
+    starting: asyncio.Task[bool], store: KeyValueStore, namespace: str, *, failed: bool
+) -> None:
+    """End what `start_controller` has begun, once that has returned.
+
+    A cluster that has failed is ended whoever has begun it: it would keep its name else.
+    """
+    with contextlib.suppress(ClusterError):  # refused: then nothing was begun
+        if await starting or failed:
+            await end_cluster(store, namespace)
+
+
 async def start_controller(
     store: KeyValueStore,
     namespace: str,
     spec: ControllerSpec,
     host: type[ControllerHost] = ControllerHost,
+    *,
+    checkpoints: Sequence[Checkpoint] = (),
 ) -> bool:
     """Let a cluster be, and its controller start; returns at once.
 
@@ -43,6 +85,7 @@ async def start_controller(
         namespace: of its actors.
         spec: what it is to be.
         host: the controller's class.
+        checkpoints: what every node can have copies of, from this machine.
 
     Returns:
         whether the cluster is new: False if this very one runs already.
@@ -57,6 +100,8 @@ async def start_controller(
             f"--cluster-name: {spec.cluster_name} runs in this Ray already, with other options: "
             "`kvrelay down` ends it"
         )
+    if checkpoints:
+        await asyncio.to_thread(offer_for_good, namespace, *checkpoints)
     options = ray.remote(host).options(
         name=CONTROLLER,
         namespace=namespace,
@@ -97,11 +142,14 @@ async def until_leading(
 async def end_cluster(store: KeyValueStore, namespace: str) -> bool:
     """End a cluster: its workers, its controller, its places and its keys, and nothing else.
 
+    Ends what was left without a controller, too, but nothing of a `kvrelay serve`.
     Returns when the processes that can be observed from here have ended. False: there is none.
     """
     controller = await asyncio.to_thread(named_actor, namespace, CONTROLLER)
     if controller is None and await store.get(SPEC) is None:
-        return False
+        left = await asyncio.to_thread(_names_of_detached_actors, namespace)
+        if not left and not await store.keys(""):
+            return False
     process = None
     if controller is not None:
         process = await _stop(controller)
@@ -109,13 +157,13 @@ async def end_cluster(store: KeyValueStore, namespace: str) -> bool:
             ray.kill(controller)
     if process is not None:
         await process.end(_END_SECONDS)
-    left = await asyncio.to_thread(_names_of_actors, namespace)
+    left = await asyncio.to_thread(_names_of_detached_actors, namespace)
     records = [WorkerRecord(name, WorkerRole.DECODE) for name in left if name != CONTROLLER]
     await end_left_over(namespace, records)
     groups = await asyncio.to_thread(find_groups, namespace)
     for group in groups.values():
         ray.util.remove_placement_group(group)
-    for key in await store.keys(""):
+    for key in sorted(await store.keys(""), key=SPEC.__eq__):  # that last: it says what is left
         await store.delete(key)
     return True
 
@@ -124,6 +172,19 @@ def _has_workers(namespace: str) -> bool:
     """Whether `kvrelay serve` has a cluster of this name in this Ray."""
     roles = set(WorkerRole)
     return any(name.rpartition("-")[0] in roles for name in _names_of_actors(namespace))
+
+
+def _names_of_detached_actors(namespace: str) -> list[str]:
+    """Those that `kvrelay serve` has started end with it, and are none of these."""
+    return [name for name in _names_of_actors(namespace) if _is_detached(namespace, name)]
+
+
+def _is_detached(namespace: str, name: str) -> bool:
+    actor = named_actor(namespace, name)
+    if actor is None:  # it has ended just now
+        return False
+    table = ray._private.state.actors(actor._actor_id.hex())
+    return bool(table.get("IsDetached", False))
 
 
 def _names_of_actors(namespace: str) -> list[str]:

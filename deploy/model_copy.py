@@ -21,6 +21,7 @@ from kvrelay.deploy.errors import ModelError
 from kvrelay.deploy.local_ray import NodeAffinitySchedulingStrategy, ray
 from kvrelay.deploy.models import CHECKPOINT_FILES
 from kvrelay.deploy.placement import check_name_is_free, name_is_taken
+from kvrelay.deploy.worker_process import ProcessIdentity
 
 SOURCE: Final = "model-source"
 """The actor's name, in the cluster's namespace."""
@@ -30,6 +31,8 @@ _AHEAD: Final = 2
 
 Files = Mapping[str, str]
 """The sha256 of each file of a checkpoint, by its name."""
+Checkpoint = tuple[Path, Files]
+"""Its folder, and what is in it."""
 
 
 def files_of(checkpoint: Path) -> Files:
@@ -55,9 +58,16 @@ class ModelSource:
             file.seek(offset)
             return file.read(PIECE_BYTES)
 
+    def process(self) -> ProcessIdentity | None:
+        """This process, among all; None where the system does not say it."""
+        try:
+            return ProcessIdentity.of_this_process()
+        except OSError:
+            return None
+
 
 @contextmanager
-def offering(*checkpoints: tuple[Path, Files]) -> Iterator[None]:
+def offering(*checkpoints: Checkpoint) -> Iterator[None]:
     """A context in which every node can have copies of these checkpoints, from this machine.
 
     Raises ClusterError if another cluster of this name runs, with or without such an offer.
@@ -77,7 +87,7 @@ def offering(*checkpoints: tuple[Path, Files]) -> Iterator[None]:
         ray.kill(source)
 
 
-def offer_for_good(namespace: str, *checkpoints: tuple[Path, Files]) -> None:
+def offer_for_good(namespace: str, *checkpoints: Checkpoint) -> None:
     """Let every node have copies of these checkpoints from this machine, until the cluster ends."""
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     placed = ray.remote(ModelSource).options(

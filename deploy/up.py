@@ -27,6 +27,7 @@ from kvrelay.deploy.up_options import UP_OPTIONS, UpOptions
 if TYPE_CHECKING:
     from kvrelay.deploy.controller_host import ControllerReport
     from kvrelay.deploy.controller_spec import ControllerSpec
+    from kvrelay.deploy.model_copy import Checkpoint
 
 
 @click.command(cls=SectionedCommand, context_settings={"show_default": True})
@@ -77,9 +78,10 @@ def _start(
             signals.install()
             step.say(f"logs in {ray.logs}")
         if options.copy_model:
-            model = _offered(model, namespace, progress)
+            model = _with_digests(model, progress)
         spec = make_spec(options, model, namespace, debug=debug)
-        asyncio.run(_up(spec, namespace, progress, signals))
+        checkpoints = _checkpoints(model) if options.copy_model else ()
+        asyncio.run(_up(spec, checkpoints, namespace, progress, signals))
 
 
 def make_spec(
@@ -107,34 +109,38 @@ def make_spec(
     )
 
 
-def _offered(model: Model, namespace: str, progress: Progress) -> Model:
-    """The model with the digests of its files, which nodes can have for as long as it runs."""
-    from kvrelay.deploy.model_copy import files_of, offer_for_good
+def _with_digests(model: Model, progress: Progress) -> Model:
+    """The model with the digests of its files, by which nodes know a copy."""
+    from kvrelay.deploy.model_copy import files_of
 
     with progress.step("model", f"{model.name}: reading its digests") as step:
         files = files_of(model.path)
         drafts = {} if model.draft_path is None else files_of(model.draft_path)
-        checkpoints = [(model.path, files)]
-        if model.draft_path is not None:
-            checkpoints.append((model.draft_path, drafts))
-        offer_for_good(namespace, *checkpoints)
         step.say("nodes that lack it get a copy")
     return replace(model, files=files, draft_files=drafts)
 
 
+def _checkpoints(model: Model) -> tuple[Checkpoint, ...]:
+    """What nodes can have copies of, for as long as the cluster runs."""
+    draft = () if model.draft_path is None else ((model.draft_path, model.draft_files),)
+    return ((model.path, model.files), *draft)
+
+
 async def _up(
-    spec: ControllerSpec, namespace: str, progress: Progress, signals: StopSignals
+    spec: ControllerSpec,
+    checkpoints: tuple[Checkpoint, ...],
+    namespace: str,
+    progress: Progress,
+    signals: StopSignals,
 ) -> None:
     from kvrelay.deploy.deployment import loading_text
-    from kvrelay.deploy.detached import end_cluster, start_controller, until_leading
-    from kvrelay.deploy.errors import ClusterError
+    from kvrelay.deploy.detached import bring_up
     from kvrelay.deploy.ray_store import RayStore
 
     loop, task = asyncio.get_running_loop(), asyncio.current_task()
     assert task is not None
     signals.deliver_to(lambda: loop.call_soon_threadsafe(task.cancel))
     store = RayStore.of_this_process(namespace)
-    is_new = await start_controller(store, namespace, spec)
     try:
         with progress.step("workers", "loading the model") as step:
 
@@ -142,13 +148,8 @@ async def _up(
                 if report.progress:
                     step.say(loading_text(report.progress))
 
-            report = await until_leading(namespace, show)
+            report = await bring_up(store, namespace, spec, show, checkpoints=checkpoints)
             step.say("ready")
-    except (ClusterError, asyncio.CancelledError) as error:
-        signals.stopping()
-        if is_new or isinstance(error, ClusterError):  # one that has failed keeps its name else
-            await end_cluster(store, namespace)
-        raise
     finally:
         signals.stopping()  # the loop that signals were delivered to ends here
     progress.line(f"Ready in {progress.elapsed:.1f} s.")

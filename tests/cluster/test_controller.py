@@ -16,11 +16,18 @@ import psutil
 import pytest
 
 from kvrelay.deploy.controller_host import ControllerReport, Stage
-from kvrelay.deploy.controller_spec import ControllerSpec
-from kvrelay.deploy.detached import CONTROLLER, end_cluster, start_controller, until_leading
+from kvrelay.deploy.controller_spec import SPEC, ControllerSpec
+from kvrelay.deploy.detached import (
+    CONTROLLER,
+    bring_up,
+    end_cluster,
+    start_controller,
+    until_leading,
+)
 from kvrelay.deploy.errors import ClusterError
 from kvrelay.deploy.left_over import named_actor
 from kvrelay.deploy.local_ray import ray as ray_module
+from kvrelay.deploy.model_copy import ModelSource, offer_for_good
 from kvrelay.deploy.named_groups import find_groups
 from kvrelay.deploy.placement import PlacementPlan
 from kvrelay.deploy.ray_store import RayStore
@@ -121,6 +128,10 @@ class Led:
     async def assert_gone(self) -> None:
         """End the cluster, and prove that nothing of it is left."""
         await end_cluster(self.store, self.namespace)
+        await self.assert_gone_already()
+
+    async def assert_gone_already(self) -> None:
+        """Prove that nothing of the cluster is left."""
         left = [one for one in self.pids() if is_running(one)]
         assert not left
         assert not find_groups(self.namespace)
@@ -311,3 +322,45 @@ async def test_workers_that_do_not_start_are_said_and_leave_nothing(led: Led):
     with pytest.raises(ClusterError, match=r"^decode-0 did not start: kv_memory"):
         await led.leading()
     await led.assert_gone()
+
+
+def actors_of(namespace: str) -> set[str]:
+    named = ray_module.util.list_named_actors(all_namespaces=True)
+    return {one["name"] for one in named if one["namespace"] == namespace}
+
+
+async def test_what_is_refused_offers_no_model_and_what_is_left_without_a_name_is_ended(led: Led):
+    offered = ((led.folder, {"config.json": "0" * 64}),)
+    await led.store.put(SPEC, replace(led.spec, port=1).to_bytes())
+    with pytest.raises(ClusterError, match="with other options"):
+        await bring_up(led.store, led.namespace, led.spec, host=led.host, checkpoints=offered)
+    assert not actors_of(led.namespace)
+    assert await led.store.keys("") == [SPEC], "the other cluster stays as it is"
+    await led.store.delete(SPEC)
+    assert not await end_cluster(led.store, led.namespace), "there is none"
+    ours = ray_module.remote(ModelSource).options(
+        name="decode-7", namespace=led.namespace, num_cpus=0
+    )
+    of_serve = ours.remote({})
+    await asyncio.to_thread(offer_for_good, led.namespace, *offered)
+    assert await end_cluster(led.store, led.namespace)
+    assert actors_of(led.namespace) == {"decode-7"}, "a serve's workers end with it"
+    ray_module.kill(of_serve)
+
+
+@pytest.mark.parametrize("named", [False, True])
+async def test_a_signal_while_the_controller_starts_leaves_nothing(led: Led, named: bool):
+    offered = ((led.folder, {"config.json": "0" * 64}),)
+    begun = asyncio.create_task(
+        bring_up(led.store, led.namespace, led.spec, host=led.host, checkpoints=offered)
+    )
+    if named:
+        async with asyncio.timeout(SECONDS):
+            while not await led.store.keys(SPEC):
+                await asyncio.sleep(0)
+    else:
+        await asyncio.sleep(0)
+    begun.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await begun
+    await led.assert_gone_already()

@@ -116,7 +116,7 @@ async def test_a_cluster_that_could_not_start_does_not_keep_its_name(
 ):
     ended: list[str] = []
 
-    async def start(*_: object) -> bool:
+    async def start(*_: object, **options: object) -> bool:
         return is_new
 
     async def fail(*_: object) -> None:
@@ -130,7 +130,7 @@ async def test_a_cluster_that_could_not_start_does_not_keep_its_name(
         monkeypatch.setattr(f"kvrelay.deploy.detached.{name}", fake)
     spec = ControllerSpec("c", (CONFIG,), PlacementPlan(namespace="kvrelay/c"), 30)
     with StopSignals() as signals, pytest.raises(ClusterError, match="no room"):
-        await _up(spec, "kvrelay/c", Progress(StringIO()), signals)
+        await _up(spec, (), "kvrelay/c", Progress(StringIO()), signals)
     assert ended == ["kvrelay/c"]
 
 
