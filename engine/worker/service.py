@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 
 import grpc
@@ -22,6 +22,7 @@ from kvrelay.engine.scheduler.commands import (
 from kvrelay.engine.scheduler.outbox import RouterLink
 from kvrelay.engine.worker.black_box import posthumous_ends
 from kvrelay.engine.worker.edge import check_incarnation, check_version, first_message
+from kvrelay.engine.worker.held_submits import HeldSubmits, Prepare
 from kvrelay.engine.worker.load_reports import PacedLink
 from kvrelay.engine.worker.page_owners import page_owners
 from kvrelay.engine.worker.submit_rules import SubmitRules, submit_command
@@ -33,7 +34,6 @@ from kvrelay.wire.page_owners import PageOwners
 from kvrelay.wire.request import (
     CancelRequest,
     RequestKey,
-    StructuredOutput,
     SubmitRequest,
     TellPrefixesRequest,
 )
@@ -49,7 +49,7 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
         inbox: the engine's.
         rules: what submissions must keep to.
         killed: the requests of the forward that killed the process before, if one did.
-        prepare: begins to compile what outputs must be: it is needed with the first token.
+        prepare: begins to compile what outputs must be; their requests wait for it.
     """
 
     def __init__(
@@ -58,9 +58,9 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
         inbox: Mailbox[Command],
         rules: SubmitRules,
         killed: Sequence[RequestKey] = (),
-        prepare: Callable[[StructuredOutput], object] = lambda _: None,
+        prepare: Prepare = lambda _: None,
     ) -> None:
-        self._prepare = prepare
+        self._submits = HeldSubmits(inbox, prepare)
         self._killed = posthumous_ends(killed)
         self._incarnation = incarnation
         self._inbox = inbox
@@ -91,10 +91,12 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
                 yield ENGINE_OUTPUTS.to_message(first.packed())
         finally:
             self._links.discard(link)
+            self._submits.forget(link)
             self._inbox.post(Detach(link))
             reader.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await reader
+            self._submits.forget(link)  # what it has read meanwhile
 
     async def GetPageOwners(  # noqa: N802 (gRPC's name)
         self, request: worker_pb2.GetPageOwnersRequest, context: grpc.aio.ServicerContext
@@ -140,12 +142,9 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
         try:
             command = ATTACH_REQUEST.from_message(message).command
             if isinstance(command, SubmitRequest):
-                submit = submit_command(command, link, self._rules)
-                if submit.sampling.structured_output is not None:
-                    self._prepare(submit.sampling.structured_output)
-                self._inbox.post(submit)
+                self._submits.submit(submit_command(command, link, self._rules))
             elif isinstance(command, CancelRequest):
-                self._inbox.post(Cancel(command.key._replace(router=link.router)))
+                self._submits.cancel(Cancel(command.key._replace(router=link.router)))
             elif isinstance(command, TellPrefixesRequest):
                 self._inbox.post(TellPrefixes(link))
             else:
