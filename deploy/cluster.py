@@ -134,6 +134,7 @@ class Cluster:
             self._leases = leases = await self._begin_epoch()
             self._journal, before = await Journal.take_over(self._store, leases)
             self._deaths = RecordedDeaths(self._journal, before.deaths if before else ())
+            self._add_started()
             self.took_over = before is not None and before.cluster.phase is Phase.SERVING
             if self._journal.cluster.phase is Phase.STOPPING:
                 raise ClusterError("the cluster was being stopped")
@@ -375,6 +376,12 @@ class Cluster:
         if remove and list(roles.values()).count(role) == 1:
             raise CannotDrain(f"remove: {worker} is the last {role} worker")
         return self.workers[worker], self._supervisors[worker]
+
+    def _add_started(self) -> None:
+        """Let each worker that has started hear of every death, also before it has answered."""
+        for record in self._written.workers.values():
+            if record.started is not None:
+                self._told.add_worker(record.started.info.incarnation)
 
     def _tell_of_deaths(self, worker: WorkerInfo) -> None:
         """Tell a worker of the deaths that it does not know of; what fails is tried again."""

@@ -62,6 +62,8 @@ class Actor:
         self.process: subprocess.Popen[bytes] | None = None
         self.started: Started | None = None
         self.told: set[str] = set()
+        self.may_answer = asyncio.Event()
+        self.may_answer.set()
 
     @property
     def runs(self) -> bool:
@@ -77,6 +79,7 @@ class Actor:
         if method is WorkerHost.peers_died:
             self.told.update(*args)
         elif method is WorkerHost.heartbeat:
+            await self.may_answer.wait()
             return 1.0 if args[0] == self.started.info.incarnation else None
         elif method is WorkerHost.drain:
             if args[0] == self.started.info.incarnation:
@@ -421,6 +424,30 @@ async def test_who_has_shared_memory_with_the_dead_hears_of_it_from_a_successor(
         lost = there["decode-0"] != "decode-0-1"
         assert world.actors["prefill-0"].told == ({"decode-0-1"} if lost else set()), at
         await abandon(before)
+
+
+async def test_who_is_slow_to_answer_a_successor_hears_of_a_death_that_it_finds_meanwhile(
+    make_world: Callable[[], World], tmp_path: Path
+):
+    store, world = Stopping(), make_world()
+    await lead(tmp_path, store, world, nothing, nothing)
+    prefill, decode = world.actors["prefill-0"], world.actors["decode-0"]
+    decode.kill()
+    prefill.may_answer.clear()
+    successor = InProcessStore()
+    successor._values = store._values
+    before = asyncio.all_tasks()
+    cluster = make_cluster(tmp_path, successor)
+    starting = asyncio.create_task(cluster.start())
+    async with asyncio.timeout(SECONDS):
+        while not decode.runs:  # its successor has been started, so it was found dead
+            await asyncio.sleep(0.002)
+        prefill.may_answer.set()
+        await starting
+    await settled(cluster)
+    assert prefill.told == {"decode-0-1"}
+    await cluster.stop()
+    await abandon(before)
 
 
 async def test_a_cluster_that_was_being_stopped_is_stopped(
