@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import os
 import signal
 import sys
+import tempfile
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, TextIO
 
 import click
 
@@ -18,6 +20,7 @@ from kvrelay.deploy.errors import DeployError
 from kvrelay.deploy.machines import MachineOptions
 from kvrelay.deploy.option_flags import declared_options
 from kvrelay.deploy.progress import Progress
+from kvrelay.deploy.worker_process import ProcessIdentity
 
 if TYPE_CHECKING:
     from kvrelay.deploy.node_workers import NodeWorker
@@ -70,7 +73,7 @@ async def _end_of(worker: NodeWorker, give_up_at: float, progress: Progress) -> 
     try:
         if not _is_actor(worker.pid):
             return None  # it has ended, and another program has its pid
-        signal.pidfd_send_signal(pidfd, signal.SIGTERM)
+        _drain_once(worker.pid, pidfd)
         ended = asyncio.Event()
         asyncio.get_running_loop().add_reader(pidfd, ended.set)
         try:
@@ -86,6 +89,29 @@ async def _end_of(worker: NodeWorker, give_up_at: float, progress: Progress) -> 
         os.close(pidfd)
     progress.line(f"{worker.name} has left.")
     return None
+
+
+def _drain_once(pid: int, pidfd: int) -> None:
+    """Send SIGTERM, unless an earlier call on this machine has: a second one would not wait."""
+    try:
+        mark = _mark_of(pid)
+    except OSError:  # rather a second one than none
+        signal.pidfd_send_signal(pidfd, signal.SIGTERM)
+        return
+    with mark:
+        fcntl.flock(mark, fcntl.LOCK_EX)
+        if os.fstat(mark.fileno()).st_size == 0:
+            signal.pidfd_send_signal(pidfd, signal.SIGTERM)
+            mark.write("SIGTERM\n")
+            mark.flush()
+
+
+def _mark_of(pid: int) -> TextIO:
+    """A file that every call has alike for one process; empty until it was sent SIGTERM."""
+    folder = Path(tempfile.gettempdir()) / f"kvrelay-leave-{os.getuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    who = ProcessIdentity.of(pid)
+    return (folder / f"{who.boot_id}-{pid}-{who.start_ticks}").open("a")
 
 
 def _is_actor(pid: int) -> bool:

@@ -34,7 +34,12 @@ class ProcessIdentity:
     @classmethod
     def of_this_process(cls) -> Self:
         """Who the caller is. Raises OSError where /proc does not say it."""
-        return cls(_boot_id(), _pid_namespace(), os.getpid(), _start_ticks(os.getpid()))
+        return cls.of(os.getpid())
+
+    @classmethod
+    def of(cls, pid: int) -> Self:
+        """Who has a pid now, seen from this process. Raises OSError where /proc does not say it."""
+        return cls(_boot_id(), _pid_namespace(), pid, _start_ticks(pid))
 
 
 class WorkerProcess:

@@ -12,6 +12,9 @@ from kvrelay.deploy.node_workers import NodeWorker
 from kvrelay.deploy.progress import Progress
 
 DRAINS = "trap 'exit 71' TERM; echo ready; while :; do sleep 0.01; done"
+ENDS_AT_SECOND = """
+trap 'n=$((n + 1)); [ $n = 2 ] && exit 99' TERM; echo ready; while :; do sleep 0.01; done
+"""
 STAYS = "trap '' TERM; echo ready; while :; do sleep 0.01; done"
 
 
@@ -50,6 +53,16 @@ async def test_a_worker_that_does_not_end_in_time_is_named():
         assert stays.poll() is None
     assert names == ["decode-0"]
     assert said == "decode-1 has left.\n"
+
+
+async def test_a_second_call_lets_a_worker_that_drains_go_on():
+    with process("ray::DecodeWorker", ENDS_AT_SECOND) as drains:
+        worker = NodeWorker("decode-0", drains.pid)
+        for _ in range(3):
+            assert await left(worker, seconds=0.3) == (["decode-0"], "")
+            assert drains.poll() is None
+        drains.terminate()
+        assert drains.wait(20) == 99, "the first call has sent the one before"
 
 
 async def test_another_program_that_has_the_pid_now_is_left_alone():
