@@ -78,13 +78,15 @@ class _JsonCall:
         self._arguments: tuple[int, int | None] | None = None
 
     def push(self, text: str) -> str:
-        """Take text up to the object's end; returns what is behind it."""
+        """Take text up to the object's end, or to where it is bad; returns what is behind that."""
         self.text += text
         while self._at < len(self.text) and not (self.is_complete or self.is_bad):
             self._take(self.text[self._at])
             self._at += 1
-        if not self.is_complete:
+        if not self.is_complete and not self.is_bad:
             return ""
+        if self.is_bad:
+            self._at -= 1  # what no call begins with may begin something else
         self.is_bad = not self.name
         rest, self.text = self.text[self._at :], self.text[: self._at]
         return rest
@@ -124,13 +126,14 @@ class _JsonCall:
     def _between(self, character: str) -> None:
         if character == ":":
             self._key, self._value_begin = self._last_string, self._at + 1
-            if self._key in ('"arguments"', '"parameters"'):
+            # The first ones count: what was told of them stays.
+            if self._key in ('"arguments"', '"parameters"') and self._arguments is None:
                 self._arguments = (self._value_begin, None)
         elif character == ",":
             self._end_value()
 
     def _end_value(self) -> None:
-        if self._key == '"name"':
+        if self._key == '"name"' and not self.name:
             try:
                 name = json.loads(self.text[self._value_begin : self._at])
             except ValueError:
@@ -228,10 +231,12 @@ class HermesParser:
                 return True
             if not call.is_complete:
                 return False
-        at = self._held.find(self._CLOSE)
-        if at < 0:
+        behind = self._held.lstrip()
+        if len(behind) < len(self._CLOSE) and self._CLOSE.startswith(behind):
             return False
-        self._held, self._call = self._held[at + len(self._CLOSE) :], None
+        if behind.startswith(self._CLOSE):
+            self._held = behind.removeprefix(self._CLOSE)
+        self._call = None  # without its tag, what follows is content or another call
         return True
 
     def _content(self, text: str) -> list[Piece]:
@@ -275,7 +280,7 @@ class JsonCallsParser:
             self._held = ""
             return False
         if self._call is None:
-            if not self._calls.num_begun and self._TAG.startswith(self._held):
+            if self._TAG.startswith(self._held):
                 return False
             behind = self._held.removeprefix(self._TAG).lstrip(self._BETWEEN)
             if not behind:
@@ -440,4 +445,4 @@ def _call(number: int, call: ast.expr) -> Iterable[Piece]:
         raise ValueError("no call with named arguments")
     values = {one.arg or "": ast.literal_eval(one.value) for one in call.keywords}
     yield Piece(call=number, name=ast.unparse(call.func))
-    yield Piece(call=number, arguments=json.dumps(values, ensure_ascii=False))
+    yield Piece(call=number, arguments=json.dumps(values, ensure_ascii=False, allow_nan=False))

@@ -140,7 +140,9 @@ def read_chat_completion(
     if alternatives and logprobs is None:
         raise fields.error("top_logprobs", "is allowed with logprobs alone")
     call = _read_rest(fields, texts, params, [prompt], [prompt.num_bytes], logprobs)
-    parser = speaker(tools, dialect, lambda: prompt.ends_in_reasoning)
+    parser = speaker(
+        tools, dialect, lambda: prompt.ends_in_reasoning, has_form=params.HasField(FIELD)
+    )
     shown = replace(call.shown, parser=parser, ends_by_calls=not tools.named)
     renamed = {"logprobs": "top_logprobs", "max_tokens": "max_completion_tokens"}
     asked_as |= {name: asked for name, asked in renamed.items() if body.get(asked) is not None}

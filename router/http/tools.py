@@ -33,6 +33,7 @@ _PARSERS: Final[Mapping[ToolFormat, Callable[[], OutputParser]]] = {
     ToolFormat.LLAMA3_JSON: JsonCallsParser,
     ToolFormat.PYTHONIC: PythonicParser,
 }
+_DEFINITIONS: Final = ("$defs", "definitions")
 _ANY_ARGUMENTS: Final = {"type": "object"}
 
 
@@ -86,14 +87,20 @@ class Tools:
 
 
 def speaker(
-    tools: Tools, dialect: Dialect, in_reasoning: Callable[[], bool]
+    tools: Tools, dialect: Dialect, in_reasoning: Callable[[], bool], *, has_form: bool
 ) -> Callable[[], OutputParser] | None:
     """Makes what takes an output apart; None: it is content, all of it.
 
-    `in_reasoning` tells whether the prompt has ended in reasoning, once it was rendered.
+    An output that is held to a form has no reasoning, whatever its prompt ends with.
+
+    Args:
+        tools: of the call.
+        dialect: of the model.
+        in_reasoning: tells whether the prompt has ended in reasoning, once it was rendered.
+        has_form: the output is held to one.
     """
     make = tools.parser(dialect)
-    if not dialect.reasons or tools.named or tools.required:
+    if not dialect.reasons or has_form:
         return make
     return lambda: ReasoningParser((make or ContentParser)(), begins_inside=in_reasoning())
 
@@ -180,13 +187,12 @@ def _read_choice(fields: Fields) -> tuple[str, str]:
 
 def _of_calls(functions: Any, most: int | None) -> dict[str, Any]:
     """The schema of a list of calls."""
-    definitions: dict[str, Any] = {}
+    definitions: dict[str, dict[str, Any]] = {}
     calls = []
     for function in functions:
         arguments = dict(function.get("parameters") or _ANY_ARGUMENTS)
-        for name, schema in (arguments.pop("$defs", None) or {}).items():
-            if definitions.setdefault(name, schema) != schema:
-                raise InvalidField("tools", f"have different definitions of {name}")
+        for member in _DEFINITIONS:
+            _hoist(member, arguments.pop(member, None) or {}, definitions)
         calls.append(
             {
                 "type": "object",
@@ -196,4 +202,14 @@ def _of_calls(functions: Any, most: int | None) -> dict[str, Any]:
             }
         )
     bounds = {"minItems": 1} if most is None else {"minItems": 1, "maxItems": most}
-    return {"$defs": definitions, "type": "array", "items": {"anyOf": calls}, **bounds}
+    return {**definitions, "type": "array", "items": {"anyOf": calls}, **bounds}
+
+
+def _hoist(member: str, schemas: Any, definitions: dict[str, dict[str, Any]]) -> None:
+    """Move a tool's definitions to where references from the root find them."""
+    if not isinstance(schemas, dict):
+        raise InvalidField("tools", f"have {member} that are no object")
+    known = definitions.setdefault(member, {})
+    for name, schema in schemas.items():
+        if known.setdefault(name, schema) != schema:
+            raise InvalidField("tools", f"have different definitions of {name}")

@@ -73,6 +73,22 @@ OUTPUTS: list[tuple[str, str, Said]] = [
     ("hermes", '<tool_call>{"name": "f"}</tool_call> done', (" done", "", [("f", "{}")])),
     ("hermes", "<tool_call>what</tool_call>", ("<tool_call>what</tool_call>", "", [])),
     ("hermes", '<tool_call>{"a": 1}</tool_call>', ('<tool_call>{"a": 1}</tool_call>', "", [])),
+    (
+        "hermes",
+        f"<tool_call>{CALL_F} and more\n<tool_call>{CALL_F}\n<tool_call>{CALL_F}",
+        (" and more", "", [F, F, F]),
+    ),
+    ("hermes", f"<tool_call>{CALL_F}</tool_", ("", "", [F])),
+    ("hermes", f"<tool_call>what <tool_call>{CALL_F}", ("<tool_call>what", "", [F])),
+    (
+        "hermes",
+        '<tool_call>{"name": "f", "arguments": {"x": 1}, "name": 3, "arguments": {"y": 2}}'
+        f"</tool_call><tool_call>{CALL_F}</tool_call>",
+        ("", "", [("f", '{"x": 1}'), F]),
+    ),
+    ("json", f"{CALL_F}<|python_tag|>{CALL_F}", ("", "", [F, F])),
+    ("json", f"{CALL_F}\nThat is all.", ("\nThat is all.", "", [F])),
+    ("pythonic", "[f(a=1e999)]", ("[f(a=1e999)]", "", [])),
     ("hermes", '<tool_call>{"na', ('<tool_call>{"na', "", [])),
     ("hermes", '<tool_call>{"name": "f", "arguments": {"a', ("", "", [("f", '{"a')])),
     ("json", CALL_F.replace("arguments", "parameters"), ("", "", [F])),
@@ -123,6 +139,7 @@ def test_arguments_come_in_pieces(kind: str) -> None:
 
 
 ALPHABET = ["<tool_call>", "</tool_call>", "<think>", "</think>", '{"name": "f"', ', "arguments": ']
+ALPHABET += [CALL_F, f"<tool_call>{CALL_F}</tool_call>", '"name": 3', '"arguments": {"y": 2}']
 ALPHABET += ["{", "}", "[", "]", '"', "\\", ",", ":", " ", "\n", "x", "<", "f(", "a=1", ")", ";"]
 
 

@@ -15,6 +15,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from kvrelay.router.config import ReasoningFormat, RouterConfig, ToolParser
+from kvrelay.router.http.tools import _of_calls
 from kvrelay.v1 import worker_pb2
 
 from ..cluster import Cluster, running
@@ -162,6 +163,27 @@ async def test_a_prompt_that_has_begun_to_reason(
             assert (message["reasoning"], message["content"]) == ("Hm.", "Yes.")
 
 
+async def test_an_output_with_a_form_has_no_reasoning(
+    config: RouterConfig, tmp_path: Path, tokenizer: Tokenizer
+) -> None:
+    """The form begins at once, whatever the prompt ends with."""
+    template = "{{ messages[0].content }}<think>\n"
+    form: dict[str, Any] = {"response_format": {"type": "json_object"}, "tools": openai.omit}
+    async with served(config, tmp_path, template) as (cluster, client):
+        cluster.workers[0].on_submit = saying('{"a": 1}', tokenizer)
+        for message, _ in (whole(await ask(client, **form)), await streamed(client, **form)):
+            assert (message["reasoning"], message["content"]) == ("", '{"a": 1}')
+
+
+def test_definitions_of_tools_move_to_the_root() -> None:
+    parts = {"definitions": {"a": {"type": "integer"}}, "$defs": {"b": {}}}
+    tools = [{"name": name, "parameters": {"type": "object", **parts}} for name in ("one", "other")]
+    schema = _of_calls(tools, None)
+    assert {name: schema[name] for name in parts} == parts
+    for call in schema["items"]["anyOf"]:
+        assert call["properties"]["parameters"] == {"type": "object"}
+
+
 async def test_a_tool_that_must_be_called(
     config: RouterConfig, tmp_path: Path, tokenizer: Tokenizer
 ) -> None:
@@ -212,6 +234,11 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"tool_choice": {"function": {"name": "no"}}}, "tool_choice.function.name"),
     ({"tool_choice": "required", "guided_regex": "a"}, "tool_choice"),
     ({"tools": [{"type": "function", "function": BAD}], "tool_choice": "required"}, "tools"),
+    *(
+        ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {member: [1]}}}],
+          "tool_choice": "required"}, "tools")
+        for member in ("$defs", "definitions")
+    ),
 ]  # fmt: skip
 
 
