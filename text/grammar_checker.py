@@ -104,7 +104,7 @@ class GrammarChecker:
                 raise CheckerError("no more grammars are checked")
             self._unread = b""
             self._process = subprocess.Popen(  # noqa: S603 - our own module
-                [sys.executable, "-m", _MODULE],
+                [sys.executable, "-P", "-m", _MODULE],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
