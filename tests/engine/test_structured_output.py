@@ -195,16 +195,22 @@ WIDE = StructuredOutput(grammar=f'start: "a" x\nx: {ROWS}')
 
 def test_a_grammar_that_fails_at_a_mask_ends_its_request_and_no_worker(model: Path) -> None:
     simulation = serve(model, model, "float64", replace(PAIR, aggregated=True, retract_every=0))
+    [broken] = simulation.submit_choices(
+        1,
+        [5, 6, 7],
+        20,
+        sampling=SamplingParams(temperature=0.0, structured_output=WIDE),
+        stop_token_ids=frozenset({EOS}),
+    )
     for _ in range(5):  # more than the forwards in a row that a worker may fail
-        [broken] = simulation.submit_choices(
-            1, [5, 6, 7], 20, sampling=SamplingParams(temperature=0.0, structured_output=WIDE),
-            stop_token_ids=frozenset({EOS}),
-        )  # fmt: skip
         simulation.run()
         [end] = broken.ends.values()
         assert "Current row has" in end.error
         assert (end.cause, end.retryable) == (FailureReason.GRAMMAR_FAILED, False)
         assert broken.output
+        broken.ends.clear()
+        simulation._attempt([broken])  # goes on at once where the grammar fails
+    simulation.run()
     [good, *_] = submit(simulation, 1, StructuredOutput(choice=("yes",)))
     simulation.run()
     assert text_of(model, good.output) == "yes"
