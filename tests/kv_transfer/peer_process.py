@@ -66,8 +66,10 @@ class Peer:
         self.process.join()
 
     def freeze(self) -> None:
-        """Stop the process, so that it answers nothing, until `thaw`."""
+        """Stop the process, so that it answers nothing, until `thaw`. Waits for its last thread."""
         self._signal(signal.SIGSTOP)
+        assert self.process.pid is not None
+        os.waitid(os.P_PID, self.process.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
 
     def thaw(self) -> None:
         self._signal(signal.SIGCONT)
