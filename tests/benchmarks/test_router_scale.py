@@ -4,7 +4,9 @@ import cProfile
 
 import pytest
 
-from benchmarks.router_scale import Load, by_component, measure
+from benchmarks.router_scale.__main__ import by_component
+from benchmarks.router_scale.bench import measure
+from benchmarks.router_scale.load import Load
 
 
 def test_every_request_is_answered_and_loads_are_few():
