@@ -16,9 +16,8 @@ from pathlib import Path
 from kvrelay.deploy.worker_host import BuildWorker, WorkerHost
 from kvrelay.engine.config import WorkerConfig
 from kvrelay.engine.worker.worker_lease import WorkerLease
-from kvrelay.wire.model_digest import NO_MODEL
-from kvrelay.wire.version import VERSION
 from kvrelay.wire.worker_info import WorkerInfo
+from tests.worker_infos import worker_info
 
 
 class ObedientWorker:
@@ -43,19 +42,10 @@ class ObedientWorker:
                 raise OSError(errno.EADDRINUSE, "Address already in use")
             case "miss":
                 raise ModuleNotFoundError("No module named 'nixl'", name="nixl")
-        return WorkerInfo(
-            name=self._config.name,
+        return worker_info(
+            self._config.name,
             role=self._config.role,
             incarnation=f"{self._config.name}-{uuid.uuid4().hex[:8]}",
-            address="127.0.0.1:1",
-            metrics_address="127.0.0.1:2",
-            pool_tokens=16,
-            max_model_len=16,
-            vocab_size=16,
-            architecture="none",
-            eos_token_ids=(),
-            model=NO_MODEL,
-            version=VERSION,
             pid=os.getpid(),
         )
 

@@ -10,24 +10,10 @@ from kvrelay.deploy.controller_metrics import METRICS, ControllerMetrics
 from kvrelay.deploy.membership import Membership
 from kvrelay.deploy.worker_end import WorkerEnd
 from kvrelay.mem_cache.errors import ConservationError
-from kvrelay.wire.model_digest import NO_MODEL
-from kvrelay.wire.version import VERSION
-from kvrelay.wire.worker_info import WorkerInfo, WorkerRole
+from kvrelay.wire.worker_info import WorkerRole
+from tests.worker_infos import worker_info
 
-FIRST = WorkerInfo(
-    name="decode-0",
-    role=WorkerRole.DECODE,
-    incarnation="decode-0-1",
-    version=VERSION,
-    address="127.0.0.1:1",
-    metrics_address="127.0.0.1:2",
-    pool_tokens=16,
-    max_model_len=16,
-    vocab_size=16,
-    architecture="none",
-    eos_token_ids=(),
-    model=NO_MODEL,
-)
+FIRST = worker_info()
 SECOND = replace(FIRST, incarnation="decode-0-2")
 
 

@@ -7,26 +7,8 @@ from collections.abc import Mapping
 
 from kvrelay.deploy.drain_turns import DrainTurns
 from kvrelay.deploy.membership import Membership
-from kvrelay.wire.model_digest import NO_MODEL
-from kvrelay.wire.version import VERSION
 from kvrelay.wire.worker_info import WorkerInfo, WorkerRole
-
-
-def life(name: str, number: int = 1) -> WorkerInfo:
-    return WorkerInfo(
-        name=name,
-        role=WorkerRole(name.partition("-")[0]),
-        incarnation=f"{name}-{number}",
-        address="127.0.0.1:1",
-        metrics_address="127.0.0.1:2",
-        pool_tokens=16,
-        max_model_len=16,
-        vocab_size=16,
-        architecture="none",
-        eos_token_ids=(),
-        model=NO_MODEL,
-        version=VERSION,
-    )
+from tests.worker_infos import worker_info
 
 
 class Role:
@@ -34,7 +16,7 @@ class Role:
 
     def __init__(self, *names: str) -> None:
         self.members = Membership()
-        self.lives = {name: life(name) for name in names}
+        self.lives = {name: worker_info(name) for name in names}
         for info in self.lives.values():
             self.members.add_live(info)
         self.turns = DrainTurns(self.members, self.roles)
@@ -56,7 +38,7 @@ class Role:
     def is_replaced(self, name: str) -> None:
         """The worker's process ends, and another one is there."""
         self.dies(name)
-        self.lives[name] = life(name, 2)
+        self.lives[name] = worker_info(name, 2)
         self.members.add_live(self.lives[name])
 
     def dies(self, name: str) -> None:
@@ -78,7 +60,7 @@ async def test_the_next_one_drains_when_the_successor_is_live():
     role.members.remove_live(role.lives["decode-0"])
     role.members.add_dead(role.lives["decode-0"])
     assert await role.drains() == ["decode-0"], "its successor is not there yet"
-    role.members.add_live(life("decode-0", 2))
+    role.members.add_live(worker_info("decode-0", 2))
     assert await role.drains() == ["decode-1"]
     role.is_replaced("decode-1")
     assert await role.drains() == ["decode-2"]
@@ -113,7 +95,7 @@ async def test_nobody_drains_while_another_is_lost_or_drained_by_an_operator():
     assert await role.drains() == ["decode-1"]
     role.is_replaced("decode-1")
     assert await role.drains() == [], "decode-0 is not back"
-    role.members.add_live(life("decode-0", 2))
+    role.members.add_live(worker_info("decode-0", 2))
     assert await role.drains() == ["decode-2"]
 
 

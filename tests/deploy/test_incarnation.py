@@ -18,25 +18,10 @@ from kvrelay.deploy.worker_end import WorkerEnd
 from kvrelay.deploy.worker_host import WorkerHost
 from kvrelay.deploy.worker_process import ProcessIdentity, _start_ticks
 from kvrelay.engine.worker.worker_lease import Renewal, boottime
-from kvrelay.wire.model_digest import NO_MODEL
-from kvrelay.wire.version import VERSION
-from kvrelay.wire.worker_info import WorkerInfo, WorkerRole
+from kvrelay.wire.worker_info import WorkerInfo
+from tests.worker_infos import worker_info
 
-INFO = WorkerInfo(
-    name="decode-0",
-    role=WorkerRole.DECODE,
-    incarnation="decode-0-1",
-    address="127.0.0.1:1",
-    metrics_address="127.0.0.1:2",
-    pool_tokens=16,
-    max_model_len=16,
-    vocab_size=16,
-    architecture="none",
-    eos_token_ids=(),
-    model=NO_MODEL,
-    version=VERSION,
-    pid=1,
-)
+INFO = worker_info(pid=1)
 GONE = ray.exceptions.ActorUnavailableError("the connection broke", None)
 
 

@@ -7,29 +7,9 @@ import asyncio
 import pytest
 
 from kvrelay.deploy.membership import Membership
-from kvrelay.wire.model_digest import NO_MODEL
-from kvrelay.wire.version import VERSION
-from kvrelay.wire.worker_info import WorkerInfo, WorkerRole
+from tests.worker_infos import worker_info
 
-
-def life(number: int) -> WorkerInfo:
-    return WorkerInfo(
-        name="decode-0",
-        role=WorkerRole.DECODE,
-        incarnation=f"decode-0-{number}",
-        address="127.0.0.1:1",
-        metrics_address="127.0.0.1:2",
-        pool_tokens=16,
-        max_model_len=16,
-        vocab_size=16,
-        architecture="none",
-        eos_token_ids=(),
-        model=NO_MODEL,
-        version=VERSION,
-    )
-
-
-FIRST, SECOND = life(1), life(2)
+FIRST, SECOND = worker_info(life=1), worker_info(life=2)
 
 
 @pytest.fixture

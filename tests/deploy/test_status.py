@@ -12,10 +12,8 @@ from kvrelay.router.config import RouterConfig
 from kvrelay.router.discovery import StaticDiscovery
 from kvrelay.router.router import Router
 from kvrelay.v1 import inference_pb2 as pb
-from kvrelay.wire.model_digest import NO_MODEL
-from kvrelay.wire.version import VERSION
-from kvrelay.wire.worker_info import WorkerInfo, WorkerRole
 from tests.checkpoints import make_tokenizer
+from tests.worker_infos import worker_info
 
 from .conftest import Kvrelay
 from .scripted_service import ScriptedService
@@ -166,20 +164,7 @@ async def test_a_router_whose_decode_workers_are_gone_still_tells(tmp_path: Path
     make_tokenizer().save(str(tmp_path / "tokenizer.json"))
     anywhere = "127.0.0.1:0"
     config = RouterConfig("tiny", tmp_path, "float32", anywhere, anywhere)
-    prefill = WorkerInfo(
-        name="prefill-0",
-        role=WorkerRole.PREFILL,
-        incarnation="prefill-0-def",
-        address="127.0.0.1:1",
-        metrics_address="127.0.0.1:2",
-        pool_tokens=16,
-        max_model_len=16,
-        vocab_size=16,
-        architecture="none",
-        eos_token_ids=(),
-        model=NO_MODEL,
-        version=VERSION,
-    )
+    prefill = worker_info("prefill-0", incarnation="prefill-0-def")
     router = Router(config, StaticDiscovery([prefill]))
     await router.start()
     try:

@@ -18,6 +18,7 @@ from kvrelay.v1 import worker_pb2, worker_pb2_grpc
 from kvrelay.wire.model_digest import NO_MODEL
 from kvrelay.wire.version import VERSION
 from kvrelay.wire.worker_info import WorkerInfo, WorkerRole
+from tests.worker_infos import worker_info
 
 END = worker_pb2.RequestEnd
 HANDED_OVER = END(reason=END.REASON_HANDED_OVER)
@@ -76,12 +77,11 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer):
 
     @property
     def endpoint(self) -> WorkerInfo:
-        return WorkerInfo(
-            name=self.name,
+        return worker_info(
+            self.name,
             role=self.role,
             incarnation=self.incarnation,
             address=f"127.0.0.1:{self._port}",
-            metrics_address="127.0.0.1:0",
             pool_tokens=1024,
             max_model_len=512,
             vocab_size=402,

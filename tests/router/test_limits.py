@@ -6,24 +6,13 @@ import pytest
 
 from kvrelay.router.errors import Unavailable
 from kvrelay.router.limits import Limits
-from kvrelay.wire.model_digest import NO_MODEL
 from kvrelay.wire.worker_info import WorkerInfo, WorkerRole
+from tests.worker_infos import worker_info
 
 
 def endpoint(role: WorkerRole, pool_tokens: int, max_model_len: int = 64) -> WorkerInfo:
-    return WorkerInfo(
-        f"{role}-0",
-        role,
-        "i",
-        "a:1",
-        "m:1",
-        pool_tokens,
-        max_model_len,
-        100,
-        "Toy",
-        (0,),
-        NO_MODEL,
-        "",
+    return worker_info(
+        f"{role}-0", pool_tokens=pool_tokens, max_model_len=max_model_len, vocab_size=100
     )
 
 

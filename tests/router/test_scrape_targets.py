@@ -15,27 +15,12 @@ from kvrelay.router.discovery import StaticDiscovery
 from kvrelay.router.remote_discovery import RemoteDiscovery
 from kvrelay.router.router import Router
 from kvrelay.router.scrape_targets import ScrapeTargets
-from kvrelay.wire.model_digest import NO_MODEL
-from kvrelay.wire.version import VERSION
-from kvrelay.wire.worker_info import WorkerInfo, WorkerRole
+from tests.worker_infos import worker_info
 
 from .test_auth import NoWorkers
 from .test_remote_discovery import remote
 
-WORKER = WorkerInfo(
-    name="decode-0",
-    role=WorkerRole.DECODE,
-    incarnation="decode-0-1",
-    version=VERSION,
-    address="127.0.0.1:1",
-    metrics_address="127.0.0.1:2",
-    pool_tokens=16,
-    max_model_len=16,
-    vocab_size=16,
-    architecture="none",
-    eos_token_ids=(),
-    model=NO_MODEL,
-)
+WORKER = worker_info()
 
 
 def fetch(url: str) -> bytes:

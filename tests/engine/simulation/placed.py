@@ -14,13 +14,12 @@ from kvrelay.router.known_prefixes import KnownPrefixes
 from kvrelay.router.placement import Pair, Placer
 from kvrelay.router.worker_link import WorkerLink
 from kvrelay.wire.messages import ATTACH_REQUEST, ENGINE_OUTPUTS
-from kvrelay.wire.model_digest import NO_MODEL
 from kvrelay.wire.output import EngineOutputs, RequestOutput
 from kvrelay.wire.request import GenerationParams, SubmitRequest
-from kvrelay.wire.version import VERSION
 from kvrelay.wire.worker_info import WorkerInfo, WorkerRole
 from tests.engine.simulation.clockwork import Clockwork
 from tests.engine.simulation.worker import SimWorker
+from tests.worker_infos import worker_info
 
 
 class PlacedClockwork(Clockwork):
@@ -39,19 +38,11 @@ class PlacedClockwork(Clockwork):
         """Tokens."""
 
     def _link(self, worker: SimWorker) -> WorkerLink:
-        info = WorkerInfo(
-            name=worker.name,
+        info = worker_info(
+            worker.name,
             role=worker.role_name,
-            incarnation=worker.name,
-            address="",
-            metrics_address="",
             pool_tokens=worker.kv_cache.max_lease_tokens,
             max_model_len=worker.most_tokens,
-            vocab_size=0,
-            architecture="",
-            eos_token_ids=(),
-            model=NO_MODEL,
-            version=VERSION,
         )
         return WorkerLink(
             info,
