@@ -77,7 +77,7 @@ async def _model(session: aiohttp.ClientSession, target: HttpTarget) -> str:
         async with asyncio.timeout(_START_SECONDS):
             return await served_model(session, target.url)
     except (aiohttp.ClientError, ResponseError, TimeoutError, ValueError, KeyError) as error:
-        raise DeployError(f"{target}: {error or 'no answer'}") from error
+        raise DeployError(f"{target}: {str(error) or 'no answer'}") from error
 
 
 def _talk(
@@ -96,9 +96,9 @@ def _talk(
         except KeyboardInterrupt:
             click.echo(" (stopped)", err=True)
         except DeployError as error:
-            click.echo(f"\nkvrelay: {error}", err=True)
             if not sys.stdin.isatty():
                 raise
+            click.echo(f"\nkvrelay: {error}", err=True)
         else:
             click.echo()
 

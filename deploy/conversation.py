@@ -8,7 +8,12 @@ from typing import Any, Protocol
 import aiohttp
 
 from kvrelay.deploy.errors import DeployError
-from kvrelay.deploy.load_generator.openai_client import ResponseError, check_status, events_of
+from kvrelay.deploy.load_generator.openai_client import (
+    ResponseError,
+    check_chunk,
+    check_status,
+    events_of,
+)
 
 
 class Write(Protocol):
@@ -58,7 +63,7 @@ class Conversation:
         except ResponseError as error:
             raise DeployError(str(error)) from error
         except (aiohttp.ClientError, ValueError, KeyError) as error:
-            raise DeployError(f"{url}: {error or type(error).__name__}") from error
+            raise DeployError(f"{url}: {str(error) or type(error).__name__}") from error
         finally:
             if answer:
                 said = {"role": "assistant", "content": "".join(answer)}
@@ -66,6 +71,7 @@ class Conversation:
 
     @staticmethod
     def _take(chunk: dict[str, Any], answer: list[str], write: Write) -> None:
+        check_chunk(chunk)
         for choice in chunk["choices"]:
             delta = choice["delta"]
             # Reasoning is no part of the conversation: templates leave it out.

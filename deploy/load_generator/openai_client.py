@@ -37,6 +37,12 @@ class ResponseError(Exception):
         self.detail = detail
 
 
+def check_chunk(chunk: Body) -> None:
+    """Raises `ResponseError` if a chunk of a stream tells of an error instead of a choice."""
+    if "error" in chunk:
+        raise ResponseError(WRONG_OUTPUT, str(chunk["error"])[:200])
+
+
 @dataclass
 class _ChunkLog(TokenLog):
     """Counts a stream's tokens by the usage that chunks tell, and checks its end.
@@ -48,8 +54,7 @@ class _ChunkLog(TokenLog):
     finish_reason: str | None = None
 
     def take(self, chunk: Body, now: float) -> None:
-        if "error" in chunk:
-            raise ResponseError(WRONG_OUTPUT, str(chunk["error"])[:200])
+        check_chunk(chunk)
         choices, usage = chunk["choices"], chunk.get("usage")
         for choice in choices:
             self.finish_reason = choice.get("finish_reason") or self.finish_reason

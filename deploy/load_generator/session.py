@@ -133,12 +133,11 @@ async def bench_http(
         try:
             async with asyncio.timeout(_INFO_SECONDS):
                 model = await describe_model(session, target.url)
+            name = model["id"]
         except (aiohttp.ClientError, ResponseError, TimeoutError, ValueError, KeyError) as error:
             what = str(error) or type(error).__name__
             raise ServerError(f"{target}: it does not tell its models: {what}") from error
-        client = partial(
-            CompletionsClient, session, target.url, model["id"], deadline_s=bounds.deadline_s
-        )
+        client = partial(CompletionsClient, session, target.url, name, deadline_s=bounds.deadline_s)
         limits = Limits(vocab_size, model.get("max_model_len"))
         runs = await measure_all(client, limits, workloads, bounds, slo)
     return Results(str(target), started, {"model": model["id"], "vocab_size": vocab_size}, runs)

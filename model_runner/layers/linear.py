@@ -70,7 +70,7 @@ class PanelLinear:
 
     @staticmethod
     def supports(weight: torch.Tensor) -> bool:
-        """Whether the kernel is the fastest here: not where AMX is, which oneDNN uses."""
+        """Whether the kernel serves: not where AMX is, which oneDNN uses."""
         outputs, inputs = weight.shape
         return (
             weight.device.type == "cpu"

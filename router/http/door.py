@@ -75,7 +75,9 @@ def make_app(behind: Behind) -> ASGIApp:
     get, post = ["GET", "HEAD"], ["POST"]
 
     def route(path: str, methods: list[str], handler: Handler, right: Right | None) -> Route:
-        return Route(path, _Endpoint(path, handler, behind, right), methods=methods)
+        made = Route(path, _Endpoint(path, handler, behind, right), methods=methods)
+        made.methods = set(methods)  # Starlette adds HEAD to GET, which would follow a stream
+        return made
 
     app: ASGIApp = Starlette(
         routes=[
@@ -88,7 +90,7 @@ def make_app(behind: Behind) -> ASGIApp:
             route("/v1/models/{model:path}", get, door.models, None),
             route("/version", get, door.version, None),
             route("/metrics", get, door.metrics, Right.ADMIN),
-            route("/live", get, door.live, Right.ADMIN),
+            route("/live", ["GET"], door.live, Right.ADMIN),
             Route("/", _Open(door.page), methods=get),
             Route("/health", door.health, methods=get),
             Route("/ping", door.health, methods=[*get, *post]),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+import socket
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -52,6 +53,9 @@ class _Handler(BaseHTTPRequestHandler):
             return
         self._begin("text/event-stream")
         self._say(reasoning_content="(hm) ")
+        if "fail" in message:
+            self.wfile.write(b'data: {"error": {"message": "out of memory"}}\n\n')
+            return
         for word in message.split():
             self._say(content=f"{word.upper()} ")
         if "long" in message:
@@ -108,8 +112,14 @@ def test_each_message_brings_those_before_it(server: ChatServer):
 def test_a_refusal_ends_what_is_piped_in(server: ChatServer):
     result = chat(server, stdin="please refuse\nnever\n")
     assert result.exit_code == 1
-    assert "HTTP_400" in result.stderr
+    assert result.stderr.count("HTTP_400") == 1
     assert len(server.bodies) == 1
+
+
+def test_an_error_in_mid_answer_is_shown(server: ChatServer):
+    result = chat(server, stdin="fail")
+    assert result.exit_code == 1
+    assert "out of memory" in result.stderr
 
 
 def test_in_a_terminal_ctrl_c_stops_the_answer_and_again_ends(server: ChatServer):
@@ -150,6 +160,14 @@ def test_a_server_that_is_not_there_is_said(server: ChatServer):
     result = CliRunner().invoke(main, ["chat", "--url", "http://127.0.0.1:9"], input="hi")
     assert result.exit_code == 1
     assert result.stderr.startswith("kvrelay: http://127.0.0.1:9: ")
+
+
+def test_a_server_that_does_not_answer_is_said(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("kvrelay.deploy.chat._START_SECONDS", 0.1)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        result = CliRunner().invoke(main, ["chat", "--url", url], input="hi")
+    assert (result.exit_code, result.stderr) == (1, f"kvrelay: {url}: no answer\n")
 
 
 @pytest.mark.parametrize(

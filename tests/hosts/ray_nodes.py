@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import re
@@ -17,12 +18,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 import grpc
+import psutil
 
 from kvrelay.v1 import inference_pb2_grpc
 from tests.cluster.running import Cluster
 from tests.hosts.host import Host
 
 GCS_PORT = 6379
+REDIS_PORT = 6380
 START_S = 120.0
 TOKEN = "of-the-tests-" + "0123456789abcdef" * 2
 OBJECT_STORE_BYTES = 80 << 20
@@ -79,6 +82,13 @@ class RayHosts:
     def add(self, host: Host, labels: Mapping[str, str], num_cpus: int = 1) -> None:
         """Let a host become a node; does not wait for it."""
         self._start(host, num_cpus, labels, f"--address={self.address}")
+
+    def kill_head(self) -> None:
+        """End every process of the head's host but its first one, and Redis."""
+        for process in self.head.processes():
+            with contextlib.suppress(psutil.Error):  # it has ended
+                if process.pid != self.head.pid and "redis" not in process.name():
+                    process.kill()
 
     def restart_ended(self) -> None:
         """Start nodes again whose raylet has ended though their host is up, as KubeRay does.
@@ -150,6 +160,28 @@ def serving(
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
+
+
+def kvrelay(host: Host, *words: str) -> subprocess.CompletedProcess[str]:
+    """Run a command of kvrelay on a host until it ends."""
+    process = host.spawn(
+        *(sys.executable, "-m", "kvrelay.deploy", *words),
+        environment=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    said, errors = process.communicate(timeout=START_S)
+    return subprocess.CompletedProcess(words, process.returncode, said, errors)
+
+
+def start_redis(host: Host) -> str:
+    """Let a host keep what Ray's head has to remember; gives the address."""
+    port = ("--port", str(REDIS_PORT), "--bind", "0.0.0.0", "--protected-mode", "no")
+    host.spawn("redis-server", *port, "--save", "", stdout=subprocess.DEVNULL)
+    while not host.run("ss", "-H", "-tln", "sport", "=", f":{REDIS_PORT}"):
+        time.sleep(0.05)
+    return f"{host.address}:{REDIS_PORT}"
 
 
 def until_ready(process: subprocess.Popen[str]) -> str:

@@ -4,33 +4,24 @@ from __future__ import annotations
 
 import contextlib
 import re
-import subprocess
-import sys
 
 import psutil
 import pytest
 
 from tests.hosts.conftest import ThreeHosts
 from tests.hosts.host import Host
-from tests.hosts.ray_nodes import START_S, connected, environment, serving
+from tests.hosts.ray_nodes import connected, kvrelay, serving
 
 pytestmark = [pytest.mark.alone, pytest.mark.slow]
 PROMPT = list(range(5, 105))
 ROLES = ("PrefillWorker", "DecodeWorker")
 
 
-def kvrelay(host: Host, *words: str) -> str:
+def ended_well(host: Host, *words: str) -> str:
     """What a command on a host says, which must end well."""
-    process = host.spawn(
-        *(sys.executable, "-m", "kvrelay.deploy", *words),
-        environment=environment(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    said, _ = process.communicate(timeout=START_S)
-    assert process.returncode == 0, said
-    return str(said)
+    done = kvrelay(host, *words)
+    assert done.returncode == 0, done
+    return done.stdout + done.stderr
 
 
 def workers_on(hosts: dict[str, Host]) -> list[str]:
@@ -51,12 +42,12 @@ async def test_it_runs_on_until_it_is_told_to_end(
     model = ("--model", str(three_hosts.model), "--dtype", "float32")
     workers = [*model, *ray, "--kv-memory", "4MiB", "--audit-pages", "--insecure"]
     workers += ["--prefill-on", "rack=p", "--decode-on", "rack=d", "--metrics", "127.0.0.1:0"]
-    said = kvrelay(head, *command, *workers)
+    said = ended_well(head, *command, *workers)
     try:
         found = re.search(r"controller (\S+)\n", said)
         assert found, said
         assert len(workers_on(hosts)) == 2
-        assert "Ready in" in kvrelay(head, "up", *workers), "again: it is there"
+        assert "Ready in" in ended_well(head, "up", *workers), "again: it is there"
 
         anywhere = f"{head.address}:0"
         routing = [*model, "--controller", found[1], "--insecure"]
@@ -66,7 +57,7 @@ async def test_it_runs_on_until_it_is_told_to_end(
             answer = await cluster.generate(PROMPT, max_tokens=16, temperature=0, ignore_eos=True)
             assert len(answer.tokens) == 16
             await cluster.assert_at_baseline()
-        assert "decode-0     live" in kvrelay(head, "status", *ray)
+        assert "decode-0     live" in ended_well(head, "status", *ray)
     finally:
-        assert kvrelay(head, "down", *ray) == "default has ended.\n"
+        assert ended_well(head, "down", *ray) == "default has ended.\n"
     assert not workers_on(hosts)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-import subprocess
 import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
@@ -18,9 +17,15 @@ import pytest
 
 from tests.chaos.load import Expected, Load, check, make_cases
 from tests.checkpoints import make_checkpoint
-from tests.hosts.host import Host
 from tests.hosts.lan import Lan, lan
-from tests.hosts.ray_nodes import RayHosts, ServedCluster, connected, options_on, serving
+from tests.hosts.ray_nodes import (
+    RayHosts,
+    ServedCluster,
+    connected,
+    options_on,
+    serving,
+    start_redis,
+)
 from tests.hosts.served_hosts import DISK_BYTES, QUICK_RAY, drained, learn
 from tests.hosts.skips import WHY_NO_HOSTS
 
@@ -34,7 +39,6 @@ RECONNECT_S = 25
 """How long Ray's processes wait for their head; 60 if nobody says otherwise."""
 ENDS_S = 90.0
 BOUND_S = 60.0
-REDIS_PORT = 6380
 
 
 @dataclass
@@ -45,12 +49,6 @@ class Headed:
     ray: RayHosts
     cluster: ServedCluster
     log: list[str]
-
-    def kill_head(self) -> None:
-        """End every process of the head's host but its first one, and Redis."""
-        for process in self.ray.head.processes():
-            if process.pid != self.ray.head.pid and "redis" not in process.name():
-                process.kill()
 
     def restart_head(self) -> None:
         """Start it again at its address."""
@@ -84,8 +82,7 @@ async def headed(variables: Mapping[str, str], redis: bool) -> AsyncIterator[Hea
             **variables,
         }
         if redis:
-            start_redis(head)
-            variables["RAY_REDIS_ADDRESS"] = f"{head.address}:{REDIS_PORT}"
+            variables["RAY_REDIS_ADDRESS"] = start_redis(head)
         ray = RayHosts.start(head, variables=variables)
         ray.add(front, {"rack": "front"}, num_cpus=0)
         for name in ("p", "d"):
@@ -98,13 +95,6 @@ async def headed(variables: Mapping[str, str], redis: bool) -> AsyncIterator[Hea
             cluster = await connected(process)
             with drained(process, log):
                 yield Headed(network, ray, cluster, log)
-
-
-def start_redis(host: Host) -> None:
-    port = ("--port", str(REDIS_PORT), "--bind", "0.0.0.0", "--protected-mode", "no")
-    host.spawn("redis-server", *port, "--save", "", stdout=subprocess.DEVNULL)
-    while not host.run("ss", "-H", "-tln", "sport", "=", f":{REDIS_PORT}"):
-        time.sleep(0.05)
 
 
 def load_of(headed: Headed, expected: Expected) -> Load:
@@ -120,7 +110,7 @@ async def test_without_its_state_elsewhere_all_ends_some_time_after_the_head():
         assert len(cluster.workers()) == 2
         load = load_of(cluster, expected)
         await load.warm(2)
-        cluster.kill_head()
+        cluster.ray.kill_head()
         served = len(load.outcomes)
         await load.warm(served + 4)
         assert all(outcome.completed for outcome in load.outcomes), "they go on for a while"
@@ -138,8 +128,10 @@ async def test_with_its_state_in_redis_nobody_notices_the_head():
         before = {one.worker: one.incarnation for one in await cluster.cluster.status()}
         load = load_of(cluster, expected)
         await load.warm(2)
-        cluster.kill_head()
+        cluster.ray.kill_head()
+        served = len(load.outcomes)
         await asyncio.sleep(AWAY_S)
+        assert len(load.outcomes) >= served + 4, "they go on without it"
         cluster.restart_head()
         await asyncio.sleep(RECONNECT_S)
         outcomes = await load.stop()

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 
@@ -19,7 +17,7 @@ from tests.hosts.ray_nodes import (
     START_S,
     RayHosts,
     connected,
-    environment,
+    kvrelay,
     options_on,
     serving,
     status,
@@ -35,20 +33,6 @@ SOON_GONE = {"RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "5"}
 """Ray gives the places of a node away when it has ended, which takes it 30 s else."""
 SUCCESSOR_S = 8
 """A successor has gone on with the request by then, if it may start."""
-
-
-def leave(host: Host, *options: str) -> subprocess.CompletedProcess[str]:
-    """Run `kvrelay leave` on a host."""
-    words = (sys.executable, "-m", "kvrelay.deploy", "leave", *options)
-    process = host.spawn(
-        *words,
-        environment=environment(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    said, _ = process.communicate(timeout=90)
-    return subprocess.CompletedProcess(words, process.returncode, said)
 
 
 def end_ray(host: Host) -> None:
@@ -102,8 +86,8 @@ async def test_a_node_leaves_under_load_and_another_one_goes_on(four_hosts: Thre
             )
             while not await cluster.metric("kvrelay_output_tokens_total"):
                 await asyncio.sleep(0.02)
-            done = await asyncio.to_thread(leave, node, "--timeout", "30")
-            assert done.returncode == 0, done.stdout
+            done = await asyncio.to_thread(kvrelay, node, "leave", "--timeout", "30")
+            assert done.returncode == 0, done
             assert "Ray places nothing more here; 1 workers drain." in done.stdout
             assert "decode-0 has left." in done.stdout
             assert not going.done()
@@ -126,9 +110,9 @@ async def test_a_node_leaves_under_load_and_another_one_goes_on(four_hosts: Thre
 
 def test_a_machine_without_workers_leaves_at_once(four_hosts: ThreeHosts):
     until_node(four_hosts.network.hosts["d"])
-    done = leave(four_hosts.network.hosts["d"])
-    assert done.returncode == 0, done.stdout
+    done = kvrelay(four_hosts.network.hosts["d"], "leave")
+    assert done.returncode == 0, done
     assert "0 workers drain" in done.stdout
-    done = leave(four_hosts.network.hosts["e"])
+    done = kvrelay(four_hosts.network.hosts["e"], "leave")
     assert done.returncode == 1
-    assert "no Ray runs on this machine" in done.stdout
+    assert "no Ray runs on this machine" in done.stderr

@@ -67,6 +67,7 @@ async def test_the_page_is_one_file_that_calls_nobody_else(http: httpx.AsyncClie
     assert "unsafe" not in policy
     assert not re.findall(r"""(?:src|href)\s*=|https?://|@import|url\(""", answer.text)
     assert (await http.head("/")).status_code == 200
+    assert (await http.head("/live")).status_code == 405, "it would have no end"
 
 
 async def test_the_page_is_for_all_and_what_it_shows_for_admins(
