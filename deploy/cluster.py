@@ -153,14 +153,15 @@ class Cluster:
     async def stop(self) -> None:
         """End every worker, in good order where it can, and give its place back to Ray.
 
+        If a later controller has begun, they are its workers: nothing is done but `on_deposed`.
         A cancellation is raised only when that is done: no process outlives its cluster.
         """
         await finished(self._stop())
 
     async def _stop(self) -> None:
-        has_successor = self._leases is not None and self._leases.is_given_up
-        if self._journal is not None and has_successor:
-            self._journal.abandon()
+        if self._leases is not None and self._leases.is_given_up:
+            self._on_deposed()
+            return
         await self._scaling.stop()
         if self._journal is not None:
             await self._journal.write_cluster(phase=Phase.STOPPING)
@@ -171,7 +172,7 @@ class Cluster:
         finally:
             self._placement.release()
             self._members.clear()
-        if self._journal is not None and not has_successor:
+        if self._journal is not None:
             await end_left_over(self._plan.namespace, tuple(self._journal.workers.values()))
             await self._journal.clear()
         if self._holding is not None:

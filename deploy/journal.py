@@ -23,9 +23,9 @@ class Journal:
     So a predecessor that still writes changes nothing that anybody reads: what counts are the
     records of the latest controller that had copied all of them, and had said so, before it acted.
     A store that does not answer is asked until it does, and a controller whose lease is over writes
-    nothing; what is not written is not done. Each try writes what the record is then, one at a
-    time, so a change that comes later is never undone by one that was tried before it.
-    Belongs to one event loop.
+    nothing: its calls wait, for ever if it has a successor. What is not written is not done. Each
+    try writes what the record is then, one at a time, so a change that comes later is never undone
+    by one that was tried before it. Belongs to one event loop.
 
     Args:
         store: where the records lie.
@@ -37,7 +37,6 @@ class Journal:
         self._leases = leases
         self._prefix = _prefix(leases.epoch)
         self._writing = asyncio.Lock()
-        self._abandoned = asyncio.Event()
         self.cluster = ClusterRecord()
         """As it is to be read; perhaps not written yet."""
         self.workers: dict[str, WorkerRecord] = {}
@@ -95,13 +94,6 @@ class Journal:
         self._deaths.discard(incarnation)
         await self._write(f"death/{incarnation}")
 
-    def abandon(self) -> None:
-        """Write nothing any more, for a later controller's records count. Calls that wait return.
-
-        Without this a controller that has a successor could not stop.
-        """
-        self._abandoned.set()
-
     async def clear(self) -> None:
         """Nothing of the cluster is left but the record that it was to stop."""
         self.workers.clear()
@@ -125,25 +117,12 @@ class Journal:
             await _insisting(lambda: self._try_to_write(key))
 
     async def _try_to_write(self, key: str) -> None:
-        if not await self._may_write():
-            return
+        await self._leases.until_held()
         value = self._value_of(key)
         if value is None:
             await self._store.delete(self._prefix + key)
         else:
             await self._store.put(self._prefix + key, value)
-
-    async def _may_write(self) -> bool:
-        """Wait until this controller holds its lease, or has abandoned the records."""
-        if not self._leases.is_held(self._leases.clock()):
-            waits = (self._leases.until_held(), self._abandoned.wait())
-            tasks = [asyncio.ensure_future(one) for one in waits]
-            try:
-                await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            finally:
-                for task in tasks:
-                    task.cancel()
-        return not self._abandoned.is_set()
 
     def _value_of(self, key: str) -> bytes | None:
         kind, _, name = key.partition("/")

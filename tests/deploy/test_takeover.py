@@ -250,10 +250,13 @@ async def make_world(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Callable[
         one.close()
 
 
-def make_cluster(model: Path, store: InProcessStore) -> Cluster:
+def make_cluster(
+    model: Path, store: InProcessStore, on_deposed: Callable[[], object] = lambda: None
+) -> Cluster:
     names = [("prefill-0", P), ("decode-0", D)]
     configs = [replace(CONFIG, name=name, role=role, model_path=model) for name, role in names]
-    return Cluster(configs, plan=PlacementPlan(namespace="kvrelay/t"), store=store)
+    plan = PlacementPlan(namespace="kvrelay/t")
+    return Cluster(configs, plan=plan, store=store, on_deposed=on_deposed)
 
 
 Act = Callable[[Cluster, World], Awaitable[None]]
@@ -463,6 +466,30 @@ async def test_a_cluster_that_was_being_stopped_is_stopped(
     with pytest.raises(Exception, match="the cluster was being stopped"):
         await asyncio.wait_for(successor.start(), SECONDS)
     assert not world.actors
+
+
+async def test_a_controller_that_learns_of_its_successor_ends_none_of_the_workers(
+    make_world: Callable[[], World], tmp_path: Path
+):
+    """It learns so from a worker, before it asks the store again, and is told to stop then."""
+    store, world = InProcessStore(), make_world()
+    before = asyncio.all_tasks()
+    deposed: list[int] = []
+    cluster = make_cluster(tmp_path, store, lambda: deposed.append(len(world.actors)))
+    await cluster.start()
+    successor = make_cluster(tmp_path, store)
+    await asyncio.wait_for(successor.start(), SECONDS)
+    there = await settled(successor)
+    assert cluster._leases is not None
+    cluster._leases.give_up()
+    await asyncio.wait_for(cluster.stop(), SECONDS)
+    assert deposed == [2], "its process would have ended here, before anything else"
+    assert await settled(successor) == there
+    assert set(world.actors) == set(there)
+    assert all(actor.runs for actor in world.actors.values())
+    assert len(world.groups) == 2
+    assert world.starts == ["prefill-0", "decode-0"]
+    await abandon(before)
 
 
 async def test_a_worker_that_no_change_starts_any_more_is_ended_and_its_place_given_back(
