@@ -29,8 +29,13 @@ async def end_left_over(namespace: str, records: Sequence[WorkerRecord]) -> None
     await asyncio.gather(*(_end(namespace, record) for record in records))
 
 
-def named_actor(namespace: str, name: str) -> Any | None:
-    """An actor of a cluster; None if there is none of this name. Blocks."""
+def named_actor(namespace: str | None, name: str) -> Any | None:
+    """An actor of a cluster; None if there is none of this name. Blocks.
+
+    Args:
+        namespace: of its name; None: this process's.
+        name: the actor's.
+    """
     try:
         return ray.get_actor(name, namespace=namespace)
     except ValueError:

@@ -8,6 +8,7 @@ import logging
 from collections.abc import Callable, Coroutine
 from typing import Any, Concatenate, Final, ParamSpec, TypeVar
 
+from kvrelay.deploy.left_over import named_actor
 from kvrelay.deploy.local_ray import ray
 from kvrelay.deploy.pauses import LONGEST_SECONDS, Pauses, is_done_within
 from kvrelay.deploy.worker_host import BUILDERS, WorkerHost, actor_class
@@ -117,13 +118,16 @@ class WorkerActor:
         ray.kill(self._handle)
 
     def place_again(self) -> None:
-        """Make the actor anew, after Ray has given it up; one that has its name still is the same.
+        """Make the actor anew, after Ray has given it up, unless its name says that it is there.
 
         Ray says of a node's actors that they have died when the node was told to leave, and
-        starts them elsewhere all the same.
+        starts them elsewhere all the same. An actor that is not detached ends when the handle is
+        gone that made it: one that was found by its name does not keep it alive.
         """
-        named = "name" in self._placement
-        self._handle = self._place(**self._placement | ({"get_if_exists": True} if named else {}))
+        name = self._placement.get("name")
+        detached = "lifetime" in self._placement
+        if name is None or detached or named_actor(None, name) is None:
+            self._handle = self._place(**self._placement)
 
     def _place(self, **options: Any) -> Any:
         role = self._config.role

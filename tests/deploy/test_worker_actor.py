@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import weakref
 from typing import Any
 
 import pytest
@@ -12,11 +13,21 @@ from kvrelay.deploy.worker_actor import WorkerActor
 from tests.deploy.test_placement import CONFIG
 
 
+class Handle:
+    """Of an actor, which ends when the one that its maker got is gone; others do not count."""
+
+
 class Names:
-    """Those that Ray's actors have; makes actors as Ray does."""
+    """Those that Ray's actors have; makes actors as Ray does, which are not detached."""
 
     def __init__(self) -> None:
-        self.actors: dict[str, object] = {}
+        self.actors: weakref.WeakValueDictionary[str, Handle] = weakref.WeakValueDictionary()
+
+    def get_actor(self, name: str, namespace: str | None = None) -> Handle:
+        assert namespace is None, "the one of this process"
+        if name not in self.actors:
+            raise ValueError(f"Failed to look up actor with name '{name}'")
+        return Handle()
 
     def remote(self, actor_class: type) -> Names:
         return self
@@ -27,18 +38,23 @@ class Names:
 
 class _Placed:
     def __init__(
-        self, actors: dict[str, object], *, name: str = "", get_if_exists: bool = False
+        self,
+        actors: weakref.WeakValueDictionary[str, Handle],
+        *,
+        name: str = "",
+        get_if_exists: bool = False,
+        lifetime: str = "",
     ) -> None:
         if get_if_exists and not name:
             raise ValueError("The actor name must be specified to use `get_if_exists`.")
         self._actors, self._name, self._get_if_exists = actors, name, get_if_exists
 
-    def remote(self, *args: Any) -> object:
+    def remote(self, *args: Any) -> Handle:
         if self._name in self._actors:
             if self._get_if_exists:
-                return self._actors[self._name]
+                return Handle()
             raise ray.exceptions.ActorAlreadyExistsError(f"The name {self._name} is taken")
-        actor = object()
+        actor = Handle()
         if self._name:
             self._actors[self._name] = actor
         return actor
@@ -48,23 +64,37 @@ class _Placed:
 def names(monkeypatch: pytest.MonkeyPatch) -> Names:
     names = Names()
     monkeypatch.setattr(ray, "remote", names.remote)
+    monkeypatch.setattr(ray, "get_actor", names.get_actor)
     return names
 
 
-def test_an_actor_that_ray_starts_elsewhere_all_the_same_is_found_by_its_name(names: Names):
+def test_an_actor_that_ray_starts_elsewhere_all_the_same_is_kept_alive(names: Names):
     actor = WorkerActor(CONFIG, {"name": CONFIG.name}, logging.WARNING)
-    first = names.actors[CONFIG.name]
     actor.place_again()
-    assert actor._handle is first
+    assert names.actors[CONFIG.name] is actor._handle
+
+
+def test_a_detached_actor_is_found_by_its_name(names: Names):
+    lasting = {"name": CONFIG.name, "lifetime": "detached", "get_if_exists": True}
+    first = WorkerActor(CONFIG, lasting, logging.WARNING)._handle
+    actor = WorkerActor(CONFIG, lasting, logging.WARNING)
+    actor.place_again()
+    assert names.actors[CONFIG.name] is first, "it was not made twice"
+
+
+def test_an_actor_that_ray_has_forgotten_is_made_anew(names: Names):
+    actor = WorkerActor(CONFIG, {"name": CONFIG.name}, logging.WARNING)
+    first = actor._handle
     del names.actors[CONFIG.name]
     actor.place_again()
     assert actor._handle is names.actors[CONFIG.name] is not first
 
 
 def test_another_cluster_s_actor_is_not_taken(names: Names):
-    WorkerActor(CONFIG, {"name": CONFIG.name}, logging.WARNING)
+    other = WorkerActor(CONFIG, {"name": CONFIG.name}, logging.WARNING)
     with pytest.raises(ray.exceptions.ActorAlreadyExistsError):
         WorkerActor(CONFIG, {"name": CONFIG.name}, logging.WARNING)
+    assert names.actors[CONFIG.name] is other._handle
 
 
 def test_an_actor_without_a_name_is_made_anew(names: Names):
