@@ -41,8 +41,9 @@ async def bring_up(
 ) -> ControllerReport:
     """Start a cluster, as `start_controller` does, and wait until its controller leads.
 
-    If that fails, the cluster is ended; if it is cancelled, too, unless the cluster ran before.
-    Raises ClusterError, in one line.
+    If its workers do not start, the cluster is ended, whoever has begun it: it would keep its name
+    else. If this is cut off, by a cancellation or because Ray does not answer, it is ended unless
+    it ran before. Raises ClusterError, in one line; StoreError or RayError if Ray does not answer.
     """
     starting = asyncio.create_task(
         start_controller(store, namespace, spec, host, checkpoints=checkpoints)
@@ -50,22 +51,23 @@ async def bring_up(
     try:
         await asyncio.shield(starting)
         return await until_leading(namespace, on_report)
-    except (ClusterError, asyncio.CancelledError) as error:
+    except BaseException as error:
         failed = isinstance(error, ClusterError)
-        await finished(_end_begun(starting, store, namespace, failed=failed))
+        with contextlib.suppress(asyncio.CancelledError):  # `error` says more
+            await finished(_end_begun(starting, store, namespace, failed=failed))
         raise
 
 
 async def _end_begun(
     starting: asyncio.Task[bool], store: KeyValueStore, namespace: str, *, failed: bool
 ) -> None:
-    """End what `start_controller` has begun, once that has returned.
+    """End what `start_controller` has begun, once that has returned; it undoes itself if it fails.
 
-    A cluster that has failed is ended whoever has begun it: it would keep its name else.
+    A cluster that has failed is ended though it is not new.
     """
-    with contextlib.suppress(ClusterError):  # refused: then nothing was begun
-        if await starting or failed:
-            await end_cluster(store, namespace)
+    await asyncio.wait({starting})
+    if starting.exception() is None and (starting.result() or failed):
+        await end_cluster(store, namespace)
 
 
 async def start_controller(
@@ -78,7 +80,7 @@ async def start_controller(
 ) -> bool:
     """Let a cluster be, and its controller start; returns at once.
 
-    Raises ClusterError if another cluster has the name.
+    Raises ClusterError if another cluster has the name. Whatever it raises, it has begun nothing.
 
     Args:
         store: the cluster's.
@@ -90,19 +92,43 @@ async def start_controller(
     Returns:
         whether the cluster is new: False if this very one runs already.
     """
-    is_new = await store.put_new(SPEC, spec.to_bytes())
-    if is_new and await asyncio.to_thread(_has_workers, namespace):
+    is_new = await _claim_name(store, namespace, spec)
+    try:
+        if checkpoints:
+            await asyncio.to_thread(offer_for_good, namespace, *checkpoints)
+        await asyncio.to_thread(_place_controller, namespace, spec, host)
+    except BaseException:
+        if is_new:
+            await end_cluster(store, namespace)
+        raise
+    return is_new
+
+
+async def _claim_name(store: KeyValueStore, namespace: str, spec: ControllerSpec) -> bool:
+    """Write down what the cluster is to be; returns whether it is new, False if it runs already.
+
+    Raises ClusterError if another cluster has the name.
+    """
+    if not await store.put_new(SPEC, spec.to_bytes()):
+        there = await store.get(SPEC)
+        if there is None or ControllerSpec.from_bytes(there) != spec:
+            raise ClusterError(
+                f"--cluster-name: {spec.cluster_name} runs in this Ray already, with other "
+                "options: `kvrelay down` ends it"
+            )
+        return False
+    try:
+        if await asyncio.to_thread(_has_workers, namespace):
+            raise ClusterError(f"--cluster-name: {spec.cluster_name} runs in this Ray already")
+    except BaseException:
         await store.delete(SPEC)
-        raise ClusterError(f"--cluster-name: {spec.cluster_name} runs in this Ray already")
-    there = await store.get(SPEC)
-    if there is None or ControllerSpec.from_bytes(there) != spec:
-        raise ClusterError(
-            f"--cluster-name: {spec.cluster_name} runs in this Ray already, with other options: "
-            "`kvrelay down` ends it"
-        )
-    if checkpoints:
-        await asyncio.to_thread(offer_for_good, namespace, *checkpoints)
-    options = ray.remote(host).options(
+        raise
+    return True
+
+
+def _place_controller(namespace: str, spec: ControllerSpec, host: type[ControllerHost]) -> None:
+    """Make the controller's actor, if there is none. Blocks."""
+    ray.remote(host).options(
         name=CONTROLLER,
         namespace=namespace,
         lifetime="detached",
@@ -111,9 +137,7 @@ async def start_controller(
         max_task_retries=-1,  # every method may be called twice
         num_cpus=0,
         resources=_HEAD,
-    )
-    await asyncio.to_thread(options.remote, namespace, spec.log_level)
-    return is_new
+    ).remote(namespace, spec.log_level)
 
 
 async def until_leading(

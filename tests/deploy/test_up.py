@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import itertools
+from collections.abc import Callable
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -12,9 +15,12 @@ from click.testing import CliRunner
 from kvrelay.deploy.address import Address
 from kvrelay.deploy.cli import main
 from kvrelay.deploy.cluster_status import as_text
-from kvrelay.deploy.controller_spec import ControllerSpec
+from kvrelay.deploy.controller_spec import SPEC, ControllerSpec
+from kvrelay.deploy.detached import bring_up
 from kvrelay.deploy.errors import ClusterError, OptionError
 from kvrelay.deploy.find_controller import Controller
+from kvrelay.deploy.key_value_store import InProcessStore
+from kvrelay.deploy.local_ray import ray
 from kvrelay.deploy.placement import PlacementPlan
 from kvrelay.deploy.progress import Progress
 from kvrelay.deploy.stop_signals import StopSignals
@@ -132,6 +138,77 @@ async def test_a_cluster_that_could_not_start_does_not_keep_its_name(
     with StopSignals() as signals, pytest.raises(ClusterError, match="no room"):
         await _up(spec, (), "kvrelay/c", Progress(StringIO()), signals)
     assert ended == ["kvrelay/c"]
+
+
+SPEC_OF_C = ControllerSpec("c", (CONFIG,), PlacementPlan(namespace="kvrelay/c"), 30)
+
+
+@pytest.fixture
+def scripted(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Sets functions of `detached` that would call Ray: by default it does all at once."""
+
+    async def end(store: InProcessStore, namespace: str) -> None:
+        for key in await store.keys(""):
+            await asyncio.sleep(0)
+            await store.delete(key)
+
+    def script(**fakes: object) -> None:
+        nothing = dict.fromkeys(("_has_workers", "offer_for_good", "_place_controller"), no)
+        for name, fake in {**nothing, "end_cluster": end, **fakes}.items():
+            monkeypatch.setattr(f"kvrelay.deploy.detached.{name}", fake)
+
+    return script
+
+
+def no(*_: object) -> bool:
+    return False
+
+
+def away(*_: object) -> bool:
+    raise ray.exceptions.RaySystemError("the head is away")
+
+
+async def test_why_a_cluster_did_not_start_is_said_though_ctrl_c_comes_while_it_is_ended(
+    scripted: Callable[..., None],
+):
+    failed = asyncio.Event()
+
+    async def fail(*_: object) -> None:
+        failed.set()
+        raise ClusterError("no room")
+
+    scripted(until_leading=fail)
+    store = InProcessStore()
+    begun = asyncio.create_task(bring_up(store, "kvrelay/c", SPEC_OF_C))
+    await failed.wait()
+    begun.cancel()
+    with pytest.raises(ClusterError, match="no room"):
+        await begun
+    assert not await store.keys("")
+
+
+@pytest.mark.parametrize(
+    ("fails", "is_new"),
+    [
+        ("_has_workers", True),
+        *itertools.product(["offer_for_good", "_place_controller", "until_leading"], [True, False]),
+    ],
+)
+async def test_a_start_that_ray_cuts_off_leaves_what_was_there_before(
+    fails: str, is_new: bool, scripted: Callable[..., None]
+):
+    """A cluster that ran already runs on; of a new one nothing is left."""
+
+    async def leading(*_: object) -> None:
+        away()
+
+    store = InProcessStore()
+    if not is_new:
+        await store.put(SPEC, SPEC_OF_C.to_bytes())
+    scripted(**{fails: leading if fails == "until_leading" else away})
+    with pytest.raises(ray.exceptions.RaySystemError, match="the head is away"):
+        await bring_up(store, "kvrelay/c", SPEC_OF_C, checkpoints=((Path("model"), {}),))
+    assert await store.keys("") == ([] if is_new else [SPEC])
 
 
 STATE = ClusterState(
