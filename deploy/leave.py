@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import fcntl
 import os
 import signal
@@ -102,8 +103,8 @@ def _drain_once(pid: int, pidfd: int) -> None:
         fcntl.flock(mark, fcntl.LOCK_EX)
         if os.fstat(mark.fileno()).st_size == 0:
             signal.pidfd_send_signal(pidfd, signal.SIGTERM)
-            mark.write("SIGTERM\n")
-            mark.flush()
+            with contextlib.suppress(OSError):  # a later call would send it again
+                os.write(mark.fileno(), b"SIGTERM\n")
 
 
 def _mark_of(pid: int) -> TextIO:

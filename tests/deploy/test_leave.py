@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import io
 import subprocess
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
-from kvrelay.deploy.leave import drained
+import pytest
+
+from kvrelay.deploy.leave import _mark_of, drained
 from kvrelay.deploy.node_workers import NodeWorker
 from kvrelay.deploy.progress import Progress
 
@@ -63,6 +67,27 @@ async def test_a_second_call_lets_a_worker_that_drains_go_on():
             assert drains.poll() is None
         drains.terminate()
         assert drains.wait(20) == 99, "the first call has sent the one before"
+
+
+def let_disk_be_full_for(pid: int) -> None:
+    with _mark_of(pid) as mark:
+        Path(mark.name).unlink()
+        Path(mark.name).symlink_to("/dev/full")
+
+
+async def test_workers_drain_though_the_disk_is_full(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """A file can be opened there, and nothing be written into it."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with process("ray::DecodeWorker", DRAINS) as one, process("ray::PrefillWorker", DRAINS) as two:
+        for shell in (one, two):
+            let_disk_be_full_for(shell.pid)
+        workers = NodeWorker("decode-0", one.pid), NodeWorker("prefill-0", two.pid)
+        names, said = await left(*workers, seconds=20)
+        assert (one.wait(), two.wait()) == (71, 71)
+    assert names == []
+    assert sorted(said.splitlines()) == ["decode-0 has left.", "prefill-0 has left."]
 
 
 async def test_another_program_that_has_the_pid_now_is_left_alone():
