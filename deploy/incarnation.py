@@ -266,8 +266,9 @@ class Incarnation:
     async def _hear_last_word(self) -> None:
         """Learn why the process is about to end by itself; it waits until it was heard."""
         with contextlib.suppress(ray.exceptions.RayError):
-            self.cause = await self._actor.call(WorkerHost.last_word, self.info.incarnation)
-            await self._actor.call(WorkerHost.last_word_heard)
+            incarnation = self.info.incarnation
+            self.cause = await self._actor.call(WorkerHost.last_word, incarnation)
+            await self._actor.call(WorkerHost.last_word_heard, incarnation)
 
     def _kill(self) -> None:
         self._killed, self.cause = True, WorkerEnd.SILENT

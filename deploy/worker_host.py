@@ -293,16 +293,18 @@ class WorkerHost:
     async def last_word(self, incarnation: str) -> WorkerEnd:
         """Wait until the process is about to end by itself; returns why.
 
-        It ends once the caller has said that it heard so, or soon. Returns at once in a process
-        that is not this incarnation's.
+        It ends once the caller has said that it heard so, or soon. Returns LOST at once in a
+        process that is not this incarnation's: it does not know what became of that.
         """
-        if self._worker_of(incarnation) is not None:
-            await self._ending.wait()
+        if self._worker_of(incarnation) is None:
+            return WorkerEnd.LOST
+        await self._ending.wait()
         return self._end
 
-    async def last_word_heard(self) -> None:
-        """Let the process end."""
-        self._heard.set()
+    async def last_word_heard(self, incarnation: str) -> None:
+        """Let the process end, if it is this incarnation's."""
+        if self._worker_of(incarnation) is not None:
+            self._heard.set()
 
     async def _say_last_word(self, end: WorkerEnd) -> None:
         self._end = end
