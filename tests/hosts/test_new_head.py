@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
 from tests.checkpoints import make_checkpoint
+from tests.hosts.host import Host
 from tests.hosts.lan import lan
-from tests.hosts.ray_nodes import RayHosts, kvrelay, start_redis
+from tests.hosts.ray_nodes import RayHosts, environment, kvrelay, start_redis
 from tests.hosts.served_hosts import DISK_BYTES
 from tests.hosts.skips import WHY_NO_HOSTS
 
@@ -20,6 +24,36 @@ pytestmark = [
     pytest.mark.skipif(shutil.which("redis-server") is None, reason="not installed: redis-server"),
 ]
 CONTROLLER_PORT = 50052
+_AGAIN_IF_IT_FAILS = 'until "$@"; do sleep 1; done'
+
+
+def run_as_the_chart_does(head: Host, bin_folder: Path, *up: str) -> str:
+    """Run the controller's container of the chart, again if it fails, as Kubernetes does.
+
+    Returns the line that says that the cluster is there. The container runs on with the host.
+    """
+    pytest.importorskip("helm_python", reason="the package helm-python-sdk renders the chart")
+    from tests.kubernetes.chart import NAME, pods, rendered
+
+    [shell, flag, script, name] = pods(rendered("laptop"))["head"].container("controller")[
+        "command"
+    ]
+    script = script.replace(f"{NAME}-controller", head.address)
+    bin_folder.mkdir(exist_ok=True)
+    program = bin_folder / "kvrelay"
+    program.write_text(f'#!/bin/sh\nexec {sys.executable} -m kvrelay.deploy "$@"\n')
+    program.chmod(0o755)
+    own = environment()
+    process = head.spawn(
+        *("sh", "-c", _AGAIN_IF_IT_FAILS, "sh", shell, flag, script, name, *up),
+        environment={**own, "PATH": f"{bin_folder}:{own['PATH']}"},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    for line in process.stdout:
+        if "runs already" in line or "Ready in" in line:
+            return str(line)
+    raise AssertionError("it is tried again for ever")
 
 
 def test_the_controller_takes_over_the_workers_that_have_run_on():
@@ -45,3 +79,11 @@ def test_the_controller_takes_over_the_workers_that_have_run_on():
         assert (before["epoch"], after["epoch"]) == (1, 2)
         assert len(after["workers"]) == 2
         assert after["workers"] == before["workers"], "incarnations, processes, all live"
+
+        ray.kill_head()
+        RayHosts.start(head, variables=variables)
+        changed = [*up, "--decode", "2", "--max-running", "8"]
+        said = run_as_the_chart_does(head, network.shared / "bin", *changed)
+        assert "runs already, with the options that it was started with" in said
+        last = json.loads(kvrelay(head, *status).stdout)
+        assert (last["epoch"], last["workers"]) == (3, before["workers"])

@@ -161,13 +161,15 @@ def controller_options(manifests: list[Manifest]) -> UpOptions:
     return UpOptions(**parsed)
 
 
-def look_options(manifests: list[Manifest]) -> dict[str, Any]:
-    """How the controller's container looks whether the controller is there."""
+def looks_options(manifests: list[Manifest]) -> list[dict[str, Any]]:
+    """How the controller's container looks whether the controller is there, in each place."""
     [_, _, script, _] = pods(manifests)["head"].container("controller")["command"]
-    [words] = re.findall(r"do kvrelay (.*?) > /dev/null", script)
-    command, *arguments = words.split()
-    assert command == status.name
-    return status.make_context("status", arguments).params
+    parsed = []
+    for words in re.findall(r"\bkvrelay (?!\"\$@\")(.*?) >", script):
+        command, *arguments = words.split()
+        assert command == status.name
+        parsed.append(status.make_context("status", arguments).params)
+    return parsed
 
 
 def router_options(manifests: list[Manifest]) -> tuple[RouterProcessOptions, dict[str, Any]]:
@@ -191,10 +193,10 @@ def test_kvrelay_takes_every_command_line(file: str):
     assert (options.model, options.dtype) == (router.model, router.dtype)
     assert own["address"].port == options.controller_port
     assert own["address"].host == f"{NAME}-controller"
-    looks = look_options(manifests)
-    assert {name: looks[name] for name in ("address", "ca", "token_file")} == {
-        name: own[name] for name in ("address", "ca", "token_file")
-    }
+    looks = looks_options(manifests)
+    assert looks
+    for name in ("address", "ca", "token_file"):
+        assert all(look[name] == own[name] for look in looks)
     for name, value in values.get("options", {}).items():
         given = getattr(options, name.replace("-", "_"))
         assert isinstance(value, str) or given == value
@@ -207,25 +209,55 @@ def test_kvrelay_takes_every_command_line(file: str):
             assert leave.make_context("leave", arguments[1:]).params["timeout"] > 0
 
 
-def test_the_controller_s_container_ends_when_there_is_no_controller(tmp_path: Path):
+class ControllerContainer:
+    """The controller's container, in which `kvrelay` is scripted, and nobody waits.
+
+    Args:
+        folder: for its programs.
+        kvrelay: a shell's script, to which `calls` is the number of calls up to this one.
+    """
+
+    def __init__(self, folder: Path, kvrelay: str) -> None:
+        self._calls = folder / "calls"
+        programs = {
+            "kvrelay": f'echo "$1" >> {self._calls}\ncalls=$(wc -l < {self._calls})\n{kvrelay}\n',
+            "sleep": "",
+        }
+        for name, script in programs.items():
+            (folder / name).write_text(f"#!/bin/sh\n{script}")
+            (folder / name).chmod(0o755)
+        self._path = {"PATH": f"{folder}:/usr/bin:/bin"}
+
+    def run(self) -> tuple[list[str], subprocess.CompletedProcess[str]]:
+        """Run it to its end; the commands of kvrelay that it has called, and how it ended."""
+        self._calls.write_text("")
+        container = pods(rendered("laptop"))["head"].container("controller")
+        words = [*container["command"], *container["args"]]
+        done = subprocess.run(
+            words, env=self._path, timeout=20, check=False, capture_output=True, text=True
+        )
+        return self._calls.read_text().split(), done
+
+
+def test_the_controller_s_container_starts_it_and_ends_when_there_is_none(tmp_path: Path):
     """So Kubernetes starts it again, and the cluster if Ray's head has forgotten it."""
-    container = pods(rendered("laptop"))["head"].container("controller")
-    calls = tmp_path / "calls"
-    fake = tmp_path / "kvrelay"
-    fake.write_text(
-        f'#!/bin/sh\necho "$1" >> {calls}\n[ $1 = up ] || [ $(wc -l < {calls}) -lt 4 ]\n'
+    container = ControllerContainer(
+        tmp_path, 'case "$1 $calls" in "status 1" | "status 5") echo away >&2; exit 4;; esac'
     )
-    (tmp_path / "sleep").write_text("#!/bin/sh\n")
-    for program in (fake, tmp_path / "sleep"):
-        program.chmod(0o755)
-    words = [*container["command"], *container["args"]]
-    path = {"PATH": f"{tmp_path}:/usr/bin:/bin"}
-    done = subprocess.run(words, env=path, timeout=20, check=False)
-    assert done.returncode != 0
-    assert calls.read_text().split() == ["up", "status", "status", "status"]
-    fake.write_text(f'#!/bin/sh\necho "$1" >> {calls}\nexit 3\n')
-    assert subprocess.run(words, env=path, timeout=20, check=False).returncode == 3
-    assert calls.read_text().split()[4:] == ["up"]
+    calls, done = container.run()
+    assert calls == ["status", "up", "status", "status", "status"]
+    assert (done.returncode, done.stdout) == (4, "")
+    assert done.stderr == "away\n", "of the last one: at first it is no error"
+    calls, done = ControllerContainer(tmp_path, "exit 3").run()
+    assert (calls, done.returncode) == (["status", "up"], 3)
+
+
+def test_the_controller_s_container_starts_no_second_one_with_changed_values(tmp_path: Path):
+    """A new head finds the cluster as it is in Redis, where it was changed by `kvrelay scale`."""
+    container = ControllerContainer(tmp_path, "[ $1 = status ] && [ $calls -lt 4 ]")
+    calls, done = container.run()
+    assert calls == ["status"] * 4
+    assert done.stdout == "The cluster runs already, with the options that it was started with.\n"
 
 
 def test_an_option_that_kvrelay_lacks_is_found():
