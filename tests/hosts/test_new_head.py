@@ -35,21 +35,20 @@ def run_as_the_chart_does(head: Host, bin_folder: Path, *up: str) -> str:
     pytest.importorskip("helm_python", reason="the package helm-python-sdk renders the chart")
     from tests.kubernetes.chart import NAME, pods, rendered
 
-    [shell, flag, script, name] = pods(rendered("laptop"))["head"].container("controller")[
-        "command"
-    ]
-    script = script.replace(f"{NAME}-controller", head.address)
+    container = pods(rendered("laptop"))["head"].container("controller")
+    command = [word.replace(f"{NAME}-controller", head.address) for word in container["command"]]
     bin_folder.mkdir(exist_ok=True)
     program = bin_folder / "kvrelay"
     program.write_text(f'#!/bin/sh\nexec {sys.executable} -m kvrelay.deploy "$@"\n')
     program.chmod(0o755)
     own = environment()
     process = head.spawn(
-        *("sh", "-c", _AGAIN_IF_IT_FAILS, "sh", shell, flag, script, name, *up),
+        *("sh", "-c", _AGAIN_IF_IT_FAILS, "sh", *command, *up),
         environment={**own, "PATH": f"{bin_folder}:{own['PATH']}"},
         stdout=subprocess.PIPE,
         text=True,
     )
+    assert process.stdout is not None
     for line in process.stdout:
         if "runs already" in line or "Ready in" in line:
             return str(line)
