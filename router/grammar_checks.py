@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable
@@ -11,8 +12,10 @@ from typing import Final
 
 from kvrelay.router.errors import GrammarQueueFull, Unavailable
 from kvrelay.text.grammar import GrammarError
-from kvrelay.text.grammar_checker import CheckerError, GrammarChecker, GrammarTimeoutError
+from kvrelay.text.grammar_checker import CheckerError, GrammarChecker
 from kvrelay.wire.request import StructuredOutput
+
+logger = logging.getLogger(__name__)
 
 MOST_OF_A_CALLER: Final = 64
 _MOST: Final = 256
@@ -76,7 +79,7 @@ class GrammarChecks:
         Raises:
             GrammarError: it cannot.
             GrammarQueueFull: too many wait.
-            Unavailable: there is nothing to check it with.
+            Unavailable: it could not be checked; another time it may be.
         """
         if key in self._known:
             self._known.move_to_end(key)
@@ -149,7 +152,9 @@ class GrammarChecks:
                     await loop.run_in_executor(self._thread, self._checker.check, check.wanted)
                 except GrammarError as error:
                     verdict = error
-                except (CheckerError, OSError) as error:
+                except Exception as error:
+                    if not isinstance(error, CheckerError):
+                        logger.exception("a grammar could not be checked")
                     self._fail(check, error)
                     continue
                 self._on_checked(time.monotonic() - begun)
@@ -164,9 +169,8 @@ class GrammarChecks:
 
     def _settle(self, check: _Check, verdict: GrammarError | None) -> None:
         del self._open[check.key]
-        if not isinstance(verdict, GrammarTimeoutError):
-            self._known[check.key] = verdict
-            if len(self._known) > _MOST_KNOWN:
-                self._known.popitem(last=False)
+        self._known[check.key] = verdict
+        if len(self._known) > _MOST_KNOWN:
+            self._known.popitem(last=False)
         if not check.verdict.done():
             check.verdict.set_result(verdict)

@@ -21,12 +21,18 @@ _CHECK_SECONDS: Final = 4.0
 """By the clock; the process bounds its own CPU time more tightly."""
 
 
-class GrammarTimeoutError(GrammarError):
-    """The check took too long by the clock: another time it may pass."""
+_REFUSALS: Final = {
+    -signal.SIGPROF: "takes too long to compile",
+    -signal.SIGABRT: "takes too much memory to compile",
+    -signal.SIGSEGV: "takes too much memory to compile",
+    -signal.SIGBUS: "takes too much memory to compile",
+    1: "takes too much memory to compile",
+}
+"""How the process ends by the grammar that it checks."""
 
 
 class CheckerError(Exception):
-    """There is no process to check grammars with."""
+    """Nothing was found out about a grammar: another time it may pass."""
 
 
 class GrammarChecker:
@@ -55,7 +61,8 @@ class GrammarChecker:
 
         Raises:
             GrammarError: they cannot, or it takes too much to find out.
-            CheckerError: the process cannot be started, or this is closed.
+            CheckerError: the process cannot be started, was ended by others, or got too little of
+                the processor; or this is closed.
         """
         if self._process is not None and self._process.poll() is not None:
             self._end()  # somebody has killed it while it had nothing to do
@@ -66,10 +73,13 @@ class GrammarChecker:
             self._send(_said(constraint))
             self._take_verdict(until)
         except EOFError:
-            raise _refusal(self._end()) from None
+            raise _verdict_of(self._end()) from None
         except TimeoutError:
             self._end()
-            raise GrammarTimeoutError("takes too long to compile") from None
+            raise CheckerError("takes too long by the clock to compile") from None
+        except (OSError, ValueError):
+            self._end()  # or the next grammar would get this one's answers
+            raise
 
     def close(self) -> None:
         """End the process, and the check that runs; start none any more. Then `reap` it."""
@@ -117,7 +127,7 @@ class GrammarChecker:
             self._send(list(self._special))
             self._receive(time.monotonic() + _START_SECONDS)
         except (EOFError, TimeoutError) as error:
-            raise CheckerError(f"the process that checks grammars: {self._end()}") from error
+            raise _has_ended(self._end()) from error
 
     def _send(self, message: Any) -> None:
         """Write a line; raises `EOFError` if the process is gone."""
@@ -174,8 +184,16 @@ def _said(constraint: Constraint) -> dict[str, Any]:
     }
 
 
-def _refusal(status: int) -> GrammarError:
-    """What the end of the process says of the grammar that it has checked."""
-    if status == -signal.SIGPROF:
-        return GrammarError("takes too long to compile")
-    return GrammarError("takes too much memory to compile")
+def _verdict_of(status: int) -> GrammarError | CheckerError:
+    """What the end of the process says of the grammar that it has checked.
+
+    Whatever else has ended it, the kernel for want of memory included, says nothing: a grammar
+    cannot take more than the process bounds itself to, far less than what others have taken.
+    """
+    refusal = _REFUSALS.get(status)
+    return GrammarError(refusal) if refusal is not None else _has_ended(status)
+
+
+def _has_ended(status: int) -> CheckerError:
+    cause = signal.strsignal(-status) if status < 0 else f"exit status {status}"
+    return CheckerError(f"the process that checks grammars has ended: {cause}")

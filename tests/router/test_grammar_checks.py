@@ -9,9 +9,9 @@ from collections.abc import AsyncIterator, Callable
 import pytest
 
 from kvrelay.router import grammar_checks
-from kvrelay.router.errors import GrammarQueueFull
+from kvrelay.router.errors import GrammarQueueFull, Unavailable
 from kvrelay.router.grammar_checks import GrammarChecks
-from kvrelay.text.grammar_checker import GrammarChecker
+from kvrelay.text.grammar_checker import CheckerError, GrammarChecker
 from kvrelay.wire.request import StructuredOutput
 
 
@@ -22,11 +22,15 @@ class HeldChecker(GrammarChecker):
         super().__init__([])
         self.go = threading.Event()
         self.checked: list[str] = []
+        self.errors: list[Exception] = []
+        """What the next checks raise."""
 
     def check(self, constraint: object) -> None:
         assert self.go.wait(60)
         assert isinstance(constraint, StructuredOutput)
         self.checked.append(constraint.regex or "")
+        if self.errors:
+            raise self.errors.pop()
         super().check(constraint)
 
 
@@ -96,3 +100,17 @@ async def test_a_verdict_is_kept(checker: HeldChecker, ask: Ask) -> None:
         with pytest.raises(Exception, match="unclosed group"):
             await ask("(", "")
     assert checker.checked == ["("]
+
+
+@pytest.mark.parametrize("error", [CheckerError("ended"), KeyError("unexpected")], ids=repr)
+async def test_what_could_not_be_checked_is_checked_when_it_comes_again(
+    checker: HeldChecker, ask: Ask, error: Exception
+) -> None:
+    checker.go.set()
+    checker.errors.append(error)
+    asked = ask("a", ""), ask("b", "")
+    with pytest.raises(Unavailable):
+        await asyncio.wait_for(asked[0], 60)
+    await asked[1]
+    await ask("a", "")
+    assert checker.checked == ["a", "b", "a"]

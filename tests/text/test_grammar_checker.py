@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import select
@@ -12,13 +13,16 @@ from collections.abc import Iterator
 
 import pytest
 
+from kvrelay.text import grammar_checker
 from kvrelay.text.grammar import GrammarError
 from kvrelay.text.grammar_checker import CheckerError, GrammarChecker
 from kvrelay.wire.request import StructuredOutput
 
-CHAIN = "start: r0\n" + "".join(f"r{i}:{{}}r{i + 1}\n" for i in range(4000)) + 'r4000: "a"\n'
+CHAIN = "start: r0\n" + "".join(f"r{i}: r{i + 1}\n" for i in range(4000)) + 'r4000: "a"\n'
 """So deep that llguidance overflows the stack of an ordinary thread."""
 MULTIPLES = json.dumps({"type": "integer", "allOf": [{"multipleOf": n} for n in (9973, 97)]})
+SLOW = "%json" * 60_000
+"""Each is looked at, and all of the text for each."""
 PLACE = {"properties": {f"p{i}": {"$ref": "#/$defs/d"} for i in range(150)}}
 PLACE["properties"]["z"] = {"uniqueItems": True}  # type: ignore[dict-item]
 PLACE["$defs"] = {"d": {"properties": {f"p{i}": {} for i in range(2000)}}}  # type: ignore[dict-item]
@@ -32,9 +36,11 @@ def checker() -> Iterator[GrammarChecker]:
     made.reap()
 
 
-def test_a_deep_grammar_ends_no_process_but_its_own(checker: GrammarChecker) -> None:
-    checker.check(StructuredOutput(grammar=CHAIN.replace("{}", "")))
+def test_a_deep_grammar_passes(checker: GrammarChecker) -> None:
     checker.check(StructuredOutput(regex="a"))
+    pid = checker.pid
+    checker.check(StructuredOutput(grammar=CHAIN))
+    assert checker.pid == pid
 
 
 @pytest.mark.parametrize(
@@ -49,11 +55,26 @@ def test_a_deep_grammar_ends_no_process_but_its_own(checker: GrammarChecker) -> 
     ],
     ids=["multiples", "terminals"],
 )
-def test_what_takes_too_much_is_refused(checker: GrammarChecker, wanted: StructuredOutput) -> None:
-    """Of CPU time or of memory, whichever ends first."""
-    with pytest.raises(GrammarError, match=r"takes too (long|much memory) to compile|too big|fuel"):
+def test_what_takes_too_much_memory_is_refused(
+    checker: GrammarChecker, wanted: StructuredOutput
+) -> None:
+    assert_ends_the_process(checker, wanted, "takes too much memory to compile")
+
+
+def test_what_takes_too_much_time_is_refused(checker: GrammarChecker) -> None:
+    assert_ends_the_process(checker, StructuredOutput(grammar=SLOW), "takes too long to compile")
+
+
+def assert_ends_the_process(
+    checker: GrammarChecker, wanted: StructuredOutput, problem: str
+) -> None:
+    """The grammar is refused; the next one is checked by another process."""
+    checker.check(StructuredOutput(regex="a"))
+    pid = checker.pid
+    with pytest.raises(GrammarError, match=f"^{problem}$"):
         checker.check(wanted)
     checker.check(StructuredOutput(regex="a"))
+    assert checker.pid not in (None, pid)
 
 
 def test_the_search_for_a_place_is_a_part_of_the_check(checker: GrammarChecker) -> None:
@@ -69,6 +90,48 @@ def test_a_process_that_was_killed_is_started_again(checker: GrammarChecker) -> 
     os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
     checker.check(StructuredOutput(regex="b"))
     assert checker.pid not in (None, pid)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_no_grammar_is_refused_because_the_process_was_killed(
+    checker: GrammarChecker, number: signal.Signals
+) -> None:
+    """It may still take the grammar, or have ended: that is a race."""
+    for _ in range(3):
+        checker.check(StructuredOutput(regex="a"))
+        assert checker.pid is not None
+        os.kill(checker.pid, number)
+        with contextlib.suppress(CheckerError):
+            checker.check(StructuredOutput(regex="b"))
+
+
+def test_a_process_that_does_not_run_refuses_no_grammar(
+    checker: GrammarChecker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checker.check(StructuredOutput(regex="a"))
+    assert checker.pid is not None
+    os.kill(checker.pid, signal.SIGSTOP)
+    with monkeypatch.context() as patched:
+        patched.setattr(grammar_checker, "_CHECK_SECONDS", 0.1)
+        with pytest.raises(CheckerError, match="by the clock"):
+            checker.check(StructuredOutput(regex="b"))
+    checker.check(StructuredOutput(regex="b"))
+
+
+def test_answers_that_were_not_read_are_no_other_grammars(
+    checker: GrammarChecker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(line: object) -> object:
+        raise ValueError("no JSON")
+
+    checker.check(StructuredOutput(regex="a"))
+    with monkeypatch.context() as patched:
+        patched.setattr(json, "loads", broken)
+        with pytest.raises(ValueError, match="no JSON"):
+            checker.check(StructuredOutput(regex="("))
+    checker.check(StructuredOutput(regex="b"))
+    with pytest.raises(GrammarError, match="unclosed group"):
+        checker.check(StructuredOutput(regex="("))
 
 
 def test_it_starts_nothing_once_it_is_closed(checker: GrammarChecker) -> None:
