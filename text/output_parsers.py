@@ -185,6 +185,8 @@ class HermesParser:
         """White space and tag before the call."""
         self._call: _JsonCall | None = None
         self._calls = _Calls()
+        self._is_unclosed = False
+        """The latest call's closing tag has not come, but something else."""
 
     def push(self, text: str) -> Sequence[Piece]:
         """What is sure after some more text."""
@@ -206,20 +208,25 @@ class HermesParser:
 
     def _step(self, pieces: list[Piece]) -> bool:
         """Take as much as can be of what is held; whether more may be."""
-        if self._call is None:
-            at = self._held.find(self._OPEN)
-            if at < 0:
-                sure = self._held[: len(self._held) - overlap(self._held, self._OPEN)].rstrip()
-                # White space waits for what comes: it may be that before a call.
-                pieces += self._content(sure)
-                self._held = self._held[len(sure) :]
-                return False
-            said = self._held[:at].rstrip()
-            pieces += self._content(said)
-            self._before = self._held[len(said) : at + len(self._OPEN)]
-            self._held, self._call = self._held[at + len(self._OPEN) :], _JsonCall()
-            return True
-        return self._step_in_call(self._call, pieces)
+        if self._call is not None:
+            return self._step_in_call(self._call, pieces)
+        tags = (self._OPEN, self._CLOSE) if self._is_unclosed else (self._OPEN,)
+        found = [(at, tag) for tag in tags if (at := self._held.find(tag)) >= 0]
+        if not found:
+            possible = max(overlap(self._held, tag) for tag in tags)
+            sure = self._held[: len(self._held) - possible].rstrip()
+            # White space waits for what comes: it may be that before a call.
+            pieces += self._content(sure)
+            self._held = self._held[len(sure) :]
+            return False
+        at, tag = min(found)
+        said = self._held[:at].rstrip()
+        pieces += self._content(said)
+        self._is_unclosed = False
+        if tag == self._OPEN:
+            self._before, self._call = self._held[len(said) : at + len(tag)], _JsonCall()
+        self._held = self._held[at + len(tag) :]
+        return True
 
     def _step_in_call(self, call: _JsonCall, pieces: list[Piece]) -> bool:
         if not call.is_complete:
@@ -236,7 +243,9 @@ class HermesParser:
             return False
         if behind.startswith(self._CLOSE):
             self._held = behind.removeprefix(self._CLOSE)
-        self._call = None  # without its tag, what follows is content or another call
+        else:  # what follows is content or another call
+            self._is_unclosed = True
+        self._call = None
         return True
 
     def _content(self, text: str) -> list[Piece]:
@@ -269,9 +278,13 @@ class JsonCallsParser:
 
     def finish(self) -> Sequence[Piece]:
         """The rest."""
+        if self._calls.in_call:
+            return []
         begun = self._call.text if self._call is not None else ""
         text = self._before + begun + self._held
-        return [] if self._calls.num_begun or not text else [Piece(content=text)]
+        if self._calls.num_begun and text.strip(self._BETWEEN) in ("", self._TAG):
+            return []
+        return [Piece(content=text)] if text else []
 
     def _step(self, pieces: list[Piece]) -> bool:
         """Take as much as can be of what is held; whether more may be."""
@@ -280,9 +293,10 @@ class JsonCallsParser:
             self._held = ""
             return False
         if self._call is None:
-            if self._TAG.startswith(self._held):
+            behind = self._held.lstrip(self._BETWEEN)
+            if self._TAG.startswith(behind):
                 return False
-            behind = self._held.removeprefix(self._TAG).lstrip(self._BETWEEN)
+            behind = behind.removeprefix(self._TAG).lstrip(self._BETWEEN)
             if not behind:
                 return False
             self._before = self._held[: len(self._held) - len(behind)]
