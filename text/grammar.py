@@ -8,11 +8,13 @@ import re
 import resource
 import threading
 import time
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Final, Protocol
+from weakref import WeakValueDictionary
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, grammar_from
 from tokenizers import Tokenizer
@@ -108,8 +110,26 @@ class GrammarCompiler:
         return LLMatcher(self._tokenizer, source, log_level=0, limits=self._limits)
 
 
+class _Compilation(Future[LLMatcher]):
+    """A compiled grammar, soon.
+
+    Args:
+        constraint: what is compiled.
+    """
+
+    def __init__(self, constraint: Constraint) -> None:
+        super().__init__()
+        self.constraint = constraint
+        self.num_bytes = _LEAST_BYTES
+        """What it is taken to occupy."""
+
+
 class Grammars:
     """Compiles grammars in a thread with a large stack, and keeps the latest. From any thread.
+
+    Each is compiled for those who hold its future, and is there as long as one of them does. So
+    what is compiled and not kept is bounded by what requests hold, and a grammar whose requests
+    have all left before its turn comes is not compiled.
 
     Args:
         make_tokenizer: makes what grammars are compiled for; called once, at the first of them.
@@ -118,8 +138,9 @@ class Grammars:
     def __init__(self, make_tokenizer: Callable[[], LLTokenizer]) -> None:
         self._compiler = GrammarCompiler(make_tokenizer)
         self._lock = threading.Lock()
-        self._kept: OrderedDict[Constraint, Future[LLMatcher]] = OrderedDict()
-        self._bytes: dict[Constraint, int] = {}
+        self._held: WeakValueDictionary[Constraint, _Compilation] = WeakValueDictionary()
+        self._kept: OrderedDict[Constraint, _Compilation] = OrderedDict()
+        """Those of `_held` that stay when nobody else holds them."""
         self._thread = ThreadPoolExecutor(1, "kvrelay-grammar")
         self._is_started = False
         self.on_compiled: Callable[[float], object] = lambda seconds: None
@@ -130,19 +151,20 @@ class Grammars:
     def prepare(self, constraint: Constraint) -> Future[LLMatcher]:
         """The compiled grammar, soon: at the beginning of an output. Its state is not to change.
 
-        The future raises `GrammarError` if the grammar cannot be used. Do not cancel it: others
-        may wait for the same.
+        The future raises `GrammarError` if the grammar cannot be used. Hold it as long as the
+        grammar is needed. Do not cancel it: others may wait for the same.
         """
         with self._lock:
-            kept = self._kept.get(constraint)
-            if kept is None:
+            held = self._held.get(constraint)
+            if held is None:
                 self._start()
-                future = self._kept[constraint] = self._thread.submit(self._compile, constraint)
-                self._forget_some()
-                return future
-            self._kept.move_to_end(constraint)
+                made = self._held[constraint] = _Compilation(constraint)
+                self._thread.submit(self._compile, weakref.ref(made))
+                return made
+            if held.done():
+                self._keep(held)
         self.on_hit()
-        return kept
+        return held
 
     def close(self) -> None:
         """Compile no more."""
@@ -155,25 +177,42 @@ class Grammars:
             with stack_of(WORKER_STACK_BYTES):
                 self._thread.submit(lambda: None)
 
-    def _compile(self, constraint: Constraint) -> LLMatcher:
-        begun, before = time.monotonic(), _resident_bytes()
+    def _compile(self, wanted: weakref.ref[_Compilation]) -> None:
+        made = wanted()
+        if made is None:  # nobody waits for it any more
+            return
+        begun = time.monotonic()
         try:
-            return self._compiler.compile(constraint)
+            matcher, made.num_bytes = self._measured(made.constraint)
+        except BaseException as error:
+            self._settle(made, begun)
+            made.set_exception(error)
+        else:
+            self._settle(made, begun)
+            made.set_result(matcher)
         finally:
-            self.on_compiled(time.monotonic() - begun)
-            with self._lock:
-                if constraint in self._kept:
-                    grown = _resident_bytes() - before
-                    # What other threads take meanwhile counts, too: so neither end is believed.
-                    self._bytes[constraint] = min(max(grown, _LEAST_BYTES), _MOST_BYTES)
-                    self._forget_some()
+            del made  # or the error's traceback would hold it
 
-    def _forget_some(self) -> None:
-        """Forget the oldest, as many as are too many; the latest stays. Under the lock."""
-        total = sum(self._bytes.values())
+    def _measured(self, constraint: Constraint) -> tuple[LLMatcher, int]:
+        """The compiled grammar, and what it is taken to occupy."""
+        before = _resident_bytes()
+        matcher = self._compiler.compile(constraint)
+        # What other threads take meanwhile counts, too: so neither end is believed.
+        return matcher, min(max(_resident_bytes() - before, _LEAST_BYTES), _MOST_BYTES)
+
+    def _settle(self, made: _Compilation, begun: float) -> None:
+        self.on_compiled(time.monotonic() - begun)
+        with self._lock:
+            self._keep(made)
+
+    def _keep(self, compiled: _Compilation) -> None:
+        """Keep what is compiled, and forget the oldest that are too many. Under the lock."""
+        self._kept[compiled.constraint] = compiled
+        self._kept.move_to_end(compiled.constraint)
+        total = sum(one.num_bytes for one in self._kept.values())
         while len(self._kept) > 1 and (len(self._kept) > _MOST_KEPT or total > _MOST_KEPT_BYTES):
-            oldest, _ = self._kept.popitem(last=False)
-            total -= self._bytes.pop(oldest, 0)
+            _, oldest = self._kept.popitem(last=False)
+            total -= oldest.num_bytes
 
 
 @contextlib.contextmanager

@@ -56,7 +56,7 @@ class GrammarMasks:
     """Computes the masks of a step while its forward runs. Call it on the forward thread.
 
     Args:
-        prepare: compiles a grammar, or has compiled it since its request came.
+        prepare: compiles a grammar, or has compiled it for the request that holds it.
         vocab_size: bits of a mask.
     """
 

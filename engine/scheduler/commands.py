@@ -6,9 +6,10 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Generic, Protocol, TypeAlias, TypeVar
+from typing import Any, Generic, Protocol, TypeAlias, TypeVar
 
 from kvrelay.engine.scheduler.outbox import RouterLink
 from kvrelay.mem_cache.kv_cache_manager import KVCacheManager
@@ -79,6 +80,8 @@ class Submit:
     """It may break the forward that it is in."""
     cached_tokens: int = 0
     """Of the input, that the router expects in the prefix index."""
+    grammar: Future[Any] | None = None
+    """Its compiled grammar: held, so that it is there when the first mask needs it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Self
 
@@ -50,6 +51,8 @@ class Request:
     """The part of the prefix index in which its prefix is found and left."""
     expected_cached_len: int = 0
     """Tokens of its input that its router expects in the prefix index: no load, if reusable."""
+    grammar: Future[Any] | None = None
+    """Of its output, compiled; held as long as it lives, so that no forward waits for it."""
     arrived: float = field(default_factory=time.monotonic)
     """When a router took it, by this worker's clock."""
     received: float = field(default_factory=time.monotonic)
@@ -101,6 +104,7 @@ class Request:
             priority=command.priority,
             namespace=command.namespace,
             expected_cached_len=command.cached_tokens,
+            grammar=command.grammar,
             arrived=command.arrived,
             **more,
         )

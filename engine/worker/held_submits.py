@@ -6,21 +6,23 @@ import asyncio
 import contextlib
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import Any, TypeAlias
 
 from kvrelay.engine.scheduler.commands import Cancel, Command, Mailbox, Submit
 from kvrelay.engine.scheduler.outbox import RouterLink
+from kvrelay.wire.output import EndReason, EngineOutputs, RequestEnd, RequestOutput
 from kvrelay.wire.request import RequestKey, StructuredOutput
 
 Prepare: TypeAlias = Callable[[StructuredOutput], Future[Any] | None]
-"""Begins to compile a grammar; None: nobody does."""
+"""Begins to compile a grammar for whoever holds the future; None: nobody does."""
 
 
 class HeldSubmits:
-    """Posts submissions and cancellations, each request's in order. Call it on the event loop.
+    """Posts submissions, those with a grammar later. Call it on the event loop.
 
-    What it holds is bounded: by the requests that a router may have, and by what their grammars
-    may take to compile, one after the other.
+    What it holds is bounded by the requests that a router may have. Their grammars are compiled
+    one after the other, and not at all once nobody waits for them.
 
     Args:
         inbox: the engine's.
@@ -30,17 +32,21 @@ class HeldSubmits:
     def __init__(self, inbox: Mailbox[Command], prepare: Prepare) -> None:
         self._inbox = inbox
         self._prepare = prepare
-        self._held: dict[RequestKey, list[Submit | Cancel]] = {}
+        self._held: dict[RequestKey, Submit] = {}
 
     def submit(self, command: Submit) -> None:
         """Post a submission once its grammar is compiled, or cannot be: the engine tells why."""
         wanted = command.sampling.structured_output
         compiled = self._prepare(wanted) if wanted is not None else None
-        if compiled is None or compiled.done():
+        if compiled is None:
+            self._inbox.post(command)
+            return
+        command = replace(command, grammar=compiled)
+        if compiled.done():
             self._inbox.post(command)
             return
         key = command.key.of_choice(0)
-        self._held.setdefault(key, []).append(command)
+        self._held[key] = command
         loop = asyncio.get_running_loop()
 
         def ready(_: object) -> None:
@@ -50,19 +56,28 @@ class HeldSubmits:
         compiled.add_done_callback(ready)
 
     def cancel(self, command: Cancel) -> None:
-        """Post a cancellation, behind its request's submission."""
-        held = self._held.get(command.key.of_choice(0))
+        """Post a cancellation; a submission that is held ends here instead."""
+        held = self._held.pop(command.key.of_choice(0), None)
         if held is None:
             self._inbox.post(command)
-        else:
-            held.append(command)
+            return
+        emitted, end = len(held.input_ids) - held.prompt_len, RequestEnd(EndReason.ABORTED)
+        held.link.deliver(
+            EngineOutputs(
+                tuple(
+                    RequestOutput(held.key.of_choice(choice), emitted, end=end)
+                    for choice in held.choices
+                )
+            )
+        )
 
     def forget(self, link: RouterLink) -> None:
         """Post nothing of a stream that has ended."""
         for key, held in list(self._held.items()):
-            if isinstance(held[0], Submit) and held[0].link is link:
+            if held.link is link:
                 del self._held[key]
 
     def _release(self, key: RequestKey) -> None:
-        for command in self._held.pop(key, ()):
-            self._inbox.post(command)
+        held = self._held.pop(key, None)
+        if held is not None:
+            self._inbox.post(held)

@@ -96,7 +96,6 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
             reader.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await reader
-            self._submits.forget(link)  # what it has read meanwhile
 
     async def GetPageOwners(  # noqa: N802 (gRPC's name)
         self, request: worker_pb2.GetPageOwnersRequest, context: grpc.aio.ServicerContext

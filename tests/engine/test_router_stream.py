@@ -10,6 +10,7 @@ from typing import Any
 
 from kvrelay.engine.scheduler.commands import Attach, Inbox, Submit
 from kvrelay.engine.scheduler.outbox import RouterLink
+from kvrelay.engine.worker.held_submits import Prepare
 from kvrelay.engine.worker.service import WorkerService
 from kvrelay.engine.worker.submit_rules import SubmitRules
 from kvrelay.net.ends import bind, worker_server
@@ -29,13 +30,13 @@ Ends = tuple[WorkerLink, RouterLink]
 
 @asynccontextmanager
 async def attached(
-    routers: int,
+    routers: int, prepare: Prepare = lambda _: None
 ) -> AsyncIterator[tuple[list[tuple[WorkerLink, RouterLink]], Inbox[Any]]]:
-    """Streams of routers to one real service, and its engine's inbox."""
+    """Streams of routers to one real service, and its engine's inbox; `prepare`: see there."""
     server, inbox = worker_server(), Inbox[Any]()
     endpoint = ScriptedWorker("aggregated-0", WorkerRole.AGGREGATED).endpoint
     rules = SubmitRules(WorkerRole.AGGREGATED, 512, ())
-    service = WorkerService(endpoint.incarnation, inbox, rules)
+    service = WorkerService(endpoint.incarnation, inbox, rules, (), prepare)
     worker_pb2_grpc.add_WorkerServiceServicer_to_server(service, server)
     address = f"127.0.0.1:{bind(server, '127.0.0.1:0', None)}"
     await server.start()

@@ -45,8 +45,12 @@ class Heard:
         self.lost.append(detail)
 
 
-def submission(request_id: str, prompt_tokens: int, attempt: int = 1) -> Submission:
-    message = pb.GenerateRequest(request_id=request_id)
+def submission(
+    request_id: str, prompt_tokens: int, attempt: int = 1, **sampling: Any
+) -> Submission:
+    message = pb.GenerateRequest(
+        request_id=request_id, sampling_params=pb.SamplingParams(**sampling)
+    )
     message.input_ids.ids.extend([1] * prompt_tokens)
     request = Validator("m", lambda text, most_tokens: [], 16, Seeds(b"key")).validate(
         message, Limits(402, 512, 512, 512)

@@ -55,14 +55,51 @@ def test_a_grammar_is_compiled_once_in_another_thread() -> None:
     assert threads != [threading.current_thread()]
 
 
+def compilations_of(grammars: Grammars) -> list[float]:
+    """An entry for each compilation from now on."""
+    seconds: list[float] = []
+    grammars.on_compiled = seconds.append
+    return seconds
+
+
 def test_the_oldest_are_forgotten(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grammar, "_MOST_KEPT", 2)
-    first = grammars.prepare(Wanted(regex="a"))
-    second = grammars.prepare(Wanted(regex="b"))
-    assert grammars.prepare(Wanted(regex="a")) is first
-    grammars.prepare(Wanted(regex="c"))
-    assert grammars.prepare(Wanted(regex="a")) is first
-    assert grammars.prepare(Wanted(regex="b")) is not second
+    compiled = compilations_of(grammars)
+    for regex, count in [("a", 1), ("b", 2), ("a", 2), ("c", 3), ("a", 3), ("b", 4)]:
+        grammars.prepare(Wanted(regex=regex)).result()
+        assert len(compiled) == count, regex
+
+
+def test_what_is_held_is_not_compiled_again(
+    grammars: Grammars, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grammar, "_MOST_KEPT", 1)
+    held = {regex: grammars.prepare(Wanted(regex=regex)) for regex in "abc("}
+    for _ in range(2):
+        for regex, future in held.items():
+            assert grammars.prepare(Wanted(regex=regex)) is future
+            assert isinstance(future.exception(), GrammarError) == (regex == "(")
+
+
+def test_what_nobody_waits_for_is_not_compiled() -> None:
+    go = threading.Event()
+
+    def make() -> LLTokenizer:
+        assert go.wait(60)
+        return byte_vocabulary(special_tokens(make_tokenizer()))()
+
+    grammars = Grammars(make)
+    compiled = compilations_of(grammars)
+    running, waited_for = (grammars.prepare(Wanted(regex=regex)) for regex in "ab")
+    for number in range(10):
+        grammars.prepare(Wanted(regex=f"c{number}"))
+    again = grammars.prepare(Wanted(regex="b"))
+    del waited_for
+    go.set()
+    grammars.prepare(Wanted(regex="d")).result()
+    assert running.done()
+    assert again.done()
+    assert len(compiled) == 3
 
 
 def test_what_takes_too_much_is_refused(grammars: Grammars) -> None:
@@ -150,13 +187,10 @@ def test_grammars_are_kept_by_size(grammars: Grammars, monkeypatch: pytest.Monke
     monkeypatch.setattr(grammar, "_LEAST_BYTES", 1 << 20)
     monkeypatch.setattr(grammar, "_MOST_BYTES", 1 << 20)
     monkeypatch.setattr(grammar, "_MOST_KEPT_BYTES", 2 << 20)
-    first = grammars.prepare(Wanted(regex="a"))
-    for regex in "bc":
+    compiled = compilations_of(grammars)
+    for regex, count in [("a", 1), ("b", 2), ("a", 2), ("c", 3), ("b", 4), ("c", 4)]:
         grammars.prepare(Wanted(regex=regex)).result()
-    assert grammars.prepare(Wanted(regex="a")) is not first
-    last = grammars.prepare(Wanted(regex="d"))
-    last.result()
-    assert grammars.prepare(Wanted(regex="d")) is last
+        assert len(compiled) == count, regex
 
 
 def test_a_deep_grammar_is_compiled_on_a_large_stack(grammars: Grammars) -> None:
