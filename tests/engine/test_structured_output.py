@@ -215,3 +215,29 @@ def test_a_grammar_that_fails_at_a_mask_ends_its_request_and_no_worker(model: Pa
     simulation.run()
     assert text_of(model, good.output) == "yes"
     simulation.assert_at_baseline()
+
+
+@pytest.mark.parametrize(
+    ("wanted", "side", "problem"),
+    [
+        (StructuredOutput(regex="("), "prefill", "unclosed group"),
+        (WIDE, "decode", "Current row has"),
+    ],
+    ids=["prefill", "decode"],
+)
+def test_a_grammar_that_fails_on_one_worker_of_a_pair_ends_its_request_on_both(
+    model: Path, wanted: StructuredOutput, side: str, problem: str
+) -> None:
+    simulation = serve(model, model, "float64", replace(PAIR, retract_every=0))
+    [broken, *_] = submit(simulation, 2, wanted)
+    simulation.run()
+    ends = {broken.prefill.name: "prefill", broken.decode.name: "decode"}
+    [(failed, end)] = [
+        (ends[name], end)
+        for name, end in broken.ends.items()
+        if end.cause is FailureReason.GRAMMAR_FAILED
+    ]
+    assert failed == side
+    assert problem in end.error
+    assert bool(broken.output) == (side == "decode")
+    simulation.assert_at_baseline()
