@@ -92,10 +92,12 @@ class Grants:
     def _grant(self, request: HandedOverRequest) -> None:
         """Tell a request's prefill worker that the memory is there, and what need not be read.
 
-        That is what the prefix index has here already, and what no window needs.
+        That is what the prefix index, or the request's session, has here already, and what no
+        window needs.
         """
-        protected = request.held.num_protected_pages
-        first_missing = [max(first, protected) for first in request.held.first_pages]
+        page_size = self._context.kv_cache.shape.page_size
+        here = request.held.kv_committed_len // page_size
+        first_missing = [max(first, here) for first in request.held.first_pages]
         self._requests.send(request, request.hand_over.grant(first_missing))
 
     def _must_wait(
@@ -119,7 +121,7 @@ class Grants:
     def _reserve(self, request: DecodeRequest) -> bool:
         """Reserve a request's whole input, if what others are expected to add still fits.
 
-        Pages that the prefix index has are shared.
+        Pages that the prefix index has are shared, those of its session go on with it.
         """
         growing = [r for r in self._context.requests.values() if r.lease is not None]
         headroom = self._growth.headroom(request, growing)
@@ -130,7 +132,7 @@ class Grants:
     def _allocate(self, request: HandedOverRequest, headroom: Sequence[int] | None) -> bool:
         """Allocate all pages of an input: its prefill worker may announce them in any order."""
         kv_cache, length = self._context.kv_cache, request.findable_len
-        if not self._context.reserve(request, length, headroom):
+        if not self._context.reserve(request, length, headroom, fresh_boundary=True):
             return False
         kv_cache.slide(request.held, length)
         grown = kv_cache.grow(request.held, length)

@@ -104,7 +104,8 @@ class HandOvers:
         request.activate_taken_over()
         self._context.outbox.put(request.stream, CloseStream())
         self._context.kv_cache.commit(request.held, request.input_len)
-        self._context.publish_input(request)
+        if not request.borrowed_len:  # what is published cannot be rolled back
+            self._context.publish_input(request)
         live = []
         for choice, first in zip(request.choices, request.hand_over.first_tokens, strict=True):
             if first.finished:

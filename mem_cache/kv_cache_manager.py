@@ -88,7 +88,8 @@ class KVCacheManager:
         """As long as it is the same, whatever was refused for want of memory will be again.
 
         Higher than when it was last asked for if rows, or pages of any pool,
-        became available since, or if the prefix index was given something.
+        became available since, if a session became idle, or if the prefix index was given
+        something.
         """
         return self._promises.room_version
 

@@ -48,7 +48,8 @@ class Promises:
     def room_version(self) -> int:
         """Higher than before if what admission depends on became more since it was last asked for.
 
-        That is: rows, unpromised pages of any pool, and what the prefix index was given.
+        That is: rows, sessions that are idle and can be ended, unpromised pages of any pool, and
+        what the prefix index was given.
         """
         room = self._count_room()
         self._room_version += any(map(int.__gt__, room, self._room))
@@ -57,7 +58,8 @@ class Promises:
 
     def _count_room(self) -> tuple[int, ...]:
         pages = [self.unpromised(pool) for pool in self._shape.pool_numbers]
-        return (len(self._rows.free_rows), self._allocator.times_published, *pages)
+        rows = len(self._rows.free_rows), self._allocator.session_rows
+        return (*rows, self._allocator.times_published, *pages)
 
     # What a lease needs
 

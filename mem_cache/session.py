@@ -8,19 +8,21 @@
                       close, expire      close --> CLOSING -- save, roll_back or forget --> (none)
 
 A lent session's memory is its turn's, and is counted there once. Whatever ends
-a session releases its lease, through `release_kv_cache` like everything else.
+a session releases its lease, through `release_kv_cache` like everything else:
+what was written goes to the prefix index, where the next turn may still find it.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from kvrelay.mem_cache.errors import KVCacheError
 from kvrelay.mem_cache.fence import Fence
-from kvrelay.mem_cache.kv_cache_manager import KVCacheManager
+from kvrelay.mem_cache.kv_cache_manager import NO_TOKENS, KVCacheManager
 from kvrelay.mem_cache.lease import Lease, LeaseState
+from kvrelay.mem_cache.prefix_index import TokenIds
 from kvrelay.mem_cache.release import Outcome, release_kv_cache
 
 
@@ -32,6 +34,8 @@ class _Session:
     fences: tuple[Fence, ...]
     """What may still read or write it from its last turn."""
     idle_since: float
+    token_ids: TokenIds
+    """Those whose KV is written."""
     prefix_len: int = 0
     """What its running turn began with."""
     closing: bool = False
@@ -64,8 +68,31 @@ class Sessions:
     def __len__(self) -> int:
         return len(self._sessions)
 
-    def save(self, session_id: str, lease: Lease, fences: Iterable[Fence] = ()) -> None:
-        """A turn has ended well: its lease is the session's. Makes the session if it is new."""
+    def token_ids(self, session_id: str) -> TokenIds | None:
+        """The tokens whose KV an idle session has; None: it is lent, or not known."""
+        session = self._sessions.get(session_id)
+        return None if session is None or session.lent else session.token_ids
+
+    def can_go_back(self, session_id: str, prefix_len: int) -> bool:
+        """Whether an idle session can be lent with its first `prefix_len` tokens."""
+        lease = self._idle(session_id).lease
+        return 0 < prefix_len <= lease.kv_committed_len and lease.can_go_back(prefix_len)
+
+    def save(
+        self,
+        session_id: str,
+        lease: Lease,
+        fences: Iterable[Fence] = (),
+        token_ids: TokenIds = NO_TOKENS,
+    ) -> None:
+        """A turn has ended well: its lease is the session's. Makes the session if it is new.
+
+        Args:
+            session_id: any string.
+            lease: open; of the turn.
+            fences: what may still read or write its pages.
+            token_ids: those whose KV is written.
+        """
         session = self._sessions.get(session_id)
         if session is not None and session.lease is not lease:
             raise KVCacheError(f"session {session_id}: {lease!r} is not what was lent")
@@ -73,7 +100,7 @@ class Sessions:
         pending = tuple(fence for fence in (*before, *fences) if not fence.passed())
         release_kv_cache(self._kv_cache, lease, Outcome.SAVED, fences=pending)
         closing = session is not None and session.closing
-        self._sessions[session_id] = _Session(lease, pending, self._clock())
+        self._sessions[session_id] = _Session(lease, pending, self._clock(), token_ids)
         if closing:
             self._release(session_id)
 
@@ -85,6 +112,7 @@ class Sessions:
         promised_tokens: int,
         *,
         fresh_boundary: bool = False,
+        headroom: Sequence[int] | None = None,
     ) -> Lease | None:
         """Lend the session's lease to its next turn; `None` if memory is short: try again.
 
@@ -98,6 +126,7 @@ class Sessions:
             promised_tokens,
             fresh_boundary=fresh_boundary,
             pending=[fence for fence in session.fences if not fence.passed()],
+            headroom=headroom,
         )
         if not lent:
             return None
@@ -117,7 +146,7 @@ class Sessions:
             return False
         pending = [fence for fence in (*session.fences, *fences) if not fence.passed()]
         self._kv_cache.sessions.roll_back(session.lease, session.prefix_len, pending)
-        self.save(session_id, session.lease, pending)
+        self.save(session_id, session.lease, pending, session.token_ids[: session.prefix_len])
         return True
 
     def forget(self, session_id: str, fences: Iterable[Fence] = ()) -> None:
@@ -148,14 +177,30 @@ class Sessions:
             self._release(name)
         return expired
 
-    def evict_oldest(self) -> str | None:
-        """End the session that has been idle for longest, to make room; never one that is lent."""
-        idle = [(one.idle_since, name) for name, one in self._sessions.items() if not one.lent]
+    def evict_oldest(self, last: str = "") -> str | None:
+        """End the session that has been idle for longest, to make room; never one that is lent.
+
+        Session `last` comes after all others.
+        """
+        idle = [
+            (name == last, one.idle_since, name)
+            for name, one in self._sessions.items()
+            if not one.lent
+        ]
         if not idle:
             return None
-        _, name = min(idle)
+        *_, name = min(idle)
         self._release(name)
         return name
+
+    def count_reclaimable(self) -> list[int]:
+        """For each pool the most pages that come back if all idle sessions end.
+
+        Those that several of them share, or others lock, are counted as if each had them.
+        """
+        idle = [one.lease for one in self._sessions.values() if not one.lent]
+        pools = self._kv_cache.shape.pool_numbers
+        return [sum(one.num_pages - one.first_pages[pool] for one in idle) for pool in pools]
 
     @staticmethod
     def _is_idle_since(session: _Session, limit: float) -> bool:
@@ -177,4 +222,10 @@ class Sessions:
 
     def _release(self, session_id: str) -> None:
         session = self._sessions.pop(session_id)
-        release_kv_cache(self._kv_cache, session.lease, Outcome.FINISHED, fences=session.fences)
+        release_kv_cache(
+            self._kv_cache,
+            session.lease,
+            Outcome.FINISHED,
+            token_ids=session.token_ids,
+            fences=session.fences,
+        )

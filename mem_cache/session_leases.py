@@ -61,6 +61,7 @@ class SessionLeases:
         *,
         fresh_boundary: bool = False,
         pending: Sequence[Fence] = (),
+        headroom: Sequence[int] | None = None,
     ) -> bool:
         """Let a session's next turn have its lease; `False` if memory is short.
 
@@ -77,6 +78,7 @@ class SessionLeases:
                 that may fail: a fresh page takes its place, and `kv_committed_len` is where
                 it begins. The old one is set aside for `roll_back`.
             pending: what may still read or write the pages from the last turn.
+            headroom: pages of each pool that must stay free, or evictable, and promised to nobody.
         """
         if promised_tokens < prefix_len:
             raise KVCacheError(f"{holder}: promise of {promised_tokens} for {prefix_len} tokens")
@@ -90,7 +92,7 @@ class SessionLeases:
         if not pending:
             for pool, first in enumerate(lease.first_pages):
                 needed[pool] -= max(0, lease.num_pages - max(kept, first))
-        if not self._promises.has_room(needed):
+        if not self._promises.has_room(needed, headroom):
             return False
         lease.move_to(LeaseState.OPEN)
         lease.holder = holder

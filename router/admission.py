@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from kvrelay.router.callers import Caller
@@ -20,9 +20,10 @@ from kvrelay.router.live_request import LiveRequest
 from kvrelay.router.live_requests import LiveRequests
 from kvrelay.router.metrics import DOOR_REQUESTS, REQUESTS, RouterMetrics, Stopwatch
 from kvrelay.router.output_stream import Form
-from kvrelay.router.prompts import Prompt
+from kvrelay.router.prompts import Prompt, TextPrompt, TurnPrompt
 from kvrelay.router.readers import is_due
 from kvrelay.router.seeds import Seeds
+from kvrelay.router.sessions import Sessions, Turn
 from kvrelay.router.structured_outputs import StructuredOutputs
 from kvrelay.router.texts import Texts
 from kvrelay.router.validation import Validator, fingerprint
@@ -44,6 +45,8 @@ class Ask:
     """Of all of it."""
     form: Callable[[GenerationRequest], Form]
     """Makes the form of a new live request's events."""
+    is_whole: bool = False
+    """The prompt is a whole conversation, and not what is new in the session."""
 
 
 class Admission:
@@ -57,6 +60,7 @@ class Admission:
         metrics: the router's.
         seeds: of requests that set none.
         structured: finds out which structured outputs can be had.
+        sessions: whose turns requests may be.
     """
 
     def __init__(
@@ -68,8 +72,11 @@ class Admission:
         metrics: RouterMetrics,
         seeds: Seeds,
         structured: StructuredOutputs,
+        sessions: Sessions,
     ) -> None:
         self._structured = structured
+        self._sessions = sessions
+        self._encode_turn = texts.encode_plain
         self._fleet = fleet
         self._live = live
         self._texts = texts.threads
@@ -141,6 +148,7 @@ class Admission:
         limits = self._fleet.limits()
         ask = read(limits)
         message = ask.message
+        self._sessions.check_turn(message)
         self._validator.check(message, limits, caller, ask.prompt)
         running = self._live.get(caller, message.request_id)
         if running is not None:
@@ -150,13 +158,40 @@ class Admission:
         with self._live.slot(caller):
             if message.sampling_params.HasField("structured_output"):
                 await self._structured.check(message.sampling_params.structured_output, caller)
-            if self._is_short(ask):  # a thread costs more
-                request = self._validator.validate(message, limits, caller, ask.prompt)
-            else:
-                request = await self._texts.run(
-                    ask.num_bytes, self._validator.validate, message, limits, caller, ask.prompt
-                )
-            return self._live.open(request, stopwatch, deadline, ask.form(request))
+            turn = await self._begin_turn(ask, caller)
+            try:
+                request = await self._validate(self._of_turn(ask, turn), limits, caller, turn)
+                return self._live.open(request, stopwatch, deadline, ask.form(request))
+            except BaseException:
+                if turn is not None:
+                    turn.end(None, "")
+                raise
+
+    async def _begin_turn(self, ask: Ask, caller: Caller) -> Turn | None:
+        """The turn of the session that is meant, once it may begin; None: none is."""
+        if not ask.message.session_id:
+            return None
+        if ask.is_whole:
+            return self._sessions.begin_if_free(caller, ask.message.session_id)
+        return await self._sessions.begin_turn(caller, ask.message)
+
+    def _of_turn(self, ask: Ask, turn: Turn | None) -> Ask:
+        """What is asked for, with the session's history before it."""
+        if turn is None or ask.is_whole:
+            return ask
+        new = ask.prompt
+        if ask.message.HasField("text") and not turn.is_first:
+            new = TextPrompt("text", ask.message.text, self._encode_turn)
+        num_bytes = ask.num_bytes + 4 * len(turn.history)
+        return replace(ask, prompt=TurnPrompt(turn.history, new), num_bytes=num_bytes)
+
+    async def _validate(
+        self, ask: Ask, limits: Limits, caller: Caller, turn: Turn | None
+    ) -> GenerationRequest:
+        if self._is_short(ask):  # a thread costs more
+            return self._validator.validate(ask.message, limits, caller, ask.prompt, turn)
+        validate, size = self._validator.validate, ask.num_bytes
+        return await self._texts.run(size, validate, ask.message, limits, caller, ask.prompt, turn)
 
     def _is_short(self, ask: Ask) -> bool:
         """Whether it can be validated on the event loop; a token takes a byte or more."""

@@ -190,6 +190,26 @@ class RouterOptions:
         Section.REQUESTS,
         at_least=0,
     )
+    session_timeout: float = option(
+        600.0,
+        "Seconds without a turn after which a session expires, unless it asks for less.",
+        Section.REQUESTS,
+        at_least=0.001,
+        unit="seconds",
+    )
+    max_sessions: int = option(
+        10_000,
+        "The router refuses to open sessions above this many, with a hint to retry.",
+        Section.REQUESTS,
+        at_least=0,
+    )
+    max_session_tokens: int = option(
+        16 << 20,
+        "The router refuses new sessions and turns while the histories of all sessions have this "
+        "many tokens, of 4 bytes each.",
+        Section.REQUESTS,
+        at_least=1,
+    )
     seed_key_file: Path | None = option(
         None,
         "A file with a secret of 16 bytes or more, the same for all routers of a cluster. By it "

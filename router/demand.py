@@ -30,6 +30,11 @@ class Demand:
     failed_by: WorkerRole | None = None
     """Whose computing the prompt has failed, perhaps: the other role is to compute it."""
 
+    home: str = ""
+    """The incarnation that may have the KV of the request's session; empty: none has."""
+    kept_tokens: int = 0
+    """Of the input, that it is expected to have."""
+
     @classmethod
     def of(cls, request: GenerationRequest) -> Demand:
         """Of the first attempt at a request."""
@@ -42,7 +47,21 @@ class Demand:
     ) -> Demand:
         """Of an attempt at a request, by which earlier ones have emitted so many tokens."""
         tokens = len(request.input_ids) + emitted
-        return cls(tokens, request.total_tokens, marks=request.marks, in_full_on=in_full_on)
+        turn, home, kept = request.turn, "", 0
+        if turn is not None and turn.home:
+            home, kept = turn.home, turn.kept_on(turn.home, request.input_ids)
+        return cls(
+            tokens,
+            request.total_tokens,
+            marks=request.marks,
+            in_full_on=in_full_on,
+            home=home if kept else "",
+            kept_tokens=kept,
+        )
+
+    def kept_on(self, incarnation: str) -> int:
+        """Tokens of the input that a worker is expected to have for the session."""
+        return self.kept_tokens if self.home == incarnation else 0
 
     def tokens_of(self, role: WorkerRole) -> int:
         """Tokens that a worker of a role comes to hold for it."""

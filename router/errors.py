@@ -10,6 +10,10 @@
     │   └── UnknownModel       the same
     ├── NotPermitted           PERMISSION_DENIED, names the field and the right
     ├── AlreadyExists          ALREADY_EXISTS
+    ├── SessionExists          ALREADY_EXISTS
+    ├── UnknownSession         NOT_FOUND
+    ├── SessionBusy            FAILED_PRECONDITION
+    ├── SessionsFull           RESOURCE_EXHAUSTED, says when to try again
     ├── Overloaded             RESOURCE_EXHAUSTED, says when to try again
     ├── TextQueueFull          RESOURCE_EXHAUSTED, too
     ├── GrammarQueueFull       RESOURCE_EXHAUSTED, too
@@ -84,6 +88,48 @@ class AlreadyExists(RequestError):  # noqa: N818
         super().__init__(
             f"request_id: {request_id!r} is in use by a live request with another body"
         )
+
+
+class SessionExists(RequestError):  # noqa: N818
+    """The caller has a session with this id."""
+
+    outcome = "conflict"
+
+    def __init__(self, session_id: str) -> None:
+        super().__init__(f"session_id: {session_id!r} is in use by an open session")
+
+
+class UnknownSession(RequestError):  # noqa: N818
+    """The caller has no session with this id here: it was closed, has expired, or is elsewhere."""
+
+    outcome = "unknown_session"
+
+    def __init__(self, session_id: str) -> None:
+        super().__init__(
+            f"session_id: there is no session {session_id!r} on this router: it was closed, or "
+            "has expired"
+        )
+
+
+class SessionBusy(RequestError):  # noqa: N818
+    """Another turn of the session runs."""
+
+    outcome = "session_busy"
+
+    def __init__(self, session_id: str) -> None:
+        super().__init__(
+            f"session_id: a turn of session {session_id!r} runs; queue_turn lets this one wait"
+        )
+
+
+class SessionsFull(RequestError):  # noqa: N818
+    """The router keeps as many sessions, or as many tokens of them, as it takes."""
+
+    outcome = "overloaded"
+
+    def __init__(self, held: str, retry_after_ms: int) -> None:
+        super().__init__(f"{held}, and the router keeps no more; try again in {retry_after_ms} ms")
+        self.retry_after_ms = retry_after_ms
 
 
 class Overloaded(RequestError):  # noqa: N818

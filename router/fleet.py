@@ -114,6 +114,12 @@ class Fleet:
         were those that are being replaced."""
         return self._known
 
+    def forget_session(self, incarnation: str, name: str) -> None:
+        """Tells a worker, if it is still listed, to keep nothing of a session."""
+        link = self._links.get(incarnation)
+        if link is not None:
+            link.forget_session(name)
+
     def limits(self) -> Limits:
         """Bounds on a request with the known workers.
 
@@ -186,6 +192,8 @@ class Fleet:
         cached = 0
         if marks := demand.reusable_on(link.endpoint.role):
             cached = self.prefixes.hit_tokens(link.endpoint.incarnation, marks)
+        if link.endpoint.role not in demand.in_full_on:
+            cached = max(cached, demand.kept_on(link.endpoint.incarnation))
         return Side(link.prompt_queue, cached, link.candidate.num_requests)
 
     def _unavailable(self, shortage: Shortage) -> Unavailable:

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 
 from kvrelay.router.callers import Caller
 from kvrelay.router.known_prefixes import PromptMarks
-from kvrelay.wire.request import GenerationParams, RequestKey, SubmitRequest
+from kvrelay.router.sessions import Turn
+from kvrelay.wire.request import GenerationParams, KeptSession, RequestKey, SubmitRequest
 from kvrelay.wire.worker_info import WorkerAddress, WorkerInfo, WorkerRole
 
 
@@ -30,6 +31,8 @@ class GenerationRequest:
     """The part of the prefix index that it uses."""
     marks: PromptMarks = field(default_factory=dict)
     """Of its prompt's prefixes: by them the router knows who has them."""
+    turn: Turn | None = None
+    """Of the session whose turn it is."""
 
     @property
     def id(self) -> tuple[str, str]:
@@ -101,6 +104,16 @@ class Submission:
         """The roles whose workers reuse nothing for its prompt, if they compute it."""
         return in_full_on(self.prompt_logprobs, self.alone)
 
+    def kept_on(self, incarnation: str) -> int:
+        """Tokens of its input that a worker is expected to have for its session."""
+        turn = self.request.turn
+        return 0 if turn is None else turn.kept_on(incarnation, self.request.input_ids)
+
+    @property
+    def _kept_session(self) -> KeptSession | None:
+        turn = self.request.turn
+        return None if turn is None else KeptSession(turn.name, turn.most_kept_tokens)
+
     def to_worker(
         self, role: WorkerRole, prefill: WorkerInfo | None, cached_tokens: int = 0
     ) -> SubmitRequest:
@@ -125,4 +138,5 @@ class Submission:
             namespace=self.request.namespace,
             alone=role in self.alone,
             cached_tokens=cached_tokens,
+            session=None if role is WorkerRole.PREFILL else self._kept_session,
         )

@@ -25,7 +25,7 @@ from typing import Any
 from kvrelay.router.attempt import Attempt, RequestFailed, Verdict
 from kvrelay.router.demand import Demand
 from kvrelay.router.errors import AlreadyExists, DeadlineExceeded, InternalFailure, RequestError
-from kvrelay.router.events import Completion
+from kvrelay.router.events import Completion, FinishReason
 from kvrelay.router.failover import Failover, Retry
 from kvrelay.router.fleet import Placement
 from kvrelay.router.generation import GenerationRequest, Submission, in_full_on
@@ -73,6 +73,8 @@ class LiveRequest:
         on_end: Callable[[LiveRequest], None],
     ) -> None:
         self.request = request
+        self.generated_on = ""
+        """The incarnation of the worker that generates, or did last; empty: none did."""
         self.waits_for_workers = False
         """It has had no attempt, because no workers could take it."""
         self._stream = stream
@@ -98,6 +100,14 @@ class LiveRequest:
     def streaming(self) -> bool:
         """Its first token has come, of whichever choice."""
         return self._stream.streaming
+
+    @property
+    def history(self) -> Sequence[int] | None:
+        """Prompt and output of its first choice, if it has ended well."""
+        choice = self._stream.choices[0]
+        if choice.ended is None or choice.ended.finish_reason is FinishReason.ABORT:
+            return None
+        return (*self.request.input_ids, *choice.emitted)
 
     def check_same(self, fingerprint: bytes) -> None:
         """Raises `AlreadyExists` for a request with this one's id and another body."""
@@ -306,6 +316,7 @@ class LiveRequest:
             alone=self._failover.alone(choices),
         )
         self._attempts = {n: one for n, one in self._attempts.items() if one.open_choices}
+        self.generated_on = placement.decode.endpoint.incarnation
         attempt = self._attempts[submission.attempt] = Attempt(submission, placement)
         attempt.submit(self)
         self._metrics.count(

@@ -212,4 +212,6 @@ class LiveRequests:
 
     def _forget(self, live: LiveRequest) -> None:
         del self._live[live.request.id]
+        if live.request.turn is not None:
+            live.request.turn.end(live.history, live.generated_on)
         self._ended.notify_all()

@@ -62,6 +62,19 @@ EXPECTED_HIT_TOKENS: Final = METRICS.counter(
     "cached; compare with kvrelay_prompt_tokens_total",
     "role",
 )
+SESSIONS: Final = METRICS.gauge(
+    "kvrelay_sessions", "Sessions that are open on this router, of --max-sessions at most"
+)
+SESSION_TURNS: Final = METRICS.counter(
+    "kvrelay_router_session_turns_total",
+    "Turns of sessions, by whether they are a part of the history (completed) or not (failed)",
+    "outcome",
+)
+SESSION_ENDS: Final = METRICS.counter(
+    "kvrelay_router_session_ends_total",
+    "Sessions that ended, because they were closed or had no turn for their time (expired)",
+    "reason",
+)
 WAITING_FOR_WORKERS: Final = METRICS.gauge(
     "kvrelay_requests_waiting_for_workers",
     "New requests that wait until a worker is replaced, because no other can take them",

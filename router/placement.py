@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from itertools import islice
+from itertools import chain, islice
 from typing import Final, Generic, TypeVar
 
 from kvrelay.router.affinity import Affinity
@@ -93,6 +93,9 @@ class Placer:
         A prefill and a decode worker that reads from it, or one that needs no other if there is
         no such pair.
         """
+        home = self._home(WorkerRole.AGGREGATED, demand)
+        if home is not None and demand.may_be_computed_by(home):
+            return Pair(home, None)
         pair = self._choose_pair(demand)
         if isinstance(pair, Pair):
             return pair
@@ -135,8 +138,26 @@ class Placer:
         return filter(demand.may_be_computed_by, self._best(role, demand))
 
     def _best(self, role: WorkerRole, demand: Demand) -> Iterator[Candidate]:
-        """The workers of a role that can hold the request, the best first."""
-        return self._affinity.order(role, self._rankings[role], demand)
+        """The workers of a role that can hold the request, the best first.
+
+        Before all others that which has the KV of the request's session.
+        """
+        ordered = self._affinity.order(role, self._rankings[role], demand)
+        home = self._home(role, demand)
+        if home is None:
+            return ordered
+        return chain((home,), (one for one in ordered if one.incarnation != home.incarnation))
+
+    def _home(self, role: WorkerRole, demand: Demand) -> Candidate | None:
+        """The worker that has the KV of the request's session; None if it is not to be chosen.
+
+        That is, it cannot take requests now, has failed with this one, or is full.
+        """
+        one = self._rankings[role].get(demand.home) if demand.home else None
+        if one is None or role is WorkerRole.PREFILL or not demand.trusts(one):
+            return None
+        is_full = one.headroom_tokens + demand.kept_tokens < demand.input_tokens
+        return None if is_full or one.pool_tokens < demand.tokens_of(role) else one
 
     def _note_refusals(self, decode: str, load: WorkerLoad) -> bool:
         """Notes from whom a decode worker does not read; returns whether that has changed."""

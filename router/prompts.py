@@ -78,6 +78,34 @@ class TextPrompt:
         return encoded(self.field, self._text, self._encode, limits)
 
 
+class TurnPrompt:
+    """A session's history, and what a turn adds to it.
+
+    Args:
+        history: token ids.
+        new: must not be empty.
+    """
+
+    def __init__(self, history: Sequence[int], new: Prompt) -> None:
+        self.field = new.field
+        self._history = history
+        self._new = new
+
+    @property
+    def num_tokens(self) -> int | None:
+        """Of both together."""
+        new = self._new.num_tokens
+        return None if new is None else len(self._history) + new
+
+    def input_ids(self, limits: Limits) -> Sequence[int]:
+        """Both; raises `InvalidField` if nothing is new, or no room for output is left."""
+        new = self._new.input_ids(limits)
+        if not new:
+            raise InvalidField(self.field, "the turn is empty")
+        limits.check_prompt(self.field, len(self._history) + len(new))
+        return array("I", [*self._history, *new])
+
+
 def encoded(field: str, text: str, encode: Encode, limits: Limits) -> Sequence[int]:
     """A text's tokens; raises `InvalidField` for the field if no room for output is left."""
     if not text:

@@ -40,6 +40,7 @@ from kvrelay.router.metrics import (
     LIVE_REQUESTS,
     PREFIX_ENTRIES,
     REFUSED_WORKERS,
+    SESSIONS,
     STALE_OUTPUTS,
     WAITING_FOR_WORKERS,
     RouterMetrics,
@@ -50,6 +51,7 @@ from kvrelay.router.scrape_targets import ScrapeTargets
 from kvrelay.router.seeds import Seeds
 from kvrelay.router.server_info import ServerInfo
 from kvrelay.router.service import InferenceService
+from kvrelay.router.sessions import Sessions
 from kvrelay.router.structured_outputs import StructuredOutputs
 from kvrelay.router.text_threads import TextThreads
 from kvrelay.router.texts import Texts
@@ -104,6 +106,7 @@ class Router:
             decodes_alone=config.placement is PlacementMode.ADAPTIVE,
             itl_target=config.itl_target_seconds,
         )
+        self._sessions = Sessions(config, self._metrics, self._fleet.forget_session)
         self._health = health.aio.HealthServicer()
         self._undo = contextlib.AsyncExitStack()
         self._worker_credentials: CurrentTls | None = None
@@ -147,12 +150,20 @@ class Router:
             if self._administrator is not None:
                 await self._serve_operators(undo, self._administrator)
             texts = await self._make_texts(undo, tokenizer)
+            self._serve_sessions(undo)
             structured = StructuredOutputs(
                 tokenizer, self._fleet, self._metrics, self._config.retry_after_ms
             )
             undo.callback(structured.close)
             admission = Admission(
-                self._config, self._fleet, live, texts, self._metrics, self._seeds, structured
+                self._config,
+                self._fleet,
+                live,
+                texts,
+                self._metrics,
+                self._seeds,
+                structured,
+                self._sessions,
             )
             info = ServerInfo(self._fleet, live, self._metrics)
             await self._serve_clients(undo, live, admission, texts, info)
@@ -162,6 +173,10 @@ class Router:
             _run_in(undo, self._report_health())
             undo.push_async_callback(self._health.enter_graceful_shutdown)
             self._undo = undo.pop_all()
+
+    def _serve_sessions(self, undo: contextlib.AsyncExitStack) -> None:
+        self._metrics.watch(SESSIONS, lambda: len(self._sessions))
+        _run_in(undo, self._sessions.run())
 
     def _loads(self) -> list[tuple[WorkerRole, WorkerLoad]]:
         return [(link.endpoint.role, link.load) for link in self._fleet.links]
@@ -222,7 +237,7 @@ class Router:
         bytes_taken = 2 * self._config.max_message_bytes
         server = front_server(bytes_taken, [*self._guards(), _RAW])
         service = InferenceService(
-            self._config, self._fleet, live, admission, texts, self._metrics, info
+            self._config, self._fleet, live, admission, texts, self._metrics, info, self._sessions
         )
         inference_pb2_grpc.add_InferenceServiceServicer_to_server(service, server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
@@ -319,6 +334,7 @@ class Router:
             on_stale=lambda: self._metrics.count(STALE_OUTPUTS),
             on_killed=self._on_killed,
             prefixes=self._fleet.prefixes,
+            on_ended_sessions=self._sessions.worker_gave_up,
             on_expected_hit=lambda role, tokens: self._metrics.count(
                 EXPECTED_HIT_TOKENS, tokens, role=role
             ),

@@ -22,6 +22,7 @@ from kvrelay.router.output_stream import Form
 from kvrelay.router.prompts import prompt_of
 from kvrelay.router.sampling_params import check_token_ids
 from kvrelay.router.server_info import ServerInfo
+from kvrelay.router.sessions import Sessions
 from kvrelay.router.status import with_status
 from kvrelay.router.texts import Texts
 from kvrelay.v1 import inference_pb2 as pb
@@ -40,6 +41,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         texts: Texts,
         metrics: RouterMetrics,
         info: ServerInfo,
+        sessions: Sessions,
     ) -> None:
         self._config = config
         self._fleet = fleet
@@ -48,6 +50,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         self._texts = texts
         self._metrics = metrics
         self._info = info
+        self._sessions = sessions
         self._reader = MessageReader(config.max_message_bytes, texts.longest_token_bytes)
 
     @with_status
@@ -130,6 +133,49 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
     ) -> pb.GetLoadsResponse:
         """The workers' load."""
         return pb.GetLoadsResponse(workers=self._info.workers(current_caller()))
+
+    @with_status
+    async def OpenSession(  # noqa: N802
+        self, message: pb.OpenSessionRequest, context: grpc.aio.ServicerContext
+    ) -> pb.OpenSessionResponse:
+        """Begins a session of the caller's."""
+        self._reader.check_size("history", message.ByteSize())
+        limits = self._fleet.limits()
+        limits.check_prompt("history", len(message.history.ids))
+        session = self._sessions.open(current_caller(), message, limits.vocab_size)
+        return pb.OpenSessionResponse(
+            session_id=session.session_id, idle_timeout_seconds=session.idle_timeout_seconds
+        )
+
+    @with_status
+    async def CloseSession(  # noqa: N802
+        self, message: pb.CloseSessionRequest, context: grpc.aio.ServicerContext
+    ) -> pb.CloseSessionResponse:
+        """Ends a session of the caller's."""
+        self._sessions.close(current_caller(), message.session_id)
+        return pb.CloseSessionResponse()
+
+    async def GetSessions(  # noqa: N802
+        self, message: pb.GetSessionsRequest, context: grpc.aio.ServicerContext
+    ) -> pb.GetSessionsResponse:
+        """The caller's sessions."""
+        names = {link.endpoint.incarnation: link.endpoint.name for link in self._fleet.links}
+        return pb.GetSessionsResponse(
+            sessions=[
+                pb.SessionState(
+                    session_id=one.session_id,
+                    tokens=len(one.tokens),
+                    turns=one.num_turns,
+                    running=one.busy,
+                    waiting_turns=len(one.waiting),
+                    idle_seconds=self._sessions.idle_seconds(one),
+                    idle_timeout_seconds=one.idle_timeout_seconds,
+                    worker=names.get(one.worker, ""),
+                    kept_tokens=one.kept_tokens if one.worker in names else 0,
+                )
+                for one in self._sessions.of(current_caller())
+            ]
+        )
 
     def _ask(self, raw: bytes, limits: Limits) -> Ask:
         message = self._reader.generate_request(raw, limits)

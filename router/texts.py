@@ -43,6 +43,10 @@ class Texts:
         """
         return encode(self.tokenizer, text, most_tokens)
 
+    def encode_plain(self, text: str, most_tokens: int) -> Sequence[int]:
+        """As `encode`, without special tokens: what goes on with a text."""
+        return encode(self.tokenizer, text, most_tokens, add_special_tokens=False)
+
     async def tokenize(
         self, field: str, text: str, num_bytes: int, *, add_special_tokens: bool
     ) -> Sequence[int]:

@@ -23,6 +23,7 @@ from kvrelay.router.sampling_params import (
     read_sampling_params,
 )
 from kvrelay.router.seeds import Seeds
+from kvrelay.router.sessions import Turn
 from kvrelay.v1 import inference_pb2
 
 MAX_REQUEST_ID_BYTES = 128
@@ -80,10 +81,11 @@ class Validator:
         limits: Limits,
         caller: Caller = ANYBODY,
         prompt: Prompt | None = None,
+        turn: Turn | None = None,
     ) -> GenerationRequest:
         """The request with every field concrete; safe to call from any thread.
 
-        The arguments are those of `check`.
+        The arguments are those of `check`, and the turn of a session that it is.
 
         Raises:
             InvalidField: names the field that cannot be served as it is.
@@ -95,7 +97,7 @@ class Validator:
         input_ids = _input_ids(prompt, limits)
         max_tokens = self._max_tokens(params, prompt.field, len(input_ids), limits)
         _check_queueable(prompt.field, len(input_ids), caller)
-        namespace = caller.namespace(message.cache_salt)
+        namespace = caller.namespace(message.cache_salt if turn is None else turn.cache_salt)
         request_id = message.request_id or uuid.uuid4().hex
         seed = self.seeds.draw(caller.name, request_id)
         return GenerationRequest(
@@ -107,6 +109,7 @@ class Validator:
             caller=caller,
             namespace=namespace,
             marks=self.marks_of(input_ids, namespace),
+            turn=turn,
         )
 
     def _check_envelope(self, message: inference_pb2.GenerateRequest) -> None:

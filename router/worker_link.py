@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -26,6 +26,7 @@ from kvrelay.wire.request import (
     AttachHello,
     AttachRequest,
     CancelRequest,
+    ForgetSessionRequest,
     RequestKey,
     RouterCommand,
     TellPrefixesRequest,
@@ -81,6 +82,8 @@ class WorkerLink:
         on_killed: called with the end of an attempt whose forward killed the incarnation
             before this one.
         prefixes: is told which prefixes the worker has, and is to have.
+        on_ended_sessions: called with the incarnation and the names of sessions whose KV the worker
+            has given up.
         on_expected_hit: called with the role and the tokens of each prompt that the worker is
             expected to have already.
     """
@@ -96,6 +99,7 @@ class WorkerLink:
         on_stale: Callable[[], None],
         on_killed: Callable[[RequestOutput], None],
         prefixes: KnownPrefixes,
+        on_ended_sessions: Callable[[str, Sequence[str]], None] = lambda incarnation, names: None,
         on_expected_hit: Callable[[WorkerRole, int], None] = lambda role, tokens: None,
     ) -> None:
         self.endpoint = endpoint
@@ -111,6 +115,7 @@ class WorkerLink:
         self._on_stale = on_stale
         self._on_killed = on_killed
         self._prefixes = prefixes
+        self._on_ended_sessions = on_ended_sessions
         self._on_expected_hit = on_expected_hit
         self._submitted: dict[int, _Submitted] = {}
         """By the attempts' numbers."""
@@ -152,6 +157,7 @@ class WorkerLink:
         if marks := submission.request.marks:
             cached = self._expect_hit(submission, computes=prefill is None)
             expected = self._prefixes.expect(self.endpoint.incarnation, marks)
+        cached = max(cached, self._kept_tokens(submission, computes=prefill is None))
         # On a worker that generates, what is cached takes room as the rest does.
         room_tokens = input_tokens - cached * (role is WorkerRole.PREFILL)
         computed_first = submission.request.priority <= 0 and prefill is None
@@ -163,6 +169,17 @@ class WorkerLink:
         command = submission.to_worker(role, prefill, cached)
         self._commands.put_nowait(_message(command))
         self._on_change(self)
+
+    def _kept_tokens(self, submission: Submission, *, computes: bool) -> int:
+        """How many tokens of the prompt the worker is expected to have for the session."""
+        if computes and self.endpoint.role in submission.in_full_on:
+            return 0
+        return min(submission.kept_on(self.endpoint.incarnation), len(submission.input_ids) - 1)
+
+    def forget_session(self, name: str) -> None:
+        """Tells the worker to keep nothing of a session; does nothing if it is not attached."""
+        if self.ready:
+            self._commands.put_nowait(_message(ForgetSessionRequest(name)))
 
     def _expect_hit(self, submission: Submission, *, computes: bool) -> int:
         """How many tokens of the prompt are to be reused here, as is expected."""
@@ -265,6 +282,8 @@ class WorkerLink:
                 self._dispatch(output)
         for output in step.outputs:
             self._dispatch(output)
+        if step.ended_sessions:
+            self._on_ended_sessions(self.endpoint.incarnation, step.ended_sessions)
 
     def _take_load(self, step: EngineOutputs) -> None:
         assert step.load is not None

@@ -140,11 +140,11 @@ class WorkerLoad:
         """Tokens that the first pool can still take; in tokens, so that page sizes may differ.
 
         What running requests are promised, or expected to add if that is more,
-        is taken. Where there is a pool for windows, too, it comes second and
-        fills up later.
+        is taken; what sessions keep between their turns is not. Where there is a pool for
+        windows, too, it comes second and fills up later.
         """
         return sum(
-            (pool.free + pool.cached_evictable) * pool.page_size
+            (pool.free + pool.cached_evictable + pool.session) * pool.page_size
             - max(pool.promised * pool.page_size, self.growth_tokens)
             for pool in self.pools[:1]
         )

@@ -200,6 +200,8 @@ class EngineOutputs:
     """On the way to a router: the incarnations of those that are among the peers no more."""
     next_tokens: NextTokens | None = None
     """On the way to a router: the outputs that are a token each, which go before the others."""
+    ended_sessions: tuple[str, ...] = ()
+    """The router's sessions whose KV was given up here, and was not asked to be."""
 
     def packed(self) -> EngineOutputs:
         """The same with the outputs that are a token each in `next_tokens`."""

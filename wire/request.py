@@ -167,6 +167,16 @@ class AttachHello:
 
 
 @dataclass(frozen=True, slots=True)
+class KeptSession:
+    """The request is a turn of a session, whose KV its worker may keep for the next turn."""
+
+    session: str
+    """The router's name of it, unique on the router."""
+    most_kept_tokens: int
+    """KV of a longer history is not kept."""
+
+
+@dataclass(frozen=True, slots=True)
 class SubmitRequest:
     """The worker is to start an attempt at some choices of a request."""
 
@@ -190,7 +200,16 @@ class SubmitRequest:
     alone: bool = False
     """It may break the forward that it is in, so it is to have forwards of its own."""
     cached_tokens: int = 0
-    """Of the input, that the router expects in the worker's prefix index; it may be wrong."""
+    """Of the input, that the router expects the worker to have; it may be wrong."""
+    session: KeptSession | None = None
+    """To a worker that generates: whose turn it is."""
+
+
+@dataclass(frozen=True, slots=True)
+class ForgetSessionRequest:
+    """The worker is to keep no KV of a session any more; it ignores one that it does not know."""
+
+    session: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,7 +225,9 @@ class TellPrefixesRequest:
     """The worker is to tell anew which prefixes it has: the router has missed something."""
 
 
-RouterCommand: TypeAlias = AttachHello | SubmitRequest | CancelRequest | TellPrefixesRequest
+RouterCommand: TypeAlias = (
+    AttachHello | SubmitRequest | CancelRequest | TellPrefixesRequest | ForgetSessionRequest
+)
 
 
 @dataclass(frozen=True, slots=True)

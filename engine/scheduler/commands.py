@@ -13,7 +13,7 @@ from typing import Any, Generic, Protocol, TypeAlias, TypeVar
 
 from kvrelay.engine.scheduler.outbox import RouterLink
 from kvrelay.mem_cache.kv_cache_manager import KVCacheManager
-from kvrelay.wire.request import RequestKey, SamplingParams, StopConditions
+from kvrelay.wire.request import KeptSession, RequestKey, SamplingParams, StopConditions
 from kvrelay.wire.worker_info import WorkerAddress
 
 
@@ -79,9 +79,11 @@ class Submit:
     alone: bool = False
     """It may break the forward that it is in."""
     cached_tokens: int = 0
-    """Of the input, that the router expects in the prefix index."""
+    """Of the input, that the router expects the worker to have."""
     grammar: Future[Any] | None = None
     """Its compiled grammar: held, so that it is there when the first mask needs it."""
+    session: KeptSession | None = None
+    """Whose turn it is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +98,14 @@ class TellPrefixes:
     """A router has missed what it was told of the prefix index: tell it all anew."""
 
     link: RouterLink
+
+
+@dataclass(frozen=True, slots=True)
+class ForgetSession:
+    """A router's session has ended, or goes on elsewhere: keep nothing of it."""
+
+    link: RouterLink
+    session: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +155,7 @@ class Stop:
     """End the engine's loop."""
 
 
-RouterCommand: TypeAlias = Attach | Detach | Submit | Cancel | TellPrefixes
+RouterCommand: TypeAlias = Attach | Detach | Submit | Cancel | TellPrefixes | ForgetSession
 """What routers cause."""
 Command: TypeAlias = (
     RouterCommand

@@ -15,6 +15,7 @@ from kvrelay.engine.scheduler.metrics import RELEASES, WorkerMetrics
 from kvrelay.engine.scheduler.outbox import Outbox, RouterLink
 from kvrelay.engine.scheduler.prefix_reports import PrefixReports
 from kvrelay.engine.scheduler.request import Request
+from kvrelay.engine.scheduler.session_turns import SessionTurns
 from kvrelay.engine.scheduler.speed_learner import SpeedLearner
 from kvrelay.mem_cache.fence import Fence, StepClock, StepFence
 from kvrelay.mem_cache.kv_cache_manager import KVCacheManager
@@ -70,6 +71,8 @@ class SchedulerContext(Generic[RequestT]):
         self.links: list[RouterLink] = []
         self.prefixes = PrefixReports(kv_cache.index, kv_cache.shape.page_size)
         """Tells routers what the prefix index has."""
+        self.sessions = SessionTurns(kv_cache, metrics)
+        """The KV that sessions keep between their turns."""
         self.draining = False
         """The worker takes no more requests. The loop sets it and never unsets it."""
         self._copies: list[PageCopy] = []
@@ -129,7 +132,12 @@ class SchedulerContext(Generic[RequestT]):
             self.emit(request, end=RequestEnd(EndReason.FAILED, error=error), choice=choice)
 
     def reserve(
-        self, request: RequestT, known_tokens: int, headroom: Sequence[int] | None = None
+        self,
+        request: RequestT,
+        known_tokens: int,
+        headroom: Sequence[int] | None = None,
+        *,
+        fresh_boundary: bool = False,
     ) -> bool:
         """Open a lease with a promise of pages for the request's whole input, or take nothing.
 
@@ -137,19 +145,18 @@ class SchedulerContext(Generic[RequestT]):
 
         Args:
             request: has no lease; has one if this returns `True`.
-            known_tokens: tokens of its input that may come from the prefix index.
+            known_tokens: tokens of its input that may come from the prefix index, or from its
+                session.
             headroom: pages of each pool that must stay free for others.
+            fresh_boundary: what its session lends ends with a whole page: a read will write the
+                page after that from its start.
         """
-        request.lease = self.kv_cache.open(
-            str(request.key),
-            request.input_len,
-            token_ids=request.input_ids[:known_tokens],
-            namespace=request.namespace,
-            headroom=headroom,
+        request.lease = self.sessions.open(
+            request, known_tokens, headroom, fresh_boundary=fresh_boundary
         )
         if request.lease is None:
             return False
-        share = request.lease.cache_protected_len / request.input_len
+        share = request.lease.kv_committed_len / request.input_len
         self._reused_share = max(share, self._reused_share * _REUSE_FADES)
         return True
 
@@ -182,9 +189,10 @@ class SchedulerContext(Generic[RequestT]):
         """
         copied = StepFence(self.steps, self.steps.launched + 1)
         holders = [str(other.key) for other in others]
-        fork = self.kv_cache.fork(
-            request.held, holders, request.input_ids, request.input_len, copied=copied
-        )
+        input_ids, length = request.input_ids, request.input_len
+        fork = self.kv_cache.fork(request.held, holders, input_ids, length, copied=copied)
+        while fork is None and self.sessions.evict_oldest():
+            fork = self.kv_cache.fork(request.held, holders, input_ids, length, copied=copied)
         if fork is None:
             return False
         for other, lease in zip(others, fork.leases, strict=True):
@@ -277,7 +285,12 @@ class SchedulerContext(Generic[RequestT]):
         fences = [StepFence(self.steps, request.last_step), *fences]
         # Only written tokens are published: what a forward still writes is not.
         tokens = np.asarray(request.token_ids(0, request.kv_written_len), np.int32)
-        if release_kv_cache(self.kv_cache, request.lease, outcome, token_ids=tokens, fences=fences):
+        if self.sessions.end_turn(request, outcome, tokens, fences):
+            kept = Outcome.SAVED if outcome is Outcome.FINISHED else outcome
+            self.metrics.count(RELEASES, outcome=kept.value)
+        elif release_kv_cache(
+            self.kv_cache, request.lease, outcome, token_ids=tokens, fences=fences
+        ):
             self.metrics.count(RELEASES, outcome=outcome.value)
 
     def measure_load(
@@ -326,8 +339,12 @@ class SchedulerContext(Generic[RequestT]):
         for link in self.links:
             outputs = tuple(self._outputs.pop(link, ()))
             first, *rest = prefixes.get(link, (None,))
-            if outputs or changed or first:
-                self.outbox.put(link, EngineOutputs(outputs, load if changed else None, first))
+            ended = self.sessions.take_ended(link)
+            if outputs or changed or first or ended:
+                news = EngineOutputs(
+                    outputs, load if changed else None, first, ended_sessions=ended
+                )
+                self.outbox.put(link, news)
             for update in rest:
                 self.outbox.put(link, EngineOutputs((), prefixes=update))
         self._outputs.clear()

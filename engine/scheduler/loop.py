@@ -34,6 +34,7 @@ from kvrelay.engine.scheduler.commands import (
     Detach,
     Drain,
     Dropped,
+    ForgetSession,
     GiveUp,
     Inbox,
     Inspect,
@@ -275,7 +276,7 @@ class Engine(Generic[RequestT, MessageT]):
         match message:
             case StepEnded():
                 self._process_step(message)
-            case Attach() | Detach() | Submit() | Cancel() | TellPrefixes():
+            case Attach() | Detach() | Submit() | Cancel() | TellPrefixes() | ForgetSession():
                 self._handle_router(message)
             case PeerDied():
                 self._scheduler.peer_died(message.incarnation)
@@ -298,6 +299,7 @@ class Engine(Generic[RequestT, MessageT]):
             case Stop():
                 self._stopping = True
                 self._cancel_all(list(self._context.requests.values()))
+                self._context.sessions.end_all()
             case _:
                 self._scheduler.handle(message)
 
@@ -313,6 +315,8 @@ class Engine(Generic[RequestT, MessageT]):
                 self._detach(command)
             case TellPrefixes():
                 self._context.prefixes.begin_anew(command.link)
+            case ForgetSession():
+                self._context.sessions.end(command.link, command.session)
             case _:
                 assert_never(command)
 
@@ -331,6 +335,7 @@ class Engine(Generic[RequestT, MessageT]):
         self._context.detach(message.link)
         requests = self._context.requests.values()
         self._cancel_all([request for request in requests if request.link is message.link])
+        self._context.sessions.end_all(message.link)
 
     def _cancel_all(self, requests: Iterable[RequestT]) -> None:
         for request in requests:

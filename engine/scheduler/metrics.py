@@ -83,6 +83,19 @@ WAITING_TOKENS: Final = METRICS.collected(
 RELEASES: Final = METRICS.counter(
     "kvrelay_releases_total", "Requests whose memory was released, by outcome", "outcome"
 )
+SESSION_TURNS: Final = METRICS.counter(
+    "kvrelay_session_turns_total",
+    "Turns of sessions that were given memory, by whether their session's KV was here (resumed) or "
+    "not (opened)",
+    "start",
+)
+SESSION_ENDS: Final = METRICS.counter(
+    "kvrelay_session_ends_total",
+    "Sessions whose KV was given up, by why: the router said so (forgotten), others needed the "
+    "memory (room), the next turn could not go on with it (unusable), a forward failed (failed), "
+    "a window had moved on when a turn was undone (roll_back), or it was too long (too_long)",
+    "reason",
+)
 PAGES: Final = METRICS.collected(
     MetricType.GAUGE,
     "kvrelay_pages",

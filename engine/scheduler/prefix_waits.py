@@ -56,7 +56,11 @@ class PrefixWaits(Generic[RequestT]):
 
     def leaders(self, requests: Iterable[RequestT]) -> list[RequestT]:
         """Those of the requests that others may wait for."""
-        return [r for r in requests if self._leads(r)] if self._bound else []
+        return [r for r in requests if self._may_lead(r)] if self._bound else []
+
+    def _may_lead(self, request: RequestT) -> bool:
+        """Whether others may wait for it: a turn on its session's pages publishes nothing."""
+        return not request.borrowed_len and self._leads(request)
 
     def must_wait(self, request: RequestT, known_tokens: int, leaders: Iterable[RequestT]) -> bool:
         """Whether a request should hold nothing yet, because it will find more later.
@@ -66,7 +70,7 @@ class PrefixWaits(Generic[RequestT]):
             known_tokens: tokens of its input that may come from the prefix index.
             leaders: those that it may wait for.
         """
-        if not self._bound:
+        if not self._bound or self._context.sessions.has_kv_of(request):
             return False
         now = time.monotonic()
         before, token_ids = request.prefix_wait, request.input_ids[:known_tokens]
@@ -97,7 +101,7 @@ class PrefixWaits(Generic[RequestT]):
             return False
         if not self._at_end(leader) and self._has_unpublished_pages(leader):
             return False
-        return self._leads(leader) and self._leads_for(leader, request)
+        return self._may_lead(leader) and self._leads_for(leader, request)
 
     def _has_unpublished_pages(self, leader: Request) -> bool:
         """Whether it has written whole pages that the index did not take: copies, say.

@@ -24,7 +24,7 @@ class PromptRun:
 
     token_state: TokenState
     cached_tokens: int
-    """Prompt tokens that the prefix index had."""
+    """Prompt tokens that the prefix index, or its session, had."""
     num_tokens: int
     """Tokens that it computes in all."""
     queued: float
@@ -87,7 +87,8 @@ class ComputingPrompts(Generic[RequestT]):
     def reserve_and_add(self, request: RequestT, headroom: Sequence[int] | None = None) -> bool:
         """Compute a request from now on: open its lease, with a promise of pages for its input.
 
-        What the prefix index has is shared, not computed.
+        What the prefix index has is shared, not computed; nor is what its session has. A turn
+        that goes on with its session's pages publishes nothing, so that it can be rolled back.
 
         Args:
             request: has no memory.
@@ -99,7 +100,7 @@ class ComputingPrompts(Generic[RequestT]):
         if not self._context.reserve(request, request.reusable_len, headroom):
             return False
         request.progressed_at = time.monotonic()
-        request.kv_written_len = request.held.cache_protected_len
+        request.kv_written_len = request.held.kv_committed_len
         token_state = request.make_token_state(request.choices)
         queued = time.monotonic() - request.received
         cached = min(request.kv_written_len, len(request.prompt_ids))
@@ -142,7 +143,7 @@ class ComputingPrompts(Generic[RequestT]):
         request.progressed_at = time.monotonic()
         if output.prompt_logprobs:
             self._emit_scores(request, output.prompt_logprobs)
-        if self._publish:
+        if self._publish and not request.borrowed_len:
             self._context.publish_settled(request)
         if not item.sample:
             self._context.kv_cache.slide(request.held, request.kv_written_len)

@@ -15,7 +15,7 @@ from kvrelay.engine.scheduler.commands import Submit
 from kvrelay.engine.scheduler.outbox import RouterLink
 from kvrelay.mem_cache.lease import Lease
 from kvrelay.mem_cache.prefix_index import TokenIds
-from kvrelay.wire.request import RequestKey, SamplingParams, StopConditions
+from kvrelay.wire.request import KeptSession, RequestKey, SamplingParams, StopConditions
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
@@ -50,9 +50,13 @@ class Request:
     namespace: str = ""
     """The part of the prefix index in which its prefix is found and left."""
     expected_cached_len: int = 0
-    """Tokens of its input that its router expects in the prefix index: no load, if reusable."""
+    """Tokens of its input that its router expects to be here: no load, if reusable."""
     grammar: Future[Any] | None = None
     """Of its output, compiled; held as long as it lives, so that no forward waits for it."""
+    session: KeptSession | None = None
+    """Whose turn it is; it is the first choice, and the only one."""
+    borrowed_len: int = 0
+    """Tokens that its lease had when its session lent it; 0: the lease is its own."""
     arrived: float = field(default_factory=time.monotonic)
     """When a router took it, by this worker's clock."""
     received: float = field(default_factory=time.monotonic)
@@ -105,6 +109,7 @@ class Request:
             namespace=command.namespace,
             expected_cached_len=command.cached_tokens,
             grammar=command.grammar,
+            session=command.session,
             arrived=command.arrived,
             **more,
         )

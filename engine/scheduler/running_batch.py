@@ -118,13 +118,14 @@ class RunningBatch(Generic[RequestT]):
 
         With `alone` for the first of those that are computed alone, else for the others.
 
-        If pages are short, the request with the least to lose is retracted, but only
-        once no step is in flight: until then its pages could not be used anyway.
+        If pages are short, sessions that are idle end, the oldest first. If that does not
+        help, the request with the least to lose is retracted, but only once no step is in
+        flight: until then its pages could not be used anyway.
         """
         self.waits_for_room = False
         self._force_retraction()
         while due := self._due(alone=alone):
-            if self._allocate_step(due):
+            if self._allocate_step(due) or self._allocate_without_sessions(due):
                 self._steps_until_retraction -= 1
                 for request in due:
                     request.in_flight += 1
@@ -160,6 +161,13 @@ class RunningBatch(Generic[RequestT]):
         kv_cache, batch = self._context.kv_cache, Batch(leases)
         kv_cache.slide_all(batch, np.array(first_read))
         return kv_cache.grow_all(batch, np.array(lengths))
+
+    def _allocate_without_sessions(self, due: Sequence[RequestT]) -> bool:
+        """Allocate the step with the memory that sessions have between their turns."""
+        while self._context.sessions.evict_oldest():
+            if self._allocate_step(due):
+                return True
+        return False
 
     def _force_retraction(self) -> None:
         if self._retract_every and self._requests and self._steps_until_retraction <= 0:

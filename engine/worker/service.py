@@ -15,6 +15,7 @@ from kvrelay.engine.scheduler.commands import (
     Cancel,
     Command,
     Detach,
+    ForgetSession,
     Inspect,
     Mailbox,
     TellPrefixes,
@@ -33,6 +34,7 @@ from kvrelay.wire.output import EndReason, EngineOutputs, RequestEnd, RequestOut
 from kvrelay.wire.page_owners import PageOwners
 from kvrelay.wire.request import (
     CancelRequest,
+    ForgetSessionRequest,
     RequestKey,
     SubmitRequest,
     TellPrefixesRequest,
@@ -146,6 +148,8 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
                 self._submits.cancel(Cancel(command.key._replace(router=link.router)))
             elif isinstance(command, TellPrefixesRequest):
                 self._inbox.post(TellPrefixes(link))
+            elif isinstance(command, ForgetSessionRequest):
+                self._inbox.post(ForgetSession(link, command.session))
             else:
                 logger.warning("router %s sent a second hello", link.router)
         except ValueError as error:

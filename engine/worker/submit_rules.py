@@ -50,8 +50,16 @@ class SubmitRules:
             )
         if emitted and params.n > 1:
             raise ValueError("n: must be 1 for a request that has emitted tokens")
+        if submit.session is not None:
+            self._check_session(params.n)
         if submit.prefill is not None and self.role is not WorkerRole.DECODE:
             raise ValueError("prefill: must be told to decode workers alone")
+
+    def _check_session(self, choices: int) -> None:
+        if choices > 1:
+            raise ValueError("n: must be 1 for a turn of a session")
+        if self.role is WorkerRole.PREFILL:
+            raise ValueError("session: must not be told to prefill workers")
 
     def _check_ids(self, field: str, token_ids: Iterable[int]) -> None:
         worst = max(token_ids, default=0)
@@ -85,4 +93,5 @@ def submit_command(submit: SubmitRequest, link: RouterLink, rules: SubmitRules) 
         namespace=submit.namespace,
         alone=submit.alone,
         cached_tokens=submit.cached_tokens,
+        session=submit.session,
     )

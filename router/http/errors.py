@@ -20,10 +20,14 @@ from kvrelay.router.errors import (
     OverLimit,
     Overloaded,
     RequestError,
+    SessionBusy,
+    SessionExists,
+    SessionsFull,
     SlowReader,
     TextQueueFull,
     Unavailable,
     UnknownModel,
+    UnknownSession,
 )
 
 CLIENT_GONE: Final = 499
@@ -57,6 +61,10 @@ _KINDS: Mapping[type[Exception], _Kind] = {
     Forbidden: _Kind(403, "permission_error"),
     NotPermitted: _Kind(403, "permission_error"),
     AlreadyExists: _Kind(409, "conflict_error", may_retry=False),
+    SessionExists: _Kind(409, "conflict_error", may_retry=False),
+    UnknownSession: _Kind(404, "invalid_request_error"),
+    SessionBusy: _Kind(409, "conflict_error", may_retry=False),
+    SessionsFull: _Kind(429, "rate_limit_error"),
     Overloaded: _Kind(429, "rate_limit_error"),
     OverLimit: _Kind(429, "rate_limit_error"),
     TextQueueFull: _Kind(429, "rate_limit_error"),

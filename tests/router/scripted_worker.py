@@ -63,6 +63,8 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer):
         self.submits: list[worker_pb2.SubmitRequest] = []
         self.cancels: list[worker_pb2.CancelRequest] = []
         self.hellos: list[worker_pb2.AttachHello] = []
+        self.forgotten: list[str] = []
+        """The sessions that it was told to forget."""
         self.told_anew = 0
         """So often it was asked to tell its prefixes anew."""
         self.on_submit: Answer | None = None
@@ -131,6 +133,8 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer):
                 key = (message.cancel.request_id, message.cancel.attempt)
                 for choice in self._choices.get(key, ()):
                     self.say(message.cancel, choice=choice, end=END(reason=END.REASON_ABORTED))
+            elif message.HasField("forget_session"):
+                self.forgotten.append(message.forget_session.session)
             elif message.HasField("tell_prefixes"):
                 self.told_anew += 1
         self.break_stream()

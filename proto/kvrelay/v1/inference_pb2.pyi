@@ -29,8 +29,72 @@ WORKER_ROLE_PREFILL: WorkerRole
 WORKER_ROLE_DECODE: WorkerRole
 WORKER_ROLE_AGGREGATED: WorkerRole
 
+class OpenSessionRequest(_message.Message):
+    __slots__ = ("session_id", "idle_timeout_seconds", "max_kept_tokens", "cache_salt", "history")
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    IDLE_TIMEOUT_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    MAX_KEPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
+    HISTORY_FIELD_NUMBER: _ClassVar[int]
+    session_id: str
+    idle_timeout_seconds: float
+    max_kept_tokens: int
+    cache_salt: str
+    history: TokenIds
+    def __init__(self, session_id: _Optional[str] = ..., idle_timeout_seconds: _Optional[float] = ..., max_kept_tokens: _Optional[int] = ..., cache_salt: _Optional[str] = ..., history: _Optional[_Union[TokenIds, _Mapping]] = ...) -> None: ...
+
+class OpenSessionResponse(_message.Message):
+    __slots__ = ("session_id", "idle_timeout_seconds")
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    IDLE_TIMEOUT_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    session_id: str
+    idle_timeout_seconds: float
+    def __init__(self, session_id: _Optional[str] = ..., idle_timeout_seconds: _Optional[float] = ...) -> None: ...
+
+class CloseSessionRequest(_message.Message):
+    __slots__ = ("session_id",)
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    session_id: str
+    def __init__(self, session_id: _Optional[str] = ...) -> None: ...
+
+class CloseSessionResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class GetSessionsRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class GetSessionsResponse(_message.Message):
+    __slots__ = ("sessions",)
+    SESSIONS_FIELD_NUMBER: _ClassVar[int]
+    sessions: _containers.RepeatedCompositeFieldContainer[SessionState]
+    def __init__(self, sessions: _Optional[_Iterable[_Union[SessionState, _Mapping]]] = ...) -> None: ...
+
+class SessionState(_message.Message):
+    __slots__ = ("session_id", "tokens", "turns", "running", "waiting_turns", "idle_seconds", "idle_timeout_seconds", "worker", "kept_tokens")
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    TURNS_FIELD_NUMBER: _ClassVar[int]
+    RUNNING_FIELD_NUMBER: _ClassVar[int]
+    WAITING_TURNS_FIELD_NUMBER: _ClassVar[int]
+    IDLE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    IDLE_TIMEOUT_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    WORKER_FIELD_NUMBER: _ClassVar[int]
+    KEPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    session_id: str
+    tokens: int
+    turns: int
+    running: bool
+    waiting_turns: int
+    idle_seconds: float
+    idle_timeout_seconds: float
+    worker: str
+    kept_tokens: int
+    def __init__(self, session_id: _Optional[str] = ..., tokens: _Optional[int] = ..., turns: _Optional[int] = ..., running: bool = ..., waiting_turns: _Optional[int] = ..., idle_seconds: _Optional[float] = ..., idle_timeout_seconds: _Optional[float] = ..., worker: _Optional[str] = ..., kept_tokens: _Optional[int] = ...) -> None: ...
+
 class GenerateRequest(_message.Message):
-    __slots__ = ("request_id", "text", "input_ids", "sampling_params", "priority", "model", "cache_salt")
+    __slots__ = ("request_id", "text", "input_ids", "sampling_params", "priority", "model", "cache_salt", "session_id", "rewind_to", "queue_turn")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
     INPUT_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -38,6 +102,9 @@ class GenerateRequest(_message.Message):
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    REWIND_TO_FIELD_NUMBER: _ClassVar[int]
+    QUEUE_TURN_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     text: str
     input_ids: TokenIds
@@ -45,7 +112,10 @@ class GenerateRequest(_message.Message):
     priority: int
     model: str
     cache_salt: str
-    def __init__(self, request_id: _Optional[str] = ..., text: _Optional[str] = ..., input_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., sampling_params: _Optional[_Union[SamplingParams, _Mapping]] = ..., priority: _Optional[int] = ..., model: _Optional[str] = ..., cache_salt: _Optional[str] = ...) -> None: ...
+    session_id: str
+    rewind_to: int
+    queue_turn: bool
+    def __init__(self, request_id: _Optional[str] = ..., text: _Optional[str] = ..., input_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., sampling_params: _Optional[_Union[SamplingParams, _Mapping]] = ..., priority: _Optional[int] = ..., model: _Optional[str] = ..., cache_salt: _Optional[str] = ..., session_id: _Optional[str] = ..., rewind_to: _Optional[int] = ..., queue_turn: bool = ...) -> None: ...
 
 class TokenIds(_message.Message):
     __slots__ = ("ids",)

@@ -70,6 +70,21 @@ class InferenceServiceStub(object):
                 request_serializer=kvrelay_dot_v1_dot_inference__pb2.GetLoadsRequest.SerializeToString,
                 response_deserializer=kvrelay_dot_v1_dot_inference__pb2.GetLoadsResponse.FromString,
                 _registered_method=True)
+        self.OpenSession = channel.unary_unary(
+                '/kvrelay.v1.InferenceService/OpenSession',
+                request_serializer=kvrelay_dot_v1_dot_inference__pb2.OpenSessionRequest.SerializeToString,
+                response_deserializer=kvrelay_dot_v1_dot_inference__pb2.OpenSessionResponse.FromString,
+                _registered_method=True)
+        self.CloseSession = channel.unary_unary(
+                '/kvrelay.v1.InferenceService/CloseSession',
+                request_serializer=kvrelay_dot_v1_dot_inference__pb2.CloseSessionRequest.SerializeToString,
+                response_deserializer=kvrelay_dot_v1_dot_inference__pb2.CloseSessionResponse.FromString,
+                _registered_method=True)
+        self.GetSessions = channel.unary_unary(
+                '/kvrelay.v1.InferenceService/GetSessions',
+                request_serializer=kvrelay_dot_v1_dot_inference__pb2.GetSessionsRequest.SerializeToString,
+                response_deserializer=kvrelay_dot_v1_dot_inference__pb2.GetSessionsResponse.FromString,
+                _registered_method=True)
 
 
 class InferenceServiceServicer(object):
@@ -129,6 +144,29 @@ class InferenceServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def OpenSession(self, request, context):
+        """Begins a conversation whose history this router keeps. Its turns are calls of Generate with
+        its id, each with what is new. ALREADY_EXISTS if the token has a session of this id here.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def CloseSession(self, request, context):
+        """Ends a session and its turns that wait; one that runs goes on to its end. NOT_FOUND if the
+        token has none of this id here: it was closed, or expired.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetSessions(self, request, context):
+        """The sessions of the caller's token on this router.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_InferenceServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -166,6 +204,21 @@ def add_InferenceServiceServicer_to_server(servicer, server):
                     servicer.GetLoads,
                     request_deserializer=kvrelay_dot_v1_dot_inference__pb2.GetLoadsRequest.FromString,
                     response_serializer=kvrelay_dot_v1_dot_inference__pb2.GetLoadsResponse.SerializeToString,
+            ),
+            'OpenSession': grpc.unary_unary_rpc_method_handler(
+                    servicer.OpenSession,
+                    request_deserializer=kvrelay_dot_v1_dot_inference__pb2.OpenSessionRequest.FromString,
+                    response_serializer=kvrelay_dot_v1_dot_inference__pb2.OpenSessionResponse.SerializeToString,
+            ),
+            'CloseSession': grpc.unary_unary_rpc_method_handler(
+                    servicer.CloseSession,
+                    request_deserializer=kvrelay_dot_v1_dot_inference__pb2.CloseSessionRequest.FromString,
+                    response_serializer=kvrelay_dot_v1_dot_inference__pb2.CloseSessionResponse.SerializeToString,
+            ),
+            'GetSessions': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetSessions,
+                    request_deserializer=kvrelay_dot_v1_dot_inference__pb2.GetSessionsRequest.FromString,
+                    response_serializer=kvrelay_dot_v1_dot_inference__pb2.GetSessionsResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -358,6 +411,87 @@ class InferenceService(object):
             '/kvrelay.v1.InferenceService/GetLoads',
             kvrelay_dot_v1_dot_inference__pb2.GetLoadsRequest.SerializeToString,
             kvrelay_dot_v1_dot_inference__pb2.GetLoadsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def OpenSession(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvrelay.v1.InferenceService/OpenSession',
+            kvrelay_dot_v1_dot_inference__pb2.OpenSessionRequest.SerializeToString,
+            kvrelay_dot_v1_dot_inference__pb2.OpenSessionResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def CloseSession(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvrelay.v1.InferenceService/CloseSession',
+            kvrelay_dot_v1_dot_inference__pb2.CloseSessionRequest.SerializeToString,
+            kvrelay_dot_v1_dot_inference__pb2.CloseSessionResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetSessions(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvrelay.v1.InferenceService/GetSessions',
+            kvrelay_dot_v1_dot_inference__pb2.GetSessionsRequest.SerializeToString,
+            kvrelay_dot_v1_dot_inference__pb2.GetSessionsResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from kvrelay.v1 import inference_pb2 as kvrelay_dot_v1_dot_inference__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17kvrelay/v1/worker.proto\x12\nkvrelay.v1\x1a\x1akvrelay/v1/inference.proto\"\x16\n\x14GetPageOwnersRequest\">\n\x15GetPageOwnersResponse\x12%\n\x05pools\x18\x01 \x03(\x0b\x32\x16.kvrelay.v1.PoolOwners\"@\n\nPoolOwners\x12\x0c\n\x04pool\x18\x01 \x01(\t\x12$\n\x04runs\x18\x02 \x03(\x0b\x32\x16.kvrelay.v1.OwnedPages\"R\n\nOwnedPages\x12\x12\n\nfirst_page\x18\x01 \x01(\r\x12\x11\n\tnum_pages\x18\x02 \x01(\r\x12\r\n\x05owner\x18\x03 \x01(\t\x12\x0e\n\x06holder\x18\x04 \x01(\t\"\xd8\x01\n\rAttachRequest\x12(\n\x05hello\x18\x01 \x01(\x0b\x32\x17.kvrelay.v1.AttachHelloH\x00\x12+\n\x06submit\x18\x02 \x01(\x0b\x32\x19.kvrelay.v1.SubmitRequestH\x00\x12+\n\x06\x63\x61ncel\x18\x03 \x01(\x0b\x32\x19.kvrelay.v1.CancelRequestH\x00\x12\x38\n\rtell_prefixes\x18\x04 \x01(\x0b\x32\x1f.kvrelay.v1.TellPrefixesRequestH\x00\x42\t\n\x07\x63ommand\"C\n\x0b\x41ttachHello\x12\x0e\n\x06router\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x0f\n\x07version\x18\x03 \x01(\t\"\xba\x02\n\rSubmitRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x15\n\tinput_ids\x18\x03 \x03(\rB\x02\x10\x01\x12\x33\n\x0fsampling_params\x18\x04 \x01(\x0b\x32\x1a.kvrelay.v1.SamplingParams\x12\x10\n\x08priority\x18\x05 \x01(\x05\x12\'\n\x07prefill\x18\x06 \x01(\x0b\x32\x16.kvrelay.v1.PeerWorker\x12\x19\n\x11num_prompt_tokens\x18\x07 \x01(\r\x12\x14\n\x0c\x66irst_choice\x18\x08 \x01(\r\x12\x13\n\x0b\x61ge_seconds\x18\t \x01(\x01\x12\x11\n\tnamespace\x18\n \x01(\t\x12\r\n\x05\x61lone\x18\x0b \x01(\x08\x12\x15\n\rcached_tokens\x18\x0c \x01(\r\"2\n\nPeerWorker\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\"4\n\rCancelRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\"\x15\n\x13TellPrefixesRequest\"\xf8\x01\n\x0e\x41ttachResponse\x12*\n\x07outputs\x18\x01 \x03(\x0b\x32\x19.kvrelay.v1.RequestOutput\x12$\n\x04load\x18\x02 \x01(\x0b\x32\x16.kvrelay.v1.WorkerLoad\x12*\n\x08prefixes\x18\x03 \x01(\x0b\x32\x18.kvrelay.v1.PrefixUpdate\x12\'\n\x05peers\x18\x04 \x03(\x0b\x32\x18.kvrelay.v1.PeerTransfer\x12\x12\n\ngone_peers\x18\x05 \x03(\t\x12+\n\x0bnext_tokens\x18\x06 \x01(\x0b\x32\x16.kvrelay.v1.NextTokens\"c\n\nNextTokens\x12\x14\n\x08\x61ttempts\x18\x01 \x03(\rB\x02\x10\x01\x12\x13\n\x07\x63hoices\x18\x02 \x03(\rB\x02\x10\x01\x12\x13\n\x07indexes\x18\x03 \x03(\rB\x02\x10\x01\x12\x15\n\ttoken_ids\x18\x04 \x03(\rB\x02\x10\x01\"j\n\x0cPrefixUpdate\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12\x11\n\tpage_size\x18\x02 \x01(\r\x12\x0e\n\x06\x62\x65gins\x18\x03 \x01(\x08\x12\x12\n\x06stored\x18\x04 \x03(\x06\x42\x02\x10\x01\x12\x13\n\x07removed\x18\x05 \x03(\x06\x42\x02\x10\x01\"\xc8\x02\n\rRequestOutput\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\r\n\x05index\x18\x03 \x01(\r\x12\x15\n\ttoken_ids\x18\x04 \x03(\rB\x02\x10\x01\x12+\n\x08logprobs\x18\x05 \x03(\x0b\x32\x19.kvrelay.v1.TokenLogprobs\x12#\n\x03\x65nd\x18\x06 \x01(\x0b\x32\x16.kvrelay.v1.RequestEnd\x12)\n\x07timings\x18\x07 \x01(\x0b\x32\x18.kvrelay.v1.PhaseTimings\x12\x15\n\rcached_tokens\x18\x08 \x01(\r\x12\x0e\n\x06\x63hoice\x18\t \x01(\r\x12\x32\n\x0fprompt_logprobs\x18\n \x03(\x0b\x32\x19.kvrelay.v1.TokenLogprobs\x12\x14\n\x0cprompt_index\x18\x0b \x01(\r\"\xb2\x05\n\nRequestEnd\x12-\n\x06reason\x18\x01 \x01(\x0e\x32\x1d.kvrelay.v1.RequestEnd.Reason\x12\x1a\n\x10matched_token_id\x18\x02 \x01(\rH\x00\x12\x1d\n\x13matched_stop_string\x18\x03 \x01(\tH\x00\x12\r\n\x05\x65rror\x18\x04 \x01(\t\x12+\n\x05\x63\x61use\x18\x06 \x01(\x0e\x32\x1c.kvrelay.v1.RequestEnd.Cause\"\x99\x01\n\x06Reason\x12\x16\n\x12REASON_UNSPECIFIED\x10\x00\x12\x0f\n\x0bREASON_STOP\x10\x01\x12\x11\n\rREASON_LENGTH\x10\x02\x12\x12\n\x0eREASON_ABORTED\x10\x03\x12\x16\n\x12REASON_HANDED_OVER\x10\x04\x12\x11\n\rREASON_FAILED\x10\x05\x12\x14\n\x10REASON_RETRACTED\x10\x06\"\xc0\x02\n\x05\x43\x61use\x12\x15\n\x11\x43\x41USE_UNSPECIFIED\x10\x00\x12\x13\n\x0f\x43\x41USE_PEER_LOST\x10\x01\x12\x15\n\x11\x43\x41USE_PEER_FAILED\x10\x02\x12\x15\n\x11\x43\x41USE_READ_FAILED\x10\x03\x12\x17\n\x13\x43\x41USE_PAGE_MISMATCH\x10\x04\x12\x1a\n\x16\x43\x41USE_TRANSFER_REFUSED\x10\x05\x12\x18\n\x14\x43\x41USE_PROTOCOL_ERROR\x10\x06\x12\x15\n\x11\x43\x41USE_WORKER_LOST\x10\x07\x12\x11\n\rCAUSE_ABORTED\x10\x08\x12\x10\n\x0c\x43\x41USE_FAILED\x10\t\x12\x18\n\x14\x43\x41USE_FORWARD_FAILED\x10\n\x12\x1e\n\x1a\x43\x41USE_FORWARD_FAILED_ALONE\x10\x0b\x12\x18\n\x14\x43\x41USE_GRAMMAR_FAILED\x10\x0c\x42\x0e\n\x0cmatched_stopJ\x04\x08\x05\x10\x06R\tretryable2\xaa\x01\n\rWorkerService\x12\x43\n\x06\x41ttach\x12\x19.kvrelay.v1.AttachRequest\x1a\x1a.kvrelay.v1.AttachResponse(\x01\x30\x01\x12T\n\rGetPageOwners\x12 .kvrelay.v1.GetPageOwnersRequest\x1a!.kvrelay.v1.GetPageOwnersResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17kvrelay/v1/worker.proto\x12\nkvrelay.v1\x1a\x1akvrelay/v1/inference.proto\"\x16\n\x14GetPageOwnersRequest\">\n\x15GetPageOwnersResponse\x12%\n\x05pools\x18\x01 \x03(\x0b\x32\x16.kvrelay.v1.PoolOwners\"@\n\nPoolOwners\x12\x0c\n\x04pool\x18\x01 \x01(\t\x12$\n\x04runs\x18\x02 \x03(\x0b\x32\x16.kvrelay.v1.OwnedPages\"R\n\nOwnedPages\x12\x12\n\nfirst_page\x18\x01 \x01(\r\x12\x11\n\tnum_pages\x18\x02 \x01(\r\x12\r\n\x05owner\x18\x03 \x01(\t\x12\x0e\n\x06holder\x18\x04 \x01(\t\"\x94\x02\n\rAttachRequest\x12(\n\x05hello\x18\x01 \x01(\x0b\x32\x17.kvrelay.v1.AttachHelloH\x00\x12+\n\x06submit\x18\x02 \x01(\x0b\x32\x19.kvrelay.v1.SubmitRequestH\x00\x12+\n\x06\x63\x61ncel\x18\x03 \x01(\x0b\x32\x19.kvrelay.v1.CancelRequestH\x00\x12\x38\n\rtell_prefixes\x18\x04 \x01(\x0b\x32\x1f.kvrelay.v1.TellPrefixesRequestH\x00\x12:\n\x0e\x66orget_session\x18\x05 \x01(\x0b\x32 .kvrelay.v1.ForgetSessionRequestH\x00\x42\t\n\x07\x63ommand\"C\n\x0b\x41ttachHello\x12\x0e\n\x06router\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x0f\n\x07version\x18\x03 \x01(\t\"\xe4\x02\n\rSubmitRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x15\n\tinput_ids\x18\x03 \x03(\rB\x02\x10\x01\x12\x33\n\x0fsampling_params\x18\x04 \x01(\x0b\x32\x1a.kvrelay.v1.SamplingParams\x12\x10\n\x08priority\x18\x05 \x01(\x05\x12\'\n\x07prefill\x18\x06 \x01(\x0b\x32\x16.kvrelay.v1.PeerWorker\x12\x19\n\x11num_prompt_tokens\x18\x07 \x01(\r\x12\x14\n\x0c\x66irst_choice\x18\x08 \x01(\r\x12\x13\n\x0b\x61ge_seconds\x18\t \x01(\x01\x12\x11\n\tnamespace\x18\n \x01(\t\x12\r\n\x05\x61lone\x18\x0b \x01(\x08\x12\x15\n\rcached_tokens\x18\x0c \x01(\r\x12(\n\x07session\x18\r \x01(\x0b\x32\x17.kvrelay.v1.KeptSession\"8\n\x0bKeptSession\x12\x0f\n\x07session\x18\x01 \x01(\t\x12\x18\n\x10most_kept_tokens\x18\x02 \x01(\r\"\'\n\x14\x46orgetSessionRequest\x12\x0f\n\x07session\x18\x01 \x01(\t\"2\n\nPeerWorker\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\"4\n\rCancelRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\"\x15\n\x13TellPrefixesRequest\"\x90\x02\n\x0e\x41ttachResponse\x12*\n\x07outputs\x18\x01 \x03(\x0b\x32\x19.kvrelay.v1.RequestOutput\x12$\n\x04load\x18\x02 \x01(\x0b\x32\x16.kvrelay.v1.WorkerLoad\x12*\n\x08prefixes\x18\x03 \x01(\x0b\x32\x18.kvrelay.v1.PrefixUpdate\x12\'\n\x05peers\x18\x04 \x03(\x0b\x32\x18.kvrelay.v1.PeerTransfer\x12\x12\n\ngone_peers\x18\x05 \x03(\t\x12+\n\x0bnext_tokens\x18\x06 \x01(\x0b\x32\x16.kvrelay.v1.NextTokens\x12\x16\n\x0e\x65nded_sessions\x18\x07 \x03(\t\"c\n\nNextTokens\x12\x14\n\x08\x61ttempts\x18\x01 \x03(\rB\x02\x10\x01\x12\x13\n\x07\x63hoices\x18\x02 \x03(\rB\x02\x10\x01\x12\x13\n\x07indexes\x18\x03 \x03(\rB\x02\x10\x01\x12\x15\n\ttoken_ids\x18\x04 \x03(\rB\x02\x10\x01\"j\n\x0cPrefixUpdate\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12\x11\n\tpage_size\x18\x02 \x01(\r\x12\x0e\n\x06\x62\x65gins\x18\x03 \x01(\x08\x12\x12\n\x06stored\x18\x04 \x03(\x06\x42\x02\x10\x01\x12\x13\n\x07removed\x18\x05 \x03(\x06\x42\x02\x10\x01\"\xc8\x02\n\rRequestOutput\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\r\n\x05index\x18\x03 \x01(\r\x12\x15\n\ttoken_ids\x18\x04 \x03(\rB\x02\x10\x01\x12+\n\x08logprobs\x18\x05 \x03(\x0b\x32\x19.kvrelay.v1.TokenLogprobs\x12#\n\x03\x65nd\x18\x06 \x01(\x0b\x32\x16.kvrelay.v1.RequestEnd\x12)\n\x07timings\x18\x07 \x01(\x0b\x32\x18.kvrelay.v1.PhaseTimings\x12\x15\n\rcached_tokens\x18\x08 \x01(\r\x12\x0e\n\x06\x63hoice\x18\t \x01(\r\x12\x32\n\x0fprompt_logprobs\x18\n \x03(\x0b\x32\x19.kvrelay.v1.TokenLogprobs\x12\x14\n\x0cprompt_index\x18\x0b \x01(\r\"\xb2\x05\n\nRequestEnd\x12-\n\x06reason\x18\x01 \x01(\x0e\x32\x1d.kvrelay.v1.RequestEnd.Reason\x12\x1a\n\x10matched_token_id\x18\x02 \x01(\rH\x00\x12\x1d\n\x13matched_stop_string\x18\x03 \x01(\tH\x00\x12\r\n\x05\x65rror\x18\x04 \x01(\t\x12+\n\x05\x63\x61use\x18\x06 \x01(\x0e\x32\x1c.kvrelay.v1.RequestEnd.Cause\"\x99\x01\n\x06Reason\x12\x16\n\x12REASON_UNSPECIFIED\x10\x00\x12\x0f\n\x0bREASON_STOP\x10\x01\x12\x11\n\rREASON_LENGTH\x10\x02\x12\x12\n\x0eREASON_ABORTED\x10\x03\x12\x16\n\x12REASON_HANDED_OVER\x10\x04\x12\x11\n\rREASON_FAILED\x10\x05\x12\x14\n\x10REASON_RETRACTED\x10\x06\"\xc0\x02\n\x05\x43\x61use\x12\x15\n\x11\x43\x41USE_UNSPECIFIED\x10\x00\x12\x13\n\x0f\x43\x41USE_PEER_LOST\x10\x01\x12\x15\n\x11\x43\x41USE_PEER_FAILED\x10\x02\x12\x15\n\x11\x43\x41USE_READ_FAILED\x10\x03\x12\x17\n\x13\x43\x41USE_PAGE_MISMATCH\x10\x04\x12\x1a\n\x16\x43\x41USE_TRANSFER_REFUSED\x10\x05\x12\x18\n\x14\x43\x41USE_PROTOCOL_ERROR\x10\x06\x12\x15\n\x11\x43\x41USE_WORKER_LOST\x10\x07\x12\x11\n\rCAUSE_ABORTED\x10\x08\x12\x10\n\x0c\x43\x41USE_FAILED\x10\t\x12\x18\n\x14\x43\x41USE_FORWARD_FAILED\x10\n\x12\x1e\n\x1a\x43\x41USE_FORWARD_FAILED_ALONE\x10\x0b\x12\x18\n\x14\x43\x41USE_GRAMMAR_FAILED\x10\x0c\x42\x0e\n\x0cmatched_stopJ\x04\x08\x05\x10\x06R\tretryable2\xaa\x01\n\rWorkerService\x12\x43\n\x06\x41ttach\x12\x19.kvrelay.v1.AttachRequest\x1a\x1a.kvrelay.v1.AttachResponse(\x01\x30\x01\x12T\n\rGetPageOwners\x12 .kvrelay.v1.GetPageOwnersRequest\x1a!.kvrelay.v1.GetPageOwnersResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -57,31 +57,35 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_OWNEDPAGES']._serialized_start=221
   _globals['_OWNEDPAGES']._serialized_end=303
   _globals['_ATTACHREQUEST']._serialized_start=306
-  _globals['_ATTACHREQUEST']._serialized_end=522
-  _globals['_ATTACHHELLO']._serialized_start=524
-  _globals['_ATTACHHELLO']._serialized_end=591
-  _globals['_SUBMITREQUEST']._serialized_start=594
-  _globals['_SUBMITREQUEST']._serialized_end=908
-  _globals['_PEERWORKER']._serialized_start=910
-  _globals['_PEERWORKER']._serialized_end=960
-  _globals['_CANCELREQUEST']._serialized_start=962
-  _globals['_CANCELREQUEST']._serialized_end=1014
-  _globals['_TELLPREFIXESREQUEST']._serialized_start=1016
-  _globals['_TELLPREFIXESREQUEST']._serialized_end=1037
-  _globals['_ATTACHRESPONSE']._serialized_start=1040
-  _globals['_ATTACHRESPONSE']._serialized_end=1288
-  _globals['_NEXTTOKENS']._serialized_start=1290
-  _globals['_NEXTTOKENS']._serialized_end=1389
-  _globals['_PREFIXUPDATE']._serialized_start=1391
-  _globals['_PREFIXUPDATE']._serialized_end=1497
-  _globals['_REQUESTOUTPUT']._serialized_start=1500
-  _globals['_REQUESTOUTPUT']._serialized_end=1828
-  _globals['_REQUESTEND']._serialized_start=1831
-  _globals['_REQUESTEND']._serialized_end=2521
-  _globals['_REQUESTEND_REASON']._serialized_start=2012
-  _globals['_REQUESTEND_REASON']._serialized_end=2165
-  _globals['_REQUESTEND_CAUSE']._serialized_start=2168
-  _globals['_REQUESTEND_CAUSE']._serialized_end=2488
-  _globals['_WORKERSERVICE']._serialized_start=2524
-  _globals['_WORKERSERVICE']._serialized_end=2694
+  _globals['_ATTACHREQUEST']._serialized_end=582
+  _globals['_ATTACHHELLO']._serialized_start=584
+  _globals['_ATTACHHELLO']._serialized_end=651
+  _globals['_SUBMITREQUEST']._serialized_start=654
+  _globals['_SUBMITREQUEST']._serialized_end=1010
+  _globals['_KEPTSESSION']._serialized_start=1012
+  _globals['_KEPTSESSION']._serialized_end=1068
+  _globals['_FORGETSESSIONREQUEST']._serialized_start=1070
+  _globals['_FORGETSESSIONREQUEST']._serialized_end=1109
+  _globals['_PEERWORKER']._serialized_start=1111
+  _globals['_PEERWORKER']._serialized_end=1161
+  _globals['_CANCELREQUEST']._serialized_start=1163
+  _globals['_CANCELREQUEST']._serialized_end=1215
+  _globals['_TELLPREFIXESREQUEST']._serialized_start=1217
+  _globals['_TELLPREFIXESREQUEST']._serialized_end=1238
+  _globals['_ATTACHRESPONSE']._serialized_start=1241
+  _globals['_ATTACHRESPONSE']._serialized_end=1513
+  _globals['_NEXTTOKENS']._serialized_start=1515
+  _globals['_NEXTTOKENS']._serialized_end=1614
+  _globals['_PREFIXUPDATE']._serialized_start=1616
+  _globals['_PREFIXUPDATE']._serialized_end=1722
+  _globals['_REQUESTOUTPUT']._serialized_start=1725
+  _globals['_REQUESTOUTPUT']._serialized_end=2053
+  _globals['_REQUESTEND']._serialized_start=2056
+  _globals['_REQUESTEND']._serialized_end=2746
+  _globals['_REQUESTEND_REASON']._serialized_start=2237
+  _globals['_REQUESTEND_REASON']._serialized_end=2390
+  _globals['_REQUESTEND_CAUSE']._serialized_start=2393
+  _globals['_REQUESTEND_CAUSE']._serialized_end=2713
+  _globals['_WORKERSERVICE']._serialized_start=2749
+  _globals['_WORKERSERVICE']._serialized_end=2919
 # @@protoc_insertion_point(module_scope)

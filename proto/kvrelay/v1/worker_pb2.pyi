@@ -39,16 +39,18 @@ class OwnedPages(_message.Message):
     def __init__(self, first_page: _Optional[int] = ..., num_pages: _Optional[int] = ..., owner: _Optional[str] = ..., holder: _Optional[str] = ...) -> None: ...
 
 class AttachRequest(_message.Message):
-    __slots__ = ("hello", "submit", "cancel", "tell_prefixes")
+    __slots__ = ("hello", "submit", "cancel", "tell_prefixes", "forget_session")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     SUBMIT_FIELD_NUMBER: _ClassVar[int]
     CANCEL_FIELD_NUMBER: _ClassVar[int]
     TELL_PREFIXES_FIELD_NUMBER: _ClassVar[int]
+    FORGET_SESSION_FIELD_NUMBER: _ClassVar[int]
     hello: AttachHello
     submit: SubmitRequest
     cancel: CancelRequest
     tell_prefixes: TellPrefixesRequest
-    def __init__(self, hello: _Optional[_Union[AttachHello, _Mapping]] = ..., submit: _Optional[_Union[SubmitRequest, _Mapping]] = ..., cancel: _Optional[_Union[CancelRequest, _Mapping]] = ..., tell_prefixes: _Optional[_Union[TellPrefixesRequest, _Mapping]] = ...) -> None: ...
+    forget_session: ForgetSessionRequest
+    def __init__(self, hello: _Optional[_Union[AttachHello, _Mapping]] = ..., submit: _Optional[_Union[SubmitRequest, _Mapping]] = ..., cancel: _Optional[_Union[CancelRequest, _Mapping]] = ..., tell_prefixes: _Optional[_Union[TellPrefixesRequest, _Mapping]] = ..., forget_session: _Optional[_Union[ForgetSessionRequest, _Mapping]] = ...) -> None: ...
 
 class AttachHello(_message.Message):
     __slots__ = ("router", "incarnation", "version")
@@ -61,7 +63,7 @@ class AttachHello(_message.Message):
     def __init__(self, router: _Optional[str] = ..., incarnation: _Optional[str] = ..., version: _Optional[str] = ...) -> None: ...
 
 class SubmitRequest(_message.Message):
-    __slots__ = ("request_id", "attempt", "input_ids", "sampling_params", "priority", "prefill", "num_prompt_tokens", "first_choice", "age_seconds", "namespace", "alone", "cached_tokens")
+    __slots__ = ("request_id", "attempt", "input_ids", "sampling_params", "priority", "prefill", "num_prompt_tokens", "first_choice", "age_seconds", "namespace", "alone", "cached_tokens", "session")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     INPUT_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -74,6 +76,7 @@ class SubmitRequest(_message.Message):
     NAMESPACE_FIELD_NUMBER: _ClassVar[int]
     ALONE_FIELD_NUMBER: _ClassVar[int]
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    SESSION_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     attempt: int
     input_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -86,7 +89,22 @@ class SubmitRequest(_message.Message):
     namespace: str
     alone: bool
     cached_tokens: int
-    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., input_ids: _Optional[_Iterable[int]] = ..., sampling_params: _Optional[_Union[_inference_pb2.SamplingParams, _Mapping]] = ..., priority: _Optional[int] = ..., prefill: _Optional[_Union[PeerWorker, _Mapping]] = ..., num_prompt_tokens: _Optional[int] = ..., first_choice: _Optional[int] = ..., age_seconds: _Optional[float] = ..., namespace: _Optional[str] = ..., alone: bool = ..., cached_tokens: _Optional[int] = ...) -> None: ...
+    session: KeptSession
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., input_ids: _Optional[_Iterable[int]] = ..., sampling_params: _Optional[_Union[_inference_pb2.SamplingParams, _Mapping]] = ..., priority: _Optional[int] = ..., prefill: _Optional[_Union[PeerWorker, _Mapping]] = ..., num_prompt_tokens: _Optional[int] = ..., first_choice: _Optional[int] = ..., age_seconds: _Optional[float] = ..., namespace: _Optional[str] = ..., alone: bool = ..., cached_tokens: _Optional[int] = ..., session: _Optional[_Union[KeptSession, _Mapping]] = ...) -> None: ...
+
+class KeptSession(_message.Message):
+    __slots__ = ("session", "most_kept_tokens")
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    MOST_KEPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    session: str
+    most_kept_tokens: int
+    def __init__(self, session: _Optional[str] = ..., most_kept_tokens: _Optional[int] = ...) -> None: ...
+
+class ForgetSessionRequest(_message.Message):
+    __slots__ = ("session",)
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    session: str
+    def __init__(self, session: _Optional[str] = ...) -> None: ...
 
 class PeerWorker(_message.Message):
     __slots__ = ("address", "incarnation")
@@ -109,20 +127,22 @@ class TellPrefixesRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class AttachResponse(_message.Message):
-    __slots__ = ("outputs", "load", "prefixes", "peers", "gone_peers", "next_tokens")
+    __slots__ = ("outputs", "load", "prefixes", "peers", "gone_peers", "next_tokens", "ended_sessions")
     OUTPUTS_FIELD_NUMBER: _ClassVar[int]
     LOAD_FIELD_NUMBER: _ClassVar[int]
     PREFIXES_FIELD_NUMBER: _ClassVar[int]
     PEERS_FIELD_NUMBER: _ClassVar[int]
     GONE_PEERS_FIELD_NUMBER: _ClassVar[int]
     NEXT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    ENDED_SESSIONS_FIELD_NUMBER: _ClassVar[int]
     outputs: _containers.RepeatedCompositeFieldContainer[RequestOutput]
     load: _inference_pb2.WorkerLoad
     prefixes: PrefixUpdate
     peers: _containers.RepeatedCompositeFieldContainer[_inference_pb2.PeerTransfer]
     gone_peers: _containers.RepeatedScalarFieldContainer[str]
     next_tokens: NextTokens
-    def __init__(self, outputs: _Optional[_Iterable[_Union[RequestOutput, _Mapping]]] = ..., load: _Optional[_Union[_inference_pb2.WorkerLoad, _Mapping]] = ..., prefixes: _Optional[_Union[PrefixUpdate, _Mapping]] = ..., peers: _Optional[_Iterable[_Union[_inference_pb2.PeerTransfer, _Mapping]]] = ..., gone_peers: _Optional[_Iterable[str]] = ..., next_tokens: _Optional[_Union[NextTokens, _Mapping]] = ...) -> None: ...
+    ended_sessions: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, outputs: _Optional[_Iterable[_Union[RequestOutput, _Mapping]]] = ..., load: _Optional[_Union[_inference_pb2.WorkerLoad, _Mapping]] = ..., prefixes: _Optional[_Union[PrefixUpdate, _Mapping]] = ..., peers: _Optional[_Iterable[_Union[_inference_pb2.PeerTransfer, _Mapping]]] = ..., gone_peers: _Optional[_Iterable[str]] = ..., next_tokens: _Optional[_Union[NextTokens, _Mapping]] = ..., ended_sessions: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class NextTokens(_message.Message):
     __slots__ = ("attempts", "choices", "indexes", "token_ids")

@@ -16,7 +16,7 @@ from kvrelay.wire.output import (
     RequestOutput,
     SampledToken,
 )
-from kvrelay.wire.request import RequestKey, SamplingParams, StopConditions
+from kvrelay.wire.request import KeptSession, RequestKey, SamplingParams, StopConditions
 from kvrelay.wire.worker_info import WorkerAddress, WorkerRole
 from tests.engine.simulation.model import GREEDY
 from tests.engine.simulation.worker import SimWorker
@@ -46,6 +46,8 @@ class SimRequest:
     """A forward failed with it and others, so it is computed alone."""
     decode_drained: bool = False
     """An attempt was retracted by a drain; its prompt may still be computed."""
+    session: KeptSession | None = None
+    """Whose turn it is."""
 
     @property
     def output(self) -> list[int]:
@@ -88,8 +90,12 @@ class SimRouter:
         sampling: SamplingParams = GREEDY,
         *,
         alone: bool = False,
+        session: KeptSession | None = None,
+        place: tuple[SimWorker, SimWorker] | None = None,
     ) -> SimRequest:
-        return self.submit_choices(1, prompt, max_tokens, priority, sampling, alone=alone)[0]
+        return self.submit_choices(
+            1, prompt, max_tokens, priority, sampling, alone=alone, session=session, place=place
+        )[0]
 
     def submit_choices(
         self,
@@ -101,17 +107,19 @@ class SimRouter:
         prompt_logprobs: int | None = None,
         *,
         alone: bool = False,
+        session: KeptSession | None = None,
+        place: tuple[SimWorker, SimWorker] | None = None,
         **stops: Any,
     ) -> list[SimRequest]:
         arrived = self.now()
-        request_id, place = str(len(self.submitted)), self._place(prompt, max_tokens)
+        request_id, place = str(len(self.submitted)), place or self._place(prompt, max_tokens)
         conditions = StopConditions(max_tokens=max_tokens, **stops)
         requests = []
         for choice in range(choices):
             key = RequestKey("router", request_id, 0, choice)
             one = SimRequest(
                 key, prompt, max_tokens, priority, arrived, *place, sampling, conditions,
-                wanted_prompt_logprobs=prompt_logprobs, alone=alone,
+                wanted_prompt_logprobs=prompt_logprobs, alone=alone, session=session,
             )  # fmt: skip
             requests.append(one)
         self.submitted += requests
@@ -157,7 +165,9 @@ class SimRouter:
         if request.decode is not request.prefill:
             peer = WorkerAddress("", request.prefill.name)
             to_decode = replace(command, link=request.decode.link, prefill=peer)
-            self.send(request.decode, to_decode)
+            self.send(request.decode, replace(to_decode, session=request.session))
+        else:
+            command = replace(command, session=request.session)
         self.send(request.prefill, command)
 
     def send(self, worker: SimWorker, command: Submit) -> None:

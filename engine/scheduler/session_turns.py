@@ -1,0 +1,275 @@
+"""Keeps the KV of sessions between their turns, and lends it to the next one.
+
+A session here is a cache: its router has the tokens of its history, and a turn brings all of
+them. What is lent is what the turn's input and the session have in common, token by token; so
+a turn that goes back, or one that the router has forgotten, needs no rule of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import StrEnum
+from itertools import count
+from typing import Final
+
+from kvrelay.engine.scheduler.metrics import SESSION_ENDS, SESSION_TURNS, WorkerMetrics
+from kvrelay.engine.scheduler.outbox import RouterLink
+from kvrelay.engine.scheduler.request import Request
+from kvrelay.mem_cache.fence import Fence
+from kvrelay.mem_cache.kv_cache_manager import KVCacheManager
+from kvrelay.mem_cache.lease import Lease
+from kvrelay.mem_cache.prefix_index import TokenIds
+from kvrelay.mem_cache.release import Outcome
+from kvrelay.mem_cache.session import Sessions
+
+_KEPT: Final = frozenset({Outcome.FINISHED})
+
+
+class SessionEnd(StrEnum):
+    """Why a session's KV was given up: a metric's label."""
+
+    FORGOTTEN = "forgotten"
+    """The router said so, or its stream ended."""
+    ROOM = "room"
+    """Others needed the memory, or a row."""
+    UNUSABLE = "unusable"
+    """Its next turn has too little in common with it, or computes all of its input."""
+    FAILED = "failed"
+    """A forward of its turn has failed."""
+    ROLL_BACK = "roll_back"
+    """A window had moved on when its turn was to be undone."""
+    TOO_LONG = "too_long"
+    """It has more tokens than are to be kept of it."""
+
+
+class SessionTurns:
+    """The sessions of one worker, by their routers' streams. Only the engine thread uses it.
+
+    Args:
+        kv_cache: has their memory.
+        metrics: counts turns and ends.
+    """
+
+    def __init__(self, kv_cache: KVCacheManager, metrics: WorkerMetrics) -> None:
+        self._kv_cache = kv_cache
+        self._metrics = metrics
+        self._sessions = Sessions(kv_cache, kv_cache.clock)
+        self._ids: dict[tuple[RouterLink, str], str] = {}  # of those that `_sessions` has
+        self._names: dict[str, tuple[RouterLink, str]] = {}
+        self._numbers = count()
+        self._ended: dict[RouterLink, list[str]] = {}
+
+    def __len__(self) -> int:
+        return len(self._ids)
+
+    def has_kv_of(self, request: Request) -> bool:
+        """Whether the request's session has KV here that may be lent to it."""
+        session_id = self._id_of(request)
+        return session_id is not None and self._sessions.token_ids(session_id) is not None
+
+    def take_ended(self, link: RouterLink) -> tuple[str, ...]:
+        """The router's sessions whose KV was given up without its asking, since the last call."""
+        return tuple(self._ended.pop(link, ()))
+
+    # A turn begins
+
+    def open(
+        self,
+        request: Request,
+        known_tokens: int,
+        headroom: Sequence[int] | None,
+        *,
+        fresh_boundary: bool,
+    ) -> Lease | None:
+        """A lease for a request's whole input; `None` if memory is short.
+
+        That of its session, if there is one that can be used, else a new one. Sessions that are
+        idle end for it, the oldest first and its own last, if that can help at all.
+
+        Args:
+            request: has no lease.
+            known_tokens: tokens of its input that need not be computed if they are here.
+            headroom: pages of each pool that must stay free for others.
+            fresh_boundary: see `SessionLeases.borrow`.
+        """
+        own = self._usable(request, known_tokens, is_read=fresh_boundary)
+        lease = self._lend_or_open(request, own, known_tokens, headroom, fresh=fresh_boundary)
+        if lease is not None or not self._can_make_room(request.input_len, headroom):
+            return lease
+        while lease is None and self.evict_oldest(last=own):
+            own = own if own in self._names else ""
+            lease = self._lend_or_open(request, own, known_tokens, headroom, fresh=fresh_boundary)
+        return lease
+
+    def _usable(self, request: Request, known_tokens: int, *, is_read: bool) -> str:
+        """The id of the idle session that a request can go on with; empty if there is none.
+
+        One that it cannot go on with ends here: the index has what was written. So does every
+        one with a window whose turn is read from elsewhere: the window moves on before the
+        first read, and the last forward of the turn before may still write what it leaves.
+        """
+        session_id = self._id_of(request)
+        if session_id is None or self._sessions.token_ids(session_id) is None:
+            return ""
+        shared = self._shared_len(session_id, request.input_ids[:known_tokens])
+        moves_on = is_read and any(self._kv_cache.shape.windowed)
+        if not moves_on and self._sessions.can_go_back(session_id, shared):
+            return session_id
+        self._end(session_id, SessionEnd.UNUSABLE)
+        return ""
+
+    def _shared_len(self, session_id: str, input_ids: TokenIds) -> int:
+        """Tokens that an input and an idle session have in common, from the first on."""
+        kept = self._sessions.token_ids(session_id)
+        assert kept is not None
+        both = min(len(kept), len(input_ids))
+        differs = kept[:both] != input_ids[:both]
+        return int(differs.argmax()) if differs.any() else both
+
+    def _lend_or_open(
+        self,
+        request: Request,
+        own: str,
+        known_tokens: int,
+        headroom: Sequence[int] | None,
+        *,
+        fresh: bool,
+    ) -> Lease | None:
+        holder, length = str(request.key), request.input_len
+        known = request.input_ids[:known_tokens]
+        if not own:
+            lease = self._kv_cache.open(
+                holder, length, token_ids=known, namespace=request.namespace, headroom=headroom
+            )
+            if lease is not None and request.session is not None:
+                self._metrics.count(SESSION_TURNS, start="opened")
+            return lease
+        shared = self._shared_len(own, known)
+        lease = self._sessions.borrow(
+            own, holder, shared, length, fresh_boundary=fresh, headroom=headroom
+        )
+        if lease is not None:
+            request.borrowed_len = shared
+            self._metrics.count(SESSION_TURNS, start="resumed")
+        return lease
+
+    def _can_make_room(self, tokens: int, headroom: Sequence[int] | None) -> bool:
+        """Whether a request of so many tokens fits if all idle sessions end."""
+        audit, shape = self._kv_cache.audit, self._kv_cache.shape
+        spare = headroom or [0] * len(shape.pools)
+        reclaimable = self._sessions.count_reclaimable()
+        for pool, counts in enumerate(audit.page_counts()):
+            has = counts.free + counts.cached_evictable - counts.promised + reclaimable[pool]
+            if has < shape.most_pages(pool, tokens) + spare[pool]:
+                return False
+        return True
+
+    # A turn ends
+
+    def end_turn(
+        self, request: Request, outcome: Outcome, token_ids: TokenIds, fences: Sequence[Fence]
+    ) -> bool:
+        """Give a turn's lease back to its session; `False` if it is to be released as others are.
+
+        A turn that ended well leaves the session with all of its tokens. One that was retracted
+        or aborted leaves the session as it was before. A forward that failed ends the session.
+
+        Args:
+            request: has a lease.
+            outcome: as of `release_kv_cache`.
+            token_ids: those whose KV is written.
+            fences: what may still read or write its pages.
+        """
+        session = request.session
+        if session is None:
+            return False
+        session_id = self._id_of(request)
+        if outcome in _KEPT and len(token_ids):
+            if not request.borrowed_len and session_id is not None:
+                return False  # another turn has it: this one was given up by its router
+            self._save(request, session_id, token_ids, fences)
+        elif not request.borrowed_len:
+            return False
+        else:
+            assert session_id is not None, f"{request.key} was lent nothing"
+            self._undo(session_id, outcome, fences)
+        return True
+
+    def _save(
+        self,
+        request: Request,
+        session_id: str | None,
+        token_ids: TokenIds,
+        fences: Sequence[Fence],
+    ) -> None:
+        session = request.session
+        assert session is not None
+        if session_id is None:
+            session_id = f"session {next(self._numbers)}"
+            name = (request.link, session.session)
+            self._ids[name], self._names[session_id] = session_id, name
+        lease = request.held
+        # Accepted drafts of its last step are written, and were not committed.
+        self._kv_cache.commit(lease, max(len(token_ids), lease.kv_committed_len))
+        self._sessions.save(session_id, lease, fences, token_ids)
+        if session_id not in self._sessions:  # it was to end with this turn
+            self._drop(session_id, SessionEnd.FORGOTTEN)
+        elif len(token_ids) > session.most_kept_tokens:
+            self._end(session_id, SessionEnd.TOO_LONG)
+
+    def _undo(self, session_id: str, outcome: Outcome, fences: Sequence[Fence]) -> None:
+        if outcome is Outcome.FAILED:
+            self._sessions.forget(session_id, fences)
+            self._drop(session_id, SessionEnd.FAILED)
+        elif not self._sessions.roll_back(session_id, fences):
+            self._drop(session_id, SessionEnd.ROLL_BACK)
+        elif session_id not in self._sessions:
+            self._drop(session_id, SessionEnd.FORGOTTEN)
+
+    # A session ends
+
+    def evict_oldest(self, last: str = "") -> bool:
+        """End the session that has been idle for longest; `last` after all others.
+
+        Returns:
+            Whether there was one. Its pages are free, or the index may evict them, unless
+            something still reads or writes them.
+        """
+        session_id = self._sessions.evict_oldest(last)
+        if session_id is None:
+            return False
+        self._drop(session_id, SessionEnd.ROOM)
+        return True
+
+    def end(self, link: RouterLink, name: str) -> None:
+        """End a router's session, now or with its turn; does nothing if there is none."""
+        session_id = self._ids.get((link, name))
+        if session_id is not None:
+            self._sessions.close(session_id)
+            if session_id not in self._sessions:
+                self._drop(session_id, SessionEnd.FORGOTTEN)
+
+    def end_all(self, link: RouterLink | None = None) -> None:
+        """End all sessions, or those of one router."""
+        for owner, name in list(self._ids):
+            if link is None or owner is link:
+                self.end(owner, name)
+        if link is not None:
+            self._ended.pop(link, None)
+
+    def _end(self, session_id: str, why: SessionEnd) -> None:
+        self._sessions.close(session_id)
+        self._drop(session_id, why)
+
+    def _drop(self, session_id: str, why: SessionEnd) -> None:
+        """Note that a session has no memory any more, and let its router know."""
+        link, name = key = self._names.pop(session_id)
+        del self._ids[key]
+        self._metrics.count(SESSION_ENDS, reason=why.value)
+        if why is not SessionEnd.FORGOTTEN:
+            self._ended.setdefault(link, []).append(name)
+
+    def _id_of(self, request: Request) -> str | None:
+        if request.session is None:
+            return None
+        return self._ids.get((request.link, request.session.session))

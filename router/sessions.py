@@ -1,0 +1,380 @@
+"""The sessions of one router: their histories, whose turn it is, and who may have their KV.
+
+The history is what counts; workers keep caches of it. So a worker that is lost, or needs its
+memory, costs a computation, and never a session.
+
+::
+
+    open -> idle -- begin_turn --> running -- Turn.end --> idle ...   close, or long idle: gone
+                                    |  ends well: prompt and output are the history
+                                    |  fails, is aborted: the history is what it was
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+import uuid
+from array import array
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from kvrelay.router.callers import Caller
+from kvrelay.router.config import RouterConfig
+from kvrelay.router.errors import (
+    InvalidField,
+    SessionBusy,
+    SessionExists,
+    SessionsFull,
+    UnknownSession,
+)
+from kvrelay.router.metrics import SESSION_ENDS, SESSION_TURNS, RouterMetrics
+from kvrelay.v1 import inference_pb2 as pb
+
+MAX_SESSION_ID_BYTES: Final = 128
+_EXPIRY_SECONDS: Final = 1.0
+"""Between two looks for sessions that have been idle for too long."""
+_UNBOUNDED: Final = (1 << 32) - 1
+
+Forget = Callable[[str, str], None]
+"""Tells the worker of an incarnation to keep nothing of the session that it knows by a name."""
+
+
+@dataclass(eq=False, slots=True)
+class Session:
+    """One conversation."""
+
+    session_id: str
+    owner: str
+    """The name of the caller whose it is."""
+    name: str
+    """What workers call it; unique on the router."""
+    cache_salt: str
+    idle_timeout_seconds: float
+    most_kept_tokens: int
+    tokens: array[int]
+    """Its history, 4 bytes each."""
+    idle_since: float
+    num_turns: int = 0
+    """That ended well."""
+    busy: bool = False
+    """A turn runs, or is being admitted."""
+    waiting: deque[asyncio.Future[None]] = field(default_factory=deque)
+    """Turns that begin when those before them have ended."""
+    worker: str = ""
+    """The incarnation that has generated the last turn; empty: none, or it was given up."""
+    kept_tokens: int = 0
+    """Of the history, that this worker is expected to have."""
+    closed: bool = False
+
+
+class Turn:
+    """One turn of a session, which runs; ends exactly once.
+
+    Args:
+        session: whose turn it is; busy with it.
+        history: tokens of the history before the turn's prompt.
+        sessions: hears of its end.
+    """
+
+    def __init__(self, session: Session, history: Sequence[int], sessions: Sessions) -> None:
+        self.history = history
+        self.home = session.worker
+        """The incarnation of the worker that may have its session's KV; empty: none has."""
+        self._session = session
+        self._sessions = sessions
+        self._ended = False
+        self._shared: int | None = None
+
+    @property
+    def name(self) -> str:
+        """What workers call its session."""
+        return self._session.name
+
+    @property
+    def cache_salt(self) -> str:
+        """Of all turns of its session."""
+        return self._session.cache_salt
+
+    @property
+    def most_kept_tokens(self) -> int:
+        """KV of a longer history is not kept after the turn."""
+        return self._session.most_kept_tokens
+
+    @property
+    def is_first(self) -> bool:
+        """Whether its prompt begins the conversation."""
+        return not self.history
+
+    def kept_on(self, incarnation: str, input_ids: Sequence[int]) -> int:
+        """Tokens of the turn's prompt that a worker is expected to have for the session."""
+        if not self.home or incarnation != self.home:
+            return 0
+        if self._shared is None:
+            self._shared = _count_shared(self._session.tokens, input_ids)
+        return min(self._shared, self._session.kept_tokens)
+
+    def end(self, tokens: Sequence[int] | None, worker: str) -> None:
+        """The turn has ended: the next one may begin. Later calls do nothing.
+
+        Args:
+            tokens: prompt and output, if it has ended well; None: the history stays as it was.
+            worker: the incarnation that has generated last; empty: none has.
+        """
+        if not self._ended:
+            self._ended = True
+            self._sessions.end_turn(self._session, tokens, worker)
+
+
+class Sessions:
+    """The sessions that clients have opened on this router. Use it on the event loop.
+
+    Args:
+        config: bounds of their number, their tokens and their idle time.
+        metrics: counts turns and ends.
+        forget: tells workers.
+        clock: seconds, monotonic.
+    """
+
+    def __init__(
+        self,
+        config: RouterConfig,
+        metrics: RouterMetrics,
+        forget: Forget,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._config = config
+        self._metrics = metrics
+        self._forget = forget
+        self._clock = clock
+        self._sessions: dict[tuple[str, str], Session] = {}  # by owner and id
+        self._by_name: dict[str, Session] = {}
+        self._numbers = itertools.count()
+        self._num_tokens = 0
+
+    def __len__(self) -> int:
+        return len(self._sessions)
+
+    # What clients do
+
+    def open(self, caller: Caller, message: pb.OpenSessionRequest, vocab_size: int) -> Session:
+        """Begin a session of the caller's.
+
+        Raises:
+            InvalidField: names the field that cannot be served as it is.
+            SessionExists: the caller has one of this id.
+            SessionsFull: there are as many sessions, or tokens of them, as the router takes.
+        """
+        session_id = message.session_id or uuid.uuid4().hex
+        self._check_open(message, vocab_size)
+        if (caller.name, session_id) in self._sessions:
+            raise SessionExists(session_id)
+        self._check_room()
+        longest = self._config.session_timeout
+        asked = message.idle_timeout_seconds if message.HasField("idle_timeout_seconds") else None
+        has_cap = message.HasField("max_kept_tokens")
+        session = Session(
+            session_id=session_id,
+            owner=caller.name,
+            name=str(next(self._numbers)),
+            cache_salt=message.cache_salt,
+            idle_timeout_seconds=longest if asked is None else min(asked, longest),
+            most_kept_tokens=message.max_kept_tokens if has_cap else _UNBOUNDED,
+            tokens=array("I", message.history.ids),
+            idle_since=self._clock(),
+        )
+        self._sessions[caller.name, session_id] = self._by_name[session.name] = session
+        self._num_tokens += len(session.tokens)
+        return session
+
+    def close(self, caller: Caller, session_id: str) -> None:
+        """End a session of the caller's; a turn that runs goes on to its end.
+
+        Raises:
+            UnknownSession: the caller has none of this id.
+        """
+        self._remove(self._find(caller, session_id), "closed")
+
+    def of(self, caller: Caller) -> list[Session]:
+        """The caller's sessions, the oldest first."""
+        return [one for one in self._sessions.values() if one.owner == caller.name]
+
+    def idle_seconds(self, session: Session) -> float:
+        """Since its last turn has ended; 0 while one runs."""
+        return 0.0 if session.busy else self._clock() - session.idle_since
+
+    def check_turn(self, message: pb.GenerateRequest) -> None:
+        """Raises `InvalidField` for what a turn cannot have, and for what only a turn can."""
+        if not message.session_id:
+            for name in ("rewind_to", "queue_turn"):
+                is_set = message.HasField(name) if name == "rewind_to" else message.queue_turn
+                if is_set:
+                    raise InvalidField(name, "is allowed with session_id alone")
+            return
+        if message.sampling_params.n > 1:
+            raise InvalidField("n", f"must be 1 in a session, got {message.sampling_params.n}")
+        if message.cache_salt:
+            raise InvalidField("cache_salt", "must be given to OpenSession, for all turns")
+
+    async def begin_turn(self, caller: Caller, message: pb.GenerateRequest) -> Turn:
+        """The next turn of a session of the caller's, once it may begin; the caller ends it.
+
+        Raises:
+            InvalidField: it goes back to what is not in the history.
+            UnknownSession: the caller has none of this id, or no more.
+            SessionBusy: another turn runs, and this one is not to wait.
+            SessionsFull: the histories of all sessions have as many tokens as the router takes.
+        """
+        session = self._find(caller, message.session_id)
+        if session.busy:
+            if not message.queue_turn:
+                raise SessionBusy(session.session_id)
+            await self._wait(session)
+        session.busy = True
+        try:
+            if session.closed:
+                raise UnknownSession(session.session_id)
+            self._check_tokens()
+            return Turn(session, self._history(session, message), self)
+        except BaseException:
+            self._pass_on(session)
+            raise
+
+    def begin_if_free(self, caller: Caller, session_id: str) -> Turn | None:
+        """A turn that brings the whole conversation; None: there is no such session, or it is busy.
+
+        It is then served as any request.
+        """
+        session = self._sessions.get((caller.name, session_id))
+        if session is None or session.busy:
+            return None
+        session.busy = True
+        return Turn(session, (), self)
+
+    # What becomes of them
+
+    def end_turn(self, session: Session, tokens: Sequence[int] | None, worker: str) -> None:
+        """A turn has ended; see `Turn.end`, which alone calls this."""
+        self._metrics.count(SESSION_TURNS, outcome="failed" if tokens is None else "completed")
+        if session.closed:
+            self._forget_on(worker, session)
+            self._forget_on(session.worker, session)
+        elif tokens is not None:
+            self._num_tokens += len(tokens) - len(session.tokens)
+            session.tokens = array("I", tokens)
+            session.num_turns += 1
+            if session.worker != worker:
+                self._forget_on(session.worker, session)
+            session.worker = worker
+            kept = len(tokens) - 1
+            session.kept_tokens = kept if kept <= session.most_kept_tokens else 0
+        self._pass_on(session)
+
+    def worker_gave_up(self, incarnation: str, names: Sequence[str]) -> None:
+        """A worker has nothing of these sessions any more."""
+        for name in names:
+            session = self._by_name.get(name)
+            if session is not None and session.worker == incarnation:
+                session.kept_tokens = 0
+
+    def expire(self) -> None:
+        """End the sessions that had no turn for their time."""
+        now = self._clock()
+        for session in list(self._sessions.values()):
+            if not session.busy and now - session.idle_since >= session.idle_timeout_seconds:
+                self._remove(session, "expired")
+
+    async def run(self) -> None:
+        """Let sessions expire, until cancelled."""
+        while True:
+            await asyncio.sleep(_EXPIRY_SECONDS)
+            self.expire()
+
+    # Inside
+
+    def _find(self, caller: Caller, session_id: str) -> Session:
+        session = self._sessions.get((caller.name, session_id))
+        if session is None:
+            raise UnknownSession(session_id)
+        return session
+
+    def _check_open(self, message: pb.OpenSessionRequest, vocab_size: int) -> None:
+        for name, text in (("session_id", message.session_id), ("cache_salt", message.cache_salt)):
+            if len(text.encode()) > MAX_SESSION_ID_BYTES:
+                raise InvalidField(name, f"must have at most {MAX_SESSION_ID_BYTES} bytes")
+        if message.HasField("idle_timeout_seconds") and not message.idle_timeout_seconds > 0:
+            raise InvalidField("idle_timeout_seconds", "must be above 0")
+        if max(message.history.ids, default=0) >= vocab_size:
+            raise InvalidField("history", f"has a token id that is not below {vocab_size}")
+
+    def _check_room(self) -> None:
+        most = self._config.max_sessions
+        if len(self._sessions) >= most:
+            held = f"{len(self._sessions)} sessions are open"
+            raise SessionsFull(f"{held} (--max-sessions)", self._config.retry_after_ms)
+        self._check_tokens()
+
+    def _check_tokens(self) -> None:
+        if self._num_tokens >= self._config.max_session_tokens:
+            held = f"the histories of all sessions have {self._num_tokens} tokens"
+            raise SessionsFull(f"{held} (--max-session-tokens)", self._config.retry_after_ms)
+
+    def _history(self, session: Session, message: pb.GenerateRequest) -> Sequence[int]:
+        if not message.HasField("rewind_to"):
+            return session.tokens
+        if message.rewind_to > len(session.tokens):
+            has = len(session.tokens)
+            raise InvalidField(
+                "rewind_to", f"the history has {has} tokens, not {message.rewind_to}"
+            )
+        return session.tokens[: message.rewind_to]
+
+    async def _wait(self, session: Session) -> None:
+        """Until the turns before have ended; the session is busy then, with the caller's turn."""
+        turn = asyncio.get_running_loop().create_future()
+        session.waiting.append(turn)
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if turn.done() and not turn.cancelled() and turn.exception() is None:
+                self._pass_on(session)  # it was this one's turn already
+            elif turn in session.waiting:
+                session.waiting.remove(turn)
+            raise
+
+    def _pass_on(self, session: Session) -> None:
+        """Let the next turn begin that waits; the session is idle if none does."""
+        while session.waiting:
+            turn = session.waiting.popleft()
+            if not turn.done():
+                turn.set_result(None)
+                return
+        session.busy, session.idle_since = False, self._clock()
+
+    def _remove(self, session: Session, why: str) -> None:
+        del self._sessions[session.owner, session.session_id]
+        del self._by_name[session.name]
+        self._num_tokens -= len(session.tokens)
+        session.closed = True
+        self._metrics.count(SESSION_ENDS, reason=why)
+        self._forget_on(session.worker, session)
+        while session.waiting:
+            turn = session.waiting.popleft()
+            if not turn.done():
+                turn.set_exception(UnknownSession(session.session_id))
+
+    def _forget_on(self, worker: str, session: Session) -> None:
+        if worker:
+            self._forget(worker, session.name)
+
+
+def _count_shared(one: Sequence[int], other: Sequence[int]) -> int:
+    """How many elements both begin with."""
+    shared = min(len(one), len(other))
+    if list(one[:shared]) == list(other[:shared]):
+        return shared
+    pairs = zip(one, other, strict=False)
+    return next(index for index, (mine, theirs) in enumerate(pairs) if mine != theirs)

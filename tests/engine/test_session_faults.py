@@ -1,0 +1,97 @@
+"""Faults planted into what keeps sessions: the random walk over real schedulers finds each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvrelay.engine.scheduler.session_turns import SessionTurns
+from kvrelay.mem_cache.errors import KVCacheError
+from kvrelay.mem_cache.lease import Lease
+from kvrelay.mem_cache.session import Sessions
+from tests.engine.test_sessions import walk
+
+SEEDS = range(40)
+Patch = Callable[[pytest.MonkeyPatch], None]
+
+
+def lend_a_token_too_many(patch: pytest.MonkeyPatch) -> None:
+    """Histories that differ in one token are taken for the same."""
+    shared_len = SessionTurns._shared_len
+
+    def wrong(self: Any, session_id: str, input_ids: Any) -> int:
+        kept = self._sessions.token_ids(session_id)
+        return min(shared_len(self, session_id, input_ids) + 1, len(kept), len(input_ids))
+
+    patch.setattr(SessionTurns, "_shared_len", wrong)
+
+
+def save_what_is_not_written(patch: pytest.MonkeyPatch) -> None:
+    """The last token sampled, whose KV no forward has computed, is said to be kept, too."""
+    save = SessionTurns._save
+
+    def wrong(self: Any, request: Any, session_id: Any, token_ids: Any, fences: Any) -> None:
+        length = len(token_ids) + self._kv_cache.grow(request.held, len(token_ids) + 1)
+        tokens = request.token_ids(0, length)
+        save(self, request, session_id, np.asarray(tokens, np.int32), fences)
+
+    patch.setattr(SessionTurns, "_save", wrong)
+
+
+def read_into_the_sessions_own_page(patch: pytest.MonkeyPatch) -> None:
+    """The boundary page is overwritten before the turn is sure to end well."""
+    borrow = Sessions.borrow
+
+    def wrong(self: Any, *args: Any, fresh_boundary: bool = False, **options: Any) -> Any:
+        return borrow(self, *args, fresh_boundary=False, **options)
+
+    patch.setattr(Sessions, "borrow", wrong)
+
+
+def do_not_put_the_boundary_page_back(patch: pytest.MonkeyPatch) -> None:
+    """A turn that was undone leaves the page that its read did not finish."""
+    patch.setattr(Lease, "swap_set_aside", lambda self, at: any(map(len, self._set_aside)))
+
+
+def free_while_it_is_written(patch: pytest.MonkeyPatch) -> None:
+    """The forwards and reads of a turn that has ended are forgotten."""
+    end_turn = SessionTurns.end_turn
+
+    def wrong(self: Any, request: Any, outcome: Any, token_ids: Any, fences: Any) -> bool:
+        return end_turn(self, request, outcome, token_ids, ())
+
+    patch.setattr(SessionTurns, "end_turn", wrong)
+
+
+def keep_what_an_aborted_turn_has_added(patch: pytest.MonkeyPatch) -> None:
+    """The session says that it has the tokens of before, where the turn had gone back."""
+    patch.setattr(Sessions, "roll_back", _save_without_trimming)
+
+
+def _save_without_trimming(self: Any, session_id: str, fences: Any = ()) -> bool:
+    session = self._lent(session_id)
+    tokens = session.token_ids[: session.lease.kv_committed_len]
+    self.save(session_id, session.lease, tuple(fences), tokens)
+    return True
+
+
+@pytest.mark.parametrize("plant", [
+    lend_a_token_too_many,
+    save_what_is_not_written,
+    read_into_the_sessions_own_page,
+    do_not_put_the_boundary_page_back,
+    free_while_it_is_written,
+    keep_what_an_aborted_turn_has_added,
+], ids=lambda plant: plant.__name__)  # fmt: skip
+def test_a_planted_fault_is_found(plant: Patch, monkeypatch: pytest.MonkeyPatch) -> None:
+    plant(monkeypatch)
+    with pytest.raises((AssertionError, KVCacheError)):
+        walk_often()
+
+
+def walk_often() -> None:
+    for seed in SEEDS:
+        walk("pair", (None,), seed)

@@ -1,0 +1,424 @@
+"""Sessions on real schedulers: scenarios 13 to 22 by number, and everything at random.
+
+The model reads the whole context from the pages, so a page that was overwritten, freed or
+swapped wrongly gives wrong tokens; every page is audited after every pass.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+
+from kvrelay.decode_worker.request import HandedOverRequest
+from kvrelay.engine.config import Speculation
+from kvrelay.engine.scheduler.commands import Cancel, ForgetSession
+from kvrelay.wire.output import EndReason
+from tests.engine.conversations import Conversation, computed_tokens, talk
+from tests.engine.simulation import SimRequest, Simulation, SimWorker, count, reference
+from tests.engine.test_scenarios import one_pair, step_until
+
+FIRST = random.Random(1).choices(range(97), k=26)
+SECOND = random.Random(2).choices(range(97), k=11)
+
+KINDS = {
+    "aggregated": {"aggregated": True},
+    "local": {},
+    "pair": {},
+}
+MODES = pytest.mark.parametrize("kind", KINDS)
+OVERLAP = pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "sync"])
+
+
+def cluster(kind: str, seed: int = 0, **options: Any) -> Simulation:
+    return one_pair(seed, **{**KINDS[kind], **options})
+
+
+def place(simulation: Simulation, kind: str) -> tuple[SimWorker, SimWorker]:
+    decode = simulation.decodes[0]
+    return (simulation.prefills[0], decode) if kind == "pair" else (decode, decode)
+
+
+def pools(worker: SimWorker) -> Any:
+    return worker.kv_cache.counts()[0]
+
+
+def rows(worker: SimWorker) -> Any:
+    return worker.kv_cache.counts()[-1]
+
+
+def turns(worker: SimWorker, start: str) -> int:
+    return sample(worker, "session_turns", start=start)
+
+
+def ends(worker: SimWorker, reason: str) -> int:
+    return sample(worker, "session_ends", reason=reason)
+
+
+def sample(worker: SimWorker, name: str, **labels: str) -> int:
+    labels |= {"role": worker.role_name, "worker": worker.name, "model": "sim"}
+    registry = worker.context.metrics.registry
+    return int(registry.get_sample_value(f"kvrelay_{name}_total", labels) or 0)
+
+
+def generating(request: SimRequest) -> bool:
+    mine = request.decode.context.requests.get(request.key)
+    return mine is not None and mine.every_step is not None
+
+
+def finish(simulation: Simulation, *conversations: Conversation) -> None:
+    for one in conversations:
+        one.take()
+        one.close()
+    simulation.run()
+    simulation.assert_at_baseline()
+
+
+@MODES
+@OVERLAP
+@pytest.mark.parametrize("page_size", [1, 4, 16])
+@pytest.mark.parametrize(
+    "speculation", [Speculation.NONE, Speculation.NGRAM], ids=["plain", "drafts"]
+)
+def test_a_turn_goes_on_with_the_pages_of_the_turn_before(
+    kind: str, overlap: bool, page_size: int, speculation: Speculation
+) -> None:
+    """All of the history but its last token, whose KV nobody has computed, is not computed."""
+    simulation = cluster(
+        kind, page_size=page_size, pages=512 // page_size, overlap=overlap, speculation=speculation
+    )
+    session, at = Conversation(simulation, "s"), place(simulation, kind)
+    worker = simulation.decodes[0]
+    talk(session, FIRST, 7, place=at)
+    for number in range(2, 5):
+        history, before = len(session.tokens), computed_tokens(worker)
+        read = sum(pull.num_pages for pull in simulation.pulls)
+        talk(session, SECOND, 6, place=at)
+        assert turns(worker, "resumed") == number - 1
+        if kind == "pair":
+            new_pages = -(-(history + len(SECOND)) // page_size) - (history - 1) // page_size
+            assert sum(pull.num_pages for pull in simulation.pulls) - read == new_pages
+        else:
+            assert session.turn is None
+            drafts = count(worker, "draft_tokens") if speculation is not Speculation.NONE else 0
+            most = len(SECOND) + 1 + 6 + drafts
+            assert len(SECOND) + 1 <= computed_tokens(worker) - before <= most
+    assert turns(worker, "opened") == 1
+    finish(simulation, session)
+
+
+@MODES
+@pytest.mark.parametrize("windows", [(None,), (None, 7)], ids=["full", "hybrid"])
+@pytest.mark.parametrize("seed", range(6))
+def test_sessions_at_random_give_right_tokens_and_lose_nothing(
+    kind: str, windows: Any, seed: int
+) -> None:
+    """Turns of many sessions, rewinds, cancels, closes and retractions, in too little memory."""
+    walk(kind, windows, seed)
+
+
+def walk(kind: str, windows: Any, seed: int, number: int = 40) -> Simulation:
+    rng = random.Random(seed)
+    simulation = cluster(
+        kind, seed, windows=windows, pages=60, rows=5, workers=2, overlap=seed % 2 == 0,
+        speculation=rng.choice([Speculation.NONE, Speculation.NGRAM]),
+        debug_retract_every=rng.choice([0, 7]), local=0.5 if kind == "pair" else 1.0,
+        cached=rng.random() < 0.7,
+    )  # fmt: skip
+    simulation.slow_forwards = seed % 3 == 0
+    if seed % 3 == 1:
+        read_late(simulation, rng)
+    sessions = [Conversation(simulation, str(name), rng.choice([60, 1 << 20])) for name in range(8)]
+    said = 0
+    while said < number:
+        for _ in range(rng.randrange(rng.choice([4, 20, 60]))):
+            simulation.step()
+        session = rng.choice(sessions)
+        session.take()
+        if session.turn is not None:
+            disturb(simulation, session, rng)
+            continue
+        said += 1
+        new = rng.choices(range(97), k=rng.randint(1, 20))
+        rewind = rng.randint(0, len(session.tokens)) if rng.random() < 0.2 else None
+        if len(session.tokens) > 120:
+            rewind = 0
+        sticky = (session.worker, session.worker) if session.worker and rng.random() < 0.8 else None
+        if sticky and kind == "pair" and rng.random() < 0.5:
+            sticky = (rng.choice(simulation.prefills), session.worker)
+        session.say(new, rng.randint(1, 12), rewind_to=rewind, place=sticky)
+    simulation.run()
+    for request in simulation.submitted:
+        expected = reference(request.prompt, request.max_tokens, request.decode.windows)
+        assert request.output == expected[: len(request.output)]
+        assert len(request.output) == request.max_tokens or request.disturbed
+    finish(simulation, *sessions)
+    return simulation
+
+
+def read_late(simulation: Simulation, rng: random.Random) -> None:
+    """Reads take long."""
+    end_read = simulation.end_read
+    simulation.end_read = lambda worker: rng.random() < 0.05 and end_read(worker)  # type: ignore
+
+
+def is_read(turn: SimRequest) -> bool:
+    mine = turn.decode.context.requests.get(turn.key)
+    return isinstance(mine, HandedOverRequest) and bool(mine.reading)
+
+
+def disturb(simulation: Simulation, session: Conversation, rng: random.Random) -> None:
+    turn = session.turn
+    assert turn is not None
+    if rng.random() < (0.5 if is_read(turn) else 0.1):
+        simulation.cancel(turn, rng.choice([turn.prefill, turn.decode]))
+    elif rng.random() < 0.1:
+        session.close()
+
+
+@pytest.mark.parametrize(("page_size", "prefix", "freed"), [
+    pytest.param(1, 39, 9, id="13"),
+    pytest.param(16, 39, 0, id="14-p16"),
+    pytest.param(4, 13, 8, id="15"),
+])  # fmt: skip
+def test_scenario_13_to_15_a_rewound_turn_frees_the_tail_before_it_writes(
+    page_size: int, prefix: int, freed: int
+) -> None:
+    """A history of 49 tokens, 48 of them with KV, without a prefix index."""
+    simulation = cluster("aggregated", page_size=page_size, pages=512 // page_size, cached=False)
+    session, worker = Conversation(simulation, "s"), simulation.decodes[0]
+    talk(session, FIRST, 49 - len(FIRST))
+    kept = pools(worker).session
+    turn = session.say([1], 3, rewind_to=prefix)
+    worker.turn()
+    request = worker.context.requests[turn.key]
+    assert request.borrowed_len == prefix
+    assert kept - -(-prefix // page_size) == freed
+    assert pools(worker).held == -(-(prefix + 1) // page_size)
+    simulation.run()
+    assert turn.output == reference(turn.prompt, 3)
+    finish(simulation, session)
+
+
+@MODES
+def test_scenario_16_outputs_that_a_stop_cut_off_are_freed(kind: str) -> None:
+    """With drafts and overlap more is allocated and committed than is kept."""
+    simulation = cluster(kind, page_size=1, pages=200, speculation=Speculation.NGRAM)
+    session, at = Conversation(simulation, "s"), place(simulation, kind)
+    worker = simulation.decodes[0]
+    for _ in range(4):
+        talk(session, SECOND, 5, place=at)
+    session.say([5], 3, place=at)
+    worker.turn()
+    step_until(simulation, lambda: turns(worker, "resumed") == 4)
+    simulation.run()
+    finish(simulation, session)
+
+
+def test_scenario_17_admission_refuses_twice_after_a_restore() -> None:
+    """Others hold the memory; the session is as it was until its turn fits."""
+    simulation = cluster("aggregated", pages=30, rows=4, cached=False, growth_min=0.0)
+    session, worker = Conversation(simulation, "s"), simulation.decodes[0]
+    talk(session, FIRST, 7)
+    others = simulation.submit(random.Random(3).choices(range(97), k=70), 8)
+    step_until(simulation, lambda: generating(others))
+    before = pools(worker).session
+    session.say(random.Random(4).choices(range(97), k=40), 4)
+    for _ in range(2):
+        worker.turn()
+        assert pools(worker).session == before
+        worker.end_step()
+        worker.turn()
+    assert turns(worker, "resumed") == 0
+    simulation.run()
+    assert turns(worker, "resumed") + ends(worker, "room") == 1
+    turn = simulation.submitted[-1]
+    assert turn.output == reference(turn.prompt, 4)
+    finish(simulation, session)
+
+
+@MODES
+@pytest.mark.parametrize("when", ["waiting", "computed", "generating"])
+@pytest.mark.parametrize("later", [False, True], ids=["first", "later"])
+def test_scenario_18_an_aborted_turn_leaves_the_last_good_one(
+    kind: str, when: str, later: bool
+) -> None:
+    simulation = cluster(kind)
+    session, at = Conversation(simulation, "s"), place(simulation, kind)
+    worker = simulation.decodes[0]
+    if later:
+        talk(session, FIRST, 7, place=at)
+    history, kept = list(session.tokens), pools(worker).session
+    turn = session.say(SECOND * 3, 30, place=at)
+    if when != "waiting":
+        reached = (lambda: bool(worker.steps)) if when == "computed" else lambda: generating(turn)
+        if not (kind == "pair" and when == "computed"):
+            step_until(simulation, reached)
+    simulation.cancel(turn, worker)
+    simulation.run()
+    session.take()
+    assert session.tokens == history
+    assert (pools(worker).session, pools(worker).held) == (kept, 0)
+    resumed = turns(worker, "resumed")
+    talk(session, SECOND, 4, place=at)
+    assert turns(worker, "resumed") == resumed + later
+    finish(simulation, session)
+
+
+def test_scenario_19_a_turn_that_is_cancelled_before_it_starts_leaves_the_first_alone() -> None:
+    """Two turns at a time: a router does not do that, and a worker survives it."""
+    simulation = cluster("local", rows=1)
+    session, at = Conversation(simulation, "s"), place(simulation, "local")
+    worker = simulation.decodes[0]
+    talk(session, FIRST, 7, place=at)
+    first = session.say(SECOND, 12, place=at)
+    step_until(simulation, lambda: generating(first))
+    second = simulation.submit(first.prompt, 5, session=first.session, place=at)
+    worker.turn()
+    simulation.cancel(second, worker)
+    simulation.run()
+    session.take()
+    assert first.output == reference(first.prompt, 12)
+    assert not second.tokens
+    talk(session, SECOND, 4, place=at)
+    assert turns(worker, "resumed") == 2
+    finish(simulation, session)
+
+
+@MODES
+@pytest.mark.parametrize("ends_by", ["finish", "abort"])
+def test_scenario_20_a_session_closed_while_its_turn_decodes_is_released_once_after_it(
+    kind: str, ends_by: str
+) -> None:
+    simulation = cluster(kind)
+    session, at = Conversation(simulation, "s"), place(simulation, kind)
+    worker = simulation.decodes[0]
+    talk(session, FIRST, 7, place=at)
+    turn = session.say(SECOND, 12, place=at)
+    step_until(simulation, lambda: generating(turn))
+    worker.inbox.post(ForgetSession(worker.link, "s"))
+    worker.turn()
+    assert generating(turn), "it goes on"
+    if ends_by == "abort":
+        simulation.cancel(turn, worker)
+    simulation.run()
+    if ends_by == "finish":
+        assert turn.output == reference(turn.prompt, 12)
+    assert len(worker.context.sessions) == 0
+    simulation.assert_at_baseline()
+
+
+@MODES
+def test_scenario_21_a_lent_session_is_counted_once(kind: str) -> None:
+    simulation = cluster(kind)
+    session, at = Conversation(simulation, "s"), place(simulation, kind)
+    worker = simulation.decodes[0]
+    talk(session, FIRST, 7, place=at)
+    assert (rows(worker).session, rows(worker).held) == (1, 0)
+    turn = session.say(SECOND, 12, place=at)
+    step_until(simulation, lambda: generating(turn))
+    assert (rows(worker).session, rows(worker).held, pools(worker).session) == (0, 1, 0)
+    simulation.run()
+    assert (rows(worker).session, rows(worker).held, pools(worker).held) == (1, 0, 0)
+    finish(simulation, session)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_scenario_22_accepted_drafts_at_a_page_boundary_stay(seed: int) -> None:
+    simulation = cluster("aggregated", seed, speculation=Speculation.NGRAM, num_draft_tokens=5)
+    session = Conversation(simulation, "s")
+    for length in (3, 4, 5, 1, 2):
+        talk(session, SECOND[:length], 4 + length)
+    worker = simulation.decodes[0]
+    assert count(worker, "accepted_draft_tokens") > 0
+    assert turns(worker, "resumed") == 4
+    finish(simulation, session)
+
+
+@MODES
+def test_the_session_that_was_idle_for_longest_makes_room_and_stays_findable(kind: str) -> None:
+    simulation = cluster(kind, pages=44, rows=6)
+    at, worker = place(simulation, kind), simulation.decodes[0]
+    sessions = [Conversation(simulation, name) for name in "abc"]
+    for index, session in enumerate(sessions):
+        talk(session, random.Random(index).choices(range(97), k=40), 8, place=at)
+    # Each has 12 pages; a request of 20 needs what the oldest one has.
+    request = simulation.submit(random.Random(9).choices(range(97), k=60), 12, place=at)
+    simulation.run()
+    assert request.output == reference(request.prompt, 12)
+    assert ends(worker, "room") >= 1
+    assert worker.context.sessions.take_ended(worker.link) == ()  # they were told
+    talk(sessions[2], SECOND, 4, place=at)
+    assert turns(worker, "resumed") == 1, "the latest one was spared"
+    finish(simulation, *sessions)
+
+
+def test_sessions_that_are_too_long_are_not_kept_and_what_is_told_of_them() -> None:
+    simulation = cluster("aggregated")
+    told: list[str] = []
+    simulation.take_step = lambda _, step: told.extend(step.ended_sessions)  # type: ignore[method-assign]
+    session = Conversation(simulation, "s", most_kept_tokens=40)
+    talk(session, FIRST, 7)
+    assert pools(simulation.decodes[0]).session
+    talk(session, SECOND, 7)
+    assert not pools(simulation.decodes[0]).session
+    assert told == ["s"]
+    finish(simulation, session)
+
+
+@MODES
+def test_a_retracted_turn_keeps_its_session(kind: str) -> None:
+    simulation = cluster(kind, debug_retract_every=9)
+    session, at = Conversation(simulation, "s"), place(simulation, kind)
+    worker = simulation.decodes[0]
+    talk(session, FIRST, 7, place=at)
+    turn = session.say(SECOND, 20, place=at)
+    simulation._place = lambda *_: at  # type: ignore[method-assign]
+    simulation.run()
+    session.take()
+    assert count(worker, "retractions") >= 1
+    assert turn.output == reference(turn.prompt, 20)
+    assert turns(worker, "resumed") >= 2, "again after the retraction"
+    finish(simulation, session)
+
+
+def test_a_failed_forward_ends_the_session() -> None:
+    simulation = cluster("aggregated")
+    session, worker = Conversation(simulation, "s"), simulation.decodes[0]
+    talk(session, FIRST, 7)
+    turn = session.say(SECOND, 12)
+    step_until(simulation, lambda: generating(turn))
+    worker.turn()
+    worker.fail_step()
+    simulation.run()
+    session.take()
+    assert turn.ends[worker.name].reason is EndReason.FAILED
+    assert ends(worker, "failed") == 1
+    talk(session, SECOND, 4)
+    assert turns(worker, "opened") == 2
+    finish(simulation, session)
+
+
+def test_a_routers_sessions_end_with_its_stream() -> None:
+    simulation = cluster("local")
+    session, at = Conversation(simulation, "s"), place(simulation, "local")
+    worker = simulation.decodes[0]
+    talk(session, FIRST, 7, place=at)
+    turn = session.say(SECOND, 12, place=at)
+    step_until(simulation, lambda: generating(turn))
+    simulation.detach(worker)
+    simulation.run()
+    assert len(worker.context.sessions) == 0
+    simulation.assert_at_baseline()
+
+
+def test_a_cancel_of_no_request_changes_no_session() -> None:
+    simulation = cluster("aggregated")
+    session, worker = Conversation(simulation, "s"), simulation.decodes[0]
+    turn = talk(session, FIRST, 7)
+    worker.inbox.post(Cancel(turn.key))
+    worker.inbox.post(ForgetSession(worker.link, "another"))
+    worker.turn()
+    assert rows(worker).session == 1
+    finish(simulation, session)

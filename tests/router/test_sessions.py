@@ -1,0 +1,350 @@
+"""Sessions at the router: their history, their turns, whose they are, and where they go."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from kvrelay.router.auth import bearer
+from kvrelay.router.callers import ANYBODY
+from kvrelay.router.config import PlacementMode, RouterConfig
+from kvrelay.router.errors import UnknownSession
+from kvrelay.router.metrics import RouterMetrics
+from kvrelay.router.sessions import Sessions
+from kvrelay.v1 import inference_pb2 as pb
+from kvrelay.v1 import worker_pb2
+
+from .cluster import Cluster, Streamed, collect, running, status_of
+from .scripted_worker import LENGTH, ScriptedWorker, until
+
+
+@pytest.fixture
+async def pairs(config: RouterConfig) -> AsyncIterator[Cluster]:
+    """Two decode workers that compute prompts, too."""
+    adaptive = replace(config, placement=PlacementMode.ADAPTIVE)
+    async with running(adaptive, "decode-0", "decode-1") as cluster:
+        cluster.count()
+        yield cluster
+
+
+async def opened(cluster: Cluster, **fields: Any) -> str:
+    request = pb.OpenSessionRequest(session_id="chat", **fields)
+    return str((await cluster.stub.OpenSession(request)).session_id)
+
+
+def turn(cluster: Cluster, *ids: int, max_tokens: int = 2, n: int = 1, **fields: Any) -> Any:
+    fields = {"session_id": "chat", **fields}
+    params = pb.SamplingParams(max_tokens=max_tokens, n=n)
+    prompt = pb.TokenIds(ids=ids)
+    return cluster.stub.Generate(
+        pb.GenerateRequest(input_ids=prompt, sampling_params=params, **fields)
+    )
+
+
+async def said(cluster: Cluster, *ids: int, **fields: Any) -> Streamed:
+    return await collect(turn(cluster, *ids, **fields))
+
+
+async def state(cluster: Cluster) -> pb.SessionState:
+    [session] = (await cluster.stub.GetSessions(pb.GetSessionsRequest())).sessions
+    return session
+
+
+async def until_idle(cluster: Cluster) -> pb.SessionState:
+    while (session := await state(cluster)).running:
+        await asyncio.sleep(0.005)
+    return session
+
+
+def submits(cluster: Cluster) -> list[worker_pb2.SubmitRequest]:
+    return sorted((s for w in cluster.workers for s in w.submits), key=lambda s: s.attempt)
+
+
+async def test_a_turn_follows_the_history_on_the_worker_that_has_it(pairs: Cluster) -> None:
+    await opened(pairs)
+    await said(pairs, 1, 2, 3)
+    await said(pairs, 10)
+    await said(pairs, 20, 21)
+    first, second, third = submits(pairs)
+    assert list(first.input_ids) == [1, 2, 3]
+    assert list(second.input_ids) == [1, 2, 3, 4, 5, 10]
+    assert list(third.input_ids) == [1, 2, 3, 4, 5, 10, 11, 12, 20, 21]
+    assert first.session.session == second.session.session != ""
+    assert [len(worker.submits) for worker in pairs.workers].count(3) == 1, "all went to one"
+    assert (first.cached_tokens, second.cached_tokens, third.cached_tokens) == (0, 4, 7)
+    session = await state(pairs)
+    assert (session.tokens, session.turns, session.kept_tokens) == (12, 3, 11)
+    assert session.worker == next(w.name for w in pairs.workers if w.submits)
+
+
+async def test_texts_go_on_without_special_tokens(pairs: Cluster, monkeypatch: Any) -> None:
+    wanted: list[bool] = []
+
+    def encode(tokenizer: Any, text: str, most: int, *, add_special_tokens: bool = True) -> Any:
+        wanted.append(add_special_tokens)
+        return [1, 2] if add_special_tokens else [2]
+
+    monkeypatch.setattr("kvrelay.router.texts.encode", encode)
+    await opened(pairs)
+    for _ in range(2):
+        params = pb.SamplingParams(max_tokens=1)
+        await collect(
+            pairs.stub.Generate(
+                pb.GenerateRequest(text="a", session_id="chat", sampling_params=params)
+            )
+        )
+    assert wanted == [True, False]
+    assert list(submits(pairs)[1].input_ids) == [1, 2, 3, 2]
+
+
+async def test_prefill_workers_hear_nothing_of_sessions(cluster: Cluster) -> None:
+    cluster.count()
+    await opened(cluster)
+    await said(cluster, 1, 2, 3)
+    assert cluster.decode.submits[0].HasField("session")
+    assert not cluster.prefill.submits[0].HasField("session")
+
+
+@pytest.mark.parametrize(("rewind_to", "history"), [(3, [1, 2, 3]), (0, []), (5, [1, 2, 3, 4, 5])])
+async def test_a_turn_goes_back(pairs: Cluster, rewind_to: int, history: list[int]) -> None:
+    await opened(pairs)
+    await said(pairs, 1, 2, 3)
+    await said(pairs, 30, rewind_to=rewind_to)
+    assert list(submits(pairs)[1].input_ids) == [*history, 30]
+    assert (await state(pairs)).tokens == len(history) + 3
+    error = await status_of(turn(pairs, 1, rewind_to=99))
+    assert error.code() == grpc.StatusCode.INVALID_ARGUMENT
+    assert "rewind_to" in str(error.details())
+    assert not (await state(pairs)).running
+
+
+@pytest.mark.parametrize(("fields", "name"), [
+    ({"n": 2}, "n"), ({"cache_salt": "a"}, "cache_salt"),
+    ({"session_id": "", "rewind_to": 0}, "rewind_to"),
+    ({"session_id": "", "queue_turn": True}, "queue_turn"),
+])  # fmt: skip
+async def test_what_a_turn_cannot_have_is_refused_by_name(
+    pairs: Cluster, fields: dict[str, Any], name: str
+) -> None:
+    await opened(pairs)
+    error = await status_of(turn(pairs, 1, **fields))
+    assert error.code() == grpc.StatusCode.INVALID_ARGUMENT
+    assert str(error.details()).startswith(f"{name}: ")
+    assert not (await state(pairs)).running
+
+
+async def test_an_empty_turn_is_refused(pairs: Cluster) -> None:
+    await opened(pairs)
+    await said(pairs, 1, 2, 3)
+    error = await status_of(turn(pairs))
+    assert error.code() == grpc.StatusCode.INVALID_ARGUMENT
+    assert (await state(pairs)).tokens == 5
+
+
+async def test_a_turn_while_one_runs_is_refused_or_waits(cluster: Cluster) -> None:
+    await opened(cluster)
+    first = turn(cluster, 1, 2, 3)
+    submit = await cluster.prefill.submitted()
+    error = await status_of(turn(cluster, 9))
+    assert error.code() == grpc.StatusCode.FAILED_PRECONDITION
+    second, third = turn(cluster, 9, queue_turn=True), turn(cluster, 8, queue_turn=True)
+    while (await state(cluster)).waiting_turns < 2:
+        await asyncio.sleep(0.005)
+    second.cancel()
+    while (await state(cluster)).waiting_turns != 1:
+        await asyncio.sleep(0.005)
+    assert len(cluster.prefill.submits) == 1
+    cluster.prefill.say(submit, 0, (50,), end=LENGTH)
+    await collect(first)
+    later = await cluster.prefill.submitted(2)
+    assert list(later.input_ids) == [1, 2, 3, 50, 8]
+    cluster.prefill.say(later, 0, (51,), end=LENGTH)
+    assert (await collect(third)).token_ids == [51]
+    assert (await until_idle(cluster)).tokens == 6
+
+
+@pytest.mark.parametrize("how", ["client leaves", "Abort", "no worker"])
+async def test_a_turn_that_does_not_end_well_leaves_the_history(cluster: Cluster, how: str) -> None:
+    await opened(cluster)
+    first = turn(cluster, 1, 2, 3)
+    submit = await cluster.prefill.submitted()
+    cluster.prefill.say(submit, 0, (50,), end=LENGTH)
+    await collect(first)
+    second = turn(cluster, 9, request_id="second")
+    submit = await cluster.prefill.submitted(2)
+    cluster.prefill.say(submit, 0, (51,))
+    await second.read()
+    if how == "client leaves":
+        second.cancel()
+    elif how == "Abort":
+        await cluster.stub.Abort(pb.AbortRequest(request_id="second"))
+    else:
+        await cluster.prefill.stop()
+        with pytest.raises(grpc.aio.AioRpcError):
+            await second.read()
+    session = await until_idle(cluster)
+    assert (session.tokens, session.turns) == (4, 1)
+
+
+async def test_a_lost_worker_costs_a_computation_and_never_the_session(pairs: Cluster) -> None:
+    await opened(pairs)
+    await said(pairs, 1, 2, 3)
+    [home] = [worker for worker in pairs.workers if worker.submits]
+    await home.stop()
+    await pairs.until_lost(home.name)
+    await said(pairs, 10)
+    assert list(submits(pairs)[1].input_ids) == [1, 2, 3, 4, 5, 10]
+    assert submits(pairs)[1].cached_tokens == 0
+    assert (await state(pairs)).worker != home.name
+
+
+async def test_a_worker_that_has_given_a_session_up_is_expected_to_have_nothing(
+    pairs: Cluster,
+) -> None:
+    await opened(pairs)
+    await said(pairs, 1, 2, 3)
+    [home] = [worker for worker in pairs.workers if worker.submits]
+    name = home.submits[0].session.session
+    home.send(worker_pb2.AttachResponse(ended_sessions=[name]))
+    while (await state(pairs)).kept_tokens:
+        await asyncio.sleep(0.005)
+    await said(pairs, 10)
+    assert submits(pairs)[1].cached_tokens == 0
+
+
+async def test_workers_are_told_to_forget(pairs: Cluster) -> None:
+    """What is closed, and what goes on elsewhere."""
+    await opened(pairs)
+    await said(pairs, 1, 2, 3)
+    [home] = [worker for worker in pairs.workers if worker.submits]
+    [other] = [worker for worker in pairs.workers if worker is not home]
+    home.send(worker_pb2.AttachResponse(load=full_load()))
+    await until(lambda: all(link.load.pools for link in pairs.router._fleet.links))
+    await until(lambda: any(link.load.room_tokens == 0 for link in pairs.router._fleet.links))
+    await said(pairs, 10)
+    assert len(other.submits) == 1, "the first one is full"
+    name = home.submits[0].session.session
+    await until(lambda: home.forgotten == [name])
+    await pairs.stub.CloseSession(pb.CloseSessionRequest(session_id="chat"))
+    await until(lambda: other.forgotten == [name])
+    error = await status_of(turn(pairs, 1))
+    assert error.code() == grpc.StatusCode.NOT_FOUND
+
+
+def full_load() -> pb.WorkerLoad:
+    pool = pb.PoolState(pool="full", page_size=16, total=64, held=64)
+    return pb.WorkerLoad(pools=[pool])
+
+
+async def test_a_session_closed_while_its_turn_runs_lets_it_end(cluster: Cluster) -> None:
+    await opened(cluster)
+    first, waiting = turn(cluster, 1, 2, 3), None
+    submit = await cluster.prefill.submitted()
+    waiting = turn(cluster, 4, queue_turn=True)
+    while not (await state(cluster)).waiting_turns:
+        await asyncio.sleep(0.005)
+    await cluster.stub.CloseSession(pb.CloseSessionRequest(session_id="chat"))
+    assert (await status_of(waiting)).code() == grpc.StatusCode.NOT_FOUND
+    cluster.prefill.say(submit, 0, (50,), end=LENGTH)
+    assert (await collect(first)).token_ids == [50]
+    await until(lambda: cluster.decode.forgotten == [submit_name(cluster.decode)])
+    assert not (await cluster.stub.GetSessions(pb.GetSessionsRequest())).sessions
+    await opened(cluster)  # the id is free again
+
+
+def submit_name(worker: ScriptedWorker) -> str:
+    return str(worker.submits[0].session.session)
+
+
+async def test_a_session_goes_on_with_the_history_that_its_client_brings(pairs: Cluster) -> None:
+    await opened(pairs, history=pb.TokenIds(ids=[1, 2, 3]))
+    await said(pairs, 4)
+    assert list(submits(pairs)[0].input_ids) == [1, 2, 3, 4]
+    error = await status_of_open(pairs, "other", history=pb.TokenIds(ids=[402]))
+    assert (error.code(), str(error.details())[:8]) == (
+        grpc.StatusCode.INVALID_ARGUMENT,
+        "history:",
+    )
+
+
+async def status_of_open(cluster: Cluster, name: str, **fields: Any) -> grpc.aio.AioRpcError:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await cluster.stub.OpenSession(pb.OpenSessionRequest(session_id=name, **fields))
+    return caught.value
+
+
+async def test_ids_bounds_and_numbers_of_sessions(config: RouterConfig) -> None:
+    small = replace(config, max_sessions=2, max_session_tokens=20, session_timeout=50.0)
+    async with running(small, "prefill-0", "decode-0") as cluster:
+        cluster.count()
+        await opened(cluster)
+        again = await status_of_open(cluster, "chat")
+        assert again.code() == grpc.StatusCode.ALREADY_EXISTS
+        too_long = await status_of_open(cluster, "x" * 129)
+        assert too_long.code() == grpc.StatusCode.INVALID_ARGUMENT
+        drawn = await cluster.stub.OpenSession(pb.OpenSessionRequest(idle_timeout_seconds=90))
+        assert (len(drawn.session_id), drawn.idle_timeout_seconds) == (32, 50)
+        full = await status_of_open(cluster, "third")
+        assert full.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+        await said(cluster, *range(20))
+        error = await status_of(turn(cluster, 1))
+        assert error.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+        await cluster.stub.CloseSession(pb.CloseSessionRequest(session_id="chat"))
+        await opened(cluster)
+
+
+async def test_sessions_belong_to_their_token(config: RouterConfig, tmp_path: Path) -> None:
+    tokens = tmp_path / "tokens"
+    tokens.write_text("alice-token-123456\nbobby-token-123456\n")
+    async with running(replace(config, auth_token_file=tokens), "prefill-0", "decode-0") as cluster:
+        cluster.count()
+        alice, bob = (bearer(f"{name}-token-123456") for name in ("alice", "bobby"))
+        stub, open_it = cluster.stub, pb.OpenSessionRequest(session_id="chat")
+        await stub.OpenSession(open_it, metadata=alice)
+        listed = await stub.GetSessions(pb.GetSessionsRequest(), metadata=bob)
+        assert not listed.sessions
+        close = pb.CloseSessionRequest(session_id="chat")
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await stub.CloseSession(close, metadata=bob)
+        assert caught.value.code() == grpc.StatusCode.NOT_FOUND
+        await stub.OpenSession(open_it, metadata=bob)
+        await stub.CloseSession(close, metadata=bob)
+        assert len((await stub.GetSessions(pb.GetSessionsRequest(), metadata=alice)).sessions) == 1
+
+
+def test_10_000_sessions_that_are_left_expire_and_leave_nothing(config: RouterConfig) -> None:
+    now, told = [0.0], []
+    sessions = Sessions(
+        config, RouterMetrics("counter"), lambda *call: told.append(call), lambda: now[0]
+    )
+    busy = []
+    for number in range(10_000):
+        message = pb.OpenSessionRequest(idle_timeout_seconds=1 + number % 7)
+        session = sessions.open(ANYBODY, message, 402)
+        turn = sessions.begin_if_free(ANYBODY, session.session_id)
+        assert turn is not None
+        if number % 100:
+            turn.end([1, 2, 3], "decode-0")
+        else:
+            busy.append(turn)
+    now[0] = 3.5
+    sessions.expire()
+    assert 100 < len(sessions) < 10_000
+    now[0] = 10.0
+    sessions.expire()
+    assert len(sessions) == 100, "those that run are spared"
+    for one in busy:
+        one.end([1, 2], "decode-1")
+    now[0] = 16.9
+    sessions.expire()
+    now[0] = 17.0
+    sessions.expire()
+    assert (len(sessions), sessions._num_tokens, len(told)) == (0, 0, 10_000)
+    with pytest.raises(UnknownSession):
+        sessions.close(ANYBODY, "any")
