@@ -10,7 +10,9 @@ from kvrelay.v1 import inference_pb2 as pb
 Prompt: TypeAlias = str | Iterable[int]
 """A text, or token ids."""
 
-_OWN_FIELDS: Final = frozenset({"request_id", "priority", "model", "cache_salt"})
+_OWN_FIELDS: Final = frozenset(
+    {"request_id", "priority", "model", "cache_salt", "session_id", "rewind_to", "queue_turn"}
+)
 
 
 def make_request(prompt: Prompt | pb.GenerateRequest, **fields: Any) -> pb.GenerateRequest:

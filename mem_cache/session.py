@@ -84,7 +84,7 @@ class Sessions:
         lease: Lease,
         fences: Iterable[Fence] = (),
         token_ids: TokenIds = NO_TOKENS,
-    ) -> None:
+    ) -> Outcome:
         """A turn has ended well: its lease is the session's. Makes the session if it is new.
 
         Args:
@@ -92,6 +92,9 @@ class Sessions:
             lease: open; of the turn.
             fences: what may still read or write its pages.
             token_ids: those whose KV is written.
+
+        Returns:
+            How the turn's memory was released: it was saved.
         """
         session = self._sessions.get(session_id)
         if session is not None and session.lease is not lease:
@@ -103,6 +106,7 @@ class Sessions:
         self._sessions[session_id] = _Session(lease, pending, self._clock(), token_ids)
         if closing:
             self._release(session_id)
+        return Outcome.SAVED
 
     def borrow(
         self,

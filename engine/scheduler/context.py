@@ -285,13 +285,13 @@ class SchedulerContext(Generic[RequestT]):
         fences = [StepFence(self.steps, request.last_step), *fences]
         # Only written tokens are published: what a forward still writes is not.
         tokens = np.asarray(request.token_ids(0, request.kv_written_len), np.int32)
-        if self.sessions.end_turn(request, outcome, tokens, fences):
-            kept = Outcome.SAVED if outcome is Outcome.FINISHED else outcome
-            self.metrics.count(RELEASES, outcome=kept.value)
-        elif release_kv_cache(
+        released = self.sessions.end_turn(request, outcome, tokens, fences)
+        if released is None and release_kv_cache(
             self.kv_cache, request.lease, outcome, token_ids=tokens, fences=fences
         ):
-            self.metrics.count(RELEASES, outcome=outcome.value)
+            released = outcome
+        if released is not None:
+            self.metrics.count(RELEASES, outcome=released.value)
 
     def measure_load(
         self,

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from enum import StrEnum
 from itertools import count
-from typing import Final
 
 from kvrelay.engine.scheduler.metrics import SESSION_ENDS, SESSION_TURNS, WorkerMetrics
 from kvrelay.engine.scheduler.outbox import RouterLink
@@ -21,8 +20,6 @@ from kvrelay.mem_cache.lease import Lease
 from kvrelay.mem_cache.prefix_index import TokenIds
 from kvrelay.mem_cache.release import Outcome
 from kvrelay.mem_cache.session import Sessions
-
-_KEPT: Final = frozenset({Outcome.FINISHED})
 
 
 class SessionEnd(StrEnum):
@@ -168,8 +165,8 @@ class SessionTurns:
 
     def end_turn(
         self, request: Request, outcome: Outcome, token_ids: TokenIds, fences: Sequence[Fence]
-    ) -> bool:
-        """Give a turn's lease back to its session; `False` if it is to be released as others are.
+    ) -> Outcome | None:
+        """Give a turn's lease back to its session; `None` if it is to be released as others are.
 
         A turn that ended well leaves the session with all of its tokens. One that was retracted
         or aborted leaves the session as it was before. A forward that failed ends the session.
@@ -179,21 +176,22 @@ class SessionTurns:
             outcome: as of `release_kv_cache`.
             token_ids: those whose KV is written.
             fences: what may still read or write its pages.
+
+        Returns:
+            How the turn's memory was released.
         """
-        session = request.session
-        if session is None:
-            return False
+        if request.session is None:
+            return None
         session_id = self._id_of(request)
-        if outcome in _KEPT and len(token_ids):
+        if outcome is Outcome.FINISHED and len(token_ids):
             if not request.borrowed_len and session_id is not None:
-                return False  # another turn has it: this one was given up by its router
-            self._save(request, session_id, token_ids, fences)
-        elif not request.borrowed_len:
-            return False
-        else:
-            assert session_id is not None, f"{request.key} was lent nothing"
-            self._undo(session_id, outcome, fences)
-        return True
+                return None  # another turn has it: this one was given up by its router
+            return self._save(request, session_id, token_ids, fences)
+        if not request.borrowed_len:
+            return None
+        assert session_id is not None, f"{request.key} was lent nothing"
+        self._undo(session_id, outcome, fences)
+        return outcome
 
     def _save(
         self,
@@ -201,7 +199,7 @@ class SessionTurns:
         session_id: str | None,
         token_ids: TokenIds,
         fences: Sequence[Fence],
-    ) -> None:
+    ) -> Outcome:
         session = request.session
         assert session is not None
         if session_id is None:
@@ -211,11 +209,12 @@ class SessionTurns:
         lease = request.held
         # Accepted drafts of its last step are written, and were not committed.
         self._kv_cache.commit(lease, max(len(token_ids), lease.kv_committed_len))
-        self._sessions.save(session_id, lease, fences, token_ids)
+        saved = self._sessions.save(session_id, lease, fences, token_ids)
         if session_id not in self._sessions:  # it was to end with this turn
             self._drop(session_id, SessionEnd.FORGOTTEN)
         elif len(token_ids) > session.most_kept_tokens:
             self._end(session_id, SessionEnd.TOO_LONG)
+        return saved
 
     def _undo(self, session_id: str, outcome: Outcome, fences: Sequence[Fence]) -> None:
         if outcome is Outcome.FAILED:
