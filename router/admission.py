@@ -173,7 +173,8 @@ class Admission:
             return None
         if ask.is_whole:
             return self._sessions.begin_if_free(caller, ask.message.session_id)
-        return await self._sessions.begin_turn(caller, ask.message)
+        mark = await self._texts.run(ask.num_bytes, fingerprint, ask.message)
+        return await self._sessions.begin_turn(caller, ask.message, mark)
 
     def _of_turn(self, ask: Ask, turn: Turn | None) -> Ask:
         """What is asked for, with the session's history before it."""

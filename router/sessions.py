@@ -69,6 +69,8 @@ class Session:
     kept_tokens: int = 0
     """Of the history, that this worker is expected to have."""
     closed: bool = False
+    last_turn: tuple[str, bytes, int] = ("", b"", 0)
+    """Request id and fingerprint of the last turn that ended well, and the history before it."""
 
 
 class Turn:
@@ -78,10 +80,18 @@ class Turn:
         session: whose turn it is; busy with it.
         history: tokens of the history before the turn's prompt.
         sessions: hears of its end.
+        request: its request id and fingerprint.
     """
 
-    def __init__(self, session: Session, history: Sequence[int], sessions: Sessions) -> None:
+    def __init__(
+        self,
+        session: Session,
+        history: Sequence[int],
+        sessions: Sessions,
+        request: tuple[str, bytes] = ("", b""),
+    ) -> None:
         self.history = history
+        self.request = request
         self.home = session.worker
         """The incarnation of the worker that may have its session's KV; empty: none has."""
         self._session = session
@@ -126,7 +136,7 @@ class Turn:
         """
         if not self._ended:
             self._ended = True
-            self._sessions.end_turn(self._session, tokens, worker)
+            self._sessions.end_turn(self._session, self, tokens, worker)
 
 
 class Sessions:
@@ -219,8 +229,13 @@ class Sessions:
         if message.cache_salt:
             raise InvalidField("cache_salt", "must be given to OpenSession, for all turns")
 
-    async def begin_turn(self, caller: Caller, message: pb.GenerateRequest) -> Turn:
+    async def begin_turn(
+        self, caller: Caller, message: pb.GenerateRequest, fingerprint: bytes
+    ) -> Turn:
         """The next turn of a session of the caller's, once it may begin; the caller ends it.
+
+        A repetition of the last turn, by its request id and body, takes that one's place: its
+        client has not heard of the end, and gets the same tokens.
 
         Raises:
             InvalidField: it goes back to what is not in the history.
@@ -238,7 +253,8 @@ class Sessions:
             if session.closed:
                 raise UnknownSession(session.session_id)
             self._check_tokens()
-            return Turn(session, self._history(session, message), self)
+            request = (message.request_id, fingerprint)
+            return Turn(session, self._history(session, message, request), self, request)
         except BaseException:
             self._pass_on(session)
             raise
@@ -256,7 +272,9 @@ class Sessions:
 
     # What becomes of them
 
-    def end_turn(self, session: Session, tokens: Sequence[int] | None, worker: str) -> None:
+    def end_turn(
+        self, session: Session, turn: Turn, tokens: Sequence[int] | None, worker: str
+    ) -> None:
         """A turn has ended; see `Turn.end`, which alone calls this."""
         self._metrics.count(SESSION_TURNS, outcome="failed" if tokens is None else "completed")
         if session.closed:
@@ -266,6 +284,7 @@ class Sessions:
             self._num_tokens += len(tokens) - len(session.tokens)
             session.tokens = array("I", tokens)
             session.num_turns += 1
+            session.last_turn = (*turn.request, len(turn.history))
             if session.worker != worker:
                 self._forget_on(session.worker, session)
             session.worker = worker
@@ -322,7 +341,12 @@ class Sessions:
             held = f"the histories of all sessions have {self._num_tokens} tokens"
             raise SessionsFull(f"{held} (--max-session-tokens)", self._config.retry_after_ms)
 
-    def _history(self, session: Session, message: pb.GenerateRequest) -> Sequence[int]:
+    def _history(
+        self, session: Session, message: pb.GenerateRequest, request: tuple[str, bytes]
+    ) -> Sequence[int]:
+        *last_request, before = session.last_turn
+        if message.request_id and tuple(last_request) == request:
+            return session.tokens[:before]
         if not message.HasField("rewind_to"):
             return session.tokens
         if message.rewind_to > len(session.tokens):

@@ -299,6 +299,18 @@ async def test_ids_bounds_and_numbers_of_sessions(config: RouterConfig) -> None:
         await opened(cluster)
 
 
+async def test_a_repeated_turn_takes_the_place_of_the_last_one(pairs: Cluster) -> None:
+    """Its client has not heard of its end."""
+    await opened(pairs)
+    await said(pairs, 1, 2, 3, request_id="first")
+    for _ in range(2):
+        assert (await said(pairs, 10, request_id="second")).token_ids == [11, 12]
+    assert list(submits(pairs)[1].input_ids) == list(submits(pairs)[2].input_ids)
+    assert (await state(pairs)).tokens == 8
+    await said(pairs, 11, request_id="second")  # another body
+    assert (await state(pairs)).tokens == 11
+
+
 async def test_sessions_belong_to_their_token(config: RouterConfig, tmp_path: Path) -> None:
     tokens = tmp_path / "tokens"
     tokens.write_text("alice-token-123456\nbobby-token-123456\n")
