@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from typing import Any, Final
 
 import aiohttp
@@ -20,6 +20,7 @@ from kvrelay.deploy.http_target import HTTP_TARGET, HttpTarget
 from kvrelay.deploy.load_generator.openai_client import ResponseError, served_model
 
 _START_SECONDS: Final = 10.0
+_SESSION_SECONDS: Final = 2.0
 
 
 @click.command()
@@ -51,6 +52,8 @@ def chat(
 ) -> None:
     """Talk to the served model; the conversation so far goes with each message.
 
+    kvrelay keeps what it has computed for the conversation, in a session, until this command ends.
+
     Ctrl-C stops an answer; Ctrl-C or Ctrl-D at the prompt ends. Messages may be piped in, one a
     line.
     """
@@ -63,9 +66,18 @@ def chat(
         session = runner.run(_open(target, access))
         try:
             conversation.model = model or runner.run(_model(session, target))
+            runner.run(_within(conversation.open_session(session, target.url)))
             _talk(runner, session, target, conversation)
         finally:
+            runner.run(_within(conversation.close_session(session, target.url)))
             runner.run(session.close())
+
+
+async def _within(call: Coroutine[Any, Any, None]) -> None:
+    """Give a call up that takes long: the conversation goes on without it."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(_SESSION_SECONDS):
+            await call
 
 
 async def _open(target: HttpTarget, access: Access) -> aiohttp.ClientSession:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from typing import Any, Protocol
 
@@ -33,8 +34,23 @@ class Conversation:
 
     def __init__(self, options: dict[str, Any], system: str | None = None) -> None:
         self.model = ""
+        self.session_id = ""
+        """Of the server's session, which keeps the KV of the messages; empty: it has none."""
         self.messages = [{"role": "system", "content": system}] if system else []
         self._options = options
+
+    async def open_session(self, session: aiohttp.ClientSession, url: str) -> None:
+        """Open a session, if the server has any: OpenAI's API knows none."""
+        with contextlib.suppress(aiohttp.ClientError, ValueError, KeyError):
+            async with session.post(f"{url}/v1/sessions", json={}) as response:
+                if response.ok:
+                    self.session_id = str((await response.json())["id"])
+
+    async def close_session(self, session: aiohttp.ClientSession, url: str) -> None:
+        """Close it; without that it expires."""
+        if self.session_id:
+            with contextlib.suppress(aiohttp.ClientError):
+                await (await session.delete(f"{url}/v1/sessions/{self.session_id}")).release()
 
     async def ask(
         self, session: aiohttp.ClientSession, url: str, message: str, write: Write
@@ -55,6 +71,8 @@ class Conversation:
             "stream": True,
             **self._options,
         }
+        if self.session_id:
+            body["session_id"] = self.session_id
         try:
             async with session.post(f"{url}/v1/chat/completions", json=body) as response:
                 await check_status(response)

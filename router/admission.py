@@ -148,7 +148,8 @@ class Admission:
         limits = self._fleet.limits()
         ask = read(limits)
         message = ask.message
-        self._sessions.check_turn(message)
+        if not ask.is_whole:
+            self._sessions.check_turn(message)
         self._validator.check(message, limits, caller, ask.prompt)
         running = self._live.get(caller, message.request_id)
         if running is not None:
@@ -172,7 +173,8 @@ class Admission:
         if not ask.message.session_id:
             return None
         if ask.is_whole:
-            return self._sessions.begin_if_free(caller, ask.message.session_id)
+            alone = ask.message.sampling_params.n <= 1 and not ask.message.cache_salt
+            return self._sessions.begin_if_free(caller, ask.message.session_id) if alone else None
         mark = await self._texts.run(ask.num_bytes, fingerprint, ask.message)
         return await self._sessions.begin_turn(caller, ask.message, mark)
 

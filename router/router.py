@@ -258,7 +258,15 @@ class Router:
     ) -> None:
         template = await asyncio.to_thread(_load_template, self._config)
         behind = Behind(
-            self._config, self._fleet, admission, texts, self._metrics, template, info, self._tokens
+            self._config,
+            self._fleet,
+            admission,
+            texts,
+            self._metrics,
+            template,
+            info,
+            self._sessions,
+            self._tokens,
         )
         host, port = host_and_port(address)
         bounds = Bounds(2 * self._config.max_message_bytes, self._config.read_timeout)

@@ -91,8 +91,10 @@ class SessionTurns:
         """
         own = self._usable(request, known_tokens, is_read=fresh_boundary)
         lease = self._lend_or_open(request, own, known_tokens, headroom, fresh=fresh_boundary)
-        if lease is not None or not self._can_make_room(request.input_len, headroom):
+        if lease is not None or not self._ids:
             return lease
+        if not self._can_make_room(request.input_len, headroom):
+            return None
         while lease is None and self.evict_oldest(last=own):
             own = own if own in self._names else ""
             lease = self._lend_or_open(request, own, known_tokens, headroom, fresh=fresh_boundary)

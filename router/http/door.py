@@ -35,7 +35,7 @@ from kvrelay.router.http.errors import (
     internal_error,
 )
 from kvrelay.router.http.exchange import Bodies, ClientGone, Exchange
-from kvrelay.router.http.fields import parse_body
+from kvrelay.router.http.fields import UINT32, Fields, parse_body
 from kvrelay.router.http.live_page import LivePage
 from kvrelay.router.http.origins import is_loopback, with_hosts, with_origins
 from kvrelay.router.http.requests import check_fits, read_chat_completion, read_completion
@@ -43,10 +43,12 @@ from kvrelay.router.http.tokenizing import Tokenizing
 from kvrelay.router.http.tools import Dialect
 from kvrelay.router.metrics import HTTP_RESPONSES, RouterMetrics
 from kvrelay.router.server_info import ServerInfo
+from kvrelay.router.sessions import Sessions
 from kvrelay.router.texts import Texts
 from kvrelay.router.token_file import Tokens
 from kvrelay.text.chat_template import ChatTemplate
 from kvrelay.text.encoding import decode
+from kvrelay.v1 import inference_pb2
 
 _log = logging.getLogger(__name__)
 _PART_OF_A_BODY: Final = frozenset({408, 413})
@@ -65,6 +67,7 @@ class Behind:
     metrics: RouterMetrics
     template: ChatTemplate | None
     info: ServerInfo
+    sessions: Sessions
     tokens: Callable[[], Tokens] | None
     """None: it asks for no token."""
 
@@ -83,6 +86,8 @@ def make_app(behind: Behind) -> ASGIApp:
         routes=[
             route("/v1/completions", post, door.completions, Right.GENERATE),
             route("/v1/chat/completions", post, door.chat_completions, Right.GENERATE),
+            route("/v1/sessions", post, door.open_session, Right.GENERATE),
+            route("/v1/sessions/{session:path}", ["DELETE"], door.close_session, Right.GENERATE),
             route("/tokenize", post, door.tokenize, Right.GENERATE),
             route("/detokenize", post, door.detokenize, Right.GENERATE),
             route("/tokenizer_info", get, door.tokenizer_info, None),
@@ -204,6 +209,28 @@ class _Door:
             call = read_chat_completion(body, exchange.body_bytes, behind.texts, self._dialect)
         serving = self._completions.serve(exchange, call, ChatStyle(), caller)
         await exchange.unless_gone(serving)
+
+    async def open_session(self, exchange: Exchange, caller: Caller) -> None:
+        """POST /v1/sessions: as OpenSession."""
+        fields = Fields(await self._body(exchange))
+        message = inference_pb2.OpenSessionRequest(session_id=fields.text("session_id") or "")
+        timeout = fields.number("idle_timeout_seconds")
+        kept = fields.integer("max_kept_tokens", 0, UINT32)
+        fields.finish()
+        if timeout is not None:
+            message.idle_timeout_seconds = timeout
+        if kept is not None:
+            message.max_kept_tokens = kept
+        vocab_size = self._behind.fleet.limits().vocab_size
+        session = self._behind.sessions.open(caller, message, vocab_size)
+        seconds = session.idle_timeout_seconds
+        await _send(exchange, {"id": session.session_id, "idle_timeout_seconds": seconds})
+
+    async def close_session(self, exchange: Exchange, caller: Caller) -> None:
+        """DELETE /v1/sessions/ID: as CloseSession."""
+        session_id = exchange.path_parameter("session") or ""
+        self._behind.sessions.close(caller, session_id)
+        await _send(exchange, {"id": session_id, "deleted": True})
 
     async def tokenize(self, exchange: Exchange, caller: Caller) -> None:
         """POST /tokenize."""

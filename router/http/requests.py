@@ -30,7 +30,6 @@ _IGNORED: Final = (
     "safety_identifier",
     "prompt_cache_key",
     "service_tier",
-    "session_id",
     "request_id",
 )
 _ONLY_DEFAULTS: Final = {
@@ -212,7 +211,9 @@ def _read_prompts(
 def _read_message(
     fields: Fields, params: inference_pb2.SamplingParams
 ) -> inference_pb2.GenerateRequest:
+    session_id = fields.take("session_id")  # other servers' clients send what they like
     return inference_pb2.GenerateRequest(
+        session_id=session_id if isinstance(session_id, str) else "",
         sampling_params=params,
         priority=fields.integer("priority", -INT32, INT32) or 0,
         model=fields.text("model") or "",

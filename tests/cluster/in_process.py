@@ -55,6 +55,7 @@ async def in_process(
     aggregated: int = 0,
     strict: bool = False,
     auth_token_file: Path | None = None,
+    placement: PlacementMode = PlacementMode.DISAGGREGATED,
     **options: Any,
 ) -> AsyncIterator[InProcess]:
     """Run a checkpoint, in float32, with every page audited at every step.
@@ -66,6 +67,7 @@ async def in_process(
         aggregated: workers; then there are no others.
         strict: see `RouterConfig`.
         auth_token_file: see `RouterConfig`.
+        placement: see `RouterConfig`.
         options: of every worker.
     """
     counts = {WorkerRole.PREFILL: prefill, WorkerRole.DECODE: decode}
@@ -87,7 +89,7 @@ async def in_process(
             "float32",
             ANYWHERE,
             ANYWHERE,
-            placement=PlacementMode.DISAGGREGATED,
+            placement=placement,
             strict=strict,
             auth_token_file=auth_token_file,
             worker_tls=options.get("tls"),

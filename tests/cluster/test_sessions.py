@@ -1,0 +1,190 @@
+"""Sessions on real workers: over gRPC and NIXL, tokens as without a session, and by a kill."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from kvrelay.router.config import PlacementMode
+from kvrelay.v1 import inference_pb2 as pb
+from tests.checkpoints import VOCAB_SIZE
+from tests.cluster.in_process import in_process
+from tests.cluster.running import Cluster, running
+
+SAMPLING = {"temperature": 0.8, "seed": 5, "max_tokens": 20, "ignore_eos": True}
+KINDS: dict[str, dict[str, Any]] = {
+    "pair": {"placement": PlacementMode.DISAGGREGATED},
+    "adaptive": {"placement": PlacementMode.ADAPTIVE},
+    "aggregated": {"prefill": 0, "decode": 0, "aggregated": 1},
+}
+
+
+def some_tokens(seed: int, count: int) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(3, VOCAB_SIZE) for _ in range(count)]
+
+
+FIRST = some_tokens(0, 50)
+NEW = [some_tokens(seed, 7 + 12 * seed) for seed in range(1, 5)]
+
+
+class Chat:
+    """A session, and its history as its client knows it."""
+
+    def __init__(self, cluster: Cluster, name: str) -> None:
+        self.cluster = cluster
+        self.name = name
+        self.tokens: list[int] = []
+
+    async def open(self, **fields: Any) -> Chat:
+        await self.cluster.stub.OpenSession(pb.OpenSessionRequest(session_id=self.name, **fields))
+        return self
+
+    def turn(self, new: Iterable[int], **fields: Any) -> Any:
+        sampling = {name: fields.pop(name, value) for name, value in SAMPLING.items()}
+        return self.cluster.stub.Generate(
+            pb.GenerateRequest(
+                input_ids=pb.TokenIds(ids=new),
+                session_id=self.name,
+                sampling_params=pb.SamplingParams(**sampling),
+                **fields,
+            )
+        )
+
+    async def say(self, new: list[int], **fields: Any) -> pb.GenerateComplete:
+        """One turn; its tokens are those of the whole conversation as a request of its own."""
+        output: list[int] = []
+        async for response in self.turn(new, **fields):
+            output += response.delta.token_ids
+        kept = self.tokens[: fields.get("rewind_to")]
+        prompt = [*kept, *new]
+        plain = await self.cluster.generate(prompt, **SAMPLING)
+        assert output == plain.tokens
+        self.tokens = [*prompt, *output]
+        return response.complete
+
+    async def close(self) -> None:
+        await self.cluster.stub.CloseSession(pb.CloseSessionRequest(session_id=self.name))
+
+    async def state(self) -> pb.SessionState:
+        sessions = (await self.cluster.stub.GetSessions(pb.GetSessionsRequest())).sessions
+        return next(one for one in sessions if one.session_id == self.name)
+
+
+async def resumed(cluster: Cluster) -> float:
+    return await cluster.metric("kvrelay_session_turns_total", start="resumed")
+
+
+async def session_rows(cluster: Cluster) -> float:
+    return await cluster.metric("kvrelay_pages", pool="rows", state="session")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_turns_have_the_tokens_of_the_whole_conversation(tiny: Path, kind: str) -> None:
+    async with in_process(tiny, chunk_tokens=32, kv_memory=8 << 20, **KINDS[kind]) as cluster:
+        chat = await Chat(cluster, "chat").open()
+        await chat.say(FIRST)
+        for number, new in enumerate(NEW, 1):
+            history = len(chat.tokens)
+            complete = await chat.say(new)
+            assert await resumed(cluster) == number
+            if kind == "aggregated":
+                assert complete.usage.cached_tokens == history - 1
+            assert complete.usage.prompt_tokens == history + len(new)
+        await chat.say(NEW[0], rewind_to=60)
+        assert await session_rows(cluster) == 1
+        await chat.close()
+        await cluster.assert_at_baseline()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_scenario_18_19_20_an_abort_a_queued_turn_and_a_close(tiny: Path, kind: str) -> None:
+    async with in_process(tiny, chunk_tokens=32, kv_memory=8 << 20, **KINDS[kind]) as cluster:
+        chat = await Chat(cluster, "chat").open()
+        await chat.say(FIRST)
+        # 18: a later turn is aborted in its middle.
+        running_turn = chat.turn(NEW[2], max_tokens=400)
+        await first_tokens(running_turn)
+        running_turn.cancel()
+        await until_idle(chat)
+        assert (await chat.state()).tokens == len(chat.tokens)
+        await chat.say(NEW[0])
+        # 19: a second turn waits, and is cancelled before it starts.
+        running_turn = chat.turn(NEW[1], max_tokens=300)
+        await first_tokens(running_turn)
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await first_tokens(chat.turn([5]))
+        assert refused.value.code() == grpc.StatusCode.FAILED_PRECONDITION
+        waiting = chat.turn([5], queue_turn=True)
+        while not (await chat.state()).waiting_turns:
+            await asyncio.sleep(0.01)
+        waiting.cancel()
+        assert await session_rows(cluster) == 0, "21: it is lent, and counted once"
+        # 20: closed while its turn decodes.
+        await chat.close()
+        tokens = [token async for one in running_turn for token in one.delta.token_ids]
+        assert tokens
+        await cluster.assert_at_baseline()
+
+
+async def first_tokens(call: Any) -> None:
+    while not (await anext(aiter(call))).delta.token_ids:
+        pass
+
+
+async def until_idle(chat: Chat) -> None:
+    async with asyncio.timeout(20):
+        while (await chat.state()).running:
+            await asyncio.sleep(0.01)
+
+
+async def test_scenario_17_sessions_in_too_little_memory(tiny: Path) -> None:
+    """Twelve conversations at once where three fit: turns wait, sessions end, tokens are right."""
+    async with in_process(
+        tiny, chunk_tokens=32, kv_memory=1 << 20, placement=PlacementMode.ADAPTIVE
+    ) as cluster:
+        chats = [await Chat(cluster, str(name)).open() for name in range(12)]
+
+        async def talk(chat: Chat) -> None:
+            await chat.say(FIRST)
+            for new in NEW[:3]:
+                await chat.say(new)
+            await chat.close()
+
+        await asyncio.gather(*map(talk, chats))
+        await cluster.assert_at_baseline()
+
+
+@pytest.mark.filterwarnings("ignore::ResourceWarning")
+@pytest.mark.timeout(180)
+async def test_a_lost_worker_costs_a_computation_and_never_the_session(ray, tiny: Path) -> None:
+    """Killed between two turns, and in the middle of one."""
+    async with running(
+        tiny,
+        dtype="float32",
+        chunk_tokens=64,
+        kv_memory=8 << 20,
+        decode=2,
+        placement=PlacementMode.ADAPTIVE,
+    ) as cluster:
+        workers = cluster.deployment.cluster.workers
+        chat = await Chat(cluster, "chat").open()
+        await chat.say(FIRST)
+        for when in ("between turns", "in a turn"):
+            home = (await chat.state()).worker
+            said = asyncio.create_task(chat.say(NEW[1])) if when == "in a turn" else None
+            if said:
+                await asyncio.sleep(0.05)
+            os.kill(workers[home].pid, signal.SIGKILL)
+            await (said or chat.say(NEW[1]))
+            await chat.say(NEW[0])
+        await chat.close()
+        await cluster.assert_at_baseline()

@@ -1,0 +1,88 @@
+"""Sessions over HTTP: a body has the whole conversation, and its KV is found where it is."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from typing import Any
+
+import httpx
+import pytest
+
+from kvrelay.deploy.client import OPEN
+from kvrelay.deploy.conversation import Conversation
+from kvrelay.deploy.http_target import HttpTarget
+from kvrelay.router.config import PlacementMode, RouterConfig
+from kvrelay.v1 import inference_pb2 as pb
+
+from ..cluster import Cluster, running
+from ..scripted_worker import until
+
+
+@pytest.fixture
+async def cluster(http_config: RouterConfig) -> AsyncIterator[Cluster]:
+    adaptive = replace(http_config, placement=PlacementMode.ADAPTIVE)
+    async with running(adaptive, "decode-0", "decode-1") as cluster:
+        cluster.count()
+        yield cluster
+
+
+async def complete(http: httpx.AsyncClient, ids: list[int], **fields: Any) -> list[int]:
+    body = {"model": "counter", "prompt": ids, "max_tokens": 2, "return_token_ids": True, **fields}
+    answer = (await http.post("/v1/completions", json=body)).raise_for_status().json()
+    return list(answer["choices"][0]["token_ids"])
+
+
+async def test_a_body_goes_on_where_its_beginning_was_computed(
+    cluster: Cluster, http: httpx.AsyncClient
+) -> None:
+    opened = (await http.post("/v1/sessions", json={"session_id": "a/b"})).raise_for_status()
+    assert opened.json() == {"id": "a/b", "idle_timeout_seconds": 600.0}
+    assert (await http.post("/v1/sessions", json={"session_id": "a/b"})).status_code == 409
+    assert await complete(http, [1, 2, 3], session_id="a/b") == [4, 5]
+    assert await complete(http, [1, 2, 3, 4, 5, 9], session_id="a/b") == [10, 11]
+    assert await complete(http, [1, 2, 7], session_id="a/b") == [8, 9]  # edited
+    [home] = [worker for worker in cluster.workers if worker.submits]
+    assert [submit.cached_tokens for submit in home.submits] == [0, 4, 2]
+    [session] = (await cluster.stub.GetSessions(pb.GetSessionsRequest())).sessions
+    assert (session.tokens, session.turns) == (5, 3)
+    assert (await http.delete("/v1/sessions/a/b")).json() == {"id": "a/b", "deleted": True}
+    await until(lambda: home.forgotten == [home.submits[0].session.session])
+    assert (await http.delete("/v1/sessions/a/b")).status_code == 404
+
+
+@pytest.mark.parametrize("fields", [
+    {"session_id": "unknown"}, {"session_id": 5}, {"session_id": None},
+    {"session_id": "mine", "n": 2}, {"session_id": "mine", "cache_salt": "salt"},
+    {"session_id": "mine", "prompt": [[1, 2, 3], [4]]},
+])  # fmt: skip
+async def test_a_call_that_cannot_be_a_turn_is_served_without(
+    cluster: Cluster, http: httpx.AsyncClient, fields: dict[str, Any]
+) -> None:
+    await http.post("/v1/sessions", json={"session_id": "mine"})
+    assert await complete(http, [1, 2, 3], **fields) == [4, 5]
+    submits = [submit for worker in cluster.workers for submit in worker.submits]
+    assert submits
+    assert not any(submit.HasField("session") for submit in submits)
+
+
+async def test_a_bad_body_opens_nothing(cluster: Cluster, http: httpx.AsyncClient) -> None:
+    for body in ({"idle_timeout_seconds": 0}, {"max_kept_tokens": -1}, {"ttl": 5}):
+        assert (await http.post("/v1/sessions", json=body)).status_code == 400, body
+    assert not (await cluster.stub.GetSessions(pb.GetSessionsRequest())).sessions
+
+
+async def test_a_conversation_uses_a_session_and_closes_it(cluster: Cluster) -> None:
+    target = HttpTarget.parse(f"http://{cluster.router.http_address}")
+    conversation = Conversation({"max_completion_tokens": 8})
+    conversation.model = "counter"
+    async with target.session(OPEN) as session:
+        await conversation.open_session(session, target.url)
+        for message in ("on", "and on"):
+            await conversation.ask(session, target.url, message, lambda text, reasoning: None)
+        [state] = (await cluster.stub.GetSessions(pb.GetSessionsRequest())).sessions
+        assert (state.session_id, state.turns) == (conversation.session_id, 2)
+        await conversation.close_session(session, target.url)
+    assert not (await cluster.stub.GetSessions(pb.GetSessionsRequest())).sessions
+    [home] = [worker for worker in cluster.workers if worker.submits]
+    assert home.submits[1].cached_tokens > 0
