@@ -33,10 +33,10 @@ def save_what_is_not_written(patch: pytest.MonkeyPatch) -> None:
     """The last token sampled, whose KV no forward has computed, is said to be kept, too."""
     save = SessionTurns._save
 
-    def wrong(self: Any, request: Any, session_id: Any, token_ids: Any, fences: Any) -> None:
+    def wrong(self: Any, request: Any, session_id: Any, token_ids: Any, fences: Any) -> Any:
         length = len(token_ids) + self._kv_cache.grow(request.held, len(token_ids) + 1)
         tokens = request.token_ids(0, length)
-        save(self, request, session_id, np.asarray(tokens, np.int32), fences)
+        return save(self, request, session_id, np.asarray(tokens, np.int32), fences)
 
     patch.setattr(SessionTurns, "_save", wrong)
 
@@ -60,7 +60,7 @@ def free_while_it_is_written(patch: pytest.MonkeyPatch) -> None:
     """The forwards and reads of a turn that has ended are forgotten."""
     end_turn = SessionTurns.end_turn
 
-    def wrong(self: Any, request: Any, outcome: Any, token_ids: Any, fences: Any) -> bool:
+    def wrong(self: Any, request: Any, outcome: Any, token_ids: Any, fences: Any) -> Any:
         return end_turn(self, request, outcome, token_ids, ())
 
     patch.setattr(SessionTurns, "end_turn", wrong)
