@@ -28,6 +28,7 @@ from kvrelay.router.metrics import RouterMetrics
 from kvrelay.router.seeds import Seeds
 from kvrelay.router.server_info import ServerInfo
 from kvrelay.router.service import InferenceService
+from kvrelay.router.sessions import Sessions
 from kvrelay.router.structured_outputs import StructuredOutputs
 from kvrelay.router.text_threads import TextThreads
 from kvrelay.router.texts import Texts
@@ -74,12 +75,15 @@ class Bench:
             live = LiveRequests(self._config, fleet, self._tokenizer, metrics)
             texts = Texts(self._tokenizer, 16, threads)
             structured = StructuredOutputs(self._tokenizer, fleet, metrics)
+            sessions = Sessions(self._config, metrics, fleet.forget_session)
             admission = Admission(
-                self._config, fleet, live, texts, metrics, Seeds.of_file(None), structured
+                self._config, fleet, live, texts, metrics, Seeds.of_file(None), structured, sessions
             )
             info = ServerInfo(fleet, live, metrics)
             services.append(
-                InferenceService(self._config, fleet, live, admission, texts, metrics, info)
+                InferenceService(
+                    self._config, fleet, live, admission, texts, metrics, info, sessions
+                )
             )
             running.append(asyncio.create_task(fleet.run()))
             while not (fleet.links and all(link.ready for link in fleet.links)):

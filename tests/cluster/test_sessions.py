@@ -19,7 +19,7 @@ from tests.checkpoints import VOCAB_SIZE
 from tests.cluster.in_process import in_process
 from tests.cluster.running import Cluster, running
 
-SAMPLING = {"temperature": 0.8, "seed": 5, "max_tokens": 20, "ignore_eos": True}
+SAMPLING: dict[str, Any] = {"temperature": 0.8, "seed": 5, "max_tokens": 20, "ignore_eos": True}
 KINDS: dict[str, dict[str, Any]] = {
     "pair": {"placement": PlacementMode.DISAGGREGATED},
     "adaptive": {"placement": PlacementMode.ADAPTIVE},
@@ -62,19 +62,23 @@ class Chat:
     async def say(self, new: list[int], **fields: Any) -> pb.GenerateComplete:
         """One turn; its tokens are those of the whole conversation as a request of its own."""
         output: list[int] = []
+        complete = pb.GenerateComplete()
         async for response in self.turn(new, **fields):
             output += response.delta.token_ids
+            if response.HasField("complete"):
+                complete = response.complete
         kept = self.tokens[: fields.get("rewind_to")]
         prompt = [*kept, *new]
         plain = await self.cluster.generate(prompt, **SAMPLING)
         assert output == plain.tokens
         self.tokens = [*prompt, *output]
-        return response.complete
+        return complete
 
     async def close(self) -> None:
         await self.cluster.stub.CloseSession(pb.CloseSessionRequest(session_id=self.name))
 
     async def state(self) -> pb.SessionState:
+        sessions: list[pb.SessionState]
         sessions = (await self.cluster.stub.GetSessions(pb.GetSessionsRequest())).sessions
         return next(one for one in sessions if one.session_id == self.name)
 

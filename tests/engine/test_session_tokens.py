@@ -26,7 +26,7 @@ MODES = [
     replace(OVERLAPPED, aggregated=False, local=1.0, speculation=Speculation.NGRAM),
     replace(OVERLAPPED, page_size=1, speculation=Speculation.DRAFT, retract_every=7),
     replace(OVERLAPPED, aggregated=False, local=0.5, speculation=Speculation.DRAFT, cached=False),
-    replace(OVERLAPPED, overlap=False, aggregated=False, retract_every=7),
+    replace(OVERLAPPED, overlap=False, aggregated=False, retract_every=5),
 ]
 KEPT = KeptSession("s", 1 << 20)
 

@@ -144,9 +144,11 @@ def walk(kind: str, windows: Any, seed: int, number: int = 40) -> Simulation:
         rewind = rng.randint(0, len(session.tokens)) if rng.random() < 0.2 else None
         if len(session.tokens) > 120:
             rewind = 0
-        sticky = (session.worker, session.worker) if session.worker and rng.random() < 0.8 else None
-        if sticky and kind == "pair" and rng.random() < 0.5:
-            sticky = (rng.choice(simulation.prefills), session.worker)
+        sticky = None
+        if session.worker and rng.random() < 0.8:
+            by_prefill = kind == "pair" and rng.random() < 0.5
+            prefill = rng.choice(simulation.prefills) if by_prefill else session.worker
+            sticky = (prefill, session.worker)
         session.say(new, rng.randint(1, 12), rewind_to=rewind, place=sticky)
     simulation.run()
     for request in simulation.submitted:
@@ -357,7 +359,7 @@ def test_the_session_that_was_idle_for_longest_makes_room_and_stays_findable(kin
 def test_sessions_that_are_too_long_are_not_kept_and_what_is_told_of_them() -> None:
     simulation = cluster("aggregated")
     told: list[str] = []
-    simulation.take_step = lambda _, step: told.extend(step.ended_sessions)  # type: ignore[method-assign]
+    simulation.take_step = lambda worker, step: told.extend(step.ended_sessions)  # type: ignore
     session = Conversation(simulation, "s", most_kept_tokens=40)
     talk(session, FIRST, 7)
     assert pools(simulation.decodes[0]).session

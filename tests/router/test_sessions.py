@@ -52,6 +52,7 @@ async def said(cluster: Cluster, *ids: int, **fields: Any) -> Streamed:
 
 
 async def state(cluster: Cluster) -> pb.SessionState:
+    session: pb.SessionState
     [session] = (await cluster.stub.GetSessions(pb.GetSessionsRequest())).sessions
     return session
 
