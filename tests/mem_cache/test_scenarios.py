@@ -24,10 +24,10 @@ may evict, and every page and row can be had again.
 | 14 | the same, p=16 and p=256 | test_sessions.py, engine |
 | 15 | the same, with a prefix that ends inside a page | test_sessions.py, engine |
 | 16 | the same, cut to fewer outputs than were committed | test_sessions.py, engine |
-| 17 | admission refuses twice after a restore | test_sessions.py, engine |
-| 18 | a first turn, a later turn is aborted | test_sessions.py, engine |
-| 19 | a second turn is cancelled while the first runs | test_sessions.py, engine |
-| 20 | a session is closed while its turn decodes | test_sessions.py, engine |
+| 17 | admission refuses twice after a restore | test_sessions.py, engine, cluster |
+| 18 | a first turn, a later turn is aborted | test_sessions.py, engine, cluster |
+| 19 | a second turn is cancelled while the first runs | test_sessions.py, engine, cluster |
+| 20 | a session is closed while its turn decodes | test_sessions.py, engine, cluster |
 | 21 | a lent session is counted once | test_sessions.py, engine |
 | 22 | rejected drafts on a page boundary | test_speculation.py, engine |
 | 23 | a draft path grows a request: A moves in the same call | test_speculation.py, engine |
