@@ -16,7 +16,6 @@ def worker_info(name: str = "decode-0", life: int = 1, **more: Any) -> WorkerInf
         more: Fields of `WorkerInfo` that matter to the test.
     """
     fields: dict[str, Any] = {
-        "role": WorkerRole(name.partition("-")[0]),
         "incarnation": f"{name}-{life}",
         "address": "127.0.0.1:1",
         "metrics_address": "127.0.0.1:2",
@@ -28,4 +27,6 @@ def worker_info(name: str = "decode-0", life: int = 1, **more: Any) -> WorkerInf
         "model": NO_MODEL,
         "version": VERSION,
     }
+    if "role" not in more:  # some workers are called otherwise
+        fields["role"] = WorkerRole(name.partition("-")[0])
     return WorkerInfo(name=name, **(fields | more))
