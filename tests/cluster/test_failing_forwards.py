@@ -13,9 +13,12 @@ import pytest
 
 from kvrelay.engine.faults import parse_faults
 from kvrelay.engine.worker.worker import Worker
+from kvrelay.v1 import inference_pb2 as pb
 from tests.cluster.in_process import InProcess, in_process
 
 SECONDS = 10
+WIDE = 'start: "a" x\nx: ' + " | ".join(f'/b/ "c{number}"' for number in range(2900))
+"""Its second mask fails: the parser has more alternatives than it takes."""
 SIDES = pytest.mark.parametrize("number", [0, 1], ids=["prefill", "decode"])
 
 
@@ -97,6 +100,25 @@ async def test_a_request_that_breaks_every_forward_ends_alone(workers: InProcess
     )
     assert worker.faults.fired <= 3
     worker.faults.arm(())
+    await workers.assert_at_baseline()
+
+
+async def test_a_grammar_that_fails_after_the_hand_over_is_the_clients_error(
+    workers: InProcess,
+):
+    expected = await ask(workers)
+    resubmitted = await workers.metric("kvrelay_resubmissions_total")
+    for _ in range(5):  # more than the forwards in a row that a worker may fail
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await workers.generate(
+                "x", max_tokens=24, structured_output=pb.StructuredOutput(grammar=WIDE)
+            )
+        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        details = str(caught.value.details())
+        assert details.startswith("structured_output: ")
+        assert "Current row has" in details
+    assert await workers.metric("kvrelay_resubmissions_total") == resubmitted
+    assert await ask(workers) == expected
     await workers.assert_at_baseline()
 
 
