@@ -89,6 +89,7 @@ def worker_configs(options: ServeOptions, model: Model) -> list[WorkerConfig]:
             host=host,
             metrics_host=WORKER_HOST if options.metrics.is_loopback else host,
             advertised=options.advertised,
+            near=options.near,
             suspended_alone=options.joins_ray,
             model_files=model.files,
             draft_model_files=model.draft_files,

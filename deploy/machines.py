@@ -18,6 +18,7 @@ _ALONE: Final = {"cluster_name", "worker_gpus", "worker_cpus", "placement_timeou
 """What can be given without --ray-address."""
 _NAME: Final = re.compile(r"[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?")
 _HOST: Final = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]*[A-Za-z0-9_])?")
+_LABEL: Final = re.compile(r"[A-Za-z0-9]([A-Za-z0-9_./-]*[A-Za-z0-9])?")
 _ACCELERATOR: Final = "ray.io/accelerator-type"
 _RESOURCE: Final = "resource."
 
@@ -116,6 +117,15 @@ class MachineOptions:
         metavar="LABEL=VALUE,...",
         shown_default="any",
     )
+    near: str = option(
+        "",
+        "A label of nodes, as rack: prefill and decode workers are placed beside each other, on "
+        "nodes with the same value, where there is room, and routers pair them as long as their "
+        "load allows it.",
+        Section.MACHINES,
+        metavar="LABEL",
+        shown_default="all nodes are as near",
+    )
     copy_model: bool = option(
         False,
         "Copy the model from this machine to the cache of each node that does not have it at its "
@@ -193,6 +203,8 @@ class MachineOptions:
                 self.nodes_for(role)
             except ValueError as error:
                 raise OptionError(flag_of(f"{role}_on"), str(error)) from error
+        if self.near and not _LABEL.fullmatch(self.near):
+            raise OptionError("--near", f"{self.near!r} is not the name of a label")
         if not self.joins_ray:
             self._check_alone()
 

@@ -1,4 +1,4 @@
-"""What a worker finds out on the node that Ray has placed it on: its address, devices and cores."""
+"""What a worker finds out on the node that Ray has placed it on: its address, devices, labels."""
 
 from __future__ import annotations
 
@@ -41,6 +41,9 @@ def on_this_node(config: WorkerConfig) -> WorkerConfig:
         config = replace(config, host=host, metrics_host=config.metrics_host or host)
         if config.tls is not None:
             config.tls.check(config.tls.name or host)
+    if config.near:
+        labels = ray.get_runtime_context().get_node_labels()
+        config = replace(config, locality=labels.get(config.near, ""))
     config = with_local_model(config)
     devices = network_devices(config.host)
     if devices is not None:

@@ -14,6 +14,7 @@ from kvrelay.deploy.errors import ClusterError
 from kvrelay.deploy.local_ray import OWN_RAY, PlacementGroupSchedulingStrategy, ray
 from kvrelay.deploy.machines import MachineOptions, Nodes, Spread
 from kvrelay.deploy.named_groups import find_groups, group_name
+from kvrelay.deploy.nearness import Crowd, labels_near
 from kvrelay.deploy.records import Place
 from kvrelay.engine.config import WorkerConfig
 from kvrelay.wire.worker_info import WorkerRole
@@ -21,6 +22,11 @@ from kvrelay.wire.worker_info import WorkerRole
 _log = logging.getLogger(__name__)
 _SAY_SECONDS: Final = 10.0
 """Between two lines about what is waited for."""
+_PARTNERS: Final = {
+    WorkerRole.PREFILL: WorkerRole.DECODE,
+    WorkerRole.DECODE: WorkerRole.PREFILL,
+}
+"""Which workers hand KV over to which others, or take it over."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +38,8 @@ class PlacementPlan:
     """On --device cuda; None: an equal share of all that Ray has."""
     nodes: Mapping[WorkerRole, Nodes] = field(default_factory=dict)
     spread: Spread = Spread.SPREAD
+    near: str = ""
+    """The label whose values say which prefill and decode workers are near each other."""
     wait_seconds: float = 30.0
     """For Ray to reserve what the workers of a role need."""
     names_actors: bool = False
@@ -47,6 +55,7 @@ class PlacementPlan:
             gpus=1.0 if options.worker_gpus is None and options.joins_ray else options.worker_gpus,
             nodes={role: options.nodes_for(role) for role in WorkerRole},
             spread=options.spread,
+            near=options.near,
             wait_seconds=options.placement_timeout,
             names_actors=options.joins_ray,
         )
@@ -101,12 +110,14 @@ class Placement:
         found = await asyncio.to_thread(find_groups, namespace) if namespace else {}
         group = found.get(name)
         if group is None:
+            crowd = Crowd(len(configs), needs, nodes, self._plan.spread, of_workers / len(configs))
+            labels = await asyncio.to_thread(self._labels, role, crowd)
             group = ray.util.placement_group(
                 [needs] * len(configs),
                 strategy=self._plan.spread.strategy,
                 name=name,
                 lifetime="detached" if namespace else None,
-                bundle_label_selector=[dict(nodes.labels)] * len(configs) if nodes.labels else None,
+                bundle_label_selector=labels if any(labels) else None,
             )
         self._groups.append(group)
         what = f"{len(configs)} {role} workers, {_amounts(needs)} each"
@@ -219,6 +230,15 @@ class Placement:
         for group in groups:
             ray.util.remove_placement_group(group)
 
+    def _labels(self, role: WorkerRole, crowd: Crowd) -> list[dict[str, str]]:
+        """The labels of the nodes for each worker of a role. Blocks."""
+        partner = _PARTNERS.get(role)
+        if not self._plan.near or partner is None:
+            return [dict(crowd.nodes.labels)] * crowd.count
+        crowd = replace(crowd, partners=self._plan.nodes.get(partner, Nodes()))
+        others = [_node_of(one) for one in self._bundles.values() if one.role is partner]
+        return labels_near(self._plan.near, crowd, others)
+
     def _needs(self, config: WorkerConfig, nodes: Nodes, of_workers: int) -> dict[str, float]:
         needs = {"CPU": float(self._plan.cpus), **nodes.resources}
         if config.device == "cuda":
@@ -268,6 +288,13 @@ class Placement:
                 "get_if_exists": True,
             }
         return {"name": config.name} if self._plan.names_actors else {}
+
+
+def _node_of(bundle: _Bundle) -> str:
+    """The id of the node where a bundle is; empty while it has none."""
+    table = ray.util.placement_group_table(bundle.group)
+    node: str = table.get("bundles_to_node_id", {}).get(bundle.index, "")
+    return node
 
 
 def check_name_is_free() -> None:

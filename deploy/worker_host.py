@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import ClassVar, Final, Protocol
 
 from kvrelay.deploy.local_ray import ray
+from kvrelay.deploy.numa import NumaHome, keep_to_one_node
 from kvrelay.deploy.on_node import on_this_node
 from kvrelay.deploy.records import Started
 from kvrelay.deploy.stop_signals import TermSignal
@@ -132,6 +133,7 @@ class WorkerHost:
         self._beginner: Worker | None = None
         """The one that was started, whether it has or not."""
         self._info: WorkerInfo | None = None
+        self._home: NumaHome | None = None
         self._starting: asyncio.Task[WorkerInfo] | None = None
         self._stopping = False
         self._end = WorkerEnd.LOST
@@ -320,6 +322,8 @@ class WorkerHost:
 
     async def _start(self) -> WorkerInfo:
         config = dataclasses.replace(self._config, black_box=_black_box())
+        # On this thread, whose children inherit it, and before any of them allocates.
+        self._home = keep_to_one_node(config.threads, config.device)
         config = await asyncio.to_thread(on_this_node, config)
         self._beginner = worker = self._build(config)
         self._info = await worker.start()

@@ -276,6 +276,10 @@ class WorkerConfig(WorkerOptions):
     """Where its metrics are read; empty: at `host`."""
     advertised: Mapping[str, str] = field(default_factory=dict)
     """What an empty `host` becomes, by the node's address or name; else the node's address."""
+    near: str = ""
+    """The label of nodes whose value becomes `locality`; empty: none."""
+    locality: str = ""
+    """What workers near this one have, too; empty until it is on its node."""
     suspended_alone: bool = False
     """Whether its machine may be suspended while its controller's is not."""
     grpc_port: int = 0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import chain, islice
 from typing import Final, Generic, TypeVar
@@ -10,6 +10,7 @@ from typing import Final, Generic, TypeVar
 from kvrelay.router.affinity import Affinity
 from kvrelay.router.demand import Demand
 from kvrelay.router.known_prefixes import KnownPrefixes
+from kvrelay.router.neighbours import Neighbours
 from kvrelay.router.ranking import Candidate, Ranking
 from kvrelay.router.scores import score
 from kvrelay.wire.load import WorkerLoad
@@ -52,6 +53,7 @@ class Placer:
     def __init__(self, prefixes: KnownPrefixes, *, decodes_alone: bool = False) -> None:
         self._alone = [WorkerRole.AGGREGATED, *[WorkerRole.DECODE] * decodes_alone]
         self._affinity = Affinity(prefixes)
+        self._neighbours = Neighbours(self._affinity, prefixes)
         self._rankings = {role: Ranking() for role in WorkerRole}
         self._decode_loads: dict[str, WorkerLoad] = {}  # of the ready ones
         self._refusals: dict[str, dict[str, str]] = {}  # by prefill, then by ready decode worker
@@ -73,16 +75,21 @@ class Placer:
         """
         ranking, incarnation = self._rankings[role], candidate.incarnation
         is_new = incarnation not in ranking
-        ranking.put(candidate, score(role, candidate))
+        its_score = score(role, candidate)
+        ranking.put(candidate, its_score)
         if role is not WorkerRole.DECODE:
             return is_new
+        self._neighbours.put(candidate, its_score)
         return self._note_refusals(incarnation, candidate.load) or is_new
 
     def drop(self, role: WorkerRole, incarnation: str) -> bool:
         """Forgets a worker that can take no requests; returns whether it could."""
-        if incarnation not in self._rankings[role]:
+        ranked = self._rankings[role].get(incarnation)
+        if ranked is None:
             return False
         self._rankings[role].drop(incarnation)
+        if role is WorkerRole.DECODE:
+            self._neighbours.drop(ranked)
         self._note_refusals(incarnation, _NO_LOAD)
         self._decode_loads.pop(incarnation, None)
         return True
@@ -117,7 +124,6 @@ class Placer:
         return pair if isinstance(pair, Pair) else self._first_pair(demand, lambda one: True)
 
     def _first_pair(self, demand: Demand, may_be: Callable[[Candidate], bool]) -> Pair | Shortage:
-        num_decodes = len(self._rankings[WorkerRole.DECODE])
         prefills = filter(may_be, self._best_to_compute(WorkerRole.PREFILL, demand))
         decodes = _Again(filter(may_be, self._best(WorkerRole.DECODE, demand)))
         shortage = Shortage(WorkerRole.PREFILL)
@@ -125,12 +131,37 @@ class Placer:
             if next(iter(decodes), None) is None:
                 return Shortage(WorkerRole.DECODE)
             refused = self._refusals.get(prefill.incarnation, {})
-            if len(refused) < num_decodes:
-                willing = (one for one in decodes if one.incarnation not in refused)
-                if (decode := next(willing, None)) is not None:
-                    return Pair(decode, prefill)
+            decode = self._first_reader(prefill, refused, decodes, demand, may_be)
+            if decode is not None:
+                return Pair(decode, prefill)
             shortage = Shortage(WorkerRole.DECODE, next(iter(refused.values()), shortage.refusal))
         return shortage
+
+    def _first_reader(
+        self,
+        prefill: Candidate,
+        refused: Mapping[str, str],
+        decodes: Iterable[Candidate],
+        demand: Demand,
+        may_be: Callable[[Candidate], bool],
+    ) -> Candidate | None:
+        """The best decode worker that reads from a prefill worker; a near one if it does as well.
+
+        Args:
+            prefill: the worker.
+            refused: the decode workers that do not read from it.
+            decodes: those that can hold the request, the best first.
+            demand: the request's.
+            may_be: which workers are chosen at all.
+        """
+        if len(refused) == len(self._rankings[WorkerRole.DECODE]):
+            return None
+
+        def reads(one: Candidate) -> bool:
+            return one.incarnation not in refused and may_be(one)
+
+        best = next(filter(reads, decodes), None)
+        return best and self._neighbours.nearer(prefill, best, demand, reads)
 
     def _best_to_compute(self, role: WorkerRole, demand: Demand) -> Iterator[Candidate]:
         """The workers of a role that can compute the prompt of a request, the best first."""

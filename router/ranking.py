@@ -30,6 +30,8 @@ class Candidate:
     to be taken."""
     num_requests: int = 0
     """That it has, running or waiting."""
+    locality: str = ""
+    """Workers of the same one are near each other; empty: that is not known."""
 
     @property
     def headroom_tokens(self) -> int:

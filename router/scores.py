@@ -47,8 +47,13 @@ def _aggregated_score(one: Candidate, hit_tokens: int, fewest_requests: int) -> 
     return (-_room_tokens(one, hit_tokens, fewest_requests), one.backlog_tokens)
 
 
+def spare_requests(fewest_requests: int) -> float:
+    """Requests that a worker may have more than another one and still be about as loaded."""
+    return max(_SPARE_REQUESTS, _SPARE_SHARE * fewest_requests)
+
+
 def _room_tokens(one: Candidate, hit_tokens: int, fewest_requests: int) -> float:
-    spare = max(_SPARE_REQUESTS, _SPARE_SHARE * fewest_requests)
+    spare = spare_requests(fewest_requests)
     bonus = hit_tokens * max(0.0, 1 - (one.num_requests - fewest_requests) / spare)
     return one.headroom_tokens + bonus
 

@@ -220,6 +220,7 @@ class WorkerLink:
             num_requests=max(
                 self.load.waiting_requests + self.load.running_requests, len(self._submitted)
             ),
+            locality=self.endpoint.locality,
         )
 
     @property

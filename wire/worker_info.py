@@ -55,6 +55,8 @@ class WorkerInfo:
 
     It is listed, alive or not, until that one is there.
     """
+    locality: str = ""
+    """Workers of the same one are near each other (``--near``); empty: that is not known."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -274,6 +274,7 @@ class Worker:
             model=model.digest,
             version=VERSION,
             pid=os.getpid(),
+            locality=config.locality,
         )
 
     def _on_failure(self, reason: str) -> None:

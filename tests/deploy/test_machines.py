@@ -39,6 +39,7 @@ JOINS: dict[str, Any] = {"ray_address": "10.0.0.1:6379", "insecure": True}
         ("--advertise", {"advertise": "10.0.0.1,10.0.0.2"}),
         ("--advertise", {"advertise": "one=10.0.0.1, one=10.0.0.2"}),
         ("--advertise", {"advertise": "one=a.kv:1"}),
+        ("--near", {"near": "rack=a"}),
         ("--worker-cpus", {"worker_cpus": 0}),
         ("--worker-gpus", {"worker_gpus": 0.0}),
         ("--placement-timeout", {"placement_timeout": 0.0}),
@@ -57,6 +58,7 @@ def test_a_bad_value_names_its_option(option: str, values: dict[str, Any]):
         {"advertise": "127.0.0.1"},
         {"prefill_on": "rack=a"},
         {"spread": "pack"},
+        {"near": "rack"},
         {"copy_model": True},
     ],
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -51,6 +52,14 @@ def test_a_worker_has_no_more_threads_than_its_node_has_cores():
     cores = len(os.sched_getaffinity(0))
     assert on_this_node(replace(CONFIG, threads=cores + 1)).threads == cores
     assert on_this_node(replace(CONFIG, threads=1)).threads == 1
+
+
+def test_a_worker_learns_its_nodes_locality(monkeypatch: pytest.MonkeyPatch):
+    context = SimpleNamespace(get_node_labels=lambda: {"rack": "a", "zone": "z"})
+    monkeypatch.setattr("kvrelay.deploy.on_node.ray.get_runtime_context", lambda: context)
+    assert on_this_node(CONFIG).locality == ""
+    assert on_this_node(replace(CONFIG, near="rack")).locality == "a"
+    assert on_this_node(replace(CONFIG, near="row")).locality == "", "its node has no such label"
 
 
 def test_a_certificate_that_does_not_name_the_node_is_refused(tmp_path: Path):

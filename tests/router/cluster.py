@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import threading
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
@@ -29,6 +29,9 @@ _COUNTING = {
     WorkerRole.DECODE: count_decode,
     WorkerRole.AGGREGATED: count_aggregated,
 }
+
+
+_NOWHERE: Mapping[str, str] = {}
 
 
 @dataclasses.dataclass
@@ -111,13 +114,22 @@ class Cluster:
 
 
 @asynccontextmanager
-async def running(config: RouterConfig, *names: str) -> AsyncIterator[Cluster]:
-    """A router that is attached to scripted workers, called by role and number."""
+async def running(
+    config: RouterConfig, *names: str, localities: Mapping[str, str] = _NOWHERE
+) -> AsyncIterator[Cluster]:
+    """A router that is attached to scripted workers, called by role and number.
+
+    Args:
+        config: the router's.
+        names: of the workers.
+        localities: of workers that say where they are, by name.
+    """
     async with AsyncExitStack() as stack:
         workers = [ScriptedWorker(name, WorkerRole(name.rpartition("-")[0])) for name in names]
         tokenizer = load_tokenizer(config.model_path).sha256
         for worker in workers:
             worker.model = dataclasses.replace(worker.model, tokenizer=tokenizer)
+            worker.locality = localities.get(worker.name, "")
             worker.computes_prompts = config.placement is PlacementMode.ADAPTIVE
             await worker.start()
             stack.push_async_callback(worker.stop)

@@ -60,6 +60,7 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer):
         self.incarnation = f"{name}-1"
         self.model = NO_MODEL
         self.version = VERSION
+        self.locality = ""
         self.submits: list[worker_pb2.SubmitRequest] = []
         self.cancels: list[worker_pb2.CancelRequest] = []
         self.hellos: list[worker_pb2.AttachHello] = []
@@ -91,6 +92,7 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer):
             eos_token_ids=(400,),
             model=self.model,
             version=self.version,
+            locality=self.locality,
         )
 
     async def start(self) -> None:

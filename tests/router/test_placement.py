@@ -32,12 +32,13 @@ def candidate(
     page_size: int = 16,
     growth: int = 0,
     refuses: Iterable[str] = (),
+    locality: str = "",
 ) -> Candidate:
     kv = PoolCounts("full", page_size, 10, free, 10 - free, 0, 0, 0, 0, promised)
     rows = PoolCounts("rows", 0, 999, 999, 0, 0, 0, 0, 0, 0)
     peers = tuple(PeerTransport(peer, refusal=f"{peer} is slow") for peer in refuses)
     load = WorkerLoad(running_requests=running, pools=(kv, rows), growth_tokens=growth, peers=peers)
-    return Candidate(worker, worker, pool_tokens, load, backlog, backlog, running)
+    return Candidate(worker, worker, pool_tokens, load, backlog, backlog, running, locality)
 
 
 def placer(**workers: Iterable[Candidate]) -> Placer:

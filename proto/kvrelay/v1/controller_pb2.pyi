@@ -78,7 +78,7 @@ class WatchWorkersResponse(_message.Message):
     def __init__(self, endpoints: _Optional[_Iterable[_Union[WorkerInfo, _Mapping]]] = ..., awaited: _Optional[_Iterable[_Union[WorkerInfo, _Mapping]]] = ...) -> None: ...
 
 class WorkerInfo(_message.Message):
-    __slots__ = ("name", "role", "incarnation", "address", "metrics_address", "pool_tokens", "max_model_len", "vocab_size", "architecture", "eos_token_ids", "model", "kv_events_address", "pid", "draining", "version")
+    __slots__ = ("name", "role", "incarnation", "address", "metrics_address", "pool_tokens", "max_model_len", "vocab_size", "architecture", "eos_token_ids", "model", "kv_events_address", "pid", "draining", "version", "locality")
     NAME_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
@@ -94,6 +94,7 @@ class WorkerInfo(_message.Message):
     PID_FIELD_NUMBER: _ClassVar[int]
     DRAINING_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
+    LOCALITY_FIELD_NUMBER: _ClassVar[int]
     name: str
     role: _inference_pb2.WorkerRole
     incarnation: str
@@ -109,4 +110,5 @@ class WorkerInfo(_message.Message):
     pid: int
     draining: bool
     version: str
-    def __init__(self, name: _Optional[str] = ..., role: _Optional[_Union[_inference_pb2.WorkerRole, str]] = ..., incarnation: _Optional[str] = ..., address: _Optional[str] = ..., metrics_address: _Optional[str] = ..., pool_tokens: _Optional[int] = ..., max_model_len: _Optional[int] = ..., vocab_size: _Optional[int] = ..., architecture: _Optional[str] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., model: _Optional[_Union[_hand_over_pb2.ModelDigest, _Mapping]] = ..., kv_events_address: _Optional[str] = ..., pid: _Optional[int] = ..., draining: bool = ..., version: _Optional[str] = ...) -> None: ...
+    locality: str
+    def __init__(self, name: _Optional[str] = ..., role: _Optional[_Union[_inference_pb2.WorkerRole, str]] = ..., incarnation: _Optional[str] = ..., address: _Optional[str] = ..., metrics_address: _Optional[str] = ..., pool_tokens: _Optional[int] = ..., max_model_len: _Optional[int] = ..., vocab_size: _Optional[int] = ..., architecture: _Optional[str] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., model: _Optional[_Union[_hand_over_pb2.ModelDigest, _Mapping]] = ..., kv_events_address: _Optional[str] = ..., pid: _Optional[int] = ..., draining: bool = ..., version: _Optional[str] = ..., locality: _Optional[str] = ...) -> None: ...
