@@ -70,6 +70,11 @@ class SteppingWorker(worker_pb2_grpc.WorkerServiceServicer):
         self._prefills: asyncio.Queue[worker_pb2.AttachResponse] = asyncio.Queue()
         self._decoding: dict[str, tuple[worker_pb2.SubmitRequest, int]] = {}
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether outputs are still to be sent."""
+        return bool(self._decoding) or not self._prefills.empty()
+
     async def Attach(  # noqa: N802
         self, requests: Any, context: grpc.aio.ServicerContext
     ) -> AsyncIterator[worker_pb2.AttachResponse]:
@@ -281,7 +286,8 @@ class Processes:
             process.join()
 
 
-def _ask(connection: Connection) -> Any:
+def ask(connection: Connection) -> Any:
+    """What a process answers."""
     connection.send(None)
     return connection.recv()
 
@@ -314,13 +320,13 @@ def measure(
             output_tokens,
         )
         time.sleep(2.0)
-        cpu, main_thread = _ask(router)
-        begun, tokens = time.monotonic(), _ask(client)
+        cpu, main_thread = ask(router)
+        begun, tokens = time.monotonic(), ask(client)
         time.sleep(seconds)
         cpu, main_thread = (
-            later - earlier for later, earlier in zip(_ask(router), (cpu, main_thread), strict=True)
+            later - earlier for later, earlier in zip(ask(router), (cpu, main_thread), strict=True)
         )
-        tokens = _ask(client) - tokens
+        tokens = ask(client) - tokens
         return Figure(
             tokens, time.monotonic() - begun, 1e6 * cpu / tokens, 1e6 * main_thread / tokens
         )

@@ -9,6 +9,7 @@ import click
 _COMMANDS = (
     "bench",
     "chat",
+    "doctor",
     "down",
     "drain",
     "generate",

@@ -74,9 +74,10 @@ CELLS = (
     Cell(Harm.PAUSE_AND_CUT, "P"),
     Cell(Harm.PAUSE, "D"),
     *(Cell(Harm.CUT_PEER, "P", way) for way in Way),
+    *(Cell(Harm.CUT_ROUTER, "P", way) for way in Way),
     *(Cell(Harm.CUT_ROUTER, "D", way) for way in Way),
     *(Cell(Harm.CUT_CONTROLLER, "P", way) for way in Way),
-    Cell(Harm.CUT_CONTROLLER, "D"),
+    *(Cell(Harm.CUT_CONTROLLER, "D", way) for way in Way),
     Cell(Harm.KILL, "P"),
     Cell(Harm.KILL, "D"),
 )

@@ -3,15 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import subprocess
+import sys
 from collections.abc import AsyncIterator
 
 import pytest
 
 from tests.cluster.reference import Reference
 from tests.hosts.conftest import ThreeHosts
-from tests.hosts.ray_nodes import ServedCluster, connected, options_on, serving, status
+from tests.hosts.ray_nodes import (
+    ServedCluster,
+    connected,
+    environment,
+    options_on,
+    serving,
+    status,
+)
 
 pytestmark = pytest.mark.alone
+CUT_S = 1.0
 PROMPTS = [list(range(start, start + length)) for start, length in ((3, 1), (9, 40), (60, 200))]
 TOKENS = 24
 
@@ -49,3 +60,53 @@ def test_each_worker_is_on_its_node_and_listens_at_its_address(
     workers = status(hosts["head"], served.grpc_address)
     hosts_of = {worker["role"]: str(worker["address"]).rpartition(":")[0] for worker in workers}
     assert hosts_of == {"prefill": hosts["p"].address, "decode": hosts["d"].address}
+
+
+@pytest.mark.parametrize(("sender", "receiver"), [("p", "d"), ("d", "p")])
+async def test_what_one_worker_does_not_hear_of_the_other_is_served_when_that_heals(
+    three_hosts: ThreeHosts, served: ServedCluster, sender: str, receiver: str
+):
+    """A short partition, in one direction; tests/hosts/test_faults.py has long ones, and others."""
+    network = three_hosts.network
+    hosts = network.hosts[sender], network.hosts[receiver]
+    before = status(network.hosts["head"], served.grpc_address)
+    network.cut(*hosts)
+    answering = asyncio.create_task(generated(served))
+    try:
+        await asyncio.sleep(CUT_S)
+        assert not answering.done(), "the link was not cut"
+    finally:
+        network.heal(*hosts)
+    Reference(three_hosts.model).assert_greedy(PROMPTS, await answering, TOKENS)
+    after = status(network.hosts["head"], served.grpc_address)
+    assert [one["incarnation"] for one in before] == [one["incarnation"] for one in after]
+    await served.assert_at_baseline()
+
+
+async def test_nodes_are_examined_beside_a_cluster_that_has_all_of_them(
+    three_hosts: ThreeHosts, served: ServedCluster
+):
+    hosts = three_hosts.network.hosts
+    words = (sys.executable, "-m", "kvrelay.deploy", "doctor", "--json")
+    doctor = hosts["head"].spawn(
+        *(*words, "--ray-address", three_hosts.ray.address, "--model", str(three_hosts.model)),
+        environment=environment(),
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    printed, _ = await asyncio.to_thread(doctor.communicate)
+    found = json.loads(printed)
+    assert doctor.returncode == 0, found["findings"]
+    names = {f"{name} ({hosts[name].address})" for name in ("head", "p", "d")}
+    assert {node["name"] for node in found["nodes"]} == names
+    assert {(pair["reader"], pair["source"]) for pair in found["pairs"]} == {
+        (one, other) for one in names for other in names - {one}
+    }
+    for pair in found["pairs"]:
+        assert pair["bytes_per_second"] > 0
+        assert (pair["backend"], pair["lanes"]) == ("UCX", ["tcp/eth0"])
+    assert not any(
+        "Examiner" in " ".join(one.cmdline()) for host in hosts.values() for one in host.processes()
+    )
+    Reference(three_hosts.model).assert_greedy(PROMPTS, await generated(served), TOKENS)
+    await served.assert_at_baseline()

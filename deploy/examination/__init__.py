@@ -1,0 +1,1 @@
+"""`kvrelay doctor`: what nodes are like, how fast they read from each other, what to change."""

@@ -1,0 +1,169 @@
+"""Examines the nodes of the Ray that is initialised, and measures every pair of them."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, Final, TypeVar
+
+from kvrelay.deploy.examination.examiner import GIVE_UP_SECONDS, Examiner, Reading
+from kvrelay.deploy.examination.facts import NodeFacts
+from kvrelay.deploy.examination.findings import Node, Pair
+from kvrelay.deploy.examination.rounds import rounds
+from kvrelay.deploy.local_ray import NodeAffinitySchedulingStrategy, ray
+from kvrelay.deploy.worker_actor import reason_of
+from kvrelay.wire.agent import AgentDescription
+from kvrelay.wire.version import VERSION
+
+T = TypeVar("T")
+_END_SECONDS: Final = 5.0
+_CLOCK_ASKS: Final = 5
+"""The answer that came soonest counts."""
+
+
+@dataclass(frozen=True, slots=True)
+class Seat:
+    """An examiner on a node."""
+
+    name: str
+    actor: Any
+    is_second: bool = False
+    """It is there to be read from; the node is examined by the other one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What is to be found out."""
+
+    model: str | None = None
+    """The path of a checkpoint that every node is to have alike."""
+    piece_bytes: int = 2 << 20
+    """Read at a time."""
+    floor: float = 0.0
+    """Bytes a second; a pair that is read more slowly has failed."""
+
+
+@contextmanager
+def examiners(advertised: Mapping[str, str]) -> Iterator[list[Seat]]:
+    """A context in which an examiner runs on each node; on a lone node there are two.
+
+    They take nothing that Ray counts, so they run beside workers that have everything. At the
+    end all of them are gone.
+    """
+    alive = [node for node in ray.nodes() if node["Alive"]]
+    placed = ray.remote(Examiner)
+    seats: list[Seat] = []
+    try:
+        for number, node in enumerate(alive * (2 if len(alive) == 1 else 1)):
+            is_second = number >= len(alive)
+            name = f"{node['NodeManagerHostname']} ({node['NodeManagerAddress']})"
+            there = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
+            actor = placed.options(num_cpus=0, scheduling_strategy=there).remote(advertised)
+            seats.append(Seat(f"{name}, again" if is_second else name, actor, is_second))
+        yield sorted(seats, key=lambda seat: seat.name)
+    finally:
+        closing = [seat.actor.close.remote() for seat in seats]
+        ray.wait(closing, num_returns=len(closing), timeout=_END_SECONDS)
+        for seat in seats:
+            ray.kill(seat.actor)
+
+
+async def examine(
+    seats: Sequence[Seat], wanted: Wanted, say: Callable[[str], object] = lambda line: None
+) -> tuple[list[Node], list[Pair]]:
+    """Find out what nodes and pairs are like. What fails is in the results.
+
+    Args:
+        seats: the examiners.
+        wanted: what to look for.
+        say: is told what comes next.
+    """
+    say(f"{sum(not seat.is_second for seat in seats)} nodes are examined")
+    nodes = await asyncio.gather(*(_examine(seat, wanted) for seat in seats))
+    opened = await asyncio.gather(
+        *(_open(seat, node, wanted) for seat, node in zip(seats, nodes, strict=True))
+    )
+    found = [node for _, node in opened]
+    open_seats = [
+        (seat, description)
+        for seat, (description, _) in zip(seats, opened, strict=True)
+        if description is not None
+    ]
+    pairs = await _measure_all(open_seats, say)
+    return [node for seat, node in zip(seats, found, strict=True) if not seat.is_second], pairs
+
+
+async def _examine(seat: Seat, wanted: Wanted) -> Node:
+    try:
+        await _asked(seat.actor.clock.remote())
+        plain = await seat.actor.facts.remote(wanted.model)  # it may read a whole model
+    except ray.exceptions.RayError as error:
+        return Node(seat.name, error=f"no process of kvrelay runs there: {reason_of(error)}")
+    except TimeoutError:
+        text = f"no process of kvrelay has answered there in {GIVE_UP_SECONDS:g} s"
+        return Node(seat.name, error=text)
+    ahead, wrong = await _clock(seat)
+    return Node(
+        seat.name,
+        facts=NodeFacts.read(plain),
+        clock_seconds=ahead,
+        clock_error_seconds=wrong,
+    )
+
+
+async def _clock(seat: Seat) -> tuple[float, float]:
+    """How far a node's clock is ahead of this one's, and how wrong that may be, in seconds."""
+    best = (0.0, float("inf"))
+    for _ in range(_CLOCK_ASKS):
+        asked, begun = time.time(), time.monotonic()
+        theirs = await seat.actor.clock.remote()
+        wrong = (time.monotonic() - begun) / 2
+        if wrong < best[1]:
+            best = (theirs - asked - wrong, wrong)
+    return best
+
+
+async def _open(seat: Seat, node: Node, wanted: Wanted) -> tuple[AgentDescription | None, Node]:
+    """Let others read from an examiner; None if it cannot be read from."""
+    if node.error or node.facts.version != VERSION:
+        return None, node
+    call = seat.actor.open.remote(seat.name, wanted.piece_bytes, wanted.floor)
+    try:
+        return await _asked(call), node
+    except ray.exceptions.RayError as error:
+        return None, replace(node, nixl_error=reason_of(error))
+    except TimeoutError:
+        return None, replace(node, nixl_error=f"it was not ready in {GIVE_UP_SECONDS:g} s")
+
+
+async def _measure_all(
+    seats: Sequence[tuple[Seat, AgentDescription]], say: Callable[[str], object]
+) -> list[Pair]:
+    """Each direction of every pair; no node is in two pairs at a time."""
+    pairs: list[Pair] = []
+    for number, one_round in enumerate(rounds(len(seats)), start=1):
+        say(f"round {number} of pairs: {len(one_round)} at a time")
+        for there in (False, True):
+            ways = [(b, a) if there else (a, b) for a, b in one_round]
+            pairs += await asyncio.gather(*(_measure(seats[a], seats[b]) for a, b in ways))
+    return sorted(pairs, key=str)
+
+
+async def _measure(
+    reader: tuple[Seat, AgentDescription], source: tuple[Seat, AgentDescription]
+) -> Pair:
+    names = reader[0].name, source[0].name
+    try:
+        found: Reading = await _asked(reader[0].actor.measure.remote(source[1]))
+    except (ray.exceptions.RayError, TimeoutError) as error:
+        why = reason_of(error) if str(error) else f"no answer in {GIVE_UP_SECONDS:g} s"
+        return Pair(*names, refusal=why)
+    return Pair(*names, found.bytes_per_second, found.backend, found.lanes, found.refusal)
+
+
+async def _asked(call: Awaitable[T]) -> T:
+    async with asyncio.timeout(GIVE_UP_SECONDS):
+        return await call

@@ -1,0 +1,130 @@
+"""The actor that `kvrelay doctor` runs on each node, and that reads from those of other nodes."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import tempfile
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from kvrelay.deploy.environment import set_network_devices
+from kvrelay.deploy.on_node import address_here, network_devices
+from kvrelay.wire.agent import AgentDescription
+
+GIVE_UP_SECONDS: Final = 60.0
+"""For an actor to import what it needs, or to measure a peer."""
+_TOKENS: Final = 16
+_LANES: Final = re.compile(r"(?:inter|intra)-node cfg#\d+ (.*)")
+_LANE: Final = re.compile(r"rma\w*\(([^)]*)\)")
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """How fast one examiner has read from another."""
+
+    bytes_per_second: float
+    backend: str
+    """NIXL's."""
+    lanes: tuple[str, ...]
+    """What UCX moves KV by, as ``tcp/eth0``, if it has said so."""
+    refusal: str
+    """Why nothing could be read; empty: it could."""
+
+
+class Examiner:
+    """Knows its node, and measures others. An actor that takes nothing that Ray counts.
+
+    Args:
+        advertised: hosts by node, as workers are told them.
+    """
+
+    def __init__(self, advertised: Mapping[str, str]) -> None:
+        self._address = address_here(advertised)
+        devices = network_devices(self._address)
+        if devices is not None:
+            set_network_devices(devices)
+        self._log = Path(tempfile.mkdtemp(prefix="kvrelay-doctor-")) / "ucx"
+        # UCX reads them when NIXL is imported, and says which transports it has chosen.
+        os.environ.setdefault("UCX_LOG_LEVEL", "info")
+        os.environ["UCX_LOG_FILE"] = str(self._log)
+        self._agent: Any = None
+        self._prober: Any = None
+
+    async def facts(self, model: str | None) -> dict[str, Any]:
+        """The node's `NodeFacts`, and of which kvrelay they are."""
+        from kvrelay.deploy.examination.facts import facts_of_this_node
+
+        return asdict(await asyncio.to_thread(facts_of_this_node, self._address, model))
+
+    async def clock(self) -> float:
+        """Seconds since 1970 by this node's clock."""
+        return time.time()
+
+    async def open(self, name: str, piece_bytes: int, floor: float) -> AgentDescription:
+        """Let other examiners read from this one. Raises what NIXL raises where it cannot be used.
+
+        Args:
+            name: of this one, among all.
+            piece_bytes: the size of a page.
+            floor: bytes a second that are too slow.
+        """
+        await asyncio.to_thread(self._open, name, piece_bytes, floor)
+        description: AgentDescription = self._agent.describe().plain()
+        return description
+
+    async def measure(self, peer: AgentDescription) -> Reading:
+        """Read from another examiner, against the clock."""
+        from kvrelay.kv_transfer.errors import TransferError
+        from kvrelay.kv_transfer.peer_description import PeerDescription
+
+        read = PeerDescription.read(peer)
+        try:
+            read.check(peer.incarnation, self._agent.layouts, self._agent.model)
+        except TransferError as error:
+            return Reading(0.0, "", (), str(error))
+        self._agent.add_peer(read)
+        found = await self._prober.measure(peer.incarnation)
+        return Reading(found.read_bytes_per_second, found.backend, self._lanes(), found.refusal)
+
+    async def close(self) -> None:
+        """Remove what this process has written; it is ended next."""
+        self._log.unlink(missing_ok=True)
+        self._log.parent.rmdir()
+
+    def _open(self, name: str, piece_bytes: int, floor: float) -> None:
+        import torch
+
+        from kvrelay.kv_transfer.agent import TransferAgent
+        from kvrelay.kv_transfer.transport_probe import TransportProber
+        from kvrelay.mem_cache.geometry import KVGeometry
+        from kvrelay.mem_cache.pool import KVPool
+
+        torch.set_num_threads(1)
+        vector = piece_bytes // (2 * _TOKENS * torch.float16.itemsize)  # a key, and a value
+        geometry = KVGeometry(1, 1, max(1, vector), torch.float16, _TOKENS)
+        pool = KVPool(geometry, 1, torch.device("cpu"))
+        self._agent = TransferAgent(name, [pool], self._fail)
+        self._agent.begin_serving()
+        self._prober = TransportProber(self._agent, floor)
+
+    def _fail(self, reason: str) -> None:
+        """End the process: what it has been asked does not come any more."""
+        os._exit(1)
+
+    def _lanes(self) -> tuple[str, ...]:
+        try:
+            said = self._log.read_text()
+        except OSError:
+            return ()
+        return lanes_of(said)
+
+
+def lanes_of(log: str) -> tuple[str, ...]:
+    """The transports and devices that UCX reads by between processes, as its log says."""
+    found = [lane for line in _LANES.findall(log) for lane in _LANE.findall(line)]
+    return tuple(dict.fromkeys(word for lane in found for word in lane.split()))

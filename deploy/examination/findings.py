@@ -1,0 +1,268 @@
+"""What is to be said of nodes and of pairs of them, by rules."""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Final
+
+from kvrelay.deploy.examination.facts import NodeFacts
+from kvrelay.deploy.sizes import format_size
+
+_LEAST_SHARED_BYTES: Final = 1 << 30
+_LEAST_SHARED_FREE_BYTES: Final = 64 << 20
+_LEAST_LOCKED_BYTES: Final = 64 << 30
+_LEAST_FILES: Final = 4096
+_CLOCK_WARN_SECONDS: Final = 1.0
+_CLOCK_FAIL_SECONDS: Final = 60.0
+_SLOW_SHARE: Final = 0.5
+"""Of the median; a pair that is read more slowly is said to be slow."""
+
+
+class Level(StrEnum):
+    """How bad it is."""
+
+    OK = "ok"
+    WARN = "warn"
+    """It works, slower or less safely than it could."""
+    FAIL = "fail"
+    """Workers there would not start, or not work together."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One line."""
+
+    level: Level
+    where: str
+    """A node, or two."""
+    check: str
+    text: str
+    advice: str = ""
+    """What to do; empty where nothing is to be done."""
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """What was found out on one node."""
+
+    name: str
+    """As findings call it."""
+    error: str = ""
+    """Why no process could be examined there; empty: one was."""
+    facts: NodeFacts = field(default_factory=NodeFacts)
+    clock_seconds: float = 0.0
+    """How far its clock is ahead of this machine's."""
+    clock_error_seconds: float = 0.0
+    """How wrong that may be."""
+    nixl_error: str = ""
+    """Why NIXL cannot be used there; empty: it can."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """One direction between two nodes."""
+
+    reader: str
+    source: str
+    bytes_per_second: float = 0.0
+    backend: str = ""
+    lanes: tuple[str, ...] = ()
+    refusal: str = ""
+    """Why nothing could be read; empty: it could."""
+
+    def __str__(self) -> str:
+        return f"{self.reader} reads from {self.source}"
+
+
+def findings_of(
+    nodes: Sequence[Node], pairs: Sequence[Pair], here: NodeFacts, piece_bytes: int
+) -> list[Finding]:
+    """Everything that is to be said, node by node, then pair by pair.
+
+    Args:
+        nodes: that were examined.
+        pairs: that were measured.
+        here: the machine where the command runs, which the others are compared with.
+        piece_bytes: that were read at a time.
+    """
+    return [
+        *(finding for node in nodes for finding in _of_node(node, here)),
+        *_of_all(nodes),
+        *_of_pairs(pairs, piece_bytes),
+    ]
+
+
+def _of_node(node: Node, here: NodeFacts) -> Iterator[Finding]:
+    if node.error:
+        advice = "the raylet's log there (/tmp/ray/session_latest/logs) says more; install the same"
+        yield Finding(
+            Level.FAIL, node.name, "process", node.error, f"{advice} kvrelay on every node"
+        )
+        return
+    for check, rule in _RULES.items():
+        if check != "model" or node.facts.model is not None:
+            level, text, advice = rule(node, here)
+            yield Finding(level, node.name, check, text, advice)
+
+
+_Verdict = tuple[Level, str, str]
+"""How bad it is, what it is, and what to do."""
+
+
+def _version(node: Node, here: NodeFacts) -> _Verdict:
+    facts = node.facts
+    if facts.version != here.version:
+        return Level.FAIL, f"kvrelay {facts.version}, here {here.version}", "install the same"
+    if facts.code != here.code:
+        advice = "install it anew where files were changed"
+        return Level.WARN, f"kvrelay {facts.version} with other files than here", advice
+    return Level.OK, f"kvrelay {facts.version}, files {facts.code}", ""
+
+
+def _packages(node: Node, here: NodeFacts) -> _Verdict:
+    theirs, ours = node.facts.packages, here.packages
+    unlike = [
+        f"{name} {theirs.get(name) or 'missing'} (here {wanted})"
+        for name, wanted in ours.items()
+        if theirs.get(name) != wanted
+    ]
+    if unlike:
+        return Level.WARN, ", ".join(unlike), "install the versions of constraints.txt everywhere"
+    return Level.OK, ", ".join(f"{name} {one}" for name, one in theirs.items()), ""
+
+
+def _nixl(node: Node, here: NodeFacts) -> _Verdict:
+    if node.nixl_error:
+        advice = "KV cannot be moved without: pip install nixl, for this CUDA"
+        return Level.FAIL, f"NIXL cannot be used: {node.nixl_error}", advice
+    facts = node.facts
+    settings = ", ".join(f"{name}={value}" for name, value in facts.settings.items())
+    up = [port for port in facts.rdma_ports if port not in facts.rdma_ports_down]
+    devices = f"RDMA {', '.join(up)}" if up else "no RDMA, so KV goes over TCP"
+    text = f"NIXL with UCX; {devices}; {settings or 'no UCX settings'}"
+    if facts.rdma_ports_down:
+        down = ", ".join(facts.rdma_ports_down)
+        advice = "look at cable, switch and subnet manager (ibstat), or leave them out by "
+        return Level.WARN, f"{text}; {down} is down", advice + "UCX_NET_DEVICES"
+    return Level.OK, text, ""
+
+
+def _memlock(node: Node, here: NodeFacts) -> _Verdict:
+    limit, facts = node.facts.memlock_bytes, node.facts
+    text = "unlimited" if limit is None else f"at most {format_size(limit)}"
+    if facts.rdma_ports and limit is not None and limit < _LEAST_LOCKED_BYTES:
+        advice = "RDMA locks all KV memory: LimitMEMLOCK=infinity for Ray's service, or IPC_LOCK"
+        return Level.FAIL, text, f"{advice} for its container"
+    return Level.OK, text if facts.rdma_ports else f"{text}; TCP locks nothing", ""
+
+
+def _huge_pages(node: Node, here: NodeFacts) -> _Verdict:
+    facts = node.facts
+    made = facts.transparent_huge_pages or "none"
+    text = f"transparent: {made}; reserved: {format_size(facts.huge_pages_bytes)}"
+    if facts.rdma_ports and made in ("none", "never"):
+        advice = "echo madvise > /sys/kernel/mm/transparent_hugepage/enabled: a card that has to "
+        return Level.WARN, text, advice + "know each 4 KiB page is slower"
+    return Level.OK, text, ""
+
+
+def _shared_memory(node: Node, here: NodeFacts) -> _Verdict:
+    size, free = node.facts.shared_memory_bytes, node.facts.shared_memory_free_bytes
+    text = f"{_rough(free)} free of {_rough(size)}"
+    if free < _LEAST_SHARED_FREE_BYTES:
+        advice = "remove what lies there; Ray's object store and UCX need it"
+        return Level.FAIL, text, advice
+    if size < _LEAST_SHARED_BYTES:
+        advice = "Ray's object store lies there: docker run --shm-size, or an emptyDir with"
+        return Level.WARN, text, f"{advice} medium: Memory"
+    return Level.OK, text, ""
+
+
+def _open_files(node: Node, here: NodeFacts) -> _Verdict:
+    limit = node.facts.open_files
+    text = "any number" if limit is None else f"at most {limit}"
+    if limit is not None and limit < _LEAST_FILES:
+        return Level.WARN, text, "ulimit -n 65536 before `ray start`: each connection is one"
+    return Level.OK, text, ""
+
+
+def _clock(node: Node, here: NodeFacts) -> _Verdict:
+    sure = max(0.0, abs(node.clock_seconds) - node.clock_error_seconds)
+    text = f"{node.clock_seconds:+.3f} s, known to {node.clock_error_seconds:.3f} s"
+    advice = "let it follow a time server: certificates are valid by the clock, and logs differ"
+    if sure > _CLOCK_FAIL_SECONDS:
+        return Level.FAIL, text, advice
+    return (Level.WARN, text, advice) if sure > _CLOCK_WARN_SECONDS else (Level.OK, text, "")
+
+
+def _cores(node: Node, here: NodeFacts) -> _Verdict:
+    facts = node.facts
+    text = f"{facts.cores} cores on {facts.numa_nodes or 1} NUMA nodes"
+    if facts.numa_nodes > 1:
+        text += "; a worker keeps to one if its threads fit there"
+    return Level.OK, text, ""
+
+
+def _model(node: Node, here: NodeFacts) -> _Verdict:
+    if not node.facts.model:
+        return Level.FAIL, "is not there", "bring it to that path, or start with --copy-model"
+    return Level.OK, f"digest {node.facts.model}", ""
+
+
+_RULES: Final[dict[str, Callable[[Node, NodeFacts], _Verdict]]] = {
+    "version": _version,
+    "packages": _packages,
+    "nixl": _nixl,
+    "memlock": _memlock,
+    "huge pages": _huge_pages,
+    "shared memory": _shared_memory,
+    "open files": _open_files,
+    "clock": _clock,
+    "cores": _cores,
+    "model": _model,
+}
+
+
+def _of_all(nodes: Sequence[Node]) -> Iterator[Finding]:
+    """The checkpoint must be the same everywhere: the rarer ones are named."""
+    digests = Counter(node.facts.model for node in nodes if node.facts.model)
+    if len(digests) < 2:
+        return
+    [(most, _)] = digests.most_common(1)
+    for node in nodes:
+        if node.facts.model not in (None, "", most):
+            text = f"another checkpoint than elsewhere, {node.facts.model} and not {most}"
+            advice = "workers with other weights refuse each other: copy it anew"
+            yield Finding(Level.FAIL, node.name, "model", text, advice)
+
+
+def _of_pairs(pairs: Sequence[Pair], piece_bytes: int) -> Iterator[Finding]:
+    read = [pair.bytes_per_second for pair in pairs if not pair.refusal]
+    median = statistics.median(read) if read else 0.0
+    for pair in pairs:
+        if pair.refusal:
+            advice = "let all TCP ports between the nodes through, or the fabric's; --advertise and"
+            yield Finding(
+                Level.FAIL,
+                str(pair),
+                "transfer",
+                pair.refusal,
+                f"{advice} UCX_NET_DEVICES choose the network",
+            )
+            continue
+        speed = f"{pair.bytes_per_second / 1e9:.3g} GB/s"
+        by = f"{pair.backend} ({', '.join(pair.lanes) or 'transport not known'})"
+        text = f"{speed} in pieces of {format_size(piece_bytes)} by {by}"
+        if pair.bytes_per_second < _SLOW_SHARE * median:
+            advice = "look at this link: it is much slower than the others"
+            yield Finding(Level.WARN, str(pair), "transfer", text, advice)
+        else:
+            yield Finding(Level.OK, str(pair), "transfer", text)
+
+
+def _rough(nbytes: int) -> str:
+    return f"{nbytes / 2**30:.1f} GiB"

@@ -1,0 +1,174 @@
+"""What `kvrelay doctor` says of nodes and pairs of them; tests/hosts has it on real ones."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+
+from kvrelay.deploy.examination.examiner import lanes_of
+from kvrelay.deploy.examination.facts import (
+    NodeFacts,
+    digest_of_code,
+    facts_of_this_node,
+    huge_pages_bytes,
+    rdma_ports,
+    transparent_huge_pages,
+)
+from kvrelay.deploy.examination.findings import Finding, Level, Node, Pair, findings_of
+from kvrelay.deploy.examination.rounds import rounds
+from kvrelay.wire.version import VERSION
+
+OK, WARN, FAIL = Level.OK, Level.WARN, Level.FAIL
+HERE = NodeFacts(
+    name="here",
+    version=VERSION,
+    code="abc",
+    packages={"python": "3.11.2", "nixl": "1.5.1"},
+    cores=8,
+    numa_nodes=1,
+    memlock_bytes=8 << 20,
+    open_files=65536,
+    transparent_huge_pages="madvise",
+    shared_memory_bytes=8 << 30,
+    shared_memory_free_bytes=7 << 30,
+)
+NODE = Node("a1 (10.0.0.2)", facts=HERE)
+RDMA = {"rdma_ports": ("mlx5_0:1",)}
+
+
+def found(*nodes: Node, pairs: Sequence[Pair] = ()) -> list[Finding]:
+    return findings_of(nodes, pairs, HERE, 2 << 20)
+
+
+def node(**facts: object) -> Node:
+    return replace(NODE, facts=replace(HERE, **facts))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("number", range(1, 10))
+def test_every_pair_meets_once_and_no_node_twice_in_a_round(number: int):
+    played = list(rounds(number))
+    for one in played:
+        players = [player for pair in one for player in pair]
+        assert len(players) == len(set(players))
+    assert sorted(itertools.chain(*played)) == list(itertools.combinations(range(number), 2))
+    assert len(played) <= number
+
+
+def test_nothing_is_wrong_with_a_good_node():
+    findings = found(NODE)
+    assert {finding.level for finding in findings} == {OK}
+    assert not any(finding.advice for finding in findings)
+    assert len({finding.check for finding in findings}) == len(findings)
+
+
+@pytest.mark.parametrize(
+    ("one", "check", "level", "text"),
+    [
+        (node(version="0.0.9"), "version", FAIL, "kvrelay 0.0.9, here "),
+        (node(code="def"), "version", WARN, "with other files than here"),
+        (node(packages={"python": "3.11.2"}), "packages", WARN, "nixl missing (here 1.5.1)"),
+        (replace(NODE, nixl_error="no UCX"), "nixl", FAIL, "NIXL cannot be used: no UCX"),
+        (node(**RDMA, rdma_ports_down=("mlx5_0:1",)), "nixl", WARN, "mlx5_0:1 is down"),
+        (node(**RDMA), "memlock", FAIL, "at most 8MiB"),
+        (node(**RDMA, memlock_bytes=None), "memlock", OK, "unlimited"),
+        (node(**RDMA, transparent_huge_pages="never"), "huge pages", WARN, "transparent: never"),
+        (node(transparent_huge_pages="never"), "huge pages", OK, "transparent: never"),
+        (node(shared_memory_bytes=64 << 20), "shared memory", WARN, "free of 0.1 GiB"),
+        (node(shared_memory_free_bytes=1 << 20), "shared memory", FAIL, "0.0 GiB free"),
+        (node(open_files=1024), "open files", WARN, "at most 1024"),
+        (node(numa_nodes=2), "cores", OK, "on 2 NUMA nodes; a worker keeps to one"),
+        (node(model=""), "model", FAIL, "is not there"),
+        (node(model="12"), "model", OK, "digest 12"),
+    ],
+)
+def test_what_is_wrong_is_said_with_what_to_do(one: Node, check: str, level: Level, text: str):
+    [finding] = [finding for finding in found(one) if finding.check == check]
+    assert (finding.level, finding.where) == (level, NODE.name)
+    assert text in finding.text
+    assert bool(finding.advice) is (level is not OK)
+    assert all(other.level is OK for other in found(one) if other.check not in (check, "memlock"))
+
+
+@pytest.mark.parametrize(
+    ("ahead", "error", "level"),
+    [(0.5, 0.01, OK), (-1.5, 0.01, WARN), (1.5, 0.6, OK), (61.0, 0.5, FAIL), (-61.0, 0.5, FAIL)],
+)
+def test_a_clock_is_judged_by_what_is_sure(ahead: float, error: float, level: Level):
+    one = replace(NODE, clock_seconds=ahead, clock_error_seconds=error)
+    assert [finding.level for finding in found(one) if finding.check == "clock"] == [level]
+
+
+def test_a_node_without_a_process_says_only_that():
+    [finding] = found(replace(NODE, error="no process of kvrelay runs there: gone"))
+    assert (finding.level, finding.check) == (FAIL, "process")
+    assert "install the same kvrelay on every node" in finding.advice
+
+
+def test_the_node_with_another_model_is_named():
+    nodes = [replace(node(model=digest), name=digest) for digest in ("x", "y", "x")]
+    [finding] = [finding for finding in found(*nodes) if finding.level is FAIL]
+    assert (finding.where, finding.check) == ("y", "model")
+
+
+def test_pairs_are_judged_by_the_others():
+    pairs = [Pair("a", "b", 2e9, "UCX", ("tcp/eth0",)), Pair("b", "a", 3e9, "UCX")]
+    pairs += [Pair("a", "c", 0.9e9, "UCX"), Pair("c", "a", refusal="c was not read in 10 s")]
+    said = found(pairs=pairs)
+    assert [finding.level for finding in said] == [OK, OK, WARN, FAIL]
+    assert said[0].where == "a reads from b"
+    assert said[0].text == "2 GB/s in pieces of 2MiB by UCX (tcp/eth0)"
+    assert said[3].text == "c was not read in 10 s"
+    assert "--advertise" in said[3].advice
+
+
+def test_ucxs_lanes_between_processes_are_found():
+    log = """
+    [vm:1] ucp_worker.c:1997 UCX  INFO    a self cfg#0 rma_am(tcp/lo)  am(tcp/lo cma/memory)
+    [vm:1] ucp_worker.c:1997 UCX  INFO    a inter-node cfg#1 rma_am(tcp/eth0)  am(tcp/eth0)
+    [vm:1] ucp_worker.c:1997 UCX  INFO    a inter-node cfg#2 rma(rc_mlx5/mlx5_0:1 rc_mlx5/mlx5_1:1)
+    """
+    assert lanes_of(log) == ("tcp/eth0", "rc_mlx5/mlx5_0:1", "rc_mlx5/mlx5_1:1")
+    assert lanes_of("") == ()
+
+
+def test_a_system_is_read_from_its_files(tmp_path: Path):
+    assert (huge_pages_bytes(tmp_path), transparent_huge_pages(tmp_path)) == (0, "")
+    assert rdma_ports(tmp_path) == ((), ())
+    files = {
+        "sys/kernel/mm/hugepages/hugepages-2048kB/nr_hugepages": "3",
+        "sys/kernel/mm/hugepages/hugepages-1048576kB/nr_hugepages": "1",
+        "sys/kernel/mm/transparent_hugepage/enabled": "always [madvise] never",
+        "sys/class/infiniband/mlx5_0/ports/1/state": "4: ACTIVE",
+        "sys/class/infiniband/mlx5_1/ports/1/state": "1: DOWN",
+    }
+    for name, text in files.items():
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"{text}\n")
+    assert huge_pages_bytes(tmp_path) == (6 << 20) + (1 << 30)
+    assert transparent_huge_pages(tmp_path) == "madvise"
+    assert rdma_ports(tmp_path) == (("mlx5_0:1",), ("mlx5_1:1",))
+
+
+def test_this_machine_is_examined(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("UCX_TLS", "tcp")
+    facts = facts_of_this_node("192.0.2.1", str(tmp_path))
+    assert (facts.version, facts.code, facts.model) == (VERSION, digest_of_code(), "")
+    assert facts.settings["UCX_TLS"] == "tcp"
+    assert facts.packages["nixl"]
+    assert facts.cores >= 1
+    assert facts.shared_memory_bytes >= facts.shared_memory_free_bytes > 0
+    (tmp_path / "config.json").write_text("{}")
+    assert facts_of_this_node("192.0.2.1", str(tmp_path)).model
+    assert facts_of_this_node("192.0.2.1", None).model is None
+
+
+def test_facts_of_another_version_are_read_as_far_as_they_are_known():
+    plain = asdict(HERE) | {"shoe_size": 43}
+    assert NodeFacts.read(plain) == HERE
+    del plain["cores"]
+    assert NodeFacts.read(plain).cores == 0
