@@ -100,18 +100,14 @@ async def _examine(seat: Seat, wanted: Wanted) -> Node:
     try:
         await _asked(seat.actor.clock.remote())
         plain = await seat.actor.facts.remote(wanted.model)  # it may read a whole model
+        ahead, wrong = await _clock(seat)
     except ray.exceptions.RayError as error:
-        return Node(seat.name, error=f"no process of kvrelay runs there: {reason_of(error)}")
+        return Node(seat.name, error=f"no process of kvrelay runs there: {_why(error)}")
     except TimeoutError:
         text = f"no process of kvrelay has answered there in {GIVE_UP_SECONDS:g} s"
         return Node(seat.name, error=text)
-    ahead, wrong = await _clock(seat)
-    return Node(
-        seat.name,
-        facts=NodeFacts.read(plain),
-        clock_seconds=ahead,
-        clock_error_seconds=wrong,
-    )
+    facts = NodeFacts.read(plain)
+    return Node(seat.name, facts=facts, clock_seconds=ahead, clock_error_seconds=wrong)
 
 
 async def _clock(seat: Seat) -> tuple[float, float]:
@@ -134,7 +130,7 @@ async def _open(seat: Seat, node: Node, wanted: Wanted) -> tuple[AgentDescriptio
     try:
         return await _asked(call), node
     except ray.exceptions.RayError as error:
-        return None, replace(node, nixl_error=reason_of(error))
+        return None, replace(node, nixl_error=_why(error))
     except TimeoutError:
         return None, replace(node, nixl_error=f"it was not ready in {GIVE_UP_SECONDS:g} s")
 
@@ -159,7 +155,7 @@ async def _measure(
     try:
         found: Reading = await _asked(reader[0].actor.measure.remote(source[1]))
     except (ray.exceptions.RayError, TimeoutError) as error:
-        why = reason_of(error) if str(error) else f"no answer in {GIVE_UP_SECONDS:g} s"
+        why = _why(error) or f"no answer in {GIVE_UP_SECONDS:g} s"
         return Pair(*names, refusal=why)
     return Pair(*names, found.bytes_per_second, found.backend, found.lanes, found.refusal)
 
@@ -167,3 +163,10 @@ async def _measure(
 async def _asked(call: Awaitable[T]) -> T:
     async with asyncio.timeout(GIVE_UP_SECONDS):
         return await call
+
+
+def _why(error: Exception) -> str:
+    """Why a call failed, in one line; empty for a time that is over."""
+    if isinstance(error, ray.exceptions.RayTaskError):
+        return reason_of(error)
+    return next((line for line in reversed(str(error).splitlines()) if line.strip()), "")
