@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from kvrelay.deploy.examination.examiner import lanes_of
+from kvrelay.deploy.examination.examine import Seat, Wanted, examine
+from kvrelay.deploy.examination.examiner import Reading, lanes_of
 from kvrelay.deploy.examination.facts import (
     NodeFacts,
     digest_of_code,
@@ -20,8 +25,10 @@ from kvrelay.deploy.examination.facts import (
 )
 from kvrelay.deploy.examination.findings import Finding, Level, Node, Pair, findings_of
 from kvrelay.deploy.examination.rounds import rounds
+from kvrelay.deploy.local_ray import ray
 from kvrelay.wire.version import VERSION
 
+RayError = ray.exceptions.RayError
 OK, WARN, FAIL = Level.OK, Level.WARN, Level.FAIL
 HERE = NodeFacts(
     name="here",
@@ -172,3 +179,105 @@ def test_facts_of_another_version_are_read_as_far_as_they_are_known():
     assert NodeFacts.read(plain) == HERE
     del plain["cores"]
     assert NodeFacts.read(plain).cores == 0
+
+
+class ScriptedExaminer:
+    """An actor as `examine` calls it; a method that a test replaces fails there, or hangs."""
+
+    def __init__(self, name: str, **replaced: Callable[..., Any]) -> None:
+        self._name = name
+        methods = {
+            "clock": self._clock,
+            "facts": self._facts,
+            "open": self._open,
+            "measure": self._measure,
+        }
+        for method, function in (methods | replaced).items():
+            setattr(self, method, SimpleNamespace(remote=function))
+
+    async def _clock(self) -> float:
+        return time.time()
+
+    async def _facts(self, model: str | None) -> dict[str, Any]:
+        return asdict(replace(HERE, name=self._name, model=model))
+
+    async def _open(self, name: str, piece_bytes: int, floor: float) -> str:
+        return self._name
+
+    async def _measure(self, peer: str) -> Reading:
+        return Reading(1e9, "UCX", (f"{self._name} from {peer}",), "")
+
+
+def raising(error: Exception) -> Callable[..., Any]:
+    async def method(*_: object) -> None:
+        raise error
+
+    return method
+
+
+async def hang(*_: object) -> None:
+    await asyncio.Event().wait()
+
+
+async def examined(**actors: ScriptedExaminer) -> tuple[dict[str, Node], dict[str, Pair]]:
+    seats = [Seat(name, actor) for name, actor in actors.items()]
+    nodes, pairs = await examine(seats, Wanted())
+    return {node.name: node for node in nodes}, {str(pair): pair for pair in pairs}
+
+
+async def test_each_reads_from_each():
+    nodes, pairs = await examined(**{name: ScriptedExaminer(name) for name in "abc"})
+    assert list(nodes) == ["a", "b", "c"]
+    assert {(pair.reader, pair.source) for pair in pairs.values()} == set(
+        itertools.permutations("abc", 2)
+    )
+    assert all(pair.lanes == (f"{pair.reader} from {pair.source}",) for pair in pairs.values())
+
+
+async def test_what_fails_on_one_node_is_said_and_the_others_are_measured(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setattr("kvrelay.deploy.examination.examine.GIVE_UP_SECONDS", 0.1)
+
+    async def old(model: str | None) -> dict[str, Any]:
+        return asdict(replace(HERE, version="0.0.9"))
+
+    nodes, pairs = await examined(
+        a=ScriptedExaminer("a"),
+        b=ScriptedExaminer("b"),
+        dead=ScriptedExaminer("dead", facts=raising(RayError("long\nits node died"))),
+        hangs=ScriptedExaminer("hangs", clock=hang),
+        lacks=ScriptedExaminer("lacks", open=raising(RayError("no nixl"))),
+        old=ScriptedExaminer("old", facts=old, open=hang),
+        slow=ScriptedExaminer("slow", open=hang),
+    )
+    assert nodes["dead"].error == "no process of kvrelay runs there: its node died"
+    assert nodes["hangs"].error == "no process of kvrelay has answered there in 0.1 s"
+    assert nodes["lacks"].nixl_error == "no nixl"
+    assert nodes["slow"].nixl_error == "it was not ready in 0.1 s"
+    assert (nodes["old"].error, nodes["old"].nixl_error) == ("", "")
+    assert sorted(pairs) == ["a reads from b", "b reads from a"]
+    fails = {(one.where, one.check) for one in found(*nodes.values()) if one.level is FAIL}
+    assert fails == {
+        ("dead", "process"),
+        ("hangs", "process"),
+        ("lacks", "nixl"),
+        ("old", "version"),
+        ("slow", "nixl"),
+    }
+
+
+async def test_a_pair_that_cannot_be_read_is_said_and_the_other_direction_is_measured(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setattr("kvrelay.deploy.examination.examine.GIVE_UP_SECONDS", 0.1)
+    died = raising(RayError("died"))
+    _, pairs = await examined(
+        a=ScriptedExaminer("a", measure=hang),
+        b=ScriptedExaminer("b", measure=died),
+        c=ScriptedExaminer("c"),
+    )
+    assert pairs["a reads from b"].refusal == "no answer in 0.1 s"
+    assert pairs["b reads from c"].refusal == "died"
+    assert not pairs["c reads from a"].refusal
+    assert len(pairs) == 6
