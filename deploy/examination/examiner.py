@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import os
 import re
 import tempfile
@@ -20,7 +21,9 @@ GIVE_UP_SECONDS: Final = 60.0
 """For an actor to import what it needs, or to measure a peer."""
 _TOKENS: Final = 16
 _LANES: Final = re.compile(r"(?:inter|intra)-node cfg#\d+ (.*)")
-_LANE: Final = re.compile(r"rma\w*\(([^)]*)\)")
+_LANE: Final = re.compile(r"\brma\(([^)]*)\)")
+_MESSAGES: Final = re.compile(r"\bam\(([^)]*)\)")
+"""What UCX emulates reads by where no transport has them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +120,7 @@ class Examiner:
         os._exit(1)
 
     def _lanes(self) -> tuple[str, ...]:
+        ctypes.CDLL(None).fflush(None)  # UCX writes by C's streams, which keep some kilobytes
         try:
             said = self._log.read_text()
         except OSError:
@@ -126,5 +130,6 @@ class Examiner:
 
 def lanes_of(log: str) -> tuple[str, ...]:
     """The transports and devices that UCX reads by between processes, as its log says."""
-    found = [lane for line in _LANES.findall(log) for lane in _LANE.findall(line)]
+    lines = _LANES.findall(log)
+    found = [lane for line in lines for lane in _LANE.findall(line) or _MESSAGES.findall(line)]
     return tuple(dict.fromkeys(word for lane in found for word in lane.split()))

@@ -57,7 +57,7 @@ class NodeFacts:
     rdma_ports_down: tuple[str, ...] = ()
     """Those of them that are not active."""
     settings: Mapping[str, str] = field(default_factory=dict)
-    """UCX's and NIXL's environment variables."""
+    """UCX's and NIXL's environment variables, but for those of UCX's log, which examiners set."""
 
     @classmethod
     def read(cls, plain: Mapping[str, Any]) -> Self:
@@ -156,7 +156,7 @@ def _limit(which: int) -> int | None:
 
 
 def _is_setting(name: str) -> bool:
-    return name.startswith(("UCX_", "NIXL_"))
+    return name.startswith(("UCX_", "NIXL_")) and not name.startswith("UCX_LOG_")
 
 
 def _text(path: Path) -> str:
