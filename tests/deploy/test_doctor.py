@@ -134,10 +134,10 @@ def test_pairs_are_judged_by_the_others():
 
 def test_ucxs_lanes_between_processes_are_found():
     log = """
-    [vm:1] ucp_worker.c:1 UCX  INFO    a self cfg#0 rma_am(tcp/lo)  am(tcp/lo cma/memory)
-    [vm:1] ucp_worker.c:1 UCX  INFO    a inter-node cfg#1 rma_am(tcp/eth0)  am(tcp/eth0)
-    [vm:1] ucp_worker.c:1 UCX  INFO    a inter-node cfg#2 rma(rc_mlx5/mlx5_0:1 rc_mlx5/mlx5_1:1) am(x)
-    [vm:1] ucp_worker.c:1 UCX  INFO    a intra-node cfg#3 rma_am(tcp/lo) am(tcp/lo cma/memory)
+    [vm:1] ucp_worker.c:1 UCX  INFO  a self cfg#0 rma_am(tcp/lo)  am(tcp/lo cma/memory)
+    [vm:1] ucp_worker.c:1 UCX  INFO  a inter-node cfg#1 rma_am(tcp/eth0)  am(tcp/eth0)
+    [vm:1] ucp_worker.c:1 UCX  INFO  a inter-node cfg#2 rma(rc_mlx5/mlx5_0:1 rc_mlx5/mlx5_1:1) am(x)
+    [vm:1] ucp_worker.c:1 UCX  INFO  a intra-node cfg#3 rma_am(tcp/lo) am(tcp/lo cma/memory)
     """
     rdma = ("rc_mlx5/mlx5_0:1", "rc_mlx5/mlx5_1:1")
     assert lanes_of(log) == ("tcp/eth0", *rdma, "tcp/lo", "cma/memory")
