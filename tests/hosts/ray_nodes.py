@@ -84,11 +84,15 @@ class RayHosts:
         self._start(host, num_cpus, labels, f"--address={self.address}")
 
     def kill_head(self) -> None:
-        """End every process of the head's host but its first one, and Redis."""
+        """End every process of the head's host but its first one, and Redis, and wait for it."""
+        killed = []
         for process in self.head.processes():
             with contextlib.suppress(psutil.Error):  # it has ended
                 if process.pid != self.head.pid and "redis" not in process.name():
                     process.kill()
+                    killed.append(process)
+        _, left = psutil.wait_procs(killed, timeout=START_S)
+        assert not left
 
     def restart_ended(self) -> None:
         """Start nodes again whose raylet has ended though their host is up, as KubeRay does.
