@@ -83,6 +83,6 @@ def test_the_controller_takes_over_the_workers_that_have_run_on():
         RayHosts.start(head, variables=variables)
         changed = [*up, "--decode", "2", "--max-running", "8"]
         said = run_as_the_chart_does(head, network.shared / "bin", *changed)
-        assert "runs already, with the options that it was started with" in said
+        assert "runs already; the values given here change nothing in it" in said
         last = json.loads(kvrelay(head, *status).stdout)
         assert (last["epoch"], last["workers"]) == (3, before["workers"])

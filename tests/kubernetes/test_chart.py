@@ -257,7 +257,7 @@ def test_the_controller_s_container_starts_no_second_one_with_changed_values(tmp
     container = ControllerContainer(tmp_path, "[ $1 = status ] && [ $calls -lt 4 ]")
     calls, done = container.run()
     assert calls == ["status"] * 4
-    assert done.stdout == "The cluster runs already, with the options that it was started with.\n"
+    assert done.stdout == "The cluster runs already; the values given here change nothing in it.\n"
 
 
 def test_an_option_that_kvrelay_lacks_is_found():
