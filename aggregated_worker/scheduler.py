@@ -153,6 +153,8 @@ class AggregatedScheduler:
         if self._context.draining:
             self._end_early(request, RequestEnd(EndReason.RETRACTED), Outcome.RETRACTED)
             return
+        if request.trace is not None:
+            request.trace.share()  # for when it waits again
         self._context.release(request, Outcome.RETRACTED, None)
         again = self._make(
             replace(

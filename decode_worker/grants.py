@@ -13,6 +13,7 @@ from kvrelay.engine.scheduler.admission import admit_in_turn
 from kvrelay.engine.scheduler.context import SchedulerContext
 from kvrelay.engine.scheduler.growth_reserve import GrowthReserve
 from kvrelay.engine.scheduler.prefix_waits import PrefixWaits
+from kvrelay.engine.scheduler.request_trace import GRANT, HAND_OVER
 
 MOST_HELD = 256
 """Requests of one prefill worker that wait for others at a time, or for memory after that: so many
@@ -99,6 +100,9 @@ class Grants:
         here = request.held.kv_committed_len // page_size
         first_missing = [max(first, here) for first in request.held.first_pages]
         self._requests.send(request, request.hand_over.grant(first_missing))
+        if request.trace is not None:
+            request.trace.end(GRANT)
+            request.trace.begin(HAND_OVER)
 
     def _must_wait(
         self, request: DecodeRequest, leaders: Iterable[DecodeRequest], held: Counter[str]

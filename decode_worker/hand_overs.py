@@ -15,6 +15,7 @@ from kvrelay.engine.scheduler.commands import Dropped
 from kvrelay.engine.scheduler.context import SchedulerContext
 from kvrelay.engine.scheduler.growth_reserve import GrowthReserve
 from kvrelay.engine.scheduler.metrics import PAGE_MISMATCHES, VERIFIED_PAGES
+from kvrelay.engine.scheduler.request_trace import GRANT, HAND_OVER
 from kvrelay.kv_transfer.errors import ProtocolError
 from kvrelay.kv_transfer.hand_over.states import DecodeState
 from kvrelay.mem_cache.release import Outcome
@@ -71,6 +72,8 @@ class HandOvers:
         match message:
             case Ask():
                 request.hand_over.on_ask()
+                if request.trace is not None:
+                    request.trace.begin(GRANT)
             case Begun():
                 request.hand_over.on_begun()
             case Announce():
@@ -101,6 +104,8 @@ class HandOvers:
             error = f"{message.mismatches} pages are not as they were computed"
             self._requests.fail(request, FailureReason.PAGE_MISMATCH, error)
             return
+        if request.trace is not None:
+            request.trace.end(HAND_OVER)
         request.activate_taken_over()
         self._context.outbox.put(request.stream, CloseStream())
         self._context.kv_cache.commit(request.held, request.input_len)

@@ -16,6 +16,7 @@ from kvrelay.engine.faults import Phase
 from kvrelay.engine.scheduler.commands import Dropped, Mailbox
 from kvrelay.engine.scheduler.context import SchedulerContext
 from kvrelay.engine.scheduler.outbox import Sink
+from kvrelay.engine.scheduler.request_trace import PULL, RequestTrace
 from kvrelay.kv_transfer.checksums import locate
 from kvrelay.kv_transfer.pull import Pull, PullState
 from kvrelay.kv_transfer.transfers import Transfers
@@ -109,6 +110,8 @@ class Pulls:
         request = self._requests.of_stream(message.stream)
         if request is None:
             return
+        if request.trace is not None:
+            _trace_pull(request.trace, pull)
         if pull.state is not PullState.DONE:
             error = f"read from {pull.peer} failed: {pull.error}"
             self._requests.fail(request, FailureReason.READ_FAILED, error)
@@ -154,3 +157,15 @@ class Pulls:
     def _send_done(self, request: HandedOverRequest, sums: Sequence[PageSum] = ()) -> None:
         self._requests.send(request, request.hand_over.done(sums))
         self._context.faults.reach(Phase.PULLED, request.peer)
+
+
+def _trace_pull(trace: RequestTrace, pull: Pull) -> None:
+    """Record a read that has ended, by the transfer thread's instants."""
+    attributes = {
+        "kvrelay.peer": pull.peer,
+        "kvrelay.pages": pull.num_pages,
+        "kvrelay.bytes": pull.nbytes,
+    }
+    error = None if pull.state is PullState.DONE else pull.error
+    began = pull.began or time.monotonic()  # a read may fail before it was taken up
+    trace.record(PULL, began, began + pull.seconds, attributes, error=error)

@@ -20,6 +20,7 @@ from kvrelay.deploy.machines import MachineOptions
 from kvrelay.deploy.tls_options import check_tls, check_together
 from kvrelay.engine.config import Speculation, WorkerOptions
 from kvrelay.engine.faults import parse_faults
+from kvrelay.net.otlp import SpanCollector
 from kvrelay.net.tls import TlsFiles
 from kvrelay.options.declaration import Section, flag_of, option, options_of
 from kvrelay.router.config import RouterOptions
@@ -156,6 +157,7 @@ class ServeOptions(RouterOptions, WorkerOptions, MachineOptions):
         self._check_growth()
         self._check_lease()
         self._check_faults()
+        self._check_collector()
         self._check_speculation()
         check_together(tls_cert=self.tls_cert, tls_key=self.tls_key, tls_ca=self.tls_ca)
         check_together(front_tls_cert=self.front_tls_cert, front_tls_key=self.front_tls_key)
@@ -201,6 +203,14 @@ class ServeOptions(RouterOptions, WorkerOptions, MachineOptions):
         for fault in faults:
             if fault.worker and fault.worker not in names:
                 raise OptionError("--debug-faults", f"there is no worker {fault.worker}")
+
+    def _check_collector(self) -> None:
+        if self.otlp is None:
+            return
+        try:
+            SpanCollector.parse(self.otlp)
+        except ValueError as error:
+            raise OptionError("--otlp", str(error)) from error
 
     def _check_speculation(self) -> None:
         drafts = self.speculation is Speculation.DRAFT

@@ -9,10 +9,11 @@ from kvrelay.deploy.address import MAX_PORT, Address
 from kvrelay.deploy.errors import OptionError
 from kvrelay.deploy.options import ServeOptions
 from kvrelay.options.declaration import Section, option
+from kvrelay.options.observing import ObservingOptions
 from kvrelay.router.config import RouterOptions
 
 _ROUTERS: Final = {field.name for field in fields(RouterOptions)} | {"grpc", "http", "admin"}
-_TOO: Final = {"placement", "auth_token_file"}
+_TOO: Final = {"placement", "auth_token_file", *(field.name for field in fields(ObservingOptions))}
 """Options of routers that workers, or the controller, have to know."""
 
 

@@ -12,6 +12,7 @@ from kvrelay.kv_transfer.verify_pages import VerifyPages
 from kvrelay.mem_cache.geometry import PageOrder
 from kvrelay.net.tls import TlsFiles
 from kvrelay.options.declaration import Section, option
+from kvrelay.options.observing import ObservingOptions
 from kvrelay.wire.worker_info import WorkerRole
 
 
@@ -35,7 +36,7 @@ class Speculation(StrEnum):
 
 
 @dataclass(frozen=True, kw_only=True)
-class WorkerOptions:
+class WorkerOptions(ObservingOptions):
     """The options of `kvrelay serve` that each worker is told as they are."""
 
     dtype: str = option(

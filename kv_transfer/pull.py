@@ -56,6 +56,8 @@ class Pull:
     error: str = ""
     """Why it failed."""
     nbytes: int = 0
+    began: float = 0.0
+    """When the transfer thread took it up, on the clock of `time.monotonic`."""
     seconds: float = 0.0
     """From its start to its end."""
     backend: str = ""

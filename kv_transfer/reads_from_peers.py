@@ -150,7 +150,7 @@ class ReadsFromPeers:
         on_end: Callable[[Pull], None],
         prepare: Callable[[], tuple[NixlTransfer, int]],
     ) -> None:
-        started_at = time.monotonic()
+        pull.began = started_at = time.monotonic()
         try:
             transfer, nbytes = prepare()
         except Exception as error:  # NIXL's exceptions have no common base

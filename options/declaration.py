@@ -36,6 +36,7 @@ class Section(StrEnum):
     TRANSFER = "Transfer between workers"
     ACCESS = "Addresses and access"
     RECOVERY = "Failure and drain"
+    OBSERVING = "Traces and logs"
     DEBUGGING = "Tests and debugging"
 
 

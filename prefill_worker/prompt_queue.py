@@ -11,6 +11,7 @@ from kvrelay.engine.scheduler.admission import admit_in_turn
 from kvrelay.engine.scheduler.context import SchedulerContext
 from kvrelay.engine.scheduler.prefix_waits import PrefixWaits
 from kvrelay.engine.scheduler.prompts import ComputingPrompts
+from kvrelay.engine.scheduler.request_trace import ASK, HAND_OVER
 from kvrelay.kv_transfer.hand_over.states import PrefillState
 from kvrelay.kv_transfer.transfers import Transfers
 from kvrelay.mem_cache.release import Outcome
@@ -100,6 +101,8 @@ class PromptQueue:
                 continue
             asked[request.decode_incarnation] += 1
             send(self._context, request, request.hand_over.ask())
+            if request.trace is not None:
+                request.trace.begin(ASK)
             request.progressed_at = time.monotonic()
             leaders.append(request)
 
@@ -112,6 +115,8 @@ class PromptQueue:
     def take_grant(self, request: PrefillRequest) -> None:
         """The request's decode worker has reserved the prompt."""
         request.hand_over.on_grant()
+        if request.trace is not None:
+            request.trace.end(ASK)
         request.progressed_at = time.monotonic()
 
     def announce_written_pages(self, request: PrefillRequest) -> None:
@@ -125,6 +130,8 @@ class PromptQueue:
             return
         if not request.announced:
             request.announced = True
+            if request.trace is not None:
+                request.trace.begin(HAND_OVER)
             self._agent.begin_serving()
         send(self._context, request, message)
 

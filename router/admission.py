@@ -22,6 +22,7 @@ from kvrelay.router.metrics import DOOR_REQUESTS, REQUESTS, RouterMetrics, Stopw
 from kvrelay.router.output_stream import Form
 from kvrelay.router.prompts import Prompt, TextPrompt, TurnPrompt
 from kvrelay.router.readers import is_due
+from kvrelay.router.request_trace import COMPLETION, NO_TRACING, RequestTrace, Tracing
 from kvrelay.router.seeds import Seeds
 from kvrelay.router.sessions import Sessions, Turn
 from kvrelay.router.structured_outputs import StructuredOutputs
@@ -61,6 +62,7 @@ class Admission:
         seeds: of requests that set none.
         structured: finds out which structured outputs can be had.
         sessions: whose turns requests may be.
+        tracing: decides which requests are traced.
     """
 
     def __init__(
@@ -73,7 +75,9 @@ class Admission:
         seeds: Seeds,
         structured: StructuredOutputs,
         sessions: Sessions,
+        tracing: Tracing = NO_TRACING,
     ) -> None:
+        self._tracing = tracing
         self._structured = structured
         self._sessions = sessions
         self._encode_turn = texts.encode_plain
@@ -94,6 +98,11 @@ class Admission:
         """It admits no more, because the router is stopping."""
         return self._live.closing
 
+    @property
+    def traces(self) -> bool:
+        """Whether it looks at what callers say of their traces."""
+        return self._tracing.on
+
     @contextlib.contextmanager
     def counting(self, door: str) -> Iterator[None]:
         """Counts a request that its door refuses while it reads it, before `open`."""
@@ -105,7 +114,14 @@ class Admission:
             raise
 
     async def open(
-        self, read: Callable[[Limits], Ask], caller: Caller, deadline: float | None, door: str
+        self,
+        read: Callable[[Limits], Ask],
+        caller: Caller,
+        deadline: float | None,
+        door: str,
+        *,
+        traceparent: str | None = None,
+        operation: str = COMPLETION,
     ) -> LiveRequest:
         """The caller's live request, new or joined; counts one that ends before it is admitted.
 
@@ -116,15 +132,18 @@ class Admission:
             caller: who asks.
             deadline: of the call, on the clock of `time.monotonic`; None: it has none.
             door: by which it comes, as metrics call it.
+            traceparent: the header, if the caller has sent one and requests are traced.
+            operation: as spans call it.
 
         Raises:
             RequestError: it is refused.
         """
         stopwatch = self._metrics.stopwatch()
+        trace = self._tracing.begin(traceparent, door, operation)
         self._metrics.count(DOOR_REQUESTS, door=door)
         try:
             async with asyncio.timeout_at(deadline):
-                return await self._admit(read, caller, deadline, stopwatch)
+                return await self._admit(read, caller, deadline, stopwatch, trace)
         except (RequestError, TimeoutError, asyncio.CancelledError) as left:
             outcome: str = FinishReason.ABORT
             if isinstance(left, RequestError):
@@ -132,8 +151,12 @@ class Admission:
             elif is_due(deadline):
                 outcome = DeadlineExceeded.outcome
             self._metrics.count(REQUESTS, outcome=outcome)
-            if isinstance(left, TimeoutError):
-                raise DeadlineExceeded("before it was admitted") from None
+            late = DeadlineExceeded("before it was admitted")
+            error = late if isinstance(left, TimeoutError) else left
+            if trace is not None:
+                trace.ended(error if isinstance(error, RequestError) else None)
+            if error is late:
+                raise late from None
             raise
 
     async def _admit(
@@ -142,6 +165,7 @@ class Admission:
         caller: Caller,
         deadline: float | None,
         stopwatch: Stopwatch,
+        trace: RequestTrace | None,
     ) -> LiveRequest:
         if deadline is not None and deadline <= time.monotonic():
             raise DeadlineExceeded("before it came")
@@ -162,7 +186,9 @@ class Admission:
             turn = await self._begin_turn(ask, caller)
             try:
                 request = await self._validate(self._of_turn(ask, turn), limits, caller, turn)
-                return self._live.open(request, stopwatch, deadline, ask.form(request))
+                if trace is not None:
+                    trace.admitted(request)
+                return self._live.open(request, stopwatch, deadline, ask.form(request), trace)
             except BaseException:
                 if turn is not None:
                     turn.end(None, "")

@@ -76,6 +76,11 @@ class Attempt:
         self._decode_gave_up: dict[int, RequestEnd] = {}  # while prefill's end is awaited
 
     @property
+    def number(self) -> int:
+        """The router's, of all of its attempts."""
+        return self._submission.attempt
+
+    @property
     def open_choices(self) -> frozenset[int]:
         """The choices that the attempt still works on."""
         return frozenset(c for c, phase in self._phases.items() if phase is not Phase.ENDED)

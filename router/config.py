@@ -8,6 +8,7 @@ from pathlib import Path
 
 from kvrelay.net.tls import TlsFiles
 from kvrelay.options.declaration import Section, option
+from kvrelay.options.observing import ObservingOptions
 
 
 class ToolParser(StrEnum):
@@ -55,7 +56,7 @@ class MetricNames(StrEnum):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RouterOptions:
+class RouterOptions(ObservingOptions):
     """The options of `kvrelay serve` that the router is told as they are."""
 
     placement: PlacementMode = option(
@@ -223,6 +224,15 @@ class RouterOptions:
         "Fail a request that would have to be computed again because its worker or its KV was "
         "lost, and say why. Requests that are retracted go on as usual.",
         Section.RECOVERY,
+    )
+
+    trace_sample: float = option(
+        0.01,
+        "The share of requests that are traced with --otlp, from 0 to 1. A request whose caller "
+        "has sent a traceparent is traced if that says so, and not otherwise.",
+        Section.OBSERVING,
+        at_least=0,
+        at_most=1,
     )
 
 

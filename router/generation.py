@@ -83,6 +83,8 @@ class Submission:
     alone: Set[WorkerRole] = frozenset()
     """On workers of these roles a forward with one of the choices has failed, or may have: they
     are to have forwards of their own there."""
+    traceparent: str = ""
+    """Its span, as W3C writes it; empty: the request is not traced."""
 
     @property
     def request_id(self) -> str:
@@ -139,4 +141,5 @@ class Submission:
             alone=role in self.alone,
             cached_tokens=cached_tokens,
             session=None if role is WorkerRole.PREFILL else self._kept_session,
+            traceparent=self.traceparent,
         )

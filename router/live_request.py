@@ -20,9 +20,10 @@ import contextlib
 import itertools
 import logging
 from collections.abc import Callable, Coroutine, Iterator, Sequence, Set
+from dataclasses import replace
 from typing import Any
 
-from kvrelay.router.attempt import Attempt, RequestFailed, Verdict
+from kvrelay.router.attempt import Attempt, AttemptRetracted, RequestFailed, Verdict
 from kvrelay.router.demand import Demand
 from kvrelay.router.errors import AlreadyExists, DeadlineExceeded, InternalFailure, RequestError
 from kvrelay.router.events import Completion, FinishReason
@@ -38,6 +39,7 @@ from kvrelay.router.metrics import (
 )
 from kvrelay.router.output_stream import OutputStream
 from kvrelay.router.readers import Reader, Readers
+from kvrelay.router.request_trace import RequestTrace, Resubmission
 from kvrelay.wire.output import RequestOutput
 from kvrelay.wire.worker_info import WorkerInfo, WorkerRole
 
@@ -59,6 +61,7 @@ class LiveRequest:
         stopwatch: runs since it arrived.
         attempt_numbers: none of them repeats on a router.
         on_end: called once, when it has its outcome.
+        trace: of a request that is traced.
     """
 
     def __init__(
@@ -71,6 +74,7 @@ class LiveRequest:
         stopwatch: Stopwatch,
         attempt_numbers: Iterator[int],
         on_end: Callable[[LiveRequest], None],
+        trace: RequestTrace | None = None,
     ) -> None:
         self.request = request
         self.generated_on = ""
@@ -83,6 +87,7 @@ class LiveRequest:
         self._stopwatch = stopwatch
         self._attempt_numbers = attempt_numbers
         self._on_end = on_end
+        self._trace = trace
         self._readers = readers
         self._at_deadline: asyncio.TimerHandle | None = None
         self._attempts: dict[int, Attempt] = {}  # by number; those that are not over
@@ -205,7 +210,7 @@ class LiveRequest:
         lost = self._attempts.get(attempt)
         if self.outcome is None and lost is not None:
             with self._ending_with_its_errors():
-                self._act_on(lost.on_lost(endpoint, detail))
+                self._act_on(lost, lost.on_lost(endpoint, detail))
 
     def has_lost(self, attempt: int) -> bool:
         """Whether this attempt at it was lost with a worker."""
@@ -244,15 +249,20 @@ class LiveRequest:
     def _take(self, attempt: Attempt, role: WorkerRole, output: RequestOutput) -> None:
         choice = output.key.choice
         self._stream.take(output)
+        if self._trace is not None and output.tokens:
+            self._trace.token_came()
         if self._stream.choices[choice].ended is not None:
             attempt.end_choice(choice)
+            self._trace_end_of(attempt)
         elif output.end is not None:
-            self._act_on(attempt.on_end(role, choice, output.end))
+            self._act_on(attempt, attempt.on_end(role, choice, output.end))
 
     def _close_if_over(self) -> None:
         if self.outcome is None or self._closed:
             return
         self._closed = True
+        if self._trace is not None:
+            self._trace.ended(self.outcome)
         if self._at_deadline is not None:
             self._at_deadline.cancel()
         for task in self._submissions:
@@ -264,10 +274,11 @@ class LiveRequest:
 
     # Retries.
 
-    def _act_on(self, verdict: Verdict | None) -> None:
+    def _act_on(self, attempt: Attempt, verdict: Verdict | None) -> None:
         """Retries the choices that an attempt left unfinished; raises the request's error."""
         if verdict is None:
             return
+        self._trace_end_of(attempt, verdict)
         if isinstance(verdict, RequestFailed):
             raise verdict.error
         for choice in verdict.choices:
@@ -278,7 +289,7 @@ class LiveRequest:
         retry = self._failover.decide(verdict, unfinished)
         for batch in self._batches(unfinished.keys()):
             self._metrics.count(RESUBMISSIONS, reason=retry.reason)
-            self._run(self._retry(batch, retry))
+            self._run(self._retry(batch, retry, attempt.number))
 
     def _batches(self, choices: Set[int]) -> list[range]:
         """These choices as they are submitted: one by one, or neighbours that emitted nothing."""
@@ -297,15 +308,17 @@ class LiveRequest:
         self._submissions.add(task)
         task.add_done_callback(self._submissions.discard)
 
-    async def _retry(self, choices: range, retry: Retry) -> None:
+    async def _retry(self, choices: range, retry: Retry, after: int) -> None:
         with self._ending_with_its_errors():
             await asyncio.sleep(retry.pause_seconds)
             in_full = in_full_on(self._stream.prompt_logprobs_due, self._failover.alone(choices))
             demand = Demand.of_retry(self.request, len(self._emitted(choices)), in_full)
             placement = await self._failover.place(demand, retry.detail)
-            self._submit(choices, placement)
+            self._submit(choices, placement, Resubmission(after, retry.reason))
 
-    def _submit(self, choices: range, placement: Placement) -> None:
+    def _submit(
+        self, choices: range, placement: Placement, before: Resubmission | None = None
+    ) -> None:
         submission = Submission(
             request=self.request,
             attempt=next(self._attempt_numbers),
@@ -315,6 +328,9 @@ class LiveRequest:
             prompt_logprobs=self._stream.prompt_logprobs_due,
             alone=self._failover.alone(choices),
         )
+        if self._trace is not None:
+            traceparent = self._trace.submitted(submission, placement, before)
+            submission = replace(submission, traceparent=traceparent)
         self._attempts = {n: one for n, one in self._attempts.items() if one.open_choices}
         self.generated_on = placement.decode.endpoint.incarnation
         attempt = self._attempts[submission.attempt] = Attempt(submission, placement)
@@ -324,6 +340,12 @@ class LiveRequest:
             computed_by=placement.computes_prompt.endpoint.role.value,
             reason=placement.reason.value,
         )
+
+    def _trace_end_of(self, attempt: Attempt, verdict: Verdict | None = None) -> None:
+        if self._trace is None or attempt.open_choices:
+            return
+        retracted = verdict is None or isinstance(verdict, AttemptRetracted)
+        self._trace.attempt_ended(attempt.number, None if retracted else str(verdict.error))
 
     def _emitted(self, choices: Sequence[int]) -> tuple[int, ...]:
         """What these choices have told their readers, one after the other."""

@@ -23,6 +23,7 @@ from kvrelay.router.metrics import WORKER_WAITS, RouterMetrics, Stopwatch
 from kvrelay.router.notifier import Notifier
 from kvrelay.router.output_stream import Form, OutputStream
 from kvrelay.router.readers import Patience, Readers
+from kvrelay.router.request_trace import RequestTrace
 from kvrelay.router.text import TextStream
 from kvrelay.router.token_limits import TokenLimits
 from kvrelay.wire.output import RequestOutput
@@ -99,6 +100,7 @@ class LiveRequests:
         stopwatch: Stopwatch,
         deadline: float | None,
         form: Form,
+        trace: RequestTrace | None = None,
     ) -> LiveRequest:
         """The caller's live request with this id and body, or a new one, submitted to its workers.
 
@@ -109,6 +111,7 @@ class LiveRequests:
             stopwatch: runs since it arrived.
             deadline: of its call, on the clock of `time.monotonic`.
             form: of a new one's events.
+            trace: of a new one that is traced.
 
         Raises:
             AlreadyExists: a live request of the caller has this id and another body.
@@ -119,7 +122,7 @@ class LiveRequests:
         """
         running = self._live.get(request.id)
         if running is None:
-            return self._admit(request, stopwatch, deadline, form)
+            return self._admit(request, stopwatch, deadline, form, trace)
         running.check_same(request.fingerprint)
         return running
 
@@ -153,6 +156,7 @@ class LiveRequests:
         stopwatch: Stopwatch,
         deadline: float | None,
         form: Form,
+        trace: RequestTrace | None,
     ) -> LiveRequest:
         if self._closing:
             raise Unavailable("the router is stopping")
@@ -174,6 +178,7 @@ class LiveRequests:
             stopwatch,
             self._attempt_numbers,
             self._forget,
+            trace,
         )
         self._live[request.id] = live
         if placement is None:

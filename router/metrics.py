@@ -109,6 +109,12 @@ CACHED_TOKENS: Final = METRICS.counter(
 OUTPUT_TOKENS: Final = METRICS.counter(
     "kvrelay_output_tokens_total", "Output tokens that were streamed to clients"
 )
+SPANS: Final = METRICS.counter(
+    "kvrelay_spans_total",
+    "Spans of traced requests by what became of them: exported, or dropped because too many waited "
+    "(full), the collector refused them (refused), or it was away when the process ended (unsent)",
+    "fate",
+)
 SLOW_READERS: Final = METRICS.counter(
     "kvrelay_slow_readers_total",
     "Streams that the router ended because their client read too slowly",

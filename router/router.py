@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import uuid
 from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
@@ -19,6 +20,7 @@ from tokenizers import Tokenizer
 from kvrelay.net.allocator import return_large_blocks
 from kvrelay.net.ends import front_server, worker_credentials
 from kvrelay.net.metrics_server import MetricsServer
+from kvrelay.net.otlp import Fate, OtlpExporter, SpanCollector
 from kvrelay.net.receiving import BoundedReceipt
 from kvrelay.net.tls import CurrentTls, TlsFileError
 from kvrelay.router.admin import Administrator
@@ -41,12 +43,14 @@ from kvrelay.router.metrics import (
     PREFIX_ENTRIES,
     REFUSED_WORKERS,
     SESSIONS,
+    SPANS,
     STALE_OUTPUTS,
     WAITING_FOR_WORKERS,
     RouterMetrics,
 )
 from kvrelay.router.operators import serve_operators
 from kvrelay.router.raw_requests import RawMessages
+from kvrelay.router.request_trace import Tracing
 from kvrelay.router.scrape_targets import ScrapeTargets
 from kvrelay.router.seeds import Seeds
 from kvrelay.router.server_info import ServerInfo
@@ -65,6 +69,7 @@ from kvrelay.v1 import (
     inference_pb2_grpc,
 )
 from kvrelay.wire.load import WorkerLoad
+from kvrelay.wire.version import VERSION
 from kvrelay.wire.worker_info import WorkerInfo, WorkerRole
 
 _SERVICE = inference_pb2.DESCRIPTOR.services_by_name["InferenceService"].full_name
@@ -155,6 +160,9 @@ class Router:
                 tokenizer, self._fleet, self._metrics, self._config.retry_after_ms
             )
             undo.callback(structured.close)
+            tracing = Tracing(
+                self._exporter(undo), self._config.trace_sample, self._config.model_name
+            )
             admission = Admission(
                 self._config,
                 self._fleet,
@@ -164,6 +172,7 @@ class Router:
                 self._seeds,
                 structured,
                 self._sessions,
+                tracing,
             )
             info = ServerInfo(self._fleet, live, self._metrics)
             await self._serve_clients(undo, live, admission, texts, info)
@@ -177,6 +186,25 @@ class Router:
     def _serve_sessions(self, undo: contextlib.AsyncExitStack) -> None:
         self._metrics.watch(SESSIONS, lambda: len(self._sessions))
         _run_in(undo, self._sessions.run())
+
+    def _exporter(self, undo: contextlib.AsyncExitStack) -> OtlpExporter | None:
+        """What sends this router's spans; None: no request is traced."""
+        if self._config.otlp is None:
+            return None
+        for fate in Fate:
+            self._metrics.show(SPANS, fate=fate.value)
+        exporter = OtlpExporter(
+            SpanCollector.parse(self._config.otlp),
+            {
+                "service.name": "kvrelay-router",
+                "service.version": VERSION,
+                "service.instance.id": self._id,
+                "process.pid": os.getpid(),
+            },
+            lambda fate, spans: self._metrics.count(SPANS, spans, fate=fate.value),
+        )
+        undo.push_async_callback(asyncio.to_thread, exporter.close)
+        return exporter
 
     def _loads(self) -> list[tuple[WorkerRole, WorkerLoad]]:
         return [(link.endpoint.role, link.load) for link in self._fleet.links]

@@ -8,6 +8,7 @@ import time
 
 import grpc
 
+from kvrelay.net.trace_context import HEADER
 from kvrelay.router.admission import Admission, Ask
 from kvrelay.router.auth import current_caller
 from kvrelay.router.client_messages import event_bytes
@@ -61,7 +62,10 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         deadline = _deadline(context)
         read = [functools.partial(self._ask, raw)]
         del raw  # up to 16 MiB, which nobody needs while the request is live
-        live = await self._admission.open(read.pop(), current_caller(), deadline, door="grpc")
+        traceparent = _traceparent(context) if self._admission.traces else None
+        live = await self._admission.open(
+            read.pop(), current_caller(), deadline, door="grpc", traceparent=traceparent
+        )
         # Written, not yielded: a cancelled call then leaves the reader's context at
         # once, and not when a generator is collected.
         try:
@@ -184,6 +188,12 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
 
 def _form(request: GenerationRequest) -> Form:
     return functools.partial(event_bytes, request.request_id)
+
+
+def _traceparent(context: grpc.aio.ServicerContext) -> str | None:
+    """What the client has sent of its trace; W3C wants several to be ignored."""
+    sent = [value for key, value in context.invocation_metadata() or () if key == HEADER]
+    return sent[0] if len(sent) == 1 and isinstance(sent[0], str) else None
 
 
 def _deadline(context: grpc.aio.ServicerContext) -> float | None:

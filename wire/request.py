@@ -210,6 +210,9 @@ class ForgetSessionRequest:
     """The worker is to keep no KV of a session any more; it ignores one that it does not know."""
 
     session: str
+    """Of the input, that the router expects in the worker's prefix index; it may be wrong."""
+    traceparent: str = ""
+    """The attempt's span, as W3C writes it, if the request is traced."""
 
 
 @dataclass(frozen=True, slots=True)

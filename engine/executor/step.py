@@ -94,6 +94,8 @@ class StepEnded(Generic[RequestT_co]):
     """Tokens that it computed, drafted ones included."""
     work: StepWork = NO_WORK
     """The same without the drafted ones, as far as it decides how long a forward takes."""
+    begun: float = 0.0
+    """When the forward began, on the clock of `time.monotonic`."""
     seconds: float = 0.0
     error: ForwardFailedError | None = None
     """The forward has failed as a whole."""
@@ -187,5 +189,6 @@ def execute_or_fail(executor: Executor, step: Step[RequestT]) -> StepEnded[Reque
         for item in live:
             item.token_state.broken = failed
         outputs = [StepOutput(error=item.token_state.broken) for item in step.scheduled]
-        return StepEnded(step, outputs, error=failed)
-    return replace(ended, seconds=time.monotonic() - begun)
+        seconds = time.monotonic() - begun
+        return StepEnded(step, outputs, begun=begun, seconds=seconds, error=failed)
+    return replace(ended, begun=begun, seconds=time.monotonic() - begun)

@@ -58,4 +58,5 @@ def _copy_for_choice(request: RequestT, choice: int) -> RequestT:
         output_ids=list(request.output_ids),
         checker=request.checker.again(request.output_ids),
         lease=None,
+        trace=None if request.trace is None else request.trace.share(),
     )

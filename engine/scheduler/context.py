@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Generic, TypeVar
 
@@ -15,6 +16,7 @@ from kvrelay.engine.scheduler.metrics import RELEASES, WorkerMetrics
 from kvrelay.engine.scheduler.outbox import Outbox, RouterLink
 from kvrelay.engine.scheduler.prefix_reports import PrefixReports
 from kvrelay.engine.scheduler.request import Request
+from kvrelay.engine.scheduler.request_trace import QUEUE, RequestTrace
 from kvrelay.engine.scheduler.session_turns import SessionTurns
 from kvrelay.engine.scheduler.speed_learner import SpeedLearner
 from kvrelay.mem_cache.fence import Fence, StepClock, StepFence
@@ -130,6 +132,8 @@ class SchedulerContext(Generic[RequestT]):
         """Fail a new request, all choices of it, that can never run here."""
         for choice in request.choices:
             self.emit(request, end=RequestEnd(EndReason.FAILED, error=error), choice=choice)
+        if request.trace is not None:
+            request.trace.end_request(Outcome.FAILED.value, 0, error)
 
     def reserve(
         self,
@@ -156,6 +160,8 @@ class SchedulerContext(Generic[RequestT]):
         )
         if request.lease is None:
             return False
+        if request.trace is not None:
+            _trace_queue(request.trace, request)
         share = request.lease.kv_committed_len / request.input_len
         self._reused_share = max(share, self._reused_share * _REUSE_FADES)
         return True
@@ -276,6 +282,8 @@ class SchedulerContext(Generic[RequestT]):
         if end is not None:
             for choice in request.choices:
                 self.emit(request, tokens, end, timings, choice=choice)
+        if request.trace is not None:
+            _trace_end(request.trace, request, outcome, end)
 
     def _release_kv_cache(
         self, request: RequestT, outcome: Outcome, fences: Iterable[Fence]
@@ -349,3 +357,25 @@ class SchedulerContext(Generic[RequestT]):
                 self.outbox.put(link, EngineOutputs((), prefixes=update))
         self._outputs.clear()
         self.outbox.flush()
+
+
+def _trace_queue(trace: RequestTrace, request: Request) -> None:
+    """Record that a request has memory now."""
+    attributes = {
+        "kvrelay.input_tokens": request.input_len,
+        "kvrelay.cached_tokens": request.held.cache_protected_len,
+    }
+    trace.record(QUEUE, request.received, time.monotonic(), attributes)
+
+
+def _trace_end(
+    trace: RequestTrace, request: Request, outcome: Outcome, end: RequestEnd | None
+) -> None:
+    """Record the end of a request; `end` is `None` if its router was told before."""
+    error = None
+    if end is not None and end.reason is EndReason.FAILED:
+        error = end.error or "failed"
+    elif outcome is Outcome.FAILED:
+        error = "failed"
+    brought = request.input_len - len(request.prompt_ids)
+    trace.end_request(outcome.value, len(request.output_ids) - brought, error)

@@ -21,7 +21,7 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from typing import Generic, Protocol, TypeAlias, TypeVar, assert_never
+from typing import Any, Generic, Protocol, TypeAlias, TypeVar, assert_never
 
 from kvrelay.engine.executor.failures import ForwardFailedError, WorkerBrokenError
 from kvrelay.engine.executor.step import Scheduled, Step, StepEnded, StepOutput
@@ -50,6 +50,7 @@ from kvrelay.engine.scheduler.commands import (
 from kvrelay.engine.scheduler.context import SchedulerContext
 from kvrelay.engine.scheduler.metrics import AUDIT_FAILURES, FAILED_STEPS
 from kvrelay.engine.scheduler.request import Request
+from kvrelay.engine.scheduler.request_trace import CHUNK, RequestTrace
 from kvrelay.mem_cache.errors import ConservationError
 from kvrelay.wire.load import WorkerLoad
 
@@ -241,6 +242,8 @@ class Engine(Generic[RequestT, MessageT]):
         for item, output in zip(ended.step.scheduled, ended.outputs, strict=True):
             if item.request.has_ended:
                 continue
+            if item.request.trace is not None:
+                _trace_chunk(item.request.trace, item, output, ended)
             if output.error is None or output.tokens:
                 self._scheduler.process_step_output(item, output)
             if output.error is not None and not item.request.has_ended:
@@ -340,6 +343,22 @@ class Engine(Generic[RequestT, MessageT]):
     def _cancel_all(self, requests: Iterable[RequestT]) -> None:
         for request in requests:
             self._scheduler.cancel(Cancel(request.key))
+
+
+def _trace_chunk(
+    trace: RequestTrace, item: Scheduled[Request], output: StepOutput, ended: StepEnded[Any]
+) -> None:
+    """Record a forward that computed a part of a prompt; no span for each token that follows."""
+    request = item.request
+    if request.kv_written_len >= request.input_len:
+        return
+    attributes = {
+        "kvrelay.tokens": item.num_tokens,
+        "kvrelay.context_tokens": request.kv_written_len,
+        "kvrelay.requests_in_step": len(ended.step.scheduled),
+    }
+    error = None if output.error is None else str(output.error)
+    trace.record(CHUNK, ended.begun, ended.begun + ended.seconds, attributes, error=error)
 
 
 class EngineThread(Generic[RequestT, MessageT]):

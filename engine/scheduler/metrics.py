@@ -68,6 +68,12 @@ GRAMMAR_HITS: Final = METRICS.counter(
     "kvrelay_grammar_cache_hits_total",
     "Times that the grammar of a structured output was needed and there already",
 )
+SPANS: Final = METRICS.counter(
+    "kvrelay_spans_total",
+    "Spans of traced requests by what became of them: exported, or dropped because too many waited "
+    "(full), the collector refused them (refused), or it was away when the process ended (unsent)",
+    "fate",
+)
 RETRACTIONS: Final = METRICS.counter(
     "kvrelay_retractions_total", "Running requests that were retracted to make room for others"
 )

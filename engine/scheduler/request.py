@@ -13,6 +13,7 @@ import numpy as np
 from kvrelay.engine.executor.token_state import TokenState
 from kvrelay.engine.scheduler.commands import Submit
 from kvrelay.engine.scheduler.outbox import RouterLink
+from kvrelay.engine.scheduler.request_trace import RequestTrace
 from kvrelay.mem_cache.lease import Lease
 from kvrelay.mem_cache.prefix_index import TokenIds
 from kvrelay.wire.request import KeptSession, RequestKey, SamplingParams, StopConditions
@@ -76,6 +77,8 @@ class Request:
     """When it was last granted something, or some of its input was last computed or read."""
     prefix_wait: PrefixWait | None = None
     """For whom it waits, so that it need not compute or read what both share."""
+    trace: RequestTrace | None = None
+    """Of a request that is traced."""
     has_ended: bool = False
     """It was released, though a forward may still compute it."""
     most_tokens: int = field(init=False)
@@ -111,6 +114,7 @@ class Request:
             grammar=command.grammar,
             session=command.session,
             arrived=command.arrived,
+            trace=command.trace,
             **more,
         )
 

@@ -15,6 +15,7 @@ from kvrelay.engine.scheduler.context import SchedulerContext
 from kvrelay.engine.scheduler.growth_reserve import GrowthReserve
 from kvrelay.engine.scheduler.metrics import RETRACTIONS
 from kvrelay.engine.scheduler.request import Request
+from kvrelay.engine.scheduler.request_trace import DECODE
 from kvrelay.mem_cache.lease import Batch
 from kvrelay.mem_cache.release import Outcome
 from kvrelay.wire.output import NO_TIMINGS, PhaseTimings, RequestEnd, SampledToken
@@ -39,6 +40,8 @@ class GeneratingRequest(Request):
     def activate(self, input_timings: PhaseTimings) -> None:
         """Note that its input is complete: it generates from now on."""
         self.input_timings, self.activated_at = input_timings, time.monotonic()
+        if self.trace is not None:
+            self.trace.begin(DECODE)
 
     def timings(self) -> PhaseTimings:
         """Seconds of the phases until now, as far as this worker saw them."""

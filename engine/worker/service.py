@@ -21,6 +21,7 @@ from kvrelay.engine.scheduler.commands import (
     TellPrefixes,
 )
 from kvrelay.engine.scheduler.outbox import RouterLink
+from kvrelay.engine.scheduler.request_trace import begin_trace
 from kvrelay.engine.worker.black_box import posthumous_ends
 from kvrelay.engine.worker.edge import check_incarnation, check_version, first_message
 from kvrelay.engine.worker.held_submits import HeldSubmits, Prepare
@@ -28,6 +29,7 @@ from kvrelay.engine.worker.load_reports import PacedLink
 from kvrelay.engine.worker.page_owners import page_owners
 from kvrelay.engine.worker.submit_rules import SubmitRules, submit_command
 from kvrelay.mem_cache.kv_cache_manager import KVCacheManager
+from kvrelay.net.spans import SpanSink
 from kvrelay.v1 import worker_pb2, worker_pb2_grpc
 from kvrelay.wire.messages import ATTACH_REQUEST, ENGINE_OUTPUTS, PAGE_OWNERS
 from kvrelay.wire.output import EndReason, EngineOutputs, RequestEnd, RequestOutput
@@ -52,6 +54,7 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
         rules: what submissions must keep to.
         killed: the requests of the forward that killed the process before, if one did.
         prepare: begins to compile what outputs must be; their requests wait for it.
+        spans: takes those of traced requests; None: no request is traced here.
     """
 
     def __init__(
@@ -61,7 +64,9 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
         rules: SubmitRules,
         killed: Sequence[RequestKey] = (),
         prepare: Prepare = lambda _: None,
+        spans: SpanSink | None = None,
     ) -> None:
+        self._spans = spans
         self._submits = HeldSubmits(inbox, prepare)
         self._killed = posthumous_ends(killed)
         self._incarnation = incarnation
@@ -143,7 +148,8 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
         try:
             command = ATTACH_REQUEST.from_message(message).command
             if isinstance(command, SubmitRequest):
-                self._submits.submit(submit_command(command, link, self._rules))
+                trace = begin_trace(self._spans, command.traceparent, self._rules.role, command.key)
+                self._submits.submit(submit_command(command, link, self._rules, trace))
             elif isinstance(command, CancelRequest):
                 self._submits.cancel(Cancel(command.key._replace(router=link.router)))
             elif isinstance(command, TellPrefixesRequest):

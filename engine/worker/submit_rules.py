@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from kvrelay.engine.scheduler.commands import Submit
 from kvrelay.engine.scheduler.outbox import RouterLink
+from kvrelay.engine.scheduler.request_trace import RequestTrace
 from kvrelay.wire.request import MAX_CHOICES, RequestKey, SubmitRequest
 from kvrelay.wire.worker_info import WorkerRole
 
@@ -69,7 +70,9 @@ class SubmitRules:
             )
 
 
-def submit_command(submit: SubmitRequest, link: RouterLink, rules: SubmitRules) -> Submit:
+def submit_command(
+    submit: SubmitRequest, link: RouterLink, rules: SubmitRules, trace: RequestTrace | None = None
+) -> Submit:
     """The engine's command for a router's submission.
 
     Raises:
@@ -94,4 +97,5 @@ def submit_command(submit: SubmitRequest, link: RouterLink, rules: SubmitRules) 
         alone=submit.alone,
         cached_tokens=submit.cached_tokens,
         session=submit.session,
+        trace=trace,
     )

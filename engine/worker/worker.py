@@ -13,7 +13,12 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from kvrelay.engine.config import WorkerConfig
 from kvrelay.engine.faults import FaultPlan
 from kvrelay.engine.scheduler.commands import Drain, GiveUp, Inspect, PeerDied, RetractForDrain
-from kvrelay.engine.scheduler.metrics import FAILED_STEPS, QUARANTINE_DRAINS
+from kvrelay.engine.scheduler.metrics import (
+    FAILED_STEPS,
+    QUARANTINE_DRAINS,
+    SPANS,
+    WorkerMetrics,
+)
 from kvrelay.engine.worker.assembly import MakePlugin, assemble, make_agent
 from kvrelay.engine.worker.black_box import BlackBox
 from kvrelay.engine.worker.kv_events import KVEvents
@@ -26,6 +31,7 @@ from kvrelay.engine.worker.worker_lease import WorkerLease, lease_clock
 from kvrelay.net.addresses import host_port
 from kvrelay.net.ends import bind, worker_server
 from kvrelay.net.metrics_server import MetricsServer
+from kvrelay.net.otlp import Fate, OtlpExporter, SpanCollector
 from kvrelay.text.tokenizer import load_tokenizer
 from kvrelay.v1 import worker_pb2_grpc
 from kvrelay.wire.version import VERSION
@@ -56,6 +62,7 @@ class Worker:
         self._weights_read = WeightsRead(weight_bytes(config))
         self._black_box: BlackBox | None = None
         self._kv_events: KVEvents | None = None
+        self._spans: OtlpExporter | None = None
         self._kv_events_address = ""
         self.faults = FaultPlan(config.faults or ())
         """Takes effect only if the configuration names faults, or an empty tuple of them."""
@@ -104,6 +111,7 @@ class Worker:
             on_failure=self._on_failure,
             page_listener=self._kv_events,
         )
+        self._spans = _exporter(config, incarnation, self._parts.metrics)
         port = await self._listen(incarnation, model)
         registry = self._parts.metrics.registry
         self._metrics_server = MetricsServer(registry, config.metrics_host, config.metrics_port)
@@ -228,6 +236,8 @@ class Worker:
 
     def _stop_threads(self) -> None:
         self._parts.stop_threads()
+        if self._spans is not None:
+            self._spans.close()
         self._metrics_server.close()
 
     async def _publish_kv_events(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -245,7 +255,7 @@ class Worker:
         killed = self._black_box.killed if self._black_box is not None else ()
         self._parts.metrics.count(FAILED_STEPS, bool(killed))
         self._service = WorkerService(
-            incarnation, self._parts.inbox, rules, killed, model.grammars.prepare
+            incarnation, self._parts.inbox, rules, killed, model.grammars.prepare, self._spans
         )
         self._server = worker_server()
         worker_pb2_grpc.add_WorkerServiceServicer_to_server(self._service, self._server)
@@ -285,3 +295,24 @@ class Worker:
         assert self._failure is not None
         if not self._failure.done():
             self._failure.set_result(reason)
+
+
+def _exporter(
+    config: WorkerConfig, incarnation: str, metrics: WorkerMetrics
+) -> OtlpExporter | None:
+    """What sends this worker's spans; None: no request is traced."""
+    if config.otlp is None:
+        return None
+    for fate in Fate:
+        metrics.show(SPANS, fate=fate.value)
+    return OtlpExporter(
+        SpanCollector.parse(config.otlp),
+        {
+            "service.name": f"kvrelay-{config.role}",
+            "service.version": VERSION,
+            "service.instance.id": incarnation,
+            "kvrelay.worker": config.name,
+            "process.pid": os.getpid(),
+        },
+        lambda fate, spans: metrics.count(SPANS, spans, fate=fate.value),
+    )

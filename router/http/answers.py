@@ -23,6 +23,7 @@ from kvrelay.router.http.logprobs import (
     TokenNames,
 )
 from kvrelay.router.http.spoken import Spoken
+from kvrelay.router.request_trace import CHAT, COMPLETION
 from kvrelay.text.output_parsers import OutputParser
 from kvrelay.wire.output import SampledToken
 
@@ -36,6 +37,8 @@ class Style(Protocol):
 
     prefix: str
     """Of a call's id."""
+    operation: str
+    """As spans call it."""
     chunk_object: str
     whole_object: str
     no_text: str
@@ -60,6 +63,7 @@ class CompletionStyle:
     """/v1/completions."""
 
     prefix = "cmpl"
+    operation = COMPLETION
     chunk_object = whole_object = "text_completion"
     no_text = '"text":""'
     prompt_on_top = False
@@ -85,6 +89,7 @@ class ChatStyle:
     """/v1/chat/completions."""
 
     prefix = "chatcmpl"
+    operation = CHAT
     chunk_object = "chat.completion.chunk"
     whole_object = "chat.completion"
     no_text = '"delta":{}'

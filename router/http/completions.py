@@ -83,7 +83,7 @@ class Completions:
         def make(number: int, request: GenerationRequest) -> Form:
             return Chunks(answer, self._part(call, number, request), call.shown)
 
-        completions = await self._run(exchange, call, answer.id, caller, make, exchange.write)
+        completions = await self._run(exchange, call, answer, caller, make, exchange.write)
         usage = usage_chunk(answer, completions) if call.options.include_usage else b""
         try:
             async with asyncio.timeout(self._read_timeout):
@@ -100,7 +100,7 @@ class Completions:
             wholes.append(Whole(answer, self._part(call, number, request), call.shown, held))
             return wholes[-1]
 
-        completions = await self._run(exchange, call, answer.id, caller, make, held.check)
+        completions = await self._run(exchange, call, answer, caller, make, held.check)
         await exchange.answer(whole_answer(answer, wholes, completions))
 
     def _part(self, call: Call, number: int, request: GenerationRequest) -> PromptPart:
@@ -111,7 +111,7 @@ class Completions:
         return PromptPart(number * call.n, call.n, request.input_ids, text)
 
     async def _run(
-        self, exchange: Exchange, call: Call, call_id: str, caller: Caller, make: Make, take: Take
+        self, exchange: Exchange, call: Call, answer: Answer, caller: Caller, make: Make, take: Take
     ) -> Sequence[Completion]:
         """Serves all prompts, and has their events taken as they come; returns how they ended."""
         deadline = exchange.deadline
@@ -120,8 +120,15 @@ class Completions:
             async with asyncio.timeout(None) as timeout:
                 with contextlib.ExitStack() as attached:
                     lives: list[LiveRequest] = []
-                    for ask in _asks(call, call_id, make):
-                        live = await self._admission.open(ask, caller, deadline, door="http")
+                    for ask in _asks(call, answer.id, make):
+                        live = await self._admission.open(
+                            ask,
+                            caller,
+                            deadline,
+                            door="http",
+                            traceparent=exchange.traceparent if self._admission.traces else None,
+                            operation=answer.style.operation,
+                        )
                         readers.append(attached.enter_context(live.reader(timeout, deadline)))
                         lives.append(live)
                     await _pump_all(readers, take)

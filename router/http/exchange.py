@@ -12,6 +12,7 @@ from starlette.types import Receive, Scope, Send
 
 from kvrelay.net.allocator import LARGE_BYTES, Trimmer
 from kvrelay.net.receiving import Receipts
+from kvrelay.net.trace_context import HEADER
 from kvrelay.router.errors import InvalidField
 from kvrelay.router.http.errors import ErrorAnswer, HttpError
 
@@ -64,6 +65,12 @@ class Exchange:
     def headers(self, name: bytes) -> Sequence[str]:
         """The values of a header."""
         return [value.decode("latin-1") for key, value in self._scope["headers"] if key == name]
+
+    @property
+    def traceparent(self) -> str | None:
+        """What the client has sent of its trace; W3C wants several to be ignored."""
+        sent = self.headers(HEADER.encode())
+        return sent[0] if len(sent) == 1 else None
 
     def path_parameter(self, name: str) -> str | None:
         """A part of the path; None: it has no such part."""

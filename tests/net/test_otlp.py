@@ -1,0 +1,173 @@
+"""Spans reach a collector over OTLP, and nothing waits for one that is away."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
+
+import grpc
+import pytest
+
+from kvrelay.net import otlp
+from kvrelay.net.otlp import Fate, OtlpExporter, SpanCollector
+from kvrelay.net.spans import Link, Span, SpanKind
+from kvrelay.net.trace_context import TraceContext, new_span_id, new_trace_id
+from tests.otlp_receiver import ERROR, Collector, collecting
+
+
+class Exporting:
+    """An exporter, and what became of its spans."""
+
+    def __init__(self, endpoint: str) -> None:
+        self.fates: Counter[Fate] = Counter()
+        self.threads: set[str] = set()
+        resource = {"service.name": "test", "process.pid": 7}
+        self.exporter = OtlpExporter(SpanCollector.parse(endpoint), resource, self._count)
+
+    def _count(self, fate: Fate, spans: int) -> None:
+        self.fates[fate] += spans
+        self.threads.add(threading.current_thread().name)
+
+
+@contextmanager
+def exporting(endpoint: str) -> Iterator[Exporting]:
+    one = Exporting(endpoint)
+    try:
+        yield one
+    finally:
+        one.exporter.close()
+
+
+@pytest.fixture
+async def collector() -> AsyncIterator[Collector]:
+    async with collecting() as collector:
+        yield collector
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(otlp, "_INTERVAL_SECONDS", 0.05)
+    monkeypatch.setattr(otlp, "_FIRST_PAUSE_SECONDS", 0.05)
+    monkeypatch.setattr(otlp, "_LAST_CALL_SECONDS", 0.2)
+
+
+def span(name: str = "span", **fields: object) -> Span:
+    context = TraceContext(new_trace_id(), new_span_id(), sampled=True)
+    given = {"context": context, "parent_id": b"", "start_ns": 1, "end_ns": 2, **fields}
+    return Span(name=name, **given)  # type: ignore[arg-type]
+
+
+async def test_a_span_comes_as_it_was_given(collector: Collector) -> None:
+    parent, cause = new_span_id(), span().context
+    given = span(
+        parent_id=parent,
+        attributes={"words": ["a", "b"], "number": 3, "share": 0.5, "is": True, "text": "t"},
+        links=(Link(cause, {"why": "x"}),),
+        kind=SpanKind.SERVER,
+        error="it broke",
+    )
+    with exporting(collector.endpoint) as one:
+        one.exporter.put(given)
+        await collector.until(lambda c: c.spans)
+    (received,) = collector.spans
+    sent = received.span
+    assert received.resource == {"service.name": "test", "process.pid": 7}
+    assert received.attributes == dict(given.attributes)
+    assert (sent.trace_id, sent.span_id) == (given.context.trace_id, given.context.span_id)
+    assert (sent.parent_span_id, sent.kind) == (parent, SpanKind.SERVER)
+    assert (sent.start_time_unix_nano, sent.end_time_unix_nano) == (1, 2)
+    assert (sent.status.code, sent.status.message) == (ERROR, "it broke")
+    assert sent.links[0].span_id == cause.span_id
+    assert one.fates[Fate.EXPORTED] == 1
+
+
+async def test_spans_wait_for_a_collector_that_is_away(collector: Collector) -> None:
+    collector.status = grpc.StatusCode.UNAVAILABLE
+    with exporting(collector.endpoint) as one:
+        one.exporter.put(span("early"))
+        await collector.until(lambda c: c.calls > 1)
+        one.exporter.put(span("late"))
+        collector.status = None
+        await collector.until(lambda c: len(c.spans) == 2)
+    assert [received.name for received in collector.spans] == ["early", "late"]
+    assert one.fates == {Fate.EXPORTED: 2, Fate.REFUSED: 0}
+
+
+async def test_too_many_that_wait_are_dropped_and_counted_and_nobody_is_blocked() -> None:
+    with exporting("http://127.0.0.1:1") as one:
+        begun = time.thread_time()
+        for _ in range(2 * otlp.MOST_WAITING):
+            one.exporter.put(span())
+        assert time.thread_time() - begun < 5  # seconds; a call would have taken as long for each
+        # A batch may have been taken up already.
+        assert one.fates[Fate.FULL] >= otlp.MOST_WAITING - otlp._MOST_IN_A_CALL
+        one.exporter.close()
+        one.exporter.put(span())
+    assert one.fates.total() == 2 * otlp.MOST_WAITING + 1
+    assert one.fates[Fate.EXPORTED] == 0
+
+
+async def test_what_a_collector_refuses_is_counted(collector: Collector) -> None:
+    with exporting(collector.endpoint) as one:
+        collector.rejects = 1
+        one.exporter.put(span())
+        await collector.until(lambda _: one.fates.total())
+        collector.status = grpc.StatusCode.INVALID_ARGUMENT
+        one.exporter.put(span())
+        await collector.until(lambda _: one.fates.total() == 2)
+        assert collector.calls == 2  # it is not tried again
+    assert one.fates[Fate.REFUSED] == 2
+
+
+async def test_the_end_sends_what_waits(collector: Collector) -> None:
+    one = Exporting(collector.endpoint)
+    for _ in range(1000):
+        one.exporter.put(span())
+    await asyncio.to_thread(one.exporter.close)
+    assert len(collector.spans) == 1000
+    assert one.fates == {Fate.EXPORTED: 1000, Fate.REFUSED: 0}
+    assert one.threads == {"otlp"}
+
+
+def test_no_thread_is_started_without_a_span() -> None:
+    one = Exporting("http://127.0.0.1:1")
+    assert one.exporter._thread is None
+    one.exporter.close()
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "target", "encrypted"),
+    [
+        ("http://localhost:4317", "localhost:4317", False),
+        ("http://localhost", "localhost:4317", False),
+        ("https://collector.example:443/", "collector.example:443", True),
+        ("127.0.0.1:1", "127.0.0.1:1", False),
+        ("http://[::1]", "[::1]:4317", False),
+        ("http://[::1]:9", "[::1]:9", False),
+    ],
+)
+def test_endpoints(endpoint: str, target: str, encrypted: bool) -> None:
+    assert SpanCollector.parse(endpoint) == SpanCollector(target, encrypted)
+
+
+@pytest.mark.parametrize(
+    "endpoint",
+    [
+        "",
+        "http://",
+        "ftp://a:1",
+        "http://a:b",
+        "http://:1",
+        "http://a:0",
+        "http://a/v1/traces",
+        "http://user:word@a",
+        "http://a:65536",
+    ],
+)
+def test_what_is_no_endpoint_is_refused(endpoint: str) -> None:
+    with pytest.raises(ValueError, match="must"):
+        SpanCollector.parse(endpoint)
