@@ -136,7 +136,8 @@ class Pulls:
             return False
         error = f"a read has not ended for {self._slowest:g} s"
         states = ", ".join(f"{pull.peer}: {pull.state.name}" for pull in request.reading)
-        logger.warning("request %s: %s (%s)", request.key.request_id, error, states)
+        fields = request.key.fields
+        logger.warning("request %s: %s (%s)", fields["request_id"], error, states, extra=fields)
         self._requests.fail(request, FailureReason.READ_FAILED, error)
         return True
 

@@ -18,11 +18,13 @@ from kvrelay.deploy.cluster import Cluster
 from kvrelay.deploy.controller_spec import FAILED, SPEC, WHERE, ControllerSpec
 from kvrelay.deploy.errors import ClusterError
 from kvrelay.deploy.key_value_store import KeyValueStore
+from kvrelay.deploy.logs import set_up_log
 from kvrelay.deploy.on_node import address_here
 from kvrelay.deploy.ray_store import RayStore
 from kvrelay.deploy.worker_process import ProcessIdentity
 from kvrelay.net.addresses import host_port
 from kvrelay.net.metrics_server import MetricsServer
+from kvrelay.options.observing import LogFormat
 from kvrelay.router.auth import Guard
 from kvrelay.router.current_tokens import CurrentTokens
 from kvrelay.router.errors import StartError
@@ -73,10 +75,13 @@ class ControllerHost:
     Args:
         namespace: the cluster's, of its store and its actors.
         log_level: of the controller's log.
+        log_format: of the controller's log.
     """
 
-    def __init__(self, namespace: str, log_level: int) -> None:
-        logging.basicConfig(level=log_level, format="%(levelname)s %(name)s: %(message)s")
+    def __init__(
+        self, namespace: str, log_level: int, log_format: LogFormat = LogFormat.TEXT
+    ) -> None:
+        set_up_log(log_level, log_format, role="controller", cluster=namespace.rpartition("/")[2])
         self._namespace = namespace
         self._report = ControllerReport(Stage.STARTING, os.getpid())
         self._loop = asyncio.new_event_loop()

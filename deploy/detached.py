@@ -137,7 +137,7 @@ def _place_controller(namespace: str, spec: ControllerSpec, host: type[Controlle
         max_task_retries=-1,  # every method may be called twice
         num_cpus=0,
         resources=_HEAD,
-    ).remote(namespace, spec.log_level)
+    ).remote(namespace, spec.log_level, spec.configs[0].log_format)
 
 
 async def until_leading(

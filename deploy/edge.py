@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import logging
 import sys
 from collections.abc import Callable
 from typing import Any, NoReturn
@@ -11,7 +10,9 @@ from typing import Any, NoReturn
 import click
 
 from kvrelay.deploy.errors import DeployError, OptionError
+from kvrelay.deploy.logs import level_of, set_up_log
 from kvrelay.model_runner.errors import ModelRunnerError
+from kvrelay.options.observing import LogFormat
 from kvrelay.router.errors import StartError
 
 FAILED = 1
@@ -28,10 +29,7 @@ def with_clear_errors(command: Callable[..., None]) -> Callable[..., None]:
     @click.option("--debug", is_flag=True, help="Log more, and show the traceback of a failure.")
     @functools.wraps(command)
     def guarded(*, debug: bool, **options: Any) -> None:
-        logging.basicConfig(
-            level=logging.INFO if debug else logging.WARNING,
-            format="%(levelname)s %(name)s: %(message)s",
-        )
+        set_up_log(level_of(debug=debug), LogFormat(options.get("log_format", LogFormat.TEXT)))
         try:
             command(debug=debug, **options)
         except OptionError as error:

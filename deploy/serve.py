@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import signal
 import sys
 from collections.abc import Mapping
@@ -21,6 +20,7 @@ from kvrelay.deploy.converted import ConvertedModels
 from kvrelay.deploy.edge import with_clear_errors
 from kvrelay.deploy.environment import allow_many_machines
 from kvrelay.deploy.errors import OptionError
+from kvrelay.deploy.logs import level_of
 from kvrelay.deploy.models import Model, resolve_model, users_models
 from kvrelay.deploy.option_flags import SectionedCommand, declared_options
 from kvrelay.deploy.options import ServeOptions
@@ -28,6 +28,7 @@ from kvrelay.deploy.progress import Progress
 from kvrelay.deploy.serve_text import headline, ready_lines
 from kvrelay.deploy.stop_signals import StopSignals
 from kvrelay.options.declaration import flag_of
+from kvrelay.options.observing import LogFormat
 
 if TYPE_CHECKING:
     from kvrelay.deploy.joined_ray import JoinedRay
@@ -147,6 +148,8 @@ def _run_cluster(
         doing = f"joining {options.ray_address}" if options.joins_ray else "starting a local one"
         with progress.step("ray", doing) as step:
             ray = stack.enter_context(_ray(options, debug=debug))
+            if options.log_format is LogFormat.JSON:
+                stack.enter_context(_relayed_as_json())
             signals.install()
             step.say(f"logs in {ray.logs}")
         if options.copy_model:
@@ -168,6 +171,12 @@ def _ray(options: ServeOptions, *, debug: bool) -> AbstractContextManager[LocalR
     from kvrelay.deploy.local_ray import LocalRay
 
     return LocalRay(options.workers * options.worker_cpus, keep_logs=debug)
+
+
+def _relayed_as_json() -> AbstractContextManager[None]:
+    from kvrelay.deploy.relayed_logs import relayed_as_json
+
+    return relayed_as_json()
 
 
 def _offered(model: Model, progress: Progress, stack: ExitStack) -> Model:
@@ -197,7 +206,7 @@ async def _serve(
     task = asyncio.current_task()
     assert task is not None
     signals.deliver_to(lambda: loop.call_soon_threadsafe(task.cancel))
-    log_level = logging.INFO if debug else logging.WARNING
+    log_level = level_of(debug=debug)
     try:
         async with deployed(options, model, progress, log_level=log_level) as deployment:
             signals.deliver_to(lambda: loop.call_soon_threadsafe(stopped.set))

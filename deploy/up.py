@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import signal
 import sys
 from contextlib import ExitStack
@@ -16,6 +15,7 @@ import click
 from kvrelay.deploy.config_file import load_defaults
 from kvrelay.deploy.edge import with_clear_errors
 from kvrelay.deploy.environment import allow_many_machines
+from kvrelay.deploy.logs import level_of
 from kvrelay.deploy.models import Model
 from kvrelay.deploy.option_flags import SectionedCommand, declared_options
 from kvrelay.deploy.progress import Progress
@@ -99,7 +99,7 @@ def make_spec(
         cluster_name=options.cluster_name,
         configs=tuple(worker_configs(options, model)),
         plan=replace(PlacementPlan.from_options(options), namespace=namespace),
-        log_level=logging.INFO if debug else logging.WARNING,
+        log_level=level_of(debug=debug),
         port=options.controller_port,
         advertised=options.advertised,
         tls=front and replace(front, cert=front.cert.absolute(), key=front.key.absolute()),

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import ClassVar, Final, Protocol
 
 from kvrelay.deploy.local_ray import ray
+from kvrelay.deploy.logs import add_to_log, set_up_log
 from kvrelay.deploy.numa import NumaHome, keep_to_one_node
 from kvrelay.deploy.on_node import on_this_node
 from kvrelay.deploy.records import Started
@@ -125,7 +126,7 @@ class WorkerHost:
     """This process's SIGTERM; `actor_class` brings it."""
 
     def __init__(self, config: WorkerConfig, build: BuildWorker, log_level: int) -> None:
-        logging.basicConfig(level=log_level, format="%(levelname)s %(name)s: %(message)s")
+        set_up_log(log_level, config.log_format, worker=config.name, role=config.role.value)
         self._config = config
         self._build = build
         self._worker: Worker | None = None
@@ -327,6 +328,7 @@ class WorkerHost:
         config = await asyncio.to_thread(on_this_node, config)
         self._beginner = worker = self._build(config)
         self._info = await worker.start()
+        add_to_log(incarnation=self._info.incarnation)
         worker.lease.begin(config.lease_seconds, self._end_without_lease)
         threading.Thread(target=worker.lease.watch, name="lease", daemon=True).start()
         self._worker = worker

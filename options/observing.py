@@ -3,8 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import StrEnum
 
 from kvrelay.options.declaration import Section, option
+
+
+class LogFormat(StrEnum):
+    """How processes write their logs."""
+
+    TEXT = "text"
+    """For people."""
+    JSON = "json"
+    """One object a line."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,4 +28,10 @@ class ObservingOptions:
         Section.OBSERVING,
         metavar="URL",
         shown_default="no tracing",
+    )
+    log_format: LogFormat = option(
+        LogFormat.TEXT,
+        "How router, workers and controller write their logs to standard error: text, or json, one "
+        "object a line with the worker's, the request's and the trace's ids.",
+        Section.OBSERVING,
     )

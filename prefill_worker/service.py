@@ -87,6 +87,7 @@ class HandOverService(hand_over_pb2_grpc.HandOverServiceServicer):
             async for message in requests:
                 self._inbox.post(StreamMessage(stream, FROM_DECODE.from_message(message)))
         except (grpc.RpcError, ValueError) as error:
-            logger.info("hand-over of %s broke: %s", stream.key, error)
+            fields = stream.key.fields
+            logger.info("hand-over of %s broke: %s", stream.key, error, extra=fields)
         finally:
             stream.close()

@@ -226,6 +226,12 @@ class RouterOptions(ObservingOptions):
         Section.RECOVERY,
     )
 
+    log_prompts: bool = option(
+        False,
+        "The router logs each request's prompt and output when it ends. Without it no log has "
+        "either. Whoever reads the log then reads what all clients write.",
+        Section.OBSERVING,
+    )
     trace_sample: float = option(
         0.01,
         "The share of requests that are traced with --otlp, from 0 to 1. A request whose caller "

@@ -102,6 +102,17 @@ class LiveRequest:
         return self._stream.outcome
 
     @property
+    def log_fields(self) -> dict[str, str | None]:
+        """What a message about the request says beside its text."""
+        trace_id = None if self._trace is None else self._trace.trace_id
+        return {"request_id": self.request.request_id, "trace_id": trace_id}
+
+    @property
+    def output_ids(self) -> list[Sequence[int]]:
+        """The tokens that its readers were told, of each choice."""
+        return [choice.emitted for choice in self._stream.choices]
+
+    @property
     def streaming(self) -> bool:
         """Its first token has come, of whichever choice."""
         return self._stream.streaming
@@ -242,7 +253,7 @@ class LiveRequest:
 
     def _end_with(self, error: Exception) -> None:
         if not isinstance(error, RequestError):
-            _log.exception("request %s", self.request.request_id)
+            _log.exception("request %s", self.request.request_id, extra=self.log_fields)
             error = InternalFailure(f"router: {error}")
         self._stream.fail(error)
 

@@ -23,6 +23,7 @@ from kvrelay.router.metrics import WORKER_WAITS, RouterMetrics, Stopwatch
 from kvrelay.router.notifier import Notifier
 from kvrelay.router.output_stream import Form, OutputStream
 from kvrelay.router.readers import Patience, Readers
+from kvrelay.router.request_log import RequestLog
 from kvrelay.router.request_trace import RequestTrace
 from kvrelay.router.text import TextStream
 from kvrelay.router.token_limits import TokenLimits
@@ -49,6 +50,7 @@ class LiveRequests:
         self._validating: Counter[str] = Counter()  # by the caller's name
         self._token_limits = TokenLimits(metrics, config.retry_after_ms)
         self._ended = Notifier()
+        self._request_log = RequestLog(tokenizer, with_prompts=config.log_prompts)
 
     def __len__(self) -> int:
         return len(self._live)
@@ -219,4 +221,5 @@ class LiveRequests:
         del self._live[live.request.id]
         if live.request.turn is not None:
             live.request.turn.end(live.history, live.generated_on)
+        self._request_log.write(live)
         self._ended.notify_all()

@@ -27,6 +27,11 @@ class RequestKey(NamedTuple):
         choice = f"/{self.choice}" if self.choice else ""
         return f"{self.request_id}#{self.attempt}{choice}"
 
+    @property
+    def fields(self) -> dict[str, str | int]:
+        """What a log's message about it says beside its text."""
+        return {"request_id": self.request_id, "attempt": self.attempt}
+
     def of_choice(self, choice: int) -> RequestKey:
         """The same attempt's other output."""
         return self._replace(choice=choice)
@@ -203,6 +208,8 @@ class SubmitRequest:
     """Of the input, that the router expects the worker to have; it may be wrong."""
     session: KeptSession | None = None
     """To a worker that generates: whose turn it is."""
+    traceparent: str = ""
+    """The attempt's span, as W3C writes it, if the request is traced."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,9 +217,6 @@ class ForgetSessionRequest:
     """The worker is to keep no KV of a session any more; it ignores one that it does not know."""
 
     session: str
-    """Of the input, that the router expects in the worker's prefix index; it may be wrong."""
-    traceparent: str = ""
-    """The attempt's span, as W3C writes it, if the request is traced."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ from typing import ClassVar
 from kvrelay.deploy import worker_host
 from kvrelay.deploy.controller_host import ControllerHost
 from kvrelay.deploy.key_value_store import KeyValueStore
+from kvrelay.options.observing import LogFormat
 from kvrelay.wire.worker_info import WorkerRole
 from tests.cluster.obedient_worker import ObedientHost, ObedientWorker
 
@@ -26,10 +27,10 @@ class ObedientController(ControllerHost):
     folder: ClassVar[Path]
     """Of the orders."""
 
-    def __init__(self, namespace: str, log_level: int) -> None:
+    def __init__(self, namespace: str, log_level: int, log_format: LogFormat) -> None:
         worker_host.BUILDERS.update(dict.fromkeys(WorkerRole, ObedientWorker))
         worker_host.WorkerHost = ObedientHost  # type: ignore[misc]
-        super().__init__(namespace, log_level)
+        super().__init__(namespace, log_level, log_format)
 
     def make_store(self) -> KeyValueStore:
         return DeadlyStore(super().make_store(), self.folder)

@@ -1,0 +1,83 @@
+"""How a process writes its log: as lines of text, or as one JSON object a line."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import time
+from typing import Any, Final
+
+from kvrelay.options.observing import LogFormat
+
+TEXT: Final = "%(levelname)s %(name)s: %(message)s"
+_FIELDS: Final = ("request_id", "attempt", "trace_id", "outcome", "prompt", "output")
+"""What a message may say apart from its text, as `extra`."""
+
+
+class JsonFormatter(logging.Formatter):
+    """Writes a message as one JSON object.
+
+    It has time (UTC), level, logger, message and pid; the process's own fields; those of `_FIELDS`
+    that the message has; and the traceback of an exception.
+
+    Args:
+        process: the process's own fields.
+    """
+
+    def __init__(self, process: dict[str, str]) -> None:
+        super().__init__()
+        self.process = process
+
+    def format(self, record: logging.LogRecord) -> str:
+        """One line, whatever the message has in it."""
+        said: dict[str, Any] = {
+            "time": utc(record.created),
+            "level": record.levelname,
+            "logger": record.name,
+            "message": record.getMessage(),
+            "pid": record.process,
+            **self.process,
+        }
+        for name in _FIELDS:
+            value = getattr(record, name, None)
+            if value is not None:
+                said[name] = value
+        if record.exc_info:
+            said["exception"] = self.formatException(record.exc_info)
+        return json.dumps(said, default=str)
+
+
+def utc(seconds: float) -> str:
+    """A moment as RFC 3339 writes it, to the millisecond."""
+    whole = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(seconds))
+    return f"{whole}.{int(seconds * 1000) % 1000:03d}Z"
+
+
+def level_of(*, debug: bool) -> int:
+    """The level of a command, and of the processes that it starts."""
+    return logging.INFO if debug else logging.WARNING
+
+
+def set_up_log(level: int, form: LogFormat, **process: str) -> None:
+    """Write the log of this process to standard error, unless it is set up already.
+
+    Args:
+        level: the lowest one that is written.
+        form: of each message.
+        process: what JSON says of the process beside each message, such as the worker's name.
+    """
+    if form is LogFormat.TEXT:
+        logging.basicConfig(level=level, format=TEXT)
+        return
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(JsonFormatter(process))
+    logging.basicConfig(level=level, handlers=[handler])
+    logging.captureWarnings(True)
+
+
+def add_to_log(**process: str) -> None:
+    """Let each further message in JSON say more of the process."""
+    for handler in logging.getLogger().handlers:
+        if isinstance(handler.formatter, JsonFormatter):
+            handler.formatter.process.update(process)

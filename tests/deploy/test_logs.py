@@ -1,0 +1,66 @@
+"""Logs in JSON: one object a line."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+
+from kvrelay.deploy.logs import JsonFormatter, utc
+from kvrelay.deploy.relayed_logs import as_json
+from kvrelay.wire.request import RequestKey
+
+KEY = RequestKey("router", "r-1", 7)
+
+
+def written(message: str, *args: object, level: int = logging.INFO, **fields: object) -> dict:
+    record = logging.LogRecord("kvrelay.x", level, __file__, 1, message, args, None)
+    vars(record).update(fields)
+    line = JsonFormatter({"worker": "decode-0", "incarnation": "decode-0-a"}).format(record)
+    assert "\n" not in line
+    return json.loads(line)
+
+
+def test_a_message_says_who_and_what() -> None:
+    said = written("request %s: %s", "r-1", "two\nlines", level=logging.WARNING, **KEY.fields)
+    assert said.pop("time").endswith("Z")
+    assert said.pop("pid")
+    assert said == {
+        "level": "WARNING",
+        "logger": "kvrelay.x",
+        "message": "request r-1: two\nlines",
+        "worker": "decode-0",
+        "incarnation": "decode-0-a",
+        "request_id": "r-1",
+        "attempt": 7,
+    }
+
+
+def test_what_is_not_known_is_left_out() -> None:
+    assert "trace_id" not in written("m", trace_id=None)
+    assert written("m", trace_id="0a")["trace_id"] == "0a"
+
+
+def test_a_traceback_is_in_the_same_line() -> None:
+    try:
+        raise ValueError("broken")
+    except ValueError:
+        record = logging.LogRecord("x", logging.ERROR, __file__, 1, "m", (), sys.exc_info())
+    said = json.loads(JsonFormatter({}).format(record))
+    assert "ValueError: broken" in said["exception"]
+
+
+def test_time_is_utc_to_the_millisecond() -> None:
+    assert utc(1_700_000_000.0625) == "2023-11-14T22:13:20.062Z"
+
+
+def test_a_workers_line_is_relayed_as_it_is_if_it_is_json() -> None:
+    line = json.dumps({"level": "INFO", "message": "m"})
+    assert as_json(line, {"actor_name": "decode-0", "pid": 7}) == line
+
+
+def test_another_line_becomes_json() -> None:
+    for line in ("a library's warning", "{not json"):
+        said = json.loads(as_json(line, {"actor_name": "decode-0", "pid": 7}))
+        assert (said["message"], said["worker"], said["pid"]) == (line, "decode-0", 7)
+        assert {"time", "level", "logger"} < said.keys()
