@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Never, assert_never
 
@@ -24,6 +24,7 @@ from kvrelay.engine.scheduler.suspects import alone_until, failed_end
 from kvrelay.mem_cache.release import Outcome
 from kvrelay.wire.load import WorkerLoad
 from kvrelay.wire.output import EndReason, RequestEnd
+from kvrelay.wire.progress import RequestProgress
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
@@ -143,6 +144,13 @@ class AggregatedScheduler:
             growth_tokens=self._growth.total_tokens(self._running),
             output_tokens=self._growth.mean_output_tokens,
         )
+
+    def progress(self) -> Iterator[tuple[AggregatedRequest, RequestProgress]]:
+        """How far each request has come."""
+        shape = self._context.kv_cache.shape
+        for request in self._context.requests.values():
+            pages = shape.pages_for(request.input_len)
+            yield request, request.progress(pages, shape.page_size)
 
     def _release_retracted(self, request: AggregatedRequest) -> None:
         """Free the memory of a request and let it wait again, with what it has generated.

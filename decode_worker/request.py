@@ -4,16 +4,28 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
+from typing import Final
 
 from kvrelay.decode_worker.hand_over_stream import HandOverStream
 from kvrelay.engine.scheduler.running_batch import GeneratingRequest
 from kvrelay.kv_transfer.hand_over.decode_side import DecodeHandOver
 from kvrelay.kv_transfer.hand_over.states import DecodeState
-from kvrelay.kv_transfer.pull import Pull
+from kvrelay.kv_transfer.pull import Pull, PullState
 from kvrelay.wire.output import PhaseTimings
+from kvrelay.wire.progress import RequestPhase
 
 _SOON_SECONDS = 1.0
 """A request whose read, or whose peer, takes longer is not expected to generate soon."""
+
+
+_PHASES: Final = {
+    DecodeState.OPEN: RequestPhase.QUEUED,
+    DecodeState.ASKED: RequestPhase.ASKED,
+    DecodeState.GRANTED: RequestPhase.READING,
+    DecodeState.ANNOUNCED: RequestPhase.READING,
+    DecodeState.READ: RequestPhase.READING,
+    DecodeState.VALID: RequestPhase.READING,
+}
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
@@ -65,6 +77,21 @@ class HandedOverRequest(DecodeRequest):
     def findable_len(self) -> int:
         """Tokens of its input that may come from the prefix index: all, for none is computed."""
         return self.input_len
+
+    @property
+    def phase(self) -> RequestPhase:
+        """Where it is."""
+        if self.activated_at:
+            return RequestPhase.DECODING
+        if self.hand_over.state is DecodeState.GRANTED and not self.pulls:
+            return RequestPhase.GRANTED
+        return _PHASES[self.hand_over.state]
+
+    @property
+    def pulled_pages(self) -> int:
+        """Pages of the first pool whose reads have ended well."""
+        done = [pull for pull in self.pulls if pull.state is PullState.DONE]
+        return sum(len(pull.local_pages[0]) for pull in done)
 
     @property
     def is_ahead(self) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TypeAlias, assert_never
 
 from tokenizers import Tokenizer
@@ -37,6 +37,7 @@ from kvrelay.kv_transfer.transfers import MOST_DEAD, Transfers
 from kvrelay.mem_cache.release import Outcome
 from kvrelay.wire.load import PeerTransport, WorkerLoad
 from kvrelay.wire.output import EndReason, RequestEnd
+from kvrelay.wire.progress import RequestProgress
 
 DecodeMessage: TypeAlias = PullEnded | PagesHashed | PeerMessage | StreamLost | PeerProbed
 """What the decode scheduler takes beside the commands that every scheduler takes."""
@@ -194,6 +195,13 @@ class DecodeScheduler:
             prompts=uncached | left,
             peers=self._probes.values(),
         )
+
+    def progress(self) -> Iterator[tuple[DecodeRequest, RequestProgress]]:
+        """How far each request has come: what was read, computed and generated."""
+        shape = self._context.kv_cache.shape
+        for request in self._context.requests.values():
+            pages = shape.pages_for(request.input_len)
+            yield request, request.progress(pages, shape.page_size)
 
     def _record_probe(self, probe: PeerTransport) -> None:
         before = self._probes.get(probe.incarnation)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Final
 
 from tokenizers import Tokenizer
 
@@ -15,6 +16,7 @@ from kvrelay.engine.scheduler.context import SchedulerContext
 from kvrelay.engine.scheduler.prompts import PromptRun
 from kvrelay.engine.scheduler.suspects import Turns, alone_until, failed_end
 from kvrelay.kv_transfer.hand_over.prefill_side import PrefillHandOver
+from kvrelay.kv_transfer.hand_over.states import PrefillState
 from kvrelay.kv_transfer.transfers import Transfers
 from kvrelay.kv_transfer.verify_pages import VerifyPages
 from kvrelay.mem_cache.release import Outcome
@@ -25,6 +27,14 @@ from kvrelay.prefill_worker.sending import send
 from kvrelay.wire.hand_over import FirstToken, HandOverEnd
 from kvrelay.wire.load import WorkerLoad
 from kvrelay.wire.output import EndReason, RequestEnd, SampledToken
+from kvrelay.wire.progress import RequestPhase, RequestProgress
+
+_PHASES: Final = {
+    PrefillState.ASKED: RequestPhase.ASKED,
+    PrefillState.GRANTED: RequestPhase.GRANTED,
+    PrefillState.ANNOUNCED: RequestPhase.ANNOUNCED,
+    PrefillState.VERIFYING: RequestPhase.ANNOUNCED,
+}
 
 
 class PrefillScheduler:
@@ -57,6 +67,7 @@ class PrefillScheduler:
         self._tokenizer = tokenizer
         self._config = config
         self._chunk_tokens = config.chunk_tokens
+        self._page_size = context.kv_cache.shape.page_size
         self._turns: Turns[PrefillRequest] = Turns()
         # What is compared may turn out wrong: it is published after the verdict.
         publish = config.verify_pages is VerifyPages.OFF
@@ -145,6 +156,20 @@ class PrefillScheduler:
         return self._context.measure_load(
             waiting_requests=len(waiting), waiting_tokens=sum(prompts.values()), prompts=prompts
         )
+
+    def progress(self) -> Iterator[tuple[PrefillRequest, RequestProgress]]:
+        """How far each prompt, and its announcement, has come."""
+        pages_for = self._context.kv_cache.shape.pages_for
+        for request in self._context.requests.values():
+            pages = pages_for(request.input_len)
+            everything = request.hand_over.is_announced
+            written = pages if everything else request.kv_written_len // self._page_size
+            announced = pages if everything else request.hand_over.announced_pages
+            phase = _PHASES.get(request.hand_over.state, RequestPhase.QUEUED)
+            if phase is RequestPhase.GRANTED and request.lease is not None:
+                phase = RequestPhase.COMPUTING
+            attempt = request.key.attempt
+            yield request, RequestProgress(attempt, phase, pages, written, announced)
 
     def _complete(self, request: PrefillRequest, tokens: Sequence[SampledToken]) -> None:
         """The prompt is computed: emit the first tokens, and announce the rest of the pages.

@@ -22,6 +22,7 @@ from kvrelay.v1 import worker_pb2, worker_pb2_grpc
 from kvrelay.wire.load import WorkerLoad, WorkerStatus
 from kvrelay.wire.messages import ATTACH_REQUEST, ENGINE_OUTPUTS
 from kvrelay.wire.output import EngineOutputs, RequestOutput
+from kvrelay.wire.progress import RequestProgress
 from kvrelay.wire.request import (
     AttachHello,
     AttachRequest,
@@ -30,6 +31,7 @@ from kvrelay.wire.request import (
     RequestKey,
     RouterCommand,
     TellPrefixesRequest,
+    WatchRequests,
 )
 from kvrelay.wire.version import VERSION
 from kvrelay.wire.worker_info import WorkerInfo, WorkerRole
@@ -121,6 +123,27 @@ class WorkerLink:
         """By the attempts' numbers."""
         self._commands: asyncio.Queue[worker_pb2.AttachRequest | None] = asyncio.Queue()
         self._sent = SentPrompts()
+        self._watching = False
+        self._progress: tuple[RequestProgress, ...] = ()
+
+    def watch(self, *, on: bool) -> None:
+        """Ask the worker for the progress of its requests, or for no more; now and on new streams.
+
+        Does nothing if that was said already.
+        """
+        if on is self._watching:
+            return
+        self._watching, self._progress = on, ()
+        self._commands.put_nowait(_message(WatchRequests(on)))
+
+    @property
+    def progress(self) -> list[tuple[str, RequestProgress]]:
+        """The ids of requests that live here, and how far they had come lately."""
+        return [
+            (submitted.request_id, one)
+            for one in self._progress
+            if (submitted := self._submitted.get(one.attempt)) is not None
+        ]
 
     @property
     def draining(self) -> bool:
@@ -243,6 +266,8 @@ class WorkerLink:
         self._commands = asyncio.Queue()
         hello = AttachHello(self._router_id, self.endpoint.incarnation, VERSION)
         self._commands.put_nowait(_message(hello))
+        if self._watching:
+            self._commands.put_nowait(_message(WatchRequests(on=True)))
         detail = "was detached"
         # A channel of its own for each stream: a channel's own pauses between
         # connection attempts would add to ours.
@@ -276,6 +301,8 @@ class WorkerLink:
         if step.load is not None or not self.ready:
             self.ready = True
             self._on_change(self)
+        if step.progress is not None:
+            self._progress = step.progress.requests
         if step.prefixes is not None and self._prefixes.take(self.endpoint, step.prefixes):
             self._commands.put_nowait(_message(TellPrefixesRequest()))
         if step.next_tokens is not None:

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from kvrelay.wire.load import PeerTransport, WorkerLoad
 from kvrelay.wire.prefixes import PrefixUpdate
+from kvrelay.wire.progress import Progress
 from kvrelay.wire.request import RequestKey
 
 
@@ -202,6 +203,8 @@ class EngineOutputs:
     """On the way to a router: the outputs that are a token each, which go before the others."""
     ended_sessions: tuple[str, ...] = ()
     """The router's sessions whose KV was given up here, and was not asked to be."""
+    progress: Progress | None = None
+    """Now and then, while the router watches."""
 
     def packed(self) -> EngineOutputs:
         """The same with the outputs that are a token each in `next_tokens`."""

@@ -232,8 +232,20 @@ class TellPrefixesRequest:
     """The worker is to tell anew which prefixes it has: the router has missed something."""
 
 
+@dataclass(frozen=True, slots=True)
+class WatchRequests:
+    """Somebody watches the requests, or nobody does any more."""
+
+    on: bool
+
+
 RouterCommand: TypeAlias = (
-    AttachHello | SubmitRequest | CancelRequest | TellPrefixesRequest | ForgetSessionRequest
+    AttachHello
+    | SubmitRequest
+    | CancelRequest
+    | TellPrefixesRequest
+    | ForgetSessionRequest
+    | WatchRequests
 )
 
 

@@ -112,6 +112,14 @@ class ForgetSession:
 
 
 @dataclass(frozen=True, slots=True)
+class Watch:
+    """Somebody watches a router's requests, or nobody does any more."""
+
+    link: RouterLink
+    on: bool
+
+
+@dataclass(frozen=True, slots=True)
 class PeerDied:
     """The process of another worker is confirmed to be gone."""
 
@@ -158,7 +166,7 @@ class Stop:
     """End the engine's loop."""
 
 
-RouterCommand: TypeAlias = Attach | Detach | Submit | Cancel | TellPrefixes | ForgetSession
+RouterCommand: TypeAlias = Attach | Detach | Submit | Cancel | TellPrefixes | ForgetSession | Watch
 """What routers cause."""
 Command: TypeAlias = (
     RouterCommand

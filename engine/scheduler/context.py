@@ -15,6 +15,7 @@ from kvrelay.engine.scheduler.commands import Dropped, Submit
 from kvrelay.engine.scheduler.metrics import RELEASES, WorkerMetrics
 from kvrelay.engine.scheduler.outbox import Outbox, RouterLink
 from kvrelay.engine.scheduler.prefix_reports import PrefixReports
+from kvrelay.engine.scheduler.progress_reports import ProgressReports
 from kvrelay.engine.scheduler.request import Request
 from kvrelay.engine.scheduler.request_trace import QUEUE, RequestTrace
 from kvrelay.engine.scheduler.session_turns import SessionTurns
@@ -75,6 +76,8 @@ class SchedulerContext(Generic[RequestT]):
         """Tells routers what the prefix index has."""
         self.sessions = SessionTurns(kv_cache, metrics)
         """The KV that sessions keep between their turns."""
+        self.progress = ProgressReports()
+        """Tells routers that watch how far their requests have come."""
         self.draining = False
         """The worker takes no more requests. The loop sets it and never unsets it."""
         self._copies: list[PageCopy] = []
@@ -92,6 +95,7 @@ class SchedulerContext(Generic[RequestT]):
         """Remove a router's stream, which has ended."""
         self.links.remove(link)
         self.prefixes.detach(link)
+        self.progress.watch(link, on=False)
 
     def count_step(self, ended: StepEnded[RequestT]) -> None:
         """Count a forward that has ended well."""
@@ -347,15 +351,20 @@ class SchedulerContext(Generic[RequestT]):
         for link in self.links:
             outputs = tuple(self._outputs.pop(link, ()))
             first, *rest = prefixes.get(link, (None,))
-            ended = self.sessions.take_ended(link)
-            if outputs or changed or first or ended:
+            ended, progress = self.sessions.take_ended(link), self.progress.of(link)
+            if outputs or changed or first or ended or progress:
                 news = EngineOutputs(
-                    outputs, load if changed else None, first, ended_sessions=ended
+                    outputs,
+                    load if changed else None,
+                    first,
+                    ended_sessions=ended,
+                    progress=progress,
                 )
                 self.outbox.put(link, news)
             for update in rest:
                 self.outbox.put(link, EngineOutputs((), prefixes=update))
         self._outputs.clear()
+        self.progress.clear()
         self.outbox.flush()
 
 

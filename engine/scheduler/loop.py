@@ -46,6 +46,7 @@ from kvrelay.engine.scheduler.commands import (
     Submit,
     TellPrefixes,
     Wake,
+    Watch,
 )
 from kvrelay.engine.scheduler.context import SchedulerContext
 from kvrelay.engine.scheduler.metrics import AUDIT_FAILURES, FAILED_STEPS
@@ -53,6 +54,7 @@ from kvrelay.engine.scheduler.request import Request
 from kvrelay.engine.scheduler.request_trace import CHUNK, RequestTrace
 from kvrelay.mem_cache.errors import ConservationError
 from kvrelay.wire.load import WorkerLoad
+from kvrelay.wire.progress import RequestProgress
 
 logger = logging.getLogger(__name__)
 
@@ -119,6 +121,10 @@ class Scheduler(Protocol[RequestT, MessageT_contra]):
 
     def load(self) -> WorkerLoad:
         """Count how much there is to do."""
+        ...
+
+    def progress(self) -> Iterable[tuple[RequestT, RequestProgress]]:
+        """How far each request has come; asked for while a router watches."""
         ...
 
 
@@ -196,6 +202,8 @@ class Engine(Generic[RequestT, MessageT]):
         self._context.metrics.publish(
             load, kv_cache.quarantined_since, kv_cache.cache_counts, kv_cache.quarantine_counts()
         )
+        if self._context.progress.is_due():
+            self._context.progress.take(self._scheduler.progress())
         self._context.flush(load)
         if self._gives_up:
             raise WorkerBrokenError(self._gives_up)
@@ -279,7 +287,15 @@ class Engine(Generic[RequestT, MessageT]):
         match message:
             case StepEnded():
                 self._process_step(message)
-            case Attach() | Detach() | Submit() | Cancel() | TellPrefixes() | ForgetSession():
+            case (
+                Attach()
+                | Detach()
+                | Submit()
+                | Cancel()
+                | TellPrefixes()
+                | ForgetSession()
+                | Watch()
+            ):
                 self._handle_router(message)
             case PeerDied():
                 self._scheduler.peer_died(message.incarnation)
@@ -320,6 +336,8 @@ class Engine(Generic[RequestT, MessageT]):
                 self._context.prefixes.begin_anew(command.link)
             case ForgetSession():
                 self._context.sessions.end(command.link, command.session)
+            case Watch():
+                self._context.progress.watch(command.link, on=command.on)
             case _:
                 assert_never(command)
 

@@ -19,6 +19,7 @@ from kvrelay.engine.scheduler.request_trace import DECODE
 from kvrelay.mem_cache.lease import Batch
 from kvrelay.mem_cache.release import Outcome
 from kvrelay.wire.output import NO_TIMINGS, PhaseTimings, RequestEnd, SampledToken
+from kvrelay.wire.progress import RequestPhase, RequestProgress
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
@@ -42,6 +43,37 @@ class GeneratingRequest(Request):
         self.input_timings, self.activated_at = input_timings, time.monotonic()
         if self.trace is not None:
             self.trace.begin(DECODE)
+
+    @property
+    def phase(self) -> RequestPhase:
+        """Where it is."""
+        if self.activated_at:
+            return RequestPhase.DECODING
+        return RequestPhase.QUEUED if self.lease is None else RequestPhase.COMPUTING
+
+    @property
+    def pulled_pages(self) -> int:
+        """Pages of the first pool that were read from another worker."""
+        return 0
+
+    def progress(self, pages: int, page_size: int) -> RequestProgress:
+        """How far it has come.
+
+        Args:
+            pages: of its whole input.
+            page_size: in tokens.
+        """
+        written = min(pages, self.kv_written_len // page_size)
+        owned = 0 if self.lease is None else self.lease.num_protected_pages
+        return RequestProgress(
+            self.key.attempt,
+            self.phase,
+            pages,
+            written_pages=written,
+            pulled_pages=self.pulled_pages,
+            owned_pages=pages if self.activated_at else min(owned, pages),
+            output_tokens=len(self.output_ids),
+        )
 
     def timings(self) -> PhaseTimings:
         """Seconds of the phases until now, as far as this worker saw them."""

@@ -19,6 +19,7 @@ from kvrelay.engine.scheduler.commands import (
     Inspect,
     Mailbox,
     TellPrefixes,
+    Watch,
 )
 from kvrelay.engine.scheduler.outbox import RouterLink
 from kvrelay.engine.scheduler.request_trace import begin_trace
@@ -40,6 +41,7 @@ from kvrelay.wire.request import (
     RequestKey,
     SubmitRequest,
     TellPrefixesRequest,
+    WatchRequests,
 )
 
 logger = logging.getLogger(__name__)
@@ -156,6 +158,8 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
                 self._inbox.post(TellPrefixes(link))
             elif isinstance(command, ForgetSessionRequest):
                 self._inbox.post(ForgetSession(link, command.session))
+            elif isinstance(command, WatchRequests):
+                self._inbox.post(Watch(link, command.on))
             else:
                 logger.warning("router %s sent a second hello", link.router)
         except ValueError as error:

@@ -40,6 +40,11 @@ class PrefillHandOver:
         """
 
     @property
+    def announced_pages(self) -> int:
+        """Whole pages at the prompt's start that were announced chunk by chunk."""
+        return self._announced_pages
+
+    @property
     def is_announced(self) -> bool:
         """The decode side has all that it needs to go on, but for the verdict."""
         return self.state in (PrefillState.ANNOUNCED, PrefillState.VERIFYING)

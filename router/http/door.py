@@ -46,6 +46,7 @@ from kvrelay.router.server_info import ServerInfo
 from kvrelay.router.sessions import Sessions
 from kvrelay.router.texts import Texts
 from kvrelay.router.token_file import Tokens
+from kvrelay.router.walks import Walks
 from kvrelay.text.chat_template import ChatTemplate
 from kvrelay.text.encoding import decode
 from kvrelay.v1 import inference_pb2
@@ -183,7 +184,10 @@ class _Door:
         self._created = int(time.time())
         self._tokenizing = Tokenizing(behind.config, behind.fleet, behind.texts, behind.template)
         self._page = LivePage(
-            behind.config.model_name, behind.info, lambda: behind.admission.closing
+            behind.config.model_name,
+            behind.info,
+            Walks(behind.fleet),
+            lambda: behind.admission.closing,
         )
         self._dialect = Dialect.of(behind.config, behind.template)
         self._completions = Completions(

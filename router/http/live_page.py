@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import hashlib
+import itertools
 import json
 import re
 from collections.abc import Callable
@@ -14,12 +15,18 @@ from typing import Final
 from google.protobuf.json_format import MessageToDict
 
 from kvrelay.router.callers import Caller
+from kvrelay.router.http.errors import HttpError
 from kvrelay.router.http.exchange import Exchange
 from kvrelay.router.server_info import ServerInfo
+from kvrelay.router.walks import Walks
 from kvrelay.v1 import inference_pb2 as pb
 
-_SECONDS: Final = 1.0
-"""Between two events."""
+_SECONDS: Final = 0.25
+"""Between two looks at the requests; what is new of them is sent."""
+_LOOKS: Final = 4
+"""From one event with all else to the next."""
+MOST_VIEWERS: Final = 16
+"""At a time; each costs the router some milliseconds a second."""
 _INLINE: Final = re.compile(r"<(script|style)>(.*?)</\1>", re.DOTALL)
 
 
@@ -29,10 +36,14 @@ class LivePage:
     Args:
         model: the served model's name.
         info: what the stream tells.
+        walks: says how far requests have come.
         ends: says whether the router is stopping.
     """
 
-    def __init__(self, model: str, info: ServerInfo, ends: Callable[[], bool]) -> None:
+    def __init__(
+        self, model: str, info: ServerInfo, walks: Walks, ends: Callable[[], bool]
+    ) -> None:
+        self._walks = walks
         self._model = model
         self._info = info
         self._ends = ends
@@ -50,14 +61,28 @@ class LivePage:
         await exchange.answer(self._page, headers=self._headers)
 
     async def stream(self, exchange: Exchange, caller: Caller) -> None:
-        """Sends what the cluster is like, each second, until the client has left."""
-        await exchange.unless_gone(self._send(exchange, caller))
+        """Sends what the cluster is like, each second, and what its requests do, more often.
+
+        Until the client has left. Raises HttpError if too many look on.
+        """
+        if self._walks.viewers >= MOST_VIEWERS:
+            raise HttpError(429, "rate_limit_error", f"{MOST_VIEWERS} others look at the live page")
+        with self._walks.watching():
+            await exchange.unless_gone(self._send(exchange, caller))
 
     async def _send(self, exchange: Exchange, caller: Caller) -> None:
-        while not self._ends():
-            message = self._info.message(caller)
-            # A thousand workers take a while, in which others' tokens would wait.
-            await exchange.write(await asyncio.to_thread(self._event, message))
+        last = None
+        for number in itertools.count():
+            if self._ends():
+                break
+            if number % _LOOKS == 0:
+                message = self._info.message(caller)
+                # A thousand workers take a while, in which others' tokens would wait.
+                await exchange.write(await asyncio.to_thread(self._event, message))
+            walks = self._walks.shown()
+            if walks != last:
+                last = walks
+                await exchange.write(b"event: walks\ndata: " + json.dumps(walks).encode() + b"\n\n")
             await asyncio.sleep(_SECONDS)
         await exchange.end()
 

@@ -66,6 +66,8 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer):
         self.hellos: list[worker_pb2.AttachHello] = []
         self.forgotten: list[str] = []
         """The sessions that it was told to forget."""
+        self.watched: list[bool] = []
+        """Whether its requests are watched, each time that it was told."""
         self.told_anew = 0
         """So often it was asked to tell its prefixes anew."""
         self.on_submit: Answer | None = None
@@ -137,6 +139,8 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer):
                     self.say(message.cancel, choice=choice, end=END(reason=END.REASON_ABORTED))
             elif message.HasField("forget_session"):
                 self.forgotten.append(message.forget_session.session)
+            elif message.HasField("watch_requests"):
+                self.watched.append(message.watch_requests.on)
             elif message.HasField("tell_prefixes"):
                 self.told_anew += 1
         self.break_stream()

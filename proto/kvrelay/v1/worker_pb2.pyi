@@ -39,18 +39,20 @@ class OwnedPages(_message.Message):
     def __init__(self, first_page: _Optional[int] = ..., num_pages: _Optional[int] = ..., owner: _Optional[str] = ..., holder: _Optional[str] = ...) -> None: ...
 
 class AttachRequest(_message.Message):
-    __slots__ = ("hello", "submit", "cancel", "tell_prefixes", "forget_session")
+    __slots__ = ("hello", "submit", "cancel", "tell_prefixes", "forget_session", "watch_requests")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     SUBMIT_FIELD_NUMBER: _ClassVar[int]
     CANCEL_FIELD_NUMBER: _ClassVar[int]
     TELL_PREFIXES_FIELD_NUMBER: _ClassVar[int]
     FORGET_SESSION_FIELD_NUMBER: _ClassVar[int]
+    WATCH_REQUESTS_FIELD_NUMBER: _ClassVar[int]
     hello: AttachHello
     submit: SubmitRequest
     cancel: CancelRequest
     tell_prefixes: TellPrefixesRequest
     forget_session: ForgetSessionRequest
-    def __init__(self, hello: _Optional[_Union[AttachHello, _Mapping]] = ..., submit: _Optional[_Union[SubmitRequest, _Mapping]] = ..., cancel: _Optional[_Union[CancelRequest, _Mapping]] = ..., tell_prefixes: _Optional[_Union[TellPrefixesRequest, _Mapping]] = ..., forget_session: _Optional[_Union[ForgetSessionRequest, _Mapping]] = ...) -> None: ...
+    watch_requests: WatchRequests
+    def __init__(self, hello: _Optional[_Union[AttachHello, _Mapping]] = ..., submit: _Optional[_Union[SubmitRequest, _Mapping]] = ..., cancel: _Optional[_Union[CancelRequest, _Mapping]] = ..., tell_prefixes: _Optional[_Union[TellPrefixesRequest, _Mapping]] = ..., forget_session: _Optional[_Union[ForgetSessionRequest, _Mapping]] = ..., watch_requests: _Optional[_Union[WatchRequests, _Mapping]] = ...) -> None: ...
 
 class AttachHello(_message.Message):
     __slots__ = ("router", "incarnation", "version")
@@ -124,12 +126,18 @@ class CancelRequest(_message.Message):
     attempt: int
     def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ...) -> None: ...
 
+class WatchRequests(_message.Message):
+    __slots__ = ("on",)
+    ON_FIELD_NUMBER: _ClassVar[int]
+    on: bool
+    def __init__(self, on: bool = ...) -> None: ...
+
 class TellPrefixesRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
 class AttachResponse(_message.Message):
-    __slots__ = ("outputs", "load", "prefixes", "peers", "gone_peers", "next_tokens", "ended_sessions")
+    __slots__ = ("outputs", "load", "prefixes", "peers", "gone_peers", "next_tokens", "ended_sessions", "progress")
     OUTPUTS_FIELD_NUMBER: _ClassVar[int]
     LOAD_FIELD_NUMBER: _ClassVar[int]
     PREFIXES_FIELD_NUMBER: _ClassVar[int]
@@ -137,6 +145,7 @@ class AttachResponse(_message.Message):
     GONE_PEERS_FIELD_NUMBER: _ClassVar[int]
     NEXT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     ENDED_SESSIONS_FIELD_NUMBER: _ClassVar[int]
+    PROGRESS_FIELD_NUMBER: _ClassVar[int]
     outputs: _containers.RepeatedCompositeFieldContainer[RequestOutput]
     load: _inference_pb2.WorkerLoad
     prefixes: PrefixUpdate
@@ -144,7 +153,52 @@ class AttachResponse(_message.Message):
     gone_peers: _containers.RepeatedScalarFieldContainer[str]
     next_tokens: NextTokens
     ended_sessions: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, outputs: _Optional[_Iterable[_Union[RequestOutput, _Mapping]]] = ..., load: _Optional[_Union[_inference_pb2.WorkerLoad, _Mapping]] = ..., prefixes: _Optional[_Union[PrefixUpdate, _Mapping]] = ..., peers: _Optional[_Iterable[_Union[_inference_pb2.PeerTransfer, _Mapping]]] = ..., gone_peers: _Optional[_Iterable[str]] = ..., next_tokens: _Optional[_Union[NextTokens, _Mapping]] = ..., ended_sessions: _Optional[_Iterable[str]] = ...) -> None: ...
+    progress: Progress
+    def __init__(self, outputs: _Optional[_Iterable[_Union[RequestOutput, _Mapping]]] = ..., load: _Optional[_Union[_inference_pb2.WorkerLoad, _Mapping]] = ..., prefixes: _Optional[_Union[PrefixUpdate, _Mapping]] = ..., peers: _Optional[_Iterable[_Union[_inference_pb2.PeerTransfer, _Mapping]]] = ..., gone_peers: _Optional[_Iterable[str]] = ..., next_tokens: _Optional[_Union[NextTokens, _Mapping]] = ..., ended_sessions: _Optional[_Iterable[str]] = ..., progress: _Optional[_Union[Progress, _Mapping]] = ...) -> None: ...
+
+class Progress(_message.Message):
+    __slots__ = ("requests",)
+    REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    requests: _containers.RepeatedCompositeFieldContainer[RequestProgress]
+    def __init__(self, requests: _Optional[_Iterable[_Union[RequestProgress, _Mapping]]] = ...) -> None: ...
+
+class RequestProgress(_message.Message):
+    __slots__ = ("attempt", "phase", "pages", "written_pages", "announced_pages", "pulled_pages", "owned_pages", "output_tokens")
+    class Phase(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+        __slots__ = ()
+        PHASE_UNSPECIFIED: _ClassVar[RequestProgress.Phase]
+        PHASE_QUEUED: _ClassVar[RequestProgress.Phase]
+        PHASE_ASKED: _ClassVar[RequestProgress.Phase]
+        PHASE_GRANTED: _ClassVar[RequestProgress.Phase]
+        PHASE_COMPUTING: _ClassVar[RequestProgress.Phase]
+        PHASE_ANNOUNCED: _ClassVar[RequestProgress.Phase]
+        PHASE_READING: _ClassVar[RequestProgress.Phase]
+        PHASE_DECODING: _ClassVar[RequestProgress.Phase]
+    PHASE_UNSPECIFIED: RequestProgress.Phase
+    PHASE_QUEUED: RequestProgress.Phase
+    PHASE_ASKED: RequestProgress.Phase
+    PHASE_GRANTED: RequestProgress.Phase
+    PHASE_COMPUTING: RequestProgress.Phase
+    PHASE_ANNOUNCED: RequestProgress.Phase
+    PHASE_READING: RequestProgress.Phase
+    PHASE_DECODING: RequestProgress.Phase
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    PHASE_FIELD_NUMBER: _ClassVar[int]
+    PAGES_FIELD_NUMBER: _ClassVar[int]
+    WRITTEN_PAGES_FIELD_NUMBER: _ClassVar[int]
+    ANNOUNCED_PAGES_FIELD_NUMBER: _ClassVar[int]
+    PULLED_PAGES_FIELD_NUMBER: _ClassVar[int]
+    OWNED_PAGES_FIELD_NUMBER: _ClassVar[int]
+    OUTPUT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    attempt: int
+    phase: RequestProgress.Phase
+    pages: int
+    written_pages: int
+    announced_pages: int
+    pulled_pages: int
+    owned_pages: int
+    output_tokens: int
+    def __init__(self, attempt: _Optional[int] = ..., phase: _Optional[_Union[RequestProgress.Phase, str]] = ..., pages: _Optional[int] = ..., written_pages: _Optional[int] = ..., announced_pages: _Optional[int] = ..., pulled_pages: _Optional[int] = ..., owned_pages: _Optional[int] = ..., output_tokens: _Optional[int] = ...) -> None: ...
 
 class NextTokens(_message.Message):
     __slots__ = ("attempts", "choices", "indexes", "token_ids")

@@ -130,7 +130,7 @@ async def test_a_browser_shows_the_cluster(cluster: Cluster, scheme: str, tmp_pa
         await api.expect(page.locator("#ended")).to_have_text("ended: length 1")
         # Wide enough for a phone, the bar as wide as the page, and no problem said.
         assert await page.evaluate("document.documentElement.scrollWidth") == 360
-        bar = await page.locator(".bar").first.bounding_box()
+        bar = await page.locator("#workers .bar").first.bounding_box()
         assert bar["width"] > 300
         await api.expect(page.locator("#problem")).to_be_hidden()
         await page.screenshot(path=str(tmp_path / f"{scheme}.png"), full_page=True)

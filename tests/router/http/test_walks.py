@@ -1,0 +1,156 @@
+"""A request's walk from P to D, in the stream of the live page and in a browser."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+from typing import Any
+
+import httpx
+import pytest
+
+from kvrelay.router.http.live_page import MOST_VIEWERS
+from kvrelay.v1 import worker_pb2
+
+from ..cluster import Cluster
+from ..scripted_worker import LENGTH, ScriptedWorker, until
+from .test_live_page import browser
+
+CHROMIUM = shutil.which("chromium")
+PHASE = worker_pb2.RequestProgress
+
+
+def tell(worker: ScriptedWorker, attempt: int, phase: Any, **pages: int) -> None:
+    """The worker says how far an attempt at 40 pages has come."""
+    one = worker_pb2.RequestProgress(attempt=attempt, phase=phase, pages=40, **pages)
+    worker.send(worker_pb2.AttachResponse(progress=worker_pb2.Progress(requests=[one])))
+
+
+class Stream:
+    """A viewer's stream."""
+
+    def __init__(self, lines: AsyncIterator[str]) -> None:
+        self._lines = lines
+        self.seen: list[list[dict[str, Any]]] = []
+
+    async def next(self) -> list[dict[str, Any]]:
+        """The next walks that are told."""
+        async with asyncio.timeout(10):
+            async for line in self._lines:
+                if line == "event: walks":
+                    data = await anext(self._lines)
+                    self.seen.append(json.loads(data.removeprefix("data: ")))
+                    return self.seen[-1]
+        raise AssertionError("the stream has ended")
+
+    async def until(self, **fields: Any) -> dict[str, Any]:
+        """The walk of the one request, once it is as that says."""
+        while True:
+            walks = await self.next()
+            if walks and fields.items() <= walks[0].items():
+                assert len(walks) == 1
+                return walks[0]
+
+
+async def in_hand_over(cluster: Cluster) -> tuple[Any, Any, int]:
+    """A request that its workers do not answer yet; its call, its decode side's submission."""
+    for worker in cluster.workers:
+        worker.on_submit = None
+    call = cluster.generate(request_id="walker", max_tokens=2)
+    await cluster.prefill.submitted()
+    submit = await cluster.decode.submitted()
+    return call, submit, submit.attempt
+
+
+async def test_a_request_walks(cluster: Cluster, http: httpx.AsyncClient) -> None:
+    call, submit, attempt = await in_hand_over(cluster)
+    async with http.stream("GET", "/live") as answer:
+        stream = Stream(answer.aiter_lines())
+        assert await stream.next() == []
+        await until(lambda: all(worker.watched == [True] for worker in cluster.workers))
+        tell(cluster.prefill, attempt, PHASE.PHASE_COMPUTING, written_pages=20, announced_pages=16)
+        tell(cluster.decode, attempt, PHASE.PHASE_READING, pulled_pages=8, owned_pages=4)
+        walk = await stream.until(phase="reading")
+        assert walk == {
+            "request_id": "walker", "attempt": attempt, "prefill": "prefill-0",
+            "decode": "decode-0", "phase": "reading", "pages": 40, "written": 20,
+            "announced": 16, "pulled": 8, "owned": 4, "output_tokens": 0,
+        }  # fmt: skip
+        tell(cluster.decode, attempt, PHASE.PHASE_DECODING, owned_pages=40, output_tokens=1)
+        await stream.until(phase="decoding", owned=40, output_tokens=1)
+        cluster.prefill.say(submit, 0, (4,), end=worker_pb2.RequestEnd(reason=4))
+        cluster.decode.say(submit, 1, (5,), end=LENGTH)
+        async for _ in call:
+            pass
+        while await stream.next():  # it is over, whatever the worker has said last
+            pass
+    await until(lambda: all(worker.watched == [True, False] for worker in cluster.workers))
+
+
+async def test_nothing_is_sent_while_nothing_changes(
+    cluster: Cluster, http: httpx.AsyncClient
+) -> None:
+    async with http.stream("GET", "/live") as answer:
+        events = 0
+        async for line in answer.aiter_lines():
+            events += line.startswith("event: walks")
+            if line.startswith('data: {"model"'):
+                events += 10
+            if events >= 31:  # three seconds
+                break
+    assert events == 31
+
+
+async def test_workers_are_told_again_after_a_break(
+    cluster: Cluster, http: httpx.AsyncClient
+) -> None:
+    async with http.stream("GET", "/live"):
+        await until(lambda: cluster.decode.watched == [True])
+        cluster.decode.break_stream()
+        await until(lambda: cluster.decode.watched == [True, True])
+
+
+async def test_viewers_are_bounded(cluster: Cluster, http: httpx.AsyncClient) -> None:
+    async with AsyncExitStack() as stack:
+        for _ in range(MOST_VIEWERS):
+            answer = await stack.enter_async_context(http.stream("GET", "/live"))
+            assert answer.status_code == 200
+        refused = await http.get("/live")
+        assert refused.status_code == 429
+        assert "live page" in refused.json()["error"]["message"]
+        assert cluster.decode.watched == [True]
+    await until(lambda: cluster.decode.watched == [True, False])
+    async with http.stream("GET", "/live") as answer:
+        assert answer.status_code == 200
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(CHROMIUM is None, reason="chromium (Debian's package) is not installed")
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+async def test_a_browser_shows_it(cluster: Cluster, scheme: str, tmp_path: Any) -> None:
+    api = pytest.importorskip("playwright.async_api", reason="playwright is not installed")
+    _, _, attempt = await in_hand_over(cluster)
+    async with browser(color_scheme=scheme) as page:
+        await page.goto(f"http://{cluster.router.http_address}/")
+        await until(lambda: all(worker.watched for worker in cluster.workers))
+        row = page.locator("#walks .walk")
+        tell(cluster.prefill, attempt, PHASE.PHASE_COMPUTING, written_pages=20, announced_pages=16)
+        tell(cluster.decode, attempt, PHASE.PHASE_READING, pulled_pages=8)
+        await api.expect(row).to_have_text(
+            "walker reading: 16 of 40 pages announced, 8 pulledprefill-0→decode-0"
+        )
+        prefill, decode = row.locator(".bar").nth(0), row.locator(".bar").nth(1)
+        await api.expect(prefill).to_have_attribute("aria-label", "announced 16, computed 4 of 40")
+        await api.expect(decode).to_have_attribute("aria-label", "owned 0, pulled 8 of 40")
+        pulled = await decode.locator(".pulled").bounding_box()
+        whole = await decode.bounding_box()
+        assert pulled["width"] == pytest.approx(whole["width"] / 5, abs=2)
+        assert await page.evaluate("document.documentElement.scrollWidth") == 360
+        await page.screenshot(path=str(tmp_path / f"{scheme}.png"), full_page=True)
+        tell(cluster.decode, attempt, PHASE.PHASE_DECODING, owned_pages=40, output_tokens=3)
+        await api.expect(row).to_contain_text("decoding: 40 pages owned, 3 tokens")
+        await api.expect(decode).to_have_attribute("aria-label", "owned 40 of 40")
+        assert page.errors == []
