@@ -21,6 +21,7 @@ from kvrelay.kv_transfer.checksums import locate
 from kvrelay.kv_transfer.pull import Pull, PullState
 from kvrelay.kv_transfer.transfers import Transfers
 from kvrelay.kv_transfer.verify_pages import VerifyPages, choose
+from kvrelay.net.spans import Attributes
 from kvrelay.wire.hand_over import Announce, PageSum
 from kvrelay.wire.output import FailureReason
 
@@ -162,7 +163,7 @@ class Pulls:
 
 def _trace_pull(trace: RequestTrace, pull: Pull) -> None:
     """Record a read that has ended, by the transfer thread's instants."""
-    attributes = {
+    attributes: Attributes = {
         "kvrelay.peer": pull.peer,
         "kvrelay.pages": pull.num_pages,
         "kvrelay.bytes": pull.nbytes,

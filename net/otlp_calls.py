@@ -67,7 +67,7 @@ def _message(span: Span) -> trace_pb2.Span:
         parent_span_id=span.parent_id,
         flags=int(context.sampled),
         name=span.name,
-        kind=int(span.kind),
+        kind=trace_pb2.Span.SpanKind.ValueType(int(span.kind)),
         start_time_unix_nano=span.start_ns,
         end_time_unix_nano=span.end_ns,
         attributes=_key_values(span.attributes),

@@ -23,7 +23,7 @@ from collections.abc import Callable, Coroutine, Iterator, Sequence, Set
 from dataclasses import replace
 from typing import Any
 
-from kvrelay.router.attempt import Attempt, AttemptRetracted, RequestFailed, Verdict
+from kvrelay.router.attempt import Attempt, AttemptFailed, RequestFailed, Verdict
 from kvrelay.router.demand import Demand
 from kvrelay.router.errors import AlreadyExists, DeadlineExceeded, InternalFailure, RequestError
 from kvrelay.router.events import Completion, FinishReason
@@ -39,7 +39,7 @@ from kvrelay.router.metrics import (
 )
 from kvrelay.router.output_stream import OutputStream
 from kvrelay.router.readers import Reader, Readers
-from kvrelay.router.request_trace import RequestTrace, Resubmission
+from kvrelay.router.request_trace import RequestTrace, Resubmission, told_of
 from kvrelay.wire.output import RequestOutput
 from kvrelay.wire.worker_info import WorkerInfo, WorkerRole
 
@@ -355,8 +355,10 @@ class LiveRequest:
     def _trace_end_of(self, attempt: Attempt, verdict: Verdict | None = None) -> None:
         if self._trace is None or attempt.open_choices:
             return
-        retracted = verdict is None or isinstance(verdict, AttemptRetracted)
-        self._trace.attempt_ended(attempt.number, None if retracted else str(verdict.error))
+        error = None
+        if isinstance(verdict, AttemptFailed | RequestFailed):
+            error = told_of(verdict.error)
+        self._trace.attempt_ended(attempt.number, error)
 
     def _emitted(self, choices: Sequence[int]) -> tuple[int, ...]:
         """What these choices have told their readers, one after the other."""

@@ -148,8 +148,7 @@ class RequestTrace:
         now = time.monotonic()
         error = None
         if isinstance(outcome, RequestError):
-            # What else it says may be the client's own text.
-            error = outcome.field if isinstance(outcome, InvalidField) else str(outcome)
+            error = told_of(outcome)
             self._attributes["error.type"] = outcome.outcome
         elif outcome is not None:
             self._attributes.update(_answered(outcome))
@@ -206,6 +205,11 @@ class Tracing:
 
 
 NO_TRACING: Final = Tracing(None, 0.0, "")
+
+
+def told_of(error: RequestError) -> str:
+    """What a span says of an error; of a field its name alone, for the rest may quote its text."""
+    return error.field if isinstance(error, InvalidField) else str(error)
 
 
 def _asked(request: GenerationRequest) -> Attributes:

@@ -48,7 +48,7 @@ class Received:
 
 
 @dataclass
-class Collector(trace_service_pb2_grpc.TraceServiceServicer):
+class Collector(trace_service_pb2_grpc.TraceServiceServicer):  # type: ignore[misc]
     """What has come."""
 
     spans: list[Received] = field(default_factory=list)

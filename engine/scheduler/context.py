@@ -29,6 +29,7 @@ from kvrelay.wire.output import (
     NO_TIMINGS,
     EndReason,
     EngineOutputs,
+    FailureReason,
     PhaseTimings,
     RequestEnd,
     RequestOutput,
@@ -383,7 +384,8 @@ def _trace_end(
     """Record the end of a request; `end` is `None` if its router was told before."""
     error = None
     if end is not None and end.reason is EndReason.FAILED:
-        error = end.error or "failed"
+        # A grammar's message may quote the output.
+        error = "failed" if end.cause is FailureReason.GRAMMAR_FAILED else end.error
     elif outcome is Outcome.FAILED:
         error = "failed"
     brought = request.input_len - len(request.prompt_ids)

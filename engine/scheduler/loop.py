@@ -375,7 +375,8 @@ def _trace_chunk(
         "kvrelay.context_tokens": request.kv_written_len,
         "kvrelay.requests_in_step": len(ended.step.scheduled),
     }
-    error = None if output.error is None else str(output.error)
+    # Not the message: a grammar's may quote the output.
+    error = None if output.error is None else type(output.error).__name__
     trace.record(CHUNK, ended.begun, ended.begun + ended.seconds, attributes, error=error)
 
 

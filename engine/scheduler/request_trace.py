@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import Final
 
-from kvrelay.net.spans import Attributes, SpanRecorder, SpanSink
+from kvrelay.net.spans import Attributes, AttributeValue, SpanRecorder, SpanSink
 from kvrelay.net.trace_context import TraceContext
 from kvrelay.wire.request import RequestKey
 from kvrelay.wire.worker_info import WorkerRole
@@ -46,7 +46,10 @@ class RequestTrace:
         self._recorder = SpanRecorder(sink, attempt.child(), attempt.span_id)
         self._began = time.monotonic()
         self._name = f"{role} worker"
-        self._attributes = {"kvrelay.request_id": key.request_id, "kvrelay.attempt": key.attempt}
+        self._attributes: dict[str, AttributeValue] = {
+            "kvrelay.request_id": key.request_id,
+            "kvrelay.attempt": key.attempt,
+        }
         self._requests = 1
         self._output_tokens = 0
         self._error: str | None = None
@@ -96,7 +99,7 @@ class RequestTrace:
             return
         for name in list(self._open):
             self.end(name, error=self._error)
-        attributes = {
+        attributes: Attributes = {
             **self._attributes,
             "kvrelay.outcome": outcome,
             "kvrelay.output_tokens": self._output_tokens,

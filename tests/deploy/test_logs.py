@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import sys
+from typing import Any
 
 from kvrelay.deploy.logs import JsonFormatter, utc
 from kvrelay.deploy.relayed_logs import as_json
@@ -13,12 +14,15 @@ from kvrelay.wire.request import RequestKey
 KEY = RequestKey("router", "r-1", 7)
 
 
-def written(message: str, *args: object, level: int = logging.INFO, **fields: object) -> dict:
+def written(
+    message: str, *args: object, level: int = logging.INFO, **fields: object
+) -> dict[str, Any]:
     record = logging.LogRecord("kvrelay.x", level, __file__, 1, message, args, None)
     vars(record).update(fields)
     line = JsonFormatter({"worker": "decode-0", "incarnation": "decode-0-a"}).format(record)
     assert "\n" not in line
-    return json.loads(line)
+    said: dict[str, Any] = json.loads(line)
+    return said
 
 
 def test_a_message_says_who_and_what() -> None:

@@ -14,7 +14,7 @@ import pytest
 
 from kvrelay.net import otlp
 from kvrelay.net.otlp import Fate, OtlpExporter, SpanCollector
-from kvrelay.net.spans import Link, Span, SpanKind
+from kvrelay.net.spans import Attributes, Link, Span, SpanKind
 from kvrelay.net.trace_context import TraceContext, new_span_id, new_trace_id
 from tests.otlp_receiver import ERROR, Collector, collecting
 
@@ -25,7 +25,7 @@ class Exporting:
     def __init__(self, endpoint: str) -> None:
         self.fates: Counter[Fate] = Counter()
         self.threads: set[str] = set()
-        resource = {"service.name": "test", "process.pid": 7}
+        resource: Attributes = {"service.name": "test", "process.pid": 7}
         self.exporter = OtlpExporter(SpanCollector.parse(endpoint), resource, self._count)
 
     def _count(self, fate: Fate, spans: int) -> None:

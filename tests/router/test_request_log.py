@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -24,7 +25,7 @@ def level() -> Iterator[None]:
     logging.getLogger(NAME).setLevel(logging.NOTSET)
 
 
-async def ended(config: RouterConfig, caplog: pytest.LogCaptureFixture) -> list[logging.LogRecord]:
+async def ended(config: RouterConfig, caplog: pytest.LogCaptureFixture) -> list[Any]:
     """The messages of one request."""
     async with running(config, "prefill-0", "decode-0") as cluster:
         cluster.count()

@@ -16,7 +16,7 @@ from kvrelay.router.http.live_page import MOST_VIEWERS
 from kvrelay.v1 import worker_pb2
 
 from ..cluster import Cluster
-from ..scripted_worker import LENGTH, ScriptedWorker, until
+from ..scripted_worker import HANDED_OVER, LENGTH, ScriptedWorker, until
 from .test_live_page import browser
 
 CHROMIUM = shutil.which("chromium")
@@ -81,7 +81,7 @@ async def test_a_request_walks(cluster: Cluster, http: httpx.AsyncClient) -> Non
         }  # fmt: skip
         tell(cluster.decode, attempt, PHASE.PHASE_DECODING, owned_pages=40, output_tokens=1)
         await stream.until(phase="decoding", owned=40, output_tokens=1)
-        cluster.prefill.say(submit, 0, (4,), end=worker_pb2.RequestEnd(reason=4))
+        cluster.prefill.say(submit, 0, (4,), end=HANDED_OVER)
         cluster.decode.say(submit, 1, (5,), end=LENGTH)
         async for _ in call:
             pass
