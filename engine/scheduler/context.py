@@ -373,7 +373,7 @@ def _trace_queue(trace: RequestTrace, request: Request) -> None:
     """Record that a request has memory now."""
     attributes = {
         "kvrelay.input_tokens": request.input_len,
-        "kvrelay.cached_tokens": request.held.cache_protected_len,
+        "kvrelay.cached_tokens": request.held.kv_committed_len,
     }
     trace.record(QUEUE, request.received, time.monotonic(), attributes)
 
