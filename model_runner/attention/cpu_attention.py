@@ -12,6 +12,8 @@ from kvrelay.model_runner.kernels.arrays import Array, as_array
 from kvrelay.model_runner.kernels.decode_attention import attend_rows
 from kvrelay.model_runner.kernels.jit import has_float16
 from kvrelay.model_runner.kernels.lanes import ROWS, has_bfloat16_products
+from kvrelay.model_runner.kernels.pair_decode_attention import attend_rows_in_pairs
+from kvrelay.model_runner.kernels.pair_lanes import DIMENSIONS
 from kvrelay.model_runner.kernels.prefill_attention import TILES, attend_strips
 from kvrelay.model_runner.kernels.write_kv import write_kv
 
@@ -54,6 +56,9 @@ class CpuAttention:
         paired = pool.data.dtype is torch.bfloat16 and geometry.head_dim % 2 == 0
         unit = np.uint32 if paired and has_bfloat16_products() else np.float32
         self.unit = np.empty(0, unit)
+        dims = (geometry.head_dim, heads.value_dim)
+        in_pairs = unit is np.uint32 and all(dim % DIMENSIONS == 0 for dim in dims)
+        self.attend_rows = attend_rows_in_pairs if in_pairs else attend_rows
         self.threads = torch.get_num_threads()
 
     @staticmethod
@@ -116,7 +121,7 @@ class CpuStepAttention:
 
     def _decode(self, place: tuple[Array, int, int, int], new: Array, out: Array) -> None:
         backend, heads, geometry = self._backend, self._backend.heads, self._backend.pool.geometry
-        attend_rows(
+        backend.attend_rows(
             self._decode_threads,
             *place,
             geometry.num_kv_heads,

@@ -34,25 +34,25 @@ STEP = 2
 """Depths are multiples of it: a turn of the loop has so many steps."""
 
 _FLOAT, _INT16, _INT32, _INT64 = ir.FloatType(), ir.IntType(16), ir.IntType(32), ir.IntType(64)
-_FLOATS, _INTS = ir.VectorType(_FLOAT, LANES), ir.VectorType(_INT32, LANES)
+FLOATS, INTS = ir.VectorType(_FLOAT, LANES), ir.VectorType(_INT32, LANES)
 _EXP2 = (0.00132186722, 0.00967169832, 0.0555089302, 0.24022238, 0.693146884, 1.0)
 """Coefficients, the highest first, of ``2 ** x`` on [-0.5, 0.5]: its error is below 2e-7."""
 
 
-class _BFloat(ir.Type):  # type: ignore[misc]
+class BFloat(ir.Type):  # type: ignore[misc]
     """LLVM's bfloat, which llvmlite does not have."""
 
     def _to_string(self) -> str:
         return "bfloat"
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _BFloat)
+        return isinstance(other, BFloat)
 
     def __hash__(self) -> int:
-        return hash(_BFloat)
+        return hash(BFloat)
 
 
-_BFLOATS = ir.VectorType(_BFloat(), 2 * LANES)
+BFLOATS = ir.VectorType(BFloat(), 2 * LANES)
 
 
 def has_bfloat16_products() -> bool:
@@ -67,14 +67,15 @@ def has_bfloat16_tiles() -> bool:
 
 def constant(value: float) -> Any:
     """A vector whose lanes all are this float32."""
-    return ir.Constant(_FLOATS, [value] * LANES)
+    return ir.Constant(FLOATS, [value] * LANES)
 
 
 def _int_constant(value: int) -> Any:
-    return ir.Constant(_INTS, [value] * LANES)
+    return ir.Constant(INTS, [value] * LANES)
 
 
-def _call(builder: Any, name: str, result: Any, *args: Any) -> Any:
+def call(builder: Any, name: str, result: Any, *args: Any) -> Any:
+    """Call the intrinsic `name` of LLVM."""
     kind = ir.FunctionType(result, [arg.type for arg in args])
     return builder.call(builder.module.declare_intrinsic(name, (), kind), args)
 
@@ -106,14 +107,15 @@ def splat(builder: Any, scalar: Any, lanes: int = LANES) -> Any:
     return builder.shuffle_vector(one, nothing, mask)
 
 
-def _larger(builder: Any, x: Any, y: Any) -> Any:
+def larger(builder: Any, x: Any, y: Any) -> Any:
+    """Of two vectors, lane by lane; `y` where `x` is NaN."""
     return builder.select(builder.fcmp_ordered(">", x, y), x, y)
 
 
 def add_scaled(builder: Any, x: Any, y: Any, z: Any) -> Any:
     """``x * y + z`` of float32, numbers or vectors, rounded once."""
     kind = "f32" if x.type == _FLOAT else f"v{x.type.count}f32"
-    return _call(builder, f"llvm.fma.{kind}", x.type, x, y, z)
+    return call(builder, f"llvm.fma.{kind}", x.type, x, y, z)
 
 
 def loop(
@@ -137,7 +139,7 @@ def loop(
     return results
 
 
-def _data(context: Any, builder: Any, signature: Any, args: Any, index: int) -> Any:
+def data_of(context: Any, builder: Any, signature: Any, args: Any, index: int) -> Any:
     """Where the elements of the argument `index`, an array, begin."""
     return context.make_array(signature.args[index])(context, builder, args[index]).data
 
@@ -145,15 +147,15 @@ def _data(context: Any, builder: Any, signature: Any, args: Any, index: int) -> 
 def add_product(builder: Any, total: Any, rows: Any, other: Any) -> Any:
     """``total + rows * other``: `rows` a vector of units, `other` a unit for all lanes."""
     others = splat(builder, other)
-    if rows.type == _FLOATS:
+    if rows.type == FLOATS:
         return add_scaled(builder, rows, others, total)
-    pairs = (builder.bitcast(vector, _BFLOATS) for vector in (rows, others))
-    return _call(builder, "llvm.x86.avx512bf16.dpbf16ps.512", _FLOATS, total, *pairs)
+    pairs = (builder.bitcast(vector, BFLOATS) for vector in (rows, others))
+    return call(builder, "llvm.x86.avx512bf16.dpbf16ps.512", FLOATS, total, *pairs)
 
 
 def _unit(array: Any) -> tuple[Any, Any]:
     """The LLVM types of a unit of `array` and of a vector of them."""
-    return (_FLOAT, _FLOATS) if array.dtype == numba.float32 else (_INT32, _INTS)
+    return (_FLOAT, FLOATS) if array.dtype == numba.float32 else (_INT32, INTS)
 
 
 def _add_products(
@@ -188,7 +190,7 @@ def score_tile(_typing: Any, queries: Any, keys: Any, depth: Any, scores: Any, f
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         query_data, key_data, score_data = (
-            _data(context, builder, signature, args, index) for index in (0, 1, 3)
+            data_of(context, builder, signature, args, index) for index in (0, 1, 3)
         )
         unit, units = _unit(queries)
         _, _, length, _, begin = args
@@ -227,7 +229,7 @@ def value_tile(
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         weight_data, value_data, decay_data, sum_data = (
-            _data(context, builder, signature, args, index) for index in (0, 1, 4, 5)
+            data_of(context, builder, signature, args, index) for index in (0, 1, 4, 5)
         )
         unit, units = _unit(weights)
         _, _, length, stride, _, _, begin = args
@@ -237,10 +239,10 @@ def value_tile(
             for vector in range(VECTORS)
         ]
         decays = [
-            _load(builder, decay_data, _INT64(LANES * vector), _FLOATS) for vector in range(VECTORS)
+            _load(builder, decay_data, _INT64(LANES * vector), FLOATS) for vector in range(VECTORS)
         ]
         scaled = [
-            builder.fmul(_load(builder, sum_data, place, _FLOATS), decays[at % VECTORS])
+            builder.fmul(_load(builder, sum_data, place, FLOATS), decays[at % VECTORS])
             for at, place in enumerate(places)
         ]
         dimensions = [builder.add(begin, _INT64(other)) for other in range(OTHERS)]
@@ -264,15 +266,15 @@ def value_tile(
     return numba.void(weights, values, number, number, decay, sums, number), generate
 
 
-def _exp2(builder: Any, x: Any) -> Any:
+def exp2(builder: Any, x: Any) -> Any:
     """``2 ** x`` for ``x <= 0``: exactly 0 below -126; NaN stays NaN."""
-    nearest = _call(builder, f"llvm.rint.v{LANES}f32", _FLOATS, x)
+    nearest = call(builder, f"llvm.rint.v{LANES}f32", FLOATS, x)
     rest = builder.fsub(x, nearest)
     result = constant(_EXP2[0])
     for coefficient in _EXP2[1:]:
         result = add_scaled(builder, result, rest, constant(coefficient))
-    exponent = builder.add(builder.fptosi(nearest, _INTS), _int_constant(127))
-    power = builder.bitcast(builder.shl(exponent, _int_constant(23)), _FLOATS)
+    exponent = builder.add(builder.fptosi(nearest, INTS), _int_constant(127))
+    power = builder.bitcast(builder.shl(exponent, _int_constant(23)), FLOATS)
     result = builder.fmul(result, power)
     tiny = builder.fcmp_ordered("<", x, constant(-126.0))
     return builder.select(tiny, constant(0.0), result)
@@ -281,10 +283,10 @@ def _exp2(builder: Any, x: Any) -> Any:
 def _pairs(builder: Any, first: Any, second: Any) -> Any:
     """Two vectors of float32, rounded and interleaved as pairs of bfloat16."""
     name = "llvm.x86.avx512bf16.cvtne2ps2bf16.512"
-    both = _call(builder, name, _BFLOATS, second, first)
+    both = call(builder, name, BFLOATS, second, first)
     order = [half + LANES * side for half in range(LANES) for side in (0, 1)]
     order_vector = ir.Constant(ir.VectorType(_INT32, 2 * LANES), order)
-    return builder.bitcast(builder.shuffle_vector(both, both, order_vector), _INTS)
+    return builder.bitcast(builder.shuffle_vector(both, both, order_vector), INTS)
 
 
 @intrinsic  # type: ignore[untyped-decorator]
@@ -308,7 +310,7 @@ def weigh_block(
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         score_data, largest_data, total_data, decay_data, weight_data = (
-            _data(context, builder, signature, args, index) for index in (0, 3, 4, 5, 6)
+            data_of(context, builder, signature, args, index) for index in (0, 3, 4, 5, 6)
         )
         halves, slope = builder.udiv(args[1], _INT64(2)), splat(builder, args[2])
         ends = [_INT64(LANES * vector) for vector in range(VECTORS)]
@@ -320,29 +322,29 @@ def weigh_block(
         def load_scores(index: Any, side: int) -> list[Any]:
             at = row(index, side)
             return [
-                _load(builder, score_data, _at(builder, at, vector), _FLOATS)
+                _load(builder, score_data, _at(builder, at, vector), FLOATS)
                 for vector in range(VECTORS)
             ]
 
         def find_largest(index: Any, found: Sequence[Any]) -> Sequence[Any]:
             both = load_scores(index, 0) + load_scores(index, 1)
-            return [_larger(builder, score, most) for score, most in zip(both, found, strict=True)]
+            return [larger(builder, score, most) for score, most in zip(both, found, strict=True)]
 
-        old = [_load(builder, largest_data, end, _FLOATS) for end in ends]
+        old = [_load(builder, largest_data, end, FLOATS) for end in ends]
         found = loop(builder, halves, old * 2, find_largest)
         new = [
-            _larger(builder, *pair) for pair in zip(found[:VECTORS], found[VECTORS:], strict=True)
+            larger(builder, *pair) for pair in zip(found[:VECTORS], found[VECTORS:], strict=True)
         ]
         shifts = [builder.fneg(builder.fmul(most, slope)) for most in new]
         decays = [
-            _exp2(builder, builder.fmul(builder.fsub(before, most), slope))
+            exp2(builder, builder.fmul(builder.fsub(before, most), slope))
             for before, most in zip(old, new, strict=True)
         ]
 
         def weigh(index: Any, sums: Sequence[Any]) -> Sequence[Any]:
             first, second = (
                 [
-                    _exp2(builder, add_scaled(builder, score, slope, shift))
+                    exp2(builder, add_scaled(builder, score, slope, shift))
                     for score, shift in zip(load_scores(index, side), shifts, strict=True)
                 ]
                 for side in (0, 1)
@@ -364,7 +366,7 @@ def weigh_block(
         for vector, end in enumerate(ends):
             _store(builder, new[vector], largest_data, end)
             _store(builder, decays[vector], decay_data, end)
-            former = builder.fmul(_load(builder, total_data, end, _FLOATS), decays[vector])
+            former = builder.fmul(_load(builder, total_data, end, FLOATS), decays[vector])
             added = builder.fadd(sums[vector], sums[VECTORS + vector])
             _store(builder, builder.fadd(former, added), total_data, end)
         return context.get_dummy_value()

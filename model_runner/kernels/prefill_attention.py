@@ -29,7 +29,7 @@ from numba.extending import overload
 
 from kvrelay.model_runner.kernels.arrays import Array
 from kvrelay.model_runner.kernels.decode_attention import bend
-from kvrelay.model_runner.kernels.jit import inlined, kernel, store, widen
+from kvrelay.model_runner.kernels.jit import inlined, kernel, prefetch, store, widen
 from kvrelay.model_runner.kernels.lanes import (
     OTHERS,
     ROWS,
@@ -38,6 +38,7 @@ from kvrelay.model_runner.kernels.lanes import (
     value_tile,
     weigh_block,
 )
+from kvrelay.model_runner.kernels.pair_memory import UNITS, copy_pairs
 from kvrelay.model_runner.kernels.team import run_on_team, take
 
 TILES = 4
@@ -274,6 +275,31 @@ def _pack_value(numbers: Any, token: Any, values: Any) -> Any:
     return pack_pairs if values.dtype == numba.uint32 else pack_floats
 
 
+def copy_together(heads: Any, at: Any, count: Any, keys: Any, values: Any, token: Any) -> Any:
+    """Copy up to `count` tokens that follow one another in a page at once: how many.
+
+    Inside kernels. 0 if that is not possible here, and for what is not a pair.
+    """
+    raise NotImplementedError("only inside a kernel")
+
+
+@overload(copy_together)  # type: ignore[untyped-decorator]
+def _copy_together(heads: Any, at: Any, count: Any, keys: Any, values: Any, token: Any) -> Any:
+    def copy_none(heads: Any, at: Any, count: Any, keys: Any, values: Any, token: Any) -> Any:
+        return 0
+
+    def copy_in_pairs(heads: Any, at: Any, count: Any, keys: Any, values: Any, token: Any) -> Any:
+        pairs = count // 2
+        whole = heads.head_dim % UNITS == 0 and heads.value_dim % UNITS == 0
+        if pairs == 0 or token % 2 == 1 or not whole:
+            return 0
+        value_at = at + heads.value_offset
+        copy_pairs(heads.pages, at, value_at, heads.head_dim, pairs, keys, values, token)
+        return 2 * pairs
+
+    return copy_in_pairs if values.dtype == numba.uint32 else copy_none
+
+
 @inlined
 def pack(numbers: Array, units: Array) -> None:
     """Copy a head's ``numbers [n]``, of `view_units`, into ``units [n]``."""
@@ -317,9 +343,27 @@ def attend_strip(heads: Heads, head: int, page_ids: Array, count: int, scratch: 
             scratch.keys,
             scratch.values,
         )
+        if begin + _BLOCK < end:
+            fetch_block(heads, head, page_ids, begin + _BLOCK, end)
         for tile in range(tiles):
             if begin <= scratch.positions[tile, ROWS - 1]:
                 attend_block(heads, tile, begin, scratch)
+
+
+@inlined
+def fetch_block(heads: Heads, head: int, page_ids: Array, begin: int, end: int) -> None:
+    """Ask for a head's tokens ``[begin, end)`` of a sequence, a block at most."""
+    page_size, head_dim = heads.page_size, heads.head_dim
+    token = begin
+    while token < min(begin + _BLOCK, end):
+        page, slot = token // page_size, token % page_size
+        count = page_size - slot
+        at = heads.layer_start + page_ids[page] * heads.page_stride
+        at += (head * page_size + slot) * head_dim
+        for line in range(0, count * head_dim, UNITS):
+            prefetch(heads.pages, at + line)
+            prefetch(heads.pages, at + heads.value_offset + line)
+        token += count
 
 
 @inlined
@@ -340,14 +384,21 @@ def copy_block(
     if seen - skipped < len(keys):
         values[:] = 0
     page_size, head_dim = heads.page_size, heads.head_dim
-    for token in range(skipped, seen):
+    token = skipped
+    while token < seen:
         page, slot = (begin + token) // page_size, (begin + token) % page_size
         start = heads.layer_start + page_ids[page] * heads.page_stride
         at = start + (head * page_size + slot) * head_dim
-        unit = at >> heads.shift
-        pack(heads.units[unit : unit + heads.length], keys[token])
-        at += heads.value_offset
-        pack_value(heads.pages[at : at + heads.value_dim], token, values)
+        together = copy_together(
+            heads, at, min(page_size - slot, seen - token), keys, values, token
+        )
+        if together == 0:
+            unit = at >> heads.shift
+            pack(heads.units[unit : unit + heads.length], keys[token])
+            at += heads.value_offset
+            pack_value(heads.pages[at : at + heads.value_dim], token, values)
+            together = 1
+        token += together
 
 
 @inlined

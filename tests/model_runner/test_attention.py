@@ -17,6 +17,7 @@ from kvrelay.model_runner.attention.cpu_attention import CpuAttention
 from kvrelay.model_runner.attention.torch_attention import TorchAttention
 from kvrelay.model_runner.batch import ForwardBatch
 from kvrelay.model_runner.config.query_heads import QueryHeads
+from kvrelay.model_runner.kernels.lanes import has_bfloat16_products
 
 CPU = torch.device("cpu")
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
@@ -177,6 +178,87 @@ def test_decode_agrees_with_torch_for_any_number_of_heads_and_dimensions(
     agrees_with_torch(geometry, heads, [(1, 40), (1, 1), (1, 5), (1, 23)])
 
 
+PAIRS = [
+    # query heads, heads of keys and values, dimensions, page size, window, softcap
+    pytest.param(9, 3, 64, 16, None, None, id="smollm2"),
+    pytest.param(7, 1, 64, 16, None, None, id="a group of 7"),
+    pytest.param(6, 3, 64, 32, 40, None, id="groups of 2, pages of two blocks, window"),
+    pytest.param(4, 4, 128, 16, 33, 0.7, id="no groups, window and softcap"),
+    pytest.param(10, 2, 256, 64, None, 50.0, id="groups of 5, gemma's"),
+    pytest.param(6, 2, 64, 5, 50, None, id="pages of 5, window"),
+    pytest.param(6, 2, 64, 1, 1, None, id="pages of 1, a window of 1"),
+    pytest.param(6, 2, 64, 48, 16, None, id="a window of a block"),
+]
+
+
+@pytest.mark.skipif(not has_bfloat16_products(), reason="no AVX512-BF16")
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize(
+    ("num_heads", "kv_heads", "head_dim", "page_size", "window", "softcap"), PAIRS
+)
+def test_decode_in_pairs_agrees_with_torch(
+    num_heads: int,
+    kv_heads: int,
+    head_dim: int,
+    page_size: int,
+    window: int | None,
+    softcap: float | None,
+) -> None:
+    """Blocks that are read in place and copied ones, whose unseen tokens are NaN."""
+    geometry = KVGeometry(2, kv_heads, head_dim, torch.bfloat16, page_size, window=window)
+    heads = QueryHeads(num_heads, head_dim, head_dim**-0.5, softcap)
+    lengths = [(1, length) for length in (1, 15, 16, 17, 33, 64, 199, 700)]
+    agrees_with_torch(geometry, heads, [*lengths, (5, 40)])
+
+
+@pytest.mark.skipif(not has_bfloat16_products(), reason="no AVX512-BF16")
+def test_latents_in_pairs_agree_with_torch() -> None:
+    geometry = KVGeometry(2, 1, 192, torch.bfloat16, 16, latent=True)
+    agrees_with_torch(geometry, QueryHeads(6, 128, 0.1), [(1, 40), (1, 1), (1, 80), (2, 31)])
+
+
+@pytest.mark.parametrize("page_size", [5, 16])
+@pytest.mark.parametrize("head_dim", [24, 64])
+@pytest.mark.parametrize("window", [None, 30])
+def test_decode_reads_nothing_that_it_does_not_see(
+    window: int | None, head_dim: int, page_size: int
+) -> None:
+    """In its own pages: tokens that were there before, or are no longer in its window."""
+    geometry = KVGeometry(1, 3, head_dim, torch.bfloat16, page_size, window=window)
+    batch = make_batch([(1, 70), (1, 33)], geometry, 40)
+    torch.manual_seed(0)
+    heads = QueryHeads(9, head_dim, head_dim**-0.5)
+    pool, rows = make_pool(geometry, batch, 40), make_rows(batch, geometry, heads)
+    (table,) = batch.page_tables
+    step = CpuAttention(pool, heads).plan(batch, table)
+    expected = step.attend(0, rows)
+    for page_ids, length in zip(table, batch.seq_lens, strict=True):
+        tokens = np.arange(geometry.pages_for(length) * page_size)
+        unseen = tokens[(tokens >= length) | (tokens < length - (window or length))]
+        ids, slots = page_ids[unseen // page_size], unseen % page_size
+        pool.layer(0)[ids[ids >= 0], :, :, slots[ids >= 0]] = torch.nan
+    assert torch.equal(step.attend(0, rows), expected)
+
+
+@pytest.mark.skipif(not has_bfloat16_products(), reason="no AVX512-BF16")
+@pytest.mark.parametrize("scale", [0.125, 1.0], ids=["flat", "peaked"])
+def test_errors_of_decode_in_pairs_are_as_small_as_those_of_torch(scale: float) -> None:
+    """Against float64: only weights and results are rounded to bfloat16."""
+    geometry = KVGeometry(1, 3, 64, torch.bfloat16, 16)
+    heads = QueryHeads(9, 64, scale)
+    batch = make_batch([(1, length) for length in range(1, 800, 13)], geometry, 3200)
+    torch.manual_seed(3)
+    pool, rows = make_pool(geometry, batch, 3200), make_rows(batch, geometry, heads)
+    wide = KVPool(replace(geometry, dtype=torch.float64), 3200, CPU)
+    wide.layer(0).copy_(pool.layer(0))
+    (table,) = batch.page_tables
+    got = CpuAttention(pool, heads).plan(batch, table).attend(0, rows)
+    torchs = TorchAttention(pool, heads).plan(batch, table).attend(0, rows)
+    exact = TorchAttention(wide, heads).plan(batch, table).attend(0, rows.double())
+    error, torchs_error = ((one.double() - exact).abs().mean() for one in (got, torchs))
+    assert error <= 1.1 * torchs_error
+
+
 @pytest.mark.parametrize("kind", ["full", "window"])
 def test_float16_agrees_with_torch(kind: str) -> None:
     geometry, heads = KINDS[kind]
@@ -205,27 +287,31 @@ def test_a_few_tokens_are_computed_as_in_decode(kind: str, dtype: torch.dtype) -
         assert torch.equal(alone[0], together[index])
 
 
+@pytest.mark.parametrize(("head_dim", "dtype"), [(8, torch.float32), (64, torch.bfloat16)])
 @pytest.mark.parametrize("softcap", [None, 50.0])
-def test_large_scores_do_not_overflow(softcap: float | None) -> None:
-    geometry = KVGeometry(1, 1, 8, torch.float32, 4)
-    heads = QueryHeads(1, 8, 1.0, softcap)
+def test_large_scores_do_not_overflow(
+    softcap: float | None, head_dim: int, dtype: torch.dtype
+) -> None:
+    geometry = KVGeometry(1, 1, head_dim, dtype, 4)
+    heads = QueryHeads(1, head_dim, 1.0, softcap)
     pool = KVPool(geometry, 4, CPU)
     pool.data.normal_(generator=torch.Generator().manual_seed(0)).mul_(100)
     batch = make_batch([(1, 10)], geometry, 4)
-    rows = torch.full((1, 3, 8), 50.0)
+    rows = torch.full((1, 3, head_dim), 50.0, dtype=dtype)
     got = CpuAttention(pool, heads).plan(batch, batch.page_tables[0]).attend(0, rows)
     expected = TorchAttention(pool, heads).plan(batch, batch.page_tables[0]).attend(0, rows)
     torch.testing.assert_close(got, expected)
 
 
+@pytest.mark.parametrize("head_dim", [8, 64])
 @pytest.mark.parametrize("softcap", [None, 50.0])
-def test_nan_is_not_hidden(softcap: float | None) -> None:
-    geometry = KVGeometry(1, 1, 8, torch.bfloat16, 4)
+def test_nan_is_not_hidden(softcap: float | None, head_dim: int) -> None:
+    geometry = KVGeometry(1, 1, head_dim, torch.bfloat16, 4)
     pool = KVPool(geometry, 4, CPU)
-    rows = torch.ones(1, 3, 8, dtype=torch.bfloat16)
+    rows = torch.ones(1, 3, head_dim, dtype=torch.bfloat16)
     rows[0, 0, 3] = torch.nan
     batch = make_batch([(1, 10)], geometry, 4)
-    backend = CpuAttention(pool, QueryHeads(1, 8, 1.0, softcap))
+    backend = CpuAttention(pool, QueryHeads(1, head_dim, 1.0, softcap))
     assert backend.plan(batch, batch.page_tables[0]).attend(0, rows).isnan().all()
 
 
