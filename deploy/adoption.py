@@ -9,19 +9,19 @@ from typing import Any
 from kvrelay.deploy.journal import Journal
 from kvrelay.deploy.left_over import end_left_over
 from kvrelay.deploy.placement import Placement
+from kvrelay.deploy.records import WorkerRecord
 from kvrelay.deploy.supervisor import WorkerSupervisor
 from kvrelay.engine.config import WorkerConfig
-from kvrelay.wire.worker_info import WorkerRole
 
-ConfigOf = Callable[[str, WorkerRole], WorkerConfig]
+ConfigOf = Callable[[WorkerRecord], WorkerConfig]
 Supervise = Callable[[WorkerConfig, dict[str, Any]], WorkerSupervisor]
 
 
 class Adoption:
     """Takes over the workers that have started, and undoes the starts that nobody wants.
 
-    A worker that a change of their number was about to start keeps its place: `reserved` has it
-    for whoever goes on with the change.
+    A worker that a change of their number, or a roll, was about to start keeps its place:
+    `reserved` has it for whoever goes on with that.
 
     Args:
         journal: has the records of the controller before this one.
@@ -33,8 +33,9 @@ class Adoption:
         self._journal = journal
         self._placement = placement
         self._namespace = namespace
-        change = journal.cluster.change
+        change, roll = journal.cluster.change, journal.cluster.roll
         self._coming = {name for name, _ in change.added} if change else set()
+        self._coming |= roll.coming if roll else set()
         self.reserved: dict[str, dict[str, Any]] = {}
         """Ray's options for each worker that has a place, and was not started yet, by name."""
 
@@ -44,7 +45,7 @@ class Adoption:
         """Return when each worker that had started has answered, or has not in time.
 
         Args:
-            config_of: a worker's configuration, by name and role.
+            config_of: the configuration of the worker with this record.
             supervise: makes a worker's supervisor, which is known to its watcher from then on.
             was_known_dead: whether this incarnation's process is known to have ended.
         """
@@ -66,7 +67,7 @@ class Adoption:
             for name, one in self._journal.workers.items()
             if one.started is not None or one.place is not None
         }
-        configs = {name: config_of(name, one.role) for name, one in there.items()}
+        configs = {name: config_of(one) for name, one in there.items()}
         options = await asyncio.to_thread(
             self._placement.adopt,
             configs,

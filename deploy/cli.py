@@ -14,6 +14,7 @@ _COMMANDS = (
     "drain",
     "generate",
     "leave",
+    "roll",
     "router",
     "scale",
     "serve",

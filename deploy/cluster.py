@@ -4,43 +4,46 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
-from dataclasses import replace
 from types import TracebackType
 from typing import Any, Final, Self
 
 from kvrelay.deploy.adoption import Adoption
+from kvrelay.deploy.cluster_view import state_of
 from kvrelay.deploy.controller_metrics import ControllerMetrics
 from kvrelay.deploy.drain_turns import DrainTurns
-from kvrelay.deploy.epoch import begin_epoch, keep_epoch
+from kvrelay.deploy.drains import Drains
 from kvrelay.deploy.errors import ClusterError
 from kvrelay.deploy.journal import Journal
 from kvrelay.deploy.key_value_store import InProcessStore, KeyValueStore
-from kvrelay.deploy.leases import Leases, LeaseTimes
+from kvrelay.deploy.leadership import Leadership
+from kvrelay.deploy.leases import Leases
 from kvrelay.deploy.left_over import end_left_over
 from kvrelay.deploy.membership import Membership
 from kvrelay.deploy.pauses import finished
 from kvrelay.deploy.placement import Placement, PlacementPlan
 from kvrelay.deploy.recorded_deaths import RecordedDeaths
 from kvrelay.deploy.records import Phase, Started, WorkerRecord
+from kvrelay.deploy.rolling import Rolling
+from kvrelay.deploy.rolls import Revision, Roll
 from kvrelay.deploy.scaling import Scaling
 from kvrelay.deploy.supervisor import WorkerSupervisor
 from kvrelay.deploy.wanted import Changes
+from kvrelay.deploy.worker_configs import WorkerConfigs
 from kvrelay.deploy.worker_end import WorkerEnd
 from kvrelay.engine.config import WorkerConfig
 from kvrelay.engine.faults import Fault
-from kvrelay.engine.worker.worker_lease import lease_clock
-from kvrelay.router.admin import DrainPhase, DrainStep, ScaleStep
+from kvrelay.router.admin import DrainStep, RollOrder, ScaleStep
 from kvrelay.router.discovery import Discovery
-from kvrelay.router.errors import CannotDrain, UnknownWorker
-from kvrelay.wire.cluster_state import ClusterState, WorkerPhase, WorkerState
+from kvrelay.router.errors import CannotDrain, CannotRoll, CannotScale
+from kvrelay.wire.cluster_state import ClusterState
 from kvrelay.wire.worker_info import WorkerInfo, WorkerRole
 
 _log = logging.getLogger(__name__)
 _CONTROLLER_LEASE_SECONDS: Final = 15.0
+_OPEN_ROLL: Final = "not before the workers are replaced: `kvrelay roll` goes on, --undo goes back"
 
 
 class Cluster:
@@ -73,23 +76,20 @@ class Cluster:
         on_deposed: Callable[[], object] = lambda: None,
         on_broken: Callable[[], object] = lambda: None,
     ) -> None:
-        self._on_deposed = on_deposed
-        self._on_broken = on_broken
         self._made = time.monotonic()
-        self._configs = tuple(configs)
+        self._configs = WorkerConfigs(configs)
         self._log_level = log_level
         self._on_progress = on_progress
-        self._progress = {config.name: 0.0 for config in self._configs}
+        self._progress = {config.name: 0.0 for config in configs}
         """Of workers that start for the first time."""
         self._members = Membership()
         self._deaths: RecordedDeaths | None = None
-        self._turns = DrainTurns(self._members, self._staying_roles)
         self._plan = plan or PlacementPlan()
         self._placement = Placement(self._plan)
         self._name = self._plan.namespace.rpartition("/")[2]
         """Of the cluster; empty if it ends with its command."""
         self._store = store or InProcessStore()
-        self._holding: asyncio.Task[None] | None = None
+        self._leadership = Leadership(self._store, on_deposed, on_broken)
         self._supervisors: dict[str, WorkerSupervisor] = {}
         self._journal: Journal | None = None
         self.took_over = False
@@ -97,9 +97,14 @@ class Cluster:
         self._reserved: dict[str, dict[str, Any]] = {}
         """The places of workers that another controller was about to start."""
         self._scaling = Scaling(self)
-        model = self._configs[0].model_name if self._configs else ""
+        self._rolling = Rolling(self)
+        model = configs[0].model_name if configs else ""
         self.metrics = ControllerMetrics(model, self.discovery, self._wanted_roles)
         """What became of the workers."""
+        self._drains = Drains(
+            *(self._members, self._supervisors, lambda: self._written, self.metrics)
+        )
+        self._turns = DrainTurns(self._members, lambda: self._drains.staying)
         self._leases: Leases | None = None
 
     async def __aenter__(self) -> Self:
@@ -131,7 +136,9 @@ class Cluster:
         running then. Workers that are taken over have started before: they run on if this fails.
         """
         try:
-            self._leases = leases = await self._begin_epoch()
+            self._leases = leases = await self._leadership.begin(
+                self._configs.first, _CONTROLLER_LEASE_SECONDS
+            )
             self._journal, before = await Journal.take_over(self._store, leases)
             self._deaths = RecordedDeaths(self._journal, before.deaths if before else ())
             self._add_started()
@@ -163,9 +170,11 @@ class Cluster:
             self._on_deposed()
             return
         await self._scaling.stop()
+        await self._rolling.stop()
         if self._journal is not None:
             await self._journal.write_cluster(phase=Phase.STOPPING)
-        supervisors, self._supervisors = self._supervisors, {}
+        supervisors = self._supervisors.copy()
+        self._supervisors.clear()
         try:
             stops = [supervisor.stop() for supervisor in supervisors.values()]
             failures = await asyncio.gather(*stops, return_exceptions=True)
@@ -175,103 +184,132 @@ class Cluster:
         if self._journal is not None:
             await end_left_over(self._plan.namespace, tuple(self._journal.workers.values()))
             await self._journal.clear()
-        if self._holding is not None:
-            self._holding.cancel()
+        self._leadership.end()
         for failure in failures:
             if failure is not None:
                 raise failure
 
     async def drain(self, worker: str, *, remove: bool) -> AsyncIterator[DrainStep]:
         """Drain a worker, and yield each phase, as `router.admin.Administrator` says."""
-        info, supervisor = self._to_drain(worker, remove)
-        await finished(self._begin_drain(info, supervisor, remove=remove))
-        self.metrics.draining(info)
-        yield DrainStep(DrainPhase.DRAINING, info.incarnation)
-        await self._members.until_dead(info)
-        yield DrainStep(DrainPhase.LEFT, info.incarnation)
-        if not remove:
-            successor = await self._members.until_live(worker)
-            yield DrainStep(DrainPhase.READY, successor.incarnation)
+        if remove and self.open_roll is not None:
+            raise CannotDrain(f"remove: {_OPEN_ROLL}")
+        async for step in self._drains.drain(worker, remove=remove):
+            yield step
 
-    async def _begin_drain(
-        self, info: WorkerInfo, supervisor: WorkerSupervisor, *, remove: bool
-    ) -> None:
-        worker = info.name
-        removed_before, drained_before = supervisor.removing, self._members.is_draining(worker)
-        supervisor.removing = removed_before or remove
-        # Before the worker can have ended: its requests then wait for its successor.
-        self._members.add_draining(info)
-        try:
-            await self._written.write_worker(worker, draining=True, removing=supervisor.removing)
-            await supervisor.drain(remove=remove)
-        except BaseException as error:
-            supervisor.removing = removed_before
-            if not drained_before:  # if it drains all the same, its supervisor notices
-                self._members.remove_draining(info)
-            await self._written.write_worker(
-                worker, draining=drained_before, removing=removed_before
-            )
-            if isinstance(error, ClusterError):
-                raise CannotDrain(str(error)) from error
-            raise
+    def leave(self, worker: str) -> AsyncIterator[DrainStep]:
+        """Drain a worker that is not replaced by its own next incarnation; yield each phase."""
+        return self._drains.drain(worker, remove=True)
 
     async def scale(self, wanted: Mapping[WorkerRole, int]) -> AsyncIterator[ScaleStep]:
         """Add and remove workers, and yield each phase; see `router.admin.Administrator`."""
+        if self.open_roll is not None:
+            raise CannotScale(_OPEN_ROLL)
         async for step in self._scaling.scale(wanted):
+            yield step
+
+    async def roll(self, order: RollOrder) -> AsyncIterator[ScaleStep]:
+        """Replace all workers, and yield each phase; see `router.admin.Administrator`."""
+        if self._scaling.is_running:
+            raise CannotRoll("the cluster is being scaled")
+        async for step in self._rolling.roll(order):
             yield step
 
     async def state(self) -> ClusterState:
         """The controller, and all workers that there are to be."""
         journal, leases = self._written, self._leases
         assert leases is not None
-        return ClusterState(
-            name=self._name,
-            epoch=leases.epoch,
-            leads=leases.is_held(leases.clock()),
-            changing=journal.cluster.change is not None,
-            pid=os.getpid(),
+        return state_of(
+            self._name,
+            *(journal, leases, self._members),
             uptime_seconds=time.monotonic() - self._made,
-            workers=tuple(self._state_of(journal.workers[one]) for one in sorted(journal.workers)),
         )
+
+    # What scaling and rolling ask, and do.
 
     @property
     def staying(self) -> Mapping[str, WorkerRole]:
         """The workers that are not being removed, by name."""
-        return self._staying_roles()
+        return self._drains.staying
 
     @property
     def names(self) -> set[str]:
         """Those that no new worker can have: of workers that have left or did not start, too."""
         return set(self._written.cluster.names)
 
+    @property
+    def revisions(self) -> Mapping[str, int]:
+        """The number of each worker's revision, by name."""
+        return {name: one.revision.number for name, one in self._written.workers.items()}
+
+    @property
+    def revision(self) -> Revision:
+        """Of workers that are added."""
+        return self._written.cluster.revision
+
+    @property
+    def previous(self) -> Revision | None:
+        """What that was before the last roll; None: there was none."""
+        return self._written.cluster.previous
+
+    @property
+    def open_roll(self) -> Roll | None:
+        """What is under way, or has stopped."""
+        return self._written.cluster.roll
+
+    def check_revision(self, revision: Revision) -> None:
+        """Raise ValueError, which names the option, if workers cannot have it beside others."""
+        self._configs.check(self.revision, revision)
+
+    async def write_roll(self, roll: Roll) -> None:
+        """A roll is about to begin or to go on, or has stopped."""
+        await self._written.write_cluster(roll=roll)
+
+    async def end_roll(self, roll: Roll) -> None:
+        """All workers have what the roll was for."""
+        before = self.previous if roll.target == self.revision else self.revision
+        await self._written.write_cluster(revision=roll.target, previous=before, roll=None)
+
     async def until_up(self, name: str) -> None:
-        """Wait until a worker can be told something."""
-        await self._members.until_live(name)
+        """Wait until a worker can be told something, or does not stay."""
+        while name in self.staying and name not in self.workers:
+            await self._members.changed()
+
+    async def until_removed(self, name: str) -> None:
+        """Wait until nothing is left of a worker that was to leave."""
+        while name in self._supervisors:
+            await self._members.changed()
 
     async def changing(self, changes: Changes | None) -> None:
         """Changes of the number of workers are about to be made, or have been made: None."""
         await self._written.write_cluster(change=changes)
 
-    async def add(self, name: str, role: WorkerRole) -> None:
+    async def add(self, name: str, role: WorkerRole, revision: Revision | None = None) -> None:
         """Start one more worker, like the first of its role, and supervise it.
 
-        Raises ClusterError, in one line, if it does not start; nothing is left running then.
+        Raises ClusterError, in one line, if it does not start, or has loaded another model;
+        nothing is left running then.
+
+        Args:
+            name: the worker's.
+            role: the worker's.
+            revision: of its options; None: what workers that are added get.
         """
         if name in self._supervisors:
             return  # a controller before this one has started it
-        config, journal = self._config_of(name, role), self._written
+        journal, revision = self._written, revision or self.revision
+        config = self._configs.of(name, role, revision)
         if name not in journal.cluster.names:
             await journal.write_cluster(names=journal.cluster.names | {name})
         try:
             place = self._reserved.pop(name, None)
             if place is None:
-                await journal.add_worker(WorkerRecord(name, role))
+                await journal.add_worker(WorkerRecord(name, role, revision=revision))
                 of_workers = len(self._supervisors) + 1
                 place = await self._placement.add(config, of_workers=of_workers)
                 await journal.write_worker(name, place=self._placement.place_of(name))
             supervisor = self._supervisor_of(config, place)
             try:
-                await supervisor.start()
+                await supervisor.start(self._check_model)
             except BaseException:
                 await finished(supervisor.stop())
                 raise
@@ -334,49 +372,21 @@ class Cluster:
         self._supervisors.pop(name, None)
         await self._written.remove_worker(name)
         self._placement.give_back(name)
+        self._members.notify()
 
     def turn_to_drain(self, info: WorkerInfo) -> AbstractAsyncContextManager[None]:
         """Wait until few enough others of its role drain, or are missing."""
         return self._turns.turn(info)
 
-    def _state_of(self, record: WorkerRecord) -> WorkerState:
-        started, removing = record.started, record.removing
-        if started is None:
-            return WorkerState(record.name, record.role, WorkerPhase.STARTING, removing=removing)
-        info, phase = started.info, WorkerPhase.LOST
-        if self.workers.get(record.name) == info:
-            drains = self._members.is_draining(record.name)
-            phase = WorkerPhase.DRAINING if drains else WorkerPhase.LIVE
-        return WorkerState(
-            *(record.name, record.role, phase),
-            incarnation=info.incarnation,
-            address=info.address,
-            node=started.node,
-            pid=info.pid,
-            removing=removing,
-        )
-
-    def _staying_roles(self) -> dict[str, WorkerRole]:
-        return {name: one.role for name, one in self._supervisors.items() if not one.removing}
+    def _check_model(self, new: WorkerInfo) -> None:
+        """Raise ClusterError if a new worker could not serve beside the others."""
+        for old in self.workers.values():
+            if difference := new.model.difference_from(old.model):
+                raise ClusterError(f"{new.name} has loaded another model than others: {difference}")
 
     def _wanted_roles(self) -> list[WorkerRole]:
         """The roles of the workers that are to stay; any thread."""
         return [one.role for one in list(self._supervisors.values()) if not one.removing]
-
-    def _to_drain(self, worker: str, remove: bool) -> tuple[WorkerInfo, WorkerSupervisor]:
-        """The worker's incarnation and its supervisor.
-
-        Raises UnknownWorker, or CannotDrain if it is not up, or the last of its role.
-        """
-        roles = self._staying_roles()
-        if worker not in roles:
-            raise UnknownWorker(worker, roles)
-        if worker not in self.workers:
-            raise CannotDrain(f"worker: {worker} is not up; another one is on its way")
-        role = roles[worker]
-        if remove and list(roles.values()).count(role) == 1:
-            raise CannotDrain(f"remove: {worker} is the last {role} worker")
-        return self.workers[worker], self._supervisors[worker]
 
     def _add_started(self) -> None:
         """Let each worker that has started hear of every death, also before it has answered."""
@@ -397,44 +407,24 @@ class Cluster:
         for worker in self.workers.values():
             self._tell_of_deaths(worker)
 
-    async def _begin_epoch(self) -> Leases:
-        """Become the cluster's controller, and stay it."""
-        longest = max((config.lease_seconds for config in self._configs), default=0.0)
-        times = LeaseTimes(longest, _CONTROLLER_LEASE_SECONDS)
-        alone = any(config.suspended_alone for config in self._configs)
-        clock = lease_clock(suspended_alone=alone)
-        leases = await begin_epoch(self._store, times, clock)
-        self._holding = asyncio.create_task(self._keep_epoch(leases, clock))
-        self._holding.add_done_callback(self._holding_ended)
-        return leases
-
-    async def _keep_epoch(self, leases: Leases, clock: Callable[[], float]) -> None:
-        await keep_epoch(leases, self._store, clock)
-        self._on_deposed()
-
-    def _holding_ended(self, holding: asyncio.Task[None]) -> None:
-        if not holding.cancelled() and (error := holding.exception()) is not None:
-            _log.critical("the controller no longer renews its lease", exc_info=error)
-            self._on_broken()
-
     async def _write_first_records(self) -> None:
-        names = frozenset(config.name for config in self._configs)
+        names = frozenset(config.name for config in self._configs.first)
         await self._written.write_cluster(names=names)
-        for config in self._configs:
+        for config in self._configs.first:
             if config.name not in self._written.workers:
                 await self._written.add_worker(WorkerRecord(config.name, config.role))
 
     async def _start_first(self) -> None:
         """Start the workers that the cluster begins with, those excepted that run already."""
         for role in WorkerRole:
-            configs = [config for config in self._configs if config.role is role]
+            configs = [config for config in self._configs.first if config.role is role]
             await self._place(configs)
         await self._start_all()
         await self._written.write_cluster(phase=Phase.SERVING)
 
     async def _place(self, configs: Sequence[WorkerConfig]) -> None:
         """Make the actors of one role's workers, each under its supervisor."""
-        places = await self._placement.reserve(configs, of_workers=len(self._configs))
+        places = await self._placement.reserve(configs, of_workers=len(self._configs.first))
         for config in configs:
             place = self._placement.place_of(config.name)
             await self._written.write_worker(config.name, place=place)
@@ -473,18 +463,11 @@ class Cluster:
         """Take over the workers of the controller before this one, and finish what it had begun."""
         adoption = Adoption(journal, self._placement, self._plan.namespace)
         self._reserved = adoption.reserved
-        await adoption.run(self._config_of, self._supervise, self._told.was_known)
+        await adoption.run(self._configs.of_record, self._supervise, self._told.was_known)
         if journal.cluster.change is not None:
             self._scaling.resume(journal.cluster.change)
-
-    def _config_of(self, name: str, role: WorkerRole) -> WorkerConfig:
-        """A worker's: its own, or like that of the first of its role."""
-        for config in self._configs:
-            if config.name == name:
-                return config
-        like = next(config for config in self._configs if config.role is role)
-        faults = None if like.faults is None else ()
-        return replace(like, name=name, metrics_port=0, grpc_port=0, faults=faults)
+        if journal.cluster.roll is not None:
+            self._rolling.resume(journal.cluster.roll)
 
     @property
     def _told(self) -> RecordedDeaths:

@@ -8,7 +8,7 @@ from typing import Any
 from kvrelay.deploy.client import Access, connected
 from kvrelay.deploy.find_controller import Controller
 from kvrelay.v1 import controller_pb2, controller_pb2_grpc
-from kvrelay.wire.cluster_state import ClusterState
+from kvrelay.wire.cluster_state import ClusterState, RollState
 from kvrelay.wire.messages import CLUSTER_STATE
 
 _SECONDS = 5.0
@@ -40,9 +40,21 @@ def as_text(state: ClusterState) -> str:
         f"{name}: epoch {state.epoch}, controller {state.pid}, up {state.uptime_seconds:.0f} s"
         f"{leads}{changing}"
     )
-    lines = [head]
+    lines = [head, *([] if state.roll is None else [_roll_text(state.roll)])]
+    rolled = any(one.revision for one in state.workers)
     for one in state.workers:
         phase = f"{one.phase}{', to be removed' if one.removing else ''}"
         where = f"{one.incarnation}  {one.address}  process {one.pid} on {one.node}"
-        lines.append(f"  {one.name:<12} {phase:<10} {where if one.incarnation else ''}".rstrip())
+        revision = f"revision {one.revision}  " if rolled else ""
+        where = f"{revision}{where if one.incarnation else ''}"
+        lines.append(f"  {one.name:<12} {phase:<10} {where}".rstrip())
     return "\n".join(lines)
+
+
+def _roll_text(roll: RollState) -> str:
+    options = ", ".join(f"{name}={text}" for name, text in sorted(roll.options.items()))
+    done = f"{roll.replaced} of {roll.workers} workers are replaced"
+    line = f"  roll to revision {roll.revision} ({options or 'the options of the start'}): {done}"
+    if not roll.failed:
+        return line
+    return f"{line}\n  it HAS STOPPED: {roll.failed} (`kvrelay roll --undo` goes back)"

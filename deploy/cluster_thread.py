@@ -17,7 +17,7 @@ from kvrelay.deploy.cluster import Cluster
 from kvrelay.deploy.pauses import finished
 from kvrelay.deploy.placement import PlacementPlan
 from kvrelay.engine.config import WorkerConfig
-from kvrelay.router.admin import DrainStep, ScaleStep
+from kvrelay.router.admin import DrainStep, RollOrder, ScaleStep
 from kvrelay.router.discovery import Discovery, StaticDiscovery
 from kvrelay.wire.cluster_state import ClusterState
 from kvrelay.wire.worker_info import WorkerInfo, WorkerRole
@@ -105,6 +105,11 @@ class ClusterThread:
     async def scale(self, wanted: Mapping[WorkerRole, int]) -> AsyncIterator[ScaleStep]:
         """Add and remove workers, and yield each phase; see `router.admin.Administrator`."""
         async for step in self._steps(self._cluster.scale(wanted)):
+            yield step
+
+    async def roll(self, order: RollOrder) -> AsyncIterator[ScaleStep]:
+        """Replace all workers, and yield each phase; see `router.admin.Administrator`."""
+        async for step in self._steps(self._cluster.roll(order)):
             yield step
 
     async def state(self) -> ClusterState:

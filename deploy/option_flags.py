@@ -68,7 +68,7 @@ def takes_no_value(option: Option) -> bool:
     return option.kind is bool and not option.default
 
 
-def _type_of(option: Option) -> click.ParamType[Any]:
+def type_of(option: Option) -> click.ParamType[Any]:
     """What reads the option's value."""
     declared = option.declaration
     if option.choices:
@@ -85,7 +85,7 @@ def _type_of(option: Option) -> click.ParamType[Any]:
 
 def _click_option(option: Option) -> Callable[[Callable[..., None]], Callable[..., None]]:
     is_flag = takes_no_value(option)
-    attributes: dict[str, Any] = {"is_flag": True} if is_flag else {"type": _type_of(option)}
+    attributes: dict[str, Any] = {"is_flag": True} if is_flag else {"type": type_of(option)}
     if option.default is not None:
         attributes["default"] = _as_written(option)
     if option.declaration.shown_default is not None or attributes.get("type") is SWITCH:

@@ -12,12 +12,13 @@ from enum import StrEnum
 from typing import Any, Final
 
 from kvrelay.deploy.errors import ClusterError
+from kvrelay.deploy.rolls import FIRST, Revision, Roll
 from kvrelay.deploy.wanted import Changes
 from kvrelay.deploy.worker_process import ProcessIdentity
 from kvrelay.wire.model_digest import ModelDigest
 from kvrelay.wire.worker_info import WorkerInfo, WorkerRole
 
-VERSION: Final = 1
+VERSION: Final = 2
 
 
 class Phase(StrEnum):
@@ -40,11 +41,16 @@ class ClusterRecord:
     """Of all workers that there were ever to be: no new one can have them."""
     change: Changes | None = None
     """Of the number of workers; it is under way."""
+    revision: Revision = FIRST
+    """Of the options: what a worker gets that is added."""
+    previous: Revision | None = None
+    """What `revision` was before the last roll; None: there was none."""
+    roll: Roll | None = None
+    """It is under way, or has stopped."""
 
     def to_bytes(self) -> bytes:
         """For the store."""
-        change = self.change and asdict(self.change)
-        return _dump({"phase": self.phase, "names": sorted(self.names), "change": change})
+        return _dump(asdict(self) | {"names": sorted(self.names)})
 
     @classmethod
     def from_bytes(cls, text: bytes) -> ClusterRecord:
@@ -54,7 +60,14 @@ class ClusterRecord:
             tuple((name, WorkerRole(role)) for name, role in read["change"]["added"]),
             tuple(read["change"]["removed"]),
         )
-        return cls(Phase(read["phase"]), frozenset(read["names"]), change)
+        return cls(
+            Phase(read["phase"]),
+            frozenset(read["names"]),
+            change,
+            Revision(**read["revision"]),
+            read["previous"] and Revision(**read["previous"]),
+            read["roll"] and Roll.from_plain(read["roll"]),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +105,8 @@ class WorkerRecord:
     """That incarnation was told to drain, or is about to be."""
     removing: bool = False
     """No other incarnation follows."""
+    revision: Revision = FIRST
+    """Of the options that it has."""
 
     def to_bytes(self) -> bytes:
         """For the store."""
@@ -108,6 +123,7 @@ class WorkerRecord:
             started=read["started"] and _started(read["started"]),
             draining=read["draining"],
             removing=read["removing"],
+            revision=Revision(**read["revision"]),
         )
 
 

@@ -14,7 +14,7 @@ from kvrelay.v1 import admin_pb2 as pb
 from kvrelay.v1 import admin_pb2_grpc
 
 _COUNT: Final = click.IntRange(1)
-_TEXTS: Final = {
+PHASES: Final = {
     pb.ScaleWorkersResponse.PHASE_STARTING: "starts",
     pb.ScaleWorkersResponse.PHASE_READY: "is ready",
     pb.ScaleWorkersResponse.PHASE_DRAINING: "drains",
@@ -55,7 +55,7 @@ def scale(
         request = pb.ScaleWorkersRequest(**asked)
         for step in service.ScaleWorkers(request, metadata=access.metadata):
             reason = f": {step.reason}" if step.reason else ""
-            click.echo(f"{step.worker} {_TEXTS[step.phase]}{reason}")
+            click.echo(f"{step.worker} {PHASES[step.phase]}{reason}")
             failed += step.phase == pb.ScaleWorkersResponse.PHASE_FAILED
     if failed:
         raise DeployError(f"{failed} of the changes could not be made")

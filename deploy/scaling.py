@@ -61,9 +61,14 @@ class Scaling:
         self._cluster = cluster
         self._changing: asyncio.Task[None] | None = None
 
+    @property
+    def is_running(self) -> bool:
+        """Whether a change is under way."""
+        return self._changing is not None and not self._changing.done()
+
     async def scale(self, wanted: Mapping[WorkerRole, int]) -> AsyncIterator[ScaleStep]:
         """Change the cluster, as `router.admin.Administrator` says."""
-        if self._changing is not None and not self._changing.done():
+        if self.is_running:
             raise CannotScale("the cluster is being scaled already")
         try:
             changes = Changes.to_reach(wanted, self._cluster.staying, self._cluster.names)

@@ -66,13 +66,17 @@ class WorkerSupervisor:
         self._following: asyncio.Task[None] | None = None
         self._telling: set[asyncio.Task[None]] = set()
 
-    async def start(self) -> WorkerInfo:
+    async def start(self, check: Callable[[WorkerInfo], None] = lambda info: None) -> WorkerInfo:
         """Start the worker's first incarnation and begin to follow it.
 
         Raises ClusterError, in one line, if it does not start, or not in time: what stops the
         first one would stop every other, so it is not tried again.
+
+        Args:
+            check: raises ClusterError if it is not to be, before anybody knows of it.
         """
         started = await self._first_start()
+        check(started.info)
         life = self._begin(started)
         await self._watcher.worker_started(started)
         self._watcher.worker_live(life.info)

@@ -47,14 +47,14 @@ class Changes:
             more = count - counts[role]
             if more > MOST_ADDED:
                 raise ValueError(f"{role}: {more} more; one change adds at most {MOST_ADDED}")
-            names = sorted((name for name in staying if staying[name] is role), key=_number)
+            names = sorted((name for name in staying if staying[name] is role), key=number_of)
             removed += reversed(names[count:])
-            free = _free_names(role, taken | staying.keys())
+            free = free_names(role, taken | staying.keys())
             added += [(next(free), role) for _ in range(count - len(names))]
         return cls(tuple(added), tuple(removed))
 
 
-def _free_names(role: WorkerRole, taken: set[str]) -> Iterator[str]:
+def free_names(role: WorkerRole, taken: set[str]) -> Iterator[str]:
     """The names that a worker of the role can have, those with the lowest numbers first."""
     number = 0
     while True:
@@ -64,5 +64,6 @@ def _free_names(role: WorkerRole, taken: set[str]) -> Iterator[str]:
         number += 1
 
 
-def _number(name: str) -> int:
+def number_of(name: str) -> int:
+    """A worker's number, which its name ends in."""
     return int(name.rpartition("-")[2])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Protocol
 
@@ -65,6 +65,20 @@ class ScaleStep:
     """Why it has failed."""
 
 
+@dataclass(frozen=True, slots=True)
+class RollOrder:
+    """How all workers are to be replaced."""
+
+    options: Mapping[str, str] = field(default_factory=dict)
+    """What the successors get beside the options that workers have; as a command line has them."""
+    max_surge: int = 1
+    """So many successors are started before their predecessors drain."""
+    max_unavailable: int = 0
+    """So many workers leave before their successors start."""
+    undo: bool = False
+    """Back to what was before the roll that is under way, has stopped, or was the last one."""
+
+
 class Administrator(Protocol):
     """Runs the workers. `deploy` hands the router one."""
 
@@ -89,6 +103,14 @@ class Administrator(Protocol):
 
         Raises:
             CannotScale: the cluster cannot have so many, or changes already.
+        """
+        ...
+
+    def roll(self, order: RollOrder) -> AsyncIterator[ScaleStep]:
+        """Replaces all workers and yields each phase; goes on if nobody iterates any more.
+
+        Raises:
+            CannotRoll: the workers cannot have these options, or not now.
         """
         ...
 
@@ -152,6 +174,23 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
             phase = _SCALE_PHASES[step.phase]
             await context.write(
                 pb.ScaleWorkersResponse(worker=step.worker, phase=phase, reason=step.reason)
+            )
+
+    @with_status
+    async def RollWorkers(  # noqa: N802
+        self, message: pb.RollWorkersRequest, context: grpc.aio.ServicerContext
+    ) -> None:
+        """Streams the phases of each worker that is replaced, and of its successor."""
+        order = RollOrder(
+            options=dict(message.options),
+            max_surge=message.max_surge,
+            max_unavailable=message.max_unavailable,
+            undo=message.undo,
+        )
+        async for step in self._administrator.roll(order):
+            phase = _SCALE_PHASES[step.phase]
+            await context.write(
+                pb.RollWorkersResponse(worker=step.worker, phase=phase, reason=step.reason)
             )
 
     async def _write(

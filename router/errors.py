@@ -27,7 +27,8 @@
     AdminError                 an operator's call is refused
     ├── UnknownWorker          NOT_FOUND, lists the workers that there are
     ├── CannotDrain            FAILED_PRECONDITION, says why
-    └── CannotScale            FAILED_PRECONDITION, says why
+    ├── CannotScale            FAILED_PRECONDITION, says why
+    └── CannotRoll             FAILED_PRECONDITION, says why
 """
 
 from __future__ import annotations
@@ -254,6 +255,10 @@ class UnknownWorker(AdminError):  # noqa: N818
 
 class CannotScale(AdminError):  # noqa: N818
     """The cluster cannot have so many workers."""
+
+
+class CannotRoll(AdminError):  # noqa: N818
+    """The workers cannot be replaced so, or not now."""
 
 
 class CannotDrain(AdminError):  # noqa: N818

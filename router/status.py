@@ -12,6 +12,7 @@ from kvrelay.router.errors import (
     AdminError,
     AlreadyExists,
     CannotDrain,
+    CannotRoll,
     CannotScale,
     DataLoss,
     DeadlineExceeded,
@@ -56,6 +57,7 @@ _STATUS: dict[type[Exception], grpc.StatusCode] = {
     UnknownWorker: grpc.StatusCode.NOT_FOUND,
     CannotDrain: grpc.StatusCode.FAILED_PRECONDITION,
     CannotScale: grpc.StatusCode.FAILED_PRECONDITION,
+    CannotRoll: grpc.StatusCode.FAILED_PRECONDITION,
 }
 
 ServiceT = TypeVar("ServiceT")

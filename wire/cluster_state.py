@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 from kvrelay.wire.worker_info import WorkerRole
@@ -37,6 +38,23 @@ class WorkerState:
     """Of its process, on its node."""
     removing: bool = False
     """No other incarnation follows."""
+    revision: int = 0
+    """Of its options: 0 before the first roll."""
+
+
+@dataclass(frozen=True, slots=True)
+class RollState:
+    """All workers are being replaced."""
+
+    revision: int
+    """That they are to have."""
+    replaced: int
+    workers: int
+    """That there are to replace."""
+    options: Mapping[str, str] = field(default_factory=dict)
+    """That this revision gives them, beside those of the start."""
+    failed: str = ""
+    """Why it has stopped; empty while it goes on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,3 +75,5 @@ class ClusterState:
     """Of this controller."""
     workers: tuple[WorkerState, ...] = ()
     """In the order of their names."""
+    roll: RollState | None = None
+    """The roll that is under way, or has stopped."""

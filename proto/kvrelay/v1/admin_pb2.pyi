@@ -1,9 +1,40 @@
+from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
+from collections.abc import Mapping as _Mapping
 from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
+
+class RollWorkersRequest(_message.Message):
+    __slots__ = ("options", "max_surge", "max_unavailable", "undo")
+    class OptionsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
+    OPTIONS_FIELD_NUMBER: _ClassVar[int]
+    MAX_SURGE_FIELD_NUMBER: _ClassVar[int]
+    MAX_UNAVAILABLE_FIELD_NUMBER: _ClassVar[int]
+    UNDO_FIELD_NUMBER: _ClassVar[int]
+    options: _containers.ScalarMap[str, str]
+    max_surge: int
+    max_unavailable: int
+    undo: bool
+    def __init__(self, options: _Optional[_Mapping[str, str]] = ..., max_surge: _Optional[int] = ..., max_unavailable: _Optional[int] = ..., undo: bool = ...) -> None: ...
+
+class RollWorkersResponse(_message.Message):
+    __slots__ = ("worker", "phase", "reason")
+    WORKER_FIELD_NUMBER: _ClassVar[int]
+    PHASE_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    worker: str
+    phase: ScaleWorkersResponse.Phase
+    reason: str
+    def __init__(self, worker: _Optional[str] = ..., phase: _Optional[_Union[ScaleWorkersResponse.Phase, str]] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class ScaleWorkersRequest(_message.Message):
     __slots__ = ("prefill", "decode", "aggregated")

@@ -45,6 +45,11 @@ class AdminServiceStub(object):
                 request_serializer=kvrelay_dot_v1_dot_admin__pb2.ScaleWorkersRequest.SerializeToString,
                 response_deserializer=kvrelay_dot_v1_dot_admin__pb2.ScaleWorkersResponse.FromString,
                 _registered_method=True)
+        self.RollWorkers = channel.unary_stream(
+                '/kvrelay.v1.AdminService/RollWorkers',
+                request_serializer=kvrelay_dot_v1_dot_admin__pb2.RollWorkersRequest.SerializeToString,
+                response_deserializer=kvrelay_dot_v1_dot_admin__pb2.RollWorkersResponse.FromString,
+                _registered_method=True)
 
 
 class AdminServiceServicer(object):
@@ -70,6 +75,17 @@ class AdminServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def RollWorkers(self, request, context):
+        """Replaces all workers, a few at a time, by others with these options: each
+        successor takes requests before its predecessor drains, unless
+        max_unavailable says otherwise. The stream tells of it and ends when all is
+        done; that goes on if nobody listens any more. The first successor that does
+        not start stops it. FAILED_PRECONDITION if it cannot be, which names the option.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AdminServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -82,6 +98,11 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.ScaleWorkers,
                     request_deserializer=kvrelay_dot_v1_dot_admin__pb2.ScaleWorkersRequest.FromString,
                     response_serializer=kvrelay_dot_v1_dot_admin__pb2.ScaleWorkersResponse.SerializeToString,
+            ),
+            'RollWorkers': grpc.unary_stream_rpc_method_handler(
+                    servicer.RollWorkers,
+                    request_deserializer=kvrelay_dot_v1_dot_admin__pb2.RollWorkersRequest.FromString,
+                    response_serializer=kvrelay_dot_v1_dot_admin__pb2.RollWorkersResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -139,6 +160,33 @@ class AdminService(object):
             '/kvrelay.v1.AdminService/ScaleWorkers',
             kvrelay_dot_v1_dot_admin__pb2.ScaleWorkersRequest.SerializeToString,
             kvrelay_dot_v1_dot_admin__pb2.ScaleWorkersResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RollWorkers(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/kvrelay.v1.AdminService/RollWorkers',
+            kvrelay_dot_v1_dot_admin__pb2.RollWorkersRequest.SerializeToString,
+            kvrelay_dot_v1_dot_admin__pb2.RollWorkersResponse.FromString,
             options,
             channel_credentials,
             insecure,
