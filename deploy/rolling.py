@@ -176,7 +176,7 @@ class Rolling:
 
     def _plan(self, order: RollOrder, target: Revision) -> Roll:
         cluster, before = self._cluster, self._cluster.open_roll
-        counts = Counter(cluster.staying.values()) if before is None else before.counts
+        counts = dict(Counter(cluster.staying.values())) if before is None else before.counts
         _check_lanes(order, counts)
         left = replacements(target, counts, cluster.staying, cluster.revisions, cluster.names)
         lanes = (order.max_surge, order.max_unavailable)

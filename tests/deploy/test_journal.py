@@ -11,7 +11,16 @@ from kvrelay.deploy.errors import ClusterError
 from kvrelay.deploy.journal import Journal
 from kvrelay.deploy.key_value_store import InProcessStore, StoreError
 from kvrelay.deploy.leases import Leases
-from kvrelay.deploy.records import ClusterRecord, Phase, Place, Records, Started, WorkerRecord
+from kvrelay.deploy.records import (
+    VERSION,
+    ClusterRecord,
+    Phase,
+    Place,
+    Records,
+    Started,
+    WorkerRecord,
+)
+from kvrelay.deploy.rolls import Replacement, Revision, Roll
 from kvrelay.deploy.wanted import Changes
 from kvrelay.deploy.worker_process import ProcessIdentity
 from kvrelay.wire.worker_info import WorkerRole
@@ -39,15 +48,19 @@ async def take_over(store: InProcessStore, epoch: int) -> tuple[Journal, Records
 
 
 def test_records_are_read_as_they_were_written():
-    for record in (PLANNED, STARTED):
+    for record in (PLANNED, STARTED, replace(PLANNED, revision=Revision(3, {"threads": "7"}))):
         assert WorkerRecord.from_bytes(record.to_bytes()) == record
     change = Changes((("decode-1", D),), ("prefill-1",))
-    for cluster in (ClusterRecord(), ClusterRecord(Phase.SERVING, frozenset({"a", "b"}), change)):
+    left = (Replacement(D, "decode-0", "decode-1"),)
+    roll = Roll(Revision(2, {"chunk_tokens": "7"}), left, 2, 1, 0, {D: 2}, "no room")
+    rolled = ClusterRecord(revision=Revision(1), previous=Revision(), roll=roll)
+    serving = ClusterRecord(Phase.SERVING, frozenset({"a", "b"}), change)
+    for cluster in (ClusterRecord(), serving, rolled):
         assert ClusterRecord.from_bytes(cluster.to_bytes()) == cluster
 
 
 def test_records_of_another_version_are_refused():
-    text = PLANNED.to_bytes().replace(b'"version": 1', b'"version": 2')
+    text = PLANNED.to_bytes().replace(b'"version": %d' % VERSION, b'"version": 0')
     with pytest.raises(ClusterError, match="another version of kvrelay"):
         WorkerRecord.from_bytes(text)
 

@@ -33,6 +33,7 @@ from kvrelay.deploy.local_ray import ray as real_ray
 from kvrelay.deploy.placement import PlacementPlan
 from kvrelay.deploy.records import Phase, Started, WorkerRecord
 from kvrelay.deploy.worker_host import WorkerHost
+from kvrelay.engine.config import WorkerConfig
 from kvrelay.v1 import admin_pb2, admin_pb2_grpc, controller_pb2, controller_pb2_grpc
 from kvrelay.wire.cluster_state import WorkerPhase
 from kvrelay.wire.worker_info import WorkerInfo, WorkerRole
@@ -57,8 +58,8 @@ def is_dead() -> bool:
 class Actor:
     """A worker's actor, which outlives controllers. Its process does nothing."""
 
-    def __init__(self, world: World, name: str) -> None:
-        self.world, self.name = world, name
+    def __init__(self, world: World, name: str, config: WorkerConfig) -> None:
+        self.world, self.name, self.config = world, name, config
         self.process: subprocess.Popen[bytes] | None = None
         self.started: Started | None = None
         self.told: set[str] = set()
@@ -157,7 +158,7 @@ class Handle:
     def __init__(self, config: Any, placement: dict[str, Any], log_level: int) -> None:
         assert placement["get_if_exists"]
         name = self._name = config.name
-        self._actor = self.world.actors.setdefault(name, Actor(self.world, name))
+        self._actor = self.world.actors.setdefault(name, Actor(self.world, name, config))
 
     async def call(self, method: Callable[..., Any], *args: Any) -> Any:
         await asyncio.sleep(0)
@@ -340,7 +341,8 @@ async def settled(cluster: Cluster) -> dict[str, str]:
             untold = await untold_deaths(cluster)
             state = await cluster.state()
             phases = {one.phase for one in state.workers}
-            if phases == {WorkerPhase.LIVE} and not state.changing and not untold:
+            at_rest = not state.changing and (state.roll is None or bool(state.roll.failed))
+            if phases == {WorkerPhase.LIVE} and at_rest and not untold:
                 return {one.name: one.incarnation for one in state.workers}
             await asyncio.sleep(0.002)
 

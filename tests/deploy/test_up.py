@@ -87,7 +87,7 @@ def test_serve_detached_has_no_options_of_a_router(arguments: list[str], said: s
     assert said in " ".join(result.output.split())
 
 
-@pytest.mark.parametrize("command", ["drain", "scale", "status", "router"])
+@pytest.mark.parametrize("command", ["drain", "roll", "scale", "status", "router"])
 def test_a_controller_is_named_in_one_way(command: str):
     arguments = [command, "--controller", "127.0.0.1:1", "--ray-address", "auto"]
     if command == "drain":

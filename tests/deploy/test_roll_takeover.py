@@ -1,0 +1,234 @@
+"""Controllers that die while workers are replaced, and their successors; Ray is scripted.
+
+As in test_takeover.py: the controller stops before and after each thing that it writes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvrelay.deploy.cluster import Cluster
+from kvrelay.deploy.errors import ClusterError
+from kvrelay.deploy.key_value_store import InProcessStore
+from kvrelay.deploy.rolls import FIRST
+from kvrelay.deploy.worker_host import WorkerHost
+from kvrelay.router.admin import RollOrder
+from kvrelay.router.errors import CannotDrain, CannotRoll, CannotScale
+from kvrelay.wire.worker_info import WorkerRole
+from tests.deploy import test_takeover as takeover
+from tests.deploy.test_takeover import (
+    SECONDS,
+    Act,
+    Actor,
+    Handle,
+    Stopping,
+    World,
+    abandon,
+    grow,
+    lead,
+    make_cluster,
+    scale,
+    settled,
+)
+
+world, make_world = takeover.world, takeover.make_world
+"""Fixtures, which script Ray."""
+OPTIONS = {"chunk_tokens": "7"}
+D = WorkerRole.DECODE
+
+
+async def roll(cluster: Cluster, order: RollOrder) -> list[str]:
+    return [step.reason async for step in cluster.roll(order) if step.reason]
+
+
+async def rolls(cluster: Cluster, world: World) -> None:
+    await roll(cluster, RollOrder(OPTIONS))
+
+
+async def rolls_in_place(cluster: Cluster, world: World) -> None:
+    await roll(cluster, RollOrder(OPTIONS, max_surge=0, max_unavailable=1))
+
+
+async def undoes(cluster: Cluster, world: World) -> None:
+    await roll(cluster, RollOrder(undo=True))
+
+
+async def grow_both(cluster: Cluster, world: World) -> None:
+    async for _ in cluster.scale({WorkerRole.PREFILL: 2, D: 2}):
+        pass
+
+
+BEFORE = {"decode-0": 512, "prefill-0": 512}
+BOTH_BEFORE = {f"{role}-{n}": 512 for role in ("prefill", "decode") for n in (0, 1)}
+
+
+def chunks(world: World) -> dict[str, int]:
+    """What the workers were told, by name."""
+    return {name: one.config.chunk_tokens for name, one in world.actors.items()}
+
+
+@pytest.mark.parametrize(
+    ("prepare", "act", "before", "after"),
+    [
+        (takeover.nothing, rolls, BEFORE, {"decode-1": 7, "prefill-1": 7}),
+        (rolls, undoes, {"decode-1": 7, "prefill-1": 7}, {"decode-2": 512, "prefill-2": 512}),
+        (
+            *(grow_both, rolls_in_place, BOTH_BEFORE),
+            {f"{role}-{n}": 7 for role in ("prefill", "decode") for n in (2, 3)},
+        ),
+    ],
+    ids=["surge", "undo", "in-place"],
+)
+async def test_whenever_a_controller_dies_its_successor_goes_on_with_the_roll(
+    make_world: Callable[[], World],
+    tmp_path: Path,
+    prepare: Act,
+    act: Act,
+    before: Mapping[str, int],
+    after: Mapping[str, int],
+):
+    """Args: what is done before, what while it dies, workers and their chunks before and after."""
+    undisturbed = Stopping()
+    await lead(tmp_path, undisturbed, make_world(), prepare, takeover.nothing)
+    first = undisturbed.changes
+    undisturbed = Stopping()
+    await lead(tmp_path, undisturbed, make_world(), prepare, act)
+    assert undisturbed.changes > first + 10
+    for at in range(first, undisturbed.changes):
+        store, world = Stopping(), make_world()
+        store.at = at
+        await lead(tmp_path, store, world, prepare, act)
+        assert store.changes == at, "it did not come so far"
+        successor = InProcessStore()
+        successor._values = store._values
+        tasks = asyncio.all_tasks()
+        cluster = make_cluster(tmp_path, successor)
+        await asyncio.wait_for(cluster.start(), SECONDS)
+        there = await settled(cluster)
+        assert there.keys() == world.actors.keys()
+        assert chunks(world) == (before if at == first else after), at
+        assert all(actor.runs for actor in world.actors.values())
+        assert all(world.starts.count(name) <= 1 for name in world.starts), (at, world.starts)
+        taken = {record.place.group for record in cluster._written.workers.values() if record.place}
+        assert set(world.groups) == taken
+        assert cluster.open_roll is None
+        await asyncio.wait_for(cluster.stop(), SECONDS)
+        assert not world.actors
+        assert not world.groups
+        await abandon(tasks)
+
+
+@pytest.fixture
+async def cluster(make_world: Callable[[], World], tmp_path: Path) -> Any:
+    make_world()
+    async with make_cluster(tmp_path, InProcessStore()) as cluster:
+        yield cluster
+
+
+def refuse(monkeypatch: pytest.MonkeyPatch, worker: str) -> None:
+    """Let a worker not start."""
+    answer = Actor.answer
+
+    async def scripted(self: Actor, method: Callable[..., Any], *args: Any) -> Any:
+        if method is WorkerHost.start and self.name == worker:
+            raise ClusterError(f"{worker} did not start: no room")
+        return await answer(self, method, *args)
+
+    monkeypatch.setattr(Actor, "answer", scripted)
+
+
+async def test_a_successor_that_does_not_start_stops_it_until_it_is_undone(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+):
+    with monkeypatch.context() as patch:
+        refuse(patch, "decode-1")
+        assert await roll(cluster, RollOrder(OPTIONS)) == ["decode-1 did not start: no room"]
+    state = await cluster.state()
+    assert state.roll is not None
+    assert (state.roll.replaced, state.roll.workers) == (1, 2)
+    assert state.roll.failed == "decode-1 did not start: no room"
+    assert {one.name: one.revision for one in state.workers} == {"decode-0": 0, "prefill-1": 1}
+    with pytest.raises(CannotScale, match=r"`kvrelay roll` goes on, --undo goes back"):
+        await scale(cluster, 2)
+    with pytest.raises(CannotDrain, match=r"^remove: .* --undo goes back"):
+        await anext(cluster.drain("decode-0", remove=True))
+    await roll(cluster, RollOrder(undo=True))
+    assert sorted(cluster.workers) == ["decode-0", "prefill-2"]
+    assert (cluster.open_roll, cluster.revision) == (None, FIRST)
+    await grow(cluster, Handle.world)
+    assert chunks(Handle.world) == {"decode-0": 512, "prefill-2": 512, "decode-2": 512}
+
+
+async def test_a_worker_that_dies_or_is_added_later_has_the_new_options(cluster: Cluster):
+    await rolls(cluster, Handle.world)
+    await grow(cluster, Handle.world)
+    assert chunks(Handle.world) == {"prefill-1": 7, "decode-1": 7, "decode-2": 7}
+    before = cluster.workers["decode-1"]
+    Handle.world.actors["decode-1"].kill()
+    while cluster.workers.get("decode-1", before) == before:
+        await cluster.discovery.changed()
+    assert chunks(Handle.world)["decode-1"] == 7
+
+
+async def test_a_successor_with_another_model_stops_it_before_anybody_knows_of_it(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+):
+    start, listed = Actor._start, set[str]()
+
+    def other(self: Actor) -> Any:
+        started = start(self)
+        model = replace(started.info.model, weights="other")
+        self.started = replace(started, info=replace(started.info, model=model))
+        return self.started
+
+    monkeypatch.setattr(Actor, "_start", other)
+    add_live = cluster._members.add_live
+    monkeypatch.setattr(
+        cluster._members, "add_live", lambda info: (listed.add(info.name), add_live(info))
+    )
+    [reason] = await roll(cluster, RollOrder())
+    assert reason.startswith("prefill-1 has loaded another model than others: weights (other, not")
+    assert sorted(cluster.workers) == ["decode-0", "prefill-0"]
+    assert sorted(Handle.world.actors) == ["decode-0", "prefill-0"]
+    assert not listed
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"dtype": "float32"}, "dtype: workers of one cluster cannot differ"),
+        ({"worker_lease": "90"}, "worker_lease: workers would have leases of 90 s"),
+        ({"worker_timeout": "90"}, "worker_timeout: workers would have leases of 360 s"),
+        ({"speculation": "draft"}, "speculation: the draft model belongs to the model"),
+        ({"chunk_tokens": "none"}, "chunk_tokens: 'none' is not a valid integer range"),
+        ({"itl-target": "0"}, "itl_target: 0.0 is not in the range x>0"),
+        ({"kv_memory": "much"}, "kv_memory: "),
+        ({"overlap": "perhaps"}, "overlap: 'perhaps' is neither on nor off"),
+    ],
+)
+async def test_options_that_cannot_be_are_refused(
+    cluster: Cluster, options: dict[str, str], why: str
+):
+    with pytest.raises(CannotRoll, match=f"^{why}"):
+        await roll(cluster, RollOrder(options))
+    assert cluster.open_roll is None
+
+
+async def test_it_is_not_begun_while_the_cluster_is_scaled(cluster: Cluster):
+    scaling = asyncio.create_task(scale(cluster, 2))
+    await asyncio.sleep(0)
+    with pytest.raises(CannotRoll, match="the cluster is being scaled"):
+        await roll(cluster, RollOrder(OPTIONS))
+    await scaling
+    rolling = asyncio.create_task(roll(cluster, RollOrder(OPTIONS)))
+    while cluster.open_roll is None:
+        await asyncio.sleep(0)
+    with pytest.raises(CannotScale):
+        await scale(cluster, 3)
+    await rolling

@@ -1,0 +1,270 @@
+"""In which order workers are replaced, and what stops it; tests/cluster replaces real ones."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import replace
+
+import pytest
+
+from kvrelay.deploy.errors import ClusterError
+from kvrelay.deploy.rolling import Rolling
+from kvrelay.deploy.rolls import FIRST, Revision, Roll
+from kvrelay.router.admin import DrainPhase, DrainStep, RollOrder, ScalePhase, ScaleStep
+from kvrelay.router.errors import CannotDrain, CannotRoll
+from kvrelay.wire.worker_info import WorkerRole
+
+P, D = WorkerRole.PREFILL, WorkerRole.DECODE
+SECONDS = 10
+OPTIONS = {"chunk_tokens": "7"}
+
+
+class ScriptedCluster:
+    """Starts and drains workers as it is let, and keeps account of how many there are."""
+
+    def __init__(self, **counts: int) -> None:
+        names = [f"{role}-{n}" for role, count in counts.items() for n in range(count)]
+        self.workers = {name: WorkerRole(name.partition("-")[0]) for name in names}
+        self.revisions_of = dict.fromkeys(names, FIRST)
+        self.names = set(names)
+        self.fails: dict[str, Exception] = {}
+        self.hangs: set[str] = set()
+        self.starting: set[str] = set()
+        self.leaving: set[str] = set()
+        self.away: dict[str, int] = {}
+        """How many times a worker cannot be told anything."""
+        self.seen: list[tuple[int, int]] = []
+        """Workers that have a place, and that take requests, after each change."""
+        self.revision = FIRST
+        self.previous: Revision | None = None
+        self.open_roll: Roll | None = None
+
+    @property
+    def staying(self) -> Mapping[str, WorkerRole]:
+        return self.workers
+
+    @property
+    def revisions(self) -> Mapping[str, int]:
+        return {name: one.number for name, one in self.revisions_of.items()}
+
+    def check_revision(self, revision: Revision) -> None:
+        if "worker_lease" in revision.options:
+            raise ValueError("worker_lease: is as it is")
+
+    async def write_roll(self, roll: Roll) -> None:
+        await asyncio.sleep(0)
+        self.open_roll = roll
+
+    async def end_roll(self, roll: Roll) -> None:
+        self.previous = self.previous if roll.target == self.revision else self.revision
+        self.revision, self.open_roll = roll.target, None
+
+    async def until_up(self, name: str) -> None:
+        await asyncio.sleep(0)
+
+    async def until_removed(self, name: str) -> None:
+        while name in self.leaving:
+            await asyncio.sleep(0)
+
+    async def add(self, name: str, role: WorkerRole, revision: Revision | None = None) -> None:
+        assert revision is not None
+        assert name not in self.workers
+        self.names.add(name)
+        self.starting.add(name)
+        self._count()
+        try:
+            await asyncio.sleep(0.001)
+            if name in self.hangs:
+                await asyncio.Event().wait()
+            if name in self.fails:
+                raise self.fails[name]
+            self.workers[name], self.revisions_of[name] = role, revision
+        finally:
+            self.starting.discard(name)
+            self._count()
+
+    async def leave(self, worker: str) -> AsyncIterator[DrainStep]:
+        if self.away.get(worker):
+            self.away[worker] -= 1
+            raise CannotDrain("it is not up")
+        self.leaving.add(worker)
+        del self.workers[worker]
+        self._count()
+        yield DrainStep(DrainPhase.DRAINING, worker)
+        await asyncio.sleep(0.001)
+        yield DrainStep(DrainPhase.LEFT, worker)
+        asyncio.get_running_loop().call_later(0.001, self.leaving.discard, worker)
+
+    def _count(self) -> None:
+        there = len(self.workers) + len(self.starting | self.leaving)
+        self.seen.append((there, len(self.workers)))
+
+
+async def roll(cluster: ScriptedCluster, order: RollOrder) -> list[ScaleStep]:
+    async with asyncio.timeout(SECONDS):
+        return [step async for step in Rolling(cluster).roll(order)]
+
+
+def assert_all_have(cluster: ScriptedCluster, options: Mapping[str, str], **counts: int) -> None:
+    assert Counter(cluster.workers.values()) == {WorkerRole(one): n for one, n in counts.items()}
+    assert {name: cluster.revisions_of[name].options for name in cluster.workers} == dict.fromkeys(
+        cluster.workers, options
+    )
+
+
+async def test_each_successor_is_ready_before_its_predecessor_drains():
+    cluster = ScriptedCluster(prefill=1, decode=2)
+    steps = await roll(cluster, RollOrder(OPTIONS))
+    phases = [ScalePhase.STARTING, ScalePhase.READY, ScalePhase.DRAINING, ScalePhase.LEFT]
+    pairs = [("prefill-1", "prefill-0"), ("decode-2", "decode-0"), ("decode-3", "decode-1")]
+    names = [name for new, old in pairs for name in (new, new, old, old)]
+    expected = list(zip(names, 3 * phases, strict=True))
+    assert [(step.worker, step.phase) for step in steps] == expected
+    assert_all_have(cluster, OPTIONS, prefill=1, decode=2)
+    assert (cluster.revision.options, cluster.previous) == (OPTIONS, FIRST)
+    assert cluster.open_roll is None
+
+
+@pytest.mark.parametrize(("surge", "unavailable"), [(1, 0), (3, 0), (0, 1), (0, 2), (2, 2)])
+async def test_never_more_workers_nor_fewer_than_was_ordered(surge: int, unavailable: int):
+    cluster = ScriptedCluster(prefill=4, decode=5)
+    await roll(cluster, RollOrder(OPTIONS, surge, unavailable))
+    assert_all_have(cluster, OPTIONS, prefill=4, decode=5)
+    assert max(there for there, _ in cluster.seen) == 9 + surge
+    assert min(serving for _, serving in cluster.seen) == 9 - unavailable
+
+
+@pytest.mark.parametrize(("surge", "unavailable"), [(1, 0), (2, 0), (0, 1), (1, 1)])
+async def test_a_successor_that_does_not_start_stops_it_and_undo_goes_back(
+    surge: int, unavailable: int
+):
+    cluster = ScriptedCluster(prefill=3, decode=2)
+    cluster.fails["prefill-4"] = ClusterError("prefill-4 did not start: no room")
+    steps = await roll(cluster, RollOrder(OPTIONS, surge, unavailable))
+    failed = [(one.worker, one.reason) for one in steps if one.phase is ScalePhase.FAILED]
+    assert failed == [("prefill-4", "prefill-4 did not start: no room")]
+    assert cluster.open_roll is not None
+    assert cluster.open_roll.failed == "prefill-4 did not start: no room"
+    assert cluster.revision is FIRST, "workers that are added get the options that work"
+    assert set(cluster.workers.values()) == {P, D}
+    first = {name for name, one in cluster.revisions_of.items() if one is FIRST}
+    kept = first & cluster.workers.keys()
+    assert len(kept) >= 5 - surge - unavailable - 1
+    await roll(cluster, RollOrder(undo=True))
+    assert_all_have(cluster, {}, prefill=3, decode=2)
+    assert kept < cluster.workers.keys(), "who had never left is not replaced"
+    assert cluster.open_roll is cluster.previous is None
+
+
+async def test_a_stopped_roll_is_tried_again_with_other_options():
+    cluster = ScriptedCluster(prefill=2, decode=1)
+    cluster.fails["prefill-3"] = ClusterError("no room")
+    await roll(cluster, RollOrder(OPTIONS))
+    other = {"max_running": "3"}
+    await roll(cluster, RollOrder(other))
+    assert_all_have(cluster, other, prefill=2, decode=1)
+
+
+async def test_undo_goes_back_and_forth_between_the_last_two():
+    cluster = ScriptedCluster(decode=2)
+    await roll(cluster, RollOrder(OPTIONS))
+    await roll(cluster, RollOrder({"max-running": "3", "chunk-tokens": ""}))
+    assert_all_have(cluster, {"max_running": "3"}, decode=2)
+    for options in (OPTIONS, {"max_running": "3"}):
+        await roll(cluster, RollOrder(undo=True))
+        assert_all_have(cluster, options, decode=2)
+
+
+async def test_options_that_workers_have_already_replace_nobody_and_none_replace_all():
+    cluster = ScriptedCluster(decode=2)
+    await roll(cluster, RollOrder(OPTIONS))
+    before = set(cluster.workers)
+    assert await roll(cluster, RollOrder(OPTIONS)) == []
+    assert set(cluster.workers) == before
+    await roll(cluster, RollOrder())
+    assert not before & cluster.workers.keys()
+    assert_all_have(cluster, OPTIONS, decode=2)
+
+
+async def test_undo_ends_a_roll_whose_successor_hangs():
+    cluster = ScriptedCluster(decode=2)
+    cluster.hangs.add("decode-3")
+    rolling = Rolling(cluster)
+
+    async def listen() -> None:
+        async for _ in rolling.roll(RollOrder(OPTIONS)):
+            pass
+
+    first = asyncio.create_task(listen())
+    while "decode-3" not in cluster.starting:
+        await asyncio.sleep(0)
+    with pytest.raises(CannotRoll, match="replaced already; --undo goes back"):
+        await anext(rolling.roll(RollOrder(OPTIONS)))
+    async with asyncio.timeout(SECONDS):
+        _ = [step async for step in rolling.roll(RollOrder(undo=True))]
+        with pytest.raises(CannotRoll, match="another order has ended this one"):
+            await first
+    assert not cluster.starting
+    assert_all_have(cluster, {}, decode=2)
+    assert "decode-1" in cluster.workers, "who had never left is not replaced"
+
+
+async def test_who_cannot_be_told_is_waited_for():
+    cluster = ScriptedCluster(decode=1)
+    cluster.away["decode-0"] = 2
+    await roll(cluster, RollOrder(OPTIONS))
+    assert_all_have(cluster, OPTIONS, decode=1)
+
+
+async def test_another_controller_goes_on_but_not_with_what_has_stopped():
+    cluster = ScriptedCluster(decode=3)
+    cluster.fails["decode-4"] = ClusterError("no room")
+    await roll(cluster, RollOrder(OPTIONS))
+    assert cluster.open_roll is not None
+    before = set(cluster.workers)
+    Rolling(cluster).resume(cluster.open_roll)
+    await asyncio.sleep(0.02)
+    assert set(cluster.workers) == before
+    cluster.fails.clear()
+    rolling = Rolling(cluster)
+    rolling.resume(replace(cluster.open_roll, failed=""))
+    async with asyncio.timeout(SECONDS):
+        while rolling.is_running:
+            await asyncio.sleep(0)
+    assert_all_have(cluster, OPTIONS, decode=3)
+
+
+@pytest.mark.parametrize(
+    ("order", "why"),
+    [
+        (RollOrder(OPTIONS, 0, 0), "max_surge and max_unavailable: one of them"),
+        (RollOrder(OPTIONS, 0, 1), "max_unavailable: must be less than .* prefill .* is 1"),
+        (RollOrder({"page-size": "4"}), "page_size: workers of one cluster cannot differ in it"),
+        (RollOrder({"model": "x"}), "model: is no option of workers alone"),
+        (RollOrder({"worker_lease": "7"}), "worker_lease: is as it is"),
+        (RollOrder({"nonsense": "4"}), "nonsense: there is no such option"),
+        (RollOrder(undo=True), "undo: there was no roll"),
+        (RollOrder(OPTIONS, undo=True), "undo: .* none can be given"),
+    ],
+)
+async def test_what_cannot_be_is_refused_by_name_and_nothing_changes(order: RollOrder, why: str):
+    cluster = ScriptedCluster(prefill=1, decode=2)
+    with pytest.raises(CannotRoll, match=why):
+        await roll(cluster, order)
+    assert not cluster.seen
+    assert cluster.open_roll is None
+
+
+async def test_an_error_that_nobody_expects_stops_it_and_leaves_no_start_behind():
+    cluster = ScriptedCluster(decode=3)
+    cluster.fails["decode-4"] = RuntimeError("a bug")
+    with pytest.raises(ExceptionGroup) as caught:
+        await roll(cluster, RollOrder(OPTIONS, max_surge=2))
+    assert caught.group_contains(RuntimeError, match="a bug")
+    assert not cluster.starting
+    assert cluster.open_roll is not None
+    assert cluster.open_roll.failed
+    await roll(cluster, RollOrder(undo=True))
+    assert_all_have(cluster, {}, decode=3)
