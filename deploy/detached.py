@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, Final
 
 from kvrelay.deploy.controller_host import ControllerHost, ControllerReport, Stage
 from kvrelay.deploy.controller_spec import SPEC, ControllerSpec
 from kvrelay.deploy.errors import ClusterError
+from kvrelay.deploy.journal import read_records
 from kvrelay.deploy.key_value_store import KeyValueStore
 from kvrelay.deploy.left_over import end_left_over, named_actor
 from kvrelay.deploy.local_ray import ray
@@ -17,6 +19,7 @@ from kvrelay.deploy.model_copy import Checkpoint, offer_for_good
 from kvrelay.deploy.named_groups import find_groups
 from kvrelay.deploy.pauses import finished
 from kvrelay.deploy.records import WorkerRecord
+from kvrelay.deploy.worker_configs import WorkerConfigs
 from kvrelay.deploy.worker_process import ProcessIdentity, WorkerProcess
 from kvrelay.wire.worker_info import WorkerRole
 
@@ -111,10 +114,10 @@ async def _claim_name(store: KeyValueStore, namespace: str, spec: ControllerSpec
     """
     if not await store.put_new(SPEC, spec.to_bytes()):
         there = await store.get(SPEC)
-        if there is None or ControllerSpec.from_bytes(there) != spec:
+        if there is None or not await _is_as_asked(ControllerSpec.from_bytes(there), spec, store):
             raise ClusterError(
                 f"--cluster-name: {spec.cluster_name} runs in this Ray already, with other "
-                "options: `kvrelay down` ends it"
+                "options: `kvrelay roll` changes those of its workers, and `kvrelay down` ends it"
             )
         return False
     try:
@@ -190,6 +193,18 @@ async def end_cluster(store: KeyValueStore, namespace: str) -> bool:
     for key in sorted(await store.keys(""), key=SPEC.__eq__):  # that last: it says what is left
         await store.delete(key)
     return True
+
+
+async def _is_as_asked(there: ControllerSpec, asked: ControllerSpec, store: KeyValueStore) -> bool:
+    """Whether a cluster was started as asked, or its workers have got these options by a roll."""
+    if there == asked:
+        return True
+    records = await read_records(store)
+    if records is None:
+        return False
+    configs, revision = WorkerConfigs(there.configs), records.cluster.revision
+    rolled = tuple(configs.of(one.name, one.role, revision) for one in there.configs)
+    return replace(there, configs=rolled) == asked
 
 
 def _has_workers(namespace: str) -> bool:

@@ -54,10 +54,8 @@ class Journal:
         """
         journal = cls(store, leases)
         keys = await _insisting(lambda: store.keys("records/"))
-        epochs = [int(key.split("/")[1]) for key in keys if key.endswith(f"/{_TAKEN_OVER}")]
-        before = None
-        if epochs:
-            before = await _read(store, keys, _prefix(max(epochs)))
+        before = await _read_latest(store, keys)
+        if before is not None:
             await journal._copy(before)
         await journal._write(_TAKEN_OVER)
         for key in keys:
@@ -140,6 +138,16 @@ class Journal:
         """Delete a key that nobody writes any more."""
         async with self._writing:
             await _insisting(lambda: self._store.delete(key))
+
+
+async def read_records(store: KeyValueStore) -> Records | None:
+    """What the latest controller has written; None: there is none."""
+    return await _read_latest(store, await _insisting(lambda: store.keys("records/")))
+
+
+async def _read_latest(store: KeyValueStore, keys: list[str]) -> Records | None:
+    epochs = [int(key.split("/")[1]) for key in keys if key.endswith(f"/{_TAKEN_OVER}")]
+    return await _read(store, keys, _prefix(max(epochs))) if epochs else None
 
 
 def _prefix(epoch: int) -> str:

@@ -14,8 +14,11 @@ from typing import Any
 import pytest
 
 from kvrelay.deploy.cluster import Cluster
+from kvrelay.deploy.controller_spec import ControllerSpec
+from kvrelay.deploy.detached import _is_as_asked
 from kvrelay.deploy.errors import ClusterError
 from kvrelay.deploy.key_value_store import InProcessStore
+from kvrelay.deploy.placement import PlacementPlan
 from kvrelay.deploy.rolls import FIRST
 from kvrelay.deploy.worker_host import WorkerHost
 from kvrelay.router.admin import RollOrder
@@ -174,6 +177,20 @@ async def test_a_worker_that_dies_or_is_added_later_has_the_new_options(cluster:
     while cluster.workers.get("decode-1", before) == before:
         await cluster.discovery.changed()
     assert chunks(Handle.world)["decode-1"] == 7
+
+
+async def test_up_finds_its_cluster_again_by_the_options_of_the_start_and_of_the_last_roll(
+    cluster: Cluster,
+):
+    spec = ControllerSpec("t", cluster._configs.first, PlacementPlan(), 30)
+    rolled = replace(spec, configs=tuple(replace(one, chunk_tokens=7) for one in spec.configs))
+    assert not await _is_as_asked(spec, rolled, cluster._store)
+    await rolls(cluster, Handle.world)
+    for asked in (spec, rolled):
+        assert await _is_as_asked(spec, asked, cluster._store)
+    other = replace(rolled, port=7)
+    assert not await _is_as_asked(spec, other, cluster._store)
+    assert not await _is_as_asked(spec, rolled, InProcessStore())
 
 
 async def test_a_successor_with_another_model_stops_it_before_anybody_knows_of_it(
