@@ -18,6 +18,7 @@ _COMMANDS = (
     "router",
     "scale",
     "serve",
+    "shift",
     "status",
     "top",
     "up",

@@ -10,6 +10,7 @@ from contextlib import AbstractAsyncContextManager
 from types import TracebackType
 from typing import Any, Final, Self
 
+from kvrelay.deploy.address import Address
 from kvrelay.deploy.adoption import Adoption
 from kvrelay.deploy.cluster_view import state_of
 from kvrelay.deploy.controller_metrics import ControllerMetrics
@@ -37,7 +38,7 @@ from kvrelay.engine.config import WorkerConfig
 from kvrelay.engine.faults import Fault
 from kvrelay.router.admin import DrainStep, RollOrder, ScaleStep
 from kvrelay.router.discovery import Discovery
-from kvrelay.router.errors import CannotDrain, CannotRoll, CannotScale
+from kvrelay.router.errors import CannotDrain, CannotRoll, CannotScale, CannotShift
 from kvrelay.wire.cluster_state import ClusterState
 from kvrelay.wire.worker_info import WorkerInfo, WorkerRole
 
@@ -142,6 +143,7 @@ class Cluster:
             self._journal, before = await Journal.take_over(self._store, leases)
             self._deaths = RecordedDeaths(self._journal, before.deaths if before else ())
             self._add_started()
+            self._members.shift_to(self._journal.cluster.successor)
             self.took_over = before is not None and before.cluster.phase is Phase.SERVING
             if self._journal.cluster.phase is Phase.STOPPING:
                 raise ClusterError("the cluster was being stopped")
@@ -213,6 +215,15 @@ class Cluster:
             raise CannotRoll("the cluster is being scaled")
         async for step in self._rolling.roll(order):
             yield step
+
+    async def shift(self, successor: str) -> None:
+        """Let routers send new requests elsewhere; see `router.admin.Administrator`."""
+        try:
+            Address.parse(successor or "127.0.0.1:1")
+        except ValueError as error:
+            raise CannotShift(f"successor: {error}") from error
+        await self._written.write_cluster(successor=successor)
+        self._members.shift_to(successor)
 
     async def state(self) -> ClusterState:
         """The controller, and all workers that there are to be."""

@@ -40,6 +40,9 @@ def as_text(state: ClusterState) -> str:
         f"{name}: epoch {state.epoch}, controller {state.pid}, up {state.uptime_seconds:.0f} s"
         f"{leads}{changing}"
     )
+    if state.successor:
+        followed = f"{state.routers_shifted} of {state.routers} routers have followed"
+        head += f"\n  new requests go to the workers of {state.successor}: {followed}"
     lines = [head, *([] if state.roll is None else [_roll_text(state.roll)])]
     rolled = any(one.revision for one in state.workers)
     for one in state.workers:

@@ -19,6 +19,7 @@ from kvrelay.deploy.placement import PlacementPlan
 from kvrelay.engine.config import WorkerConfig
 from kvrelay.router.admin import DrainStep, RollOrder, ScaleStep
 from kvrelay.router.discovery import Discovery, StaticDiscovery
+from kvrelay.router.errors import CannotShift
 from kvrelay.wire.cluster_state import ClusterState
 from kvrelay.wire.worker_info import WorkerInfo, WorkerRole
 
@@ -111,6 +112,10 @@ class ClusterThread:
         """Replace all workers, and yield each phase; see `router.admin.Administrator`."""
         async for step in self._steps(self._cluster.roll(order)):
             yield step
+
+    async def shift(self, successor: str) -> None:
+        """Refuse it; see `router.admin.Administrator`."""
+        raise CannotShift("this cluster has its router in its own process, and ends with it")
 
     async def state(self) -> ClusterState:
         """The controller, and all workers that there are to be."""

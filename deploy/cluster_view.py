@@ -55,6 +55,7 @@ def _worker_state(record: WorkerRecord, members: Membership) -> WorkerState:
         pid=info.pid,
         removing=removing,
         revision=revision,
+        model=info.model.name,
     )
 
 

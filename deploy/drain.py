@@ -38,13 +38,14 @@ def drain(
     access.check(admin)
     with connected(admin, access.credentials(), admin_pb2_grpc.AdminServiceStub) as service:
         for response in service.DrainWorker(request, metadata=access.metadata):
-            click.echo(_line(worker, response, remove=remove))
+            click.echo(line_of(worker, response, remove=remove))
             last = response.phase
     if last != (_LEFT if remove else _READY):
         raise DeployError(f"{admin}: the connection ended before {worker} had drained")
 
 
-def _line(worker: str, response: pb.DrainWorkerResponse, *, remove: bool) -> str:
+def line_of(worker: str, response: pb.DrainWorkerResponse, *, remove: bool) -> str:
+    """What the user is told of a drain's phase."""
     if response.phase == _DRAINING:
         left = "" if response.requests_unknown else f", {response.requests} requests left"
         return f"{worker} drains{left}  ({response.incarnation})"

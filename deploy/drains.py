@@ -57,7 +57,8 @@ class Drains:
     def _to_drain(self, worker: str, remove: bool) -> tuple[WorkerInfo, WorkerSupervisor]:
         """The worker's incarnation and its supervisor.
 
-        Raises UnknownWorker, or CannotDrain if it is not up, or the last of its role.
+        Raises UnknownWorker, or CannotDrain if it is not up, or the last of its role and requests
+        do not go to another cluster.
         """
         roles = self.staying
         if worker not in roles:
@@ -65,7 +66,8 @@ class Drains:
         if worker not in self._members.live:
             raise CannotDrain(f"worker: {worker} is not up; another one is on its way")
         role = roles[worker]
-        if remove and list(roles.values()).count(role) == 1:
+        is_last = list(roles.values()).count(role) == 1
+        if remove and is_last and not self._journal().cluster.successor:
             raise CannotDrain(f"remove: {worker} is the last {role} worker")
         return self._members.live[worker], self._supervisors[worker]
 

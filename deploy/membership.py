@@ -88,6 +88,10 @@ class Membership:
         self._running.clear()
         self._publish()
 
+    def shift_to(self, successor: str) -> None:
+        """Routers are to send new requests to the workers of another cluster's controller."""
+        self._discovery.shift_to(successor)
+
     async def changed(self) -> None:
         """Return after the next change, or `notify`; registers before it first suspends."""
         await self._discovery.changed()

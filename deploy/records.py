@@ -47,6 +47,8 @@ class ClusterRecord:
     """What `revision` was before the last roll; None: there was none."""
     roll: Roll | None = None
     """It is under way, or has stopped."""
+    successor: str = ""
+    """The address of the controller that routers are to follow; empty: this cluster's."""
 
     def to_bytes(self) -> bytes:
         """For the store."""
@@ -67,6 +69,7 @@ class ClusterRecord:
             Revision(**read["revision"]),
             read["previous"] and Revision(**read["previous"]),
             read["roll"] and Roll.from_plain(read["roll"]),
+            read["successor"],
         )
 
 

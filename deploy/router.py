@@ -12,6 +12,7 @@ from typing import Any, Final
 import click
 import grpc
 
+from kvrelay.deploy.address import Address
 from kvrelay.deploy.client import Access, with_access
 from kvrelay.deploy.edge import with_clear_errors
 from kvrelay.deploy.errors import DeployError
@@ -27,6 +28,7 @@ from kvrelay.net.options import channel_options
 from kvrelay.router.config import RouterOptions
 from kvrelay.router.remote_discovery import RemoteDiscovery
 from kvrelay.router.router import Router
+from kvrelay.router.shifting_discovery import ShiftingDiscovery
 
 _OPTIONS: Final = {field.name for field in fields(RouterOptions)} | {
     *("model", "model_name", "dtype", "itl_target", "grpc", "http", "metrics", "insecure"),
@@ -73,7 +75,16 @@ def run(options: ServeOptions, controller: Controller, access: Access, progress:
     progress.line("Stopped.")
 
 
-def _discovery(controller: Controller, access: Access) -> RemoteDiscovery:
+def _discovery(controller: Controller, access: Access) -> ShiftingDiscovery:
+    """Follows a controller, and those that it names as its successors."""
+
+    def follow(address: str) -> RemoteDiscovery:
+        return _followed(Controller(Address.parse(address)), access)
+
+    return ShiftingDiscovery(_followed(controller, access), follow)
+
+
+def _followed(controller: Controller, access: Access) -> RemoteDiscovery:
     credentials, options = access.credentials(), channel_options()
 
     async def find() -> str:
@@ -95,7 +106,7 @@ def _discovery(controller: Controller, access: Access) -> RemoteDiscovery:
 async def _route(
     options: ServeOptions,
     model: Model,
-    discovery: RemoteDiscovery,
+    discovery: ShiftingDiscovery,
     progress: Progress,
     signals: StopSignals,
 ) -> None:

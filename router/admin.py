@@ -114,6 +114,17 @@ class Administrator(Protocol):
         """
         ...
 
+    async def shift(self, successor: str) -> None:
+        """Lets routers send new requests to another cluster's workers.
+
+        Args:
+            successor: ``host:port`` of its controller; empty: to this cluster's again.
+
+        Raises:
+            CannotShift: a router of this cluster cannot.
+        """
+        ...
+
     async def state(self) -> ClusterState:
         """The controller, and all workers that there are to be."""
         ...
@@ -192,6 +203,14 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
             await context.write(
                 pb.RollWorkersResponse(worker=step.worker, phase=phase, reason=step.reason)
             )
+
+    @with_status
+    async def ShiftRouters(  # noqa: N802
+        self, message: pb.ShiftRoutersRequest, _context: grpc.aio.ServicerContext
+    ) -> pb.ShiftRoutersResponse:
+        """Returns when routers are about to be told, by a later controller, too."""
+        await self._administrator.shift(message.successor)
+        return pb.ShiftRoutersResponse()
 
     async def _write(
         self,

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 from urllib.parse import unquote
 
@@ -14,6 +17,7 @@ from kvrelay.router.scrape_targets import EVERYWHERE, ScrapeTargets
 from kvrelay.v1 import controller_pb2, controller_pb2_grpc
 from kvrelay.wire.cluster_state import ClusterState
 from kvrelay.wire.messages import CLUSTER_STATE, WORKER_LIST
+from kvrelay.wire.version import VERSION
 from kvrelay.wire.worker_list import WorkerList
 
 
@@ -35,12 +39,23 @@ class ControllerService(controller_pb2_grpc.ControllerServiceServicer):
         self._discovery = discovery
         self._targets = targets
         self._state = state
+        self._shifted: Counter[str] = Counter()
+        """The routers that listen, by the successor that they follow; empty: none."""
 
     async def GetCluster(  # noqa: N802
         self, _request: Any, _context: grpc.aio.ServicerContext
     ) -> Any:
         """Says who the controller is, and how each of its workers is."""
-        return CLUSTER_STATE.to_message(await self._state())
+        state, successor = await self._state(), self._discovery.successor()
+        return CLUSTER_STATE.to_message(
+            replace(
+                state,
+                version=VERSION,
+                successor=successor,
+                routers=self._shifted.total(),
+                routers_shifted=self._shifted[successor] if successor else 0,
+            )
+        )
 
     async def WatchWorkers(  # noqa: N802
         self,
@@ -48,8 +63,19 @@ class ControllerService(controller_pb2_grpc.ControllerServiceServicer):
         context: grpc.aio.ServicerContext,
     ) -> None:
         """Streams the list, whenever it has changed; a slow reader misses what lies between."""
-        with self._targets.router(_reachable(request.metrics_address, context.peer())):
+        metrics = _reachable(request.metrics_address, context.peer())
+        with self._targets.router(metrics), self._listening(request.shifted_to):
             await self._stream(context)
+
+    @contextmanager
+    def _listening(self, shifted_to: str) -> Iterator[None]:
+        """Counts a router while the context lasts."""
+        self._shifted[shifted_to] += 1
+        try:
+            yield
+        finally:
+            self._shifted[shifted_to] -= 1
+            self._shifted += Counter()  # forgets who is not there any more
 
     async def _stream(self, context: grpc.aio.ServicerContext) -> None:
         while True:
@@ -57,7 +83,11 @@ class ControllerService(controller_pb2_grpc.ControllerServiceServicer):
             await asyncio.sleep(0)  # it is registered now
             try:
                 discovery = self._discovery
-                now = WorkerList(tuple(discovery.endpoints()), tuple(discovery.awaited()))
+                now = WorkerList(
+                    tuple(discovery.endpoints()),
+                    tuple(discovery.awaited()),
+                    discovery.successor(),
+                )
                 await context.write(WORKER_LIST.to_message(now))
                 await changed
             finally:

@@ -20,6 +20,13 @@ class Discovery(Protocol):
         """The workers that are lost and will have successors, as they were. Must not block."""
         ...
 
+    def successor(self) -> str:
+        """``host:port`` of another cluster's controller, whose workers are to get new requests.
+
+        Empty: there is none. Must not block.
+        """
+        ...
+
     async def changed(self) -> None:
         """Returns after the next change; registers before it first suspends."""
         ...
@@ -31,6 +38,7 @@ class StaticDiscovery:
     def __init__(self, endpoints: Sequence[WorkerInfo] = ()) -> None:
         self._endpoints = tuple(endpoints)
         self._awaited: tuple[WorkerInfo, ...] = ()
+        self._successor = ""
         self._changes = Notifier()
 
     def endpoints(self) -> Sequence[WorkerInfo]:
@@ -40,6 +48,15 @@ class StaticDiscovery:
     def awaited(self) -> Sequence[WorkerInfo]:
         """The list as last given."""
         return self._awaited
+
+    def successor(self) -> str:
+        """As last given."""
+        return self._successor
+
+    def shift_to(self, successor: str) -> None:
+        """Names the successor and wakes those who wait in `changed`; call it on the event loop."""
+        self._successor = successor
+        self._changes.notify_all()
 
     def replace(self, endpoints: Sequence[WorkerInfo], awaited: Sequence[WorkerInfo] = ()) -> None:
         """Replaces the lists and wakes those who wait in `changed`; call it on the event loop."""

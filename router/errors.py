@@ -28,7 +28,8 @@
     ├── UnknownWorker          NOT_FOUND, lists the workers that there are
     ├── CannotDrain            FAILED_PRECONDITION, says why
     ├── CannotScale            FAILED_PRECONDITION, says why
-    └── CannotRoll             FAILED_PRECONDITION, says why
+    ├── CannotRoll             FAILED_PRECONDITION, says why
+    └── CannotShift            FAILED_PRECONDITION, says why
 """
 
 from __future__ import annotations
@@ -259,6 +260,10 @@ class CannotScale(AdminError):  # noqa: N818
 
 class CannotRoll(AdminError):  # noqa: N818
     """The workers cannot be replaced so, or not now."""
+
+
+class CannotShift(AdminError):  # noqa: N818
+    """The routers cannot be led to another cluster."""
 
 
 class CannotDrain(AdminError):  # noqa: N818

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
+from typing import Any
 
 import grpc
 
@@ -49,6 +51,10 @@ class RemoteDiscovery:
         self._metadata = tuple(metadata)
         self.metrics_address = ""
         """``host:port`` of this router's metrics; empty: nobody is told."""
+        self._shifted_to = ""
+        self._asking_anew = asyncio.Event()
+        self.silent_since: float | None = time.monotonic()
+        """When the controller was heard last, by the monotonic clock; None: it is heard."""
         self._list = StaticDiscovery()
         self._known: asyncio.Future[None] | None = None
 
@@ -59,6 +65,16 @@ class RemoteDiscovery:
     def awaited(self) -> Sequence[WorkerInfo]:
         """The workers that were lost then and will have successors."""
         return self._list.awaited()
+
+    def successor(self) -> str:
+        """The successor that the controller named last."""
+        return self._list.successor()
+
+    def say(self, *, metrics_address: str, shifted_to: str) -> None:
+        """Tells the controller where this router's metrics are, and which successor it follows."""
+        if (metrics_address, shifted_to) != (self.metrics_address, self._shifted_to):
+            self.metrics_address, self._shifted_to = metrics_address, shifted_to
+            self._asking_anew.set()
 
     async def changed(self) -> None:
         """Returns after the next change; registers before it first suspends."""
@@ -85,11 +101,15 @@ class RemoteDiscovery:
         while True:
             try:
                 async for said in self._lists():
-                    delay = _FIRST_RETRY_SECONDS
+                    delay, self.silent_since = _FIRST_RETRY_SECONDS, None
                     listed = WORKER_LIST.from_message(said)
                     self._list.replace(listed.endpoints, listed.awaited)
+                    if listed.successor != self._list.successor():
+                        self._list.shift_to(listed.successor)
                     if not known.done():
                         known.set_result(None)
+                if self._asking_anew.is_set():
+                    continue
                 why = "it has ended the stream"
             except grpc.aio.AioRpcError as error:
                 why = f"{error.code().name}: {error.details()}"
@@ -100,6 +120,9 @@ class RemoteDiscovery:
                 why = str(error)
             except ValueError as error:  # another version's message
                 why = str(error)
+            if self.silent_since is None:
+                self.silent_since = time.monotonic()
+                self._list.shift_to(self._list.successor())  # wakes those who wait for a change
             _log.warning("the controller %s cannot be heard: %s", self._address, why)
             await asyncio.sleep(delay)
             delay = min(2 * delay, _LONGEST_RETRY_SECONDS)
@@ -108,7 +131,23 @@ class RemoteDiscovery:
         self._address = await self._find()
         async with self._open_channel(self._address) as channel:
             stub = controller_pb2_grpc.ControllerServiceStub(channel)
-            request = controller_pb2.WatchWorkersRequest(metrics_address=self.metrics_address)
+            self._asking_anew.clear()
+            request = controller_pb2.WatchWorkersRequest(
+                metrics_address=self.metrics_address, shifted_to=self._shifted_to
+            )
             call = stub.WatchWorkers(request, metadata=self._metadata)
-            async for said in call:
+            while (said := await self._next(call)) is not None:
                 yield said
+
+    async def _next(self, call: Any) -> controller_pb2.WatchWorkersResponse | None:
+        """What the controller says next; None: nothing, or there is something to tell it."""
+        reading = asyncio.ensure_future(call.read())
+        asking = asyncio.create_task(self._asking_anew.wait())
+        try:
+            await asyncio.wait({reading, asking}, return_when=asyncio.FIRST_COMPLETED)
+            if asking.done() or (said := reading.result()) is grpc.aio.EOF:
+                return None
+            return said  # type: ignore[no-any-return]
+        finally:
+            asking.cancel()
+            reading.cancel()

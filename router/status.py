@@ -14,6 +14,7 @@ from kvrelay.router.errors import (
     CannotDrain,
     CannotRoll,
     CannotScale,
+    CannotShift,
     DataLoss,
     DeadlineExceeded,
     DeadlineTooNear,
@@ -58,6 +59,7 @@ _STATUS: dict[type[Exception], grpc.StatusCode] = {
     CannotDrain: grpc.StatusCode.FAILED_PRECONDITION,
     CannotScale: grpc.StatusCode.FAILED_PRECONDITION,
     CannotRoll: grpc.StatusCode.FAILED_PRECONDITION,
+    CannotShift: grpc.StatusCode.FAILED_PRECONDITION,
 }
 
 ServiceT = TypeVar("ServiceT")

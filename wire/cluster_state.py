@@ -40,6 +40,8 @@ class WorkerState:
     """No other incarnation follows."""
     revision: int = 0
     """Of its options: 0 before the first roll."""
+    model: str = ""
+    """One hash for all that it has loaded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,3 +79,11 @@ class ClusterState:
     """In the order of their names."""
     roll: RollState | None = None
     """The roll that is under way, or has stopped."""
+    version: str = ""
+    """Of the controller."""
+    successor: str = ""
+    """``host:port`` of the controller that routers are to follow; empty: this one."""
+    routers: int = 0
+    """That follow this controller's list."""
+    routers_shifted: int = 0
+    """Of these, those whose new requests go to the successor's workers."""

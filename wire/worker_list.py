@@ -15,3 +15,5 @@ class WorkerList:
     """Live, or draining without a successor."""
     awaited: tuple[WorkerInfo, ...] = ()
     """Lost; they will have successors. As they were."""
+    successor: str = ""
+    """``host:port`` of the controller of another cluster, whose workers are to get new requests."""

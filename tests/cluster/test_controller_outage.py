@@ -83,7 +83,8 @@ def name(ray) -> str:
 
 
 @asynccontextmanager
-async def routed(path: Path, name: str) -> AsyncIterator[Routed]:
+async def routed(path: Path, name: str, **more: Any) -> AsyncIterator[Routed]:
+    """Args: more: options of the workers."""
     head = ray_module.get_runtime_context().gcs_address
     namespace = namespace_of(name)
     model = Model("tiny", path)
@@ -98,6 +99,7 @@ async def routed(path: Path, name: str) -> AsyncIterator[Routed]:
         threads=1,
         worker_timeout=5.0,
         **shared,
+        **more,
     )
     store = RayStore.of_this_process(namespace)
     controller = Controller(None, head, name)

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16kvrelay/v1/admin.proto\x12\nkvrelay.v1\"\xbc\x01\n\x12RollWorkersRequest\x12<\n\x07options\x18\x01 \x03(\x0b\x32+.kvrelay.v1.RollWorkersRequest.OptionsEntry\x12\x11\n\tmax_surge\x18\x02 \x01(\r\x12\x17\n\x0fmax_unavailable\x18\x03 \x01(\r\x12\x0c\n\x04undo\x18\x04 \x01(\x08\x1a.\n\x0cOptionsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"l\n\x13RollWorkersResponse\x12\x0e\n\x06worker\x18\x01 \x01(\t\x12\x35\n\x05phase\x18\x02 \x01(\x0e\x32&.kvrelay.v1.ScaleWorkersResponse.Phase\x12\x0e\n\x06reason\x18\x03 \x01(\t\"\x7f\n\x13ScaleWorkersRequest\x12\x14\n\x07prefill\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x13\n\x06\x64\x65\x63ode\x18\x02 \x01(\rH\x01\x88\x01\x01\x12\x17\n\naggregated\x18\x03 \x01(\rH\x02\x88\x01\x01\x42\n\n\x08_prefillB\t\n\x07_decodeB\r\n\x0b_aggregated\"\xe8\x01\n\x14ScaleWorkersResponse\x12\x0e\n\x06worker\x18\x01 \x01(\t\x12\x35\n\x05phase\x18\x02 \x01(\x0e\x32&.kvrelay.v1.ScaleWorkersResponse.Phase\x12\x0e\n\x06reason\x18\x03 \x01(\t\"y\n\x05Phase\x12\x15\n\x11PHASE_UNSPECIFIED\x10\x00\x12\x12\n\x0ePHASE_STARTING\x10\x01\x12\x0f\n\x0bPHASE_READY\x10\x02\x12\x12\n\x0ePHASE_DRAINING\x10\x03\x12\x0e\n\nPHASE_LEFT\x10\x04\x12\x10\n\x0cPHASE_FAILED\x10\x05\"4\n\x12\x44rainWorkerRequest\x12\x0e\n\x06worker\x18\x01 \x01(\t\x12\x0e\n\x06remove\x18\x02 \x01(\x08\"\xe1\x01\n\x13\x44rainWorkerResponse\x12\x34\n\x05phase\x18\x01 \x01(\x0e\x32%.kvrelay.v1.DrainWorkerResponse.Phase\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x10\n\x08requests\x18\x03 \x01(\r\x12\x18\n\x10requests_unknown\x18\x04 \x01(\x08\"S\n\x05Phase\x12\x15\n\x11PHASE_UNSPECIFIED\x10\x00\x12\x12\n\x0ePHASE_DRAINING\x10\x01\x12\x0e\n\nPHASE_LEFT\x10\x02\x12\x0f\n\x0bPHASE_READY\x10\x03\x32\x87\x02\n\x0c\x41\x64minService\x12P\n\x0b\x44rainWorker\x12\x1e.kvrelay.v1.DrainWorkerRequest\x1a\x1f.kvrelay.v1.DrainWorkerResponse0\x01\x12S\n\x0cScaleWorkers\x12\x1f.kvrelay.v1.ScaleWorkersRequest\x1a .kvrelay.v1.ScaleWorkersResponse0\x01\x12P\n\x0bRollWorkers\x12\x1e.kvrelay.v1.RollWorkersRequest\x1a\x1f.kvrelay.v1.RollWorkersResponse0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16kvrelay/v1/admin.proto\x12\nkvrelay.v1\"(\n\x13ShiftRoutersRequest\x12\x11\n\tsuccessor\x18\x01 \x01(\t\"\x16\n\x14ShiftRoutersResponse\"\xbc\x01\n\x12RollWorkersRequest\x12<\n\x07options\x18\x01 \x03(\x0b\x32+.kvrelay.v1.RollWorkersRequest.OptionsEntry\x12\x11\n\tmax_surge\x18\x02 \x01(\r\x12\x17\n\x0fmax_unavailable\x18\x03 \x01(\r\x12\x0c\n\x04undo\x18\x04 \x01(\x08\x1a.\n\x0cOptionsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"l\n\x13RollWorkersResponse\x12\x0e\n\x06worker\x18\x01 \x01(\t\x12\x35\n\x05phase\x18\x02 \x01(\x0e\x32&.kvrelay.v1.ScaleWorkersResponse.Phase\x12\x0e\n\x06reason\x18\x03 \x01(\t\"\x7f\n\x13ScaleWorkersRequest\x12\x14\n\x07prefill\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x13\n\x06\x64\x65\x63ode\x18\x02 \x01(\rH\x01\x88\x01\x01\x12\x17\n\naggregated\x18\x03 \x01(\rH\x02\x88\x01\x01\x42\n\n\x08_prefillB\t\n\x07_decodeB\r\n\x0b_aggregated\"\xe8\x01\n\x14ScaleWorkersResponse\x12\x0e\n\x06worker\x18\x01 \x01(\t\x12\x35\n\x05phase\x18\x02 \x01(\x0e\x32&.kvrelay.v1.ScaleWorkersResponse.Phase\x12\x0e\n\x06reason\x18\x03 \x01(\t\"y\n\x05Phase\x12\x15\n\x11PHASE_UNSPECIFIED\x10\x00\x12\x12\n\x0ePHASE_STARTING\x10\x01\x12\x0f\n\x0bPHASE_READY\x10\x02\x12\x12\n\x0ePHASE_DRAINING\x10\x03\x12\x0e\n\nPHASE_LEFT\x10\x04\x12\x10\n\x0cPHASE_FAILED\x10\x05\"4\n\x12\x44rainWorkerRequest\x12\x0e\n\x06worker\x18\x01 \x01(\t\x12\x0e\n\x06remove\x18\x02 \x01(\x08\"\xe1\x01\n\x13\x44rainWorkerResponse\x12\x34\n\x05phase\x18\x01 \x01(\x0e\x32%.kvrelay.v1.DrainWorkerResponse.Phase\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x10\n\x08requests\x18\x03 \x01(\r\x12\x18\n\x10requests_unknown\x18\x04 \x01(\x08\"S\n\x05Phase\x12\x15\n\x11PHASE_UNSPECIFIED\x10\x00\x12\x12\n\x0ePHASE_DRAINING\x10\x01\x12\x0e\n\nPHASE_LEFT\x10\x02\x12\x0f\n\x0bPHASE_READY\x10\x03\x32\xda\x02\n\x0c\x41\x64minService\x12P\n\x0b\x44rainWorker\x12\x1e.kvrelay.v1.DrainWorkerRequest\x1a\x1f.kvrelay.v1.DrainWorkerResponse0\x01\x12S\n\x0cScaleWorkers\x12\x1f.kvrelay.v1.ScaleWorkersRequest\x1a .kvrelay.v1.ScaleWorkersResponse0\x01\x12P\n\x0bRollWorkers\x12\x1e.kvrelay.v1.RollWorkersRequest\x1a\x1f.kvrelay.v1.RollWorkersResponse0\x01\x12Q\n\x0cShiftRouters\x12\x1f.kvrelay.v1.ShiftRoutersRequest\x1a .kvrelay.v1.ShiftRoutersResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,24 +33,28 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_ROLLWORKERSREQUEST_OPTIONSENTRY']._loaded_options = None
   _globals['_ROLLWORKERSREQUEST_OPTIONSENTRY']._serialized_options = b'8\001'
-  _globals['_ROLLWORKERSREQUEST']._serialized_start=39
-  _globals['_ROLLWORKERSREQUEST']._serialized_end=227
-  _globals['_ROLLWORKERSREQUEST_OPTIONSENTRY']._serialized_start=181
-  _globals['_ROLLWORKERSREQUEST_OPTIONSENTRY']._serialized_end=227
-  _globals['_ROLLWORKERSRESPONSE']._serialized_start=229
-  _globals['_ROLLWORKERSRESPONSE']._serialized_end=337
-  _globals['_SCALEWORKERSREQUEST']._serialized_start=339
-  _globals['_SCALEWORKERSREQUEST']._serialized_end=466
-  _globals['_SCALEWORKERSRESPONSE']._serialized_start=469
-  _globals['_SCALEWORKERSRESPONSE']._serialized_end=701
-  _globals['_SCALEWORKERSRESPONSE_PHASE']._serialized_start=580
-  _globals['_SCALEWORKERSRESPONSE_PHASE']._serialized_end=701
-  _globals['_DRAINWORKERREQUEST']._serialized_start=703
-  _globals['_DRAINWORKERREQUEST']._serialized_end=755
-  _globals['_DRAINWORKERRESPONSE']._serialized_start=758
-  _globals['_DRAINWORKERRESPONSE']._serialized_end=983
-  _globals['_DRAINWORKERRESPONSE_PHASE']._serialized_start=900
-  _globals['_DRAINWORKERRESPONSE_PHASE']._serialized_end=983
-  _globals['_ADMINSERVICE']._serialized_start=986
-  _globals['_ADMINSERVICE']._serialized_end=1249
+  _globals['_SHIFTROUTERSREQUEST']._serialized_start=38
+  _globals['_SHIFTROUTERSREQUEST']._serialized_end=78
+  _globals['_SHIFTROUTERSRESPONSE']._serialized_start=80
+  _globals['_SHIFTROUTERSRESPONSE']._serialized_end=102
+  _globals['_ROLLWORKERSREQUEST']._serialized_start=105
+  _globals['_ROLLWORKERSREQUEST']._serialized_end=293
+  _globals['_ROLLWORKERSREQUEST_OPTIONSENTRY']._serialized_start=247
+  _globals['_ROLLWORKERSREQUEST_OPTIONSENTRY']._serialized_end=293
+  _globals['_ROLLWORKERSRESPONSE']._serialized_start=295
+  _globals['_ROLLWORKERSRESPONSE']._serialized_end=403
+  _globals['_SCALEWORKERSREQUEST']._serialized_start=405
+  _globals['_SCALEWORKERSREQUEST']._serialized_end=532
+  _globals['_SCALEWORKERSRESPONSE']._serialized_start=535
+  _globals['_SCALEWORKERSRESPONSE']._serialized_end=767
+  _globals['_SCALEWORKERSRESPONSE_PHASE']._serialized_start=646
+  _globals['_SCALEWORKERSRESPONSE_PHASE']._serialized_end=767
+  _globals['_DRAINWORKERREQUEST']._serialized_start=769
+  _globals['_DRAINWORKERREQUEST']._serialized_end=821
+  _globals['_DRAINWORKERRESPONSE']._serialized_start=824
+  _globals['_DRAINWORKERRESPONSE']._serialized_end=1049
+  _globals['_DRAINWORKERRESPONSE_PHASE']._serialized_start=966
+  _globals['_DRAINWORKERRESPONSE_PHASE']._serialized_end=1049
+  _globals['_ADMINSERVICE']._serialized_start=1052
+  _globals['_ADMINSERVICE']._serialized_end=1398
 # @@protoc_insertion_point(module_scope)

@@ -7,6 +7,16 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class ShiftRoutersRequest(_message.Message):
+    __slots__ = ("successor",)
+    SUCCESSOR_FIELD_NUMBER: _ClassVar[int]
+    successor: str
+    def __init__(self, successor: _Optional[str] = ...) -> None: ...
+
+class ShiftRoutersResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
 class RollWorkersRequest(_message.Message):
     __slots__ = ("options", "max_surge", "max_unavailable", "undo")
     class OptionsEntry(_message.Message):

@@ -50,6 +50,11 @@ class AdminServiceStub(object):
                 request_serializer=kvrelay_dot_v1_dot_admin__pb2.RollWorkersRequest.SerializeToString,
                 response_deserializer=kvrelay_dot_v1_dot_admin__pb2.RollWorkersResponse.FromString,
                 _registered_method=True)
+        self.ShiftRouters = channel.unary_unary(
+                '/kvrelay.v1.AdminService/ShiftRouters',
+                request_serializer=kvrelay_dot_v1_dot_admin__pb2.ShiftRoutersRequest.SerializeToString,
+                response_deserializer=kvrelay_dot_v1_dot_admin__pb2.ShiftRoutersResponse.FromString,
+                _registered_method=True)
 
 
 class AdminServiceServicer(object):
@@ -86,6 +91,15 @@ class AdminServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ShiftRouters(self, request, context):
+        """Lets the routers of this controller send new requests to the workers of
+        another cluster. FAILED_PRECONDITION from a controller that has a router in
+        its own process.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AdminServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -103,6 +117,11 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.RollWorkers,
                     request_deserializer=kvrelay_dot_v1_dot_admin__pb2.RollWorkersRequest.FromString,
                     response_serializer=kvrelay_dot_v1_dot_admin__pb2.RollWorkersResponse.SerializeToString,
+            ),
+            'ShiftRouters': grpc.unary_unary_rpc_method_handler(
+                    servicer.ShiftRouters,
+                    request_deserializer=kvrelay_dot_v1_dot_admin__pb2.ShiftRoutersRequest.FromString,
+                    response_serializer=kvrelay_dot_v1_dot_admin__pb2.ShiftRoutersResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -187,6 +206,33 @@ class AdminService(object):
             '/kvrelay.v1.AdminService/RollWorkers',
             kvrelay_dot_v1_dot_admin__pb2.RollWorkersRequest.SerializeToString,
             kvrelay_dot_v1_dot_admin__pb2.RollWorkersResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ShiftRouters(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvrelay.v1.AdminService/ShiftRouters',
+            kvrelay_dot_v1_dot_admin__pb2.ShiftRoutersRequest.SerializeToString,
+            kvrelay_dot_v1_dot_admin__pb2.ShiftRoutersResponse.FromString,
             options,
             channel_credentials,
             insecure,
