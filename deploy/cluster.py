@@ -90,6 +90,7 @@ class Cluster:
         self._name = self._plan.namespace.rpartition("/")[2]
         """Of the cluster; empty if it ends with its command."""
         self._store = store or InProcessStore()
+        self._on_deposed = on_deposed
         self._leadership = Leadership(self._store, on_deposed, on_broken)
         self._supervisors: dict[str, WorkerSupervisor] = {}
         self._journal: Journal | None = None
