@@ -195,7 +195,7 @@ class WorkerOptions(ObservingOptions):
         60.0,
         "A worker whose forward has not ended after so many seconds, and "
         "--step-timeout-per-token for each of its tokens, is replaced: it hangs. So is one that "
-        "does not end a checksum of pages.",
+        "does not end a checksum of pages, or a call of NIXL.",
         Section.RECOVERY,
         more_than=0,
         unit="seconds",

@@ -6,12 +6,13 @@ to read from this worker, and now and then otherwise, so that no peer waits for 
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
 import os
 import queue
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
@@ -76,7 +77,10 @@ class TransferAgent:
         self.transports = os.environ.get("UCX_TLS", "all")  # UCX's own setting
         self.scratch = make_scratch(pools[0], incarnation)
         self._scratch_layout = _layout(self.scratch)
-        self._endpoints = Endpoints(incarnation, (*self.layouts, self._scratch_layout))
+        self.slow_calls = WorkInProgress()
+        """The call of NIXL that the thread is in, if it is one that may take seconds."""
+        memory = (*self.layouts, self._scratch_layout)
+        self._endpoints = Endpoints(incarnation, memory, self._in_slow_call)
         self._reads = ReadsFromPeers(self._endpoints, self.layouts)
         self._peers = Peers(self._endpoints, self._reads)
         self._num_serving = 0
@@ -191,8 +195,14 @@ class TransferAgent:
         return pull
 
     def report_alive(self, on_alive: Callable[[], object]) -> None:
-        """Have `on_alive` called at the end of the transfer thread's next pass."""
+        """Have `on_alive` called at the end of the transfer thread's next pass.
+
+        At once while the thread is in one of `slow_calls`, whose length is watched by itself: on a
+        busy machine a new agent takes longer to make than a worker may be silent.
+        """
         self._on_alive.put(on_alive)
+        if self.slow_calls.oldest is not None:
+            self._say_alive()
 
     def begin_serving(self) -> None:
         """Tell that a peer may read pages of one more request: progress is made more often."""
@@ -225,11 +235,25 @@ class TransferAgent:
                 self._endpoints.make_progress()
                 self._reads.check_running()
                 self._peers.settle()
-                while not self._on_alive.empty():
-                    self._on_alive.get()()
+                self._say_alive()
         except Exception as error:
             logger.exception("the transfer agent gives up")
             self._on_failure(f"{type(error).__name__}: {error}")
+
+    def _say_alive(self) -> None:
+        """Call those who wait for it; any thread."""
+        with contextlib.suppress(queue.Empty):
+            while True:
+                self._on_alive.get_nowait()()
+
+    @contextlib.contextmanager
+    def _in_slow_call(self) -> Iterator[None]:
+        self.slow_calls.begin(0)
+        self._say_alive()  # whoever asks from here on sees the call
+        try:
+            yield
+        finally:
+            self.slow_calls.end()
 
     def _run_command(self) -> None:
         """Sleep until a command comes, and run it; or until progress is due."""

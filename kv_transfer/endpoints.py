@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 from kvrelay.kv_transfer.nixl_endpoint import NixlEndpoint
+from kvrelay.kv_transfer.peer_description import PeerDescription
 from kvrelay.kv_transfer.spans import PoolLayout
 
 logger = logging.getLogger(__name__)
@@ -30,9 +32,16 @@ class Endpoints:
     Args:
         name: of the first agent; those that replace it have numbers.
         memory: what transfers read and write; of one device.
+        on_slow: a context for calls of NIXL that may take seconds.
     """
 
-    def __init__(self, name: str, memory: Sequence[PoolLayout]) -> None:
+    def __init__(
+        self,
+        name: str,
+        memory: Sequence[PoolLayout],
+        on_slow: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
+        self._on_slow = on_slow
         self._name = name
         self._memory = list(memory)
         self._num_made = 1
@@ -60,7 +69,8 @@ class Endpoints:
         """
         self._memory.append(memory)
         try:
-            self.current.register(memory)
+            with self._on_slow():
+                self.current.register(memory)
             return True
         except Exception:  # NIXL's exceptions have no common base
             logger.warning("could not register more memory", exc_info=True)
@@ -72,8 +82,19 @@ class Endpoints:
 
     def disconnect(self, peer: str) -> None:
         """Let all agents forget a peer."""
-        for endpoint in (self.current, *self.retired):
-            endpoint.disconnect(peer)
+        with self._on_slow():
+            for endpoint in (self.current, *self.retired):
+                endpoint.disconnect(peer)
+
+    def connect(self, peer: PeerDescription) -> None:
+        """Let the current agent know a peer. Raises NIXL's exceptions."""
+        with self._on_slow():
+            self.current.connect(peer)
+
+    def destroy(self, endpoint: NixlEndpoint) -> bool:
+        """Whether an agent that has no running read is gone. May raise NIXL's exceptions."""
+        with self._on_slow():
+            return endpoint.destroy()
 
     def replace(self) -> bool:
         """Make a new agent for the reads that start from now on; it knows no peer yet.
@@ -86,7 +107,8 @@ class Endpoints:
             return False
         self._replaced_at = now
         try:
-            new = NixlEndpoint(f"{self._name}/{self._num_made}", self._memory)
+            with self._on_slow():
+                new = NixlEndpoint(f"{self._name}/{self._num_made}", self._memory)
         except Exception:  # NIXL's exceptions have no common base
             logger.exception("could not make a new NIXL agent")
             return False

@@ -114,7 +114,7 @@ class Peers:
         endpoint = self._endpoints.current
         if not endpoint.knows(peer.incarnation):
             try:
-                endpoint.connect(peer)
+                self._endpoints.connect(peer)
             except Exception:  # NIXL's exceptions have no common base
                 logger.exception("could not load the agent metadata of %s", peer.incarnation)
                 return False
@@ -152,4 +152,4 @@ class Peers:
     def _destroy(self, endpoint: NixlEndpoint) -> bool:
         """Whether an agent that has no running read is gone. May raise NIXL's exceptions."""
         self._reads.release_on(endpoint)
-        return endpoint.destroy()
+        return self._endpoints.destroy(endpoint)

@@ -95,11 +95,13 @@ class Assembly:
         watched = [("forward", self.forward.work)]
         if self.agent is not None:
             watched.append(("hashing", self.agent.hashing))
+            watched.append(("call of NIXL", self.agent.slow_calls))
         for name, work in watched:
             oldest = work.oldest
             if oldest is not None and oldest.seconds > config.step_bound_seconds(oldest.tokens):
+                of_tokens = f" of {oldest.tokens} tokens" if oldest.tokens else ""
                 reason = (
-                    f"the {name} of {oldest.tokens} tokens has not ended for "
+                    f"the {name}{of_tokens} has not ended for "
                     f"{oldest.seconds:.0f} s (--step-timeout)"
                 )
                 return GiveUp(reason, oldest.number if work is self.forward.work else None)
