@@ -162,8 +162,8 @@ class Rolling:
             if target is None:
                 raise CannotRoll("undo: there was no roll")
             return target
-        open_target = cluster.open_roll and cluster.open_roll.target
-        known = (cluster.revision, cluster.previous, open_target)
+        opened = None if cluster.open_roll is None else cluster.open_roll.target
+        known = (cluster.revision, cluster.previous, opened)
         number = 1 + max(one.number for one in known if one is not None)
         options = dict(cluster.revision.options) | self._given(order)
         # An option without a value gets back the one of the start.

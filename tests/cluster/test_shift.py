@@ -33,7 +33,8 @@ async def test_a_router_is_led_to_another_cluster_and_no_request_is_lost(tiny: P
                 asked += 1
             return asked
 
-        old, new = (str(await asyncio.to_thread(one.controller.find)) for one in (cluster, other))
+        old = str(await asyncio.to_thread(cluster.controller.find))
+        new = str(await asyncio.to_thread(other.controller.find))
         async with asyncio.TaskGroup() as tasks:
             clients = [tasks.create_task(load()) for _ in range(4)]
             done = await kvrelay("shift", "--controller", old, "--to", new, "--drain")

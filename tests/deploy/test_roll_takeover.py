@@ -18,12 +18,13 @@ from kvrelay.deploy.controller_spec import ControllerSpec
 from kvrelay.deploy.detached import _is_as_asked
 from kvrelay.deploy.errors import ClusterError
 from kvrelay.deploy.key_value_store import InProcessStore
+from kvrelay.deploy.membership import Membership
 from kvrelay.deploy.placement import PlacementPlan
 from kvrelay.deploy.rolls import FIRST
 from kvrelay.deploy.worker_host import WorkerHost
 from kvrelay.router.admin import RollOrder
 from kvrelay.router.errors import CannotDrain, CannotRoll, CannotScale
-from kvrelay.wire.worker_info import WorkerRole
+from kvrelay.wire.worker_info import WorkerInfo, WorkerRole
 from tests.deploy import test_takeover as takeover
 from tests.deploy.test_takeover import (
     SECONDS,
@@ -205,10 +206,11 @@ async def test_a_successor_with_another_model_stops_it_before_anybody_knows_of_i
         return self.started
 
     monkeypatch.setattr(Actor, "_start", other)
-    add_live = cluster._members.add_live
-    monkeypatch.setattr(
-        cluster._members, "add_live", lambda info: (listed.add(info.name), add_live(info))
-    )
+
+    def add_live(self: Membership, info: WorkerInfo) -> None:
+        listed.add(info.name)
+
+    monkeypatch.setattr(Membership, "add_live", add_live)
     [reason] = await roll(cluster, RollOrder())
     assert reason.startswith("prefill-1 has loaded another model than others: weights (other, not")
     assert sorted(cluster.workers) == ["decode-0", "prefill-0"]

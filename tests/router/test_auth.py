@@ -15,12 +15,18 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from kvrelay.net.tls import TlsFiles
-from kvrelay.router.admin import DrainStep, ScaleStep
+from kvrelay.router.admin import DrainStep, RollOrder, ScaleStep
 from kvrelay.router.auth import bearer
 from kvrelay.router.config import RouterConfig
 from kvrelay.router.current_tokens import CurrentTokens
 from kvrelay.router.discovery import StaticDiscovery
-from kvrelay.router.errors import CannotScale, StartError, UnknownWorker
+from kvrelay.router.errors import (
+    CannotRoll,
+    CannotScale,
+    CannotShift,
+    StartError,
+    UnknownWorker,
+)
 from kvrelay.router.router import Router
 from kvrelay.router.token_file import read_tokens
 from kvrelay.text.tokenizer import load_tokenizer
@@ -211,6 +217,13 @@ class NoWorkers:
     async def scale(self, wanted: Mapping[WorkerRole, int]) -> AsyncIterator[ScaleStep]:
         raise CannotScale("prefill: the cluster has no such workers")
         yield  # an iterator, by this
+
+    async def roll(self, order: RollOrder) -> AsyncIterator[ScaleStep]:
+        raise CannotRoll("undo: there was no roll")
+        yield  # an iterator, by this
+
+    async def shift(self, successor: str) -> None:
+        raise CannotShift("its router is in its own process")
 
     async def state(self) -> ClusterState:
         raise NotImplementedError

@@ -9,10 +9,10 @@ from collections.abc import AsyncIterator, Mapping
 import grpc
 import pytest
 
-from kvrelay.router.admin import DrainPhase, DrainStep, ScalePhase, ScaleStep
+from kvrelay.router.admin import DrainPhase, DrainStep, RollOrder, ScalePhase, ScaleStep
 from kvrelay.router.config import RouterConfig
 from kvrelay.router.discovery import StaticDiscovery
-from kvrelay.router.errors import UnknownWorker
+from kvrelay.router.errors import CannotShift, UnknownWorker
 from kvrelay.router.router import Router
 from kvrelay.v1 import admin_pb2, admin_pb2_grpc, worker_pb2
 from kvrelay.v1 import inference_pb2 as pb
@@ -216,6 +216,13 @@ class Operator:
         for role, count in wanted.items():
             yield ScaleStep(f"{role}-{count}", ScalePhase.STARTING)
             yield ScaleStep(f"{role}-{count}", ScalePhase.FAILED, "no room")
+
+    async def roll(self, order: RollOrder) -> AsyncIterator[ScaleStep]:
+        for name, text in order.options.items():
+            yield ScaleStep(f"{name}={text}", ScalePhase.FAILED, str(order.max_surge))
+
+    async def shift(self, successor: str) -> None:
+        raise CannotShift(f"not to {successor}")
 
     async def state(self) -> ClusterState:
         raise NotImplementedError
