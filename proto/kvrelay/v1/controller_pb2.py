@@ -26,27 +26,33 @@ from kvrelay.v1 import hand_over_pb2 as kvrelay_dot_v1_dot_hand__over__pb2
 from kvrelay.v1 import inference_pb2 as kvrelay_dot_v1_dot_inference__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bkvrelay/v1/controller.proto\x12\nkvrelay.v1\x1a\x1akvrelay/v1/hand_over.proto\x1a\x1akvrelay/v1/inference.proto\"\x13\n\x11GetClusterRequest\"\xa1\x01\n\x12GetClusterResponse\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\r\n\x05leads\x18\x03 \x01(\x08\x12\x10\n\x08\x63hanging\x18\x04 \x01(\x08\x12\x0b\n\x03pid\x18\x05 \x01(\r\x12\x16\n\x0euptime_seconds\x18\x06 \x01(\x01\x12(\n\x07workers\x18\x07 \x03(\x0b\x32\x17.kvrelay.v1.WorkerState\"\xaa\x02\n\x0bWorkerState\x12\x0c\n\x04name\x18\x01 \x01(\t\x12$\n\x04role\x18\x02 \x01(\x0e\x32\x16.kvrelay.v1.WorkerRole\x12,\n\x05phase\x18\x03 \x01(\x0e\x32\x1d.kvrelay.v1.WorkerState.Phase\x12\x13\n\x0bincarnation\x18\x04 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x05 \x01(\t\x12\x0c\n\x04node\x18\x06 \x01(\t\x12\x0b\n\x03pid\x18\x07 \x01(\r\x12\x10\n\x08removing\x18\x08 \x01(\x08\"f\n\x05Phase\x12\x15\n\x11PHASE_UNSPECIFIED\x10\x00\x12\x12\n\x0ePHASE_STARTING\x10\x01\x12\x0e\n\nPHASE_LIVE\x10\x02\x12\x12\n\x0ePHASE_DRAINING\x10\x03\x12\x0e\n\nPHASE_LOST\x10\x04\".\n\x13WatchWorkersRequest\x12\x17\n\x0fmetrics_address\x18\x01 \x01(\t\"j\n\x14WatchWorkersResponse\x12)\n\tendpoints\x18\x01 \x03(\x0b\x32\x16.kvrelay.v1.WorkerInfo\x12\'\n\x07\x61waited\x18\x02 \x03(\x0b\x32\x16.kvrelay.v1.WorkerInfo\"\xf1\x02\n\nWorkerInfo\x12\x0c\n\x04name\x18\x01 \x01(\t\x12$\n\x04role\x18\x02 \x01(\x0e\x32\x16.kvrelay.v1.WorkerRole\x12\x13\n\x0bincarnation\x18\x03 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x04 \x01(\t\x12\x17\n\x0fmetrics_address\x18\x05 \x01(\t\x12\x13\n\x0bpool_tokens\x18\x06 \x01(\x04\x12\x15\n\rmax_model_len\x18\x07 \x01(\x04\x12\x12\n\nvocab_size\x18\x08 \x01(\r\x12\x14\n\x0c\x61rchitecture\x18\t \x01(\t\x12\x15\n\reos_token_ids\x18\n \x03(\r\x12&\n\x05model\x18\x0b \x01(\x0b\x32\x17.kvrelay.v1.ModelDigest\x12\x19\n\x11kv_events_address\x18\x0c \x01(\t\x12\x0b\n\x03pid\x18\r \x01(\r\x12\x10\n\x08\x64raining\x18\x0e \x01(\x08\x12\x0f\n\x07version\x18\x0f \x01(\t\x12\x10\n\x08locality\x18\x10 \x01(\t2\xb5\x01\n\x11\x43ontrollerService\x12S\n\x0cWatchWorkers\x12\x1f.kvrelay.v1.WatchWorkersRequest\x1a .kvrelay.v1.WatchWorkersResponse0\x01\x12K\n\nGetCluster\x12\x1d.kvrelay.v1.GetClusterRequest\x1a\x1e.kvrelay.v1.GetClusterResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bkvrelay/v1/controller.proto\x12\nkvrelay.v1\x1a\x1akvrelay/v1/hand_over.proto\x1a\x1akvrelay/v1/inference.proto\"\x13\n\x11GetClusterRequest\"\x94\x02\n\x12GetClusterResponse\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\r\n\x05leads\x18\x03 \x01(\x08\x12\x10\n\x08\x63hanging\x18\x04 \x01(\x08\x12\x0b\n\x03pid\x18\x05 \x01(\r\x12\x16\n\x0euptime_seconds\x18\x06 \x01(\x01\x12(\n\x07workers\x18\x07 \x03(\x0b\x32\x17.kvrelay.v1.WorkerState\x12#\n\x04roll\x18\x08 \x01(\x0b\x32\x15.kvrelay.v1.RollState\x12\x0f\n\x07version\x18\t \x01(\t\x12\x11\n\tsuccessor\x18\n \x01(\t\x12\x0f\n\x07routers\x18\x0b \x01(\r\x12\x17\n\x0frouters_shifted\x18\x0c \x01(\r\"\xb5\x01\n\tRollState\x12\x10\n\x08revision\x18\x01 \x01(\x04\x12\x33\n\x07options\x18\x02 \x03(\x0b\x32\".kvrelay.v1.RollState.OptionsEntry\x12\x10\n\x08replaced\x18\x03 \x01(\r\x12\x0f\n\x07workers\x18\x04 \x01(\r\x12\x0e\n\x06\x66\x61iled\x18\x05 \x01(\t\x1a.\n\x0cOptionsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\xcb\x02\n\x0bWorkerState\x12\x0c\n\x04name\x18\x01 \x01(\t\x12$\n\x04role\x18\x02 \x01(\x0e\x32\x16.kvrelay.v1.WorkerRole\x12,\n\x05phase\x18\x03 \x01(\x0e\x32\x1d.kvrelay.v1.WorkerState.Phase\x12\x13\n\x0bincarnation\x18\x04 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x05 \x01(\t\x12\x0c\n\x04node\x18\x06 \x01(\t\x12\x0b\n\x03pid\x18\x07 \x01(\r\x12\x10\n\x08removing\x18\x08 \x01(\x08\x12\x10\n\x08revision\x18\t \x01(\x04\x12\r\n\x05model\x18\n \x01(\t\"f\n\x05Phase\x12\x15\n\x11PHASE_UNSPECIFIED\x10\x00\x12\x12\n\x0ePHASE_STARTING\x10\x01\x12\x0e\n\nPHASE_LIVE\x10\x02\x12\x12\n\x0ePHASE_DRAINING\x10\x03\x12\x0e\n\nPHASE_LOST\x10\x04\"B\n\x13WatchWorkersRequest\x12\x17\n\x0fmetrics_address\x18\x01 \x01(\t\x12\x12\n\nshifted_to\x18\x02 \x01(\t\"}\n\x14WatchWorkersResponse\x12)\n\tendpoints\x18\x01 \x03(\x0b\x32\x16.kvrelay.v1.WorkerInfo\x12\'\n\x07\x61waited\x18\x02 \x03(\x0b\x32\x16.kvrelay.v1.WorkerInfo\x12\x11\n\tsuccessor\x18\x03 \x01(\t\"\xf1\x02\n\nWorkerInfo\x12\x0c\n\x04name\x18\x01 \x01(\t\x12$\n\x04role\x18\x02 \x01(\x0e\x32\x16.kvrelay.v1.WorkerRole\x12\x13\n\x0bincarnation\x18\x03 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x04 \x01(\t\x12\x17\n\x0fmetrics_address\x18\x05 \x01(\t\x12\x13\n\x0bpool_tokens\x18\x06 \x01(\x04\x12\x15\n\rmax_model_len\x18\x07 \x01(\x04\x12\x12\n\nvocab_size\x18\x08 \x01(\r\x12\x14\n\x0c\x61rchitecture\x18\t \x01(\t\x12\x15\n\reos_token_ids\x18\n \x03(\r\x12&\n\x05model\x18\x0b \x01(\x0b\x32\x17.kvrelay.v1.ModelDigest\x12\x19\n\x11kv_events_address\x18\x0c \x01(\t\x12\x0b\n\x03pid\x18\r \x01(\r\x12\x10\n\x08\x64raining\x18\x0e \x01(\x08\x12\x0f\n\x07version\x18\x0f \x01(\t\x12\x10\n\x08locality\x18\x10 \x01(\t2\xb5\x01\n\x11\x43ontrollerService\x12S\n\x0cWatchWorkers\x12\x1f.kvrelay.v1.WatchWorkersRequest\x1a .kvrelay.v1.WatchWorkersResponse0\x01\x12K\n\nGetCluster\x12\x1d.kvrelay.v1.GetClusterRequest\x1a\x1e.kvrelay.v1.GetClusterResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'kvrelay.v1.controller_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
+  _globals['_ROLLSTATE_OPTIONSENTRY']._loaded_options = None
+  _globals['_ROLLSTATE_OPTIONSENTRY']._serialized_options = b'8\001'
   _globals['_GETCLUSTERREQUEST']._serialized_start=99
   _globals['_GETCLUSTERREQUEST']._serialized_end=118
   _globals['_GETCLUSTERRESPONSE']._serialized_start=121
-  _globals['_GETCLUSTERRESPONSE']._serialized_end=282
-  _globals['_WORKERSTATE']._serialized_start=285
-  _globals['_WORKERSTATE']._serialized_end=583
-  _globals['_WORKERSTATE_PHASE']._serialized_start=481
-  _globals['_WORKERSTATE_PHASE']._serialized_end=583
-  _globals['_WATCHWORKERSREQUEST']._serialized_start=585
-  _globals['_WATCHWORKERSREQUEST']._serialized_end=631
-  _globals['_WATCHWORKERSRESPONSE']._serialized_start=633
-  _globals['_WATCHWORKERSRESPONSE']._serialized_end=739
-  _globals['_WORKERINFO']._serialized_start=742
-  _globals['_WORKERINFO']._serialized_end=1111
-  _globals['_CONTROLLERSERVICE']._serialized_start=1114
-  _globals['_CONTROLLERSERVICE']._serialized_end=1295
+  _globals['_GETCLUSTERRESPONSE']._serialized_end=397
+  _globals['_ROLLSTATE']._serialized_start=400
+  _globals['_ROLLSTATE']._serialized_end=581
+  _globals['_ROLLSTATE_OPTIONSENTRY']._serialized_start=535
+  _globals['_ROLLSTATE_OPTIONSENTRY']._serialized_end=581
+  _globals['_WORKERSTATE']._serialized_start=584
+  _globals['_WORKERSTATE']._serialized_end=915
+  _globals['_WORKERSTATE_PHASE']._serialized_start=813
+  _globals['_WORKERSTATE_PHASE']._serialized_end=915
+  _globals['_WATCHWORKERSREQUEST']._serialized_start=917
+  _globals['_WATCHWORKERSREQUEST']._serialized_end=983
+  _globals['_WATCHWORKERSRESPONSE']._serialized_start=985
+  _globals['_WATCHWORKERSRESPONSE']._serialized_end=1110
+  _globals['_WORKERINFO']._serialized_start=1113
+  _globals['_WORKERINFO']._serialized_end=1482
+  _globals['_CONTROLLERSERVICE']._serialized_start=1485
+  _globals['_CONTROLLERSERVICE']._serialized_end=1666
 # @@protoc_insertion_point(module_scope)

@@ -14,7 +14,7 @@ class GetClusterRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetClusterResponse(_message.Message):
-    __slots__ = ("name", "epoch", "leads", "changing", "pid", "uptime_seconds", "workers")
+    __slots__ = ("name", "epoch", "leads", "changing", "pid", "uptime_seconds", "workers", "roll", "version", "successor", "routers", "routers_shifted")
     NAME_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     LEADS_FIELD_NUMBER: _ClassVar[int]
@@ -22,6 +22,11 @@ class GetClusterResponse(_message.Message):
     PID_FIELD_NUMBER: _ClassVar[int]
     UPTIME_SECONDS_FIELD_NUMBER: _ClassVar[int]
     WORKERS_FIELD_NUMBER: _ClassVar[int]
+    ROLL_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    SUCCESSOR_FIELD_NUMBER: _ClassVar[int]
+    ROUTERS_FIELD_NUMBER: _ClassVar[int]
+    ROUTERS_SHIFTED_FIELD_NUMBER: _ClassVar[int]
     name: str
     epoch: int
     leads: bool
@@ -29,10 +34,36 @@ class GetClusterResponse(_message.Message):
     pid: int
     uptime_seconds: float
     workers: _containers.RepeatedCompositeFieldContainer[WorkerState]
-    def __init__(self, name: _Optional[str] = ..., epoch: _Optional[int] = ..., leads: bool = ..., changing: bool = ..., pid: _Optional[int] = ..., uptime_seconds: _Optional[float] = ..., workers: _Optional[_Iterable[_Union[WorkerState, _Mapping]]] = ...) -> None: ...
+    roll: RollState
+    version: str
+    successor: str
+    routers: int
+    routers_shifted: int
+    def __init__(self, name: _Optional[str] = ..., epoch: _Optional[int] = ..., leads: bool = ..., changing: bool = ..., pid: _Optional[int] = ..., uptime_seconds: _Optional[float] = ..., workers: _Optional[_Iterable[_Union[WorkerState, _Mapping]]] = ..., roll: _Optional[_Union[RollState, _Mapping]] = ..., version: _Optional[str] = ..., successor: _Optional[str] = ..., routers: _Optional[int] = ..., routers_shifted: _Optional[int] = ...) -> None: ...
+
+class RollState(_message.Message):
+    __slots__ = ("revision", "options", "replaced", "workers", "failed")
+    class OptionsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
+    REVISION_FIELD_NUMBER: _ClassVar[int]
+    OPTIONS_FIELD_NUMBER: _ClassVar[int]
+    REPLACED_FIELD_NUMBER: _ClassVar[int]
+    WORKERS_FIELD_NUMBER: _ClassVar[int]
+    FAILED_FIELD_NUMBER: _ClassVar[int]
+    revision: int
+    options: _containers.ScalarMap[str, str]
+    replaced: int
+    workers: int
+    failed: str
+    def __init__(self, revision: _Optional[int] = ..., options: _Optional[_Mapping[str, str]] = ..., replaced: _Optional[int] = ..., workers: _Optional[int] = ..., failed: _Optional[str] = ...) -> None: ...
 
 class WorkerState(_message.Message):
-    __slots__ = ("name", "role", "phase", "incarnation", "address", "node", "pid", "removing")
+    __slots__ = ("name", "role", "phase", "incarnation", "address", "node", "pid", "removing", "revision", "model")
     class Phase(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         PHASE_UNSPECIFIED: _ClassVar[WorkerState.Phase]
@@ -53,6 +84,8 @@ class WorkerState(_message.Message):
     NODE_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
     REMOVING_FIELD_NUMBER: _ClassVar[int]
+    REVISION_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
     name: str
     role: _inference_pb2.WorkerRole
     phase: WorkerState.Phase
@@ -61,21 +94,27 @@ class WorkerState(_message.Message):
     node: str
     pid: int
     removing: bool
-    def __init__(self, name: _Optional[str] = ..., role: _Optional[_Union[_inference_pb2.WorkerRole, str]] = ..., phase: _Optional[_Union[WorkerState.Phase, str]] = ..., incarnation: _Optional[str] = ..., address: _Optional[str] = ..., node: _Optional[str] = ..., pid: _Optional[int] = ..., removing: bool = ...) -> None: ...
+    revision: int
+    model: str
+    def __init__(self, name: _Optional[str] = ..., role: _Optional[_Union[_inference_pb2.WorkerRole, str]] = ..., phase: _Optional[_Union[WorkerState.Phase, str]] = ..., incarnation: _Optional[str] = ..., address: _Optional[str] = ..., node: _Optional[str] = ..., pid: _Optional[int] = ..., removing: bool = ..., revision: _Optional[int] = ..., model: _Optional[str] = ...) -> None: ...
 
 class WatchWorkersRequest(_message.Message):
-    __slots__ = ("metrics_address",)
+    __slots__ = ("metrics_address", "shifted_to")
     METRICS_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    SHIFTED_TO_FIELD_NUMBER: _ClassVar[int]
     metrics_address: str
-    def __init__(self, metrics_address: _Optional[str] = ...) -> None: ...
+    shifted_to: str
+    def __init__(self, metrics_address: _Optional[str] = ..., shifted_to: _Optional[str] = ...) -> None: ...
 
 class WatchWorkersResponse(_message.Message):
-    __slots__ = ("endpoints", "awaited")
+    __slots__ = ("endpoints", "awaited", "successor")
     ENDPOINTS_FIELD_NUMBER: _ClassVar[int]
     AWAITED_FIELD_NUMBER: _ClassVar[int]
+    SUCCESSOR_FIELD_NUMBER: _ClassVar[int]
     endpoints: _containers.RepeatedCompositeFieldContainer[WorkerInfo]
     awaited: _containers.RepeatedCompositeFieldContainer[WorkerInfo]
-    def __init__(self, endpoints: _Optional[_Iterable[_Union[WorkerInfo, _Mapping]]] = ..., awaited: _Optional[_Iterable[_Union[WorkerInfo, _Mapping]]] = ...) -> None: ...
+    successor: str
+    def __init__(self, endpoints: _Optional[_Iterable[_Union[WorkerInfo, _Mapping]]] = ..., awaited: _Optional[_Iterable[_Union[WorkerInfo, _Mapping]]] = ..., successor: _Optional[str] = ...) -> None: ...
 
 class WorkerInfo(_message.Message):
     __slots__ = ("name", "role", "incarnation", "address", "metrics_address", "pool_tokens", "max_model_len", "vocab_size", "architecture", "eos_token_ids", "model", "kv_events_address", "pid", "draining", "version", "locality")
