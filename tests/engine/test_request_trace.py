@@ -92,6 +92,9 @@ def test_a_hand_over() -> None:
         CHUNK: 3,
         HAND_OVER: 1,
     }
+    (ask,) = [span for span in prefill if span.name == ASK]
+    (announced,) = [span for span in prefill if span.name == HAND_OVER]
+    assert ask.end_ns <= announced.start_ns
     chunks = [span.attributes for span in prefill if span.name == CHUNK]
     assert [one["kvrelay.tokens"] for one in chunks] == [16, 16, 8]
     assert [one["kvrelay.context_tokens"] for one in chunks] == [0, 16, 32]
@@ -156,6 +159,17 @@ def test_every_attempt_ends_once_whatever_happens(seed: int, aggregated: bool) -
     for context in simulation.contexts.values():
         assert len(owns[context.trace_id]) == 1
     assert not [w for w in simulation.workers if w.context.requests]
+
+
+def test_a_retracted_request_that_waits_again_is_one_attempt() -> None:
+    simulation = Traced(4, aggregated=True, pages=18, growth_min=0.0, growth_max=0.0, cached=False)
+    requests = [simulation.submit(prompt, 24) for prompt in random_prompts(4, 2, 20)]
+    simulation.run()
+    retracted = [span for span in simulation.spans if span.name == QUEUE]
+    assert len(retracted) > len(requests)  # it has had memory twice
+    simulation.assert_whole()
+    owns = [spans[0] for spans in simulation.own_spans().values()]
+    assert [own.attributes["kvrelay.outcome"] for own in owns] == ["finished", "finished"]
 
 
 def test_what_was_not_sampled_is_not_recorded() -> None:

@@ -1,0 +1,104 @@
+"""What a real cluster's logs have in them, at the lowest level, and what they must not have."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import grpc
+import httpx
+import pytest
+
+from kvrelay.deploy.deployment import Deployment, deployed
+from kvrelay.deploy.local_ray import ray as ray_module
+from kvrelay.deploy.models import Model
+from kvrelay.deploy.options import ServeOptions
+from kvrelay.deploy.progress import Progress
+from kvrelay.options.observing import LogFormat
+from kvrelay.router.config import PlacementMode
+from kvrelay.v1 import inference_pb2, inference_pb2_grpc
+from tests.cluster.running import ANY_PORT
+
+MARKER = "zanzibar"
+IDS = [61, 62, 63, 64, 65, 66, 67]
+"""A prompt by token ids; no log writes these seven numbers in a row."""
+
+
+async def test_no_log_has_prompts_or_outputs(
+    ray, tiny: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG)
+    options = ServeOptions(
+        model=str(tiny),
+        grpc=ANY_PORT,
+        http=ANY_PORT,
+        admin=ANY_PORT,
+        metrics=ANY_PORT,
+        placement=PlacementMode.DISAGGREGATED,
+        log_format=LogFormat.JSON,
+        # Something goes wrong, too: what is logged then must not tell more.
+        debug_faults="decode-0/fail:pull:2,prefill-0/drop:announce:8",
+        worker_timeout=3.0,
+    )
+    progress = Progress(io.StringIO())
+    model = Model(tiny.name, tiny)
+    async with deployed(options, model, progress, log_level=logging.DEBUG) as deployment:
+        started = {worker.incarnation for worker in deployment.cluster.workers.values()}
+        outputs = await _drive(deployment)
+        folder = Path(ray_module._private.worker._global_node.get_logs_dir_path())
+        workers = await asyncio.to_thread(_lines_of, folder, started)
+    assert {line["incarnation"] for line in workers} == started
+    assert any(line["logger"] == "kvrelay.engine.faults" for line in workers)
+    written = caplog.text + json.dumps([vars(record) for record in caplog.records], default=str)
+    assert "ended: length" in written  # the router's log was read
+    everything = written + json.dumps(workers)
+    secrets = [MARKER, ", ".join(map(str, IDS)), *(text for text in outputs if len(text) > 8)]
+    assert len(secrets) > 3
+    assert not [secret for secret in secrets if secret in everything]
+
+
+async def _drive(deployment: Deployment) -> list[str]:
+    """Requests of many kinds, by both doors; returns what was generated."""
+    router, outputs = deployment.router, []
+    async with grpc.aio.insecure_channel(router.grpc_address) as channel:
+        stub = inference_pb2_grpc.InferenceServiceStub(channel)
+        texts = [inference_pb2.GenerateRequest(text=f"{MARKER} {number}") for number in range(6)]
+        for request in (*texts, inference_pb2.GenerateRequest()):
+            if not request.text:
+                request.input_ids.ids.extend(IDS)
+            request.sampling_params.MergeFrom(
+                inference_pb2.SamplingParams(max_tokens=24, ignore_eos=True, stop=[MARKER])
+            )
+            outputs.append("".join([event.delta.text async for event in stub.Generate(request)]))
+        bad = inference_pb2.GenerateRequest(text=MARKER)
+        bad.sampling_params.structured_output.regex = f"({MARKER}"
+        with pytest.raises(grpc.aio.AioRpcError):
+            await stub.Generate(bad).read()
+    url = f"http://{router.http_address}"
+    async with httpx.AsyncClient(base_url=url, timeout=60) as client:
+        bodies: list[dict[str, Any]] = [
+            {"prompt": MARKER, "max_tokens": 8},
+            {"prompt": MARKER, "max_tokens": MARKER},
+            {"prompt": {MARKER: MARKER}},
+            {"prompt": MARKER, "model": MARKER},
+        ]
+        for body in bodies:
+            await client.post("/v1/completions", json=body)
+        await client.post("/v1/completions", content=f'{{"prompt": "{MARKER}'.encode())
+        await client.post("/tokenize", json={"prompt": MARKER})
+    return outputs
+
+
+def _lines_of(folder: Path, incarnations: set[str]) -> list[dict[str, Any]]:
+    """The log's messages of these workers; every line that they have logged is JSON."""
+    lines = []
+    for path in folder.glob("worker-*.err"):
+        mine = [line for line in path.read_text().splitlines() if line.startswith("{")]
+        found = [json.loads(line) for line in mine]
+        if any(line.get("incarnation") in incarnations for line in found):
+            lines += found
+    return [line for line in lines if "incarnation" in line]
