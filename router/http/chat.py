@@ -4,16 +4,50 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 from kvrelay.router.errors import InvalidField
-from kvrelay.router.http.fields import Fields
+from kvrelay.router.http.fields import Fields, Schema
 from kvrelay.router.limits import Limits
 from kvrelay.router.prompts import encoded
 from kvrelay.router.texts import Texts
 from kvrelay.text.chat_template import ChatTemplate, TemplateError
 from kvrelay.text.encoding import encode
 from kvrelay.text.output_parsers import ReasoningParser
+
+_PART: Final[Schema] = {
+    "anyOf": [
+        {"type": "string"},
+        {
+            "type": "object",
+            "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
+            "required": ["text"],
+        },
+    ]
+}
+_CALL: Final[Schema] = {
+    "type": "object",
+    "properties": {
+        "function": {
+            "type": "object",
+            "properties": {"arguments": {"type": ["string", "object", "null"]}},
+        }
+    },
+    "required": ["function"],
+}
+_MESSAGES: Final[Schema] = {
+    "type": "array",
+    "minItems": 1,
+    "items": {
+        "type": "object",
+        "properties": {
+            "role": {"type": "string"},
+            "content": {"anyOf": [{"type": ["string", "null"]}, {"type": "array", "items": _PART}]},
+            "tool_calls": {"anyOf": [{"type": "null"}, {"type": "array", "items": _CALL}]},
+        },
+        "required": ["role"],
+    },
+}
 
 
 class ChatPrompt:
@@ -108,7 +142,7 @@ def read_chat(
 
 
 def _read_messages(fields: Fields) -> Sequence[Mapping[str, Any]]:
-    given = fields.take("messages")
+    given = fields.take("messages", _MESSAGES)
     if not isinstance(given, list) or not given:
         raise InvalidField("messages", "must be a list of messages, at least one")
     return [_read_message(f"messages[{number}]", one) for number, one in enumerate(given)]
@@ -137,7 +171,9 @@ def _read_call(place: str, given: Any) -> Mapping[str, Any]:
     function = given.get("function") if isinstance(given, dict) else None
     if not isinstance(function, dict):
         raise InvalidField(f"{place}.function", "must be an object")
-    arguments = function.get("arguments") or {}
+    arguments = function.get("arguments")
+    if arguments is None or arguments == "":
+        arguments = {}
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments)

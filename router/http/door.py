@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any, Final
@@ -25,6 +26,7 @@ from kvrelay.router.callers import ANYBODY, Caller, Right
 from kvrelay.router.config import RouterConfig
 from kvrelay.router.errors import RequestError, Unavailable
 from kvrelay.router.fleet import Fleet
+from kvrelay.router.http import openapi
 from kvrelay.router.http.answers import ChatStyle, CompletionStyle
 from kvrelay.router.http.completions import Completions
 from kvrelay.router.http.errors import (
@@ -35,10 +37,15 @@ from kvrelay.router.http.errors import (
     internal_error,
 )
 from kvrelay.router.http.exchange import Bodies, ClientGone, Exchange
-from kvrelay.router.http.fields import UINT32, Fields, parse_body
+from kvrelay.router.http.fields import Fields, parse_body
 from kvrelay.router.http.live_page import LivePage
 from kvrelay.router.http.origins import is_loopback, with_hosts, with_origins
-from kvrelay.router.http.requests import check_fits, read_chat_completion, read_completion
+from kvrelay.router.http.requests import (
+    check_fits,
+    read_chat_completion,
+    read_completion,
+    read_open_session,
+)
 from kvrelay.router.http.tokenizing import Tokenizing
 from kvrelay.router.http.tools import Dialect
 from kvrelay.router.metrics import HTTP_RESPONSES, RouterMetrics
@@ -76,31 +83,8 @@ class Behind:
 def make_app(behind: Behind) -> ASGIApp:
     """The application of the door."""
     door = _Door(behind)
-    get, post = ["GET", "HEAD"], ["POST"]
-
-    def route(path: str, methods: list[str], handler: Handler, right: Right | None) -> Route:
-        made = Route(path, _Endpoint(path, handler, behind, right), methods=methods)
-        made.methods = set(methods)  # Starlette adds HEAD to GET, which would follow a stream
-        return made
-
     app: ASGIApp = Starlette(
-        routes=[
-            route("/v1/completions", post, door.completions, Right.GENERATE),
-            route("/v1/chat/completions", post, door.chat_completions, Right.GENERATE),
-            route("/v1/sessions", post, door.open_session, Right.GENERATE),
-            route("/v1/sessions/{session:path}", ["DELETE"], door.close_session, Right.GENERATE),
-            route("/tokenize", post, door.tokenize, Right.GENERATE),
-            route("/detokenize", post, door.detokenize, Right.GENERATE),
-            route("/tokenizer_info", get, door.tokenizer_info, None),
-            route("/v1/models", get, door.models, None),
-            route("/v1/models/{model:path}", get, door.models, None),
-            route("/version", get, door.version, None),
-            route("/metrics", get, door.metrics, Right.ADMIN),
-            route("/live", ["GET"], door.live, Right.ADMIN),
-            Route("/", _Open(door.page), methods=get),
-            Route("/health", door.health, methods=get),
-            Route("/ping", door.health, methods=[*get, *post]),
-        ],
+        routes=[one.route(behind) for one in _paths(door)],
         exception_handlers={HTTPException: _refuse, Exception: _fail},
     )
     app = with_origins(app, behind.config.http_origins)
@@ -108,6 +92,64 @@ def make_app(behind: Behind) -> ASGIApp:
     if behind.tokens is None and is_loopback(host):
         app = with_hosts(app, behind.config.http_origins)
     return app
+
+
+@dataclass(frozen=True, slots=True)
+class _Path:
+    """A path of the door, and what serves it."""
+
+    path: str
+    method: str
+    """GET stands for HEAD, too, but for a stream."""
+    handler: Callable[..., Awaitable[None]]
+    right: Right | None = None
+    """That the caller must have; None: a token is enough."""
+    answers: Sequence[str] = (openapi.JSON,)
+    """Media types; none: there is nothing but a status."""
+    open: bool = False
+    """To anybody: the handler is not told who calls."""
+
+    def route(self, behind: Behind) -> Route:
+        """As Starlette finds it."""
+        handler: Any = _Open(self.handler)
+        if not self.open:
+            handler = _Endpoint(self.path, self.handler, behind, self.right)
+        made = Route(self.path, handler, methods=[self.method])
+        # Starlette adds HEAD to GET, which would follow a stream.
+        has_head = self.method == "GET" and self.answers != (openapi.EVENTS,)
+        made.methods = {self.method, "HEAD"} if has_head else {self.method}
+        return made
+
+    def operation(self, bodies: Mapping[str, Mapping[str, Any]]) -> openapi.Operation:
+        """As the OpenAPI document tells of it."""
+        path = self.path.replace(":path}", "}")
+        about = openapi.about(self.handler)
+        body = bodies.get(self.path)
+        return openapi.Operation(path, self.method, about, not self.open, self.answers, body)
+
+
+def _paths(door: _Door) -> Sequence[_Path]:
+    """All of them."""
+    either, text = (openapi.JSON, openapi.EVENTS), ("text/plain",)
+    return [
+        _Path("/v1/completions", "POST", door.completions, Right.GENERATE, either),
+        _Path("/v1/chat/completions", "POST", door.chat_completions, Right.GENERATE, either),
+        _Path("/v1/sessions", "POST", door.open_session, Right.GENERATE),
+        _Path("/v1/sessions/{session:path}", "DELETE", door.close_session, Right.GENERATE),
+        _Path("/tokenize", "POST", door.tokenize, Right.GENERATE),
+        _Path("/detokenize", "POST", door.detokenize, Right.GENERATE),
+        _Path("/tokenizer_info", "GET", door.tokenizer_info),
+        _Path("/v1/models", "GET", door.models),
+        _Path("/v1/models/{model:path}", "GET", door.models),
+        _Path("/version", "GET", door.version),
+        _Path("/metrics", "GET", door.metrics, Right.ADMIN, text),
+        _Path("/live", "GET", door.live, Right.ADMIN, (openapi.EVENTS,)),
+        _Path(openapi.PATH, "GET", door.openapi),
+        _Path("/", "GET", door.page, answers=("text/html",), open=True),
+        _Path("/health", "GET", door.health, answers=(), open=True),
+        _Path("/ping", "GET", door.health, answers=(), open=True),
+        _Path("/ping", "POST", door.health, answers=(), open=True),
+    ]
 
 
 class _Endpoint:
@@ -198,59 +240,53 @@ class _Door:
         )
 
     async def completions(self, exchange: Exchange, caller: Caller) -> None:
-        """POST /v1/completions."""
+        """POST /v1/completions: goes on with texts or token ids."""
         body = await self._body(exchange)
         with self._behind.admission.counting("http"):
-            call = read_completion(body, self._behind.texts)
+            call = read_completion(Fields(body), self._behind.texts)
             check_fits(call, caller, self._behind.config.max_live_requests)
         serving = self._completions.serve(exchange, call, CompletionStyle(), caller)
         await exchange.unless_gone(serving)
 
     async def chat_completions(self, exchange: Exchange, caller: Caller) -> None:
-        """POST /v1/chat/completions."""
+        """POST /v1/chat/completions: answers a conversation."""
         behind, body = self._behind, await self._body(exchange)
         with behind.admission.counting("http"):
-            call = read_chat_completion(body, exchange.body_bytes, behind.texts, self._dialect)
+            call = read_chat_completion(
+                Fields(body), exchange.body_bytes, behind.texts, self._dialect
+            )
         serving = self._completions.serve(exchange, call, ChatStyle(), caller)
         await exchange.unless_gone(serving)
 
     async def open_session(self, exchange: Exchange, caller: Caller) -> None:
-        """POST /v1/sessions: as OpenSession."""
-        fields = Fields(await self._body(exchange))
-        message = inference_pb2.OpenSessionRequest(session_id=fields.text("session_id") or "")
-        timeout = fields.number("idle_timeout_seconds")
-        kept = fields.integer("max_kept_tokens", 0, UINT32)
-        fields.finish()
-        if timeout is not None:
-            message.idle_timeout_seconds = timeout
-        if kept is not None:
-            message.max_kept_tokens = kept
+        """POST /v1/sessions: opens a session, as OpenSession does."""
+        message = read_open_session(Fields(await self._body(exchange)))
         vocab_size = self._behind.fleet.limits().vocab_size
         session = self._behind.sessions.open(caller, message, vocab_size)
         seconds = session.idle_timeout_seconds
         await _send(exchange, {"id": session.session_id, "idle_timeout_seconds": seconds})
 
     async def close_session(self, exchange: Exchange, caller: Caller) -> None:
-        """DELETE /v1/sessions/ID: as CloseSession."""
+        """DELETE /v1/sessions/ID: ends a session, as CloseSession does."""
         session_id = exchange.path_parameter("session") or ""
         self._behind.sessions.close(caller, session_id)
         await _send(exchange, {"id": session_id, "deleted": True})
 
     async def tokenize(self, exchange: Exchange, caller: Caller) -> None:
-        """POST /tokenize."""
+        """POST /tokenize: token ids of a text, or of a conversation."""
         body = await self._body(exchange)
         await _send(exchange, await self._tokenizing.tokenize(body, exchange.body_bytes))
 
     async def detokenize(self, exchange: Exchange, caller: Caller) -> None:
-        """POST /detokenize."""
+        """POST /detokenize: the text of token ids."""
         await _send(exchange, await self._tokenizing.detokenize(await self._body(exchange)))
 
     async def tokenizer_info(self, exchange: Exchange, caller: Caller) -> None:
-        """GET /tokenizer_info."""
+        """GET /tokenizer_info: special tokens and the chat template."""
         await _send(exchange, self._tokenizing.info())
 
     async def models(self, exchange: Exchange, caller: Caller) -> None:
-        """GET /v1/models, and of one model."""
+        """GET /v1/models: the served model."""
         model = self._model()
         asked = exchange.path_parameter("model")
         if asked is None:
@@ -261,7 +297,7 @@ class _Door:
             raise HttpError(404, "invalid_request_error", "there is no such model")
 
     async def version(self, exchange: Exchange, caller: Caller) -> None:
-        """GET /version."""
+        """GET /version: that of kvrelay."""
         await _send(exchange, {"version": version("kvrelay")})
 
     async def metrics(self, exchange: Exchange, caller: Caller) -> None:
@@ -277,10 +313,20 @@ class _Door:
         """GET /live: what the live page shows, each second."""
         await self._page.stream(exchange, caller)
 
-    async def health(self, request: Request) -> Response:
-        """GET /health, without a token: 200 if requests are served, else 503."""
+    async def openapi(self, exchange: Exchange, caller: Caller) -> None:
+        """GET /openapi.json: this document."""
+        await _send(exchange, self._document)
+
+    @functools.cached_property
+    def _document(self) -> dict[str, Any]:
+        bodies = openapi.bodies(self._behind.texts)
+        operations = [one.operation(bodies) for one in _paths(self)]
+        return openapi.document(operations, has_tokens=self._behind.tokens is not None)
+
+    async def health(self, exchange: Exchange) -> None:
+        """GET /health: 200 if requests are served, else 503."""
         served = self._behind.fleet.ready and not self._behind.admission.closing
-        return Response(status_code=200 if served else 503)
+        await exchange.answer(b"", 200 if served else 503, headers=())
 
     async def _body(self, exchange: Exchange) -> dict[str, Any]:
         return parse_body(await exchange.body(self._bodies))

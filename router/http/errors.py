@@ -88,6 +88,41 @@ class ErrorAnswer:
     headers: list[tuple[bytes, bytes]] = field(default_factory=list)
 
 
+STATUSES: Final[Mapping[int, str]] = {
+    400: "The body cannot be served as it is",
+    401: "There is no good token",
+    403: "The token lacks a right, or the call comes from another page or host",
+    404: "There is no such path or model",
+    408: "The body did not arrive in time",
+    409: "Another live request has the id",
+    413: "The body is too large",
+    429: "Too many requests are live or wait",
+    500: "The request fails workers, or may not be computed again",
+    503: "No worker can serve it now",
+    504: "Its deadline has passed or cannot be met",
+}
+"""Of errors that clients are told, but for a method that there is not."""
+ERROR_SCHEMA: Final[Mapping[str, Any]] = {
+    "type": "object",
+    "properties": {
+        "error": {
+            "type": "object",
+            "properties": {
+                "message": {"type": "string"},
+                "type": {"type": "string"},
+                "param": {"type": ["string", "null"]},
+                "code": {"type": ["string", "null"]},
+            },
+            "required": ["message", "type", "param", "code"],
+            "additionalProperties": False,
+        }
+    },
+    "required": ["error"],
+    "additionalProperties": False,
+}
+"""The JSON schema of all of them."""
+
+
 def answer_to(error: RequestError | Refusal | HttpError) -> ErrorAnswer:
     """The answer to a call that ends with this error."""
     if isinstance(error, HttpError):

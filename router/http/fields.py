@@ -6,7 +6,7 @@ import contextlib
 import json
 import sys
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from kvrelay.router.errors import InvalidField
@@ -18,6 +18,14 @@ _MAX_ELEMENTS: Final = 1 << 20
 _COLON_COUNTS: Final = 8
 UINT32: Final = (1 << 32) - 1
 INT32: Final = (1 << 31) - 1
+Schema = Mapping[str, Any]
+"""What a JSON value may be, as a JSON schema says it."""
+TOKEN_IDS: Final[Schema] = {
+    "type": "array",
+    "items": {"type": "integer", "minimum": 0, "maximum": UINT32},
+}
+_ANYTHING: Final[Schema] = {}
+_ANY_OBJECT: Final[Schema] = {"type": "object"}
 
 
 def parse_body(body: bytes) -> dict[str, Any]:
@@ -70,8 +78,17 @@ class Fields:
         self._members = {name: value for name, value in members.items() if value is not None}
         self._inside = f"{inside}." if inside else ""
 
-    def take(self, name: str) -> Any:
-        """Whatever it is."""
+    def has(self, name: str) -> bool:
+        """Whether it is there, and nobody has taken it."""
+        return name in self._members
+
+    def take(self, name: str, shape: Schema = _ANYTHING) -> Any:
+        """Whatever it is.
+
+        Args:
+            name: of the member.
+            shape: that the caller requires of it; `router.http.openapi` tells clients.
+        """
         return self._members.pop(name, None)
 
     def text(self, name: str) -> str | None:
@@ -132,8 +149,8 @@ class Fields:
         value = self.members(name)
         return None if value is None else Fields(value, self._inside + name)
 
-    def members(self, name: str) -> dict[str, Any] | None:
-        """An object."""
+    def members(self, name: str, shape: Schema = _ANY_OBJECT) -> dict[str, Any] | None:
+        """An object; its shape as in `take`."""
         value: dict[str, Any] | None = self._typed(name, dict, "an object")
         return value
 
@@ -145,7 +162,7 @@ class Fields:
     def only(self, name: str, *allowed: Any) -> None:
         """Refuses a member of which this server serves these values alone."""
         value = self.take(name)
-        if value is not None and value not in allowed:
+        if value is not None and not any(_same(value, one) for one in allowed):
             served = " or ".join(json.dumps(one) for one in allowed)
             raise self.error(name, f"is not served{f', but for {served}' if served else ''}")
 
@@ -177,6 +194,11 @@ def token_ids(field: str, value: Any) -> Sequence[int]:
 
 def _all(value: Any, kind: type) -> bool:
     return isinstance(value, list) and all(type(one) is kind for one in value)
+
+
+def _same(value: Any, other: Any) -> bool:
+    """Whether JSON has one word for both: true and 1 are equal to Python."""
+    return value == other and isinstance(value, bool) is isinstance(other, bool)
 
 
 def _is_int(value: Any) -> bool:

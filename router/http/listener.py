@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import socket
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -16,14 +18,13 @@ from uvicorn.server import ServerState
 
 from kvrelay.net.tls import TlsFiles, server_context
 
+_log = logging.getLogger(__name__)
 MOST_CONNECTIONS: Final = 4096
-"""A connection beyond them ends the one that has had no call for the longest time."""
+"""One more ends the oldest handshake, or else the connection longest without a call."""
 HEAD_SECONDS: Final = 10.0
 """For a request's head to arrive, and for a TLS handshake."""
 IDLE_SECONDS: Final = 60.0
 """Between two calls on a connection."""
-_CLOSE_SECONDS: Final = 1.0
-"""For connections that were dropped to be gone."""
 _MOST_HEAD_BYTES: Final = 64 << 10
 _MOST_PIPELINED: Final = 8
 """Calls that a client sends before the one before them is answered."""
@@ -31,6 +32,8 @@ _FRAMING: Final = 4
 """Bytes that a body may have on the wire for each of its own: chunks have sizes."""
 _WAITING: Final = 1024
 """To be accepted."""
+_PAUSE_SECONDS: Final = 0.5
+"""Until the next try to accept, where the process has no file left."""
 
 
 @dataclass(frozen=True)
@@ -66,9 +69,6 @@ class _Connection(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)  # type: ignore[arg-type]
-        if len(self.connections) > MOST_CONNECTIONS:
-            oldest = next(iter(self._bounds.idle), self)
-            oldest.transport.abort()
         self._bounds.idle[self] = None
         self._await_head()
 
@@ -178,43 +178,90 @@ class Listener:
             timeout_keep_alive=int(IDLE_SECONDS),
         )
         self._config.load()
-        self._server: asyncio.Server | None = None
+        self._accepting: asyncio.Task[None] | None = None
+        self._beginning: dict[asyncio.Task[None], None] = {}
+        """Connections in their handshake, the oldest first."""
 
     @property
     def num_connections(self) -> int:
-        """Connections that are open."""
-        return len(self._state.connections)
+        """Connections that are open, those in their handshake, too."""
+        return len(self._state.connections) + len(self._beginning)
 
     async def start(self) -> None:
         """Takes connections from now on."""
-        loop, seconds = asyncio.get_running_loop(), None if self._tls is None else HEAD_SECONDS
-        self._server = await loop.create_server(
-            lambda: _Connection(self._config, self._state, self._bounds),
-            sock=self._socket,
-            ssl=self._tls,
-            backlog=_WAITING,
-            ssl_handshake_timeout=seconds,
-            ssl_shutdown_timeout=seconds,
-        )
+        self._socket.listen(_WAITING)
+        self._accepting = asyncio.create_task(self._accept())
+
+    async def _accept(self) -> None:
+        """Takes connections until it is cancelled."""
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                accepted, _ = await loop.sock_accept(self._socket)
+            except ConnectionAbortedError:
+                continue
+            except OSError as error:
+                _log.warning("no connection can be accepted: %s", error)
+                await asyncio.sleep(_PAUSE_SECONDS)
+                continue
+            if self.num_connections < MOST_CONNECTIONS or self._make_room():
+                beginning = asyncio.create_task(self._begin(accepted))
+                self._beginning[beginning] = None
+                beginning.add_done_callback(self._begun)
+            else:
+                accepted.close()
+            await asyncio.sleep(0)  # calls come between two of many that are waiting
+
+    def _make_room(self) -> bool:
+        """Ends one connection; returns whether there was one without a call."""
+        if self._tls is not None and self._beginning:
+            oldest = next(iter(self._beginning))
+            del self._beginning[oldest]
+            oldest.cancel()
+            return True
+        idle = next(iter(self._bounds.idle), None)
+        if idle is None:
+            return False
+        del self._bounds.idle[idle]
+        idle.transport.abort()
+        return True
+
+    async def _begin(self, accepted: socket.socket) -> None:
+        """Makes a connection of a socket, after its handshake if there is TLS."""
+        seconds = None if self._tls is None else HEAD_SECONDS
+        with contextlib.suppress(OSError):  # it has failed, or took too long
+            await asyncio.get_running_loop().connect_accepted_socket(
+                lambda: _Connection(self._config, self._state, self._bounds),
+                accepted,
+                ssl=self._tls,
+                ssl_handshake_timeout=seconds,
+                ssl_shutdown_timeout=seconds,
+            )
+
+    def _begun(self, beginning: asyncio.Task[None]) -> None:
+        self._beginning.pop(beginning, None)
 
     async def stop(self, grace_seconds: float) -> None:
         """Takes no more connections, lets calls end for so long, then drops what is open."""
-        if self._server is None:
-            self._socket.close()
-            return
-        self._server.close()
+        if self._accepting is not None:
+            await _cancelled([self._accepting])
+        self._socket.close()
+        await asyncio.sleep(0)  # each has begun, and so ends its socket
+        await _cancelled(list(self._beginning))
         for connection in list(self._state.connections):
             connection.shutdown()
         if self._state.tasks:
             await asyncio.wait(list(self._state.tasks), timeout=grace_seconds)
-        for task in list(self._state.tasks):
-            task.cancel()
-        await asyncio.gather(*self._state.tasks, return_exceptions=True)
+        await _cancelled(list(self._state.tasks))
         for connection in list(self._state.connections):
             connection.transport.abort()
-        with contextlib.suppress(TimeoutError):  # it may wait for handshakes, too
-            async with asyncio.timeout(_CLOSE_SECONDS):
-                await self._server.wait_closed()
+        await asyncio.sleep(0)  # until they are closed
+
+
+async def _cancelled(tasks: Sequence[asyncio.Task[None]]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def _listening(host: str, port: int) -> socket.socket:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Final
+from typing import Final
 
 from kvrelay.router.callers import Caller
 from kvrelay.router.errors import InvalidField
 from kvrelay.router.http.answers import Shown
 from kvrelay.router.http.chat import ChatPrompt, read_chat
-from kvrelay.router.http.fields import INT32, UINT32, Fields, token_ids
+from kvrelay.router.http.fields import INT32, TOKEN_IDS, UINT32, Fields, Schema, token_ids
 from kvrelay.router.http.logprobs import TokenNames
 from kvrelay.router.http.sampling import read_sampling
 from kvrelay.router.http.structured import read_structured
@@ -41,6 +41,20 @@ _ONLY_DEFAULTS: Final = {
     "bad_words": [],
 }
 """Parameters of vLLM's that are not served, and what they are where they do nothing."""
+_IN_CHATS: Final = {"logprobs": "top_logprobs", "max_tokens": "max_completion_tokens"}
+"""What a chat calls parameters of the message."""
+_PROMPT: Final[Schema] = {
+    "anyOf": [
+        {"type": "string"},
+        {**TOKEN_IDS, "minItems": 1},
+        {
+            "type": "array",
+            "items": {"anyOf": [{"type": "string"}, TOKEN_IDS]},
+            "minItems": 1,
+            "maxItems": MAX_PROMPTS,
+        },
+    ]
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,9 +117,8 @@ def check_fits(call: Call, caller: Caller, max_live_requests: int) -> None:
         )
 
 
-def read_completion(body: dict[str, Any], texts: Texts) -> Call:
+def read_completion(fields: Fields, texts: Texts) -> Call:
     """The call that a body of /v1/completions is; raises `InvalidField`."""
-    fields = Fields(body)
     add = fields.optional_flag("add_special_tokens")
     encoder = functools.partial(encode, texts.tokenizer, add_special_tokens=add is not False)
     prompts, sizes, prompt_texts = _read_prompts(fields, encoder)
@@ -121,11 +134,9 @@ def read_completion(body: dict[str, Any], texts: Texts) -> Call:
     return replace(call, texts=prompt_texts, asked_as=asked_as)
 
 
-def read_chat_completion(
-    body: dict[str, Any], body_bytes: int, texts: Texts, dialect: Dialect
-) -> Call:
+def read_chat_completion(fields: Fields, body_bytes: int, texts: Texts, dialect: Dialect) -> Call:
     """The call that a body of /v1/chat/completions is; raises `InvalidField`."""
-    fields = Fields(body)
+    renamed = {name: asked for name, asked in _IN_CHATS.items() if fields.has(asked)}
     params = read_sampling(fields, "max_completion_tokens", "max_tokens")
     asked_as = dict(read_structured(fields, params))
     tools = read_tools(fields, dialect, params)
@@ -143,9 +154,20 @@ def read_chat_completion(
         tools, dialect, lambda: prompt.ends_in_reasoning, has_form=params.HasField(FIELD)
     )
     shown = replace(call.shown, parser=parser, ends_by_calls=not tools.named)
-    renamed = {"logprobs": "top_logprobs", "max_tokens": "max_completion_tokens"}
-    asked_as |= {name: asked for name, asked in renamed.items() if body.get(asked) is not None}
-    return replace(call, asked_as=asked_as, shown=shown)
+    return replace(call, asked_as={**asked_as, **renamed}, shown=shown)
+
+
+def read_open_session(fields: Fields) -> inference_pb2.OpenSessionRequest:
+    """The message that a body of /v1/sessions is; raises `InvalidField`."""
+    message = inference_pb2.OpenSessionRequest(session_id=fields.text("session_id") or "")
+    timeout = fields.number("idle_timeout_seconds")
+    kept = fields.integer("max_kept_tokens", 0, UINT32)
+    fields.finish()
+    if timeout is not None:
+        message.idle_timeout_seconds = timeout
+    if kept is not None:
+        message.max_kept_tokens = kept
+    return message
 
 
 def _read_rest(
@@ -186,7 +208,7 @@ def _read_prompts(
     fields: Fields, encoder: Callable[[str, int], Sequence[int]]
 ) -> tuple[Sequence[Prompt], Sequence[int], Sequence[str | None]]:
     """All prompts, their bytes and texts: a text, a list of token ids, or a list of either."""
-    given = fields.take("prompt")
+    given = fields.take("prompt", _PROMPT)
     if given is None:
         raise InvalidField("prompt", "the request has no prompt")
     if isinstance(given, str) or (isinstance(given, list) and given and type(given[0]) is int):

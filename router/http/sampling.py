@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Final
 
 from kvrelay.router.errors import InvalidField
-from kvrelay.router.http.fields import INT32, UINT32, Fields
+from kvrelay.router.http.fields import INT32, UINT32, Fields, Schema
 from kvrelay.v1 import inference_pb2
 
 _NUMBERS: Final = (
@@ -23,6 +23,12 @@ _NUMBERS: Final = (
 _FLAGS: Final = ("ignore_eos", "skip_special_tokens", "speculate")
 _COUNTS: Final = ("min_tokens", "n")
 _LARGEST_FLOAT32: Final = 3.4028234e38
+_BIASES: Final[Schema] = {
+    "type": "object",
+    "propertyNames": {"pattern": "^[0-9]+$"},
+    "additionalProperties": {"type": ["number", "null"]},
+}
+"""Of token ids."""
 
 
 def read_sampling(fields: Fields, *max_tokens_names: str) -> inference_pb2.SamplingParams:
@@ -69,7 +75,7 @@ def _read_others(fields: Fields, params: inference_pb2.SamplingParams) -> None:
 
 
 def _logit_bias(fields: Fields) -> dict[int, float]:
-    members = fields.members("logit_bias") or {}
+    members = fields.members("logit_bias", _BIASES) or {}
     biases = Fields(members, "logit_bias")
     read = {}
     for name in members:

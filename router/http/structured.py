@@ -7,11 +7,13 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from kvrelay.router.errors import InvalidField
-from kvrelay.router.http.fields import Fields
+from kvrelay.router.http.fields import Fields, Schema
 from kvrelay.router.structured_outputs import FIELD
 from kvrelay.v1 import inference_pb2
 
 ANY_OBJECT: Final = '{"type": "object"}'
+_SCHEMA: Final[Schema] = {"type": ["object", "boolean", "string"]}
+"""A JSON schema, or a text of one."""
 Wanted = tuple[str, inference_pb2.StructuredOutput]
 """The member that says what is wanted, and that."""
 
@@ -45,7 +47,7 @@ def _response_format(fields: Fields) -> list[Wanted]:
         if described is None:
             raise InvalidField(f"{name}.json_schema", "is missing")
         described.ignore("name", "description", "strict")
-        schema = described.take("schema")
+        schema = described.take("schema", _SCHEMA)
         described.finish()
         return [_of_schema(f"{name}.json_schema.schema", schema)]
     given.finish()
@@ -78,7 +80,7 @@ def _guided(fields: Fields) -> list[Wanted]:
 def _forms(fields: Fields, inside: str, prefix: str = "") -> list[Wanted]:
     """The forms of vLLM that are given, whose names begin with the prefix."""
     wanted = []
-    schema = fields.take(f"{prefix}json")
+    schema = fields.take(f"{prefix}json", _SCHEMA)
     if schema is not None:
         wanted.append(_of_schema(f"{inside}{prefix}json", schema))
     for form in ("regex", "grammar"):

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from kvrelay.router.config import RouterConfig
 from kvrelay.router.errors import InvalidField, UnknownModel
 from kvrelay.router.fleet import Fleet
-from kvrelay.router.http.chat import read_chat
+from kvrelay.router.http.chat import ChatPrompt, read_chat
 from kvrelay.router.http.fields import Fields
 from kvrelay.router.http.tools import read_tool_list
 from kvrelay.router.sampling_params import check_token_ids
@@ -38,25 +40,17 @@ class Tokenizing:
 
     async def tokenize(self, body: dict[str, Any], body_bytes: int) -> Answer:
         """Token ids of a text, or of a conversation; of a body of so many bytes."""
-        fields = self._fields(body)
-        with_texts = fields.flag("return_token_strs")
+        ask = read_tokenize(Fields(body), body_bytes, self._texts, self._template)
+        self._check_model(ask.model)
         limits = self._fleet.limits()
-        if "messages" in body:
-            tools = read_tool_list(fields)
-            fields.only("tool_choice", "none", "auto")
-            chat = read_chat(fields, body_bytes, self._texts, self._template, tools or None)
-            fields.finish()
-            ids = await self._texts.threads.run(chat.num_bytes, chat.input_ids, limits)
+        if isinstance(ask.what, ChatPrompt):
+            ids = await self._texts.threads.run(ask.what.num_bytes, ask.what.input_ids, limits)
         else:
-            text, add = fields.text("prompt"), fields.optional_flag("add_special_tokens")
-            fields.finish()
-            if text is None:
-                raise InvalidField("prompt", "the call has no text")
-            num_bytes = len(text.encode())
+            num_bytes = len(ask.what.encode())
             ids = await self._texts.tokenize(
-                "prompt", text, num_bytes, add_special_tokens=add is not False
+                "prompt", ask.what, num_bytes, add_special_tokens=ask.add_special_tokens
             )
-        names = [self._texts.tokenizer.id_to_token(one) for one in ids] if with_texts else None
+        names = [self._texts.tokenizer.id_to_token(one) for one in ids] if ask.with_texts else None
         return {
             "count": len(ids),
             "max_model_len": limits.max_model_len,
@@ -66,9 +60,8 @@ class Tokenizing:
 
     async def detokenize(self, body: dict[str, Any]) -> Answer:
         """The text of token ids."""
-        fields = self._fields(body)
-        ids, skip = fields.token_ids("tokens"), fields.flag("skip_special_tokens")
-        fields.finish()
+        model, ids, skip = read_detokenize(Fields(body))
+        self._check_model(model)
         check_token_ids("tokens", ids, self._fleet.limits().vocab_size)
         if len(ids) > MAX_TEXT_TOKENS:
             raise InvalidField(
@@ -86,9 +79,45 @@ class Tokenizing:
             **self._special_tokens,
         }
 
-    def _fields(self, body: dict[str, Any]) -> Fields:
-        fields = Fields(body)
-        model = fields.text("model") or ""
+    def _check_model(self, model: str) -> None:
         if model not in ("", self._config.model_name):
             raise UnknownModel(self._config.model_name, model)
-        return fields
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizeCall:
+    """What a body of /tokenize asks for."""
+
+    model: str
+    """Empty: any."""
+    what: str | ChatPrompt
+    add_special_tokens: bool
+    """Of a text."""
+    with_texts: bool
+    """The answer has the tokens' texts, too."""
+
+
+def read_tokenize(
+    fields: Fields, body_bytes: int, texts: Texts, template: ChatTemplate | None
+) -> TokenizeCall:
+    """The call that a body of /tokenize is; raises `InvalidField`."""
+    model, with_texts = fields.text("model") or "", fields.flag("return_token_strs")
+    if fields.has("messages"):
+        tools = read_tool_list(fields)
+        fields.only("tool_choice", "none", "auto")
+        chat = read_chat(fields, body_bytes, texts, template, tools or None)
+        fields.finish()
+        return TokenizeCall(model, chat, add_special_tokens=False, with_texts=with_texts)
+    text, add = fields.text("prompt"), fields.optional_flag("add_special_tokens")
+    fields.finish()
+    if text is None:
+        raise InvalidField("prompt", "the call has no text")
+    return TokenizeCall(model, text, add is not False, with_texts)
+
+
+def read_detokenize(fields: Fields) -> tuple[str, Sequence[int], bool]:
+    """The model, the token ids, and whether special tokens are left out."""
+    model = fields.text("model") or ""
+    ids, skip = fields.token_ids("tokens"), fields.flag("skip_special_tokens")
+    fields.finish()
+    return model, ids, skip

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from kvrelay.router.config import ReasoningFormat, RouterConfig, ToolParser
 from kvrelay.router.errors import InvalidField
-from kvrelay.router.http.fields import Fields
+from kvrelay.router.http.fields import Fields, Schema
 from kvrelay.router.structured_outputs import FIELD
 from kvrelay.text.chat_template import ChatTemplate
 from kvrelay.text.output_parsers import (
@@ -32,6 +32,41 @@ _PARSERS: Final[Mapping[ToolFormat, Callable[[], OutputParser]]] = {
     ToolFormat.HERMES: HermesParser,
     ToolFormat.LLAMA3_JSON: JsonCallsParser,
     ToolFormat.PYTHONIC: PythonicParser,
+}
+_TOOLS: Final[Schema] = {
+    "type": "array",
+    "maxItems": MAX_TOOLS,
+    "items": {
+        "type": "object",
+        "properties": {
+            "type": {"const": "function"},
+            "function": {
+                "type": "object",
+                "properties": {
+                    "name": {"type": "string", "pattern": f"^{_NAME.pattern}$"},
+                    "parameters": {"type": ["object", "null"]},
+                },
+                "required": ["name"],
+            },
+        },
+        "required": ["type", "function"],
+    },
+}
+_CHOICE: Final[Schema] = {
+    "anyOf": [
+        {"enum": ["auto", "none", "required"]},
+        {
+            "type": "object",
+            "properties": {
+                "function": {
+                    "type": "object",
+                    "properties": {"name": {"type": "string"}},
+                    "required": ["name"],
+                }
+            },
+            "required": ["function"],
+        },
+    ]
 }
 _DEFINITIONS: Final = ("$defs", "definitions")
 _ANY_ARGUMENTS: Final = {"type": "object"}
@@ -148,7 +183,7 @@ def read_tools(fields: Fields, dialect: Dialect, params: inference_pb2.SamplingP
 
 def read_tool_list(fields: Fields) -> list[dict[str, Any]]:
     """Takes `tools`; none if it is absent."""
-    given = fields.take("tools")
+    given = fields.take("tools", _TOOLS)
     if given is None:
         return []
     if not isinstance(given, list) or len(given) > MAX_TOOLS:
@@ -167,13 +202,13 @@ def _check_tool(place: str, given: Any) -> None:
     name = function.get("name")
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise InvalidField(f"{place}.function.name", f"must match {_NAME.pattern}")
-    if not isinstance(function.get("parameters") or {}, dict):
+    if not isinstance(function.get("parameters"), dict | None):
         raise InvalidField(f"{place}.function.parameters", "must be a JSON schema")
 
 
 def _read_choice(fields: Fields) -> tuple[str, str]:
     """auto, none, required or function; and the name of the tool, if it is that."""
-    given = fields.take("tool_choice")
+    given = fields.take("tool_choice", _CHOICE)
     if given is None:
         return "auto", ""
     if given in ("auto", "none", "required"):

@@ -143,18 +143,52 @@ async def test_tls_and_a_certificate_that_is_replaced(
             assert (await http.get(url)).status_code == 200
 
 
+async def until_connections(cluster: Cluster, number: int) -> None:
+    """Returns once so many are open at the door."""
+    async with asyncio.timeout(10):
+        while await cluster.metric("kvrelay_http_connections") != number:
+            await asyncio.sleep(0.02)
+
+
+def with_tls(config: RouterConfig, authority: Authority) -> RouterConfig:
+    files = authority.issue()
+    return replace(config, front_tls=TlsFiles(files.cert, files.key))
+
+
 async def test_a_stop_does_not_wait_for_handshakes(
-    http_config: RouterConfig, monkeypatch: pytest.MonkeyPatch
+    http_config: RouterConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """From Python 3.12 on, a server is closed when its last handshake has ended."""
+    monkeypatch.setattr(listener, "HEAD_SECONDS", 3600.0)
+    config = with_tls(http_config, Authority(tmp_path / "a"))
+    async with asyncio.timeout(30), contextlib.AsyncExitStack() as stack:
+        async with counting(config) as (cluster, _):
+            reader, writer = await stack.enter_async_context(connection(cluster))
+            writer.write(b"\x16\x03\x01\x02\x00\x01\x00")
+            await until_connections(cluster, 1)
+        assert await until_closed(reader) == b""
 
-    async def wait_closed(_server: asyncio.Server) -> None:
-        await asyncio.Event().wait()
 
-    monkeypatch.setattr(listener, "_CLOSE_SECONDS", 0.1)
-    async with asyncio.timeout(30):
-        async with counting(http_config):
-            monkeypatch.setattr(asyncio.Server, "wait_closed", wait_closed)
+async def test_handshakes_without_end_make_room_for_others(
+    http_config: RouterConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(listener, "HEAD_SECONDS", 3600.0)
+    monkeypatch.setattr(listener, "MOST_CONNECTIONS", 3)
+    authority = Authority(tmp_path / "a")
+    async with contextlib.AsyncExitStack() as stack:
+        cluster, _ = await stack.enter_async_context(counting(with_tls(http_config, authority)))
+        url = f"https://{cluster.router.http_address}"
+        client = httpx.AsyncClient(base_url=url, verify=trusting(authority))
+        http = await stack.enter_async_context(client)
+        await is_served(http)
+        silent = [(await stack.enter_async_context(connection(cluster)))[0] for _ in range(6)]
+        for reader in silent[:4]:
+            assert await until_closed(reader) == b""
+        assert not any(reader.at_eof() for reader in silent[4:])
+        assert await cluster.metric("kvrelay_http_connections") == 3
+        await is_served(http)
+        async with httpx.AsyncClient(base_url=url, verify=trusting(authority)) as another:
+            await is_served(another)
+        assert await until_closed(silent[4]) == b""
 
 
 async def test_a_body_that_nobody_reads_ends_its_connection(

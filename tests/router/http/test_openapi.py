@@ -1,0 +1,144 @@
+"""The OpenAPI document, which the readers of the bodies make."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import httpx
+import jsonschema
+import pytest
+
+from .client import CHAT, PROMPT
+
+DOCUMENTED = Path(__file__).parents[3] / "docs" / "http-api.md"
+WITH_BODIES = ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize")
+
+
+async def document(http: httpx.AsyncClient) -> dict[str, Any]:
+    answer = await http.get("/openapi.json")
+    read: dict[str, Any] = answer.raise_for_status().json()
+    return read
+
+
+def body_of(document: dict[str, Any], path: str) -> dict[str, Any]:
+    schema: dict[str, Any] = document["paths"][path]["post"]["requestBody"]["content"][
+        "application/json"
+    ]["schema"]
+    return schema
+
+
+def named_in_the_page() -> set[str]:
+    """The fields in the first column of the page's table of fields."""
+    page = DOCUMENTED.read_text()
+    table = page[page.index("| field | meaning |") : page.index("## Conversations")]
+    rows = [row.split("|")[1] for row in table.splitlines()[2:] if row.startswith("|")]
+    return {name for row in rows for name in re.findall(r"`([a-z_.]+)[^`]*`", row)}
+
+
+async def test_each_field_of_the_page_is_in_the_document(http: httpx.AsyncClient) -> None:
+    told = await document(http)
+    bodies = [body_of(told, path)["properties"] for path in WITH_BODIES[:2]]
+    for name in named_in_the_page():
+        outer, _, inner = name.partition(".")
+        shapes = [body[outer] for body in bodies if outer in body]
+        assert shapes, name
+        if inner:
+            assert all(inner in one["anyOf"][0]["properties"] for one in shapes), name
+
+
+def alternatives(schema: dict[str, Any]) -> list[dict[str, Any]]:
+    return list(schema.get("anyOf", [schema]))
+
+
+@pytest.mark.parametrize(
+    ("path", "number", "base", "required"),
+    [
+        ("/v1/completions", 0, PROMPT, ["prompt"]),
+        ("/v1/chat/completions", 0, CHAT, ["messages"]),
+        ("/tokenize", 0, {"prompt": "x"}, ["prompt"]),
+        ("/tokenize", 1, {"messages": CHAT["messages"]}, ["messages"]),
+        ("/detokenize", 0, {"tokens": [1]}, []),
+    ],
+)
+async def test_the_reader_knows_the_fields_of_the_document_and_no_others(
+    http: httpx.AsyncClient, path: str, number: int, base: dict[str, Any], required: list[str]
+) -> None:
+    told = await document(http)
+    schema = alternatives(body_of(told, path))[number]
+    known = {*schema["properties"], "prompt", "messages"}
+    assert schema.get("required", []) == required
+    every = [one["properties"] for each in WITH_BODIES for one in alternatives(body_of(told, each))]
+    for name in sorted({name for one in every for name in one} - {"prompt", "messages"}):
+        answer = await http.post(path, json={**base, name: {"a": {}}})
+        unknown = f"{name}: is no field that this server knows" in answer.text
+        assert unknown is (name not in known), (name, answer.text)
+
+
+@pytest.mark.parametrize(
+    ("change", "fits"),
+    [
+        ({}, True),
+        ({"temperature": None, "stop": None, "echo": None}, True),
+        ({"stop": "a", "n": 2, "logit_bias": {"1": 3}}, True),
+        ({"stop": ["a"], "stream": True, "stream_options": {"include_usage": True}}, True),
+        ({"prompt": [[1, 2], "x"]}, True),
+        ({"prompt": []}, False),
+        ({"prompt": [-1]}, False),
+        ({"stop": [1]}, False),
+        ({"temperature": "hot"}, False),
+        ({"echo": 1}, False),
+        ({"use_beam_search": 0}, False),
+        ({"n": 1.5}, False),
+        ({"stream": True, "stream_options": {"a": 1}}, False),
+        ({"response_format": {"type": "json_schema", "json_schema": {"schema": 3}}}, False),
+        ({"guided_json": []}, False),
+        ({"nothing": 1}, False),
+    ],
+)
+async def test_the_document_and_the_reader_agree(
+    http: httpx.AsyncClient, change: dict[str, Any], fits: bool
+) -> None:
+    schema = body_of(await document(http), "/v1/completions")
+    body = {**PROMPT, **change}
+    assert jsonschema.Draft202012Validator(schema).is_valid(body) is fits
+    answer = await http.post("/v1/completions", json=body)
+    assert (answer.status_code == 200) is fits, answer.text
+
+
+@pytest.mark.parametrize(
+    ("change", "fits"),
+    [
+        ({}, True),
+        ({"messages": [{"role": "user", "content": ["x", {"text": "y"}]}]}, True),
+        ({"messages": []}, False),
+        ({"messages": [{"content": "x"}]}, False),
+        ({"messages": [{"role": "user", "content": 3}]}, False),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, False),
+        ({"messages": [{"role": "a", "tool_calls": [{}]}]}, False),
+        ({"messages": [{"role": "a", "tool_calls": [{"function": {"arguments": 0}}]}]}, False),
+        ({"tools": [{"type": "function"}]}, False),
+        ({"tools": [{"type": "function", "function": {"name": "f", "parameters": 0}}]}, False),
+        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, False),
+        ({"tool_choice": "never"}, False),
+        ({"echo": True}, False),
+    ],
+)
+async def test_the_document_and_the_reader_of_chats_agree(
+    http: httpx.AsyncClient, change: dict[str, Any], fits: bool
+) -> None:
+    schema = body_of(await document(http), "/v1/chat/completions")
+    body = {**CHAT, **change}
+    assert jsonschema.Draft202012Validator(schema).is_valid(body) is fits
+    answer = await http.post("/v1/chat/completions", json=body)
+    assert (answer.status_code == 200) is fits, answer.text
+
+
+async def test_errors_have_the_documented_form(http: httpx.AsyncClient) -> None:
+    told = await document(http)
+    schema = told["components"]["schemas"]["Error"]
+    for path, body in (("/v1/completions", {}), ("/v1/completions", {"model": "x", "prompt": "y"})):
+        answer = await http.post(path, json=body)
+        assert str(answer.status_code) in told["paths"][path]["post"]["responses"]
+        jsonschema.validate(answer.json(), schema)
