@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from json.encoder import encode_basestring_ascii as quoted
 from typing import Any, Final, Protocol
@@ -28,6 +28,7 @@ from kvrelay.text.output_parsers import OutputParser
 from kvrelay.wire.output import SampledToken
 
 DONE: Final = b"data: [DONE]\n\n"
+_LARGE_BYTES: Final = 1 << 20
 _BYTES_OF_AN_ID: Final = 8
 """Of a token, in an answer."""
 
@@ -320,6 +321,11 @@ class Held:
         self._most_bytes = most_bytes
         self._num_bytes = 0
 
+    @property
+    def is_large(self) -> bool:
+        """To join and send all of it at once would hold up the event loop."""
+        return self._num_bytes > _LARGE_BYTES
+
     def add(self, num_bytes: int) -> None:
         """Counts so many more."""
         self._num_bytes += num_bytes
@@ -421,12 +427,13 @@ def usage_chunk(answer: Answer, completions: Sequence[Completion]) -> bytes:
     return f'data: {head}],"usage":{usage_of_all(completions)}}}\n\n'.encode()
 
 
-def whole_answer(
+def parts_of_whole(
     answer: Answer, wholes: Sequence[Whole], completions: Sequence[Completion]
-) -> bytes:
-    """The whole of an answer that is not streamed."""
-    pairs = zip(wholes, completions, strict=True)
-    choices = ",".join([whole.choices(completion) for whole, completion in pairs])
-    head = answer.head(answer.style.whole_object)
+) -> Iterator[bytes]:
+    """An answer that is not streamed, in parts: one for each prompt, and what is around them."""
+    before = answer.head(answer.style.whole_object)
+    for whole, completion in zip(wholes, completions, strict=True):
+        yield f"{before}{whole.choices(completion)}".encode()
+        before = ","
     on_top = "".join([whole.on_top for whole in wholes])
-    return f'{head}{choices}]{on_top},"usage":{usage_of_all(completions)}}}'.encode()
+    yield f']{on_top},"usage":{usage_of_all(completions)}}}'.encode()

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import functools
 import uuid
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from typing import Final
 
 from kvrelay.router.admission import Admission, Ask
@@ -23,8 +23,8 @@ from kvrelay.router.http.answers import (
     PromptPart,
     Style,
     Whole,
+    parts_of_whole,
     usage_chunk,
-    whole_answer,
 )
 from kvrelay.router.http.exchange import Exchange
 from kvrelay.router.http.requests import Call
@@ -37,6 +37,8 @@ from kvrelay.v1 import inference_pb2
 
 _MOST_HELD: Final = 16
 """Prompts of a call that bring room for their whole answers: `max_unread_bytes` each."""
+_PIECE_BYTES: Final = 256 << 10
+"""Of a large answer, that a client must take within `read_timeout`."""
 Make = Callable[[int, GenerationRequest], Form]
 """The form of the prompt of this number."""
 Take = Callable[[bytes], Awaitable[None]]
@@ -101,7 +103,24 @@ class Completions:
             return wholes[-1]
 
         completions = await self._run(exchange, call, answer, caller, make, held.check)
-        await exchange.answer(whole_answer(answer, wholes, completions))
+        parts = parts_of_whole(answer, wholes, completions)
+        if held.is_large:
+            await self._send_parts(exchange, parts)
+        else:
+            await exchange.answer(b"".join(parts))
+
+    async def _send_parts(self, exchange: Exchange, parts: Iterable[bytes]) -> None:
+        """Sends a large answer, whose client must take something of it all the time."""
+        try:
+            for piece in _pieces(parts):
+                async with asyncio.timeout(self._read_timeout):
+                    await exchange.write_part(piece)
+                await asyncio.sleep(0)  # others come between
+            async with asyncio.timeout(self._read_timeout):
+                await exchange.end()
+        except TimeoutError:
+            self._metrics.count(SLOW_READERS)
+            exchange.abort()
 
     def _part(self, call: Call, number: int, request: GenerationRequest) -> PromptPart:
         text = ""
@@ -139,6 +158,13 @@ class Completions:
                 exchange.abort()
             raise error from None
         return [_completion(live) for live in lives]
+
+
+def _pieces(parts: Iterable[bytes]) -> Iterator[bytes]:
+    """The same bytes in pieces that a slow client can take in time."""
+    for part in parts:
+        for start in range(0, len(part), _PIECE_BYTES):
+            yield part[start : start + _PIECE_BYTES]
 
 
 def _asks(call: Call, call_id: str, make: Make) -> Iterator[Callable[[Limits], Ask]]:

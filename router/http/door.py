@@ -56,7 +56,6 @@ from kvrelay.router.token_file import Tokens
 from kvrelay.router.walks import Walks
 from kvrelay.text.chat_template import ChatTemplate
 from kvrelay.text.encoding import decode
-from kvrelay.v1 import inference_pb2
 
 _log = logging.getLogger(__name__)
 _PART_OF_A_BODY: Final = frozenset({408, 413})

@@ -157,6 +157,12 @@ class Exchange:
         await self._start(status, [*headers, (b"content-length", b"%d" % len(body))])
         await self._send({"type": "http.response.body", "body": body})
 
+    async def write_part(self, part: bytes) -> None:
+        """Sends a part of an answer that is no stream; `end` ends it."""
+        if not self.status:
+            await self._start(200, [_JSON])
+        await self._send({"type": "http.response.body", "body": part, "more_body": True})
+
     async def fail(self, error: ErrorAnswer, seconds: float, *, close: bool = False) -> None:
         """Sends an error, in mid-stream as an event.
 

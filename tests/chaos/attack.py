@@ -1,8 +1,8 @@
 """What a hostile network does to a cluster, from a process of its own.
 
-`python -m tests.chaos.attack --router HOST:PORT --worker HOST:PORT --metrics HOST:PORT` attacks
-these ports until its input ends, then prints as JSON what it has done and how it was answered. It
-speaks HTTP/2 by itself where gRPC's client would not do what it does.
+`python -m tests.chaos.attack --router HOST:PORT --worker HOST:PORT --metrics HOST:PORT
+--http HOST:PORT` attacks these ports until its input ends, then prints as JSON what it has done
+and how it was answered. It speaks HTTP/2 by itself where gRPC's client would not do what it does.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ import grpc
 
 from kvrelay.v1 import inference_pb2 as pb
 from kvrelay.v1 import inference_pb2_grpc
+from tests.chaos.http_attack import HttpAttack
 
 MIB = 1 << 20
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
@@ -96,12 +97,14 @@ class Attack:
         router: the port that clients connect to.
         workers: their gRPC ports.
         metrics: everybody's metrics ports.
+        http: the router's HTTP port.
         connections: that a crowd keeps open on the router's port; a tenth on each other one.
     """
 
     router: str
     workers: list[str]
     metrics: list[str]
+    http: str
     connections: int
     only: list[str]
     """Kinds of attackers; empty: all."""
@@ -128,6 +131,7 @@ class Attack:
             yield "huge", partial(self._send_huge_prompt, size)
         for _ in range(SLOW_READERS):
             yield "slow", self._read_slowly
+        yield from HttpAttack(self.http, self.connections, self.counts).attackers()
 
     async def go_on(self) -> None:
         """Let every attacker try until cancelled."""
@@ -191,12 +195,13 @@ async def main() -> None:
     parser.add_argument("--router", required=True)
     parser.add_argument("--worker", action="append", default=[])
     parser.add_argument("--metrics", action="append", default=[])
+    parser.add_argument("--http", required=True)
     parser.add_argument("--connections", type=int, default=2000)
     parser.add_argument("--only", action="append", default=[], help="a kind of attackers")
     told = parser.parse_args()
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    attack = Attack(told.router, told.worker, told.metrics, told.connections, told.only)
+    attack = Attack(told.router, told.worker, told.metrics, told.http, told.connections, told.only)
     going_on = asyncio.create_task(attack.go_on())
     await asyncio.to_thread(sys.stdin.buffer.read)
     assert not going_on.done(), going_on.exception()

@@ -96,7 +96,7 @@ class RouterProcess:
         self._feeding: asyncio.Task[None] | None = None
         self._channels: list[grpc.aio.Channel] = []
         self._up = asyncio.Event()
-        self.address = self.metrics_address = ""
+        self.address = self.metrics_address = self.http_address = ""
         self.stub: inference_pb2_grpc.InferenceServiceStub
 
     @property
@@ -121,7 +121,7 @@ class RouterProcess:
         async with asyncio.timeout(START_S):
             said = (await self._process.stdout.readline()).decode().split()
         assert said, "the router did not start"
-        self.address, self.metrics_address = said
+        self.address, self.metrics_address, self.http_address = said
         options = [("grpc.use_local_subchannel_pool", 1), ("grpc.enable_http_proxy", 0)]
         self._channels.append(grpc.aio.insecure_channel(self.address, options))
         self.stub = inference_pb2_grpc.InferenceServiceStub(self._channels[-1])

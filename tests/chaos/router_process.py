@@ -56,6 +56,7 @@ async def main(
         "",
         grpc_address=address,
         metrics_address="127.0.0.1:0",
+        http_address="127.0.0.1:0",
         placement=placement,
         seed_key_file=seed_key_file,
     )
@@ -63,7 +64,7 @@ async def main(
     await router.start()
     await router.wait_ready()
     # Read by whoever started this.
-    print(router.grpc_address, router.metrics_address, flush=True)  # noqa: T201
+    print(router.grpc_address, router.metrics_address, router.http_address, flush=True)  # noqa: T201
     while line := await reader.readline():
         discovery.replace(*from_line(line))
     await router.stop()

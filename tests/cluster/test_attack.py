@@ -9,6 +9,7 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
+import httpx
 import psutil
 import pytest
 
@@ -21,12 +22,20 @@ SLACK_MIB = 200.0
 """Four prompts of up to 40 MiB are on their way at any time, each in more than one copy."""
 MOST_MIB = 300.0
 """That a process may have above what it had before."""
+HTTP_KINDS = {
+    "http crowd",
+    "http leaver",
+    "http malformed",
+    "http slow",
+    "http slow reader",
+}
 Peaks = dict[str, float]
 """MiB of each process."""
 
 
 def targets(chaos: ChaosCluster) -> list[str]:
     told = ["--router", chaos.router.address, "--metrics", chaos.router.metrics_address]
+    told += ["--http", chaos.router.http_address]
     for worker in chaos.cluster.workers.values():
         told += ["--worker", worker.address, "--metrics", worker.metrics_address]
     return told
@@ -51,6 +60,16 @@ async def attacked(arguments: Sequence[str], counts: dict[str, int]) -> AsyncIte
             await process.wait()
 
 
+async def ask_over_http(url: str, answers: list[str]) -> None:
+    """One client asks the same again and again, on a new connection each time."""
+    body = {"prompt": [5, 6, 7], "max_tokens": 8, "temperature": 0}
+    while True:
+        async with httpx.AsyncClient(timeout=60) as http:
+            answer = await http.post(f"{url}/v1/completions", json=body)
+            answers.append(answer.raise_for_status().json()["choices"][0]["text"])
+        await asyncio.sleep(0.1)
+
+
 def memory(chaos: ChaosCluster) -> Peaks:
     """MiB of each process of the cluster."""
     pids = {name: worker.pid for name, worker in chaos.cluster.workers.items()}
@@ -71,6 +90,8 @@ async def attack(chaos: ChaosCluster, seconds: float, connections: int) -> None:
     halves: tuple[Peaks, Peaks] = {}, {}
     idle = memory(chaos)
     counts: dict[str, int] = {}
+    answers: list[str] = []
+    asking = asyncio.create_task(ask_over_http(f"http://{chaos.router.http_address}", answers))
     async with attacked([*targets(chaos), "--connections", str(connections)], counts):
         begun, before = time.monotonic(), len(load.outcomes)
         while (passed := time.monotonic() - begun) < seconds:
@@ -79,9 +100,14 @@ async def attack(chaos: ChaosCluster, seconds: float, connections: int) -> None:
                 half[name] = max(half.get(name, 0.0), mib)
             await asyncio.sleep(1)
         served = len(load.outcomes) - before
+        assert not asking.done(), asking.exception()
+    asking.cancel()
+    await asyncio.gather(asking, return_exceptions=True)
     outcomes = await load.stop()
     assert not check(outcomes, expected, may_be_lost=False)
     assert served > seconds / 4, "others were hardly served"
+    assert len(answers) > seconds / 4, "others were hardly served over HTTP"
+    assert len(set(answers)) == 1, answers
     assert dict(chaos.cluster.workers) == workers, "a worker was replaced"
     assert (chaos.router.pid, chaos.router.alive) == (router, True)
     grown = {name: halves[1][name] - halves[0][name] for name in halves[0]}
@@ -89,7 +115,7 @@ async def attack(chaos: ChaosCluster, seconds: float, connections: int) -> None:
     highest = {name: halves[1][name] - mib for name, mib in idle.items()}
     assert all(mib < MOST_MIB for mib in highest.values()), highest
     assert counts["crowd"] >= connections, counts
-    kinds = {"garbage", "half-open", "huge prompts", "slow readers"}
+    kinds = {"garbage", "half-open", "huge prompts", "slow readers", *HTTP_KINDS}
     assert kinds <= counts.keys(), counts
     await chaos.until_at_rest()
     slowest = max(outcome.seconds for outcome in outcomes)

@@ -418,6 +418,48 @@ async def test_a_whole_answer_has_a_bound(
         assert (await cluster.server_info()).live_requests == 0
 
 
+LARGE = {"prompt": [[1, 2]] * 4, "n": 12, "max_tokens": 500, "logprobs": 20}
+
+
+def say_much(cluster: Cluster) -> None:
+    """Each choice has so many log-probabilities that `LARGE` is answered by megabytes."""
+    top = [pb.TokenLogprob(token_id=n, logprob=-0.5) for n in range(20)]
+    logprobs = [pb.TokenLogprobs(token_id=50, logprob=-0.5, top=top)]
+    cluster.decode.on_submit = None
+
+    async def prefill(worker: ScriptedWorker, submit: worker_pb2.SubmitRequest) -> None:
+        for choice in range(submit.sampling_params.n):
+            worker.say(submit, 0, (50,) * 500, logprobs=logprobs * 500, choice=choice, end=LENGTH)
+
+    cluster.prefill.on_submit = prefill
+
+
+async def test_a_large_answer_comes_in_parts(http_config: RouterConfig) -> None:
+    async with counting(http_config) as (cluster, http):
+        say_much(cluster)
+        answer = await http.post("/v1/completions", json=LARGE)
+        choices = answer.raise_for_status().json()["choices"]
+        assert [one["index"] for one in choices] == list(range(48))
+        assert all(len(one["logprobs"]["top_logprobs"]) == 500 for one in choices)
+        assert len(answer.content) > 1 << 20
+        assert answer.headers["transfer-encoding"] == "chunked"
+        short = await http.post("/v1/completions", json={**LARGE, "n": 1, "logprobs": None})
+        assert int(short.headers["content-length"]) == len(short.content)
+
+
+async def test_a_client_that_does_not_read_a_large_answer(http_config: RouterConfig) -> None:
+    async with counting(replace(http_config, read_timeout=0.3)) as (cluster, http):
+        say_much(cluster)
+        async with connection(cluster, limit=1 << 10) as (reader, writer):
+            body = json.dumps(LARGE).encode()
+            writer.write(HEAD + b"content-length: %d\r\n\r\n" % len(body) + body)
+            async with asyncio.timeout(20):
+                while not await cluster.metric("kvrelay_slow_readers_total"):
+                    await asyncio.sleep(0.05)
+            assert not (await until_closed(reader)).endswith(b"0\r\n\r\n")
+        (await http.post("/tokenize", json={"prompt": "x"})).raise_for_status()
+
+
 async def test_a_client_that_leaves_with_a_call_in_the_pipeline(
     http_config: RouterConfig,
 ) -> None:
