@@ -56,6 +56,7 @@ async def in_process(
     strict: bool = False,
     auth_token_file: Path | None = None,
     placement: PlacementMode = PlacementMode.DISAGGREGATED,
+    default_max_tokens: int = 256,
     **options: Any,
 ) -> AsyncIterator[InProcess]:
     """Run a checkpoint, in float32, with every page audited at every step.
@@ -68,6 +69,7 @@ async def in_process(
         strict: see `RouterConfig`.
         auth_token_file: see `RouterConfig`.
         placement: see `RouterConfig`.
+        default_max_tokens: see `RouterConfig`.
         options: of every worker.
     """
     counts = {WorkerRole.PREFILL: prefill, WorkerRole.DECODE: decode}
@@ -92,6 +94,8 @@ async def in_process(
             placement=placement,
             strict=strict,
             auth_token_file=auth_token_file,
+            default_max_tokens=default_max_tokens,
+            http_address=ANYWHERE,
             worker_tls=options.get("tls"),
         )
         discovery = StaticDiscovery(infos)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import httpx
 import pytest
 
 from kvrelay.engine.faults import parse_faults
@@ -177,3 +178,28 @@ async def heard_and_waits(workers: InProcess, asking: asyncio.Task[list[int]]) -
     assert not asking.done()
     asking.cancel()
     await asyncio.gather(asking, return_exceptions=True)
+
+
+async def test_a_grammar_that_fails_after_the_hand_over(workers: InProcess) -> None:
+    """More often than a worker may fail forwards; no other attempt is made of it."""
+    expected = await ask(workers)
+    resubmitted = await workers.metric("kvrelay_resubmissions_total")
+    wide = pb.StructuredOutput(grammar=WIDE)
+    for _ in range(6):
+        with pytest.raises(grpc.aio.AioRpcError, match="Current row has") as caught:
+            await workers.generate(range(40), max_tokens=20, structured_output=wide)
+        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    body = {"prompt": [5, 6, 7], "max_tokens": 20, "structured_outputs": {"grammar": WIDE}}
+    url = f"http://{workers.router.http_address}/v1/completions"
+    async with httpx.AsyncClient() as http:
+        whole = await http.post(url, json=body)
+        assert whole.status_code == 400
+        assert whole.json()["error"]["param"] == "structured_outputs.grammar"
+        stream = (await http.post(url, json={**body, "stream": True})).text
+    assert stream.startswith("data: "), "the first token has come"
+    *_, event, data, _, _ = stream.split("\n")
+    assert event == "event: error"
+    assert "Current row has" in data
+    assert await workers.metric("kvrelay_resubmissions_total") == resubmitted
+    assert await ask(workers) == expected
+    await workers.assert_at_baseline()
