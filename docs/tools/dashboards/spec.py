@@ -97,6 +97,8 @@ CLUSTERS: Final = Variable("cluster", "kvrelay_requests_live", "cluster")
 ROLES: Final = Variable("role", f"kvrelay_pages{{{CLUSTER}}}", "role")
 WORKERS: Final = Variable("worker", f'kvrelay_pages{{{CLUSTER},role=~"$role"}}', "worker")
 POOLS: Final = Variable("pool", f'kvrelay_pages{{{WORKER},pool!="rows"}}', "pool")
+OF_WORKERS: Final = (CLUSTERS, ROLES, WORKERS)
+"""Of a dashboard about workers."""
 
 
 def rate(metric: str, selector: str) -> str:

@@ -1,0 +1,131 @@
+"""Fleet: the workers."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from docs.tools.dashboards.spec import (
+    CLUSTER,
+    OF_WORKERS,
+    RATE,
+    WORKER,
+    Dashboard,
+    Draws,
+    Panel,
+    Query,
+    Row,
+    by,
+    rate,
+)
+
+FLEET: Final = Dashboard(
+    "kvrelay-fleet",
+    "kvrelay: fleet",
+    "Workers, their incarnations, restarts and drains",
+    OF_WORKERS,
+    (
+        Row(
+            "Workers",
+            (
+                Panel(
+                    "Workers by state",
+                    "Against those that are wanted",
+                    (
+                        Query(
+                            by("role, state", f'kvrelay_workers{{{CLUSTER},role=~"$role"}}'),
+                            "{{role}} {{state}}",
+                        ),
+                        Query(
+                            by("role", f'kvrelay_workers_wanted{{{CLUSTER},role=~"$role"}}'),
+                            "{{role}} wanted",
+                        ),
+                    ),
+                ),
+                Panel(
+                    "Processes that answer",
+                    "1: Prometheus reads its metrics",
+                    (Query(f"up{{{CLUSTER}}}", "{{instance}}"),),
+                ),
+                Panel(
+                    "Refused workers",
+                    "They have loaded another model than the served one",
+                    (Query(f"sum(kvrelay_workers_refused{{{CLUSTER}}})", "refused"),),
+                ),
+                Panel(
+                    "Incarnations",
+                    "Those that run now",
+                    (Query(f"kvrelay_worker_info{{{WORKER}}}"),),
+                    draws=Draws.TABLE,
+                    width=24,
+                ),
+            ),
+        ),
+        Row(
+            "Restarts",
+            (
+                Panel(
+                    "Ends by cause",
+                    "Processes that ended, in the rate interval",
+                    (
+                        Query(
+                            "sum by (worker, cause) (increase("
+                            f"kvrelay_worker_ends_total{{{WORKER}}}[{RATE}]))",
+                            "{{worker}} {{cause}}",
+                        ),
+                    ),
+                    draws=Draws.AREAS,
+                ),
+                Panel(
+                    "Starts",
+                    "Incarnations that became ready, in the rate interval",
+                    (
+                        Query(
+                            "sum by (worker) (increase("
+                            f"kvrelay_worker_starts_total{{{WORKER}}}[{RATE}]))",
+                            "{{worker}}",
+                        ),
+                    ),
+                ),
+                Panel(
+                    "Drains",
+                    "Workers that began to drain, and those of them for old quarantine",
+                    (
+                        Query(
+                            "sum by (worker) (increase("
+                            f"kvrelay_worker_drains_total{{{WORKER}}}[{RATE}]))",
+                            "{{worker}}",
+                        ),
+                        Query(
+                            "sum by (worker) (increase("
+                            f"kvrelay_quarantine_drains_total{{{WORKER}}}[{RATE}]))",
+                            "{{worker}} for quarantine",
+                        ),
+                    ),
+                ),
+                Panel(
+                    "Failed forwards",
+                    "Forwards that failed, in the rate interval",
+                    (
+                        Query(
+                            "sum by (worker) (increase("
+                            f"kvrelay_failed_steps_total{{{WORKER}}}[{RATE}]))",
+                            "{{worker}}",
+                        ),
+                    ),
+                    width=12,
+                ),
+                Panel(
+                    "Tokens computed",
+                    "By forwards, a second",
+                    (
+                        Query(
+                            by("worker", rate("kvrelay_computed_tokens_total", WORKER)),
+                            "{{worker}}",
+                        ),
+                    ),
+                    width=12,
+                ),
+            ),
+        ),
+    ),
+)
