@@ -147,6 +147,10 @@ docs: $(READY) ## build the documentation into site/
 docs-generated: $(READY) ## write the parts of the documentation that come from the code
 	$(BIN)/python -m docs.tools.generated
 
+.PHONY: docs-pictures
+docs-pictures: $(READY) ## draw dashboards and top under load into docs/pictures (needs prometheus, chromium, node)
+	$(BIN)/python -m docs.tools.pictures
+
 # A broken link, or a path that a page names and that is not there, is a warning to MkDocs.
 .PHONY: check-docs
 check-docs: $(READY)
