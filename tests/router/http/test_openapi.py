@@ -32,8 +32,8 @@ def body_of(document: dict[str, Any], path: str) -> dict[str, Any]:
 def named_in_the_page() -> set[str]:
     """The fields in the first column of the page's table of fields."""
     page = DOCUMENTED.read_text()
-    table = page[page.index("| field | meaning |") : page.index("## Conversations")]
-    rows = [row.split("|")[1] for row in table.splitlines()[2:] if row.startswith("|")]
+    table = page[page.index("| field | meaning |") :].partition("\n\n")[0]
+    rows = [row.split("|")[1] for row in table.splitlines()[2:]]
     return {name for row in rows for name in re.findall(r"`([a-z_.]+)[^`]*`", row)}
 
 
