@@ -148,6 +148,8 @@ def started(options: Sequence[str], echo_to: TextIO | None = None) -> Iterator[S
     finally:
         _stop(server)
         echo.join()
+        assert server.stdout is not None
+        server.stdout.close()
 
 
 def _echo(server: subprocess.Popen[str], ready: Future[str], to: TextIO | None) -> None:

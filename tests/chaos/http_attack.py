@@ -91,8 +91,8 @@ class HttpAttack:
         for number in range(self.connections):
             yield "http crowd", partial(self._say, "http crowd", CROWD[number % len(CROWD)], 3600)
         for number in range(4):
-            words = malformed(random.Random(number))
-            yield "http malformed", partial(self._say_next, words)
+            bytes_of = malformed(random.Random(number))
+            yield "http malformed", partial(self._say_next, bytes_of)
         for words in (HEAD + b"x: y\r\n" * 1000, SHORT[:-1] + b" " * 1000):
             yield "http slow", partial(self._drip, words)
         for number in range(LEAVERS):

@@ -6,7 +6,6 @@ import asyncio
 import io
 import os
 import re
-import sys
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,19 +30,28 @@ class Served(Cluster):
     http: str
     """Its URL, without a path."""
     model_path: Path
-    """Where its tokenizer is."""
+    """Where its weights and its tokenizer are."""
 
     @property
     def metrics_addresses(self) -> list[str]:
         """Nobody looks at them here."""
         raise NotImplementedError
 
-    async def run(self, command: Sequence[str | Path], folder: Path) -> str:
-        """Runs a tool in a folder of its own; returns what it printed, once it has ended well."""
+    async def run(
+        self, command: Sequence[str | Path], folder: Path, *, offline: bool = True
+    ) -> str:
+        """Runs a tool in a folder of its own; returns what it printed, once it has ended well.
+
+        Args:
+            command: with its arguments.
+            folder: its home, too.
+            offline: tells it so; aiperf 0.13 then takes a tokenizer's path for a name on a hub.
+        """
+        told = OFFLINE if offline else {}
         process = await asyncio.create_subprocess_exec(
             *map(str, command),
             cwd=folder,
-            env={**os.environ, "HOME": str(folder), **OFFLINE},
+            env={**os.environ, "HOME": str(folder), **USUAL, **told},
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
         )
@@ -57,25 +65,18 @@ class Served(Cluster):
         return said
 
 
-OFFLINE = {
-    "HF_HUB_OFFLINE": "1",
-    "HF_DATASETS_OFFLINE": "1",
-    "HF_UPDATE_DOWNLOAD_COUNTS": "0",
-    "TRANSFORMERS_OFFLINE": "1",
-    "VLLM_NO_USAGE_STATS": "1",
-    "DO_NOT_TRACK": "1",
-    "COLUMNS": "200",
-}
+OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
+USUAL = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "COLUMNS": "200"}
 
 
 @pytest.fixture(scope="session")
-async def served(smollm2: Path) -> AsyncIterator[Served]:
+async def served() -> AsyncIterator[Served]:
     said = io.StringIO()
     doors = [f"--{door}={ANYWHERE}" for door in ("grpc", "http", "admin", "metrics")]
     with started([*doors, *OPTIONS], said) as cluster:
-        found = re.search(r"^  HTTP +(http://\S+)$", said.getvalue(), re.MULTILINE)
+        lines = r"^  model +(\S+)$.*^  HTTP +(http://\S+)$"
+        found = re.search(lines, said.getvalue(), re.MULTILINE | re.DOTALL)
         assert found, said.getvalue()
         async with grpc.aio.insecure_channel(cluster.target) as channel:
             stub = inference_pb2_grpc.InferenceServiceStub(channel)
-            yield Served(stub, found[1], smollm2)
-        sys.stdout.write(said.getvalue())
+            yield Served(stub, found[2], Path(found[1]))

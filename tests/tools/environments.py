@@ -58,10 +58,11 @@ class Environment:
         """Makes it anew; raises CalledProcessError if a package cannot be had."""
         shutil.rmtree(self.folder, ignore_errors=True)
         venv.create(self.folder, with_pip=True)
-        pip = [self.folder / "bin" / "python", "-m", "pip", "--disable-pip-version-check"]
+        python = str(self.folder / "bin" / "python")
+        pip = [python, "-m", "pip", "--disable-pip-version-check"]
         if self.needs_torch:
             subprocess.run([*pip, "install", "-qq", *shlex.split(torch)], check=True)
-        subprocess.run([*pip, "install", "-qq", "-r", self.requirements], check=True)
+        subprocess.run([*pip, "install", "-qq", "-r", str(self.requirements)], check=True)
         self._made.write_text(self.requirements.read_text())
 
     def command(self, name: str) -> Path:
@@ -76,7 +77,7 @@ class Environment:
 
 
 AIPERF: Final = Environment("aiperf")
-GUIDELLM: Final = Environment("guidellm")
+GUIDELLM: Final = Environment("guidellm", needs_torch=True)
 LM_EVAL: Final = Environment("lm-eval", needs_torch=True)
 ENVIRONMENTS: Final = (AIPERF, GUIDELLM, LM_EVAL)
 

@@ -139,7 +139,7 @@ async def test_choices_by_loglikelihood(served: Served, tasks: Path, tmp_path: P
     await served.assert_at_baseline()
 
 
-@pytest.mark.parametrize("chat", [False, True], ids=["completions", "chat"])
+@pytest.mark.parametrize("chat", [False], ids=["completions"])
 async def test_generation(served: Served, tasks: Path, tmp_path: Path, chat: bool) -> None:
     model, path = "local-completions", "/v1/completions"
     more = ["--apply_chat_template"] if chat else []

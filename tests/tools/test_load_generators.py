@@ -29,7 +29,15 @@ def read(path: Path) -> dict[str, Any]:
 )
 async def test_vllm_bench_serve(served: Served, tmp_path: Path, backend: str, path: str) -> None:
     """It finds the model, and its tokenizer, by what the server says of it."""
-    command = [vllm_command(), "bench", "serve", "--backend", backend, "--base-url", served.http]
+    command: list[str | Path] = [
+        vllm_command(),
+        "bench",
+        "serve",
+        "--backend",
+        backend,
+        "--base-url",
+        served.http,
+    ]
     command += ["--endpoint", path, "--dataset-name", "random", "--num-prompts", str(REQUESTS)]
     command += ["--random-input-len", str(INPUT_TOKENS), "--random-output-len", str(OUTPUT_TOKENS)]
     command += ["--max-concurrency", str(AT_ONCE), "--ignore-eos", "--disable-tqdm"]
@@ -38,7 +46,7 @@ async def test_vllm_bench_serve(served: Served, tmp_path: Path, backend: str, pa
     result = read(tmp_path / "result.json")
     assert (result["completed"], result["failed"]) == (REQUESTS, 0)
     assert result["total_output_tokens"] == REQUESTS * OUTPUT_TOKENS
-    assert result["model_id"] == MODEL
+    assert result["model_id"].startswith("/"), "the folder of the served model"
     assert result["mean_ttft_ms"] > 0
     assert result["mean_itl_ms"] > 0
     await served.assert_at_baseline()
@@ -46,13 +54,26 @@ async def test_vllm_bench_serve(served: Served, tmp_path: Path, backend: str, pa
 
 @pytest.mark.parametrize("kind", ["completions", "chat"])
 async def test_aiperf(served: Served, tmp_path: Path, kind: str) -> None:
-    command = [AIPERF.command("aiperf"), "profile", "--model", MODEL, "--url", served.http]
+    command: list[str | Path] = [
+        AIPERF.command("aiperf"),
+        "profile",
+        "--model",
+        MODEL,
+        "--url",
+        served.http,
+    ]
     command += ["--endpoint-type", kind, "--streaming", "--tokenizer", served.model_path]
     command += ["--concurrency", str(AT_ONCE), "--request-count", str(REQUESTS)]
     command += ["--synthetic-input-tokens-mean", str(INPUT_TOKENS), "--output-tokens-mean"]
     command += [str(OUTPUT_TOKENS), "--extra-inputs", "ignore_eos:true", "--ui", "none"]
-    command += ["--artifact-dir", tmp_path / "out", "--random-seed", "1"]
-    await served.run(command, tmp_path)
+    command += [
+        "--artifact-dir",
+        tmp_path / "out",
+        "--random-seed",
+        "1",
+        "--use-server-token-count",
+    ]
+    await served.run(command, tmp_path, offline=False)
     [path] = (tmp_path / "out").rglob("profile_export_aiperf.json")
     result = read(path)
     assert result["request_count"]["avg"] == REQUESTS
@@ -65,12 +86,15 @@ async def test_aiperf(served: Served, tmp_path: Path, kind: str) -> None:
 @pytest.mark.parametrize("kind", ["/v1/completions", "/v1/chat/completions"])
 async def test_guidellm(served: Served, tmp_path: Path, kind: str) -> None:
     data = f"prompt_tokens={INPUT_TOKENS},output_tokens={OUTPUT_TOKENS}"
-    command = [GUIDELLM.command("guidellm"), "benchmark", "run", "--target", served.http]
-    command += ["--profile", "concurrent", "--rate", str(AT_ONCE), "--max-requests", str(REQUESTS)]
-    command += ["--data", data, "--processor", served.model_path, "--request-format", kind]
-    command += ["--disable-console", "--output-dir", tmp_path, "--outputs", "json"]
+    command: list[str | Path] = [GUIDELLM.command("guidellm"), "run", "--disable-console"]
+    command += ["--backend", f"kind=openai_http,target={served.http},request_format={kind}"]
+    command += ["--tokenizer", f"kind=huggingface_auto,model={served.model_path}"]
+    command += ["--data", f"kind=synthetic_text,{data}", "--profile"]
+    command += [f"kind=concurrent,streams={AT_ONCE}", "--constraint"]
+    command += [f"kind=max_requests,count={REQUESTS}"]
+    command += ["--output", f"kind=json,path={tmp_path / 'result.json'}"]
     await served.run(command, tmp_path)
-    [benchmark] = read(tmp_path / "benchmarks.json")["benchmarks"]
+    [benchmark] = read(tmp_path / "result.json")["benchmarks"]
     requests = benchmark["requests"]
     assert len(requests["successful"]) == REQUESTS
     assert not requests["errored"]
