@@ -139,19 +139,14 @@ async def test_choices_by_loglikelihood(served: Served, tasks: Path, tmp_path: P
     await served.assert_at_baseline()
 
 
-@pytest.mark.parametrize("chat", [False], ids=["completions"])
-async def test_generation(served: Served, tasks: Path, tmp_path: Path, chat: bool) -> None:
-    model, path = "local-completions", "/v1/completions"
-    more = ["--apply_chat_template"] if chat else []
-    if chat:
-        model, path = "local-chat-completions", "/v1/chat/completions"
+async def test_generation(served: Served, tasks: Path, tmp_path: Path) -> None:
     ours, our_samples = await score(
-        served, tasks, fresh(tmp_path, "ours"), "kvrelay_generate", model,
-        f"model={MODEL},base_url={served.http}{path},num_concurrent=4", *more,
+        served, tasks, fresh(tmp_path, "ours"), "kvrelay_generate", "local-completions",
+        f"model={MODEL},base_url={served.http}/v1/completions,num_concurrent=4",
     )  # fmt: skip
     theirs, their_samples = await score(
         served, tasks, fresh(tmp_path, "theirs"), "kvrelay_generate", "hf",
-        f"pretrained={served.model_path},dtype=float32", "--device", "cpu", *more,
+        f"pretrained={served.model_path},dtype=float32", "--device", "cpu",
     )  # fmt: skip
     said, expected = ([one["resps"][0][0] for one in each] for each in (our_samples, their_samples))
     assert len(expected) == len(CLOZES) + SUMS

@@ -52,8 +52,7 @@ async def test_vllm_bench_serve(served: Served, tmp_path: Path, backend: str, pa
     await served.assert_at_baseline()
 
 
-@pytest.mark.parametrize("kind", ["completions", "chat"])
-async def test_aiperf(served: Served, tmp_path: Path, kind: str) -> None:
+async def test_aiperf(served: Served, tmp_path: Path) -> None:
     command: list[str | Path] = [
         AIPERF.command("aiperf"),
         "profile",
@@ -62,7 +61,7 @@ async def test_aiperf(served: Served, tmp_path: Path, kind: str) -> None:
         "--url",
         served.http,
     ]
-    command += ["--endpoint-type", kind, "--streaming", "--tokenizer", served.model_path]
+    command += ["--endpoint-type", "completions", "--streaming", "--tokenizer", served.model_path]
     command += ["--concurrency", str(AT_ONCE), "--request-count", str(REQUESTS)]
     command += ["--synthetic-input-tokens-mean", str(INPUT_TOKENS), "--output-tokens-mean"]
     command += [str(OUTPUT_TOKENS), "--extra-inputs", "ignore_eos:true", "--ui", "none"]
@@ -71,7 +70,6 @@ async def test_aiperf(served: Served, tmp_path: Path, kind: str) -> None:
         tmp_path / "out",
         "--random-seed",
         "1",
-        "--use-server-token-count",
     ]
     await served.run(command, tmp_path, offline=False)
     [path] = (tmp_path / "out").rglob("profile_export_aiperf.json")
