@@ -437,9 +437,9 @@ def say_much(cluster: Cluster) -> None:
 async def test_a_large_answer_comes_in_parts(http_config: RouterConfig) -> None:
     async with counting(http_config) as (cluster, http):
         say_much(cluster)
-        answer = await http.post("/v1/completions", json=LARGE)
+        answer = await http.post("/v1/completions", json={**LARGE, "n": 4}, timeout=60)
         choices = answer.raise_for_status().json()["choices"]
-        assert [one["index"] for one in choices] == list(range(48))
+        assert [one["index"] for one in choices] == list(range(16))
         assert all(len(one["logprobs"]["top_logprobs"]) == 500 for one in choices)
         assert len(answer.content) > 1 << 20
         assert answer.headers["transfer-encoding"] == "chunked"
