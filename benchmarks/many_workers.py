@@ -17,10 +17,11 @@ import functools
 import json
 import multiprocessing
 import os
+import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, redirect_stdout
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -247,7 +248,7 @@ def main(
     )
     BUILDERS.update(dict.fromkeys(ROLES, build))
     multiprocessing.set_start_method("spawn")
-    with LocalRay(workers):
+    with redirect_stdout(sys.stderr), LocalRay(workers):  # Ray prints warnings to both
         figures = asyncio.run(run(workers, path, seconds, concurrency, output_tokens))
     if as_json:
         click.echo(json.dumps(asdict(figures)))

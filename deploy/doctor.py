@@ -7,7 +7,7 @@ import json
 import sys
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, redirect_stdout
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -72,7 +72,7 @@ def doctor(
     options.check_machines()
     if piece_size < _LEAST_PIECE_BYTES:
         raise OptionError("--piece-size", f"must be at least {_LEAST_PIECE_BYTES} bytes")
-    with _ray(ray_address):
+    with redirect_stdout(sys.stderr), _ray(ray_address):  # Ray prints warnings to both
         from kvrelay.deploy.examination.examine import Wanted, examine, examiners
         from kvrelay.deploy.examination.facts import facts_of_this_node
         from kvrelay.deploy.examination.findings import findings_of

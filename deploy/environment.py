@@ -1,7 +1,8 @@
 """The environment variables that the commands read or set.
 
-Three more are used elsewhere: `model_runner` puts its compiled kernels into XDG_CACHE_HOME,
-`kv_transfer` reports the transports that UCX_TLS allows, and `text` sets TOKENIZERS_PARALLELISM.
+Four more are used elsewhere: `model_runner` puts its compiled kernels into XDG_CACHE_HOME,
+`kv_transfer` reports the transports that UCX_TLS allows and sets UCX_TCP_CONN_NB, and `text` sets
+TOKENIZERS_PARALLELISM.
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ fixed at 0 in the Python package).
 from __future__ import annotations
 
 import logging
+import os
 import weakref
 from collections.abc import Sequence
 from typing import Any, Literal
@@ -69,6 +70,9 @@ class NixlEndpoint:
     """
 
     def __init__(self, name: str, memory: Sequence[PoolLayout]) -> None:
+        # Else UCX waits in `connect`, and this thread with it, for a peer that is not there: as
+        # long as TCP tries, two minutes.
+        os.environ.setdefault("UCX_TCP_CONN_NB", "y")
         from nixl._api import nixl_agent, nixl_agent_config
 
         logging.getLogger("nixl").setLevel(logging.WARNING)

@@ -5,7 +5,8 @@ It says and is told one line at a time. The reader is told what the peer has sai
 - ``read``: it starts to read all pages, and says ``reading`` once bytes have come;
 - ``dead``: the peer's death is confirmed; it says ``passed`` when the read's fence has passed, and
   has zeroed the pages then, as if somebody else had them;
-- ``count``: it says how many pages are not zero any more.
+- ``count``: it says how many pages are not zero any more;
+- ``alive``: it says ``alive`` when its transfer thread has answered, or else ``blocked``.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ from tests.kv_transfer.planted import plant_early_fences
 
 PAGES = 1024
 """16 MiB."""
+ALIVE_S = 30.0
+"""TCP tries to connect for two minutes."""
 
 
 def make_pool() -> KVPool:
@@ -82,6 +85,10 @@ def read() -> None:
                 say("passed")
             case "count":
                 say(num_written(pool))
+            case "alive":
+                alive = threading.Event()
+                agent.report_alive(alive.set)
+                say("alive" if alive.wait(ALIVE_S) else "blocked")
 
 
 if __name__ == "__main__":

@@ -93,7 +93,8 @@ def spawned(host: Host, *words: str) -> Iterator[subprocess.Popen[str]]:
 
 
 @contextmanager
-def reading(*, planted: bool) -> Iterator[Ends]:
+def meeting(*, planted: bool = False, cut: bool = False) -> Iterator[Ends]:
+    """A peer and a reader that connects to it, over a link that may be cut."""
     with lan(["peer", "reader"]) as network:
         hosts = network.hosts
         words = ("reader", "planted") if planted else ("reader",)
@@ -103,11 +104,20 @@ def reading(*, planted: bool) -> Iterator[Ends]:
         ):
             assert peer.stdout is not None
             assert reader.stdin is not None
-            reader.stdin.write(peer.stdout.readline())
-            network.slow(hosts["peer"], RATE, receives=False)
+            description = peer.stdout.readline()
             ends = Ends(network, peer, reader)
-            assert ends.ask("read") == "reading"
+            if cut:
+                ends.cut()
+            reader.stdin.write(description)
             yield ends
+
+
+@contextmanager
+def reading(*, planted: bool) -> Iterator[Ends]:
+    with meeting(planted=planted) as ends:
+        ends.network.slow(ends.there, RATE, receives=False)
+        assert ends.ask("read") == "reading"
+        yield ends
 
 
 Step = Callable[[Ends], None]
@@ -131,3 +141,11 @@ def test_bytes_of_a_dead_host_find_no_memory(order: str, *, planted: bool) -> No
         late = ends.late_pages()
     assert (late > 0) is planted
     assert late < PAGES
+
+
+def test_who_connects_to_a_peer_that_does_not_answer_goes_on_and_reads_when_it_does() -> None:
+    """A transfer thread that waits moves no other peer's bytes, and its worker is restarted."""
+    with meeting(cut=True) as ends:
+        assert ends.ask("alive") == "alive"
+        ends.heal()
+        assert ends.ask("read") == "reading"

@@ -95,6 +95,7 @@ def examiners_on(hosts: Iterable[Host]) -> list[str]:
     return found
 
 
+@pytest.mark.slow
 async def test_nodes_are_examined_beside_a_cluster_that_has_all_of_them(
     three_hosts: ThreeHosts, served: ServedCluster
 ):
