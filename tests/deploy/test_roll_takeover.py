@@ -207,8 +207,11 @@ async def test_a_successor_with_another_model_stops_it_before_anybody_knows_of_i
 
     monkeypatch.setattr(Actor, "_start", other)
 
+    list_it = Membership.add_live
+
     def add_live(self: Membership, info: WorkerInfo) -> None:
         listed.add(info.name)
+        list_it(self, info)
 
     monkeypatch.setattr(Membership, "add_live", add_live)
     [reason] = await roll(cluster, RollOrder())
