@@ -31,7 +31,8 @@ from kvrelay.deploy.load_generator.table import table
 from kvrelay.deploy.models import resolve_model, users_models
 from kvrelay.deploy.options import DEFAULT_MODEL
 from kvrelay.mem_cache.pool import KVPool
-from kvrelay.model_runner.attention.backend import AttentionBackend, make_attention
+from kvrelay.model_runner.attention.backend import AttentionBackend, AttentionFactory
+from kvrelay.model_runner.attention.choice import AttentionChoice
 from kvrelay.model_runner.attention.torch_attention import TorchAttention
 from kvrelay.model_runner.batch import ForwardBatch
 from kvrelay.model_runner.config.model_config import GQAConfig, ModelConfig
@@ -110,10 +111,13 @@ class Bench:
         count = heads.query_heads.num_heads + geometry.parts * geometry.num_kv_heads
         rows = torch.randn(len(batch.positions), count, geometry.head_dim)
         self._rows = rows.to(runner.dtype)
+        fastest = AttentionFactory(
+            AttentionChoice.AUTO, geometries, heads.query_heads, runner.device
+        )
         self.parts: dict[str, Part] = {
             "whole": lambda: runner.forward(batch),
             "linear": products.run,
-            "attention": self._attention(make_attention),
+            "attention": self._attention(lambda pool, _: fastest.make(pool)),
             TORCH: self._attention(TorchAttention),
         }
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from kvrelay.engine.faults import Fault
 from kvrelay.kv_transfer.verify_pages import VerifyPages
 from kvrelay.mem_cache.geometry import PageOrder
+from kvrelay.model_runner.attention.choice import AttentionChoice
 from kvrelay.net.tls import TlsFiles
 from kvrelay.options.declaration import Section, option
 from kvrelay.options.observing import ObservingOptions
@@ -50,6 +51,12 @@ class WorkerOptions(ObservingOptions):
         "Compute a token to the same bits whatever requests are beside it and in whatever chunks, "
         "so that a stream that fails over goes on exactly as it would have. For bfloat16 and "
         "float32 on a CPU.",
+        Section.MODEL,
+    )
+    attention: AttentionChoice = option(
+        AttentionChoice.AUTO,
+        "What computes attention: FlashInfer on a GPU (it has to be installed), our own kernels on "
+        "a CPU, or plain torch, which is slow. auto takes the fastest that can compute the model.",
         Section.MODEL,
     )
     max_model_len: int | None = option(

@@ -18,6 +18,7 @@ import torch
 
 from kvrelay.mem_cache.geometry import KVGeometry, PageOrder
 from kvrelay.mem_cache.pool import KVPool
+from kvrelay.model_runner.attention.choice import AttentionChoice
 from kvrelay.model_runner.batch import ForwardBatch, Int32Array
 from kvrelay.model_runner.checkpoint.digest import object_digest
 from kvrelay.model_runner.config.model_config import ModelConfig
@@ -85,7 +86,8 @@ class DraftModel:
 
     Raises:
         CheckpointError: the files are not usable.
-        UnsupportedOptionError: an unknown dtype or device, or a device that is not there.
+        UnsupportedOptionError: an unknown dtype or device, a device that is not there, or
+            attention that cannot be computed so.
     """
 
     def __init__(
@@ -93,10 +95,13 @@ class DraftModel:
         model_path: str | Path,
         dtype: str,
         device: str,
+        attention: AttentionChoice = AttentionChoice.AUTO,
         on_read: Callable[[int], None] = lambda _: None,
     ) -> None:
         self._path = Path(model_path)
-        self._runner = ModelRunner(model_path, dtype, device, draft=True, on_read=on_read)
+        self._runner = ModelRunner(
+            model_path, dtype, device, draft=True, attention=attention, on_read=on_read
+        )
         self.config = self._runner.config
         self.digest = object_digest((self._runner.config_digest, self._runner.weights_digest))
         """Hash of configuration and weights."""

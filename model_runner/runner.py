@@ -11,7 +11,8 @@ import torch
 
 from kvrelay.mem_cache.geometry import KVGeometry, PageOrder
 from kvrelay.mem_cache.pool import KVPool
-from kvrelay.model_runner.attention.backend import AttentionBackend, make_attention
+from kvrelay.model_runner.attention.backend import AttentionBackend, AttentionFactory
+from kvrelay.model_runner.attention.choice import AttentionChoice
 from kvrelay.model_runner.attention.cpu_attention import CpuAttention
 from kvrelay.model_runner.batch import ForwardBatch, Int32Array
 from kvrelay.model_runner.checkpoint.checkpoint import Checkpoint
@@ -41,12 +42,13 @@ class ModelRunner:
         batch_invariant: a token's logits must be the same, bit for bit, whatever is computed
             beside it and in whatever chunks: prompts of a thousand tokens take 1.8 times as long,
             steps a few percent longer.
+        attention: what computes attention.
         on_read: called with the size of each tensor that was read, in bytes.
 
     Raises:
         CheckpointError: the files are not usable.
-        UnsupportedOptionError: an unknown dtype or device, a device that is not there, or
-            one that is not batch invariant.
+        UnsupportedOptionError: an unknown dtype or device, a device that is not there, one
+            that is not batch invariant, or attention that cannot be computed so.
     """
 
     def __init__(
@@ -58,6 +60,7 @@ class ModelRunner:
         *,
         draft: bool = False,
         batch_invariant: bool = False,
+        attention: AttentionChoice = AttentionChoice.AUTO,
         on_read: Callable[[int], None] = lambda _: None,
     ) -> None:
         if threads is not None:
@@ -71,7 +74,15 @@ class ModelRunner:
                 "--batch-invariant is for bfloat16 and float32 on a CPU, "
                 f"not for {dtype} on {device}"
             )
-        self._batch_invariant = batch_invariant
+        self._draft = draft
+        # Before the weights: what cannot be computed is refused at once.
+        self._attention = AttentionFactory(
+            attention,
+            self.make_geometries(page_size=1),
+            self.config.attention.query_heads,
+            self.device,
+            batch_invariant,
+        )
         with torch.inference_mode():
             elementwise = make_elementwise(self.dtype, self.device, batch_invariant)
             if batch_invariant:
@@ -89,7 +100,6 @@ class ModelRunner:
         """Hash of the configuration as it was understood."""
         self.weights_digest = checkpoint.digest
         """Hash of every byte of the weights, in this dtype."""
-        self._draft = draft
         self._pools: Sequence[KVPool] = ()
         self._backends: Sequence[AttentionBackend] = ()
 
@@ -145,6 +155,7 @@ class ModelRunner:
             # A chunk beside a decode row, a few tokens as when drafts are verified, a row alone.
             for new_tokens in ([_WARM_UP_CHUNK, 1], [3, 1], [1]):
                 self._decoder.forward(_warm_up_batch(new_tokens, scratch), backends)
+                wait_for_device(self.device)  # before the next plan
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
         """Write the batch's keys and values to the bound pools; they are there when it returns.
@@ -175,8 +186,7 @@ class ModelRunner:
         return replace(batch, page_tables=self.own_tables(batch.page_tables))
 
     def _make_backends(self, pools: Sequence[KVPool]) -> tuple[AttentionBackend, ...]:
-        heads = self.config.attention.query_heads
-        return tuple(make_attention(pool, heads, self._batch_invariant) for pool in pools)
+        return tuple(map(self._attention.make, pools))
 
 
 def _warm_up_batch(new_tokens: list[int], pools: Sequence[KVPool]) -> ForwardBatch:

@@ -60,6 +60,7 @@ def load_model(
         config.device,
         config.threads,
         batch_invariant=config.batch_invariant,
+        attention=config.attention,
         on_read=on_read,
     )
     draft = _load_draft(config, runner, on_read)
@@ -111,6 +112,8 @@ def _load_draft(
         return None
     if config.draft_model_path is None:
         raise ValueError("draft_model_path: speculation by a draft model needs one")
-    draft = DraftModel(config.draft_model_path, config.dtype, config.device, on_read)
+    draft = DraftModel(
+        config.draft_model_path, config.dtype, config.device, config.attention, on_read
+    )
     draft.check_vocab(target.config)
     return draft

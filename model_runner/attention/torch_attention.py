@@ -9,7 +9,8 @@ import torch
 from torch.nn import functional
 
 from kvrelay.mem_cache.pool import KVPool
-from kvrelay.model_runner.batch import ForwardBatch, Int32Array, new_token_slots
+from kvrelay.model_runner.attention.new_tokens import NewTokens
+from kvrelay.model_runner.batch import ForwardBatch, Int32Array
 from kvrelay.model_runner.config.query_heads import QueryHeads
 
 MIN_BLOCK_TOKENS = 128
@@ -164,15 +165,12 @@ class TorchStepAttention:
             for index in range(len(batch.seq_lens))
             for span in cut_spans(batch, index, page_table, pool)
         ]
-        self._page_ids, self._slots = (
-            torch.from_numpy(array).to(pool.data.device)
-            for array in new_token_slots(batch, page_table, pool.geometry.page_size)
-        )
+        self._new_tokens = NewTokens(batch, page_table, pool)
 
     def attend(self, layer: int, rows: torch.Tensor) -> torch.Tensor:
         """Write and attend; shapes as in `StepAttention.attend`."""
         pages = self._pool.layer(layer)
         queries, new = rows[:, : self._heads.num_heads], rows[:, self._heads.num_heads :]
-        pages[self._page_ids, :, :, self._slots] = new.view(len(new), *pages.shape[1:3], -1)
+        self._new_tokens.write(pages, new)
         attended = torch.cat([span.attend(pages, queries, self._heads) for span in self._spans])
         return attended.flatten(1)

@@ -101,6 +101,7 @@ EVERYTHING: dict[str, Any] = {
     "max_text_bytes": 16,
     "max_message_bytes": 65537,
     "batch_invariant": True,
+    "attention": "cpu",
     "max_unread_bytes": 17,
     "read_timeout": 8.5,
     "prefix_wait": 9.5,

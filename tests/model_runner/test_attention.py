@@ -12,7 +12,8 @@ import torch
 from kvrelay.mem_cache.geometry import KVGeometry, PageOrder
 from kvrelay.mem_cache.pool import KVPool
 from kvrelay.model_runner.attention import torch_attention
-from kvrelay.model_runner.attention.backend import make_attention
+from kvrelay.model_runner.attention.backend import AttentionFactory
+from kvrelay.model_runner.attention.choice import AttentionChoice
 from kvrelay.model_runner.attention.cpu_attention import CpuAttention
 from kvrelay.model_runner.attention.torch_attention import TorchAttention
 from kvrelay.model_runner.batch import ForwardBatch
@@ -325,8 +326,9 @@ def test_nan_is_not_hidden(softcap: float | None, head_dim: int) -> None:
     ],
 )
 def test_backend_by_dtype(dtype: torch.dtype, backend: type) -> None:
-    pool = KVPool(KVGeometry(1, 1, 8, dtype, 4), 4, CPU)
-    assert isinstance(make_attention(pool, QueryHeads(1, 8, 1.0)), backend)
+    geometry, heads = KVGeometry(1, 1, 8, dtype, 4), QueryHeads(1, 8, 1.0)
+    factory = AttentionFactory(AttentionChoice.AUTO, [geometry], heads, CPU)
+    assert isinstance(factory.make(KVPool(geometry, 4, CPU)), backend)
 
 
 @pytest.mark.parametrize("rows", [1, 2, 5])

@@ -1,0 +1,72 @@
+"""A batch over one pool as the flat arrays that paged attention kernels of GPUs take.
+
+All arrays are int32 and on the host. Sequence `b` is, as in a sparse matrix by rows (CSR)::
+
+    queries     rows [query_indptr[b], query_indptr[b + 1]) of the batch
+    pages       page_ids[kv_indptr[b] : kv_indptr[b + 1]], the last one
+                filled with last_page_len[b] tokens
+
+A window's pages begin with the oldest token that the first new one sees. So positions in
+these arrays count from there. Kernels compare positions from the end of a sequence, where
+its new tokens are, so that causality and windows are the same as over the whole sequence.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvrelay.mem_cache.geometry import KVGeometry
+from kvrelay.model_runner.batch import ForwardBatch, Int32Array
+
+
+@dataclass(frozen=True, slots=True)
+class PagedPlan:
+    """What a step's queries attend to in one pool; the same for all of the pool's layers."""
+
+    query_indptr: Int32Array
+    """``[B + 1]``"""
+    kv_indptr: Int32Array
+    """``[B + 1]``"""
+    page_ids: Int32Array
+    """``[kv_indptr[B]]``: none is below a window, and none is past a sequence's end."""
+    last_page_len: Int32Array
+    """``[B]`` from 1 to `page_size`; 0 if the sequence has no pages here."""
+    kv_lens: Int32Array
+    """``[B]`` tokens in the pages, up to the last new one."""
+
+    @property
+    def is_decode(self) -> bool:
+        """Whether each sequence brings one token."""
+        return bool((np.diff(self.query_indptr) == 1).all())
+
+
+def plan_pages(batch: ForwardBatch, page_table: Int32Array, geometry: KVGeometry) -> PagedPlan:
+    """Lay out `batch` for the pool of `geometry`, whose pages are in `page_table`.
+
+    ``page_table [B, max_pages]`` is as in `ForwardBatch.page_tables`.
+    """
+    first_pages, end_pages = _page_range(batch, geometry)
+    counts = end_pages - first_pages
+    kv_indptr = np.concatenate(([0], np.cumsum(counts))).astype(np.int32)
+    owners = np.repeat(np.arange(len(counts)), counts)
+    within = np.arange(len(owners)) - kv_indptr[:-1][owners]
+    kv_lens = np.where(counts > 0, batch.seq_lens - first_pages * geometry.page_size, 0)
+    return PagedPlan(
+        query_indptr=np.ascontiguousarray(batch.query_start, np.int32),
+        kv_indptr=kv_indptr,
+        page_ids=page_table[owners, first_pages[owners] + within].astype(np.int32),
+        last_page_len=(kv_lens - np.maximum(counts - 1, 0) * geometry.page_size).astype(np.int32),
+        kv_lens=kv_lens.astype(np.int32),
+    )
+
+
+def _page_range(batch: ForwardBatch, geometry: KVGeometry) -> tuple[Int32Array, Int32Array]:
+    """The pages ``[first, end)`` of each sequence's table that its new tokens see, ``[B]`` each."""
+    ends = -(-batch.seq_lens // geometry.page_size)
+    if geometry.window is None:
+        return np.zeros_like(ends), ends
+    first_new = batch.seq_lens - np.diff(batch.query_start)
+    oldest = np.maximum(first_new + 1 - geometry.window, 0)
+    return np.minimum(oldest // geometry.page_size, ends), ends

@@ -1,0 +1,328 @@
+"""Attention by FlashInfer, its kernels replaced by doubles that check what they are given."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvrelay.mem_cache.geometry import KVGeometry, PageOrder
+from kvrelay.mem_cache.pool import KVPool
+from kvrelay.model_runner.attention import backend as backend_module
+from kvrelay.model_runner.attention import flashinfer_attention
+from kvrelay.model_runner.attention.backend import AttentionFactory
+from kvrelay.model_runner.attention.choice import AttentionChoice
+from kvrelay.model_runner.attention.cpu_attention import CpuAttention
+from kvrelay.model_runner.attention.flashinfer_attention import (
+    FlashInfer,
+    FlashInferAttention,
+    flashinfer_lacks,
+)
+from kvrelay.model_runner.attention.paged_plan import plan_pages
+from kvrelay.model_runner.attention.torch_attention import TorchAttention
+from kvrelay.model_runner.batch import ForwardBatch
+from kvrelay.model_runner.config.query_heads import QueryHeads
+from kvrelay.model_runner.errors import UnsupportedOptionError
+from kvrelay.model_runner.runner import ModelRunner
+from tests.known import known
+from tests.model_runner import flashinfer_double
+from tests.model_runner.sequences import Sequences
+from tests.model_runner.test_attention import KINDS, make_batch, make_pool, make_rows
+from tests.model_runner.test_decoder import EXPERTS, NAMES, assert_close
+from tests.model_runner.tiny_models import Models
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
+GEOMETRY = KVGeometry(2, 2, 64, torch.bfloat16, 16)
+HEADS = QueryHeads(4, 64, 0.125)
+LATENT = KVGeometry(2, 1, 576, torch.bfloat16, 16, latent=True)
+LATENT_HEADS = QueryHeads(16, 512, 0.1)
+
+lengths_of_sequences = st.lists(
+    st.integers(1, 40).flatmap(lambda all_: st.tuples(st.integers(0, all_), st.just(all_))),
+    max_size=5,
+)
+
+
+def use_double(patch: pytest.MonkeyPatch) -> None:
+    """The double in place of the package, for tiny models in any dtype, with any dimensions."""
+    patch.setattr(flashinfer_attention, "import_flashinfer", lambda _: flashinfer_double.PACKAGE)
+    patch.setattr(flashinfer_attention, "DTYPES", (torch.float32, torch.bfloat16))
+    patch.setattr(flashinfer_attention, "HEAD_DIMS", range(1, 129))
+    patch.setattr(flashinfer_attention, "WORKSPACE_BYTES", 1 << 20)
+    patch.setattr(flashinfer_attention, "LATENT_MULTIPLE", 1)
+    patch.setattr(flashinfer_attention, "ROTARY_MULTIPLE", 1)
+
+
+@pytest.fixture
+def double(monkeypatch: pytest.MonkeyPatch) -> None:
+    use_double(monkeypatch)
+
+
+def batch_of(lengths: Sequence[tuple[int, int]], geometry: KVGeometry) -> ForwardBatch:
+    """As `make_batch`, but for no sequences, too."""
+    if lengths:
+        return make_batch(list(lengths), geometry, 5 * geometry.pages_for(40) + 3)
+    empty = np.empty(0, np.int64)
+    table = np.empty((0, 3), np.int32)
+    return ForwardBatch(
+        empty, empty, np.zeros(1, np.int32), empty.astype(np.int32), (table,), empty
+    )
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    lengths=lengths_of_sequences,
+    page_size=st.integers(1, 17),
+    window=st.none() | st.integers(1, 45),
+)
+def test_plan_has_the_visible_pages_and_nothing_else(
+    lengths: list[tuple[int, int]], page_size: int, window: int | None
+) -> None:
+    geometry = replace(GEOMETRY, page_size=page_size, window=window)
+    batch = batch_of(lengths, geometry)
+    (table,) = batch.page_tables
+    plan = plan_pages(batch, table, geometry)
+    arrays = (plan.query_indptr, plan.kv_indptr, plan.page_ids, plan.last_page_len, plan.kv_lens)
+    assert all(array.dtype == np.int32 and array.flags.c_contiguous for array in arrays)
+    assert plan.is_decode == all(new == 1 for new, _ in lengths)
+    for index, (new, all_) in enumerate(lengths):
+        pages = plan.page_ids[plan.kv_indptr[index] : plan.kv_indptr[index + 1]]
+        # Token by token: the pages that a new token, or the one that would come next, sees.
+        first = all_ - new
+        oldest = 0 if window is None else max(0, first + 1 - window)
+        expected = list(dict.fromkeys(table[index, t // page_size] for t in range(oldest, all_)))
+        assert pages.tolist() == expected
+        assert -1 not in pages
+        seen = all_ - oldest // page_size * page_size if expected else 0
+        assert plan.kv_lens[index] == seen
+        assert plan.last_page_len[index] == ((all_ - 1) % page_size + 1 if expected else 0)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    lengths=lengths_of_sequences,
+    page_size=st.integers(1, 17),
+    window=st.none() | st.integers(1, 45),
+    softcap=st.sampled_from([None, 0.7]),
+    group=st.sampled_from([1, 2, 3, 4, 5, 7]),
+    order=st.sampled_from(PageOrder),
+)
+def test_any_batch_agrees_with_torch(
+    lengths: list[tuple[int, int]],
+    page_size: int,
+    window: int | None,
+    softcap: float | None,
+    group: int,
+    order: PageOrder,
+) -> None:
+    geometry = KVGeometry(2, 2, 8, torch.float32, page_size, order, window=window)
+    lengths = [(new, all_) for new, all_ in lengths if new]
+    agrees_with_torch(geometry, QueryHeads(2 * group, 8, 0.3, softcap), lengths)
+
+
+@pytest.mark.parametrize("order", list(PageOrder))
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "lengths", [[(1, 40), (1, 1), (1, 16)], [(7, 7), (1, 33), (30, 39)], [(4, 21)]]
+)
+def test_every_kind_agrees_with_torch(
+    kind: str, order: PageOrder, lengths: list[tuple[int, int]]
+) -> None:
+    geometry, heads = KINDS[kind]
+    agrees_with_torch(replace(geometry, order=order), heads, lengths)
+
+
+def agrees_with_torch(
+    geometry: KVGeometry, heads: QueryHeads, lengths: list[tuple[int, int]]
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        use_double(patch)
+        batch = batch_of(lengths, geometry)
+        total = 5 * geometry.pages_for(40) + 3
+        torch.manual_seed(0)
+        pool, rows = make_pool(geometry, batch, total), make_rows(batch, geometry, heads)
+        reference = KVPool(geometry, total, CPU)
+        reference.data.copy_(pool.data)
+        (table,) = batch.page_tables
+        step = FlashInferAttention(FlashInfer(CPU), pool, heads).plan(batch, table)
+        got = step.attend(1, rows)
+        assert got.shape == (len(rows), heads.num_heads * heads.value_dim)
+        if lengths:
+            expected = TorchAttention(reference, heads).plan(batch, table).attend(1, rows)
+            torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
+        assert torch.equal(pool.data.nan_to_num(7), reference.data.nan_to_num(7))
+
+
+@pytest.mark.usefixtures("double")
+@pytest.mark.parametrize("name", [*NAMES, *EXPERTS])
+def test_every_model_agrees_with_transformers(name: str, models: Models, tokens: list[int]) -> None:
+    """In float32, in prompts' chunks, as drafts are verified, and token by token."""
+    runner = ModelRunner(
+        models.folder(name), "float32", "cpu", attention=AttentionChoice.FLASHINFER
+    )
+    running = Sequences(runner, 1, 60)
+    runner.warm_up()
+    cuts = [0, 1, 8, 30, 31, 50, 54, 55, 56]
+    parts = [running.forward({0: tokens[a:b]}) for a, b in pairwise(cuts)]
+    assert_close(torch.cat(parts), models.logits(name, tokens[:56]))
+
+
+@pytest.mark.usefixtures("double")
+def test_one_plan_serves_all_layers_of_a_pool(models: Models, tokens: list[int]) -> None:
+    """And one workspace all wrappers, all made before there are pools."""
+    runner = ModelRunner(
+        models.folder("gemma3"), "float32", "cpu", attention=AttentionChoice.FLASHINFER
+    )
+    flashinfer = runner._attention._flashinfer
+    assert flashinfer is not None
+    wrappers = [one for each in flashinfer._wrappers.values() for one in each]
+    assert flashinfer.nbytes == flashinfer_attention.WORKSPACE_BYTES + len(wrappers) * (8 << 20)
+    assert len(wrappers) == 4  # prefill and decode, with and without a window
+    running = Sequences(runner, 2, 60)
+    running.forward({0: tokens[:9], 1: tokens[:5]})
+    running.forward({0: tokens[9:10], 1: tokens[5:6]})
+    assert [one.plans for one in wrappers if isinstance(one, flashinfer_double.Grouped)] == [1] * 4
+    assert [one for each in flashinfer._wrappers.values() for one in each] == wrappers
+
+
+@pytest.mark.usefixtures("double")
+def test_only_the_latest_plan_can_be_used() -> None:
+    batch = make_batch([(1, 5)], GEOMETRY, 4)
+    pool = make_pool(GEOMETRY, batch, 4)
+    backend = FlashInferAttention(FlashInfer(CPU), pool, HEADS)
+    rows = make_rows(batch, GEOMETRY, HEADS)
+    first = backend.plan(batch, batch.page_tables[0])
+    backend.plan(batch, batch.page_tables[0]).attend(0, rows)
+    with pytest.raises(AssertionError, match="later plan"):
+        first.attend(0, rows)
+
+
+@pytest.mark.parametrize(
+    ("geometry", "heads", "lack"),
+    [
+        (GEOMETRY, HEADS, None),
+        (replace(GEOMETRY, window=7), replace(HEADS, softcap=30.0), None),
+        (LATENT, LATENT_HEADS, None),
+        (replace(GEOMETRY, dtype=torch.float32), HEADS, "dtype float32"),
+        (replace(GEOMETRY, head_dim=80), QueryHeads(4, 80, 0.1), "heads of 80 dimensions"),
+        (replace(LATENT, head_dim=544), LATENT_HEADS, "latents of 512 and 32 dimensions"),
+        (LATENT, replace(LATENT_HEADS, value_dim=448), "latents of 448 and 128 dimensions"),
+        (replace(LATENT, window=9), LATENT_HEADS, "windows or soft caps over latents"),
+    ],
+)
+def test_what_flashinfer_lacks(geometry: KVGeometry, heads: QueryHeads, lack: str | None) -> None:
+    assert flashinfer_lacks(geometry, heads) == lack
+
+
+@pytest.mark.parametrize("group", [1, 2, 3, 4, 5, 6, 7, 8, 16])
+def test_decode_has_a_kernel_for_every_group(double: None, group: int) -> None:
+    """Without tensor cores there is none for 5 and 7, and FlashInfer only says so in `plan`."""
+    geometry = replace(GEOMETRY, dtype=torch.float32, head_dim=16)
+    agrees_with_torch(geometry, QueryHeads(2 * group, 16, 0.25), [(1, 20), (1, 3)])
+
+
+@pytest.mark.parametrize(
+    ("choice", "dtype", "message"),
+    [
+        ("flashinfer", torch.bfloat16, "--attention flashinfer needs a CUDA device, not cpu"),
+        ("flashinfer", torch.float32, "--attention flashinfer has no kernels for dtype float32"),
+        ("cpu", torch.float64, "--attention cpu has no kernels for torch.float64 on cpu"),
+    ],
+)
+def test_a_choice_that_cannot_compute_is_refused(
+    choice: str, dtype: torch.dtype, message: str
+) -> None:
+    geometry = replace(GEOMETRY, dtype=dtype)
+    with pytest.raises(UnsupportedOptionError, match=message):
+        AttentionFactory(AttentionChoice(choice), [geometry], HEADS, CPU)
+
+
+@pytest.mark.parametrize("choice", ["torch", "flashinfer"])
+@pytest.mark.usefixtures("double")
+def test_only_our_own_kernels_are_batch_invariant(choice: str) -> None:
+    with pytest.raises(UnsupportedOptionError, match=f"not for --attention {choice}"):
+        AttentionFactory(AttentionChoice(choice), [GEOMETRY], HEADS, CPU, batch_invariant=True)
+
+
+def test_choices_on_a_cpu() -> None:
+    pool = KVPool(GEOMETRY, 4, CPU)
+    for choice, kind in [("torch", TorchAttention), ("cpu", CpuAttention), ("auto", CpuAttention)]:
+        made = AttentionFactory(AttentionChoice(choice), [GEOMETRY], HEADS, CPU).make(pool)
+        assert type(made) is kind
+
+
+@pytest.mark.parametrize(
+    ("geometry", "installed", "chosen", "said"),
+    [
+        (GEOMETRY, True, "flashinfer", ""),
+        (GEOMETRY, False, "torch", "the package is not usable here"),
+        (replace(GEOMETRY, dtype=torch.float32), True, "torch", "dtype float32"),
+    ],
+)
+def test_auto_on_a_gpu(
+    geometry: KVGeometry,
+    installed: bool,
+    chosen: str,
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """It says why it does without FlashInfer."""
+
+    def find(name: str) -> object:
+        assert name == "flashinfer"
+        if not installed:
+            raise ModuleNotFoundError("No module named 'flashinfer'")
+        return flashinfer_double.PACKAGE
+
+    monkeypatch.setattr(importlib, "import_module", find)
+    with caplog.at_level(logging.WARNING, backend_module.__name__):
+        assert backend_module._choose([geometry], HEADS, CUDA) == chosen
+    assert said in caplog.text
+    assert bool(said) == bool(caplog.records)
+
+
+def test_a_model_is_refused_before_its_weights_are_read(models: Models) -> None:
+    read: list[int] = []
+    with pytest.raises(UnsupportedOptionError, match="--attention flashinfer"):
+        ModelRunner(
+            models.folder("llama"),
+            "bfloat16",
+            "cpu",
+            attention=AttentionChoice.FLASHINFER,
+            on_read=read.append,
+        )
+    assert read == []
+
+
+@pytest.mark.parametrize(
+    ("double_of", "name"),
+    [
+        (flashinfer_double.Prefill, "BatchPrefillWithPagedKVCacheWrapper"),
+        (flashinfer_double.Decode, "BatchDecodeWithPagedKVCacheWrapper"),
+        (flashinfer_double.Latent, "mla.BatchMLAPagedAttentionWrapper"),
+        (flashinfer_double.Metadata, "mla.MLAPlanMetadata"),
+    ],
+)
+def test_the_doubles_have_the_parameters_of_the_package(double_of: type, name: str) -> None:
+    """Of the one that is installed, which needs no GPU for that."""
+    real: object = pytest.importorskip("flashinfer", exc_type=ImportError)
+    for part in name.split("."):
+        real = getattr(real, part)
+    for method in {"__init__", "plan", "run", "csr"} & set(vars(double_of)):
+        if double_of is flashinfer_double.Metadata and method == "__init__":
+            continue  # made by `csr`
+        ours = set(inspect.signature(getattr(double_of, method)).parameters)
+        theirs = set(inspect.signature(getattr(real, method)).parameters)
+        if method == "plan" and "kwargs" in theirs:  # decode's: the rest is in a method behind
+            theirs |= set(inspect.signature(known(getattr(real, "_plan_impl", None))).parameters)
+        assert ours <= theirs
