@@ -7,11 +7,12 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Final
 
 from kvrelay.router.callers import Caller
 from kvrelay.router.config import RouterConfig
-from kvrelay.router.errors import DeadlineExceeded, RequestError
+from kvrelay.router.errors import AlreadyExists, DeadlineExceeded, RequestError, SessionsFull
 from kvrelay.router.events import FinishReason
 from kvrelay.router.fleet import Fleet
 from kvrelay.router.generation import GenerationRequest
@@ -179,6 +180,7 @@ class Admission:
         if running is not None:
             running.check_same(await self._texts.run(ask.num_bytes, fingerprint, message))
             if running.outcome is None:  # it may have been aborted meanwhile
+                self._check_session(ask, caller, running)
                 return running
         with self._live.slot(caller):
             if message.sampling_params.HasField("structured_output"):
@@ -186,9 +188,14 @@ class Admission:
             turn = await self._begin_turn(ask, caller)
             try:
                 request = await self._validate(self._of_turn(ask, turn), limits, caller, turn)
+                request = _within_bounds(ask, request)
                 if trace is not None:
                     trace.admitted(request)
-                return self._live.open(request, stopwatch, deadline, ask.form(request), trace)
+                live = self._live.open(request, stopwatch, deadline, ask.form(request), trace)
+                if turn is not None and live.request.turn is not turn:  # another call was faster
+                    self._check_session(ask, caller, live)
+                    turn.end(None, "")
+                return live
             except BaseException:
                 if turn is not None:
                     turn.end(None, "")
@@ -204,6 +211,22 @@ class Admission:
         mark = await self._texts.run(ask.num_bytes, fingerprint, ask.message)
         return await self._sessions.begin_turn(caller, ask.message, mark)
 
+    def _check_session(self, ask: Ask, caller: Caller, live: LiveRequest) -> None:
+        """Raises `AlreadyExists` if a live request is a turn of a session closed and opened anew.
+
+        To join it would leave the new session without the turn.
+        """
+        session_id, turn = ask.message.session_id, live.request.turn
+        if not ask.is_whole and self._sessions.has_replaced(caller, session_id, turn):
+            raise AlreadyExists(live.request.request_id, "of a session that was closed")
+
+    def _cache_salt(self, ask: Ask, caller: Caller, turn: Turn | None) -> str:
+        """The message's, or that of the session that it names, though it may be no turn of it."""
+        if turn is not None:
+            return turn.cache_salt
+        message = ask.message
+        return message.cache_salt or self._sessions.cache_salt_of(caller, message.session_id)
+
     def _of_turn(self, ask: Ask, turn: Turn | None) -> Ask:
         """What is asked for, with the session's history before it."""
         if turn is None or ask.is_whole:
@@ -217,13 +240,41 @@ class Admission:
     async def _validate(
         self, ask: Ask, limits: Limits, caller: Caller, turn: Turn | None
     ) -> GenerationRequest:
+        validate = partial(
+            self._validator.validate,
+            ask.message,
+            limits,
+            caller,
+            ask.prompt,
+            turn,
+            self._cache_salt(ask, caller, turn),
+        )
         if self._is_short(ask):  # a thread costs more
-            return self._validator.validate(ask.message, limits, caller, ask.prompt, turn)
-        validate, size = self._validator.validate, ask.num_bytes
-        return await self._texts.run(size, validate, ask.message, limits, caller, ask.prompt, turn)
+            return validate()
+        return await self._texts.run(ask.num_bytes, validate)
 
     def _is_short(self, ask: Ask) -> bool:
         """Whether it can be validated on the event loop; a token takes a byte or more."""
         if ask.prompt.num_tokens is None or ask.num_bytes > _FEW_BYTES:
             return False
         return self._fleet.prefixes.pages_of(ask.num_bytes) <= _FEW_PAGES
+
+
+def _within_bounds(ask: Ask, request: GenerationRequest) -> GenerationRequest:
+    """The request, as a turn if the sessions of the router have room for its tokens.
+
+    One that brings the whole conversation is served without its session otherwise.
+
+    Raises:
+        SessionsFull: the histories of all sessions would have more tokens than the router takes.
+    """
+    if request.turn is None:
+        return request
+    try:
+        request.turn.take_room(len(request.input_ids))
+    except SessionsFull:
+        if not ask.is_whole:
+            raise
+        request.turn.end(None, "")
+        return replace(request, turn=None)
+    return request

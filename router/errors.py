@@ -82,14 +82,12 @@ class NotPermitted(RequestError):  # noqa: N818
 
 
 class AlreadyExists(RequestError):  # noqa: N818
-    """A live request has this id and another body."""
+    """A live request has this id and another body, or is a turn of a session that was closed."""
 
     outcome = "conflict"
 
-    def __init__(self, request_id: str) -> None:
-        super().__init__(
-            f"request_id: {request_id!r} is in use by a live request with another body"
-        )
+    def __init__(self, request_id: str, difference: str = "with another body") -> None:
+        super().__init__(f"request_id: {request_id!r} is in use by a live request {difference}")
 
 
 class SessionExists(RequestError):  # noqa: N818

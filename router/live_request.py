@@ -19,6 +19,7 @@ import asyncio
 import contextlib
 import itertools
 import logging
+from array import array
 from collections.abc import Callable, Coroutine, Iterator, Sequence, Set
 from dataclasses import replace
 from typing import Any
@@ -123,7 +124,7 @@ class LiveRequest:
         choice = self._stream.choices[0]
         if choice.ended is None or choice.ended.finish_reason is FinishReason.ABORT:
             return None
-        return (*self.request.input_ids, *choice.emitted)
+        return array("I", self.request.input_ids) + array("I", choice.emitted)
 
     def check_same(self, fingerprint: bytes) -> None:
         """Raises `AlreadyExists` for a request with this one's id and another body."""

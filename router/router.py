@@ -371,6 +371,7 @@ class Router:
             on_killed=self._on_killed,
             prefixes=self._fleet.prefixes,
             on_ended_sessions=self._sessions.worker_gave_up,
+            on_detached=self._sessions.worker_lost,
             on_expected_hit=lambda role, tokens: self._metrics.count(
                 EXPECTED_HIT_TOKENS, tokens, role=role
             ),

@@ -82,10 +82,12 @@ class Validator:
         caller: Caller = ANYBODY,
         prompt: Prompt | None = None,
         turn: Turn | None = None,
+        cache_salt: str | None = None,
     ) -> GenerationRequest:
         """The request with every field concrete; safe to call from any thread.
 
-        The arguments are those of `check`, and the turn of a session that it is.
+        The arguments are those of `check`, the turn of a session that it is, and that session's
+        cache salt; None: the message's.
 
         Raises:
             InvalidField: names the field that cannot be served as it is.
@@ -97,7 +99,7 @@ class Validator:
         input_ids = _input_ids(prompt, limits)
         max_tokens = self._max_tokens(params, prompt.field, len(input_ids), limits)
         _check_queueable(prompt.field, len(input_ids), caller)
-        namespace = caller.namespace(message.cache_salt if turn is None else turn.cache_salt)
+        namespace = caller.namespace(message.cache_salt if cache_salt is None else cache_salt)
         request_id = message.request_id or uuid.uuid4().hex
         seed = self.seeds.draw(caller.name, request_id)
         return GenerationRequest(

@@ -86,6 +86,7 @@ class WorkerLink:
         prefixes: is told which prefixes the worker has, and is to have.
         on_ended_sessions: called with the incarnation and the names of sessions whose KV the worker
             has given up.
+        on_detached: called with the incarnation when a stream has ended, after the listeners.
         on_expected_hit: called with the role and the tokens of each prompt that the worker is
             expected to have already.
     """
@@ -102,6 +103,7 @@ class WorkerLink:
         on_killed: Callable[[RequestOutput], None],
         prefixes: KnownPrefixes,
         on_ended_sessions: Callable[[str, Sequence[str]], None] = lambda incarnation, names: None,
+        on_detached: Callable[[str], None] = lambda incarnation: None,
         on_expected_hit: Callable[[WorkerRole, int], None] = lambda role, tokens: None,
     ) -> None:
         self.endpoint = endpoint
@@ -118,6 +120,7 @@ class WorkerLink:
         self._on_killed = on_killed
         self._prefixes = prefixes
         self._on_ended_sessions = on_ended_sessions
+        self._on_detached = on_detached
         self._on_expected_hit = on_expected_hit
         self._submitted: dict[int, _Submitted] = {}
         """By the attempts' numbers."""
@@ -366,6 +369,7 @@ class WorkerLink:
         self._on_change(self)
         for attempt, submitted in lost.items():
             submitted.listener.on_lost(attempt, self.endpoint, detail)
+        self._on_detached(self.endpoint.incarnation)
 
 
 def _message(command: RouterCommand) -> worker_pb2.AttachRequest:

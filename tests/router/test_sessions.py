@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from array import array
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
@@ -16,11 +17,11 @@ from kvrelay.router.callers import ANYBODY
 from kvrelay.router.config import PlacementMode, RouterConfig
 from kvrelay.router.errors import UnknownSession
 from kvrelay.router.metrics import RouterMetrics
-from kvrelay.router.sessions import Sessions
+from kvrelay.router.sessions import Sessions, _count_shared
 from kvrelay.v1 import inference_pb2 as pb
 from kvrelay.v1 import worker_pb2
 
-from .cluster import Cluster, Streamed, collect, running, status_of
+from .cluster import Cluster, HeldEncoding, Streamed, collect, running, status_of
 from .scripted_worker import LENGTH, ScriptedWorker, until
 
 
@@ -298,6 +299,130 @@ async def test_ids_bounds_and_numbers_of_sessions(config: RouterConfig) -> None:
         assert error.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
         await cluster.stub.CloseSession(pb.CloseSessionRequest(session_id="chat"))
         await opened(cluster)
+
+
+async def test_a_turn_that_shortens_the_history_is_served_when_histories_are_full(
+    config: RouterConfig,
+) -> None:
+    small = replace(config, max_session_tokens=20)
+    async with running(small, "prefill-0", "decode-0") as cluster:
+        cluster.count()
+        await opened(cluster)
+        await said(cluster, *range(18))
+        error = await status_of(turn(cluster, 1))
+        assert error.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert await status_of_open(cluster, "other")
+        longer = await status_of(turn(cluster, 1, 2, rewind_to=19))
+        assert longer.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+        await said(cluster, 1, rewind_to=5)
+        assert (await state(cluster)).tokens == 8
+        await said(cluster, *range(10))
+
+
+async def test_turns_that_run_at_the_same_time_do_not_exceed_the_bound(
+    config: RouterConfig,
+) -> None:
+    small = replace(config, max_session_tokens=20)
+    async with running(small, "prefill-0", "decode-0") as cluster:
+        for name in ("chat", "other"):
+            await cluster.stub.OpenSession(pb.OpenSessionRequest(session_id=name))
+        first = turn(cluster, *range(15))
+        submit = await cluster.prefill.submitted()
+        error = await status_of(turn(cluster, *range(6), session_id="other"))
+        assert error.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+        cluster.prefill.say(submit, 0, (50,), end=LENGTH)
+        await collect(first)
+        await cluster.stub.CloseSession(pb.CloseSessionRequest(session_id="chat"))
+        assert cluster.router._sessions._num_tokens == 0
+
+
+def text_turn(cluster: Cluster, request_id: str) -> Any:
+    params = pb.SamplingParams(max_tokens=2)
+    message = pb.GenerateRequest(
+        text="a", session_id="chat", request_id=request_id, sampling_params=params
+    )
+    return cluster.stub.Generate(message)
+
+
+async def reopen(cluster: Cluster) -> None:
+    await cluster.stub.CloseSession(pb.CloseSessionRequest(session_id="chat"))
+    await opened(cluster)
+
+
+async def test_a_turn_of_a_session_opened_anew_does_not_join_one_of_the_old_session(
+    cluster: Cluster,
+) -> None:
+    await opened(cluster)
+    old = text_turn(cluster, "x")
+    submit = await cluster.prefill.submitted()
+    await reopen(cluster)
+    error = await status_of(text_turn(cluster, "x"))
+    assert error.code() == grpc.StatusCode.ALREADY_EXISTS
+    assert "session that was closed" in str(error.details())
+    assert not (await state(cluster)).running
+    cluster.prefill.say(submit, 0, (50,), end=LENGTH)
+    assert (await collect(old)).token_ids == [50]
+    assert (await state(cluster)).turns == 0
+
+
+async def test_a_turn_ends_when_one_of_the_old_session_was_tokenized_before_it(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held = [HeldEncoding(), HeldEncoding()]
+    left = iter(held)
+    monkeypatch.setattr("kvrelay.router.texts.encode", lambda *args: next(left).encode(*args))
+    await opened(cluster)
+    old = text_turn(cluster, "x")
+    await until(lambda: bool(held[0].texts))
+    await reopen(cluster)
+    new = text_turn(cluster, "x")
+    await until(lambda: bool(held[1].texts))
+    held[0].let_go.set()
+    submit = await cluster.prefill.submitted()
+    held[1].let_go.set()
+    error = await status_of(new)
+    assert error.code() == grpc.StatusCode.ALREADY_EXISTS
+    assert not (await state(cluster)).running, "the session is free for its next turn"
+    cluster.prefill.say(submit, 0, (50,), end=LENGTH)
+    await collect(old)
+
+
+async def test_a_lost_stream_takes_the_kept_tokens_with_it(pairs: Cluster) -> None:
+    await opened(pairs)
+    await said(pairs, 1, 2, 3)
+    [home] = [worker for worker in pairs.workers if worker.submits]
+    home.break_stream()
+    await until(lambda: not all(link.ready for link in pairs.router._fleet.links))
+    await until(lambda: all(link.ready for link in pairs.router._fleet.links))
+    assert ((await state(pairs)).kept_tokens, (await state(pairs)).worker) == (0, "")
+    await said(pairs, 10)
+    assert submits(pairs)[1].cached_tokens == 0
+
+
+def test_a_worker_that_had_a_turn_which_was_given_up_is_told_to_forget(
+    config: RouterConfig,
+) -> None:
+    """It may have finished the turn, and kept it, before it heard that nobody wants it."""
+    told: list[tuple[str, str]] = []
+    sessions = Sessions(config, RouterMetrics("counter"), lambda *call: told.append(call))
+    session = sessions.open(ANYBODY, pb.OpenSessionRequest(session_id="chat"), 402)
+    for tokens, worker in ((None, "b"), ([1, 2, 3], "c"), (None, "c"), (None, "")):
+        turn = sessions.begin_if_free(ANYBODY, "chat")
+        assert turn is not None
+        turn.end(tokens, worker)
+    assert told == [("b", session.name)], "c keeps the session"
+
+
+@pytest.mark.parametrize("length", [1, 2, 3, 64, 1000])
+def test_the_shared_length_is_found(length: int) -> None:
+    mine = array("I", range(length))
+    assert _count_shared(mine, array("I", [*range(length), 7]), 0) == length
+    for at in {0, 1, length // 2, length - 1} - {length}:
+        theirs = array("I", mine)
+        theirs[at] += 1
+        for known in {0, at // 2, at}:
+            assert _count_shared(mine, theirs, known) == at
+            assert _count_shared(theirs[: at + 1], mine, known) == at
 
 
 async def test_a_repeated_turn_takes_the_place_of_the_last_one(pairs: Cluster) -> None:

@@ -66,6 +66,43 @@ async def test_a_call_that_cannot_be_a_turn_is_served_without(
     assert not any(submit.HasField("session") for submit in submits)
 
 
+async def test_a_conversation_that_histories_have_no_room_for_is_served_without_its_session(
+    http_config: RouterConfig,
+) -> None:
+    small = replace(http_config, placement=PlacementMode.ADAPTIVE, max_session_tokens=20)
+    async with running(small, "decode-0") as cluster:
+        cluster.count()
+        async with httpx.AsyncClient(base_url=f"http://{cluster.router.http_address}") as http:
+            for name in ("a", "b", "c"):
+                await http.post("/v1/sessions", json={"session_id": name})
+            for name in ("a", "b", "c"):
+                assert await complete(http, [1] * 14 + [7], session_id=name) == [8, 9]
+            assert [one.HasField("session") for one in cluster.workers[0].submits] == [
+                True,
+                False,
+                False,
+            ]
+            listed = (await cluster.stub.GetSessions(pb.GetSessionsRequest())).sessions
+            assert [one.tokens for one in listed] == [17, 0, 0]
+            assert await complete(http, [1, 2], session_id="b") == [3, 4], "as much as there is"
+            assert await complete(http, [1, 2], session_id="a") == [3, 4]
+            listed = (await cluster.stub.GetSessions(pb.GetSessionsRequest())).sessions
+            assert [one.tokens for one in listed] == [4, 4, 0]
+            assert not any(one.running for one in listed)
+
+
+async def test_a_salted_session_that_is_busy_lends_its_salt(
+    cluster: Cluster, http: httpx.AsyncClient
+) -> None:
+    message = pb.OpenSessionRequest(session_id="mine", cache_salt="secret")
+    await cluster.stub.OpenSession(message)
+    assert await complete(http, [1, 2, 3], session_id="mine") == [4, 5]
+    assert await complete(http, [1, 2, 3], session_id="mine", n=2) == [4, 5]
+    submits = [submit for worker in cluster.workers for submit in worker.submits]
+    assert [submit.HasField("session") for submit in submits].count(True) == 1
+    assert {submit.namespace for submit in submits} == {"/secret"}
+
+
 async def test_a_bad_body_opens_nothing(cluster: Cluster, http: httpx.AsyncClient) -> None:
     for body in ({"idle_timeout_seconds": 0}, {"max_kept_tokens": -1}, {"ttl": 5}):
         assert (await http.post("/v1/sessions", json=body)).status_code == 400, body
