@@ -61,6 +61,8 @@ class Sessions:
         self._kv_cache = kv_cache
         self._clock = clock
         self._sessions: dict[str, _Session] = {}
+        self.locked_pages = 0
+        """Of the index, that idle sessions lock; those that several lock count for each."""
 
     def __contains__(self, session_id: str) -> bool:
         return session_id in self._sessions
@@ -104,6 +106,7 @@ class Sessions:
         release_kv_cache(self._kv_cache, lease, Outcome.SAVED, fences=pending)
         closing = session is not None and session.closing
         self._sessions[session_id] = _Session(lease, pending, self._clock(), token_ids)
+        self.locked_pages += lease.num_protected_pages
         if closing:
             self._release(session_id)
         return Outcome.SAVED
@@ -134,6 +137,7 @@ class Sessions:
         )
         if not lent:
             return None
+        self.locked_pages -= session.lease.num_protected_pages
         session.prefix_len = prefix_len
         return session.lease
 
@@ -226,6 +230,7 @@ class Sessions:
 
     def _release(self, session_id: str) -> None:
         session = self._sessions.pop(session_id)
+        self.locked_pages -= session.lease.num_protected_pages
         release_kv_cache(
             self._kv_cache,
             session.lease,

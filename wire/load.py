@@ -124,6 +124,8 @@ class WorkerLoad:
     """Of a decode worker: the prefill workers that it has met."""
     quarantine: tuple[QuarantineState, ...] = ()
     """What is in quarantine, by reason."""
+    session_locked_tokens: int = 0
+    """Of cached prefixes, that sessions lock between their turns: they come back when needed."""
 
     @property
     def refused_peers(self) -> Mapping[str, str]:
@@ -132,8 +134,11 @@ class WorkerLoad:
 
     @property
     def held_tokens(self) -> int:
-        """Tokens whose KV requests have in the first pool, shared ones once."""
-        return sum((pool.held + pool.cached_protected) * pool.page_size for pool in self.pools[:1])
+        """Tokens whose KV requests have in the first pool, shared ones once; not sessions'."""
+        return sum(
+            (pool.held + pool.cached_protected) * pool.page_size - self._locked_by_sessions(pool)
+            for pool in self.pools[:1]
+        )
 
     @property
     def room_tokens(self) -> int:
@@ -145,9 +150,14 @@ class WorkerLoad:
         """
         return sum(
             (pool.free + pool.cached_evictable + pool.session) * pool.page_size
+            + self._locked_by_sessions(pool)
             - max(pool.promised * pool.page_size, self.growth_tokens)
             for pool in self.pools[:1]
         )
+
+    def _locked_by_sessions(self, pool: PoolCounts) -> int:
+        """Tokens; several sessions may lock the same pages."""
+        return min(self.session_locked_tokens, pool.cached_protected * pool.page_size)
 
 
 @dataclass(frozen=True, slots=True)

@@ -335,6 +335,7 @@ class SchedulerContext(Generic[RequestT]):
             draining=self.draining,
             peers=tuple(peers),
             quarantine=self._quarantine(),
+            session_locked_tokens=self.sessions.locked_tokens,
         )
 
     def _quarantine(self) -> tuple[QuarantineState, ...]:

@@ -59,6 +59,11 @@ class SessionTurns:
     def __len__(self) -> int:
         return len(self._ids)
 
+    @property
+    def locked_tokens(self) -> int:
+        """Tokens of cached prefixes that idle sessions lock; shared ones count for each."""
+        return self._sessions.locked_pages * self._kv_cache.shape.page_size
+
     def has_kv_of(self, request: Request) -> bool:
         """Whether the request's session has KV here that may be lent to it."""
         session_id = self._id_of(request)

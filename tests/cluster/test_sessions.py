@@ -69,7 +69,8 @@ class Chat:
                 complete = response.complete
         kept = self.tokens[: fields.get("rewind_to")]
         prompt = [*kept, *new]
-        plain = await self.cluster.generate(prompt, **SAMPLING)
+        sampling = {name: fields.get(name, value) for name, value in SAMPLING.items()}
+        plain = await self.cluster.generate(prompt, **sampling)
         assert output == plain.tokens
         self.tokens = [*prompt, *output]
         return complete
@@ -191,4 +192,48 @@ async def test_a_lost_worker_costs_a_computation_and_never_the_session(ray, tiny
             await (said or chat.say(NEW[1]))
             await chat.say(NEW[0])
         await chat.close()
+        await cluster.assert_at_baseline()
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::ResourceWarning")
+@pytest.mark.timeout(600)
+async def test_1000_turns_of_100_sessions_with_kills(ray, tiny: Path) -> None:
+    """In too little memory for all; a decode worker is killed every so many turns."""
+    async with running(
+        tiny,
+        dtype="float32",
+        chunk_tokens=64,
+        kv_memory=2 << 20,
+        decode=2,
+        placement=PlacementMode.ADAPTIVE,
+    ) as cluster:
+        workers = cluster.deployment.cluster.workers
+        chats = [await Chat(cluster, str(name)).open() for name in range(100)]
+        rng, ended, kills = random.Random(0), 0, 0
+
+        async def talk(chat: Chat) -> None:
+            nonlocal ended
+            for turn in range(10):
+                await chat.say(some_tokens(turn, 5 + turn), max_tokens=8)
+                ended += 1
+            await chat.close()
+
+        async def kill() -> None:
+            nonlocal kills
+            for target in (100, 300, 500, 700, 900):
+                while ended < target:
+                    await asyncio.sleep(0.05)
+                os.kill(workers[rng.choice(["decode-0", "decode-1"])].pid, signal.SIGKILL)
+                kills += 1
+
+        slots = asyncio.Semaphore(16)
+
+        async def in_turn(chat: Chat) -> None:
+            async with slots:
+                await talk(chat)
+
+        await asyncio.gather(kill(), *map(in_turn, chats))
+        assert (ended, kills) == (1000, 5)
+        assert await resumed(cluster) > 0
         await cluster.assert_at_baseline()

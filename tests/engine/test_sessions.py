@@ -424,3 +424,23 @@ def test_a_cancel_of_no_request_changes_no_session() -> None:
     worker.turn()
     assert rows(worker).session == 1
     finish(simulation, session)
+
+
+@MODES
+def test_idle_sessions_are_room_and_no_load(kind: str) -> None:
+    """Those pages too that they lock in the prefix index."""
+    simulation = cluster(kind)
+    at, worker = place(simulation, kind), simulation.decodes[0]
+    sessions = [Conversation(simulation, name) for name in "ab"]
+    for number, session in enumerate(sessions):
+        talk(session, [number, *FIRST], 7, place=at)
+        talk(session, SECOND, 7, place=at)
+    assert pools(worker).cached_protected > 0
+    load = worker.scheduler.load()
+    assert (load.room_tokens, load.held_tokens) == (pools(worker).total * 4, 0)
+    turn = sessions[0].say(SECOND, 12, place=at)
+    step_until(simulation, lambda: generating(turn))
+    load = worker.scheduler.load()
+    assert load.held_tokens >= len(turn.prompt) - 4
+    simulation.run()
+    finish(simulation, *sessions)

@@ -412,7 +412,7 @@ class WorkerStatus(_message.Message):
     def __init__(self, worker: _Optional[str] = ..., role: _Optional[_Union[WorkerRole, str]] = ..., incarnation: _Optional[str] = ..., address: _Optional[str] = ..., metrics_address: _Optional[str] = ..., ready: bool = ..., load: _Optional[_Union[WorkerLoad, _Mapping]] = ..., draining: bool = ..., model_digest: _Optional[str] = ..., refusal: _Optional[str] = ..., kv_events_address: _Optional[str] = ...) -> None: ...
 
 class WorkerLoad(_message.Message):
-    __slots__ = ("waiting_requests", "running_requests", "waiting_tokens", "pools", "growth_tokens", "draining", "peers", "speeds", "prompts_by_size", "reused_share", "output_tokens", "quarantine")
+    __slots__ = ("waiting_requests", "running_requests", "waiting_tokens", "pools", "growth_tokens", "draining", "peers", "speeds", "prompts_by_size", "reused_share", "output_tokens", "quarantine", "session_locked_tokens")
     WAITING_REQUESTS_FIELD_NUMBER: _ClassVar[int]
     RUNNING_REQUESTS_FIELD_NUMBER: _ClassVar[int]
     WAITING_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -425,6 +425,7 @@ class WorkerLoad(_message.Message):
     REUSED_SHARE_FIELD_NUMBER: _ClassVar[int]
     OUTPUT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     QUARANTINE_FIELD_NUMBER: _ClassVar[int]
+    SESSION_LOCKED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     waiting_requests: int
     running_requests: int
     waiting_tokens: int
@@ -437,7 +438,8 @@ class WorkerLoad(_message.Message):
     reused_share: float
     output_tokens: int
     quarantine: _containers.RepeatedCompositeFieldContainer[QuarantineState]
-    def __init__(self, waiting_requests: _Optional[int] = ..., running_requests: _Optional[int] = ..., waiting_tokens: _Optional[int] = ..., pools: _Optional[_Iterable[_Union[PoolState, _Mapping]]] = ..., growth_tokens: _Optional[int] = ..., draining: bool = ..., peers: _Optional[_Iterable[_Union[PeerTransfer, _Mapping]]] = ..., speeds: _Optional[_Union[StepSpeeds, _Mapping]] = ..., prompts_by_size: _Optional[_Iterable[int]] = ..., reused_share: _Optional[float] = ..., output_tokens: _Optional[int] = ..., quarantine: _Optional[_Iterable[_Union[QuarantineState, _Mapping]]] = ...) -> None: ...
+    session_locked_tokens: int
+    def __init__(self, waiting_requests: _Optional[int] = ..., running_requests: _Optional[int] = ..., waiting_tokens: _Optional[int] = ..., pools: _Optional[_Iterable[_Union[PoolState, _Mapping]]] = ..., growth_tokens: _Optional[int] = ..., draining: bool = ..., peers: _Optional[_Iterable[_Union[PeerTransfer, _Mapping]]] = ..., speeds: _Optional[_Union[StepSpeeds, _Mapping]] = ..., prompts_by_size: _Optional[_Iterable[int]] = ..., reused_share: _Optional[float] = ..., output_tokens: _Optional[int] = ..., quarantine: _Optional[_Iterable[_Union[QuarantineState, _Mapping]]] = ..., session_locked_tokens: _Optional[int] = ...) -> None: ...
 
 class QuarantineState(_message.Message):
     __slots__ = ("reason", "pages", "seconds")
