@@ -444,3 +444,18 @@ def test_idle_sessions_are_room_and_no_load(kind: str) -> None:
     assert load.held_tokens >= len(turn.prompt) - 4
     simulation.run()
     finish(simulation, *sessions)
+
+
+def test_idle_sessions_make_room_for_the_choices_of_a_request() -> None:
+    """The prompt fits, and the choices' own pages only without the session."""
+    simulation = cluster("aggregated", pages=32, rows=8, cached=False)
+    session, worker = Conversation(simulation, "s"), simulation.decodes[0]
+    talk(session, FIRST, 22)
+    assert pools(worker).free == 20
+    choices = simulation.submit_choices(4, random.Random(5).choices(range(97), k=74), 6)
+    simulation.run()
+    for number, one in enumerate(choices):
+        assert one.output == reference(one.prompt, 6, choice=number)
+    assert ends(worker, "room") == 1
+    assert count(worker, "retractions") == 0
+    finish(simulation, session)
