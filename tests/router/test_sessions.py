@@ -12,6 +12,7 @@ from typing import Any
 import grpc
 import pytest
 
+from kvrelay.client import AsyncClient
 from kvrelay.router.auth import bearer
 from kvrelay.router.callers import ANYBODY
 from kvrelay.router.config import PlacementMode, RouterConfig
@@ -486,3 +487,14 @@ def test_10_000_sessions_that_are_left_expire_and_leave_nothing(config: RouterCo
     assert (len(sessions), sessions._num_tokens, len(told)) == (0, 0, 10_000)
     with pytest.raises(UnknownSession):
         sessions.close(ANYBODY, "any")
+
+
+async def test_the_client_has_turns(pairs: Cluster) -> None:
+    async with AsyncClient(pairs.router.grpc_address) as client:
+        await client.call("OpenSession", pb.OpenSessionRequest(session_id="chat"))
+        for new, answer in (([1, 2, 3], [4, 5]), ([10], [11, 12])):
+            turn = await client.answer(new, session_id="chat", max_tokens=2)
+            assert turn.token_ids == answer
+        back = await client.answer([9], session_id="chat", rewind_to=0, max_tokens=2)
+        assert back.complete.usage.prompt_tokens == 1
+        await client.call("CloseSession", pb.CloseSessionRequest(session_id="chat"))
