@@ -180,7 +180,6 @@ async def test_a_lost_worker_costs_a_computation_and_never_the_session(ray, tiny
         decode=2,
         placement=PlacementMode.ADAPTIVE,
     ) as cluster:
-        workers = cluster.deployment.cluster.workers
         chat = await Chat(cluster, "chat").open()
         await chat.say(FIRST)
         for when in ("between turns", "in a turn"):
@@ -188,7 +187,7 @@ async def test_a_lost_worker_costs_a_computation_and_never_the_session(ray, tiny
             said = asyncio.create_task(chat.say(NEW[1])) if when == "in a turn" else None
             if said:
                 await asyncio.sleep(0.05)
-            os.kill(workers[home].pid, signal.SIGKILL)
+            os.kill(cluster.deployment.cluster.workers[home].pid, signal.SIGKILL)
             await (said or chat.say(NEW[1]))
             await chat.say(NEW[0])
         await chat.close()
@@ -213,7 +212,6 @@ async def test_1000_turns_of_100_sessions_with_kills(ray, tiny: Path) -> None:
         decode=2,
         placement=PlacementMode.ADAPTIVE,
     ) as cluster:
-        workers = cluster.deployment.cluster.workers
         chats = [await Chat(cluster, str(name)).open() for name in range(100)]
         rng, ended, kills, allowed = random.Random(0), 0, 0, 100
 
@@ -235,7 +233,8 @@ async def test_1000_turns_of_100_sessions_with_kills(ray, tiny: Path) -> None:
                 allowed = target + 200
                 while ended < target + 20:
                     await asyncio.sleep(0.01)
-                os.kill(workers[rng.choice(["decode-0", "decode-1"])].pid, signal.SIGKILL)
+                victim = rng.choice(["decode-0", "decode-1"])
+                os.kill(cluster.deployment.cluster.workers[victim].pid, signal.SIGKILL)
                 kills += 1
 
         slots = asyncio.Semaphore(16)
