@@ -163,8 +163,9 @@ class Rolling:
                 raise CannotRoll("undo: there was no roll")
             return target
         opened = None if cluster.open_roll is None else cluster.open_roll.target
-        known = (cluster.revision, cluster.previous, opened)
-        number = 1 + max(one.number for one in known if one is not None)
+        known = [one for one in (cluster.revision, cluster.previous, opened) if one is not None]
+        # A worker may keep the one of a roll that was undone but for it.
+        number = 1 + max([*(one.number for one in known), *cluster.revisions.values()])
         options = dict(cluster.revision.options) | self._given(order)
         # An option without a value gets back the one of the start.
         target = Revision(number, {name: text for name, text in options.items() if text})

@@ -167,6 +167,20 @@ async def test_a_stopped_roll_is_tried_again_with_other_options():
     assert_all_have(cluster, other, prefill=2, decode=1)
 
 
+async def test_a_roll_after_an_undo_that_has_stopped_replaces_what_the_first_one_left():
+    cluster = ScriptedCluster(prefill=2, decode=1)
+    cluster.fails["prefill-3"] = cluster.fails["prefill-4"] = ClusterError("no room")
+    await roll(cluster, RollOrder(OPTIONS))
+    await roll(cluster, RollOrder(undo=True))
+    assert cluster.open_roll is not None
+    assert cluster.open_roll.target is FIRST
+    assert cluster.open_roll.failed
+    assert cluster.revisions_of["prefill-2"].options == OPTIONS
+    other = {"max_running": "3"}
+    await roll(cluster, RollOrder(other))
+    assert_all_have(cluster, other, prefill=2, decode=1)
+
+
 async def test_undo_goes_back_and_forth_between_the_last_two():
     cluster = ScriptedCluster(decode=2)
     await roll(cluster, RollOrder(OPTIONS))
