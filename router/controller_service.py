@@ -53,9 +53,15 @@ class ControllerService(controller_pb2_grpc.ControllerServiceServicer):
                 version=VERSION,
                 successor=successor,
                 routers=self._shifted.total(),
-                routers_shifted=self._shifted[successor] if successor else 0,
+                routers_shifted=self._num_shifted(successor),
             )
         )
+
+    def _num_shifted(self, successor: str) -> int:
+        """How many routers follow the successor; if there is none, any other controller."""
+        if successor:
+            return self._shifted[successor]
+        return self._shifted.total() - self._shifted[""]
 
     async def WatchWorkers(  # noqa: N802
         self,

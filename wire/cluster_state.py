@@ -86,4 +86,5 @@ class ClusterState:
     routers: int = 0
     """That follow this controller's list."""
     routers_shifted: int = 0
-    """Of these, those whose new requests go to the successor's workers."""
+    """Of these, those whose new requests go to the successor's workers; if there is no successor,
+    those whose new requests do not go to this controller's workers yet."""

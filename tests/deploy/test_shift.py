@@ -39,7 +39,7 @@ class Controller(ScriptedAdmin, controller_pb2_grpc.ControllerServiceServicer):
 
     Args:
         state: before anybody has asked for anything.
-        follow: how many of the routers ever do.
+        follow: how many of the routers ever do; also when they are led back.
     """
 
     def __init__(self, state: ClusterState, follow: int = 99) -> None:
@@ -51,13 +51,17 @@ class Controller(ScriptedAdmin, controller_pb2_grpc.ControllerServiceServicer):
 
     def ShiftRouters(self, request, context):  # noqa: N802 (gRPC's name)
         self.successors.append(request.successor)
-        self.now = replace(self.now, successor=request.successor, routers_shifted=0)
+        away = 0 if request.successor else self.now.routers_shifted
+        self.now = replace(self.now, successor=request.successor, routers_shifted=away)
         return pb.ShiftRoutersResponse()
 
     def GetCluster(self, request, context):  # noqa: N802
         answer = self.now
         if self.now.successor:
             shifted = min(self.now.routers_shifted + 1, self.now.routers, self.follow)
+        else:
+            shifted = max(self.now.routers_shifted - 1, self.now.routers - self.follow, 0)
+        if self.successors:
             self.now = replace(self.now, routers_shifted=shifted)
         return CLUSTER_STATE.to_message(answer)
 
@@ -112,12 +116,22 @@ def test_nothing_is_drained_if_a_router_does_not_follow():
     assert not old.requests
 
 
-def test_routers_are_led_back():
-    old = Controller(replace(OLD, successor="10.0.0.1:5", routers_shifted=0))
+def test_the_command_ends_when_all_routers_have_been_led_back():
+    old = Controller(replace(OLD, successor="10.0.0.1:5", routers_shifted=2))
     with serving(old) as where:
         result = run(["shift", "--controller", where, "--back"])
     assert (result.exit_code, old.successors) == (0, [""])
+    assert old.now.routers_shifted == 0
     assert result.stdout == f"New requests go to the workers of {where}.\n"
+
+
+def test_a_router_that_does_not_come_back_is_told_of():
+    old = Controller(replace(OLD, successor="10.0.0.1:5", routers_shifted=2), follow=1)
+    with serving(old) as where:
+        result = run(["shift", "--controller", where, "--back", "--timeout", "0.5"])
+    assert (result.exit_code, old.successors) == (1, [""])
+    assert "1 of 2 routers have not followed within 0.5 s (--timeout)" in result.stderr
+    assert not result.stdout
 
 
 @pytest.mark.parametrize(
