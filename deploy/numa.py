@@ -14,6 +14,7 @@ import logging
 import os
 import re
 import socket
+import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,10 +45,6 @@ class NumaHome:
     _claim: socket.socket
     """Lets other workers of the machine know; the system closes it with the process."""
 
-    def release(self) -> None:
-        """Let another worker have the place; the threads stay where they are."""
-        self._claim.close()
-
 
 def numa_nodes(sys: Path = _SYS) -> tuple[NumaNode, ...]:
     """The nodes with memory and with cores that this process may run on, by number.
@@ -77,8 +74,9 @@ def parse_cores(text: str) -> Iterable[int]:
 def keep_to_one_node(threads: int, device: str, sys: Path = _SYS) -> NumaHome | None:
     """Let all threads of this process run on the cores of one node.
 
-    It is the node of the worker's GPU, else the one that the fewest workers keep to. Call it before
-    threads are started that allocate memory, and keep what it returns.
+    It is the node of the worker's GPU, else the one that the fewest workers keep to. Workers learn
+    of each other only within one network namespace. Call it before threads are started that
+    allocate memory, and keep what it returns.
 
     Args:
         threads: of one forward.
@@ -96,7 +94,7 @@ def keep_to_one_node(threads: int, device: str, sys: Path = _SYS) -> NumaHome | 
         nodes = tuple(node for node in nodes if node.number == beside) or nodes
     else:
         nodes = tuple(node for node in nodes if len(node.cores) >= threads)
-    home = _claim(nodes)
+    home = _claim(nodes_from(nodes, _network()))
     if home is None:
         _log.info("%d threads take more than one NUMA node", threads)
         return None
@@ -105,8 +103,24 @@ def keep_to_one_node(threads: int, device: str, sys: Path = _SYS) -> NumaHome | 
     return home
 
 
+def nodes_from(nodes: Sequence[NumaNode], network: int) -> list[NumaNode]:
+    """The nodes from another one on in each network, so that workers apart do not share the first.
+
+    Args:
+        nodes: in one order for all workers.
+        network: the number of a network namespace.
+    """
+    start = zlib.crc32(network.to_bytes(8, "big")) % max(1, len(nodes))
+    return [*nodes[start:], *nodes[:start]]
+
+
+def _network() -> int:
+    """The number of this process's network namespace: a claim holds within it."""
+    return os.stat("/proc/self/ns/net").st_ino
+
+
 def _claim(nodes: Sequence[NumaNode]) -> NumaHome | None:
-    """The first node that fewer workers of this machine keep to than to those before it."""
+    """The first node that fewer workers of this network keep to than to those before it."""
     for turn, node in itertools.product(range(_MOST_SHARERS), nodes):
         claim = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         try:
