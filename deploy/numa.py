@@ -116,7 +116,7 @@ def nodes_from(nodes: Sequence[NumaNode], network: int) -> list[NumaNode]:
 
 def _network() -> int:
     """The number of this process's network namespace: a claim holds within it."""
-    return os.stat("/proc/self/ns/net").st_ino
+    return Path("/proc/self/ns/net").stat().st_ino
 
 
 def _claim(nodes: Sequence[NumaNode]) -> NumaHome | None:

@@ -138,9 +138,7 @@ async def test_the_controllers_word_takes_it_back(world: World):
 async def test_a_router_that_has_not_come_back_counts_as_away(world: World):
     async with grpc.aio.insecure_channel(world.a.address) as channel:
         stub = controller_pb2_grpc.ControllerServiceStub(channel)
-        watching = stub.WatchWorkers(
-            controller_pb2.WatchWorkersRequest(shifted_to=world.b.address)
-        )
+        watching = stub.WatchWorkers(controller_pb2.WatchWorkersRequest(shifted_to=world.b.address))
         await until_counted(world.a, 2, 1)
         watching.cancel()
         await until_counted(world.a, 1, 0)
