@@ -6,17 +6,20 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from kvrelay.mem_cache.account import Owner, Pages
 from kvrelay.mem_cache.errors import ConservationError
 from kvrelay.mem_cache.lease import LeaseState
 from kvrelay.mem_cache.lease_table import LeaseTable
 from kvrelay.mem_cache.page_allocator import PageAllocator
-from kvrelay.mem_cache.prefix_index import PrefixIndex
+from kvrelay.mem_cache.prefix_index import NO_PAGE, PrefixIndex
 from kvrelay.mem_cache.promises import Promises
 from kvrelay.mem_cache.rows import Rows
 from kvrelay.mem_cache.shape import CacheShape
 from kvrelay.wire.load import PoolCounts
+
+Bools = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +102,15 @@ class Audit:
             quarantined=allocator.quarantined_pages[pool],
             promised=self._promises.totals[pool],
         )
+
+    def pages_in_tables(self, pool: int, *, idle: bool) -> Bools:
+        """``[total]`` whether a lease has or locks a page: one of an idle session, or any other."""
+        found = np.zeros(self._allocator.accounts[pool].total, np.bool_)
+        for lease in self._leases.by_row.values():
+            if (lease.state is LeaseState.SAVED) is idle:
+                pages = lease.pages(pool)
+                found[pages[pages != NO_PAGE]] = True
+        return found
 
     # Checks
 

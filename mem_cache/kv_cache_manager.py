@@ -152,6 +152,10 @@ class KVCacheManager:
         """`grow` every lease to its number of tokens, or none of them."""
         return self._lengths.grow(leases, tokens)
 
+    def pages_to_grow(self, leases: Sequence[Lease], tokens: Sequence[int] | Ints) -> list[int]:
+        """For each pool the unpromised pages that `grow_all` takes."""
+        return self._lengths.pages_to_grow(leases, tokens)
+
     def commit(self, lease: Lease, tokens: int) -> None:
         """Raise `kv_committed_len` to `tokens`: their KV is written, or a forward launched to."""
         self._lengths.commit((lease,), (tokens,))
@@ -196,9 +200,13 @@ class KVCacheManager:
 
     def count_cached(self, token_ids: TokenIds, namespace: str = "") -> int:
         """Tokens of the longest prefix that `open` would find now. Takes nothing."""
+        return len(self.find_cached(token_ids, namespace)[0]) * self.shape.page_size
+
+    def find_cached(self, token_ids: TokenIds, namespace: str = "") -> tuple[Pages, ...]:
+        """For each pool the pages that `open` would find now. Takes nothing."""
         lock = self.index.match(token_ids, namespace)
         self._allocator.unlock(lock)
-        return lock.num_pages * self.shape.page_size
+        return lock.pages
 
     def publish(self, lease: Lease, token_ids: TokenIds, pending: Sequence[Fence] = ()) -> None:
         """Give the whole pages of written `token_ids` to the prefix index, and lock them there.

@@ -64,6 +64,14 @@ class LeaseLengths:
         self._rows.allocated[rows] = np.maximum(goals, allocated)
         return True
 
+    def pages_to_grow(self, leases: Sequence[Lease], tokens: Sequence[int] | Ints) -> list[int]:
+        """For each pool the pages that growth takes beyond those that were promised."""
+        rows = self._open_rows(leases, "growth")
+        has = self._shape.pages_for(self._rows.allocated[rows])
+        needs = np.maximum(has, self._shape.pages_for(_one_each(tokens, leases)))
+        lacks = [self._find_missing(pool, rows, has, needs) for pool in self._shape.pool_numbers]
+        return [int(lack.number.sum() - lack.promised.sum()) for lack in lacks]
+
     def commit(self, leases: Sequence[Lease], tokens: Sequence[int] | Ints) -> None:
         """Raise `kv_committed_len` of every lease to its number of tokens, or of none of them."""
         rows = self._open_rows(leases, "commit")

@@ -18,11 +18,13 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from kvrelay.mem_cache.errors import KVCacheError
 from kvrelay.mem_cache.fence import Fence
 from kvrelay.mem_cache.kv_cache_manager import NO_TOKENS, KVCacheManager
 from kvrelay.mem_cache.lease import Lease, LeaseState
-from kvrelay.mem_cache.prefix_index import TokenIds
+from kvrelay.mem_cache.prefix_index import NO_PAGE, TokenIds
 from kvrelay.mem_cache.release import Outcome, release_kv_cache
 
 
@@ -62,7 +64,9 @@ class Sessions:
         self._clock = clock
         self._sessions: dict[str, _Session] = {}
         self.locked_pages = 0
-        """Of the index, that idle sessions lock; those that several lock count for each."""
+        """Of the index and the first pool, that idle sessions lock."""
+        self._locks = np.zeros(kv_cache.audit.page_counts()[0].total, np.int32)
+        """How many idle sessions lock each page of the first pool."""
 
     def __contains__(self, session_id: str) -> bool:
         return session_id in self._sessions
@@ -106,7 +110,7 @@ class Sessions:
         release_kv_cache(self._kv_cache, lease, Outcome.SAVED, fences=pending)
         closing = session is not None and session.closing
         self._sessions[session_id] = _Session(lease, pending, self._clock(), token_ids)
-        self.locked_pages += lease.num_protected_pages
+        self._note_locks(lease, 1)
         if closing:
             self._release(session_id)
         return Outcome.SAVED
@@ -137,7 +141,7 @@ class Sessions:
         )
         if not lent:
             return None
-        self.locked_pages -= session.lease.num_protected_pages
+        self._note_locks(session.lease, -1)
         session.prefix_len = prefix_len
         return session.lease
 
@@ -202,13 +206,25 @@ class Sessions:
         return name
 
     def count_reclaimable(self) -> list[int]:
-        """For each pool the most pages that come back if all idle sessions end.
+        """For each pool the pages that come back if all idle sessions end: nobody else has them."""
+        audit = self._kv_cache.audit
+        return [
+            int(
+                np.count_nonzero(
+                    audit.pages_in_tables(pool, idle=True)
+                    & ~audit.pages_in_tables(pool, idle=False)
+                )
+            )
+            for pool in self._kv_cache.shape.pool_numbers
+        ]
 
-        Those that several of them share, or others lock, are counted as if each had them.
-        """
-        idle = [one.lease for one in self._sessions.values() if not one.lent]
-        pools = self._kv_cache.shape.pool_numbers
-        return [sum(one.num_pages - one.first_pages[pool] for one in idle) for pool in pools]
+    def _note_locks(self, lease: Lease, change: int) -> None:
+        """A lease has become idle (1), or is idle no more (-1)."""
+        pages = lease.pages()[: lease.num_protected_pages]
+        pages = pages[pages != NO_PAGE]
+        before = np.count_nonzero(self._locks[pages])
+        self._locks[pages] += change
+        self.locked_pages += int(np.count_nonzero(self._locks[pages]) - before)
 
     @staticmethod
     def _is_idle_since(session: _Session, limit: float) -> bool:
@@ -230,7 +246,7 @@ class Sessions:
 
     def _release(self, session_id: str) -> None:
         session = self._sessions.pop(session_id)
-        self.locked_pages -= session.lease.num_protected_pages
+        self._note_locks(session.lease, -1)
         release_kv_cache(
             self._kv_cache,
             session.lease,

@@ -202,7 +202,8 @@ class SchedulerContext(Generic[RequestT]):
         holders = [str(other.key) for other in others]
         input_ids, length = request.input_ids, request.input_len
         fork = self.kv_cache.fork(request.held, holders, input_ids, length, copied=copied)
-        while fork is None and self.sessions.evict_oldest():
+        can_help = fork is None and self._can_fork_without_sessions(length, len(others))
+        while fork is None and can_help and self.sessions.evict_oldest():
             fork = self.kv_cache.fork(request.held, holders, input_ids, length, copied=copied)
         if fork is None:
             return False
@@ -210,6 +211,14 @@ class SchedulerContext(Generic[RequestT]):
             other.lease = lease
         self._copies += fork.copies
         return True
+
+    def _can_fork_without_sessions(self, length: int, number: int) -> bool:
+        """Whether so many leases more, for choices of so many tokens, fit without idle sessions."""
+        if not len(self.sessions):
+            return False
+        shape = self.kv_cache.shape
+        own = shape.pages_for(length) - length // shape.page_size
+        return self.sessions.can_make_room([number * own] * len(shape.pools), number)
 
     def take_copies(self) -> list[PageCopy]:
         """Take the page copies that the next forward must make first."""

@@ -18,6 +18,7 @@ from kvrelay.engine.scheduler.request import Request
 from kvrelay.engine.scheduler.request_trace import DECODE
 from kvrelay.mem_cache.lease import Batch
 from kvrelay.mem_cache.release import Outcome
+from kvrelay.mem_cache.rows import Ints
 from kvrelay.wire.output import NO_TIMINGS, PhaseTimings, RequestEnd, SampledToken
 from kvrelay.wire.progress import RequestPhase, RequestProgress
 
@@ -185,20 +186,21 @@ class RunningBatch(Generic[RequestT]):
 
     def _allocate_step(self, due: Sequence[RequestT]) -> bool:
         """Allocate pages for one more step of each, for the case that every draft is accepted."""
-        leases, first_read, lengths = [], [], []
-        for request in due:
-            written, drafts = request.kv_written_len, request.num_drafts
-            steps, most_tokens_a_step = request.in_flight + 1, 1 + drafts
-            leases.append(request.held)
-            # A draft model also computes the token before, so that one must be in the window.
-            first_read.append(written - 1 if drafts else written)
-            lengths.append(min(written + steps * most_tokens_a_step, request.most_tokens))
-        kv_cache, batch = self._context.kv_cache, Batch(leases)
-        kv_cache.slide_all(batch, np.array(first_read))
+        batch, first_read, lengths = _lengths_after_step(due)
+        kv_cache = self._context.kv_cache
+        kv_cache.slide_all(batch, first_read)
         return kv_cache.grow_all(batch, np.array(lengths))
 
     def _allocate_without_sessions(self, due: Sequence[RequestT]) -> bool:
-        """Allocate the step with the memory that sessions have between their turns."""
+        """Allocate the step with the memory that sessions have between their turns.
+
+        None of them ends if that is too little: somebody has to be retracted in any case.
+        """
+        sessions, (batch, _, lengths) = self._context.sessions, _lengths_after_step(due)
+        if not len(sessions):
+            return False
+        if not sessions.can_make_room(self._context.kv_cache.pages_to_grow(batch, lengths)):
+            return False
         while self._context.sessions.evict_oldest():
             if self._allocate_step(due):
                 return True
@@ -235,6 +237,19 @@ class RunningBatch(Generic[RequestT]):
         # Planning a step commits its first token alone.
         sure = request.kv_written_len + request.in_flight
         self._context.kv_cache.commit(lease, max(sure, lease.kv_committed_len))
+
+
+def _lengths_after_step(due: Sequence[GeneratingRequest]) -> tuple[Batch, Ints, list[int]]:
+    """Their leases, the first token that each one's step reads, and its tokens after the step."""
+    leases, first_read, lengths = [], [], []
+    for request in due:
+        written, drafts = request.kv_written_len, request.num_drafts
+        steps, most_tokens_a_step = request.in_flight + 1, 1 + drafts
+        leases.append(request.held)
+        # A draft model also computes the token before, so that one must be in the window.
+        first_read.append(written - 1 if drafts else written)
+        lengths.append(min(written + steps * most_tokens_a_step, request.most_tokens))
+    return Batch(leases), np.array(first_read), lengths
 
 
 def _take_tokens(

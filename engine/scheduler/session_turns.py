@@ -11,13 +11,15 @@ from collections.abc import Sequence
 from enum import StrEnum
 from itertools import count
 
+import numpy as np
+
 from kvrelay.engine.scheduler.metrics import SESSION_ENDS, SESSION_TURNS, WorkerMetrics
 from kvrelay.engine.scheduler.outbox import RouterLink
 from kvrelay.engine.scheduler.request import Request
 from kvrelay.mem_cache.fence import Fence
 from kvrelay.mem_cache.kv_cache_manager import KVCacheManager
 from kvrelay.mem_cache.lease import Lease
-from kvrelay.mem_cache.prefix_index import TokenIds
+from kvrelay.mem_cache.prefix_index import NO_PAGE, TokenIds
 from kvrelay.mem_cache.release import Outcome
 from kvrelay.mem_cache.session import Sessions
 
@@ -61,7 +63,7 @@ class SessionTurns:
 
     @property
     def locked_tokens(self) -> int:
-        """Tokens of cached prefixes that idle sessions lock; shared ones count for each."""
+        """Tokens of cached prefixes that idle sessions lock."""
         return self._sessions.locked_pages * self._kv_cache.shape.page_size
 
     def has_kv_of(self, request: Request) -> bool:
@@ -98,7 +100,7 @@ class SessionTurns:
         lease = self._lend_or_open(request, own, known_tokens, headroom, fresh=fresh_boundary)
         if lease is not None or not self._ids:
             return lease
-        if not self._can_make_room(request.input_len, headroom):
+        if not self._fits_without_sessions(request, known_tokens, headroom):
             return None
         while lease is None and self.evict_oldest(last=own):
             own = own if own in self._names else ""
@@ -157,16 +159,35 @@ class SessionTurns:
             self._metrics.count(SESSION_TURNS, start="resumed")
         return lease
 
-    def _can_make_room(self, tokens: int, headroom: Sequence[int] | None) -> bool:
-        """Whether a request of so many tokens fits if all idle sessions end."""
-        audit, shape = self._kv_cache.audit, self._kv_cache.shape
-        spare = headroom or [0] * len(shape.pools)
-        reclaimable = self._sessions.count_reclaimable()
-        for pool, counts in enumerate(audit.page_counts()):
-            has = counts.free + counts.cached_evictable - counts.promised + reclaimable[pool]
-            if has < shape.most_pages(pool, tokens) + spare[pool]:
-                return False
-        return True
+    def _fits_without_sessions(
+        self, request: Request, known_tokens: int, headroom: Sequence[int] | None
+    ) -> bool:
+        """Whether a request fits if all idle sessions end.
+
+        What others lock of its input need not be found room for.
+        """
+        kv_cache = self._kv_cache
+        spare = headroom or [0] * len(kv_cache.shape.pools)
+        found = kv_cache.find_cached(request.input_ids[:known_tokens], request.namespace)
+        needed = []
+        for pool, pages in enumerate(found):
+            locked = kv_cache.audit.pages_in_tables(pool, idle=False)
+            shared = int(np.count_nonzero(locked[pages[pages != NO_PAGE]]))
+            most = kv_cache.shape.most_pages(pool, request.input_len)
+            needed.append(max(most - shared, 0) + spare[pool])
+        return self.can_make_room(needed)
+
+    def can_make_room(self, pages: Sequence[int], rows: int = 0) -> bool:
+        """Whether there are so many pages of each pool, and rows, if all idle sessions end."""
+        audit, reclaimable = self._kv_cache.audit, self._sessions.count_reclaimable()
+        has_rows = audit.row_counts()
+        if has_rows.free + has_rows.session < rows:
+            return False
+        return all(
+            counts.free + counts.cached_evictable - counts.promised + reclaimable[pool]
+            >= pages[pool]
+            for pool, counts in enumerate(audit.page_counts())
+        )
 
     # A turn ends
 

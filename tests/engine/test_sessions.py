@@ -211,15 +211,20 @@ def test_scenario_16_outputs_that_a_stop_cut_off_are_freed(kind: str) -> None:
     worker = simulation.decodes[0]
     for _ in range(4):
         talk(session, SECOND, 5, place=at)
-    session.say([5], 3, place=at)
+    turn = session.say([5], 3, place=at)
+    assert pools(worker).session + pools(worker).cached_protected >= len(session.tokens) - 1
     worker.turn()
     step_until(simulation, lambda: turns(worker, "resumed") == 4)
+    request = worker.context.requests[turn.key]
+    assert request.borrowed_len == len(session.tokens) - 1
+    assert request.held.kv_allocated_len <= len(turn.prompt) + 12, "the rest was freed"
     simulation.run()
+    assert turn.output == reference(turn.prompt, 3)
     finish(simulation, session)
 
 
 def test_scenario_17_admission_refuses_twice_after_a_restore() -> None:
-    """Others hold the memory; the session is as it was until its turn fits."""
+    """Others hold the memory; the session is as it was until its turn fits, and goes on then."""
     simulation = cluster("aggregated", pages=30, rows=4, cached=False, growth_min=0.0)
     session, worker = Conversation(simulation, "s"), simulation.decodes[0]
     talk(session, FIRST, 7)
@@ -234,7 +239,7 @@ def test_scenario_17_admission_refuses_twice_after_a_restore() -> None:
         worker.turn()
     assert turns(worker, "resumed") == 0
     simulation.run()
-    assert turns(worker, "resumed") + ends(worker, "room") == 1
+    assert (turns(worker, "resumed"), ends(worker, "room")) == (1, 0)
     turn = simulation.submitted[-1]
     assert turn.output == reference(turn.prompt, 4)
     finish(simulation, session)
@@ -459,3 +464,74 @@ def test_idle_sessions_make_room_for_the_choices_of_a_request() -> None:
     assert ends(worker, "room") == 1
     assert count(worker, "retractions") == 0
     finish(simulation, session)
+
+
+def sharing(simulation: Simulation, number: int) -> list[Conversation]:
+    """Idle sessions that have a long prefix in common, and little else."""
+    prefix = random.Random(7).choices(range(97), k=80)
+    sessions = [Conversation(simulation, str(name)) for name in range(number)]
+    for index, session in enumerate(sessions):
+        talk(session, [*prefix, *random.Random(index).choices(range(97), k=4)], 4)
+    return sessions
+
+
+def test_sessions_that_share_a_prefix_do_not_end_in_vain() -> None:
+    """What they share comes back once."""
+    simulation = cluster("aggregated", pages=100, rows=12, growth_min=0.0)
+    worker, sessions = simulation.decodes[0], sharing(simulation, 5)
+    big = simulation.submit(random.Random(3).choices(range(97), k=160), 40)
+    step_until(simulation, lambda: generating(big))
+    idle = worker.context.sessions
+    assert len(idle) == 5
+    assert idle.locked_tokens == 80 + 5 * 4
+    second = simulation.submit(random.Random(4).choices(range(97), k=200), 4)
+    for _ in range(6):
+        simulation.step()
+    assert worker.context.requests[second.key].lease is None
+    assert (len(idle), ends(worker, "room")) == (5, 0)
+    simulation.run()
+    assert second.output == reference(second.prompt, 4)
+    finish(simulation, *sessions)
+
+
+def test_a_request_that_shares_a_running_ones_prefix_gets_the_room_of_sessions() -> None:
+    """The prefix is locked and comes back from nobody, and the request does not need it anew."""
+    simulation = cluster("aggregated", pages=100, rows=12, growth_min=0.0)
+    worker, prefix = simulation.decodes[0], random.Random(7).choices(range(97), k=200)
+    session = Conversation(simulation, "s")
+    talk(session, random.Random(8).choices(range(97), k=60), 4)
+    big = simulation.submit([*prefix, 1, 2], 20)
+    step_until(simulation, lambda: generating(big))
+    free = pools(worker).free + pools(worker).cached_evictable - pools(worker).promised
+    second = simulation.submit([*prefix, *random.Random(9).choices(range(97), k=160)], 4)
+    assert free < 40, "it does not fit beside the session"
+    step_until(simulation, lambda: generating(second))
+    assert generating(big)
+    assert ends(worker, "room") == 1
+    simulation.run()
+    assert second.output == reference(second.prompt, 4)
+    finish(simulation, session)
+
+
+@pytest.mark.parametrize("lacks", ["rows", "pages"])
+def test_choices_that_never_fit_end_no_session(lacks: str) -> None:
+    few_rows = lacks == "rows"
+    simulation = cluster("aggregated", pages=200 if few_rows else 40, rows=8 if few_rows else 40)
+    worker = simulation.decodes[0]
+    sessions = [Conversation(simulation, str(name)) for name in range(4)]
+    for index, session in enumerate(sessions):
+        talk(session, random.Random(50 + index).choices(range(97), k=8), 4)
+    number = 12 if few_rows else 30
+    fork, forks = worker.context.fork, []
+
+    def recorded(request: Any, others: Any) -> bool:
+        forks.append((fork(request, others), ends(worker, "room")))
+        return forks[-1][0]
+
+    worker.context.fork = recorded  # type: ignore[method-assign]
+    choices = simulation.submit_choices(number, random.Random(1).choices(range(97), k=57), 3)
+    simulation.run()
+    assert forks[0] == (False, 0)
+    for index, one in enumerate(choices):
+        assert one.output == reference(one.prompt, 3, choice=index)
+    finish(simulation, *sessions)
