@@ -30,6 +30,16 @@ START_S = 120.0
 TOKEN = "of-the-tests-" + "0123456789abcdef" * 2
 OBJECT_STORE_BYTES = 80 << 20
 _RAY = (str(Path(sys.executable).with_name("ray")), "start", "--block", "--disable-usage-stats")
+_COUNT_NODES = """
+import sys, time
+import ray
+ray.init(sys.argv[1], log_to_driver=False)
+give_up_at = time.monotonic() + float(sys.argv[3])
+while sum(node["Alive"] for node in ray.nodes()) < int(sys.argv[2]):
+    assert time.monotonic() < give_up_at, ray.nodes()
+    time.sleep(0.1)
+"""
+"""Of a Ray's address, how many nodes it is to have, and seconds for that."""
 _SOCKETS = ("ss", "-H", "-tln", "sport", "=", f":{GCS_PORT}")
 
 
@@ -82,6 +92,14 @@ class RayHosts:
     def add(self, host: Host, labels: Mapping[str, str], num_cpus: int = 1) -> None:
         """Let a host become a node; does not wait for it."""
         self._start(host, num_cpus, labels, f"--address={self.address}")
+
+    def wait_for_nodes(self) -> None:
+        """Return when every host has become a node."""
+        count = (self.address, str(len(self.nodes)), str(START_S))
+        waiting = self.head.spawn(
+            *(sys.executable, "-c", _COUNT_NODES, *count), environment=environment()
+        )
+        assert waiting.wait() == 0, "a host has not become a node"
 
     def kill_head(self) -> None:
         """End every process of the head's host but its first one, and Redis, and wait for it."""

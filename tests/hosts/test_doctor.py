@@ -18,6 +18,7 @@ DOCTOR = (sys.executable, "-m", "kvrelay.deploy", "doctor")
 def test_a_link_that_is_cut_in_one_direction_fails_with_what_to_do(three_hosts: ThreeHosts):
     network = three_hosts.network
     p, d = network.hosts["p"], network.hosts["d"]
+    three_hosts.ray.wait_for_nodes()  # `doctor` examines those that are there
     network.cut(p, d)
     try:
         doctor = network.hosts["head"].spawn(
