@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import os
+import time
 import uuid
+from dataclasses import dataclass
+from pathlib import Path
 
 from benchmarks.router_tokens import PREFILL_SECONDS, VOCAB, SteppingWorker
 from kvrelay.engine.config import WorkerConfig
@@ -17,6 +20,26 @@ from kvrelay.wire.version import VERSION
 from kvrelay.wire.worker_info import WorkerInfo, WorkerRole
 
 STEP_SECONDS = 0.03
+BEGIN_SECONDS = 60.0
+"""For the processes of all workers to start."""
+
+
+@dataclass(frozen=True)
+class Begun:
+    """The workers whose start has begun, as files of a folder that all of them reach."""
+
+    folder: Path
+    wanted: int
+    """How many must have begun before any of them is ready."""
+
+    async def wait(self, name: str) -> None:
+        """Begin, and wait for the others. Raises TimeoutError if they do not begin."""
+        (self.folder / name).touch()
+        give_up_at = time.monotonic() + BEGIN_SECONDS
+        while (found := sum(1 for _ in self.folder.iterdir())) < self.wanted:
+            if time.monotonic() > give_up_at:
+                raise TimeoutError(f"{found} of {self.wanted} workers start at a time")
+            await asyncio.sleep(STEP_SECONDS)
 
 
 class CountingWorker:
@@ -24,11 +47,13 @@ class CountingWorker:
 
     Args:
         tokenizer: the digest of the one that the router has.
+        begun: whom it starts with.
         config: who it is.
     """
 
-    def __init__(self, tokenizer: str, config: WorkerConfig) -> None:
+    def __init__(self, tokenizer: str, begun: Begun, config: WorkerConfig) -> None:
         self._tokenizer = tokenizer
+        self._begun = begun
         self._config = config
         self._drains = asyncio.Event()
         is_prefill = config.role is WorkerRole.PREFILL
@@ -39,7 +64,8 @@ class CountingWorker:
         self.faults = FaultPlan()
 
     async def start(self) -> WorkerInfo:
-        """Listen."""
+        """Listen, once all have begun to start."""
+        await self._begun.wait(self._config.name)
         worker_pb2_grpc.add_WorkerServiceServicer_to_server(self._stepping, self._server)
         port = bind(self._server, f"{self._config.host}:0", None)
         await self._server.start()

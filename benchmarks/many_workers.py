@@ -4,10 +4,11 @@ python -m benchmarks.many_workers --workers 20
 
 Ray, the controller with its supervisors, leases and heartbeats, the router and gRPC are real; the
 workers compute nothing (`counting_worker.py`): one a process, half of them prefill, half decode.
-Clients in a process of their own keep requests going while the cluster is scaled up and down again
-and a worker is drained; one that fails ends the run. The figures are CPU time of
-this process, as `kvrelay serve` has it, by threads: the router's loop, the controller's, and all
-others (Ray's and gRPC's), in cores.
+They must all be starting at a time. Clients in a process of their own keep requests going while the
+cluster is scaled up and down again and a worker is drained. One that fails, gets other tokens than
+it should, or gets no more of them afterwards, ends the run. The figures are CPU time of this
+process, as `kvrelay serve` has it, by threads: the router's loop, the controller's, and all others
+(Ray's and gRPC's), in cores.
 """
 
 from __future__ import annotations
@@ -16,13 +17,14 @@ import asyncio
 import functools
 import json
 import multiprocessing
-import os
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, redirect_stdout
 from dataclasses import asdict, dataclass
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +32,7 @@ import click
 import grpc
 
 from benchmarks import counting_worker, router_tokens
-from benchmarks.counting_worker import CountingWorker
+from benchmarks.counting_worker import Begun, CountingWorker
 from benchmarks.router_tokens import Processes, run_client
 from kvrelay.deploy.cluster_thread import ClusterThread
 from kvrelay.deploy.local_ray import LocalRay, ray
@@ -38,7 +40,7 @@ from kvrelay.deploy.models import resolve_model, users_models
 from kvrelay.deploy.options import DEFAULT_MODEL
 from kvrelay.deploy.worker_host import BUILDERS
 from kvrelay.engine.config import WorkerConfig
-from kvrelay.router.config import RouterConfig
+from kvrelay.router.config import PlacementMode, RouterConfig
 from kvrelay.router.router import Router
 from kvrelay.text.tokenizer import load_tokenizer
 from kvrelay.v1 import inference_pb2 as pb
@@ -48,6 +50,8 @@ from kvrelay.wire.worker_info import WorkerInfo, WorkerRole
 
 ROLES = (WorkerRole.PREFILL, WorkerRole.DECODE)
 _SETTLE_SECONDS = 2.0
+_STALL_SECONDS = 30.0
+"""A client that has got nothing for so long hangs."""
 
 
 @dataclass(frozen=True)
@@ -69,8 +73,6 @@ class Figures:
     workers: int
     start_seconds: float
     """Until the last of them was ready."""
-    starts_at_a_time: int
-    """The most that had begun, and were not ready."""
     listed: dict[str, int]
     """Workers that `kvrelay status` calls ready, and those that the controller calls live."""
     idle: Cores
@@ -90,8 +92,7 @@ class Figures:
 
 def cpu_seconds(native_id: int) -> float:
     """Of one thread of this process."""
-    fields = Path(f"/proc/self/task/{native_id}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    return int(Path(f"/proc/self/task/{native_id}/schedstat").read_text().split()[0]) / 1e9
 
 
 async def cores_over(seconds: float) -> Cores:
@@ -128,13 +129,9 @@ async def listed_by(cluster: ClusterThread, router: Router) -> dict[str, int]:
 
 
 @asynccontextmanager
-async def serving(number: int, model: Path) -> AsyncIterator[tuple[ClusterThread, Router, int]]:
-    """Workers and a router that is ready, and how many workers started at a time."""
-    shares: list[int] = []
-    cluster = ClusterThread(
-        configs_of(number, model),
-        on_progress=lambda progress: shares.append(sum(one < 1 for one in progress.values())),
-    )
+async def serving(number: int, model: Path) -> AsyncIterator[tuple[ClusterThread, Router]]:
+    """Workers and a router that is ready."""
+    cluster = ClusterThread(configs_of(number, model))
     config = RouterConfig(
         model_name="counting",
         model_path=model,
@@ -142,6 +139,7 @@ async def serving(number: int, model: Path) -> AsyncIterator[tuple[ClusterThread
         grpc_address="127.0.0.1:0",
         metrics_address="127.0.0.1:0",
         http_address="127.0.0.1:0",
+        placement=PlacementMode.DISAGGREGATED,  # a counting worker does one part
     )
     async with AsyncExitStack() as stack:
         await stack.enter_async_context(cluster)
@@ -149,7 +147,7 @@ async def serving(number: int, model: Path) -> AsyncIterator[tuple[ClusterThread
         stack.push_async_callback(router.stop)
         await router.start()
         await router.wait_ready()
-        yield cluster, router, max(shares, default=0)
+        yield cluster, router
 
 
 async def seconds_of(work: Awaitable[Any]) -> tuple[Any, float]:
@@ -175,6 +173,22 @@ def running(workers: Sequence[WorkerInfo]) -> int:
     return sum(Path(f"/proc/{worker.pid}").exists() for worker in workers)
 
 
+async def until_each_goes_on(client: Connection) -> None:
+    """Wait until every client has got tokens. Raises TimeoutError if one gets none."""
+    before = await asyncio.to_thread(router_tokens.ask, client)
+    give_up_at = time.monotonic() + _STALL_SECONDS
+    while hang := [
+        number
+        for number, (now, then) in enumerate(
+            zip(await asyncio.to_thread(router_tokens.ask, client), before, strict=True)
+        )
+        if now == then
+    ]:
+        if time.monotonic() > give_up_at:
+            raise TimeoutError(f"no tokens in {_STALL_SECONDS:g} s for the clients {hang}")
+        await asyncio.sleep(0.1)
+
+
 async def run(
     number: int, model: Path, seconds: float, concurrency: int, output_tokens: int
 ) -> Figures:
@@ -182,7 +196,7 @@ async def run(
     clients = Processes()
     begun = time.monotonic()
     try:
-        async with serving(number, model) as (cluster, router, at_a_time):
+        async with serving(number, model) as (cluster, router):
             start_seconds = time.monotonic() - begun
             first = list(cluster.workers.values())
             assert len(first) == number
@@ -192,15 +206,16 @@ async def run(
             client = clients.start(
                 "asyncio", run_client, "grpc", router.grpc_address, concurrency, 64, output_tokens
             )
+            await until_each_goes_on(client)
             await asyncio.sleep(_SETTLE_SECONDS)
-            tokens = await asyncio.to_thread(router_tokens.ask, client)
+            before = await asyncio.to_thread(router_tokens.ask, client)
             busy, elapsed = await seconds_of(cores_over(seconds))
-            tokens = await asyncio.to_thread(router_tokens.ask, client) - tokens
+            after = await asyncio.to_thread(router_tokens.ask, client)
             failed, up = await seconds_of(scaled(cluster, number * 3 // 4))
             more = list(cluster.workers.values())
             failed_too, down = await seconds_of(scaled(cluster, number // 2))
             _, drain = await seconds_of(drained(cluster, "decode-0"))
-            assert await asyncio.to_thread(router_tokens.ask, client) > tokens
+            await until_each_goes_on(client)
             now = {worker.incarnation for worker in cluster.workers.values()}
             assert len(now) == number
             gone = [worker for worker in more if worker.incarnation not in now]
@@ -211,11 +226,10 @@ async def run(
     return Figures(
         workers=number,
         start_seconds=start_seconds,
-        starts_at_a_time=at_a_time,
         listed=listed,
         idle=idle,
         busy=busy,
-        tokens_per_second=tokens / elapsed,
+        tokens_per_second=(sum(after) - sum(before)) / elapsed,
         scale_up_seconds=up,
         scale_down_seconds=down,
         drain_seconds=drain,
@@ -243,12 +257,17 @@ def main(
     path = resolve_model(model, "bfloat16", users_models(), lambda _: None).path
     for module in (router_tokens, counting_worker):
         ray.cloudpickle.register_pickle_by_value(module)
-    build: Callable[[WorkerConfig], Any] = functools.partial(
-        CountingWorker, load_tokenizer(path).sha256
-    )
-    BUILDERS.update(dict.fromkeys(ROLES, build))
     multiprocessing.set_start_method("spawn")
-    with redirect_stdout(sys.stderr), LocalRay(workers):  # Ray prints warnings to both
+    with (
+        redirect_stdout(sys.stderr),  # Ray prints warnings to both
+        tempfile.TemporaryDirectory() as folder,
+        LocalRay(workers),
+    ):
+        begun = Begun(Path(folder), workers)
+        build: Callable[[WorkerConfig], Any] = functools.partial(
+            CountingWorker, load_tokenizer(path).sha256, begun
+        )
+        BUILDERS.update(dict.fromkeys(ROLES, build))
         figures = asyncio.run(run(workers, path, seconds, concurrency, output_tokens))
     if as_json:
         click.echo(json.dumps(asdict(figures)))

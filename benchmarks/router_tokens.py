@@ -36,7 +36,7 @@ from kvrelay.deploy.load_generator.table import table
 from kvrelay.deploy.models import resolve_model, users_models
 from kvrelay.deploy.options import DEFAULT_MODEL
 from kvrelay.net.ends import bind, worker_server
-from kvrelay.router.config import RouterConfig
+from kvrelay.router.config import PlacementMode, RouterConfig
 from kvrelay.router.discovery import StaticDiscovery
 from kvrelay.router.router import Router
 from kvrelay.text.tokenizer import load_tokenizer
@@ -174,6 +174,7 @@ async def run_router(parent: Connection, model_path: Path, addresses: list[str])
         grpc_address="127.0.0.1:0",
         metrics_address="127.0.0.1:0",
         http_address="127.0.0.1:0",
+        placement=PlacementMode.DISAGGREGATED,  # a worker does one part
     )
     router = Router(config, StaticDiscovery(workers))
     await router.start()
@@ -199,8 +200,8 @@ async def run_client(
     input_tokens: int,
     output_tokens: int,
 ) -> None:
-    """Keeps so many requests going; tells how many tokens came when asked."""
-    counts: Counter[str] = Counter()
+    """Keeps so many requests going; tells how many tokens each client has got when asked."""
+    counts = [Counter[str]() for _ in range(concurrency)]
     rng = random.Random(0)
 
     def prompt() -> list[int]:
@@ -209,24 +210,29 @@ async def run_client(
     async def tell() -> None:
         while True:
             await asyncio.to_thread(parent.recv)
-            parent.send(counts["tokens"])
+            parent.send([one["tokens"] for one in counts])
 
-    send = functools.partial(SENDERS[door], address, prompt, output_tokens, counts)
-    await asyncio.gather(tell(), *(send() for _ in range(concurrency)))
+    send = functools.partial(SENDERS[door], address, prompt, output_tokens)
+    await asyncio.gather(tell(), *(send(one) for one in counts))
 
 
 async def send_by_grpc(
     address: str, prompt: Callable[[], list[int]], output_tokens: int, counts: Counter[str]
 ) -> None:
-    """Sends one request after the other, and counts their tokens."""
+    """Sends one request after the other, and counts tokens. Raises ValueError at wrong ones."""
+    expected = [_token_id(index) for index in range(output_tokens)]
     async with grpc.aio.insecure_channel(address) as channel:
         stub = inference_pb2_grpc.InferenceServiceStub(channel)
         while True:
             message = pb.GenerateRequest()
             message.input_ids.ids.extend(prompt())
             message.sampling_params.max_tokens = output_tokens
+            token_ids: list[int] = []
             async for response in stub.Generate(message):
+                token_ids += response.delta.token_ids
                 counts["tokens"] += len(response.delta.token_ids)
+            if token_ids != expected:
+                raise ValueError(f"the tokens are {token_ids}, not {expected}")
 
 
 async def send_by_http(
@@ -276,6 +282,7 @@ class Processes:
             target=functools.partial(_child, loop, work, theirs, *args), daemon=True
         )
         process.start()
+        theirs.close()  # so that whoever asks a process that has ended gets EOFError
         self._started.append(process)
         return ours
 
@@ -321,12 +328,12 @@ def measure(
         )
         time.sleep(2.0)
         cpu, main_thread = ask(router)
-        begun, tokens = time.monotonic(), ask(client)
+        begun, tokens = time.monotonic(), sum(ask(client))
         time.sleep(seconds)
         cpu, main_thread = (
             later - earlier for later, earlier in zip(ask(router), (cpu, main_thread), strict=True)
         )
-        tokens = ask(client) - tokens
+        tokens = sum(ask(client)) - tokens
         return Figure(
             tokens, time.monotonic() - begun, 1e6 * cpu / tokens, 1e6 * main_thread / tokens
         )

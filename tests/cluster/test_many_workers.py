@@ -27,7 +27,6 @@ def test_they_start_together_serve_and_are_scaled_and_drained(tiny: Path):
     assert done.returncode == 0, done.stderr[-4000:]
     found = json.loads(done.stdout)
     assert found["workers"] == WORKERS
-    assert found["starts_at_a_time"] == WORKERS, "they start in parallel"
     assert found["listed"] == {"ready": WORKERS, "live": WORKERS}
     assert found["failed"] == found["processes_left"] == 0
     assert found["tokens_per_second"] > 0
