@@ -66,16 +66,21 @@ def flashinfer_lacks(geometry: KVGeometry, heads: QueryHeads) -> str | None:
     return None
 
 
+_LEAST_CAPABILITY: Final = (8, 0)
+
+
 def import_flashinfer(device: torch.device) -> Any:
     """The package.
 
     Raises:
-        UnsupportedOptionError: it is not installed, or `device` is not a CUDA device.
+        UnsupportedOptionError: it is not installed, or `device` is no GPU that it supports.
     """
     if device.type != "cuda":
         raise UnsupportedOptionError(
             f"--attention flashinfer needs a CUDA device, not {device.type}"
         )
+    if torch.cuda.get_device_capability(device) < _LEAST_CAPABILITY:
+        raise UnsupportedOptionError("--attention flashinfer needs a GPU of sm_80 or later")
     try:
         return importlib.import_module("flashinfer")
     except ImportError as error:

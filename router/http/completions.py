@@ -110,7 +110,7 @@ class Completions:
             await exchange.answer(b"".join(parts))
 
     async def _send_parts(self, exchange: Exchange, parts: Iterable[bytes]) -> None:
-        """Sends a large answer, whose client must take something of it all the time."""
+        """Sends a large answer, whose client must take each piece within the time for reading."""
         try:
             for piece in _pieces(parts):
                 async with asyncio.timeout(self._read_timeout):
@@ -121,6 +121,9 @@ class Completions:
         except TimeoutError:
             self._metrics.count(SLOW_READERS)
             exchange.abort()
+        except Exception:
+            exchange.abort()  # a part of an answer is no whole one
+            raise
 
     def _part(self, call: Call, number: int, request: GenerationRequest) -> PromptPart:
         text = ""

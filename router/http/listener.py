@@ -20,7 +20,7 @@ from kvrelay.net.tls import TlsFiles, server_context
 
 _log = logging.getLogger(__name__)
 MOST_CONNECTIONS: Final = 4096
-"""One more ends the oldest handshake, or else the connection longest without a call."""
+"""One more ends the oldest handshake or the oldest without a call: of whichever there are more."""
 HEAD_SECONDS: Final = 10.0
 """For a request's head to arrive, and for a TLS handshake."""
 IDLE_SECONDS: Final = 60.0
@@ -214,7 +214,8 @@ class Listener:
 
     def _make_room(self) -> bool:
         """Ends one connection; returns whether there was one without a call."""
-        if self._tls is not None and self._beginning:
+        # Handshakes that many begin at once must not end each other while others idle.
+        if self._tls is not None and len(self._beginning) > len(self._bounds.idle):
             oldest = next(iter(self._beginning))
             del self._beginning[oldest]
             oldest.cancel()

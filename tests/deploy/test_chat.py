@@ -45,6 +45,9 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        if self.path == "/v1/sessions":  # OpenAI's servers have none
+            self.send_error(404)
+            return
         self.server.bodies.append(body)
         self.server.authorizations.append(self.headers["authorization"])
         message = body["messages"][-1]["content"]

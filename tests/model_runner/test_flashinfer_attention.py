@@ -261,16 +261,18 @@ def test_choices_on_a_cpu() -> None:
 
 
 @pytest.mark.parametrize(
-    ("geometry", "installed", "chosen", "said"),
+    ("geometry", "installed", "capability", "chosen", "said"),
     [
-        (GEOMETRY, True, "flashinfer", ""),
-        (GEOMETRY, False, "torch", "the package is not usable here"),
-        (replace(GEOMETRY, dtype=torch.float32), True, "torch", "dtype float32"),
+        (GEOMETRY, True, (8, 0), "flashinfer", ""),
+        (GEOMETRY, False, (9, 0), "torch", "the package is not usable here"),
+        (replace(GEOMETRY, dtype=torch.float32), True, (9, 0), "torch", "dtype float32"),
+        (GEOMETRY, True, (7, 5), "torch", "sm_80"),
     ],
 )
 def test_auto_on_a_gpu(
     geometry: KVGeometry,
     installed: bool,
+    capability: tuple[int, int],
     chosen: str,
     said: str,
     monkeypatch: pytest.MonkeyPatch,
@@ -285,6 +287,7 @@ def test_auto_on_a_gpu(
         return flashinfer_double.PACKAGE
 
     monkeypatch.setattr(importlib, "import_module", find)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
     with caplog.at_level(logging.WARNING, backend_module.__name__):
         assert backend_module._choose([geometry], HEADS, CUDA) == chosen
     assert said in caplog.text

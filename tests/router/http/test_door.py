@@ -191,6 +191,24 @@ async def test_handshakes_without_end_make_room_for_others(
         assert await until_closed(silent[4]) == b""
 
 
+async def test_handshakes_at_the_same_time_make_room_among_the_idle(
+    http_config: RouterConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(listener, "MOST_CONNECTIONS", 12)
+    authority = Authority(tmp_path / "a")
+    async with contextlib.AsyncExitStack() as stack:
+        cluster, _ = await stack.enter_async_context(counting(with_tls(http_config, authority)))
+        url = f"https://{cluster.router.http_address}"
+
+        async def newcomer() -> None:
+            client = httpx.AsyncClient(base_url=url, verify=trusting(authority))
+            await is_served(await stack.enter_async_context(client))
+
+        for _ in range(12):
+            await newcomer()
+        await asyncio.gather(*(newcomer() for _ in range(5)))
+
+
 async def test_a_body_that_nobody_reads_ends_its_connection(
     http_config: RouterConfig, tmp_path: Path
 ) -> None:
