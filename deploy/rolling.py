@@ -193,7 +193,8 @@ class Rolling:
         """Replace one worker after the other; the first that has no successor stops it."""
         try:
             waiting = deque(roll.left)
-            acts = [self._start_first] * roll.max_surge + [self._leave_first] * roll.max_unavailable
+            acts = [self._start_first] * min(roll.max_surge, len(waiting))
+            acts += [self._leave_first] * roll.max_unavailable
             async with asyncio.TaskGroup() as group:
                 for act in acts:
                     group.create_task(self._lane(waiting, act, roll.target, steps))

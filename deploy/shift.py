@@ -59,7 +59,8 @@ def shift(
     """Let all routers that follow a controller send new requests to the workers of another one.
 
     Requests that run end where they are. Both clusters must be of one version and have loaded the
-    same model; all else may differ. Routers need to reach the new controller, by the same
+    same model; all else may differ, but with another --batch-invariant a request that goes on at
+    the new cluster may get other tokens. Routers need to reach the new controller, by the same
     certificates and with the same token. The command ends when all routers have followed, and with
     --drain when the old workers have ended; `kvrelay down` then ends the old cluster.
     """

@@ -86,6 +86,11 @@ class Endpoints:
             for endpoint in (self.current, *self.retired):
                 endpoint.disconnect(peer)
 
+    def disconnect_current(self, peer: str) -> None:
+        """Let the agent that starts reads forget a peer. Raises NIXL's exceptions."""
+        with self._on_slow():
+            self.current.disconnect(peer)
+
     def connect(self, peer: PeerDescription) -> None:
         """Let the current agent know a peer. Raises NIXL's exceptions."""
         with self._on_slow():

@@ -139,7 +139,7 @@ class Peers:
                 continue
             try:
                 self._reads.release_failed(incarnation)
-                endpoint.disconnect(incarnation)
+                self._endpoints.disconnect_current(incarnation)
             except Exception:  # it may be dead by now, or hold on to a transfer
                 logger.exception("could not disconnect from %s", incarnation)
 

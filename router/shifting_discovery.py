@@ -112,10 +112,13 @@ class ShiftingDiscovery:
 
     async def _keep(self) -> None:
         while True:
-            self._follow_successors()
             changes = [asyncio.create_task(one.discovery.changed()) for one in self._followed]
             try:
                 await asyncio.sleep(0)  # they are registered now
+                before = [*self._followed]
+                self._follow_successors()
+                if self._followed != before:
+                    continue  # hears of changes of those, too
                 self._update()
                 while self._dropped:
                     await self._dropped[-1].stop.aclose()

@@ -115,7 +115,7 @@ async def _clock(seat: Seat) -> tuple[float, float]:
     best = (0.0, float("inf"))
     for _ in range(_CLOCK_ASKS):
         asked, begun = time.time(), time.monotonic()
-        theirs = await seat.actor.clock.remote()
+        theirs = await _asked(seat.actor.clock.remote())
         wrong = (time.monotonic() - begun) / 2
         if wrong < best[1]:
             best = (theirs - asked - wrong, wrong)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 
@@ -217,8 +217,9 @@ def raising(error: Exception) -> Callable[..., Any]:
     return method
 
 
-async def hang(*_: object) -> None:
+async def hang(*_: object) -> NoReturn:
     await asyncio.Event().wait()
+    raise AssertionError
 
 
 async def examined(**actors: ScriptedExaminer) -> tuple[dict[str, Node], dict[str, Pair]]:
@@ -244,17 +245,24 @@ async def test_what_fails_on_one_node_is_said_and_the_others_are_measured(
     async def old(model: str | None) -> dict[str, Any]:
         return asdict(replace(HERE, version="0.0.9"))
 
+    answers = iter([time.time()])
+
+    async def hang_later() -> float:
+        return next(answers, 0.0) or await hang()
+
     nodes, pairs = await examined(
         a=ScriptedExaminer("a"),
         b=ScriptedExaminer("b"),
         dead=ScriptedExaminer("dead", facts=raising(RayError("long\nits node died"))),
+        freezes=ScriptedExaminer("freezes", clock=hang_later),
         hangs=ScriptedExaminer("hangs", clock=hang),
         lacks=ScriptedExaminer("lacks", open=raising(RayError("no nixl"))),
         old=ScriptedExaminer("old", facts=old, open=hang),
         slow=ScriptedExaminer("slow", open=hang),
     )
     assert nodes["dead"].error == "no process of kvrelay runs there: its node died"
-    assert nodes["hangs"].error == "no process of kvrelay has answered there in 0.1 s"
+    for name in ("freezes", "hangs"):
+        assert nodes[name].error == "no process of kvrelay has answered there in 0.1 s"
     assert nodes["lacks"].nixl_error == "no nixl"
     assert nodes["slow"].nixl_error == "it was not ready in 0.1 s"
     assert (nodes["old"].error, nodes["old"].nixl_error) == ("", "")
@@ -262,6 +270,7 @@ async def test_what_fails_on_one_node_is_said_and_the_others_are_measured(
     fails = {(one.where, one.check) for one in found(*nodes.values()) if one.level is FAIL}
     assert fails == {
         ("dead", "process"),
+        ("freezes", "process"),
         ("hangs", "process"),
         ("lacks", "nixl"),
         ("old", "version"),

@@ -136,6 +136,13 @@ async def test_never_more_workers_nor_fewer_than_was_ordered(surge: int, unavail
     assert min(serving for _, serving in cluster.seen) == 9 - unavailable
 
 
+async def test_a_surge_of_any_size_starts_one_successor_for_each_worker():
+    cluster = ScriptedCluster(prefill=1, decode=2)
+    await roll(cluster, RollOrder(OPTIONS, max_surge=1 << 60))
+    assert_all_have(cluster, OPTIONS, prefill=1, decode=2)
+    assert max(there for there, _ in cluster.seen) == 6
+
+
 @pytest.mark.parametrize(("surge", "unavailable"), [(1, 0), (2, 0), (0, 1), (1, 1)])
 async def test_a_successor_that_does_not_start_stops_it_and_undo_goes_back(
     surge: int, unavailable: int

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,8 +13,9 @@ import pytest
 
 from kvrelay.engine.config import WorkerConfig
 from kvrelay.engine.worker.assembly import Assembly
-from kvrelay.kv_transfer.agent import TransferAgent
+from kvrelay.kv_transfer.agent import TransferAgent, _layout
 from kvrelay.kv_transfer.nixl_endpoint import NixlEndpoint
+from kvrelay.kv_transfer.peer_description import PeerDescription
 from kvrelay.kv_transfer.work_in_progress import WorkInProgress
 from kvrelay.wire.worker_info import WorkerRole
 from tests.kv_transfer.peer_process import WAIT_S, make_pool
@@ -48,15 +49,83 @@ def is_alive(agent: TransferAgent) -> bool:
     return alive.wait(WAIT_S / 4)
 
 
-@pytest.mark.parametrize("method", ["__init__", "destroy"])
-def test_a_worker_whose_new_agent_takes_long_is_not_taken_for_hung(
-    agent: TransferAgent, monkeypatch: pytest.MonkeyPatch, method: str
+@pytest.fixture
+def other() -> Iterator[PeerDescription]:
+    agent = TransferAgent("other", [make_pool()], print)
+    yield agent.describe()
+    agent.close()
+
+
+def replace_agent(agent: TransferAgent, other: PeerDescription) -> None:
+    agent._endpoints.replace()
+
+
+def connect(agent: TransferAgent, other: PeerDescription) -> None:
+    agent._endpoints.connect(other)
+
+
+def disconnect(agent: TransferAgent, other: PeerDescription) -> None:
+    agent._endpoints.disconnect(other.incarnation)
+
+
+def disconnect_idle(agent: TransferAgent, other: PeerDescription) -> None:
+    agent._peers._disconnect_idle()
+
+
+@pytest.mark.parametrize(
+    ("method", "call"),
+    [
+        ("__init__", replace_agent),
+        ("connect", connect),
+        ("disconnect", disconnect),
+        ("disconnect", disconnect_idle),
+    ],
+)
+def test_a_worker_that_is_in_a_slow_call_of_nixl_is_not_taken_for_hung(
+    agent: TransferAgent,
+    other: PeerDescription,
+    monkeypatch: pytest.MonkeyPatch,
+    method: str,
+    call: Callable[[TransferAgent, PeerDescription], None],
 ):
     """As where a peer's host has died, and the machine of this one is busy."""
     slow = Slow(monkeypatch, method)
+    prepare = (lambda: connect(agent, other)) if method == "disconnect" else None
+    assert_alive_in(agent, slow, lambda: call(agent, other), prepare)
+
+
+def test_a_worker_that_destroys_an_agent_is_not_taken_for_hung(
+    agent: TransferAgent, monkeypatch: pytest.MonkeyPatch
+):
+    """The pass in which it was replaced destroys it."""
+    slow = Slow(monkeypatch, "destroy")
+    assert_alive_in(agent, slow, lambda: None, agent._endpoints.replace)
+
+
+def test_a_worker_that_registers_memory_is_not_taken_for_hung(
+    agent: TransferAgent, monkeypatch: pytest.MonkeyPatch
+):
+    slow, pool = Slow(monkeypatch, "register"), make_pool()
+    assert_alive_in(agent, slow, lambda: agent._endpoints.register(_layout(pool)))
+    agent.close()  # before its memory is freed
+
+
+def assert_alive_in(
+    agent: TransferAgent,
+    slow: Slow,
+    call: Callable[[], object],
+    prepare: Callable[[], object] | None = None,
+) -> None:
+    """Prepare, ask whether the thread is alive and make a slow call, in one pass of the thread."""
     before = threading.Event()
-    agent.call_soon(lambda: agent.report_alive(before.set))
-    agent.call_soon(agent._endpoints.replace)
+
+    def ask_and_call() -> None:
+        if prepare is not None:
+            prepare()
+        agent.report_alive(before.set)
+        call()
+
+    agent.call_soon(ask_and_call)
     assert slow.entered.wait(WAIT_S)
     try:
         assert before.wait(WAIT_S / 4), "who had asked before the call began"

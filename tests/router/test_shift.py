@@ -13,6 +13,7 @@ import pytest
 from kvrelay.net.ends import bind, front_server
 from kvrelay.router.controller_service import ControllerService
 from kvrelay.router.discovery import StaticDiscovery
+from kvrelay.router.remote_discovery import RemoteDiscovery
 from kvrelay.router.scrape_targets import ScrapeTargets
 from kvrelay.router.shifting_discovery import ShiftingDiscovery
 from kvrelay.v1 import controller_pb2, controller_pb2_grpc
@@ -122,6 +123,28 @@ async def test_new_requests_go_to_the_successor_and_running_ones_stay(world: Wor
     world.a.discovery.replace([], pair("a"))
     await world.until(b=True)
     assert not world.router.awaited(), "who is lost there has no successor of its own"
+
+
+async def test_a_successor_that_is_named_while_the_router_looks_is_followed(
+    world: World, monkeypatch: pytest.MonkeyPatch
+):
+    router, followed = world.router, asyncio.Event()
+    first, make, look = router._followed[0].discovery, router._make, router._follow_successors
+
+    def note(address: str) -> RemoteDiscovery:
+        followed.set()
+        return make(address)
+
+    def look_before_it_is_named() -> None:
+        look()
+        monkeypatch.setattr(router, "_follow_successors", look)
+        asyncio.get_running_loop().call_soon(first._list.shift_to, world.b.address)
+
+    monkeypatch.setattr(router, "_make", note)
+    monkeypatch.setattr(router, "_follow_successors", look_before_it_is_named)
+    first._list.replace(pair("a"), pair("a"))  # the router looks
+    async with asyncio.timeout(SECONDS):
+        await followed.wait()
 
 
 async def test_the_controllers_word_takes_it_back(world: World):
