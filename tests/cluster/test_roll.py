@@ -32,6 +32,7 @@ async def pages(cluster: RunningCluster) -> int:
     return sum(pool.total for one in workers for pool in one.load.pools if pool.page_size)
 
 
+@pytest.mark.slow
 async def test_a_roll_under_load_gives_all_workers_other_options_and_loses_no_request(ray, tiny):
     async with running(
         tiny, prefill=1, decode=1, dtype="float32", kv_memory=8 << 20, drain_grace=0.01
