@@ -138,7 +138,7 @@ class Pulls:
         error = f"a read has not ended for {self._slowest:g} s"
         states = ", ".join(f"{pull.peer}: {pull.state.name}" for pull in request.reading)
         fields = request.key.fields
-        logger.warning("request %s: %s (%s)", fields["request_id"], error, states, extra=fields)
+        logger.warning("request %r: %s (%s)", fields["request_id"], error, states, extra=fields)
         self._requests.fail(request, FailureReason.READ_FAILED, error)
         return True
 

@@ -131,6 +131,7 @@ class OtlpExporter:
         except Exception:  # tracing must not end a worker, and must not be lost in silence
             _log.exception("no more spans are sent to %s", self._collector.target)
             self._closing.set()
+            self._drop_waiting()
 
     def _next_batch(self) -> list[Span]:
         """Waits for a span, and then for those that come with it; empty: the exporter closes."""
@@ -147,12 +148,25 @@ class OtlpExporter:
             batch.append(span)
         return batch
 
+    def _drop_waiting(self) -> None:
+        """Counts what waits as unsent; the next batch is the empty one."""
+        dropped = 0
+        while not self._waiting.empty():
+            dropped += self._waiting.get_nowait() is not None
+        self._count(Fate.UNSENT, dropped)
+        self._waiting.put(None)
+
     def _send(self, calls: Calls, batch: Sequence[Span]) -> None:
         """Sends a batch, again and again while the collector is away."""
         pause, away = _FIRST_PAUSE_SECONDS, False
         while True:
             last = self._closing.is_set()
-            answer = calls.export(batch, _LAST_CALL_SECONDS if last else _CALL_SECONDS)
+            try:
+                answer = calls.export(batch, _LAST_CALL_SECONDS if last else _CALL_SECONDS)
+            except (ValueError, TypeError):  # a field that its message does not take
+                _log.exception("spans cannot be sent")
+                self._count(Fate.REFUSED, len(batch))
+                return
             if isinstance(answer, int):
                 break
             if answer not in _RETRIED:
@@ -161,6 +175,7 @@ class OtlpExporter:
                 break
             if last:
                 self._count(Fate.UNSENT, len(batch))
+                self._drop_waiting()
                 return
             if not away:
                 away = True

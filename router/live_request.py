@@ -254,7 +254,7 @@ class LiveRequest:
 
     def _end_with(self, error: Exception) -> None:
         if not isinstance(error, RequestError):
-            _log.exception("request %s", self.request.request_id, extra=self.log_fields)
+            _log.exception("request %r", self.request.request_id, extra=self.log_fields)
             error = InternalFailure(f"router: {error}")
         self._stream.fail(error)
 

@@ -28,8 +28,7 @@ class RequestLog:
     def __init__(self, tokenizer: Tokenizer, *, with_prompts: bool) -> None:
         self._tokenizer = tokenizer
         self._with_prompts = with_prompts
-        if with_prompts:
-            _log.setLevel(logging.INFO)
+        _log.setLevel(logging.INFO if with_prompts else logging.NOTSET)
 
     def write(self, live: LiveRequest) -> None:
         """The request has its outcome."""
@@ -42,7 +41,7 @@ class RequestLog:
             assert outcome is not None, "it has not ended"
             ended = outcome.choices[0].finish_reason
         fields: dict[str, object] = {**live.log_fields, "outcome": str(ended)}
-        message = "request %s ended: %s, %d prompt tokens, %d output tokens"
+        message = "request %r ended: %s, %d prompt tokens, %d output tokens"
         said = [request.request_id, ended, len(request.input_ids), sum(map(len, outputs))]
         if self._with_prompts:
             fields["prompt"] = self._text(request.input_ids)

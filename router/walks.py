@@ -68,7 +68,7 @@ class Walks:
         self._tell()  # workers that have come since
         walks = self._walks()
         coming = [n for n in sorted(walks) if walks[n].phase is not RequestPhase.DECODING]
-        others = [n for n in sorted(walks, reverse=True) if n not in coming]
+        others = sorted(walks.keys() - set(coming), reverse=True)
         return [_as_json(n, walks[n]) for n in sorted([*coming, *others][:MOST_SHOWN])]
 
     def _tell(self) -> None:

@@ -27,7 +27,7 @@ class RequestPhase(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class RequestProgress:
-    """One attempt at a request; a request of several choices is the one of the first."""
+    """One attempt at a request; of several choices it is the first that has not ended."""
 
     attempt: int
     phase: RequestPhase

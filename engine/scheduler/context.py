@@ -123,7 +123,7 @@ class SchedulerContext(Generic[RequestT]):
             Whether it was added.
         """
         if request.key in self.requests:
-            logger.warning("request %s was submitted twice", request.key, extra=request.key.fields)
+            logger.warning("request %r was submitted twice", request.key, extra=request.key.fields)
             self.metrics.count_dropped(Dropped.SUBMIT)
             return False
         capacity = self.kv_cache.max_lease_tokens

@@ -45,12 +45,12 @@ class ProgressReports:
                 self._found[request.link].append(progress)
 
     def of(self, link: RouterLink) -> Progress | None:
-        """What a router is told in this pass."""
+        """What a router is told in this pass: of an attempt the first of its choices here."""
         found = self._found.get(link)
         if found is None:
             return None
-        found.sort(key=_turn)
-        return Progress(tuple(found[:MOST_REQUESTS]))
+        firsts = {one.attempt: one for one in reversed(found)}
+        return Progress(tuple(sorted(firsts.values(), key=_turn)[:MOST_REQUESTS]))
 
     def clear(self) -> None:
         """The pass is over."""

@@ -107,6 +107,7 @@ class CpuStepAttention:
     def attend(self, layer: int, rows: torch.Tensor) -> torch.Tensor:
         """Write and attend; shapes as in `StepAttention.attend`."""
         backend, heads = self._backend, self._backend.heads
+        assert rows.dtype is backend.pool.data.dtype, f"{rows.dtype} for {backend.pool.data.dtype}"
         pages = backend.pool.layer(layer)
         page_size = backend.pool.geometry.page_size
         place = (backend.pages, int(pages.storage_offset()), pages.stride(0), page_size)

@@ -56,7 +56,12 @@ def fetch(builder: Any, data: Any, index: Any) -> None:
 
 @intrinsic  # type: ignore[untyped-decorator]
 def address_of(_typing: Any, array: Any) -> Any:
-    """Where the elements of `array` begin, which must live as long as that is used."""
+    """Where the elements of `array` begin, which must live as long as that is used.
+
+    Its users count on from there: numba raises TypingError for an array that is not contiguous.
+    """
+    if array.layout != "C":
+        return None
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return builder.ptrtoint(data_of(context, builder, signature, args, 0), _INT64)

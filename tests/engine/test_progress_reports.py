@@ -22,6 +22,7 @@ class Watched:
 
     def __init__(self, worker: SimWorker) -> None:
         self.told: list[RequestProgress] = []
+        self.reports: list[tuple[RequestProgress, ...]] = []
         self._deliver = worker.link.deliver
         worker.link.deliver = self._keep  # type: ignore[method-assign]
         worker.inbox.post(Watch(worker.link, on=True))
@@ -29,6 +30,7 @@ class Watched:
     def _keep(self, message: EngineOutputs) -> None:
         if message.progress is not None:
             self.told += message.progress.requests
+            self.reports.append(message.progress.requests)
         self._deliver(message)
 
 
@@ -94,6 +96,15 @@ def test_nobody_watches_any_more() -> None:
     simulation.submit(list(range(40)), 6)
     simulation.run()
     assert prefill.told == decode.told == []
+
+
+def test_choices_are_one_entry() -> None:
+    simulation = one_pair(1, cached=False)
+    prefill, decode = watched(simulation)
+    simulation.submit_choices(2, list(range(40)), 6)
+    simulation.run()
+    assert RequestPhase.DECODING in phases(decode.told)
+    assert {len(report) for one in (prefill, decode) for report in one.reports} <= {0, 1}
 
 
 class Ours:

@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from numba.core.errors import TypingError
 
 from kvrelay.mem_cache.geometry import KVGeometry, PageOrder
 from kvrelay.mem_cache.pool import KVPool
@@ -210,6 +211,31 @@ def test_decode_in_pairs_agrees_with_torch(
     heads = QueryHeads(num_heads, head_dim, head_dim**-0.5, softcap)
     lengths = [(1, length) for length in (1, 15, 16, 17, 33, 64, 199, 700)]
     agrees_with_torch(geometry, heads, [*lengths, (5, 40)])
+
+
+@pytest.mark.skipif(not has_bfloat16_products(), reason="no AVX512-BF16")
+@pytest.mark.parametrize("order", ["every_second", "by_columns"])
+def test_decode_in_pairs_refuses_rows_that_are_not_contiguous(order: str) -> None:
+    geometry = KVGeometry(2, 1, 64, torch.bfloat16, 16)
+    batch = make_batch([(1, 20), (1, 9)], geometry, 9)
+    heads = QueryHeads(2, 64, 0.1)
+    pool, rows = make_pool(geometry, batch, 9), make_rows(batch, geometry, heads)
+    if order == "every_second":
+        rows = rows.repeat_interleave(2, 0)[::2]
+    else:
+        rows = rows.permute(2, 1, 0).contiguous().permute(2, 1, 0)
+    with pytest.raises(TypingError):
+        CpuAttention(pool, heads).plan(batch, batch.page_tables[0]).attend(1, rows)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_rows_of_another_dtype_are_refused(dtype: torch.dtype) -> None:
+    geometry = KVGeometry(2, 1, 64, dtype, 16)
+    batch = make_batch([(1, 20), (1, 9)], geometry, 9)
+    heads = QueryHeads(2, 64, 0.1)
+    pool, rows = make_pool(geometry, batch, 9), make_rows(batch, geometry, heads)
+    with pytest.raises(AssertionError, match="float32"):
+        CpuAttention(pool, heads).plan(batch, batch.page_tables[0]).attend(1, rows.float())
 
 
 @pytest.mark.skipif(not has_bfloat16_products(), reason="no AVX512-BF16")

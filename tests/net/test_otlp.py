@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import threading
 import time
 from collections import Counter
@@ -121,6 +122,35 @@ async def test_what_a_collector_refuses_is_counted(collector: Collector) -> None
         await collector.until(lambda _: one.fates.total() == 2)
         assert collector.calls == 2  # it is not tried again
     assert one.fates[Fate.REFUSED] == 2
+
+
+@pytest.mark.parametrize("value", [1 << 64, "\ud800", object()], ids=["int", "str", "object"])
+async def test_a_span_that_cannot_be_sent_does_not_end_the_export(
+    collector: Collector, value: object
+) -> None:
+    with exporting(collector.endpoint) as one:
+        one.exporter.put(span("bad", attributes={"field": value}))
+        async with asyncio.timeout(20):
+            while not one.fates[Fate.REFUSED]:
+                await asyncio.sleep(0.02)
+        one.exporter.put(span("good"))
+        await collector.until(lambda c: c.spans)
+    assert [received.name for received in collector.spans] == ["good"]
+    assert one.fates == {Fate.REFUSED: 1, Fate.EXPORTED: 1}
+
+
+def test_the_end_counts_what_a_silent_collector_was_to_get(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(otlp, "_CALL_SECONDS", 0.3)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        one = Exporting(f"http://127.0.0.1:{silent.getsockname()[1]}")
+        for _ in range(4 * otlp._MOST_IN_A_CALL):
+            one.exporter.put(span())
+        one.exporter.close()
+    assert one.exporter._thread is not None
+    assert not one.exporter._thread.is_alive()
+    assert one.fates == {Fate.UNSENT: 4 * otlp._MOST_IN_A_CALL}
 
 
 async def test_the_end_sends_what_waits(collector: Collector) -> None:

@@ -25,11 +25,13 @@ def level() -> Iterator[None]:
     logging.getLogger(NAME).setLevel(logging.NOTSET)
 
 
-async def ended(config: RouterConfig, caplog: pytest.LogCaptureFixture) -> list[Any]:
+async def ended(
+    config: RouterConfig, caplog: pytest.LogCaptureFixture, request_id: str = "r-1"
+) -> list[Any]:
     """The messages of one request."""
     async with running(config, "prefill-0", "decode-0") as cluster:
         cluster.count()
-        request = pb.GenerateRequest(request_id="r-1", text=PROMPT)
+        request = pb.GenerateRequest(request_id=request_id, text=PROMPT)
         request.sampling_params.max_tokens = 4
         streamed = await collect(cluster.stub.Generate(request))
         assert len(streamed.token_ids) == 4
@@ -42,7 +44,7 @@ async def test_a_request_is_a_line_without_its_text(
     caplog.set_level(logging.DEBUG)
     (record,) = await ended(config, caplog)
     assert (record.levelno, record.request_id, record.outcome) == (logging.INFO, "r-1", "length")
-    assert record.getMessage().startswith("request r-1 ended: length, ")
+    assert record.getMessage().startswith("request 'r-1' ended: length, ")
     assert not hasattr(record, "prompt")
     assert "marker" not in caplog.text
 
@@ -65,6 +67,24 @@ async def test_prompts_are_logged_where_that_is_asked_for(
     (output,) = record.output
     assert output
     assert PROMPT in record.getMessage()
+
+
+async def test_a_request_id_makes_no_line_of_its_own(
+    config: RouterConfig, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    (record,) = await ended(config, caplog, "r-1\nWARNING forged")
+    assert len(record.getMessage().splitlines()) == 1
+
+
+async def test_prompts_of_a_router_do_not_turn_on_anothers_lines(
+    config: RouterConfig, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.DEBUG):
+        logging.getLogger().setLevel(logging.WARNING)
+        assert await ended(replace(config, log_prompts=True), caplog)
+        caplog.clear()
+        assert not await ended(config, caplog)
 
 
 async def test_a_traced_request_names_its_trace(
