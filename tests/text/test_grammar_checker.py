@@ -111,6 +111,7 @@ def test_a_process_that_does_not_run_refuses_no_grammar(
     checker.check(StructuredOutput(regex="a"))
     assert checker.pid is not None
     os.kill(checker.pid, signal.SIGSTOP)
+    os.waitid(os.P_PID, checker.pid, os.WSTOPPED | os.WNOWAIT)  # it has, a moment later
     with monkeypatch.context() as patched:
         patched.setattr(grammar_checker, "_CHECK_SECONDS", 0.1)
         with pytest.raises(CheckerError, match="by the clock"):
