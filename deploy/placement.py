@@ -251,7 +251,8 @@ class Placement:
         give_up_at = time.monotonic() + self._plan.wait_seconds
         while True:
             left = give_up_at - time.monotonic()
-            if await asyncio.to_thread(group.wait, max(0.01, min(left, _SAY_SECONDS))):
+            # Ray waits for whole seconds: a part of one would be none, again and again.
+            if await asyncio.to_thread(group.wait, math.ceil(max(0.01, min(left, _SAY_SECONDS)))):
                 return
             why = await asyncio.to_thread(_what_lacks, nodes, needs)
             line = f"Ray has no room for {what}: {why}"

@@ -28,6 +28,8 @@ class ScriptedRay:
 
     def __init__(self, room: int) -> None:
         self.room = room
+        self.waits: list[float] = []
+        """Seconds of each wait for a group."""
         self.util = SimpleNamespace(
             placement_group=self._reserve, remove_placement_group=self._remove
         )
@@ -42,7 +44,12 @@ class ScriptedRay:
     def _reserve(self, bundles: list[Any], **_: Any) -> SimpleNamespace:
         reserved = len(bundles) if len(bundles) <= self.room else 0
         self.room -= reserved
-        return SimpleNamespace(bundles=reserved, wait=lambda seconds: reserved > 0)
+
+        def wait(seconds: float) -> bool:
+            self.waits.append(seconds)
+            return reserved > 0
+
+        return SimpleNamespace(bundles=reserved, wait=wait)
 
     def _remove(self, group: SimpleNamespace) -> None:
         self.room += group.bundles
@@ -76,6 +83,13 @@ async def test_an_added_workers_place_is_rays_again(ray: ScriptedRay):
         assert ray.room == 1
     placement.release()
     assert ray.room == 3
+
+
+async def test_ray_is_asked_to_wait_for_whole_seconds(ray: ScriptedRay):
+    with pytest.raises(ClusterError, match="no room"):
+        await Placement(PLAN).reserve([named(number) for number in range(4)], of_workers=4)
+    assert ray.waits
+    assert all(seconds >= 1 and seconds == int(seconds) for seconds in ray.waits)
 
 
 async def test_a_place_among_others_is_the_next_workers_of_the_role(ray: ScriptedRay):
