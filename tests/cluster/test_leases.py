@@ -75,10 +75,18 @@ async def test_workers_end_when_their_controller_renews_nothing(
 
 async def test_a_worker_refuses_an_earlier_controller(tmp_path: Path):
     async with Cluster(leased(tmp_path)) as cluster:
-        [decode] = [one for one in cluster.workers.values() if one.name == "decode-0"]
+        leases, workers = cluster._leases, list(cluster.workers.values())
+        assert leases is not None
+        [decode] = [one for one in workers if one.name == "decode-0"]
         actor = cluster._supervisors["decode-0"]._actor
-        await actor.call(WorkerHost.heartbeat, decode.incarnation, Renewal(7, 60, None))
-        await until(lambda: not is_running(decode))
+        try:
+            await actor.call(WorkerHost.heartbeat, decode.incarnation, Renewal(7, 60, None))
+            await until(lambda: not is_running(decode))
+            await until(lambda: leases.is_given_up)
+        finally:
+            # A controller that was superseded leaves its workers to the next; here is none.
+            cluster._placement.release()
+    assert not any(map(is_running, workers))
 
 
 class Unseen:
