@@ -17,6 +17,7 @@ import torch
 
 from kvrelay.mem_cache.geometry import KVGeometry
 from kvrelay.mem_cache.pool import KVPool
+from kvrelay.model_runner.attention.flashinfer_compiler import compiler_lacks, offer_own_ninja
 from kvrelay.model_runner.attention.new_tokens import NewTokens
 from kvrelay.model_runner.attention.paged_plan import PagedPlan, plan_pages
 from kvrelay.model_runner.batch import ForwardBatch, Int32Array
@@ -37,6 +38,7 @@ CUDA_CORE_GROUPS = (1, 2, 3)
 and 16, too, where tensor cores are faster; 5 and 7 they have not."""
 MAX_PAGE_STRIDE = 2**32
 """Elements between two pages of a layer: kernels count them in 32 bits."""
+_LEAST_CAPABILITY: Final = (8, 0)
 
 
 class Wrapper(Protocol):
@@ -66,14 +68,12 @@ def flashinfer_lacks(geometry: KVGeometry, heads: QueryHeads) -> str | None:
     return None
 
 
-_LEAST_CAPABILITY: Final = (8, 0)
-
-
 def import_flashinfer(device: torch.device) -> Any:
     """The package.
 
     Raises:
-        UnsupportedOptionError: it is not installed, or `device` is no GPU that it supports.
+        UnsupportedOptionError: it is not installed, it could not compile its kernels, or
+            `device` is no GPU that it supports.
     """
     if device.type != "cuda":
         raise UnsupportedOptionError(
@@ -81,13 +81,18 @@ def import_flashinfer(device: torch.device) -> Any:
         )
     if torch.cuda.get_device_capability(device) < _LEAST_CAPABILITY:
         raise UnsupportedOptionError("--attention flashinfer needs a GPU of sm_80 or later")
+    offer_own_ninja()
     try:
-        return importlib.import_module("flashinfer")
-    except ImportError as error:
+        package = importlib.import_module("flashinfer")
+    # RuntimeError: packages of compiled kernels that are of another version.
+    except (ImportError, OSError, RuntimeError) as error:
         raise UnsupportedOptionError(
             f"--attention flashinfer: the package is not usable here ({error}): "
             "pip install 'kvrelay[cuda]'"
         ) from error
+    if lack := compiler_lacks():
+        raise UnsupportedOptionError(f"--attention flashinfer cannot compile its kernels: {lack}")
+    return package
 
 
 class FlashInfer:

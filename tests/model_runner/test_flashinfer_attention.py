@@ -261,18 +261,21 @@ def test_choices_on_a_cpu() -> None:
 
 
 @pytest.mark.parametrize(
-    ("geometry", "installed", "capability", "chosen", "said"),
+    ("geometry", "fault", "capability", "lack", "chosen", "said"),
     [
-        (GEOMETRY, True, (8, 0), "flashinfer", ""),
-        (GEOMETRY, False, (9, 0), "torch", "the package is not usable here"),
-        (replace(GEOMETRY, dtype=torch.float32), True, (9, 0), "torch", "dtype float32"),
-        (GEOMETRY, True, (7, 5), "torch", "sm_80"),
+        (GEOMETRY, None, (8, 0), None, "flashinfer", ""),
+        (GEOMETRY, ModuleNotFoundError, (9, 0), None, "torch", "the package is not usable here"),
+        (GEOMETRY, RuntimeError, (9, 0), None, "torch", "the package is not usable here"),
+        (replace(GEOMETRY, dtype=torch.float32), None, (9, 0), None, "torch", "dtype float32"),
+        (GEOMETRY, None, (7, 5), None, "torch", "sm_80"),
+        (GEOMETRY, None, (9, 0), "no nvcc", "torch", "cannot compile its kernels: no nvcc"),
     ],
 )
 def test_auto_on_a_gpu(
     geometry: KVGeometry,
-    installed: bool,
+    fault: type[Exception] | None,
     capability: tuple[int, int],
+    lack: str | None,
     chosen: str,
     said: str,
     monkeypatch: pytest.MonkeyPatch,
@@ -282,11 +285,12 @@ def test_auto_on_a_gpu(
 
     def find(name: str) -> object:
         assert name == "flashinfer"
-        if not installed:
-            raise ModuleNotFoundError("No module named 'flashinfer'")
+        if fault is not None:
+            raise fault("flashinfer is not what it should be")
         return flashinfer_double.PACKAGE
 
     monkeypatch.setattr(importlib, "import_module", find)
+    monkeypatch.setattr(flashinfer_attention, "compiler_lacks", lambda: lack)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
     with caplog.at_level(logging.WARNING, backend_module.__name__):
         assert backend_module._choose([geometry], HEADS, CUDA) == chosen

@@ -1,0 +1,61 @@
+"""Whether FlashInfer's kernels can be had here: it compiles them when they are first used.
+
+The places are those where flashinfer.jit looks (0.7): `FLASHINFER_NVCC`, `CUDA_HOME`,
+`CUDA_PATH`, `PATH` and /usr/local/cuda for nvcc, `PATH` alone for ninja, `CXX` for what links.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from collections.abc import Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Final
+
+COMPILED_PACKAGE: Final = "flashinfer_jit_cache"
+"""Kernels for all usual models, compiled by FlashInfer's makers; not on PyPI."""
+_DEFAULT_HOME: Final = "/usr/local/cuda"
+
+
+def compiler_lacks(variables: Mapping[str, str] = os.environ) -> str | None:
+    """What is missing to compile kernels, in a few words.
+
+    None if nothing is, or if the kernels are installed compiled.
+    """
+    if find_spec(COMPILED_PACKAGE) is not None:
+        return None
+    path = variables.get("PATH", os.defpath)
+    found = {
+        "nvcc (a CUDA toolkit; CUDA_HOME says where)": shutil.which(_nvcc(variables, path)),
+        "ninja": shutil.which("ninja", path=f"{path}{os.pathsep}{_own_programs()}"),
+        "C++ compiler (CXX says which)": shutil.which(variables.get("CXX", "c++"), path=path),
+    }
+    missing = [name for name, program in found.items() if program is None]
+    return f"no {', no '.join(missing)}" if missing else None
+
+
+def offer_own_ninja() -> None:
+    """Let FlashInfer find the ninja that pip installed with it, by this process's `PATH`.
+
+    A Python that is started by its path, as workers are, does not have its folder there.
+    """
+    if shutil.which("ninja") is None and shutil.which("ninja", path=_own_programs()):
+        path = os.environ.get("PATH", os.defpath)
+        os.environ["PATH"] = f"{path}{os.pathsep}{_own_programs()}"
+
+
+def _nvcc(variables: Mapping[str, str], path: str) -> str:
+    """The nvcc that would be called, whether it is there or not."""
+    if nvcc := variables.get("FLASHINFER_NVCC"):
+        return shutil.which(nvcc, path=path) or nvcc
+    home = variables.get("CUDA_HOME") or variables.get("CUDA_PATH")
+    if not home and (nvcc := shutil.which("nvcc", path=path)):
+        return nvcc
+    return str(Path(home or _DEFAULT_HOME) / "bin" / "nvcc")
+
+
+def _own_programs() -> str:
+    """The folder of this Python's programs."""
+    return str(Path(sys.executable).parent)
