@@ -25,18 +25,18 @@ NEW_TOKENS = 64
 class Size(NamedTuple):
     """Of a run."""
 
-    prompts: int
-    """The shortest ones."""
+    lengths: tuple[int, ...]
+    """Of the prompts."""
     tokens: int
 
 
-SOME = Size(LENGTHS.index(300) + 1, 16)
-"""In `make test`: the longest takes two chunks."""
-ALL = Size(len(LENGTHS), NEW_TOKENS)
+SOME = Size((1, 2, 15, 16, 17, 64, 129, 300), 16)
+"""In `make test`: around a page's end, and the longest takes two chunks."""
+ALL = Size(LENGTHS, NEW_TOKENS)
 AT_ONCE = 8
 TEXT = Path(__file__).parents[2] / "LICENSE"
 SHAPES = [
-    (2, 2, 1, SOME),
+    (1, 1, 1, SOME),
     *(
         pytest.param(*shape, ALL, marks=pytest.mark.slow)
         for shape in [(2, 2, 1), (1, 1, 16), (1, 1, 1), (2, 2, 16)]
@@ -46,7 +46,7 @@ SHAPES = [
 
 @pytest.fixture(scope="session")
 def prompts(smollm2: Path) -> list[list[int]]:
-    """Real text of every length, each from another place."""
+    """Real text of every one of LENGTHS, each from another place."""
     ids = Tokenizer.from_file(str(smollm2 / "tokenizer.json")).encode(TEXT.read_text()).ids
     starts = [(index * 37) % (len(ids) - max(LENGTHS)) for index in range(len(LENGTHS))]
     return [ids[start : start + length] for start, length in zip(starts, LENGTHS, strict=True)]
@@ -110,7 +110,7 @@ def serving(smollm2: Path, prefill: int, decode: int, page_size: int, prefix_ind
 async def test_smollm2_eight_at_once(
     ray, smollm2, prompts, reference, prefill, decode, page_size, size
 ):
-    asked = prompts[: size.prompts]
+    asked = [prompts[LENGTHS.index(length)] for length in size.lengths]
     async with serving(smollm2, prefill, decode, page_size, "none") as cluster:
         outputs = await ask_at_once(cluster, asked, size.tokens)
         await cluster.assert_at_baseline()
@@ -131,7 +131,7 @@ async def test_smollm2_eight_at_once(
 )
 @pytest.mark.timeout(900)
 async def test_smollm2_alone(ray, smollm2, prompts, reference, prefill, decode, page_size, size):
-    asked = prompts[: size.prompts]
+    asked = [prompts[LENGTHS.index(length)] for length in size.lengths]
     async with serving(smollm2, prefill, decode, page_size, "radix") as cluster:
         outputs = [(await ask(cluster, prompt, size.tokens)).tokens for prompt in asked]
         await cluster.assert_at_baseline()
@@ -173,7 +173,7 @@ async def test_tiny_models_equal_transformers(
     tmp_path, architecture, prefill, decode, page_size, size
 ):
     path = make_checkpoint(tmp_path / architecture, architecture)
-    prompts = [[(7 * i + n) % VOCAB_SIZE for i in range(n)] for n in LENGTHS[: size.prompts]]
+    prompts = [[(7 * i + n) % VOCAB_SIZE for i in range(n)] for n in size.lengths]
     async with in_process(
         path,
         prefill=prefill,
