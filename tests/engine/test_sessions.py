@@ -14,6 +14,7 @@ import pytest
 from kvrelay.decode_worker.request import HandedOverRequest
 from kvrelay.engine.config import Speculation
 from kvrelay.engine.scheduler.commands import Cancel, ForgetSession
+from kvrelay.mem_cache.lease import Lease
 from kvrelay.wire.output import EndReason
 from tests.engine.conversations import Conversation, computed_tokens, talk
 from tests.engine.simulation import SimRequest, Simulation, SimWorker, count, reference
@@ -205,20 +206,35 @@ def test_scenario_13_to_15_a_rewound_turn_frees_the_tail_before_it_writes(
 
 @MODES
 def test_scenario_16_outputs_that_a_stop_cut_off_are_freed(kind: str) -> None:
-    """With drafts and overlap more is allocated and committed than is kept."""
-    simulation = cluster(kind, page_size=1, pages=200, speculation=Speculation.NGRAM)
+    """With drafts and overlap more is allocated and committed than is kept: the next turn cuts it.
+
+    What it then has is what both share, to the token, before anything is computed.
+    """
+    simulation = cluster(
+        kind, page_size=1, pages=200, speculation=Speculation.NGRAM, cached=False, seed=3
+    )
     session, at = Conversation(simulation, "s"), place(simulation, kind)
-    worker = simulation.decodes[0]
-    for _ in range(4):
-        talk(session, SECOND, 5, place=at)
-    turn = session.say([5], 3, place=at)
-    assert pools(worker).session + pools(worker).cached_protected >= len(session.tokens) - 1
-    worker.turn()
-    step_until(simulation, lambda: turns(worker, "resumed") == 4)
-    request = worker.context.requests[turn.key]
-    assert request.borrowed_len == len(session.tokens) - 1
-    assert request.held.kv_allocated_len <= len(turn.prompt) + 12, "the rest was freed"
+    worker, prompt = simulation.decodes[0], list(FIRST)
+    while (output := reference(prompt, 12)).index(output[-1]) != 11:
+        prompt[-1] += 1
+    first = session.say(prompt, 40, place=at, stop_token_ids=frozenset({output[-1]}))
     simulation.run()
+    session.take()
+    assert first.output == output
+    kept, shared = pools(worker).session, len(prompt) + 12 - 1
+    assert kept > shared, "the drafts behind the stop have pages"
+    leases, cut = worker.kv_cache.sessions, []
+    borrow = leases.borrow
+
+    def watched(lease: Lease, *args: Any, **options: Any) -> bool:
+        lent = borrow(lease, *args, **options)
+        cut.append((lease.kv_committed_len, lease.kv_allocated_len, pools(worker).held))
+        return lent
+
+    leases.borrow = watched  # type: ignore[method-assign]
+    turn = session.say([5], 3, place=at)
+    simulation.run()
+    assert cut == [(shared, shared, shared)]
     assert turn.output == reference(turn.prompt, 3)
     finish(simulation, session)
 
@@ -535,3 +551,19 @@ def test_choices_that_never_fit_end_no_session(lacks: str) -> None:
     for index, one in enumerate(choices):
         assert one.output == reference(one.prompt, 3, choice=index)
     finish(simulation, *sessions)
+
+
+def test_a_step_that_sessions_have_too_little_for_ends_none() -> None:
+    """Six requests need a page each, and the session has two: one of the six is retracted."""
+    simulation = cluster(
+        "aggregated", page_size=1, pages=80, rows=8, cached=False, growth_min=0.0, growth_max=0.0
+    )
+    session, worker = Conversation(simulation, "s"), simulation.decodes[0]
+    talk(session, FIRST[:2], 1)
+    requests = [simulation.submit(FIRST[index : index + 10], 30) for index in range(6)]
+    step_until(simulation, lambda: count(worker, "retractions") > 0)
+    assert ends(worker, "room") == 0
+    simulation.run()
+    for one in requests:
+        assert one.output == reference(one.prompt, 30)
+    finish(simulation, session)

@@ -92,10 +92,12 @@ class SimRouter:
         alone: bool = False,
         session: KeptSession | None = None,
         place: tuple[SimWorker, SimWorker] | None = None,
+        **stops: Any,
     ) -> SimRequest:
         return self.submit_choices(
-            1, prompt, max_tokens, priority, sampling, alone=alone, session=session, place=place
-        )[0]
+            1, prompt, max_tokens, priority, sampling, alone=alone, session=session, place=place,
+            **stops,
+        )[0]  # fmt: skip
 
     def submit_choices(
         self,
