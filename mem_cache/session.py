@@ -15,6 +15,7 @@ what was written goes to the prefix index, where the next turn may still find it
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -41,6 +42,8 @@ class _Session:
     prefix_len: int = 0
     """What its running turn began with."""
     closing: bool = False
+    owner: str = ""
+    """Whose it is: see `Sessions.evict_oldest`."""
 
     @property
     def lent(self) -> bool:
@@ -90,6 +93,7 @@ class Sessions:
         lease: Lease,
         fences: Iterable[Fence] = (),
         token_ids: TokenIds = NO_TOKENS,
+        owner: str = "",
     ) -> Outcome:
         """A turn has ended well: its lease is the session's. Makes the session if it is new.
 
@@ -98,6 +102,7 @@ class Sessions:
             lease: open; of the turn.
             fences: what may still read or write its pages.
             token_ids: those whose KV is written.
+            owner: whose it is.
 
         Returns:
             How the turn's memory was released: it was saved.
@@ -109,7 +114,7 @@ class Sessions:
         pending = tuple(fence for fence in (*before, *fences) if not fence.passed())
         release_kv_cache(self._kv_cache, lease, Outcome.SAVED, fences=pending)
         closing = session is not None and session.closing
-        self._sessions[session_id] = _Session(lease, pending, self._clock(), token_ids)
+        self._sessions[session_id] = _Session(lease, pending, self._clock(), token_ids, owner=owner)
         self._note_locks(lease, 1)
         if closing:
             self._release(session_id)
@@ -158,7 +163,8 @@ class Sessions:
             return False
         pending = [fence for fence in (*session.fences, *fences) if not fence.passed()]
         self._kv_cache.sessions.roll_back(session.lease, session.prefix_len, pending)
-        self.save(session_id, session.lease, pending, session.token_ids[: session.prefix_len])
+        kept = session.token_ids[: session.prefix_len]
+        self.save(session_id, session.lease, pending, kept, session.owner)
         return True
 
     def forget(self, session_id: str, fences: Iterable[Fence] = ()) -> None:
@@ -192,16 +198,22 @@ class Sessions:
     def evict_oldest(self, last: str = "") -> str | None:
         """End the session that has been idle for longest, to make room; never one that is lent.
 
-        Session `last` comes after all others.
+        First of owners above their share: they keep more idle tokens than an equal part of what
+        all keep. Session `last` comes after all others.
         """
-        idle = [
-            (name == last, one.idle_since, name)
-            for name, one in self._sessions.items()
-            if not one.lent
-        ]
+        idle = {name: one for name, one in self._sessions.items() if not one.lent}
         if not idle:
             return None
-        *_, name = min(idle)
+        kept: Counter[str] = Counter()
+        for one in idle.values():
+            kept[one.owner] += one.lease.kv_committed_len
+        share = kept.total() / len(kept)
+
+        def order(name: str) -> tuple[bool, bool, float, str]:
+            one = idle[name]
+            return (name == last, kept[one.owner] <= share, one.idle_since, name)
+
+        name = min(idle, key=order)
         self._release(name)
         return name
 

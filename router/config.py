@@ -211,6 +211,14 @@ class RouterOptions(ObservingOptions):
         Section.REQUESTS,
         at_least=1,
     )
+    max_session_share: float = option(
+        0.5,
+        "One token's sessions take at most this part of --max-sessions, and their histories of "
+        "--max-session-tokens. Without tokens it bounds nobody.",
+        Section.REQUESTS,
+        at_least=0,
+        at_most=1,
+    )
     seed_key_file: Path | None = option(
         None,
         "A file with a secret of 16 bytes or more, the same for all routers of a cluster. By it "

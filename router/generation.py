@@ -114,7 +114,7 @@ class Submission:
     @property
     def _kept_session(self) -> KeptSession | None:
         turn = self.request.turn
-        return None if turn is None else KeptSession(turn.name, turn.most_kept_tokens)
+        return None if turn is None else KeptSession(turn.name, turn.most_kept_tokens, turn.owner)
 
     def to_worker(
         self, role: WorkerRole, prefill: WorkerInfo | None, cached_tokens: int = 0

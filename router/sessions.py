@@ -17,10 +17,10 @@ import itertools
 import time
 import uuid
 from array import array
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, NoReturn
 
 from kvrelay.router.callers import Caller
 from kvrelay.router.config import RouterConfig
@@ -107,6 +107,11 @@ class Turn:
         return self._session.name
 
     @property
+    def owner(self) -> str:
+        """The name of the caller whose it is."""
+        return self._session.owner
+
+    @property
     def cache_salt(self) -> str:
         """Of all turns of its session."""
         return self._session.cache_salt
@@ -175,6 +180,8 @@ class Sessions:
         self._by_name: dict[str, Session] = {}
         self._numbers = itertools.count()
         self._num_tokens = 0
+        self._num_by_owner: Counter[str] = Counter()  # sessions, for each that has some
+        self._tokens_by_owner: Counter[str] = Counter()
 
     def __len__(self) -> int:
         return len(self._sessions)
@@ -187,14 +194,15 @@ class Sessions:
         Raises:
             InvalidField: names the field that cannot be served as it is.
             SessionExists: the caller has one of this id.
-            SessionsFull: there are as many sessions, or tokens of them, as the router takes.
+            SessionsFull: there are as many sessions, or tokens of them, as the router takes, or
+                takes of one caller.
         """
         session_id = message.session_id or uuid.uuid4().hex
         self._check_open(message, vocab_size)
         if (caller.name, session_id) in self._sessions:
             raise SessionExists(session_id)
-        self._check_number()
-        self._check_tokens(max(len(message.history.ids), 1))
+        self._check_number(caller.name)
+        self._check_tokens(caller.name, max(len(message.history.ids), 1))
         longest = self._config.session_timeout
         asked = message.idle_timeout_seconds if message.HasField("idle_timeout_seconds") else None
         has_cap = message.HasField("max_kept_tokens")
@@ -209,6 +217,7 @@ class Sessions:
             idle_since=self._clock(),
         )
         self._sessions[caller.name, session_id] = self._by_name[session.name] = session
+        self._num_by_owner[caller.name] += 1
         self._count(session, len(session.tokens))
         return session
 
@@ -299,7 +308,7 @@ class Sessions:
         """
         more = num_tokens - session.counted_tokens
         if more > 0 and not session.closed:
-            self._check_tokens(more)
+            self._check_tokens(session.owner, more)
             self._count(session, num_tokens)
 
     def end_turn(
@@ -368,19 +377,33 @@ class Sessions:
         if max(message.history.ids, default=0) >= vocab_size:
             raise InvalidField("history", f"has a token id that is not below {vocab_size}")
 
-    def _check_number(self) -> None:
-        most = self._config.max_sessions
-        if len(self._sessions) >= most:
-            held = f"{len(self._sessions)} sessions are open"
-            raise SessionsFull(f"{held} (--max-sessions)", self._config.retry_after_ms)
+    def _check_number(self, owner: str) -> None:
+        most, number, mine = self._config.max_sessions, len(self), self._num_by_owner[owner]
+        if number >= most:
+            self._refuse(f"{number} sessions are open (--max-sessions)")
+        if mine >= self._share_of(owner, most):
+            self._refuse(f"{mine} sessions of this token are open (--max-session-share)")
 
-    def _check_tokens(self, more: int) -> None:
-        if self._num_tokens + more > self._config.max_session_tokens:
+    def _check_tokens(self, owner: str, more: int) -> None:
+        most, mine = self._config.max_session_tokens, self._tokens_by_owner[owner]
+        if self._num_tokens + more > most:
             held = f"the histories of all sessions have {self._num_tokens} tokens"
-            raise SessionsFull(f"{held} (--max-session-tokens)", self._config.retry_after_ms)
+            self._refuse(f"{held} (--max-session-tokens)")
+        if mine + more > self._share_of(owner, most):
+            held = f"the histories of this token's sessions have {mine} tokens"
+            self._refuse(f"{held} (--max-session-share)")
+
+    def _share_of(self, owner: str, most: int) -> int:
+        """What one caller may have of `most`: all of it, if the router asks for no tokens."""
+        return max(int(most * self._config.max_session_share), min(most, 1)) if owner else most
+
+    def _refuse(self, held: str) -> NoReturn:
+        raise SessionsFull(held, self._config.retry_after_ms)
 
     def _count(self, session: Session, num_tokens: int) -> None:
-        self._num_tokens += num_tokens - session.counted_tokens
+        more = num_tokens - session.counted_tokens
+        self._num_tokens += more
+        self._tokens_by_owner[session.owner] += more
         session.counted_tokens = num_tokens
 
     def _history(
@@ -424,6 +447,9 @@ class Sessions:
         del self._sessions[session.owner, session.session_id]
         del self._by_name[session.name]
         self._count(session, 0)
+        self._num_by_owner[session.owner] -= 1
+        if not self._num_by_owner[session.owner]:
+            del self._num_by_owner[session.owner], self._tokens_by_owner[session.owner]
         session.closed = True
         self._metrics.count(SESSION_ENDS, reason=why)
         self._forget_on(session.worker, session)

@@ -179,6 +179,8 @@ class KeptSession:
     """The router's name of it, unique on the router."""
     most_kept_tokens: int
     """KV of a longer history is not kept."""
+    owner: str = ""
+    """The name of the token that has it: those that keep more than others lose theirs first."""
 
 
 @dataclass(frozen=True, slots=True)

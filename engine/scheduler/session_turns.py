@@ -88,7 +88,7 @@ class SessionTurns:
         """A lease for a request's whole input; `None` if memory is short.
 
         That of its session, if there is one that can be used, else a new one. Sessions that are
-        idle end for it, the oldest first and its own last, if that can help at all.
+        idle end for it, as `Sessions.evict_oldest` says and its own last, if that can help at all.
 
         Args:
             request: has no lease.
@@ -237,7 +237,7 @@ class SessionTurns:
         lease = request.held
         # Accepted drafts of its last step are written, and were not committed.
         self._kv_cache.commit(lease, max(len(token_ids), lease.kv_committed_len))
-        saved = self._sessions.save(session_id, lease, fences, token_ids)
+        saved = self._sessions.save(session_id, lease, fences, token_ids, session.owner)
         if session_id not in self._sessions:  # it was to end with this turn
             self._drop(session_id, SessionEnd.FORGOTTEN)
         elif len(token_ids) > session.most_kept_tokens:

@@ -110,6 +110,7 @@ EVERYTHING: dict[str, Any] = {
     "session_timeout": 60.5,
     "max_sessions": 19,
     "max_session_tokens": 20,
+    "max_session_share": 0.25,
     "max_unread_bytes": 17,
     "read_timeout": 8.5,
     "prefix_wait": 9.5,

@@ -21,6 +21,7 @@ class Conversation:
     simulation: Simulation
     name: str
     most_kept_tokens: int = UNBOUNDED
+    owner: str = ""
     tokens: list[int] = field(default_factory=list)
     turn: SimRequest | None = None
     worker: SimWorker | None = None
@@ -38,7 +39,7 @@ class Conversation:
         self.take()
         assert self.turn is None, "a turn runs"
         prompt = [*self.tokens[:rewind_to], *new]
-        session = KeptSession(self.name, self.most_kept_tokens)
+        session = KeptSession(self.name, self.most_kept_tokens, self.owner)
         self.turn = self.simulation.submit(
             prompt, max_tokens, session=session, place=place, **options
         )

@@ -377,6 +377,24 @@ def test_the_session_that_was_idle_for_longest_makes_room_and_stays_findable(kin
     finish(simulation, *sessions)
 
 
+@pytest.mark.parametrize("greedy", [True, False])
+def test_who_keeps_more_than_his_share_makes_room_first(greedy: bool) -> None:
+    """The newest sessions of one who keeps most go before the older ones of another."""
+    simulation = cluster("aggregated", pages=60, rows=8, cached=False, growth_min=0.0)
+    worker = simulation.decodes[0]
+    small = Conversation(simulation, "small", owner="alice")
+    big = [Conversation(simulation, str(n), owner="bob" if greedy else "alice") for n in range(3)]
+    for session, length in zip([small, *big], (12, 60, 60, 60), strict=True):
+        talk(session, random.Random(length).choices(range(97), k=length), 4)
+    request = simulation.submit(random.Random(9).choices(range(97), k=80), 4)
+    simulation.run()
+    assert request.output == reference(request.prompt, 4)
+    assert ends(worker, "room") >= 1
+    talk(small, SECOND, 4)
+    assert turns(worker, "resumed") == greedy
+    finish(simulation, small, *big)
+
+
 def test_sessions_that_are_too_long_are_not_kept_and_what_is_told_of_them() -> None:
     simulation = cluster("aggregated")
     told: list[str] = []

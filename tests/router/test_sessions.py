@@ -42,11 +42,10 @@ async def opened(cluster: Cluster, **fields: Any) -> str:
 
 def turn(cluster: Cluster, *ids: int, max_tokens: int = 2, n: int = 1, **fields: Any) -> Any:
     fields = {"session_id": "chat", **fields}
+    metadata = fields.pop("metadata", None)
     params = pb.SamplingParams(max_tokens=max_tokens, n=n)
-    prompt = pb.TokenIds(ids=ids)
-    return cluster.stub.Generate(
-        pb.GenerateRequest(input_ids=prompt, sampling_params=params, **fields)
-    )
+    request = pb.GenerateRequest(input_ids=pb.TokenIds(ids=ids), sampling_params=params, **fields)
+    return cluster.stub.Generate(request, metadata=metadata)
 
 
 async def said(cluster: Cluster, *ids: int, **fields: Any) -> Streamed:
@@ -276,9 +275,13 @@ async def test_a_session_goes_on_with_the_history_that_its_client_brings(pairs: 
     )
 
 
-async def status_of_open(cluster: Cluster, name: str, **fields: Any) -> grpc.aio.AioRpcError:
+async def status_of_open(
+    cluster: Cluster, name: str, metadata: Any = None, **fields: Any
+) -> grpc.aio.AioRpcError:
     with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await cluster.stub.OpenSession(pb.OpenSessionRequest(session_id=name, **fields))
+        await cluster.stub.OpenSession(
+            pb.OpenSessionRequest(session_id=name, **fields), metadata=metadata
+        )
     return caught.value
 
 
@@ -455,6 +458,29 @@ async def test_sessions_belong_to_their_token(config: RouterConfig, tmp_path: Pa
         await stub.OpenSession(open_it, metadata=bob)
         await stub.CloseSession(close, metadata=bob)
         assert len((await stub.GetSessions(pb.GetSessionsRequest(), metadata=alice)).sessions) == 1
+
+
+async def test_one_token_takes_no_more_than_its_share(config: RouterConfig, tmp_path: Path) -> None:
+    tokens = tmp_path / "tokens"
+    tokens.write_text("alice-token-123456\nbobby-token-123456\n")
+    small = replace(config, auth_token_file=tokens, max_sessions=5, max_session_tokens=40)
+    async with running(small, "prefill-0", "decode-0") as cluster:
+        cluster.count()
+        alice, bob = (bearer(f"{name}-token-123456") for name in ("alice", "bobby"))
+        stub, history = cluster.stub, pb.TokenIds(ids=range(19))
+        for name in ("chat", "other"):
+            await stub.OpenSession(pb.OpenSessionRequest(session_id=name), metadata=alice)
+        many = await status_of_open(cluster, "third", metadata=alice)
+        assert many.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert "2 sessions of this token" in str(many.details())
+        await collect(turn(cluster, *range(15), metadata=alice))
+        long = await status_of(turn(cluster, *range(4), session_id="other", metadata=alice))
+        assert long.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert "17 tokens (--max-session-share)" in str(long.details())
+        request = pb.OpenSessionRequest(session_id="chat", history=history)
+        await stub.OpenSession(request, metadata=bob)
+        await stub.CloseSession(pb.CloseSessionRequest(session_id="chat"), metadata=alice)
+        await collect(turn(cluster, *range(15), session_id="other", metadata=alice))
 
 
 def test_10_000_sessions_that_are_left_expire_and_leave_nothing(config: RouterConfig) -> None:

@@ -97,12 +97,14 @@ class SubmitRequest(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., input_ids: _Optional[_Iterable[int]] = ..., sampling_params: _Optional[_Union[_inference_pb2.SamplingParams, _Mapping]] = ..., priority: _Optional[int] = ..., prefill: _Optional[_Union[PeerWorker, _Mapping]] = ..., num_prompt_tokens: _Optional[int] = ..., first_choice: _Optional[int] = ..., age_seconds: _Optional[float] = ..., namespace: _Optional[str] = ..., alone: bool = ..., cached_tokens: _Optional[int] = ..., session: _Optional[_Union[KeptSession, _Mapping]] = ..., traceparent: _Optional[str] = ...) -> None: ...
 
 class KeptSession(_message.Message):
-    __slots__ = ("session", "most_kept_tokens")
+    __slots__ = ("session", "most_kept_tokens", "owner")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     MOST_KEPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    OWNER_FIELD_NUMBER: _ClassVar[int]
     session: str
     most_kept_tokens: int
-    def __init__(self, session: _Optional[str] = ..., most_kept_tokens: _Optional[int] = ...) -> None: ...
+    owner: str
+    def __init__(self, session: _Optional[str] = ..., most_kept_tokens: _Optional[int] = ..., owner: _Optional[str] = ...) -> None: ...
 
 class ForgetSessionRequest(_message.Message):
     __slots__ = ("session",)
