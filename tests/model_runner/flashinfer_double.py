@@ -3,7 +3,7 @@
 Each method has the parameters of flashinfer-python 0.7 that are used, under their names there,
 and refuses what its kernels would read wrongly or not at all: arrays of another type than int32
 or on another device than the host, shapes, dtypes and strides. The results are those of plain
-attention over the same arrays. On fake tensors only the checks run.
+attention over the same arrays. On fake tensors only the checks run; planned arrays must be real.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
 HOST = torch.device("cpu")
 CUDA_CORE_GROUPS = (1, 2, 3, 4, 6, 8, 16)
@@ -32,7 +32,7 @@ class Pages:
 
 
 def check_array(array: torch.Tensor, length: int) -> None:
-    assert array.dtype is torch.int32
+    assert array.dtype is torch.int32, "kernels read int32"
     assert array.device == HOST, "plan() would wait for a copy to the host"
     assert array.shape == (length,)
     assert array.is_contiguous()
@@ -111,6 +111,7 @@ class Grouped:
         self._query_indptr, self._pages, self._options = query_indptr, pages, options
         self.plans += 1
 
+    @unset_fake_temporarily()
     def run(
         self, q: torch.Tensor, paged_kv_cache: tuple[torch.Tensor, torch.Tensor]
     ) -> torch.Tensor:
@@ -121,8 +122,8 @@ class Grouped:
         assert keys.shape[1:] == values.shape[1:] == page
         assert keys.stride() == values.stride()
         assert keys.stride(0) < 2**32
-        assert q.stride(-1) == keys.stride(-1) == 1
-        assert q.dtype is keys.dtype is values.dtype is options["q_data_type"]
+        assert q.stride(-1) == keys.stride(-1) == 1, "the stride of the last dimension"
+        assert q.dtype is keys.dtype is values.dtype is options["q_data_type"], "another dtype"
         assert q.device == keys.device == values.device == self._device
         assert bool((self._pages.indices >= 0).all())
         assert bool((self._pages.indices < len(keys)).all())
@@ -149,6 +150,7 @@ class Grouped:
 
 
 class Prefill(Grouped):
+    @unset_fake_temporarily()
     def plan(
         self,
         qo_indptr: torch.Tensor,
@@ -174,6 +176,7 @@ class Prefill(Grouped):
 
 
 class Decode(Grouped):
+    @unset_fake_temporarily()
     def plan(
         self,
         indptr: torch.Tensor,
@@ -220,6 +223,7 @@ class Latent:
         self._device = float_workspace_buffer.device
         self.plans = 0
 
+    @unset_fake_temporarily()
     def plan(
         self,
         *,
@@ -246,6 +250,7 @@ class Latent:
         self._options = {key: value for key, value in locals().items() if key != "self"}
         self.plans += 1
 
+    @unset_fake_temporarily()
     def run(self, *, query: torch.Tensor, kv_cache: torch.Tensor) -> torch.Tensor:
         options, indptr = self._options, self._options["metadata"].qo_indptr
         dim, value_dim = sum(query.shape[-1:]), options["head_dim_ckv"]
@@ -253,8 +258,8 @@ class Latent:
         assert query.shape == (int(indptr[-1]), options["num_heads"], dim)
         assert kv_cache.shape[1:] == (options["page_size"], dim)
         assert kv_cache.stride(0) < 2**32
-        assert query.stride(-1) == kv_cache.stride(-1) == 1
-        assert query.dtype is kv_cache.dtype is options["q_data_type"]
+        assert query.stride(-1) == kv_cache.stride(-1) == 1, "the stride of the last dimension"
+        assert query.dtype is kv_cache.dtype is options["q_data_type"], "another dtype"
         assert query.device == kv_cache.device == self._device
         assert bool((self._pages.indices >= 0).all())
         assert bool((self._pages.indices < len(kv_cache)).all())

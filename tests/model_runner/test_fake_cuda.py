@@ -1,0 +1,122 @@
+"""Every model on "cuda:0" without one: a tensor on another device, or of another dtype, fails."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+
+from kvrelay.model_runner.attention.choice import AttentionChoice
+from kvrelay.model_runner.attention.flashinfer_attention import (
+    FlashInfer,
+    FlashInferStepAttention,
+)
+from kvrelay.model_runner.layers.decoder import Decoder
+from kvrelay.model_runner.layers.rotary_embedding import RotaryEmbedding
+from kvrelay.model_runner.layers.self_attention import Rotation
+from kvrelay.model_runner.runner import ModelRunner
+from tests.model_runner.fake_cuda import DEVICE, fake_cuda, load_guard
+from tests.model_runner.sequences import Sequences
+from tests.model_runner.test_decoder import EXPERTS, NAMES
+from tests.model_runner.test_flashinfer_attention import use_double
+from tests.model_runner.tiny_models import VOCAB_SIZE, Models
+
+
+@pytest.fixture(scope="module", autouse=True)
+def guard(tmp_path_factory: pytest.TempPathFactory) -> None:
+    load_guard(tmp_path_factory.mktemp("guard"))
+
+
+def run_on_device(folder: Path, attention: str, tokens: list[int]) -> None:
+    """Prompts, chunks beside them, drafts that are verified, and tokens one by one."""
+    runner = ModelRunner(folder, "bfloat16", "cuda:0", attention=AttentionChoice(attention))
+    running = Sequences(runner, 3, 60)
+    runner.warm_up()
+    for new in (
+        {0: tokens[:20], 1: tokens[:3]},
+        {0: tokens[20:40], 1: tokens[3:8], 2: tokens[:1]},
+        {0: tokens[40:41], 2: tokens[1:2]},
+    ):
+        logits = running.forward(new)
+        assert isinstance(logits, FakeTensor)
+        assert logits.device == DEVICE
+        assert logits.dtype is torch.float32
+        assert logits.shape == (sum(map(len, new.values())), VOCAB_SIZE)
+
+
+@pytest.mark.parametrize(
+    ("name", "attention"),
+    [
+        *((name, "flashinfer") for name in (*NAMES, *EXPERTS)),
+        *((name, "torch") for name in ("llama", "mistral-window", "gemma2", "deepseek-v2")),
+    ],
+)
+def test_every_model_runs_on_a_device(
+    name: str, attention: str, models: Models, tokens: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = models.folder(name)
+    use_double(monkeypatch)
+    with fake_cuda(monkeypatch):
+        run_on_device(folder, attention, tokens)
+
+
+ATTEND = FlashInferStepAttention.attend
+
+
+def _host_tensor(_: object, array: np.ndarray[Any, Any]) -> torch.Tensor:
+    return torch.from_numpy(array)
+
+
+def _device_tensor(_: object, array: np.ndarray[Any, Any]) -> torch.Tensor:
+    return torch.from_numpy(array).to(DEVICE)
+
+
+def _wide_tensor(_: object, array: np.ndarray[Any, Any]) -> torch.Tensor:
+    with unset_fake_temporarily():
+        return torch.from_numpy(array.astype(np.int64))
+
+
+def _host_rotation(_: RotaryEmbedding, positions: torch.Tensor) -> Rotation:
+    return torch.ones(len(positions), 8), torch.ones(len(positions), 8)
+
+
+def _cut_attend(self: FlashInferStepAttention, layer: int, rows: torch.Tensor) -> torch.Tensor:
+    """Heads in the order of columns: kernels would read other numbers."""
+    return ATTEND(self, layer, rows.transpose(1, 2).contiguous().transpose(1, 2))
+
+
+def _wide_attend(self: FlashInferStepAttention, layer: int, rows: torch.Tensor) -> torch.Tensor:
+    return ATTEND(self, layer, rows.float())
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "fault", "message"),
+    [
+        (Decoder, "_to_device", _host_tensor, "on the same device"),
+        (RotaryEmbedding, "__call__", _host_rotation, "on the same device"),
+        (FlashInfer, "to_host", _device_tensor, "wait for a copy to the host"),
+        (FlashInfer, "to_host", _wide_tensor, "int32"),
+        (FlashInferStepAttention, "attend", _cut_attend, "stride"),
+        (FlashInferStepAttention, "attend", _wide_attend, "dtype"),
+    ],
+    ids=["ids", "rotation", "plan_on_device", "plan_in_int64", "strides", "dtype"],
+)
+def test_planted_faults_are_found(
+    owner: type,
+    name: str,
+    fault: object,
+    message: str,
+    models: Models,
+    tokens: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    folder = models.folder("llama")
+    use_double(monkeypatch)
+    with fake_cuda(monkeypatch):
+        monkeypatch.setattr(owner, name, fault)
+        with pytest.raises((AssertionError, RuntimeError), match=message):
+            run_on_device(folder, "flashinfer", tokens)
