@@ -69,4 +69,5 @@ def _page_range(batch: ForwardBatch, geometry: KVGeometry) -> tuple[Int32Array, 
         return np.zeros_like(ends), ends
     first_new = batch.seq_lens - np.diff(batch.query_start)
     oldest = np.maximum(first_new + 1 - geometry.window, 0)
-    return np.minimum(oldest // geometry.page_size, ends), ends
+    # Without new tokens a sequence may have no token that the next one would see.
+    return np.where(oldest < batch.seq_lens, oldest // geometry.page_size, ends), ends

@@ -20,7 +20,6 @@ import pytest
 import torch
 from safetensors import safe_open
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from kvrelay.model_runner import runner as runner_module
 from kvrelay.model_runner.attention.flashinfer_attention import FlashInfer
@@ -45,7 +44,7 @@ def load_guard(folder: Path) -> None:
     torch_folder = Path(torch.__file__).parent
     source, library = folder / "guard.cpp", folder / "guard.so"
     source.write_text(_GUARD)
-    command = [compiler, "-std=c++20", "-fPIC", "-shared", source, "-o", library]
+    command: list[str | Path] = [compiler, "-std=c++20", "-fPIC", "-shared", source, "-o", library]
     command += [f"-I{torch_folder / 'include'}", f"-L{torch_folder / 'lib'}", "-lc10"]
     subprocess.run(command, check=True)
     torch.ops.load_library(library)
@@ -64,11 +63,15 @@ def fake_cuda(patch: pytest.MonkeyPatch) -> Iterator[None]:
     patch.setattr(FlashInfer, "to_host", _to_host)
     # Fake tensors know no inference mode, and ask torch itself whether it is on.
     patch.setattr(runner_module, "torch", _torch_but(inference_mode=torch.no_grad))
-    # Which experts the tokens chose is not known: some.
-    patch.setattr(feed_forward, "torch", _torch_but(unique=lambda _: np.arange(3)))
-    shapes = ShapeEnv(allow_scalar_outputs=True, allow_dynamic_output_shape_ops=True)
-    with FakeTensorMode(allow_non_fake_inputs=True, shape_env=shapes):
+    # Which experts the tokens chose, and how many tokens one, is not known: the first, and 3.
+    chosen = _torch_but(unique=lambda _: np.arange(1), where=_some_rows)
+    patch.setattr(feed_forward, "torch", chosen)
+    with FakeTensorMode(allow_non_fake_inputs=True):
         yield
+
+
+def _some_rows(condition: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return tuple(torch.ones(3, dtype=torch.int64, device=condition.device) for _ in condition.shape)
 
 
 def _torch_but(**others: object) -> SimpleNamespace:
@@ -98,4 +101,5 @@ class _RealFile:
 
     def get_tensor(self, name: str) -> torch.Tensor:
         with unset_fake_temporarily():
-            return self._file.get_tensor(name).clone()
+            tensor: torch.Tensor = self._file.get_tensor(name)
+            return tensor.clone()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,11 +37,12 @@ def run_on_device(folder: Path, attention: str, tokens: list[int]) -> None:
     runner = ModelRunner(folder, "bfloat16", "cuda:0", attention=AttentionChoice(attention))
     running = Sequences(runner, 3, 60)
     runner.warm_up()
-    for new in (
+    steps: list[dict[int, Sequence[int]]] = [
         {0: tokens[:20], 1: tokens[:3]},
         {0: tokens[20:40], 1: tokens[3:8], 2: tokens[:1]},
         {0: tokens[40:41], 2: tokens[1:2]},
-    ):
+    ]
+    for new in steps:
         logits = running.forward(new)
         assert isinstance(logits, FakeTensor)
         assert logits.device == DEVICE

@@ -12,7 +12,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from kvrelay.mem_cache.geometry import KVGeometry, PageOrder
@@ -84,6 +84,7 @@ def batch_of(lengths: Sequence[tuple[int, int]], geometry: KVGeometry) -> Forwar
     page_size=st.integers(1, 17),
     window=st.none() | st.integers(1, 45),
 )
+@example(lengths=[(0, 1)], page_size=2, window=1)
 def test_plan_has_the_visible_pages_and_nothing_else(
     lengths: list[tuple[int, int]], page_size: int, window: int | None
 ) -> None:
