@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -51,12 +52,12 @@ def all_of_it() -> Values:
 FILES = {"laptop": laptop, "gpu-rdma": gpu_rdma, "all": all_of_it}
 
 
-def render(values: Values) -> list[Manifest]:
+def render(values: Values, release: str = RELEASE) -> list[Manifest]:
     """Every object that `helm install` would make. Raises HelmError as `helm` fails."""
     from helm_python.chart import Chart
 
     with Chart.load(CHART) as chart:
-        templates = chart.render(values, name=RELEASE, namespace=NAMESPACE)
+        templates = chart.render(values, name=release, namespace=NAMESPACE)
     texts = [text for path, text in templates.items() if not path.endswith(".txt")]
     return [one for text in texts for one in yaml.safe_load_all(text) if one is not None]
 
@@ -118,6 +119,28 @@ def _pods(manifests: list[Manifest]) -> Iterator[tuple[str, Pod]]:
         yield name, Pod(labels, template["spec"])
     template = one(manifests, "Deployment")["spec"]["template"]
     yield "router", Pod(template["metadata"]["labels"], template["spec"])
+
+
+_VARIABLE = re.compile(r"\$\((\w+)\)")
+
+
+def environment(container: Mapping[str, Any], labels: Mapping[str, str], node: str) -> Values:
+    """A container's variables as Kubernetes sets them, but for those of Secrets.
+
+    Args:
+        container: its specification.
+        labels: of its pod while it runs.
+        node: the name of the node that it runs on.
+    """
+    fields = {f"metadata.labels['{label}']": value for label, value in labels.items()}
+    fields["spec.nodeName"] = node
+    found: Values = {}
+    for one in container.get("env", ()):
+        if "value" in one:
+            found[one["name"]] = _VARIABLE.sub(lambda name: found[name[1]], one["value"])
+        elif path := one["valueFrom"].get("fieldRef", {}).get("fieldPath"):
+            found[one["name"]] = fields.get(path, "")
+    return found
 
 
 def selects(selector: Mapping[str, str], pod: Pod) -> bool:

@@ -53,6 +53,7 @@ def _object(required: str, **properties: Any) -> Schema:
 
 
 _TEXT: Final = {"type": "string"}
+_DURATION: Final = {"type": "string", "pattern": "^([0-9]+(ms|[smhdwy]))+$"}
 _TEXTS: Final = {"type": "array", "items": _TEXT, "minItems": 1}
 _OPERATORS: Final[dict[str, Schema]] = {
     # The fields that the chart uses of cert-manager's v1 and the Prometheus operator's v1.
@@ -89,6 +90,35 @@ _OPERATORS: Final[dict[str, Schema]] = {
             "jobName httpSDConfigs",
             jobName=_TEXT,
             httpSDConfigs={"type": "array", "items": _object("url", url=_TEXT)},
+        ),
+    ),
+    "PrometheusRule": _object(
+        "apiVersion kind metadata spec",
+        apiVersion={"const": "monitoring.coreos.com/v1"},
+        kind=_TEXT,
+        metadata=_METADATA,
+        spec=_object(
+            "groups",
+            groups={
+                "type": "array",
+                "items": _object(
+                    "name rules",
+                    name=_TEXT,
+                    interval=_DURATION,
+                    rules={
+                        "type": "array",
+                        "items": _object(
+                            "expr",
+                            record=_TEXT,
+                            alert=_TEXT,
+                            expr=_TEXT,
+                            labels=_NAMES,
+                            annotations=_NAMES,
+                            **{"for": _DURATION, "keep_firing_for": _DURATION},
+                        ),
+                    },
+                ),
+            },
         ),
     ),
     "PodMonitor": _object(

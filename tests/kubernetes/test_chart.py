@@ -68,7 +68,7 @@ def test_every_object_is_what_kubernetes_and_kuberay_take(file: str):
 
 def test_the_file_for_gpus_uses_every_piece():
     kinds = {manifest["kind"] for manifest in rendered("gpu-rdma")}
-    assert kinds >= {"Certificate", "PodMonitor", "ScrapeConfig", "NetworkPolicy"}
+    assert kinds >= {"Certificate", "PodMonitor", "ScrapeConfig", "PrometheusRule", "NetworkPolicy"}
 
 
 PLANTED: list[tuple[str, str, Any]] = [
@@ -90,6 +90,8 @@ PLANTED: list[tuple[str, str, Any]] = [
     ("Certificate", "spec.issuer", "x"),
     ("Certificate", "spec.privateKey.rotationPolicy", "always"),
     ("PodMonitor", "spec.podMetricsEndpoints.0.ports", "metrics"),
+    ("PrometheusRule", "spec.groups.0.rule", []),
+    ("PrometheusRule", "spec.groups.0.interval", "15 s"),
 ]
 
 
@@ -440,6 +442,25 @@ def test_an_eviction_takes_one_worker_of_a_role_at_a_time():
     assert spec["router"]["maxUnavailable"] == 1
 
 
+def test_a_pod_that_is_not_well_keeps_no_node_from_being_drained():
+    """Kubernetes evicts such a pod by default only if enough others are well."""
+    budgets = [one for one in rendered("laptop") if one["kind"] == "PodDisruptionBudget"]
+    assert len(budgets) == 4
+    assert all(one["spec"]["unhealthyPodEvictionPolicy"] == "AlwaysAllow" for one in budgets)
+
+
+def test_routers_may_wait_for_their_workers_as_long_as_these_for_a_place():
+    manifests = rendered("laptop")
+    waits = one(manifests, "Deployment")["spec"]["progressDeadlineSeconds"]
+    assert waits > controller_options(manifests).placement_timeout
+
+
+def test_routers_do_not_start_anew_when_only_the_chart_s_version_changes():
+    """Each that does breaks the streams that it has."""
+    labels = pods(rendered("laptop"))["router"].labels
+    assert set(labels) == {f"app.kubernetes.io/{key}" for key in ("name", "instance", "component")}
+
+
 def test_readiness_is_asked_by_grpc_or_where_clients_use_tls_by_https():
     plain = pods(rendered("laptop"))["router"].container("router")
     secret = pods(rendered("gpu-rdma"))["router"].container("router")
@@ -486,8 +507,15 @@ def test_prometheus_asks_the_controller_where_metrics_are():
     assert controller_options(manifests).cluster_name == NAME
 
 
+RULES = ROOT / "deploy" / "prometheus" / "rules.yml"
+
+
+def test_prometheus_is_given_the_rules():
+    assert one(rendered("gpu-rdma"), "PrometheusRule")["spec"] == yaml.safe_load(RULES.read_text())
+
+
 def test_the_alerts_ask_for_the_job_that_is_scraped():
-    rules = (ROOT / "deploy" / "prometheus" / "rules.yml").read_text()
+    rules = RULES.read_text()
     job = one(rendered("gpu-rdma"), "ScrapeConfig")["spec"]["jobName"]
     assert set(re.findall(r'job="([^"]*)"', rules)) == {job}
 

@@ -1,7 +1,11 @@
 {{/* The name of everything, and of the RayCluster: KubeRay adds up to 23 characters to it. */}}
 {{- define "kvrelay.name" -}}
-{{- $name := ternary .Release.Name (printf "%s-%s" .Release.Name .Chart.Name) (contains .Chart.Name .Release.Name) -}}
-{{- $name | trunc 40 | trimSuffix "-" -}}
+{{- include "kvrelay.nameOf" .Release.Name -}}
+{{- end -}}
+
+{{/* That of another release of this chart. */}}
+{{- define "kvrelay.nameOf" -}}
+{{- ternary . (printf "%s-kvrelay" .) (contains "kvrelay" .) | trunc 40 | trimSuffix "-" -}}
 {{- end -}}
 
 {{- define "kvrelay.labels" -}}
@@ -194,3 +198,19 @@ capabilities:
   value: "0"
 {{- end -}}
 
+{{/* The label of the Kubernetes node by which workers are near each other, as one of Ray's node. */}}
+{{- define "kvrelay.nearEnv" -}}
+{{- with .Values.worker.near }}
+- name: KVRELAY_NEAR
+  valueFrom:
+    fieldRef:
+      {{- if eq . "kubernetes.io/hostname" }}
+      fieldPath: spec.nodeName
+      {{- else }}
+      # Of the pod: Kubernetes copies zone and region of the node to it, others are an admission policy's.
+      fieldPath: {{ printf "metadata.labels['%s']" . | quote }}
+      {{- end }}
+- name: RAY_OVERRIDE_LABELS
+  value: {{ dict . "$(KVRELAY_NEAR)" | toJson | quote }}
+{{- end }}
+{{- end -}}
