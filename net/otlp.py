@@ -6,6 +6,7 @@ them.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import queue
 import threading
@@ -95,6 +96,8 @@ class OtlpExporter:
         self._closing = threading.Event()
         self._starting = threading.Lock()
         self._thread: threading.Thread | None = None
+        self._complaint = ""
+        """The latest one of the log, which is not repeated for each call."""
 
     def put(self, span: Span) -> None:
         """Take a span, or drop and count it. Any thread; does not block."""
@@ -112,14 +115,19 @@ class OtlpExporter:
         with self._starting:
             self._closing.set()
         self._waiting.put(None)
-        if self._thread is not None:
+        if self._thread is None:
+            self._drop_waiting()
+        else:
             self._thread.join(_CALL_SECONDS + 2 * _LAST_CALL_SECONDS)
 
     def _start(self) -> None:
         with self._starting:
-            if self._thread is None and not self._closing.is_set():
-                self._thread = threading.Thread(target=self._run, name="otlp", daemon=True)
-                self._thread.start()
+            if self._thread is not None or self._closing.is_set():
+                return
+            thread = threading.Thread(target=self._run, name="otlp", daemon=True)
+            with contextlib.suppress(RuntimeError):  # none can be had: the next span tries again
+                thread.start()
+                self._thread = thread
 
     def _run(self) -> None:
         try:
@@ -163,14 +171,15 @@ class OtlpExporter:
             last = self._closing.is_set()
             try:
                 answer = calls.export(batch, _LAST_CALL_SECONDS if last else _CALL_SECONDS)
-            except (ValueError, TypeError):  # a field that its message does not take
-                _log.exception("spans cannot be sent")
+            except (ValueError, TypeError) as error:  # a field that its message does not take
+                self._complain(f"cannot be sent: {error}")
                 self._count(Fate.REFUSED, len(batch))
                 return
             if isinstance(answer, int):
+                self._complaint = ""
                 break
             if answer not in _RETRIED:
-                _log.warning("spans: %s answers %s", self._collector.target, answer)
+                self._complain(f"{self._collector.target} answers {answer}")
                 answer = len(batch)
                 break
             if last:
@@ -186,3 +195,8 @@ class OtlpExporter:
             _log.warning("spans: %s has answered again", self._collector.target)
         self._count(Fate.EXPORTED, len(batch) - answer)
         self._count(Fate.REFUSED, answer)
+
+    def _complain(self, what: str) -> None:
+        if what != self._complaint:
+            self._complaint = what
+            _log.warning("spans: %s", what)

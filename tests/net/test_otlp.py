@@ -124,6 +124,48 @@ async def test_what_a_collector_refuses_is_counted(collector: Collector) -> None
     assert one.fates[Fate.REFUSED] == 2
 
 
+@pytest.mark.parametrize(("rejects", "refused"), [(-1, 0), (1 << 40, 1)])
+async def test_no_collector_refuses_more_spans_than_it_got(
+    collector: Collector, rejects: int, refused: int
+) -> None:
+    with exporting(collector.endpoint) as one:
+        collector.rejects = rejects
+        one.exporter.put(span())
+        await collector.until(lambda _: one.fates.total())
+    assert one.fates == {Fate.REFUSED: refused, Fate.EXPORTED: 1 - refused}
+
+
+async def test_a_collector_that_refuses_all_is_complained_of_once(
+    collector: Collector, caplog: pytest.LogCaptureFixture
+) -> None:
+    with exporting(collector.endpoint) as one:
+        for number, status in enumerate(("PERMISSION_DENIED",) * 3 + ("UNIMPLEMENTED",) * 2):
+            collector.status = grpc.StatusCode[status]
+            one.exporter.put(span())
+            await collector.until(lambda _: one.fates.total() > number)  # noqa: B023
+    told = [record.getMessage().rsplit(" ", 1)[1] for record in caplog.records]
+    assert told == ["PERMISSION_DENIED", "UNIMPLEMENTED"]
+
+
+async def test_a_process_that_can_have_no_thread_goes_on(
+    collector: Collector, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def cannot(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with exporting(collector.endpoint) as one:
+        with monkeypatch.context() as full:
+            full.setattr(threading.Thread, "start", cannot)
+            one.exporter.put(span("early"))
+        one.exporter.put(span("late"))
+        await collector.until(lambda c: len(c.spans) == 2)
+    with monkeypatch.context() as full:
+        full.setattr(threading.Thread, "start", cannot)
+        with exporting(collector.endpoint) as one:
+            one.exporter.put(span())
+    assert one.fates == {Fate.UNSENT: 1}
+
+
 @pytest.mark.parametrize("value", [1 << 64, "\ud800", object()], ids=["int", "str", "object"])
 async def test_a_span_that_cannot_be_sent_does_not_end_the_export(
     collector: Collector, value: object
