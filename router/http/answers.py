@@ -376,10 +376,10 @@ class Whole(_Choices):
             num_bytes += _BYTES_OF_AN_ID * len(delta.tokens)
         return num_bytes
 
-    def choices(self, completion: Completion) -> str:
-        """All of them, separated by commas."""
-        ends = enumerate(completion.choices)
-        return ",".join([self._choice(choice, end) for choice, end in ends])
+    def choices(self, completion: Completion) -> Iterator[str]:
+        """Each of them."""
+        for choice, end in enumerate(completion.choices):
+            yield self._choice(choice, end)
 
     @property
     def on_top(self) -> str:
@@ -430,10 +430,11 @@ def usage_chunk(answer: Answer, completions: Sequence[Completion]) -> bytes:
 def parts_of_whole(
     answer: Answer, wholes: Sequence[Whole], completions: Sequence[Completion]
 ) -> Iterator[bytes]:
-    """An answer that is not streamed, in parts: one for each prompt, and what is around them."""
+    """An answer that is not streamed, in parts: one for each choice, and what is around them."""
     before = answer.head(answer.style.whole_object)
     for whole, completion in zip(wholes, completions, strict=True):
-        yield f"{before}{whole.choices(completion)}".encode()
-        before = ","
+        for choice in whole.choices(completion):
+            yield f"{before}{choice}".encode()
+            before = ","
     on_top = "".join([whole.on_top for whole in wholes])
     yield f']{on_top},"usage":{usage_of_all(completions)}}}'.encode()

@@ -175,8 +175,6 @@ def _asks(call: Call, call_id: str, make: Make) -> Iterator[Callable[[Limits], A
     for number, prompt in enumerate(call.prompts):
         message = inference_pb2.GenerateRequest()
         message.CopyFrom(call.message)
-        if len(call.prompts) > 1:
-            message.ClearField("session_id")
         message.request_id = call_id if len(call.prompts) == 1 else f"{call_id}-{number}"
         form, num_bytes = functools.partial(make, number), call.prompt_bytes[number]
         ask = Ask(message, prompt, num_bytes, form, is_whole=True)

@@ -229,6 +229,7 @@ class _Door:
             behind.info,
             Walks(behind.fleet),
             lambda: behind.admission.closing,
+            behind.config.read_timeout,
         )
         self._dialect = Dialect.of(behind.config, behind.template)
         self._completions = Completions(

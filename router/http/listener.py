@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn import Config
 from uvicorn._types import ASGI3Application
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
@@ -111,6 +111,8 @@ class _Connection(HttpToolsProtocol):
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
         self._served = cycle
+        if cycle.scope["http_version"] == "1.0":
+            app = _UntilClosed(cycle, app)  # type: ignore[assignment]
         super()._start_asgi_task(cycle, app)
 
     def on_response_complete(self) -> None:
@@ -141,6 +143,34 @@ class _Connection(HttpToolsProtocol):
             self.transport.abort()
         else:
             self._await_flush()
+
+
+class _UntilClosed:
+    """An application that answers a client which knows no chunks: it reads until the end.
+
+    Args:
+        cycle: of the call.
+        app: answers it.
+    """
+
+    def __init__(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
+        self._cycle = cycle
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        has_length = True
+
+        async def send_plain(message: Message) -> None:
+            nonlocal has_length
+            if message["type"] == "http.response.start":
+                has_length = any(name == b"content-length" for name, _ in message["headers"])
+                if not has_length:
+                    self._cycle.chunked_encoding = False
+            elif not has_length:  # uvicorn counts what is left of a body without chunks
+                self._cycle.expected_content_length = len(message["body"])
+            await send(message)
+
+        await self._app(scope, receive, send_plain)  # type: ignore[arg-type]
 
 
 class Listener:

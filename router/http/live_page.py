@@ -16,7 +16,7 @@ from google.protobuf.json_format import MessageToDict
 
 from kvrelay.router.callers import Caller
 from kvrelay.router.http.errors import HttpError
-from kvrelay.router.http.exchange import Exchange
+from kvrelay.router.http.exchange import ClientGone, Exchange
 from kvrelay.router.server_info import ServerInfo
 from kvrelay.router.walks import Walks
 from kvrelay.v1 import inference_pb2 as pb
@@ -38,12 +38,19 @@ class LivePage:
         info: what the stream tells.
         walks: says how far requests have come.
         ends: says whether the router is stopping.
+        read_timeout: seconds for a viewer to take an event; then its connection is dropped.
     """
 
     def __init__(
-        self, model: str, info: ServerInfo, walks: Walks, ends: Callable[[], bool]
+        self,
+        model: str,
+        info: ServerInfo,
+        walks: Walks,
+        ends: Callable[[], bool],
+        read_timeout: float,
     ) -> None:
         self._walks = walks
+        self._read_timeout = read_timeout
         self._model = model
         self._info = info
         self._ends = ends
@@ -78,13 +85,23 @@ class LivePage:
             if number % _LOOKS == 0:
                 message = self._info.message(caller)
                 # A thousand workers take a while, in which others' tokens would wait.
-                await exchange.write(await asyncio.to_thread(self._event, message))
+                await self._write(exchange, await asyncio.to_thread(self._event, message))
             walks = self._walks.shown()
             if walks != last:
                 last = walks
-                await exchange.write(b"event: walks\ndata: " + json.dumps(walks).encode() + b"\n\n")
+                event = b"event: walks\ndata: " + json.dumps(walks).encode() + b"\n\n"
+                await self._write(exchange, event)
             await asyncio.sleep(_SECONDS)
         await exchange.end()
+
+    async def _write(self, exchange: Exchange, event: bytes) -> None:
+        """Sends an event; a viewer that takes nothing would keep others from looking on."""
+        try:
+            async with asyncio.timeout(self._read_timeout):
+                await exchange.write(event)
+        except TimeoutError:
+            exchange.abort()
+            raise ClientGone from None
 
     def _event(self, message: pb.GetServerInfoResponse) -> bytes:
         shown = MessageToDict(

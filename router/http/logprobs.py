@@ -17,9 +17,9 @@ from kvrelay.wire.output import SampledToken, TokenLogprob
 _LEAST: Final = -9999.0
 """In place of minus infinity, which is no JSON."""
 _BYTES_OF_A_TOKEN: Final = 16
-"""Beside its name and numbers, in the four lists: an offset, quotes and commas."""
-_Written = tuple[str, str, str]
-"""A token's name, its log-probability and its alternatives."""
+"""Beside its name and numbers, in the four lists: an offset and commas."""
+_Written = tuple[str, int, str, str]
+"""A token's name in JSON, its characters, its log-probability and its alternatives."""
 
 
 class TokenNames:
@@ -81,7 +81,8 @@ class CompletionLogprobs:
 
     def add_first(self, token_id: int) -> None:
         """Takes the first token of a prompt that is echoed, which has no probability."""
-        self.add([(self._names.of(token_id), "null", "null")])
+        name = self._names.of(token_id)
+        self.add([(quoted(name), len(name), "null", "null")])
 
     def write(self, tokens: Sequence[SampledToken]) -> Sequence[_Written]:
         """Writes tokens, for this choice or others of the same call to `add`."""
@@ -90,12 +91,12 @@ class CompletionLogprobs:
     def add(self, written: Sequence[_Written]) -> int:
         """Takes the next tokens as they were written; returns their bytes in the answer, about."""
         num_bytes = 0
-        for name, logprob, top in written:
-            self._tokens.append(quoted(name))
+        for name, num_characters, logprob, top in written:
+            self._tokens.append(name)
             self._logprobs.append(logprob)
             self._top.append(top)
             self._offsets.append(str(self._offset))
-            self._offset += len(name)
+            self._offset += num_characters
             num_bytes += len(name) + len(logprob) + len(top) + _BYTES_OF_A_TOKEN
         return num_bytes
 
@@ -112,7 +113,8 @@ class CompletionLogprobs:
         return written
 
     def _write(self, token: SampledToken, logprob: str) -> _Written:
-        return self._names.of(token.token_id), logprob, self._alternatives_of(token, logprob)
+        name = self._names.of(token.token_id)
+        return quoted(name), len(name), logprob, self._alternatives_of(token, logprob)
 
     def _alternatives_of(self, token: SampledToken, logprob: str) -> str:
         shown = {

@@ -131,6 +131,8 @@ def read_completion(fields: Fields, texts: Texts) -> Call:
     fields.only("suffix", "")
     asked_as = read_structured(fields, params)
     call = _read_rest(fields, texts, params, prompts, sizes, logprobs, echo=echo)
+    if call.message.session_id and len(prompts) > 1:
+        raise InvalidField("session_id", "is not allowed with several prompts")
     return replace(call, texts=prompt_texts, asked_as=asked_as)
 
 

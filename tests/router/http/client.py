@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
+import socket
+import ssl
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -13,6 +17,7 @@ import httpx
 from tokenizers import Tokenizer
 
 from kvrelay.router.config import RouterConfig
+from tests.certificates import Authority
 
 from ..cluster import Cluster, running
 
@@ -22,6 +27,8 @@ TEMPLATE = (
 )
 PROMPT = {"prompt": [1, 2, 3], "max_tokens": 8}
 CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
+HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\n"
+STREAM = json.dumps({**PROMPT, "stream": True}).encode()
 
 
 def with_http(config: RouterConfig, folder: Path, **changes: Any) -> RouterConfig:
@@ -51,3 +58,36 @@ def events(body: str) -> list[dict[str, Any]]:
 
 def text_of(tokenizer: Tokenizer, ids: list[int]) -> str:
     return str(tokenizer.decode(ids, skip_special_tokens=False))
+
+
+@asynccontextmanager
+async def connection(
+    cluster: Cluster, limit: int = 1 << 16
+) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+    """A connection to the door, by which bytes are sent as they are."""
+    host, port = str(cluster.router.http_address).rsplit(":", 1)
+    sock = socket.socket()
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, limit)
+    sock.setblocking(False)
+    await asyncio.get_running_loop().sock_connect(sock, (host, int(port)))
+    reader, writer = await asyncio.open_connection(sock=sock, limit=limit)
+    try:
+        yield reader, writer
+    finally:
+        writer.transport.abort()
+
+
+async def until_closed(reader: asyncio.StreamReader) -> bytes:
+    """What came before the router hung up, which it does soon."""
+    async with asyncio.timeout(10):
+        with contextlib.suppress(ConnectionError):
+            return await reader.read()
+    return b""
+
+
+async def is_served(http: httpx.AsyncClient) -> None:
+    (await http.post("/v1/completions", json=PROMPT)).raise_for_status()
+
+
+def trusting(authority: Authority) -> ssl.SSLContext:
+    return ssl.create_default_context(cafile=str(authority.ca))

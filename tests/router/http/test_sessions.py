@@ -54,7 +54,6 @@ async def test_a_body_goes_on_where_its_beginning_was_computed(
 @pytest.mark.parametrize("fields", [
     {"session_id": "unknown"}, {"session_id": 5}, {"session_id": None},
     {"session_id": "mine", "n": 2}, {"session_id": "mine", "cache_salt": "salt"},
-    {"session_id": "mine", "prompt": [[1, 2, 3], [4]]},
 ])  # fmt: skip
 async def test_a_call_that_cannot_be_a_turn_is_served_without(
     cluster: Cluster, http: httpx.AsyncClient, fields: dict[str, Any]
@@ -64,6 +63,14 @@ async def test_a_call_that_cannot_be_a_turn_is_served_without(
     submits = [submit for worker in cluster.workers for submit in worker.submits]
     assert submits
     assert not any(submit.HasField("session") for submit in submits)
+
+
+async def test_several_prompts_are_no_turn(cluster: Cluster, http: httpx.AsyncClient) -> None:
+    body = {"prompt": [[1, 2, 3], [4]], "session_id": "mine"}
+    answer = await http.post("/v1/completions", json=body)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "session_id")
+    assert not any(worker.submits for worker in cluster.workers)
+    (await http.post("/v1/completions", json={**body, "session_id": None})).raise_for_status()
 
 
 async def test_a_conversation_that_histories_have_no_room_for_is_served_without_its_session(

@@ -7,16 +7,20 @@ import json
 import shutil
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from typing import Any
 
 import httpx
 import pytest
 
+from kvrelay.router.config import RouterConfig
+from kvrelay.router.http import live_page
 from kvrelay.router.http.live_page import MOST_VIEWERS
 from kvrelay.v1 import worker_pb2
 
 from ..cluster import Cluster
 from ..scripted_worker import HANDED_OVER, LENGTH, ScriptedWorker, until
+from .client import connection, counting
 from .test_live_page import browser
 
 CHROMIUM = shutil.which("chromium")
@@ -125,6 +129,18 @@ async def test_viewers_are_bounded(cluster: Cluster, http: httpx.AsyncClient) ->
     await until(lambda: cluster.decode.watched == [True, False])
     async with http.stream("GET", "/live") as answer:
         assert answer.status_code == 200
+
+
+async def test_a_viewer_that_takes_nothing_is_dropped(
+    http_config: RouterConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(live_page, "_SECONDS", 0.01)
+    # Events as large as those of many workers.
+    config = replace(http_config, read_timeout=0.3, model_name="m" * (1 << 20))
+    async with counting(config) as (cluster, _), connection(cluster, limit=1 << 10) as (_, writer):
+        writer.write(b"GET /live HTTP/1.1\r\nhost: localhost\r\n\r\n")
+        await until(lambda: cluster.decode.watched == [True])
+        await until(lambda: cluster.decode.watched == [True, False])
 
 
 @pytest.mark.slow
