@@ -15,7 +15,7 @@ from kvrelay.router.config import RouterConfig
 from kvrelay.router.errors import AlreadyExists, DeadlineExceeded, RequestError, SessionsFull
 from kvrelay.router.events import FinishReason
 from kvrelay.router.fleet import Fleet
-from kvrelay.router.generation import GenerationRequest
+from kvrelay.router.generation import GenerationRequest, Grammar
 from kvrelay.router.limits import Limits
 from kvrelay.router.live_request import LiveRequest
 from kvrelay.router.live_requests import LiveRequests
@@ -183,12 +183,11 @@ class Admission:
                 self._check_session(ask, caller, running)
                 return running
         with self._live.slot(caller):
-            if message.sampling_params.HasField("structured_output"):
-                await self._structured.check(message.sampling_params.structured_output, caller)
+            grammar = await self._check_grammar(message.sampling_params, caller)
             turn = await self._begin_turn(ask, caller)
             try:
                 request = await self._validate(self._of_turn(ask, turn), limits, caller, turn)
-                request = _within_bounds(ask, request)
+                request = replace(_within_bounds(ask, request), grammar=grammar)
                 if trace is not None:
                     trace.admitted(request)
                 live = self._live.open(request, stopwatch, deadline, ask.form(request), trace)
@@ -200,6 +199,14 @@ class Admission:
                 if turn is not None:
                     turn.end(None, "")
                 raise
+
+    async def _check_grammar(
+        self, params: inference_pb2.SamplingParams, caller: Caller
+    ) -> Grammar | None:
+        """What the output is kept to, if it can be; None: it may be anything."""
+        if not params.HasField("structured_output"):
+            return None
+        return await self._structured.check(params.structured_output, caller)
 
     async def _begin_turn(self, ask: Ask, caller: Caller) -> Turn | None:
         """The turn of the session that is meant, once it may begin; None: none is."""

@@ -30,6 +30,8 @@ class Caller:
     """At the same time; None: no limit of its own."""
     max_queued_prompt_tokens: int | None = None
     """Of its requests that wait for their first token, together; None: no limit."""
+    max_grammar_bytes: int | None = None
+    """Of the grammars of its live requests, together; None: no limit of its own."""
 
     def may(self, right: Right) -> bool:
         """Whether it has this right."""

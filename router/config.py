@@ -95,6 +95,14 @@ class RouterOptions(ObservingOptions):
         Section.REQUESTS,
         at_least=1,
     )
+    max_grammar_bytes: int = option(
+        512 << 20,
+        "The router refuses requests with a structured output while the grammars of live requests "
+        "take this many bytes together, with a hint to retry. Equal ones count once, and each as "
+        "what it took to compile, at least 64 KiB.",
+        Section.REQUESTS,
+        at_least=64 << 10,
+    )
     max_unread_bytes: int = option(
         8 << 20,
         "The router ends the stream of a client for which more bytes than this wait, because it "

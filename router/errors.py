@@ -17,6 +17,7 @@
     ├── Overloaded             RESOURCE_EXHAUSTED, says when to try again
     ├── TextQueueFull          RESOURCE_EXHAUSTED, too
     ├── GrammarQueueFull       RESOURCE_EXHAUSTED, too
+    ├── GrammarsFull           RESOURCE_EXHAUSTED, too
     ├── OverLimit              RESOURCE_EXHAUSTED, too: names the token's limit
     ├── SlowReader             RESOURCE_EXHAUSTED: the client does not read what it is sent
     ├── DeadlineExceeded       DEADLINE_EXCEEDED
@@ -166,6 +167,19 @@ class GrammarQueueFull(RequestError):  # noqa: N818
     def __init__(self, num_waiting: int, retry_after_ms: int) -> None:
         super().__init__(
             f"{num_waiting} grammars wait to be compiled, and the router takes no more; "
+            f"try again in {retry_after_ms} ms"
+        )
+        self.retry_after_ms = retry_after_ms
+
+
+class GrammarsFull(RequestError):  # noqa: N818
+    """The grammars of live requests take as much as the router lets them: `--max-grammar-bytes`."""
+
+    outcome = "overloaded"
+
+    def __init__(self, have: str, retry_after_ms: int) -> None:
+        super().__init__(
+            f"{have}, and the router takes no more (--max-grammar-bytes); "
             f"try again in {retry_after_ms} ms"
         )
         self.retry_after_ms = retry_after_ms

@@ -14,6 +14,16 @@ from kvrelay.wire.worker_info import WorkerAddress, WorkerInfo, WorkerRole
 
 
 @dataclass(frozen=True, slots=True)
+class Grammar:
+    """What an output is kept to, once it was found to be possible."""
+
+    key: bytes
+    """Equal for equal ones alone: workers compile these once."""
+    num_bytes: int
+    """That it takes where it is compiled, before any token has come."""
+
+
+@dataclass(frozen=True, slots=True)
 class GenerationRequest:
     """What the workers are asked to do."""
 
@@ -33,6 +43,8 @@ class GenerationRequest:
     """Of its prompt's prefixes: by them the router knows who has them."""
     turn: Turn | None = None
     """Of the session whose turn it is."""
+    grammar: Grammar | None = None
+    """Of its structured output."""
 
     @property
     def id(self) -> tuple[str, str]:

@@ -8,7 +8,7 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Final
+from typing import Final, TypeAlias
 
 from kvrelay.router.errors import GrammarQueueFull, Unavailable
 from kvrelay.text.grammar import GrammarError
@@ -24,6 +24,10 @@ _MOST_KNOWN: Final = 4096
 """Grammars of which is known whether they can be compiled."""
 
 
+Verdict: TypeAlias = GrammarError | int
+"""Why a grammar cannot be compiled, or the bytes that it takes."""
+
+
 class _Check:
     """A grammar that is to be checked, for all who wait for it."""
 
@@ -31,9 +35,7 @@ class _Check:
         self.wanted = wanted
         self.key = key
         self.num_waiting = 0
-        self.verdict: asyncio.Future[GrammarError | None] = (
-            asyncio.get_running_loop().create_future()
-        )
+        self.verdict: asyncio.Future[Verdict] = asyncio.get_running_loop().create_future()
 
 
 class GrammarChecks:
@@ -58,7 +60,7 @@ class GrammarChecks:
         self._on_checked = on_checked
         self._on_known = on_known
         self._thread = ThreadPoolExecutor(1, "kvrelay-grammar")
-        self._known: OrderedDict[bytes, GrammarError | None] = OrderedDict()
+        self._known: OrderedDict[bytes, Verdict] = OrderedDict()
         self._open: dict[bytes, _Check] = {}
         self._waiting: OrderedDict[str, deque[_Check]] = OrderedDict()  # by caller
         self._runner: asyncio.Task[None] | None = None
@@ -68,8 +70,8 @@ class GrammarChecks:
         """Grammars whose check has not begun."""
         return sum(len(own) for own in self._waiting.values())
 
-    async def check(self, wanted: StructuredOutput, key: bytes, caller: str) -> None:
-        """Returns if the grammar can be compiled. A check that nobody waits for never begins.
+    async def check(self, wanted: StructuredOutput, key: bytes, caller: str) -> int:
+        """The bytes that the compiled grammar takes. A check that nobody waits for never begins.
 
         Args:
             wanted: what has the grammar.
@@ -87,8 +89,9 @@ class GrammarChecks:
             verdict = self._known[key]
         else:
             verdict = await self._wait(self._join(wanted, key, caller))
-        if verdict is not None:
+        if isinstance(verdict, GrammarError):
             raise GrammarError(str(verdict), verdict.place)
+        return verdict
 
     def close(self) -> None:
         """Check no more."""
@@ -113,7 +116,7 @@ class GrammarChecks:
             self._runner = asyncio.create_task(self._run())
         return check
 
-    async def _wait(self, check: _Check) -> GrammarError | None:
+    async def _wait(self, check: _Check) -> Verdict:
         check.num_waiting += 1
         try:
             return await asyncio.shield(check.verdict)
@@ -147,9 +150,10 @@ class GrammarChecks:
             while self._waiting:
                 check = self._next()
                 begun = time.monotonic()
-                verdict: GrammarError | None = None
                 try:
-                    await loop.run_in_executor(self._thread, self._checker.check, check.wanted)
+                    verdict: Verdict = await loop.run_in_executor(
+                        self._thread, self._checker.check, check.wanted
+                    )
                 except GrammarError as error:
                     verdict = error
                 except Exception as error:
@@ -167,7 +171,7 @@ class GrammarChecks:
         if check.num_waiting and not check.verdict.done():
             check.verdict.set_exception(Unavailable(str(error), self._retry_after_ms))
 
-    def _settle(self, check: _Check, verdict: GrammarError | None) -> None:
+    def _settle(self, check: _Check, verdict: Verdict) -> None:
         del self._open[check.key]
         self._known[check.key] = verdict
         if len(self._known) > _MOST_KNOWN:

@@ -18,6 +18,7 @@ from kvrelay.router.errors import Overloaded, Unavailable
 from kvrelay.router.failover import Failover
 from kvrelay.router.fleet import Fleet, Placement
 from kvrelay.router.generation import GenerationRequest
+from kvrelay.router.grammar_room import GrammarRoom
 from kvrelay.router.live_request import LiveRequest
 from kvrelay.router.metrics import WORKER_WAITS, RouterMetrics, Stopwatch
 from kvrelay.router.notifier import Notifier
@@ -49,6 +50,9 @@ class LiveRequests:
         self._closing = False
         self._validating: Counter[str] = Counter()  # by the caller's name
         self._token_limits = TokenLimits(metrics, config.retry_after_ms)
+        self._grammar_room = GrammarRoom(
+            config.max_grammar_bytes, self._token_limits, config.retry_after_ms
+        )
         self._ended = Notifier()
         self._request_log = RequestLog(tokenizer, with_prompts=config.log_prompts)
 
@@ -121,6 +125,8 @@ class LiveRequests:
             OverLimit: with it more prompt tokens would wait than the caller's token allows.
             Unavailable: no workers are ready for it, and none are on their way or too many
                 requests wait for them; or the router is stopping.
+            GrammarsFull: with its grammar those of live requests would take too much.
+            InvalidField: its grammar alone does.
         """
         running = self._live.get(request.id)
         if running is None:
@@ -164,6 +170,7 @@ class LiveRequests:
             raise Unavailable("the router is stopping")
         num_tokens = len(request.input_ids)
         self._token_limits.check_queued(request.caller, self._live.values(), num_tokens)
+        self._grammar_room.check(request, [one.request for one in self._live.values()])
         placement = self._place(request)
         failover = Failover(self._fleet, self._config, self._metrics)
         if placement is not None:

@@ -11,6 +11,7 @@ from tokenizers import Tokenizer
 from kvrelay.router.callers import Caller
 from kvrelay.router.errors import InvalidField
 from kvrelay.router.fleet import Fleet
+from kvrelay.router.generation import Grammar
 from kvrelay.router.grammar_checks import GrammarChecks
 from kvrelay.router.metrics import (
     GRAMMAR_HITS,
@@ -52,8 +53,8 @@ class StructuredOutputs:
             functools.partial(metrics.count, GRAMMAR_HITS),
         )
 
-    async def check(self, message: inference_pb2.StructuredOutput, caller: Caller) -> None:
-        """Returns if outputs can be kept to it, which has one form, within bounds.
+    async def check(self, message: inference_pb2.StructuredOutput, caller: Caller) -> Grammar:
+        """The grammar that outputs are kept to, if they can be: of one form, within bounds.
 
         Raises:
             InvalidField: names the form, and the place in a schema, that cannot be enforced.
@@ -66,7 +67,7 @@ class StructuredOutputs:
         try:
             if not self._fleet.known[0].eos_token_ids:
                 raise GrammarError("the model has no end-of-sequence token to end an output with")
-            await self._checks.check(wanted, key, caller.name)
+            return Grammar(key, await self._checks.check(wanted, key, caller.name))
         except GrammarError as error:
             self._metrics.count(REFUSED_GRAMMARS, form=form)
             place = f" at {error.place}" if error.place else ""

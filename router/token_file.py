@@ -9,6 +9,7 @@ A TOML file has a table for each token::
     tenant = "acme"              # shares cached prefixes; the default is the name
     max_live_requests = 64
     max_queued_prompt_tokens = 200000
+    max_grammar_bytes = 67108864
 
 `sha256` and `token` may be lists, while a token replaces another. A file without tables has
 one token a line, each of which may generate and is a tenant of its own.
@@ -42,6 +43,7 @@ _FIELDS: Final = (
     "tenant",
     "max_live_requests",
     "max_queued_prompt_tokens",
+    "max_grammar_bytes",
 )
 
 
@@ -179,6 +181,7 @@ class _Entries:
             rights=self._rights(fields),
             max_live_requests=self._limit(fields, "max_live_requests"),
             max_queued_prompt_tokens=self._limit(fields, "max_queued_prompt_tokens"),
+            max_grammar_bytes=self._limit(fields, "max_grammar_bytes"),
         )
 
     def _word(self, fields: Mapping[str, Any], field: str, default: str | None = None) -> str:

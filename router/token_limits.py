@@ -51,6 +51,13 @@ class TokenLimits:
             have = f"prompts of {queued} tokens wait, of {most}, and {more_tokens} would come"
             self._refuse(caller, "max_queued_prompt_tokens", have)
 
+    def check_grammars(self, caller: Caller, taken_bytes: int, more_bytes: int) -> None:
+        """Raises `OverLimit` unless a grammar of so many bytes has room beside the caller's."""
+        most = caller.max_grammar_bytes
+        if most is not None and taken_bytes + more_bytes > most:
+            have = f"grammars have {taken_bytes} bytes, of {most}, and {more_bytes} would come"
+            self._refuse(caller, "max_grammar_bytes", have)
+
     def _refuse(self, caller: Caller, limit: str, have: str) -> None:
         self._metrics.count(TOKEN_REFUSALS, token=caller.name, limit=limit)
         raise OverLimit(caller, limit, have, self._retry_after_ms)

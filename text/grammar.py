@@ -27,7 +27,7 @@ WORKER_STACK_BYTES: Final = 256 << 20
 """Of the thread that compiles: llguidance recurses as deep as a grammar's rules do."""
 _MOST_KEPT: Final = 128
 _MOST_KEPT_BYTES: Final = 512 << 20
-_LEAST_BYTES: Final = 64 << 10
+LEAST_BYTES: Final = 64 << 10
 _MOST_BYTES: Final = 128 << 20
 """What one grammar is taken to occupy, at least and at most."""
 _JSON_DEFAULTS: Final[Any] = {"whitespace_pattern": r"\x20|\n\x20{0,32}"}
@@ -120,7 +120,7 @@ class _Compilation(Future[LLMatcher]):
     def __init__(self, constraint: Constraint) -> None:
         super().__init__()
         self.constraint = constraint
-        self.num_bytes = _LEAST_BYTES
+        self.num_bytes = LEAST_BYTES
         """What it is taken to occupy."""
 
 
@@ -198,7 +198,7 @@ class Grammars:
         before = _resident_bytes()
         matcher = self._compiler.compile(constraint)
         # What other threads take meanwhile counts, too: so neither end is believed.
-        return matcher, min(max(_resident_bytes() - before, _LEAST_BYTES), _MOST_BYTES)
+        return matcher, min(max(_resident_bytes() - before, LEAST_BYTES), _MOST_BYTES)
 
     def _settle(self, made: _Compilation, begun: float) -> None:
         self.on_compiled(time.monotonic() - begun)
@@ -253,17 +253,18 @@ def source_of(constraint: Constraint) -> str:
 def _check_schemas_within(grammar: str) -> None:
     """Raises `GrammarError` if a schema in a grammar sets options, as `_of_schema` forbids them.
 
-    What Python cannot read may still be JSON to llguidance. Then the option's name is looked for.
+    What Python cannot read may still be JSON to llguidance: with the option's name anywhere in the
+    grammar, it is refused. So each part of the grammar is read once or twice.
     """
+    if "guidance" not in grammar and "\\u" not in grammar:
+        return  # no schema can name the option
     decoder = json.JSONDecoder()
     for found in re.finditer(r"%json\s*", grammar):
         try:
             schema, _ = decoder.raw_decode(grammar, found.end())
         except (ValueError, RecursionError):
-            sets_options = "guidance" in grammar or "\\u" in grammar
-        else:
-            sets_options = isinstance(schema, dict) and _OPTIONS in schema
-        if sets_options:
+            schema = {_OPTIONS: None}
+        if isinstance(schema, dict) and _OPTIONS in schema:
             raise GrammarError(f"{_OPTIONS} is not allowed")
 
 

@@ -13,7 +13,7 @@ import time
 from collections.abc import Sequence
 from typing import Any, Final
 
-from kvrelay.text.grammar import Constraint, GrammarError
+from kvrelay.text.grammar import LEAST_BYTES, Constraint, GrammarError
 
 _MODULE: Final = "kvrelay.text.grammar_process"
 _START_SECONDS: Final = 60.0
@@ -56,8 +56,8 @@ class GrammarChecker:
         """Of the process; None: it does not run."""
         return self._process.pid if self._process is not None else None
 
-    def check(self, constraint: Constraint) -> None:
-        """Returns if workers can compile the grammar.
+    def check(self, constraint: Constraint) -> int:
+        """The bytes that the compiled grammar takes, at its beginning, if workers can compile it.
 
         Raises:
             GrammarError: they cannot, or it takes too much to find out.
@@ -71,7 +71,7 @@ class GrammarChecker:
         until = time.monotonic() + _CHECK_SECONDS
         try:
             self._send(_said(constraint))
-            self._take_verdict(until)
+            return self._take_verdict(until)
         except EOFError:
             raise _verdict_of(self._end()) from None
         except TimeoutError:
@@ -93,8 +93,11 @@ class GrammarChecker:
         if self._process is not None:
             self._end()
 
-    def _take_verdict(self, until: float) -> None:
-        """Raise what the answers say, as far as they come: the process may end in between."""
+    def _take_verdict(self, until: float) -> int:
+        """Return or raise what the answers say, as far as they come.
+
+        The process may end in between.
+        """
         answers: dict[str, Any] = {}
         try:
             while "is_last" not in answers:
@@ -107,6 +110,7 @@ class GrammarChecker:
             self._end()
         if "problem" in answers:
             raise GrammarError(answers["problem"], answers.get("place", ""))
+        return max(int(answers["num_bytes"]), LEAST_BYTES)
 
     def _start(self) -> None:
         with self._lock:

@@ -1,8 +1,9 @@
 """Finds out whether grammars can be compiled, in a process of its own, which they may end.
 
 `GrammarChecker` starts it. It reads lines of JSON: the special tokens of the vocabulary, then one
-grammar after the other. It answers each by a line: the problem, or none; and after a problem in a
-schema by another one: the problem's place. It ends when its input does, so with its parent.
+grammar after the other. It answers each by a line: the problem, or the bytes that the grammar
+takes; and after a problem in a schema by another one: the problem's place. It ends when its input
+does, so with its parent.
 
 A check that takes more than its bounds ends the process: the stack by SIGSEGV, memory by SIGABRT,
 time by SIGPROF. All of them are tighter than what the workers compile with.
@@ -18,10 +19,10 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 from kvrelay.text.grammar import (
     WORKER_STACK_BYTES,
@@ -61,6 +62,7 @@ class _Process:
         self._compiler = GrammarCompiler(byte_vocabulary(json.loads(sys.stdin.readline())), _FUEL)
         self._compiler.compile(_Wanted(regex="a"))
         self._trim = getattr(ctypes.CDLL(None), "malloc_trim", lambda _: None)
+        self._held_bytes = _held_bytes()
         self._first_bytes = _address_bytes()
 
     def run(self) -> None:
@@ -81,8 +83,11 @@ class _Process:
 
     def _check(self, wanted: _Wanted) -> None:
         until = time.process_time() + _PLACE_CPU_SECONDS
+        before = self._held_bytes()
         try:
-            self._compiler.compile(wanted)
+            matcher = self._compiler.compile(wanted)
+            self._answer({"num_bytes": max(self._held_bytes() - before, 0)})
+            del matcher
         except GrammarError as error:
             self._answer({"problem": str(error)})
             if wanted.json_schema is not None:
@@ -93,6 +98,32 @@ class _Process:
 
     def _answer(self, answer: dict[str, Any]) -> None:
         os.write(self._answers, json.dumps(answer).encode() + b"\n")
+
+
+class _Mallinfo(ctypes.Structure):
+    """glibc's `mallinfo2`, as far as it is read."""
+
+    _fields_: ClassVar = [
+        (name, ctypes.c_size_t)
+        for name in (
+            *("arena", "ordblks", "smblks", "hblks", "hblkhd"),
+            *("usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"),
+        )
+    ]
+
+
+def _held_bytes() -> Callable[[], int]:
+    """What tells how much memory is allocated: exactly by glibc, which has one arena here."""
+    ask = getattr(ctypes.CDLL(None), "mallinfo2", None)
+    if ask is None:
+        return _address_bytes
+    ask.restype = _Mallinfo
+
+    def held() -> int:
+        info = ask()
+        return int(info.uordblks) + int(info.hblkhd)
+
+    return held
 
 
 def _address_bytes() -> int:

@@ -99,6 +99,7 @@ EVERYTHING: dict[str, Any] = {
     "max_waiting_for_workers": 14,
     "failed_forwards_limit": 15,
     "max_text_bytes": 16,
+    "max_grammar_bytes": 65538,
     "max_message_bytes": 65537,
     "batch_invariant": True,
     "attention": "cpu",

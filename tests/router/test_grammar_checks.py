@@ -25,13 +25,13 @@ class HeldChecker(GrammarChecker):
         self.errors: list[Exception] = []
         """What the next checks raise."""
 
-    def check(self, constraint: object) -> None:
+    def check(self, constraint: object) -> int:
         assert self.go.wait(60)
         assert isinstance(constraint, StructuredOutput)
         self.checked.append(constraint.regex or "")
         if self.errors:
             raise self.errors.pop()
-        super().check(constraint)
+        return super().check(constraint)
 
 
 @pytest.fixture
@@ -40,10 +40,10 @@ def checker() -> HeldChecker:
 
 
 @pytest.fixture
-async def ask(checker: HeldChecker) -> AsyncIterator[Callable[[str, str], asyncio.Task[None]]]:
+async def ask(checker: HeldChecker) -> AsyncIterator[Callable[[str, str], asyncio.Task[int]]]:
     checks = GrammarChecks(checker, 1000, lambda _: None, lambda: None)
 
-    def begin(regex: str, caller: str) -> asyncio.Task[None]:
+    def begin(regex: str, caller: str) -> asyncio.Task[int]:
         wanted = StructuredOutput(regex=regex)
         return asyncio.create_task(checks.check(wanted, regex.encode(), caller))
 
@@ -52,7 +52,7 @@ async def ask(checker: HeldChecker) -> AsyncIterator[Callable[[str, str], asynci
     checks.close()
 
 
-Ask = Callable[[str, str], "asyncio.Task[None]"]
+Ask = Callable[[str, str], "asyncio.Task[int]"]
 
 
 async def test_callers_are_served_in_turn(checker: HeldChecker, ask: Ask) -> None:

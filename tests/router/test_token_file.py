@@ -42,6 +42,7 @@ def test_an_entry_has_a_name_rights_and_limits(path: Path):
         tenant = "acme"
         max_live_requests = 4
         max_queued_prompt_tokens = 1_000
+        max_grammar_bytes = 65_536
 
         [[token]]
         name = "root"
@@ -54,7 +55,7 @@ def test_an_entry_has_a_name_rights_and_limits(path: Path):
     tokens = read_tokens(path)
     assert tokens.find("alpha-1") == Caller("alice", "alice", frozenset({Right.GENERATE}))
     assert tokens.find("beta-2") == Caller(
-        "bob.batch", "acme", frozenset({Right.GENERATE, Right.PRIORITIES}), 4, 1000
+        "bob.batch", "acme", frozenset({Right.GENERATE, Right.PRIORITIES}), 4, 1000, 65_536
     )
     root = Caller("root", "acme", frozenset({Right.ADMIN}))
     assert tokens.find("old") == tokens.find("new") == root
@@ -68,7 +69,7 @@ def test_the_example_in_the_docs_is_a_file_of_tokens(path: Path):
     assert found
     path.write_text(found[1])
     assert read_tokens(path).find("another-token") == Caller(
-        "batch", "acme", frozenset({Right.GENERATE}), 64, 200_000
+        "batch", "acme", frozenset({Right.GENERATE}), 64, 200_000, 64 << 20
     )
 
 

@@ -184,7 +184,7 @@ def test_a_schema_within_a_grammar_sets_no_options(grammars: Grammars, option: s
 
 
 def test_grammars_are_kept_by_size(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grammar, "_LEAST_BYTES", 1 << 20)
+    monkeypatch.setattr(grammar, "LEAST_BYTES", 1 << 20)
     monkeypatch.setattr(grammar, "_MOST_BYTES", 1 << 20)
     monkeypatch.setattr(grammar, "_MOST_KEPT_BYTES", 2 << 20)
     compiled = compilations_of(grammars)

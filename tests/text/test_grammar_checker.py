@@ -14,15 +14,15 @@ from collections.abc import Iterator
 import pytest
 
 from kvrelay.text import grammar_checker
-from kvrelay.text.grammar import GrammarError
+from kvrelay.text.grammar import LEAST_BYTES, GrammarError
 from kvrelay.text.grammar_checker import CheckerError, GrammarChecker
 from kvrelay.wire.request import StructuredOutput
 
 CHAIN = "start: r0\n" + "".join(f"r{i}: r{i + 1}\n" for i in range(4000)) + 'r4000: "a"\n'
 """So deep that llguidance overflows the stack of an ordinary thread."""
 MULTIPLES = json.dumps({"type": "integer", "allOf": [{"multipleOf": n} for n in (9973, 97)]})
-SLOW = "%json" * 60_000
-"""Each is looked at, and all of the text for each."""
+SLOW = 'root ::= "a"\n' + "# x\n" * 800_000
+"""Far longer than any that a router passes on."""
 PLACE = {"properties": {f"p{i}": {"$ref": "#/$defs/d"} for i in range(150)}}
 PLACE["properties"]["z"] = {"uniqueItems": True}  # type: ignore[dict-item]
 PLACE["$defs"] = {"d": {"properties": {f"p{i}": {} for i in range(2000)}}}  # type: ignore[dict-item]
@@ -75,6 +75,24 @@ def assert_ends_the_process(
         checker.check(wanted)
     checker.check(StructuredOutput(regex="a"))
     assert checker.pid not in (None, pid)
+
+
+@pytest.mark.parametrize("text", ["%json" * 13_000, "guidance" + "%json" * 13_000])
+def test_schemas_within_a_grammar_are_looked_at_in_no_time(
+    checker: GrammarChecker, text: str
+) -> None:
+    """To look for all in all of the text, once for each, took more than the bound."""
+    with pytest.raises(GrammarError, match="x-guidance is not allowed|convert the grammar"):
+        checker.check(StructuredOutput(grammar=text))
+
+
+def test_a_check_tells_what_the_grammar_takes(checker: GrammarChecker) -> None:
+    members = {f"member{number}": {"type": "string", "maxLength": number} for number in range(900)}
+    large = StructuredOutput(json_schema=json.dumps({"properties": members}))
+    assert checker.check(StructuredOutput(regex="a")) == LEAST_BYTES
+    sizes = [checker.check(large) for _ in range(3)]
+    assert 1 << 20 < min(sizes)
+    assert max(sizes) < 1.1 * min(sizes) < 32 << 20
 
 
 def test_the_search_for_a_place_is_a_part_of_the_check(checker: GrammarChecker) -> None:
