@@ -38,7 +38,7 @@ from kvrelay.engine.config import WorkerConfig
 from kvrelay.engine.faults import Fault
 from kvrelay.router.admin import DrainStep, RollOrder, ScaleStep
 from kvrelay.router.discovery import Discovery
-from kvrelay.router.errors import CannotDrain, CannotRoll, CannotScale, CannotShift
+from kvrelay.router.errors import CannotDrain, CannotScale, CannotShift
 from kvrelay.wire.cluster_state import ClusterState
 from kvrelay.wire.worker_info import WorkerInfo, WorkerRole
 
@@ -169,11 +169,11 @@ class Cluster:
         await finished(self._stop())
 
     async def _stop(self) -> None:
-        if self._leases is not None and self._leases.is_given_up:
+        if self._leases is not None and not await self._leads(self._leases):
             self._on_deposed()
             return
         await self._scaling.stop()
-        await self._rolling.stop()
+        await self._rolling.close()
         if self._journal is not None:
             await self._journal.write_cluster(phase=Phase.STOPPING)
         supervisors = self._supervisors.copy()
@@ -191,6 +191,12 @@ class Cluster:
         for failure in failures:
             if failure is not None:
                 raise failure
+
+    async def _leads(self, leases: Leases) -> bool:
+        """Whether the workers are this controller's, also if it has not heard of its successor."""
+        if leases.is_given_up or self._journal is None:  # in the latter case there are none yet
+            return not leases.is_given_up
+        return await self._leadership.is_latest(leases)
 
     async def drain(self, worker: str, *, remove: bool) -> AsyncIterator[DrainStep]:
         """Drain a worker, and yield each phase, as `router.admin.Administrator` says."""
@@ -212,8 +218,6 @@ class Cluster:
 
     async def roll(self, order: RollOrder) -> AsyncIterator[ScaleStep]:
         """Replace all workers, and yield each phase; see `router.admin.Administrator`."""
-        if self._scaling.is_running:
-            raise CannotRoll("the cluster is being scaled")
         async for step in self._rolling.roll(order):
             yield step
 
@@ -223,6 +227,9 @@ class Cluster:
             Address.parse(successor or "127.0.0.1:1")
         except ValueError as error:
             raise CannotShift(f"successor: {error}") from error
+        await finished(self._shift(successor))
+
+    async def _shift(self, successor: str) -> None:
         await self._written.write_cluster(successor=successor)
         self._members.shift_to(successor)
 
@@ -262,6 +269,11 @@ class Cluster:
     def previous(self) -> Revision | None:
         """What that was before the last roll; None: there was none."""
         return self._written.cluster.previous
+
+    @property
+    def is_scaling(self) -> bool:
+        """Whether the number of workers is being changed."""
+        return self._scaling.is_running
 
     @property
     def open_roll(self) -> Roll | None:

@@ -29,7 +29,7 @@ async def begin_epoch(
         if await store.put_new(f"{_PREFIX}{epoch}", b""):
             break
     leases = Leases(epoch, times, began=clock(), clock=clock)
-    await _hold(leases, store, clock)
+    await hold_epoch(leases, store, clock)
     await _forget_earlier(store, epoch)
     return leases
 
@@ -44,14 +44,19 @@ async def keep_epoch(
     while True:
         await asyncio.sleep(leases.times.controller_seconds / _LOOKS)
         try:
-            if not await _hold(leases, store, clock):
+            if not await hold_epoch(leases, store, clock):
                 return
         except StoreError as error:
             _log.warning("the store does not say who the controller is: %s", error)
 
 
-async def _hold(leases: Leases, store: KeyValueStore, clock: Callable[[], float]) -> bool:
-    """Ask the store whether this is still the latest controller, and act upon it."""
+async def hold_epoch(
+    leases: Leases, store: KeyValueStore, clock: Callable[[], float] = boottime
+) -> bool:
+    """Ask the store whether this is still the latest controller, and act upon it.
+
+    Raises StoreError.
+    """
     asked_at = clock()
     if await _latest(store) > leases.epoch:
         leases.give_up()

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import logging
-from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from typing import Any
 
-from kvrelay.deploy.key_value_store import KeyValueStore, StoreError
+from kvrelay.deploy.key_value_store import KeyValueStore, insisting
 from kvrelay.deploy.leases import Leases
-from kvrelay.deploy.pauses import Pauses
 from kvrelay.deploy.records import ClusterRecord, Records, WorkerRecord
 
-_log = logging.getLogger(__name__)
 _TAKEN_OVER = "taken-over"
 
 
@@ -53,7 +49,7 @@ class Journal:
         None: there was no predecessor.
         """
         journal = cls(store, leases)
-        keys = await _insisting(lambda: store.keys("records/"))
+        keys = await insisting(lambda: store.keys("records/"))
         before = await _read_latest(store, keys)
         if before is not None:
             await journal._copy(before)
@@ -97,7 +93,7 @@ class Journal:
         self.workers.clear()
         self._deaths.clear()
         kept = (f"{self._prefix}cluster", f"{self._prefix}{_TAKEN_OVER}")
-        for key in await _insisting(lambda: self._store.keys("records/")):
+        for key in await insisting(lambda: self._store.keys("records/")):
             if key not in kept:
                 await self._delete_key(key)
 
@@ -112,7 +108,7 @@ class Journal:
     async def _write(self, key: str) -> None:
         """Make a record of the store what it is here, or delete it if it is none here."""
         async with self._writing:
-            await _insisting(lambda: self._try_to_write(key))
+            await insisting(lambda: self._try_to_write(key))
 
     async def _try_to_write(self, key: str) -> None:
         await self._leases.until_held()
@@ -137,12 +133,12 @@ class Journal:
     async def _delete_key(self, key: str) -> None:
         """Delete a key that nobody writes any more."""
         async with self._writing:
-            await _insisting(lambda: self._store.delete(key))
+            await insisting(lambda: self._store.delete(key))
 
 
 async def read_records(store: KeyValueStore) -> Records | None:
     """What the latest controller has written; None: there is none."""
-    return await _read_latest(store, await _insisting(lambda: store.keys("records/")))
+    return await _read_latest(store, await insisting(lambda: store.keys("records/")))
 
 
 async def _read_latest(store: KeyValueStore, keys: list[str]) -> Records | None:
@@ -164,7 +160,7 @@ async def _read(store: KeyValueStore, keys: list[str], prefix: str) -> Records:
         if kind == "death":
             deaths.add(name)
         elif kind in ("cluster", "worker"):
-            text = await _insisting(lambda key=key: store.get(key))  # type: ignore[misc]
+            text = await insisting(lambda key=key: store.get(key))  # type: ignore[misc]
             if text is None:
                 continue  # its writer, which is still there, has deleted it just now
             if kind == "cluster":
@@ -172,14 +168,3 @@ async def _read(store: KeyValueStore, keys: list[str], prefix: str) -> Records:
             else:
                 workers[name] = WorkerRecord.from_bytes(text)
     return Records(cluster, workers, frozenset(deaths))
-
-
-async def _insisting(call: Callable[[], Awaitable[Any]]) -> Any:
-    """Call the store until it answers."""
-    pauses = Pauses()
-    while True:
-        try:
-            return await call()
-        except StoreError as error:
-            _log.warning("the store does not answer: %s", error)
-            await pauses.pause()

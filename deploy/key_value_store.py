@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Protocol, TypeVar
+
+from kvrelay.deploy.pauses import Pauses
+
+T = TypeVar("T")
+_log = logging.getLogger(__name__)
 
 
 class KeyValueStore(Protocol):
@@ -64,3 +71,14 @@ class InProcessStore:
     async def keys(self, prefix: str) -> list[str]:
         """The keys that begin so."""
         return [key for key in self._values if key.startswith(prefix)]
+
+
+async def insisting(call: Callable[[], Awaitable[T]]) -> T:
+    """Call the store until it answers."""
+    pauses = Pauses()
+    while True:
+        try:
+            return await call()
+        except StoreError as error:
+            _log.warning("the store does not answer: %s", error)
+            await pauses.pause()

@@ -6,8 +6,8 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 
-from kvrelay.deploy.epoch import begin_epoch, keep_epoch
-from kvrelay.deploy.key_value_store import KeyValueStore
+from kvrelay.deploy.epoch import begin_epoch, hold_epoch, keep_epoch
+from kvrelay.deploy.key_value_store import KeyValueStore, insisting
 from kvrelay.deploy.leases import Leases, LeaseTimes
 from kvrelay.engine.config import WorkerConfig
 from kvrelay.engine.worker.worker_lease import lease_clock
@@ -49,6 +49,14 @@ class Leadership:
         self._holding = asyncio.create_task(self._hold(leases, clock))
         self._holding.add_done_callback(self._holding_ended)
         return leases
+
+    async def is_latest(self, leases: Leases) -> bool:
+        """Ask the store, until it answers, whether no later controller has begun.
+
+        Args:
+            leases: what `begin` has returned.
+        """
+        return await insisting(lambda: hold_epoch(leases, self._store, leases.clock))
 
     def end(self) -> None:
         """Hold the epoch no more."""

@@ -7,6 +7,7 @@ import contextlib
 import fcntl
 import os
 import signal
+import stat
 import sys
 import tempfile
 import time
@@ -111,6 +112,9 @@ def _mark_of(pid: int) -> TextIO:
     """A file that every call has alike for one process; empty until it was sent SIGTERM."""
     folder = Path(tempfile.gettempdir()) / f"kvrelay-leave-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+        raise PermissionError(f"{folder} is somebody else's")  # whose links it could follow
     who = ProcessIdentity.of(pid)
     return (folder / f"{who.boot_id}-{pid}-{who.start_ticks}").open("a")
 

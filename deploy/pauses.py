@@ -6,8 +6,9 @@ import asyncio
 import math
 import time
 from collections.abc import Coroutine
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
+T = TypeVar("T")
 _FIRST_SECONDS: Final = 0.1
 LONGEST_SECONDS: Final = 10.0
 _LOOKS: Final = 10
@@ -51,8 +52,8 @@ async def is_done_within(task: asyncio.Future[Any], seconds: float) -> bool:
     return False
 
 
-async def finished(work: Coroutine[Any, Any, object]) -> None:
-    """Wait until work is done, which the cancellation of its caller does not cut short.
+async def finished(work: Coroutine[Any, Any, T]) -> T:
+    """Wait for the result of work, which the cancellation of its caller does not cut short.
 
     The cancellation is raised then, unless the work has raised something itself.
     """
@@ -62,6 +63,7 @@ async def finished(work: Coroutine[Any, Any, object]) -> None:
             await asyncio.wait({task})
         except asyncio.CancelledError as error:
             cancelled = error
-    task.result()
+    result = task.result()
     if cancelled is not None:
         raise cancelled
+    return result

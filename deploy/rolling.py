@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Protocol
 
 from kvrelay.deploy.errors import ClusterError
-from kvrelay.deploy.pauses import Pauses
+from kvrelay.deploy.pauses import Pauses, finished
 from kvrelay.deploy.rolls import Replacement, Revision, Roll, replacements
 from kvrelay.deploy.worker_configs import rolled
 from kvrelay.router.admin import DrainPhase, DrainStep, RollOrder, ScalePhase, ScaleStep
@@ -53,6 +53,11 @@ class Rollable(Protocol):
     @property
     def open_roll(self) -> Roll | None:
         """What is under way, or has stopped."""
+        ...
+
+    @property
+    def is_scaling(self) -> bool:
+        """Whether the number of workers is being changed."""
         ...
 
     def check_revision(self, revision: Revision) -> None:
@@ -99,6 +104,7 @@ class Rolling:
         self._cluster = cluster
         self._rolling: asyncio.Task[None] | None = None
         self._beginning = asyncio.Lock()
+        self._closed = False
         self._failed = ""
 
     @property
@@ -111,14 +117,8 @@ class Rolling:
         steps: _Steps = asyncio.Queue()
         if self._changes_nothing(order):
             return
-        async with self._beginning:
-            if self.is_running and not order.undo:
-                raise CannotRoll("the workers are being replaced already; --undo goes back")
-            target = self._target_of(order)
-            await self.stop()
-            roll = self._plan(order, target)
-            await self._cluster.write_roll(roll)
-            rolling = self._begin(roll, steps)
+        # Whole, though the caller leaves: or the roll would be under way, and nobody would make it.
+        rolling = await finished(self._obey(order, steps))
         while (step := await steps.get()) is not None:
             yield step
         await asyncio.wait({rolling})
@@ -131,8 +131,28 @@ class Rolling:
         if not roll.failed:
             self._begin(roll, asyncio.Queue())
 
-    async def stop(self) -> None:
+    async def close(self) -> None:
         """Replace nothing any more. A successor that starts is ended; who drains, drains on."""
+        self._closed = True
+        async with self._beginning:
+            await self._stop()
+
+    async def _obey(self, order: RollOrder, steps: _Steps) -> asyncio.Task[None]:
+        """Begin a roll, in the place of the one that runs. Raises CannotRoll."""
+        async with self._beginning:
+            if self.is_running and not order.undo:
+                raise CannotRoll("the workers are being replaced already; --undo goes back")
+            target = self._target_of(order)
+            await self._stop()
+            if self._closed:
+                raise CannotRoll("the cluster is being stopped")
+            if self._cluster.is_scaling:
+                raise CannotRoll("the cluster is being scaled")
+            roll = self._plan(order, target)
+            await self._cluster.write_roll(roll)
+            return self._begin(roll, steps)
+
+    async def _stop(self) -> None:
         if self._rolling is not None:
             self._rolling.cancel()
             await asyncio.gather(self._rolling, return_exceptions=True)

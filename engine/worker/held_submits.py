@@ -33,10 +33,11 @@ class HeldSubmits:
         self._inbox = inbox
         self._prepare = prepare
         self._held: dict[RequestKey, Submit] = {}
+        self._draining = False
 
     def submit(self, command: Submit) -> None:
         """Post a submission once its grammar is compiled, or cannot be: the engine tells why."""
-        wanted = command.sampling.structured_output
+        wanted = None if self._draining else command.sampling.structured_output
         compiled = self._prepare(wanted) if wanted is not None else None
         if compiled is None:
             self._inbox.post(command)
@@ -61,15 +62,17 @@ class HeldSubmits:
         if held is None:
             self._inbox.post(command)
             return
-        emitted, end = len(held.input_ids) - held.prompt_len, RequestEnd(EndReason.ABORTED)
-        held.link.deliver(
-            EngineOutputs(
-                tuple(
-                    RequestOutput(held.key.of_choice(choice), emitted, end=end)
-                    for choice in held.choices
-                )
-            )
-        )
+        _end(held, EndReason.ABORTED)
+
+    def drain(self) -> None:
+        """Retract what is held: routers submit it to other workers.
+
+        Nothing is held from now on: the engine, which drains, retracts what still comes.
+        """
+        self._draining = True
+        held, self._held = self._held, {}
+        for command in held.values():
+            _end(command, EndReason.RETRACTED)
 
     def forget(self, link: RouterLink) -> None:
         """Post nothing of a stream that has ended."""
@@ -81,3 +84,16 @@ class HeldSubmits:
         held = self._held.pop(key, None)
         if held is not None:
             self._inbox.post(held)
+
+
+def _end(held: Submit, reason: EndReason) -> None:
+    """Tell the router that a submission that the engine has not seen has ended."""
+    emitted, end = len(held.input_ids) - held.prompt_len, RequestEnd(reason)
+    held.link.deliver(
+        EngineOutputs(
+            tuple(
+                RequestOutput(held.key.of_choice(choice), emitted, end=end)
+                for choice in held.choices
+            )
+        )
+    )

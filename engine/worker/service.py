@@ -76,6 +76,10 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
         self._rules = rules
         self._links: set[RouterLink] = set()
 
+    def drain(self) -> None:
+        """Let routers submit what waits for its grammar to other workers."""
+        self._submits.drain()
+
     def close(self) -> None:
         """End the routers' streams after what is already in them."""
         for link in self._links:

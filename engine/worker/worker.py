@@ -161,6 +161,7 @@ class Worker:
         self._draining.set()
         post = self._parts.inbox.post
         post(Drain(lambda: self._loop.call_soon_threadsafe(self._drained.set)))
+        self._service.drain()
         self._loop.call_later(self._config.drain_grace, post, RetractForDrain())
 
     async def quarantine_too_old(self) -> None:

@@ -97,3 +97,27 @@ async def test_another_program_that_has_the_pid_now_is_left_alone():
     assert (names, said) == ([], "")
     names, said = await left(NodeWorker("decode-0", other.pid), seconds=0.3)
     assert (names, said) == ([], ""), "the process had ended"
+
+
+def link_mark_to(victim: Path, pid: int) -> None:
+    """Put a link in the place of a process's mark, in a folder that everybody may write to."""
+    with _mark_of(pid) as mark:
+        link = Path(mark.name)
+    link.unlink()
+    link.symlink_to(victim)
+    link.parent.chmod(0o777)
+
+
+async def test_a_folder_that_another_user_has_made_is_not_written_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Its links could lead anywhere. The worker drains all the same."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    victim = tmp_path / "victim"
+    victim.touch()
+    with process("ray::DecodeWorker", DRAINS) as worker:
+        link_mark_to(victim, worker.pid)
+        names, _ = await left(NodeWorker("decode-0", worker.pid), seconds=20)
+        assert worker.wait() == 71
+    assert names == []
+    assert victim.read_text() == ""

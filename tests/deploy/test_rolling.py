@@ -40,6 +40,9 @@ class ScriptedCluster:
         self.revision = FIRST
         self.previous: Revision | None = None
         self.open_roll: Roll | None = None
+        self.is_scaling = False
+        self.may_write = asyncio.Event()
+        self.may_write.set()
 
     @property
     def staying(self) -> Mapping[str, WorkerRole]:
@@ -54,8 +57,9 @@ class ScriptedCluster:
             raise ValueError("worker_lease: is as it is")
 
     async def write_roll(self, roll: Roll) -> None:
-        await asyncio.sleep(0)
         self.open_roll = roll
+        await asyncio.sleep(0)
+        await self.may_write.wait()
 
     async def end_roll(self, roll: Roll) -> None:
         self.previous = self.previous if roll.target == self.revision else self.revision
@@ -232,6 +236,51 @@ async def test_undo_ends_a_roll_whose_successor_hangs():
     assert "decode-1" in cluster.workers, "who had never left is not replaced"
 
 
+async def order_and_leave(cluster: ScriptedCluster, rolling: Rolling, order: RollOrder) -> None:
+    """Order a roll, and be cancelled while it is written down."""
+    before = cluster.open_roll
+    cluster.may_write.clear()
+    listening = asyncio.ensure_future(anext(rolling.roll(order)))
+    while cluster.open_roll is before:
+        await asyncio.sleep(0)
+    listening.cancel()
+    await asyncio.sleep(0)
+    cluster.may_write.set()
+    with pytest.raises(asyncio.CancelledError):
+        await listening
+
+
+async def test_a_roll_whose_caller_leaves_at_its_beginning_is_made_all_the_same():
+    cluster = ScriptedCluster(decode=2)
+    rolling = Rolling(cluster)
+    for order, options in ((RollOrder(OPTIONS), OPTIONS), (RollOrder(undo=True), {})):
+        async with asyncio.timeout(SECONDS):
+            await order_and_leave(cluster, rolling, order)
+            assert rolling.is_running
+            while rolling.is_running:
+                await asyncio.sleep(0)
+        assert cluster.open_roll is None
+        assert_all_have(cluster, options, decode=2)
+
+
+async def test_a_cluster_that_stops_begins_no_roll_that_was_ordered_just_before():
+    cluster = ScriptedCluster(decode=2)
+    cluster.hangs.add("decode-2")
+    rolling = Rolling(cluster)
+    first = asyncio.ensure_future(anext(rolling.roll(RollOrder(OPTIONS))))
+    while "decode-2" not in cluster.starting:
+        await asyncio.sleep(0)
+    undo = asyncio.ensure_future(anext(rolling.roll(RollOrder(undo=True))))
+    closing = asyncio.create_task(rolling.close())
+    async with asyncio.timeout(SECONDS):
+        await closing
+        with pytest.raises(CannotRoll, match="the cluster is being stopped"):
+            await undo
+        await first
+    assert not rolling.is_running
+    assert not cluster.starting
+
+
 async def test_who_cannot_be_told_is_waited_for():
     cluster = ScriptedCluster(decode=1)
     cluster.away["decode-0"] = 2
@@ -275,6 +324,14 @@ async def test_what_cannot_be_is_refused_by_name_and_nothing_changes(order: Roll
     with pytest.raises(CannotRoll, match=why):
         await roll(cluster, order)
     assert not cluster.seen
+    assert cluster.open_roll is None
+
+
+async def test_no_roll_begins_while_the_cluster_is_scaled():
+    cluster = ScriptedCluster(prefill=1, decode=2)
+    cluster.is_scaling = True
+    with pytest.raises(CannotRoll, match="the cluster is being scaled"):
+        await roll(cluster, RollOrder(OPTIONS))
     assert cluster.open_roll is None
 
 

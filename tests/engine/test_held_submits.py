@@ -86,6 +86,22 @@ async def test_a_submission_that_waits_is_cancelled_at_once() -> None:
     assert await served.posted() == [(Cancel, "other")]
 
 
+async def test_a_worker_that_drains_gives_back_what_waits_and_holds_nothing_more() -> None:
+    """The engine says that it has drained when it has no request: it does not know of these."""
+    served = Served()
+    waiting = message(request_id="slow", first_choice=2, num_prompt_tokens=2, params=WITH_GRAMMAR)
+    served.service.take(worker_pb2.AttachRequest(submit=waiting), served.link)
+    served.service.drain()
+    [outputs] = served.link.take_all()
+    [output] = known(outputs).outputs
+    assert (output.key.request_id, output.key.attempt, output.key.choice) == ("slow", 1, 2)
+    assert (output.index, output.end) == (1, RequestEnd(EndReason.RETRACTED))
+    served.submit("late", **WITH_GRAMMAR)
+    assert await served.posted() == [(Submit, "late")], "the engine retracts it"
+    served.compiled.set_result(None)
+    assert await served.posted() == []
+
+
 async def test_nothing_is_compiled_for_those_who_have_left() -> None:
     go = threading.Event()
 
