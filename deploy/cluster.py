@@ -286,11 +286,13 @@ class Cluster:
 
     async def write_roll(self, roll: Roll) -> None:
         """A roll is about to begin or to go on, or has stopped."""
+        self.metrics.rolling(roll)
         await self._written.write_cluster(roll=roll)
 
     async def end_roll(self, roll: Roll) -> None:
         """All workers have what the roll was for."""
         before = self.previous if roll.target == self.revision else self.revision
+        self.metrics.rolled(back=roll.target.number <= self.revision.number)
         await self._written.write_cluster(revision=roll.target, previous=before, roll=None)
 
     async def until_up(self, name: str) -> None:
@@ -491,6 +493,7 @@ class Cluster:
         if journal.cluster.change is not None:
             self._scaling.resume(journal.cluster.change)
         if journal.cluster.roll is not None:
+            self.metrics.rolling(journal.cluster.roll)
             self._rolling.resume(journal.cluster.roll)
 
     @property

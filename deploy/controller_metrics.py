@@ -6,6 +6,7 @@ counted here. `METRICS` lists them all; docs/metrics.md is generated from it.
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from typing import Final
@@ -14,6 +15,7 @@ from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.metrics_core import Metric as MetricFamily
 from prometheus_client.registry import Collector
 
+from kvrelay.deploy.rolls import Roll
 from kvrelay.deploy.worker_end import WorkerEnd
 from kvrelay.net.metrics import Instruments, Metric, MetricTable, MetricType
 from kvrelay.router.discovery import Discovery
@@ -56,6 +58,31 @@ ENDS: Final = METRICS.counter(
 DRAINS: Final = METRICS.counter(
     "kvrelay_worker_drains_total", "Times that a worker began to drain", "role", "worker"
 )
+ROLLS: Final = METRICS.counter(
+    "kvrelay_rolls_total",
+    "Rolls that ended, by outcome: done, undone (the workers have the options before again), or "
+    "stopped (a new worker did not start)",
+    "outcome",
+)
+ROLL_STOPPED: Final = METRICS.collected(
+    MetricType.GAUGE,
+    "kvrelay_roll_stopped",
+    "1 while a roll has stopped, until somebody lets it go on or undoes it",
+)
+ROLL_WORKERS: Final = METRICS.collected(
+    MetricType.GAUGE,
+    "kvrelay_roll_workers",
+    "Workers of the roll that is under way or has stopped, by state: replaced, or left",
+    "state",
+)
+ROLL_STEP_SECONDS: Final = METRICS.collected(
+    MetricType.GAUGE,
+    "kvrelay_roll_step_seconds",
+    "Seconds since the roll that is under way has replaced a worker, or has begun, or this "
+    "controller went on with it; 0 while none is under way",
+)
+_OUTCOMES: Final = ("done", "undone", "stopped")
+"""Of rolls."""
 
 
 class ControllerMetrics(Instruments, Collector):
@@ -76,6 +103,10 @@ class ControllerMetrics(Instruments, Collector):
         self._wanted = wanted
         self._running: set[str] = set()
         self._draining: set[str] = set()
+        self._roll: tuple[Roll | None, float] = (None, 0.0)
+        """What is under way or has stopped, and when it came so far."""
+        for outcome in _OUTCOMES:
+            self.show(ROLLS, outcome=outcome)
         self.registry.register(self)
 
     def started(self, info: WorkerInfo) -> None:
@@ -99,6 +130,18 @@ class ControllerMetrics(Instruments, Collector):
         self._running.discard(info.incarnation)
         self._draining.discard(info.incarnation)
         self.count(ENDS, role=info.role.value, worker=info.name, cause=cause.value)
+
+    def rolling(self, roll: Roll | None) -> None:
+        """A roll is under way, has come so far, or has stopped; None: there is none."""
+        before, _ = self._roll
+        if roll is not None and roll.failed and before is not None and not before.failed:
+            self.count(ROLLS, outcome="stopped")
+        self._roll = (roll, time.monotonic())
+
+    def rolled(self, *, back: bool) -> None:
+        """A roll has replaced all workers; `back`: by such with the options before it."""
+        self.count(ROLLS, outcome="undone" if back else "done")
+        self.rolling(None)
 
     def collect(self) -> Iterator[MetricFamily]:
         """Yield the metrics whose values are read from the lists; any thread."""
@@ -124,3 +167,14 @@ class ControllerMetrics(Instruments, Collector):
             yield WORKERS, lost, role.value, "restarting"
         for one in listed:
             yield WORKER_INFO, 1, one.role.value, one.name, one.incarnation, one.address
+        yield from self._roll_values()
+
+    def _roll_values(self) -> Iterator[tuple[Metric, float, *tuple[str, ...]]]:
+        roll, since = self._roll
+        left = 0 if roll is None else len(roll.left)
+        yield ROLL_WORKERS, left, "left"
+        yield ROLL_WORKERS, 0 if roll is None else roll.workers - left, "replaced"
+        has_stopped = roll is not None and bool(roll.failed)
+        yield ROLL_STOPPED, has_stopped
+        is_under_way = roll is not None and not has_stopped
+        yield ROLL_STEP_SECONDS, time.monotonic() - since if is_under_way else 0.0

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
 from prometheus_client import CollectorRegistry
 
 from kvrelay.deploy.controller_metrics import METRICS, ControllerMetrics
 from kvrelay.deploy.membership import Membership
+from kvrelay.deploy.rolls import Replacement, Revision, Roll
 from kvrelay.deploy.worker_end import WorkerEnd
 from kvrelay.mem_cache.errors import ConservationError
 from kvrelay.wire.worker_info import WorkerRole
@@ -64,3 +66,41 @@ def test_the_cause_of_a_failure():
     said = f"{type(ConservationError()).__name__}: 7 of 8"
     assert WorkerEnd.of_failure(said) is WorkerEnd.CONSERVATION
     assert WorkerEnd.of_failure("WorkerBrokenError: forwards fail") is WorkerEnd.ENGINE_FAILED
+
+
+def test_a_roll_that_goes_on_stops_and_is_undone(monkeypatch: pytest.MonkeyPatch):
+    now = [100.0]
+    monkeypatch.setattr("kvrelay.deploy.controller_metrics.time.monotonic", lambda: now[0])
+    metrics = ControllerMetrics("m", Membership().discovery, list)
+    served = CollectorRegistry(auto_describe=True)
+    served.register(metrics.registry)
+
+    def value(name: str, **labels: str) -> float | None:
+        return served.get_sample_value(f"kvrelay_{name}", {"model": "m", **labels})
+
+    def rolls() -> list[float | None]:
+        return [value("rolls_total", outcome=one) for one in ("done", "undone", "stopped")]
+
+    def progress() -> list[float | None]:
+        states = [value("roll_workers", state=one) for one in ("replaced", "left")]
+        return [*states, value("roll_stopped"), value("roll_step_seconds")]
+
+    assert (progress(), rolls()) == ([0, 0, 0, 0], [0, 0, 0])
+    left = tuple(Replacement(WorkerRole.DECODE, f"decode-{n}", f"decode-{n + 3}") for n in range(3))
+    roll = Roll(Revision(1), left, 3, 1, 0, {WorkerRole.DECODE: 3})
+    metrics.rolling(roll)
+    now[0] += 7
+    assert progress() == [0, 3, 0, 7]
+    metrics.rolling(replace(roll, left=left[1:]))
+    now[0] += 5
+    assert progress() == [1, 2, 0, 5]
+    for _ in range(2):  # it is counted once
+        metrics.rolling(replace(roll, left=left[1:], failed="no room"))
+    now[0] += 5
+    assert (progress(), rolls()) == ([1, 2, 1, 0], [0, 0, 1])
+    metrics.rolling(replace(roll, left=left[:1]))
+    metrics.rolled(back=True)
+    assert (progress(), rolls()) == ([0, 0, 0, 0], [0, 1, 1])
+    metrics.rolling(roll)
+    metrics.rolled(back=False)
+    assert (progress(), rolls()) == ([0, 0, 0, 0], [1, 1, 1])

@@ -242,6 +242,27 @@ async def test_options_that_cannot_be_are_refused(
     assert cluster.open_roll is None
 
 
+def rolls_counted(cluster: Cluster) -> dict[str, float]:
+    """By outcome, and whether one has stopped."""
+    samples = [one for family in cluster.metrics.registry.collect() for one in family.samples]
+    found = {s.labels["outcome"]: s.value for s in samples if s.name == "kvrelay_rolls_total"}
+    [stopped] = [s.value for s in samples if s.name == "kvrelay_roll_stopped"]
+    return found | {"has stopped": stopped}
+
+
+async def test_what_becomes_of_rolls_is_counted(cluster: Cluster, monkeypatch: pytest.MonkeyPatch):
+    counted = {"done": 0, "undone": 0, "stopped": 0, "has stopped": 0}
+    await roll(cluster, RollOrder(OPTIONS))
+    counted["done"] += 1
+    assert rolls_counted(cluster) == counted
+    with monkeypatch.context() as patch:
+        refuse(patch, "prefill-2")
+        assert await roll(cluster, RollOrder({"chunk_tokens": "9"}))
+    assert rolls_counted(cluster) == counted | {"stopped": 1, "has stopped": 1}
+    await roll(cluster, RollOrder(undo=True))
+    assert rolls_counted(cluster) == counted | {"stopped": 1, "undone": 1}
+
+
 async def test_it_is_not_begun_while_the_cluster_is_scaled(cluster: Cluster):
     scaling = asyncio.create_task(scale(cluster, 2))
     await asyncio.sleep(0)

@@ -61,6 +61,47 @@ FLEET: Final = Dashboard(
             ),
         ),
         Row(
+            "Rolls",
+            (
+                Panel(
+                    "Workers of a roll",
+                    "Replaced and left, of the one that is under way or has stopped",
+                    (
+                        Query(
+                            f"sum by (cluster, state) (kvrelay_roll_workers{{{CLUSTER}}})",
+                            "{{cluster}} {{state}}",
+                        ),
+                        Query(
+                            f"sum by (cluster) (kvrelay_roll_stopped{{{CLUSTER}}})",
+                            "{{cluster}} has stopped",
+                        ),
+                    ),
+                ),
+                Panel(
+                    "Since the last replacement",
+                    "While a roll is under way",
+                    (
+                        Query(
+                            f"max by (cluster) (kvrelay_roll_step_seconds{{{CLUSTER}}})",
+                            "{{cluster}}",
+                        ),
+                    ),
+                    unit="s",
+                ),
+                Panel(
+                    "Rolls by outcome",
+                    "That ended in the rate interval",
+                    (
+                        Query(
+                            "sum by (cluster, outcome) (increase("
+                            f"kvrelay_rolls_total{{{CLUSTER}}}[{RATE}]))",
+                            "{{cluster}} {{outcome}}",
+                        ),
+                    ),
+                ),
+            ),
+        ),
+        Row(
             "Restarts",
             (
                 Panel(
