@@ -28,7 +28,7 @@ step, a worker is given up after {timeout:g} s without a sign of life, and its l
 host is killed, or frozen for {pause:g} s and woken, or a link is cut for {cut:g} s and healed: what
 is sent there does not arrive, and nobody is told. "Cut controller" cuts Ray's head off, too. A host
 that was killed is followed by another one with its label, of another name and address, and a node
-that Ray has given up is started again. Then:
+that Ray has given up is started again at once. Then:
 
 - every request has its end within {bound:g} s: a completion, or else `UNAVAILABLE` or
   `RESOURCE_EXHAUSTED` (refused);

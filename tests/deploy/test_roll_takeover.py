@@ -25,8 +25,8 @@ from kvrelay.deploy.worker_host import WorkerHost
 from kvrelay.router.admin import RollOrder
 from kvrelay.router.errors import CannotDrain, CannotRoll, CannotScale
 from kvrelay.wire.worker_info import WorkerInfo, WorkerRole
-from tests.deploy import test_takeover as takeover
-from tests.deploy.test_takeover import (
+from tests.deploy import scripted_ray
+from tests.deploy.scripted_ray import (
     SECONDS,
     Act,
     Actor,
@@ -41,7 +41,7 @@ from tests.deploy.test_takeover import (
     settled,
 )
 
-world, make_world = takeover.world, takeover.make_world
+world, make_world = scripted_ray.world, scripted_ray.make_world
 """Fixtures, which script Ray."""
 OPTIONS = {"chunk_tokens": "7"}
 D = WorkerRole.DECODE
@@ -80,7 +80,7 @@ def chunks(world: World) -> dict[str, int]:
 @pytest.mark.parametrize(
     ("prepare", "act", "before", "after"),
     [
-        (takeover.nothing, rolls, BEFORE, {"decode-1": 7, "prefill-1": 7}),
+        (scripted_ray.nothing, rolls, BEFORE, {"decode-1": 7, "prefill-1": 7}),
         (rolls, undoes, {"decode-1": 7, "prefill-1": 7}, {"decode-2": 512, "prefill-2": 512}),
         (
             *(grow_both, rolls_in_place, BOTH_BEFORE),
@@ -99,7 +99,7 @@ async def test_whenever_a_controller_dies_its_successor_goes_on_with_the_roll(
 ):
     """Args: what is done before, what while it dies, workers and their chunks before and after."""
     undisturbed = Stopping()
-    await lead(tmp_path, undisturbed, make_world(), prepare, takeover.nothing)
+    await lead(tmp_path, undisturbed, make_world(), prepare, scripted_ray.nothing)
     first = undisturbed.changes
     undisturbed = Stopping()
     await lead(tmp_path, undisturbed, make_world(), prepare, act)

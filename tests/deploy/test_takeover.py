@@ -1,350 +1,43 @@
 """Controllers that die between any two things that they do, and their successors; Ray is scripted.
 
-A controller writes down what it does before it does it, and after. So it is stopped before and
-after each thing that it writes: for good, in the middle of whatever it was doing.
 tests/cluster/test_controller.py kills real ones.
 """
 
 from __future__ import annotations
 
 import asyncio
-import itertools
-import json
-import re
-import subprocess
-import urllib.request
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import AsyncExitStack
-from contextvars import ContextVar
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
-import grpc
 import pytest
 
-from kvrelay.deploy.cluster import Cluster
-from kvrelay.deploy.controller_host import _serve
-from kvrelay.deploy.controller_spec import ControllerSpec
 from kvrelay.deploy.journal import Journal
 from kvrelay.deploy.key_value_store import InProcessStore
-from kvrelay.deploy.local_ray import ray as real_ray
-from kvrelay.deploy.placement import PlacementPlan
-from kvrelay.deploy.records import Phase, Started, WorkerRecord
-from kvrelay.deploy.worker_host import WorkerHost
-from kvrelay.engine.config import WorkerConfig
-from kvrelay.v1 import admin_pb2, admin_pb2_grpc, controller_pb2, controller_pb2_grpc
-from kvrelay.wire.cluster_state import WorkerPhase
-from kvrelay.wire.worker_info import WorkerInfo, WorkerRole
-from tests.deploy.test_incarnation import INFO, identity_of
+from kvrelay.deploy.records import Phase, WorkerRecord
+from tests.deploy import scripted_ray
+from tests.deploy.scripted_ray import (
+    SECONDS,
+    Act,
+    D,
+    Handle,
+    Stopping,
+    World,
+    abandon,
+    drain,
+    grow,
+    lead,
+    lose,
+    make_cluster,
+    nothing,
+    scale,
+    settled,
+    shrink,
+)
 from tests.deploy.test_placement import CONFIG
 
-P, D = WorkerRole.PREFILL, WorkerRole.DECODE
-SECONDS = 10
-AWAY = real_ray.exceptions.ActorUnavailableError("the connection broke", None)
-
-
-_store: ContextVar[InProcessStore | None] = ContextVar("_store", default=None)
-"""Of the controller whose task this is."""
-
-
-def is_dead() -> bool:
-    """Whether the controller whose task this is has died: then it does nothing any more."""
-    store = _store.get()
-    return isinstance(store, Stopping) and store.stopped.is_set()
-
-
-class Actor:
-    """A worker's actor, which outlives controllers. Its process does nothing."""
-
-    def __init__(self, world: World, name: str, config: WorkerConfig) -> None:
-        self.world, self.name, self.config = world, name, config
-        self.process: subprocess.Popen[bytes] | None = None
-        self.started: Started | None = None
-        self.told: set[str] = set()
-        self.may_answer = asyncio.Event()
-        self.may_answer.set()
-
-    @property
-    def runs(self) -> bool:
-        return self.process is not None and self.process.poll() is None
-
-    async def answer(self, method: Callable[..., Any], *args: Any) -> Any:
-        if method in (WorkerHost.start, WorkerHost.restart):
-            return self._start()
-        if self.started is None or not self.runs:
-            raise AWAY
-        if method is WorkerHost.process:
-            return self.started.process
-        if method is WorkerHost.peers_died:
-            self.told.update(*args)
-        elif method is WorkerHost.heartbeat:
-            await self.may_answer.wait()
-            return 1.0 if args[0] == self.started.info.incarnation else None
-        elif method is WorkerHost.drain:
-            if args[0] == self.started.info.incarnation:
-                self.kill()  # it has nothing to finish
-        elif method is not WorkerHost.stop:
-            process = self.process
-            while process is not None and process.poll() is None:
-                await asyncio.sleep(0.002)
-            raise AWAY
-        return None
-
-    def kill(self) -> None:
-        if self.process is not None:
-            self.process.kill()
-            self.process.wait()
-
-    def _start(self) -> Started:
-        if self.started is None or not self.runs:
-            self.process = subprocess.Popen(["sleep", "60"])
-            self.told = set()
-            incarnation = f"{self.name}-{next(self.world.numbers)}"
-            role = WorkerRole(self.name.partition("-")[0])
-            info = replace(INFO, name=self.name, role=role, incarnation=incarnation)
-            self.started = Started(info, identity_of(self.process.pid))
-            self.world.starts.append(self.name)
-        return self.started
-
-
-class World:
-    """What is there beside controllers: Ray's actors and groups, by name."""
-
-    def __init__(self) -> None:
-        self.actors: dict[str, Actor] = {}
-        self.groups: dict[str, SimpleNamespace] = {}
-        self.starts: list[str] = []
-        self.numbers = itertools.count()
-        self.util = SimpleNamespace(
-            placement_group=self._reserve,
-            remove_placement_group=self._give_back,
-        )
-
-    def cluster_resources(self) -> dict[str, float]:
-        return {"CPU": 8.0}
-
-    def remove(self, name: str) -> None:
-        if is_dead():
-            return
-        if (actor := self.actors.pop(name, None)) is not None:
-            actor.kill()
-
-    async def end_left_over(self, _namespace: str, records: Sequence[WorkerRecord]) -> None:
-        for record in records:
-            self.remove(record.name)
-
-    def close(self) -> None:
-        for name in list(self.actors):
-            self.remove(name)
-
-    def _give_back(self, group: SimpleNamespace) -> None:
-        if not is_dead():
-            self.groups.pop(group.name, None)
-
-    def _reserve(self, bundles: list[Any], *, name: str, **_: Any) -> SimpleNamespace:
-        assert name not in self.groups, "Ray refuses a second group of a name"
-        group = SimpleNamespace(name=name, bundle_count=len(bundles), wait=lambda seconds: True)
-        self.groups[name] = group
-        return group
-
-
-class Handle:
-    """A controller's `WorkerActor`: the actor of this name, made if there is none."""
-
-    world: World
-
-    def __init__(self, config: Any, placement: dict[str, Any], log_level: int) -> None:
-        assert placement["get_if_exists"]
-        name = self._name = config.name
-        self._actor = self.world.actors.setdefault(name, Actor(self.world, name, config))
-
-    async def call(self, method: Callable[..., Any], *args: Any) -> Any:
-        await asyncio.sleep(0)
-        if is_dead():
-            raise DeadError
-        return await self._actor.answer(method, *args)
-
-    async def call_until_answered(self, method: Callable[..., Any], *, seconds: float) -> Any:
-        return await self.call(method)
-
-    async def ask_who_it_is(self, *, seconds: float) -> WorkerInfo | None:
-        actor = self._actor
-        return actor.started.info if actor.started is not None and actor.runs else None
-
-    def why(self, error: Exception) -> str:
-        return str(error)
-
-    def restart(self) -> None:
-        self._actor.kill()
-
-    def remove(self) -> None:
-        self.world.remove(self._name)
-
-
-class DeadError(Exception):
-    """Who is dead does nothing more, not even when it is cancelled."""
-
-
-class Stopping(InProcessStore):
-    """A store in front of which its controller stops for good.
-
-    Args:
-        at: the number of the change that is the last one; even: it is not made any more.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.at = -1
-        self.changes = 0
-        self.stopped = asyncio.Event()
-
-    async def put(self, key: str, value: bytes) -> None:
-        await self._maybe_stop()
-        await super().put(key, value)
-        await self._maybe_stop()
-
-    async def delete(self, key: str) -> None:
-        await self._maybe_stop()
-        await super().delete(key)
-        await self._maybe_stop()
-
-    async def _maybe_stop(self) -> None:
-        if self.stopped.is_set():
-            raise DeadError
-        if self.changes == self.at:
-            self.stopped.set()
-            await asyncio.Event().wait()
-        self.changes += 1
-        await asyncio.sleep(0)
-
-
-@pytest.fixture(autouse=True)
-def world(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvrelay.deploy.supervisor.WorkerActor", Handle)
-    monkeypatch.setattr("kvrelay.deploy.pauses._FIRST_SECONDS", 0.001)
-    monkeypatch.setattr(
-        "kvrelay.deploy.placement.PlacementGroupSchedulingStrategy",
-        lambda group, placement_group_bundle_index: (group.name, placement_group_bundle_index),
-    )
-
-
-@pytest.fixture
-async def make_world(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Callable[[], World]]:
-    made = []
-
-    def make() -> World:
-        world = World()
-        made.append(world)
-        monkeypatch.setattr("kvrelay.deploy.placement.ray", world)
-        monkeypatch.setattr(
-            "kvrelay.deploy.placement.find_groups", lambda namespace: dict(world.groups)
-        )
-        for module in ("adoption", "cluster"):
-            monkeypatch.setattr(f"kvrelay.deploy.{module}.end_left_over", world.end_left_over)
-        monkeypatch.setattr(Handle, "world", world, raising=False)
-        return world
-
-    yield make
-    for one in made:
-        one.close()
-
-
-def make_cluster(
-    model: Path, store: InProcessStore, on_deposed: Callable[[], object] = lambda: None
-) -> Cluster:
-    names = [("prefill-0", P), ("decode-0", D)]
-    configs = [replace(CONFIG, name=name, role=role, model_path=model) for name, role in names]
-    plan = PlacementPlan(namespace="kvrelay/t")
-    return Cluster(configs, plan=plan, store=store, on_deposed=on_deposed)
-
-
-Act = Callable[[Cluster, World], Awaitable[None]]
-
-
-async def nothing(cluster: Cluster, world: World) -> None:
-    pass
-
-
-async def lose(cluster: Cluster, world: World) -> None:
-    before = cluster.workers["decode-0"]
-    world.actors["decode-0"].kill()
-    while cluster.workers.get("decode-0", before) == before:
-        await cluster.discovery.changed()
-
-
-async def drain(cluster: Cluster, world: World) -> None:
-    async for _ in cluster.drain("decode-0", remove=False):
-        pass
-
-
-async def scale(cluster: Cluster, decode: int) -> None:
-    async for _ in cluster.scale({D: decode}):
-        pass
-
-
-async def grow(cluster: Cluster, world: World) -> None:
-    await scale(cluster, 2)
-
-
-async def shrink(cluster: Cluster, world: World) -> None:
-    await scale(cluster, 1)
-
-
-async def stop(cluster: Cluster, world: World) -> None:
-    await cluster.stop()
-
-
-async def abandon(before: set[asyncio.Task[Any]]) -> None:
-    """End all that a controller was doing, as the death of its process does."""
-    tasks = asyncio.all_tasks() - before - {asyncio.current_task()}
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
-
-
-async def lead(model: Path, store: Stopping, world: World, prepare: Act, act: Act) -> None:
-    """Lead a cluster from its start, do something, and be abandoned."""
-    cluster = make_cluster(model, store)
-
-    async def leading() -> None:
-        _store.set(store)
-        await cluster.start()
-        await prepare(cluster, world)
-        if prepare is not nothing:
-            world.starts.clear()
-        await act(cluster, world)
-        while await untold_deaths(cluster):
-            await asyncio.sleep(0)
-
-    before = asyncio.all_tasks()
-    led, stopped = asyncio.create_task(leading()), asyncio.create_task(store.stopped.wait())
-    await asyncio.wait({led, stopped}, return_when=asyncio.FIRST_COMPLETED, timeout=SECONDS)
-    assert led.done() or stopped.done()
-    if led.done() and not store.stopped.is_set():
-        led.result()
-    store.stopped.set()
-    # A stop may not be cut short, except by death.
-    await asyncio.wait_for(abandon(before), SECONDS)
-
-
-async def untold_deaths(cluster: Cluster) -> list[str]:
-    """The deaths that are written down, since somebody is still to be told of them."""
-    return [key for key in await cluster._store.keys("records/") if "/death/" in key]
-
-
-async def settled(cluster: Cluster) -> dict[str, str]:
-    """The incarnations, once all workers are live and nothing is under way."""
-    async with asyncio.timeout(SECONDS):
-        while True:
-            untold = await untold_deaths(cluster)
-            state = await cluster.state()
-            phases = {one.phase for one in state.workers}
-            at_rest = not state.changing and (state.roll is None or bool(state.roll.failed))
-            if phases == {WorkerPhase.LIVE} and at_rest and not untold:
-                return {one.name: one.incarnation for one in state.workers}
-            await asyncio.sleep(0.002)
+world, make_world = scripted_ray.world, scripted_ray.make_world
+"""Fixtures, which script Ray."""
 
 
 @pytest.mark.parametrize(
@@ -534,37 +227,3 @@ async def test_a_journal_has_every_worker_before_its_actor_is_there(
     async with cluster:
         await scale(cluster, 3)
         assert set(written) == set(world.actors) == cluster.names
-
-
-async def test_a_controller_serves_operators_routers_and_prometheus(
-    make_world: Callable[[], World], tmp_path: Path
-):
-    make_world()
-    plan = PlacementPlan(namespace="kvrelay/t")
-    spec = ControllerSpec("t", (), plan, 30, advertised={"": "127.0.0.1"})
-    async with AsyncExitStack() as undo:
-        cluster = await undo.enter_async_context(make_cluster(tmp_path, InProcessStore()))
-        address, metrics = await _serve(undo, spec, cluster)
-        channel = await undo.enter_async_context(grpc.aio.insecure_channel(address))
-        stub = controller_pb2_grpc.ControllerServiceStub(channel)
-        state = await stub.GetCluster(controller_pb2.GetClusterRequest())
-        assert (state.name, state.epoch, state.leads, state.changing) == ("t", 1, True, False)
-        assert [one.name for one in state.workers] == ["decode-0", "prefill-0"]
-        listed = await stub.WatchWorkers(controller_pb2.WatchWorkersRequest()).read()
-        assert {one.name for one in listed.endpoints} == {"decode-0", "prefill-0"}
-        drain = admin_pb2.DrainWorkerRequest(worker="decode-0")
-        steps = [one async for one in admin_pb2_grpc.AdminServiceStub(channel).DrainWorker(drain)]
-        assert all(step.requests_unknown for step in steps if step.phase == step.PHASE_DRAINING)
-        assert steps[-1].phase == admin_pb2.DrainWorkerResponse.PHASE_READY
-        page = await asyncio.to_thread(read, f"http://{metrics}/metrics")
-        ends = r'kvrelay_worker_ends_total\{[^}]*worker="decode-0"[^}]*\} 1\.0'
-        assert re.search(ends, page), page
-        targets = json.loads(await asyncio.to_thread(read, f"http://{metrics}/sd"))
-        named = {one["labels"]["instance"] for one in targets}
-        assert named == {"controller", "prefill-0", "decode-0"}
-
-
-def read(url: str) -> str:
-    with urllib.request.urlopen(url) as response:
-        text: str = response.read().decode()
-        return text

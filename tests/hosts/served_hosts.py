@@ -92,7 +92,6 @@ class ServedHosts:
         give_up_at = time.monotonic() + REST_S
         while problems := await self._unrest():
             assert time.monotonic() < give_up_at, f"not at rest: {problems}"
-            self.ray.restart_ended()
             await asyncio.sleep(0.2)
 
     async def _unrest(self) -> list[str]:
@@ -158,6 +157,25 @@ def _start_relay(host: Host, said: str) -> None:
     assert relay.stdout.readline() == "ready\n"
 
 
+@asynccontextmanager
+async def restarting_ended(ray: RayHosts) -> AsyncIterator[None]:
+    """Start nodes again whose raylets end, at any time, as KubeRay does."""
+
+    async def restart() -> None:
+        while True:
+            await asyncio.sleep(0.2)
+            ray.restart_ended()
+
+    restarting = asyncio.create_task(restart())
+    try:
+        yield
+    finally:
+        restarting.cancel()
+        await asyncio.wait({restarting})
+        if not restarting.cancelled():
+            restarting.result()
+
+
 @contextlib.contextmanager
 def routing(host: Host, controller: Host, model: str) -> Iterator[subprocess.Popen[str]]:
     """Run `kvrelay router` on a host, for the cluster of a controller."""
@@ -205,8 +223,11 @@ async def served_hosts() -> AsyncIterator[ServedHosts]:
                     found = re.search(r"gRPC +(\S+)", said)
                     assert found, said
                     with drained(router, log):
-                        async with grpc.aio.insecure_channel(
-                            found[1], [("grpc.enable_http_proxy", 0)]
-                        ) as channel:
+                        async with (
+                            restarting_ended(ray),
+                            grpc.aio.insecure_channel(
+                                found[1], [("grpc.enable_http_proxy", 0)]
+                            ) as channel,
+                        ):
                             stub = inference_pb2_grpc.InferenceServiceStub(channel)
                             yield ServedHosts(network, ray, stub, log, hosts=hosts)

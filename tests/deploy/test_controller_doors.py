@@ -1,0 +1,58 @@
+"""What a controller answers to operators, routers and Prometheus; Ray is scripted."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import urllib.request
+from collections.abc import Callable
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+import grpc
+
+from kvrelay.deploy.controller_host import _serve
+from kvrelay.deploy.controller_spec import ControllerSpec
+from kvrelay.deploy.key_value_store import InProcessStore
+from kvrelay.deploy.placement import PlacementPlan
+from kvrelay.v1 import admin_pb2, admin_pb2_grpc, controller_pb2, controller_pb2_grpc
+from tests.deploy import scripted_ray
+from tests.deploy.scripted_ray import World, make_cluster
+
+world, make_world = scripted_ray.world, scripted_ray.make_world
+"""Fixtures, which script Ray."""
+
+
+async def test_a_controller_serves_operators_routers_and_prometheus(
+    make_world: Callable[[], World], tmp_path: Path
+):
+    make_world()
+    plan = PlacementPlan(namespace="kvrelay/t")
+    spec = ControllerSpec("t", (), plan, 30, advertised={"": "127.0.0.1"})
+    async with AsyncExitStack() as undo:
+        cluster = await undo.enter_async_context(make_cluster(tmp_path, InProcessStore()))
+        address, metrics = await _serve(undo, spec, cluster)
+        channel = await undo.enter_async_context(grpc.aio.insecure_channel(address))
+        stub = controller_pb2_grpc.ControllerServiceStub(channel)
+        state = await stub.GetCluster(controller_pb2.GetClusterRequest())
+        assert (state.name, state.epoch, state.leads, state.changing) == ("t", 1, True, False)
+        assert [one.name for one in state.workers] == ["decode-0", "prefill-0"]
+        listed = await stub.WatchWorkers(controller_pb2.WatchWorkersRequest()).read()
+        assert {one.name for one in listed.endpoints} == {"decode-0", "prefill-0"}
+        drain = admin_pb2.DrainWorkerRequest(worker="decode-0")
+        steps = [one async for one in admin_pb2_grpc.AdminServiceStub(channel).DrainWorker(drain)]
+        assert all(step.requests_unknown for step in steps if step.phase == step.PHASE_DRAINING)
+        assert steps[-1].phase == admin_pb2.DrainWorkerResponse.PHASE_READY
+        page = await asyncio.to_thread(read, f"http://{metrics}/metrics")
+        ends = r'kvrelay_worker_ends_total\{[^}]*worker="decode-0"[^}]*\} 1\.0'
+        assert re.search(ends, page), page
+        targets = json.loads(await asyncio.to_thread(read, f"http://{metrics}/sd"))
+        named = {one["labels"]["instance"] for one in targets}
+        assert named == {"controller", "prefill-0", "decode-0"}
+
+
+def read(url: str) -> str:
+    with urllib.request.urlopen(url) as response:
+        text: str = response.read().decode()
+        return text
