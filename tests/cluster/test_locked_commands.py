@@ -141,12 +141,12 @@ async def test_operators_are_obeyed_and_nobody_else(
             grow = ("scale", "--decode=2")
             roll = ("roll", "--set=chunk-tokens=16")
             for_operators = [("status",), grow, ("drain", "decode-0"), roll, shift]
-            said = await asyncio.gather(
+            errors = await asyncio.gather(
                 *(refused(*words, *old, *keys.friend) for words in for_operators),
                 refused(*grow, *old, keys.operator[0]),
                 refused(*grow, *old),
             )
-            reasons = [one.split(": ")[2] for one in said]
+            reasons = [one.split(": ")[2] for one in errors]
             assert reasons == [
                 *["PERMISSION_DENIED"] * len(for_operators),
                 "UNAUTHENTICATED",
