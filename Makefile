@@ -103,8 +103,8 @@ test-all: $(READY) ## run all tests; those of other people's tools need make too
 	$(call tests)
 
 .PHONY: tools-env
-tools-env: $(READY) ## make the environments of aiperf, guidellm and lm-eval, for make test-all
-	$(BIN)/python -m tests.tools.environments --torch "$(TORCH)"
+tools-env: $(READY) ## make the environments of aiperf, guidellm and lm-eval, for make test-all (3 GB)
+	$(BIN)/python -m tests.tools.environments
 
 .PHONY: check
 check: $(READY) check-stubs check-proto check-docs ## check lint, format, types, layers, messages and documentation
@@ -185,6 +185,9 @@ $(PEERS_INSTALLED):
 	@touch $@
 
 PEERS_PIP = $(PEERS_VENV)/bin/python -m pip --disable-pip-version-check
+
+.PHONY: peers-env
+peers-env: $(PEERS_INSTALLED) ## make the environment of vLLM, for make bench-peers and make test-all (4 GB)
 
 .PHONY: bench-peers
 bench-peers: $(READY) $(PEERS_INSTALLED) ## compare with vLLM, in turn; writes docs/bench-peers.md (40 minutes)

@@ -1,29 +1,43 @@
 """Environments of other people's tools, each of its own: `make tools-env`.
 
-They lie in `.venv-tools`, which git ignores. `tests/tools/requirements` pins all that is in them; a
-changed file makes its environment anew.
+They lie in `.venv-tools`, which git ignores. `tests/tools/requirements` pins what is in them, but
+for torch, which is linked from the environment that this runs in. What is there is left as it is,
+what was begun is gone on with, and a changed file makes its environment anew.
 """
 
 from __future__ import annotations
 
 import os
-import shlex
 import shutil
+import signal
 import subprocess
 import sys
+import time
 import venv
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
+from importlib.metadata import Distribution, distribution, version
 from pathlib import Path
 from typing import Final
 
 import click
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 FOLDER: Final = ROOT / ".venv-tools"
 REQUIREMENTS: Final = Path(__file__).parent / "requirements"
 OF_VLLM: Final = ROOT / os.environ.get("PEERS_VENV", ".venv-peers")
-"""Made by `make bench-peers`, which compares with vLLM."""
+"""Made by `make peers-env`; `make bench-peers` compares with vLLM."""
+MINUTES: Final = 15.0
+"""An environment takes one or two, where packages come fast."""
+SHARED: Final = "torch"
+"""A package of 800 MB, or several GB with CUDA, that is linked and not installed once more."""
+
+
+class CannotMakeError(Exception):
+    """An environment cannot be made now; says why in a line."""
 
 
 @dataclass(frozen=True)
@@ -32,38 +46,40 @@ class Environment:
 
     Args:
         name: of the tool, of its folder and of its file of requirements.
-        needs_torch: which a machine may have in a build of its own.
+        folder: where it is.
+        requirements: pins what is in it.
+        needs_torch: it gets links to that of the environment that this runs in.
     """
 
     name: str
+    folder: Path
+    requirements: Path
     needs_torch: bool = False
 
-    @property
-    def folder(self) -> Path:
-        """Where it is."""
-        return FOLDER / self.name
-
-    @property
-    def requirements(self) -> Path:
-        """What is in it."""
-        return REQUIREMENTS / f"{self.name}.txt"
+    @classmethod
+    def of(cls, name: str, *, needs_torch: bool = False) -> Environment:
+        """At its usual place."""
+        return cls(name, FOLDER / name, REQUIREMENTS / f"{name}.txt", needs_torch)
 
     @property
     def is_made(self) -> bool:
         """It is there, as the requirements are now."""
-        made = self._made
-        return made.is_file() and made.read_text() == self.requirements.read_text()
+        return self._is_begun and self._made.is_file()
 
-    def make(self, torch: str) -> None:
-        """Makes it anew; raises CalledProcessError if a package cannot be had."""
-        shutil.rmtree(self.folder, ignore_errors=True)
-        venv.create(self.folder, with_pip=True)
-        python = str(self.folder / "bin" / "python")
-        pip = [python, "-m", "pip", "--disable-pip-version-check"]
-        if self.needs_torch:
-            subprocess.run([*pip, "install", "-qq", *shlex.split(torch)], check=True)
-        subprocess.run([*pip, "install", "-qq", "-r", str(self.requirements)], check=True)
-        self._made.write_text(self.requirements.read_text())
+    def make(self, seconds: float) -> None:
+        """Makes it, or goes on with what was begun of it; raises `CannotMakeError`.
+
+        Args:
+            seconds: pip may take.
+        """
+        if not self._is_begun:
+            shutil.rmtree(self.folder, ignore_errors=True)
+            venv.create(self.folder, symlinks=True)
+            if self.needs_torch:
+                link(SHARED, self._packages, without=pinned(self.requirements))
+            self._begun.write_text(self._wanted)
+        self._install(seconds)
+        self._made.touch()
 
     def command(self, name: str) -> Path:
         """One of its commands; skips the test if the environment is not there."""
@@ -71,14 +87,109 @@ class Environment:
             pytest.skip(f"{self.name} is not installed, or in another version: make tools-env")
         return self.folder / "bin" / name
 
+    def _install(self, seconds: float) -> None:
+        # pip's own cache has what it fetched before a failure.
+        pip: list[str | Path] = [
+            sys.executable,
+            "-m",
+            "pip",
+            "--python",
+            self._python,
+            "--no-input",
+        ]
+        returncode, said = run_bounded([*pip, "install", "-qq", "-r", self.requirements], seconds)
+        if returncode != 0:
+            errors = [line for line in said.splitlines() if line.startswith("ERROR")]
+            raise CannotMakeError(errors[-1] if errors else f"pip failed: {said[-300:]}")
+
+    @property
+    def _python(self) -> Path:
+        return self.folder / "bin" / "python"
+
+    @property
+    def _packages(self) -> Path:
+        python = f"python{sys.version_info.major}.{sys.version_info.minor}"
+        return self.folder / "lib" / python / "site-packages"
+
+    @property
+    def _wanted(self) -> str:
+        """All that decides what is in it."""
+        linked = f"# {SHARED} {version(SHARED)}\n" if self.needs_torch else ""
+        return linked + self.requirements.read_text()
+
+    @property
+    def _begun(self) -> Path:
+        return self.folder / "requirements.txt"
+
     @property
     def _made(self) -> Path:
         return self.folder / ".made"
 
+    @property
+    def _is_begun(self) -> bool:
+        return self._begun.is_file() and self._begun.read_text() == self._wanted
 
-AIPERF: Final = Environment("aiperf")
-GUIDELLM: Final = Environment("guidellm", needs_torch=True)
-LM_EVAL: Final = Environment("lm-eval", needs_torch=True)
+
+def pinned(requirements: Path) -> set[str]:
+    """Names, in their canonical form, of the packages that a file of requirements pins."""
+    lines = requirements.read_text().splitlines()
+    return {canonicalize_name(line.partition("==")[0]) for line in lines if "==" in line}
+
+
+def link(name: str, packages: Path, without: Collection[str]) -> None:
+    """Link a package of the environment that this runs in, and what it needs, into another.
+
+    Args:
+        name: of the package.
+        packages: the folder of the other environment's packages.
+        without: names of packages that the other one has, or will have, itself.
+    """
+    for found in needed(name, without):
+        tops = {file.parts[0] for file in found.files or ()} - {"..", "__pycache__"}
+        for top in sorted(tops):
+            (packages / top).symlink_to(str(found.locate_file(top)))
+
+
+def needed(name: str, without: Collection[str]) -> Iterator[Distribution]:
+    """A package that is installed here, and those that it needs here, each once."""
+    seen, waiting = set(without), [name]
+    while waiting:
+        one = canonicalize_name(waiting.pop())
+        if one in seen:
+            continue
+        seen.add(one)
+        found = distribution(one)
+        yield found
+        needs = map(Requirement, found.requires or ())
+        waiting += [
+            need.name
+            for need in needs
+            if need.marker is None or need.marker.evaluate({"extra": ""})
+        ]
+
+
+def run_bounded(command: Sequence[str | Path], seconds: float) -> tuple[int, str]:
+    """Runs a command with all that it starts; returns how it ended, and what it said of errors.
+
+    Raises:
+        CannotMakeError: it was not done in time, and was killed.
+    """
+    with subprocess.Popen(
+        command, stderr=subprocess.PIPE, text=True, start_new_session=True
+    ) as process:
+        try:
+            said = process.communicate(timeout=seconds)[1]
+        except BaseException as error:
+            os.killpg(process.pid, signal.SIGKILL)
+            if isinstance(error, subprocess.TimeoutExpired):
+                raise CannotMakeError(f"it takes more than {seconds / 60:.0f} minutes") from None
+            raise
+    return process.returncode, said
+
+
+AIPERF: Final = Environment.of("aiperf")
+GUIDELLM: Final = Environment.of("guidellm", needs_torch=True)
+LM_EVAL: Final = Environment.of("lm-eval", needs_torch=True)
 ENVIRONMENTS: Final = (AIPERF, GUIDELLM, LM_EVAL)
 
 
@@ -86,26 +197,40 @@ def vllm_command() -> Path:
     """`vllm`; skips the test if the environment is not there."""
     command = OF_VLLM / "bin" / "vllm"
     if not command.exists():
-        pytest.skip("vLLM is not installed: make bench-peers")
+        pytest.skip("vLLM is not installed: make peers-env")
     return command
 
 
 @click.command(help=__doc__)
-@click.option("--torch", default="torch", help="What pip is told for torch.")
-def main(torch: str) -> None:
+@click.option("--minutes", default=MINUTES, show_default=True, help="For each environment.")
+def main(minutes: float) -> None:
     """Make what is not there; fails if something cannot be had."""
+    sys.exit(make_all(ENVIRONMENTS, minutes * 60))
+
+
+def make_all(environments: Sequence[Environment], seconds: float) -> str | None:
+    """Makes those that are not there; returns a line on those that cannot be made.
+
+    Args:
+        environments: of the tools.
+        seconds: for each.
+    """
     failed = []
-    for one in ENVIRONMENTS:
+    for one in environments:
         if one.is_made:
             continue
         click.echo(f"==> making {one.folder}")
+        begun = time.monotonic()
         try:
-            one.make(torch)
-        except subprocess.CalledProcessError as error:
-            click.echo(f"{one.name}: {error}", err=True)
+            one.make(seconds)
+        except CannotMakeError as error:
+            click.echo(f"    {one.name}: {error}", err=True)
             failed.append(one.name)
-    if failed:
-        sys.exit(f"not made, their tests will be skipped: {', '.join(failed)}")
+        else:
+            click.echo(f"    done in {time.monotonic() - begun:.0f} s")
+    if not failed:
+        return None
+    return f"not made, their tests will be skipped: {', '.join(failed)}; make tools-env tries again"
 
 
 if __name__ == "__main__":
