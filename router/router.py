@@ -174,7 +174,7 @@ class Router:
                 self._sessions,
                 tracing,
             )
-            info = ServerInfo(self._fleet, live, self._metrics)
+            info = ServerInfo(self._fleet, live, self._metrics, self._sessions)
             await self._serve_clients(undo, live, admission, texts, info)
             if self._config.http_address is not None:
                 await self._serve_http(undo, self._config.http_address, admission, texts, info)

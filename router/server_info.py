@@ -9,6 +9,7 @@ from kvrelay.router.callers import Caller, Right
 from kvrelay.router.fleet import Fleet
 from kvrelay.router.live_requests import LiveRequests
 from kvrelay.router.metrics import OUTPUT_TOKENS, PROMPT_TOKENS, RESUBMISSIONS, RouterMetrics
+from kvrelay.router.sessions import Sessions
 from kvrelay.v1 import inference_pb2 as pb
 from kvrelay.wire.messages import WORKER_STATUS
 
@@ -16,10 +17,13 @@ from kvrelay.wire.messages import WORKER_STATUS
 class ServerInfo:
     """Makes the messages that describe a router and its cluster."""
 
-    def __init__(self, fleet: Fleet, live: LiveRequests, metrics: RouterMetrics) -> None:
+    def __init__(
+        self, fleet: Fleet, live: LiveRequests, metrics: RouterMetrics, sessions: Sessions
+    ) -> None:
         self._fleet = fleet
         self._live = live
         self._metrics = metrics
+        self._sessions = sessions
         self._started = time.monotonic()
 
     def message(self, caller: Caller) -> pb.GetServerInfoResponse:
@@ -40,6 +44,24 @@ class ServerInfo:
         if not caller.may(Right.ADMIN):
             statuses = [status.for_tenants() for status in statuses]
         return [WORKER_STATUS.to_message(status) for status in statuses]
+
+    def sessions(self, caller: Caller) -> list[pb.SessionState]:
+        """The caller's, the oldest first."""
+        names = {link.endpoint.incarnation: link.endpoint.name for link in self._fleet.links}
+        return [
+            pb.SessionState(
+                session_id=one.session_id,
+                tokens=len(one.tokens),
+                turns=one.num_turns,
+                running=one.busy,
+                waiting_turns=len(one.waiting),
+                idle_seconds=self._sessions.idle_seconds(one),
+                idle_timeout_seconds=one.idle_timeout_seconds,
+                worker=names.get(one.worker, ""),
+                kept_tokens=one.kept_tokens if one.worker in names else 0,
+            )
+            for one in self._sessions.of(caller)
+        ]
 
     def _requests(self) -> pb.RequestCounts:
         """Those of all callers: how large one prompt is could be read from the sums."""

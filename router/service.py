@@ -163,23 +163,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         self, message: pb.GetSessionsRequest, context: grpc.aio.ServicerContext
     ) -> pb.GetSessionsResponse:
         """The caller's sessions."""
-        names = {link.endpoint.incarnation: link.endpoint.name for link in self._fleet.links}
-        return pb.GetSessionsResponse(
-            sessions=[
-                pb.SessionState(
-                    session_id=one.session_id,
-                    tokens=len(one.tokens),
-                    turns=one.num_turns,
-                    running=one.busy,
-                    waiting_turns=len(one.waiting),
-                    idle_seconds=self._sessions.idle_seconds(one),
-                    idle_timeout_seconds=one.idle_timeout_seconds,
-                    worker=names.get(one.worker, ""),
-                    kept_tokens=one.kept_tokens if one.worker in names else 0,
-                )
-                for one in self._sessions.of(current_caller())
-            ]
-        )
+        return pb.GetSessionsResponse(sessions=self._info.sessions(current_caller()))
 
     def _ask(self, raw: bytes, limits: Limits) -> Ask:
         message = self._reader.generate_request(raw, limits)

@@ -79,7 +79,7 @@ class Bench:
             admission = Admission(
                 self._config, fleet, live, texts, metrics, Seeds.of_file(None), structured, sessions
             )
-            info = ServerInfo(fleet, live, metrics)
+            info = ServerInfo(fleet, live, metrics, sessions)
             services.append(
                 InferenceService(
                     self._config, fleet, live, admission, texts, metrics, info, sessions

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any, Final
 
+from google.protobuf.json_format import MessageToDict
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -56,6 +57,7 @@ from kvrelay.router.token_file import Tokens
 from kvrelay.router.walks import Walks
 from kvrelay.text.chat_template import ChatTemplate
 from kvrelay.text.encoding import decode
+from kvrelay.v1 import inference_pb2 as pb
 
 _log = logging.getLogger(__name__)
 _PART_OF_A_BODY: Final = frozenset({408, 413})
@@ -107,6 +109,7 @@ class _Path:
     """Media types; none: there is nothing but a status."""
     open: bool = False
     """To anybody: the handler is not told who calls."""
+    link: openapi.Link | None = None
 
     def route(self, behind: Behind) -> Route:
         """As Starlette finds it."""
@@ -123,22 +126,27 @@ class _Path:
         """As the OpenAPI document tells of it."""
         path = self.path.replace(":path}", "}")
         about = openapi.about(self.handler)
-        body = bodies.get(self.path)
-        return openapi.Operation(path, self.method, about, not self.open, self.answers, body)
+        body = bodies.get(self.path) if self.method == "POST" else None
+        return openapi.Operation(
+            path, self.method, about, not self.open, self.answers, body, self.link
+        )
 
 
 def _paths(door: _Door) -> Sequence[_Path]:
     """All of them."""
     either, text = (openapi.JSON, openapi.EVENTS), ("text/plain",)
+    opened = openapi.Link("/v1/sessions/{session}", "DELETE", "session", "/id")
+    listed = openapi.Link("/v1/models/{model}", "GET", "model", "/data/0/id")
     return [
         _Path("/v1/completions", "POST", door.completions, Right.GENERATE, either),
         _Path("/v1/chat/completions", "POST", door.chat_completions, Right.GENERATE, either),
-        _Path("/v1/sessions", "POST", door.open_session, Right.GENERATE),
+        _Path("/v1/sessions", "POST", door.open_session, Right.GENERATE, link=opened),
+        _Path("/v1/sessions", "GET", door.list_sessions, Right.GENERATE),
         _Path("/v1/sessions/{session:path}", "DELETE", door.close_session, Right.GENERATE),
         _Path("/tokenize", "POST", door.tokenize, Right.GENERATE),
         _Path("/detokenize", "POST", door.detokenize, Right.GENERATE),
         _Path("/tokenizer_info", "GET", door.tokenizer_info),
-        _Path("/v1/models", "GET", door.models),
+        _Path("/v1/models", "GET", door.models, link=listed),
         _Path("/v1/models/{model:path}", "GET", door.models),
         _Path("/version", "GET", door.version),
         _Path("/metrics", "GET", door.metrics, Right.ADMIN, text),
@@ -266,6 +274,12 @@ class _Door:
         seconds = session.idle_timeout_seconds
         await _send(exchange, {"id": session.session_id, "idle_timeout_seconds": seconds})
 
+    async def list_sessions(self, exchange: Exchange, caller: Caller) -> None:
+        """GET /v1/sessions: the caller's sessions, as GetSessions tells of them."""
+        states = self._behind.info.sessions(caller)
+        # Thousands of them take a while, in which others' tokens would wait.
+        await exchange.answer(await asyncio.to_thread(_session_list, states))
+
     async def close_session(self, exchange: Exchange, caller: Caller) -> None:
         """DELETE /v1/sessions/ID: ends a session, as CloseSession does."""
         session_id = exchange.path_parameter("session") or ""
@@ -351,6 +365,18 @@ class _Door:
 
 async def _send(exchange: Exchange, answer: dict[str, Any]) -> None:
     await exchange.answer(json.dumps(answer).encode())
+
+
+def _session_list(states: Sequence[pb.SessionState]) -> bytes:
+    """The oldest first."""
+    sessions = [
+        MessageToDict(
+            state, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
+        )
+        for state in states
+    ]
+    data = [{"id": one.pop("session_id"), **one} for one in sessions]
+    return json.dumps({"object": "list", "data": data}).encode()
 
 
 async def _refuse(request: Request, error: Exception) -> Response:

@@ -148,6 +148,18 @@ class Described(Fields):
 
 
 @dataclass(frozen=True)
+class Link:
+    """A good answer has what a parameter of another operation may be."""
+
+    path: str
+    """Of the other operation, with its parameters in braces."""
+    method: str
+    parameter: str
+    member: str
+    """Of the answer, as a JSON pointer."""
+
+
+@dataclass(frozen=True)
 class Operation:
     """One path with one method."""
 
@@ -160,6 +172,8 @@ class Operation:
     """Media types of good answers; none: they are empty."""
     body: Mapping[str, Any] | None = None
     """The JSON schema of its body; None: it has none."""
+    link: Link | None = None
+    """To what may be called next."""
 
 
 def bodies(texts: Texts) -> Mapping[str, Mapping[str, Any]]:
@@ -230,6 +244,8 @@ def _operation(one: Operation, *, has_tokens: bool) -> dict[str, Any]:
     good: dict[str, Any] = {"description": "Served"}
     if content:
         good["content"] = content
+    if one.link is not None:
+        good["links"] = {one.link.parameter: _link(one.link)}
     answers: dict[str, Any] = {"200": good}
     for status, description in STATUSES.items():
         answers[str(status)] = {"description": description, "content": failed}
@@ -247,6 +263,14 @@ def _operation(one: Operation, *, has_tokens: bool) -> dict[str, Any]:
     if has_tokens and one.needs_token:
         told["security"] = [{"token": []}]
     return told
+
+
+def _link(link: Link) -> Mapping[str, Any]:
+    path = link.path.replace("/", "~1")
+    return {
+        "operationRef": f"#/paths/{path}/{link.method.lower()}",
+        "parameters": {link.parameter: f"$response.body#{link.member}"},
+    }
 
 
 def _of_media(media: str) -> Mapping[str, Any]:

@@ -13,7 +13,13 @@ import pytest
 from .client import CHAT, PROMPT
 
 DOCUMENTED = Path(__file__).parents[3] / "docs" / "http-api.md"
-WITH_BODIES = ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize")
+WITH_BODIES = (
+    "/v1/completions",
+    "/v1/chat/completions",
+    "/v1/sessions",
+    "/tokenize",
+    "/detokenize",
+)
 
 
 async def document(http: httpx.AsyncClient) -> dict[str, Any]:
@@ -57,6 +63,7 @@ def alternatives(schema: dict[str, Any]) -> list[dict[str, Any]]:
     [
         ("/v1/completions", 0, PROMPT, ["prompt"]),
         ("/v1/chat/completions", 0, CHAT, ["messages"]),
+        ("/v1/sessions", 0, {}, []),
         ("/tokenize", 0, {"prompt": "x"}, ["prompt"]),
         ("/tokenize", 1, {"messages": CHAT["messages"]}, ["messages"]),
         ("/detokenize", 0, {"tokens": [1]}, []),
@@ -133,6 +140,59 @@ async def test_the_document_and_the_reader_of_chats_agree(
     assert jsonschema.Draft202012Validator(schema).is_valid(body) is fits
     answer = await http.post("/v1/chat/completions", json=body)
     assert (answer.status_code == 200) is fits, answer.text
+
+
+@pytest.mark.parametrize(
+    ("body", "fits"),
+    [
+        ({}, True),
+        ({"session_id": "a/b", "idle_timeout_seconds": 2.5, "max_kept_tokens": 0}, True),
+        ({"session_id": None}, True),
+        ({"session_id": 5}, False),
+        ({"idle_timeout_seconds": "long"}, False),
+        ({"max_kept_tokens": -1}, False),
+        ({"max_kept_tokens": 1.5}, False),
+        ({"history": [1]}, False),
+    ],
+)
+async def test_the_document_and_the_reader_of_sessions_agree(
+    http: httpx.AsyncClient, body: dict[str, Any], fits: bool
+) -> None:
+    schema = body_of(await document(http), "/v1/sessions")
+    assert jsonschema.Draft202012Validator(schema).is_valid(body) is fits
+    answer = await http.post("/v1/sessions", json=body)
+    assert (answer.status_code == 200) is fits, answer.text
+
+
+async def test_each_path_of_sessions_is_in_the_document(http: httpx.AsyncClient) -> None:
+    paths = (await document(http))["paths"]
+    assert set(paths["/v1/sessions"]) == {"post", "get"}
+    assert "requestBody" not in paths["/v1/sessions"]["get"]
+    [(method, told)] = paths["/v1/sessions/{session}"].items()
+    assert (method, told["parameters"][0]["name"]) == ("delete", "session")
+    assert set(told["responses"]) >= {"200", "404"}
+
+
+async def test_links_lead_to_an_operation_with_what_the_answer_has(
+    http: httpx.AsyncClient,
+) -> None:
+    told = await document(http)
+    opened = (await http.post("/v1/sessions", json={})).raise_for_status()
+    listed = (await http.get("/v1/models")).raise_for_status()
+    for path, method, answer in (("sessions", "post", opened), ("models", "get", listed)):
+        links = told["paths"][f"/v1/{path}"][method]["responses"]["200"]["links"]
+        [(parameter, link)] = links.items()
+        next_path, next_method = (
+            part.replace("~1", "/")
+            for part in link["operationRef"].removeprefix("#/paths/").rsplit("/", 1)
+        )
+        parameters = told["paths"][next_path][next_method]["parameters"]
+        assert [one["name"] for one in parameters] == [parameter]
+        found: Any = answer.json()
+        for step in link["parameters"][parameter].removeprefix("$response.body#/").split("/"):
+            found = found[int(step)] if isinstance(found, list) else found[step]
+        followed = next_path.replace(f"{{{parameter}}}", found)
+        assert (await http.request(next_method, followed)).status_code == 200
 
 
 async def test_errors_have_the_documented_form(http: httpx.AsyncClient) -> None:

@@ -110,6 +110,27 @@ async def test_a_salted_session_that_is_busy_lends_its_salt(
     assert {submit.namespace for submit in submits} == {"/secret"}
 
 
+async def test_a_list_of_sessions(cluster: Cluster, http: httpx.AsyncClient) -> None:
+    assert (await http.get("/v1/sessions")).json() == {"object": "list", "data": []}
+    for name in ("b", "a"):
+        await http.post("/v1/sessions", json={"session_id": name, "idle_timeout_seconds": 60})
+    await complete(http, [1, 2, 3], session_id="a")
+    listed = (await http.get("/v1/sessions")).raise_for_status().json()["data"]
+    assert [one["id"] for one in listed] == ["b", "a"]
+    worker = listed[1].pop("worker")
+    assert worker in {"decode-0", "decode-1"}
+    assert 0 <= listed[1].pop("idle_seconds") < 60
+    assert listed[1] == {
+        "id": "a",
+        "tokens": 5,
+        "turns": 1,
+        "running": False,
+        "waiting_turns": 0,
+        "idle_timeout_seconds": 60.0,
+        "kept_tokens": 4,
+    }
+
+
 async def test_a_bad_body_opens_nothing(cluster: Cluster, http: httpx.AsyncClient) -> None:
     for body in ({"idle_timeout_seconds": 0}, {"max_kept_tokens": -1}, {"ttl": 5}):
         assert (await http.post("/v1/sessions", json=body)).status_code == 400, body
