@@ -139,17 +139,28 @@ async def test_choices_by_loglikelihood(served: Served, tasks: Path, tmp_path: P
     await served.assert_at_baseline()
 
 
-async def test_generation(served: Served, tasks: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("model", "path", "more"),
+    [
+        ("local-completions", "/v1/completions", []),
+        ("local-chat-completions", "/v1/chat/completions", ["--apply_chat_template"]),
+    ],
+)
+async def test_generation(
+    served: Served, tasks: Path, tmp_path: Path, model: str, path: str, more: list[str]
+) -> None:
+    """In a chat, the server applies the template that lm-eval's `hf` applies itself."""
     ours, our_samples = await score(
-        served, tasks, fresh(tmp_path, "ours"), "kvrelay_generate", "local-completions",
-        f"model={MODEL},base_url={served.http}/v1/completions,num_concurrent=4",
+        served, tasks, fresh(tmp_path, "ours"), "kvrelay_generate", model,
+        f"model={MODEL},base_url={served.http}{path},num_concurrent=4", *more,
     )  # fmt: skip
     theirs, their_samples = await score(
         served, tasks, fresh(tmp_path, "theirs"), "kvrelay_generate", "hf",
-        f"pretrained={served.model_path},dtype=float32", "--device", "cpu",
+        f"pretrained={served.model_path},dtype=float32", "--device", "cpu", *more,
     )  # fmt: skip
     said, expected = ([one["resps"][0][0] for one in each] for each in (our_samples, their_samples))
     assert len(expected) == len(CLOZES) + SUMS
     assert said == expected
+    assert len(set(said)) > len(CLOZES), "it answers the question that it is asked"
     assert ours["exact_match,none"] == theirs["exact_match,none"]
     await served.assert_at_baseline()
