@@ -8,6 +8,7 @@ too: it starts Ray in the first container, with the parameters of the group.
 from __future__ import annotations
 
 import asyncio
+import json
 import subprocess
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -22,7 +23,7 @@ from kvrelay.v1 import inference_pb2_grpc
 from tests.hosts.host import Host
 from tests.hosts.lan import Lan, lan
 from tests.hosts.skips import WHY_NO_HOSTS
-from tests.kubernetes.chart import NAME, Manifest, laptop, one, pods, render
+from tests.kubernetes.chart import NAME, Manifest, environment, laptop, one, pods, render
 from tests.kubernetes.image import Container
 
 pytestmark = [pytest.mark.slow, pytest.mark.alone, pytest.mark.timeout(2400)]
@@ -31,6 +32,9 @@ HEAD = f"{NAME}-controller"
 TOKEN = "0123456789abcdef" * 2
 START_S = 400
 GCS = f"{HEAD}:6379"
+ZONE = "topology.kubernetes.io/zone"
+NODE_LABELS = {ZONE: "a"}
+"""What Kubernetes copies from a node to its pods."""
 _WAIT_AND_DO = f'until ray health-check --address {GCS}; do sleep 1; done; exec "$@"'
 """KubeRay's init container waits so."""
 _AGAIN_IF_IT_FAILS = 'until "$@"; do sleep 2; done'
@@ -88,10 +92,20 @@ class RunningPods:
         said, _ = process.communicate(timeout=120)
         return subprocess.CompletedProcess(words, process.returncode, said)
 
+    def run(self, pod: str, script: str, *arguments: str) -> str:
+        """What a program in Python prints, run in the pod's first container beside Ray."""
+        spec = self._pods[pod].spec["containers"][0]
+        words = self._words(pod, spec, ["python", "-c", script, *arguments], own_processes=False)
+        process = self.host(pod).spawn(*words, stdout=subprocess.PIPE, text=True)
+        said, _ = process.communicate(timeout=120)
+        assert process.returncode == 0, said
+        return said
+
     def _words(
         self, pod: str, spec: dict[str, Any], command: list[str], *, own_processes: bool
     ) -> list[str]:
-        given = [f"{one['name']}={one['value']}" for one in spec.get("env", ()) if "value" in one]
+        variables = environment(spec, NODE_LABELS, self.host(pod).name)
+        given = [f"{name}={value}" for name, value in variables.items()]
         given += ["RAY_AUTH_MODE=token", f"RAY_AUTH_TOKEN={TOKEN}", "OMP_NUM_THREADS=1"]
         words = ["env", "--chdir=/home/kvrelay", *given, *command]
         return self._containers[pod].words(*words, own_processes=own_processes)
@@ -102,6 +116,19 @@ class RunningPods:
         words = self._words(pod, spec, command, own_processes=own_processes)
         with self.log(pod, spec["name"]).open("w") as log:
             self.host(pod).spawn(*words, stdout=log, stderr=subprocess.STDOUT)
+
+
+_ZONES = f"""
+import json, ray
+ray.init("auto", log_to_driver=False, logging_level="ERROR")
+print(json.dumps([node["Labels"].get("{ZONE}") for node in ray.nodes()]))
+"""
+"""What Ray's nodes say of where they are."""
+_HEALTH = """
+import sys, urllib.request
+print(urllib.request.urlopen(f"http://{sys.argv[1]}:52365/api/healthz", timeout=10).status)
+"""
+"""KubeRay's probe of Ray's pods, which Kubernetes sends to the pod's address, without a token."""
 
 
 @pytest.fixture
@@ -135,7 +162,9 @@ async def said_by(stub: inference_pb2_grpc.InferenceServiceStub, prompt: str) ->
 
 
 async def test_the_pods_serve_together_and_a_worker_leaves(image_root: Path, network: Lan):
-    running = RunningPods(render(laptop()), image_root, network)
+    values = laptop()
+    values["worker"]["near"] = ZONE
+    running = RunningPods(render(values), image_root, network)
     running.start_ray("head")
     running.start("router", "router")
     for pod in ("prefill", "decode"):
@@ -158,6 +187,12 @@ async def test_the_pods_serve_together_and_a_worker_leaves(image_root: Path, net
         assert set(hosts.values()) == {
             network.hosts[role].address for role in ("prefill", "decode")
         }
+    zones = json.loads(await asyncio.to_thread(running.run, "head", _ZONES))
+    assert sorted(zones, key=str) == [None, "a", "a"], "of the head nobody asks it"
+    for pod in ("head", "prefill", "decode"):
+        address = network.hosts[pod].address
+        asked = await asyncio.to_thread(running.run, "head", _HEALTH, address)
+        assert asked.strip() == "200", pod
     done = await asyncio.to_thread(running.pre_stop, "decode")
     assert done.returncode == 0, done.stdout
     assert "1 workers drain" in done.stdout
