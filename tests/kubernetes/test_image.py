@@ -16,7 +16,16 @@ from transformers import LlamaForCausalLM
 
 from tests.checkpoints import make_checkpoint
 from tests.kubernetes.chart import ROOT, pods, render
-from tests.kubernetes.image import DOCKERFILE, MODEL_PACKAGE, UID, Container, arguments
+from tests.kubernetes.image import (
+    DOCKERFILE,
+    MODEL_PACKAGE,
+    UID,
+    Container,
+    ImageError,
+    arguments,
+    cached,
+    run,
+)
 
 
 def hadolint(dockerfile: Path) -> subprocess.CompletedProcess[str]:
@@ -68,6 +77,39 @@ def test_the_build_is_given_every_room_and_no_more():
     files = {"pyproject.toml", "constraints.txt", "README.md", "LICENSE"}
     assert given == rooms | files | {"src"}
     assert lines[0] == "*"
+
+
+def test_a_step_that_takes_too_long_or_fails_is_named():
+    with pytest.raises(ImageError, match=r"unpacking did not end in 0\.05 s: sleep 30"):
+        run("unpacking", ["sleep", "30"], 0.05)
+    with pytest.raises(ImageError, match=r"unpacking failed: .*\nno room"):
+        run("unpacking", ["sh", "-c", "echo no room >&2; false"], 20)
+
+
+def test_what_is_fetched_is_kept_until_it_is_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("tests.kubernetes.image.CACHE", tmp_path / "cache")
+    made: list[Path] = []
+
+    def make(path: Path) -> None:
+        path.mkdir()
+        (path / "wheel").touch()
+        made.append(path)
+
+    def fail(path: Path) -> None:
+        make(path)
+        raise ImageError("half of it")
+
+    with pytest.raises(ImageError, match="half of it"):
+        cached("wheels", ["torch 1"], fail)
+    assert list((tmp_path / "cache").iterdir()) == []
+    first = cached("wheels", ["torch 1"], make)
+    assert cached("wheels", ["torch 1"], make) == first
+    assert len(made) == 2
+    second = cached("wheels", ["torch 2"], make)
+    assert list((tmp_path / "cache").iterdir()) == [second]
+    assert (second / "wheel").is_file()
 
 
 RAY_NODE = """

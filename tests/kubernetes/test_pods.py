@@ -97,7 +97,7 @@ class RunningPods:
         spec = self._pods[pod].spec["containers"][0]
         words = self._words(pod, spec, ["python", "-c", script, *arguments], own_processes=False)
         process = self.host(pod).spawn(*words, stdout=subprocess.PIPE, text=True)
-        said, _ = process.communicate(timeout=120)
+        said: str = process.communicate(timeout=120)[0]
         assert process.returncode == 0, said
         return said
 
