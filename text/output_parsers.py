@@ -373,6 +373,25 @@ class ContentParser:
         return []
 
 
+class FirstCallParser:
+    """What another parser finds, less all calls but the first.
+
+    Args:
+        parser: finds calls.
+    """
+
+    def __init__(self, parser: OutputParser) -> None:
+        self._parser = parser
+
+    def push(self, text: str) -> Sequence[Piece]:
+        """What is sure after some more text."""
+        return [piece for piece in self._parser.push(text) if not piece.call]
+
+    def finish(self) -> Sequence[Piece]:
+        """The rest."""
+        return [piece for piece in self._parser.finish() if not piece.call]
+
+
 class ReasoningParser:
     """Reasoning between two tags, and behind it what another parser takes apart.
 

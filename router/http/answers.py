@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from json.encoder import encode_basestring_ascii as quoted
 from typing import Any, Final, Protocol
 
@@ -124,6 +124,8 @@ class Shown:
     """Alternatives of each token of the prompt, in vLLM's form; None: no log-probabilities."""
     echo: bool = False
     """The text and its log-probabilities begin with the prompt's."""
+    output: bool = True
+    """False: they end with the prompt's, too, whatever is generated."""
     token_ids: bool = False
     """Those of prompt and output."""
     continuous_usage: bool = False
@@ -225,6 +227,10 @@ class _Choices:
         return members
 
 
+def _of_prompt_alone(delta: Delta) -> Delta:
+    return replace(delta, tokens=(), text="")
+
+
 class Chunks(_Choices):
     """Makes the chunks of one prompt's choices: the `Form` of a streamed answer.
 
@@ -238,13 +244,13 @@ class Chunks(_Choices):
         super().__init__(answer, prompt, shown)
         self._head = f"data: {answer.head(answer.style.chunk_object)}"
         self._begun: set[int] = set()
-        self._output_tokens = 0
+        self._output_tokens = [0] * prompt.n
 
     def __call__(self, event: Event) -> bytes:
         """The chunks of an event, as events of a text/event-stream."""
         if isinstance(event, Delta):
-            self._output_tokens += len(event.tokens)
-            return self._delta(event).encode()
+            self._output_tokens[event.choice] += len(event.tokens)
+            return self._delta(event if self._shown.output else _of_prompt_alone(event)).encode()
         ends = enumerate(event.choices)
         return "".join([self._end(choice, end) for choice, end in ends]).encode()
 
@@ -303,7 +309,8 @@ class Chunks(_Choices):
         if self._style.prompt_on_top:
             on_top, of_prompt = of_prompt, ""
         if self._shown.continuous_usage:
-            on_top += f',"usage":{usage_of(len(self._prompt.input_ids), self._output_tokens)}'
+            tokens = self._output_tokens[choice]
+            on_top += f',"usage":{usage_of(len(self._prompt.input_ids), tokens)}'
         return (
             f'{self._head}{{"index":{index},{words},"logprobs":{logprobs},{reason}{of_prompt}}}]'
             f"{on_top}}}\n\n"
@@ -363,7 +370,10 @@ class Whole(_Choices):
         """Nothing: no reader is sent any of it before the end."""
         if isinstance(event, Delta):
             of_prompt = event.prompt_logprobs
-            self._held.add(self._take_prompt(of_prompt) if of_prompt else self._take(event))
+            if of_prompt:
+                self._held.add(self._take_prompt(of_prompt))
+            elif self._shown.output:
+                self._held.add(self._take(event))
         return b""
 
     def _take(self, delta: Delta) -> int:

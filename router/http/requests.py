@@ -128,12 +128,16 @@ def read_completion(fields: Fields, texts: Texts) -> Call:
     if best_of is not None and best_of != max(params.n, 1):
         raise fields.error("best_of", "is not served, but for the same number as n")
     echo = fields.flag("echo")
+    prompt_alone = echo and params.HasField("max_tokens") and params.max_tokens == 0
+    if prompt_alone:
+        params.max_tokens = 1  # is generated, and left out of the answer
     fields.only("suffix", "")
     asked_as = read_structured(fields, params)
     call = _read_rest(fields, texts, params, prompts, sizes, logprobs, echo=echo)
     if call.message.session_id and len(prompts) > 1:
         raise InvalidField("session_id", "is not allowed with several prompts")
-    return replace(call, texts=prompt_texts, asked_as=asked_as)
+    shown = replace(call.shown, output=not prompt_alone)
+    return replace(call, texts=prompt_texts, asked_as=asked_as, shown=shown)
 
 
 def read_chat_completion(fields: Fields, body_bytes: int, texts: Texts, dialect: Dialect) -> Call:

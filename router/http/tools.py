@@ -15,6 +15,7 @@ from kvrelay.router.structured_outputs import FIELD
 from kvrelay.text.chat_template import ChatTemplate
 from kvrelay.text.output_parsers import (
     ContentParser,
+    FirstCallParser,
     HermesParser,
     JsonCallsParser,
     NamedCallParser,
@@ -109,6 +110,8 @@ class Tools:
     """The one that must be called; empty: there is none such."""
     required: bool = False
     """One or more must be called."""
+    first_alone: bool = False
+    """Of the calls that the model makes, the first one counts."""
 
     def parser(self, dialect: Dialect) -> Callable[[], OutputParser] | None:
         """Makes what takes an output's calls apart; None: it is content, all of it."""
@@ -116,9 +119,10 @@ class Tools:
             return lambda: NamedCallParser(self.named)
         if self.required:
             return JsonCallsParser
-        if self.shown and dialect.tools is not None:
-            return _PARSERS[dialect.tools]
-        return None
+        if not self.shown or dialect.tools is None:
+            return None
+        make = _PARSERS[dialect.tools]
+        return (lambda: FirstCallParser(make())) if self.first_alone else make
 
 
 def speaker(
@@ -167,7 +171,7 @@ def read_tools(fields: Fields, dialect: Dialect, params: inference_pb2.SamplingP
             )
         if dialect.tools is not None and not params.HasField("skip_special_tokens"):
             params.skip_special_tokens = False  # the tags around calls are, in some vocabularies
-        return Tools(tools)
+        return Tools(tools, first_alone=parallel is False)
     if params.HasField(FIELD):
         raise InvalidField("tool_choice", "is not allowed with another structured output")
     if choice == "required":

@@ -60,6 +60,15 @@ async def test_a_streamed_completion(http: httpx.AsyncClient, tokenizer: Tokeniz
     assert usage["usage"]["total_tokens"] == 11
 
 
+async def test_the_usage_of_each_of_several_choices(http: httpx.AsyncClient) -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    body = {**PROMPT, "n": 2, "stream": True, "stream_options": options}
+    *chunks, usage = events((await http.post("/v1/completions", json=body)).text)
+    last = {chunk["choices"][0]["index"]: chunk["usage"]["completion_tokens"] for chunk in chunks}
+    assert last == {0: 8, 1: 8}
+    assert usage["usage"]["completion_tokens"] == 16
+
+
 async def test_a_stream_has_no_usage_unless_asked(http: httpx.AsyncClient) -> None:
     answer = await http.post("/v1/completions", json={**PROMPT, "stream": True})
     assert all("usage" not in chunk for chunk in events(answer.text))

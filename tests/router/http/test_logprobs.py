@@ -85,6 +85,26 @@ async def test_log_likelihoods_as_lm_eval_reads_them(
 
 
 @pytest.mark.parametrize("stream", [False, True])
+async def test_a_prompt_is_scored_and_nothing_else_is_answered(
+    cluster: Cluster, http: httpx.AsyncClient, tokenizer: Tokenizer, stream: bool
+) -> None:
+    scored(cluster)
+    body = {"prompt": [10, 20, 30], "max_tokens": 0, "logprobs": 1, "echo": True, "n": 2}
+    answer = await http.post("/v1/completions", json={**body, "stream": stream})
+    chunks = events(answer.raise_for_status().text) if stream else [answer.json()]
+    choices = [choice for chunk in chunks for choice in chunk["choices"]]
+    for index in range(2):
+        texts = [one["text"] for one in choices if one["index"] == index]
+        assert "".join(texts) == text_of(tokenizer, [10, 20, 30])
+        told = [
+            one["logprobs"]["tokens"] for one in choices if one["index"] == index and one["text"]
+        ]
+        assert told == [[text_of(tokenizer, [one]) for one in (10, 20, 30)]]
+    refused = await http.post("/v1/completions", json={**body, "echo": False})
+    assert refused.json()["error"]["param"] == "max_tokens"
+
+
+@pytest.mark.parametrize("stream", [False, True])
 async def test_log_probabilities_in_a_chat(
     cluster: Cluster, http: httpx.AsyncClient, stream: bool
 ) -> None:

@@ -138,6 +138,37 @@ async def test_calls_streamed_and_whole(
             assert cluster.workers[0].submits[-1].sampling_params.skip_special_tokens
 
 
+async def test_the_first_call_alone(
+    config: RouterConfig, tmp_path: Path, tokenizer: Tokenizer
+) -> None:
+    async with served(config, tmp_path) as (cluster, client):
+        cluster.workers[0].on_submit = saying(CALLS, tokenizer)
+        expected = {"content": "I look.", "reasoning": "", "calls": [["weather", ARGUMENTS]]}
+        assert whole(await ask(client, parallel_tool_calls=False)) == (expected, "tool_calls")
+        assert await streamed(client, parallel_tool_calls=False) == (expected, "tool_calls")
+
+
+async def test_each_of_several_choices_has_its_own_calls(
+    config: RouterConfig, tmp_path: Path, tokenizer: Tokenizer
+) -> None:
+    async with served(config, tmp_path) as (cluster, client):
+        cluster.workers[0].on_submit = saying(CALLS, tokenizer)
+        answer = await ask(client, n=2)
+        calls = [[one.function.name for one in c.message.tool_calls] for c in answer.choices]
+        assert calls == [["weather", "time"]] * 2
+        seen: dict[int, list[str]] = {0: [], 1: []}
+        reasons = {}
+        async for chunk in await ask(client, n=2, stream=True, logprobs=True):
+            for choice in chunk.choices:
+                for call in choice.delta.tool_calls or []:
+                    if call.function.name:
+                        seen[choice.index].append(call.function.name)
+                if choice.finish_reason:
+                    reasons[choice.index] = choice.finish_reason
+        assert seen == {0: ["weather", "time"], 1: ["weather", "time"]}
+        assert reasons == {0: "tool_calls", 1: "tool_calls"}
+
+
 async def test_reasoning_before_calls(
     config: RouterConfig, tmp_path: Path, tokenizer: Tokenizer
 ) -> None:
