@@ -80,7 +80,7 @@ def shift(
         return
     click.echo(f"New requests of all {state.routers} routers go to the workers of {to}.")
     if drain:
-        _drain_all(state, old, access)
+        _drain_all(state, controller.find(), access)
         click.echo("All workers have left; `kvrelay down` ends the rest of the cluster.")
 
 
@@ -114,12 +114,21 @@ def _until_shifted(
     """Wait until all routers have done what the controller says. Raises DeployError.
 
     A router that cannot hear the controller for a moment is not counted, and comes back; one that
-    has ended does not. So fewer than before are believed a little later.
+    has ended does not. So fewer than before are believed a little later. The controller itself may
+    be away, too.
     """
     give_up_at = time.monotonic() + seconds
     all_since = None
     while True:
-        now, state = time.monotonic(), ask(controller, access)
+        now = time.monotonic()
+        try:
+            state = ask(controller, access)
+        except DeployError:  # it is away, and its next process goes on with this
+            if now > give_up_at:
+                raise
+            all_since = None
+            time.sleep(_LOOK_SECONDS)
+            continue
         left = state.routers - state.routers_shifted if state.successor else state.routers_shifted
         all_since = None if left else all_since or now
         sure_seconds = 0.0 if state.routers >= routers else _COME_BACK_SECONDS

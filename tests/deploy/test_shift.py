@@ -47,6 +47,8 @@ class Controller(ScriptedAdmin, controller_pb2_grpc.ControllerServiceServicer):
         super().__init__([left])
         self.now = state
         self.follow = follow
+        self.away = 0
+        """How many questions find no controller, after a shift was ordered."""
         self.successors: list[str] = []
 
     def ShiftRouters(self, request, context):  # noqa: N802 (gRPC's name)
@@ -56,6 +58,9 @@ class Controller(ScriptedAdmin, controller_pb2_grpc.ControllerServiceServicer):
         return pb.ShiftRoutersResponse()
 
     def GetCluster(self, request, context):  # noqa: N802
+        if self.successors and self.away:
+            self.away -= 1
+            context.abort(grpc.StatusCode.UNAVAILABLE, "it starts again")
         answer = self.now
         if self.now.successor:
             shifted = min(self.now.routers_shifted + 1, self.now.routers, self.follow)
@@ -105,6 +110,25 @@ def test_all_routers_have_followed_before_the_old_workers_drain():
         ("decode-0", True),
         ("prefill-0", True),
     ]
+
+
+def test_a_controller_that_starts_again_meanwhile_is_asked_again():
+    old = Controller(OLD)
+    old.away = 2
+    with both(old, Controller(NEW)) as words:
+        result = run([*words, "--drain"])
+    assert result.exit_code == 0, result.output
+    assert (old.away, len(old.requests)) == (0, 2)
+
+
+def test_a_controller_that_stays_away_is_told_of():
+    old = Controller(OLD)
+    old.away = 1 << 30
+    with both(old, Controller(NEW)) as words:
+        result = run([*words, "--drain", "--timeout", "0.5"])
+    assert result.exit_code == 1
+    assert "UNAVAILABLE: it starts again" in result.stderr
+    assert not old.requests
 
 
 def test_nothing_is_drained_if_a_router_does_not_follow():
