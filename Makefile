@@ -21,6 +21,7 @@ TESTS ?=
 PEERS ?=
 CHAOS ?=
 SOAK ?=
+PICTURES ?=
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -148,8 +149,8 @@ docs-generated: $(READY) ## write the parts of the documentation that come from 
 	$(BIN)/python -m docs.tools.generated
 
 .PHONY: docs-pictures
-docs-pictures: $(READY) ## draw dashboards and top under load into docs/pictures (needs prometheus, chromium, node)
-	$(BIN)/python -m docs.tools.pictures
+docs-pictures: $(READY) ## draw dashboards, top and the live page under load into docs/pictures (needs prometheus, chromium, npm)
+	$(BIN)/python -m docs.tools.pictures $(PICTURES)
 
 # A broken link, or a path that a page names and that is not there, is a warning to MkDocs.
 .PHONY: check-docs

@@ -14,6 +14,7 @@ import yaml
 from docs.tools.dashboards.pages import DASHBOARDS
 from kvrelay.deploy.cluster import Cluster
 from kvrelay.engine.faults import parse_faults
+from kvrelay.v1 import inference_pb2 as pb
 from tests.cluster.prometheus import MISSING, RULES, Prometheus, scraping
 from tests.cluster.running import RunningCluster, running
 
@@ -59,6 +60,7 @@ async def prometheus(
     load = [
         asyncio.create_task(generate_until(enough, cluster, number)) for number in range(AT_ONCE)
     ]
+    load.append(asyncio.create_task(talk_until(enough, cluster)))
     try:
         async with scraping(cluster.deployment.router.metrics_address, folder) as prometheus:
             yield prometheus
@@ -78,6 +80,24 @@ async def generate_until(enough: asyncio.Event, cluster: RunningCluster, number:
         prompt = [*shared, *range(turn % 100 + 2, turn % 100 + 34)]
         answer = await cluster.generate(prompt, max_tokens=16, ignore_eos=True)
         assert len(answer.tokens) == 16
+
+
+async def talk_until(enough: asyncio.Event, cluster: RunningCluster) -> None:
+    """One session after the other, of two turns each."""
+    number = 0
+    while not enough.is_set():
+        number += 1
+        name = f"session-{number}"
+        await cluster.stub.OpenSession(pb.OpenSessionRequest(session_id=name))
+        for first in (10, 20):
+            request = pb.GenerateRequest(
+                session_id=name,
+                input_ids=pb.TokenIds(ids=range(first, first + 8)),
+                sampling_params=pb.SamplingParams(max_tokens=8, ignore_eos=True),
+            )
+            async for _ in cluster.stub.Generate(request):
+                pass
+        await cluster.stub.CloseSession(pb.CloseSessionRequest(session_id=name))
 
 
 def with_choice(expr: str) -> str:

@@ -13,6 +13,7 @@ import sys
 import termios
 import time
 from collections.abc import Callable
+from typing import Any
 
 import pyte
 
@@ -54,6 +55,11 @@ class Terminal:
     @property
     def colours(self) -> set[str]:
         return {cell.fg for row in self._screen.buffer.values() for cell in row.values()}
+
+    @property
+    def cells(self) -> list[list[Any]]:
+        """Each line's characters, as pyte has them: with colours."""
+        return [[self._screen.buffer[y][x] for x in range(COLUMNS)] for y in range(LINES)]
 
     def read_until(self, seen: Callable[[], bool], seconds: float = 30) -> None:
         deadline = time.monotonic() + seconds

@@ -11,10 +11,12 @@ import pytest
 from docs.tools.dashboards.grafana import files
 from docs.tools.dashboards.pages import DASHBOARDS
 from docs.tools.dashboards.perses import perses, with_values
-from docs.tools.dashboards.spec import TOTAL, Dashboard, Draws
+from docs.tools.dashboards.spec import STATES, TOTAL, Dashboard, Draws
+from kvrelay.deploy.status_text import PAGE_STATES
 from tests.monitored import check_exported
 
-SHIPPED = Path(__file__).parents[2] / "deploy" / "dashboards"
+ROOT = Path(__file__).parents[2]
+SHIPPED = ROOT / "deploy" / "dashboards"
 MOST_COLUMNS = 24
 
 
@@ -60,6 +62,43 @@ def test_states_are_stacked_and_the_pool_is_a_line_over_them():
         if one["matcher"]["options"] == "pool"
     ]
     assert {"id": "custom.stacking", "value": {"mode": "none", "group": "states"}} in line
+
+
+def test_a_state_has_one_color_everywhere():
+    style = (ROOT / "router" / "http" / "live_page.html").read_text()
+    for state, color in STATES.items():
+        assert f"--{state}: {color};" in style
+    assert set(STATES) == set(PAGE_STATES)
+    [panel] = [one for one in panels_of(DASHBOARDS[0]) if one["title"] == "Pages of $worker"]
+    stacked = [
+        target["expr"].partition('state="')[2].partition('"')[0] for target in panel["targets"]
+    ]
+    assert stacked == [*STATES, ""], "what new requests can have is at the top"
+    overrides = {
+        one["matcher"]["options"]: one["properties"][0]["value"]["fixedColor"]
+        for one in panel["fieldConfig"]["overrides"]
+        if one["matcher"]["id"] == "byFrameRefID"
+    }
+    assert [overrides[ref] for ref in "ABCDEF"] == list(STATES.values())
+
+
+def test_the_pool_is_a_threshold_where_all_is_stacked():
+    asked: list[str] = []
+
+    def number(expr: str) -> float:
+        asked.append(expr)
+        return 546.0
+
+    drawn = perses(DASHBOARDS[0], "http://127.0.0.1:9090", lambda label: ["a"], number)
+    [panel] = [
+        one["spec"]
+        for one in drawn["spec"]["panels"].values()
+        if one["spec"]["display"]["name"] == "Pages of a"
+    ][:1]
+    [step] = panel["plugin"]["spec"]["thresholds"]["steps"]
+    assert (step["name"], step["value"]) == (TOTAL, 546.0)
+    assert all("kvrelay_pool_pages" in expr and "$" not in expr for expr in asked)
+    assert len(panel["queries"]) == len(STATES)
 
 
 @pytest.mark.parametrize("one", DASHBOARDS, ids=lambda one: one.uid)

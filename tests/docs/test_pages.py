@@ -12,6 +12,7 @@ import pytest
 
 from docs.tools.generated import with_part
 from docs.tools.grpc_api import markdown
+from docs.tools.pictures.publish import MAX_BYTES
 from kvrelay.deploy.controller_metrics import METRICS as CONTROLLER_METRICS
 from kvrelay.engine.scheduler.metrics import METRICS as WORKER_METRICS
 from kvrelay.router.metrics import METRICS as ROUTER_METRICS
@@ -66,3 +67,11 @@ def test_the_api_has_comments_types_and_links():
     assert "| `logit_bias` | map of uint32 to float | " in page
     assert "Oneof `prompt`." in page
     assert "### DrainWorkerResponse.Phase" in page
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_a_page_shows_pictures_that_are_there_and_small(page: Path):
+    for shown in re.findall(r"!\[[^\]]*\]\(([^)\s]+)\)", page.read_text()):
+        picture = page.parent / shown
+        assert picture.is_file(), f"{page.name} shows {shown}"
+        assert picture.stat().st_size <= MAX_BYTES, f"{shown} is large"

@@ -40,23 +40,26 @@ FLEET: Final = Dashboard(
                             "{{role}} wanted",
                         ),
                     ),
+                    width=12,
                 ),
                 Panel(
                     "Processes that answer",
                     "1: Prometheus reads its metrics",
                     (Query(f"up{{{CLUSTER}}}", "{{instance}}"),),
-                ),
-                Panel(
-                    "Refused workers",
-                    "They have loaded another model than the served one",
-                    (Query(f"sum(kvrelay_workers_refused{{{CLUSTER}}})", "refused"),),
+                    width=12,
                 ),
                 Panel(
                     "Incarnations",
                     "Those that run now",
                     (Query(f"kvrelay_worker_info{{{WORKER}}}"),),
                     draws=Draws.TABLE,
-                    width=24,
+                    width=16,
+                ),
+                Panel(
+                    "Refused workers",
+                    "They have loaded another model than the served one",
+                    (Query(f"sum(kvrelay_workers_refused{{{CLUSTER}}})", "refused"),),
+                    width=8,
                 ),
             ),
         ),
@@ -109,12 +112,13 @@ FLEET: Final = Dashboard(
                     "Processes that ended, in the rate interval",
                     (
                         Query(
-                            "sum by (worker, cause) (increase("
+                            "sum by (cause) (increase("
                             f"kvrelay_worker_ends_total{{{WORKER}}}[{RATE}]))",
-                            "{{worker}} {{cause}}",
+                            "{{cause}}",
                         ),
                     ),
                     draws=Draws.AREAS,
+                    width=12,
                 ),
                 Panel(
                     "Starts",
@@ -126,6 +130,7 @@ FLEET: Final = Dashboard(
                             "{{worker}}",
                         ),
                     ),
+                    width=12,
                 ),
                 Panel(
                     "Drains",
@@ -137,11 +142,11 @@ FLEET: Final = Dashboard(
                             "{{worker}}",
                         ),
                         Query(
-                            "sum by (worker) (increase("
-                            f"kvrelay_quarantine_drains_total{{{WORKER}}}[{RATE}]))",
-                            "{{worker}} for quarantine",
+                            f"sum(increase(kvrelay_quarantine_drains_total{{{WORKER}}}[{RATE}]))",
+                            "for quarantine",
                         ),
                     ),
+                    width=12,
                 ),
                 Panel(
                     "Failed forwards",
@@ -164,7 +169,7 @@ FLEET: Final = Dashboard(
                             "{{worker}}",
                         ),
                     ),
-                    width=12,
+                    width=24,
                 ),
             ),
         ),

@@ -25,15 +25,6 @@ from grafana_foundation_sdk.models import prometheus as prometheus_models
 from docs.tools.dashboards.spec import TOTAL, Dashboard, Draws, Panel, Query, Variable
 
 _SOURCE: Final = common_models.DataSourceRef(type_val="prometheus", uid="$datasource")
-_COLORS: Final = {
-    "free": "#e0e3e8",
-    "held": "#3274d9",
-    "cached_evictable": "#96d98d",
-    "cached_protected": "#37872d",
-    "session": "#b877d9",
-    "quarantined": "#e02f44",
-}
-"""Of the states of pages, the same everywhere."""
 _HEIGHT: Final = 8
 _PANELS_IN_A_ROW: Final = 2
 _COLUMNS: Final = 24
@@ -106,6 +97,8 @@ def _panel(panel: Panel) -> Any:
     built = built.title(panel.title).description(panel.about).datasource(_SOURCE)
     for query, ref in zip(panel.queries, string.ascii_uppercase, strict=False):
         built = built.with_target(_query(panel, query).ref_id(ref))
+        if query.color:
+            built = built.override_by_query(ref, [_fixed(query.color)])
     if panel.repeat:
         built = built.repeat(panel.repeat).repeat_direction("h").max_per_row(_PANELS_IN_A_ROW)
     return built
@@ -140,13 +133,10 @@ def _lines(panel: Panel) -> timeseries.Panel:
 def _areas(panel: Panel) -> timeseries.Panel:
     stacking = common.StackingConfig().mode(common_models.StackingMode.NORMAL).group("states")
     built = _lines(panel).stacking(stacking).fill_opacity(75).line_width(0)
-    for state, color in _COLORS.items():
-        built = built.override_by_regexp(f"/ {state}$/", [_fixed(color)])
     line = [
         models.DynamicConfigValue("custom.stacking", {"mode": "none", "group": "states"}),
         models.DynamicConfigValue("custom.fillOpacity", 0),
         models.DynamicConfigValue("custom.lineWidth", 2),
-        _fixed("#ff780a"),
     ]
     return built.override_by_name(TOTAL, line)
 

@@ -56,16 +56,18 @@ LATENCY: Final = Dashboard(
                 Panel(
                     "Phases of a request, mean",
                     "Seconds that a completed request spent in each phase at its workers",
-                    (
+                    tuple(
                         Query(
-                            by("phase", rate("kvrelay_phase_seconds_sum", CLUSTER))
-                            + " / "
-                            + by("phase", rate("kvrelay_phase_seconds_count", CLUSTER)),
-                            "{{phase}}",
-                        ),
+                            f"sum({rate('kvrelay_phase_seconds_sum', of_phase)}) / "
+                            f"sum({rate('kvrelay_phase_seconds_count', of_phase)})",
+                            phase,
+                        )
+                        for phase in ("queue", "prefill", "transfer", "decode")
+                        for of_phase in [f'{CLUSTER},phase="{phase}"']
                     ),
                     "s",
                     Draws.AREAS,
+                    width=12,
                 ),
                 Panel(
                     "Phases of a request, p95",
@@ -79,6 +81,7 @@ LATENCY: Final = Dashboard(
                         ),
                     ),
                     "s",
+                    width=12,
                 ),
                 Panel(
                     "A forward",
@@ -93,6 +96,7 @@ LATENCY: Final = Dashboard(
                         for share in (50, 99)
                     ),
                     "s",
+                    width=24,
                 ),
             ),
         ),

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Final
 
 from docs.tools.dashboards.spec import (
+    CLUSTER,
     OF_WORKERS,
     POOLS,
-    TOTAL,
     WORKER,
     Dashboard,
     Draws,
@@ -16,6 +16,7 @@ from docs.tools.dashboards.spec import (
     Row,
     by,
     rate,
+    states,
 )
 
 _POOL: Final = f'{WORKER},pool=~"$pool",pool!="rows"'
@@ -94,10 +95,7 @@ MEMORY: Final = Dashboard(
                 Panel(
                     "Pages of $role",
                     "All workers of the role together; the states sum to the pool",
-                    (
-                        Query(by("pool, state", f"kvrelay_pages{{{_POOL}}}"), "{{pool}} {{state}}"),
-                        Query(f"sum(kvrelay_pool_pages{{{_POOL}}})", TOTAL),
-                    ),
+                    states(_POOL),
                     draws=Draws.AREAS,
                     width=12,
                     repeat="role",
@@ -105,10 +103,7 @@ MEMORY: Final = Dashboard(
                 Panel(
                     "Pages of $worker",
                     "The states of each pool, and the pools together as a line",
-                    (
-                        Query(by("pool, state", f"kvrelay_pages{{{_POOL}}}"), "{{pool}} {{state}}"),
-                        Query(f"sum(kvrelay_pool_pages{{{_POOL}}})", TOTAL),
-                    ),
+                    states(_POOL),
                     draws=Draws.AREAS,
                     width=12,
                     repeat="worker",
@@ -135,6 +130,7 @@ MEMORY: Final = Dashboard(
                             "{{worker}} {{pool}} there",
                         ),
                     ),
+                    width=12,
                 ),
                 Panel(
                     "Prefix hit rate",
@@ -157,6 +153,7 @@ MEMORY: Final = Dashboard(
                         ),
                     ),
                     "percentunit",
+                    width=12,
                 ),
                 Panel(
                     "Evicted and duplicate pages",
@@ -171,11 +168,13 @@ MEMORY: Final = Dashboard(
                             "{{worker}} duplicate",
                         ),
                     ),
+                    width=12,
                 ),
                 Panel(
                     "Retractions",
                     "Running requests that made room for others, a second",
                     (Query(by("worker", rate("kvrelay_retractions_total", WORKER)), "{{worker}}"),),
+                    width=12,
                 ),
                 Panel(
                     "Releases by outcome",
@@ -186,16 +185,81 @@ MEMORY: Final = Dashboard(
                             "{{role}} {{outcome}}",
                         ),
                     ),
+                    width=12,
                 ),
                 Panel(
                     "Rows of the request table",
-                    "Rows by state",
+                    "The share of each worker's rows that requests have",
                     (
                         Query(
-                            by("worker, state", f'kvrelay_pages{{{WORKER},pool="rows"}}'),
-                            "{{worker}} {{state}}",
+                            "sum by (worker) (kvrelay_pages"
+                            f'{{{WORKER},pool="rows",state!="free"}}) / '
+                            f'sum by (worker) (kvrelay_pool_pages{{{WORKER},pool="rows"}})',
+                            "{{worker}}",
                         ),
                     ),
+                    "percentunit",
+                    width=12,
+                ),
+            ),
+        ),
+        Row(
+            "Sessions",
+            (
+                Panel(
+                    "Open sessions",
+                    "Of each router",
+                    (Query(f"kvrelay_sessions{{{CLUSTER}}}", "{{instance}}"),),
+                ),
+                Panel(
+                    "Pages kept for sessions",
+                    "Between their turns; they are given up where others need the memory",
+                    (
+                        Query(
+                            by("worker", f'kvrelay_pages{{{_POOL},state="session"}}'), "{{worker}}"
+                        ),
+                    ),
+                    draws=Draws.AREAS,
+                ),
+                Panel(
+                    "Turns by where their history was",
+                    "Resumed: the worker had its KV; opened: the history was computed, a second",
+                    (Query(by("start", rate("kvrelay_session_turns_total", WORKER)), "{{start}}"),),
+                    "reqps",
+                    Draws.AREAS,
+                ),
+                Panel(
+                    "Turns by outcome",
+                    "Those that completed are a part of the history, a second",
+                    (
+                        Query(
+                            by("outcome", rate("kvrelay_router_session_turns_total", CLUSTER)),
+                            "{{outcome}}",
+                        ),
+                    ),
+                    "reqps",
+                    Draws.AREAS,
+                ),
+                Panel(
+                    "Sessions' KV given up",
+                    "By why; room: others needed the memory, a second",
+                    (
+                        Query(
+                            by("reason", rate("kvrelay_session_ends_total", WORKER)), "{{reason}}"
+                        ),
+                    ),
+                    draws=Draws.AREAS,
+                ),
+                Panel(
+                    "Sessions that ended",
+                    "Closed by their clients, or expired, a second",
+                    (
+                        Query(
+                            by("reason", rate("kvrelay_router_session_ends_total", CLUSTER)),
+                            "{{reason}}",
+                        ),
+                    ),
+                    draws=Draws.AREAS,
                 ),
             ),
         ),

@@ -37,6 +37,7 @@ REQUESTS: Final = Dashboard(
                         ),
                     ),
                     draws=Draws.AREAS,
+                    width=12,
                 ),
                 Panel(
                     "Requests at the workers",
@@ -46,11 +47,13 @@ REQUESTS: Final = Dashboard(
                             by("role, state", f"kvrelay_requests{{{WORKER}}}"), "{{role}} {{state}}"
                         ),
                     ),
+                    width=12,
                 ),
                 Panel(
                     "Tokens that wait",
                     "Prompt tokens not yet computed or read",
                     (Query(f"kvrelay_waiting_tokens{{{WORKER}}}", "{{worker}}"),),
+                    width=12,
                 ),
                 Panel(
                     "Tokens a second",
@@ -59,6 +62,7 @@ REQUESTS: Final = Dashboard(
                         Query(f"sum({rate('kvrelay_prompt_tokens_total', CLUSTER)})", "prompt"),
                         Query(f"sum({rate('kvrelay_output_tokens_total', CLUSTER)})", "output"),
                     ),
+                    width=12,
                 ),
                 Panel(
                     "Placement",
@@ -70,12 +74,14 @@ REQUESTS: Final = Dashboard(
                         ),
                     ),
                     "reqps",
+                    width=12,
                 ),
                 Panel(
                     "Doors",
                     "Requests by the door that they came in by, a second",
                     (Query(by("door", rate("kvrelay_door_requests_total", CLUSTER)), "{{door}}"),),
                     "reqps",
+                    width=12,
                 ),
             ),
         ),
@@ -88,18 +94,24 @@ REQUESTS: Final = Dashboard(
                     (Query(by("outcome", rate("kvrelay_requests_total", CLUSTER)), "{{outcome}}"),),
                     "reqps",
                     Draws.AREAS,
+                    width=12,
                 ),
                 Panel(
                     "Computed again, by reason",
                     "Attempts after a request's first, a second",
                     (
                         Query(
-                            by("reason", rate("kvrelay_resubmissions_total", CLUSTER)),
+                            by("reason", rate("kvrelay_resubmissions_total", CLUSTER))
+                            + " and "
+                            # Of the many reasons those that there have been.
+                            + by("reason", f"kvrelay_resubmissions_total{{{CLUSTER}}}")
+                            + " > 0",
                             "{{reason}}",
                         ),
                     ),
                     "reqps",
                     Draws.AREAS,
+                    width=12,
                 ),
                 Panel(
                     "Waits for workers, and slow readers",
@@ -118,6 +130,7 @@ REQUESTS: Final = Dashboard(
                             "contradicted tokens",
                         ),
                     ),
+                    width=24,
                 ),
             ),
         ),

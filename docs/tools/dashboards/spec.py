@@ -31,6 +31,16 @@ class Draws(StrEnum):
 
 TOTAL: Final = "pool"
 """The legend of a line over a stack, which the stack fills."""
+STATES: Final = {
+    "held": "#2e7d32",
+    "cached_protected": "#00838f",
+    "session": "#8e24aa",
+    "quarantined": "#d32f2f",
+    "cached_evictable": "#64a0e8",
+    "free": "#e0e3e8",
+}
+"""Of pages, from what nobody else can have to what new requests can have, with the colors that
+the live page and `kvrelay top` give them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +49,8 @@ class Query:
 
     expr: str
     legend: str = ""
+    color: str = ""
+    """Of all its series; empty: the program chooses."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +121,19 @@ def rate(metric: str, selector: str) -> str:
 def by(labels: str, expr: str) -> str:
     """The sum by these labels."""
     return f"sum by ({labels}) ({expr})"
+
+
+def states(selector: str) -> tuple[Query, ...]:
+    """The pages of these pools by state, to be stacked, and the pools as a line over them."""
+    of_states = [
+        Query(
+            by("pool", f'kvrelay_pages{{{selector},state="{state}"}}'),
+            f"{{{{pool}}}} {state.replace('_', ' ')}",
+            color,
+        )
+        for state, color in STATES.items()
+    ]
+    return (*of_states, Query(f"sum(kvrelay_pool_pages{{{selector}}})", TOTAL, "#ff780a"))
 
 
 def heatmap(title: str, about: str, metric: str, selector: str) -> Panel:

@@ -80,23 +80,6 @@ TRANSFER: Final = Dashboard(
                     width=12,
                 ),
                 Panel(
-                    "Refused pairs",
-                    "Prefill workers that a decode worker does not read from now",
-                    (Query(f"kvrelay_refused_peers{{{WORKER}}}", "{{worker}}"),),
-                    width=6,
-                ),
-                Panel(
-                    "Refusals",
-                    "Pairs that were refused, a second",
-                    (
-                        Query(
-                            by("worker", rate("kvrelay_transfer_refusals_total", WORKER)),
-                            "{{worker}}",
-                        ),
-                    ),
-                    width=6,
-                ),
-                Panel(
                     "Verified pages, and mismatches",
                     "Pages whose bytes were compared, and those that differed, a second",
                     (
@@ -112,6 +95,23 @@ TRANSFER: Final = Dashboard(
                     width=12,
                 ),
                 Panel(
+                    "Refused pairs",
+                    "Prefill workers that a decode worker does not read from now",
+                    (Query(f"kvrelay_refused_peers{{{WORKER}}}", "{{worker}}"),),
+                    width=12,
+                ),
+                Panel(
+                    "Refusals",
+                    "Pairs that were refused, a second",
+                    (
+                        Query(
+                            by("worker", rate("kvrelay_transfer_refusals_total", WORKER)),
+                            "{{worker}}",
+                        ),
+                    ),
+                    width=12,
+                ),
+                Panel(
                     "Dropped messages",
                     "Late, duplicate and misdirected messages, a second",
                     (
@@ -119,7 +119,7 @@ TRANSFER: Final = Dashboard(
                             by("kind", rate("kvrelay_dropped_messages_total", WORKER)), "{{kind}}"
                         ),
                     ),
-                    width=12,
+                    width=24,
                 ),
             ),
         ),
