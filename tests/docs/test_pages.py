@@ -22,8 +22,11 @@ PAGES = [
     page
     for page in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
     if page.name not in {"glossary.md", "lab.md"}  # which have names of earlier days
+    and "node_modules" not in page.parts
 ]
-NOT_TRACKED = shutil.ignore_patterns(".*", "__pycache__", "build", "dist", "site", "*.egg-info")
+NOT_TRACKED = shutil.ignore_patterns(
+    ".*", "__pycache__", "build", "dist", "node_modules", "site", "*.egg-info"
+)
 
 
 def test_a_broken_link_anchor_or_path_fails_the_build(tmp_path: Path):

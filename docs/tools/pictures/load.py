@@ -27,16 +27,8 @@ from kvrelay.v1 import (
 from kvrelay.v1 import inference_pb2 as pb
 
 KVRELAY: Final = (sys.executable, "-m", "kvrelay.deploy")
-SERVE: Final = (
-    "--decode=2",
-    "--kv-memory=32MiB",
-    "--verify-pages=sample",
-    "--threads=1",
-    "--quarantine-limit=40",
-    "--debug-faults=decode-0/drop:pull:12",
-)
-"""A small pool, so that it fills. One worker never hears of the end of a read: when its client has
-left, the pages stay in quarantine, until the worker restarts."""
+SERVE: Final = ("--decode=2", "--kv-memory=32MiB", "--verify-pages=sample", "--threads=1")
+"""A small pool, so that it fills."""
 DRAINED: Final = "decode-1"
 KILLED: Final = "prefill-0"
 _CONVERSATIONS: Final = 4
