@@ -24,12 +24,14 @@ from kvrelay.model_runner.checkpoint.digest import object_digest
 from kvrelay.model_runner.config.model_config import ModelConfig
 from kvrelay.model_runner.errors import CheckpointError
 from kvrelay.model_runner.runner import ModelRunner
+from kvrelay.model_runner.sampling.device_sampler import sample_on_device, samples_on
 from kvrelay.model_runner.sampling.sampler import (
     Float32Array,
     SamplingRow,
     argmax_rows,
     sample_token_id,
 )
+from kvrelay.wire.output import SampledToken
 
 _NO_ROWS = np.empty(0, np.int64)
 
@@ -221,15 +223,25 @@ class DraftModel:
         asked: Sequence[int],
     ) -> list[int]:
         """Add a guess to each sequence that was `asked` for one; those that want another."""
-        raw: Float32Array = logits.cpu().numpy()
         firsts = [sequences[index].row for index in asked]
-        likeliest = argmax_rows(raw, firsts)
+        rows = [
+            first if first.is_argmax else first.after(guesses[index])
+            for index, first in zip(asked, firsts, strict=True)
+        ]
         going = []
-        for number, (index, first) in enumerate(zip(asked, firsts, strict=True)):
-            row = first if first.is_argmax else first.after(guesses[index])
-            token_id = sample_token_id(raw[number], row, likeliest[number])
-            if isinstance(token_id, int):
+        for index, token_id in zip(asked, _sample_token_ids(logits, rows), strict=True):
+            if token_id is not None:
                 guesses[index].append(token_id)
                 if len(guesses[index]) < sequences[index].count:
                     going.append(index)
         return going
+
+
+def _sample_token_ids(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> list[int | None]:
+    """A token for each row of logits, on their device or the host; None where there is none."""
+    if samples_on(logits.device):
+        tokens = sample_on_device(logits, rows, logprobs=False)
+        return [one.token_id if isinstance(one, SampledToken) else None for one in tokens]
+    raw: Float32Array = logits.cpu().numpy()
+    sampled = map(sample_token_id, raw, rows, argmax_rows(raw, rows))
+    return [one if isinstance(one, int) else None for one in sampled]

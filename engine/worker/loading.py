@@ -17,7 +17,7 @@ from kvrelay.mem_cache.pool import KVPool
 from kvrelay.model_runner.checkpoint.digest import object_digest
 from kvrelay.model_runner.draft_model import DraftModel
 from kvrelay.model_runner.runner import ModelRunner
-from kvrelay.model_runner.sampling import sampler
+from kvrelay.model_runner.sampling import device_sampler, sampler
 from kvrelay.text.grammar import Grammars, model_vocabulary
 from kvrelay.wire.model_digest import ModelDigest
 
@@ -74,6 +74,7 @@ def load_model(
     runner.bind(pools[: len(own)])
     runner.warm_up()
     sampler.warm_up()
+    device_sampler.warm_up(runner.device, runner.config.vocab_size)
     drafter: Drafter | None = None
     if draft is not None:
         draft.bind(pools[len(own) :])

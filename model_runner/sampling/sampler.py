@@ -109,14 +109,19 @@ def sample_token_id(
         # Prefers a NaN, so none is missed.
         likeliest = int(edited.argmax())
     largest = edited[likeliest]
-    if largest == -np.inf:
-        return NonFiniteLogitsError("no token can be sampled: every one is banned or impossible")
     if not math.isfinite(largest):
-        return NonFiniteLogitsError(f"the model's logits are not finite: {largest}")
+        return refusal(largest)
     params = row.params
     if params.is_greedy:
         return likeliest
     return sample_gumbel(edited, largest, row)
+
+
+def refusal(largest: float) -> NonFiniteLogitsError:
+    """Why no token can be sampled from edited logits the largest of which is not finite."""
+    if largest == -np.inf:
+        return NonFiniteLogitsError("no token can be sampled: every one is banned or impossible")
+    return NonFiniteLogitsError(f"the model's logits are not finite: {largest}")
 
 
 def edit_logits(logits: Float32Array, row: SamplingRow) -> Float32Array:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
+from kvrelay.model_runner.sampling.device_sampler import sample_on_device, samples_on
 from kvrelay.model_runner.sampling.sampler import (
     Float32Array,
     Sampled,
@@ -57,6 +58,8 @@ def verify(logits: torch.Tensor, drafted: Sequence[DraftedSequence]) -> list[lis
     assert len(logits) == sum(one.num_rows for one in drafted)
     if not drafted:
         return []
+    if samples_on(logits.device):
+        return _verify_on_device(logits, drafted)
     raw: Float32Array = logits.cpu().numpy()
     likeliest = argmax_rows(raw, (one.row for one in drafted))
     samples, start = [], 0
@@ -64,6 +67,27 @@ def verify(logits: torch.Tensor, drafted: Sequence[DraftedSequence]) -> list[lis
         end = start + one.num_rows
         samples.append(_accept(raw[start:end], one, likeliest[start:end]))
         start = end
+    return samples
+
+
+def _verify_on_device(
+    logits: torch.Tensor, drafted: Sequence[DraftedSequence]
+) -> list[list[Sampled]]:
+    """All rows at once, also those after a draft that turns out to be wrong."""
+    rows = [
+        one.row if one.row.is_argmax else one.row.after(one.draft_ids[:index])
+        for one in drafted
+        for index in range(one.num_rows)
+    ]
+    sampled = iter(sample_on_device(logits, rows))
+    return [_until_other([next(sampled) for _ in range(one.num_rows)], one) for one in drafted]
+
+
+def _until_other(samples: list[Sampled], drafted: DraftedSequence) -> list[Sampled]:
+    """The samples up to the first that is not its draft."""
+    for index, (sample, draft_id) in enumerate(zip(samples, drafted.draft_ids, strict=False)):
+        if not isinstance(sample, SampledToken) or sample.token_id != draft_id:
+            return samples[: index + 1]
     return samples
 
 

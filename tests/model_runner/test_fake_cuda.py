@@ -20,16 +20,96 @@ from kvrelay.model_runner.layers.decoder import Decoder
 from kvrelay.model_runner.layers.rotary_embedding import RotaryEmbedding
 from kvrelay.model_runner.layers.self_attention import Rotation
 from kvrelay.model_runner.runner import ModelRunner
+from kvrelay.model_runner.sampling import device_sampler
+from kvrelay.model_runner.sampling.sampler import SamplingRow
+from kvrelay.wire.request import SamplingParams
 from tests.model_runner.fake_cuda import DEVICE, fake_cuda, load_guard
 from tests.model_runner.sequences import Sequences
 from tests.model_runner.test_decoder import EXPERTS, NAMES
 from tests.model_runner.test_flashinfer_attention import use_double
 from tests.model_runner.tiny_models import VOCAB_SIZE, Models
 
+sampling_triton = pytest.importorskip(
+    "kvrelay.model_runner.kernels.sampling_triton", exc_type=ImportError
+)
+
 
 @pytest.fixture(scope="module", autouse=True)
 def guard(tmp_path_factory: pytest.TempPathFactory) -> None:
     load_guard(tmp_path_factory.mktemp("guard"))
+
+
+class CheckedKernels:
+    """The kernels of `sampling_triton`, which read by addresses: only what they need is checked."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def edit_rows(
+        self, logits: torch.Tensor, edits: torch.Tensor, biases: torch.Tensor, floats: torch.Tensor
+    ) -> None:
+        self._check(logits, torch.float32, (len(logits), VOCAB_SIZE))
+        self._check(edits, torch.int64, (len(edits), sampling_triton.EDIT_INTS))
+        self._check(biases, torch.float32, (len(edits),))
+        self._check(floats, torch.float64, (len(logits), sampling_triton.FLOATS))
+        self.calls.append("edit_rows")
+
+    def sample_rows(
+        self,
+        logits: torch.Tensor,
+        masks: torch.Tensor,
+        ints: torch.Tensor,
+        floats: torch.Tensor,
+        weights: torch.Tensor,
+        ids: torch.Tensor,
+        largest: torch.Tensor,
+    ) -> None:
+        count = len(logits)
+        self._check(logits, torch.float32, (count, VOCAB_SIZE))
+        self._check(masks, torch.int32, (len(masks), -(-VOCAB_SIZE // 32)))
+        self._check(ints, torch.int64, (count, sampling_triton.INTS))
+        self._check(floats, torch.float64, (count, sampling_triton.FLOATS))
+        self._check(weights, torch.float32, (count, VOCAB_SIZE))
+        self._check(ids, torch.int64, (count,))
+        self._check(largest, torch.float32, (count,))
+        self.calls.append("sample_rows")
+
+    def score_rows(
+        self,
+        logits: torch.Tensor,
+        rows: torch.Tensor,
+        ids: torch.Tensor,
+        totals: torch.Tensor,
+        tops: torch.Tensor,
+        values: torch.Tensor,
+    ) -> None:
+        self._check(logits, torch.float32, (len(logits), VOCAB_SIZE))
+        self._check(rows, torch.int64, (len(rows), 2))
+        self._check(ids, torch.int64, (len(logits),))
+        self._check(totals, torch.float64, (len(rows),))
+        self._check(tops, torch.int64, tuple(tops.shape))
+        self._check(values, torch.float32, (len(rows), tops.shape[1]))
+        self.calls.append("score_rows")
+
+    def _check(self, tensor: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+        assert tensor.device == DEVICE, "another device"
+        assert tensor.dtype is dtype
+        assert tensor.shape == shape
+        assert tensor.is_contiguous()
+
+
+def sample_on_device(logits: torch.Tensor) -> list[str]:
+    """Launch rows of every kind; the names of the kernels that were."""
+    assert device_sampler.samples_on(logits.device)
+    params = SamplingParams(temperature=0.7, top_p=0.9, frequency_penalty=0.5, logprobs=2)
+    row = SamplingRow(params, 9, (1, 2), (3,), allowed=np.ones((1, -(-VOCAB_SIZE // 32)), np.int32))
+    kernels = CheckedKernels()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(device_sampler, "_kernels", lambda: kernels)
+        rows = [row, *[SamplingRow(SamplingParams(), 9, (), ())] * (len(logits) - 1)]
+        draws = device_sampler.launch(logits, rows)
+    assert draws.ids.device == draws.largest.device == DEVICE
+    return kernels.calls
 
 
 def run_on_device(folder: Path, attention: str, tokens: list[int]) -> None:
@@ -48,6 +128,7 @@ def run_on_device(folder: Path, attention: str, tokens: list[int]) -> None:
         assert logits.device == DEVICE
         assert logits.dtype is torch.float32
         assert logits.shape == (sum(map(len, new.values())), VOCAB_SIZE)
+        assert sample_on_device(logits) == ["edit_rows", "sample_rows", "score_rows"]
 
 
 @pytest.mark.parametrize(
@@ -104,11 +185,12 @@ def _wide_attend(self: FlashInferStepAttention, layer: int, rows: torch.Tensor) 
         (FlashInfer, "to_host", _wide_tensor, "int32"),
         (FlashInferStepAttention, "attend", _cut_attend, "stride"),
         (FlashInferStepAttention, "attend", _wide_attend, "dtype"),
+        (device_sampler, "_to_device", lambda array, _: torch.from_numpy(array), "device"),
     ],
-    ids=["ids", "rotation", "plan_on_device", "plan_in_int64", "strides", "dtype"],
+    ids=["ids", "rotation", "plan_on_device", "plan_in_int64", "strides", "dtype", "sampling"],
 )
 def test_planted_faults_are_found(
-    owner: type,
+    owner: object,
     name: str,
     fault: object,
     message: str,

@@ -1,0 +1,233 @@
+"""The sampler on a CUDA device: only chosen tokens, and log-probabilities asked for, leave it.
+
+The tokens are those of `sampler`, whose order of steps and whose noise this has; beside rounding
+at the edge of top-p or min-p, see `kernels.sampling_triton`.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from kvrelay.model_runner.sampling.sampler import Sampled, SamplingRow, refusal
+from kvrelay.wire.output import SampledToken, TokenLogprob
+from kvrelay.wire.request import SamplingParams
+
+
+def samples_on(device: torch.device) -> bool:
+    """Whether rows of logits on `device` are sampled there."""
+    return device.type == "cuda" and _has_triton()
+
+
+@dataclass(frozen=True)
+class Draws:
+    """What was sampled, on the device: `read` waits for it."""
+
+    ids: torch.Tensor
+    """``[S]`` int64."""
+    largest: torch.Tensor
+    """``[S]`` float32 of the edited logits."""
+    counts: Sequence[int | None]
+    """Of each row, how many of its likeliest tokens were asked for."""
+    scores: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None
+    """Totals, tokens and logits of `score_rows`, of the rows whose count is not None."""
+
+    def read(self) -> list[Sampled]:
+        """Each row's token, or why it has none."""
+        ids, largest = self.ids.cpu().tolist(), self.largest.cpu().tolist()
+        scored = iter(_read_scores(self.scores, self.counts))
+        outcomes: list[Sampled] = []
+        for token_id, most, count in zip(ids, largest, self.counts, strict=True):
+            token = SampledToken(token_id, None, ()) if count is None else next(scored)
+            outcomes.append(token if math.isfinite(most) else refusal(most))
+        return outcomes
+
+
+def launch(logits: torch.Tensor, rows: Sequence[SamplingRow], logprobs: bool = True) -> Draws:
+    """Sample each row of ``logits [S, V]`` float32 on its device; they are not changed.
+
+    Args:
+        logits: at least one row.
+        rows: what each of them depends on beside its logits.
+        logprobs: report log-probabilities of those that ask for them.
+    """
+    assert len(rows) == len(logits) > 0
+    kernels, device = _kernels(), logits.device
+    floats = _to_device(_floats(rows), device)
+    edited = _edit(logits, rows, floats)
+    masks, mask_of = _stack_masks(rows, logits.shape[1])
+    count = len(rows)
+    has_filters = any(_is_filtered(row) for row in rows)
+    weights = logits.new_empty(logits.shape if has_filters else (0, logits.shape[1]))
+    ids = torch.empty(count, dtype=torch.int64, device=device)
+    largest = torch.empty(count, dtype=torch.float32, device=device)
+    ints = _to_device(_ints(rows, mask_of), device)
+    kernels.sample_rows(edited, _to_device(masks, device), ints, floats, weights, ids, largest)
+    counts = [row.params.logprobs if logprobs else None for row in rows]
+    return Draws(ids, largest, counts, _score(logits, ids, counts))
+
+
+def sample_on_device(
+    logits: torch.Tensor, rows: Sequence[SamplingRow], logprobs: bool = True
+) -> list[Sampled]:
+    """`launch`, and what came of it; empty for no rows."""
+    return launch(logits, rows, logprobs).read() if rows else []
+
+
+def warm_up(device: torch.device, vocab: int) -> None:
+    """Compile what a first draw on `device` would have to. May take many seconds."""
+    if samples_on(device):
+        params = SamplingParams(top_k=2, top_p=0.5, presence_penalty=1.0, logprobs=1)
+        row = SamplingRow(params, 1, (0,), (0,))
+        launch(torch.zeros(1, vocab, device=device), [row]).read()
+
+
+@functools.cache
+def _has_triton() -> bool:
+    return find_spec("triton") is not None
+
+
+def _kernels() -> ModuleType:
+    """Where there is a CUDA device there is triton; elsewhere it is not imported."""
+    from kvrelay.model_runner.kernels import sampling_triton
+
+    return sampling_triton
+
+
+def _to_device(array: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
+    tensor = torch.from_numpy(array)
+    if torch.cuda.is_available():
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
+
+
+def _is_filtered(row: SamplingRow) -> bool:
+    params = row.params
+    return not params.is_greedy and (params.top_k > 0 or params.top_p < 1 or params.min_p > 0)
+
+
+def _floats(rows: Sequence[SamplingRow]) -> npt.NDArray[np.float64]:
+    """``[S, FLOATS]`` in the order of `sampling_triton`'s columns."""
+    return np.array(
+        [
+            (
+                0.0 if row.params.is_greedy else row.params.temperature,
+                row.params.top_p,
+                row.params.min_p,
+                row.params.repetition_penalty,
+                row.params.frequency_penalty,
+                row.params.presence_penalty,
+            )
+            for row in rows
+        ],
+        np.float64,
+    )
+
+
+def _ints(rows: Sequence[SamplingRow], mask_of: Sequence[int]) -> npt.NDArray[np.int64]:
+    """``[S, INTS]`` in the order of `sampling_triton`'s columns; a seed's 64 bits as they are."""
+    numbers = np.empty((len(rows), 5), np.int64)
+    seeds = np.array([row.params.seed & (2**64 - 1) for row in rows], np.uint64)
+    numbers[:, 0] = seeds.view(np.int64)
+    others = zip(rows, mask_of, strict=True)
+    numbers[:, 1:] = [(row.choice, row.position, row.params.top_k, mask) for row, mask in others]
+    return numbers
+
+
+def _stack_masks(
+    rows: Sequence[SamplingRow], vocab: int
+) -> tuple[npt.NDArray[np.int32], list[int]]:
+    """``[M, words]`` of the rows with a grammar, and each row's place there or -1.
+
+    There is one at least: kernels are compiled for its stride.
+    """
+    masks: list[npt.NDArray[np.int32]] = []
+    places: list[int] = []
+    for row in rows:
+        places.append(-1 if row.allowed is None else len(masks))
+        if row.allowed is not None:
+            masks.append(row.allowed[0])
+    if not masks:
+        masks.append(np.full(-(-vocab // 32), -1, np.int32))
+    return np.ascontiguousarray(np.stack(masks), np.int32), places
+
+
+def _edit(logits: torch.Tensor, rows: Sequence[SamplingRow], floats: torch.Tensor) -> torch.Tensor:
+    """Bias, penalties and bans applied to a copy; `logits` themselves if there are none."""
+    found = [(index, *edit) for index, row in enumerate(rows) for edit in _edits_of(row)]
+    if not found:
+        return logits
+    edits = np.array([(row, token, *numbers) for row, token, _, *numbers in found], np.int64)
+    biases = np.array([bias for _, _, bias, *_ in found], np.float32)
+    edited, device = logits.clone(), logits.device
+    _kernels().edit_rows(edited, _to_device(edits, device), _to_device(biases, device), floats)
+    return edited
+
+
+def _edits_of(row: SamplingRow) -> list[tuple[int, float, int, int, int]]:
+    """Of each token that `row` edits: itself, bias, whether it is repeated, times, banned."""
+    params = row.params
+    repeated: set[int] = set()
+    counts: Counter[int] = Counter()
+    if params.repetition_penalty != 1:
+        repeated = {*row.prompt_ids, *row.output_ids}
+    if params.frequency_penalty != 0 or params.presence_penalty != 0:
+        counts = Counter(row.output_ids)
+    banned = set(row.banned_ids) if row.banned_for > 0 else set()
+    tokens = {*params.logit_bias, *repeated, *counts, *banned}
+    return [
+        (
+            token,
+            params.logit_bias.get(token, 0.0),
+            token in repeated,
+            counts[token],
+            token in banned,
+        )
+        for token in tokens
+    ]
+
+
+def _score(
+    logits: torch.Tensor, ids: torch.Tensor, counts: Sequence[int | None]
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
+    """What the log-probabilities of the rows that ask for them are made of."""
+    vocab = logits.shape[1]
+    wanted = [(row, min(count, vocab)) for row, count in enumerate(counts) if count is not None]
+    if not wanted:
+        return None
+    device, width = logits.device, 2 + max(count for _, count in wanted)
+    totals = torch.empty(len(wanted), dtype=torch.float64, device=device)
+    tops = torch.zeros(len(wanted), width, dtype=torch.int64, device=device)
+    values = torch.zeros(len(wanted), width, dtype=torch.float32, device=device)
+    rows = _to_device(np.array(wanted, np.int64), device)
+    _kernels().score_rows(logits, rows, ids, totals, tops, values)
+    return totals, tops, values
+
+
+def _read_scores(
+    scores: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None, counts: Sequence[int | None]
+) -> list[SampledToken]:
+    """The tokens of the rows that ask for log-probabilities."""
+    if scores is None:
+        return []
+    totals, tops, values = (one.cpu().numpy() for one in scores)
+    log_totals = values[:, 0].astype(np.float64) + np.log(totals)
+    logprobs = (values.astype(np.float64) - log_totals[:, None]).tolist()
+    return [
+        SampledToken(
+            ids[1], own[1], tuple(map(TokenLogprob, ids[2 : 2 + count], own[2 : 2 + count]))
+        )
+        for ids, own, count in zip(
+            tops.tolist(), logprobs, (c for c in counts if c is not None), strict=True
+        )
+    ]
