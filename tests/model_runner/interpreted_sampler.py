@@ -143,10 +143,10 @@ def test_filters_among_equals() -> None:
 
 def test_edits() -> None:
     prompt, output = list(range(40)), [3, 3, 190, 41, 3]
-    penalties = {"repetition_penalty": 1.7, "frequency_penalty": 0.6, "presence_penalty": -0.4}
+    penalties: dict[str, Any] = {"repetition_penalty": 1.7, "frequency_penalty": 0.6}
     rows = [
         row(temperature=0, logit_bias={7: 100.0, 199: -3.5}),
-        row(temperature=0.7, **penalties, logit_bias={3: 1.25}),
+        row(temperature=0.7, **penalties, presence_penalty=-0.4, logit_bias={3: 1.25}),
         row(temperature=0),
         row(temperature=0.7, presence_penalty=2.0),
         replace(row(temperature=0), banned_ids=tuple(range(150)), banned_for=1),
