@@ -21,6 +21,7 @@ from kvrelay.engine.scheduler.mixed_steps import MixedSteps
 from kvrelay.engine.scheduler.prefix_waits import PrefixWaits
 from kvrelay.engine.scheduler.running_batch import GeneratingRequest, RunningBatch
 from kvrelay.engine.scheduler.suspects import alone_until, failed_end
+from kvrelay.engine.scheduler.tier_loads import TierLoads
 from kvrelay.mem_cache.release import Outcome
 from kvrelay.wire.load import WorkerLoad
 from kvrelay.wire.output import EndReason, RequestEnd
@@ -63,6 +64,7 @@ class AggregatedScheduler:
         self._waits = PrefixWaits(
             context, config.prefix_wait, lambda r: r.every_step is None, at_end=lambda _: False
         )
+        self._loads = TierLoads(context)
         self._running: RunningBatch[AggregatedRequest] = RunningBatch(
             context, self._growth, self._release_retracted, retract_every=config.debug_retract_every
         )
@@ -103,14 +105,22 @@ class AggregatedScheduler:
             self._waiting,
             self._reserve,
             self._config.bypass_limit,
-            must_wait=lambda r: self._waits.must_wait(r, r.reusable_len, self._computing),
+            must_wait=self._must_wait,
         )
         for request in admitted:
             self._waiting.remove(request)
 
+    def _must_wait(self, request: AggregatedRequest) -> bool:
+        """Whether another one computes its prefix, or a lower tier brings it back."""
+        if self._waits.must_wait(request, request.reusable_len, self._computing):
+            return True
+        return self._loads.must_wait(request, request.reusable_len, lambda: self._headroom(request))
+
     def _reserve(self, request: AggregatedRequest) -> bool:
-        growing = [*self._running, *self._computing]
-        return self._computing.reserve_and_add(request, self._growth.headroom(request, growing))
+        return self._computing.reserve_and_add(request, self._headroom(request))
+
+    def _headroom(self, request: AggregatedRequest) -> Sequence[int] | None:
+        return self._growth.headroom(request, [*self._running, *self._computing])
 
     def schedule(self) -> Sequence[Scheduled[AggregatedRequest]]:
         """Allocate the next token of all that generate, and chunks of prompts beside them."""

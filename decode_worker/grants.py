@@ -14,6 +14,7 @@ from kvrelay.engine.scheduler.context import SchedulerContext
 from kvrelay.engine.scheduler.growth_reserve import GrowthReserve
 from kvrelay.engine.scheduler.prefix_waits import PrefixWaits
 from kvrelay.engine.scheduler.request_trace import GRANT, HAND_OVER
+from kvrelay.engine.scheduler.tier_loads import TierLoads
 
 MOST_HELD = 256
 """Requests of one prefill worker that wait for others at a time, or for memory after that: so many
@@ -49,6 +50,7 @@ class Grants:
         self._growth = growth
         self._bypass_limit = bypass_limit
         self._grants_ahead = grants_ahead
+        self._loads = TierLoads(context)
         self._waits = PrefixWaits(context, prefix_wait, _is_incomplete, at_end=_is_handed_over)
 
     def reserve_and_grant(self) -> None:
@@ -114,7 +116,7 @@ class Grants:
         if request.peer and not _is_held(request) and held[request.peer] >= MOST_HELD:
             return False
         if not self._waits.must_wait(request, request.findable_len, leaders):
-            return False
+            return self._waits_for_tier(request)
         if isinstance(request, HandedOverRequest):
             message = request.hand_over.hold()
             if message is not None:
@@ -122,13 +124,25 @@ class Grants:
                 self._requests.send(request, message)
         return True
 
+    def _waits_for_tier(self, request: DecodeRequest) -> bool:
+        """Whether a lower tier brings back what would be computed here.
+
+        What a prefill worker computes is read while it computes: nobody waits for a tier then.
+        """
+        if _is_handed_over(request):
+            return False
+        return self._loads.must_wait(request, request.reusable_len, lambda: self._headroom(request))
+
+    def _headroom(self, request: DecodeRequest) -> Sequence[int] | None:
+        growing = [r for r in self._context.requests.values() if r.lease is not None]
+        return self._growth.headroom(request, growing)
+
     def _reserve(self, request: DecodeRequest) -> bool:
         """Reserve a request's whole input, if what others are expected to add still fits.
 
         Pages that the prefix index has are shared, those of its session go on with it.
         """
-        growing = [r for r in self._context.requests.values() if r.lease is not None]
-        headroom = self._growth.headroom(request, growing)
+        headroom = self._headroom(request)
         if isinstance(request, HandedOverRequest):
             return self._allocate(request, headroom)
         return self._computing.reserve_and_add(request, headroom)

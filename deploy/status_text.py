@@ -14,6 +14,7 @@ PAGE_STATES: Final = (
     "cached_protected",
     "session",
     "quarantined",
+    "in_flight",
 )
 """What a page can be. Every page is one of these, so they sum to the pool's total."""
 

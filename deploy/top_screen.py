@@ -20,6 +20,7 @@ _MARKS: Final = {
     "cached_protected": ("=", "cyan"),
     "session": ("s", "magenta"),
     "quarantined": ("!", "red"),
+    "in_flight": (">", "yellow"),
     "cached_evictable": ("-", "blue"),
     "free": (".", "bright_black"),
 }

@@ -73,6 +73,15 @@ class WorkerOptions(ObservingOptions):
         at_least=1,
         unit="bytes",
     )
+    host_kv_memory: int = option(
+        0,
+        "Host memory of each worker below its KV memory, in bytes or like 2GiB: what the prefix "
+        "index evicts, or a retracted request leaves, is kept there and comes back where that is "
+        "faster than to compute it. 0: none. Not for models with sliding windows.",
+        Section.MEMORY,
+        at_least=0,
+        unit="bytes",
+    )
     page_size: int = option(16, "Tokens in a page of KV.", Section.MEMORY, at_least=1)
     page_order: PageOrder = option(
         PageOrder.PAGE_FIRST,

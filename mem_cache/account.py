@@ -40,6 +40,8 @@ class Owner(IntEnum):
     """A session, between two of its turns."""
     QUARANTINE = 4
     """Nobody, but something in flight may still read or write it."""
+    IN_FLIGHT = 5
+    """A copy between tiers, which reads or writes it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +75,8 @@ class PageAccount:
         """``[total]`` the `Owner` of each page; read only."""
         self.by_owner = [total, *([0] * (len(Owner) - 1))]
         """How many pages each `Owner` has; read only."""
+        self.times_allocated: npt.NDArray[np.uint32] | None = None
+        """``[total]`` how often each page was handed out, if `count_allocations` was called."""
         # A stack; reversed, so that a fresh pool hands out neighbours in ascending order.
         self._free = np.arange(total, dtype=np.int32)[::-1].copy()
         self._history: deque[_Move] = deque(maxlen=HISTORY)
@@ -82,6 +86,10 @@ class PageAccount:
         """The pages that are free, a view; the last is handed out next."""
         return self._free[: self.by_owner[Owner.FREE]]
 
+    def count_allocations(self) -> None:
+        """Count from now on how often each page is handed out: who reads it meanwhile can tell."""
+        self.times_allocated = np.zeros(self.total, np.uint32)
+
     def allocate(self, shares: Shares, target: Owner = Owner.LEASE) -> Pages:
         """Hand out free pages, to each holder its share; there must be as many."""
         wanted = sum([number for _, number in shares])
@@ -89,6 +97,8 @@ class PageAccount:
         assert wanted <= last, "more pages allocated than are free"
         pages = self._free[last - wanted : last][::-1].copy()
         self._change(shares, pages, Owner.FREE, target)
+        if self.times_allocated is not None:
+            self.times_allocated[pages] += 1
         return pages
 
     def move(self, shares: Shares, pages: Pages, source: Owner, target: Owner) -> None:

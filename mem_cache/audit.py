@@ -140,7 +140,10 @@ class Audit:
             raise ConservationError(f"{owned} of {self._rows.total}: {self.row_counts()}")
 
     def _claimed_pages(self, pool: int) -> list[int]:
-        """How many pages of a pool each `Owner` says that it has, in the order of `Owner`."""
+        """How many pages of a pool each `Owner` says that it has, in the order of `Owner`.
+
+        What copies from a lower tier write is a lease's.
+        """
         allocator = self._allocator
         return [
             len(allocator.accounts[pool].free_pages),
@@ -148,6 +151,7 @@ class Audit:
             self._index.size(pool),
             allocator.session_pages[pool],
             allocator.quarantined_pages[pool],
+            0,
         ]
 
     def check_pages(self) -> None:

@@ -33,3 +33,28 @@ class QuarantineCounts:
     """Of all pools."""
     since: float
     """When the oldest came there."""
+
+
+@dataclass(slots=True)
+class TierCounts:
+    """What a tier below the device has done so far. Pages, bytes and seconds."""
+
+    written_pages: int = 0
+    """Copied there."""
+    dropped_pages: int = 0
+    """Not kept there: no room, or the device used the page again before the copy had ended."""
+    loaded_pages: int = 0
+    """Brought back."""
+    forgotten_pages: int = 0
+    """Not found there any more, as a forward that failed may have computed them wrong."""
+    evicted_pages: int = 0
+    """Evicted there to make room."""
+    write_bytes: int = 0
+    write_seconds: float = 0.0
+    """Of copies alone, without their wait."""
+    load_bytes: int = 0
+    load_seconds: float = 0.0
+    late_loads: int = 0
+    """Not waited for to the end: computing takes no longer."""
+    slow_loads: int = 0
+    """Not begun: computing was expected to take no longer."""

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 
 import numpy as np
+import numpy.typing as npt
 
 from kvrelay.mem_cache.account import Pages
 from kvrelay.mem_cache.audit import Audit
@@ -120,6 +121,26 @@ class KVCacheManager:
             namespace: of the prefix index.
             headroom: pages of each pool that must stay free, or evictable, and promised to nobody.
         """
+        lease = self.open_uncounted(
+            holder, promised_tokens, token_ids=token_ids, namespace=namespace, headroom=headroom
+        )
+        if lease is not None:
+            counts = self.cache_counts
+            counts.lookups += len(token_ids) > 0
+            counts.hits += lease.cache_protected_len > 0
+            counts.hit_tokens += lease.cache_protected_len
+        return lease
+
+    def open_uncounted(
+        self,
+        holder: str,
+        promised_tokens: int,
+        *,
+        token_ids: TokenIds = NO_TOKENS,
+        namespace: str = "",
+        headroom: Sequence[int] | None = None,
+    ) -> Lease | None:
+        """`open` for a lease that is no request's: the prefix index's hits do not count it."""
         if promised_tokens > self._leases.max_row_tokens:
             raise KVCacheError(f"{holder}: a row cannot hold {promised_tokens} tokens")
         if not self._leases.num_free_rows:
@@ -134,12 +155,7 @@ class KVCacheManager:
             needed = promises.pages_needed(promised_tokens, 0)
         if not promises.has_room(needed, headroom):
             return None
-        lease = self._leases.begin_lease(holder, namespace, promised_tokens, needed, lock)
-        counts = self.cache_counts
-        counts.lookups += len(token_ids) > 0
-        counts.hits += lease.cache_protected_len > 0
-        counts.hit_tokens += lease.cache_protected_len
-        return lease
+        return self._leases.begin_lease(holder, namespace, promised_tokens, needed, lock)
 
     def grow(self, lease: Lease, tokens: int) -> bool:
         """Raise `kv_allocated_len` to `tokens`, all or nothing; `False` if pages are short.
@@ -310,6 +326,17 @@ class KVCacheManager:
     def quarantine_counts(self) -> dict[FenceKind, QuarantineCounts]:
         """Pages in quarantine, and since when by `clock`, by what they wait for."""
         return self._allocator.quarantine_counts()
+
+    def count_allocations(self) -> None:
+        """Count from now on how often each page is handed out, for `times_allocated`."""
+        for account in self._allocator.accounts:
+            account.count_allocations()
+
+    def times_allocated(self, pool: int, pages: Pages) -> npt.NDArray[np.uint32]:
+        """How often each of these pages was handed out: if more often, it was written anew."""
+        times = self._allocator.accounts[pool].times_allocated
+        assert times is not None, "allocations are not counted"
+        return times[pages]
 
     def page_counts(self) -> tuple[PoolCounts, ...]:
         """How many pages of each pool are in each state. O(1)."""

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from typing import Protocol
 
 import numpy as np
 
-from kvrelay.mem_cache.prefix_index import PrefixChanges
+from kvrelay.mem_cache.prefix_index import PrefixChanges, TokenIds
 from kvrelay.mem_cache.radix_node import RadixNode
 from kvrelay.wire.page_hash import HASH_BYTES, PageHashes
 
@@ -27,6 +28,22 @@ class PageListener(Protocol):
 
     def removed(self, hashes: bytes) -> None:
         """Neighbouring pages are found no more."""
+        ...
+
+
+class LowerTier(Protocol):
+    """Keeps pages that the prefix index has, or had, outside of the device's memory."""
+
+    def published(self, node: RadixNode) -> None:
+        """The index has a node more, with its pages' hashes: they may be copied."""
+        ...
+
+    def forget(self, key: bytes) -> None:
+        """Keep neither the page of this hash nor what continues it."""
+        ...
+
+    def marks(self) -> Iterable[int]:
+        """The marks of all that can be brought back."""
         ...
 
 
@@ -53,6 +70,26 @@ class PrefixLog:
         self._most_changes = most_changes
         self._changes: dict[int, bool] = {}
         self._overflown = False
+        self._lower: LowerTier | None = None
+        self._tiers: Counter[int] = Counter()
+        """In how many tiers each mark is found, if there is a lower one."""
+
+    def attach(self, lower: LowerTier) -> None:
+        """Tell a lower tier what is published and forgotten; what it has counts as found, too."""
+        self._lower = lower
+
+    def lower_marks(self) -> Iterable[int]:
+        """The marks of what a lower tier has."""
+        return () if self._lower is None else self._lower.marks()
+
+    def forget(self, token_ids: TokenIds, start: int, namespace: str) -> None:
+        """Let a lower tier forget `token_ids` from token `start` on, and what continues them."""
+        end = start + self.hashes.page_size
+        if self._lower is None or end > len(token_ids):
+            return
+        tokens = np.ascontiguousarray(token_ids[:end], "<i4").tobytes()
+        keys = self.hashes.extend(self.hashes.root(namespace), tokens)
+        self._lower.forget(keys[-HASH_BYTES:])
 
     def store(self, node: RadixNode) -> None:
         """A node was added below another one: hash its pages, from now on they are found.
@@ -65,15 +102,17 @@ class PrefixLog:
             before = parent.hashes[-HASH_BYTES:]
             tokens = np.ascontiguousarray(node.tokens, "<i4").tobytes()
             node.hashes = self.hashes.extend(before, tokens)
-            self._record(node, found=True)
+            self.record(self.marks(node), found=True)
             if self._listener is not None:
                 follows = None if parent.parent is None else before
                 self._listener.stored(follows, node.hashes, tokens)
+            if self._lower is not None:
+                self._lower.published(node)
 
     def remove(self, nodes: Iterable[RadixNode]) -> None:
         """These nodes are found no more."""
         for node in nodes:
-            self._record(node, found=False)
+            self.record(self.marks(node), found=False)
             if self._listener is not None and node.hashes:
                 self._listener.removed(node.hashes)
             node.hashes = b""
@@ -95,10 +134,23 @@ class PrefixLog:
             tuple(mark for mark, found in changes.items() if not found),
         )
 
-    def _record(self, node: RadixNode, *, found: bool) -> None:
-        """The last change of a mark counts."""
+    def record(self, marks: Iterable[int], *, found: bool) -> None:
+        """One tier finds these marks from now on, or no more. The last change of a mark counts."""
+        if self._lower is not None:
+            marks = self._count_tiers(marks, found)
         if self._overflown:
             return
-        self._changes.update(dict.fromkeys(self.marks(node), found))
+        self._changes.update(dict.fromkeys(marks, found))
         if len(self._changes) > self._most_changes:
             self._changes, self._overflown = {}, True
+
+    def _count_tiers(self, marks: Iterable[int], found: bool) -> list[int]:
+        """Those of the marks that no other tier finds."""
+        alone = []
+        for mark in marks:
+            tiers = self._tiers[mark] = self._tiers[mark] + (1 if found else -1)
+            if not tiers:
+                del self._tiers[mark]
+            if tiers == found:
+                alone.append(mark)
+        return alone

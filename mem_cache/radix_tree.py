@@ -85,7 +85,7 @@ class RadixTree:
             long_row=long_row,
             log=log,
         )
-        self._log = log
+        self.log = self._log = log
 
     @property
     def num_nodes(self) -> int:
@@ -160,6 +160,8 @@ class RadixTree:
         """See `PrefixIndex`."""
         lowest, known = self._forest.descend(self._forest.top(namespace), token_ids)
         start = start // self._page_size * self._page_size
+        if self._log is not None:
+            self._log.forget(token_ids, start, namespace)
         if start < known:
             self._forest.split_at(lowest, start)
             self._forest.hide(next(node for node in lowest.path() if node.depth == start))
@@ -191,7 +193,9 @@ class RadixTree:
 
     def marks(self) -> tuple[int, ...] | None:
         """See `PrefixIndex`."""
-        return None if self._log is None else tuple(self._forest.marks())
+        if self._log is None:
+            return None
+        return tuple(dict.fromkeys((*self._forest.marks(), *self._log.lower_marks())))
 
     def audit(self) -> tuple[Pages, ...]:
         """See `PrefixIndex`."""

@@ -12,6 +12,7 @@ from kvrelay.engine.scheduler.context import SchedulerContext
 from kvrelay.engine.scheduler.prefix_waits import PrefixWaits
 from kvrelay.engine.scheduler.prompts import ComputingPrompts
 from kvrelay.engine.scheduler.request_trace import ASK, HAND_OVER
+from kvrelay.engine.scheduler.tier_loads import TierLoads
 from kvrelay.kv_transfer.hand_over.states import PrefillState
 from kvrelay.kv_transfer.transfers import Transfers
 from kvrelay.mem_cache.release import Outcome
@@ -61,6 +62,7 @@ class PromptQueue:
             at_end=lambda _: not publish,
             leads_for=_leads_for,
         )
+        self._loads = TierLoads(context)
         self._publish = publish
         self._waiting: list[PrefillRequest] = []
         self.computing: ComputingPrompts[PrefillRequest] = ComputingPrompts(
@@ -81,7 +83,13 @@ class PromptQueue:
         """Reserve memory for the requests that were granted, in turn, and announce cached pages."""
         granted = [r for r in self._waiting if r.hand_over.state is PrefillState.GRANTED]
         kv_cache, reserve = self._context.kv_cache, self.computing.reserve_and_add
-        for request in admit_in_turn(kv_cache, granted, reserve, self._bypass_limit):
+
+        def must_wait(request: PrefillRequest) -> bool:
+            return self._loads.must_wait(request, request.reusable_len)
+
+        for request in admit_in_turn(
+            kv_cache, granted, reserve, self._bypass_limit, must_wait=must_wait
+        ):
             self._waiting.remove(request)
             self._context.faults.reach(Phase.PREFILLING, request.decode_incarnation)
             self.announce_written_pages(request)
@@ -101,6 +109,8 @@ class PromptQueue:
                 continue
             asked[request.decode_incarnation] += 1
             send(self._context, request, request.hand_over.ask())
+            # What a lower tier has of it comes while the decode worker looks for room.
+            self._loads.must_wait(request, request.reusable_len)
             if request.trace is not None:
                 request.trace.begin(ASK)
             request.progressed_at = time.monotonic()

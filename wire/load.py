@@ -20,7 +20,7 @@ class PoolCounts:
     pool: str
     """Of pages: ``full``, ``window`` or ``latent``, with ``draft_`` before it for a draft model's.
 
-    Or ``rows``.
+    Or ``host``, whose pages are those of all these pools together, or ``rows``.
     """
     page_size: int
     """Tokens a page; 0 for rows."""
@@ -32,6 +32,8 @@ class PoolCounts:
     session: int
     quarantined: int
     promised: int
+    in_flight: int = 0
+    """Copies between tiers read or write them, and nobody else does."""
 
     @property
     def accounted(self) -> int:
@@ -43,6 +45,7 @@ class PoolCounts:
             + self.cached_protected
             + self.session
             + self.quarantined
+            + self.in_flight
         )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Generic, TypeVar
 
 import numpy as np
@@ -21,10 +21,11 @@ from kvrelay.engine.scheduler.request_trace import QUEUE, RequestTrace
 from kvrelay.engine.scheduler.session_turns import SessionTurns
 from kvrelay.engine.scheduler.speed_learner import SpeedLearner
 from kvrelay.mem_cache.fence import Fence, StepClock, StepFence
+from kvrelay.mem_cache.host_tier import HostTier
 from kvrelay.mem_cache.kv_cache_manager import KVCacheManager
 from kvrelay.mem_cache.release import Outcome, release_kv_cache
 from kvrelay.mem_cache.sharing import PageCopy
-from kvrelay.wire.load import PeerTransport, QuarantineState, WorkerLoad, sum_by_size
+from kvrelay.wire.load import PeerTransport, PoolCounts, QuarantineState, WorkerLoad, sum_by_size
 from kvrelay.wire.output import (
     NO_TIMINGS,
     EndReason,
@@ -54,6 +55,8 @@ class SchedulerContext(Generic[RequestT]):
         metrics: counts what happens.
         faults: injected faults; none by default.
         chunk_tokens: the most prompt tokens of a step; 0: any number.
+        host_tier: keeps what the prefix index evicts; None: nothing does.
+        wake_in: lets the loop run a pass after so many seconds.
     """
 
     def __init__(
@@ -63,11 +66,15 @@ class SchedulerContext(Generic[RequestT]):
         metrics: WorkerMetrics,
         faults: FaultPlan | None = None,
         chunk_tokens: int = 0,
+        host_tier: HostTier | None = None,
+        wake_in: Callable[[float], object] = lambda _: None,
     ) -> None:
         self.kv_cache = kv_cache
         self.outbox = outbox
         self.metrics = metrics
         self.faults = faults or FaultPlan()
+        self.host_tier = host_tier
+        self.wake_in = wake_in
         self.steps = StepClock()
         self.speed_learner = SpeedLearner(chunk_tokens)
         """What steps cost."""
@@ -333,7 +340,7 @@ class SchedulerContext(Generic[RequestT]):
             waiting_requests=waiting_requests,
             running_requests=len(self.requests) - waiting_requests,
             waiting_tokens=waiting_tokens,
-            pools=self.kv_cache.counts(),
+            pools=self._pool_counts(),
             growth_tokens=growth_tokens,
             output_tokens=output_tokens,
             speeds=self.speed_learner.speeds,
@@ -346,6 +353,13 @@ class SchedulerContext(Generic[RequestT]):
             quarantine=self._quarantine(),
             session_locked_tokens=self.sessions.locked_tokens,
         )
+
+    def _pool_counts(self) -> tuple[PoolCounts, ...]:
+        """Of every pool's pages, the host's after the device's, and of the rows as the last."""
+        if self.host_tier is None:
+            return self.kv_cache.counts()
+        *device, rows = self.kv_cache.counts()
+        return (*self.host_tier.pool_counts(device), rows)
 
     def _quarantine(self) -> tuple[QuarantineState, ...]:
         now = self.kv_cache.clock()

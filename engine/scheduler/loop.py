@@ -21,6 +21,7 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any, Generic, Protocol, TypeAlias, TypeVar, assert_never
 
 from kvrelay.engine.executor.failures import ForwardFailedError, WorkerBrokenError
@@ -53,6 +54,7 @@ from kvrelay.engine.scheduler.metrics import AUDIT_FAILURES, FAILED_STEPS
 from kvrelay.engine.scheduler.request import Request
 from kvrelay.engine.scheduler.request_trace import CHUNK, RequestTrace
 from kvrelay.mem_cache.errors import ConservationError
+from kvrelay.mem_cache.tier_copies import CopyEnded
 from kvrelay.wire.load import WorkerLoad
 from kvrelay.wire.progress import RequestProgress
 
@@ -63,7 +65,7 @@ RequestT_contra = TypeVar("RequestT_contra", bound=Request, contravariant=True)
 MessageT = TypeVar("MessageT")
 MessageT_contra = TypeVar("MessageT_contra", contravariant=True)
 
-EngineMessage: TypeAlias = Command | StepEnded[RequestT] | MessageT
+EngineMessage: TypeAlias = Command | CopyEnded | StepEnded[RequestT] | MessageT
 """What arrives in an engine's inbox; `MessageT` are its scheduler's own messages."""
 
 
@@ -161,9 +163,10 @@ class Engine(Generic[RequestT, MessageT]):
         self._context = context
         self._scheduler = scheduler
         self._launcher = launcher
-        self._audit = (
-            context.kv_cache.audit.check_pages if audit_pages else context.kv_cache.audit.check
-        )
+        audit, tier = context.kv_cache.audit, context.host_tier
+        self._audits = [audit.check_pages if audit_pages else audit.check]
+        if tier is not None:
+            self._audits.append(tier.pages.check_pages if audit_pages else tier.pages.check)
         self._most_running = 2 if overlap else 1
         self._launched: deque[Step[RequestT]] = deque()
         self._failed_forwards_limit = failed_forwards_limit
@@ -196,11 +199,19 @@ class Engine(Generic[RequestT, MessageT]):
         self._context.kv_cache.reclaim()
         if not self._stopping and not self._gives_up:
             self._admit_and_launch()
-        self._audit()
+        if self._context.host_tier is not None:
+            self._context.host_tier.write_back()
+        for audit in self._audits:
+            audit()
         load = self._scheduler.load()
         kv_cache = self._context.kv_cache
+        tier = self._context.host_tier
         self._context.metrics.publish(
-            load, kv_cache.quarantined_since, kv_cache.cache_counts, kv_cache.quarantine_counts()
+            load,
+            kv_cache.quarantined_since,
+            kv_cache.cache_counts,
+            kv_cache.quarantine_counts(),
+            None if tier is None else replace(tier.counts),
         )
         if self._context.progress.is_due():
             self._context.progress.take(self._scheduler.progress())
@@ -285,8 +296,8 @@ class Engine(Generic[RequestT, MessageT]):
 
     def _handle(self, message: EngineMessage[RequestT, MessageT]) -> None:
         match message:
-            case StepEnded():
-                self._process_step(message)
+            case StepEnded() | CopyEnded():
+                self._process_end(message)
             case (
                 Attach()
                 | Detach()
@@ -321,6 +332,13 @@ class Engine(Generic[RequestT, MessageT]):
                 self._context.sessions.end_all()
             case _:
                 self._scheduler.handle(message)
+
+    def _process_end(self, ended: StepEnded[RequestT] | CopyEnded) -> None:
+        if isinstance(ended, StepEnded):
+            self._process_step(ended)
+            return
+        assert self._context.host_tier is not None, "a copy has ended that nobody ordered"
+        self._context.host_tier.finish(ended)
 
     def _handle_router(self, command: RouterCommand) -> None:
         match command:

@@ -19,8 +19,9 @@ from kvrelay.engine.config import WorkerConfig
 from kvrelay.engine.executor.step import StepEnded
 from kvrelay.engine.scheduler.commands import Dropped
 from kvrelay.kv_transfer.pull import Pull, PullState
-from kvrelay.mem_cache.counts import CacheCounts, QuarantineCounts
+from kvrelay.mem_cache.counts import CacheCounts, QuarantineCounts, TierCounts
 from kvrelay.mem_cache.fence import FenceKind
+from kvrelay.mem_cache.host_pages import HOST
 from kvrelay.net.metrics import Instruments, Metric, MetricTable, MetricType
 from kvrelay.wire.load import WorkerLoad
 
@@ -170,6 +171,37 @@ PREFIX_DUPLICATE_PAGES: Final = METRICS.collected(
     "Pages freed because the prefix index had the same tokens already",
 )
 
+TIER_PAGES: Final = METRICS.collected(
+    MetricType.COUNTER,
+    "kvrelay_tier_pages_total",
+    "Pages of a tier below the device by what became of them: copied there (written), not kept "
+    "there for want of room or because the device used them again first (dropped), brought back "
+    "(loaded), evicted there (evicted), or forgotten after a failed forward (forgotten)",
+    "tier",
+    "event",
+)
+TIER_BYTES: Final = METRICS.collected(
+    MetricType.COUNTER,
+    "kvrelay_tier_bytes_total",
+    "KV bytes copied to a tier below the device (write) and back (load)",
+    "tier",
+    "direction",
+)
+TIER_SECONDS: Final = METRICS.collected(
+    MetricType.COUNTER,
+    "kvrelay_tier_copy_seconds_total",
+    "Seconds of copies to a tier below the device (write) and back (load), without their wait",
+    "tier",
+    "direction",
+)
+TIER_REFUSALS: Final = METRICS.collected(
+    MetricType.COUNTER,
+    "kvrelay_tier_refusals_total",
+    "Times that a prefix of a lower tier was computed all the same: to bring it back was expected "
+    "to take longer (slow), or did take longer (late)",
+    "tier",
+    "reason",
+)
 PREFIX_WAITS: Final = METRICS.counter(
     "kvrelay_prefix_waits_total",
     "Requests that waited for a prefix that another request computed, or read, at that time",
@@ -218,7 +250,15 @@ DROPPED_MESSAGES: Final = METRICS.counter(
 _EXPECTED_PROMPTS = (256, 1024, 8192)
 _EXPECTED_ROWS = (1, 8, 32)
 _Quarantine = Mapping[FenceKind, QuarantineCounts]
-_PAGE_STATES = ("free", "held", "cached_evictable", "cached_protected", "session", "quarantined")
+_PAGE_STATES = (
+    "free",
+    "held",
+    "cached_evictable",
+    "cached_protected",
+    "session",
+    "quarantined",
+    "in_flight",
+)
 
 
 class WorkerMetrics(Instruments, Collector):
@@ -242,6 +282,7 @@ class WorkerMetrics(Instruments, Collector):
             CacheCounts(),
             {},
         )
+        self._tier: TierCounts | None = None
         for kind in Dropped:
             self.show(DROPPED_MESSAGES, kind=kind.value)
         self.registry.register(self)
@@ -252,9 +293,11 @@ class WorkerMetrics(Instruments, Collector):
         quarantined_since: float | None,
         cache: CacheCounts,
         quarantine: _Quarantine,
+        tier: TierCounts | None = None,
     ) -> None:
         """Set the state after a pass; engine thread. Times are `time.monotonic`'s."""
         self._published = (load, quarantined_since, cache.copy(), quarantine)
+        self._tier = tier
 
     @property
     def quarantine_age(self) -> float:
@@ -328,3 +371,19 @@ class WorkerMetrics(Instruments, Collector):
         yield PREFIX_HIT_TOKENS, cache.hit_tokens
         yield PREFIX_EVICTED_PAGES, cache.evicted_pages
         yield PREFIX_DUPLICATE_PAGES, cache.duplicate_pages
+        if self._tier is not None:
+            yield from _tier_values(self._tier)
+
+
+def _tier_values(tier: TierCounts) -> Iterator[tuple[Metric, float, *tuple[str, ...]]]:
+    yield TIER_PAGES, tier.written_pages, HOST, "written"
+    yield TIER_PAGES, tier.dropped_pages, HOST, "dropped"
+    yield TIER_PAGES, tier.loaded_pages, HOST, "loaded"
+    yield TIER_PAGES, tier.evicted_pages, HOST, "evicted"
+    yield TIER_PAGES, tier.forgotten_pages, HOST, "forgotten"
+    yield TIER_BYTES, tier.write_bytes, HOST, "write"
+    yield TIER_BYTES, tier.load_bytes, HOST, "load"
+    yield TIER_SECONDS, tier.write_seconds, HOST, "write"
+    yield TIER_SECONDS, tier.load_seconds, HOST, "load"
+    yield TIER_REFUSALS, tier.slow_loads, HOST, "slow"
+    yield TIER_REFUSALS, tier.late_loads, HOST, "late"

@@ -14,6 +14,7 @@ from kvrelay.engine.executor.token_state import TokenState
 from kvrelay.engine.scheduler.commands import Submit
 from kvrelay.engine.scheduler.outbox import RouterLink
 from kvrelay.engine.scheduler.request_trace import RequestTrace
+from kvrelay.mem_cache.host_tier import Load
 from kvrelay.mem_cache.lease import Lease
 from kvrelay.mem_cache.prefix_index import TokenIds
 from kvrelay.wire.request import KeptSession, RequestKey, SamplingParams, StopConditions
@@ -77,6 +78,12 @@ class Request:
     """When it was last granted something, or some of its input was last computed or read."""
     prefix_wait: PrefixWait | None = None
     """For whom it waits, so that it need not compute or read what both share."""
+    tier_keys: bytes = b""
+    """The page hashes of its reusable input, once a lower tier was asked for it."""
+    tier_looked_at: tuple[int, int] = (-1, -1)
+    """Versions of the cache and of the tier when nothing was to be brought back for it."""
+    tier_load: TierLoad | None = None
+    """What is brought back for it, or was."""
     trace: RequestTrace | None = None
     """Of a request that is traced."""
     has_ended: bool = False
@@ -170,6 +177,17 @@ class Request:
             kv_len=self.kv_written_len,
             draft_kv_len=self.kv_written_len,
         )
+
+
+@dataclass(slots=True)
+class TierLoad:
+    """Pages that a request waits for, which come back from a lower tier."""
+
+    load: Load
+    until: float
+    """The moment, by the cache's clock, after which it does not wait any more."""
+    given_up: bool = False
+    """That moment has come."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ runs the role's scheduler and launches steps on the forward thread.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -15,9 +16,10 @@ import grpc
 from tokenizers import Tokenizer
 
 from kvrelay.engine.config import WorkerConfig
+from kvrelay.engine.executor.copy_thread import CopyThread, measure_bytes_per_second
 from kvrelay.engine.executor.step import Executor, ForwardThread
 from kvrelay.engine.faults import FaultPlan
-from kvrelay.engine.scheduler.commands import GiveUp, Inbox
+from kvrelay.engine.scheduler.commands import GiveUp, Inbox, Wake
 from kvrelay.engine.scheduler.context import SchedulerContext
 from kvrelay.engine.scheduler.loop import Engine, EngineMessage, EngineThread, Scheduler
 from kvrelay.engine.scheduler.metrics import GRAMMAR_HITS, GRAMMAR_SECONDS, WorkerMetrics
@@ -26,7 +28,7 @@ from kvrelay.engine.scheduler.request import Request
 from kvrelay.engine.worker.black_box import BlackBox, RecordingExecutor
 from kvrelay.engine.worker.faulty import FaultyExecutor, FaultyOutbox, FaultyTransferAgent
 from kvrelay.engine.worker.loading import LoadedModel
-from kvrelay.engine.worker.memory import make_kv_cache
+from kvrelay.engine.worker.memory import make_host_tier, make_kv_cache
 from kvrelay.kv_transfer.agent import TransferAgent
 from kvrelay.mem_cache.kv_cache_manager import KVCacheManager
 from kvrelay.mem_cache.prefix_log import PageListener
@@ -89,6 +91,8 @@ class Assembly:
     plugin: RolePlugin
     forward: ForwardThread[Any]
     engine: EngineThread[Any, Any]
+    copies: CopyThread | None
+    """Copies between the device and the host, if there is a host tier."""
 
     def hang(self, config: WorkerConfig) -> GiveUp | None:
         """What to do about work that takes longer than it may, by the worker's options."""
@@ -96,6 +100,8 @@ class Assembly:
         if self.agent is not None:
             watched.append(("hashing", self.agent.hashing))
             watched.append(("call of NIXL", self.agent.slow_calls))
+        if self.copies is not None:
+            watched.append(("copy to or from the host", self.copies.work))
         for name, work in watched:
             oldest = work.oldest
             if oldest is not None and oldest.seconds > config.step_bound_seconds(oldest.tokens):
@@ -111,6 +117,8 @@ class Assembly:
         """End the threads in the order in which they depend on each other. Blocks."""
         self.engine.close()
         self.forward.close()
+        if self.copies is not None:
+            self.copies.close()
         if self.agent is not None:
             self.agent.close()
 
@@ -147,9 +155,20 @@ def assemble(
     model.grammars.on_compiled = partial(metrics.observe, GRAMMAR_SECONDS)
     model.grammars.on_hit = partial(metrics.count, GRAMMAR_HITS)
     kv_cache = make_kv_cache(config, model.pools, model.max_model_len, model.digest, page_listener)
+    copies = _make_copy_thread(model, inbox)
+    tier = None
+    if copies is not None:
+        speed = measure_bytes_per_second(model.pools, model.host_pools)
+        tier = make_host_tier(kv_cache, model.host_pools, copies, speed)
     outbox = Outbox(call_soon) if config.faults is None else FaultyOutbox(call_soon, faults)
     context: SchedulerContext[Any] = SchedulerContext(
-        kv_cache, outbox, metrics, faults, chunk_tokens=config.chunk_tokens
+        kv_cache,
+        outbox,
+        metrics,
+        faults,
+        chunk_tokens=config.chunk_tokens,
+        host_tier=tier,
+        wake_in=partial(_wake_in, call_soon, inbox),
     )
     vocab_size = model.runner.config.vocab_size
     plugin = make_plugin(WorkerParts(config, context, inbox, agent, tokenizer, vocab_size))
@@ -169,7 +188,16 @@ def assemble(
         audit_pages=config.audit_pages,
     )
     thread = EngineThread(engine, inbox, on_failure)
-    return Assembly(inbox, metrics, agent, kv_cache, plugin, forward, thread)
+    return Assembly(inbox, metrics, agent, kv_cache, plugin, forward, thread, copies)
+
+
+def _make_copy_thread(model: LoadedModel, inbox: Inbox[Any]) -> CopyThread | None:
+    return CopyThread(model.pools, model.host_pools, inbox.post) if model.host_pools else None
+
+
+def _wake_in(call_soon: Callable[..., object], inbox: Inbox[Any], seconds: float) -> None:
+    """Let the engine's loop run a pass after so many seconds."""
+    call_soon(lambda: asyncio.get_running_loop().call_later(seconds, inbox.post, Wake()))
 
 
 def make_agent(

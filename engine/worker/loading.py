@@ -11,7 +11,7 @@ from kvrelay.engine.config import Speculation, WorkerConfig
 from kvrelay.engine.executor.drafters import ModelDrafter, NgramDrafter
 from kvrelay.engine.executor.grammar_masks import GrammarMasks
 from kvrelay.engine.executor.model_executor import Drafter, ModelExecutor, PageCopier
-from kvrelay.engine.worker.memory import divide_memory
+from kvrelay.engine.worker.memory import divide_memory, make_host_pools
 from kvrelay.mem_cache.geometry import KVGeometry, PageOrder
 from kvrelay.mem_cache.pool import KVPool
 from kvrelay.model_runner.checkpoint.digest import object_digest
@@ -29,6 +29,8 @@ class LoadedModel:
     runner: ModelRunner
     pools: Sequence[KVPool]
     """The model's own, then those of a draft model."""
+    host_pools: Sequence[KVPool]
+    """For each of them the host's; empty if there is no host tier."""
     executor: ModelExecutor
     max_model_len: int
     """Tokens of a request at most: the model's own limit, or the option's if that is less."""
@@ -96,7 +98,8 @@ def load_model(
         layout=_layout_digest(geometries),
         draft=draft.digest if draft else "",
     )
-    return LoadedModel(runner, pools, executor, limit, digest, grammars)
+    host_pools = make_host_pools(config, pools)
+    return LoadedModel(runner, pools, host_pools, executor, limit, digest, grammars)
 
 
 def _layout_digest(geometries: Sequence[KVGeometry]) -> str:

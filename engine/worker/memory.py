@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
 
 from kvrelay.engine.config import PrefixIndexKind, Speculation, WorkerConfig
-from kvrelay.mem_cache.geometry import KVGeometry
+from kvrelay.mem_cache.geometry import KVGeometry, PageOrder
+from kvrelay.mem_cache.host_tier import HostTier
 from kvrelay.mem_cache.kv_cache_manager import KVCacheManager
 from kvrelay.mem_cache.pool import KVPool
 from kvrelay.mem_cache.prefix_index import PrefixIndex
 from kvrelay.mem_cache.prefix_log import PageListener, PrefixLog
 from kvrelay.mem_cache.radix_tree import RadixTree
 from kvrelay.mem_cache.shape import PoolShape, window_pages
+from kvrelay.mem_cache.tier_copies import CopyStream
+from kvrelay.mem_cache.tier_speed import TierSpeed
 from kvrelay.wire.model_digest import NO_MODEL, ModelDigest
 from kvrelay.wire.page_hash import PageHashes
 from kvrelay.wire.worker_info import WorkerRole
@@ -47,6 +53,45 @@ def divide_memory(config: WorkerConfig, geometries: Sequence[KVGeometry]) -> lis
 
 def _window_pages(config: WorkerConfig, window: int) -> int:
     return window_pages(window, config.page_size, tokens_ahead(config))
+
+
+def make_host_pools(config: WorkerConfig, pools: Sequence[KVPool]) -> list[KVPool]:
+    """The host's pools beside the device's `pools`, as many pages in each; none if not wanted.
+
+    Raises:
+        ValueError: they cannot be had; the message begins with the option's name.
+    """
+    if not config.host_kv_memory:
+        return []
+    if config.prefix_index is PrefixIndexKind.NONE:
+        raise ValueError("host_kv_memory: there is no prefix index to keep pages of")
+    if any(pool.geometry.window is not None for pool in pools):
+        raise ValueError("host_kv_memory: not for models with sliding windows")
+    page_bytes = sum(pool.geometry.page_bytes for pool in pools)
+    pages = config.host_kv_memory // page_bytes
+    if not pages:
+        raise ValueError(
+            f"host_kv_memory: {config.host_kv_memory} bytes do not hold one page of {page_bytes}"
+        )
+    return [
+        KVPool(replace(pool.geometry, order=PageOrder.PAGE_FIRST), pages, torch.device("cpu"))
+        for pool in pools
+    ]
+
+
+def make_host_tier(
+    kv_cache: KVCacheManager,
+    host_pools: Sequence[KVPool],
+    stream: CopyStream,
+    bytes_per_second: float,
+) -> HostTier:
+    """The tier that keeps pages of `kv_cache` in `host_pools`."""
+    index = kv_cache.index
+    assert isinstance(index, RadixTree), "only the radix tree tells what it publishes"
+    assert index.log is not None, "and only to its log"
+    page_bytes = sum(pool.geometry.page_bytes for pool in host_pools)
+    total, speed = host_pools[0].total_pages, TierSpeed(bytes_per_second)
+    return HostTier(kv_cache, index.log, total, page_bytes, stream, speed)
 
 
 def make_kv_cache(

@@ -79,7 +79,7 @@ def test_a_state_has_one_color_everywhere():
         for one in panel["fieldConfig"]["overrides"]
         if one["matcher"]["id"] == "byFrameRefID"
     }
-    assert [overrides[ref] for ref in "ABCDEF"] == list(STATES.values())
+    assert [overrides[ref] for ref in "ABCDEFG"] == list(STATES.values())
 
 
 def test_the_pool_is_a_threshold_where_all_is_stacked():

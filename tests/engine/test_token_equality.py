@@ -90,7 +90,13 @@ LOCAL = [
 
 
 def serve(
-    model: Path, draft: Path, dtype: str, mode: Mode, seed: int = 0, kv_memory: int = 64 << 20
+    model: Path,
+    draft: Path,
+    dtype: str,
+    mode: Mode,
+    seed: int = 0,
+    kv_memory: int = 64 << 20,
+    **options: Any,
 ) -> Simulation:
     return Simulation(
         seed,
@@ -112,6 +118,7 @@ def serve(
         debug_retract_every=mode.retract_every,
         kv_memory=kv_memory,
         max_running=8,
+        **options,
     )
 
 

@@ -14,13 +14,22 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from kvrelay.mem_cache.fence import Fence, FenceKind, StepClock, StepFence
+from kvrelay.mem_cache.host_pages import HostPage
+from kvrelay.mem_cache.host_tier import HostTier
 from kvrelay.mem_cache.kv_cache_manager import KVCacheManager
 from kvrelay.mem_cache.lease import Lease, LeaseState
+from kvrelay.mem_cache.prefix_log import PrefixLog
 from kvrelay.mem_cache.radix_tree import RadixTree
 from kvrelay.mem_cache.release import Outcome, release_kv_cache
 from kvrelay.mem_cache.shape import PoolShape
 from kvrelay.mem_cache.sharing import PageCopy
+from kvrelay.mem_cache.tier_copies import CopyEnded, PageMoves
+from kvrelay.mem_cache.tier_speed import TierSpeed
+from kvrelay.wire.model_digest import NO_MODEL
+from kvrelay.wire.page_hash import HASH_BYTES, PageHashes
 from tests.known import known
+
+NAMESPACES = ("", "other")
 
 
 @dataclass(eq=False)
@@ -45,6 +54,15 @@ class InFlight:
 
     def passed(self) -> bool:
         return self.ended
+
+
+@dataclass(eq=False)
+class Copy:
+    """Between the device and the host."""
+
+    moves: PageMoves
+    halves: int = 0
+    """Of its pages, that have been copied."""
 
 
 @dataclass(eq=False)
@@ -79,15 +97,18 @@ class Memory:
         cached: bool = True,
         ahead: int = 64,
         long_row: int = 8,
+        host_pages: int = 0,
     ) -> None:
         windows = [pool.window for pool in pools]
+        self.hashes = PageHashes(NO_MODEL, page_size)
+        log = PrefixLog(self.hashes)
         self.kv_cache = KVCacheManager(
             pools,
             page_size=page_size,
             total_rows=rows,
             max_row_tokens=max_row_tokens,
             ahead=ahead,
-            index=RadixTree(page_size, windows, long_row=long_row) if cached else None,
+            index=RadixTree(page_size, windows, long_row=long_row, log=log) if cached else None,
         )
         self.page_size = page_size
         self.contents = [np.zeros((pool.total_pages, page_size), np.int64) for pool in pools]
@@ -97,6 +118,12 @@ class Memory:
         self.holders: list[Holder] = []
         self.saved: list[Holder] = []
         self.opened = 0
+        self.tier: HostTier | None = None
+        self.copies: list[Copy] = []
+        self.forgotten: list[HostPage] = []
+        if host_pages:
+            self.host_contents = [np.zeros((host_pages, page_size), np.int64) for _ in pools]
+            self.tier = HostTier(self.kv_cache, log, host_pages, 1, self, TierSpeed(1.0))
 
     # What requests do
 
@@ -163,6 +190,12 @@ class Memory:
 
     def forget(self, holder: Holder) -> None:
         """Nobody else finds what it has published; it goes on, and so do others."""
+        published = holder.ids(holder.lease.cache_protected_len)
+        keys = self.hashes.extend(self.hashes.root(holder.namespace), published.tobytes())
+        first = holder.lease.found_len // self.page_size * HASH_BYTES
+        if self.tier is not None and first < len(keys):
+            page = self.tier.pages._pages.get(keys[first : first + HASH_BYTES])
+            self.forgotten += [] if page is None else page.subtree()
         self.kv_cache.forget(holder.lease, holder.ids(holder.written))
 
     def slide(self, holder: Holder) -> None:
@@ -288,11 +321,65 @@ class Memory:
     def reclaim(self) -> None:
         self.kv_cache.reclaim()
 
+    # The host tier
+
+    def start(self, moves: PageMoves) -> None:
+        """The `CopyStream`'s part: bytes move when `copy` is called, one half after the other."""
+        self.copies.append(Copy(moves))
+
+    def bring_back(self, tokens: list[int], namespace: str) -> bool:
+        """Begin a load of what the host has of these tokens; False: nothing, or no room."""
+        ids = np.asarray(tokens, np.int32)
+        found = known(self.tier).find(ids, namespace, known(self.tier).hash(ids, namespace))
+        return found is not None and known(self.tier).load(found, None) is not None
+
+    def copy(self) -> None:
+        """The next half of the oldest copy that has not moved all of its bytes."""
+        copy = next((one for one in self.copies if one.halves < 2), None)
+        if copy is None:
+            return
+        moves, middle = copy.moves, len(copy.moves.host_pages) // 2
+        part = slice(middle, None) if copy.halves else slice(0, middle)
+        for pool, device_pages in enumerate(moves.device_pages):
+            device, host = self.contents[pool], self.host_contents[pool]
+            if moves.to_host:
+                host[moves.host_pages[part]] = device[device_pages[part]]
+            else:
+                device[device_pages[part]] = host[moves.host_pages[part]]
+        copy.halves += 1
+
+    def finish_copy(self) -> None:
+        """Tell the engine that the oldest copy has ended; all of its bytes have moved."""
+        while self.copies[0].halves < 2:
+            self.copy()
+        known(self.tier).finish(CopyEnded(self.copies.pop(0).moves.operation, 0.0))
+
+    def check_host(self) -> None:
+        """Conservation there; and what can be found is what was written for its tokens."""
+        tier = known(self.tier)
+        tier.pages.check_pages()
+        device = self.kv_cache.page_counts()
+        assert all(counts.accounted == counts.total for counts in tier.pool_counts(device))
+        found = list(tier.pages)
+        assert not set(found) & set(self.forgotten), "what was forgotten is found again"
+        for page in found:
+            path = list(page.path())[::-1]
+            tokens = np.frombuffer(b"".join(one.tokens for one in path), "<i4").tolist()
+            namespace = next(
+                name for name in NAMESPACES
+                if self.hashes.extend(self.hashes.root(name), path[0].tokens) == path[0].key
+            )  # fmt: skip
+            for pool, contents in enumerate(self.host_contents):
+                truth = truth_of(namespace, pool, tokens)[-self.page_size :]
+                assert (contents[page.slot] == truth).all(), f"host page {page.slot} is wrong"
+
     # What must hold
 
     def check(self) -> None:
         """Conservation, page by page, and the contents of all that anybody may read."""
         self.kv_cache.audit.check_pages()
+        if self.tier is not None:
+            self.check_host()
         for holder in [*self.holders, *self.saved]:
             if not all(transfer.ended for transfer in holder.transfers):
                 continue  # its window is where the transfer ends, its contents are not there yet
@@ -347,6 +434,8 @@ class Memory:
             self.end_forward()
         for flight in list(self.others):
             self.end(flight)
+        while self.copies:
+            self.finish_copy()
         self.reclaim()
         self.check()
         for pool, counts in enumerate(self.kv_cache.page_counts()):
@@ -354,6 +443,9 @@ class Memory:
             assert counts.promised == 0
             assert self.kv_cache.index.evictable(pool) == self.kv_cache.index.size(pool)
         assert self.kv_cache.audit.row_counts().free == self.kv_cache.total_rows
+        if self.tier is not None:
+            counts = self.tier.pages.counts()
+            assert counts.free + counts.cached_evictable == counts.total
 
     # Inside
 
@@ -373,8 +465,12 @@ class Memory:
 
     def _truth(self, holder: Holder, pool: int, count: int) -> np.ndarray:
         """What the slots of a request's first `count` tokens should hold in a pool."""
-        chain, out = hash((holder.namespace, pool)), np.empty(count, np.int64)
-        for at, token in enumerate(holder.tokens[:count]):
-            chain = hash((chain, token))
-            out[at] = chain
-        return out
+        return truth_of(holder.namespace, pool, holder.tokens[:count])
+
+
+def truth_of(namespace: str, pool: int, tokens: Sequence[int]) -> np.ndarray:
+    chain, out = hash((namespace, pool)), np.empty(len(tokens), np.int64)
+    for at, token in enumerate(tokens):
+        chain = hash((chain, token))
+        out[at] = chain
+    return out

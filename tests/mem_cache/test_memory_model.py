@@ -18,6 +18,7 @@ from hypothesis.stateful import (
 
 from kvrelay.mem_cache.release import Outcome
 from kvrelay.mem_cache.shape import PoolShape
+from tests.known import known
 from tests.mem_cache.memory import Holder, Memory
 
 STEPS = 60
@@ -45,9 +46,17 @@ class MemoryMachine(RuleBasedStateMachine):
         rows=st.integers(1, 6),
         window=st.sampled_from([1, 2, 5, 16, 40]),
         long_row=st.sampled_from([2, 3, 8]),
+        host=st.sampled_from([0, 3, 12, 40]),
     )
     def build(
-        self, kind: str, page_size: int, pages: int, rows: int, window: int, long_row: int
+        self,
+        kind: str,
+        page_size: int,
+        pages: int,
+        rows: int,
+        window: int,
+        long_row: int,
+        host: int,
     ) -> None:
         pools = make_pools(kind, page_size, pages, window)
         self.longest = 12 * page_size
@@ -60,10 +69,15 @@ class MemoryMachine(RuleBasedStateMachine):
             cached=kind != "none",
             ahead=AHEAD,
             long_row=long_row,
+            host_pages=host if kind == "full" else 0,
         )
 
     def pick(self, number: int) -> Holder:
         return self.memory.holders[number % len(self.memory.holders)]
+
+    def prompt(self, base: int, shared: float, count: int, end: int) -> list[int]:
+        cut = int(count * shared)
+        return [base + 1] * cut + [7 + end] * (self.longest - cut)
 
     # A few prompts that share their beginnings, so that the tree has something to share.
     @rule(
@@ -78,8 +92,7 @@ class MemoryMachine(RuleBasedStateMachine):
         self, base: int, shared: float, length: float, output: int, namespace: str, whole: bool
     ) -> None:
         count = max(1, int(self.longest * length))
-        cut = int(count * shared)
-        tokens = [base + 1] * cut + [7 + self.memory.opened % 2] * (self.longest - cut)
+        tokens = self.prompt(base, shared, count, self.memory.opened % 2)
         promised = min(count + output, self.longest)
         known = count - (0 if whole else 1)
         version = self.memory.kv_cache.room_version
@@ -240,6 +253,38 @@ class MemoryMachine(RuleBasedStateMachine):
     @rule()
     def reclaim(self) -> None:
         self.memory.reclaim()
+
+    # The host tier
+
+    @precondition(lambda self: self.memory.tier)
+    @rule(
+        base=st.integers(0, 2),
+        shared=st.floats(0, 1),
+        length=st.floats(0.01, 1),
+        end=st.integers(0, 1),
+        namespace=st.sampled_from(["", "", "other"]),
+    )
+    def bring_back(self, base: int, shared: float, length: float, end: int, namespace: str) -> None:
+        count = max(1, int(self.longest * length))
+        before = self.memory.kv_cache.page_counts()
+        tokens = self.prompt(base, shared, count, end)[:count]
+        if not self.memory.bring_back(tokens, namespace):
+            assert self.memory.kv_cache.page_counts() == before, "a refusal changed something"
+
+    @precondition(lambda self: self.memory.tier)
+    @rule()
+    def write_back(self) -> None:
+        known(self.memory.tier).write_back()
+
+    @precondition(lambda self: self.memory.copies)
+    @rule()
+    def copy(self) -> None:
+        self.memory.copy()
+
+    @precondition(lambda self: self.memory.copies)
+    @rule()
+    def finish_copy(self) -> None:
+        self.memory.finish_copy()
 
     @invariant()
     def holds(self) -> None:

@@ -36,6 +36,7 @@ STATES: Final = {
     "cached_protected": "#00838f",
     "session": "#8e24aa",
     "quarantined": "#d32f2f",
+    "in_flight": "#f9a825",
     "cached_evictable": "#64a0e8",
     "free": "#e0e3e8",
 }

@@ -488,7 +488,7 @@ class PeerTransfer(_message.Message):
     def __init__(self, incarnation: _Optional[str] = ..., backend: _Optional[str] = ..., transports: _Optional[str] = ..., refusal: _Optional[str] = ..., read_bytes_per_second: _Optional[float] = ..., write_bytes_per_second: _Optional[float] = ...) -> None: ...
 
 class PoolState(_message.Message):
-    __slots__ = ("pool", "page_size", "total", "free", "held", "cached_evictable", "cached_protected", "session", "quarantined", "promised")
+    __slots__ = ("pool", "page_size", "total", "free", "held", "cached_evictable", "cached_protected", "session", "quarantined", "promised", "in_flight")
     POOL_FIELD_NUMBER: _ClassVar[int]
     PAGE_SIZE_FIELD_NUMBER: _ClassVar[int]
     TOTAL_FIELD_NUMBER: _ClassVar[int]
@@ -499,6 +499,7 @@ class PoolState(_message.Message):
     SESSION_FIELD_NUMBER: _ClassVar[int]
     QUARANTINED_FIELD_NUMBER: _ClassVar[int]
     PROMISED_FIELD_NUMBER: _ClassVar[int]
+    IN_FLIGHT_FIELD_NUMBER: _ClassVar[int]
     pool: str
     page_size: int
     total: int
@@ -509,7 +510,8 @@ class PoolState(_message.Message):
     session: int
     quarantined: int
     promised: int
-    def __init__(self, pool: _Optional[str] = ..., page_size: _Optional[int] = ..., total: _Optional[int] = ..., free: _Optional[int] = ..., held: _Optional[int] = ..., cached_evictable: _Optional[int] = ..., cached_protected: _Optional[int] = ..., session: _Optional[int] = ..., quarantined: _Optional[int] = ..., promised: _Optional[int] = ...) -> None: ...
+    in_flight: int
+    def __init__(self, pool: _Optional[str] = ..., page_size: _Optional[int] = ..., total: _Optional[int] = ..., free: _Optional[int] = ..., held: _Optional[int] = ..., cached_evictable: _Optional[int] = ..., cached_protected: _Optional[int] = ..., session: _Optional[int] = ..., quarantined: _Optional[int] = ..., promised: _Optional[int] = ..., in_flight: _Optional[int] = ...) -> None: ...
 
 class GetLoadsRequest(_message.Message):
     __slots__ = ()

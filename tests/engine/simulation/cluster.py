@@ -55,6 +55,7 @@ class Simulation(SimRouter):
         tokenizer: Any = None,
         most_tokens: int = MAX_TOKENS,
         local: float = 0.0,
+        host_pages: int = 0,
         **options: Any,
     ) -> None:
         super().__init__(random.Random(seed), local)
@@ -71,7 +72,17 @@ class Simulation(SimRouter):
                 name, role, model_name="sim", page_size=page_size, chunk_tokens=chunk, **options
             )
             return SimWorker(
-                name, role, pages, page_size, rows, cached, windows, config, tokenizer, most_tokens
+                name,
+                role,
+                pages,
+                page_size,
+                rows,
+                cached,
+                windows,
+                config,
+                tokenizer,
+                most_tokens,
+                host_pages,
             )
 
         if aggregated:
@@ -157,6 +168,8 @@ class Simulation(SimRouter):
                 actions.append(worker.turn)
             if worker.steps and self.can_end_step(worker):
                 actions.append(worker.end_step)
+            if worker.copies and self.can_end_copy(worker):
+                actions.append(worker.end_copy)
             if worker.agent.ordered:
                 actions.append(partial(self.end_read, worker))
             if worker.agent.to_hash:
@@ -175,6 +188,10 @@ class Simulation(SimRouter):
 
     def can_end_step(self, worker: SimWorker) -> bool:
         """Whether a forward that was launched has had time to end."""
+        return True
+
+    def can_end_copy(self, worker: SimWorker) -> bool:
+        """Whether a copy that was ordered has had time to end."""
         return True
 
     def on_read(self, worker: SimWorker, pull: Pull) -> None:
@@ -199,6 +216,10 @@ class Simulation(SimRouter):
             for counts in worker.kv_cache.counts():
                 assert counts.free + counts.cached_evictable == counts.total, worker.name
                 assert counts.promised == 0, worker.name
+            if worker.tier is not None:
+                worker.tier.pages.check_pages()
+                counts = worker.tier.pages.counts()
+                assert counts.free + counts.cached_evictable == counts.total, worker.name
             assert not worker.context.requests, worker.name
             assert worker.agent.serving == 0, worker.name
 

@@ -17,6 +17,7 @@ from kvrelay.kv_transfer.pull import Pull
 from kvrelay.mem_cache.convert import copy_pages
 from kvrelay.mem_cache.shape import PoolShape
 from kvrelay.mem_cache.sharing import PageCopy
+from kvrelay.mem_cache.tier_copies import PageMoves, copy_moves
 from kvrelay.model_runner.batch import ForwardBatch
 from kvrelay.model_runner.sampling.sampler import SamplingRow, sample_token_id
 from kvrelay.wire.request import SamplingParams
@@ -104,6 +105,18 @@ class CountingModel:
         """The error that the next forward ends with, if any."""
         self.executor = ModelExecutor(self, self._copy, drafter)
 
+    def make_host(self, pages: int) -> None:
+        """Have a host pool beside each pool."""
+        self.host_kv = [np.full((pages, self.page_size), -2, np.int64) for _ in self.kv]
+
+    def copy_tier(self, moves: PageMoves) -> None:
+        """Make a copy between the device and the host."""
+        for kv, host, pages in zip(self.kv, self.host_kv, moves.device_pages, strict=True):
+            if moves.to_host:
+                host[moves.host_pages] = kv[pages]
+            else:
+                kv[pages] = host[moves.host_pages]
+
     def read(self, peer: SimModel, pull: Pull) -> None:
         """Move one read's bytes as they are on the other side now."""
         assert isinstance(peer, CountingModel)
@@ -159,7 +172,12 @@ class RealModel:
     def __init__(self, config: WorkerConfig) -> None:
         model = load_model(config)
         self.pools, self.executor = model.pools, model.executor
+        self.host_pools = model.host_pools
         self.broken: set[int] = set()
+
+    def copy_tier(self, moves: PageMoves) -> None:
+        """Make a copy between the device and the host."""
+        copy_moves(moves, self.pools, self.host_pools)
 
     def read(self, peer: SimModel, pull: Pull) -> None:
         """Copy the pages that a peer's pools hold now."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import time
 from collections import deque
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -17,11 +19,14 @@ from kvrelay.engine.scheduler.context import SchedulerContext
 from kvrelay.engine.scheduler.loop import Engine
 from kvrelay.engine.scheduler.metrics import WorkerMetrics
 from kvrelay.engine.scheduler.outbox import Outbox, RouterLink
-from kvrelay.engine.worker.memory import make_kv_cache, tokens_ahead
+from kvrelay.engine.worker.memory import make_host_tier, make_kv_cache, tokens_ahead
+from kvrelay.mem_cache.host_tier import HostTier
 from kvrelay.mem_cache.kv_cache_manager import KVCacheManager
 from kvrelay.mem_cache.prefix_log import PrefixLog
 from kvrelay.mem_cache.radix_tree import RadixTree
 from kvrelay.mem_cache.shape import PoolShape, window_pages
+from kvrelay.mem_cache.tier_copies import CopyEnded, CopyStream, PageMoves
+from kvrelay.mem_cache.tier_speed import TierSpeed
 from kvrelay.prefill_worker.scheduler import PrefillScheduler
 from kvrelay.wire.hand_over import PageSum
 from kvrelay.wire.model_digest import NO_MODEL
@@ -33,6 +38,16 @@ from tests.engine.simulation.model import CountingModel, GuessDrafter, RealModel
 
 MAX_TOKENS = 2048
 """Of one request."""
+
+
+@dataclass(eq=False)
+class SimCopies:
+    """A `CopyStream` of which each copy waits to be made."""
+
+    ordered: deque[PageMoves]
+
+    def start(self, moves: PageMoves) -> None:
+        self.ordered.append(moves)
 
 
 @dataclass(eq=False)
@@ -51,6 +66,10 @@ class SimWorker:
     """Only a real model has one."""
     most_tokens: int = MAX_TOKENS
     """Of a request."""
+    host_pages: int = 0
+    """Of a host tier below a counting model."""
+    copies: deque[PageMoves] = field(default_factory=deque)
+    """Between the device and the host, that were ordered and have not ended."""
     steps: deque[Step[Any]] = field(default_factory=deque)
     opened: list[DecodeStream] = field(default_factory=list)
     connected_anew: list[str] = field(default_factory=list)
@@ -69,11 +88,13 @@ class SimWorker:
         self.agent = SimAgent(self.name)
         self.inbox: Inbox[Any] = Inbox()
         outbox = Outbox(lambda function, *args: function(*args))
+        self.tier = self._make_tier()
         self.context: SchedulerContext[Any] = SchedulerContext(
             self.kv_cache,
             outbox,
             WorkerMetrics(self.config),
             chunk_tokens=self.config.chunk_tokens,
+            host_tier=self.tier,
         )
         scheduler: Any
         if self.role_name is WorkerRole.AGGREGATED:
@@ -111,9 +132,36 @@ class SimWorker:
             max_row_tokens=self.most_tokens,
             ahead=ahead,
             index=RadixTree(self.page_size, self.windows, log=log) if self.cached else None,
+            # Nobody ever gives a copy up for being late: a run must be reproducible.
+            clock=time.monotonic if not self.host_pages else lambda: 0.0,
         )
         drafter = GuessDrafter(0, self.windows) if self.config.drafts_for(True) else None
         return CountingModel(shapes, self.page_size, drafter), kv_cache
+
+    def _make_tier(self) -> HostTier | None:
+        if isinstance(self.model, RealModel):
+            if not self.model.host_pools:
+                return None
+            return make_host_tier(self.kv_cache, self.model.host_pools, self.copy_stream, math.inf)
+        if not self.host_pages:
+            return None
+        self.model.make_host(self.host_pages)
+        assert isinstance(self.kv_cache.index, RadixTree)
+        log = self.kv_cache.index.log
+        assert log is not None
+        speed = TierSpeed(math.inf)
+        return HostTier(self.kv_cache, log, self.host_pages, 1, self.copy_stream, speed)
+
+    @property
+    def copy_stream(self) -> CopyStream:
+        """Keeps what is ordered until it is told to end."""
+        return SimCopies(self.copies)
+
+    def end_copy(self) -> None:
+        """Make the oldest copy, all at once, and tell that it has ended."""
+        moves = self.copies.popleft()
+        self.model.copy_tier(moves)
+        self.inbox.post(CopyEnded(moves.operation, 0.0))
 
     def _shape(self, window: int | None, ahead: int) -> PoolShape:
         """A window pool is tight: two requests fit, and what is left over is cached."""

@@ -1,0 +1,332 @@
+"""The pages of the host pool: who owns each, and by which hash it is found.
+
+A page here holds what one page holds in every pool of the device together, and has the same
+number in each of the host's pools. It is named by its page hash (`wire/page_hash.py`), and is
+kept only as long as the page before it is: so what is found begins with a prompt's first page,
+and what was forgotten takes along all that continues it.
+
+::
+
+    FREE --reserve--> WRITING --end_write--> CACHED --evicted--> FREE
+                         |                      |
+                         +------- forget -------+--> GONE --its copies have ended--> FREE
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from enum import Enum, auto
+
+import numpy as np
+
+from kvrelay.mem_cache.account import Owner, PageAccount
+from kvrelay.mem_cache.errors import ConservationError
+from kvrelay.wire.load import PoolCounts
+
+HOST = "host"
+"""The pool's name: a label of its metrics."""
+
+
+class HostPageState(Enum):
+    """Where a page is in its life."""
+
+    WRITING = auto()
+    """A copy writes it; nobody finds it."""
+    CACHED = auto()
+    """It is found. Copies may read it, as many as `pins` says."""
+    GONE = auto()
+    """Nobody finds it; it is free once its copies have ended."""
+
+
+class HostPage:
+    """One page of the host pool, with what it holds.
+
+    Args:
+        key: its page hash.
+        tokens: its own, four bytes each: a hit compares them.
+        place: among the pages of its prompt, from 0.
+        slot: its number in the host's pools.
+        parent: the page before; None: it is the first.
+    """
+
+    __slots__ = ("children", "key", "parent", "pins", "place", "slot", "state", "tokens")
+
+    def __init__(
+        self, key: bytes, tokens: bytes, place: int, slot: int, parent: HostPage | None
+    ) -> None:
+        self.key = key
+        self.tokens = tokens
+        self.place = place
+        self.slot = slot
+        self.parent = parent
+        self.state = HostPageState.WRITING
+        self.pins = 0
+        """Copies that read it."""
+        self.children: set[HostPage] = set()
+        """The pages that continue it, of those that are here."""
+
+    def path(self) -> Iterator[HostPage]:
+        """This page and those before it."""
+        page: HostPage | None = self
+        while page is not None:
+            yield page
+            page = page.parent
+
+    def subtree(self) -> Iterator[HostPage]:
+        """This page and all that continue it."""
+        todo = [self]
+        while todo:
+            page = todo.pop()
+            todo += page.children
+            yield page
+
+
+class HostPages:
+    """The account of the host pool. The engine thread alone calls it.
+
+    Args:
+        total: pages.
+        page_size: tokens a page.
+        on_found: called with a page that is found from now on (True), or no more (False).
+    """
+
+    def __init__(
+        self, total: int, page_size: int, on_found: Callable[[HostPage, bool], None]
+    ) -> None:
+        self.page_size = page_size
+        self.evicted = 0
+        """Pages that were evicted to make room, so far."""
+        self._account = PageAccount(HOST, total)
+        self._on_found = on_found
+        # By the last use, the oldest first. A page was used after all that continue it.
+        self._pages: OrderedDict[bytes, HostPage] = OrderedDict()
+        self._gone: set[HostPage] = set()
+        # Counted apart from the owners of pages, so that the one proves the other.
+        self._cached = self._pinned = self._in_flight = 0
+
+    @property
+    def total(self) -> int:
+        """Pages of the pool."""
+        return self._account.total
+
+    def __iter__(self) -> Iterator[HostPage]:
+        """All pages that can be found."""
+        return (page for page in self._pages.values() if page.state is HostPageState.CACHED)
+
+    # Finding
+
+    def num_known(self, keys: Sequence[bytes]) -> int:
+        """How many of a prompt's first pages are here, or being written."""
+        for number, key in enumerate(keys):
+            if key not in self._pages:
+                return number
+        return len(keys)
+
+    def find(self, keys: Sequence[bytes], tokens: Sequence[bytes]) -> list[HostPage]:
+        """The longest row of neighbours that can be read, of those named, from the first on."""
+        found: list[HostPage] = []
+        for key, own in zip(keys, tokens, strict=True):
+            page = self._pages.get(key)
+            if page is None or page.state is not HostPageState.CACHED or page.tokens != own:
+                break
+            found.append(page)
+        if found:
+            self._use(found[-1])
+        return found
+
+    def _use(self, last: HostPage) -> None:
+        for page in last.path():
+            self._pages.move_to_end(page.key)
+
+    # Writing
+
+    def reserve(
+        self, before: bytes | None, keys: Sequence[bytes], tokens: Sequence[bytes], place: int
+    ) -> list[HostPage]:
+        """Take pages for the neighbours named, the first ones if not all fit. Nobody finds them.
+
+        Evicts what was used longest ago.
+
+        Args:
+            before: the hash of the page before the first; it is here. None: there is none.
+            keys: of pages that are not here.
+            tokens: of each.
+            place: of the first in its prompt.
+        """
+        parent = None if before is None else self._pages[before]
+        free = self._account.by_owner[Owner.FREE] + self._evict(
+            len(keys) - self._account.by_owner[Owner.FREE], parent
+        )
+        number = min(len(keys), free)
+        slots = self._account.allocate((("write to host", number),), Owner.IN_FLIGHT)
+        self._in_flight += number
+        taken = []
+        for offset, slot in enumerate(slots.tolist()):
+            page = HostPage(keys[offset], tokens[offset], place + offset, slot, parent)
+            assert page.key not in self._pages, "a page is written twice"
+            self._pages[page.key] = page
+            if parent is not None:
+                parent.children.add(page)
+            taken.append(page)
+            parent = page
+        if parent is not None:
+            self._use(parent)
+        return taken
+
+    def _evict(self, number: int, keep: HostPage | None) -> int:
+        """Evict up to `number` pages that nobody reads or continues; returns how many."""
+        evicted: list[HostPage] = []
+        while len(evicted) < number:
+            page = next((one for one in self._pages.values() if _may_go(one, keep)), None)
+            if page is None:
+                break
+            self._take_out(page)
+            page.state = HostPageState.GONE
+            evicted.append(page)
+        self._free(evicted, Owner.INDEX)
+        self._cached -= len(evicted)
+        self.evicted += len(evicted)
+        return len(evicted)
+
+    def end_write(self, pages: Sequence[HostPage], num_valid: int) -> None:
+        """A copy has ended: let its first `num_valid` pages be found, and free the others.
+
+        Whatever was forgotten meanwhile is freed, not found.
+        """
+        valid = [page for page in pages[:num_valid] if page.state is HostPageState.WRITING]
+        self._move(valid, Owner.IN_FLIGHT, Owner.INDEX)
+        self._cached += len(valid)
+        self._in_flight -= len(valid)
+        for page in valid:
+            page.state = HostPageState.CACHED
+            self._on_found(page, True)
+        for page in pages[num_valid:]:
+            self._remove_subtree(page)
+        ended = [page for page in pages if page.state is HostPageState.GONE]
+        self._end_gone(ended)
+
+    # Reading
+
+    def pin(self, pages: Iterable[HostPage]) -> None:
+        """A copy reads these pages from now on: they stay."""
+        for page in pages:
+            assert page.state is HostPageState.CACHED, "a page is read that nobody finds"
+            self._pinned += not page.pins
+            page.pins += 1
+
+    def unpin(self, pages: Iterable[HostPage]) -> None:
+        """End one `pin`; frees what was forgotten meanwhile, and is read by no other copy."""
+        ended = []
+        for page in pages:
+            page.pins -= 1
+            if page.pins:
+                continue
+            if page.state is HostPageState.GONE:
+                ended.append(page)
+            else:
+                self._pinned -= 1
+        self._end_gone(ended)
+
+    # Forgetting
+
+    def forget(self, key: bytes) -> int:
+        """Let nobody find a page any more, nor what continues it; returns how many they are."""
+        page = self._pages.get(key)
+        return 0 if page is None else self._remove_subtree(page)
+
+    def _remove_subtree(self, top: HostPage) -> int:
+        """Take a page out, and what continues it. What copies use is freed when they end."""
+        if top.state is HostPageState.GONE:
+            return 0
+        removed = list(top.subtree())
+        free: list[HostPage] = []
+        read: list[HostPage] = []
+        for page in removed:
+            self._take_out(page)
+            if page.state is HostPageState.CACHED:
+                (read if page.pins else free).append(page)
+            if page.state is HostPageState.WRITING or page.pins:
+                self._gone.add(page)
+            page.state = HostPageState.GONE
+        self._free(free, Owner.INDEX)
+        self._move(read, Owner.INDEX, Owner.IN_FLIGHT)
+        self._cached -= len(free) + len(read)
+        self._pinned -= len(read)
+        self._in_flight += len(read)
+        return len(removed)
+
+    # Counts and checks
+
+    def counts(self) -> PoolCounts:
+        """How many pages are in each state."""
+        return PoolCounts(
+            pool=HOST,
+            page_size=self.page_size,
+            total=self.total,
+            free=self._account.by_owner[Owner.FREE],
+            held=0,
+            cached_evictable=self._cached - self._pinned,
+            cached_protected=self._pinned,
+            session=0,
+            quarantined=0,
+            promised=0,
+            in_flight=self._in_flight,
+        )
+
+    def check(self) -> None:
+        """Raise `ConservationError` if a page was lost or is counted twice. O(1)."""
+        counts, owners = self.counts(), self._account.by_owner
+        if counts.accounted != self.total or owners[Owner.INDEX] != self._cached:
+            raise ConservationError(f"{counts.accounted} of {self.total}, {owners}: {counts}")
+
+    def check_pages(self) -> None:
+        """`check`, and each page by itself. For tests and debugging.
+
+        Raises:
+            ConservationError: names the page.
+        """
+        self.check()
+        found = [page for page in self._pages.values() if page.state is HostPageState.CACHED]
+        writing = [page for page in self._pages.values() if page.state is HostPageState.WRITING]
+        self._account.check_owner(_slots(found), Owner.INDEX)
+        self._account.check_owner(_slots([*writing, *self._gone]), Owner.IN_FLIGHT)
+        slots = [*_slots([*found, *writing, *self._gone]), *self._account.free_pages]
+        if sorted(slots) != list(range(self.total)):
+            raise ConservationError(f"of {self.total} host pages these are owned: {sorted(slots)}")
+        for page in self._pages.values():
+            parent = page.parent
+            if parent is not None and self._pages.get(parent.key) is not parent:
+                raise ConservationError(f"host page {page.slot} continues one that is not here")
+
+    # Inside
+
+    def _take_out(self, page: HostPage) -> None:
+        """Let nobody find a page; its slot stays its owner's."""
+        del self._pages[page.key]
+        if page.parent is not None:
+            page.parent.children.discard(page)
+        if page.state is HostPageState.CACHED:
+            self._on_found(page, False)
+
+    def _end_gone(self, pages: Sequence[HostPage]) -> None:
+        self._gone.difference_update(pages)
+        self._free(pages, Owner.IN_FLIGHT)
+        self._in_flight -= len(pages)
+
+    def _free(self, pages: Sequence[HostPage], source: Owner) -> None:
+        self._move(pages, source, Owner.FREE)
+
+    def _move(self, pages: Sequence[HostPage], source: Owner, target: Owner) -> None:
+        self._account.move(((HOST, len(pages)),), _slots(pages), source, target)
+
+
+def _may_go(page: HostPage, keep: HostPage | None) -> bool:
+    """Whether a page may be evicted."""
+    if page.children or page.pins or page is keep:
+        return False
+    return page.state is HostPageState.CACHED
+
+
+def _slots(pages: Iterable[HostPage]) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
+    return np.array([page.slot for page in pages], np.int32)

@@ -1,0 +1,345 @@
+"""The tier below the device: pages that the prefix index publishes are copied to host memory.
+
+*Writing back* takes no page from anybody and lets nobody wait. A copy reads pages of the prefix
+index without locking them; when it has ended, a page that was handed out meanwhile is dropped,
+for its bytes may be another's. So the device evicts as if there was no copy. What the index
+evicts, or gives to a retracted request's successor, has mostly been copied before: as soon as
+less than half of a pool is free, what is published is copied at once, and what was published
+before is copied behind it, in order.
+
+*Bringing back* takes memory as a request does: a lease, on what the index has of the prefix and
+on pages for what it lacks. Those are written by the copy, published when it has ended, and the
+lease is released. Nobody holds them then: who wants the prefix finds it in the index.
+
+The engine thread calls everything here; a copy's end is told to `finish`.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import count
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from kvrelay.mem_cache.account import Pages
+from kvrelay.mem_cache.counts import TierCounts
+from kvrelay.mem_cache.host_pages import HostPage, HostPages, HostPageState
+from kvrelay.mem_cache.kv_cache_manager import KVCacheManager
+from kvrelay.mem_cache.lease import Lease
+from kvrelay.mem_cache.prefix_index import TokenIds
+from kvrelay.mem_cache.prefix_log import PrefixLog
+from kvrelay.mem_cache.radix_node import RadixNode
+from kvrelay.mem_cache.release import Outcome, release_kv_cache
+from kvrelay.mem_cache.tier_copies import CopyEnded, CopyStream, PageMoves
+from kvrelay.mem_cache.tier_speed import TierSpeed
+from kvrelay.wire.load import PoolCounts
+from kvrelay.wire.page_hash import HASH_BYTES
+
+COPY_BYTES: Final = 16 << 20
+"""One copy to the host has no more, so that a copy back does not wait long for it."""
+MOST_WRITES: Final = 2
+"""Copies to the host at a time."""
+MOST_CANDIDATES: Final = 4096
+"""Nodes of the prefix index that wait to be copied; beyond that the oldest are left out."""
+_TRIES: Final = 16
+"""Candidates that are looked at in one pass: most may be here, or evicted, already."""
+
+
+@dataclass(frozen=True, slots=True)
+class HostPrefix:
+    """What the host has of a prompt beyond what the device has."""
+
+    token_ids: TokenIds
+    """From the first one to the end of `pages`."""
+    namespace: str
+    first_page: int
+    """Where `pages` begin."""
+    pages: tuple[HostPage, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of `pages`."""
+        return len(self.token_ids) // (self.first_page + len(self.pages)) * len(self.pages)
+
+
+@dataclass(eq=False, slots=True)
+class Load:
+    """Pages that come back from the host."""
+
+    prefix: HostPrefix
+    lease: Lease
+    ended: bool = False
+    """The prefix index has them, or the copy has failed."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Write:
+    """Pages that go to the host."""
+
+    pages: list[HostPage]
+    device_pages: tuple[Pages, ...]
+    times_allocated: tuple[npt.NDArray[np.uint32], ...]
+    """Of each device page, when the copy began."""
+
+
+class HostTier:
+    """Copies published pages to the host pool, and brings them back.
+
+    Args:
+        kv_cache: of the device; its prefix index must tell `log`.
+        log: of that prefix index.
+        total_pages: of the host pool.
+        page_bytes: of one page, over all pools.
+        stream: copies.
+        speed: of copies from the host.
+    """
+
+    def __init__(
+        self,
+        kv_cache: KVCacheManager,
+        log: PrefixLog,
+        total_pages: int,
+        page_bytes: int,
+        stream: CopyStream,
+        speed: TierSpeed,
+    ) -> None:
+        assert not any(kv_cache.shape.windowed), "a window's pages have no host tier"
+        self.pages = HostPages(total_pages, kv_cache.shape.page_size, self._record)
+        """The account of the host pool."""
+        self.counts = TierCounts()
+        """What was copied so far."""
+        self.speed = speed
+        self.version = 0
+        """Higher than before if something more can be found."""
+        self.page_bytes = page_bytes
+        self._kv_cache = kv_cache
+        self._log = log
+        self._stream = stream
+        self._numbers = count(1)
+        self._writes: dict[int, _Write] = {}
+        self._loads: dict[int, Load] = {}
+        self._candidates: deque[RadixNode] = deque(maxlen=MOST_CANDIDATES)
+        self._most_pages = max(1, COPY_BYTES // page_bytes)
+        kv_cache.count_allocations()
+        log.attach(self)
+
+    # What the prefix index tells
+
+    def published(self, node: RadixNode) -> None:
+        """See `LowerTier`. If pages are short it is copied at once: it may soon be evicted."""
+        if self._is_short() and self._write(node):
+            return
+        self._candidates.append(node)
+
+    def forget(self, key: bytes) -> None:
+        """See `LowerTier`."""
+        self.counts.forgotten_pages += self.pages.forget(key)
+
+    def marks(self) -> Iterator[int]:
+        """See `LowerTier`."""
+        for page in self.pages:
+            yield from self._marks(page)
+
+    def _marks(self, page: HostPage) -> list[int]:
+        return self._log.hashes.marks(page.key, page.place)
+
+    def _record(self, page: HostPage, found: bool) -> None:
+        self._log.record(self._marks(page), found=found)
+
+    # To the host
+
+    def write_back(self) -> None:
+        """Copy what was published and is not here, the oldest first, if pages are short."""
+        if not self._candidates or len(self._writes) >= MOST_WRITES or not self._is_short():
+            return
+        for _ in range(min(_TRIES, len(self._candidates))):
+            if len(self._writes) < MOST_WRITES:
+                self._write(self._candidates.popleft())
+
+    def _is_short(self) -> bool:
+        """Whether less than half of a pool is free."""
+        return any(2 * pool.free < pool.total for pool in self._kv_cache.page_counts())
+
+    def _write(self, node: RadixNode) -> bool:
+        """Begin to copy what the host lacks of a node, and of those above it.
+
+        Returns:
+            Whether the node is settled: it was begun, is here, or has been evicted.
+        """
+        if len(self._writes) >= MOST_WRITES:
+            return False
+        path = list(node.path())[::-1]
+        if not path or not all(one.hashes for one in path):
+            return True  # it was evicted or forgotten
+        keys = _split(b"".join([one.hashes for one in path]), HASH_BYTES)
+        first = self.pages.num_known(keys)
+        if first == len(keys):
+            return True
+        last = min(len(keys), first + self._most_pages)
+        if last < len(keys):
+            self._candidates.appendleft(node)
+        token_ids = np.concatenate([one.tokens for one in path])
+        tokens = self._split_tokens(token_ids)
+        before = keys[first - 1] if first else None
+        taken = self.pages.reserve(before, keys[first:last], tokens[first:last], first)
+        self.counts.dropped_pages += last - first - len(taken)
+        self.counts.evicted_pages = self.pages.evicted
+        if taken:
+            device_pages = tuple(
+                np.concatenate([one.present(pool) for one in path])[first : first + len(taken)]
+                for pool in self._kv_cache.shape.pool_numbers
+            )
+            times = tuple(self._kv_cache.times_allocated(*each) for each in enumerate(device_pages))
+            self._writes[self._start(True, device_pages, taken)] = _Write(
+                taken, device_pages, times
+            )
+        return True
+
+    def _end_write(self, write: _Write, ended: CopyEnded) -> None:
+        valid = np.ones(len(write.pages), np.bool_)
+        for pool, pages in enumerate(write.device_pages):
+            valid &= self._kv_cache.times_allocated(pool, pages) == write.times_allocated[pool]
+        if ended.error:
+            valid[:] = False
+        num_valid = len(valid) if valid.all() else int(valid.argmin())
+        self.pages.end_write(write.pages, num_valid)
+        self.version += 1
+        counts = self.counts
+        counts.written_pages += num_valid
+        counts.dropped_pages += len(valid) - num_valid
+        counts.write_bytes += len(valid) * self.page_bytes
+        counts.write_seconds += ended.seconds
+
+    # From the host
+
+    def find(self, token_ids: TokenIds, namespace: str, keys: bytes) -> HostPrefix | None:
+        """What the host has of `token_ids` beyond what the device has; None: nothing.
+
+        Args:
+            token_ids: that may come from a cache.
+            namespace: see `PrefixIndex`.
+            keys: what `hash` says of these.
+        """
+        size = self._kv_cache.shape.page_size
+        first = self._kv_cache.count_cached(token_ids, namespace) // size
+        tokens = self._split_tokens(token_ids[first * size :])
+        pages = self.pages.find(_split(keys, HASH_BYTES)[first:], tokens)
+        if not pages:
+            return None
+        return HostPrefix(token_ids[: (first + len(pages)) * size], namespace, first, tuple(pages))
+
+    def hash(self, token_ids: TokenIds, namespace: str) -> bytes:
+        """The hashes of the whole pages of some tokens. Half a microsecond a page."""
+        hashes = self._log.hashes
+        return hashes.extend(hashes.root(namespace), _token_bytes(token_ids))
+
+    def load(self, prefix: HostPrefix, headroom: Sequence[int] | None) -> Load | None:
+        """Begin to bring a prefix back; `None` if the device has no room for it.
+
+        Args:
+            prefix: found just now.
+            headroom: pages of each pool that must stay free for others.
+        """
+        number = next(self._numbers)
+        token_ids, namespace = prefix.token_ids, prefix.namespace
+        lease = self._kv_cache.open_uncounted(
+            f"load {number}",
+            len(token_ids),
+            token_ids=token_ids,
+            namespace=namespace,
+            headroom=headroom,
+        )
+        if lease is None:
+            return None
+        if lease.cache_protected_len != prefix.first_page * lease.page_size:
+            # Room was found only without a lock on what is cached.
+            release_kv_cache(self._kv_cache, lease, Outcome.ABORTED)
+            return None
+        grown = self._kv_cache.grow(lease, len(token_ids))
+        assert grown, "a promise was broken"
+        self.pages.pin(prefix.pages)
+        device_pages = tuple(
+            lease.pages(pool)[prefix.first_page :] for pool in self._kv_cache.shape.pool_numbers
+        )
+        load = Load(prefix, lease)
+        self._loads[self._start(False, device_pages, prefix.pages)] = load
+        return load
+
+    def _end_load(self, load: Load, ended: CopyEnded) -> None:
+        """Publish what has come back, unless it was forgotten meanwhile."""
+        prefix, load.ended = load.prefix, True
+        is_valid = not ended.error and all(
+            page.state is HostPageState.CACHED for page in prefix.pages
+        )
+        self.pages.unpin(prefix.pages)
+        outcome = Outcome.ABORTED
+        if is_valid:
+            self._kv_cache.commit(load.lease, len(prefix.token_ids))
+            outcome = Outcome.FINISHED
+        release_kv_cache(self._kv_cache, load.lease, outcome, token_ids=prefix.token_ids)
+        counts = self.counts
+        counts.loaded_pages += len(prefix.pages) * is_valid
+        counts.load_bytes += len(prefix.pages) * self.page_bytes
+        counts.load_seconds += ended.seconds
+        if not ended.error:
+            self.speed.observe(len(prefix.pages) * self.page_bytes, ended.seconds)
+
+    # Both
+
+    def _start(
+        self, to_host: bool, device_pages: tuple[Pages, ...], pages: Sequence[HostPage]
+    ) -> int:
+        number = next(self._numbers)
+        slots = np.array([page.slot for page in pages], np.int32)
+        self._stream.start(PageMoves(number, to_host, device_pages, slots))
+        return number
+
+    def finish(self, ended: CopyEnded) -> None:
+        """A copy has ended. One that is not known, or has ended before, is ignored."""
+        write = self._writes.pop(ended.operation, None)
+        if write is not None:
+            self._end_write(write, ended)
+        load = self._loads.pop(ended.operation, None)
+        if load is not None:
+            self._end_load(load, ended)
+
+    def expected_seconds(self, prefix: HostPrefix) -> float:
+        """Until a load would end that began now: copies that have not ended come before it."""
+        writes = sum([len(write.pages) for write in self._writes.values()])
+        loads = sum([len(load.prefix.pages) for load in self._loads.values()])
+        return self.speed.seconds((writes + loads + len(prefix.pages)) * self.page_bytes)
+
+    # Counts and checks
+
+    def pool_counts(self, device: Sequence[PoolCounts]) -> tuple[PoolCounts, ...]:
+        """The counts of the device's pools, in which loads have what they write, and the host's."""
+        in_flight = [0] * len(device)
+        for load in self._loads.values():
+            for pool in range(len(device)):
+                in_flight[pool] += len(load.lease.own_pages(pool))
+        told = [
+            counts if not pages else _in_flight(counts, pages)
+            for counts, pages in zip(device, in_flight, strict=True)
+        ]
+        return (*told, self.pages.counts())
+
+    def _split_tokens(self, token_ids: TokenIds) -> list[bytes]:
+        return _split(_token_bytes(token_ids), 4 * self._kv_cache.shape.page_size)
+
+
+def _in_flight(counts: PoolCounts, pages: int) -> PoolCounts:
+    """With so many pages counted for loads that the leases of these hold."""
+    return replace(counts, held=counts.held - pages, in_flight=pages)
+
+
+def _token_bytes(token_ids: TokenIds) -> bytes:
+    return np.ascontiguousarray(token_ids, "<i4").tobytes()
+
+
+def _split(joined: bytes, size: int) -> list[bytes]:
+    """The whole pieces of `size` bytes."""
+    return [joined[at : at + size] for at in range(0, len(joined) - size + 1, size)]

@@ -1,0 +1,161 @@
+"""What the device evicts, or a retracted request leaves, comes back from the host with its tokens.
+
+The model counts: a page that comes back with other bytes changes the tokens.
+"""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvrelay.engine.config import Speculation
+from tests.checkpoints import make_checkpoint
+from tests.engine.simulation import Simulation, count
+from tests.engine.test_modes import expected, run_load
+from tests.engine.test_token_equality import Mode, assert_same, plain_run, requests_of, serve
+
+
+def in_little_memory(page_size: int, *, host_pages: int = 400, **mode: Any) -> Simulation:
+    """The device holds two or three of the requests at a time, and hardly anything besides."""
+    return Simulation(
+        page_size,
+        page_size,
+        pages=120 // page_size,
+        rows=6,
+        chunk=16,
+        growth_min=0.0,
+        growth_max=0.3,
+        host_pages=host_pages,
+        **mode,
+    )
+
+
+def tier_counts(simulation: Simulation, name: str) -> int:
+    return sum(getattr(w.tier.counts, name) for w in simulation.workers if w.tier is not None)
+
+
+def computed_tokens(simulation: Simulation) -> float:
+    return sum(count(worker, "computed_tokens") for worker in simulation.workers)
+
+
+def ask(simulation: Simulation, prompts: list[list[int]], max_tokens: int) -> None:
+    """One after the other; each must be right."""
+    for prompt in prompts:
+        request = simulation.submit(prompt, max_tokens)
+        simulation.run()
+        assert request.output == expected(request)
+
+
+@pytest.mark.parametrize("aggregated", [True, False], ids=["aggregated", "pair"])
+@pytest.mark.parametrize("page_size", [1, 4])
+def test_what_was_evicted_comes_back(page_size: int, aggregated: bool) -> None:
+    simulation = in_little_memory(page_size, aggregated=aggregated, workers=1)
+    rng = random.Random(1)
+    prompts = [[rng.randrange(97) for _ in range(48)] for _ in range(6)]
+    ask(simulation, prompts, 4)
+    assert tier_counts(simulation, "written_pages")
+    before = computed_tokens(simulation)
+    ask(simulation, prompts, 4)
+    assert tier_counts(simulation, "loaded_pages") >= 4 * (48 // page_size)
+    assert computed_tokens(simulation) - before < before / 2
+    simulation.assert_at_baseline()
+
+
+def test_what_a_retracted_request_leaves_comes_back() -> None:
+    """Four outputs that do not fit together: who makes room computes hardly anything twice."""
+    simulations = []
+    for host_pages in (0, 400):
+        simulation = in_little_memory(4, host_pages=host_pages, aggregated=True, workers=1)
+        rng = random.Random(2)
+        requests = [simulation.submit([rng.randrange(97) for _ in range(20)], 40) for _ in range(4)]
+        simulation.run()
+        assert all(request.output == expected(request) for request in requests)
+        assert count(simulation.workers[0], "retractions")
+        simulation.assert_at_baseline()
+        simulations.append(simulation)
+    without, with_host = map(computed_tokens, simulations)
+    assert tier_counts(simulations[1], "loaded_pages")
+    assert with_host < without
+
+
+def test_routers_are_told_what_the_host_has() -> None:
+    """A prefix is told once, and stays known when the device has evicted it."""
+    simulation = in_little_memory(4, aggregated=True, workers=1, host_pages=400)
+    worker, rng = simulation.workers[0], random.Random(3)
+    prompts = [[rng.randrange(97) for _ in range(68)] for _ in range(4)]
+    ask(simulation, prompts, 1)
+    hashes = worker.kv_cache.index.log.hashes  # type: ignore[attr-defined]
+    marks = {mark for prompt in prompts for mark in hashes.marks_of(prompt, "")}
+    assert marks <= set(worker.kv_cache.index.marks() or ())
+    assert sum(worker.kv_cache.count_cached(np.array(p, np.int32)) >= 64 for p in prompts) < 4
+
+
+def test_a_forward_that_fails_leaves_nothing_on_the_host() -> None:
+    simulation = in_little_memory(4, aggregated=True, workers=1)
+    worker, prompt = simulation.workers[0], list(range(60))
+    simulation.submit(prompt, 4)
+    while worker.tier is None or not worker.copies:
+        assert simulation.step()
+    while worker.copies:
+        worker.end_copy()
+    while not worker.steps:
+        assert simulation.step()
+    worker.turn()
+    assert list(worker.tier.pages)
+    worker.fail_step()
+    worker.turn()
+    assert not list(worker.tier.pages)
+    simulation.run()
+    ask(simulation, [prompt], 4)
+    assert not tier_counts(simulation, "loaded_pages")
+    simulation.assert_at_baseline()
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("speculation", [Speculation.NONE, Speculation.NGRAM])
+@pytest.mark.parametrize("retract_every", [0, 3])
+@pytest.mark.parametrize("aggregated", [True, False])
+@pytest.mark.parametrize("host_pages", [7, 200])
+def test_tokens_do_not_depend_on_the_tier(
+    overlap: bool, speculation: Speculation, retract_every: int, aggregated: bool, host_pages: int
+) -> None:
+    for page_size in (1, 4):
+        simulation = in_little_memory(
+            page_size,
+            host_pages=host_pages,
+            aggregated=aggregated,
+            overlap=overlap,
+            speculation=speculation,
+            debug_retract_every=retract_every,
+            local=0.0 if aggregated else 0.5,
+        )
+        run_load(simulation, page_size, count=16, choices=3)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "bytes_a_page", "aggregated"),
+    [("llama", 3072, True), ("deepseek", 1920, False)],
+)
+def test_a_real_model_gives_the_same_tokens(
+    tmp_path: Path, architecture: str, bytes_a_page: int, aggregated: bool
+) -> None:
+    """In float32, after eviction and return, and after retraction and return."""
+    make_checkpoint(tmp_path, architecture)
+    asked = requests_of(5, 12, 128, 12)
+    plain = plain_run(tmp_path, "float32", tuple(asked))
+    mode = Mode(page_size=4, aggregated=aggregated, cached=True, retract_every=5)
+    simulation = serve(
+        tmp_path, tmp_path, "float32", mode, kv_memory=64 * bytes_a_page, host_kv_memory=4 << 20
+    )
+    for _ in range(2):
+        served = [one.submit(simulation) for one in asked]
+        simulation.run()
+        for requests, undisturbed in zip(served, plain, strict=True):
+            for request, other in zip(requests, undisturbed, strict=True):
+                assert_same(request, other)
+    assert tier_counts(simulation, "loaded_pages")
+    simulation.assert_at_baseline()

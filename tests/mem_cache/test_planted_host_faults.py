@@ -1,0 +1,152 @@
+"""The model-based test finds faults of the host tier, too: so it would find one like them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis.stateful import initialize, run_state_machine_as_test
+
+from kvrelay.mem_cache.host_pages import HostPage, HostPages, HostPageState
+from kvrelay.mem_cache.host_tier import HostTier
+from kvrelay.mem_cache.kv_cache_manager import KVCacheManager
+from kvrelay.mem_cache.prefix_log import PrefixLog
+from kvrelay.mem_cache.tier_copies import CopyEnded, PageMoves
+from kvrelay.wire.page_hash import PageHashes
+from tests.mem_cache.memory import Memory
+from tests.mem_cache.test_memory_model import MemoryMachine
+from tests.mem_cache.test_planted_faults import wrap
+
+SEARCH = settings(
+    max_examples=1500, stateful_step_count=60, deadline=None, database=None, derandomize=True,
+    phases=[Phase.generate], suppress_health_check=list(HealthCheck), print_blob=False,
+)  # fmt: skip
+
+Plant = Callable[[pytest.MonkeyPatch], None]
+FAULTS: dict[str, Plant] = {}
+
+
+class HostMachine(MemoryMachine):
+    """With a host tier in any case, below a small device."""
+
+    @initialize(
+        kind=st.just("full"),
+        page_size=st.sampled_from([1, 3]),
+        pages=st.integers(12, 40),
+        rows=st.integers(2, 6),
+        window=st.just(1),
+        long_row=st.sampled_from([2, 8]),
+        host=st.sampled_from([12, 40]),
+    )
+    def build(self, **options: Any) -> None:
+        super().build(**options)
+
+
+def fault(plant: Plant) -> Plant:
+    FAULTS[plant.__name__] = plant
+    return plant
+
+
+@fault
+def freed_on_the_copy_thread(patch: pytest.MonkeyPatch) -> None:
+    """A load's pages are given up by whoever copies, as soon as it begins."""
+
+    def early(original: Any, memory: Memory) -> None:
+        for copy in memory.copies:
+            if not copy.halves and not copy.moves.to_host:
+                memory.tier._loads[copy.moves.operation].ended = True  # type: ignore[union-attr]
+                memory.tier.finish(CopyEnded(copy.moves.operation, 0.0))  # type: ignore[union-attr]
+        original(memory)
+
+    wrap(patch, Memory, "copy", early)
+
+
+@fault
+def completion_of_a_cleared_operation_that_recreates_it(patch: pytest.MonkeyPatch) -> None:
+    def recreate(
+        original: Any, pages: HostPages, written: Sequence[HostPage], num_valid: int
+    ) -> None:
+        for page in written[:num_valid]:
+            parent = page.parent
+            is_free = page.key not in pages._pages
+            is_held = parent is None or pages._pages.get(parent.key) is parent
+            if page.state is HostPageState.GONE and is_free and is_held:
+                page.state = HostPageState.WRITING
+                pages._gone.discard(page)
+                pages._pages[page.key] = page
+        original(pages, written, num_valid)
+
+    wrap(patch, HostPages, "end_write", recreate)
+
+
+@fault
+def host_page_visible_before_its_bytes_are(patch: pytest.MonkeyPatch) -> None:
+    def at_once(original: Any, memory: Memory, moves: PageMoves) -> None:
+        original(memory, moves)
+        if moves.to_host:
+            memory.early = [*getattr(memory, "early", []), moves.operation]  # type: ignore[attr-defined]
+
+    def tell(original: Any, tier: HostTier) -> None:
+        original(tier)
+        for operation in getattr(tier._stream, "early", []):
+            tier.finish(CopyEnded(operation, 0.0))
+
+    wrap(patch, Memory, "start", at_once)
+    wrap(patch, HostTier, "write_back", tell)
+
+
+@fault
+def device_page_visible_before_its_bytes_are(patch: pytest.MonkeyPatch) -> None:
+    def at_once(original: Any, tier: HostTier, *args: Any) -> Any:
+        load = original(tier, *args)
+        if load is not None:
+            tier.finish(CopyEnded(max(tier._loads), 0.0))
+        return load
+
+    wrap(patch, HostTier, "load", at_once)
+
+
+@fault
+def hash_without_salt(patch: pytest.MonkeyPatch) -> None:
+    wrap(patch, PageHashes, "root", lambda original, hashes, namespace: original(hashes, ""))
+
+
+@fault
+def copy_of_a_page_that_was_used_again(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(
+        KVCacheManager, "times_allocated", lambda cache, pool, pages: np.zeros(len(pages))
+    )
+
+
+@fault
+def free_what_a_copy_writes(patch: pytest.MonkeyPatch) -> None:
+    """What is forgotten is free at once, though its copy has not ended."""
+
+    def at_once(original: Any, pages: HostPages, top: HostPage) -> int:
+        removed = original(pages, top)
+        writing = [page for page in top.subtree() if page in pages._gone and not page.pins]
+        pages._end_gone(writing)
+        return int(removed)
+
+    wrap(patch, HostPages, "_remove_subtree", at_once)
+
+
+@fault
+def not_forgotten_on_the_host(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(PrefixLog, "forget", lambda log, token_ids, start, namespace: None)
+
+
+@pytest.mark.parametrize("name", sorted(FAULTS))
+def test_a_planted_fault_of_the_host_tier_is_found(name: str, monkeypatch: pytest.MonkeyPatch):
+    FAULTS[name](monkeypatch)
+    with pytest.raises(Exception):  # noqa: B017, PT011 (it may show anywhere)
+        run_state_machine_as_test(HostMachine, settings=SEARCH)
+
+
+def test_without_a_fault_nothing_is_found():
+    """Or else the tests above would show nothing."""
+    run_state_machine_as_test(HostMachine, settings=settings(SEARCH, max_examples=100))
