@@ -1,0 +1,63 @@
+"""Real workers whose prefixes do not fit on the device, and come back from the host."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvrelay.router.config import PlacementMode
+from tests.checkpoints import VOCAB_SIZE
+from tests.cluster.in_process import InProcess, in_process
+
+ROLES: dict[str, dict[str, Any]] = {
+    "aggregated": {"aggregated": 1},
+    "pair": {"placement": PlacementMode.DISAGGREGATED},
+    "adaptive": {"placement": PlacementMode.ADAPTIVE},
+}
+PROMPTS = [
+    [random.Random(seed).randrange(3, VOCAB_SIZE) for _ in range(300)] for seed in range(8)
+]
+PAGE_BYTES = 16 * 3 * 2 * 2 * 16 * 4
+
+
+async def ask_all(cluster: InProcess, max_tokens: int) -> list[list[int]]:
+    """In two halves, of which each fills the device."""
+    answers = []
+    for half in (PROMPTS[:4], PROMPTS[4:]):
+        answers += await asyncio.gather(
+            *(
+                cluster.generate(prompt, temperature=0, max_tokens=max_tokens, ignore_eos=True)
+                for prompt in half
+            )
+        )
+    return [answer.tokens for answer in answers]
+
+
+async def tier_pages(cluster: InProcess, event: str) -> float:
+    return await cluster.metric("kvrelay_tier_pages_total", tier="host", event=event)
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("roles", ROLES.values(), ids=ROLES.keys())
+async def test_prefixes_come_back_with_the_same_tokens(tiny: Path, roles: dict[str, Any]):
+    async with in_process(tiny, kv_memory=8 << 20, chunk_tokens=64, **roles) as cluster:
+        expected = await ask_all(cluster, 40)
+    # Two prompts fit, and a third does not: some are retracted.
+    little = {"kv_memory": 56 * PAGE_BYTES, "growth_min": 0.0, "growth_max": 0.0}
+    async with in_process(
+        tiny, host_kv_memory=8 << 20, chunk_tokens=64, **little, **roles
+    ) as cluster:
+        for _ in range(3):
+            assert await ask_all(cluster, 40) == expected
+        assert await tier_pages(cluster, "written") > 0
+        assert await tier_pages(cluster, "loaded") > 0
+        for worker in await cluster.status():
+            pools = {pool.pool: pool for pool in worker.load.pools}
+            host = pools["host"]
+            states = (host.free, host.cached_evictable, host.cached_protected, host.in_flight)
+            assert sum(states) == host.total == (8 << 20) // PAGE_BYTES
+        await cluster.assert_at_baseline()
