@@ -65,7 +65,7 @@ def lines(view: View, width: int, height: int | None) -> list[Text]:
     head = [*_head(view), *_problems(view)]
     left = None if height is None else max(2, height - len(head) - 2)
     table = _table(view.report["workers"], width, left)
-    screen = [*head, Text(), *table, _legend()][:height]
+    screen = [*head, Text(), *table, _legend(view.report["workers"])][:height]
     for line in screen:
         line.no_wrap = True
         line.truncate(width, overflow="crop")
@@ -250,9 +250,13 @@ def shares(counts: Sequence[int], width: int) -> list[int]:
     return cells
 
 
-def _legend() -> Text:
+def _legend(workers: Iterable[dict[str, Any]]) -> Text:
+    """What the marks mean; without that of copies between tiers while there are none."""
+    copies = any(pool["in_flight"] for worker in workers for pool in worker["pools"])
     legend = Text()
     for state, (mark, colour) in _MARKS.items():
+        if state == "in_flight" and not copies:
+            continue
         name = state.replace("_", " ")
         legend.append(f"{mark} ", colour).append(f"{name}  ")
     return legend

@@ -18,9 +18,7 @@ ROLES: dict[str, dict[str, Any]] = {
     "pair": {"placement": PlacementMode.DISAGGREGATED},
     "adaptive": {"placement": PlacementMode.ADAPTIVE},
 }
-PROMPTS = [
-    [random.Random(seed).randrange(3, VOCAB_SIZE) for _ in range(300)] for seed in range(8)
-]
+PROMPTS = [[random.Random(seed).randrange(3, VOCAB_SIZE) for _ in range(300)] for seed in range(8)]
 PAGE_BYTES = 16 * 3 * 2 * 2 * 16 * 4
 
 

@@ -66,9 +66,9 @@ worker     role     incarnation    digest        ready  address      metrics    
 decode-0   decode   decode-0-abc   0123456789ab  yes    127.0.0.1:1  127.0.0.1:2        1        2         300     120  -          12.5 ms
 prefill-0  prefill  prefill-0-def  -             no                                     0        0           0       0  -          -
 
-worker    pool  page size  free  held  cached evictable  cached protected  session  quarantined  sum  total  promised
-decode-0  full         16    60    40                 0                 0        0            0  100    100         8
-decode-0  rows          -    62     1                 0                 0        0            1   64     64         0
+worker    pool  page size  free  held  cached evictable  cached protected  session  quarantined  in flight  sum  total  promised
+decode-0  full         16    60    40                 0                 0        0            0          0  100    100         8
+decode-0  rows          -    62     1                 0                 0        0            1          0   64     64         0
 """  # noqa: E501
     )
 
@@ -154,6 +154,7 @@ def test_json_says_the_same(kvrelay: Kvrelay):
         "cached_protected": 0,
         "session": 0,
         "quarantined": 0,
+        "in_flight": 0,
         "sum": 100,
         "total": 100,
         "promised": 8,

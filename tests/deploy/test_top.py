@@ -179,6 +179,7 @@ def report(workers: int, **of_pool: int) -> dict[str, Any]:
         "cached_protected": 0,
         "session": 0,
         "quarantined": 0,
+        "in_flight": 0,
         "sum": 1234567,
         "total": 1234567,
         "promised": 0,
