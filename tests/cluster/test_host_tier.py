@@ -45,7 +45,7 @@ async def test_prefixes_come_back_with_the_same_tokens(tiny: Path, roles: dict[s
     async with in_process(tiny, kv_memory=8 << 20, chunk_tokens=64, **roles) as cluster:
         expected = await ask_all(cluster, 40)
     # Two prompts fit, and a third does not: some are retracted.
-    little = {"kv_memory": 56 * PAGE_BYTES, "growth_min": 0.0, "growth_max": 0.0}
+    little: dict[str, Any] = {"kv_memory": 56 * PAGE_BYTES, "growth_min": 0.0, "growth_max": 0.0}
     async with in_process(
         tiny, host_kv_memory=8 << 20, chunk_tokens=64, **little, **roles
     ) as cluster:
