@@ -170,7 +170,7 @@ class LiveRequests:
             raise Unavailable("the router is stopping")
         num_tokens = len(request.input_ids)
         self._token_limits.check_queued(request.caller, self._live.values(), num_tokens)
-        self._grammar_room.check(request, [one.request for one in self._live.values()])
+        self._grammar_room.check(request, (one.request for one in self._live.values()))
         placement = self._place(request)
         failover = Failover(self._fleet, self._config, self._metrics)
         if placement is not None:
