@@ -107,9 +107,7 @@ class Fields:
 
     def integer(self, name: str, low: int, high: int) -> int | None:
         """A whole number in ``[low, high]``."""
-        value = self.take(name)
-        if isinstance(value, float) and value.is_integer():
-            value = int(value)
+        value = _whole(self.take(name))
         if value is None:
             return None
         if not _is_int(value):
@@ -184,6 +182,8 @@ class Fields:
 
 def token_ids(field: str, value: Any) -> Sequence[int]:
     """A JSON value as token ids, 4 bytes each; raises `InvalidField` if it is no list of them."""
+    if isinstance(value, list) and not _all(value, int):
+        value = [_whole(one) for one in value]
     if not _all(value, int):
         raise InvalidField(field, "must be a list of token ids")
     try:
@@ -199,6 +199,11 @@ def _all(value: Any, kind: type) -> bool:
 def _same(value: Any, other: Any) -> bool:
     """Whether JSON has one word for both: true and 1 are equal to Python."""
     return value == other and isinstance(value, bool) is isinstance(other, bool)
+
+
+def _whole(value: Any) -> Any:
+    """A number as JSON has it: 5.0 is the integer 5."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def _is_int(value: Any) -> bool:

@@ -49,7 +49,7 @@ _PROMPT: Final[Schema] = {
         {**TOKEN_IDS, "minItems": 1},
         {
             "type": "array",
-            "items": {"anyOf": [{"type": "string"}, TOKEN_IDS]},
+            "items": {"anyOf": [{"type": "string"}, {**TOKEN_IDS, "minItems": 1}]},
             "minItems": 1,
             "maxItems": MAX_PROMPTS,
         },
@@ -217,7 +217,8 @@ def _read_prompts(
     given = fields.take("prompt", _PROMPT)
     if given is None:
         raise InvalidField("prompt", "the request has no prompt")
-    if isinstance(given, str) or (isinstance(given, list) and given and type(given[0]) is int):
+    is_number = isinstance(given, list) and given and type(given[0]) in (int, float)
+    if isinstance(given, str) or is_number:
         given = [given]
     if not isinstance(given, list) or not given:
         raise InvalidField("prompt", "must be a text, token ids, or a list of either")

@@ -14,6 +14,7 @@ from kvrelay.v1 import inference_pb2
 ANY_OBJECT: Final = '{"type": "object"}'
 _SCHEMA: Final[Schema] = {"type": ["object", "boolean", "string"]}
 """A JSON schema, or a text of one."""
+_KIND: Final[Schema] = {"enum": ["text", "json_object", "json_schema"]}
 Wanted = tuple[str, inference_pb2.StructuredOutput]
 """The member that says what is wanted, and that."""
 
@@ -40,7 +41,7 @@ def _response_format(fields: Fields) -> list[Wanted]:
     given = fields.object(name)
     if given is None:
         return []
-    kind = given.text("type")
+    kind = given.take("type", _KIND)
     if kind == "json_schema":
         described = given.object("json_schema")
         given.finish()
