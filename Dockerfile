@@ -7,19 +7,22 @@ ARG CUDA_BASE=nvidia/cuda:13.0.2-devel-ubuntu24.04
 
 
 FROM ${BASE} AS base-cpu
-# A release of Debian has one version of each, so BASE is what pins them. libgomp is for torch.
+# A release of Debian has one version of each, so BASE is what pins them. libgomp is for torch. A login
+# shell, in which KubeRay may start Ray, forgets the image's PATH.
 # hadolint ignore=DL3008
 RUN apt-get update \
     && apt-get install -y --no-install-recommends ca-certificates libgomp1 python3 python3-venv \
     && rm -rf /var/lib/apt/lists/* \
-    && useradd --uid 2000 --create-home --home-dir /home/kvrelay kvrelay
+    && useradd --uid 2000 --create-home --home-dir /home/kvrelay kvrelay \
+    && echo "PATH=/opt/kvrelay/bin:\$PATH" > /etc/profile.d/kvrelay.sh
 
 FROM ${CUDA_BASE} AS base-cuda
 # hadolint ignore=DL3008
 RUN apt-get update \
     && apt-get install -y --no-install-recommends ca-certificates libgomp1 python3-dev python3-venv \
     && rm -rf /var/lib/apt/lists/* \
-    && useradd --uid 2000 --create-home --home-dir /home/kvrelay kvrelay
+    && useradd --uid 2000 --create-home --home-dir /home/kvrelay kvrelay \
+    && echo "PATH=/opt/kvrelay/bin:\$PATH" > /etc/profile.d/kvrelay.sh
 
 
 # What is installed comes from the checkout: its wheel and its constraints.

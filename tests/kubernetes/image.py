@@ -32,7 +32,7 @@ UID = 2000
 CACHE = ROOT / ".image-cache"
 """What building the image needs of other machines. Git and the build ignore it."""
 BUILD_SECONDS = 1200
-"""The build takes three minutes of CPU time, and was seen to take 13 minutes on a busy machine."""
+"""The build takes two minutes of CPU time, and was seen to take 13 minutes on a busy machine."""
 
 
 def arguments() -> dict[str, set[str]]:

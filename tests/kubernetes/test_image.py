@@ -113,13 +113,18 @@ def test_what_is_fetched_is_kept_until_it_is_another(
 
 
 RAY_NODE = """
+env -i bash -lc "ray --version; kvrelay --version" || { echo "not found in a login shell"; exit 1; }
 [ "$(id -u)" != 0 ] || { echo "this is root"; exit 1; }
 touch /opt/kvrelay/written 2>/dev/null && { echo "the file system can be written"; exit 1; }
 cd /home/kvrelay
 export RAY_AUTH_MODE=token RAY_AUTH_TOKEN=0123456789abcdef0123456789abcdef
 ray start --head --num-cpus 0 --disable-usage-stats --object-store-memory 100000000 --block &
 ray=$!
-for _ in $(seq 120); do ray health-check --address 127.0.0.1:6379 && break; sleep 1; done
+healthy="import urllib.request as u; u.urlopen('http://127.0.0.1:52365/api/healthz', timeout=5)"
+until python -c "$healthy" 2>/dev/null; do
+    kill -0 $ray || exit 1
+    sleep 0.5
+done
 timeout 120 kvrelay leave --timeout 5
 kill $ray
 """
@@ -143,7 +148,7 @@ def run_alone(
 @pytest.mark.alone
 @pytest.mark.timeout(2400)
 def test_ray_starts_in_it_and_the_prestop_hook_runs(image_root: Path, tmp_path: Path):
-    """With a read-only file system and the user of the chart's pods."""
+    """With a read-only file system, as the user of the pods, once the probe of KubeRay passes."""
     for pod in pods(render({"tls": {"insecure": True}})).values():
         assert pod.spec["securityContext"]["runAsUser"] == UID
     done = run_alone(Container(image_root, tmp_path), RAY_NODE, 300)
