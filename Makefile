@@ -8,6 +8,7 @@
 #   SERVE   options of `kvrelay serve`, e.g. SERVE="--prefill 2 --decode 2"
 #   BENCH   options of the load generator; with --target no cluster is started
 #   PEERS   options of the comparison with vLLM, e.g. PEERS="--quick"
+#   GPU     options of the proofs on a GPU, e.g. GPU="--minutes 10"
 #   CHAOS   options of the fault matrix, e.g. CHAOS="--only draining" or, as root,
 #           CHAOS=--two-networks, where KV goes over a slow link
 #   SOAK    options of the soak, e.g. SOAK="--minutes 5 --seed 3"
@@ -19,6 +20,7 @@ SERVE ?=
 BENCH ?= --sweep
 TESTS ?=
 PEERS ?=
+GPU ?=
 CHAOS ?=
 SOAK ?=
 PICTURES ?=
@@ -189,6 +191,10 @@ PEERS_PIP = $(PEERS_VENV)/bin/python -m pip --disable-pip-version-check
 
 .PHONY: peers-env
 peers-env: $(PEERS_INSTALLED) ## make the environment of vLLM, for make bench-peers and make test-all (4 GB)
+
+.PHONY: gpu
+gpu: $(READY) ## prove and measure on a GPU, in stages; writes docs/gpu-report.md; GPU="--minutes 30"
+	@exec $(BIN)/python -m benchmarks.gpu $(GPU)
 
 .PHONY: bench-peers
 bench-peers: $(READY) $(PEERS_INSTALLED) ## compare with vLLM, in turn; writes docs/bench-peers.md (40 minutes)

@@ -1,4 +1,4 @@
-"""The sampler of CUDA devices by Triton's interpreter: its tokens are those of the CPU's.
+"""The sampler of CUDA devices, on one or by Triton's interpreter: its tokens are the CPU's.
 
 Run by `test_device_sampler.py`, in a process of its own: whether triton interprets is decided when
 it is imported, and the interpreter leaves triton changed behind.
@@ -6,6 +6,7 @@ it is imported, and the interpreter leaves triton changed behind.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -26,9 +27,12 @@ from kvrelay.model_runner.sampling.verify import DraftedSequence, verify
 from kvrelay.wire.output import SampledToken
 from kvrelay.wire.request import SamplingParams
 
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
 VOCAB = 200
 SEED = 2**63 + 12345
 _prepared: set[int] = set()
+_gumbel = sampling_triton._gumbel
 
 
 def call_quickly(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -45,7 +49,8 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """In blocks of which a vocabulary has several."""
     monkeypatch.setattr(sampling_triton, "BLOCK", 128)
     monkeypatch.setattr(sampling_triton, "ENTRIES", 16)
-    monkeypatch.setattr(interpreter.InterpretedFunction, "__call__", call_quickly)
+    if INTERPRETED:
+        monkeypatch.setattr(interpreter.InterpretedFunction, "__call__", call_quickly)
 
 
 def row(position: int = 0, **params: Any) -> SamplingRow:
@@ -72,9 +77,10 @@ def equal(got: object, expected: object) -> None:
 
 def agrees(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> None:
     before = logits.clone()
-    for got, raw, one in zip(sample_on_device(logits, rows), logits.numpy(), rows, strict=True):
+    there = logits.to(DEVICE)
+    for got, raw, one in zip(sample_on_device(there, rows), logits.numpy(), rows, strict=True):
         equal(got, sample_row(raw, one))
-    assert torch.equal(before.nan_to_num(7), logits.nan_to_num(7))
+    assert torch.equal(before.nan_to_num(7), there.cpu().nan_to_num(7))
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -90,7 +96,7 @@ def _noise(
     for word in tl.static_range(4):
         ids = counter // 16 * 64 + word * 16 + counter % 16
         tl.store(words_out + ids, words[word].to(tl.int32, bitcast=True))
-        tl.store(out + ids, sampling_triton._gumbel(words[word]))
+        tl.store(out + ids, _gumbel(words[word]))
 
 
 def test_counter_bits_are_those_of_the_cpu_and_the_noise_nearly() -> None:
@@ -99,12 +105,13 @@ def test_counter_bits_are_those_of_the_cpu_and_the_noise_nearly() -> None:
     random_words(np.uint64(SEED), 3, 77, words)
     zero = np.zeros(4096, np.float32)
     add_noise(zero, np.float32(0), np.float32(1), words, expected)
-    got, bits = torch.empty(4096), torch.empty(4096, dtype=torch.int32)
-    seed = torch.from_numpy(np.array([SEED], np.uint64).view(np.int64))
-    _noise[(1,)](seed, 77, bits, got, block=4096)
-    assert np.array_equal(bits.numpy(), words.view(np.int32))
+    got = torch.empty(4096, device=DEVICE)
+    bits = torch.empty(4096, dtype=torch.int32, device=DEVICE)
+    seed = torch.from_numpy(np.array([SEED], np.uint64).view(np.int64)).to(DEVICE)
+    _noise[(1,)](seed, 77, bits, got, block=4096, enable_fp_fusion=False)
+    assert np.array_equal(bits.cpu().numpy(), words.view(np.int32))
     units = np.spacing(np.maximum(np.abs(expected), 1))
-    assert (np.abs(got.numpy() - expected) <= 2 * units).all()
+    assert (np.abs(got.cpu().numpy() - expected) <= 2 * units).all()
 
 
 def test_draws_without_filters() -> None:
@@ -188,6 +195,6 @@ def test_drafts_are_kept_as_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     expected = verify(logits, drafted)
     assert [len(samples) for samples in expected] == [2, 2]
     monkeypatch.setattr(verify_module, "samples_on", lambda _: True)
-    for got, others in zip(verify(logits, drafted), expected, strict=True):
+    for got, others in zip(verify(logits.to(DEVICE), drafted), expected, strict=True):
         for one, other in zip(got, others, strict=True):
             equal(one, other)

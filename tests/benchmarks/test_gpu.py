@@ -1,0 +1,92 @@
+"""`make gpu` on a machine without a GPU, and how its stages are run and resumed."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.gpu import Outcome, Result, Results, Stage, run_stages, write_report
+
+
+def stage(name: str, code: str) -> Stage:
+    return Stage(name, f"proves {name}", (sys.executable, "-c", code))
+
+
+def outcomes(
+    stages: list[Stage], folder: Path, seconds: float = 60, subject: str = "this", **again: bool
+) -> list[Outcome]:
+    found = run_stages(stages, Results(folder, subject), seconds, **again)
+    return [result.outcome for _, result in found]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_it_says_what_is_missing(tmp_path: Path) -> None:
+    report = tmp_path / "report.md"
+    run = subprocess.run(
+        [sys.executable, "-m", "benchmarks.gpu", "--minutes", "1", "--report", report],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == 2
+    assert "missing: " in run.stdout
+    assert "CUDA" in run.stdout
+    assert "nothing was run" in run.stdout
+    assert not report.exists()
+
+
+def test_a_stage_that_passed_is_not_run_again(tmp_path: Path) -> None:
+    count = tmp_path / "count"
+    passing = stage("passing", f"open({str(count)!r}, 'a').write('x')")
+    failing = stage("failing", f"open({str(count)!r}, 'a').write('y'); raise SystemExit(1)")
+    both = [passing, failing]
+    expected = [Outcome.PASSED, Outcome.FAILED]
+    assert outcomes(both, tmp_path) == expected
+    assert outcomes(both, tmp_path) == expected
+    assert count.read_text() == "xyy"
+    assert outcomes([passing], tmp_path, again=True) == [Outcome.PASSED]
+    assert outcomes([passing], tmp_path, subject="another GPU") == [Outcome.PASSED]
+    assert count.read_text() == "xyyxx"
+
+
+def test_time_is_bounded_over_all_stages(tmp_path: Path) -> None:
+    """And nothing that a stage has started goes on."""
+    mark = tmp_path / "mark"
+    child = f"import time; time.sleep(6); open({str(mark)!r}, 'w')"
+    code = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])"
+    slow, late = stage("slow", code), stage("late", "pass")
+    assert outcomes([slow, late], tmp_path, 2) == [Outcome.TIMED_OUT, Outcome.NOT_RUN]
+    assert outcomes([late], tmp_path) == [Outcome.PASSED]
+    assert not mark.exists()
+
+
+@pytest.mark.parametrize(
+    ("summary", "outcome"),
+    [
+        ("3 skipped, 9 deselected in 1.20s", Outcome.NOTHING),
+        ("no tests ran in 0.01s", Outcome.NOTHING),
+        ("2 passed, 3 skipped in 12.00s", Outcome.PASSED),
+    ],
+)
+def test_skipped_tests_prove_nothing(summary: str, outcome: Outcome, tmp_path: Path) -> None:
+    assert outcomes([stage("tests", f"print({summary!r})")], tmp_path) == [outcome]
+
+
+def test_the_report_has_every_stage_and_what_it_printed(tmp_path: Path) -> None:
+    report = tmp_path / "report.md"
+    found = [
+        (stage("one", ""), Result(Outcome.PASSED, 12.3, "1 passed")),
+        (stage("two", ""), Result(Outcome.NOT_RUN)),
+    ]
+    write_report(report, "r1; a GPU", ["nvcc"], found)
+    text = report.read_text()
+    assert "r1; a GPU" in text
+    assert "- Missing: nvcc" in text
+    assert "| one | proves one | passed | 12 |" in text
+    assert "## one\n\n```\n1 passed\n```" in text
+    assert "| two | proves two | not run: no time was left | 0 |" in text
+    assert "## two" not in text
