@@ -106,6 +106,7 @@ class Rolling:
         self._beginning = asyncio.Lock()
         self._closed = False
         self._failed = ""
+        self._has_failed = asyncio.Event()
 
     @property
     def is_running(self) -> bool:
@@ -205,6 +206,7 @@ class Rolling:
 
     def _begin(self, roll: Roll, steps: _Steps) -> asyncio.Task[None]:
         self._failed = ""
+        self._has_failed.clear()
         self._rolling = asyncio.create_task(self._run(roll, steps))
         self._rolling.add_done_callback(_log_failure)
         return self._rolling
@@ -245,6 +247,7 @@ class Rolling:
                 await act(one, target, steps)
             except ClusterError as error:
                 self._failed = self._failed or str(error)
+                self._has_failed.set()
                 steps.put_nowait(ScaleStep(one.new, ScalePhase.FAILED, str(error)))
                 return
             roll = self._cluster.open_roll
@@ -264,23 +267,44 @@ class Rolling:
         if one.new:
             steps.put_nowait(ScaleStep(one.new, ScalePhase.STARTING))
             await self._cluster.add(one.new, one.role, target)
-            await self._cluster.until_up(one.new)  # it may have started long ago
+            await self._until_up(one.new)  # it may have started long ago
             steps.put_nowait(ScaleStep(one.new, ScalePhase.READY))
 
     async def _leave(self, name: str, steps: _Steps) -> None:
-        """Let a worker drain and leave, when it can be told to; it may have left meanwhile."""
+        """Let a worker drain and leave, when it can be told to; it may have left meanwhile.
+
+        Raises ClusterError if it cannot, and the roll has stopped: nobody goes on waiting for it.
+        """
         pauses = Pauses()
         while name in self._cluster.staying:
-            await self._cluster.until_up(name)
+            await self._until_up(name)
             try:
                 async for step in self._cluster.leave(name):
                     steps.put_nowait(ScaleStep(name, _PHASES[step.phase]))
             except CannotDrain as error:
+                if self._failed:
+                    raise ClusterError(f"{name} stays: {error}") from error
                 _log.info("%s", error)  # it is lost, and its next incarnation can be told
                 await pauses.pause()
             except UnknownWorker:
                 break
         await self._cluster.until_removed(name)
+
+    async def _until_up(self, name: str) -> None:
+        """Wait until a worker can be told something, or does not stay.
+
+        Raises ClusterError if the roll stops before.
+        """
+        up = asyncio.create_task(self._cluster.until_up(name))
+        failed = asyncio.create_task(self._has_failed.wait())
+        try:
+            await asyncio.wait({up, failed}, return_when=asyncio.FIRST_COMPLETED)
+            if not up.done():
+                raise ClusterError(f"{name} is not up")
+            up.result()
+        finally:
+            up.cancel()
+            failed.cancel()
 
 
 def _check_lanes(order: RollOrder, counts: Mapping[WorkerRole, int]) -> None:

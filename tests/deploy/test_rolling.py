@@ -35,6 +35,8 @@ class ScriptedCluster:
         self.leaving: set[str] = set()
         self.away: dict[str, int] = {}
         """How many times a worker cannot be told anything."""
+        self.lost: set[str] = set()
+        """Workers that have no next incarnation yet."""
         self.seen: list[tuple[int, int]] = []
         """Workers that have a place, and that take requests, after each change."""
         self.revision = FIRST
@@ -67,6 +69,8 @@ class ScriptedCluster:
 
     async def until_up(self, name: str) -> None:
         await asyncio.sleep(0)
+        while name in self.lost:
+            await asyncio.sleep(0.001)
 
     async def until_removed(self, name: str) -> None:
         while name in self.leaving:
@@ -286,6 +290,37 @@ async def test_who_cannot_be_told_is_waited_for():
     cluster.away["decode-0"] = 2
     await roll(cluster, RollOrder(OPTIONS))
     assert_all_have(cluster, OPTIONS, decode=1)
+
+
+async def test_who_cannot_be_told_is_not_waited_for_once_the_roll_has_stopped():
+    cluster = ScriptedCluster(decode=3)
+    cluster.away["decode-0"] = 1 << 30
+    cluster.fails["decode-4"] = ClusterError("no room")
+    steps = await roll(cluster, RollOrder(OPTIONS, max_surge=2))
+    failed = {step.worker: step.reason for step in steps if step.phase is ScalePhase.FAILED}
+    assert failed == {"decode-4": "no room", "decode-3": "decode-0 stays: it is not up"}
+    assert cluster.open_roll is not None
+    assert cluster.open_roll.failed == "no room"
+    cluster.away.clear()
+    await roll(cluster, RollOrder(undo=True))
+    assert_all_have(cluster, {}, decode=3)
+    assert {"decode-0", "decode-1", "decode-2"} == cluster.workers.keys()
+
+
+@pytest.mark.parametrize("lost", ["decode-0", "decode-3"])
+async def test_who_is_lost_is_not_waited_for_once_the_roll_has_stopped(lost: str):
+    """Be it to leave, or to take the place of one that is to leave, which stays then."""
+    cluster = ScriptedCluster(decode=3)
+    cluster.lost.add(lost)
+    cluster.fails["decode-4"] = ClusterError("no room")
+    steps = await roll(cluster, RollOrder(OPTIONS, max_surge=2))
+    failed = {step.worker: step.reason for step in steps if step.phase is ScalePhase.FAILED}
+    assert failed == {"decode-4": "no room", "decode-3": f"{lost} is not up"}
+    assert {"decode-0", "decode-1", "decode-2", "decode-3"} == cluster.workers.keys()
+    cluster.lost.clear()
+    cluster.fails.clear()
+    await roll(cluster, RollOrder(OPTIONS))
+    assert_all_have(cluster, OPTIONS, decode=3)
 
 
 async def test_another_controller_goes_on_but_not_with_what_has_stopped():
