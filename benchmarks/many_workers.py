@@ -221,6 +221,7 @@ async def run(
             gone = [worker for worker in more if worker.incarnation not in now]
             left = running(gone)
             ended = list(cluster.workers.values())
+            clients.end()  # or they would say that the router has ended
     finally:
         clients.end()
     return Figures(

@@ -180,9 +180,25 @@ async def run_router(parent: Connection, model_path: Path, addresses: list[str])
     await router.start()
     await router.wait_ready()
     parent.send(({"grpc": router.grpc_address, "http": router.http_address}, os.getpid()))
-    while True:
-        await asyncio.to_thread(parent.recv)
-        parent.send((time.process_time(), _main_thread_seconds()))
+    await answer_all(parent, lambda: (time.process_time(), _main_thread_seconds()))
+
+
+async def answer_all(parent: Connection, answer: Callable[[], Any]) -> None:
+    """Answers whenever the parent asks, until cancelled.
+
+    No thread waits for it: a process that fails would wait for that thread, and the parent for it.
+    """
+    loop, asked = asyncio.get_running_loop(), asyncio.Event()
+    loop.add_reader(parent.fileno(), asked.set)
+    try:
+        while True:
+            await asked.wait()
+            asked.clear()
+            while parent.poll():
+                parent.recv()
+                parent.send(answer())
+    finally:
+        loop.remove_reader(parent.fileno())
 
 
 def _main_thread_seconds() -> float:
@@ -207,13 +223,9 @@ async def run_client(
     def prompt() -> list[int]:
         return [rng.randrange(VOCAB) for _ in range(input_tokens)]
 
-    async def tell() -> None:
-        while True:
-            await asyncio.to_thread(parent.recv)
-            parent.send([one["tokens"] for one in counts])
-
     send = functools.partial(SENDERS[door], address, prompt, output_tokens)
-    await asyncio.gather(tell(), *(send(one) for one in counts))
+    telling = answer_all(parent, lambda: [one["tokens"] for one in counts])
+    await asyncio.gather(telling, *(send(one) for one in counts))
 
 
 async def send_by_grpc(
