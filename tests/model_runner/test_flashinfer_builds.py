@@ -27,7 +27,7 @@ def make_driver(folder: Path) -> None:
     (folder / "libcuda.so").symlink_to(library)
 
 
-@pytest.mark.parametrize("kind", ["decode"])
+@pytest.mark.parametrize("kind", ["decode", "latent"])
 def test_kernel_compiles_and_loads(kind: str, tmp_path: Path) -> None:
     pytest.importorskip("flashinfer", exc_type=ImportError, reason="pip install 'kvrelay[cuda]'")
     if lack := compiler_lacks():
