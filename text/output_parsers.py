@@ -13,6 +13,9 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final, Protocol
 
+_MOST_SPACE: Final = 1024
+"""Characters of white space, or of a call's name, that wait for what comes behind them."""
+
 
 @dataclass(frozen=True, slots=True)
 class Piece:
@@ -173,6 +176,25 @@ class _Calls:
         return self._is_told
 
 
+class _EndingSpace:
+    """Decides about white space at the end of a text that may be that before a tag.
+
+    So much of it is held back, since all that is held is looked at with each new token. A longer
+    run is a part of the text before it, however it was cut.
+    """
+
+    def __init__(self) -> None:
+        self.is_long = False
+        """The latest text has ended in such a run."""
+
+    def cut(self, text: str) -> str:
+        """The text, less white space at its end that is not too long."""
+        bare = text.rstrip()
+        goes_on = self.is_long and not bare
+        self.is_long = goes_on or len(text) - len(bare) > _MOST_SPACE
+        return text if self.is_long else bare
+
+
 class HermesParser:
     """Content with calls in it, each between two tags."""
 
@@ -185,6 +207,7 @@ class HermesParser:
         """White space and tag before the call."""
         self._call: _JsonCall | None = None
         self._calls = _Calls()
+        self._space = _EndingSpace()
         self._is_unclosed = False
         """The latest call's closing tag has not come, but something else."""
 
@@ -214,15 +237,15 @@ class HermesParser:
         found = [(at, tag) for tag in tags if (at := self._held.find(tag)) >= 0]
         if not found:
             possible = max(overlap(self._held, tag) for tag in tags)
-            sure = self._held[: len(self._held) - possible].rstrip()
             # White space waits for what comes: it may be that before a call.
+            sure = self._space.cut(self._held[: len(self._held) - possible])
             pieces += self._content(sure)
             self._held = self._held[len(sure) :]
             return False
         at, tag = min(found)
-        said = self._held[:at].rstrip()
+        said = self._space.cut(self._held[:at])
         pieces += self._content(said)
-        self._is_unclosed = False
+        self._is_unclosed = self._space.is_long = False
         if tag == self._OPEN:
             self._before, self._call = self._held[len(said) : at + len(tag)], _JsonCall()
         self._held = self._held[at + len(tag) :]
@@ -249,8 +272,9 @@ class HermesParser:
         return True
 
     def _content(self, text: str) -> list[Piece]:
-        """Content; white space between calls is none."""
-        if not text or (self._calls.num_begun and not text.strip()):
+        """Content; white space between calls is none, unless it is long."""
+        between = self._calls.num_begun and not self._space.is_long
+        if not text or (between and not text.strip()):
             return []
         return [Piece(content=text)]
 
@@ -294,10 +318,13 @@ class JsonCallsParser:
             return False
         if self._call is None:
             behind = self._held.lstrip(self._BETWEEN)
-            if self._TAG.startswith(behind):
-                return False
-            behind = behind.removeprefix(self._TAG).lstrip(self._BETWEEN)
-            if not behind:
+            is_tag_begun = self._TAG.startswith(behind)
+            if not is_tag_begun:
+                behind = behind.removeprefix(self._TAG).lstrip(self._BETWEEN)
+            if len(self._held) - len(behind) > _MOST_SPACE:
+                self._is_content = True
+                return True
+            if is_tag_begun or not behind:
                 return False
             self._before = self._held[: len(self._held) - len(behind)]
             self._call, self._held = _JsonCall(), behind
@@ -321,15 +348,25 @@ class PythonicParser:
     def __init__(self) -> None:
         self._held = ""
         self._is_content = False
+        self._in_arguments = False
+        """A call's arguments have begun: what it is shows at the end."""
 
     def push(self, text: str) -> Sequence[Piece]:
         """What is sure after some more text."""
         self._held += text
-        self._is_content = self._is_content or not self._MAY_BE_CALLS.fullmatch(self._held)
+        if not self._is_content and not self._in_arguments:
+            self._look()
         if not self._is_content or not self._held:
             return []
         content, self._held = self._held, ""
         return [Piece(content=content)]
+
+    def _look(self) -> None:
+        """Find out whether it may be calls."""
+        found = self._MAY_BE_CALLS.fullmatch(self._held)
+        self._in_arguments = found is not None and found[3] is not None
+        begins = self._held.find("(") if self._in_arguments else len(self._held)
+        self._is_content = found is None or begins > _MOST_SPACE
 
     def finish(self) -> Sequence[Piece]:
         """The calls, or the content that looked like them."""
@@ -410,15 +447,17 @@ class ReasoningParser:
         """None: it is not known yet."""
         self._skips_space = True
         """White space right behind a tag is none of the text."""
+        self._space = _EndingSpace()
 
     def push(self, text: str) -> Sequence[Piece]:
         """What is sure after some more text."""
         self._held += text
         if self._is_inside is None:
             begun = self._held.lstrip()
-            if begun.startswith(self.OPEN):
+            is_long = len(self._held) - len(begun) > _MOST_SPACE
+            if begun.startswith(self.OPEN) and not is_long:
                 self._is_inside, self._held = True, begun.removeprefix(self.OPEN)
-            elif self.OPEN.startswith(begun):
+            elif self.OPEN.startswith(begun) and not is_long:
                 return []
             else:
                 self._is_inside = self._skips_space = False
@@ -429,7 +468,7 @@ class ReasoningParser:
     def finish(self) -> Sequence[Piece]:
         """The rest."""
         if self._is_inside:
-            held, self._held = self._held.rstrip(), ""
+            held, self._held = self._space.cut(self._held), ""
             return [Piece(reasoning=held)] if held else []
         if self._is_inside is None:
             self._skips_space = False
@@ -441,10 +480,11 @@ class ReasoningParser:
             self._skips_space = not self._held
         at = self._held.find(self.CLOSE)
         if at < 0:
-            sure = self._held[: len(self._held) - overlap(self._held, self.CLOSE)].rstrip()
+            possible = overlap(self._held, self.CLOSE)
+            sure = self._space.cut(self._held[: len(self._held) - possible])
             self._held = self._held[len(sure) :]
             return [Piece(reasoning=sure)] if sure else []
-        said = self._held[:at].rstrip()
+        said = self._space.cut(self._held[:at])
         self._held = self._held[at + len(self.CLOSE) :]
         self._is_inside, self._skips_space = False, True
         return [*([Piece(reasoning=said)] if said else []), *self._behind()]

@@ -8,6 +8,7 @@ from random import Random
 
 import pytest
 
+from kvrelay.text import output_parsers
 from kvrelay.text.output_parsers import (
     HermesParser,
     JsonCallsParser,
@@ -52,6 +53,8 @@ def cut(text: str, random: Random) -> list[str]:
 
 F = ("f", '{"a": [1, "}</tool_call>"], "b": {"c": "\\"é \\\\"}}')
 CALL_F = f'{{"name": "f", "arguments": {F[1]}}}'
+LONG = " \n" * 600
+"""White space that is content, wherever it is."""
 MAKE: dict[str, Callable[[], OutputParser]] = {
     "hermes": HermesParser,
     "json": JsonCallsParser,
@@ -127,6 +130,12 @@ OUTPUTS: list[tuple[str, str, Said]] = [
     ("think", "<think>never ends ", ("", "never ends", [])),
     ("inside", "I see.\n</think>\nYes.", ("Yes.", "I see.", [])),
     ("named", '{"a": 1}', ("", "", [("f", '{"a": 1}')])),
+    ("hermes", f"a{LONG}<tool_call>{CALL_F}</tool_call>", (f"a{LONG}", "", [F])),
+    ("hermes", f"<tool_call>{CALL_F}</tool_call>{LONG}", (LONG, "", [F])),
+    ("json", f"{LONG}{CALL_F}", (f"{LONG}{CALL_F}", "", [])),
+    ("think", f"{LONG}<think>a</think>", (f"{LONG}<think>a</think>", "", [])),
+    ("inside", f"a{LONG}</think>b", ("b", f"a{LONG}", [])),
+    ("pythonic", f"[{'f' * 1024}(a=1)]", (f"[{'f' * 1024}(a=1)]", "", [])),
 ]
 
 
@@ -137,6 +146,21 @@ def test_streamed_is_as_whole(kind: str, text: str, said: Said) -> None:
     random = Random(text)
     for _ in range(50):
         assert parse(MAKE[kind](), cut(text, random)) == said
+
+
+@pytest.mark.parametrize(("kind", "head", "piece"), [
+    ("hermes", "", "   \n"), ("hermes", f"<tool_call>{CALL_F}</tool_call>", "   \n"),
+    ("json", "", " [;\n"), ("json", CALL_F, "   \n"), ("think", "", "   \n"),
+    ("inside", "x", "   \n"), ("pythonic", "", "   \n"), ("pythonic", "[f", "name"),
+])  # fmt: skip
+def test_what_is_held_back_has_a_bound(kind: str, head: str, piece: str) -> None:
+    """All of it is looked at with each new token."""
+    parser = MAKE[kind]()
+    parser.push(head)
+    told = 0
+    for number in range(1, 1001):
+        told += sum(len(one.content + one.reasoning) for one in parser.push(piece))
+        assert number * len(piece) - told <= 1024
 
 
 @pytest.mark.parametrize("kind", ["hermes", "json", "named"])
@@ -154,8 +178,12 @@ ALPHABET += [CALL_F, f"<tool_call>{CALL_F}</tool_call>", '"name": 3', '"argument
 ALPHABET += ["{", "}", "[", "]", '"', "\\", ",", ":", " ", "\n", "x", "<", "f(", "a=1", ")", ";"]
 
 
+@pytest.mark.parametrize("most_space", [2, 1024])
 @pytest.mark.parametrize("kind", MAKE)
-def test_any_text_is_taken_apart_alike_however_it_is_cut(kind: str) -> None:
+def test_any_text_is_taken_apart_alike_however_it_is_cut(
+    kind: str, most_space: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(output_parsers, "_MOST_SPACE", most_space)
     random = Random(kind)
     for _ in range(300):
         text = "".join(random.choices(ALPHABET, k=random.randint(1, 14)))
