@@ -6,6 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
+from kvrelay.decode_worker.lent_histories import LentHistories
 from kvrelay.decode_worker.live_requests import LiveRequests
 from kvrelay.decode_worker.request import DecodeRequest, HandedOverRequest
 from kvrelay.engine.faults import Phase
@@ -33,6 +34,7 @@ class Grants:
         bypass_limit: later requests that may pass one that does not fit.
         grants_ahead: prompts that may have memory here before they are computed.
         prefix_wait: seconds without progress for which a request waits for another's prefix.
+        histories: what is lent with grants.
     """
 
     def __init__(
@@ -43,6 +45,7 @@ class Grants:
         bypass_limit: int,
         grants_ahead: int,
         prefix_wait: float,
+        histories: LentHistories,
     ) -> None:
         self._context = context
         self._requests = requests
@@ -51,6 +54,7 @@ class Grants:
         self._bypass_limit = bypass_limit
         self._grants_ahead = grants_ahead
         self._loads = TierLoads(context)
+        self._histories = histories
         self._waits = PrefixWaits(context, prefix_wait, _is_incomplete, at_end=_is_handed_over)
 
     def reserve_and_grant(self) -> None:
@@ -101,7 +105,8 @@ class Grants:
         page_size = self._context.kv_cache.shape.page_size
         here = request.held.kv_committed_len // page_size
         first_missing = [max(first, here) for first in request.held.first_pages]
-        self._requests.send(request, request.hand_over.grant(first_missing))
+        history = self._histories.of(request)
+        self._requests.send(request, request.hand_over.grant(first_missing, history))
         if request.trace is not None:
             request.trace.end(GRANT)
             request.trace.begin(HAND_OVER)

@@ -6,6 +6,7 @@ import time
 from typing import assert_never
 
 from kvrelay.decode_worker.hand_over_stream import CloseStream, PeerMessage, StreamLost
+from kvrelay.decode_worker.lent_histories import LentHistories
 from kvrelay.decode_worker.live_requests import LiveRequests
 from kvrelay.decode_worker.pulls import Pulls
 from kvrelay.decode_worker.request import DecodeRequest, HandedOverRequest
@@ -23,6 +24,7 @@ from kvrelay.wire.hand_over import (
     Announce,
     Ask,
     Begun,
+    Done,
     Ended,
     FromPrefill,
     HandOverEnd,
@@ -40,6 +42,7 @@ class HandOvers:
         requests: finds requests by their streams, and ends them.
         pulls: reads what is announced.
         growth: learns if choices do not fit together.
+        histories: answers for what is lent.
     """
 
     def __init__(
@@ -48,11 +51,13 @@ class HandOvers:
         requests: LiveRequests,
         pulls: Pulls,
         growth: GrowthReserve,
+        histories: LentHistories,
     ) -> None:
         self._context = context
         self._requests = requests
         self._pulls = pulls
         self._growth = growth
+        self._histories = histories
 
     def receive(self, arrived: PeerMessage) -> None:
         """Take a message of a prefill worker, if its request still lives."""
@@ -74,6 +79,8 @@ class HandOvers:
                 request.hand_over.on_ask()
                 if request.trace is not None:
                     request.trace.begin(GRANT)
+            case Done():
+                self._histories.answer(request, message)
             case Begun():
                 request.hand_over.on_begun()
             case Announce():

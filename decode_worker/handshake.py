@@ -8,7 +8,6 @@ import grpc
 
 from kvrelay.kv_transfer.agent import TransferAgent
 from kvrelay.kv_transfer.errors import PeerRefusedError, TransferError
-from kvrelay.kv_transfer.peer_description import PeerDescription
 from kvrelay.kv_transfer.transport_probe import TransportProber
 from kvrelay.v1 import hand_over_pb2, hand_over_pb2_grpc
 from kvrelay.wire.load import PeerTransport
@@ -59,9 +58,7 @@ class Handshake:
             answer = await call.read()
         if answer is grpc.aio.EOF:
             raise TransferError(f"{incarnation} has not described its pools")
-        description = PeerDescription.read(AGENT.from_message(answer))
-        description.check(incarnation, self._agent.layouts, self._agent.model)
-        self._agent.add_peer(description)
+        self._agent.meet(incarnation, AGENT.from_message(answer))
 
     async def _measure(self, incarnation: str, call: grpc.aio.UnaryStreamCall) -> PeerTransport:
         """Measure while the call lives: it ends early only with the peer or its connection."""

@@ -18,7 +18,7 @@ from kvrelay.engine.scheduler.context import SchedulerContext
 from kvrelay.engine.scheduler.outbox import Sink
 from kvrelay.engine.scheduler.request_trace import PULL, RequestTrace
 from kvrelay.kv_transfer.checksums import locate
-from kvrelay.kv_transfer.pull import Pull, PullState
+from kvrelay.kv_transfer.pull import TIMEOUTS_A_READ, Pull, PullState
 from kvrelay.kv_transfer.transfers import Transfers
 from kvrelay.kv_transfer.verify_pages import VerifyPages, choose
 from kvrelay.net.spans import Attributes
@@ -26,9 +26,6 @@ from kvrelay.wire.hand_over import Announce, PageSum
 from kvrelay.wire.output import FailureReason
 
 logger = logging.getLogger(__name__)
-
-_TIMEOUTS_A_READ = 4
-"""A read may take so many times as long as a peer may be silent."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +73,7 @@ class Pulls:
         self._client = client
         self._inbox = inbox
         self._verify_pages = verify_pages
-        self._slowest = _TIMEOUTS_A_READ * timeout
+        self._slowest = TIMEOUTS_A_READ * timeout
 
     def read(self, request: HandedOverRequest, message: Announce) -> None:
         """Start to read the announced pages straight into the reserved ones."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -11,6 +12,8 @@ from kvrelay.engine.scheduler.running_batch import GeneratingRequest
 from kvrelay.kv_transfer.hand_over.decode_side import DecodeHandOver
 from kvrelay.kv_transfer.hand_over.states import DecodeState
 from kvrelay.kv_transfer.pull import Pull, PullState
+from kvrelay.wire.agent import AgentDescription
+from kvrelay.wire.hand_over import PageSum
 from kvrelay.wire.output import PhaseTimings
 from kvrelay.wire.progress import RequestPhase
 
@@ -26,6 +29,22 @@ _PHASES: Final = {
     DecodeState.READ: RequestPhase.READING,
     DecodeState.VALID: RequestPhase.READING,
 }
+
+
+@dataclass(frozen=True, slots=True)
+class AgentReadable:
+    """Prefill workers can read this one from now on."""
+
+    agent: AgentDescription
+
+
+@dataclass(frozen=True, slots=True)
+class LentHashed:
+    """The pages whose sums a prefill worker has sent, of a session, were hashed here, too."""
+
+    stream: HandOverStream
+    own: Sequence[PageSum]
+    theirs: Sequence[PageSum]
 
 
 @dataclass(eq=False, slots=True, kw_only=True)

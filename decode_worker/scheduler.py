@@ -19,9 +19,15 @@ from kvrelay.decode_worker.hand_over_stream import (
 )
 from kvrelay.decode_worker.hand_overs import HandOvers
 from kvrelay.decode_worker.heartbeats import Heartbeats
+from kvrelay.decode_worker.lent_histories import LentHistories
 from kvrelay.decode_worker.live_requests import LiveRequests
 from kvrelay.decode_worker.pulls import PagesHashed, PullEnded, Pulls
-from kvrelay.decode_worker.request import DecodeRequest, HandedOverRequest
+from kvrelay.decode_worker.request import (
+    AgentReadable,
+    DecodeRequest,
+    HandedOverRequest,
+    LentHashed,
+)
 from kvrelay.engine.config import WorkerConfig
 from kvrelay.engine.executor.step import Scheduled, StepOutput
 from kvrelay.engine.executor.stop import StopChecker
@@ -39,7 +45,9 @@ from kvrelay.wire.load import PeerTransport, WorkerLoad
 from kvrelay.wire.output import EndReason, RequestEnd
 from kvrelay.wire.progress import RequestProgress
 
-DecodeMessage: TypeAlias = PullEnded | PagesHashed | PeerMessage | StreamLost | PeerProbed
+DecodeMessage: TypeAlias = (
+    PullEnded | PagesHashed | PeerMessage | StreamLost | PeerProbed | AgentReadable | LentHashed
+)
 """What the decode scheduler takes beside the commands that every scheduler takes."""
 
 _COMPUTES_NO_PROMPTS = "this decode worker was started with --placement disaggregated"
@@ -75,7 +83,7 @@ class DecodeScheduler:
         context: SchedulerContext[DecodeRequest],
         agent: Transfers,
         client: Sink[OpenStream | ConnectAnew],
-        inbox: Mailbox[PullEnded | PagesHashed | Wake],
+        inbox: Mailbox[PullEnded | PagesHashed | AgentReadable | LentHashed | Wake],
         tokenizer: Tokenizer,
         config: WorkerConfig,
     ) -> None:
@@ -92,6 +100,16 @@ class DecodeScheduler:
         self._requests = LiveRequests(context, self._growth, config)
         self._running = self._requests.running
         self._steps = self._requests.steps
+        self._probes: dict[str, PeerTransport] = {}
+        """The latest of each prefill worker that lives."""
+        self._histories = LentHistories(
+            context,
+            self._requests,
+            agent,
+            inbox,
+            self._probes,
+            config.min_transfer_gigabytes_per_second * 1e9,
+        )
         self._grants = Grants(
             context,
             self._requests,
@@ -99,14 +117,15 @@ class DecodeScheduler:
             config.bypass_limit,
             config.grants_ahead,
             config.prefix_wait,
+            self._histories,
         )
         self._pulls = Pulls(
             context, self._requests, agent, client, inbox, config.verify_pages, timeout
         )
-        self._hand_overs = HandOvers(context, self._requests, self._pulls, self._growth)
+        self._hand_overs = HandOvers(
+            context, self._requests, self._pulls, self._growth, self._histories
+        )
         self.heartbeats = Heartbeats(context, self._requests, self._pulls, timeout)
-        self._probes: dict[str, PeerTransport] = {}
-        """The latest of each prefill worker that lives."""
         self._dead: deque[str] = deque(maxlen=MOST_DEAD)
         """Prefill workers of which a probe may still be reported, too late."""
 
@@ -120,6 +139,7 @@ class DecodeScheduler:
             self._context.release(request, Outcome.FAILED, refused)
             return
         if isinstance(request, HandedOverRequest):
+            self._histories.expect(request)
             self._context.outbox.put(self._client, OpenStream(request.stream))
         self._context.faults.reach(Phase.QUEUED, request.peer)
 
@@ -145,6 +165,10 @@ class DecodeScheduler:
                 self._hand_overs.receive(message)
             case StreamLost():
                 self._hand_overs.stream_lost(message)
+            case AgentReadable():
+                self._histories.readable(message)
+            case LentHashed():
+                self._histories.compare(message)
             case PeerProbed():
                 self._record_probe(message.transport)
             case _:
@@ -157,6 +181,7 @@ class DecodeScheduler:
     def admit(self) -> None:
         """Reserve memory for what prefill workers have asked for, and grant it."""
         self._grants.reserve_and_grant()
+        self._histories.serve()
 
     def schedule(self) -> Sequence[Scheduled[DecodeRequest]]:
         """Allocate the next token of all that generate, and chunks of prompts beside them."""
@@ -208,7 +233,7 @@ class DecodeScheduler:
         if probe.refusal and not (before and before.refusal):
             self._context.metrics.count(TRANSFER_REFUSALS)
         if probe.incarnation not in self._dead:
-            self._probes[probe.incarnation] = probe
+            self._probes[probe.incarnation] = self._histories.with_speed(probe)
 
     def _make(self, command: Submit) -> DecodeRequest:
         emitted = command.input_ids[command.prompt_len :]

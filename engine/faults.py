@@ -90,6 +90,8 @@ class Phase(StrEnum):
     """It has come, and holds nothing."""
     PREFILLING = "prefilling"
     """Prefill side: it has memory, and its first chunk is next."""
+    BORROWING = "borrowing"
+    """A session's pages were lent (decode side), or their read was ordered (prefill side)."""
     ANNOUNCED = "announced"
     """Pages were announced (prefill side), or their announcement has come (decode side)."""
     PULLING = "pulling"

@@ -33,6 +33,7 @@ from kvrelay.kv_transfer.spans import PoolLayout
 from kvrelay.kv_transfer.work_in_progress import WorkInProgress
 from kvrelay.mem_cache.geometry import Int64Array
 from kvrelay.mem_cache.pool import KVPool
+from kvrelay.wire.agent import AgentDescription
 from kvrelay.wire.hand_over import PageSum
 from kvrelay.wire.model_digest import NO_MODEL, ModelDigest
 
@@ -105,13 +106,30 @@ class TransferAgent:
         return self._hasher.work
 
     def describe(self) -> PeerDescription:
-        """What peers need in order to read this worker's pools."""
-        self._endpoints.is_readable = True
-        metadata = self._endpoints.current.metadata
+        """What peers need in order to read this worker's pools.
+
+        A worker that reads itself calls `make_readable` first.
+        """
+        metadata = self._endpoints.readable.metadata
         digest = hashlib.sha256(metadata).digest()
         return PeerDescription(
             self.incarnation, metadata, digest, self.layouts, self._scratch_layout, self.model
         )
+
+    def make_readable(self, on_ready: Callable[[AgentDescription], None]) -> None:
+        """Prepare to be read by peers; see `Transfers`."""
+        self.call_soon(lambda: self._make_readable(on_ready))
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of one page of each pool, together."""
+        return sum(layout.geometry.page_bytes for layout in self.layouts)
+
+    def meet(self, incarnation: str, plain: AgentDescription) -> None:
+        """Make a peer's pools readable, after a check of what it says; see `Transfers`."""
+        description = PeerDescription.read(plain)
+        description.check(incarnation, self.layouts, self.model)
+        self.add_peer(description)
 
     def call_soon(self, function: Callable[[], object]) -> None:
         """Have `function` called on the transfer thread, after the commands before it."""
@@ -274,6 +292,14 @@ class TransferAgent:
 
     def _close(self) -> None:
         self._closed = True
+
+    def _make_readable(self, on_ready: Callable[[AgentDescription], None]) -> None:
+        try:
+            self._endpoints.make_readable()
+        except Exception:  # NIXL's exceptions have no common base
+            logger.exception("could not make a NIXL agent that peers can read")
+            return
+        on_ready(self.describe().plain())
 
     def _change_serving(self, change: int) -> None:
         self._num_serving += change

@@ -27,7 +27,8 @@ class Endpoints:
     every byte that a READ brings is written on behalf of the local agent, so none comes when
     that one is destroyed. A replaced agent is kept until none of its reads is running.
 
-    An agent that peers may read from is never replaced: they know its memory.
+    An agent that peers may read from is never replaced: they know its memory. So it starts no
+    read: a worker that does both has two agents.
 
     Args:
         name: of the first agent; those that replace it have numbers.
@@ -43,6 +44,7 @@ class Endpoints:
     ) -> None:
         self._on_slow = on_slow
         self._name = name
+        self._pools = tuple(memory)
         self._memory = list(memory)
         self._num_made = 1
         self._replaced_at = -REPLACE_EVERY_S
@@ -50,13 +52,30 @@ class Endpoints:
         """Starts reads."""
         self.retired: list[NixlEndpoint] = []
         """Replaced, and not destroyed yet."""
-        self.is_readable = False
-        """Whether peers may know the current agent."""
+        self._readable: NixlEndpoint | None = None
+
+    @property
+    def readable(self) -> NixlEndpoint:
+        """The agent that peers may know: from the first use on it is always the same one."""
+        if self._readable is None:
+            self._readable = self.current
+        return self._readable
+
+    def make_readable(self) -> None:
+        """Make an agent that peers may know, if there is none and the current one reads."""
+        if self._readable is None and self.current.connected:
+            self._readable = self._make(self._pools)
 
     def make_progress(self) -> None:
         """Move the transfers of all agents on, those of peers with this worker included."""
-        for endpoint in (self.current, *self.retired):
+        for endpoint in self._all():
             endpoint.make_progress()
+
+    def _all(self) -> list[NixlEndpoint]:
+        own = [self.current, *self.retired]
+        if self._readable is not None and self._readable is not self.current:
+            own.append(self._readable)
+        return own
 
     def register(self, memory: PoolLayout) -> bool:
         """Let transfers of this worker write to more memory. Peers cannot read it.
@@ -83,7 +102,7 @@ class Endpoints:
     def disconnect(self, peer: str) -> None:
         """Let all agents forget a peer."""
         with self._on_slow():
-            for endpoint in (self.current, *self.retired):
+            for endpoint in self._all():
                 endpoint.disconnect(peer)
 
     def disconnect_current(self, peer: str) -> None:
@@ -92,7 +111,9 @@ class Endpoints:
             self.current.disconnect(peer)
 
     def connect(self, peer: PeerDescription) -> None:
-        """Let the current agent know a peer. Raises NIXL's exceptions."""
+        """Let the agent that starts reads know a peer. Raises NIXL's exceptions."""
+        if self.current is self._readable:
+            self.current = self._make(self._memory)
         with self._on_slow():
             self.current.connect(peer)
 
@@ -105,21 +126,26 @@ class Endpoints:
         """Make a new agent for the reads that start from now on; it knows no peer yet.
 
         Returns:
-            whether it was made: not if the last one is young, or peers may read from it.
+            whether it was made: not if the last one is young, or peers may know it.
         """
         now = time.monotonic()
-        if self.is_readable or now - self._replaced_at < REPLACE_EVERY_S:
+        if self.current is self._readable or now - self._replaced_at < REPLACE_EVERY_S:
             return False
         self._replaced_at = now
         try:
-            with self._on_slow():
-                new = NixlEndpoint(f"{self._name}/{self._num_made}", self._memory)
+            new = self._make(self._memory)
         except Exception:  # NIXL's exceptions have no common base
             logger.exception("could not make a new NIXL agent")
             return False
-        self._num_made += 1
         self.retired.append(self.current)
         self.current = new
         seconds = time.monotonic() - now
         logger.warning("reads have failed: a new NIXL agent was made in %.2f s", seconds)
         return True
+
+    def _make(self, memory: Sequence[PoolLayout]) -> NixlEndpoint:
+        """Another agent of this worker. Raises NIXL's exceptions."""
+        with self._on_slow():
+            new = NixlEndpoint(f"{self._name}/{self._num_made}", memory)
+        self._num_made += 1
+        return new

@@ -77,7 +77,9 @@ class NixlEndpoint:
 
         logging.getLogger("nixl").setLevel(logging.WARNING)
         self._is_on_gpu = memory[0].memory_type == "VRAM"
-        self._connected: set[str] = set()
+        self._connected: dict[
+            str, str
+        ] = {}  # NIXL's names of agents, by their workers' incarnations
         self._dying: weakref.ReferenceType[Any] | None = None
         self._agent: Any = nixl_agent(name, nixl_agent_config(enable_prog_thread=False))
         regions = list(map(_region, memory))
@@ -97,7 +99,7 @@ class NixlEndpoint:
 
     @property
     def connected(self) -> tuple[str, ...]:
-        """The names of the peers that are connected."""
+        """The incarnations of the peers that are connected."""
         return tuple(self._connected)
 
     def knows(self, name: str) -> bool:
@@ -106,8 +108,7 @@ class NixlEndpoint:
 
     def connect(self, peer: PeerDescription) -> None:
         """Make a peer's memory known. Check the description first: its bytes are untrusted."""
-        self._agent.add_remote_agent(peer.metadata)
-        self._connected.add(peer.incarnation)
+        self._connected[peer.incarnation] = self._agent.add_remote_agent(peer.metadata)
 
     def disconnect(self, name: str) -> None:
         """Forget a peer's memory, if it is known. Connections stay until the agent is destroyed.
@@ -117,8 +118,8 @@ class NixlEndpoint:
         if name in self._connected:
             if self._agent is None:
                 raise RuntimeError("the NIXL agent is still in use")
-            self._agent.remove_remote_agent(name)
-            self._connected.remove(name)
+            self._agent.remove_remote_agent(self._connected[name])
+            del self._connected[name]
 
     def destroy(self) -> bool:
         """Destroy the agent, whose transfers are all released. No peer may know its memory.
@@ -146,13 +147,13 @@ class NixlEndpoint:
             spans: what to copy.
             local: any pool of this worker: all are in memory of one kind.
             remote: any pool of the peer.
-            to: the peer's name.
+            to: the peer's incarnation.
         """
         handle = self._agent.initialize_xfer(
             operation,
             self._descriptors(spans.local, spans.lengths, local),
             self._descriptors(spans.remote, spans.lengths, remote),
-            to,
+            self._connected[to],
             b"",
         )
         return NixlTransfer(self._agent, handle)

@@ -111,8 +111,7 @@ class Peers:
 
     def _connect(self, peer: PeerDescription) -> bool:
         """Let the current agent know a peer; returns whether it does."""
-        endpoint = self._endpoints.current
-        if not endpoint.knows(peer.incarnation):
+        if not self._endpoints.current.knows(peer.incarnation):
             try:
                 self._endpoints.connect(peer)
             except Exception:  # NIXL's exceptions have no common base

@@ -10,6 +10,9 @@ from typing import Final
 from kvrelay.mem_cache.fence import FenceKind
 from kvrelay.mem_cache.geometry import Int64Array
 
+TIMEOUTS_A_READ: Final = 4
+"""A read may take so many times as long as a peer may be silent."""
+
 
 class PullState(Enum):
     """Where a pull is in its life."""

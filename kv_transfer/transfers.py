@@ -8,6 +8,7 @@ from typing import Final, Protocol
 from kvrelay.kv_transfer.checksums import LocalPage
 from kvrelay.kv_transfer.pull import Pull
 from kvrelay.mem_cache.geometry import Int64Array
+from kvrelay.wire.agent import AgentDescription
 from kvrelay.wire.hand_over import PageSum
 
 MOST_DEAD: Final = 1000
@@ -62,6 +63,35 @@ class Transfers(Protocol):
 
         Bytes that the peer had sent before may still arrive. The fences of its pulls pass once
         each has ended, or was given up, and the connections to the peer are closed.
+        """
+        ...
+
+    def reconnect(self, incarnation: str) -> None:
+        """Connect anew to a peer, if reads from it have failed: fences of those pass then."""
+        ...
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of one page of each pool, together."""
+        ...
+
+    def meet(self, incarnation: str, plain: AgentDescription) -> None:
+        """Make a peer's pools readable; reads that are ordered from now on may name it.
+
+        Args:
+            incarnation: the worker that is meant.
+            plain: what it says of its pools.
+
+        Raises:
+            PeerRefusedError: the description is another worker's, or was changed, or its model or
+                its pages do not fit this worker's.
+        """
+        ...
+
+    def make_readable(self, on_ready: Callable[[AgentDescription], None]) -> None:
+        """Prepare to be read by peers, though this worker reads itself.
+
+        `on_ready` is called on another thread with what peers need; never if that is not possible.
         """
         ...
 

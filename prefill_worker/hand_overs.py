@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import logging
 import time
-from collections.abc import Sequence
 from typing import assert_never
 
 from kvrelay.engine.scheduler.commands import Dropped, Mailbox
@@ -13,10 +11,14 @@ from kvrelay.engine.scheduler.periodic_check import CHECKS_IN_TIMEOUT, PeriodicC
 from kvrelay.kv_transfer.checksums import locate
 from kvrelay.kv_transfer.errors import ProtocolError
 from kvrelay.kv_transfer.transfers import Transfers
+from kvrelay.kv_transfer.verify_pages import count_mismatches
 from kvrelay.mem_cache.release import Outcome
+from kvrelay.prefill_worker.histories import Histories
 from kvrelay.prefill_worker.prompt_queue import PromptQueue
 from kvrelay.prefill_worker.request import (
     HandOverStream,
+    HistoryHashed,
+    HistoryRead,
     PagesHashed,
     PrefillMessage,
     PrefillRequest,
@@ -33,12 +35,10 @@ from kvrelay.wire.hand_over import (
     HandOverEnd,
     Heartbeat,
     Held,
-    PageSum,
+    Released,
 )
 from kvrelay.wire.output import EndReason, FailureReason, RequestEnd
 from kvrelay.wire.request import RequestKey
-
-logger = logging.getLogger(__name__)
 
 
 class HandOvers:
@@ -52,6 +52,7 @@ class HandOvers:
         agent: hashes pages that are compared.
         inbox: where the hashes arrive.
         timeout: seconds after which a silent decode worker is given up.
+        histories: reads what decode workers lend.
     """
 
     def __init__(
@@ -61,12 +62,14 @@ class HandOvers:
         agent: Transfers,
         inbox: Mailbox[PagesHashed],
         timeout: float,
+        histories: Histories,
     ) -> None:
         self._context = context
         self._queue = queue
         self._agent = agent
         self._inbox = inbox
         self._timeout = timeout
+        self._histories = histories
         self.check = PeriodicCheck(timeout / CHECKS_IN_TIMEOUT)
         """When silent decode workers are looked for next."""
         # Streams whose submission has not arrived yet: either may be first.
@@ -91,6 +94,10 @@ class HandOvers:
                 self._receive(message)
             case PagesHashed():
                 self._compare(message)
+            case HistoryRead():
+                self._histories.read(message, self._request_of(message.stream))
+            case HistoryHashed():
+                self._histories.hashed(message, self._request_of(message.stream))
             case StreamClosed():
                 self._end_stream(message.stream, HandOverEnd.ABORTED, "the decode worker left")
             case _:
@@ -107,6 +114,7 @@ class HandOvers:
         now = time.monotonic()
         if not self.check.is_due(now):
             return
+        self._histories.fail_stuck()
         for stream in self.streams:
             if now - stream.sequencer.heard_at > self._timeout:
                 error = f"the decode worker was silent for {self._timeout:g} s"
@@ -155,6 +163,9 @@ class HandOvers:
                 request.hand_over.on_held()
             case Grant():
                 self._queue.take_grant(request)
+                self._histories.take(request, message)
+            case Released():
+                self._histories.released(request, message)
             case Done():
                 self._all_read(request, stream, message)
             case _:
@@ -182,7 +193,7 @@ class HandOvers:
         request = self._request_of(hashed.stream)
         if request is None:
             return
-        mismatches = _count_mismatches(hashed.own, hashed.theirs)
+        mismatches = count_mismatches(hashed.own, hashed.theirs)
         send(self._context, request, request.hand_over.on_verified(mismatches))
         # It may be what was computed here that is wrong: nobody is to find it.
         self._queue.release(request, Outcome.FAILED if mismatches else Outcome.HANDED_OVER)
@@ -199,12 +210,3 @@ class HandOvers:
         """The live request that the stream belongs to."""
         request = self._context.requests.get(stream.key)
         return request if request is not None and request.stream is stream else None
-
-
-def _count_mismatches(own: Sequence[PageSum], theirs: Sequence[PageSum]) -> int:
-    """Pages that differ; both sides name them in the same order."""
-    differ = [mine.place for mine, other in zip(own, theirs, strict=True) if mine != other]
-    if differ:
-        pages = ", ".join(f"page {page} of pool {pool}" for pool, page in differ)
-        logger.error("a decode worker has read other bytes than were computed: %s", pages)
-    return len(differ)

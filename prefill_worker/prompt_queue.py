@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from kvrelay.engine.faults import Phase
 from kvrelay.engine.scheduler.admission import admit_in_turn
@@ -26,7 +26,9 @@ ASK_AHEAD = 4
 turn to compute. Those do not count that the decode worker has ever let wait for others, even if
 they wait for memory by now: it bounds how many these are, and they hold nothing.
 `--grants-ahead` bounds what a decode worker grants to all that ask."""
-_HOLDS_GRANT = (PrefillState.ASKED, PrefillState.GRANTED)
+_HOLDS_GRANT = (
+    PrefillState.ASKED, PrefillState.GRANTED, PrefillState.LOADING, PrefillState.LOADED
+)  # fmt: skip
 
 
 class PromptQueue:
@@ -41,6 +43,8 @@ class PromptQueue:
         bypass_limit: later requests that may pass one that does not fit.
         publish: give chunks to the prefix index as they are computed.
         prefix_wait: seconds without progress for which a request waits for another's prefix.
+        begin_load: starts to read what a request's decode worker has of it; `False` if nothing
+            is to be read: it is computed at once.
     """
 
     def __init__(
@@ -51,6 +55,7 @@ class PromptQueue:
         *,
         publish: bool,
         prefix_wait: float,
+        begin_load: Callable[[PrefillRequest], bool],
     ) -> None:
         self._context = context
         self._agent = agent
@@ -64,6 +69,7 @@ class PromptQueue:
         )
         self._loads = TierLoads(context)
         self._publish = publish
+        self._begin_load = begin_load
         self._waiting: list[PrefillRequest] = []
         self.computing: ComputingPrompts[PrefillRequest] = ComputingPrompts(
             context, publish=publish
@@ -82,17 +88,29 @@ class PromptQueue:
     def reserve_granted(self) -> None:
         """Reserve memory for the requests that were granted, in turn, and announce cached pages."""
         granted = [r for r in self._waiting if r.hand_over.state is PrefillState.GRANTED]
-        kv_cache, reserve = self._context.kv_cache, self.computing.reserve_and_add
 
         def must_wait(request: PrefillRequest) -> bool:
             return self._loads.must_wait(request, request.reusable_len)
 
         for request in admit_in_turn(
-            kv_cache, granted, reserve, self._bypass_limit, must_wait=must_wait
+            self._context.kv_cache,
+            granted,
+            self._reserve,
+            self._bypass_limit,
+            must_wait=must_wait,
         ):
             self._waiting.remove(request)
-            self._context.faults.reach(Phase.PREFILLING, request.decode_incarnation)
-            self.announce_written_pages(request)
+            if not self._begin_load(request):
+                self.compute(request)
+
+    def compute(self, request: PrefillRequest) -> None:
+        """Compute what is not here of a request that has memory, and announce what is."""
+        self.computing.add(request)
+        self._context.faults.reach(Phase.PREFILLING, request.decode_incarnation)
+        self.announce_written_pages(request)
+
+    def _reserve(self, request: PrefillRequest) -> bool:
+        return self._context.reserve(request, request.reusable_len)
 
     def ask_for_grants(self) -> None:
         """Ask the decode workers of the next requests to reserve memory; of each a few ahead.
@@ -170,7 +188,8 @@ class PromptQueue:
         if request.announced:
             self._agent.end_serving()
         timings = run.timings() if run else NO_TIMINGS
-        self._context.release(request, outcome, end, timings=timings)
+        fences = () if request.load is None else (request.load.pull,)
+        self._context.release(request, outcome, end, timings=timings, fences=fences)
 
 
 def _leads_for(leader: PrefillRequest, request: PrefillRequest) -> bool:

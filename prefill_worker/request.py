@@ -12,7 +12,8 @@ from kvrelay.engine.scheduler.request import Request
 from kvrelay.kv_transfer.hand_over.prefill_side import PrefillHandOver
 from kvrelay.kv_transfer.hand_over.sequencer import Sequencer
 from kvrelay.kv_transfer.hand_over.states import PrefillState
-from kvrelay.wire.hand_over import FromDecode, FromPrefill, PageSum, Sequenced
+from kvrelay.kv_transfer.pull import Pull
+from kvrelay.wire.hand_over import FromDecode, FromPrefill, History, PageSum, Sequenced
 from kvrelay.wire.request import RequestKey
 
 
@@ -51,6 +52,34 @@ class PagesHashed:
 
 
 @dataclass(frozen=True, slots=True)
+class HistoryRead:
+    """A read of what the decode worker has of a request's prompt has ended, well or not."""
+
+    stream: HandOverStream
+    pull: Pull
+
+
+@dataclass(frozen=True, slots=True)
+class HistoryHashed:
+    """What was read of it, and is to be compared, was hashed."""
+
+    stream: HandOverStream
+    sums: tuple[PageSum, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class HistoryLoad:
+    """The read of one request's history."""
+
+    pull: Pull
+    first_page: int
+    """Of the prompt, that is read; those before it are in the prefix index."""
+    end_page: int
+    begun: float
+    """By `time.monotonic`."""
+
+
+@dataclass(frozen=True, slots=True)
 class StreamClosed:
     """The stream has ended, and with it the lease on the request's pages."""
 
@@ -59,7 +88,7 @@ class StreamClosed:
 
 StreamEvent: TypeAlias = StreamOpened | StreamMessage | StreamClosed
 """What the carrier of the streams posts."""
-PrefillMessage: TypeAlias = StreamEvent | PagesHashed
+PrefillMessage: TypeAlias = StreamEvent | PagesHashed | HistoryRead | HistoryHashed
 """What the prefill scheduler takes beside the commands that every scheduler takes."""
 
 
@@ -71,6 +100,15 @@ class PrefillRequest(Request):
     stream: HandOverStream | None = None
     announced: bool = False
     """Its decode worker may read pages of it."""
+    history: History | None = None
+    """What its decode worker lends of it."""
+    load: HistoryLoad | None = None
+    """The read of that, ended or not: it fences its pages."""
+
+    @property
+    def is_loading(self) -> bool:
+        """Whether what its decode worker lends is being read, or was and is not confirmed."""
+        return self.hand_over.state in (PrefillState.LOADING, PrefillState.LOADED)
 
     @property
     def can_ask(self) -> bool:

@@ -11,7 +11,7 @@ from kvrelay.engine.config import WorkerConfig
 from kvrelay.engine.executor.step import Scheduled, StepOutput
 from kvrelay.engine.executor.stop import StopChecker
 from kvrelay.engine.faults import Phase
-from kvrelay.engine.scheduler.commands import Cancel, Mailbox, Submit
+from kvrelay.engine.scheduler.commands import Cancel, Mailbox, Submit, Wake
 from kvrelay.engine.scheduler.context import SchedulerContext
 from kvrelay.engine.scheduler.prompts import PromptRun
 from kvrelay.engine.scheduler.suspects import Turns, alone_until, failed_end
@@ -21,17 +21,26 @@ from kvrelay.kv_transfer.transfers import Transfers
 from kvrelay.kv_transfer.verify_pages import VerifyPages
 from kvrelay.mem_cache.release import Outcome
 from kvrelay.prefill_worker.hand_overs import HandOvers
+from kvrelay.prefill_worker.histories import Histories
 from kvrelay.prefill_worker.prompt_queue import PromptQueue
-from kvrelay.prefill_worker.request import PagesHashed, PrefillMessage, PrefillRequest
+from kvrelay.prefill_worker.request import (
+    HistoryHashed,
+    HistoryRead,
+    PagesHashed,
+    PrefillMessage,
+    PrefillRequest,
+)
 from kvrelay.prefill_worker.sending import send
 from kvrelay.wire.hand_over import FirstToken, HandOverEnd
 from kvrelay.wire.load import WorkerLoad
-from kvrelay.wire.output import EndReason, RequestEnd, SampledToken
+from kvrelay.wire.output import EndReason, FailureReason, RequestEnd, SampledToken
 from kvrelay.wire.progress import RequestPhase, RequestProgress
 
 _PHASES: Final = {
     PrefillState.ASKED: RequestPhase.ASKED,
     PrefillState.GRANTED: RequestPhase.GRANTED,
+    PrefillState.LOADING: RequestPhase.READING,
+    PrefillState.LOADED: RequestPhase.READING,
     PrefillState.ANNOUNCED: RequestPhase.ANNOUNCED,
     PrefillState.VERIFYING: RequestPhase.ANNOUNCED,
 }
@@ -50,7 +59,7 @@ class PrefillScheduler:
     Args:
         context: the worker's memory, requests and outputs.
         agent: makes progress for peers' reads while there may be any.
-        inbox: where hashes of pages arrive.
+        inbox: where reads and hashes of pages report their end.
         tokenizer: for stop strings.
         config: the token budget of a step, and how many may pass one that does not fit.
     """
@@ -59,7 +68,7 @@ class PrefillScheduler:
         self,
         context: SchedulerContext[PrefillRequest],
         agent: Transfers,
-        inbox: Mailbox[PagesHashed],
+        inbox: Mailbox[PagesHashed | HistoryRead | HistoryHashed | Wake],
         tokenizer: Tokenizer,
         config: WorkerConfig,
     ) -> None:
@@ -77,8 +86,22 @@ class PrefillScheduler:
             config.bypass_limit,
             publish=publish,
             prefix_wait=config.prefix_wait,
+            begin_load=lambda request: self._histories.begin(request),
         )
-        self.hand_overs = HandOvers(context, self._queue, agent, inbox, config.worker_timeout)
+        self._histories = Histories(
+            context,
+            agent,
+            inbox,
+            config.verify_pages,
+            config.worker_timeout,
+            self._queue.compute,
+            self._fail_for,
+        )
+        self._agent = agent
+        agent.watch_fences(lambda: inbox.post(Wake()))
+        self.hand_overs = HandOvers(
+            context, self._queue, agent, inbox, config.worker_timeout, self._histories
+        )
 
     def submit(self, command: Submit) -> None:
         """Let a new request wait, for a grant of its decode worker and then for memory here."""
@@ -102,7 +125,9 @@ class PrefillScheduler:
             self._queue.end_early(request, HandOverEnd.ABORTED, RequestEnd(EndReason.ABORTED))
 
     def peer_died(self, incarnation: str) -> None:
-        """End the requests of a dead decode worker."""
+        """End the requests of a dead decode worker, and let fences on reads from it pass."""
+        self._agent.confirm_death(incarnation)
+        self._histories.forget(incarnation)
         self.hand_overs.end_streams_of(incarnation)
 
     def handle(self, message: PrefillMessage) -> None:
@@ -152,7 +177,12 @@ class PrefillScheduler:
         """Count requests and prompt tokens that wait."""
         waiting = self._queue.waiting
         uncached = {r: r.input_len - r.expected_cached_len for r in waiting}
-        prompts = uncached | self._queue.computing.tokens_left
+        loading = {
+            r: r.input_len - r.load.end_page * self._page_size
+            for r in self._context.requests.values()
+            if r.load is not None and r.is_loading
+        }
+        prompts = uncached | loading | self._queue.computing.tokens_left
         return self._context.measure_load(
             waiting_requests=len(waiting), waiting_tokens=sum(prompts.values()), prompts=prompts
         )
@@ -170,6 +200,11 @@ class PrefillScheduler:
                 phase = RequestPhase.COMPUTING
             attempt = request.key.attempt
             yield request, RequestProgress(attempt, phase, pages, written, announced)
+
+    def _fail_for(self, request: PrefillRequest, cause: FailureReason, error: str) -> None:
+        """End a request for a cause that another attempt may not meet."""
+        failed = RequestEnd(EndReason.FAILED, error=error, cause=cause)
+        self._queue.end_early(request, HandOverEnd.FAILED, failed)
 
     def _complete(self, request: PrefillRequest, tokens: Sequence[SampledToken]) -> None:
         """The prompt is computed: emit the first tokens, and announce the rest of the pages.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvrelay.router.demand import Demand
 from kvrelay.router.discovery import Discovery
@@ -176,8 +176,9 @@ class Fleet:
         if (avoided := self._avoided(demand, prefill, decode)) is not None:
             by_decode = avoided is WorkerRole.PREFILL
             return Placement(decode, None if by_decode else prefill, Reason.SUSPECT)
-        sides = self._side(prefill, demand), self._side(decode, demand)
-        decision = decide(demand.input_tokens, *sides, self._itl_target)
+        borrower = _lent(self._side(prefill, demand), prefill, decode, demand)
+        here = self._side(decode, demand)
+        decision = decide(demand.input_tokens, borrower, here, self._itl_target)
         return Placement(decode, None if decision.by_decode else prefill, decision.reason)
 
     @staticmethod
@@ -258,3 +259,13 @@ class Fleet:
 
 def _takes_requests(link: WorkerLink) -> bool:
     return link.ready and not link.draining and not link.refusal
+
+
+def _lent(side: Side, prefill: WorkerLink, decode: WorkerLink, demand: Demand) -> Side:
+    """A prefill worker that may read from a decode worker what that one's session has."""
+    kept, incarnation = demand.kept_on(decode.endpoint.incarnation), prefill.endpoint.incarnation
+    speeds = {one.incarnation: one.lent_tokens_per_second for one in decode.load.peers}
+    speed = speeds.get(incarnation, 0.0)
+    if not speed or prefill.endpoint.role in demand.in_full_on:
+        return side
+    return replace(side, lent_tokens=kept, lent_seconds=(kept - side.cached_tokens) / speed)

@@ -42,6 +42,10 @@ class Side:
     """Of the prompt, that its prefix index is expected to have."""
     num_requests: int = 0
     """That it has, running or waiting."""
+    lent_tokens: int = 0
+    """Of the prompt, that it may read from the other one, whose session has them."""
+    lent_seconds: float = 0.0
+    """Expected for reading them."""
 
     @property
     def backlog_tokens(self) -> float:
@@ -74,7 +78,8 @@ def decide(tokens: int, prefill: Side, decode: Side, itl_target: float | None = 
 
     Args:
         tokens: of the input, one or more.
-        prefill: the prefill worker that would be chosen.
+        prefill: the prefill worker that would be chosen; it reads what it may be lent, if that is
+            sooner than computing it.
         decode: the decode worker that generates in any case.
         itl_target: seconds that a step with prompts may take beside requests that generate;
             None: as follows from the speeds.
@@ -86,6 +91,11 @@ def decide(tokens: int, prefill: Side, decode: Side, itl_target: float | None = 
         fewer = decode.backlog_tokens < prefill.backlog_tokens
         return Decision(is_idle or fewer, Reason.IDLE if is_idle else Reason.UNKNOWN)
     there = _seconds(tokens, prefill, there_speeds)
+    if prefill.lent_tokens > prefill.cached_tokens:
+        borrower = replace(prefill, cached_tokens=prefill.lent_tokens)
+        seconds = prefill.lent_seconds + _seconds(tokens, borrower, there_speeds)
+        if seconds < there:
+            prefill, there = borrower, seconds
     if is_idle:
         by_decode = _seconds(tokens, decode, here_speeds) <= _HAND_OVER_WORTH * there
         return Decision(by_decode, Reason.IDLE if by_decode else Reason.SOONER)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Generic, NamedTuple, TypeVar
 
+from kvrelay.wire.agent import AgentDescription
 from kvrelay.wire.request import RequestKey
 
 
@@ -38,11 +39,6 @@ class Ask:
 
 
 @dataclass(frozen=True, slots=True)
-class Grant:
-    """The whole prompt is reserved."""
-
-
-@dataclass(frozen=True, slots=True)
 class PageRun:
     """Pages of one pool that follow each other in a request's page table."""
 
@@ -58,6 +54,25 @@ class PageRun:
         """What is left of it without the pages before `page`."""
         cut = min(max(0, page - self.first_page), len(self.page_ids))
         return PageRun(self.first_page + cut, self.page_ids[cut:])
+
+
+@dataclass(frozen=True, slots=True)
+class History:
+    """What the decode side keeps of the prompt for its session: it may be read from there."""
+
+    runs: tuple[PageRun, ...]
+    """Whole pages whose KV has settled, from the prompt's first on; a run for each pool."""
+    agent: AgentDescription
+    """How they are read."""
+    bytes_per_second: float
+    """At which the decode side has written to the prefill side; 0: not measured."""
+
+
+@dataclass(frozen=True, slots=True)
+class Grant:
+    """The whole prompt is reserved."""
+
+    history: History | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +122,7 @@ class PageSum:
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """Every announced page was read."""
+    """Every announced page was read; from the prefill side: all that it needs of the history."""
 
     sums: tuple[PageSum, ...] = ()
     """Of what was read: to be compared with what was announced."""
@@ -145,8 +160,8 @@ class Heartbeat:
     """Shows that its sender is alive. It carries the number of the message before it."""
 
 
-FromDecode = Grant | Done | Heartbeat | Held
-FromPrefill = Ask | Announce | Released | Ended | Heartbeat | Begun
+FromDecode = Grant | Done | Heartbeat | Held | Released
+FromPrefill = Ask | Announce | Released | Ended | Heartbeat | Begun | Done
 MessageT_co = TypeVar("MessageT_co", covariant=True)
 
 

@@ -62,7 +62,9 @@ class PeerTransport:
     read_bytes_per_second: float = 0.0
     """From the peer, in pieces of the pool's real size."""
     write_bytes_per_second: float = 0.0
-    """To the peer, where no KV goes."""
+    """To the peer: what it reads of sessions goes this way."""
+    lent_tokens_per_second: float = 0.0
+    """Tokens of sessions that the peer reads from here; 0: none are lent."""
     refusal: str = ""
     """Why nothing is read from the peer; empty if it is."""
 

@@ -96,6 +96,13 @@ SESSION_TURNS: Final = METRICS.counter(
     "not (opened)",
     "start",
 )
+HISTORY_READS: Final = METRICS.counter(
+    "kvrelay_history_reads_total",
+    "Sessions that decode workers have lent to this prefill worker for a turn, by outcome: read "
+    "and found right (valid), computed because it has them, or is expected to compute them sooner "
+    "(not_needed), or failed",
+    "outcome",
+)
 SESSION_ENDS: Final = METRICS.counter(
     "kvrelay_session_ends_total",
     "Sessions whose KV was given up, by why: the router said so (forgotten), others needed the "

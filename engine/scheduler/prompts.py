@@ -99,6 +99,11 @@ class ComputingPrompts(Generic[RequestT]):
         """
         if not self._context.reserve(request, request.reusable_len, headroom):
             return False
+        self.add(request)
+        return True
+
+    def add(self, request: RequestT) -> None:
+        """Compute from now on what the lease of a request has not committed of its input."""
         request.progressed_at = time.monotonic()
         request.kv_written_len = request.held.kv_committed_len
         token_state = request.make_token_state(request.choices)
@@ -106,7 +111,6 @@ class ComputingPrompts(Generic[RequestT]):
         cached = min(request.kv_written_len, len(request.prompt_ids))
         left = _tokens_left(request)
         self._runs[request] = PromptRun(token_state, cached, left, queued)
-        return True
 
     def remove(self, request: RequestT) -> PromptRun | None:
         """Compute no more of a request; its memory stays. None if it was not being computed."""

@@ -13,6 +13,7 @@ from kvrelay.wire.hand_over import (
     FirstToken,
     Grant,
     Held,
+    History,
     PageRun,
     PageSum,
     Place,
@@ -39,6 +40,7 @@ class DecodeHandOver:
         self.begun = False
         """The prefill side computes the prompt, or has announced some of it."""
         self._was_held = False
+        self._is_lent = False
         self.first_tokens: tuple[FirstToken, ...] = ()
         """One for each output; empty until the last announcement."""
         self.num_compared = 0
@@ -74,15 +76,44 @@ class DecodeHandOver:
         told, self._was_held = self._was_held, True
         return None if told else Held()
 
-    def grant(self, missing: Sequence[int]) -> Grant:
+    def grant(self, missing: Sequence[int], history: History | None = None) -> Grant:
         """Tell the prefill side that the whole prompt is reserved here.
 
         Args:
             missing: for each pool the first page that is to be read.
+            history: what the prefill side may read from here.
         """
         self._step("grant")
         self._announced = AnnouncedPages(self._prompt_pages, self._windowed, missing)
-        return Grant()
+        self._is_lent = history is not None
+        return Grant(history)
+
+    @property
+    def is_lent(self) -> bool:
+        """Whether the prefill side may read pages from here."""
+        return self._is_lent and self.state is DecodeState.GRANTED and not self.begun
+
+    def on_loaded(self, message: Done) -> Released | None:
+        """The prefill side has read what it was lent. Returns the verdict, which is this side's.
+
+        `None` if the message has checksums: compare them and call `on_load_verified`.
+        """
+        if not self.is_lent:
+            raise ProtocolError("pages were read that are not lent")
+        self._step("loaded")
+        if message.sums:
+            return None
+        self._is_lent = False
+        return Released(valid=True)
+
+    def on_load_verified(self, mismatches: int) -> Released:
+        """The prefill side's checksums were compared. Returns the verdict.
+
+        Args:
+            mismatches: pages whose sums differ.
+        """
+        self._is_lent = False
+        return Released(valid=not mismatches, mismatches=mismatches)
 
     def on_begun(self) -> None:
         """The prefill side computes the prompt's first chunk."""

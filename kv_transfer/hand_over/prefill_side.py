@@ -14,6 +14,7 @@ from kvrelay.wire.hand_over import (
     FirstToken,
     HandOverEnd,
     PageRun,
+    PageSum,
     Released,
 )
 
@@ -63,6 +64,25 @@ class PrefillHandOver:
         """The decode side has reserved the prompt."""
         self._step("grant")
         self.is_held = False
+
+    def load(self) -> None:
+        """What the decode side has of the prompt is being read; nothing was announced yet."""
+        assert not self._announced_pages, "what is announced cannot be read"
+        self._step("load")
+
+    def loaded(self, sums: Sequence[PageSum] = ()) -> Done:
+        """Tell the decode side that it was read.
+
+        Args:
+            sums: checksums of the pages that are to be compared.
+        """
+        self._step("loaded")
+        return Done(tuple(sums))
+
+    def on_load_released(self, message: Released) -> bool:
+        """The decode side has answered. Returns whether what was read may be used."""
+        self._step("load_released" if message.valid else "load_released_as_invalid")
+        return message.valid
 
     def begin(self) -> Begun | None:
         """The first chunk is being computed. `None` if the decode side knows, or may guess."""

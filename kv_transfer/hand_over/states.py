@@ -10,12 +10,18 @@ announced untouched exactly while the stream lives.
     QUEUED     --- Ask ------------------------>  OPEN -> ASKED
     ASKED      <-- Held ------------------------  ASKED     (waits for another request)
     ASKED      <-- Grant -----------------------  GRANTED   (whole prompt reserved)
+    LOADING                                               (reads the history, if there is one)
+    LOADED     --- Done (sums of pages) ------->  GRANTED   (has held it all along)
+    GRANTED    <-- Released(valid) -------------  GRANTED
     GRANTED    --- Begun ---------------------->  GRANTED   (the first chunk is computed)
     GRANTED    --- Announce (pages of a chunk) >  GRANTED   (reads them)
     ANNOUNCED  --- Announce (.., first token) ->  ANNOUNCED (reads the rest)
                <-- Done (sums of pages) --------  READ      (every read ended well)
     VERIFYING                                               (only if there are sums)
     RELEASED   --- Released(valid) ------------>  VALID     (may be activated)
+
+The history is what a session has on the decode side (`docs/architecture/sessions.md`): the grant
+lends it, and the hand-over goes the other way first, with the same words.
 
 `Held` comes only if the grant has to wait for the prefix of another request, `Begun` only if
 nothing was announced before.
@@ -45,6 +51,10 @@ class PrefillState(Enum):
     """Waits for the decode side's memory."""
     GRANTED = auto()
     """May compute and announce."""
+    LOADING = auto()
+    """Reads what the decode side has of the prompt."""
+    LOADED = auto()
+    """Has read it; waits for the verdict."""
     ANNOUNCED = auto()
     """Everything is announced; the decode side reads."""
     VERIFYING = auto()
@@ -59,6 +69,10 @@ PREFILL_STEPS: Final = {
     "ask": {PrefillState.QUEUED: PrefillState.ASKED},
     "held": {PrefillState.ASKED: PrefillState.ASKED},
     "grant": {PrefillState.ASKED: PrefillState.GRANTED},
+    "load": {PrefillState.GRANTED: PrefillState.LOADING},
+    "loaded": {PrefillState.LOADING: PrefillState.LOADED},
+    "load_released": {PrefillState.LOADED: PrefillState.GRANTED},
+    "load_released_as_invalid": {PrefillState.LOADED: PrefillState.LOADED},
     "begin": {PrefillState.GRANTED: PrefillState.GRANTED},
     "announce": {PrefillState.GRANTED: PrefillState.GRANTED},
     "announce_last": {PrefillState.GRANTED: PrefillState.ANNOUNCED},
@@ -92,6 +106,7 @@ DECODE_STEPS: Final = {
     "ask": {DecodeState.OPEN: DecodeState.ASKED},
     "hold": {DecodeState.ASKED: DecodeState.ASKED},
     "grant": {DecodeState.ASKED: DecodeState.GRANTED},
+    "loaded": {DecodeState.GRANTED: DecodeState.GRANTED},
     "begun": {DecodeState.GRANTED: DecodeState.GRANTED},
     "announce": {DecodeState.GRANTED: DecodeState.GRANTED},
     "announce_last": {DecodeState.GRANTED: DecodeState.ANNOUNCED},

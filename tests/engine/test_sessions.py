@@ -63,6 +63,11 @@ def sample(worker: SimWorker, name: str, **labels: str) -> int:
     return int(registry.get_sample_value(f"kvrelay_{name}_total", labels) or 0)
 
 
+def read_from(simulation: Simulation, worker: SimWorker) -> int:
+    """Pages that were read from a worker."""
+    return sum(pull.num_pages for pull in simulation.pulls if pull.peer == worker.name)
+
+
 def generating(request: SimRequest) -> bool:
     mine = request.decode.context.requests.get(request.key)
     return mine is not None and mine.every_step is not None
@@ -94,12 +99,15 @@ def test_a_turn_goes_on_with_the_pages_of_the_turn_before(
     talk(session, FIRST, 7, place=at)
     for number in range(2, 5):
         history, before = len(session.tokens), computed_tokens(worker)
-        read = sum(pull.num_pages for pull in simulation.pulls)
+        prefill = at[0]
+        read, computed = read_from(simulation, prefill), computed_tokens(prefill)
         talk(session, SECOND, 6, place=at)
         assert turns(worker, "resumed") == number - 1
         if kind == "pair":
             new_pages = -(-(history + len(SECOND)) // page_size) - (history - 1) // page_size
-            assert sum(pull.num_pages for pull in simulation.pulls) - read == new_pages
+            assert read_from(simulation, prefill) - read == new_pages
+            kept = (history - 1) // page_size * page_size
+            assert computed_tokens(prefill) - computed == history + len(SECOND) - kept
         else:
             assert session.turn is None
             drafts = count(worker, "draft_tokens") if speculation is not Speculation.NONE else 0

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1akvrelay/v1/hand_over.proto\x12\nkvrelay.v1\"+\n\x14\x44\x65scribeAgentRequest\x12\x13\n\x0bincarnation\x18\x01 \x01(\t\"\x8d\x02\n\x15\x44\x65scribeAgentResponse\x12\x13\n\x0bincarnation\x18\x01 \x01(\t\x12\x16\n\x0e\x61gent_metadata\x18\x02 \x01(\x0c\x12\x1d\n\x15\x61gent_metadata_sha256\x18\x03 \x01(\x0c\x12\x11\n\tdevice_id\x18\x04 \x01(\r\x12\x13\n\x0bmemory_type\x18\x05 \x01(\t\x12*\n\x05pools\x18\x06 \x03(\x0b\x32\x1b.kvrelay.v1.PoolDescription\x12,\n\x07scratch\x18\x07 \x01(\x0b\x32\x1b.kvrelay.v1.PoolDescription\x12&\n\x05model\x18\x08 \x01(\x0b\x32\x17.kvrelay.v1.ModelDigest\"o\n\x0bModelDigest\x12\x0e\n\x06\x63onfig\x18\x01 \x01(\t\x12\x0f\n\x07weights\x18\x02 \x01(\t\x12\x11\n\ttokenizer\x18\x03 \x01(\t\x12\r\n\x05\x64type\x18\x04 \x01(\t\x12\x0e\n\x06layout\x18\x05 \x01(\t\x12\r\n\x05\x64raft\x18\x06 \x01(\t\"]\n\x0fPoolDescription\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\x04\x12\r\n\x05pages\x18\x02 \x01(\x04\x12*\n\x08geometry\x18\x03 \x01(\x0b\x32\x18.kvrelay.v1.PoolGeometry\"\xba\x01\n\x0cPoolGeometry\x12\x12\n\nnum_layers\x18\x01 \x01(\r\x12\x14\n\x0cnum_kv_heads\x18\x02 \x01(\r\x12\x10\n\x08head_dim\x18\x03 \x01(\r\x12\r\n\x05\x64type\x18\x04 \x01(\t\x12\x11\n\tpage_size\x18\x05 \x01(\r\x12\r\n\x05order\x18\x06 \x01(\t\x12\x0e\n\x06latent\x18\x07 \x01(\x08\x12\x13\n\x06window\x18\x08 \x01(\rH\x00\x88\x01\x01\x12\r\n\x05\x64raft\x18\t \x01(\x08\x42\t\n\x07_window\"\x8a\x02\n\x0fHandOverRequest\x12(\n\x04open\x18\x01 \x01(\x0b\x32\x18.kvrelay.v1.HandOverOpenH\x00\x12*\n\x05grant\x18\x02 \x01(\x0b\x32\x19.kvrelay.v1.HandOverGrantH\x00\x12(\n\x04\x64one\x18\x03 \x01(\x0b\x32\x18.kvrelay.v1.HandOverDoneH\x00\x12\x32\n\theartbeat\x18\x04 \x01(\x0b\x32\x1d.kvrelay.v1.HandOverHeartbeatH\x00\x12(\n\x04held\x18\x06 \x01(\x0b\x32\x18.kvrelay.v1.HandOverHeldH\x00\x12\x0e\n\x06number\x18\x05 \x01(\rB\t\n\x07message\"|\n\x0cHandOverOpen\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x1b\n\x13prefill_incarnation\x18\x03 \x01(\t\x12\x1a\n\x12\x64\x65\x63ode_incarnation\x18\x04 \x01(\t\x12\x0e\n\x06router\x18\x05 \x01(\t\"\x0f\n\rHandOverGrant\"\x0e\n\x0cHandOverHeld\"1\n\x0cHandOverDone\x12!\n\x04sums\x18\x01 \x03(\x0b\x32\x13.kvrelay.v1.PageSum\"4\n\x07PageSum\x12\x0c\n\x04pool\x18\x01 \x01(\r\x12\x0c\n\x04page\x18\x02 \x01(\r\x12\r\n\x05value\x18\x03 \x01(\x06\"\x13\n\x11HandOverHeartbeat\"\xc5\x02\n\x10HandOverResponse\x12&\n\x03\x61sk\x18\x01 \x01(\x0b\x32\x17.kvrelay.v1.HandOverAskH\x00\x12\x30\n\x08\x61nnounce\x18\x02 \x01(\x0b\x32\x1c.kvrelay.v1.HandOverAnnounceH\x00\x12\x30\n\x08released\x18\x03 \x01(\x0b\x32\x1c.kvrelay.v1.HandOverReleasedH\x00\x12*\n\x05\x65nded\x18\x04 \x01(\x0b\x32\x19.kvrelay.v1.HandOverEndedH\x00\x12\x32\n\theartbeat\x18\x05 \x01(\x0b\x32\x1d.kvrelay.v1.HandOverHeartbeatH\x00\x12*\n\x05\x62\x65gun\x18\x07 \x01(\x0b\x32\x19.kvrelay.v1.HandOverBegunH\x00\x12\x0e\n\x06number\x18\x06 \x01(\rB\t\n\x07message\"\r\n\x0bHandOverAsk\"\x0f\n\rHandOverBegun\"c\n\x10HandOverAnnounce\x12!\n\x04runs\x18\x01 \x03(\x0b\x32\x13.kvrelay.v1.PageRun\x12,\n\x0c\x66irst_tokens\x18\x02 \x03(\x0b\x32\x16.kvrelay.v1.FirstToken\"3\n\x07PageRun\x12\x12\n\nfirst_page\x18\x01 \x01(\r\x12\x14\n\x08page_ids\x18\x02 \x03(\rB\x02\x10\x01\"0\n\nFirstToken\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x10\n\x08\x66inished\x18\x02 \x01(\x08\"5\n\x10HandOverReleased\x12\r\n\x05valid\x18\x01 \x01(\x08\x12\x12\n\nmismatches\x18\x02 \x01(\r\"\xaf\x01\n\rHandOverEnded\x12\x30\n\x06reason\x18\x01 \x01(\x0e\x32 .kvrelay.v1.HandOverEnded.Reason\x12\x0e\n\x06\x64\x65tail\x18\x02 \x01(\t\"\\\n\x06Reason\x12\x16\n\x12REASON_UNSPECIFIED\x10\x00\x12\x13\n\x0fREASON_FINISHED\x10\x01\x12\x12\n\x0eREASON_ABORTED\x10\x02\x12\x11\n\rREASON_FAILED\x10\x03\x32\xb4\x01\n\x0fHandOverService\x12I\n\x08HandOver\x12\x1b.kvrelay.v1.HandOverRequest\x1a\x1c.kvrelay.v1.HandOverResponse(\x01\x30\x01\x12V\n\rDescribeAgent\x12 .kvrelay.v1.DescribeAgentRequest\x1a!.kvrelay.v1.DescribeAgentResponse0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1akvrelay/v1/hand_over.proto\x12\nkvrelay.v1\"+\n\x14\x44\x65scribeAgentRequest\x12\x13\n\x0bincarnation\x18\x01 \x01(\t\"\x8d\x02\n\x15\x44\x65scribeAgentResponse\x12\x13\n\x0bincarnation\x18\x01 \x01(\t\x12\x16\n\x0e\x61gent_metadata\x18\x02 \x01(\x0c\x12\x1d\n\x15\x61gent_metadata_sha256\x18\x03 \x01(\x0c\x12\x11\n\tdevice_id\x18\x04 \x01(\r\x12\x13\n\x0bmemory_type\x18\x05 \x01(\t\x12*\n\x05pools\x18\x06 \x03(\x0b\x32\x1b.kvrelay.v1.PoolDescription\x12,\n\x07scratch\x18\x07 \x01(\x0b\x32\x1b.kvrelay.v1.PoolDescription\x12&\n\x05model\x18\x08 \x01(\x0b\x32\x17.kvrelay.v1.ModelDigest\"o\n\x0bModelDigest\x12\x0e\n\x06\x63onfig\x18\x01 \x01(\t\x12\x0f\n\x07weights\x18\x02 \x01(\t\x12\x11\n\ttokenizer\x18\x03 \x01(\t\x12\r\n\x05\x64type\x18\x04 \x01(\t\x12\x0e\n\x06layout\x18\x05 \x01(\t\x12\r\n\x05\x64raft\x18\x06 \x01(\t\"]\n\x0fPoolDescription\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\x04\x12\r\n\x05pages\x18\x02 \x01(\x04\x12*\n\x08geometry\x18\x03 \x01(\x0b\x32\x18.kvrelay.v1.PoolGeometry\"\xba\x01\n\x0cPoolGeometry\x12\x12\n\nnum_layers\x18\x01 \x01(\r\x12\x14\n\x0cnum_kv_heads\x18\x02 \x01(\r\x12\x10\n\x08head_dim\x18\x03 \x01(\r\x12\r\n\x05\x64type\x18\x04 \x01(\t\x12\x11\n\tpage_size\x18\x05 \x01(\r\x12\r\n\x05order\x18\x06 \x01(\t\x12\x0e\n\x06latent\x18\x07 \x01(\x08\x12\x13\n\x06window\x18\x08 \x01(\rH\x00\x88\x01\x01\x12\r\n\x05\x64raft\x18\t \x01(\x08\x42\t\n\x07_window\"\xbc\x02\n\x0fHandOverRequest\x12(\n\x04open\x18\x01 \x01(\x0b\x32\x18.kvrelay.v1.HandOverOpenH\x00\x12*\n\x05grant\x18\x02 \x01(\x0b\x32\x19.kvrelay.v1.HandOverGrantH\x00\x12(\n\x04\x64one\x18\x03 \x01(\x0b\x32\x18.kvrelay.v1.HandOverDoneH\x00\x12\x32\n\theartbeat\x18\x04 \x01(\x0b\x32\x1d.kvrelay.v1.HandOverHeartbeatH\x00\x12(\n\x04held\x18\x06 \x01(\x0b\x32\x18.kvrelay.v1.HandOverHeldH\x00\x12\x30\n\x08released\x18\x07 \x01(\x0b\x32\x1c.kvrelay.v1.HandOverReleasedH\x00\x12\x0e\n\x06number\x18\x05 \x01(\rB\t\n\x07message\"|\n\x0cHandOverOpen\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x1b\n\x13prefill_incarnation\x18\x03 \x01(\t\x12\x1a\n\x12\x64\x65\x63ode_incarnation\x18\x04 \x01(\t\x12\x0e\n\x06router\x18\x05 \x01(\t\"=\n\rHandOverGrant\x12,\n\x07history\x18\x01 \x01(\x0b\x32\x1b.kvrelay.v1.HandOverHistory\"\x80\x01\n\x0fHandOverHistory\x12!\n\x04runs\x18\x01 \x03(\x0b\x32\x13.kvrelay.v1.PageRun\x12\x30\n\x05\x61gent\x18\x02 \x01(\x0b\x32!.kvrelay.v1.DescribeAgentResponse\x12\x18\n\x10\x62ytes_per_second\x18\x03 \x01(\x01\"\x0e\n\x0cHandOverHeld\"1\n\x0cHandOverDone\x12!\n\x04sums\x18\x01 \x03(\x0b\x32\x13.kvrelay.v1.PageSum\"4\n\x07PageSum\x12\x0c\n\x04pool\x18\x01 \x01(\r\x12\x0c\n\x04page\x18\x02 \x01(\r\x12\r\n\x05value\x18\x03 \x01(\x06\"\x13\n\x11HandOverHeartbeat\"\xef\x02\n\x10HandOverResponse\x12&\n\x03\x61sk\x18\x01 \x01(\x0b\x32\x17.kvrelay.v1.HandOverAskH\x00\x12\x30\n\x08\x61nnounce\x18\x02 \x01(\x0b\x32\x1c.kvrelay.v1.HandOverAnnounceH\x00\x12\x30\n\x08released\x18\x03 \x01(\x0b\x32\x1c.kvrelay.v1.HandOverReleasedH\x00\x12*\n\x05\x65nded\x18\x04 \x01(\x0b\x32\x19.kvrelay.v1.HandOverEndedH\x00\x12\x32\n\theartbeat\x18\x05 \x01(\x0b\x32\x1d.kvrelay.v1.HandOverHeartbeatH\x00\x12*\n\x05\x62\x65gun\x18\x07 \x01(\x0b\x32\x19.kvrelay.v1.HandOverBegunH\x00\x12(\n\x04\x64one\x18\x08 \x01(\x0b\x32\x18.kvrelay.v1.HandOverDoneH\x00\x12\x0e\n\x06number\x18\x06 \x01(\rB\t\n\x07message\"\r\n\x0bHandOverAsk\"\x0f\n\rHandOverBegun\"c\n\x10HandOverAnnounce\x12!\n\x04runs\x18\x01 \x03(\x0b\x32\x13.kvrelay.v1.PageRun\x12,\n\x0c\x66irst_tokens\x18\x02 \x03(\x0b\x32\x16.kvrelay.v1.FirstToken\"3\n\x07PageRun\x12\x12\n\nfirst_page\x18\x01 \x01(\r\x12\x14\n\x08page_ids\x18\x02 \x03(\rB\x02\x10\x01\"0\n\nFirstToken\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x10\n\x08\x66inished\x18\x02 \x01(\x08\"5\n\x10HandOverReleased\x12\r\n\x05valid\x18\x01 \x01(\x08\x12\x12\n\nmismatches\x18\x02 \x01(\r\"\xaf\x01\n\rHandOverEnded\x12\x30\n\x06reason\x18\x01 \x01(\x0e\x32 .kvrelay.v1.HandOverEnded.Reason\x12\x0e\n\x06\x64\x65tail\x18\x02 \x01(\t\"\\\n\x06Reason\x12\x16\n\x12REASON_UNSPECIFIED\x10\x00\x12\x13\n\x0fREASON_FINISHED\x10\x01\x12\x12\n\x0eREASON_ABORTED\x10\x02\x12\x11\n\rREASON_FAILED\x10\x03\x32\xb4\x01\n\x0fHandOverService\x12I\n\x08HandOver\x12\x1b.kvrelay.v1.HandOverRequest\x1a\x1c.kvrelay.v1.HandOverResponse(\x01\x30\x01\x12V\n\rDescribeAgent\x12 .kvrelay.v1.DescribeAgentRequest\x1a!.kvrelay.v1.DescribeAgentResponse0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -44,37 +44,39 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_POOLGEOMETRY']._serialized_start=568
   _globals['_POOLGEOMETRY']._serialized_end=754
   _globals['_HANDOVERREQUEST']._serialized_start=757
-  _globals['_HANDOVERREQUEST']._serialized_end=1023
-  _globals['_HANDOVEROPEN']._serialized_start=1025
-  _globals['_HANDOVEROPEN']._serialized_end=1149
-  _globals['_HANDOVERGRANT']._serialized_start=1151
-  _globals['_HANDOVERGRANT']._serialized_end=1166
-  _globals['_HANDOVERHELD']._serialized_start=1168
-  _globals['_HANDOVERHELD']._serialized_end=1182
-  _globals['_HANDOVERDONE']._serialized_start=1184
-  _globals['_HANDOVERDONE']._serialized_end=1233
-  _globals['_PAGESUM']._serialized_start=1235
-  _globals['_PAGESUM']._serialized_end=1287
-  _globals['_HANDOVERHEARTBEAT']._serialized_start=1289
-  _globals['_HANDOVERHEARTBEAT']._serialized_end=1308
-  _globals['_HANDOVERRESPONSE']._serialized_start=1311
-  _globals['_HANDOVERRESPONSE']._serialized_end=1636
-  _globals['_HANDOVERASK']._serialized_start=1638
-  _globals['_HANDOVERASK']._serialized_end=1651
-  _globals['_HANDOVERBEGUN']._serialized_start=1653
-  _globals['_HANDOVERBEGUN']._serialized_end=1668
-  _globals['_HANDOVERANNOUNCE']._serialized_start=1670
-  _globals['_HANDOVERANNOUNCE']._serialized_end=1769
-  _globals['_PAGERUN']._serialized_start=1771
-  _globals['_PAGERUN']._serialized_end=1822
-  _globals['_FIRSTTOKEN']._serialized_start=1824
-  _globals['_FIRSTTOKEN']._serialized_end=1872
-  _globals['_HANDOVERRELEASED']._serialized_start=1874
-  _globals['_HANDOVERRELEASED']._serialized_end=1927
-  _globals['_HANDOVERENDED']._serialized_start=1930
-  _globals['_HANDOVERENDED']._serialized_end=2105
-  _globals['_HANDOVERENDED_REASON']._serialized_start=2013
-  _globals['_HANDOVERENDED_REASON']._serialized_end=2105
-  _globals['_HANDOVERSERVICE']._serialized_start=2108
-  _globals['_HANDOVERSERVICE']._serialized_end=2288
+  _globals['_HANDOVERREQUEST']._serialized_end=1073
+  _globals['_HANDOVEROPEN']._serialized_start=1075
+  _globals['_HANDOVEROPEN']._serialized_end=1199
+  _globals['_HANDOVERGRANT']._serialized_start=1201
+  _globals['_HANDOVERGRANT']._serialized_end=1262
+  _globals['_HANDOVERHISTORY']._serialized_start=1265
+  _globals['_HANDOVERHISTORY']._serialized_end=1393
+  _globals['_HANDOVERHELD']._serialized_start=1395
+  _globals['_HANDOVERHELD']._serialized_end=1409
+  _globals['_HANDOVERDONE']._serialized_start=1411
+  _globals['_HANDOVERDONE']._serialized_end=1460
+  _globals['_PAGESUM']._serialized_start=1462
+  _globals['_PAGESUM']._serialized_end=1514
+  _globals['_HANDOVERHEARTBEAT']._serialized_start=1516
+  _globals['_HANDOVERHEARTBEAT']._serialized_end=1535
+  _globals['_HANDOVERRESPONSE']._serialized_start=1538
+  _globals['_HANDOVERRESPONSE']._serialized_end=1905
+  _globals['_HANDOVERASK']._serialized_start=1907
+  _globals['_HANDOVERASK']._serialized_end=1920
+  _globals['_HANDOVERBEGUN']._serialized_start=1922
+  _globals['_HANDOVERBEGUN']._serialized_end=1937
+  _globals['_HANDOVERANNOUNCE']._serialized_start=1939
+  _globals['_HANDOVERANNOUNCE']._serialized_end=2038
+  _globals['_PAGERUN']._serialized_start=2040
+  _globals['_PAGERUN']._serialized_end=2091
+  _globals['_FIRSTTOKEN']._serialized_start=2093
+  _globals['_FIRSTTOKEN']._serialized_end=2141
+  _globals['_HANDOVERRELEASED']._serialized_start=2143
+  _globals['_HANDOVERRELEASED']._serialized_end=2196
+  _globals['_HANDOVERENDED']._serialized_start=2199
+  _globals['_HANDOVERENDED']._serialized_end=2374
+  _globals['_HANDOVERENDED_REASON']._serialized_start=2282
+  _globals['_HANDOVERENDED_REASON']._serialized_end=2374
+  _globals['_HANDOVERSERVICE']._serialized_start=2377
+  _globals['_HANDOVERSERVICE']._serialized_end=2557
 # @@protoc_insertion_point(module_scope)

@@ -82,20 +82,22 @@ class PoolGeometry(_message.Message):
     def __init__(self, num_layers: _Optional[int] = ..., num_kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., dtype: _Optional[str] = ..., page_size: _Optional[int] = ..., order: _Optional[str] = ..., latent: bool = ..., window: _Optional[int] = ..., draft: bool = ...) -> None: ...
 
 class HandOverRequest(_message.Message):
-    __slots__ = ("open", "grant", "done", "heartbeat", "held", "number")
+    __slots__ = ("open", "grant", "done", "heartbeat", "held", "released", "number")
     OPEN_FIELD_NUMBER: _ClassVar[int]
     GRANT_FIELD_NUMBER: _ClassVar[int]
     DONE_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
     HELD_FIELD_NUMBER: _ClassVar[int]
+    RELEASED_FIELD_NUMBER: _ClassVar[int]
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     open: HandOverOpen
     grant: HandOverGrant
     done: HandOverDone
     heartbeat: HandOverHeartbeat
     held: HandOverHeld
+    released: HandOverReleased
     number: int
-    def __init__(self, open: _Optional[_Union[HandOverOpen, _Mapping]] = ..., grant: _Optional[_Union[HandOverGrant, _Mapping]] = ..., done: _Optional[_Union[HandOverDone, _Mapping]] = ..., heartbeat: _Optional[_Union[HandOverHeartbeat, _Mapping]] = ..., held: _Optional[_Union[HandOverHeld, _Mapping]] = ..., number: _Optional[int] = ...) -> None: ...
+    def __init__(self, open: _Optional[_Union[HandOverOpen, _Mapping]] = ..., grant: _Optional[_Union[HandOverGrant, _Mapping]] = ..., done: _Optional[_Union[HandOverDone, _Mapping]] = ..., heartbeat: _Optional[_Union[HandOverHeartbeat, _Mapping]] = ..., held: _Optional[_Union[HandOverHeld, _Mapping]] = ..., released: _Optional[_Union[HandOverReleased, _Mapping]] = ..., number: _Optional[int] = ...) -> None: ...
 
 class HandOverOpen(_message.Message):
     __slots__ = ("request_id", "attempt", "prefill_incarnation", "decode_incarnation", "router")
@@ -112,8 +114,20 @@ class HandOverOpen(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., prefill_incarnation: _Optional[str] = ..., decode_incarnation: _Optional[str] = ..., router: _Optional[str] = ...) -> None: ...
 
 class HandOverGrant(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("history",)
+    HISTORY_FIELD_NUMBER: _ClassVar[int]
+    history: HandOverHistory
+    def __init__(self, history: _Optional[_Union[HandOverHistory, _Mapping]] = ...) -> None: ...
+
+class HandOverHistory(_message.Message):
+    __slots__ = ("runs", "agent", "bytes_per_second")
+    RUNS_FIELD_NUMBER: _ClassVar[int]
+    AGENT_FIELD_NUMBER: _ClassVar[int]
+    BYTES_PER_SECOND_FIELD_NUMBER: _ClassVar[int]
+    runs: _containers.RepeatedCompositeFieldContainer[PageRun]
+    agent: DescribeAgentResponse
+    bytes_per_second: float
+    def __init__(self, runs: _Optional[_Iterable[_Union[PageRun, _Mapping]]] = ..., agent: _Optional[_Union[DescribeAgentResponse, _Mapping]] = ..., bytes_per_second: _Optional[float] = ...) -> None: ...
 
 class HandOverHeld(_message.Message):
     __slots__ = ()
@@ -140,13 +154,14 @@ class HandOverHeartbeat(_message.Message):
     def __init__(self) -> None: ...
 
 class HandOverResponse(_message.Message):
-    __slots__ = ("ask", "announce", "released", "ended", "heartbeat", "begun", "number")
+    __slots__ = ("ask", "announce", "released", "ended", "heartbeat", "begun", "done", "number")
     ASK_FIELD_NUMBER: _ClassVar[int]
     ANNOUNCE_FIELD_NUMBER: _ClassVar[int]
     RELEASED_FIELD_NUMBER: _ClassVar[int]
     ENDED_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
     BEGUN_FIELD_NUMBER: _ClassVar[int]
+    DONE_FIELD_NUMBER: _ClassVar[int]
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     ask: HandOverAsk
     announce: HandOverAnnounce
@@ -154,8 +169,9 @@ class HandOverResponse(_message.Message):
     ended: HandOverEnded
     heartbeat: HandOverHeartbeat
     begun: HandOverBegun
+    done: HandOverDone
     number: int
-    def __init__(self, ask: _Optional[_Union[HandOverAsk, _Mapping]] = ..., announce: _Optional[_Union[HandOverAnnounce, _Mapping]] = ..., released: _Optional[_Union[HandOverReleased, _Mapping]] = ..., ended: _Optional[_Union[HandOverEnded, _Mapping]] = ..., heartbeat: _Optional[_Union[HandOverHeartbeat, _Mapping]] = ..., begun: _Optional[_Union[HandOverBegun, _Mapping]] = ..., number: _Optional[int] = ...) -> None: ...
+    def __init__(self, ask: _Optional[_Union[HandOverAsk, _Mapping]] = ..., announce: _Optional[_Union[HandOverAnnounce, _Mapping]] = ..., released: _Optional[_Union[HandOverReleased, _Mapping]] = ..., ended: _Optional[_Union[HandOverEnded, _Mapping]] = ..., heartbeat: _Optional[_Union[HandOverHeartbeat, _Mapping]] = ..., begun: _Optional[_Union[HandOverBegun, _Mapping]] = ..., done: _Optional[_Union[HandOverDone, _Mapping]] = ..., number: _Optional[int] = ...) -> None: ...
 
 class HandOverAsk(_message.Message):
     __slots__ = ()

@@ -7,7 +7,11 @@ from typing import Any
 
 from kvrelay.kv_transfer.checksums import LocalPage
 from kvrelay.kv_transfer.pull import Pull, PullState
+from kvrelay.wire.agent import AgentDescription, PoolDescription, PoolGeometry
 from kvrelay.wire.hand_over import PageSum
+from kvrelay.wire.model_digest import NO_MODEL
+
+POOL = PoolDescription(0, 0, PoolGeometry(1, 1, 1, "float32", 1, "page_first"))
 
 
 class SimAgent:
@@ -15,6 +19,7 @@ class SimAgent:
 
     def __init__(self, incarnation: str) -> None:
         self.incarnation = incarnation
+        self.page_bytes = 1
         self.serving = 0
         self.ordered: list[tuple[Pull, Callable[[Pull], None]]] = []
         self.to_hash: list[tuple[Sequence[LocalPage], Callable[[tuple[PageSum, ...]], None]]] = []
@@ -33,6 +38,15 @@ class SimAgent:
         pull = Pull(peer, tuple(local), tuple(remote), PullState.RUNNING)
         self.ordered.append((pull, on_end))
         return pull
+
+    def make_readable(self, on_ready: Callable[[AgentDescription], None]) -> None:
+        on_ready(AgentDescription(self.incarnation, b"", b"", 0, "DRAM", (), POOL, NO_MODEL))
+
+    def meet(self, incarnation: str, plain: AgentDescription) -> None:
+        assert plain.incarnation == incarnation
+
+    def reconnect(self, incarnation: str) -> None:
+        """Fences of failed reads pass when the simulation says so."""
 
     def watch_fences(self, on_passed: Callable[[], None]) -> None:
         self.on_fences_passed = on_passed

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 from kvrelay.decode_worker.hand_over_stream import HandOverStream as DecodeStream
-from kvrelay.decode_worker.hand_over_stream import PeerMessage, StreamLost
+from kvrelay.decode_worker.hand_over_stream import PeerMessage, PeerProbed, StreamLost
 from kvrelay.engine.config import WorkerConfig
 from kvrelay.engine.scheduler.commands import Attach, Cancel, Detach, PeerDied, Submit
 from kvrelay.engine.scheduler.outbox import RouterLink
@@ -23,6 +23,7 @@ from kvrelay.prefill_worker.request import (
     StreamMessage,
     StreamOpened,
 )
+from kvrelay.wire.load import PeerTransport
 from kvrelay.wire.request import RequestKey
 from kvrelay.wire.worker_info import WorkerRole
 from tests.engine.simulation.model import FULL, Windows
@@ -37,6 +38,8 @@ class Simulation(SimRouter):
     one simulation, to let reads take long or messages get lost.
     """
 
+    write_bytes_per_second = 1e9
+    """From decode to prefill workers: what sessions are lent with."""
     slow_forwards = False
     """Forwards of decode workers end only when nothing else can happen."""
 
@@ -118,8 +121,10 @@ class Simulation(SimRouter):
 
     def fail_read(self) -> None:
         """A read fails while its late bytes still arrive: the fence passes later, by death."""
-        worker = self.random.choice(self.decodes)
-        if worker.agent.ordered:
+        readers = [worker for worker in self.workers if worker.agent.ordered]
+        if readers:
+            worker = self.random.choice(readers)
+        if readers:
             entry = self.random.choice(worker.agent.ordered)
             worker.agent.ordered.remove(entry)
             pull, on_end = entry
@@ -127,7 +132,7 @@ class Simulation(SimRouter):
             on_end(pull)
             worker.agent.ordered.append((pull, lambda _: None))
             for request in self.submitted:
-                if request.prefill.name == pull.peer:
+                if pull.peer in (request.prefill.name, request.decode.name):
                     request.disturbed = True
 
     def detach(self, worker: SimWorker) -> None:
@@ -209,6 +214,8 @@ class Simulation(SimRouter):
         for worker in self.decodes:
             for prefill in self.prefills:
                 worker.inbox.post(PeerDied(prefill.name))
+                if prefill is not worker:
+                    prefill.inbox.post(PeerDied(worker.name))
 
     def assert_at_baseline(self) -> None:
         for worker in self.workers:
@@ -230,6 +237,10 @@ class Simulation(SimRouter):
             worker.inbox.post(StreamLost(stream, "it has left"))
             return
         stream.begin(time.monotonic())
+        request = worker.context.requests.get(stream.key)
+        if request is not None and request.session is not None:
+            probe = PeerTransport(prefill.name, write_bytes_per_second=self.write_bytes_per_second)
+            worker.inbox.post(PeerProbed(probe))
         other = PrefillStream(stream.key.of_choice(0), worker.name)
         prefill.inbox.post(StreamOpened(other))
         self.pairs.append((worker, stream, prefill, other))

@@ -1,0 +1,143 @@
+"""Lends what sessions keep here to prefill workers: the hand-over in reverse.
+
+A prefill worker reads a session's pages between the grant and its first announcement. The turn's
+lease has them all that time; so does its stream, as the lease on them.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Final
+
+from kvrelay.decode_worker.live_requests import LiveRequests
+from kvrelay.decode_worker.request import (
+    AgentReadable,
+    DecodeRequest,
+    HandedOverRequest,
+    LentHashed,
+)
+from kvrelay.engine.faults import Phase
+from kvrelay.engine.scheduler.commands import Mailbox
+from kvrelay.engine.scheduler.context import SchedulerContext
+from kvrelay.kv_transfer.checksums import locate
+from kvrelay.kv_transfer.errors import ProtocolError
+from kvrelay.kv_transfer.transfers import Transfers
+from kvrelay.kv_transfer.verify_pages import count_mismatches
+from kvrelay.wire.agent import AgentDescription
+from kvrelay.wire.hand_over import Done, History, PageRun
+from kvrelay.wire.load import PeerTransport
+
+_MOST_UNREAD: Final = 1000
+"""Requests that are remembered."""
+
+
+class LentHistories:
+    """Offers histories with grants, and answers for them.
+
+    Args:
+        context: the worker's memory and requests.
+        requests: sends the answers.
+        agent: is read, and hashes.
+        inbox: where the agent reports.
+        probes: what is known of the transport to each prefill worker.
+        least_bytes_per_second: to a prefill worker that is lent anything.
+    """
+
+    def __init__(
+        self,
+        context: SchedulerContext[DecodeRequest],
+        requests: LiveRequests,
+        agent: Transfers,
+        inbox: Mailbox[AgentReadable | LentHashed],
+        probes: Mapping[str, PeerTransport],
+        least_bytes_per_second: float,
+    ) -> None:
+        self._context = context
+        self._requests = requests
+        self._agent = agent
+        self._inbox = inbox
+        self._probes = probes
+        self._least = least_bytes_per_second
+        self._description: AgentDescription | None = None
+        self._is_asked = False
+        self._lent: set[HandedOverRequest] = set()
+        self._unread: deque[tuple[str, str]] = deque(maxlen=_MOST_UNREAD)
+
+    def expect(self, request: HandedOverRequest) -> None:
+        """A turn has come whose session may be lent: be readable by then."""
+        if not self._is_asked and self._context.sessions.has_kv_of(request):
+            self._is_asked = True
+            self._agent.make_readable(lambda plain: self._inbox.post(AgentReadable(plain)))
+
+    def readable(self, message: AgentReadable) -> None:
+        """This worker can be read from now on."""
+        self._description = message.agent
+
+    def with_speed(self, probe: PeerTransport) -> PeerTransport:
+        """What was measured, and how fast the peer is expected to read sessions."""
+        shape, speed = self._context.kv_cache.shape, probe.write_bytes_per_second
+        if any(shape.windowed) or probe.refusal or speed < self._least:
+            return probe
+        tokens = speed * shape.page_size / self._agent.page_bytes
+        return replace(probe, lent_tokens_per_second=tokens)
+
+    def of(self, request: HandedOverRequest) -> History | None:
+        """What a request that is granted now can be lent; `None` if there is nothing.
+
+        Nothing if an earlier attempt has ended while it might have been read.
+        """
+        held, probe = request.held, self._probes.get(request.peer)
+        pages = held.kv_committed_len // held.page_size
+        is_lent = request.borrowed_len > 0 and pages > 0 and _name(request) not in self._unread
+        if not is_lent or self._description is None or probe is None:
+            return None
+        if not probe.lent_tokens_per_second:
+            return None
+        runs = tuple(PageRun(0, tuple(table[:pages])) for table in held.tables())
+        self._context.faults.reach(Phase.BORROWING, request.peer)
+        return History(runs, self._description, probe.write_bytes_per_second)
+
+    def answer(self, request: HandedOverRequest, done: Done) -> None:
+        """Confirm what was read, or hash it first if the prefill worker has sent sums.
+
+        Raises `ProtocolError` if it was not lent.
+        """
+        released, stream = request.hand_over.on_loaded(done), request.stream
+        if released is not None:
+            self._requests.send(request, released)
+            return
+        held = request.held
+        try:
+            places = [page.place for page in done.sums]
+            pages = locate(places, held.tables(), held.page_size, held.kv_committed_len)
+        except ValueError as error:
+            raise ProtocolError(f"sums of what is not lent: {error}") from error
+        self._agent.hash_pages(
+            pages, lambda own: self._inbox.post(LentHashed(stream, own, done.sums))
+        )
+
+    def compare(self, hashed: LentHashed) -> None:
+        """Tell the prefill worker which pages differ, if the request still lives."""
+        request = self._requests.of_stream(hashed.stream)
+        if request is not None and request.hand_over.is_lent:
+            mismatches = count_mismatches(hashed.own, hashed.theirs)
+            self._requests.send(request, request.hand_over.on_load_verified(mismatches))
+
+    def serve(self) -> None:
+        """Make progress for reads as long as something is lent."""
+        live = self._context.requests.values()
+        lent = {r for r in live if isinstance(r, HandedOverRequest) and r.hand_over.is_lent}
+        for request in self._lent - lent:
+            self._agent.end_serving()
+            if request.has_ended:
+                self._unread.append(_name(request))
+        for _ in lent - self._lent:
+            self._agent.begin_serving()
+        self._lent = lent
+
+
+def _name(request: HandedOverRequest) -> tuple[str, str]:
+    """What all attempts at a request have in common."""
+    return request.key.router, request.key.request_id

@@ -1,0 +1,234 @@
+"""Reads what decode workers keep of prompts, before the rest is computed: the hand-over in reverse.
+
+A turn's session lies on its decode worker. That one lends it with the grant, and keeps it untouched
+while the stream lives. Here the request has memory for its whole prompt before anything is read;
+it is computed once the decode worker has confirmed what was read, and until then nothing of it is
+announced, published or sampled.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+
+import numpy as np
+
+from kvrelay.engine.faults import Phase
+from kvrelay.engine.scheduler.commands import Dropped, Mailbox
+from kvrelay.engine.scheduler.context import SchedulerContext
+from kvrelay.engine.scheduler.metrics import HISTORY_READS, PAGE_MISMATCHES, VERIFIED_PAGES
+from kvrelay.kv_transfer.checksums import locate
+from kvrelay.kv_transfer.errors import PeerRefusedError, ProtocolError
+from kvrelay.kv_transfer.hand_over.states import PrefillState
+from kvrelay.kv_transfer.pull import TIMEOUTS_A_READ, PullState
+from kvrelay.kv_transfer.transfers import Transfers
+from kvrelay.kv_transfer.verify_pages import VerifyPages, choose
+from kvrelay.prefill_worker.request import (
+    HandOverStream,
+    HistoryHashed,
+    HistoryLoad,
+    HistoryRead,
+    PrefillRequest,
+)
+from kvrelay.prefill_worker.sending import send
+from kvrelay.wire.hand_over import Grant, History, PageSum, Place, Released
+from kvrelay.wire.output import FailureReason
+
+logger = logging.getLogger(__name__)
+
+_FADES = 0.95
+"""What is left of the expected overhead of reads after one that it has prevented."""
+
+
+class Histories:
+    """Decides which histories are read, and reads them.
+
+    Args:
+        context: the worker's memory, requests and outputs.
+        agent: reads and hashes.
+        inbox: where reads and hashes report their end.
+        verify_pages: which pages are compared.
+        timeout: seconds that a peer may be silent.
+        on_valid: called with a request whose history is here: compute the rest.
+        fail: ends a request for a cause that another attempt may not meet.
+    """
+
+    def __init__(
+        self,
+        context: SchedulerContext[PrefillRequest],
+        agent: Transfers,
+        inbox: Mailbox[HistoryRead | HistoryHashed],
+        verify_pages: VerifyPages,
+        timeout: float,
+        on_valid: Callable[[PrefillRequest], None],
+        fail: Callable[[PrefillRequest, FailureReason, str], None],
+    ) -> None:
+        self._context = context
+        self._agent = agent
+        self._inbox = inbox
+        self._verify_pages = verify_pages
+        self._slowest = TIMEOUTS_A_READ * timeout
+        self._on_valid = on_valid
+        self._fail = fail
+        self._overhead_seconds = 0.0
+        self._met: set[str] = set()
+        """Decode workers that were read from: the first read also connects."""
+
+    def take(self, request: PrefillRequest, grant: Grant) -> None:
+        """Note what a grant lends. Raises `ProtocolError` if it cannot be a part of the prompt."""
+        history, shape = grant.history, self._context.kv_cache.shape
+        if history is None:
+            return
+        whole = request.input_len // shape.page_size
+        ends = {run.end for run in history.runs}
+        starts = any(run.first_page for run in history.runs)
+        if len(history.runs) != len(shape.pools) or any(shape.windowed):
+            raise ProtocolError(f"{len(history.runs)} pools lent of {len(shape.pools)}")
+        if starts or len(ends) != 1 or not ends <= set(range(1, whole + 1)):
+            raise ProtocolError(f"pages up to {sorted(ends)} lent of {whole}")
+        request.history = history
+
+    def begin(self, request: PrefillRequest) -> bool:
+        """Read what the decode worker has and this one lacks, if that is sooner than computing it.
+
+        Args:
+            request: has memory promised for its whole input, and nothing of it announced.
+
+        Returns:
+            Whether it is read: `on_valid` is called later. If not, nothing has changed.
+        """
+        history, held, stream = request.history, request.held, request.stream
+        if history is None or stream is None:
+            return False
+        page_size = held.page_size
+        first = held.kv_committed_len // page_size
+        end = min(history.runs[0].end, request.reusable_len // page_size)
+        seconds = self._seconds_to_read(history, end - first)
+        if end <= first or seconds >= self._seconds_to_compute(first, end):
+            if end > first:
+                self._overhead_seconds *= _FADES
+            self._context.metrics.count(HISTORY_READS, outcome="not_needed")
+            return False
+        if not self._meet(stream.decode_incarnation, history):
+            return False
+        request.hand_over.load()
+        grown = self._context.kv_cache.grow(held, end * page_size)
+        assert grown, "a promise was broken"
+        pull = self._agent.pull(
+            stream.decode_incarnation,
+            [held.pages(pool)[first:end].astype(np.int64) for pool in range(len(history.runs))],
+            [np.asarray(run.page_ids[first:end], np.int64) for run in history.runs],
+            lambda pull: self._inbox.post(HistoryRead(stream, pull)),
+        )
+        request.load = HistoryLoad(pull, first, end, time.monotonic())
+        request.progressed_at = time.monotonic()
+        self._context.faults.reach(Phase.BORROWING, stream.decode_incarnation)
+        return True
+
+    def read(self, message: HistoryRead, request: PrefillRequest | None) -> None:
+        """A read has ended, well or not; `request` is None if it does not live any more."""
+        pull = message.pull
+        self._context.metrics.count_pull(pull)
+        if pull.state is PullState.FAILED:
+            self._agent.reconnect(pull.peer)
+        if request is None or request.hand_over.state is not PrefillState.LOADING:
+            self._context.metrics.count_dropped(Dropped.DUPLICATE)
+            return
+        if pull.state is not PullState.DONE:
+            error = f"read from {pull.peer} failed: {pull.error}"
+            self._fail_load(request, FailureReason.READ_FAILED, error)
+            return
+        request.progressed_at = time.monotonic()
+        self._compare_or_say_done(request, message.stream)
+
+    def hashed(self, message: HistoryHashed, request: PrefillRequest | None) -> None:
+        """Send the sums of what was read with its Done."""
+        if request is not None:
+            self._send_done(request, message.sums)
+
+    def released(self, request: PrefillRequest, message: Released) -> None:
+        """The decode worker has confirmed what was read, or not: it is used, or the request fails.
+
+        Raises `ProtocolError` if the decode worker was not asked.
+        """
+        valid, load = request.hand_over.on_load_released(message), request.load
+        assert load is not None
+        if not valid:
+            self._context.metrics.count(PAGE_MISMATCHES, message.mismatches)
+            error = f"{message.mismatches} pages of the history are not as they are on their worker"
+            self._fail_load(request, FailureReason.PAGE_MISMATCH, error)
+            return
+        self._learn(load)
+        self._context.metrics.count(HISTORY_READS, outcome="valid")
+        self._context.kv_cache.commit(request.held, load.end_page * request.held.page_size)
+        self._on_valid(request)
+
+    def _learn(self, load: HistoryLoad) -> None:
+        """Note what messages took beside the read; it fades while it keeps reads from being made.
+
+        A peer's first read counts for nothing: it connects the two.
+        """
+        if load.pull.peer in self._met:
+            took = time.monotonic() - load.begun - load.pull.seconds
+            self._overhead_seconds = max(min(took, self._overhead_seconds or took), 0.0)
+        self._met.add(load.pull.peer)
+
+    def forget(self, incarnation: str) -> None:
+        """A decode worker is dead."""
+        self._met.discard(incarnation)
+
+    def fail_stuck(self) -> None:
+        """End the requests whose reads do not end."""
+        now = time.monotonic()
+        for request in list(self._context.requests.values()):
+            load = request.load
+            if load is None or request.hand_over.state is not PrefillState.LOADING:
+                continue
+            if now - load.begun > self._slowest:
+                error = f"a read has not ended for {self._slowest:g} s"
+                self._fail_load(request, FailureReason.READ_FAILED, error)
+
+    def _seconds_to_read(self, history: History, pages: int) -> float:
+        """Expected; the least that messages and connections took beside a read comes on top."""
+        if not history.bytes_per_second:
+            return self._overhead_seconds
+        return self._overhead_seconds + pages * self._agent.page_bytes / history.bytes_per_second
+
+    def _seconds_to_compute(self, first: int, end: int) -> float:
+        """Expected, for pages of a prompt; infinite while nothing was measured."""
+        page_size, speeds = (
+            self._context.kv_cache.shape.page_size,
+            self._context.speed_learner.speeds,
+        )
+        if not speeds.prompts_known:
+            return float("inf")
+        return speeds.prompt_seconds((end - first) * page_size, first * page_size)
+
+    def _meet(self, incarnation: str, history: History) -> bool:
+        try:
+            self._agent.meet(incarnation, history.agent)
+        except PeerRefusedError as error:
+            logger.warning("a history is computed, not read: %s", error)
+            return False
+        return True
+
+    def _compare_or_say_done(self, request: PrefillRequest, stream: HandOverStream) -> None:
+        load, held = request.load, request.held
+        assert load is not None
+        pools = self._context.kv_cache.shape.pool_numbers
+        read = [Place(n, page) for n in pools for page in range(load.first_page, load.end_page)]
+        places = choose(self._verify_pages, read, request.key.request_id)
+        if not places:
+            self._send_done(request)
+            return
+        pages = locate(places, held.tables(), held.page_size, request.input_len)
+        self._agent.hash_pages(pages, lambda sums: self._inbox.post(HistoryHashed(stream, sums)))
+
+    def _send_done(self, request: PrefillRequest, sums: tuple[PageSum, ...] = ()) -> None:
+        self._context.metrics.count(VERIFIED_PAGES, len(sums))
+        send(self._context, request, request.hand_over.loaded(sums))
+
+    def _fail_load(self, request: PrefillRequest, cause: FailureReason, error: str) -> None:
+        self._context.metrics.count(HISTORY_READS, outcome="failed")
+        self._fail(request, cause, error)

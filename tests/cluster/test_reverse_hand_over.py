@@ -1,0 +1,59 @@
+"""Long turns of sessions on real workers: a prefill worker reads the history by NIXL."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from kvrelay.kv_transfer.verify_pages import VerifyPages
+from kvrelay.router.config import PlacementMode
+from tests.cluster.in_process import in_process
+from tests.cluster.running import Cluster
+from tests.cluster.test_sessions import FIRST, NEW, Chat, some_tokens
+
+
+async def history_reads(cluster: Cluster, outcome: str) -> float:
+    return await cluster.metric("kvrelay_history_reads_total", outcome=outcome)
+
+
+@pytest.mark.parametrize("verify", [VerifyPages.OFF, VerifyPages.ALL])
+async def test_long_turns_read_the_history_and_have_the_same_tokens(
+    tiny: Path, verify: VerifyPages
+) -> None:
+    """Without a prefix index each turn reads all of it; in the first one nobody is readable yet."""
+    async with in_process(
+        tiny,
+        chunk_tokens=32,
+        kv_memory=8 << 20,
+        verify_pages=verify,
+        prefix_index="none",
+        placement=PlacementMode.DISAGGREGATED,
+    ) as cluster:
+        chat = await Chat(cluster, "chat").open()
+        await chat.say(FIRST)
+        for number in range(6):
+            await chat.say(some_tokens(number, 60))
+        assert await history_reads(cluster, "valid") >= 1
+        assert await history_reads(cluster, "failed") == 0
+        await chat.close()
+        await cluster.assert_at_baseline()
+
+
+async def test_many_sessions_in_too_little_memory_are_read_and_end(tiny: Path) -> None:
+    """Neither side waits while it holds: all turns end, and every page comes back."""
+    async with in_process(
+        tiny, chunk_tokens=32, kv_memory=1 << 20, placement=PlacementMode.DISAGGREGATED
+    ) as cluster:
+        chats = [await Chat(cluster, str(name)).open() for name in range(8)]
+
+        async def talk(chat: Chat) -> None:
+            await chat.say(FIRST)
+            for new in NEW[:3]:
+                await chat.say(new)
+            await chat.close()
+
+        await asyncio.gather(*map(talk, chats))
+        assert await history_reads(cluster, "failed") == 0
+        await cluster.assert_at_baseline()

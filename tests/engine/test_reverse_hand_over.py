@@ -1,0 +1,269 @@
+"""A long turn of a session: a prefill worker reads the history from the decode worker first."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from kvrelay.engine.scheduler.commands import PeerDied
+from kvrelay.kv_transfer.hand_over.states import PrefillState
+from kvrelay.kv_transfer.pull import Pull
+from kvrelay.kv_transfer.verify_pages import VerifyPages
+from kvrelay.prefill_worker.request import StreamMessage
+from kvrelay.wire.hand_over import Grant, PageRun, Released
+from kvrelay.wire.output import EndReason
+from kvrelay.wire.speeds import StepSpeeds
+from tests.engine.conversations import Conversation, computed_tokens, talk
+from tests.engine.simulation import SimRequest, Simulation, SimWorker, count, reference
+from tests.engine.test_scenarios import one_pair, step_until
+from tests.engine.test_sessions import FIRST, ends, finish, pools, read_from, sample
+
+DELTA = random.Random(3).choices(range(97), k=40)
+OUTPUT = 17
+PAGES_KEPT = (len(FIRST) + OUTPUT - 1) // 4
+
+
+def begun(**options: Any) -> tuple[Simulation, Conversation, SimWorker, SimWorker]:
+    """A pair, and a session whose first turn has ended."""
+    simulation = one_pair(5, **{"pages": 100, **options})
+    prefill, decode = simulation.prefills[0], simulation.decodes[0]
+    session = Conversation(simulation, "s")
+    talk(session, FIRST, OUTPUT, place=(prefill, decode))
+    return simulation, session, prefill, decode
+
+
+def say(session: Conversation) -> SimRequest:
+    simulation = session.simulation
+    return session.say(DELTA, 6, place=(simulation.prefills[0], simulation.decodes[0]))
+
+
+def state(turn: SimRequest) -> PrefillState | None:
+    request = turn.prefill.context.requests.get(turn.key)
+    return None if request is None else request.hand_over.state
+
+
+def reads(worker: SimWorker, outcome: str) -> int:
+    return sample(worker, "history_reads", outcome=outcome)
+
+
+def withhold(simulation: Simulation, kind: type) -> Callable[[], None]:
+    """Carry no message of this kind to prefill workers before the returned function is called."""
+    held: list[tuple[SimWorker, StreamMessage]] = []
+    carry = simulation.carry_messages
+
+    def carried(pair: Any) -> None:
+        carry(pair)
+        inbox = pair[2].inbox
+        messages = inbox.take_all() if inbox else ()
+        for message in messages:
+            is_meant = isinstance(message, StreamMessage) and isinstance(
+                message.sequenced.message, kind
+            )
+            if is_meant:
+                held.append((pair[2], message))
+            else:
+                inbox.post(message)
+
+    def go_on() -> None:
+        simulation.carry_messages = carry  # type: ignore[method-assign]
+        for worker, message in held:
+            worker.inbox.post(message)
+
+    simulation.carry_messages = carried  # type: ignore[method-assign]
+    return go_on
+
+
+def test_only_the_delta_is_computed() -> None:
+    simulation, session, prefill, decode = begun()
+    computed, history = computed_tokens(prefill), len(session.tokens)
+    talk(session, DELTA, 6, place=(prefill, decode))
+    own = len(FIRST) // 4
+    assert read_from(simulation, decode) == PAGES_KEPT - own
+    assert computed_tokens(prefill) - computed == history + len(DELTA) - 4 * PAGES_KEPT
+    assert reads(prefill, "valid") == 1
+    finish(simulation, session)
+
+
+def test_nothing_is_computed_announced_or_published_before_the_verdict() -> None:
+    simulation, session, prefill, decode = begun()
+    go_on = withhold(simulation, Released)
+    turn = say(session)
+    computed, published = computed_tokens(prefill), pools(prefill).cached_evictable
+    while simulation.step():
+        pass
+    request = prefill.context.requests[turn.key]
+    assert state(turn) is PrefillState.LOADED
+    assert (request.announced, turn.output) == (False, [])
+    assert computed_tokens(prefill) == computed
+    assert pools(prefill).cached_evictable + pools(prefill).cached_protected <= published
+    assert decode.agent.serving == 0, "the answer is sent: nobody reads any more"
+    go_on()
+    simulation.run()
+    assert turn.output == reference(turn.prompt, 6)
+    finish(simulation, session)
+
+
+def test_while_it_is_read_the_decode_worker_serves_and_the_prefill_worker_holds_all() -> None:
+    simulation, session, prefill, decode = begun()
+    turn = say(session)
+    step_until(simulation, lambda: state(turn) is PrefillState.LOADING)
+    assert decode.agent.serving == 1
+    held = pools(prefill)
+    own = (len(turn.prompt) + 3) // 4 - len(FIRST) // 4
+    assert held.held + held.promised == own
+    simulation.run()
+    finish(simulation, session)
+
+
+@pytest.mark.parametrize("phase", [PrefillState.ASKED, PrefillState.LOADING, PrefillState.LOADED])
+@pytest.mark.parametrize("how", ["stream", "prefill", "decode", "read"])
+def test_a_hand_over_that_breaks_while_it_is_reversed(phase: PrefillState, how: str) -> None:
+    """The client has the same tokens, the session stays, and every page comes back."""
+    simulation, session, prefill, decode = begun()
+    turn = say(session)
+    step_until(simulation, lambda: state(turn) is phase)
+    if how == "stream":
+        simulation.break_stream()
+    elif how == "read":
+        if phase is not PrefillState.LOADING:
+            pytest.skip("nothing is read")
+        pull, _ = prefill.agent.ordered[0]
+        simulation.fail_read()
+        assert pull is prefill.agent.ordered[0][0], "its bytes may still come"
+        step_until(simulation, lambda: prefill.name in turn.ends)
+        assert pools(prefill).quarantined == PAGES_KEPT - len(FIRST) // 4
+        simulation.settle_deaths()
+    else:
+        simulation.cancel(turn, prefill if how == "prefill" else decode)
+    simulation._place = lambda *_: (prefill, decode)  # type: ignore[method-assign]
+    simulation.run()
+    if how == "read":
+        assert reads(prefill, "failed") == 1
+    session.take()
+    if turn.output:
+        assert turn.output == reference(turn.prompt, 6)[: len(turn.output)]
+    assert ends(decode, "roll_back") == 0
+    talk(session, DELTA, 6, place=(prefill, decode))
+    finish(simulation, session)
+
+
+def test_an_attempt_after_a_failed_read_is_lent_nothing() -> None:
+    simulation, session, prefill, decode = begun()
+    turn = say(session)
+    step_until(simulation, lambda: state(turn) is PrefillState.LOADING)
+    simulation.fail_read()
+    step_until(simulation, lambda: len(turn.ends) == 2)
+    prefill.inbox.post(PeerDied(decode.name))
+    simulation.run()
+    assert not turn.output
+    lent = read_from(simulation, decode)
+    simulation._attempt([turn])
+    simulation.run()
+    assert turn.output == reference(turn.prompt, 6)
+    assert (read_from(simulation, decode), reads(prefill, "valid")) == (lent, 0)
+    finish(simulation, session)
+
+
+def test_pages_that_differ_fail_the_attempt() -> None:
+    simulation, session, prefill, _ = begun(verify_pages=VerifyPages.ALL)
+    turn = say(session)
+    tampered: list[Pull] = []
+
+    def tamper(worker: SimWorker, pull: Pull) -> None:
+        if worker is prefill and not tampered:
+            tampered.append(pull)
+            worker.counting.kv[0][pull.local_pages[0][0]] += 1
+
+    simulation.on_read = tamper  # type: ignore[method-assign]
+    simulation.run()
+    assert tampered
+    assert count(prefill, "page_mismatches") == 1
+    assert reads(prefill, "failed") == 1
+    session.take()
+    if turn.output:
+        assert turn.output == reference(turn.prompt, 6)[: len(turn.output)]
+    finish(simulation, session)
+
+
+@pytest.mark.parametrize("verify", [VerifyPages.SAMPLE, VerifyPages.ALL])
+def test_pages_that_are_compared_and_equal_are_used(verify: VerifyPages) -> None:
+    simulation, session, prefill, decode = begun(verify_pages=verify)
+    talk(session, DELTA, 6, place=(prefill, decode))
+    assert reads(prefill, "valid") == 1
+    finish(simulation, session)
+
+
+def test_a_history_that_is_computed_sooner_is_not_read() -> None:
+    simulation, session, prefill, decode = begun()
+    simulation.write_bytes_per_second = 1.0
+    prefill.context.speed_learner.speeds = StepSpeeds(0.001, 0.001, prompts_known=True)
+    talk(session, DELTA, 6, place=(prefill, decode))
+    assert (reads(prefill, "not_needed"), read_from(simulation, decode)) == (1, 0)
+    finish(simulation, session)
+
+
+def test_a_session_that_was_given_up_before_the_grant_is_not_lent() -> None:
+    simulation, session, prefill, decode = begun()
+    turn = say(session)
+    decode.turn()
+    assert decode.context.sessions.evict_oldest()
+    simulation.run()
+    assert reads(prefill, "valid") == 0
+    assert turn.output == reference(turn.prompt, 6)
+    finish(simulation, session)
+
+
+@pytest.mark.parametrize(
+    "runs",
+    [(), (PageRun(1, (1,)),), (PageRun(0, ()),), (PageRun(0, tuple(range(90))),)],
+    ids=["no pool", "not from the first page", "no page", "more than the prompt"],
+)
+def test_a_grant_that_lends_what_is_no_part_of_the_prompt_is_an_error(
+    runs: tuple[PageRun, ...],
+) -> None:
+    simulation, session, prefill, _ = begun()
+    carry = simulation.carry_messages
+
+    def planted(pair: Any) -> None:
+        carry(pair)
+        messages = prefill.inbox.take_all() if prefill.inbox else ()
+        for message in messages:
+            if isinstance(message, StreamMessage):
+                grant = message.sequenced.message
+                if isinstance(grant, Grant) and grant.history is not None:
+                    object.__setattr__(grant.history, "runs", runs)
+            prefill.inbox.post(message)
+
+    simulation.carry_messages = planted  # type: ignore[method-assign]
+    turn = say(session)
+    step_until(simulation, lambda: prefill.name in turn.ends)
+    assert turn.ends[prefill.name].reason is EndReason.FAILED
+    simulation.carry_messages = carry  # type: ignore[method-assign]
+    simulation.run()
+    session.take()
+    finish(simulation, session)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_long_turns_of_many_sessions_in_too_little_memory(seed: int) -> None:
+    """Neither side waits for the other while it holds: all turns end, with the right tokens."""
+    rng = random.Random(seed)
+    simulation = one_pair(
+        seed, pages=48, rows=4, workers=2, verify_pages=rng.choice(list(VerifyPages))
+    )
+    sessions = [Conversation(simulation, str(n)) for n in range(6)]
+    for number in range(5):
+        for session in sessions:
+            session.take()
+            prefill = rng.choice(simulation.prefills)
+            new = rng.choices(range(97), k=rng.randint(8, 24))
+            worker = session.worker or rng.choice(simulation.decodes)
+            session.say(new, 5, place=(prefill, worker), rewind_to=0 if number == 3 else None)
+        simulation.run()
+    for request in simulation.submitted:
+        assert request.output == reference(request.prompt, request.max_tokens)
+    assert sum(reads(one, "valid") for one in simulation.prefills) >= 5
+    finish(simulation, *sessions)
