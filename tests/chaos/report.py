@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from kvrelay.engine.faults import Phase
-from tests.chaos.cells import Cell, Harm, Victim
+from tests.chaos.cells import PHASES, Cell, Harm, Victim
 from tests.chaos.cluster import bound_of
 from tests.chaos.experiment import Report
 
@@ -75,8 +75,8 @@ def to_markdown(
     lines = [
         HEAD.format(summary=summary, transport=transport, timeout=timeout, bound=bound_of(timeout))
     ]
-    lines.append("| harm | to | " + " | ".join(Phase) + " |")
-    lines.append("| --- | --- | " + " | ".join("---" for _ in Phase) + " |")
+    lines.append("| harm | to | " + " | ".join(PHASES) + " |")
+    lines.append("| --- | --- | " + " | ".join("---" for _ in PHASES) + " |")
     reasons: dict[str, list[Cell]] = {}
     for harm in Harm:
         for victim in Victim:

@@ -10,7 +10,7 @@ import pytest
 from kvrelay.kv_transfer.verify_pages import VerifyPages
 from kvrelay.router.config import PlacementMode
 from tests.cluster.in_process import in_process
-from tests.cluster.running import Cluster
+from tests.cluster.running import Cluster, running
 from tests.cluster.test_sessions import FIRST, NEW, Chat, some_tokens
 
 
@@ -37,6 +37,35 @@ async def test_long_turns_read_the_history_and_have_the_same_tokens(
             await chat.say(some_tokens(number, 60))
         assert await history_reads(cluster, "valid") >= 1
         assert await history_reads(cluster, "failed") == 0
+        await chat.close()
+        await cluster.assert_at_baseline()
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::ResourceWarning")
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("fault", [
+    "prefill-0/kill:borrowing", "decode-0/kill:borrowing:2", "prefill-0/fail:pull",
+    "prefill-0/drop:done", "decode-0/drop:released",
+])  # fmt: skip
+async def test_a_worker_that_dies_while_a_session_is_borrowed_costs_no_token(
+    ray, tiny: Path, fault: str
+) -> None:
+    """Or a read of it that fails, or a message that is lost."""
+    async with running(
+        tiny,
+        dtype="float32",
+        chunk_tokens=64,
+        kv_memory=8 << 20,
+        prefix_index="none",
+        placement=PlacementMode.DISAGGREGATED,
+        debug_faults=fault,
+        worker_timeout=3.0,
+    ) as cluster:
+        chat = await Chat(cluster, "chat").open()
+        await chat.say(FIRST)
+        for number in range(5):
+            await chat.say(some_tokens(number, 60))
         await chat.close()
         await cluster.assert_at_baseline()
 

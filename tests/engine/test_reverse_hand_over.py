@@ -135,7 +135,7 @@ def test_a_hand_over_that_breaks_while_it_is_reversed(phase: PrefillState, how: 
         assert pull is prefill.agent.ordered[0][0], "its bytes may still come"
         step_until(simulation, lambda: prefill.name in turn.ends)
         assert pools(prefill).quarantined == PAGES_KEPT - len(FIRST) // 4
-        simulation.settle_deaths()
+        prefill.inbox.post(PeerDied(decode.name))
     else:
         simulation.cancel(turn, prefill if how == "prefill" else decode)
     simulation._place = lambda *_: (prefill, decode)  # type: ignore[method-assign]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,8 @@ from kvrelay.kv_transfer.peer_description import PeerDescription
 from kvrelay.kv_transfer.pull import Pull, PullState
 from kvrelay.kv_transfer.spans import PoolLayout
 from kvrelay.mem_cache.pool import KVPool
-from tests.kv_transfer.peer_process import WAIT_S, Peer, assert_page, read
+from kvrelay.wire.agent import AgentDescription
+from tests.kv_transfer.peer_process import WAIT_S, Peer, assert_page, make_pool, read
 
 
 def test_killed_peer_fails_the_pull_and_its_pages_wait_for_the_confirmation(
@@ -284,23 +286,40 @@ def test_a_dead_peer_that_nixl_cannot_forget_is_forgotten_later(
     other.stop()
 
 
-def test_an_agent_that_peers_may_read_is_not_replaced(
-    agent: TransferAgent, monkeypatch: pytest.MonkeyPatch, pool: KVPool
+@pytest.mark.parametrize("reads_first", [False, True])
+def test_an_agent_that_peers_may_read_starts_no_read_and_stays(
+    agent: TransferAgent, monkeypatch: pytest.MonkeyPatch, pool: KVPool, reads_first: bool
 ) -> None:
-    """A peer's read of what is not registered any more can kill this process."""
-    metadata = agent.describe().metadata
-    peer = Peer()
+    """A peer's read of what is not registered any more can kill this process.
+
+    So it is another agent that reads, and that is replaced: no failed read keeps its pages.
+    """
+    peer, described = Peer(), queue.SimpleQueue[AgentDescription]()
+    if not reads_first:
+        agent.describe()
     agent.add_peer(peer.description)
+    assert read(agent, peer, [1], [1]).state is PullState.DONE
+    agent.make_readable(described.put)
+    plain = described.get(timeout=WAIT_S)
+    there = make_pool()
+    borrower = TransferAgent(f"borrower-{time.monotonic_ns()}", [there], print)
+    borrower.meet(agent.incarnation, plain)
+
+    def borrow(page: int) -> None:
+        ended: queue.SimpleQueue[Pull] = queue.SimpleQueue()
+        borrower.pull(agent.incarnation, [np.array([5])], [np.array([page])], ended.put)
+        assert ended.get(timeout=WAIT_S).state is PullState.DONE
+        assert_page(there, 5, page)
+
+    borrow(1)
     broken = fail_a_read(agent, peer, monkeypatch)
     agent.add_peer(peer.description)
-    assert read(agent, peer, [2], [7]).state is PullState.DONE
-    assert_page(pool, 2, 7)
-    assert agent.describe().metadata == metadata
-    peer.kill()
-    agent.confirm_death(peer.description.incarnation)
-    for _ in range(3):
-        wait_for_a_pass(agent)
-    assert not broken.passed(), "the worker has to restart"
+    assert read(agent, peer, [2], [2]).state is PullState.DONE
+    wait_until_passed(agent, broken)
+    assert agent.describe().plain() == plain
+    borrow(2)
+    peer.stop()
+    borrower.close()
 
 
 def test_an_agent_that_registers_nothing_more_is_replaced(

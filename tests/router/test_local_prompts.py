@@ -118,6 +118,15 @@ def test_outputs_of_requests_that_wait_count_as_those_of_earlier_ones() -> None:
     assert decide(256, queued, Side(queue, num_requests=8)) == BY_PREFILL
 
 
+def test_a_prefill_worker_that_reads_the_session_computes_the_rest_only() -> None:
+    """If that is sooner: else it computes all, or the worker that has the session does."""
+    home = decode(8, cached=3000)
+    assert decide(3600, prefill(), home) == BY_DECODE
+    lent = replace(prefill(), lent_tokens=3000, lent_seconds=0.01)
+    assert decide(3600, lent, home) == BY_PREFILL
+    assert decide(3600, replace(lent, lent_seconds=60.0), home) == BY_DECODE
+
+
 def test_a_looser_target_lets_more_prompts_in() -> None:
     busy, queued = decode(8), prefill(1024)
     assert not decide(1024, queued, busy, itl_target=0.025).by_decode

@@ -214,8 +214,6 @@ class Simulation(SimRouter):
         for worker in self.decodes:
             for prefill in self.prefills:
                 worker.inbox.post(PeerDied(prefill.name))
-                if prefill is not worker:
-                    prefill.inbox.post(PeerDied(worker.name))
 
     def assert_at_baseline(self) -> None:
         for worker in self.workers:
