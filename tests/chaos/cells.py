@@ -97,7 +97,7 @@ ROUTER_DRAINS = "a router stops taking requests and waits for its own: there is 
 
 
 PHASES = tuple(phase for phase in Phase if phase is not Phase.BORROWING)
-"""The columns. Only turns of sessions are ever borrowing: `tests/cluster/test_reverse_hand_over.py`."""
+"""The columns. Only turns of sessions borrow: see `tests/cluster/test_reverse_hand_over.py`."""
 
 
 @dataclass(frozen=True, slots=True)

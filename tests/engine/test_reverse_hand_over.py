@@ -199,6 +199,7 @@ def test_pages_that_are_compared_and_equal_are_used(verify: VerifyPages) -> None
 def test_a_history_that_is_computed_sooner_is_not_read() -> None:
     simulation, session, prefill, decode = begun()
     simulation.write_bytes_per_second = 1.0
+    del prefill.scheduler._histories._seconds_to_compute
     prefill.context.speed_learner.speeds = StepSpeeds(0.001, 0.001, prompts_known=True)
     talk(session, DELTA, 6, place=(prefill, decode))
     assert (reads(prefill, "not_needed"), read_from(simulation, decode)) == (1, 0)
