@@ -172,15 +172,15 @@ def run_stage(stage: Stage, seconds: float) -> Result:
             timed_out = False
         except subprocess.TimeoutExpired:
             timed_out = True
-            _end(process)
+            end_stage(process)
         output.seek(0)
         lines = "\n".join(output.read().splitlines()[-_SHOWN_LINES:])
     outcome = Outcome.TIMED_OUT if timed_out else _judge(process.returncode, lines)
     return Result(outcome, time.monotonic() - begin, lines)
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """Let it stop its cluster, then kill what is left."""
+def end_stage(process: subprocess.Popen[bytes]) -> None:
+    """Let a stage stop its cluster, then kill what is left of its session."""
     process.terminate()
     with suppress(subprocess.TimeoutExpired):
         process.wait(_GRACE_SECONDS)
