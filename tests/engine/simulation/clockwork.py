@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvrelay.engine.executor.step import Scheduled, Step
+from kvrelay.mem_cache.tier_copies import PageMoves
 from kvrelay.wire.output import RequestOutput
 from tests.engine.simulation.cluster import Simulation
 from tests.engine.simulation.router import SimRequest
@@ -20,13 +21,22 @@ class Forward:
     ends: float
 
 
+@dataclass(frozen=True)
+class Copying:
+    """A copy between the device and the host that runs."""
+
+    moves: PageMoves
+    ends: float
+
+
 class Clockwork(Simulation):
-    """A test may replace `step_seconds` of one simulation, besides what `Simulation` names."""
+    """A test may replace `step_seconds` or `copy_seconds`, besides what `Simulation` names."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self.clock = 0.0
         self._runs: dict[SimWorker, Forward] = {}
+        self._copies: dict[SimWorker, Copying] = {}
         self.ended_at: dict[SimRequest, float] = {}
         self.emitted_at: dict[SimRequest, list[float]] = {}
         """For each request the moments of its tokens."""
@@ -41,6 +51,7 @@ class Clockwork(Simulation):
             if self.step():
                 continue
             ends = [self._runs[worker].ends for worker in self.workers if worker.steps]
+            ends += [self._copies[worker].ends for worker in self.workers if worker.copies]
             if not ends or min(ends) > moment:
                 break
             self.clock = min(ends)
@@ -53,6 +64,18 @@ class Clockwork(Simulation):
             # The clock goes on only when nothing else can happen: it begins now.
             worker.forward_seconds = self.step_seconds(step)
             runs = self._runs[worker] = Forward(step, self.clock + worker.forward_seconds)
+        return runs.ends <= self.clock
+
+    def copy_seconds(self, worker: SimWorker, moves: PageMoves) -> float:
+        """How long a copy between the device and the host takes."""
+        return 0.0
+
+    def can_end_copy(self, worker: SimWorker) -> bool:
+        """Whether the clock has reached its oldest copy's end."""
+        moves, runs = worker.copies[0], self._copies.get(worker)
+        if runs is None or runs.moves is not moves:
+            worker.copy_seconds = self.copy_seconds(worker, moves)
+            runs = self._copies[worker] = Copying(moves, self.clock + worker.copy_seconds)
         return runs.ends <= self.clock
 
     def now(self) -> float:

@@ -81,6 +81,8 @@ class SimWorker:
     drained: bool = False
     forward_seconds: float = 0.0
     """What the forwards that end now are said to have taken."""
+    copy_seconds: float = 0.0
+    """What the copy that ends next is said to have taken."""
 
     def __post_init__(self) -> None:
         self.model, self.kv_cache = self._load()
@@ -163,7 +165,7 @@ class SimWorker:
         """Make the oldest copy, all at once, and tell that it has ended."""
         moves = self.copies.popleft()
         self.model.copy_tier(moves)
-        self.inbox.post(CopyEnded(moves.operation, 0.0))
+        self.inbox.post(CopyEnded(moves.operation, self.copy_seconds))
 
     def _shape(self, window: int | None, ahead: int) -> PoolShape:
         """A window pool is tight: two requests fit, and what is left over is cached."""

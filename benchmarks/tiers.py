@@ -1,0 +1,226 @@
+"""Host memory below the device: what it saves on a trace of conversations, and how fast copies are.
+
+python -m benchmarks.tiers mooncake_conversation_trace.jsonl.gz
+
+The replay: one aggregated worker gets the trace's requests, with device memory alone and with a
+host tier below it. Scheduler, memory, prefix index and host tier are the real ones; forwards
+(10 ms and 0.2 ms a token) and copies (``--copy-rate``) take the time of a virtual clock. Lengths
+are an eighth of the trace's, as in `benchmarks.prefix_placement`. Both see the same requests at
+the same moments.
+
+The copies: scattered pages between two real pools, by the code that the copy thread runs, beside
+a plain copy of as many bytes that lie together. In turn; medians of gigabytes a second.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import click
+import numpy as np
+import torch
+
+from benchmarks.prefix_placement import MOST_TOKENS, PAGE_SIZE, scaled
+from kvrelay.deploy.load_generator.table import table
+from kvrelay.deploy.load_generator.trace import TraceRow, read_trace
+from kvrelay.mem_cache.geometry import KVGeometry, PageOrder
+from kvrelay.mem_cache.pool import KVPool
+from kvrelay.mem_cache.tier_copies import PageMoves, copy_moves
+from kvrelay.mem_cache.tier_speed import TierSpeed
+from tests.engine.simulation.clockwork import Clockwork
+from tests.engine.simulation.placed import ttfts
+from tests.engine.simulation.worker import SimWorker, count
+
+SMOLLM2 = KVGeometry(30, 3, 64, torch.bfloat16, PAGE_SIZE)
+"""360 KiB a page."""
+ROUNDS = 7
+
+
+class TieredClockwork(Clockwork):
+    """An aggregated worker with a host tier, whose copies take time.
+
+    Args:
+        pages: of the device.
+        host_pages: 0: no host tier.
+        bytes_per_second: of copies.
+    """
+
+    def __init__(self, pages: int, host_pages: int, bytes_per_second: float) -> None:
+        super().__init__(
+            0,
+            PAGE_SIZE,
+            pages,
+            64,
+            512,
+            aggregated=True,
+            workers=1,
+            audit_pages=False,
+            most_tokens=MOST_TOKENS,
+            host_pages=host_pages,
+        )
+        self._bytes_per_second = bytes_per_second
+        self.worker = self.workers[0]
+        self.worker.kv_cache.clock = self.now
+        if self.worker.tier is not None:
+            self.worker.tier.page_bytes = SMOLLM2.page_bytes
+            self.worker.tier.speed = TierSpeed(bytes_per_second)
+
+    def copy_seconds(self, worker: SimWorker, moves: PageMoves) -> float:
+        """See `Clockwork`."""
+        return len(moves.host_pages) * SMOLLM2.page_bytes / self._bytes_per_second
+
+
+@dataclass(frozen=True)
+class Replay:
+    """The trace with one size of the host tier."""
+
+    device_pages: int
+    host_pages: int
+    hits: float
+    """Share of the prompts' tokens that were not computed."""
+    computed_tokens: int
+    loaded_tokens: int
+    written_pages: int
+    dropped_pages: int
+    ttft_p50_seconds: float
+    ttft_p90_seconds: float
+    ttft_mean_seconds: float
+
+
+def replay(
+    rows: Sequence[TraceRow], speed: float, pages: int, host_pages: int, bytes_per_second: float
+) -> Replay:
+    """Play the rows, `speed` times as fast, until all requests have ended."""
+    simulation = TieredClockwork(pages, host_pages, bytes_per_second)
+    for row in rows:
+        simulation.run_until((row.at - rows[0].at) / speed)
+        prompt, output = scaled(row)
+        simulation.submit(prompt, output)
+    simulation.run_until(simulation.clock + 36_000)
+    simulation.assert_at_baseline()
+    submitted = simulation.submitted
+    waits = sorted(ttfts(simulation))
+    tier = simulation.worker.tier
+    return Replay(
+        pages,
+        host_pages,
+        sum(request.cached_tokens for request in submitted)
+        / sum(len(request.prompt) for request in submitted),
+        int(count(simulation.worker, "computed_tokens")),
+        tier.counts.loaded_pages * PAGE_SIZE if tier else 0,
+        tier.counts.written_pages if tier else 0,
+        tier.counts.dropped_pages if tier else 0,
+        statistics.median(waits),
+        waits[int(0.9 * len(waits))],
+        statistics.mean(waits),
+    )
+
+
+@dataclass(frozen=True)
+class CopyRate:
+    """What was copied, and how fast."""
+
+    what: str
+    pages: int
+    gigabytes_per_second: float
+
+
+def measure_copies(total_pages: int, pages: int) -> Iterator[CopyRate]:
+    """Copies of so many scattered pages each way, and a plain copy of as many bytes."""
+    device, host = (KVPool(SMOLLM2, total_pages, torch.device("cpu")) for _ in range(2))
+    layers = KVPool(
+        KVGeometry(30, 3, 64, torch.bfloat16, PAGE_SIZE, PageOrder.LAYER_FIRST),
+        total_pages,
+        torch.device("cpu"),
+    )
+    rng = random.Random(1)
+    here, there = (np.array(rng.sample(range(total_pages), pages), np.int32) for _ in range(2))
+    source, target = (np.ones(pages * SMOLLM2.page_bytes, np.uint8) for _ in range(2))
+    ways: dict[str, Callable[[], None]] = {
+        "plain copy": lambda: np.copyto(target, source),
+        "to the host": lambda: copy_moves(PageMoves(1, True, (here,), there), [device], [host]),
+        "from the host": lambda: copy_moves(PageMoves(1, False, (here,), there), [device], [host]),
+        "to the host, layer_first": lambda: copy_moves(
+            PageMoves(1, True, (here,), there), [layers], [host]
+        ),
+    }
+    seconds: dict[str, list[float]] = {what: [] for what in ways}
+    for number in range(ROUNDS + 1):
+        for what, copy in ways.items():
+            begun = time.perf_counter()
+            copy()
+            if number:  # the first one only warms up
+                seconds[what].append(time.perf_counter() - begun)
+    for what, taken in seconds.items():
+        gigabytes = pages * SMOLLM2.page_bytes / 1e9
+        yield CopyRate(what, pages, gigabytes / statistics.median(taken))
+
+
+@click.command()
+@click.argument("trace", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@click.option("--requests", default=500, show_default=True, help="Rows of the trace.")
+@click.option("--speed", default=0.8, show_default=True, help="The trace is played so much faster.")
+@click.option("--pages", default=1024, show_default=True, help="Of 16 tokens, of the device.")
+@click.option(
+    "--host-pages",
+    "host_sizes",
+    type=int,
+    multiple=True,
+    default=(0, 4096, 16_384),
+    show_default=True,
+    help="Of the host.",
+)
+@click.option("--copy-rate", default=3.0, show_default=True, help="Of the replay, in GB/s.")
+@click.option("--json", "out", type=click.Path(path_type=Path), help="Write the figures here.")
+def main(
+    trace: Path,
+    requests: int,
+    speed: float,
+    pages: int,
+    host_sizes: tuple[int, ...],
+    copy_rate: float,
+    out: Path | None,
+) -> None:
+    """Hit rates, computed tokens and times to first token; and raw copy rates."""
+    copies = [rate for number in (4, 45) for rate in measure_copies(512, number)]
+    rows = read_trace(trace, requests)
+    replays = [replay(rows, speed, pages, size, copy_rate * 1e9) for size in host_sizes]
+    click.echo(
+        table(
+            ["copy", "pages", "GB/s"],
+            [[one.what, str(one.pages), f"{one.gigabytes_per_second:.2f}"] for one in copies],
+        )
+    )
+    head = ["host pages", "hits", "computed", "loaded", "written", "dropped"]
+    click.echo(
+        table(
+            [*head, "TTFT p50", "p90", "mean"],
+            [
+                [
+                    str(one.host_pages),
+                    f"{one.hits:.1%}",
+                    str(one.computed_tokens),
+                    str(one.loaded_tokens),
+                    str(one.written_pages),
+                    str(one.dropped_pages),
+                    f"{one.ttft_p50_seconds:.2f}",
+                    f"{one.ttft_p90_seconds:.2f}",
+                    f"{one.ttft_mean_seconds:.2f}",
+                ]
+                for one in replays
+            ],
+        )
+    )
+    if out is not None:
+        figures = {"copies": [*map(asdict, copies)], "replays": [*map(asdict, replays)]}
+        out.write_text(json.dumps(figures, indent=2))
+
+
+if __name__ == "__main__":
+    main()
