@@ -4,9 +4,9 @@ python -m benchmarks.tiers mooncake_conversation_trace.jsonl.gz
 
 The replay: one aggregated worker gets the trace's requests, with device memory alone and with a
 host tier below it. Scheduler, memory, prefix index and host tier are the real ones; forwards
-(10 ms and 0.2 ms a token) and copies (``--copy-rate``) take the time of a virtual clock. Lengths
-are an eighth of the trace's, as in `benchmarks.prefix_placement`. Both see the same requests at
-the same moments.
+(10 ms and 0.2 ms a token) and copies (1 MiB a page, ``--copy-rate``) take the time of a virtual
+clock. Lengths are an eighth of the trace's, as in `benchmarks.prefix_placement`. Both see the same
+requests at the same moments.
 
 The copies: scattered pages between two real pools, by the code that the copy thread runs, beside
 a plain copy of as many bytes that lie together. In turn; medians of gigabytes a second.
@@ -20,6 +20,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from itertools import cycle
 from pathlib import Path
 
 import click
@@ -35,11 +36,11 @@ from kvrelay.mem_cache.tier_copies import PageMoves, copy_moves
 from kvrelay.mem_cache.tier_speed import TierSpeed
 from tests.engine.simulation.clockwork import Clockwork
 from tests.engine.simulation.placed import ttfts
-from tests.engine.simulation.worker import SimWorker, count
+from tests.engine.simulation.worker import PAGE_BYTES, SimWorker, count
 
 SMOLLM2 = KVGeometry(30, 3, 64, torch.bfloat16, PAGE_SIZE)
 """360 KiB a page."""
-ROUNDS = 7
+ROUNDS = 21
 
 
 class TieredClockwork(Clockwork):
@@ -68,12 +69,11 @@ class TieredClockwork(Clockwork):
         self.worker = self.workers[0]
         self.worker.kv_cache.clock = self.now
         if self.worker.tier is not None:
-            self.worker.tier.page_bytes = SMOLLM2.page_bytes
             self.worker.tier.speed = TierSpeed(bytes_per_second)
 
     def copy_seconds(self, worker: SimWorker, moves: PageMoves) -> float:
         """See `Clockwork`."""
-        return len(moves.host_pages) * SMOLLM2.page_bytes / self._bytes_per_second
+        return len(moves.host_pages) * PAGE_BYTES / self._bytes_per_second
 
 
 @dataclass(frozen=True)
@@ -139,16 +139,27 @@ def measure_copies(total_pages: int, pages: int) -> Iterator[CopyRate]:
         total_pages,
         torch.device("cpu"),
     )
-    rng = random.Random(1)
-    here, there = (np.array(rng.sample(range(total_pages), pages), np.int32) for _ in range(2))
-    source, target = (np.ones(pages * SMOLLM2.page_bytes, np.uint8) for _ in range(2))
+    # Each time other pages, so that none are in the processor's caches.
+    order = random.Random(1).sample(range(total_pages), total_pages)
+    starts = cycle(range(0, total_pages - pages + 1, pages))
+    source, target = (np.ones(total_pages * SMOLLM2.page_bytes, np.uint8) for _ in range(2))
+
+    def move(pool: KVPool, *, to_host: bool) -> None:
+        first = next(starts)
+        here = np.array(order[first : first + pages], np.int32)
+        there = np.array(order[::-1][first : first + pages], np.int32)
+        copy_moves(PageMoves(1, to_host, (here,), there), [pool], [host])
+
+    def copy_plainly() -> None:
+        first = next(starts) * SMOLLM2.page_bytes
+        part = slice(first, first + pages * SMOLLM2.page_bytes)
+        np.copyto(target[part], source[part])
+
     ways: dict[str, Callable[[], None]] = {
-        "plain copy": lambda: np.copyto(target, source),
-        "to the host": lambda: copy_moves(PageMoves(1, True, (here,), there), [device], [host]),
-        "from the host": lambda: copy_moves(PageMoves(1, False, (here,), there), [device], [host]),
-        "to the host, layer_first": lambda: copy_moves(
-            PageMoves(1, True, (here,), there), [layers], [host]
-        ),
+        "plain copy": copy_plainly,
+        "to the host": lambda: move(device, to_host=True),
+        "from the host": lambda: move(device, to_host=False),
+        "to the host, layer_first": lambda: move(layers, to_host=True),
     }
     seconds: dict[str, list[float]] = {what: [] for what in ways}
     for number in range(ROUNDS + 1):
@@ -188,7 +199,7 @@ def main(
     out: Path | None,
 ) -> None:
     """Hit rates, computed tokens and times to first token; and raw copy rates."""
-    copies = [rate for number in (4, 45) for rate in measure_copies(512, number)]
+    copies = [rate for number in (11, 45) for rate in measure_copies(1024, number)]
     rows = read_trace(trace, requests)
     replays = [replay(rows, speed, pages, size, copy_rate * 1e9) for size in host_sizes]
     click.echo(

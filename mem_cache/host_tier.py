@@ -41,6 +41,8 @@ from kvrelay.wire.page_hash import HASH_BYTES
 
 COPY_BYTES: Final = 16 << 20
 """One copy to the host has no more, so that a copy back does not wait long for it."""
+LOAD_BYTES: Final = 4 << 20
+"""One copy back has no more: a load that is given up ends with the copy that runs."""
 MOST_WRITES: Final = 2
 """Copies to the host at a time."""
 MOST_CANDIDATES: Final = 4096
@@ -72,8 +74,14 @@ class Load:
 
     prefix: HostPrefix
     lease: Lease
+    num_done: int = 0
+    """Pages that have come, the first ones."""
+    num_moving: int = 0
+    """Pages after those, which the copy that runs brings."""
+    given_up: bool = False
+    """No further copy begins."""
     ended: bool = False
-    """The prefix index has them, or the copy has failed."""
+    """The prefix index has what has come."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +132,7 @@ class HostTier:
         self._loads: dict[int, Load] = {}
         self._candidates: deque[RadixNode] = deque(maxlen=MOST_CANDIDATES)
         self._most_pages = max(1, COPY_BYTES // page_bytes)
+        self._most_load_pages = max(1, LOAD_BYTES // page_bytes)
         kv_cache.count_allocations()
         log.attach(self)
 
@@ -262,31 +271,53 @@ class HostTier:
         grown = self._kv_cache.grow(lease, len(token_ids))
         assert grown, "a promise was broken"
         self.pages.pin(prefix.pages)
-        device_pages = tuple(
-            lease.pages(pool)[prefix.first_page :] for pool in self._kv_cache.shape.pool_numbers
-        )
         load = Load(prefix, lease)
-        self._loads[self._start(False, device_pages, prefix.pages)] = load
+        self._load_more(load)
         return load
 
-    def _end_load(self, load: Load, ended: CopyEnded) -> None:
-        """Publish what has come back, unless it was forgotten meanwhile."""
-        prefix, load.ended = load.prefix, True
-        is_valid = not ended.error and all(
-            page.state is HostPageState.CACHED for page in prefix.pages
+    def give_up(self, load: Load) -> None:
+        """Bring no more of a load: its memory is needed. What the running copy brings is kept."""
+        load.given_up = True
+        self.counts.late_loads += 1
+
+    def _load_more(self, load: Load) -> None:
+        """Begin the next copy of a load."""
+        prefix, lease, done = load.prefix, load.lease, load.num_done
+        pages = prefix.pages[done : done + self._most_load_pages]
+        load.num_moving, first = len(pages), prefix.first_page + done
+        device_pages = tuple(
+            lease.pages(pool)[first : first + len(pages)]
+            for pool in self._kv_cache.shape.pool_numbers
         )
-        self.pages.unpin(prefix.pages)
-        outcome = Outcome.ABORTED
-        if is_valid:
-            self._kv_cache.commit(load.lease, len(prefix.token_ids))
-            outcome = Outcome.FINISHED
-        release_kv_cache(self._kv_cache, load.lease, outcome, token_ids=prefix.token_ids)
-        counts = self.counts
-        counts.loaded_pages += len(prefix.pages) * is_valid
-        counts.load_bytes += len(prefix.pages) * self.page_bytes
+        self._loads[self._start(False, device_pages, pages)] = load
+
+    def _end_load_copy(self, load: Load, ended: CopyEnded) -> None:
+        """Begin the next copy, or end the load."""
+        counts, nbytes = self.counts, load.num_moving * self.page_bytes
+        counts.load_bytes += nbytes
         counts.load_seconds += ended.seconds
         if not ended.error:
-            self.speed.observe(len(prefix.pages) * self.page_bytes, ended.seconds)
+            load.num_done += load.num_moving
+            self.speed.observe(nbytes, ended.seconds)
+        load.num_moving = 0
+        pages = load.prefix.pages
+        are_here = all(page.state is HostPageState.CACHED for page in pages)
+        if are_here and not (ended.error or load.given_up) and load.num_done < len(pages):
+            self._load_more(load)
+        else:
+            self._end_load(load, load.num_done if are_here else 0)
+
+    def _end_load(self, load: Load, num_valid: int) -> None:
+        """Publish the pages that have come and were not forgotten, and free the others."""
+        load.ended = True
+        self.pages.unpin(load.prefix.pages)
+        self.counts.loaded_pages += num_valid
+        outcome, tokens = Outcome.ABORTED, load.prefix.token_ids
+        if num_valid:
+            outcome = Outcome.FINISHED
+            tokens = tokens[: (load.prefix.first_page + num_valid) * load.lease.page_size]
+            self._kv_cache.commit(load.lease, len(tokens))
+        release_kv_cache(self._kv_cache, load.lease, outcome, token_ids=tokens)
 
     # Both
 
@@ -305,12 +336,12 @@ class HostTier:
             self._end_write(write, ended)
         load = self._loads.pop(ended.operation, None)
         if load is not None:
-            self._end_load(load, ended)
+            self._end_load_copy(load, ended)
 
     def expected_seconds(self, prefix: HostPrefix) -> float:
         """Until a load would end that began now: copies that have not ended come before it."""
         writes = sum([len(write.pages) for write in self._writes.values()])
-        loads = sum([len(load.prefix.pages) for load in self._loads.values()])
+        loads = sum([len(load.prefix.pages) - load.num_done for load in self._loads.values()])
         return self.speed.seconds((writes + loads + len(prefix.pages)) * self.page_bytes)
 
     # Counts and checks

@@ -179,15 +179,13 @@ class Request:
         )
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class TierLoad:
     """Pages that a request waits for, which come back from a lower tier."""
 
     load: Load
     until: float
     """The moment, by the cache's clock, after which it does not wait any more."""
-    given_up: bool = False
-    """That moment has come."""
 
 
 @dataclass(frozen=True, slots=True)

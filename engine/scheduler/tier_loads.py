@@ -51,12 +51,11 @@ class TierLoads(Generic[RequestT]):
             if request.tier_load is None:
                 return False
         wait = request.tier_load
-        if wait.load.ended or wait.given_up:
+        if wait.load.ended or wait.load.given_up:
             return False
         if self._context.kv_cache.clock() < wait.until:
             return True
-        wait.given_up = True
-        self._tier.counts.late_loads += 1
+        self._tier.give_up(wait.load)
         return False
 
     def _begin(

@@ -5,6 +5,7 @@ The model counts: a page that comes back with other bytes changes the tokens.
 
 from __future__ import annotations
 
+import math
 import random
 from pathlib import Path
 from typing import Any
@@ -13,10 +14,16 @@ import numpy as np
 import pytest
 
 from kvrelay.engine.config import Speculation
+from kvrelay.mem_cache.tier_copies import PageMoves
+from kvrelay.mem_cache.tier_speed import TierSpeed
 from tests.checkpoints import make_checkpoint
-from tests.engine.simulation import Simulation, count
+from tests.engine.simulation import Simulation, SimWorker, count
+from tests.engine.simulation.clockwork import Clockwork
+from tests.engine.simulation.placed import ttfts
+from tests.engine.simulation.worker import PAGE_BYTES
 from tests.engine.test_modes import expected, run_load
 from tests.engine.test_token_equality import Mode, assert_same, plain_run, requests_of, serve
+from tests.known import known
 
 
 def in_little_memory(page_size: int, *, host_pages: int = 400, **mode: Any) -> Simulation:
@@ -159,3 +166,65 @@ def test_a_real_model_gives_the_same_tokens(
                 assert_same(request, other)
     assert tier_counts(simulation, "loaded_pages")
     simulation.assert_at_baseline()
+
+
+# Never slower: under a virtual clock
+
+
+PROMPTS = [[random.Random(seed).randrange(97) for _ in range(640)] for seed in range(6)]
+
+
+class Clocked(Clockwork):
+    """An aggregated worker that holds one prompt; a forward takes 10 ms and 0.2 ms a token.
+
+    Args:
+        believed: pages a second of the host, as measured at the start.
+        real: as copies take.
+    """
+
+    def __init__(self, host_pages: int, believed: float = math.inf, real: float = math.inf) -> None:
+        super().__init__(1, 16, 64, 4, 64, aggregated=True, workers=1, host_pages=host_pages)
+        self.worker, self.real = self.workers[0], real
+        self.worker.kv_cache.clock = self.now
+        if self.worker.tier is not None:
+            self.worker.tier.speed = TierSpeed(believed * PAGE_BYTES)
+
+    def copy_seconds(self, worker: SimWorker, moves: PageMoves) -> float:
+        return 0.0 if moves.to_host else len(moves.host_pages) / self.real
+
+    def play(self) -> list[float]:
+        """Seconds to each first token, all prompts three times, one after the other."""
+        for prompt in PROMPTS * 3:
+            request = self.submit(prompt, 2)
+            self.run_until(self.clock + 20)
+            assert request.output == expected(request)
+        self.assert_at_baseline()
+        return list(ttfts(self))
+
+
+def test_first_tokens_come_earlier_from_a_fast_host() -> None:
+    without, fast = Clocked(0).play(), Clocked(400).play()
+    assert sum(fast[6:]) < 0.3 * sum(without[6:])
+    assert fast[:6] == without[:6]
+
+
+def test_a_slow_host_is_not_asked() -> None:
+    """Of 39 pages at 20 a second: two seconds, where computing takes a quarter of one."""
+    slow = Clocked(400, believed=20, real=20)
+    without = Clocked(0).play()
+    assert slow.play() == pytest.approx(without)
+    tier = known(slow.worker.tier)
+    assert (tier.counts.loaded_pages, tier.counts.late_loads) == (0, 0)
+    assert tier.counts.slow_loads
+
+
+def test_nobody_waits_longer_for_a_host_than_computing_takes() -> None:
+    """It was fast when it was measured. What comes too late teaches how slow it is."""
+    late = Clocked(400, believed=1000, real=20)
+    without = Clocked(0).play()
+    took = late.play()
+    # A copy that runs has to end: four pages.
+    assert max(took) < 2 * max(without) + 4 / 20
+    tier = known(late.worker.tier)
+    assert 0 < tier.counts.late_loads < 12
+    assert tier.counts.slow_loads

@@ -123,7 +123,7 @@ class Memory:
         self.forgotten: list[HostPage] = []
         if host_pages:
             self.host_contents = [np.zeros((host_pages, page_size), np.int64) for _ in pools]
-            self.tier = HostTier(self.kv_cache, log, host_pages, 1, self, TierSpeed(1.0))
+            self.tier = HostTier(self.kv_cache, log, host_pages, 2 << 20, self, TierSpeed(1.0))
 
     # What requests do
 

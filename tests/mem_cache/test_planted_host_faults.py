@@ -17,6 +17,7 @@ from kvrelay.mem_cache.kv_cache_manager import KVCacheManager
 from kvrelay.mem_cache.prefix_log import PrefixLog
 from kvrelay.mem_cache.tier_copies import CopyEnded, PageMoves
 from kvrelay.wire.page_hash import PageHashes
+from tests.known import known
 from tests.mem_cache.memory import Memory
 from tests.mem_cache.test_memory_model import MemoryMachine
 from tests.mem_cache.test_planted_faults import wrap
@@ -56,10 +57,9 @@ def freed_on_the_copy_thread(patch: pytest.MonkeyPatch) -> None:
     """A load's pages are given up by whoever copies, as soon as it begins."""
 
     def early(original: Any, memory: Memory) -> None:
-        for copy in memory.copies:
+        for copy in list(memory.copies):
             if not copy.halves and not copy.moves.to_host:
-                memory.tier._loads[copy.moves.operation].ended = True  # type: ignore[union-attr]
-                memory.tier.finish(CopyEnded(copy.moves.operation, 0.0))  # type: ignore[union-attr]
+                known(memory.tier).finish(CopyEnded(copy.moves.operation, 0.0))
         original(memory)
 
     wrap(patch, Memory, "copy", early)

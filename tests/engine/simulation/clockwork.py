@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvrelay.engine.executor.step import Scheduled, Step
+from kvrelay.engine.scheduler.commands import Wake
 from kvrelay.mem_cache.tier_copies import PageMoves
 from kvrelay.wire.output import RequestOutput
 from tests.engine.simulation.cluster import Simulation
@@ -48,14 +49,22 @@ class Clockwork(Simulation):
     def run_until(self, moment: float) -> None:
         """Let everything happen that happens before `moment`."""
         while True:
+            self._wake()
             if self.step():
                 continue
             ends = [self._runs[worker].ends for worker in self.workers if worker.steps]
+            ends += [min(worker.wakes) for worker in self.workers if worker.wakes]
             ends += [self._copies[worker].ends for worker in self.workers if worker.copies]
             if not ends or min(ends) > moment:
                 break
             self.clock = min(ends)
         self.clock = max(self.clock, moment)
+
+    def _wake(self) -> None:
+        for worker in self.workers:
+            if any(moment <= self.clock for moment in worker.wakes):
+                worker.wakes = [moment for moment in worker.wakes if moment > self.clock]
+                worker.inbox.post(Wake())
 
     def can_end_step(self, worker: SimWorker) -> bool:
         """Whether the clock has reached its oldest forward's end."""

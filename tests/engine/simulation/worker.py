@@ -38,6 +38,8 @@ from tests.engine.simulation.model import CountingModel, GuessDrafter, RealModel
 
 MAX_TOKENS = 2048
 """Of one request."""
+PAGE_BYTES = 1 << 20
+"""That a page of a counting model is said to have: it decides how copies are cut."""
 
 
 @dataclass(eq=False)
@@ -81,6 +83,8 @@ class SimWorker:
     drained: bool = False
     forward_seconds: float = 0.0
     """What the forwards that end now are said to have taken."""
+    wakes: list[float] = field(default_factory=list)
+    """Moments at which the loop wants to run a pass."""
     copy_seconds: float = 0.0
     """What the copy that ends next is said to have taken."""
 
@@ -97,6 +101,7 @@ class SimWorker:
             WorkerMetrics(self.config),
             chunk_tokens=self.config.chunk_tokens,
             host_tier=self.tier,
+            wake_in=lambda seconds: self.wakes.append(self.kv_cache.clock() + seconds),
         )
         scheduler: Any
         if self.role_name is WorkerRole.AGGREGATED:
@@ -154,7 +159,7 @@ class SimWorker:
         log = self.kv_cache.index.log
         assert log is not None
         speed = TierSpeed(math.inf)
-        return HostTier(self.kv_cache, log, self.host_pages, 1, self.copy_stream, speed)
+        return HostTier(self.kv_cache, log, self.host_pages, PAGE_BYTES, self.copy_stream, speed)
 
     @property
     def copy_stream(self) -> CopyStream:
