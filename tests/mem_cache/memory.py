@@ -360,6 +360,7 @@ class Memory:
         tier.pages.check_pages()
         device = self.kv_cache.page_counts()
         assert all(counts.accounted == counts.total for counts in tier.pool_counts(device))
+        self.check_index()
         found = list(tier.pages)
         assert not set(found) & set(self.forgotten), "what was forgotten is found again"
         for page in found:
@@ -397,6 +398,23 @@ class Memory:
             first = min(forward.start, unwritten.get(forward.holder, forward.start))
             unwritten[forward.holder] = first
             self.check_reads(forward, first)
+
+    def check_index(self) -> None:
+        """What the prefix index has is what was written for its tokens, whether or not it is read.
+
+        Of pools without windows.
+        """
+        index = self.kv_cache.index
+        assert isinstance(index, RadixTree)
+        for leaf in index._forest.nodes():
+            path = list(leaf.path())[::-1]
+            if leaf.children or path[0].parent is None:
+                continue
+            tokens = np.concatenate([node.tokens for node in path]).tolist()
+            for pool, contents in enumerate(self.contents):
+                truth = truth_of(path[0].parent.key.decode(), pool, tokens)
+                pages = np.concatenate([node.present(pool) for node in path])
+                assert (contents[pages].ravel() == truth).all(), "a cached page is wrong"
 
     def check_reads(self, flight: InFlight, written: int | None = None) -> None:
         """What a token at `flight.start` sees is what was written for its request.

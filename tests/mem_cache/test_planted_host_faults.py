@@ -103,7 +103,7 @@ def host_page_visible_before_its_bytes_are(patch: pytest.MonkeyPatch) -> None:
 def device_page_visible_before_its_bytes_are(patch: pytest.MonkeyPatch) -> None:
     def at_once(original: Any, tier: HostTier, *args: Any) -> Any:
         load = original(tier, *args)
-        if load is not None:
+        while load is not None and not load.ended:
             tier.finish(CopyEnded(max(tier._loads), 0.0))
         return load
 
