@@ -41,6 +41,7 @@ async def cluster(ray: None, tiny: Path) -> AsyncIterator[RunningCluster]:
         tiny,
         dtype="float32",
         kv_memory=16 << 20,
+        host_kv_memory=8 << 20,
         decode=2,
         cluster_name="watched",
         verify_pages="sample",

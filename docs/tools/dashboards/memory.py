@@ -19,7 +19,9 @@ from docs.tools.dashboards.spec import (
     states,
 )
 
-_POOL: Final = f'{WORKER},pool=~"$pool",pool!="rows"'
+_POOL: Final = f'{WORKER},pool=~"$pool",pool!~"rows|host"'
+"""Of the device."""
+_HOST: Final = f'{WORKER},pool="host"'
 
 MEMORY: Final = Dashboard(
     "kvrelay-memory",
@@ -200,6 +202,64 @@ MEMORY: Final = Dashboard(
                     ),
                     "percentunit",
                     width=12,
+                ),
+            ),
+        ),
+        Row(
+            "Tiers below the device",
+            (
+                Panel(
+                    "Pages of the host tier",
+                    "All workers together; the states sum to the pool",
+                    states(_HOST),
+                    draws=Draws.AREAS,
+                    width=12,
+                ),
+                Panel(
+                    "Pages by what became of them",
+                    "Copied to a tier, dropped, brought back, evicted or forgotten there, a second",
+                    (
+                        Query(
+                            by("tier, event", rate("kvrelay_tier_pages_total", WORKER)),
+                            "{{tier}} {{event}}",
+                        ),
+                    ),
+                    width=12,
+                ),
+                Panel(
+                    "Bytes copied",
+                    "To a tier (write) and back (load), a second",
+                    (
+                        Query(
+                            by("tier, direction", rate("kvrelay_tier_bytes_total", WORKER)),
+                            "{{tier}} {{direction}}",
+                        ),
+                    ),
+                    "Bps",
+                ),
+                Panel(
+                    "Time of copies",
+                    "Seconds in which copies run, a second: at 1 a worker can copy no more",
+                    (
+                        Query(
+                            "max by (tier, direction) ("
+                            + rate("kvrelay_tier_copy_seconds_total", WORKER)
+                            + ")",
+                            "{{tier}} {{direction}}",
+                        ),
+                    ),
+                ),
+                Panel(
+                    "Computed all the same",
+                    "Prefixes of a tier that it was or would have been slower to bring back, "
+                    "a second",
+                    (
+                        Query(
+                            by("tier, reason", rate("kvrelay_tier_refusals_total", WORKER)),
+                            "{{tier}} {{reason}}",
+                        ),
+                    ),
+                    "reqps",
                 ),
             ),
         ),

@@ -1,8 +1,8 @@
 """`make docs-pictures`: draw the dashboards, `kvrelay top` and the live page under load.
 
-A cluster is started, loaded, and scraped by a real Prometheus. One of its workers is drained and
-one is killed on the way. Perses draws the dashboards in Chromium (`docs.tools.dashboards.perses`).
-What is drawn is to be looked at before it is committed.
+A cluster is started, loaded, and scraped by a real Prometheus. Its workers are rolled to other
+options on the way, and one is killed. Perses draws the dashboards in Chromium
+(`docs.tools.dashboards.perses`). What is drawn is to be looked at before it is committed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from benchmarks.with_cluster import started
 from docs.tools.pictures.boards import ROOT, draw_dashboards
 from docs.tools.pictures.doors import ANYWHERE, Doors
 from docs.tools.pictures.live_page import CHROMIUM, draw_live_page
-from docs.tools.pictures.load import SERVE, drain_one, kill_one, loaded
+from docs.tools.pictures.load import SERVE, kill_one, loaded, roll_all
 from docs.tools.pictures.publish import publish
 from docs.tools.pictures.top import draw_in_a_terminal, draw_once
 from tests.cluster.prometheus import scraping
@@ -61,25 +61,28 @@ def _record(seconds: int, data: Path, drawn: Path) -> None:
     """Run the cluster for these seconds; what is drawn of it while it runs goes to `drawn`."""
     said = io.StringIO()
     with started([*ANYWHERE, *SERVE], said):
-        begun = asyncio.run(_watch(Doors.printed(said.getvalue()), seconds, data, drawn))
-    (data / _RANGE).write_text(json.dumps({"begun": begun, "ended": begun + seconds}))
+        begun, ended = asyncio.run(_watch(Doors.printed(said.getvalue()), seconds, data, drawn))
+    (data / _RANGE).write_text(json.dumps({"begun": begun, "ended": ended}))
 
 
-async def _watch(doors: Doors, seconds: int, data: Path, drawn: Path) -> int:
-    """Half of the time calm, then a drain, then a death; when it began."""
+async def _watch(doors: Doors, seconds: int, data: Path, drawn: Path) -> tuple[int, int]:
+    """A while of nothing but load, then a roll, then a death; when it began and ended.
+
+    It takes longer than `seconds` where the roll does.
+    """
     async with scraping(doors.metrics, data):
         begun = int(time.time())
         async with loaded(doors):
-            await _until(begun + seconds / 4)
+            await _until(begun + seconds / 6)
             await asyncio.to_thread(draw_in_a_terminal, doors.grpc, drawn / "top.svg")
             await asyncio.to_thread(draw_once, doors.grpc, drawn / "top-once.svg")
             await draw_live_page(doors.http, drawn)
-            await _until(begun + seconds / 2)
-            await drain_one(doors)
-            await _until(begun + seconds * 3 / 4)
+            await _until(begun + seconds * 5 / 12)
+            await roll_all(doors)
+            await _until(begun + seconds * 5 / 6)
             await kill_one(doors)
-            await _until(begun + seconds)
-    return begun
+            await asyncio.sleep(seconds / 6)
+        return begun, int(time.time())
 
 
 async def _until(moment: float) -> None:

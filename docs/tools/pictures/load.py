@@ -27,14 +27,19 @@ from kvrelay.v1 import (
 from kvrelay.v1 import inference_pb2 as pb
 
 KVRELAY: Final = (sys.executable, "-m", "kvrelay.deploy")
-SERVE: Final = ("--decode=2", "--kv-memory=32MiB", "--verify-pages=sample", "--threads=1")
+SERVE: Final = (
+    "--decode=2",
+    "--kv-memory=32MiB",
+    "--host-kv-memory=32MiB",
+    "--verify-pages=sample",
+    "--threads=1",
+)
 """A small pool, so that it fills."""
-DRAINED: Final = "decode-1"
-KILLED: Final = "prefill-0"
+OTHER_OPTIONS: Final = {"chunk-tokens": "128"}
 _CONVERSATIONS: Final = 4
 _TURNS: Final = Load(conversations=_CONVERSATIONS, turns=4, new_tokens=60, output_tokens=24)
 _LONG_ENOUGH: Final = ("--requests=100000", "--max-seconds=590")
-_PATIENCE_SECONDS: Final = 30.0
+_PATIENCE_SECONDS: Final = 60.0
 _IMPATIENT: Final = 3
 """Clients that leave before the end."""
 _LITTLE_PATIENCE_SECONDS: Final = 6.0
@@ -98,18 +103,20 @@ async def _leave_early(stub: inference_pb2_grpc.InferenceServiceStub, number: in
         await asyncio.sleep(0.5)
 
 
-async def drain_one(doors: Doors) -> None:
-    """One worker drains, and its successor is ready."""
+async def roll_all(doors: Doors) -> None:
+    """All workers are replaced, one after the other, by others with other options."""
+    request = admin_pb2.RollWorkersRequest(options=OTHER_OPTIONS, max_surge=1)
     async with grpc.aio.insecure_channel(doors.admin) as channel:
         stub = admin_pb2_grpc.AdminServiceStub(channel)
-        async for _phase in stub.DrainWorker(admin_pb2.DrainWorkerRequest(worker=DRAINED)):
-            pass
+        async for step in stub.RollWorkers(request):
+            if step.reason:
+                raise RuntimeError(f"{step.worker}: {step.reason}")
 
 
 async def kill_one(doors: Doors) -> None:
-    """One worker's process dies."""
+    """The prefill worker's process dies."""
     async with grpc.aio.insecure_channel(doors.admin) as channel:
         stub = controller_pb2_grpc.ControllerServiceStub(channel)
         cluster = await stub.GetCluster(controller_pb2.GetClusterRequest())
-    [pid] = [one.pid for one in cluster.workers if one.name == KILLED]
+    [pid] = [one.pid for one in cluster.workers if one.role == pb.WORKER_ROLE_PREFILL]
     os.kill(pid, signal.SIGKILL)

@@ -9,10 +9,10 @@ from typing import Any, Final
 import click
 from PIL import Image
 
-COLOURS: Final = 128
+COLOURS: Final = 256
 """Few, so that the files are small."""
 MAX_BYTES: Final = 150_000
-_COMMON: Final = 20
+_COMMON: Final = 30
 """Pixels; a colour that fewer have is between two others, at an edge."""
 
 
