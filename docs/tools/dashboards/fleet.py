@@ -79,17 +79,7 @@ FLEET: Final = Dashboard(
                             "{{cluster}} has stopped",
                         ),
                     ),
-                ),
-                Panel(
-                    "Since the last replacement",
-                    "While a roll is under way",
-                    (
-                        Query(
-                            f"max by (cluster) (kvrelay_roll_step_seconds{{{CLUSTER}}})",
-                            "{{cluster}}",
-                        ),
-                    ),
-                    unit="s",
+                    width=12,
                 ),
                 Panel(
                     "Rolls by outcome",
@@ -101,6 +91,19 @@ FLEET: Final = Dashboard(
                             "{{cluster}} {{outcome}}",
                         ),
                     ),
+                    width=12,
+                ),
+                Panel(
+                    "Since the last replacement",
+                    "While a roll is under way",
+                    (
+                        Query(
+                            f"max by (cluster) (kvrelay_roll_step_seconds{{{CLUSTER}}})",
+                            "{{cluster}}",
+                        ),
+                    ),
+                    unit="s",
+                    width=24,
                 ),
             ),
         ),

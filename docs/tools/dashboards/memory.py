@@ -70,24 +70,21 @@ MEMORY: Final = Dashboard(
                         ),
                     ),
                     "percentunit",
+                    width=16,
                 ),
                 Panel(
                     "Oldest memory in quarantine",
                     "A transfer or a forward that may still touch it has not ended",
                     (Query(f"kvrelay_quarantine_age_seconds{{{WORKER}}}", "{{worker}}"),),
                     "s",
+                    width=12,
                 ),
                 Panel(
                     "Pages in quarantine",
                     "By what they wait for: a forward, a read that runs, or one that has failed",
-                    (
-                        Query(
-                            by("worker, reason", f"kvrelay_quarantined_pages{{{WORKER}}}"),
-                            "{{worker}} {{reason}}",
-                        ),
-                    ),
+                    (Query(by("reason", f"kvrelay_quarantined_pages{{{WORKER}}}"), "{{reason}}"),),
                     draws=Draws.AREAS,
-                    width=24,
+                    width=12,
                 ),
             ),
         ),
@@ -121,15 +118,15 @@ MEMORY: Final = Dashboard(
                     "those that are free or can be evicted",
                     (
                         Query(
-                            by("worker, pool", f"kvrelay_promised_pages{{{_POOL}}}"),
-                            "{{worker}} {{pool}} promised",
+                            by("role, pool", f"kvrelay_promised_pages{{{_POOL}}}"),
+                            "{{role}} {{pool}} promised",
                         ),
                         Query(
                             by(
-                                "worker, pool",
+                                "role, pool",
                                 f'kvrelay_pages{{{_POOL},state=~"free|cached_evictable"}}',
                             ),
-                            "{{worker}} {{pool}} there",
+                            "{{role}} {{pool}} there",
                         ),
                     ),
                     width=12,
@@ -139,19 +136,19 @@ MEMORY: Final = Dashboard(
                     "The share of prompt tokens that the prefix index had",
                     (
                         Query(
-                            by("worker", rate("kvrelay_prefix_hit_tokens_total", WORKER))
+                            by("role", rate("kvrelay_prefix_hit_tokens_total", WORKER))
                             + " / ("
-                            + by("worker", rate("kvrelay_prefix_hit_tokens_total", WORKER))
+                            + by("role", rate("kvrelay_prefix_hit_tokens_total", WORKER))
                             + " + "
-                            + by("worker", rate("kvrelay_computed_tokens_total", WORKER))
+                            + by("role", rate("kvrelay_computed_tokens_total", WORKER))
                             + ")",
-                            "{{worker}} of tokens",
+                            "{{role}} of tokens",
                         ),
                         Query(
-                            by("worker", rate("kvrelay_prefix_hits_total", WORKER))
+                            by("role", rate("kvrelay_prefix_hits_total", WORKER))
                             + " / "
-                            + by("worker", rate("kvrelay_prefix_lookups_total", WORKER)),
-                            "{{worker}} of prompts",
+                            + by("role", rate("kvrelay_prefix_lookups_total", WORKER)),
+                            "{{role}} of prompts",
                         ),
                     ),
                     "percentunit",
@@ -162,12 +159,12 @@ MEMORY: Final = Dashboard(
                     "Evictions make room; duplicates were computed by two requests at once",
                     (
                         Query(
-                            by("worker", rate("kvrelay_prefix_evicted_pages_total", WORKER)),
-                            "{{worker}} evicted",
+                            by("role", rate("kvrelay_prefix_evicted_pages_total", WORKER)),
+                            "{{role}} evicted",
                         ),
                         Query(
-                            by("worker", rate("kvrelay_prefix_duplicate_pages_total", WORKER)),
-                            "{{worker}} duplicate",
+                            by("role", rate("kvrelay_prefix_duplicate_pages_total", WORKER)),
+                            "{{role}} duplicate",
                         ),
                     ),
                     width=12,
@@ -274,11 +271,7 @@ MEMORY: Final = Dashboard(
                 Panel(
                     "Pages kept for sessions",
                     "Between their turns; they are given up where others need the memory",
-                    (
-                        Query(
-                            by("worker", f'kvrelay_pages{{{_POOL},state="session"}}'), "{{worker}}"
-                        ),
-                    ),
+                    (Query(by("role", f'kvrelay_pages{{{_POOL},state="session"}}'), "{{role}}"),),
                     draws=Draws.AREAS,
                 ),
                 Panel(

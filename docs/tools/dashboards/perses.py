@@ -4,7 +4,7 @@
 
 FROM and TO are seconds since 1970. Perses repeats no panels, so the values of variables are asked
 of Prometheus here. It stacks all series of a panel, so the line of the total over a stack becomes a
-threshold, with the value that the total has at the end. Its heatmap draws native histograms alone,
+threshold, with the last value that the total has had. Its heatmap draws native histograms alone,
 so `rendering/heatmap.jsx` draws the buckets.
 """
 
@@ -52,7 +52,7 @@ RATE_SECONDS: Final = 10
 Values = Callable[[str], Sequence[str]]
 """The values of a label."""
 Number = Callable[[str], float | None]
-"""What a query that has one series has at the end."""
+"""The last value of a query that has one series."""
 
 
 def _unknown(_expr: str) -> None:
@@ -201,9 +201,12 @@ def _values_at(prometheus: str, begun: str, ended: str) -> Values:
     return values
 
 
-def _number_at(prometheus: str, ended: str) -> Number:
+def _number_at(prometheus: str, begun: str, ended: str) -> Number:
+    seconds = int(ended) - int(begun)
+
     def number(expr: str) -> float | None:
-        found = _ask(f"{prometheus}/api/v1/query", query=expr, time=ended)["result"]
+        last = f"last_over_time(({expr})[{seconds}s:1s])"
+        found = _ask(f"{prometheus}/api/v1/query", query=last, time=ended)["result"]
         return float(found[0]["value"][1]) if found else None
 
     return number
@@ -217,7 +220,7 @@ def _ask(address: str, **told: str) -> Any:
 
 def main(prometheus: str, begun: str, ended: str) -> None:
     """Print all dashboards."""
-    values, number = _values_at(prometheus, begun, ended), _number_at(prometheus, ended)
+    values, number = _values_at(prometheus, begun, ended), _number_at(prometheus, begun, ended)
     json.dump([perses(one, prometheus, values, number) for one in DASHBOARDS], sys.stdout)
 
 

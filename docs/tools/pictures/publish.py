@@ -9,11 +9,11 @@ from typing import Any, Final
 import click
 from PIL import Image
 
+from docs.tools.dashboards.spec import STATES
+
 COLOURS: Final = 256
-"""Few, so that the files are small."""
+"""Of a picture, so that the files are small."""
 MAX_BYTES: Final = 150_000
-_COMMON: Final = 30
-"""Pixels; a colour that fewer have is between two others, at an edge."""
 
 
 def publish(drawn: Path, folder: Path) -> None:
@@ -31,10 +31,13 @@ def publish(drawn: Path, folder: Path) -> None:
 
 
 def _palette(picture: Image.Image) -> Image.Image:
-    """Made of the colours that fill more than an edge, each as often as the others.
+    """The commonest colours as they are, and those of pages' states: others are at an edge.
 
-    By their numbers, those of a thin line would be merged.
+    Pillow's own palettes merge those of a thin line.
     """
     counted: Any = picture.getcolors(picture.width * picture.height)
-    common = [bytes(colour) for count, colour in counted if count >= _COMMON]
-    return Image.frombytes("RGB", (len(common), 1), b"".join(common)).quantize(COLOURS)
+    states = [bytes.fromhex(color[1:]) for color in STATES.values()]
+    commonest = [bytes(colour) for _, colour in sorted(counted, reverse=True)]
+    palette = Image.new("P", (1, 1))
+    palette.putpalette(b"".join([*states, *commonest][:COLOURS]))
+    return palette

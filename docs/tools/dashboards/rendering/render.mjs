@@ -8,7 +8,7 @@ import { chromium } from 'playwright-core';
 
 const WIDTH = 1200;
 // Of a picture; a dashboard that is higher is cut in two between rows.
-const MOST_HEIGHT = 2400;
+const MOST_HEIGHT = 2500;
 const here = import.meta.dirname;
 const [dashboards, from, to, folder] = process.argv.slice(2);
 // Each must be there once: their contexts are compared by identity.
@@ -63,7 +63,7 @@ for (const dashboard of JSON.parse(fs.readFileSync(dashboards, 'utf8'))) {
   const tops = await Promise.all(headings.map(async (one) => (await one.boundingBox()).y - 16));
   const middle = (tops[0] + height) / 2;
   const nearest = tops.reduce((best, top) => (Math.abs(top - middle) < Math.abs(best - middle) ? top : best));
-  const cuts = height > MOST_HEIGHT ? [tops[0], nearest, height] : [tops[0], height];
+  const cuts = height - tops[0] > MOST_HEIGHT ? [tops[0], nearest, height] : [tops[0], height];
   for (let part = 1; part < cuts.length; part++) {
     const name = `${dashboard.metadata.name}${part > 1 ? `-${part}` : ''}.png`;
     const clip = { x: 0, y: cuts[part - 1], width: WIDTH, height: cuts[part] - cuts[part - 1] };
