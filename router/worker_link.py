@@ -257,9 +257,12 @@ class WorkerLink:
 
     async def run(self) -> None:
         """Attaches to the worker, again after every break, until cancelled."""
-        delay = _FIRST_RETRY_SECONDS
+        delay, task = _FIRST_RETRY_SECONDS, asyncio.current_task()
         while True:
             was_ready = await self._attach()
+            if task is not None and task.cancelling():
+                # gRPC takes a cancellation for itself that comes while a connection is refused.
+                raise asyncio.CancelledError
             delay = _FIRST_RETRY_SECONDS if was_ready else delay
             await asyncio.sleep(delay)
             delay = min(2 * delay, _LONGEST_RETRY_SECONDS)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import random
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -25,10 +26,14 @@ from kvrelay.v1 import inference_pb2 as pb
 from kvrelay.v1 import worker_pb2
 from kvrelay.wire.model_digest import NO_MODEL
 from kvrelay.wire.page_hash import PageHashes
-from kvrelay.wire.worker_info import WorkerRole
+from kvrelay.wire.worker_info import WorkerInfo, WorkerRole
 from tests.certificates import Authority
+from tests.worker_infos import worker_info
 
 from .scripted_worker import END, ScriptedWorker, load, until
+
+LINKS = 300
+SECONDS = 10.0
 
 
 class Heard:
@@ -58,15 +63,12 @@ def submission(
     return Submission(request, attempt, range(1), 0.0)
 
 
-@asynccontextmanager
-async def running(
-    worker: ScriptedWorker,
-    shown: TlsFiles | None = None,
-    prefixes: KnownPrefixes | None = None,
-) -> AsyncIterator[WorkerLink]:
-    await worker.start()
-    link = WorkerLink(
-        worker.endpoint,
+def link_to(
+    endpoint: WorkerInfo, shown: TlsFiles | None = None, prefixes: KnownPrefixes | None = None
+) -> WorkerLink:
+    """One that nobody listens to."""
+    return WorkerLink(
+        endpoint,
         router_id="router",
         credentials=worker_credentials(shown),
         max_message_bytes=1 << 20,
@@ -75,6 +77,16 @@ async def running(
         on_killed=lambda output: None,
         prefixes=prefixes or KnownPrefixes(0),
     )
+
+
+@asynccontextmanager
+async def running(
+    worker: ScriptedWorker,
+    shown: TlsFiles | None = None,
+    prefixes: KnownPrefixes | None = None,
+) -> AsyncIterator[WorkerLink]:
+    await worker.start()
+    link = link_to(worker.endpoint, shown, prefixes)
     task = asyncio.create_task(link.run())
     try:
         yield link
@@ -259,6 +271,21 @@ async def test_a_worker_that_is_away_costs_next_to_nothing() -> None:
         assert time.process_time() - before < 0.1
         await worker.start()
         await until(lambda: link.ready)
+
+
+async def test_a_link_ends_when_it_is_cancelled_whatever_it_does() -> None:
+    """gRPC takes a cancellation for itself that comes while a connection is being refused."""
+    rng, tasks = random.Random(0), set()
+    away = replace(worker_info(), address="127.0.0.1:1")
+    for _ in range(LINKS):
+        task = asyncio.create_task(link_to(away).run())
+        tasks.add(task)
+        await asyncio.sleep(rng.uniform(0, 0.01))
+        task.cancel()
+    _, left = await asyncio.wait(tasks, timeout=SECONDS)
+    for task in left:
+        task.cancel()
+    assert not left
 
 
 @pytest.mark.parametrize("shown", ["nothing", "another authority's", "the authority's"])
