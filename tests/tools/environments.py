@@ -205,6 +205,8 @@ def vllm_command() -> Path:
 @click.option("--minutes", default=MINUTES, show_default=True, help="For each environment.")
 def main(minutes: float) -> None:
     """Make what is not there; fails if something cannot be had."""
+    # As Ctrl-C does, it ends pip, which has a session of its own.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     sys.exit(make_all(ENVIRONMENTS, minutes * 60))
 
 
