@@ -51,11 +51,12 @@ async def test_no_log_has_prompts_or_outputs(
         outputs = await _drive(deployment)
         folder = Path(ray_module._private.worker._global_node.get_logs_dir_path())
         workers = await asyncio.to_thread(_lines_of, folder, started)
+        raw = await asyncio.to_thread(_all_that_was_written, folder)
     assert {line["incarnation"] for line in workers} == started
     assert any(line["logger"] == "kvrelay.engine.faults" for line in workers)
     written = caplog.text + json.dumps([vars(record) for record in caplog.records], default=str)
     assert "ended: length" in written  # the router's log was read
-    everything = written + json.dumps(workers)
+    everything = written + json.dumps(workers) + raw
     secrets = [MARKER, ", ".join(map(str, IDS)), *(text for text in outputs if len(text) > 8)]
     assert len(secrets) > 3
     assert not [secret for secret in secrets if secret in everything]
@@ -91,6 +92,13 @@ async def _drive(deployment: Deployment) -> list[str]:
         await client.post("/v1/completions", content=f'{{"prompt": "{MARKER}'.encode())
         await client.post("/tokenize", json={"prompt": MARKER})
     return outputs
+
+
+def _all_that_was_written(folder: Path) -> str:
+    """By all workers and the controller: tracebacks and what is printed, too."""
+    paths = [path for path in folder.glob("worker-*.*") if path.suffix in (".out", ".err")]
+    assert {path.suffix for path in paths} == {".out", ".err"}
+    return "".join(path.read_text(errors="replace") for path in paths)
 
 
 def _lines_of(folder: Path, incarnations: set[str]) -> list[dict[str, Any]]:
