@@ -175,12 +175,12 @@ def running(workers: Sequence[WorkerInfo]) -> int:
 
 async def until_each_goes_on(client: Connection) -> None:
     """Wait until every client has got tokens. Raises TimeoutError if one gets none."""
-    before = await asyncio.to_thread(router_tokens.ask, client)
+    before = await asyncio.to_thread(router_tokens.tokens_of, client)
     give_up_at = time.monotonic() + _STALL_SECONDS
     while hang := [
         number
         for number, (now, then) in enumerate(
-            zip(await asyncio.to_thread(router_tokens.ask, client), before, strict=True)
+            zip(await asyncio.to_thread(router_tokens.tokens_of, client), before, strict=True)
         )
         if now == then
     ]:
@@ -208,9 +208,9 @@ async def run(
             )
             await until_each_goes_on(client)
             await asyncio.sleep(_SETTLE_SECONDS)
-            before = await asyncio.to_thread(router_tokens.ask, client)
+            before = await asyncio.to_thread(router_tokens.tokens_of, client)
             busy, elapsed = await seconds_of(cores_over(seconds))
-            after = await asyncio.to_thread(router_tokens.ask, client)
+            after = await asyncio.to_thread(router_tokens.tokens_of, client)
             failed, up = await seconds_of(scaled(cluster, number * 3 // 4))
             more = list(cluster.workers.values())
             failed_too, down = await seconds_of(scaled(cluster, number // 2))

@@ -6,7 +6,8 @@ The router, the workers and the client are processes of their own, and gRPC and 
 workers compute nothing. A prefill worker answers after a while, a decode worker gives all its
 requests a token a step, in one message. So many clients at a time send a prompt and read the
 whole output. The figures are CPU time of the router's process, which the rest of the machine
-hardly changes; ``--loop uvloop`` needs that library.
+hardly changes, and the times between a client's tokens, which it does; ``--loop uvloop`` needs that
+library.
 
 To see where the time goes, give its process id, which is printed, to a profiler, such as
 ``py-spy record --pid``.
@@ -22,15 +23,15 @@ import multiprocessing
 import os
 import random
 import time
-from collections import Counter
 from collections.abc import AsyncIterator, Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import click
 import grpc
+import numpy as np
 
 from kvrelay.deploy.load_generator.table import table
 from kvrelay.deploy.models import resolve_model, users_models
@@ -60,6 +61,47 @@ class Figure:
     cpu_us_a_token: float
     main_thread_us_a_token: float
     """Of it, the thread of the event loop, which runs all Python code but tokenizing."""
+    itl_p50_ms: float
+    """Between two tokens of a request, as the client's process sees them."""
+    itl_p99_ms: float
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of all clients together."""
+        return self.tokens / self.seconds
+
+    @property
+    def cores(self) -> float:
+        """That the router's process keeps busy."""
+        return self.cpu_us_a_token * self.tokens_per_second / 1e6
+
+
+@dataclass
+class Received:
+    """What a client has got."""
+
+    tokens: int = 0
+    gaps_seconds: list[float] = field(default_factory=list)
+    """Between messages with tokens of one request, since it was last asked."""
+    _latest: float | None = None
+
+    def begins(self) -> None:
+        """A request is sent."""
+        self._latest = None
+
+    def came(self, tokens: int) -> None:
+        """A message has come, with so many tokens."""
+        now = time.perf_counter()
+        self.tokens += tokens
+        if tokens and self._latest is not None:
+            self.gaps_seconds.append(now - self._latest)
+        if tokens:
+            self._latest = now
+
+    def taken(self) -> tuple[int, list[float]]:
+        """All tokens, and the gaps, which are forgotten."""
+        gaps, self.gaps_seconds = self.gaps_seconds, []
+        return self.tokens, gaps
 
 
 class SteppingWorker(worker_pb2_grpc.WorkerServiceServicer):
@@ -216,20 +258,20 @@ async def run_client(
     input_tokens: int,
     output_tokens: int,
 ) -> None:
-    """Keeps so many requests going; tells how many tokens each client has got when asked."""
-    counts = [Counter[str]() for _ in range(concurrency)]
+    """Keeps so many requests going; tells what each client has got when asked."""
+    received = [Received() for _ in range(concurrency)]
     rng = random.Random(0)
 
     def prompt() -> list[int]:
         return [rng.randrange(VOCAB) for _ in range(input_tokens)]
 
     send = functools.partial(SENDERS[door], address, prompt, output_tokens)
-    telling = answer_all(parent, lambda: [one["tokens"] for one in counts])
-    await asyncio.gather(telling, *(send(one) for one in counts))
+    telling = answer_all(parent, lambda: [one.taken() for one in received])
+    await asyncio.gather(telling, *(send(one) for one in received))
 
 
 async def send_by_grpc(
-    address: str, prompt: Callable[[], list[int]], output_tokens: int, counts: Counter[str]
+    address: str, prompt: Callable[[], list[int]], output_tokens: int, received: Received
 ) -> None:
     """Sends one request after the other, and counts tokens. Raises ValueError at wrong ones."""
     expected = [_token_id(index) for index in range(output_tokens)]
@@ -240,28 +282,30 @@ async def send_by_grpc(
             message.input_ids.ids.extend(prompt())
             message.sampling_params.max_tokens = output_tokens
             token_ids: list[int] = []
+            received.begins()
             async for response in stub.Generate(message):
                 token_ids += response.delta.token_ids
-                counts["tokens"] += len(response.delta.token_ids)
+                received.came(len(response.delta.token_ids))
             if token_ids != expected:
                 raise ValueError(f"the tokens are {token_ids}, not {expected}")
 
 
 async def send_by_http(
-    address: str, prompt: Callable[[], list[int]], output_tokens: int, counts: Counter[str]
+    address: str, prompt: Callable[[], list[int]], output_tokens: int, received: Received
 ) -> None:
     """Sends one request after the other on a connection, and counts their chunks with tokens."""
     host, port = address.rsplit(":", 1)
     reader, writer = await asyncio.open_connection(host, int(port))
-    head = b"POST /v1/completions HTTP/1.1\r\nhost: router\r\ncontent-length: %d\r\n\r\n"
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: %d\r\n\r\n"
     while True:
         body = {"prompt": prompt(), "max_tokens": output_tokens, "stream": True}
         sent = json.dumps(body).encode()
         writer.write(head % len(sent) + sent)
+        received.begins()
         while (line := await reader.readline()) != b"0\r\n":
             if not line:
                 raise ConnectionError("the router has hung up")
-            counts["tokens"] += b'"finish_reason":null' in line
+            received.came(int(b'"finish_reason":null' in line))
         await reader.readline()
 
 
@@ -311,6 +355,11 @@ def ask(connection: Connection) -> Any:
     return connection.recv()
 
 
+def tokens_of(client: Connection) -> list[int]:
+    """How many each client has got."""
+    return [tokens for tokens, _ in ask(client)]
+
+
 def measure(
     model_path: Path,
     loop: str,
@@ -319,6 +368,7 @@ def measure(
     concurrency: int,
     input_tokens: int,
     output_tokens: int,
+    settle_seconds: float,
     seconds: float,
     step_seconds: float,
 ) -> Figure:
@@ -338,17 +388,19 @@ def measure(
             input_tokens,
             output_tokens,
         )
-        time.sleep(2.0)
+        time.sleep(settle_seconds)
         cpu, main_thread = ask(router)
-        begun, tokens = time.monotonic(), sum(ask(client))
+        begun, tokens = time.monotonic(), sum(tokens_of(client))
         time.sleep(seconds)
         cpu, main_thread = (
             later - earlier for later, earlier in zip(ask(router), (cpu, main_thread), strict=True)
         )
-        tokens = sum(ask(client)) - tokens
-        return Figure(
-            tokens, time.monotonic() - begun, 1e6 * cpu / tokens, 1e6 * main_thread / tokens
-        )
+        took, got = time.monotonic() - begun, ask(client)
+        tokens = sum(number for number, _ in got) - tokens
+        gaps_ms = 1e3 * np.concatenate([gaps for _, gaps in got])
+        p50, p99 = np.percentile(gaps_ms, (50, 99))
+        each = 1e6 / tokens
+        return Figure(tokens, took, each * cpu, each * main_thread, float(p50), float(p99))
     finally:
         processes.end()
 
@@ -368,6 +420,7 @@ def measure(
 @click.option("--concurrency", default=32, help="Requests at a time.")
 @click.option("--input-tokens", default=256)
 @click.option("--output-tokens", default=128)
+@click.option("--settle-seconds", default=2.0, help="Before each round is measured.")
 @click.option("--seconds", default=10.0, help="That each round is measured.")
 @click.option("--step-seconds", default=0.03, help="Of the decode worker.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
@@ -391,13 +444,26 @@ def main(
         [
             loop,
             door,
-            f"{one.tokens / one.seconds:.0f}",
+            f"{one.tokens_per_second:.0f}",
             f"{one.cpu_us_a_token:.0f}",
             f"{one.main_thread_us_a_token:.0f}",
+            f"{one.cores:.2f}",
+            f"{one.itl_p50_ms:.1f}",
+            f"{one.itl_p99_ms:.1f}",
         ]
         for loop, door, one in figures
     ]
-    click.echo(table(("loop", "door", "tokens/s", "µs a token", "event loop's thread"), rows))
+    head = (
+        "loop",
+        "door",
+        "tokens/s",
+        "µs a token",
+        "event loop's thread",
+        "cores",
+        "ITL p50",
+        "p99",
+    )
+    click.echo(table(head, rows))
 
 
 if __name__ == "__main__":
