@@ -1,0 +1,198 @@
+"""What tracing costs a whole cluster, in CPU time a generated token.
+
+python -m benchmarks.tracing [options of kvrelay serve] -- [own options]
+
+Two clusters are started with the given options, the second one with ``--otlp``, too, and a
+collector that takes all spans. Both get the same requests in turn, as many in each round, and of
+the other nothing moves meanwhile. Three loads are compared: without ``--otlp``; with it and its
+share of traced requests; and with all requests traced, by the client's word. A round's figure
+is the CPU time of router and workers, by the kernel's count, over the tokens; Ray's own processes,
+the collector and the client are not in it. Give a small model: a larger one hides what tracing
+costs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import multiprocessing
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from concurrent import futures
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any
+
+import click
+import grpc
+from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
+
+from benchmarks.idle_cpu import cluster_pids
+from benchmarks.threads import cpu_seconds
+from benchmarks.with_cluster import Started, split, started
+from kvrelay.client.access import Metadata
+from kvrelay.deploy.errors import DeployError
+from kvrelay.deploy.load_generator.client import Client, Stopwatch
+from kvrelay.deploy.load_generator.runner import closed_loop
+from kvrelay.deploy.load_generator.table import table
+from kvrelay.deploy.load_generator.workload import Prompts, Shape, fixed_jobs
+from kvrelay.net.trace_context import HEADER, TraceContext, new_span_id, new_trace_id
+from kvrelay.v1 import inference_pb2 as pb
+from kvrelay.v1 import inference_pb2_grpc as rpc
+
+_REQUEST_SECONDS = 120.0
+_SEND_SECONDS = 1.5
+"""After which the spans of a round have been sent: exporters send once a second."""
+OFF, SAMPLED, ALL = "off", "sampled", "all"
+
+
+class Collector(trace_service_pb2_grpc.TraceServiceServicer):  # type: ignore[misc]
+    """Counts spans."""
+
+    def __init__(self) -> None:
+        self.spans = 0
+
+    def Export(self, request: Any, context: grpc.ServicerContext) -> Any:  # noqa: N802
+        """Takes all of them."""
+        self.spans += sum(len(s.spans) for one in request.resource_spans for s in one.scope_spans)
+        return trace_service_pb2.ExportTraceServiceResponse()
+
+
+def run_collector(parent: Connection) -> None:
+    """Takes spans until the process is ended; tells its port, then how many when asked."""
+    collector = Collector()
+    server = grpc.server(futures.ThreadPoolExecutor(2))
+    trace_service_pb2_grpc.add_TraceServiceServicer_to_server(collector, server)
+    parent.send(server.add_insecure_port("127.0.0.1:0"))
+    server.start()
+    while True:
+        parent.recv()
+        parent.send(collector.spans)
+
+
+@dataclass(frozen=True)
+class Load:
+    """Of each round."""
+
+    shape: Shape
+    requests: int
+    concurrency: int
+
+    @property
+    def tokens(self) -> int:
+        """That are generated."""
+        return self.requests * self.shape.output_len
+
+
+async def send(target: str, load: Load, metadata: Metadata) -> None:
+    """Send the requests, and read their outputs. Raises `ClickException` if one fails."""
+    async with grpc.aio.insecure_channel(target) as channel:
+        stub = rpc.InferenceServiceStub(channel)
+        info = await stub.GetModelInfo(pb.GetModelInfoRequest())
+        clock = Stopwatch()
+        prompts = Prompts(info.vocab_size, [time.time_ns()])
+        client = Client(stub, prompts, clock, _REQUEST_SECONDS, metadata)
+        jobs = fixed_jobs(load.shape, load.requests)
+        records = await closed_loop(jobs, client.send, load.concurrency, clock, _REQUEST_SECONDS)
+    for record in records:
+        if not record.completed:
+            raise click.ClickException(f"a request failed: {record.status}: {record.detail}")
+
+
+def cpu_us_a_token(cluster: Started, load: Load, metadata: Metadata = ()) -> float:
+    """Of one round."""
+    pids = cluster_pids(cluster.pid)
+    before = cpu_seconds(pids)
+    asyncio.run(send(cluster.target, load, metadata))
+    time.sleep(_SEND_SECONDS)
+    after = cpu_seconds(pids)
+    # A thread that has ended since had hardly run.
+    used = sum(seconds - before.get(thread, 0.0) for thread, seconds in after.items())
+    return 1e6 * used / load.tokens
+
+
+def traced() -> Metadata:
+    """What a caller sends whose spans are recorded."""
+    return ((HEADER, str(TraceContext(new_trace_id(), new_span_id(), sampled=True))),)
+
+
+def compare(off: Started, on: Started, load: Load, rounds: int) -> dict[str, list[float]]:
+    """The figures of each load, by round; each begins as often as the others."""
+    figures: dict[str, list[float]] = {OFF: [], SAMPLED: [], ALL: []}
+    loads = {OFF: (off, ()), SAMPLED: (on, ()), ALL: (on, traced())}
+    for cluster in (off, on):
+        # The first requests cost more, and the first spans load what sends them.
+        cpu_us_a_token(cluster, load, traced())
+    names = list(loads)
+    for number in range(rounds):
+        turn = number % len(names)
+        for name in (*names[turn:], *names[:turn]):
+            cluster, metadata = loads[name]
+            figures[name].append(cpu_us_a_token(cluster, load, metadata))
+    return figures
+
+
+def _print(figures: dict[str, list[float]], load: Load, spans: int) -> None:
+    rows = []
+    for name, found in figures.items():
+        ratios = sorted(one / off for one, off in zip(found, figures[OFF], strict=True))
+        quarter = len(ratios) // 4
+        mean = statistics.mean(found) / statistics.mean(figures[OFF])
+        row = [name, f"{statistics.median(found):.1f}", f"{mean:.4f}"]
+        row.append(f"{statistics.median(ratios):.4f}")
+        rows.append([*row, f"{ratios[quarter]:.3f} to {ratios[-1 - quarter]:.3f}"])
+    click.echo(
+        table(("tracing", "µs a token", "of off, means", "of off, median", "quartiles"), rows)
+    )
+    tokens = load.tokens * len(figures[OFF])
+    click.echo(f"{tokens} tokens of each; the collector got {spans} spans")
+
+
+@click.command(context_settings={"show_default": True})
+@click.option("--input-tokens", default=64)
+@click.option("--output-tokens", default=16)
+@click.option("--requests", default=300, help="Of each round.")
+@click.option("--concurrency", default=8, help="Requests at a time.")
+@click.option("--rounds", type=click.IntRange(min=1), default=8, help="Of each load.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@click.pass_obj
+def main(
+    serve_options: Sequence[str],
+    input_tokens: int,
+    output_tokens: int,
+    requests: int,
+    concurrency: int,
+    rounds: int,
+    as_json: bool,
+) -> None:
+    """Print what tracing costs a token."""
+    load = Load(Shape(input_tokens, output_tokens), requests, concurrency)
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    collector = context.Process(target=run_collector, args=(theirs,), daemon=True)
+    collector.start()
+    with_spans = ["--otlp", f"http://127.0.0.1:{ours.recv()}"]
+    try:
+        with (
+            started(serve_options, echo_to=sys.stderr) as off,
+            started([*serve_options, *with_spans], echo_to=sys.stderr) as on,
+        ):
+            figures = compare(off, on, load, rounds)
+        ours.send(None)
+        spans = ours.recv()
+    except (DeployError, TimeoutError) as error:
+        raise click.ClickException(str(error)) from error
+    finally:
+        collector.kill()
+        collector.join()
+    if as_json:
+        click.echo(json.dumps({"cpu_us_a_token": figures, "spans": spans}))
+    else:
+        _print(figures, load, spans)
+
+
+if __name__ == "__main__":
+    serve, own = split(sys.argv[1:])
+    main(own, obj=serve)
