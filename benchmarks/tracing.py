@@ -4,11 +4,12 @@ python -m benchmarks.tracing [options of kvrelay serve] -- [own options]
 
 Two clusters are started with the given options, the second one with ``--otlp``, too, and a
 collector that takes all spans. Both get the same requests in turn, as many in each round, and of
-the other nothing moves meanwhile. Three loads are compared: without ``--otlp``; with it and its
-share of traced requests; and with all requests traced, by the client's word. A round's figure
-is the CPU time of router and workers, by the kernel's count, over the tokens; Ray's own processes,
-the collector and the client are not in it. Give a small model: a larger one hides what tracing
-costs.
+the other nothing moves meanwhile. Three kinds of load can be compared: without ``--otlp`` (off);
+with it and its share of traced requests (sampled); and with all requests traced, by the client's
+word (all). A round's figure is the CPU time of router and workers, by the kernel's count, over the
+tokens; Ray's own processes, the collector and the client are not in it. Give a small model: a
+larger one hides what tracing costs. One request at a time, and one placement for all, make rounds
+alike: what a token costs depends on the batch that it is computed in far more than on tracing.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_serv
 
 from benchmarks.idle_cpu import cluster_pids
 from benchmarks.threads import cpu_seconds
-from benchmarks.with_cluster import Started, split, started
+from benchmarks.with_cluster import Started, interrupt_on_signals, split, started
 from kvrelay.client.access import Metadata
 from kvrelay.deploy.errors import DeployError
 from kvrelay.deploy.load_generator.client import Client, Stopwatch
@@ -43,7 +44,7 @@ from kvrelay.v1 import inference_pb2 as pb
 from kvrelay.v1 import inference_pb2_grpc as rpc
 
 _REQUEST_SECONDS = 120.0
-_SEND_SECONDS = 1.5
+_SEND_SECONDS = 1.2
 """After which the spans of a round have been sent: exporters send once a second."""
 OFF, SAMPLED, ALL = "off", "sampled", "all"
 
@@ -118,19 +119,21 @@ def traced() -> Metadata:
     return ((HEADER, str(TraceContext(new_trace_id(), new_span_id(), sampled=True))),)
 
 
-def compare(off: Started, on: Started, load: Load, rounds: int) -> dict[str, list[float]]:
-    """The figures of each load, by round; each begins as often as the others."""
-    figures: dict[str, list[float]] = {OFF: [], SAMPLED: [], ALL: []}
+def compare(
+    off: Started, on: Started, load: Load, names: Sequence[str], rounds: int
+) -> dict[str, list[float]]:
+    """The figures of each kind of load, by round; each begins as often as the others."""
+    figures: dict[str, list[float]] = {name: [] for name in names}
     loads = {OFF: (off, ()), SAMPLED: (on, ()), ALL: (on, traced())}
     for cluster in (off, on):
         # The first requests cost more, and the first spans load what sends them.
         cpu_us_a_token(cluster, load, traced())
-    names = list(loads)
     for number in range(rounds):
         turn = number % len(names)
         for name in (*names[turn:], *names[:turn]):
             cluster, metadata = loads[name]
             figures[name].append(cpu_us_a_token(cluster, load, metadata))
+            click.echo(f"{name}: {figures[name][-1]:.1f} µs a token", err=True)
     return figures
 
 
@@ -153,9 +156,10 @@ def _print(figures: dict[str, list[float]], load: Load, spans: int) -> None:
 @click.command(context_settings={"show_default": True})
 @click.option("--input-tokens", default=64)
 @click.option("--output-tokens", default=16)
-@click.option("--requests", default=300, help="Of each round.")
-@click.option("--concurrency", default=8, help="Requests at a time.")
-@click.option("--rounds", type=click.IntRange(min=1), default=8, help="Of each load.")
+@click.option("--requests", default=50, help="Of each round.")
+@click.option("--concurrency", default=1, help="Requests at a time.")
+@click.option("--rounds", type=click.IntRange(min=1), default=16, help="Of each load.")
+@click.option("--all", "with_all", is_flag=True, help="With all requests traced, too.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.pass_obj
 def main(
@@ -165,9 +169,12 @@ def main(
     requests: int,
     concurrency: int,
     rounds: int,
+    with_all: bool,
     as_json: bool,
 ) -> None:
     """Print what tracing costs a token."""
+    interrupt_on_signals()
+    names = (OFF, SAMPLED, ALL) if with_all else (OFF, SAMPLED)
     load = Load(Shape(input_tokens, output_tokens), requests, concurrency)
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
@@ -179,7 +186,7 @@ def main(
             started(serve_options, echo_to=sys.stderr) as off,
             started([*serve_options, *with_spans], echo_to=sys.stderr) as on,
         ):
-            figures = compare(off, on, load, rounds)
+            figures = compare(off, on, load, names, rounds)
         ours.send(None)
         spans = ours.recv()
     except (DeployError, TimeoutError) as error:
