@@ -2,19 +2,26 @@
 
 python -m benchmarks.tracing [options of kvrelay serve] -- [own options]
 
-Two clusters are started with the given options, the second one with ``--otlp``, too, and a
-collector that takes all spans. Both get the same requests in turn, as many in each round, and of
-the other nothing moves meanwhile. Three kinds of load can be compared: without ``--otlp`` (off);
-with it and its share of traced requests (sampled); and with all requests traced, by the client's
-word (all). A round's figure is the CPU time of router and workers, by the kernel's count, over the
-tokens; Ray's own processes, the collector and the client are not in it. Give a small model: a
-larger one hides what tracing costs. One request at a time, and one placement for all, make rounds
-alike: what a token costs depends on the batch that it is computed in far more than on tracing.
+A cluster is started with the given options, with ``--otlp``, and with a collector that takes all
+spans. It gets the same requests in each round, as one of these loads in turn:
+
+- untraced: the client's traceparent says that its requests are not traced;
+- sampled: the client says nothing, and the cluster traces its share of them;
+- all: the client's traceparent says that all are traced;
+- off: they go to a second cluster, without ``--otlp``. Two clusters with the same options differ by
+  some percent, so this shows large differences alone.
+
+A round's figure is the CPU time of router and workers, by the kernel's count, over the tokens;
+Ray's own processes, the collector and the client are not in it. Give a small model: a larger one
+hides what tracing costs. One request at a time, and one placement for all, make rounds alike: what
+a token costs depends on the batch that it is computed in far more than on tracing.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import functools
 import json
 import multiprocessing
 import statistics
@@ -46,7 +53,7 @@ from kvrelay.v1 import inference_pb2_grpc as rpc
 _REQUEST_SECONDS = 120.0
 _SEND_SECONDS = 1.2
 """After which the spans of a round have been sent: exporters send once a second."""
-OFF, SAMPLED, ALL = "off", "sampled", "all"
+OFF, UNTRACED, SAMPLED, ALL = "off", "untraced", "sampled", "all"
 
 
 class Collector(trace_service_pb2_grpc.TraceServiceServicer):  # type: ignore[misc]
@@ -114,20 +121,25 @@ def cpu_us_a_token(cluster: Started, load: Load, metadata: Metadata = ()) -> flo
     return 1e6 * used / load.tokens
 
 
-def traced() -> Metadata:
-    """What a caller sends whose spans are recorded."""
-    return ((HEADER, str(TraceContext(new_trace_id(), new_span_id(), sampled=True))),)
+def saying(*, sampled: bool) -> Metadata:
+    """What a caller sends whose spans are recorded, or are not."""
+    return ((HEADER, str(TraceContext(new_trace_id(), new_span_id(), sampled))),)
 
 
 def compare(
-    off: Started, on: Started, load: Load, names: Sequence[str], rounds: int
+    off: Started | None, on: Started, load: Load, names: Sequence[str], rounds: int
 ) -> dict[str, list[float]]:
     """The figures of each kind of load, by round; each begins as often as the others."""
     figures: dict[str, list[float]] = {name: [] for name in names}
-    loads = {OFF: (off, ()), SAMPLED: (on, ()), ALL: (on, traced())}
-    for cluster in (off, on):
+    loads: dict[str, tuple[Started, Metadata]] = {
+        OFF: (off or on, ()),
+        UNTRACED: (on, saying(sampled=False)),
+        SAMPLED: (on, ()),
+        ALL: (on, saying(sampled=True)),
+    }
+    for cluster, _ in (loads[OFF], loads[ALL]):
         # The first requests cost more, and the first spans load what sends them.
-        cpu_us_a_token(cluster, load, traced())
+        cpu_us_a_token(cluster, load, saying(sampled=True))
     for number in range(rounds):
         turn = number % len(names)
         for name in (*names[turn:], *names[:turn]):
@@ -138,18 +150,17 @@ def compare(
 
 
 def _print(figures: dict[str, list[float]], load: Load, spans: int) -> None:
+    first = next(iter(figures.values()))
     rows = []
     for name, found in figures.items():
-        ratios = sorted(one / off for one, off in zip(found, figures[OFF], strict=True))
+        ratios = sorted(one / base for one, base in zip(found, first, strict=True))
         quarter = len(ratios) // 4
-        mean = statistics.mean(found) / statistics.mean(figures[OFF])
+        mean = statistics.mean(found) / statistics.mean(first)
         row = [name, f"{statistics.median(found):.1f}", f"{mean:.4f}"]
         row.append(f"{statistics.median(ratios):.4f}")
         rows.append([*row, f"{ratios[quarter]:.3f} to {ratios[-1 - quarter]:.3f}"])
-    click.echo(
-        table(("tracing", "µs a token", "of off, means", "of off, median", "quartiles"), rows)
-    )
-    tokens = load.tokens * len(figures[OFF])
+    click.echo(table(("load", "µs a token", "of the first, means", "median", "quartiles"), rows))
+    tokens = load.tokens * len(first)
     click.echo(f"{tokens} tokens of each; the collector got {spans} spans")
 
 
@@ -159,7 +170,14 @@ def _print(figures: dict[str, list[float]], load: Load, spans: int) -> None:
 @click.option("--requests", default=50, help="Of each round.")
 @click.option("--concurrency", default=1, help="Requests at a time.")
 @click.option("--rounds", type=click.IntRange(min=1), default=16, help="Of each load.")
-@click.option("--all", "with_all", is_flag=True, help="With all requests traced, too.")
+@click.option(
+    "--load",
+    "names",
+    type=click.Choice([OFF, UNTRACED, SAMPLED, ALL]),
+    multiple=True,
+    default=[UNTRACED, SAMPLED, ALL],
+    help="Which are compared, with the first.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.pass_obj
 def main(
@@ -169,12 +187,11 @@ def main(
     requests: int,
     concurrency: int,
     rounds: int,
-    with_all: bool,
+    names: tuple[str, ...],
     as_json: bool,
 ) -> None:
     """Print what tracing costs a token."""
     interrupt_on_signals()
-    names = (OFF, SAMPLED, ALL) if with_all else (OFF, SAMPLED)
     load = Load(Shape(input_tokens, output_tokens), requests, concurrency)
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
@@ -182,10 +199,10 @@ def main(
     collector.start()
     with_spans = ["--otlp", f"http://127.0.0.1:{ours.recv()}"]
     try:
-        with (
-            started(serve_options, echo_to=sys.stderr) as off,
-            started([*serve_options, *with_spans], echo_to=sys.stderr) as on,
-        ):
+        with contextlib.ExitStack() as running:
+            begin = functools.partial(started, echo_to=sys.stderr)
+            off = running.enter_context(begin(serve_options)) if OFF in names else None
+            on = running.enter_context(begin([*serve_options, *with_spans]))
             figures = compare(off, on, load, names, rounds)
         ours.send(None)
         spans = ours.recv()
