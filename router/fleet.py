@@ -264,6 +264,8 @@ def _takes_requests(link: WorkerLink) -> bool:
 def _lent(side: Side, prefill: WorkerLink, decode: WorkerLink, demand: Demand) -> Side:
     """A prefill worker that may read from a decode worker what that one's session has."""
     kept, incarnation = demand.kept_on(decode.endpoint.incarnation), prefill.endpoint.incarnation
+    if not kept:
+        return side
     speeds = {one.incarnation: one.lent_tokens_per_second for one in decode.load.peers}
     speed = speeds.get(incarnation, 0.0)
     if not speed or prefill.endpoint.role in demand.in_full_on:
