@@ -132,7 +132,9 @@ class Histories:
         self._context.metrics.count_pull(pull)
         if pull.state is PullState.FAILED:
             self._agent.reconnect(pull.peer)
-        if request is None or request.hand_over.state is not PrefillState.LOADING:
+        if request is None:
+            return
+        if request.hand_over.state is not PrefillState.LOADING:  # its end was told before
             self._context.metrics.count_dropped(Dropped.DUPLICATE)
             return
         if pull.state is not PullState.DONE:

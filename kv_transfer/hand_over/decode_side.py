@@ -41,6 +41,8 @@ class DecodeHandOver:
         """The prefill side computes the prompt, or has announced some of it."""
         self._was_held = False
         self._is_lent = False
+        self.lent_differs = False
+        """What was lent is not what the prefill side has read: either may be wrong."""
         self.first_tokens: tuple[FirstToken, ...] = ()
         """One for each output; empty until the last announcement."""
         self.num_compared = 0
@@ -112,7 +114,7 @@ class DecodeHandOver:
         Args:
             mismatches: pages whose sums differ.
         """
-        self._is_lent = False
+        self._is_lent, self.lent_differs = False, mismatches > 0
         return Released(valid=not mismatches, mismatches=mismatches)
 
     def on_begun(self) -> None:

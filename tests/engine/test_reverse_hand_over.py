@@ -168,7 +168,7 @@ def test_an_attempt_after_a_failed_read_is_lent_nothing() -> None:
 
 
 def test_pages_that_differ_fail_the_attempt() -> None:
-    simulation, session, prefill, _ = begun(verify_pages=VerifyPages.ALL)
+    simulation, session, prefill, decode = begun(verify_pages=VerifyPages.ALL)
     turn = say(session)
     tampered: list[Pull] = []
 
@@ -182,9 +182,22 @@ def test_pages_that_differ_fail_the_attempt() -> None:
     assert tampered
     assert count(prefill, "page_mismatches") == 1
     assert reads(prefill, "failed") == 1
+    assert ends(decode, "failed") == 1, "what was lent may be wrong: nobody goes on with it"
     session.take()
     if turn.output:
         assert turn.output == reference(turn.prompt, 6)[: len(turn.output)]
+    finish(simulation, session)
+
+
+def test_the_end_of_a_read_whose_request_has_ended_is_no_duplicate() -> None:
+    simulation, session, prefill, _ = begun()
+    turn = say(session)
+    step_until(simulation, lambda: state(turn) is PrefillState.LOADING)
+    simulation.cancel(turn, prefill)
+    simulation.run()
+    assert reads(prefill, "valid") == 0
+    assert sample(prefill, "dropped_messages", kind="duplicate") == 0
+    session.take()
     finish(simulation, session)
 
 
