@@ -248,7 +248,7 @@ class Rolling:
             except ClusterError as error:
                 self._failed = self._failed or str(error)
                 self._has_failed.set()
-                steps.put_nowait(ScaleStep(one.new, ScalePhase.FAILED, str(error)))
+                steps.put_nowait(ScaleStep(one.new or one.old, ScalePhase.FAILED, str(error)))
                 return
             roll = self._cluster.open_roll
             assert roll is not None

@@ -323,6 +323,17 @@ async def test_who_is_lost_is_not_waited_for_once_the_roll_has_stopped(lost: str
     assert_all_have(cluster, OPTIONS, decode=3)
 
 
+async def test_who_stays_though_its_place_was_taken_is_named():
+    cluster = ScriptedCluster(decode=3)
+    cluster.lost.add("decode-0")
+    cluster.fails |= {name: ClusterError("no room") for name in ("decode-4", "decode-5")}
+    await roll(cluster, RollOrder(OPTIONS, max_surge=2))
+    assert "decode-3" in cluster.workers, "the place of decode-0"
+    steps = await roll(cluster, RollOrder(OPTIONS, max_surge=2))
+    failed = {step.worker: step.reason for step in steps if step.phase is ScalePhase.FAILED}
+    assert failed == {"decode-5": "no room", "decode-0": "decode-0 is not up"}
+
+
 async def test_another_controller_goes_on_but_not_with_what_has_stopped():
     cluster = ScriptedCluster(decode=3)
     cluster.fails["decode-4"] = ClusterError("no room")
