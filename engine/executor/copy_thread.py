@@ -41,14 +41,15 @@ class CopyThread:
         self._host_pools = host_pools
         self._on_end = on_end
         self.work = WorkInProgress()
-        """The copies that were ordered and have not ended; their size is in pages."""
+        """The copies that were ordered and have not ended."""
         self._moves: queue.SimpleQueue[PageMoves | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="copies", daemon=True)
         self._thread.start()
 
     def start(self, moves: PageMoves) -> None:
         """See `CopyStream`."""
-        self.work.begin(len(moves.host_pages), moves.operation)
+        page_size = self._host_pools[0].geometry.page_size
+        self.work.begin(len(moves.host_pages) * page_size, moves.operation)
         self._moves.put(moves)
 
     def close(self) -> None:

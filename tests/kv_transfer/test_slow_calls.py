@@ -156,7 +156,7 @@ def test_a_call_of_nixl_that_never_ends_ends_the_worker():
     config = WorkerConfig("decode-0", WorkerRole.DECODE, Path("m"), "m", step_timeout=60.0)
     idle, slow = WorkInProgress(), WorkInProgress()
     agent = SimpleNamespace(hashing=idle, slow_calls=slow)
-    parts: Any = SimpleNamespace(forward=SimpleNamespace(work=idle), agent=agent)
+    parts: Any = SimpleNamespace(forward=SimpleNamespace(work=idle), agent=agent, copies=None)
     slow.begin(0)
     assert Assembly.hang(parts, config) is None
     slow._since -= 60
