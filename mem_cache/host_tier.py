@@ -189,13 +189,13 @@ class HostTier:
         if first == len(keys):
             return True
         last = min(len(keys), first + self._most_pages)
-        if last < len(keys):
-            self._candidates.appendleft(node)
         token_ids = np.concatenate([one.tokens for one in path])
         tokens = self._split_tokens(token_ids)
         before = keys[first - 1] if first else None
         taken = self.pages.reserve(before, keys[first:last], tokens[first:last], first)
         self.counts.dropped_pages += last - first - len(taken)
+        if first + len(taken) == last < len(keys):
+            self._candidates.appendleft(node)  # the rest of it is next
         self.counts.evicted_pages = self.pages.evicted
         if taken:
             device_pages = tuple(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -120,6 +121,45 @@ def test_a_forward_that_fails_leaves_nothing_on_the_host() -> None:
     ask(simulation, [prompt], 4)
     assert not tier_counts(simulation, "loaded_pages")
     simulation.assert_at_baseline()
+
+
+COPY_FAILURES: dict[str, Callable[[PageMoves], bool]] = {
+    "to the host": lambda moves: moves.to_host,
+    "back": lambda moves: not moves.to_host,
+    "every third": lambda moves: moves.operation % 3 == 0,
+}
+
+
+@pytest.mark.parametrize("aggregated", [True, False], ids=["aggregated", "pair"])
+@pytest.mark.parametrize("which", COPY_FAILURES)
+def test_copies_that_fail_cost_no_token_and_no_page(which: str, aggregated: bool) -> None:
+    simulation = in_little_memory(4, aggregated=aggregated, workers=1)
+    for worker in simulation.workers:
+        worker.copy_fails = COPY_FAILURES[which]
+    rng = random.Random(4)
+    prompts = [[rng.randrange(97) for _ in range(48)] for _ in range(6)]
+    for _ in range(4):
+        ask(simulation, prompts, 4)
+    counts = {name: tier_counts(simulation, name) for name in ("written_pages", "loaded_pages")}
+    assert bool(counts["written_pages"]) is (which != "to the host"), counts
+    assert bool(counts["loaded_pages"]) is (which == "every third"), counts
+    moved = "write_bytes" if which == "to the host" else "load_bytes"
+    assert tier_counts(simulation, moved), "no copy has failed"
+    simulation.assert_at_baseline()
+
+
+def test_a_prompt_that_the_host_cannot_hold_does_not_keep_others_out() -> None:
+    """What has no room is dropped once, not tried again in each pass."""
+    simulation = in_little_memory(1, host_pages=16, aggregated=True, workers=1)
+    tier, rng = known(simulation.workers[0].tier), random.Random(5)
+    tier._most_pages = 8
+    prompts = [[rng.randrange(97) for _ in range(length)] for length in (80, 12)]
+    ask(simulation, prompts, 2)
+    assert tier.counts.dropped_pages <= sum(map(len, prompts))
+    assert not tier._candidates
+    ids = np.array(prompts[1], np.int32)
+    keys = [tier.hash(ids, "")[:32]]
+    assert tier.pages.num_known(keys), "the host has the later one"
 
 
 @pytest.mark.parametrize("overlap", [True, False])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -87,6 +88,8 @@ class SimWorker:
     """Moments at which the loop wants to run a pass."""
     copy_seconds: float = 0.0
     """What the copy that ends next is said to have taken."""
+    copy_fails: Callable[[PageMoves], bool] | None = None
+    """Whether a copy moves no byte, and ends with an error; None: none does."""
 
     def __post_init__(self) -> None:
         self.model, self.kv_cache = self._load()
@@ -167,10 +170,13 @@ class SimWorker:
         return SimCopies(self.copies)
 
     def end_copy(self) -> None:
-        """Make the oldest copy, all at once, and tell that it has ended."""
-        moves = self.copies.popleft()
-        self.model.copy_tier(moves)
-        self.inbox.post(CopyEnded(moves.operation, self.copy_seconds))
+        """Make the oldest copy, all at once, or let it fail, and tell that it has ended."""
+        moves, error = self.copies.popleft(), ""
+        if self.copy_fails is not None and self.copy_fails(moves):
+            error = "injected"
+        else:
+            self.model.copy_tier(moves)
+        self.inbox.post(CopyEnded(moves.operation, self.copy_seconds, error))
 
     def _shape(self, window: int | None, ahead: int) -> PoolShape:
         """A window pool is tight: two requests fit, and what is left over is cached."""
