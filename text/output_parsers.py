@@ -262,9 +262,10 @@ class HermesParser:
             if not call.is_complete:
                 return False
         behind = self._held.lstrip()
-        if len(behind) < len(self._CLOSE) and self._CLOSE.startswith(behind):
+        is_near = len(self._held) - len(behind) <= _MOST_SPACE
+        if is_near and len(behind) < len(self._CLOSE) and self._CLOSE.startswith(behind):
             return False
-        if behind.startswith(self._CLOSE):
+        if is_near and behind.startswith(self._CLOSE):
             self._held = behind.removeprefix(self._CLOSE)
         else:  # what follows is content or another call
             self._is_unclosed = True

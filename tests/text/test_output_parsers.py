@@ -150,6 +150,7 @@ def test_streamed_is_as_whole(kind: str, text: str, said: Said) -> None:
 
 @pytest.mark.parametrize(("kind", "head", "piece"), [
     ("hermes", "", "   \n"), ("hermes", f"<tool_call>{CALL_F}</tool_call>", "   \n"),
+    ("hermes", f"<tool_call>{CALL_F}", "   \n"),
     ("json", "", " [;\n"), ("json", CALL_F, "   \n"), ("think", "", "   \n"),
     ("inside", "x", "   \n"), ("pythonic", "", "   \n"), ("pythonic", "[f", "name"),
 ])  # fmt: skip
