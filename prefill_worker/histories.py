@@ -134,14 +134,16 @@ class Histories:
             self._agent.reconnect(pull.peer)
         if request is None:
             return
-        if request.hand_over.state is not PrefillState.LOADING:  # its end was told before
+        load = request.load
+        assert load is not None
+        if load.is_read:  # its end was told before
             self._context.metrics.count_dropped(Dropped.DUPLICATE)
             return
         if pull.state is not PullState.DONE:
             error = f"read from {pull.peer} failed: {pull.error}"
             self._fail_load(request, FailureReason.READ_FAILED, error)
             return
-        request.progressed_at = time.monotonic()
+        load.is_read, request.progressed_at = True, time.monotonic()
         self._compare_or_say_done(request, message.stream)
 
     def hashed(self, message: HistoryHashed, request: PrefillRequest | None) -> None:

@@ -67,7 +67,7 @@ class HistoryHashed:
     sums: tuple[PageSum, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class HistoryLoad:
     """The read of one request's history."""
 
@@ -77,6 +77,8 @@ class HistoryLoad:
     end_page: int
     begun: float
     """By `time.monotonic`."""
+    is_read: bool = False
+    """The read has ended well; what was read may still have to be hashed."""
 
 
 @dataclass(frozen=True, slots=True)

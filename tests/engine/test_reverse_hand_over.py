@@ -12,7 +12,7 @@ from kvrelay.engine.scheduler.commands import PeerDied
 from kvrelay.kv_transfer.hand_over.states import PrefillState
 from kvrelay.kv_transfer.pull import Pull
 from kvrelay.kv_transfer.verify_pages import VerifyPages
-from kvrelay.prefill_worker.request import StreamMessage
+from kvrelay.prefill_worker.request import HistoryRead, StreamMessage
 from kvrelay.wire.hand_over import Grant, PageRun, Released
 from kvrelay.wire.output import EndReason
 from kvrelay.wire.speeds import StepSpeeds
@@ -198,6 +198,23 @@ def test_the_end_of_a_read_whose_request_has_ended_is_no_duplicate() -> None:
     assert reads(prefill, "valid") == 0
     assert sample(prefill, "dropped_messages", kind="duplicate") == 0
     session.take()
+    finish(simulation, session)
+
+
+@pytest.mark.parametrize("verify", VerifyPages)
+def test_the_end_of_a_read_that_is_told_twice_is_taken_once(verify: VerifyPages) -> None:
+    simulation, session, prefill, decode = begun(verify_pages=verify)
+    handle = prefill.scheduler.handle
+
+    def twice(message: Any) -> None:
+        handle(message)
+        if isinstance(message, HistoryRead):
+            handle(message)
+
+    prefill.scheduler.handle = twice
+    talk(session, DELTA, 6, place=(prefill, decode))
+    assert reads(prefill, "valid") == 1
+    assert sample(prefill, "dropped_messages", kind="duplicate") == 1
     finish(simulation, session)
 
 
