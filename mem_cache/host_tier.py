@@ -247,12 +247,15 @@ class HostTier:
         return hashes.extend(hashes.root(namespace), _token_bytes(token_ids))
 
     def load(self, prefix: HostPrefix, headroom: Sequence[int] | None) -> Load | None:
-        """Begin to bring a prefix back; `None` if the device has no room for it.
+        """Bring a prefix back, by a load that runs if one brings all of it; `None`: no room.
 
         Args:
             prefix: found just now.
             headroom: pages of each pool that must stay free for others.
         """
+        for running in self._loads.values():
+            if not running.given_up and running.prefix.pages[: len(prefix.pages)] == prefix.pages:
+                return running
         number = next(self._numbers)
         token_ids, namespace = prefix.token_ids, prefix.namespace
         lease = self._kv_cache.open_uncounted(

@@ -148,6 +148,19 @@ def test_copies_that_fail_cost_no_token_and_no_page(which: str, aggregated: bool
     simulation.assert_at_baseline()
 
 
+def test_requests_of_one_prefix_wait_for_one_load() -> None:
+    simulation = in_little_memory(4, aggregated=True, workers=1)
+    rng = random.Random(6)
+    prompts = [[rng.randrange(97) for _ in range(48)] for _ in range(6)]
+    ask(simulation, prompts, 4)
+    assert not tier_counts(simulation, "loaded_pages")
+    requests = [simulation.submit([*prompts[0], number], 4) for number in range(2)]
+    simulation.run()
+    assert all(request.output == expected(request) for request in requests)
+    assert tier_counts(simulation, "loaded_pages") == 48 // 4
+    simulation.assert_at_baseline()
+
+
 def test_a_prompt_that_the_host_cannot_hold_does_not_keep_others_out() -> None:
     """What has no room is dropped once, not tried again in each pass."""
     simulation = in_little_memory(1, host_pages=16, aggregated=True, workers=1)
