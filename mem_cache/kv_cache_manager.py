@@ -329,14 +329,11 @@ class KVCacheManager:
 
     def count_allocations(self) -> None:
         """Count from now on how often each page is handed out, for `times_allocated`."""
-        for account in self._allocator.accounts:
-            account.count_allocations()
+        self._allocator.count_allocations()
 
     def times_allocated(self, pool: int, pages: Pages) -> npt.NDArray[np.uint32]:
         """How often each of these pages was handed out: if more often, it was written anew."""
-        times = self._allocator.accounts[pool].times_allocated
-        assert times is not None, "allocations are not counted"
-        return times[pages]
+        return self._allocator.times_allocated(pool, pages)
 
     def page_counts(self) -> tuple[PoolCounts, ...]:
         """How many pages of each pool are in each state. O(1)."""

@@ -1,4 +1,4 @@
-"""The only code that moves a page between owners: it allocates, frees, quarantines and reclaims.
+"""The only code that moves a page of the device: it allocates, frees, quarantines and reclaims.
 
 These methods move pages to the free list, and nothing else does:
 
@@ -14,6 +14,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
+
+import numpy as np
+import numpy.typing as npt
 
 from kvrelay.mem_cache.account import Owner, PageAccount, Pages, Shares
 from kvrelay.mem_cache.counts import CacheCounts, QuarantineCounts
@@ -81,6 +84,17 @@ class PageAllocator:
     def available(self, pool: int) -> int:
         """Pages of a pool that `allocate` could hand out: free ones, and those it could evict."""
         return len(self.accounts[pool].free_pages) + self._index.evictable(pool)
+
+    def count_allocations(self) -> None:
+        """Count from now on how often each page is handed out, for `times_allocated`."""
+        for account in self.accounts:
+            account.count_allocations()
+
+    def times_allocated(self, pool: int, pages: Pages) -> npt.NDArray[np.uint32]:
+        """How often each of these pages was handed out: if more often, it was written anew."""
+        times = self.accounts[pool].times_allocated
+        assert times is not None, "allocations are not counted"
+        return times[pages]
 
     @property
     def quarantined_since(self) -> float | None:

@@ -45,6 +45,7 @@ EVERYTHING: dict[str, Any] = {
     "prefix_index": "none",
     "kv_events": True,
     "kv_memory": 1 << 30,
+    "host_kv_memory": 2 << 30,
     "dtype": "float32",
     "device": "cpu",
     "grpc": Address("0.0.0.0", 1),

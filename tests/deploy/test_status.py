@@ -132,6 +132,7 @@ decode-0  prefill-1-abc  0     0              tcp         REFUSED: too slow
         "transports": "all",
         "read_bytes_per_second": 5.25e9,
         "write_bytes_per_second": 4e9,
+        "lent_tokens_per_second": 0.0,
         "refusal": "",
     }
     assert prefill["peers"] == []

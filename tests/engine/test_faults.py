@@ -37,7 +37,7 @@ def test_faults_are_what_their_specs_say():
     [
         ("explode:pull", "'explode:pull': explode is none of delay, drop, duplicate, fail, "),
         ("drop:everything", "'drop:everything': everything is none of ask, grant, announce, "),
-        ("kill:pull", "'kill:pull': pull is none of queued, prefilling, announced, "),
+        ("kill:pull", "'kill:pull': pull is none of queued, prefilling, borrowing, "),
         ("corrupt:done", "'corrupt:done': only a pull can be corrupted"),
         ("drop:done:0", "'drop:done:0': they are counted from 1"),
         ("drop:done:1:2s", "'drop:done:1:2s': drop takes no time"),

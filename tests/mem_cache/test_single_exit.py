@@ -1,4 +1,4 @@
-"""Only `release_kv_cache` ends a lease, and only `PageAllocator` moves a page."""
+"""Only `release_kv_cache` ends a lease, and only the allocator of a pool moves its pages."""
 
 from __future__ import annotations
 
@@ -20,6 +20,8 @@ ROOMS = (
 )
 INDEXES = {"mem_cache/no_prefix_index.py"}
 ALLOCATOR = "mem_cache/page_allocator.py"
+HOST_PAGES = "mem_cache/host_pages.py"
+"""It moves pages of the host pool, which has an account of its own."""
 MANAGER = "mem_cache/kv_cache_manager.py"
 SOURCES = [path for room in ROOMS for path in sorted((ROOT / room).rglob("*.py"))]
 
@@ -45,9 +47,9 @@ USERS = {
     "end_lease": {MANAGER},
     "close_lease": {MANAGER},
     "begin_lease": {MANAGER, "mem_cache/sharing.py"},
-    "LEASE QUARANTINE INDEX SESSION": {ALLOCATOR, "mem_cache/audit.py"},
+    "LEASE QUARANTINE INDEX SESSION": {ALLOCATOR, HOST_PAGES, "mem_cache/audit.py"},
     "accounts": {ALLOCATOR, "mem_cache/audit.py"},
-    "move": {ALLOCATOR},
+    "move": {ALLOCATOR, HOST_PAGES},
     "free_after": {
         "mem_cache/lease_lengths.py",
         "mem_cache/lease_table.py",
@@ -117,4 +119,5 @@ def test_the_engine_releases_in_one_place():
         and isinstance(node.func, ast.Name)
         and node.func.id == "release_kv_cache"
     }
-    assert calls == {"engine/scheduler/context.py", "mem_cache/session.py"}
+    leases_of_sessions_and_loads = {"mem_cache/session.py", "mem_cache/host_tier.py"}
+    assert calls == {"engine/scheduler/context.py"} | leases_of_sessions_and_loads
