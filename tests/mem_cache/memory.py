@@ -354,6 +354,16 @@ class Memory:
             self.copy()
         known(self.tier).finish(CopyEnded(self.copies.pop(0).moves.operation, 0.0))
 
+    def prefix_of(self, page: HostPage) -> tuple[str, list[int]]:
+        """The namespace of a host page, and all tokens up to its end."""
+        path = list(page.path())[::-1]
+        tokens = np.frombuffer(b"".join(one.tokens for one in path), "<i4").tolist()
+        namespace = next(
+            name for name in NAMESPACES
+            if self.hashes.extend(self.hashes.root(name), path[0].tokens) == path[0].key
+        )  # fmt: skip
+        return namespace, tokens
+
     def check_host(self) -> None:
         """Conservation there; and what can be found is what was written for its tokens."""
         tier = known(self.tier)
@@ -364,12 +374,7 @@ class Memory:
         found = list(tier.pages)
         assert not set(found) & set(self.forgotten), "what was forgotten is found again"
         for page in found:
-            path = list(page.path())[::-1]
-            tokens = np.frombuffer(b"".join(one.tokens for one in path), "<i4").tolist()
-            namespace = next(
-                name for name in NAMESPACES
-                if self.hashes.extend(self.hashes.root(name), path[0].tokens) == path[0].key
-            )  # fmt: skip
+            namespace, tokens = self.prefix_of(page)
             for pool, contents in enumerate(self.host_contents):
                 truth = truth_of(namespace, pool, tokens)[-self.page_size :]
                 assert (contents[page.slot] == truth).all(), f"host page {page.slot} is wrong"

@@ -9,12 +9,13 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, Phase, settings
-from hypothesis.stateful import initialize, run_state_machine_as_test
+from hypothesis.stateful import initialize, precondition, rule, run_state_machine_as_test
 
 from kvrelay.mem_cache.host_pages import HostPage, HostPages, HostPageState
 from kvrelay.mem_cache.host_tier import HostTier
 from kvrelay.mem_cache.kv_cache_manager import KVCacheManager
 from kvrelay.mem_cache.prefix_log import PrefixLog
+from kvrelay.mem_cache.release import Outcome, release_kv_cache
 from kvrelay.mem_cache.tier_copies import CopyEnded, PageMoves
 from kvrelay.wire.page_hash import PageHashes
 from tests.known import known
@@ -23,7 +24,7 @@ from tests.mem_cache.test_memory_model import MemoryMachine
 from tests.mem_cache.test_planted_faults import wrap
 
 SEARCH = settings(
-    max_examples=1500, stateful_step_count=60, deadline=None, database=None, derandomize=True,
+    max_examples=4000, stateful_step_count=60, deadline=None, database=None, derandomize=True,
     phases=[Phase.generate], suppress_health_check=list(HealthCheck), print_blob=False,
 )  # fmt: skip
 
@@ -45,6 +46,35 @@ class HostMachine(MemoryMachine):
     )
     def build(self, **options: Any) -> None:
         super().build(**options)
+
+    @rule()
+    def write_all(self) -> None:
+        """Copy to the host what waits for that, up to the first copy back."""
+        known(self.memory.tier).write_back()
+        while self.memory.copies and self.memory.copies[0].moves.to_host:
+            self.memory.finish_copy()
+
+    @rule()
+    def push_out(self) -> None:
+        """Take all the room that there is, for a moment: the index loses what nobody uses."""
+        cache = self.memory.kv_cache
+        counts = cache.page_counts()[0]
+        room = counts.free + counts.cached_evictable - counts.promised
+        tokens = min(room * self.memory.page_size, self.longest)
+        lease = cache.open_uncounted("all the room", tokens) if tokens > 0 else None
+        if lease is not None:
+            assert cache.grow(lease, tokens), "a promise was broken"
+            release_kv_cache(cache, lease, Outcome.ABORTED)
+
+    @precondition(lambda self: any(known(self.memory.tier).pages))
+    @rule(pick=st.integers(0, 39))
+    def bring_back_what_is_there(self, pick: int) -> None:
+        """From the page picked on, the first that the device lacks: of random prompts few are."""
+        pages = list(known(self.memory.tier).pages)
+        for page in (*pages[pick % len(pages) :], *pages[: pick % len(pages)]):
+            namespace, tokens = self.memory.prefix_of(page)
+            if self.memory.bring_back(tokens, namespace):
+                return
 
 
 def fault(plant: Plant) -> Plant:
@@ -140,7 +170,7 @@ def not_forgotten_on_the_host(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(PrefixLog, "forget", lambda log, token_ids, start, namespace: None)
 
 
-SLOW = {"device_page_visible_before_its_bytes_are"}
+SLOW = {"copy_of_a_page_that_was_used_again"}
 """Faults whose search takes long."""
 
 
