@@ -338,11 +338,14 @@ async def test_a_peer_that_dies_while_it_is_measured_is_lost_not_slow(
     prober = TransportProber(agent, 0.0)
     client = make_client(agent, inbox, prober)
     measured = asyncio.Event()
+    ends: list[asyncio.Task[None]] = []
 
     async def measure(peer: str) -> PeerTransport:
         await until_serving(prefill.agent, 1)
         measured.set()
-        await prefill.server.stop(None)
+        # A task of its own: a stop that is cancelled with the measurement could not be made again.
+        ends.append(asyncio.create_task(prefill.server.stop(None)))
+        await asyncio.shield(ends[0])
         return PeerTransport(peer, refusal="NIXL was the first to notice")
 
     monkeypatch.setattr(prober, "measure", measure)
@@ -352,6 +355,7 @@ async def test_a_peer_that_dies_while_it_is_measured_is_lost_not_slow(
     assert not client.known_peers
     assert not any(isinstance(message, PeerProbed) for message in inbox.unread())
     await client.close()
+    await ends[0]
 
 
 async def test_pages_that_do_not_fit_are_a_refusal(
