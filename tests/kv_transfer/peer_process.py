@@ -6,7 +6,12 @@ import multiprocessing
 import os
 import queue
 import signal
+import time
+from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerProcess
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,6 +26,9 @@ from kvrelay.wire.hand_over import PageSum, Place
 
 PAGES = 64
 WAIT_S = 30
+PROCESSES = multiprocessing.get_context("forkserver")
+"""Makes processes that have imported what takes long, and have no thread and no NIXL agent yet."""
+PROCESSES.set_forkserver_preload(["kvrelay.kv_transfer.agent", "nixl._api", __name__])
 
 
 def make_pool(order: PageOrder = PageOrder.PAGE_FIRST, page_size: int = 16) -> KVPool:
@@ -32,6 +40,20 @@ def fill(pool: KVPool) -> None:
     """Every page and layer says which it is."""
     for layer in range(pool.geometry.num_layers):
         pool.layer(layer)[:] = torch.arange(PAGES).view(-1, 1, 1, 1, 1) * 10.0 + layer
+
+
+def in_environment(environment: Mapping[str, str], work: Callable[..., None], *args: Any) -> None:
+    """Do some work with the environment of who asks for it: UCX reads it for each agent."""
+    os.environ.update(environment)
+    work(*args)
+
+
+def process_of(work: Callable[..., None], *args: Any) -> ForkServerProcess:
+    """A process that has begun to work, with this process's environment."""
+    asked = (dict(os.environ), work, *args)
+    process = PROCESSES.Process(target=in_environment, args=asked, daemon=True)
+    process.start()
+    return process
 
 
 def serve(connection: Connection, order: PageOrder, page_size: int, serving: bool) -> None:
@@ -53,12 +75,8 @@ class Peer:
     def __init__(
         self, order: PageOrder = PageOrder.PAGE_FIRST, page_size: int = 16, serving: bool = True
     ) -> None:
-        context = multiprocessing.get_context("spawn")
-        self.connection, theirs = context.Pipe()
-        self.process = context.Process(
-            target=serve, args=(theirs, order, page_size, serving), daemon=True
-        )
-        self.process.start()
+        self.connection, theirs = PROCESSES.Pipe()
+        self.process = process_of(serve, theirs, order, page_size, serving)
         self.description: PeerDescription = self.connection.recv()
 
     def kill(self) -> None:
@@ -68,11 +86,19 @@ class Peer:
     def freeze(self) -> None:
         """Stop the process, so that it answers nothing, until `thaw`. Waits for its last thread."""
         self._signal(signal.SIGSTOP)
-        assert self.process.pid is not None
-        os.waitid(os.P_PID, self.process.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
+        give_up_at = time.monotonic() + WAIT_S
+        while not self._has_stopped():
+            assert time.monotonic() < give_up_at
+            time.sleep(0.001)
 
     def thaw(self) -> None:
         self._signal(signal.SIGCONT)
+
+    def _has_stopped(self) -> bool:
+        """Whether each thread has; its parent alone could wait for it."""
+        threads = Path(f"/proc/{self.process.pid}/task").glob("*/stat")
+        states = {thread.read_text().rpartition(")")[2].split()[0] for thread in threads}
+        return states == {"T"}
 
     def _signal(self, number: signal.Signals) -> None:
         assert self.process.pid is not None

@@ -5,7 +5,6 @@ It is the only end of a connection that NIXL gives: to remove a peer closes none
 
 from __future__ import annotations
 
-import multiprocessing
 import queue
 import threading
 import time
@@ -23,7 +22,7 @@ from kvrelay.kv_transfer.nixl_endpoint import NixlTransfer
 from kvrelay.kv_transfer.peer_description import PeerDescription
 from kvrelay.kv_transfer.pull import Pull
 from kvrelay.mem_cache.pool import KVPool
-from tests.kv_transfer.peer_process import PAGES, WAIT_S, Peer, make_pool
+from tests.kv_transfer.peer_process import PAGES, PROCESSES, WAIT_S, Peer, make_pool, process_of
 from tests.kv_transfer.planted import plant_early_fences
 
 LATE_PAGES = np.arange(PAGES // 2, PAGES)
@@ -114,10 +113,8 @@ def test_bytes_come_after_an_error_and_none_after_the_agents_end(
     monkeypatch.setenv("UCX_TLS", "tcp")
     monkeypatch.setenv("UCX_NET_DEVICES", "lo")
     peer = Peer()
-    context = multiprocessing.get_context("spawn")
-    mine, theirs = context.Pipe()
-    reader = context.Process(target=read_late, args=(theirs, after), daemon=True)
-    reader.start()
+    mine, theirs = PROCESSES.Pipe()
+    reader = process_of(read_late, theirs, after)
     assert reader.pid is not None
     assert peer.process.pid is not None
     try:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import queue
 import threading
@@ -16,7 +15,7 @@ from kvrelay.engine.worker.worker_lease import WorkerLease
 from kvrelay.kv_transfer.agent import TransferAgent
 from kvrelay.kv_transfer.pull import Pull, PullState
 from kvrelay.mem_cache.pool import KVPool
-from tests.kv_transfer.peer_process import PAGES, Peer, fill, make_pool
+from tests.kv_transfer.peer_process import PAGES, PROCESSES, Peer, fill, make_pool, process_of
 
 LEASE_SECONDS = 3.0
 RAN_OUT = 72
@@ -38,10 +37,8 @@ def serve_by_lease(connection: Connection) -> None:
 
 class LeasedPeer(Peer):
     def __init__(self) -> None:
-        context = multiprocessing.get_context("spawn")
-        self.connection, theirs = context.Pipe()
-        self.process = context.Process(target=serve_by_lease, args=(theirs,), daemon=True)
-        self.process.start()
+        self.connection, theirs = PROCESSES.Pipe()
+        self.process = process_of(serve_by_lease, theirs)
         self.description = self.connection.recv()
 
     def begin_lease(self) -> None:
@@ -53,11 +50,9 @@ def test_a_frozen_peer_that_wakes_after_its_lease_ends_and_serves_no_byte(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("UCX_TLS", "tcp")  # or the reader would copy by itself
-    context = multiprocessing.get_context("spawn")
     peer = LeasedPeer()
-    mine, theirs = context.Pipe()
-    reader = context.Process(target=read_from_frozen, args=(theirs,), daemon=True)
-    reader.start()
+    mine, theirs = PROCESSES.Pipe()
+    reader = process_of(read_from_frozen, theirs)
     try:
         mine.send(peer.description)
         assert mine.recv() == "connected"
