@@ -145,9 +145,15 @@ async def test_every_rule_is_evaluated_and_reads_metrics_that_there_are(promethe
             await until_it_has_data(prometheus, selector)
         if "record" in rule:
             await until_it_has_data(prometheus, rule["record"])
-    evaluated = (await prometheus.ask("rules"))["groups"]
-    health = [rule["health"] for group in evaluated for rule in group["rules"]]
+    async with asyncio.timeout(SECONDS):
+        while "unknown" in (health := await health_of_rules(prometheus)):
+            await asyncio.sleep(0.5)  # until the group's next evaluation
     assert health == ["ok"] * len(written)
+
+
+async def health_of_rules(prometheus: Prometheus) -> list[str]:
+    groups = (await prometheus.ask("rules"))["groups"]
+    return [rule["health"] for group in groups for rule in group["rules"]]
 
 
 async def test_the_states_of_each_pool_sum_to_it_at_every_scrape(prometheus: Prometheus):
