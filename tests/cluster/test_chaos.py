@@ -22,8 +22,8 @@ from tests.chaos.experiment import experiment
 from tests.chaos.load import Abort, Expected, Load, ask, check, make_cases
 from tests.cluster.running import running
 
-SHOWN_ELSEWHERE = {Harm.FAIL_REQUEST, Harm.BREAK_DEVICE}
-"""In `make test` `test_failing_forwards.py` does that, to workers in the test's own process."""
+SHOWN_ELSEWHERE = {Harm.FAIL_REQUEST, Harm.BREAK_DEVICE, Harm.STOP_FOR_GOOD}
+"""In `make test` other files do that: `test_failing_forwards.py`, and `test_supervision.py`."""
 CELLS = [
     pytest.param(cell, marks=pytest.mark.slow if cell.harm in SHOWN_ELSEWHERE else ())
     for cell in SHORT
