@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import psutil
 import pytest
@@ -43,7 +44,8 @@ def end_ray(host: Host) -> None:
 
 def _is_ray_start(process: psutil.Process) -> bool:
     try:
-        return {"start", "--block"} <= set(process.cmdline()) and "python" in process.name()
+        words = process.cmdline()  # its name may be that of the script
+        return {"start", "--block"} <= set(words) and "python" in Path(words[0]).name
     except psutil.Error:  # it has just ended
         return False
 
