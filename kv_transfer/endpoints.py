@@ -62,8 +62,12 @@ class Endpoints:
         return self._readable
 
     def make_readable(self) -> None:
-        """Make an agent that peers may know, if there is none and the current one reads."""
-        if self._readable is None and self.current.connected:
+        """Make an agent that peers may know, if there is none.
+
+        Not the current one, though no peer is connected to it now: failed reads of before may wait
+        for its end.
+        """
+        if self._readable is None:
             self._readable = self._make(self._pools)
 
     def make_progress(self) -> None:

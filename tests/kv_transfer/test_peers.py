@@ -322,6 +322,17 @@ def test_an_agent_that_peers_may_read_starts_no_read_and_stays(
     borrower.close()
 
 
+def test_an_agent_that_may_have_read_is_not_the_one_that_peers_may_read(
+    agent: TransferAgent,
+) -> None:
+    """Also when it knows no peer just then: pages of failed reads may wait for its end."""
+    described = queue.SimpleQueue[AgentDescription]()
+    assert not agent._endpoints.current.connected
+    agent.make_readable(described.put)
+    described.get(timeout=WAIT_S)
+    assert agent._endpoints.readable is not agent._endpoints.current
+
+
 def test_an_agent_that_registers_nothing_more_is_replaced(
     agent: TransferAgent, monkeypatch: pytest.MonkeyPatch
 ) -> None:
