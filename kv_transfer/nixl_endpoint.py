@@ -77,9 +77,8 @@ class NixlEndpoint:
 
         logging.getLogger("nixl").setLevel(logging.WARNING)
         self._is_on_gpu = memory[0].memory_type == "VRAM"
-        self._connected: dict[
-            str, str
-        ] = {}  # NIXL's names of agents, by their workers' incarnations
+        self._connected: dict[str, str] = {}
+        """NIXL's names of the peers' agents, by their incarnations."""
         self._dying: weakref.ReferenceType[Any] | None = None
         self._agent: Any = nixl_agent(name, nixl_agent_config(enable_prog_thread=False))
         regions = list(map(_region, memory))
