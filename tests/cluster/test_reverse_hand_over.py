@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,7 @@ from kvrelay.kv_transfer.verify_pages import VerifyPages
 from kvrelay.router.config import PlacementMode
 from tests.cluster.in_process import in_process
 from tests.cluster.running import Cluster, running
-from tests.cluster.test_sessions import FIRST, NEW, Chat, some_tokens
+from tests.cluster.test_sessions import FIRST, Chat, some_tokens, talk_at_once
 
 
 async def history_reads(cluster: Cluster, outcome: str) -> float:
@@ -75,14 +74,6 @@ async def test_many_sessions_in_too_little_memory_are_read_and_end(tiny: Path) -
     async with in_process(
         tiny, chunk_tokens=32, kv_memory=1 << 20, placement=PlacementMode.DISAGGREGATED
     ) as cluster:
-        chats = [await Chat(cluster, str(name)).open() for name in range(8)]
-
-        async def talk(chat: Chat) -> None:
-            await chat.say(FIRST)
-            for new in NEW[:3]:
-                await chat.say(new)
-            await chat.close()
-
-        await asyncio.gather(*map(talk, chats))
+        await talk_at_once(cluster, 8)
         assert await history_reads(cluster, "failed") == 0
         await cluster.assert_at_baseline()

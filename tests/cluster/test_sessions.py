@@ -151,20 +151,25 @@ async def until_idle(chat: Chat) -> None:
             await asyncio.sleep(0.01)
 
 
+async def talk_at_once(cluster: Cluster, sessions: int) -> None:
+    """So many conversations of four turns."""
+    chats = [await Chat(cluster, str(name)).open() for name in range(sessions)]
+
+    async def talk(chat: Chat) -> None:
+        await chat.say(FIRST)
+        for new in NEW[:3]:
+            await chat.say(new)
+        await chat.close()
+
+    await asyncio.gather(*map(talk, chats))
+
+
 async def test_scenario_17_sessions_in_too_little_memory(tiny: Path) -> None:
     """Twelve conversations at once where three fit: turns wait, sessions end, tokens are right."""
     async with in_process(
         tiny, chunk_tokens=32, kv_memory=1 << 20, placement=PlacementMode.ADAPTIVE
     ) as cluster:
-        chats = [await Chat(cluster, str(name)).open() for name in range(12)]
-
-        async def talk(chat: Chat) -> None:
-            await chat.say(FIRST)
-            for new in NEW[:3]:
-                await chat.say(new)
-            await chat.close()
-
-        await asyncio.gather(*map(talk, chats))
+        await talk_at_once(cluster, 12)
         await cluster.assert_at_baseline()
 
 
