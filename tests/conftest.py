@@ -17,9 +17,13 @@ settings.register_profile("nightly", max_examples=6_000)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Clusters are processes enough for a machine: nothing else runs beside them."""
+    """Clusters are processes enough for a machine: nothing else runs beside them.
+
+    But those of workers that compute nothing: their tests wait most of the time.
+    """
     for item in items:
-        if item.path.is_relative_to(CLUSTER):
+        waits = "obedient_workers" in getattr(item, "fixturenames", ())
+        if item.path.is_relative_to(CLUSTER) and not waits:
             item.add_marker(pytest.mark.alone)
 
 
