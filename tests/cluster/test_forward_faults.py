@@ -6,13 +6,13 @@ import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
-import psutil
 import pytest
 
 from kvrelay.deploy.cluster import Cluster
 from kvrelay.engine.faults import parse_faults
 from kvrelay.wire.worker_info import WorkerInfo
 from tests.cluster.running import RunningCluster, running
+from tests.cluster.test_supervision import is_running
 
 PROMPT = [(13 * i) % 500 for i in range(60)]
 NOTHING_YET = "prefill-0/drop:ended:999999"
@@ -78,7 +78,7 @@ async def test_a_worker_that_cannot_compute_is_replaced(
     while not replaced.done():  # it takes three forwards to fail, and nobody asks it twice
         assert await ask(cluster) == expected[0]
     await replaced
-    assert not psutil.pid_exists(before.pid)
+    assert not is_running(before)
     await cluster.assert_at_baseline()
 
 
