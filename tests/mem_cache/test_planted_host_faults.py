@@ -24,7 +24,7 @@ from tests.mem_cache.test_memory_model import MemoryMachine
 from tests.mem_cache.test_planted_faults import wrap
 
 SEARCH = settings(
-    max_examples=4000, stateful_step_count=60, deadline=None, database=None, derandomize=True,
+    max_examples=1500, stateful_step_count=60, deadline=None, database=None, derandomize=True,
     phases=[Phase.generate], suppress_health_check=list(HealthCheck), print_blob=False,
 )  # fmt: skip
 
