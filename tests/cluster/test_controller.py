@@ -35,7 +35,7 @@ from kvrelay.v1 import admin_pb2, admin_pb2_grpc, controller_pb2, controller_pb2
 from tests.cluster import obedient_controller, obedient_worker
 from tests.cluster.obedient_controller import DIES, ObedientController
 from tests.cluster.obedient_worker import give_order
-from tests.cluster.test_supervision import heard, make_configs
+from tests.cluster.supervised import heard, make_configs
 
 SECONDS = 60
 

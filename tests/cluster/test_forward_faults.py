@@ -12,7 +12,7 @@ from kvrelay.deploy.cluster import Cluster
 from kvrelay.engine.faults import parse_faults
 from kvrelay.wire.worker_info import WorkerInfo
 from tests.cluster.running import RunningCluster, running
-from tests.cluster.test_supervision import is_running
+from tests.cluster.supervised import is_running
 
 PROMPT = [(13 * i) % 500 for i in range(60)]
 NOTHING_YET = "prefill-0/drop:ended:999999"

@@ -18,7 +18,7 @@ from kvrelay.deploy.worker_process import ProcessIdentity, WorkerProcess
 from kvrelay.engine.config import WorkerConfig
 from kvrelay.engine.worker.worker_lease import Renewal
 from kvrelay.wire.worker_info import WorkerInfo
-from tests.cluster.test_supervision import (
+from tests.cluster.supervised import (
     is_running,
     make_configs,
     next_life,

@@ -19,10 +19,10 @@ from kvrelay.wire.cluster_state import WorkerPhase
 from tests.cluster.commands import kvrelay
 from tests.cluster.obedient_worker import give_order
 from tests.cluster.running import RunningCluster, running
+from tests.cluster.supervised import SECONDS, heard, make_configs, until
 from tests.cluster.test_controller_outage import Routed, routed
 from tests.cluster.test_controller_outage import name as name  # a fixture
 from tests.cluster.test_drain import under_load
-from tests.cluster.test_supervision import SECONDS, heard, make_configs, until
 from tests.known import known
 
 

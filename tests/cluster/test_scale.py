@@ -14,7 +14,7 @@ from kvrelay.router.admin import ScalePhase, ScaleStep
 from kvrelay.router.errors import CannotScale, UnknownWorker
 from kvrelay.wire.worker_info import WorkerRole
 from tests.cluster.obedient_worker import give_order
-from tests.cluster.test_supervision import SECONDS, heard, is_running, make_configs, until
+from tests.cluster.supervised import SECONDS, heard, is_running, make_configs, until
 
 pytestmark = pytest.mark.usefixtures("obedient_workers")
 P, D = WorkerRole.PREFILL, WorkerRole.DECODE

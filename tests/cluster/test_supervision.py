@@ -14,7 +14,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from kvrelay.deploy.cluster import Cluster
@@ -25,29 +24,23 @@ from kvrelay.deploy.placement import PlacementPlan
 from kvrelay.deploy.worker_actor import WorkerActor
 from kvrelay.deploy.worker_end import WorkerEnd
 from kvrelay.deploy.worker_host import WorkerHost
-from kvrelay.engine.config import WorkerConfig
 from kvrelay.router.admin import DrainPhase
 from kvrelay.router.errors import CannotDrain, UnknownWorker
 from kvrelay.wire.worker_info import WorkerInfo, WorkerRole
 from tests.cluster.obedient_worker import ObedientHost, give_order
+from tests.cluster.supervised import (
+    SECONDS,
+    TIMEOUT_SECONDS,
+    heard,
+    is_running,
+    make_configs,
+    next_life,
+    runs,
+    until,
+    was_told,
+)
 
 pytestmark = pytest.mark.usefixtures("obedient_workers")
-SECONDS = 60
-TIMEOUT_SECONDS = 3.0
-
-
-def make_configs(folder: Path) -> list[WorkerConfig]:
-    return [
-        WorkerConfig(
-            name=f"{role}-0",
-            role=role,
-            model_path=folder,
-            model_name="none",
-            metrics_port=9401 + number,
-            worker_timeout=TIMEOUT_SECONDS,
-        )
-        for number, role in enumerate(WorkerRole)
-    ]
 
 
 def make_cluster(folder: Path) -> Cluster:
@@ -75,31 +68,6 @@ async def on_thread(
         yield cluster, folder
 
 
-async def next_life(cluster: Cluster | ClusterThread, before: WorkerInfo) -> WorkerInfo:
-    """The incarnation that follows `before`, once discovery has it."""
-    async with asyncio.timeout(SECONDS):
-        while (info := cluster.workers.get(before.name, before)) == before:
-            await cluster.discovery.changed()
-    return info
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(SECONDS):
-        while not condition():
-            await asyncio.sleep(0.02)
-
-
-def is_running(worker: WorkerInfo) -> bool:
-    return runs(worker.pid)
-
-
-def runs(pid: int) -> bool:
-    """Whether the process still does anything: its parent may not have asked how it ended."""
-    with contextlib.suppress(psutil.NoSuchProcess):
-        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
-    return False
-
-
 @contextlib.contextmanager
 def one_more_end(cluster: Cluster, worker: str, cause: WorkerEnd) -> Iterator[None]:
     """Fail unless the controller counts one end of the worker meanwhile, and by this cause."""
@@ -117,10 +85,6 @@ def one_more_end(cluster: Cluster, worker: str, cause: WorkerEnd) -> Iterator[No
     before = ends()
     yield
     assert ends() - before == Counter({cause.value: 1})
-
-
-def was_told(orders: Path, worker: str, dead: WorkerInfo) -> bool:
-    return heard(orders, worker)[-1:] == [dead.incarnation]
 
 
 class LostCalls:
@@ -147,12 +111,6 @@ class LostCalls:
             return answer
 
         patch.setattr(WorkerActor, "call", call)
-
-
-def heard(orders: Path, worker: str) -> list[str]:
-    """The dead that a worker was told of, in all its lives."""
-    path = orders / f"{worker}.heard"
-    return path.read_text().split() if path.exists() else []
 
 
 @pytest.mark.parametrize(
