@@ -79,6 +79,7 @@ class AggregatedScheduler:
         request = self._make(command)
         if self._context.register(request, request.most_tokens):
             self._waiting.append(request)
+            self._loads.prefetch(request, request.reusable_len)
             self._context.faults.reach(Phase.QUEUED)
 
     def cancel(self, command: Cancel) -> None:

@@ -61,7 +61,11 @@ STAGES = (
         "kernels draw the CPU's tokens",
         (*_PYTEST, "tests/model_runner/test_device_sampler.py"),
     ),
-    Stage("copies", "pages between page orders and devices", (*_PYTEST, "tests/mem_cache")),
+    Stage(
+        "copies",
+        "pages between page orders and devices; streams, events and pinned memory",
+        (*_PYTEST, "tests/mem_cache"),
+    ),
     Stage(
         "attention",
         "FlashInfer's kernels give plain torch's results; compiles them, which takes minutes",
@@ -71,6 +75,11 @@ STAGES = (
         "models",
         "every model in float32 and bfloat16 against transformers",
         (*_PYTEST, "tests/model_runner/test_gpu.py", "-k", "models"),
+    ),
+    Stage(
+        "formats",
+        "products and KV in FP8, CUDA graphs, prompts over latents",
+        (*_PYTEST, "tests/model_runner/test_gpu_formats.py"),
     ),
     Stage("transfer", "the transfer agent beside pools on a GPU", (*_PYTEST, "tests/kv_transfer")),
     Stage(

@@ -33,7 +33,7 @@ from kvrelay.deploy.load_generator.table import table
 from kvrelay.deploy.models import resolve_model, users_models
 from kvrelay.deploy.options import DEFAULT_MODEL
 from kvrelay.engine.config import PrefixIndexKind, Speculation, WorkerConfig
-from kvrelay.engine.executor.step import ForwardThread
+from kvrelay.engine.executor.forward_thread import ForwardThread
 from kvrelay.engine.scheduler.commands import Attach, Inbox, Submit
 from kvrelay.engine.scheduler.context import SchedulerContext
 from kvrelay.engine.scheduler.loop import Engine, EngineMessage, EngineThread

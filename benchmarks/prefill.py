@@ -1,6 +1,6 @@
 """What a step's forward is spent on, and what a second thread of the process gains.
 
-python -m benchmarks.prefill [--rows 8] [--tokens 0]
+python -m benchmarks.prefill [--rows 8] [--tokens 0] [--before 900]
 
 A step computes a prompt, or rows of requests that generate, or both.
 
@@ -79,10 +79,15 @@ class Products:
         self._head(self._hidden[-self._ends :])
 
 
-def make_batch(tokens: int, rows: int, context: int, vocab_size: int, pools: int) -> ForwardBatch:
-    """A prompt of random tokens, and rows that end a `context` each, in scattered pages."""
+def make_batch(
+    tokens: int, before: int, rows: int, context: int, vocab_size: int, pools: int
+) -> ForwardBatch:
+    """Random tokens of a prompt behind `before` others, and rows that end a `context` each.
+
+    All in scattered pages.
+    """
     counts = np.array([tokens] * (tokens > 0) + [1] * rows)
-    lengths = np.array([tokens] * (tokens > 0) + [context] * rows)
+    lengths = np.array([before + tokens] * (tokens > 0) + [context] * rows)
     starts = np.concatenate(([0], np.cumsum(counts)))
     generator, width = np.random.default_rng(1), -(-int(lengths.max()) // PAGE_SIZE)
     pages = generator.permutation(len(lengths) * width).astype(np.int32)
@@ -112,7 +117,7 @@ class Bench:
         rows = torch.randn(len(batch.positions), count, geometry.head_dim)
         self._rows = rows.to(runner.dtype)
         fastest = AttentionFactory(
-            AttentionChoice.AUTO, geometries, heads.query_heads, runner.device
+            AttentionChoice.AUTO, geometries, runner.dtype, heads.query_heads, runner.device
         )
         self.parts: dict[str, Part] = {
             "whole": lambda: runner.forward(batch),
@@ -178,6 +183,7 @@ def report(found: dict[tuple[int, str], list[float]]) -> str:
 @click.option("--model", default=DEFAULT_MODEL, help="A checkpoint folder, or a name.")
 @click.option("--dtype", default="bfloat16", help="Of weights, activations and KV.")
 @click.option("--tokens", type=click.IntRange(min=0), default=1024, help="Of the prompt; 0: none.")
+@click.option("--before", type=click.IntRange(min=0), default=0, help="Tokens of it before those.")
 @click.option("--rows", type=click.IntRange(min=0), default=0, help="Requests that generate.")
 @click.option("--context", type=click.IntRange(min=1), default=320, help="Tokens of each of them.")
 @click.option("--threads", default="1,2", help="Numbers of threads, comma-separated.")
@@ -187,6 +193,7 @@ def main(
     model: str,
     dtype: str,
     tokens: int,
+    before: int,
     rows: int,
     context: int,
     threads: str,
@@ -204,7 +211,7 @@ def main(
             ends = rows + (tokens > 0)
             products = Products(runner.config, parse_dtype(dtype), tokens + rows, ends)
             pools = len(runner.config.pool_windows)
-            batch = make_batch(tokens, rows, context, runner.config.vocab_size, pools)
+            batch = make_batch(tokens, before, rows, context, runner.config.vocab_size, pools)
             benches[count] = Bench(runner, products, batch)
     now = time.perf_counter if clock == "wall" else time.process_time
     print(report(measure(benches, rounds, now)))

@@ -66,7 +66,7 @@ class InstantModel:
         self._logits = torch.zeros(1, VOCAB)
         self._logits[0, 1] = 1
 
-    def forward(self, batch: ForwardBatch) -> torch.Tensor:
+    def launch(self, batch: ForwardBatch) -> torch.Tensor:
         """Logits of the same token, one row for each that is asked for."""
         return self._logits.expand(len(batch.logit_rows), VOCAB)
 
@@ -129,7 +129,7 @@ class Bench:
 
     def step(self) -> float:
         """The seconds of the pass that follows a forward."""
-        ended = self._executor.execute(self._steps.popleft())
+        ended = self._executor.finish(self._executor.launch(self._steps.popleft()))
         begun = time.perf_counter()
         self._engine.run_pass([ended])
         return time.perf_counter() - begun

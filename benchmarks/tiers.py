@@ -1,22 +1,27 @@
-"""Host memory below the device: what it saves on a trace of conversations, and how fast copies are.
+"""Host memory and storage below the device: what they save on a trace, and how fast bytes move.
 
 python -m benchmarks.tiers mooncake_conversation_trace.jsonl.gz
 
-The replay: one aggregated worker gets the trace's requests, with device memory alone and with a
-host tier below it. Scheduler, memory, prefix index and host tier are the real ones; forwards
-(10 ms and 0.2 ms a token) and copies (1 MiB a page, ``--copy-rate``) take the time of a virtual
-clock. Lengths are an eighth of the trace's, as in `benchmarks.prefix_placement`. Both see the same
-requests at the same moments.
+The replay: one aggregated worker gets the trace's requests, with device memory alone, with a host
+tier below it, and with storage below that. Scheduler, memory, prefix index and tiers are the real
+ones; forwards (10 ms and 0.2 ms a token), copies (1 MiB a page, ``--copy-rate``) and storage
+(``--storage-rate``) take the time of a virtual clock. Lengths are an eighth of the trace's, as in
+`benchmarks.prefix_placement`. All see the same requests at the same moments.
 
 The copies: scattered pages between two real pools, by the code that the copy thread runs, beside
 a plain copy of as many bytes that lie together. In turn; medians of gigabytes a second.
+
+The files: pages by the store of files and NIXL, written until they are safe and read again after
+the system has forgotten them, beside one plain write and read of as many bytes in one file.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import random
 import statistics
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -30,12 +35,18 @@ import torch
 from benchmarks.prefix_placement import MOST_TOKENS, PAGE_SIZE, scaled
 from kvrelay.deploy.load_generator.table import table
 from kvrelay.deploy.load_generator.trace import TraceRow, read_trace
+from kvrelay.kv_transfer.nixl_files import NixlFiles
 from kvrelay.mem_cache.geometry import KVGeometry, PageOrder
 from kvrelay.mem_cache.pool import KVPool
+from kvrelay.mem_cache.storage_files import FileStore
+from kvrelay.mem_cache.storage_format import StorageFormat
+from kvrelay.mem_cache.storage_orders import Fetch, StorageOrder, Store
+from kvrelay.mem_cache.storage_pages import NOTHING_BEFORE, StoragePage, StoreOperation
 from kvrelay.mem_cache.tier_copies import PageMoves, copy_moves
 from kvrelay.mem_cache.tier_speed import TierSpeed
 from tests.engine.simulation.clockwork import Clockwork
 from tests.engine.simulation.placed import ttfts
+from tests.engine.simulation.storage import MemoryStore
 from tests.engine.simulation.worker import PAGE_BYTES, SimWorker, count
 
 SMOLLM2 = KVGeometry(30, 3, 64, torch.bfloat16, PAGE_SIZE)
@@ -50,9 +61,12 @@ class TieredClockwork(Clockwork):
         pages: of the device.
         host_pages: 0: no host tier.
         bytes_per_second: of copies.
+        storage_rate: bytes a second of storage, which holds all that goes there; 0: there is none.
     """
 
-    def __init__(self, pages: int, host_pages: int, bytes_per_second: float) -> None:
+    def __init__(
+        self, pages: int, host_pages: int, bytes_per_second: float, storage_rate: float
+    ) -> None:
         super().__init__(
             0,
             PAGE_SIZE,
@@ -64,28 +78,46 @@ class TieredClockwork(Clockwork):
             audit_pages=False,
             most_tokens=MOST_TOKENS,
             host_pages=host_pages,
+            make_store=_make_store if storage_rate else None,
         )
+        self._storage_rate = storage_rate
         self._bytes_per_second = bytes_per_second
         self.worker = self.workers[0]
         self.worker.kv_cache.clock = self.now
         if self.worker.tier is not None:
             self.worker.tier.speed = TierSpeed(bytes_per_second)
+            if self.worker.tier.storage is not None:
+                self.worker.tier.storage.speed = TierSpeed(storage_rate)
+
+    def storage_seconds(self, order: StorageOrder) -> float:
+        """See `Clockwork`."""
+        if not isinstance(order, Fetch | Store):
+            return 0.0
+        return len(order.pages) * PAGE_BYTES / self._storage_rate
 
     def copy_seconds(self, worker: SimWorker, moves: PageMoves) -> float:
         """See `Clockwork`."""
         return len(moves.host_pages) * PAGE_BYTES / self._bytes_per_second
 
 
+def _make_store(worker: SimWorker) -> MemoryStore:
+    return MemoryStore({}, lambda: worker.counting.host_kv)
+
+
 @dataclass(frozen=True)
 class Replay:
-    """The trace with one size of the host tier."""
+    """The trace with one size of the host tier, with storage or without."""
 
     device_pages: int
     host_pages: int
+    has_storage: bool
     hits: float
     """Share of the prompts' tokens that were not computed."""
     computed_tokens: int
     loaded_tokens: int
+    """From the host."""
+    stored_tokens: int
+    """Read from storage."""
     written_pages: int
     dropped_pages: int
     ttft_p50_seconds: float
@@ -94,10 +126,15 @@ class Replay:
 
 
 def replay(
-    rows: Sequence[TraceRow], speed: float, pages: int, host_pages: int, bytes_per_second: float
+    rows: Sequence[TraceRow],
+    speed: float,
+    pages: int,
+    host_pages: int,
+    bytes_per_second: float,
+    storage_rate: float,
 ) -> Replay:
     """Play the rows, `speed` times as fast, until all requests have ended."""
-    simulation = TieredClockwork(pages, host_pages, bytes_per_second)
+    simulation = TieredClockwork(pages, host_pages, bytes_per_second, storage_rate)
     for row in rows:
         simulation.run_until((row.at - rows[0].at) / speed)
         prompt, output = scaled(row)
@@ -107,13 +144,16 @@ def replay(
     submitted = simulation.submitted
     waits = sorted(ttfts(simulation))
     tier = simulation.worker.tier
+    storage = tier.storage if tier else None
     return Replay(
         pages,
         host_pages,
+        storage is not None,
         sum(request.cached_tokens for request in submitted)
         / sum(len(request.prompt) for request in submitted),
         int(count(simulation.worker, "computed_tokens")),
         tier.counts.loaded_pages * PAGE_SIZE if tier else 0,
+        storage.counts.loaded_pages * PAGE_SIZE if storage else 0,
         tier.counts.written_pages if tier else 0,
         tier.counts.dropped_pages if tier else 0,
         statistics.median(waits),
@@ -173,6 +213,64 @@ def measure_copies(total_pages: int, pages: int) -> Iterator[CopyRate]:
         yield CopyRate(what, pages, gigabytes / statistics.median(taken))
 
 
+def measure_files(folder: Path, pages: int) -> Iterator[CopyRate]:
+    """So many pages to files and back, by the store and by plain calls."""
+    pool = KVPool(SMOLLM2, pages, torch.device("cpu"))
+    memory = pool.data.view(torch.uint8).view(pages, -1).numpy()
+    memory[:] = np.random.default_rng(1).integers(0, 256, memory.shape, np.uint8)
+    layout = StorageFormat(bytes(32), 4 * PAGE_SIZE, SMOLLM2.page_bytes)
+    size = ROUNDS * pages * layout.slot_bytes
+    store = FileStore(folder, layout, size, PAGE_SIZE, [memory], NixlFiles())
+    whole = memory.data.cast("B")
+    plain = os.open(folder / "plain", os.O_RDWR | os.O_CREAT)
+    os.posix_fallocate(plain, 0, memory.nbytes)
+    seconds: dict[str, list[float]] = {}
+
+    def time_of(what: str, work: Callable[[], object]) -> None:
+        begun = time.perf_counter()
+        work()
+        seconds.setdefault(what, []).append(time.perf_counter() - begun)
+
+    for number in range(ROUNDS):
+        batch = _batch(number, pages)
+        time_of("to files", lambda batch=batch: _finish(store.put(batch)))  # type: ignore[misc]
+        time_of("plain write", lambda: _write(plain, whole))
+        for path in (*folder.glob("*/segment-*"), folder / "plain"):
+            _forget_cached(path)
+        time_of("from files", lambda batch=batch: _finish(store.get(batch)))  # type: ignore[misc]
+        time_of("plain read", lambda: os.preadv(plain, [whole], 0))
+        time_of("from files, cached", lambda batch=batch: _finish(store.get(batch)))  # type: ignore[misc]
+        time_of("plain read, cached", lambda: os.preadv(plain, [whole], 0))
+    os.close(plain)
+    store.close()
+    for what, taken in seconds.items():
+        yield CopyRate(what, pages, memory.nbytes / 1e9 / statistics.median(taken))
+
+
+def _write(file: int, content: memoryview) -> None:
+    os.pwrite(file, content, 0)
+    os.fdatasync(file)
+
+
+def _batch(number: int, pages: int) -> list[StoragePage]:
+    """Pages of which the store has none yet."""
+    keys = [(number * pages + one).to_bytes(32, "big") for one in range(pages)]
+    return [StoragePage(key, NOTHING_BEFORE, bytes(64), slot) for slot, key in enumerate(keys)]
+
+
+def _finish(operation: StoreOperation) -> None:
+    while (valid := operation.poll()) is None:
+        time.sleep(50e-6)
+    assert all(valid), "a page did not move"
+
+
+def _forget_cached(path: Path) -> None:
+    """Let the system forget what it has of a file in memory."""
+    file = os.open(path, os.O_RDONLY)
+    os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
+    os.close(file)
+
+
 @click.command()
 @click.argument("trace", type=click.Path(exists=True, dir_okay=False, path_type=Path))
 @click.option("--requests", default=500, show_default=True, help="Rows of the trace.")
@@ -188,6 +286,12 @@ def measure_copies(total_pages: int, pages: int) -> Iterator[CopyRate]:
     help="Of the host.",
 )
 @click.option("--copy-rate", default=3.0, show_default=True, help="Of the replay, in GB/s.")
+@click.option("--storage-rate", default=1.0, show_default=True, help="Of the replay, in GB/s.")
+@click.option(
+    "--folder",
+    type=click.Path(file_okay=False, path_type=Path),
+    help="Where files are written for their rates; the system's temporary folder otherwise.",
+)
 @click.option("--json", "out", type=click.Path(path_type=Path), help="Write the figures here.")
 def main(
     trace: Path,
@@ -196,28 +300,38 @@ def main(
     pages: int,
     host_sizes: tuple[int, ...],
     copy_rate: float,
+    storage_rate: float,
+    folder: Path | None,
     out: Path | None,
 ) -> None:
     """Hit rates, computed tokens and times to first token; and raw copy rates."""
     copies = [rate for number in (11, 45) for rate in measure_copies(1024, number)]
+    with tempfile.TemporaryDirectory(dir=folder) as files:
+        copies += measure_files(Path(files), 22)
     rows = read_trace(trace, requests)
-    replays = [replay(rows, speed, pages, size, copy_rate * 1e9) for size in host_sizes]
+    replays = [
+        replay(rows, speed, pages, size, copy_rate * 1e9, rate)
+        for size in host_sizes
+        for rate in ((0.0, storage_rate * 1e9) if size else (0.0,))
+    ]
     click.echo(
         table(
             ["copy", "pages", "GB/s"],
             [[one.what, str(one.pages), f"{one.gigabytes_per_second:.2f}"] for one in copies],
         )
     )
-    head = ["host pages", "hits", "computed", "loaded", "written", "dropped"]
+    head = ["host pages", "storage", "hits", "computed", "loaded", "stored", "written", "dropped"]
     click.echo(
         table(
             [*head, "TTFT p50", "p90", "mean"],
             [
                 [
                     str(one.host_pages),
+                    "yes" if one.has_storage else "no",
                     f"{one.hits:.1%}",
                     str(one.computed_tokens),
                     str(one.loaded_tokens),
+                    str(one.stored_tokens),
                     str(one.written_pages),
                     str(one.dropped_pages),
                     f"{one.ttft_p50_seconds:.2f}",

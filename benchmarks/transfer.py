@@ -42,6 +42,7 @@ from kvrelay.deploy.models import Model, resolve_model, users_models
 from kvrelay.deploy.options import DEFAULT_MODEL, ServeOptions
 from kvrelay.deploy.params import ADDRESS
 from kvrelay.kv_transfer.agent import TransferAgent
+from kvrelay.kv_transfer.nixl_library import load_nixl
 from kvrelay.kv_transfer.peer_description import PeerDescription
 from kvrelay.kv_transfer.pull import Pull, PullState
 from kvrelay.kv_transfer.spans import PoolLayout, SpanPairs, pair_spans
@@ -74,12 +75,11 @@ class Bare:
     """A NIXL agent without any code of kvrelay's, and a pool for it."""
 
     def __init__(self, name: str, order: PageOrder, pages: int) -> None:
-        from nixl._api import nixl_agent, nixl_agent_config
-
+        nixl = load_nixl()
         self.pool = make_pool(order, pages)
         geometry, address = self.pool.geometry, self.pool.address
         self.layout = PoolLayout(geometry, pages, address, 0, "DRAM")
-        self.agent = nixl_agent(name, nixl_agent_config(enable_prog_thread=False))
+        self.agent = nixl.nixl_agent(name, nixl.nixl_agent_config(enable_prog_thread=False))
         self._regions = [(address, self.layout.nbytes, 0, "")]
         self.agent.register_memory(self._regions, "DRAM")
 

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 
 from kvrelay.decode_worker.lent_histories import LentHistories
 from kvrelay.decode_worker.live_requests import LiveRequests
+from kvrelay.decode_worker.readable_hosts import ReadableHosts
 from kvrelay.decode_worker.request import DecodeRequest, HandedOverRequest
 from kvrelay.engine.faults import Phase
 from kvrelay.engine.scheduler.admission import admit_in_turn
@@ -35,6 +36,7 @@ class Grants:
         grants_ahead: prompts that may have memory here before they are computed.
         prefix_wait: seconds without progress for which a request waits for another's prefix.
         histories: what is lent with grants.
+        hosts: prefill workers whose hosts can be read.
     """
 
     def __init__(
@@ -46,6 +48,7 @@ class Grants:
         grants_ahead: int,
         prefix_wait: float,
         histories: LentHistories,
+        hosts: ReadableHosts,
     ) -> None:
         self._context = context
         self._requests = requests
@@ -55,6 +58,7 @@ class Grants:
         self._grants_ahead = grants_ahead
         self._loads = TierLoads(context)
         self._histories = histories
+        self._hosts = hosts
         self._waits = PrefixWaits(context, prefix_wait, _is_incomplete, at_end=_is_handed_over)
 
     def reserve_and_grant(self) -> None:
@@ -106,7 +110,9 @@ class Grants:
         here = request.held.kv_committed_len // page_size
         first_missing = [max(first, here) for first in request.held.first_pages]
         history = self._histories.of(request)
-        self._requests.send(request, request.hand_over.grant(first_missing, history))
+        reads_host = self._hosts.may_read(request.peer)
+        grant = request.hand_over.grant(first_missing, history, reads_host=reads_host)
+        self._requests.send(request, grant)
         if request.trace is not None:
             request.trace.end(GRANT)
             request.trace.begin(HAND_OVER)
@@ -128,6 +134,10 @@ class Grants:
                 held[request.peer] += 1
                 self._requests.send(request, message)
         return True
+
+    def prefetch(self, request: DecodeRequest) -> None:
+        """Begin to bring what storage has of a request that is computed here, and is queued."""
+        self._loads.prefetch(request, request.reusable_len)
 
     def _waits_for_tier(self, request: DecodeRequest) -> bool:
         """Whether a lower tier brings back what would be computed here.

@@ -11,6 +11,7 @@ import numpy as np
 
 from kvrelay.decode_worker.hand_over_stream import ConnectAnew, HandOverStream
 from kvrelay.decode_worker.live_requests import LiveRequests
+from kvrelay.decode_worker.readable_hosts import ReadableHosts
 from kvrelay.decode_worker.request import DecodeRequest, HandedOverRequest
 from kvrelay.engine.faults import Phase
 from kvrelay.engine.scheduler.commands import Dropped, Mailbox
@@ -55,6 +56,7 @@ class Pulls:
         inbox: where reads and hashes report their end.
         verify_pages: which pages are compared.
         timeout: seconds that a peer may be silent.
+        hosts: is told how reads of hosts end.
     """
 
     def __init__(
@@ -66,6 +68,7 @@ class Pulls:
         inbox: Mailbox[PullEnded | PagesHashed],
         verify_pages: VerifyPages,
         timeout: float,
+        hosts: ReadableHosts,
     ) -> None:
         self._context = context
         self._requests = requests
@@ -74,6 +77,7 @@ class Pulls:
         self._inbox = inbox
         self._verify_pages = verify_pages
         self._slowest = TIMEOUTS_A_READ * timeout
+        self._hosts = hosts
 
     def read(self, request: HandedOverRequest, message: Announce) -> None:
         """Start to read the announced pages straight into the reserved ones."""
@@ -92,17 +96,21 @@ class Pulls:
                 ],
                 [np.asarray(run.page_ids, np.int64) for run in wanted],
                 lambda pull: self._inbox.post(PullEnded(stream, pull)),
+                from_host=message.from_host,
             )
             request.pulls.append(pull)
             request.reading.add(pull)
             request.read_at = request.progressed_at = time.monotonic()
             self._context.faults.reach(Phase.PULLING, peer)
+            if message.from_host:
+                self._context.faults.reach(Phase.LENDING, peer)
         self._finish_if_all_read(request)
 
     def pull_ended(self, message: PullEnded) -> None:
         """Count a read's end. A failed one ends its request; after the last one follows Done."""
         pull = message.pull
         self._context.metrics.count_pull(pull)
+        self._hosts.note(pull)
         if pull.state is PullState.FAILED:
             self._context.outbox.put(self._client, ConnectAnew(message.stream.peer))
         request = self._requests.of_stream(message.stream)

@@ -22,6 +22,7 @@ from kvrelay.decode_worker.heartbeats import Heartbeats
 from kvrelay.decode_worker.lent_histories import LentHistories
 from kvrelay.decode_worker.live_requests import LiveRequests
 from kvrelay.decode_worker.pulls import PagesHashed, PullEnded, Pulls
+from kvrelay.decode_worker.readable_hosts import ReadableHosts
 from kvrelay.decode_worker.request import (
     AgentReadable,
     DecodeRequest,
@@ -110,6 +111,7 @@ class DecodeScheduler:
             self._probes,
             config.min_transfer_gigabytes_per_second * 1e9,
         )
+        hosts = ReadableHosts()
         self._grants = Grants(
             context,
             self._requests,
@@ -118,9 +120,10 @@ class DecodeScheduler:
             config.grants_ahead,
             config.prefix_wait,
             self._histories,
+            hosts,
         )
         self._pulls = Pulls(
-            context, self._requests, agent, client, inbox, config.verify_pages, timeout
+            context, self._requests, agent, client, inbox, config.verify_pages, timeout, hosts
         )
         self._hand_overs = HandOvers(
             context, self._requests, self._pulls, self._growth, self._histories
@@ -141,6 +144,8 @@ class DecodeScheduler:
         if isinstance(request, HandedOverRequest):
             self._histories.expect(request)
             self._context.outbox.put(self._client, OpenStream(request.stream))
+        else:
+            self._grants.prefetch(request)
         self._context.faults.reach(Phase.QUEUED, request.peer)
 
     def cancel(self, command: Cancel) -> None:

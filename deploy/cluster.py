@@ -27,24 +27,20 @@ from kvrelay.deploy.pauses import finished
 from kvrelay.deploy.placement import Placement, PlacementPlan
 from kvrelay.deploy.recorded_deaths import RecordedDeaths
 from kvrelay.deploy.records import Phase, Started, WorkerRecord
-from kvrelay.deploy.rolling import Rolling
-from kvrelay.deploy.rolls import Revision, Roll
-from kvrelay.deploy.scaling import Scaling
 from kvrelay.deploy.supervisor import WorkerSupervisor
-from kvrelay.deploy.wanted import Changes
 from kvrelay.deploy.worker_configs import WorkerConfigs
 from kvrelay.deploy.worker_end import WorkerEnd
+from kvrelay.deploy.workforce import Workforce
 from kvrelay.engine.config import WorkerConfig
 from kvrelay.engine.faults import Fault
 from kvrelay.router.admin import DrainStep, RollOrder, ScaleStep
 from kvrelay.router.discovery import Discovery
-from kvrelay.router.errors import CannotDrain, CannotScale, CannotShift
+from kvrelay.router.errors import CannotShift
 from kvrelay.wire.cluster_state import ClusterState
 from kvrelay.wire.worker_info import WorkerInfo, WorkerRole
 
 _log = logging.getLogger(__name__)
 _CONTROLLER_LEASE_SECONDS: Final = 15.0
-_OPEN_ROLL: Final = "not before the workers are replaced: `kvrelay roll` goes on, --undo goes back"
 
 
 class Cluster:
@@ -96,17 +92,22 @@ class Cluster:
         self._journal: Journal | None = None
         self.took_over = False
         """Whether another controller had started the workers."""
-        self._reserved: dict[str, dict[str, Any]] = {}
-        """The places of workers that another controller was about to start."""
-        self._scaling = Scaling(self)
-        self._rolling = Rolling(self)
         model = configs[0].model_name if configs else ""
         self.metrics = ControllerMetrics(model, self.discovery, self._wanted_roles)
         """What became of the workers."""
-        self._drains = Drains(
-            *(self._members, self._supervisors, lambda: self._written, self.metrics)
+        drains = Drains(*(self._members, self._supervisors, lambda: self._written, self.metrics))
+        self._turns = DrainTurns(self._members, lambda: drains.staying)
+        self.workforce = Workforce(
+            configs=self._configs,
+            members=self._members,
+            supervisors=self._supervisors,
+            drains=drains,
+            placement=self._placement,
+            metrics=self.metrics,
+            journal=lambda: self._written,
+            supervisor_of=self._supervisor_of,
         )
-        self._turns = DrainTurns(self._members, lambda: self._drains.staying)
+        """Workers that come and go on request."""
         self._leases: Leases | None = None
 
     async def __aenter__(self) -> Self:
@@ -172,8 +173,7 @@ class Cluster:
         if self._leases is not None and not await self._leads(self._leases):
             self._on_deposed()
             return
-        await self._scaling.stop()
-        await self._rolling.close()
+        await self.workforce.stop()
         if self._journal is not None:
             await self._journal.write_cluster(phase=Phase.STOPPING)
         supervisors = self._supervisors.copy()
@@ -198,28 +198,17 @@ class Cluster:
             return not leases.is_given_up
         return await self._leadership.is_latest(leases)
 
-    async def drain(self, worker: str, *, remove: bool) -> AsyncIterator[DrainStep]:
+    def drain(self, worker: str, *, remove: bool) -> AsyncIterator[DrainStep]:
         """Drain a worker, and yield each phase, as `router.admin.Administrator` says."""
-        if remove and self.open_roll is not None:
-            raise CannotDrain(f"remove: {_OPEN_ROLL}")
-        async for step in self._drains.drain(worker, remove=remove):
-            yield step
+        return self.workforce.drain(worker, remove=remove)
 
-    def leave(self, worker: str) -> AsyncIterator[DrainStep]:
-        """Drain a worker that is not replaced by its own next incarnation; yield each phase."""
-        return self._drains.drain(worker, remove=True)
-
-    async def scale(self, wanted: Mapping[WorkerRole, int]) -> AsyncIterator[ScaleStep]:
+    def scale(self, wanted: Mapping[WorkerRole, int]) -> AsyncIterator[ScaleStep]:
         """Add and remove workers, and yield each phase; see `router.admin.Administrator`."""
-        if self.open_roll is not None:
-            raise CannotScale(_OPEN_ROLL)
-        async for step in self._scaling.scale(wanted):
-            yield step
+        return self.workforce.scale(wanted)
 
-    async def roll(self, order: RollOrder) -> AsyncIterator[ScaleStep]:
+    def roll(self, order: RollOrder) -> AsyncIterator[ScaleStep]:
         """Replace all workers, and yield each phase; see `router.admin.Administrator`."""
-        async for step in self._rolling.roll(order):
-            yield step
+        return self.workforce.roll(order)
 
     async def shift(self, successor: str) -> None:
         """Let routers send new requests elsewhere; see `router.admin.Administrator`."""
@@ -242,108 +231,6 @@ class Cluster:
             *(journal, leases, self._members),
             uptime_seconds=time.monotonic() - self._made,
         )
-
-    # What scaling and rolling ask, and do.
-
-    @property
-    def staying(self) -> Mapping[str, WorkerRole]:
-        """The workers that are not being removed, by name."""
-        return self._drains.staying
-
-    @property
-    def names(self) -> set[str]:
-        """Those that no new worker can have: of workers that have left or did not start, too."""
-        return set(self._written.cluster.names)
-
-    @property
-    def revisions(self) -> Mapping[str, int]:
-        """The number of each worker's revision, by name."""
-        return {name: one.revision.number for name, one in self._written.workers.items()}
-
-    @property
-    def revision(self) -> Revision:
-        """Of workers that are added."""
-        return self._written.cluster.revision
-
-    @property
-    def previous(self) -> Revision | None:
-        """What that was before the last roll; None: there was none."""
-        return self._written.cluster.previous
-
-    @property
-    def is_scaling(self) -> bool:
-        """Whether the number of workers is being changed."""
-        return self._scaling.is_running
-
-    @property
-    def open_roll(self) -> Roll | None:
-        """What is under way, or has stopped."""
-        return self._written.cluster.roll
-
-    def check_revision(self, revision: Revision) -> None:
-        """Raise ValueError, which names the option, if workers cannot have it beside others."""
-        self._configs.check(self.revision, revision)
-
-    async def write_roll(self, roll: Roll) -> None:
-        """A roll is about to begin or to go on, or has stopped."""
-        self.metrics.rolling(roll)
-        await self._written.write_cluster(roll=roll)
-
-    async def end_roll(self, roll: Roll) -> None:
-        """All workers have what the roll was for."""
-        before = self.previous if roll.target == self.revision else self.revision
-        self.metrics.rolled(back=roll.target.number <= self.revision.number)
-        await self._written.write_cluster(revision=roll.target, previous=before, roll=None)
-
-    async def until_up(self, name: str) -> None:
-        """Wait until a worker can be told something, or does not stay."""
-        while name in self.staying and name not in self.workers:
-            await self._members.changed()
-
-    async def until_removed(self, name: str) -> None:
-        """Wait until nothing is left of a worker that was to leave."""
-        while name in self._supervisors:
-            await self._members.changed()
-
-    async def changing(self, changes: Changes | None) -> None:
-        """Changes of the number of workers are about to be made, or have been made: None."""
-        await self._written.write_cluster(change=changes)
-
-    async def add(self, name: str, role: WorkerRole, revision: Revision | None = None) -> None:
-        """Start one more worker, like the first of its role, and supervise it.
-
-        Raises ClusterError, in one line, if it does not start, or has loaded another model;
-        nothing is left running then.
-
-        Args:
-            name: the worker's.
-            role: the worker's.
-            revision: of its options; None: what workers that are added get.
-        """
-        if name in self._supervisors:
-            return  # a controller before this one has started it
-        journal, revision = self._written, revision or self.revision
-        config = self._configs.of(name, role, revision)
-        if name not in journal.cluster.names:
-            await journal.write_cluster(names=journal.cluster.names | {name})
-        try:
-            place = self._reserved.pop(name, None)
-            if place is None:
-                await journal.add_worker(WorkerRecord(name, role, revision=revision))
-                of_workers = len(self._supervisors) + 1
-                place = await self._placement.add(config, of_workers=of_workers)
-                await journal.write_worker(name, place=self._placement.place_of(name))
-            supervisor = self._supervisor_of(config, place)
-            try:
-                await supervisor.start(self._check_model)
-            except BaseException:
-                await finished(supervisor.stop())
-                raise
-        except BaseException:
-            await journal.remove_worker(name)
-            self._placement.give_back(name)
-            raise
-        self._supervisors[name] = supervisor
 
     async def arm(self, worker: str, faults: Sequence[Fault]) -> None:
         """Inject these faults into a worker's present incarnation, if it was built for faults."""
@@ -403,12 +290,6 @@ class Cluster:
     def turn_to_drain(self, info: WorkerInfo) -> AbstractAsyncContextManager[None]:
         """Wait until few enough others of its role drain, or are missing."""
         return self._turns.turn(info)
-
-    def _check_model(self, new: WorkerInfo) -> None:
-        """Raise ClusterError if a new worker could not serve beside the others."""
-        for old in self.workers.values():
-            if difference := new.model.difference_from(old.model):
-                raise ClusterError(f"{new.name} has loaded another model than others: {difference}")
 
     def _wanted_roles(self) -> list[WorkerRole]:
         """The roles of the workers that are to stay; any thread."""
@@ -488,13 +369,8 @@ class Cluster:
     async def _adopt_all(self, journal: Journal) -> None:
         """Take over the workers of the controller before this one, and finish what it had begun."""
         adoption = Adoption(journal, self._placement, self._plan.namespace)
-        self._reserved = adoption.reserved
         await adoption.run(self._configs.of_record, self._supervise, self._told.was_known)
-        if journal.cluster.change is not None:
-            self._scaling.resume(journal.cluster.change)
-        if journal.cluster.roll is not None:
-            self.metrics.rolling(journal.cluster.roll)
-            self._rolling.resume(journal.cluster.roll)
+        self.workforce.resume(adoption.reserved)
 
     @property
     def _told(self) -> RecordedDeaths:

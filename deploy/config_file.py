@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from kvrelay.deploy.params import SizeParam, SwitchParam
+from kvrelay.deploy.params import MemoryParam, SizeParam, SwitchParam
 
 _TOML_NAMES = {
     bool: "a boolean",
@@ -77,7 +77,7 @@ def _toml_types(option: click.Option) -> tuple[type, ...]:
         return (int,)
     if isinstance(option.type, click.types.FloatParamType):
         return (float, int)
-    if isinstance(option.type, SizeParam):
+    if isinstance(option.type, SizeParam | MemoryParam):
         return (int, str)
     if isinstance(option.type, SwitchParam):
         return (bool, str)

@@ -1,7 +1,7 @@
 """The environment variables that the commands read or set.
 
-Four more are used elsewhere: `model_runner` puts its compiled kernels into XDG_CACHE_HOME,
-`kv_transfer` reports the transports that UCX_TLS allows and sets UCX_TCP_CONN_NB, and `text` sets
+Some more are used elsewhere: `model_runner` puts its compiled kernels into XDG_CACHE_HOME,
+`kv_transfer` reports and sets some of UCX's (`kv_transfer/ucx_settings.py`), and `text` sets
 TOKENIZERS_PARALLELISM.
 """
 

@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 from kvrelay.deploy.address import Address
-from kvrelay.deploy.params import ADDRESS, FILE, SIZE, SWITCH
+from kvrelay.deploy.params import ADDRESS, FILE, MEMORY, SIZE, SWITCH
 from kvrelay.deploy.sizes import format_size
 from kvrelay.options.declaration import Option, Section, options_of
 
@@ -74,7 +74,7 @@ def type_of(option: Option) -> click.ParamType[Any]:
     if option.choices:
         return click.Choice(option.choices)
     if option.kind is int and declared.unit == "bytes":
-        return SIZE
+        return MEMORY if declared.or_share else SIZE
     if option.kind is int:
         return click.IntRange(_whole(declared.at_least), _whole(declared.at_most))
     if option.kind is float:

@@ -8,6 +8,7 @@ import click
 
 from kvrelay.deploy.address import Address
 from kvrelay.deploy.sizes import parse_size
+from kvrelay.options.memory_share import MemoryShare
 
 
 class SizeParam(click.ParamType[int]):
@@ -23,6 +24,26 @@ class SizeParam(click.ParamType[int]):
             return value
         try:
             return parse_size(value)
+        except ValueError as error:
+            self.fail(str(error), param, ctx)
+
+
+class MemoryParam(click.ParamType[int | MemoryShare]):
+    """An amount of memory, or a part of a device's: ``auto``, ``0.85`` or ``85%``."""
+
+    name = "size|share|auto"
+
+    def convert(
+        self,
+        value: str | int | MemoryShare,
+        param: click.Parameter | None,
+        ctx: click.Context | None,
+    ) -> int | MemoryShare:
+        """Bytes, or the share."""
+        if isinstance(value, int | MemoryShare):
+            return value
+        try:
+            return MemoryShare.parse(value) or parse_size(value)
         except ValueError as error:
             self.fail(str(error), param, ctx)
 
@@ -61,6 +82,7 @@ class SwitchParam(click.ParamType[bool]):
 
 
 SIZE = SizeParam()
+MEMORY = MemoryParam()
 SWITCH = SwitchParam()
 ADDRESS = AddressParam()
 FILE = click.Path(path_type=Path)

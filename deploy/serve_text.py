@@ -23,7 +23,9 @@ if TYPE_CHECKING:
 def headline(options: ServeOptions) -> str:
     """The version, and the workers that will run."""
     version = importlib.metadata.version("kvrelay")
-    memory = format_size(options.kv_memory)
+    memory = "what is left"
+    if isinstance(options.kv_memory, int):
+        memory = format_size(options.kv_memory)
     workers = " + ".join(f"{count} {role}" for role, count in options.roles.items())
     return f"kvrelay {version}: {workers}, {options.dtype}, {memory} of KV each"
 

@@ -26,6 +26,11 @@ def as_text(report: dict[str, Any]) -> str:
     if refused := [worker for worker in workers if worker["refusal"]]:
         parts.append("\n".join(f"REFUSED {one['worker']}: {one['refusal']}" for one in refused))
     parts.append(_pools_table(workers))
+    if broken := [worker for worker in workers if worker["storage_error"]]:
+        lines = [
+            f"STORAGE of {one['worker']} is not written: {one['storage_error']}" for one in broken
+        ]
+        parts.append("\n".join(lines))
     if any(worker["quarantine"] for worker in workers):
         parts.append(_quarantine_table(workers))
     if any(worker["peers"] for worker in workers):

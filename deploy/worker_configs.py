@@ -21,6 +21,7 @@ _OF_WORKERS: Final = {one.name for one in options_of(WorkerOptions)} | {"threads
 _FIT: Final = "old and new workers read each other's pages, and go on with each other's requests"
 _KEPT: Final = {
     "dtype": _FIT,
+    "kv_dtype": _FIT,
     "page_size": _FIT,
     "batch_invariant": "a request that goes on at another worker has to get the same tokens there",
 }

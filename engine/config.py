@@ -11,8 +11,11 @@ from kvrelay.engine.faults import Fault
 from kvrelay.kv_transfer.verify_pages import VerifyPages
 from kvrelay.mem_cache.geometry import PageOrder
 from kvrelay.model_runner.attention.choice import AttentionChoice
+from kvrelay.model_runner.attention.kv_dtype import KVDtype
+from kvrelay.model_runner.config.cuda_graphs import CudaGraphs, GraphSizes
 from kvrelay.net.tls import TlsFiles
 from kvrelay.options.declaration import Section, option
+from kvrelay.options.memory_share import MemoryShare
 from kvrelay.options.observing import ObservingOptions
 from kvrelay.wire.worker_info import WorkerRole
 
@@ -42,7 +45,8 @@ class WorkerOptions(ObservingOptions):
 
     dtype: str = option(
         "bfloat16",
-        "The type of weights, activations and KV.",
+        "The type of weights, activations and KV. Weights that a checkpoint has in FP8 stay so on "
+        "a GPU with bfloat16, and become this type elsewhere.",
         Section.MODEL,
         choices=("bfloat16", "float16", "float32"),
     )
@@ -59,6 +63,30 @@ class WorkerOptions(ObservingOptions):
         "a CPU, or plain torch, which is slow. auto takes the fastest that can compute the model.",
         Section.MODEL,
     )
+    cuda_graphs: CudaGraphs = option(
+        CudaGraphs.OFF,
+        "Which steps a GPU is given as one CUDA graph: decode those in which each request "
+        "generates one token. For --attention flashinfer, and models without experts.",
+        Section.MODEL,
+    )
+    cuda_graph_sizes: str | None = option(
+        None,
+        "The numbers of requests that graphs are captured for, with commas between them; a step "
+        "takes the next larger one, and a step of more requests none. Sizes that --max-running "
+        "never needs are left out. Each takes 8 MiB for each pool beside the KV memory, and a "
+        "second or so at the start.",
+        Section.MODEL,
+        check=GraphSizes.parse,
+        metavar="N,N,...",
+        shown_default="1, 2, 4, by 8 to 256 and by 16 to 512, as far as --max-running needs",
+    )
+    kv_dtype: KVDtype = option(
+        KVDtype.AUTO,
+        "The type of KV in pages: auto is --dtype; fp8_e4m3 takes half of bfloat16's memory and "
+        "half of its transfers, and rounds, by the checkpoint's scales of keys and values where it "
+        "has any. On a CPU steps take longer for it.",
+        Section.MEMORY,
+    )
     max_model_len: int | None = option(
         None,
         "Limits prompt and output together, in tokens.",
@@ -66,12 +94,15 @@ class WorkerOptions(ObservingOptions):
         at_least=1,
         shown_default="the model's own limit",
     )
-    kv_memory: int = option(
+    kv_memory: int | MemoryShare = option(
         512 << 20,
-        "KV memory of each worker, in bytes or like 512MiB or 2GiB.",
+        "KV memory of each worker, in bytes or like 512MiB or 2GiB. On a GPU also the share of its "
+        "memory that the worker may take with all it needs, like 0.85 or 85%: KV gets what weights "
+        "and the largest step leave, as measured at the start. auto: 90%.",
         Section.MEMORY,
         at_least=1,
         unit="bytes",
+        or_share=True,
     )
     host_kv_memory: int = option(
         0,
@@ -80,6 +111,24 @@ class WorkerOptions(ObservingOptions):
         "faster than to compute it. 0: none. Not for models with sliding windows.",
         Section.MEMORY,
         at_least=0,
+        unit="bytes",
+    )
+    kv_storage: str = option(
+        "",
+        "A folder, which workers on this machine or others may share, that keeps KV below the host "
+        "memory of --host-kv-memory: what is asked for again, or may be evicted, is written there, "
+        "and any worker reads it where that is faster than to compute it. It outlives workers. "
+        "Whoever reads the folder reads what prompts have left there. Or mooncake://HOST:PORT, the "
+        "master of a Mooncake Store, which keeps it in the memory of many machines. Empty: none.",
+        Section.MEMORY,
+        metavar="FOLDER|URL",
+    )
+    kv_storage_size: int = option(
+        16 << 30,
+        "What each worker may write to --kv-storage at most, in bytes or like 100GiB; then it "
+        "evicts what was used longest ago. With Mooncake it is the memory that each worker lends.",
+        Section.MEMORY,
+        at_least=1,
         unit="bytes",
     )
     page_size: int = option(16, "Tokens in a page of KV.", Section.MEMORY, at_least=1)

@@ -16,9 +16,9 @@
     crash:forward                 the first forward ends the process by a segmentation fault
 
 Each fault happens once, or always from the N-th time on, in a worker's first life. The
-hooks are few: the outbox (messages of a hand-over), the transfer agent (reads) and the
-executor (forwards), see `engine.worker.faulty`, and `FaultPlan.reach`, which the roles
-call where a request enters a phase.
+hooks are few: the outbox (messages of a hand-over), the transfer agent (reads), the copies
+between device and host, and the executor (forwards), see `engine.worker.faulty`, and
+`FaultPlan.reach`, which the roles call where a request enters a phase.
 """
 
 from __future__ import annotations
@@ -92,6 +92,8 @@ class Phase(StrEnum):
     """Prefill side: it has memory, and its first chunk is next."""
     BORROWING = "borrowing"
     """A session's pages were lent (decode side), or their read was ordered (prefill side)."""
+    LENDING = "lending"
+    """Pages of the prefill side's host were announced there, or are to be read from there."""
     ANNOUNCED = "announced"
     """Pages were announced (prefill side), or their announcement has come (decode side)."""
     PULLING = "pulling"
@@ -102,8 +104,18 @@ class Phase(StrEnum):
     """It begins to generate."""
     RETRACTED = "retracted"
     """It was retracted."""
+    SAVING = "saving"
+    """A turn has ended well, and its session is to keep its KV."""
+    PREFETCHING = "prefetching"
+    """A copy from the host was begun, for a request that waits."""
+    WRITING_BACK = "writing_back"
+    """A copy to the host was begun."""
     DRAINING = "draining"
     """The worker takes nothing new."""
+    STORING = "storing"
+    """Of no request: pages of the host were ordered to be written to storage."""
+    FETCHING = "fetching"
+    """Pages were ordered to be read from storage."""
 
 
 _TO_WORKERS = frozenset({Action.STOP, Action.KILL, Action.LOSE})

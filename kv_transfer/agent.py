@@ -9,12 +9,9 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import logging
-import os
 import queue
 import threading
 from collections.abc import Callable, Iterator, Sequence
-
-import torch
 
 from kvrelay.kv_transfer.checksums import LocalPage, PageHasher
 from kvrelay.kv_transfer.endpoints import Endpoints
@@ -30,7 +27,9 @@ from kvrelay.kv_transfer.scratch import (
     make_scratch,
 )
 from kvrelay.kv_transfer.spans import PoolLayout
+from kvrelay.kv_transfer.ucx_settings import describe_transports
 from kvrelay.kv_transfer.work_in_progress import WorkInProgress
+from kvrelay.mem_cache.cuda_streams import use_device
 from kvrelay.mem_cache.geometry import Int64Array
 from kvrelay.mem_cache.pool import KVPool
 from kvrelay.wire.agent import AgentDescription
@@ -62,6 +61,7 @@ class TransferAgent:
         model: what computes the pools' KV; peers must have the same.
         before_progress: called on the transfer thread before anything that may move bytes. Where
             this process must not serve any more, it ends the process.
+        host_pools: the host tier's, which peers may read, too; one for each of `pools`, or none.
     """
 
     def __init__(
@@ -71,24 +71,31 @@ class TransferAgent:
         on_failure: Callable[[str], None],
         model: ModelDigest = NO_MODEL,
         before_progress: Callable[[], object] = lambda: None,
+        host_pools: Sequence[KVPool] = (),
     ) -> None:
         self.incarnation = incarnation
         self.model = model
         self.layouts = tuple(map(_layout, pools))
-        self.transports = os.environ.get("UCX_TLS", "all")  # UCX's own setting
+        self.host_layouts = tuple(map(_layout, host_pools))
         self.scratch = make_scratch(pools[0], incarnation)
         self._scratch_layout = _layout(self.scratch)
         self.slow_calls = WorkInProgress()
         """The call of NIXL that the thread is in, if it is one that may take seconds."""
+        self._device = pools[0].data.device
+        use_device(self._device)  # this thread registers
         memory = (*self.layouts, self._scratch_layout)
-        self._endpoints = Endpoints(incarnation, memory, self._in_slow_call)
+        self._endpoints = Endpoints(
+            incarnation, memory, self._in_slow_call, for_peers=self.host_layouts
+        )
+        self.transports = describe_transports(on_gpu=self._device.type == "cuda")
+        """What UCX may choose from."""
         self._reads = ReadsFromPeers(self._endpoints, self.layouts)
         self._peers = Peers(self._endpoints, self._reads)
         self._num_serving = 0
         self._closed = False
         self._on_failure = on_failure
         self._before_progress = before_progress
-        self._hasher = PageHasher(pools, on_failure)
+        self._hasher = PageHasher(pools, on_failure, host_pools)
         self._commands: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
         # Apart from the commands, so that it is told however many of those are waiting.
         self._on_alive: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
@@ -113,7 +120,13 @@ class TransferAgent:
         metadata = self._endpoints.readable.metadata
         digest = hashlib.sha256(metadata).digest()
         return PeerDescription(
-            self.incarnation, metadata, digest, self.layouts, self._scratch_layout, self.model
+            self.incarnation,
+            metadata,
+            digest,
+            self.layouts,
+            self._scratch_layout,
+            self.model,
+            self.host_layouts,
         )
 
     def make_readable(self, on_ready: Callable[[AgentDescription], None]) -> None:
@@ -160,9 +173,11 @@ class TransferAgent:
         local_pages: Sequence[Int64Array],
         remote_pages: Sequence[Int64Array],
         on_end: Callable[[Pull], None],
+        *,
+        from_host: bool = False,
     ) -> Pull:
         """Start to read pages of a peer into pages of this worker; see `Transfers`."""
-        pull = Pull(peer, tuple(local_pages), tuple(remote_pages))
+        pull = Pull(peer, tuple(local_pages), tuple(remote_pages), from_host=from_host)
         self.submit(pull, on_end)
         return pull
 
@@ -246,7 +261,7 @@ class TransferAgent:
 
     def _run(self) -> None:
         try:
-            _use_device(self.scratch.data.device)
+            use_device(self._device)
             while not self._closed:
                 self._run_command()
                 self._before_progress()
@@ -303,13 +318,6 @@ class TransferAgent:
 
     def _change_serving(self, change: int) -> None:
         self._num_serving += change
-
-
-def _use_device(device: torch.device) -> None:
-    """Make a GPU's context this thread's: UCX's CUDA transports work in the current one."""
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-        torch.cuda.synchronize(device)  # `set_device` alone leaves it to the next call
 
 
 def _layout(pool: KVPool) -> PoolLayout:

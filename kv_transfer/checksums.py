@@ -7,7 +7,6 @@ bytes behind them in a prompt's last page belong to nobody, and may differ.
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -18,6 +17,8 @@ import numpy.typing as npt
 import torch
 
 from kvrelay.kv_transfer.work_in_progress import WorkInProgress
+from kvrelay.mem_cache.byte_sum import hash_bytes
+from kvrelay.mem_cache.cuda_streams import use_device
 from kvrelay.mem_cache.geometry import PageOrder
 from kvrelay.mem_cache.pool import KVPool
 from kvrelay.wire.hand_over import PageSum, Place
@@ -33,6 +34,8 @@ class LocalPage:
     page_id: int
     tokens: int
     """Settled tokens: `page_size`, except on the prompt's last page."""
+    in_host: bool = False
+    """It lies in the host's pool."""
 
 
 def locate(
@@ -65,14 +68,23 @@ class PageHasher:
     Args:
         pools: the worker's.
         on_failure: called if a page cannot be hashed: the worker cannot go on.
+        host_pools: the host tier's, if it may be read.
     """
 
-    def __init__(self, pools: Sequence[KVPool], on_failure: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        pools: Sequence[KVPool],
+        on_failure: Callable[[str], None],
+        host_pools: Sequence[KVPool] = (),
+    ) -> None:
         self._pools = pools
+        self._host_pools = host_pools
         self._on_failure = on_failure
         self.work = WorkInProgress()
         """What it was told to hash, in tokens, and has not hashed."""
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="kv-verify")
+        self._thread = ThreadPoolExecutor(
+            1, "kv-verify", initializer=use_device, initargs=(pools[0].data.device,)
+        )
 
     def submit(
         self, pages: Sequence[LocalPage], on_end: Callable[[tuple[PageSum, ...]], None]
@@ -96,7 +108,8 @@ class PageHasher:
         self.work.end()
 
     def _sum(self, page: LocalPage) -> int:
-        return hash_bytes(written_bytes(self._pools[page.place.pool], page.page_id, page.tokens))
+        pools = self._host_pools if page.in_host else self._pools
+        return hash_bytes(written_bytes(pools[page.place.pool], page.page_id, page.tokens))
 
 
 def written_bytes(pool: KVPool, page_id: int, tokens: int) -> npt.NDArray[np.uint8]:
@@ -106,30 +119,3 @@ def written_bytes(pool: KVPool, page_id: int, tokens: int) -> npt.NDArray[np.uin
     written = page[..., :tokens, :].contiguous().cpu()
     array: npt.NDArray[np.uint8] = written.view(torch.uint8).reshape(-1).numpy()
     return array
-
-
-def hash_bytes(array: npt.NDArray[np.uint8]) -> int:
-    """A weighted sum modulo 2⁶⁴ of the bytes as 64-bit words, little-endian.
-
-    It is faster than CRC-32, and wider. Each word's upper half is first folded into
-    its lower one, which maps different words to different words, and all weights are
-    odd: so a change of one word always changes the sum. Without the fold, changes of
-    the highest bit in two words would cancel each other out, because an odd weight
-    keeps the highest bit as it is.
-    """
-    rest = -len(array) % 8
-    words = (np.pad(array, (0, rest)) if rest else array).view(np.uint64)
-    folded = words ^ (words >> np.uint64(32))
-    return int(np.dot(folded, _weights(len(words))))
-
-
-_STEP = 0x9E3779B97F4A7C15
-
-
-@functools.lru_cache(maxsize=64)
-def _weights(count: int) -> npt.NDArray[np.uint64]:
-    """Odd numbers that look random: SplitMix64, which is the same on every machine."""
-    z = np.arange(1, count + 1, dtype=np.uint64) * np.uint64(_STEP)
-    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return z ^ (z >> np.uint64(31)) | np.uint64(1)

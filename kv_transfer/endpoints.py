@@ -34,6 +34,8 @@ class Endpoints:
         name: of the first agent; those that replace it have numbers.
         memory: what transfers read and write; of one device.
         on_slow: a context for calls of NIXL that may take seconds.
+        for_peers: what peers alone read, in any memory: agents that they do not know need not
+            register it, which takes long where it is large.
     """
 
     def __init__(
@@ -41,14 +43,16 @@ class Endpoints:
         name: str,
         memory: Sequence[PoolLayout],
         on_slow: Callable[[], AbstractContextManager[None]] = nullcontext,
+        for_peers: Sequence[PoolLayout] = (),
     ) -> None:
         self._on_slow = on_slow
         self._name = name
-        self._pools = tuple(memory)
+        self._known_to_peers = (*memory, *for_peers)
+        self._for_peers = tuple(for_peers)
         self._memory = list(memory)
         self._num_made = 1
         self._replaced_at = -REPLACE_EVERY_S
-        self.current = NixlEndpoint(name, memory)
+        self.current = NixlEndpoint(name, self._known_to_peers)
         """Starts reads."""
         self.retired: list[NixlEndpoint] = []
         """Replaced, and not destroyed yet."""
@@ -68,7 +72,7 @@ class Endpoints:
         for its end.
         """
         if self._readable is None:
-            self._readable = self._make(self._pools)
+            self._readable = self._make(self._known_to_peers)
 
     def make_progress(self) -> None:
         """Move the transfers of all agents on, those of peers with this worker included."""
@@ -137,7 +141,8 @@ class Endpoints:
             return False
         self._replaced_at = now
         try:
-            new = self._make(self._memory)
+            may_be_read = self._for_peers if self._readable is None else ()
+            new = self._make((*self._memory, *may_be_read))
         except Exception:  # NIXL's exceptions have no common base
             logger.exception("could not make a new NIXL agent")
             return False

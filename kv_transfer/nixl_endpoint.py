@@ -8,7 +8,6 @@ fixed at 0 in the Python package).
 from __future__ import annotations
 
 import logging
-import os
 import weakref
 from collections.abc import Sequence
 from typing import Any, Literal
@@ -16,8 +15,10 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
+from kvrelay.kv_transfer.nixl_library import load_nixl
 from kvrelay.kv_transfer.peer_description import PeerDescription
 from kvrelay.kv_transfer.spans import PoolLayout, SpanPairs
+from kvrelay.kv_transfer.ucx_settings import set_unset
 from kvrelay.mem_cache.geometry import Int64Array
 
 Operation = Literal["READ", "WRITE"]
@@ -66,23 +67,25 @@ class NixlEndpoint:
 
     Args:
         name: of the agent; unique, so that a restarted worker is another agent.
-        memory: what peers may read, and transfers write; of one device.
+        memory: what peers may read, and transfers write; of one device, and of the host.
     """
 
     def __init__(self, name: str, memory: Sequence[PoolLayout]) -> None:
-        # Else UCX waits in `connect`, and this thread with it, for a peer that is not there: as
-        # long as TCP tries, two minutes.
-        os.environ.setdefault("UCX_TCP_CONN_NB", "y")
-        from nixl._api import nixl_agent, nixl_agent_config
-
-        logging.getLogger("nixl").setLevel(logging.WARNING)
         self._is_on_gpu = memory[0].memory_type == "VRAM"
+        set_unset(on_gpu=self._is_on_gpu)
+        nixl = load_nixl()
+        logging.getLogger("nixl").setLevel(logging.WARNING)
         self._connected: dict[str, str] = {}
         """NIXL's names of the peers' agents, by their incarnations."""
         self._dying: weakref.ReferenceType[Any] | None = None
-        self._agent: Any = nixl_agent(name, nixl_agent_config(enable_prog_thread=False))
-        regions = list(map(_region, memory))
-        self._registrations = [self._agent.register_memory(regions, memory[0].memory_type)]
+        self._agent: Any = nixl.nixl_agent(name, nixl.nixl_agent_config(enable_prog_thread=False))
+        regions: dict[str, list[tuple[int, int, int, str]]] = {}
+        for part in memory:
+            regions.setdefault(part.memory_type, []).append(_region(part))
+        self._registrations = [
+            self._agent.register_memory(of_type, memory_type)
+            for memory_type, of_type in regions.items()
+        ]
         self.metadata = bytes(self._agent.get_agent_metadata())
         """What peers give to `connect`."""
 
@@ -144,8 +147,8 @@ class NixlEndpoint:
         Args:
             operation: READ copies from the peer, WRITE to it.
             spans: what to copy.
-            local: any pool of this worker: all are in memory of one kind.
-            remote: any pool of the peer.
+            local: any pool of this worker that is in the same memory as `spans.local`.
+            remote: any pool of the peer that is in the same memory as `spans.remote`.
             to: the peer's incarnation.
         """
         handle = self._agent.initialize_xfer(

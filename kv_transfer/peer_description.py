@@ -16,7 +16,13 @@ from kvrelay.wire.model_digest import ModelDigest
 
 _DTYPES = {
     str(dtype).removeprefix("torch."): dtype
-    for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+    for dtype in (
+        torch.bfloat16,
+        torch.float16,
+        torch.float32,
+        torch.float64,
+        torch.float8_e4m3fn,
+    )
 }
 _DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
@@ -39,6 +45,8 @@ class PeerDescription:
     """The pages to probe the transport with."""
     model: ModelDigest
     """What computes the pages' KV."""
+    host_layouts: tuple[PoolLayout, ...] = ()
+    """One for each pool, if there is a host tier that may be read."""
 
     @classmethod
     def read(cls, plain: AgentDescription) -> PeerDescription:
@@ -47,17 +55,10 @@ class PeerDescription:
         Raises:
             PeerRefusedError: a value is out of range.
         """
+        device = (plain.device_id, plain.memory_type)
         try:
-            *layouts, scratch = (
-                PoolLayout(
-                    _geometry(pool.geometry),
-                    pool.pages,
-                    pool.address,
-                    plain.device_id,
-                    plain.memory_type,
-                )
-                for pool in (*plain.pools, plain.scratch)
-            )
+            *layouts, scratch = (_layout(pool, *device) for pool in (*plain.pools, plain.scratch))
+            host = tuple(_layout(pool, 0, "DRAM") for pool in plain.host_pools)
         except (KeyError, ValueError) as error:
             raise PeerRefusedError(f"geometry of {plain.incarnation}: {error}") from error
         return cls(
@@ -67,6 +68,7 @@ class PeerDescription:
             tuple(layouts),
             scratch,
             plain.model,
+            host,
         )
 
     def plain(self) -> AgentDescription:
@@ -80,6 +82,7 @@ class PeerDescription:
             pools=tuple(map(_plain_pool, self.layouts)),
             scratch=_plain_pool(self.scratch),
             model=self.model,
+            host_pools=tuple(map(_plain_pool, self.host_layouts)),
         )
 
     def check(self, incarnation: str, own: Sequence[PoolLayout], model: ModelDigest) -> None:
@@ -105,9 +108,19 @@ class PeerDescription:
             )
         if not self.layouts or self.scratch.geometry != self.layouts[0].geometry:
             raise PeerRefusedError(f"scratch pages of {incarnation} are not like its pool's")
-        mine, theirs = ([pool.geometry for pool in pools] for pools in (own, self.layouts))
-        if len(mine) != len(theirs) or not all(map(KVGeometry.holds_same_tokens_as, mine, theirs)):
-            raise PeerRefusedError(f"pages of {incarnation} ({theirs}) do not fit {mine}")
+        _check_fit(incarnation, own, self.layouts)
+        if self.host_layouts:
+            _check_fit(f"the host of {incarnation}", own, self.host_layouts)
+
+
+def _check_fit(whose: str, own: Sequence[PoolLayout], other: Sequence[PoolLayout]) -> None:
+    mine, theirs = ([pool.geometry for pool in pools] for pools in (own, other))
+    if len(mine) != len(theirs) or not all(map(KVGeometry.holds_same_tokens_as, mine, theirs)):
+        raise PeerRefusedError(f"pages of {whose} ({theirs}) do not fit {mine}")
+
+
+def _layout(pool: PoolDescription, device_id: int, memory_type: str) -> PoolLayout:
+    return PoolLayout(_geometry(pool.geometry), pool.pages, pool.address, device_id, memory_type)
 
 
 def _plain_pool(pool: PoolLayout) -> PoolDescription:

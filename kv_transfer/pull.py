@@ -56,6 +56,8 @@ class Pull:
     remote_pages: tuple[Int64Array, ...]
     """Page ids, for each pool as many as of `local_pages`."""
     state: PullState = PullState.QUEUED
+    from_host: bool = False
+    """The peer's pages lie in its host pools."""
     error: str = ""
     """Why it failed."""
     nbytes: int = 0

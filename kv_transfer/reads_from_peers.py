@@ -165,9 +165,10 @@ class ReadsFromPeers:
     def _prepare_pull(self, pull: Pull, peer: PeerDescription | None) -> tuple[NixlTransfer, int]:
         """The transfer, and its bytes."""
         known = _known(peer, pull)
-        pools = zip(self._pools, pull.local_pages, known.layouts, pull.remote_pages, strict=True)
+        layouts = known.host_layouts if pull.from_host else known.layouts
+        pools = zip(self._pools, pull.local_pages, layouts, pull.remote_pages, strict=True)
         spans = SpanPairs.joined([pair_spans(*pool) for pool in pools])
-        local, remote = self._pools[0], known.layouts[0]
+        local, remote = self._pools[0], layouts[0]
         transfer = self._endpoints.current.prepare("READ", spans, local, remote, known.incarnation)
         return transfer, spans.nbytes
 

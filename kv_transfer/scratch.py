@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from kvrelay.kv_transfer.checksums import written_bytes
+from kvrelay.kv_transfer.cuda_memory import outside_expandable_segments
 from kvrelay.kv_transfer.pull import Pull
 from kvrelay.mem_cache.geometry import Int64Array
 from kvrelay.mem_cache.pool import KVPool
@@ -28,7 +29,8 @@ def make_scratch(pool: KVPool, incarnation: str) -> KVPool:
     that late bytes of one peer are not taken for another's.
     """
     half = min(max(SCRATCH_BYTES // pool.geometry.page_bytes, 4), MOST_PAGES) // 2
-    scratch = KVPool(pool.geometry, 2 * half, pool.data.device)
+    with outside_expandable_segments():
+        scratch = KVPool(pool.geometry, 2 * half, pool.data.device)
     for layer in range(pool.geometry.num_layers):
         values = [scratch_byte(incarnation, page, layer) for page in range(half)]
         data = scratch.layer(layer)[:half].view(torch.uint8)
@@ -52,7 +54,8 @@ def landing_pages(scratch: KVPool) -> Int64Array:
 
 def make_landing(scratch: KVPool) -> KVPool:
     """Make pages that the constant pages of one peer can be read into."""
-    return KVPool(scratch.geometry, scratch.total_pages // 2, scratch.data.device)
+    with outside_expandable_segments():
+        return KVPool(scratch.geometry, scratch.total_pages // 2, scratch.data.device)
 
 
 def clear_landing(landing: KVPool) -> None:

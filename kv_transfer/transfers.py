@@ -24,6 +24,8 @@ class Transfers(Protocol):
         local_pages: Sequence[Int64Array],
         remote_pages: Sequence[Int64Array],
         on_end: Callable[[Pull], None],
+        *,
+        from_host: bool = False,
     ) -> Pull:
         """Start to read pages of a peer into pages of this worker, an array of ids for each pool.
 
@@ -35,6 +37,7 @@ class Transfers(Protocol):
             local_pages: where the bytes go.
             remote_pages: where they come from; for each pool as many as of `local_pages`.
             on_end: called once, on another thread, when the read has ended, well or not.
+            from_host: the peer's pages lie in its host pools.
         """
         ...
 

@@ -42,6 +42,12 @@ class WorkInProgress:
             self._since = time.monotonic()
 
     @property
+    def count(self) -> int:
+        """The pieces that have not ended."""
+        with self._lock:
+            return len(self._pieces)
+
+    @property
     def oldest(self) -> OldestWork | None:
         """The oldest piece; None: there is nothing to do."""
         with self._lock:

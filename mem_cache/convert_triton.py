@@ -26,8 +26,8 @@ class DevicePairs:
     def __init__(
         self, device: torch.device, source_pages: Int64Array, target_pages: Int64Array
     ) -> None:
-        self._source_pages = torch.from_numpy(source_pages).to(device)
-        self._target_pages = torch.from_numpy(target_pages).to(device)
+        self._source_pages = _to_device(source_pages, device)
+        self._target_pages = _to_device(target_pages, device)
 
     def copy(self, source: torch.Tensor, target: torch.Tensor, layers: slice = slice(None)) -> None:
         """Copy all pairs at once between ``[pages, layers, words]`` of any page, layer strides."""
@@ -72,3 +72,11 @@ def _copy_pieces(
     source += tl.load(source_pages + pair) * source_page_stride + layer * source_layer_stride
     target += tl.load(target_pages + pair) * target_page_stride + layer * target_layer_stride
     tl.store(target + column, tl.load(source + column, mask=within), mask=within)
+
+
+def _to_device(pages: Int64Array, device: torch.device) -> torch.Tensor:
+    """A copy by work on the current stream. The host does not wait for what runs there."""
+    tensor = torch.from_numpy(pages)
+    if torch.cuda.is_available():
+        tensor = tensor.pin_memory()  # torch gives it to nobody else until the copy has run
+    return tensor.to(device, non_blocking=True)

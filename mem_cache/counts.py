@@ -45,10 +45,14 @@ class TierCounts:
     """Not kept there: no room, or the device used the page again before the copy had ended."""
     loaded_pages: int = 0
     """Brought back."""
+    lent_pages: int = 0
+    """Let to decode workers, which may read them from there."""
     forgotten_pages: int = 0
     """Not found there any more, as a forward that failed may have computed them wrong."""
     evicted_pages: int = 0
     """Evicted there to make room."""
+    broken_pages: int = 0
+    """Truncated, foreign or corrupt there: removed."""
     write_bytes: int = 0
     write_seconds: float = 0.0
     """Of copies alone, without their wait."""

@@ -37,7 +37,10 @@ class Fence(Protocol):
 
 @dataclass(slots=True)
 class StepClock:
-    """Counts the forwards that were launched and those that have ended, in order."""
+    """Counts the forwards that were launched and those that have ended, in order.
+
+    One has ended when its event has passed: nothing of it runs on the device any more.
+    """
 
     launched: int = 0
     ended: int = 0

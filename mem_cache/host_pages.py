@@ -22,6 +22,7 @@ import numpy as np
 
 from kvrelay.mem_cache.account import Owner, PageAccount
 from kvrelay.mem_cache.errors import ConservationError
+from kvrelay.mem_cache.host_eviction import HostEvictionQueue
 from kvrelay.wire.load import PoolCounts
 
 HOST = "host"
@@ -34,9 +35,9 @@ class HostPageState(Enum):
     WRITING = auto()
     """A copy writes it; nobody finds it."""
     CACHED = auto()
-    """It is found. Copies may read it, as many as `pins` says."""
+    """It is found. Copies and peers may read it, as many as `pins` says."""
     GONE = auto()
-    """Nobody finds it; it is free once its copies have ended."""
+    """Nobody finds it; it is free once its copies, and the streams of its readers, have ended."""
 
 
 class HostPage:
@@ -50,7 +51,10 @@ class HostPage:
         parent: the page before; None: it is the first.
     """
 
-    __slots__ = ("children", "key", "parent", "pins", "place", "slot", "state", "tokens")
+    __slots__ = (
+        *("children", "is_queued", "key", "parent", "pins", "place", "slot", "state", "stored"),
+        *("tokens", "used"),
+    )
 
     def __init__(
         self, key: bytes, tokens: bytes, place: int, slot: int, parent: HostPage | None
@@ -62,9 +66,19 @@ class HostPage:
         self.parent = parent
         self.state = HostPageState.WRITING
         self.pins = 0
-        """Copies that read it."""
+        """Copies that read it, and streams whose decode workers may."""
+        self.stored = False
+        """The tier below has it, or is about to; a hint."""
         self.children: set[HostPage] = set()
         """The pages that continue it, of those that are here."""
+        self.used = 0
+        """When it was last used; see `EvictablePage`."""
+        self.is_queued = False
+
+    @property
+    def may_go(self) -> bool:
+        """Whether it may be evicted: nobody reads or continues it."""
+        return not self.children and not self.pins and self.state is HostPageState.CACHED
 
     def path(self) -> Iterator[HostPage]:
         """This page and those before it."""
@@ -97,10 +111,14 @@ class HostPages:
         self.page_size = page_size
         self.evicted = 0
         """Pages that were evicted to make room, so far."""
+        self.version = 0
+        """Higher than before if something more can be found."""
         self._account = PageAccount(HOST, total)
         self._on_found = on_found
         # By the last use, the oldest first. A page was used after all that continue it.
         self._pages: OrderedDict[bytes, HostPage] = OrderedDict()
+        self._uses = 0
+        self._queue: HostEvictionQueue[HostPage] = HostEvictionQueue()
         self._gone: set[HostPage] = set()
         # Counted apart from the owners of pages, so that the one proves the other.
         self._cached = self._pinned = self._in_flight = 0
@@ -115,6 +133,10 @@ class HostPages:
         return (page for page in self._pages.values() if page.state is HostPageState.CACHED)
 
     # Finding
+
+    def get(self, key: bytes) -> HostPage | None:
+        """The page of this hash, if it is here, or being written."""
+        return self._pages.get(key)
 
     def num_known(self, keys: Sequence[bytes]) -> int:
         """How many of a prompt's first pages are here, or being written."""
@@ -135,9 +157,15 @@ class HostPages:
             self._use(found[-1])
         return found
 
+    def use(self, page: HostPage) -> None:
+        """A page, and those before it, were asked for, though the device may have them."""
+        self._use(page)
+
     def _use(self, last: HostPage) -> None:
         for page in last.path():
             self._pages.move_to_end(page.key)
+            self._uses += 1
+            page.used = self._uses
 
     # Writing
 
@@ -177,13 +205,14 @@ class HostPages:
     def _evict(self, number: int, keep: HostPage | None) -> int:
         """Evict up to `number` pages that nobody reads or continues; returns how many."""
         evicted: list[HostPage] = []
-        while len(evicted) < number:
-            page = next((one for one in self._pages.values() if _may_go(one, keep)), None)
-            if page is None:
-                break
+        while len(evicted) < number and (page := self._queue.pop()) is not None:
+            if page is keep:
+                continue
             self._take_out(page)
             page.state = HostPageState.GONE
             evicted.append(page)
+        if keep is not None:
+            self._queue.push(keep)
         self._free(evicted, Owner.INDEX)
         self._cached -= len(evicted)
         self.evicted += len(evicted)
@@ -200,23 +229,25 @@ class HostPages:
         self._in_flight -= len(valid)
         for page in valid:
             page.state = HostPageState.CACHED
+            self._queue.push(page)
             self._on_found(page, True)
         for page in pages[num_valid:]:
             self._remove_subtree(page)
         ended = [page for page in pages if page.state is HostPageState.GONE]
         self._end_gone(ended)
+        self.version += 1
 
     # Reading
 
     def pin(self, pages: Iterable[HostPage]) -> None:
-        """A copy reads these pages from now on: they stay."""
+        """A copy or a peer reads these pages from now on: they stay."""
         for page in pages:
             assert page.state is HostPageState.CACHED, "a page is read that nobody finds"
             self._pinned += not page.pins
             page.pins += 1
 
     def unpin(self, pages: Iterable[HostPage]) -> None:
-        """End one `pin`; frees what was forgotten meanwhile, and is read by no other copy."""
+        """End one `pin`; frees what was forgotten meanwhile, and is read by nobody else."""
         ended = []
         for page in pages:
             page.pins -= 1
@@ -226,6 +257,7 @@ class HostPages:
                 ended.append(page)
             else:
                 self._pinned -= 1
+                self._queue.push(page)
         self._end_gone(ended)
 
     # Forgetting
@@ -298,6 +330,8 @@ class HostPages:
             parent = page.parent
             if parent is not None and self._pages.get(parent.key) is not parent:
                 raise ConservationError(f"host page {page.slot} continues one that is not here")
+            if page.may_go and not page.is_queued:
+                raise ConservationError(f"host page {page.slot} would never be evicted")
 
     # Inside
 
@@ -306,6 +340,7 @@ class HostPages:
         del self._pages[page.key]
         if page.parent is not None:
             page.parent.children.discard(page)
+            self._queue.push(page.parent)
         if page.state is HostPageState.CACHED:
             self._on_found(page, False)
 
@@ -319,13 +354,6 @@ class HostPages:
 
     def _move(self, pages: Sequence[HostPage], source: Owner, target: Owner) -> None:
         self._account.move(((HOST, len(pages)),), _slots(pages), source, target)
-
-
-def _may_go(page: HostPage, keep: HostPage | None) -> bool:
-    """Whether a page may be evicted."""
-    if page.children or page.pins or page is keep:
-        return False
-    return page.state is HostPageState.CACHED
 
 
 def _slots(pages: Iterable[HostPage]) -> np.ndarray[tuple[int], np.dtype[np.int32]]:

@@ -11,11 +11,15 @@ before is copied behind it, in order.
 on pages for what it lacks. Those are written by the copy, published when it has ended, and the
 lease is released. Nobody holds them then: who wants the prefix finds it in the index.
 
+*Lending* takes nothing from the device: a decode worker reads pages where they are. They stay, even
+if they are forgotten meanwhile, until who lends them says that their reader's stream has ended.
+
 The engine thread calls everything here; a copy's end is told to `finish`.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -27,13 +31,15 @@ import numpy.typing as npt
 
 from kvrelay.mem_cache.account import Pages
 from kvrelay.mem_cache.counts import TierCounts
-from kvrelay.mem_cache.host_pages import HostPage, HostPages, HostPageState
+from kvrelay.mem_cache.host_pages import HOST, HostPage, HostPages, HostPageState
 from kvrelay.mem_cache.kv_cache_manager import KVCacheManager
 from kvrelay.mem_cache.lease import Lease
 from kvrelay.mem_cache.prefix_index import TokenIds
 from kvrelay.mem_cache.prefix_log import PrefixLog
 from kvrelay.mem_cache.radix_node import RadixNode
 from kvrelay.mem_cache.release import Outcome, release_kv_cache
+from kvrelay.mem_cache.storage_pages import STORAGE
+from kvrelay.mem_cache.storage_tier import StorageTier
 from kvrelay.mem_cache.tier_copies import CopyEnded, CopyStream, PageMoves
 from kvrelay.mem_cache.tier_speed import TierSpeed
 from kvrelay.wire.load import PoolCounts
@@ -88,6 +94,8 @@ class Load:
 class _Write:
     """Pages that go to the host."""
 
+    node: RadixNode
+    """That has them, and those before them."""
     pages: list[HostPage]
     device_pages: tuple[Pages, ...]
     times_allocated: tuple[npt.NDArray[np.uint32], ...]
@@ -121,8 +129,8 @@ class HostTier:
         self.counts = TierCounts()
         """What was copied so far."""
         self.speed = speed
-        self.version = 0
-        """Higher than before if something more can be found."""
+        self.storage: StorageTier | None = None
+        """The tier below; what is published is copied to the host at once then, to be shared."""
         self.page_bytes = page_bytes
         self._kv_cache = kv_cache
         self._log = log
@@ -146,6 +154,10 @@ class HostTier:
 
     def forget(self, key: bytes) -> None:
         """See `LowerTier`."""
+        if self.storage is not None:
+            page = self.pages.get(key)
+            following = [] if page is None else [one.key for one in page.subtree()]
+            self.storage.forget([key, *following])
         self.counts.forgotten_pages += self.pages.forget(key)
 
     def marks(self) -> Iterator[int]:
@@ -158,11 +170,21 @@ class HostTier:
 
     def _record(self, page: HostPage, found: bool) -> None:
         self._log.record(self._marks(page), found=found)
+        if found and self.storage is not None:
+            self.storage.offer(page)
 
     # To the host
 
     def write_back(self) -> None:
-        """Copy what was published and is not here, the oldest first, if pages are short."""
+        """Copy what was published and is not here, the oldest first, if pages are short.
+
+        And what is here to storage, if there is one.
+        """
+        self._write_candidates()
+        if self.storage is not None:
+            self.storage.write_back()
+
+    def _write_candidates(self) -> None:
         if not self._candidates or len(self._writes) >= MOST_WRITES or not self._is_short():
             return
         for _ in range(min(_TRIES, len(self._candidates))):
@@ -170,8 +192,10 @@ class HostTier:
                 self._write(self._candidates.popleft())
 
     def _is_short(self) -> bool:
-        """Whether less than half of a pool is free."""
-        return any(2 * pool.free < pool.total for pool in self._kv_cache.page_counts())
+        """Whether less than half of a pool is free; or others are to have what is published."""
+        return self.storage is not None or any(
+            2 * pool.free < pool.total for pool in self._kv_cache.page_counts()
+        )
 
     def _write(self, node: RadixNode) -> bool:
         """Begin to copy what the host lacks of a node, and of those above it.
@@ -204,7 +228,7 @@ class HostTier:
             )
             times = tuple(self._kv_cache.times_allocated(*each) for each in enumerate(device_pages))
             self._writes[self._start(True, device_pages, taken)] = _Write(
-                taken, device_pages, times
+                node, taken, device_pages, times
             )
         return True
 
@@ -214,9 +238,10 @@ class HostTier:
             valid &= self._kv_cache.times_allocated(pool, pages) == write.times_allocated[pool]
         if ended.error:
             valid[:] = False
+            with contextlib.suppress(ValueError):
+                self._candidates.remove(write.node)  # or its rest would be tried without end
         num_valid = len(valid) if valid.all() else int(valid.argmin())
         self.pages.end_write(write.pages, num_valid)
-        self.version += 1
         counts = self.counts
         counts.written_pages += num_valid
         counts.dropped_pages += len(valid) - num_valid
@@ -322,6 +347,34 @@ class HostTier:
             self._kv_cache.commit(load.lease, len(tokens))
         release_kv_cache(self._kv_cache, load.lease, outcome, token_ids=tokens)
 
+    @property
+    def version(self) -> int:
+        """Higher than before if something more can be found."""
+        return self.pages.version
+
+    # Read by peers
+
+    def lend(self, token_ids: TokenIds, keys: bytes, first_page: int) -> list[HostPage]:
+        """Let a peer read what the host has of some tokens, from a page on, until `take_back`.
+
+        Args:
+            token_ids: that may come from a cache, from a prompt's start.
+            keys: what `hash` says of these.
+            first_page: of the prompt, that is lent.
+        """
+        keys = keys[HASH_BYTES * first_page :]
+        if self.pages.get(keys[:HASH_BYTES]) is None:
+            return []  # asked whenever a copy has ended, for each prompt: no look at all of it
+        tokens = token_ids[self._kv_cache.shape.page_size * first_page :]
+        pages = self.pages.find(*self.split(tokens, keys))
+        self.pages.pin(pages)
+        self.counts.lent_pages += len(pages)
+        return pages
+
+    def take_back(self, pages: Sequence[HostPage]) -> None:
+        """What was lent is read no longer, or what is read will not be used."""
+        self.pages.unpin(pages)
+
     # Both
 
     def _start(
@@ -349,8 +402,14 @@ class HostTier:
 
     # Counts and checks
 
+    def tier_counts(self) -> Iterator[tuple[str, TierCounts]]:
+        """What this tier and the one below have done, by their names."""
+        yield HOST, self.counts
+        if self.storage is not None:
+            yield STORAGE, self.storage.counts
+
     def pool_counts(self, device: Sequence[PoolCounts]) -> tuple[PoolCounts, ...]:
-        """The counts of the device's pools, in which loads have what they write, and the host's."""
+        """The counts of the device's pools, with what loads write there, and of those below."""
         in_flight = [0] * len(device)
         for load in self._loads.values():
             for pool in range(len(device)):
@@ -359,7 +418,17 @@ class HostTier:
             counts if not pages else _in_flight(counts, pages)
             for counts, pages in zip(device, in_flight, strict=True)
         ]
-        return (*told, self.pages.counts())
+        below = () if self.storage is None else self.storage.pool_counts()
+        return (*told, self.pages.counts(), *below)
+
+    def split(self, token_ids: TokenIds, keys: bytes) -> tuple[list[bytes], list[bytes]]:
+        """The hashes and the tokens of whole pages, each by itself.
+
+        Args:
+            token_ids: of a prompt, from the start of a page.
+            keys: what `hash` says of these.
+        """
+        return _split(keys, HASH_BYTES), self._split_tokens(token_ids)
 
     def _split_tokens(self, token_ids: TokenIds) -> list[bytes]:
         return _split(_token_bytes(token_ids), 4 * self._kv_cache.shape.page_size)

@@ -19,13 +19,26 @@ class KVPool:
 
     (A peer may still read it: memory that is registered for transfers and then
     freed can kill the process that owned it.)
+
+    Args:
+        geometry: of its pages.
+        total_pages: of the pool.
+        device: where its memory is.
+        reserved_pages: the last ones of these, which never belong to a request.
     """
 
-    def __init__(self, geometry: KVGeometry, total_pages: int, device: torch.device) -> None:
-        if total_pages < 1:
-            raise ValueError("the pool must hold at least one page")
+    def __init__(
+        self,
+        geometry: KVGeometry,
+        total_pages: int,
+        device: torch.device,
+        reserved_pages: int = 0,
+    ) -> None:
+        if total_pages <= reserved_pages:
+            raise ValueError("the pool must hold at least one page of requests")
         self.geometry = geometry
         self.total_pages = total_pages
+        self.reserved_pages = reserved_pages
         g = geometry
         if g.order is PageOrder.PAGE_FIRST:
             shape = (total_pages, g.num_layers, *g.piece_shape)
@@ -55,15 +68,22 @@ class KVPool:
 
 
 def _allocate(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Uninitialized; a host's memory is in huge pages where the system has them on request.
+    """Uninitialized; a host's memory is in huge pages.
 
-    Numpy asks for them and torch does not. Pages lie scattered: with small ones most of the
-    copies and reads of 16 KiB begin with a miss in the TLB.
+    Pages lie scattered: with small ones most of the copies and reads of 16 KiB begin with a
+    miss in the TLB.
     """
     if device.type != "cpu":
         return torch.empty(shape, dtype=dtype, device=device)
-    nbytes = math.prod(shape) * dtype.itemsize
+    return allocate_huge_pages(math.prod(shape) * dtype.itemsize).view(dtype).view(shape)
+
+
+def allocate_huge_pages(nbytes: int) -> torch.Tensor:
+    """``[nbytes]`` uint8 of the host, uninitialized, from the start of a huge page on.
+
+    In huge pages where the system has them on request: numpy asks for them and torch does not.
+    """
     memory = np.empty(nbytes + HUGE_PAGE, np.uint8)
     start = -memory.ctypes.data % HUGE_PAGE
     # Cut before torch sees it: kernels reckon from where the tensor's storage begins.
-    return torch.from_numpy(memory[start : start + nbytes]).view(dtype).view(shape)
+    return torch.from_numpy(memory[start : start + nbytes])

@@ -6,9 +6,24 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
+import torch
+
+from kvrelay.model_runner.torch_options import copy_array, to_device
 
 Int32Array = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class PendingIds:
+    """Tokens of a batch that the step before it samples: so far only the device knows them."""
+
+    places: Int64Array
+    """``[P]`` indices into the `T` tokens."""
+    sources: Int64Array
+    """``[P]`` indices into `sampled`."""
+    sampled: torch.Tensor
+    """``[N]`` int64 on the device: what the step before has sampled, once it has run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +40,7 @@ class ForwardBatch:
     """
 
     input_ids: Int64Array
-    """``[T]``"""
+    """``[T]``; -1 where `pending` says what it is. `input_ids_on` has all of them."""
     positions: Int64Array
     """``[T]`` absolute position of each token in its sequence."""
     query_start: Int32Array
@@ -38,6 +53,27 @@ class ForwardBatch:
     ``first new position - window``: they may be -1."""
     logit_rows: Int64Array
     """``[S]`` indices into the `T` tokens whose logits are wanted; may be empty."""
+    pending: PendingIds | None = None
+    """None: the host knows all tokens."""
+
+
+def input_ids_on(batch: ForwardBatch, device: torch.device) -> torch.Tensor:
+    """``[T]`` the batch's token ids on the device, those included that the host does not know."""
+    ids, pending = to_device(batch.input_ids, device), batch.pending
+    # Not in place: on a CPU they are the batch's own.
+    return ids if pending is None else ids.index_copy(0, *_pending_on(pending, device))
+
+
+def fill_input_ids(batch: ForwardBatch, target: torch.Tensor) -> None:
+    """`input_ids_on` into ``target [T]``, by work on the current stream."""
+    copy_array(batch.input_ids, target)
+    if batch.pending is not None:
+        target.index_copy_(0, *_pending_on(batch.pending, target.device))
+
+
+def _pending_on(pending: PendingIds, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """The places and the tokens, ``[P]`` each, on the device."""
+    return to_device(pending.places, device), pending.sampled[to_device(pending.sources, device)]
 
 
 def new_token_slots(

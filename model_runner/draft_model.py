@@ -19,10 +19,13 @@ import torch
 from kvrelay.mem_cache.geometry import KVGeometry, PageOrder
 from kvrelay.mem_cache.pool import KVPool
 from kvrelay.model_runner.attention.choice import AttentionChoice
+from kvrelay.model_runner.attention.kv_dtype import KVDtype
 from kvrelay.model_runner.batch import ForwardBatch, Int32Array
 from kvrelay.model_runner.checkpoint.digest import object_digest
+from kvrelay.model_runner.config.cuda_graphs import GraphOptions
 from kvrelay.model_runner.config.model_config import ModelConfig
 from kvrelay.model_runner.errors import CheckpointError
+from kvrelay.model_runner.graphs.capture import Capture, CudaCapture
 from kvrelay.model_runner.runner import ModelRunner
 from kvrelay.model_runner.sampling.device_sampler import sample_on_device, samples_on
 from kvrelay.model_runner.sampling.sampler import (
@@ -85,6 +88,11 @@ class DraftModel:
         model_path: a checkpoint of any supported architecture with the target's vocabulary.
         dtype: see `ModelRunner`.
         device: see `ModelRunner`.
+        attention: see `ModelRunner`.
+        kv_dtype: see `ModelRunner`.
+        graphs: see `ModelRunner`: each guess but the first is a step of decode.
+        capture: see `ModelRunner`.
+        on_read: see `ModelRunner`.
 
     Raises:
         CheckpointError: the files are not usable.
@@ -98,11 +106,22 @@ class DraftModel:
         dtype: str,
         device: str,
         attention: AttentionChoice = AttentionChoice.AUTO,
+        kv_dtype: KVDtype = KVDtype.AUTO,
+        graphs: GraphOptions | None = None,
+        capture: Callable[[], Capture] = CudaCapture,
         on_read: Callable[[int], None] = lambda _: None,
     ) -> None:
         self._path = Path(model_path)
         self._runner = ModelRunner(
-            model_path, dtype, device, draft=True, attention=attention, on_read=on_read
+            model_path,
+            dtype,
+            device,
+            draft=True,
+            attention=attention,
+            kv_dtype=kv_dtype,
+            graphs=graphs,
+            capture=capture,
+            on_read=on_read,
         )
         self.config = self._runner.config
         self.digest = object_digest((self._runner.config_digest, self._runner.weights_digest))
@@ -131,6 +150,24 @@ class DraftModel:
     def warm_up(self) -> None:
         """Compile and load what a first forward would have to. May take seconds."""
         self._runner.warm_up()
+
+    def capture_graphs(self) -> None:
+        """Capture the CUDA graphs over the bound pools, once all is warm. May take a minute."""
+        self._runner.capture_graphs()
+
+    def run_largest(self, chunk_tokens: int, rows: int, longest: int) -> None:
+        """Compute what takes as much memory as any forward; see `ModelRunner.run_largest`."""
+        for context in self._runner.largest_contexts(longest):
+            self._runner.run_largest(chunk_tokens, rows, context)
+
+    def capture_on_scratch(self) -> object:
+        """See `ModelRunner`."""
+        return self._runner.capture_on_scratch()
+
+    @property
+    def scratch_part(self) -> float:
+        """See `ModelRunner`."""
+        return self._runner.scratch_part
 
     def forward(self, batch: ForwardBatch) -> None:
         """Write the draft KV of a batch of the target's; it is there when this returns."""

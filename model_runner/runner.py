@@ -4,24 +4,34 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
 
+from kvrelay.mem_cache.cuda_streams import record_event
 from kvrelay.mem_cache.geometry import KVGeometry, PageOrder
 from kvrelay.mem_cache.pool import KVPool
 from kvrelay.model_runner.attention.backend import AttentionBackend, AttentionFactory
 from kvrelay.model_runner.attention.choice import AttentionChoice
 from kvrelay.model_runner.attention.cpu_attention import CpuAttention
+from kvrelay.model_runner.attention.expanded_latents import SplittingAttention, absorbing
+from kvrelay.model_runner.attention.fp8_pages import FP8
+from kvrelay.model_runner.attention.kv_dtype import KVDtype
 from kvrelay.model_runner.batch import ForwardBatch, Int32Array
 from kvrelay.model_runner.checkpoint.checkpoint import Checkpoint
 from kvrelay.model_runner.checkpoint.config_reader import read_config
 from kvrelay.model_runner.checkpoint.digest import object_digest
+from kvrelay.model_runner.checkpoint.kv_scales import skip_kv_scales, take_kv_scales
+from kvrelay.model_runner.config.cuda_graphs import GraphOptions, GraphRoom
+from kvrelay.model_runner.config.kv_scale import KVScale
 from kvrelay.model_runner.config.model_config import MLAConfig
 from kvrelay.model_runner.errors import UnsupportedOptionError
+from kvrelay.model_runner.graphs.capture import Capture, CudaCapture
+from kvrelay.model_runner.graphs.decode_graphs import DecodeGraphs
 from kvrelay.model_runner.layers.decoder import Decoder
-from kvrelay.model_runner.layers.elementwise import make_elementwise
+from kvrelay.model_runner.layers.elementwise_choice import make_elementwise
 from kvrelay.model_runner.layers.elementwise_trial import try_elementwise
 from kvrelay.model_runner.layers.linear import LinearFactory
 from kvrelay.model_runner.torch_options import parse_device, parse_dtype, wait_for_device
@@ -43,6 +53,9 @@ class ModelRunner:
             beside it and in whatever chunks: prompts of a thousand tokens take 1.8 times as long,
             steps a few percent longer.
         attention: what computes attention.
+        kv_dtype: what pages store keys and values in.
+        graphs: of steps of decode; None: there are none.
+        capture: records a graph.
         on_read: called with the size of each tensor that was read, in bytes.
 
     Raises:
@@ -61,6 +74,9 @@ class ModelRunner:
         draft: bool = False,
         batch_invariant: bool = False,
         attention: AttentionChoice = AttentionChoice.AUTO,
+        kv_dtype: KVDtype = KVDtype.AUTO,
+        graphs: GraphOptions | None = None,
+        capture: Callable[[], Capture] = CudaCapture,
         on_read: Callable[[int], None] = lambda _: None,
     ) -> None:
         if threads is not None:
@@ -75,19 +91,30 @@ class ModelRunner:
                 f"not for {dtype} on {device}"
             )
         self._draft = draft
+        self._kv_dtype = FP8 if kv_dtype is KVDtype.FP8_E4M3 else self.dtype
+        heads = self.config.attention
         # Before the weights: what cannot be computed is refused at once.
         self._attention = AttentionFactory(
             attention,
-            self.make_geometries(page_size=1),
-            self.config.attention.query_heads,
+            self.make_geometries(1 if graphs is None else graphs.page_size),
+            self.dtype,
+            heads.query_heads,
             self.device,
             batch_invariant,
+            self._graph_room(graphs),
+            heads.expanded_heads if isinstance(heads, MLAConfig) else None,
         )
+        self._graph_options = graphs
+        self._make_capture = capture
+        self._graphs: DecodeGraphs | None = None
+        self._graph_logits = self._make_graph_logits(graphs)
         with torch.inference_mode():
-            elementwise = make_elementwise(self.dtype, self.device, batch_invariant)
+            package = self._attention.flashinfer_package
+            elementwise = make_elementwise(self.dtype, self.device, batch_invariant, package)
             if batch_invariant:
                 try_elementwise(self.config, elementwise, self.dtype)
             checkpoint = Checkpoint(path, self.dtype, self.device, on_read)
+            self._kv_scales = self._read_kv_scales(checkpoint)
             self._decoder = Decoder(
                 self.config,
                 checkpoint,
@@ -99,9 +126,14 @@ class ModelRunner:
         self.config_digest = object_digest(self.config)
         """Hash of the configuration as it was understood."""
         self.weights_digest = checkpoint.digest
-        """Hash of every byte of the weights, in this dtype."""
+        """Hash of every byte of the weights, in this dtype, or in the checkpoint's FP8."""
         self._pools: Sequence[KVPool] = ()
         self._backends: Sequence[AttentionBackend] = ()
+
+    @property
+    def dummy_pages(self) -> int:
+        """Pages at a pool's end that no request may have: what pads a graph is written there."""
+        return 0 if self._graph_options is None else 1
 
     @property
     def max_model_len(self) -> int:
@@ -123,7 +155,7 @@ class ModelRunner:
                 num_layers=sum(layer.sliding_window == window for layer in self.config.layers),
                 num_kv_heads=heads.num_cached_heads,
                 head_dim=heads.cached_head_dim,
-                dtype=self.dtype,
+                dtype=self._kv_dtype,
                 page_size=page_size,
                 order=order,
                 latent=isinstance(heads, MLAConfig),
@@ -141,6 +173,12 @@ class ModelRunner:
         assert all(pool.data.device.type == self.device.type for pool in pools)
         self._pools = tuple(pools)
         self._backends = self._make_backends(pools)
+        self._graphs = None
+
+    def capture_graphs(self) -> None:
+        """Capture the CUDA graphs over the bound pools, once all is warm. May take a minute."""
+        if self._graph_options is not None:
+            self._graphs = self._capture(self._pools, self._backends)
 
     def warm_up(self) -> None:
         """Compile and load what a first forward would have to. May take seconds.
@@ -148,17 +186,98 @@ class ModelRunner:
         Runs over small pools of its own: the bound pools' pages are not touched.
         """
         assert self._pools, "bind pools first"
-        pages = 2 * self._pools[0].geometry.pages_for(_WARM_UP_CHUNK)
+        chunk = self._warm_up_chunk()
+        pages = 2 * self._pools[0].geometry.pages_for(chunk)
         scratch = [KVPool(pool.geometry, pages, self.device) for pool in self._pools]
         backends = self._make_backends(scratch)
         with torch.inference_mode():
             # A chunk beside a decode row, a few tokens as when drafts are verified, a row alone.
-            for new_tokens in ([_WARM_UP_CHUNK, 1], [3, 1], [1]):
+            for new_tokens in ([chunk, 1], [3, 1], [1]):
                 self._decoder.forward(_warm_up_batch(new_tokens, scratch), backends)
                 wait_for_device(self.device)  # before the next plan
 
+    def _warm_up_chunk(self) -> int:
+        """Tokens of a chunk that no backend computes as it computes a few."""
+        expanding = [one for one in self._backends if isinstance(one, SplittingAttention)]
+        return max([_WARM_UP_CHUNK, *(one.least_new_tokens for one in expanding)])
+
+    def largest_contexts(self, longest: int) -> tuple[int, ...]:
+        """Tokens of sequences, `longest` at most, of which a chunk takes the most memory.
+
+        What is computed of latents is no more for a long context: keys and values are made of
+        contexts that are short enough.
+        """
+        made = self._attention.most_expanded_tokens
+        return (longest, made, longest) if 0 < made < longest else (longest, longest)
+
+    def run_largest(self, chunk_tokens: int, rows: int, context: int) -> torch.Tensor:
+        """Compute a batch that takes as much memory as any, over scratch pages of its own.
+
+        Pools need not be bound. A step has more rows of logits only than this if it has more rows.
+
+        Args:
+            chunk_tokens: at the end of a prompt of `context` tokens, and of others if that is
+                less. All are scored.
+            rows: sequences beside it, of a token each.
+            context: tokens of the longest sequence.
+
+        Returns:
+            ``[chunk_tokens + rows, vocab_size]`` logits.
+        """
+        scratch = [KVPool(geometry, 1, self.device) for geometry in self._scratch_geometries()]
+        new = _split(chunk_tokens, context) + [1] * rows
+        lengths = [context, *new[1:]]
+        starts = np.concatenate(([0], np.cumsum(new)))
+        firsts = zip(lengths, new, strict=True)
+        pages = scratch[0].geometry.pages_for(context)
+        batch = ForwardBatch(
+            input_ids=np.zeros(starts[-1], np.int64),
+            positions=np.concatenate([np.arange(end - count, end) for end, count in firsts]),
+            query_start=starts.astype(np.int32),
+            seq_lens=np.array(lengths, np.int32),
+            page_tables=(np.zeros((len(new), pages), np.int32),) * len(scratch),
+            logit_rows=np.arange(starts[-1]),
+        )
+        with torch.inference_mode():
+            logits = self._decoder.forward(batch, self._make_backends(scratch))
+        wait_for_device(self.device)  # before the next plan
+        return logits
+
+    def capture_on_scratch(self) -> object:
+        """Capture the CUDA graphs over scratch pages: what they take, as long as it is kept."""
+        options = self._graph_options
+        if options is None:
+            return None
+        scratch = [
+            KVPool(geometry, 1 + self.dummy_pages, self.device, self.dummy_pages)
+            for geometry in self.make_geometries(options.page_size)
+        ]
+        return self._capture(scratch, self._make_backends(scratch))
+
+    @property
+    def scratch_part(self) -> float:
+        """Bytes beside pools for each of theirs, at most, if a step reads all of their pages."""
+        geometries = self.make_geometries(1)
+        return max(self._attention.scratch_page_bytes(one) / one.page_bytes for one in geometries)
+
+    def _scratch_geometries(self) -> tuple[KVGeometry, ...]:
+        """Of pools that no request uses; bound ones' own, if there are."""
+        if self._pools:
+            return tuple(pool.geometry for pool in self._pools)
+        return self.make_geometries(_WARM_UP_CHUNK)
+
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
-        """Write the batch's keys and values to the bound pools; they are there when it returns.
+        """`launch`, and wait: the keys and values are there when it returns."""
+        logits = self.launch(batch)
+        # Launched is not done: peers read pages as soon as this returns.
+        wait_for_device(self.device)
+        return logits
+
+    def launch(self, batch: ForwardBatch) -> torch.Tensor:
+        """Write the batch's keys and values to the bound pools, by work on the current stream.
+
+        A device may still run when this returns. The next but one may be launched only when this
+        one has run: plans of two are kept apart.
 
         Args:
             batch: may have the tables of a target's and of its draft model's pools: each
@@ -168,11 +287,10 @@ class ModelRunner:
             ``[S, vocab_size]`` float32 logits of ``batch.logit_rows``, on the device.
         """
         assert self._backends, "bind pools first"
+        own = self._with_own_tables(batch)
         with torch.inference_mode():
-            logits = self._decoder.forward(self._with_own_tables(batch), self._backends)
-        # Launched is not done: peers read pages as soon as this returns.
-        wait_for_device(self.device)
-        return logits
+            logits = None if self._graphs is None else self._graphs.forward(own)
+            return self._decoder.forward(own, self._backends) if logits is None else logits
 
     def own_tables(self, page_tables: Sequence[Int32Array]) -> tuple[Int32Array, ...]:
         """Those of this model's pools among a batch's: a target's come first, a draft's last."""
@@ -185,8 +303,64 @@ class ModelRunner:
             return batch
         return replace(batch, page_tables=self.own_tables(batch.page_tables))
 
+    def _capture(
+        self, pools: Sequence[KVPool], backends: Sequence[AttentionBackend]
+    ) -> DecodeGraphs:
+        options, room = self._graph_options, self._graph_room(self._graph_options)
+        assert options is not None
+        assert room is not None
+        assert self._graph_logits is not None
+        assert pools[0].geometry.page_size == options.page_size
+        with torch.inference_mode():
+            graphs = DecodeGraphs(
+                self._decoder,
+                list(map(absorbing, backends)),
+                pools,
+                room,
+                self._graph_logits,
+                self._make_capture(),
+                partial(wait_for_device, self.device),
+                partial(record_event, self.device),
+            )
+            graphs.capture_all()
+        return graphs
+
+    def _read_kv_scales(self, checkpoint: Checkpoint) -> list[list[KVScale]]:
+        """Of each pool's layers; none if pages are not in FP8."""
+        num_layers = len(self.config.layers)
+        scales: list[list[KVScale]] = [[] for _ in self.config.pool_windows]
+        if self._kv_dtype is not FP8:
+            skip_kv_scales(checkpoint, num_layers)
+            return scales
+        all_scales = take_kv_scales(checkpoint, num_layers)
+        for (pool, _), scale in zip(self.config.layer_pools, all_scales, strict=True):
+            scales[pool].append(scale)
+        return scales
+
+    def _make_graph_logits(self, options: GraphOptions | None) -> torch.Tensor | None:
+        """What all graphs write, allocated before pools are."""
+        if options is None:
+            return None
+        shape = (options.sizes.largest, self.config.vocab_size)
+        return torch.zeros(shape, dtype=torch.float32, device=self.device)
+
+    def _graph_room(self, options: GraphOptions | None) -> GraphRoom | None:
+        """What graphs need; raises `UnsupportedOptionError` where there can be none."""
+        if options is None:
+            return None
+        if any(layer.moe is not None for layer in self.config.layers):
+            raise UnsupportedOptionError(
+                "--cuda-graphs decode is not for models with experts: the host chooses what runs"
+            )
+        return GraphRoom(options.sizes, self.max_model_len)
+
     def _make_backends(self, pools: Sequence[KVPool]) -> tuple[AttentionBackend, ...]:
-        return tuple(map(self._attention.make, pools))
+        return tuple(map(self._attention.make, pools, self._kv_scales))
+
+
+def _split(tokens: int, most: int) -> list[int]:
+    """Parts of `most` tokens, and what is left."""
+    return [min(most, tokens - start) for start in range(0, tokens, most)]
 
 
 def _warm_up_batch(new_tokens: list[int], pools: Sequence[KVPool]) -> ForwardBatch:

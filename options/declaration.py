@@ -16,9 +16,12 @@ import dataclasses
 import math
 import types
 import typing
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Final, TypeVar
+
+from kvrelay.options.memory_share import MemoryShare
 
 T = TypeVar("T")
 _KEY: Final = "kvrelay.option"
@@ -50,9 +53,11 @@ class _Declaration:
     more_than: float | None
     at_most: float | None
     choices: tuple[str, ...]
+    check: Callable[[Any], object] | None
     unit: str
     metavar: str | None
     shown_default: str | None
+    or_share: bool
 
 
 def option(
@@ -64,14 +69,17 @@ def option(
     more_than: float | None = None,
     at_most: float | None = None,
     choices: tuple[str, ...] = (),
+    check: Callable[[Any], object] | None = None,
     unit: str = "",
     metavar: str | None = None,
     shown_default: str | None = None,
+    or_share: bool = False,
 ) -> T:
     """A dataclass field that is an option; the field's annotation is the option's type.
 
-    Types: int, float, bool, str, Path, a StrEnum, or `Address`, each perhaps ``| None``. A
-    bool that defaults to False is a flag, one that defaults to True is ``on|off``.
+    Types: int, float, bool, str, Path, a StrEnum, or `Address`, each perhaps ``| None``; or
+    ``int | MemoryShare``. A bool that defaults to False is a flag, one that defaults to True is
+    ``on|off``.
 
     Args:
         default: of the field and of the option.
@@ -81,9 +89,11 @@ def option(
         more_than: a bound that is not allowed itself, in place of `at_least`.
         at_most: the largest number that is allowed.
         choices: the words that are allowed; a StrEnum brings its own.
+        check: raises ValueError, which says what it must be, for a value that is not allowed.
         unit: of a number; an int of ``bytes`` can be written like ``512MiB``.
         metavar: what stands for the value in the help.
         shown_default: what the help says in place of the default.
+        or_share: bytes may be told as a `MemoryShare`, too.
     """
     declaration = _Declaration(
         help=help,
@@ -92,9 +102,11 @@ def option(
         more_than=more_than,
         at_most=at_most,
         choices=choices,
+        check=check,
         unit=unit,
         metavar=metavar,
         shown_default=shown_default,
+        or_share=or_share,
     )
     field: T = dataclasses.field(default=default, metadata={_KEY: declaration})
     return field
@@ -107,7 +119,7 @@ class Option:
     name: str
     """Of the field, e.g. ``page_size``."""
     kind: type
-    """Without ``| None``."""
+    """Without ``| None`` and ``| MemoryShare``."""
     default: Any
     declaration: _Declaration
 
@@ -150,6 +162,8 @@ class Option:
             unit = f" {self.declaration.unit}" if self.declaration.unit else ""
             got = value if isinstance(value, int) else f"{value:g}"
             raise ValueError(f"must be {self.bounds}{unit}, got {got}")
+        if self.declaration.check is not None:
+            self.declaration.check(value)
         return value
 
     @property
@@ -177,7 +191,7 @@ def options_of(owner: type) -> tuple[Option, ...]:
     fields = {field.name: field for field in dataclasses.fields(owner)}
     kinds = typing.get_type_hints(owner)
     found = [
-        Option(name, _without_none(kinds[name]), fields[name].default, fields[name].metadata[_KEY])
+        Option(name, _kind_of(kinds[name]), fields[name].default, fields[name].metadata[_KEY])
         for declaring in owner.__mro__
         for name in vars(declaring).get("__annotations__", {})
         if name in fields and _KEY in fields[name].metadata
@@ -196,8 +210,9 @@ def flag_of(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def _without_none(annotation: Any) -> type:
+def _kind_of(annotation: Any) -> type:
     if isinstance(annotation, types.UnionType):
-        [annotation] = (one for one in typing.get_args(annotation) if one is not type(None))
+        others = (type(None), MemoryShare)
+        [annotation] = (one for one in typing.get_args(annotation) if one not in others)
     kind: type = annotation
     return kind

@@ -162,7 +162,7 @@ class HandOvers:
             case Held():
                 request.hand_over.on_held()
             case Grant():
-                self._queue.take_grant(request)
+                self._queue.take_grant(request, message)
                 self._histories.take(request, message)
             case Released():
                 self._histories.released(request, message)
@@ -184,8 +184,9 @@ class HandOvers:
             pages = locate(places, held.tables(), held.page_size, request.input_len)
         except ValueError as error:
             raise ProtocolError(f"sums of what was not announced: {error}") from error
+        announced = self._queue.host_reads.as_announced(request, pages)
         self._agent.hash_pages(
-            pages, lambda own: self._inbox.post(PagesHashed(stream, own, done.sums))
+            announced, lambda own: self._inbox.post(PagesHashed(stream, own, done.sums))
         )
 
     def _compare(self, hashed: PagesHashed) -> None:

@@ -16,9 +16,10 @@ from kvrelay.engine.scheduler.tier_loads import TierLoads
 from kvrelay.kv_transfer.hand_over.states import PrefillState
 from kvrelay.kv_transfer.transfers import Transfers
 from kvrelay.mem_cache.release import Outcome
+from kvrelay.prefill_worker.host_reads import HostReads
 from kvrelay.prefill_worker.request import PrefillRequest
 from kvrelay.prefill_worker.sending import send
-from kvrelay.wire.hand_over import Announce, HandOverEnd
+from kvrelay.wire.hand_over import Announce, Grant, HandOverEnd
 from kvrelay.wire.output import NO_TIMINGS, RequestEnd
 
 ASK_AHEAD = 4
@@ -68,6 +69,8 @@ class PromptQueue:
             leads_for=_leads_for,
         )
         self._loads = TierLoads(context)
+        self.host_reads = HostReads(context, self.announce)
+        """Lets decode workers read what is on the host."""
         self._publish = publish
         self._begin_load = begin_load
         self._waiting: list[PrefillRequest] = []
@@ -84,9 +87,13 @@ class PromptQueue:
     def add(self, request: PrefillRequest) -> None:
         """Let a new request wait."""
         self._waiting.append(request)
+        self._loads.prefetch(request, request.reusable_len)
 
     def reserve_granted(self) -> None:
-        """Reserve memory for the requests that were granted, in turn, and announce cached pages."""
+        """Reserve memory for the requests that were granted, in turn, and announce cached pages.
+
+        Of those that wait, what is on the host.
+        """
         granted = [r for r in self._waiting if r.hand_over.state is PrefillState.GRANTED]
 
         def must_wait(request: PrefillRequest) -> bool:
@@ -102,12 +109,16 @@ class PromptQueue:
             self._waiting.remove(request)
             if not self._begin_load(request):
                 self.compute(request)
+        for request in granted:
+            if request.lease is None and request.history is None:
+                self.host_reads.offer(request)
 
     def compute(self, request: PrefillRequest) -> None:
         """Compute what is not here of a request that has memory, and announce what is."""
         self.computing.add(request)
         self._context.faults.reach(Phase.PREFILLING, request.decode_incarnation)
         self.announce_written_pages(request)
+        self.host_reads.offer(request)
 
     def _reserve(self, request: PrefillRequest) -> bool:
         return self._context.reserve(request, request.reusable_len)
@@ -140,9 +151,9 @@ class PromptQueue:
             return not self._publish
         return request.hand_over.state in _HOLDS_GRANT
 
-    def take_grant(self, request: PrefillRequest) -> None:
+    def take_grant(self, request: PrefillRequest, grant: Grant) -> None:
         """The request's decode worker has reserved the prompt."""
-        request.hand_over.on_grant()
+        request.hand_over.on_grant(grant)
         if request.trace is not None:
             request.trace.end(ASK)
         request.progressed_at = time.monotonic()
@@ -185,6 +196,7 @@ class PromptQueue:
         if request in self._waiting:
             self._waiting.remove(request)
         run = self.computing.remove(request)
+        self.host_reads.take_back(request)
         if request.announced:
             self._agent.end_serving()
         timings = run.timings() if run else NO_TIMINGS

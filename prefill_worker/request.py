@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from kvrelay.engine.scheduler.outbox import MessageStream
@@ -13,6 +13,7 @@ from kvrelay.kv_transfer.hand_over.prefill_side import PrefillHandOver
 from kvrelay.kv_transfer.hand_over.sequencer import Sequencer
 from kvrelay.kv_transfer.hand_over.states import PrefillState
 from kvrelay.kv_transfer.pull import Pull
+from kvrelay.mem_cache.host_pages import HostPage
 from kvrelay.wire.hand_over import FromDecode, FromPrefill, History, PageSum, Sequenced
 from kvrelay.wire.request import RequestKey
 
@@ -106,6 +107,10 @@ class PrefillRequest(Request):
     """What its decode worker lends of it."""
     load: HistoryLoad | None = None
     """The read of that, ended or not: it fences its pages."""
+    lent: list[HostPage] = field(default_factory=list)
+    """Pages of the host tier that its decode worker may read: held until its stream ends."""
+    host_looked_at: int = -1
+    """The tier's version when all that it had of the request was announced."""
 
     @property
     def is_loading(self) -> bool:

@@ -96,7 +96,7 @@ class Attempt:
             decode.submit(self._submission, listener)
         else:
             decode.submit(self._submission, listener, prefill=prefill.endpoint)
-            prefill.submit(self._submission, listener)
+            prefill.submit(self._submission, listener, lent_tokens=self._placement.lent_tokens)
 
     def cancel(self) -> None:
         """Ends it for all choices, and on every worker where it has not ended."""

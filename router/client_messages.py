@@ -49,4 +49,5 @@ def _completion_message(completion: Completion) -> inference_pb2.GenerateComplet
         ),
         timings=TIMINGS.to_message(completion.timings),
         seed=completion.seed,
+        history_digest=completion.history_digest,
     )

@@ -12,6 +12,7 @@
     ├── AlreadyExists          ALREADY_EXISTS
     ├── SessionExists          ALREADY_EXISTS
     ├── UnknownSession         NOT_FOUND
+    ├── UnknownHistory         NOT_FOUND
     ├── SessionBusy            FAILED_PRECONDITION
     ├── SessionsFull           RESOURCE_EXHAUSTED, says when to try again
     ├── Overloaded             RESOURCE_EXHAUSTED, says when to try again
@@ -109,6 +110,18 @@ class UnknownSession(RequestError):  # noqa: N818
         super().__init__(
             f"session_id: there is no session {session_id!r} on this router: it was closed, or "
             "has expired"
+        )
+
+
+class UnknownHistory(RequestError):  # noqa: N818
+    """Nobody has the history that a digest names."""
+
+    outcome = "unknown_history"
+
+    def __init__(self, digest: str) -> None:
+        super().__init__(
+            f"history_digest: neither this router nor a worker has the history {digest[:24]}... of "
+            "a session of this token; open the session with its history"
         )
 
 

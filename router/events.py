@@ -52,6 +52,8 @@ class Completion:
     cached_tokens: int
     timings: PhaseTimings
     seed: int
+    history_digest: str = ""
+    """Of a session's turn: of its history, this turn included."""
 
 
 Event = Delta | Completion

@@ -30,6 +30,8 @@ class Placement:
     """Computes the input and hands it over; None: `decode` computes it, too."""
     reason: Reason = Reason.NO_CHOICE
     """Why the one of them computes the input."""
+    lent_tokens: int = 0
+    """Of the input, that `prefill` has or is expected to read from `decode`."""
 
     @property
     def computes_prompt(self) -> WorkerLink:
@@ -179,7 +181,8 @@ class Fleet:
         borrower = _lent(self._side(prefill, demand), prefill, decode, demand)
         here = self._side(decode, demand)
         decision = decide(demand.input_tokens, borrower, here, self._itl_target)
-        return Placement(decode, None if decision.by_decode else prefill, decision.reason)
+        computes = None if decision.by_decode else prefill
+        return Placement(decode, computes, decision.reason, decision.lent_tokens)
 
     @staticmethod
     def _avoided(demand: Demand, prefill: WorkerLink, decode: WorkerLink) -> WorkerRole | None:

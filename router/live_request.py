@@ -19,7 +19,6 @@ import asyncio
 import contextlib
 import itertools
 import logging
-from array import array
 from collections.abc import Callable, Coroutine, Iterator, Sequence, Set
 from dataclasses import replace
 from typing import Any
@@ -27,7 +26,7 @@ from typing import Any
 from kvrelay.router.attempt import Attempt, AttemptFailed, RequestFailed, Verdict
 from kvrelay.router.demand import Demand
 from kvrelay.router.errors import AlreadyExists, DeadlineExceeded, InternalFailure, RequestError
-from kvrelay.router.events import Completion, FinishReason
+from kvrelay.router.events import Completion
 from kvrelay.router.failover import Failover, Retry
 from kvrelay.router.fleet import Placement
 from kvrelay.router.generation import GenerationRequest, Submission, in_full_on
@@ -120,11 +119,14 @@ class LiveRequest:
 
     @property
     def history(self) -> Sequence[int] | None:
-        """Prompt and output of its first choice, if it has ended well."""
-        choice = self._stream.choices[0]
-        if choice.ended is None or choice.ended.finish_reason is FinishReason.ABORT:
-            return None
-        return array("I", self.request.input_ids) + array("I", choice.emitted)
+        """Prompt and output, if it is a turn that has ended well."""
+        return self._stream.history
+
+    @property
+    def history_digest(self) -> str:
+        """Of its history; empty if there is none."""
+        outcome = self.outcome
+        return outcome.history_digest if isinstance(outcome, Completion) else ""
 
     def check_same(self, fingerprint: bytes) -> None:
         """Raises `AlreadyExists` for a request with this one's id and another body."""

@@ -227,6 +227,6 @@ class LiveRequests:
     def _forget(self, live: LiveRequest) -> None:
         del self._live[live.request.id]
         if live.request.turn is not None:
-            live.request.turn.end(live.history, live.generated_on)
+            live.request.turn.end(live.history, live.generated_on, live.history_digest)
         self._request_log.write(live)
         self._ended.notify_all()

@@ -49,8 +49,20 @@ class Side:
 
     @property
     def backlog_tokens(self) -> float:
-        """Tokens of prompts that it has to compute."""
+        """Tokens of prompts that it has to compute, those in steps left out."""
         return min(sum(self.queue.by_size), self.queue.backlog_tokens)
+
+    def computing_tokens(self, chunk_tokens: int) -> float:
+        """Tokens of prompts that are left of steps in flight, which compute so many each at most.
+
+        They are of prompts that have not begun to generate, and do not wait any more either. One
+        step runs, and is half done on average; the next one may be planned.
+        """
+        unwaiting = self.queue.backlog_tokens - sum(self.queue.by_size)
+        if not chunk_tokens or math.isinf(unwaiting):
+            return 0.0
+        in_flight = min(max(unwaiting, 0.0), 2 * chunk_tokens)
+        return in_flight - min(in_flight, chunk_tokens) / 2
 
     def own_tokens(self, tokens: int) -> int:
         """Those that it would have to compute of an input of so many."""
@@ -63,6 +75,8 @@ class Decision:
 
     by_decode: bool
     reason: Reason
+    lent_tokens: int = 0
+    """Of the prompt, that the prefill worker has or is expected to read: it computes the rest."""
 
 
 def decide(tokens: int, prefill: Side, decode: Side, itl_target: float | None = None) -> Decision:
@@ -91,17 +105,20 @@ def decide(tokens: int, prefill: Side, decode: Side, itl_target: float | None = 
         fewer = decode.backlog_tokens < prefill.backlog_tokens
         return Decision(is_idle or fewer, Reason.IDLE if is_idle else Reason.UNKNOWN)
     there = _seconds(tokens, prefill, there_speeds)
+    lent_tokens = 0
     if prefill.lent_tokens > prefill.cached_tokens:
         borrower = replace(prefill, cached_tokens=prefill.lent_tokens)
         seconds = prefill.lent_seconds + _seconds(tokens, borrower, there_speeds)
         if seconds < there:
-            prefill, there = borrower, seconds
+            prefill, there, lent_tokens = borrower, seconds, prefill.lent_tokens
     if is_idle:
         by_decode = _seconds(tokens, decode, here_speeds) <= _HAND_OVER_WORTH * there
-        return Decision(by_decode, Reason.IDLE if by_decode else Reason.SOONER)
+        if by_decode:
+            return Decision(by_decode, Reason.IDLE)
+        return Decision(by_decode, Reason.SOONER, lent_tokens)
     here = _seconds_beside(tokens, decode, here_speeds, itl_target)
     here += decode.num_requests * _delay(tokens, prefill, there_speeds, decode, here_speeds)
-    return Decision(here < there, Reason.SOONER)
+    return Decision(here < there, Reason.SOONER, 0 if here < there else lent_tokens)
 
 
 def _delay(
@@ -110,7 +127,8 @@ def _delay(
     """Seconds by which all that the two have to do ends later if the decode worker computes it."""
     token_there = _seconds_per_token(tokens, prefill, there_speeds)
     token_here = _seconds_per_token(tokens, decode, here_speeds)
-    there = prefill.backlog_tokens * token_there
+    steps = prefill.computing_tokens(there_speeds.chunk_tokens)
+    there = (prefill.backlog_tokens + steps) * token_there
     here = decode.backlog_tokens * token_here + _outputs_seconds(decode, here_speeds)
     by_decode = max(here + decode.own_tokens(tokens) * token_here, there)
     by_prefill = max(here, there + prefill.own_tokens(tokens) * token_there)
@@ -160,7 +178,8 @@ def _seconds(tokens: int, side: Side, speeds: StepSpeeds, generating: StepWork =
     """Expected seconds until the first token, behind the prompts that come before it."""
     own = side.own_tokens(tokens)
     pairs = StepWork.of_prompt(own, tokens - own).prompt_pairs
-    ahead = math.ceil(min(most_tokens_ahead(side.queue.by_size, own), side.queue.backlog_tokens))
+    waiting = min(most_tokens_ahead(side.queue.by_size, own), side.queue.backlog_tokens)
+    ahead = math.ceil(waiting + side.computing_tokens(speeds.chunk_tokens))
     # They are taken to be as long as this one, and so to attend to as much each.
     pairs += ahead * pairs // own
     return speeds.seconds_of(replace(generating, prompt_tokens=own + ahead, prompt_pairs=pairs))

@@ -75,6 +75,12 @@ SESSION_ENDS: Final = METRICS.counter(
     "Sessions that ended, because they were closed or had no turn for their time (expired)",
     "reason",
 )
+ADOPTIONS: Final = METRICS.counter(
+    "kvrelay_router_session_adoptions_total",
+    "Sessions that were to be opened by the digest of their history, by whether it was found, is "
+    "unknown, or a worker that may have it did not answer (unavailable)",
+    "outcome",
+)
 WAITING_FOR_WORKERS: Final = METRICS.gauge(
     "kvrelay_requests_waiting_for_workers",
     "New requests that wait until a worker is replaced, because no other can take them",

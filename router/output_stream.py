@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from array import array
 from collections.abc import Callable, Sequence
 from typing import Final
 
@@ -12,11 +13,13 @@ from kvrelay.router.events import Completion, Delta, Event, FinishReason
 from kvrelay.router.generation import GenerationRequest
 from kvrelay.router.metrics import Stopwatch
 from kvrelay.router.notifier import Notifier
+from kvrelay.wire.history_digest import history_digest
 from kvrelay.wire.output import PhaseTimings, RequestOutput
 
 _MAX_PROMPT_LOGPROBS: Final = 1024
 """Of one delta: with twenty alternatives 300 KB, where many clients take no more than 4 MiB."""
 
+_NOTHING: Final = array("I")
 
 Form = Callable[[Event], bytes]
 """Makes of an event what the request's readers are sent, as their door speaks."""
@@ -48,6 +51,8 @@ class OutputStream:
     ) -> None:
         self.choices = tuple(choices)
         self.outcome: Completion | RequestError | None = None
+        self.history: array[int] | None = None
+        """Prompt and output of a session's turn that has ended well."""
         self.published_bytes = 0
         """Of all events."""
         self._request = request
@@ -149,7 +154,10 @@ class OutputStream:
             self._complete(ends[0].finish_reason)
 
     def _complete(self, label: FinishReason) -> None:
-        timings = PhaseTimings()
+        timings, turn = PhaseTimings(), self._request.turn
+        if turn is not None and label is not FinishReason.ABORT:
+            emitted = array("I", self.choices[0].emitted)
+            self.history = array("I", self._request.input_ids) + emitted
         for choice in self.choices:
             timings = timings.merged(choice.timings)
         completion = Completion(
@@ -159,9 +167,15 @@ class OutputStream:
             cached_tokens=self._cached_tokens,
             timings=timings,
             seed=self._request.params.sampling.seed,
+            history_digest=self._history_digest(),
         )
         self._stopwatch.completed(timings, self._cached_tokens)
         self._end(completion, label)
+
+    def _history_digest(self) -> str:
+        """Of the history that the turn's session has now; empty if it has none, or is closed."""
+        turn = self._request.turn
+        return "" if turn is None or turn.is_over else history_digest(self.history or _NOTHING)
 
     def _keep(self, event: Event) -> None:
         kept = self._form(event)

@@ -25,6 +25,7 @@ from kvrelay.net.receiving import BoundedReceipt
 from kvrelay.net.tls import CurrentTls, TlsFileError
 from kvrelay.router.admin import Administrator
 from kvrelay.router.admission import Admission
+from kvrelay.router.adoption import Adoption
 from kvrelay.router.auth import Guard
 from kvrelay.router.config import MetricNames, PlacementMode, RouterConfig
 from kvrelay.router.current_tokens import CurrentTokens
@@ -112,6 +113,7 @@ class Router:
             itl_target=config.itl_target_seconds,
         )
         self._sessions = Sessions(config, self._metrics, self._fleet.forget_session)
+        self._adoption = Adoption(self._sessions, self._fleet, self._metrics)
         self._health = health.aio.HealthServicer()
         self._undo = contextlib.AsyncExitStack()
         self._worker_credentials: CurrentTls | None = None
@@ -265,7 +267,15 @@ class Router:
         bytes_taken = 2 * self._config.max_message_bytes
         server = front_server(bytes_taken, [*self._guards(), _RAW])
         service = InferenceService(
-            self._config, self._fleet, live, admission, texts, self._metrics, info, self._sessions
+            self._config,
+            self._fleet,
+            live,
+            admission,
+            texts,
+            self._metrics,
+            info,
+            self._sessions,
+            self._adoption,
         )
         inference_pb2_grpc.add_InferenceServiceServicer_to_server(service, server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
@@ -294,6 +304,7 @@ class Router:
             template,
             info,
             self._sessions,
+            self._adoption,
             self._tokens,
         )
         host, port = host_and_port(address)

@@ -59,6 +59,7 @@ class ServerInfo:
                 idle_timeout_seconds=one.idle_timeout_seconds,
                 worker=names.get(one.worker, ""),
                 kept_tokens=one.kept_tokens if one.worker in names else 0,
+                history_digest=one.history_digest,
             )
             for one in self._sessions.of(caller)
         ]

@@ -10,6 +10,7 @@ import grpc
 
 from kvrelay.net.trace_context import HEADER
 from kvrelay.router.admission import Admission, Ask
+from kvrelay.router.adoption import Adoption
 from kvrelay.router.auth import current_caller
 from kvrelay.router.client_messages import event_bytes
 from kvrelay.router.config import RouterConfig
@@ -43,6 +44,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         metrics: RouterMetrics,
         info: ServerInfo,
         sessions: Sessions,
+        adoption: Adoption,
     ) -> None:
         self._config = config
         self._fleet = fleet
@@ -52,6 +54,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         self._metrics = metrics
         self._info = info
         self._sessions = sessions
+        self._adoption = adoption
         self._reader = MessageReader(config.max_message_bytes, texts.longest_token_bytes)
 
     @with_status
@@ -144,11 +147,11 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
     ) -> pb.OpenSessionResponse:
         """Begins a session of the caller's."""
         self._reader.check_size("history", message.ByteSize())
-        limits = self._fleet.limits()
-        limits.check_prompt("history", len(message.history.ids))
-        session = self._sessions.open(current_caller(), message, limits.vocab_size)
+        session = await self._adoption.open(current_caller(), message)
         return pb.OpenSessionResponse(
-            session_id=session.session_id, idle_timeout_seconds=session.idle_timeout_seconds
+            session_id=session.session_id,
+            idle_timeout_seconds=session.idle_timeout_seconds,
+            tokens=len(session.tokens),
         )
 
     @with_status

@@ -33,6 +33,7 @@ from kvrelay.router.errors import (
 )
 from kvrelay.router.metrics import SESSION_ENDS, SESSION_TURNS, RouterMetrics
 from kvrelay.v1 import inference_pb2 as pb
+from kvrelay.wire.history_digest import digest_tokens, history_digest
 
 MAX_SESSION_ID_BYTES: Final = 128
 _EXPIRY_SECONDS: Final = 1.0
@@ -73,6 +74,10 @@ class Session:
     """Request id and fingerprint of the last turn that ended well, and the history before it."""
     counted_tokens: int = 0
     """Of --max-session-tokens: the history's, or the running turn's input if that is longer."""
+    history_digest: str = ""
+    """Of its history; empty if that is empty."""
+    known_to: set[str] = field(default_factory=set)
+    """The incarnations that may have a history of it, though their stream may have ended."""
 
 
 class Turn:
@@ -122,6 +127,11 @@ class Turn:
         return self._session.most_kept_tokens
 
     @property
+    def is_over(self) -> bool:
+        """Whether its session is closed: it is a part of no history."""
+        return self._session.closed
+
+    @property
     def is_first(self) -> bool:
         """Whether its prompt begins the conversation."""
         return not self.history
@@ -143,16 +153,17 @@ class Turn:
         """Let its input be a history. Raises `SessionsFull` if the sessions have no room for it."""
         self._sessions.take_room(self._session, num_tokens)
 
-    def end(self, tokens: Sequence[int] | None, worker: str) -> None:
+    def end(self, tokens: Sequence[int] | None, worker: str, digest: str = "") -> None:
         """The turn has ended: the next one may begin. Later calls do nothing.
 
         Args:
             tokens: prompt and output, if it has ended well; None: the history stays as it was.
             worker: the incarnation that has generated last; empty: none has.
+            digest: of `tokens`; empty: it is made here.
         """
         if not self._ended:
             self._ended = True
-            self._sessions.end_turn(self._session, self, tokens, worker)
+            self._sessions.end_turn(self._session, self, tokens, worker, digest)
 
 
 class Sessions:
@@ -174,7 +185,7 @@ class Sessions:
     ) -> None:
         self._config = config
         self._metrics = metrics
-        self._forget = forget
+        self._tell_to_forget = forget
         self._clock = clock
         self._sessions: dict[tuple[str, str], Session] = {}  # by owner and id
         self._by_name: dict[str, Session] = {}
@@ -198,11 +209,7 @@ class Sessions:
                 takes of one caller.
         """
         session_id = message.session_id or uuid.uuid4().hex
-        self._check_open(message, vocab_size)
-        if (caller.name, session_id) in self._sessions:
-            raise SessionExists(session_id)
-        self._check_number(caller.name)
-        self._check_tokens(caller.name, max(len(message.history.ids), 1))
+        self.check_open(caller, message, vocab_size, len(message.history.ids))
         longest = self._config.session_timeout
         asked = message.idle_timeout_seconds if message.HasField("idle_timeout_seconds") else None
         has_cap = message.HasField("max_kept_tokens")
@@ -216,10 +223,21 @@ class Sessions:
             tokens=array("I", message.history.ids),
             idle_since=self._clock(),
         )
+        session.history_digest = message.history_digest or history_digest(session.tokens)
         self._sessions[caller.name, session_id] = self._by_name[session.name] = session
         self._num_by_owner[caller.name] += 1
         self._count(session, len(session.tokens))
         return session
+
+    def check_open(
+        self, caller: Caller, message: pb.OpenSessionRequest, vocab_size: int, tokens: int
+    ) -> None:
+        """Raises what `open` would raise with a history of so many tokens."""
+        self._check_fields(message, vocab_size)
+        if message.session_id and (caller.name, message.session_id) in self._sessions:
+            raise SessionExists(message.session_id)
+        self._check_number(caller.name)
+        self._check_tokens(caller.name, max(tokens, 1))
 
     def close(self, caller: Caller, session_id: str) -> None:
         """End a session of the caller's; a turn that runs goes on to its end.
@@ -232,6 +250,14 @@ class Sessions:
     def of(self, caller: Caller) -> list[Session]:
         """The caller's sessions, the oldest first."""
         return [one for one in self._sessions.values() if one.owner == caller.name]
+
+    def find_history(self, caller: Caller, digest: str) -> array[int] | None:
+        """The history of a session of the caller's that a digest names; None: none has it."""
+        tokens = digest_tokens(digest)
+        for one in self.of(caller):
+            if len(one.tokens) == tokens and one.history_digest == digest:
+                return one.tokens
+        return None
 
     def idle_seconds(self, session: Session) -> float:
         """Since its last turn has ended; 0 while one runs."""
@@ -312,24 +338,30 @@ class Sessions:
             self._count(session, num_tokens)
 
     def end_turn(
-        self, session: Session, turn: Turn, tokens: Sequence[int] | None, worker: str
+        self,
+        session: Session,
+        turn: Turn,
+        tokens: Sequence[int] | None,
+        worker: str,
+        digest: str = "",
     ) -> None:
         """A turn has ended; see `Turn.end`, which alone calls this."""
         self._metrics.count(SESSION_TURNS, outcome="failed" if tokens is None else "completed")
+        if worker:
+            session.known_to.add(worker)
         if session.closed:
-            self._forget_on(worker, session)
-            self._forget_on(session.worker, session)
+            self._forget(session)
         elif tokens is not None:
-            session.tokens = array("I", tokens)
+            session.tokens = tokens if isinstance(tokens, array) else array("I", tokens)
+            session.history_digest = digest or history_digest(session.tokens)
             session.num_turns += 1
             session.last_turn = (*turn.request, len(turn.history))
-            if session.worker != worker:
-                self._forget_on(session.worker, session)
             session.worker = worker
+            self._forget(session, but=worker)
             kept = len(tokens) - 1
             session.kept_tokens = kept if kept <= session.most_kept_tokens else 0
         elif worker != session.worker:
-            self._forget_on(worker, session)  # it may have finished what the router gave up
+            self._forget(session, but=session.worker)  # it may have finished what was given up
         if not session.closed:
             self._count(session, len(session.tokens))
         self._pass_on(session)
@@ -368,7 +400,7 @@ class Sessions:
             raise UnknownSession(session_id)
         return session
 
-    def _check_open(self, message: pb.OpenSessionRequest, vocab_size: int) -> None:
+    def _check_fields(self, message: pb.OpenSessionRequest, vocab_size: int) -> None:
         for name, text in (("session_id", message.session_id), ("cache_salt", message.cache_salt)):
             if len(text.encode()) > MAX_SESSION_ID_BYTES:
                 raise InvalidField(name, f"must have at most {MAX_SESSION_ID_BYTES} bytes")
@@ -452,15 +484,17 @@ class Sessions:
             del self._num_by_owner[session.owner], self._tokens_by_owner[session.owner]
         session.closed = True
         self._metrics.count(SESSION_ENDS, reason=why)
-        self._forget_on(session.worker, session)
+        self._forget(session)
         while session.waiting:
             turn = session.waiting.popleft()
             if not turn.done():
                 turn.set_exception(UnknownSession(session.session_id))
 
-    def _forget_on(self, worker: str, session: Session) -> None:
-        if worker:
-            self._forget(worker, session.name)
+    def _forget(self, session: Session, but: str = "") -> None:
+        """Let all workers that may have something of a session forget it, but for this one."""
+        for worker in sorted(session.known_to - {but}):
+            self._tell_to_forget(worker, session.name)
+        session.known_to &= {but}
 
 
 def _count_shared(one: array[int], other: array[int], at_least: int) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from array import array
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -126,6 +127,8 @@ class WorkerLink:
         """By the attempts' numbers."""
         self._commands: asyncio.Queue[worker_pb2.AttachRequest | None] = asyncio.Queue()
         self._sent = SentPrompts()
+        self._to_forget: list[str] = []
+        """Sessions that ended while it was not attached."""
         self._watching = False
         self._progress: tuple[RequestProgress, ...] = ()
 
@@ -175,15 +178,24 @@ class WorkerLink:
         submission: Submission,
         listener: Listener,
         prefill: WorkerInfo | None = None,
+        lent_tokens: int = 0,
     ) -> None:
-        """Sends an attempt to the worker, which must be ready. Does not block."""
+        """Sends an attempt to the worker, which must be ready. Does not block.
+
+        Args:
+            submission: the attempt.
+            listener: hears what the worker reports of it.
+            prefill: computes the input; None: this worker does.
+            lent_tokens: of the input, that this worker is expected to have read before it computes.
+        """
         assert self.ready, f"{self.endpoint.name} is not ready"
         role, input_tokens = self.endpoint.role, len(submission.input_ids)
         cached, expected = 0, None
         if marks := submission.request.marks:
             cached = self._expect_hit(submission, computes=prefill is None)
             expected = self._prefixes.expect(self.endpoint.incarnation, marks)
-        cached = max(cached, self._kept_tokens(submission, computes=prefill is None))
+        kept = self._kept_tokens(submission, computes=prefill is None)
+        cached = max(cached, kept, min(lent_tokens, input_tokens - 1))
         # On a worker that generates, what is cached takes room as the rest does.
         room_tokens = input_tokens - cached * (role is WorkerRole.PREFILL)
         computed_first = submission.request.priority <= 0 and prefill is None
@@ -203,9 +215,22 @@ class WorkerLink:
         return min(submission.kept_on(self.endpoint.incarnation), len(submission.input_ids) - 1)
 
     def forget_session(self, name: str) -> None:
-        """Tells the worker to keep nothing of a session; does nothing if it is not attached."""
+        """Tells the worker to keep nothing of a session, now or when it is attached again."""
         if self.ready:
             self._commands.put_nowait(_message(ForgetSessionRequest(name)))
+        else:
+            self._to_forget.append(name)
+
+    async def find_history(self, owner: str, digest: str, seconds: float) -> array[int]:
+        """Ask the worker for the history of a session of this owner; empty: it has none.
+
+        Raises `AioRpcError` if it does not answer in time.
+        """
+        request = worker_pb2.FindHistoryRequest(owner=owner, digest=digest)
+        async with self._open_channel() as channel:
+            stub = worker_pb2_grpc.WorkerServiceStub(channel)
+            answer = await stub.FindHistory(request, timeout=seconds)
+        return array("I", answer.token_ids)
 
     def _expect_hit(self, submission: Submission, *, computes: bool) -> int:
         """How many tokens of the prompt are to be reused here, as is expected."""
@@ -307,6 +332,9 @@ class WorkerLink:
         if step.load is not None or not self.ready:
             self.ready = True
             self._on_change(self)
+        names, self._to_forget = self._to_forget, []
+        for name in names:
+            self.forget_session(name)
         if step.progress is not None:
             self._progress = step.progress.requests
         if step.prefixes is not None and self._prefixes.take(self.endpoint, step.prefixes):

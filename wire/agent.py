@@ -51,3 +51,5 @@ class AgentDescription:
     """Pages beside the pools, like the first one's, to probe the transport with."""
     model: ModelDigest
     """What computes the pages' KV."""
+    host_pools: tuple[PoolDescription, ...] = ()
+    """The host tier's, one for each of `pools`, in main memory; none: there is no such tier."""

@@ -73,6 +73,8 @@ class Grant:
     """The whole prompt is reserved."""
 
     history: History | None = None
+    reads_host: bool = False
+    """Pages of the prefill side's host may be announced."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +97,8 @@ class Announce:
     runs: tuple[PageRun, ...]
     first_tokens: tuple[FirstToken, ...] = ()
     """Of every output that is wanted, in order; only on the last announcement."""
+    from_host: bool = False
+    """The pages lie in the prefill side's host pool; they were computed for an earlier request."""
 
 
 class Place(NamedTuple):

@@ -20,7 +20,7 @@ class PoolCounts:
     pool: str
     """Of pages: ``full``, ``window`` or ``latent``, with ``draft_`` before it for a draft model's.
 
-    Or ``host``, whose pages are those of all these pools together, or ``rows``.
+    Or ``host`` or ``storage``, whose pages are those of all these pools together, or ``rows``.
     """
     page_size: int
     """Tokens a page; 0 for rows."""
@@ -129,6 +129,8 @@ class WorkerLoad:
     """Of a decode worker: the prefill workers that it has met."""
     quarantine: tuple[QuarantineState, ...] = ()
     """What is in quarantine, by reason."""
+    storage_error: str = ""
+    """Why nothing is written to storage; empty if it is, or if there is none."""
     session_locked_tokens: int = 0
     """Of cached prefixes, that sessions lock between their turns: they come back when needed."""
 
@@ -186,6 +188,6 @@ class WorkerStatus:
     """Where it publishes KV events; empty if it does not."""
 
     def for_tenants(self) -> WorkerStatus:
-        """Without what tells of other tenants' prompts."""
-        load = replace(self.load, reused_share=0.0)
+        """Without what tells of other tenants' prompts, or of this machine's files."""
+        load = replace(self.load, reused_share=0.0, storage_error="")
         return replace(self, load=load, kv_events_address="")

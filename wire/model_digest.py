@@ -20,7 +20,7 @@ class ModelDigest:
     tokenizer: str
     """SHA-256 of tokenizer.json."""
     dtype: str
-    """Of weights, activations and KV, e.g. ``bfloat16``."""
+    """Of activations, e.g. ``bfloat16``; that of KV is part of `layout`."""
     layout: str
     """Hash of what a token's KV is in each pool. Page sizes and orders do not belong to it."""
     draft: str

@@ -117,7 +117,12 @@ class SamplingParams:
     @property
     def edits_logits(self) -> bool:
         """Whether logits are changed before the temperature."""
-        return bool(self.logit_bias) or (
+        return bool(self.logit_bias) or self.reads_output
+
+    @property
+    def reads_output(self) -> bool:
+        """Whether they are changed by which tokens have come before."""
+        return (
             self.frequency_penalty != 0
             or self.presence_penalty != 0
             or self.repetition_penalty != 1

@@ -15,7 +15,7 @@ _IDLE_STEPS: Final = 2.5
 _OWN_STEPS: Final = 1.5
 """And at least as long as so many steps of its batch without prompts: beside a large batch
 prompts would starve otherwise."""
-_BACKLOG_STEPS: Final = 3
+_BACKLOG_STEPS: Final = 6
 _MOST_IDLE_STEPS: Final = 16
 """A backlog is computed in so many steps, or more, which take as long as so many idle ones at most:
 with small chunks it would take much longer in all, as each step has a cost of its own."""

@@ -19,6 +19,7 @@ from benchmarks.router_scale.load import Counts, Figure, Load
 from benchmarks.router_scale.scripted import VOCAB, Caller, ScriptedLink, ScriptedWorker, Stage
 from benchmarks.virtual_time import VirtualLoop
 from kvrelay.router.admission import Admission
+from kvrelay.router.adoption import Adoption
 from kvrelay.router.config import RouterConfig
 from kvrelay.router.discovery import StaticDiscovery
 from kvrelay.router.fleet import Fleet
@@ -80,9 +81,10 @@ class Bench:
                 self._config, fleet, live, texts, metrics, Seeds.of_file(None), structured, sessions
             )
             info = ServerInfo(fleet, live, metrics, sessions)
+            adoption = Adoption(sessions, fleet, metrics)
             services.append(
                 InferenceService(
-                    self._config, fleet, live, admission, texts, metrics, info, sessions
+                    self._config, fleet, live, admission, texts, metrics, info, sessions, adoption
                 )
             )
             running.append(asyncio.create_task(fleet.run()))

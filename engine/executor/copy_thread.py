@@ -7,28 +7,33 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
-
-import torch
+from functools import partial
+from typing import Final
 
 from kvrelay.kv_transfer.work_in_progress import WorkInProgress
 from kvrelay.mem_cache.convert import copy_pages
 from kvrelay.mem_cache.pool import KVPool
+from kvrelay.mem_cache.streams import ImmediateStreams, Streams
 from kvrelay.mem_cache.tier_copies import CopyEnded, PageMoves, copy_moves
 from kvrelay.model_runner.torch_options import wait_for_device
 
 logger = logging.getLogger(__name__)
 
+CLOSE_SECONDS: Final = 10.0
+"""That the end waits for copies; a device may hang for ever."""
+
 
 class CopyThread:
     """A `CopyStream`: makes copies in the order in which they are ordered.
 
-    A copy that fails is told as any other end. On a GPU the thread has a stream of its own, and
-    waits for it: its copies run beside forwards.
+    A copy that fails is told as any other end. On a GPU copies run beside forwards, and the thread
+    waits for each.
 
     Args:
         device_pools: the worker's.
         host_pools: of the same geometries but for the page order.
         on_end: called with each copy's end, on this thread.
+        streams: of the device.
     """
 
     def __init__(
@@ -36,13 +41,16 @@ class CopyThread:
         device_pools: Sequence[KVPool],
         host_pools: Sequence[KVPool],
         on_end: Callable[[CopyEnded], object],
+        streams: Streams | None = None,
     ) -> None:
+        self._streams = streams or ImmediateStreams()
         self._device_pools = device_pools
         self._host_pools = host_pools
         self._on_end = on_end
         self.work = WorkInProgress()
         """The copies that were ordered and have not ended."""
         self._moves: queue.SimpleQueue[PageMoves | None] = queue.SimpleQueue()
+        self._given_up = threading.Event()
         self._thread = threading.Thread(target=self._run, name="copies", daemon=True)
         self._thread.start()
 
@@ -53,28 +61,48 @@ class CopyThread:
         self._moves.put(moves)
 
     def close(self) -> None:
-        """Make the copies that were ordered, then end."""
+        """Make the copies that were ordered, then end; give up what has not ended by then.
+
+        A copy that hangs goes on to use the pools, which stay as long as the process. Those behind
+        it never begin, and nobody hears of them.
+        """
         self._moves.put(None)
-        self._thread.join()
+        self._thread.join(CLOSE_SECONDS)
+        if self._thread.is_alive():
+            self._given_up.set()
+            logger.error(
+                "copies between the device and the host have not ended for %g s: %d are given up",
+                *(CLOSE_SECONDS, self.work.count),
+            )
 
     def _run(self) -> None:
-        stream = self._make_stream()
-        while (moves := self._moves.get()) is not None:
-            begun, error = time.monotonic(), ""
-            try:
-                with torch.cuda.stream(stream):
-                    copy_moves(moves, self._device_pools, self._host_pools)
-                    if stream is not None:
-                        stream.synchronize()
-            except Exception as failed:  # whatever it was, the engine must hear of it
-                logger.exception("a copy of %d pages failed", len(moves.host_pages))
-                error = f"{type(failed).__name__}: {failed}"
+        entering = _error_of(self._streams.enter_thread, "a thread for copies")
+        while (moves := self._moves.get()) is not None and not self._given_up.is_set():
+            begun = time.monotonic()
+            error = entering or self._copy(moves)
             self.work.end()
+            if self._given_up.is_set():
+                return
             self._on_end(CopyEnded(moves.operation, time.monotonic() - begun, error))
 
-    def _make_stream(self) -> torch.cuda.Stream | None:
-        device = self._device_pools[0].data.device
-        return torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+    def _copy(self, moves: PageMoves) -> str:
+        """Make a copy, and wait until nothing of it moves any more; why it is not whole, or ""."""
+        stream, name = self._streams.copies, f"a copy of {len(moves.host_pages)} pages"
+        copy = partial(copy_moves, moves, self._device_pools, self._host_pools)
+        failed = _error_of(partial(stream.launch, copy), name)
+        # One that failed may have begun.
+        failed_later = _error_of(lambda: stream.record().wait(), name)
+        return failed or failed_later
+
+
+def _error_of(call: Callable[[], None], name: str) -> str:
+    """Call it; why it failed, or ""."""
+    try:
+        call()
+    except Exception as error:  # whatever it was, the engine must hear of it
+        logger.exception("%s failed", name)
+        return f"{type(error).__name__}: {error}"
+    return ""
 
 
 def measure_bytes_per_second(

@@ -24,15 +24,20 @@ class ForwardFailedError(Exception):
         self.breaks_device = breaks_device
 
     @classmethod
-    def of(cls, error: Exception, num_requests: int, *, copied: bool) -> ForwardFailedError:
+    def of(
+        cls, error: Exception, num_requests: int, *, copied: bool, beside: bool = False
+    ) -> ForwardFailedError:
         """What an error of a forward that computed so many requests means.
 
-        Without the page copies before it, requests of later steps have wrong pages, too.
+        Without the page copies before it, requests of later steps have wrong pages, too. A device
+        that is broken says so at every event: `beside` is whether it had another forward, which
+        may be to blame.
         """
+        is_broken = breaks_device(error)
         return cls(
             f"{type(error).__name__}: {error}",
-            alone=num_requests == 1,
-            breaks_device=breaks_device(error) or not copied,
+            alone=num_requests == 1 and not (is_broken and beside),
+            breaks_device=is_broken or not copied,
         )
 
 

@@ -1,47 +1,79 @@
-"""Executes a step: builds its batch, runs the forward, samples, and moves the token states on.
+"""Executes a step: builds its batch, launches the forward and the sampling, reads what came of it.
 
 All of it runs on the forward thread. The batch is built here and not where the step
 was planned, because only now is it known which tokens the step before has sampled.
+
+A device works by itself. There a step is launched while the one before it runs::
+
+    host      launch N            launch N+1         home of N: read N         launch N+2
+    forward             [ N: forward, sampling ][ N+1: forward, sampling ]
+    results                                     [N's ids to the host]
+
+What N has sampled N+1 takes on the device, where it lies. A step that cannot be launched
+without knowing these tokens waits for them (`must_wait`). On a CPU a step has run when it is
+launched.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol, TypeVar
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Final, Protocol, TypeVar
 
-import numpy as np
 import torch
 
 from kvrelay.engine.executor.grammar_masks import NO_MASKS, Allowed, GrammarMasks
-from kvrelay.engine.executor.step import Scheduled, Step, StepEnded, StepOutput
-from kvrelay.engine.executor.token_state import TokenState
+from kvrelay.engine.executor.step import LaunchedStep, Scheduled, Step, StepEnded, StepOutput
+from kvrelay.engine.executor.step_batch import (
+    AwaitedIds,
+    Drafts,
+    Items,
+    LogitRows,
+    count_work,
+    find_awaited,
+    make_batch,
+    stage,
+)
+from kvrelay.engine.executor.token_state import UNKNOWN, PendingToken, TokenState
 from kvrelay.mem_cache.convert import copy_pages
 from kvrelay.mem_cache.pool import KVPool
 from kvrelay.mem_cache.sharing import PageCopy
+from kvrelay.mem_cache.streams import ImmediateStreams, StagingSet, Streams
 from kvrelay.model_runner.batch import ForwardBatch, Int32Array
 from kvrelay.model_runner.sampling.prompt_scores import score_prompt
 from kvrelay.model_runner.sampling.sampler import Sampled, SamplingRow
-from kvrelay.model_runner.sampling.verify import DraftedSequence, verify
-from kvrelay.model_runner.torch_options import wait_for_device
+from kvrelay.model_runner.sampling.step_sampling import (
+    Bring,
+    DeviceSampling,
+    Draw,
+    HostSampling,
+    StepSampling,
+)
+from kvrelay.model_runner.sampling.verify import DraftedSequence
 from kvrelay.text.grammar import GrammarError
 from kvrelay.wire.output import SampledToken
-from kvrelay.wire.speeds import StepWork
+from kvrelay.wire.speeds import NO_WORK, StepWork
 
 logger = logging.getLogger(__name__)
 
-Drafts = Sequence[Sequence[int]]
-"""Drafted tokens of each item of a step; empty for those without any."""
-Items = Sequence[Scheduled[object]]
-"""Those of a step that are computed."""
 RequestT = TypeVar("RequestT")
+_NO_SAMPLING: Final = HostSampling(())
+"""Of a step that computes nothing."""
+Samples = Iterator[list[Sampled]]
+"""Those of each choice of a step's items, in order."""
 
 
 class Model(Protocol):
     """The part of `ModelRunner` that a step needs."""
 
-    def forward(self, batch: ForwardBatch) -> torch.Tensor:
-        """Compute a batch, write its KV, and return logits: a row for each of `logit_rows`."""
+    def launch(self, batch: ForwardBatch) -> torch.Tensor:
+        """Compute a batch and write its KV, by work on the current stream.
+
+        Returns:
+            logits: a row for each of `logit_rows`.
+        """
         ...
 
 
@@ -70,47 +102,80 @@ class PageCopier:
         self._pools = pools
 
     def __call__(self, copies: Sequence[PageCopy]) -> None:
-        """Make the copies; they are there on return, for peers and for forwards that follow."""
+        """Make the copies, by work on the current stream."""
         for number, pool in enumerate(self._pools):
             sources = [copy.source for copy in copies if copy.pool == number]
             targets = [copy.target for copy in copies if copy.pool == number]
             copy_pages(pool, sources, pool, targets)
-        # A step without a forward would end before its copies: nothing else waits for them.
-        for device in {pool.data.device for pool in self._pools}:
-            wait_for_device(device)
 
 
-class LogitRows:
-    """Which rows of a step's logits belong to which item.
+@dataclass(eq=False, slots=True)
+class ChunkScores:
+    """The log-probabilities of the prompt tokens that follow those of a chunk."""
 
-    The rows of one item follow each other, in the order of the items::
+    rows: slice
+    """Of the step's logits."""
+    following: Sequence[int]
+    """The tokens after these rows' own."""
+    count: int
+    """Of the likeliest tokens beside each."""
+    logits: torch.Tensor | None = None
+    """These rows, kept until they are on the host: a device's memory that nobody refers to is
+    given to the next forward."""
+    home: torch.Tensor | None = None
 
-        scored                   | sampled
-        one for each token whose | one for each choice, all of | one for each
-        follower is scored       | the last known token        | draft
+    def take(self, logits: torch.Tensor) -> None:
+        """Keep what is needed of a step's logits."""
+        self.logits = logits[self.rows]
 
-    `make_batch` asks the model for these rows, `read_logits` reads them.
+    def send_home(self, bring: Bring) -> None:
+        """Copy it to the host; called by work behind `take`."""
+        assert self.logits is not None
+        self.home = bring(self.logits)
+
+    def read(self) -> Sequence[SampledToken]:
+        """Compute them, once that work has run."""
+        assert self.home is not None
+        return score_prompt(self.home, self.following, self.count)
+
+
+@dataclass(eq=False, slots=True)
+class LaunchedForward(LaunchedStep[RequestT]):
+    """A step of `ModelExecutor`.
+
+    Work on a stream reads no token state: these have moved on before it runs.
     """
 
-    def __init__(self) -> None:
-        self.tokens: list[int] = []
-        """For each row, the place of its token in the batch."""
-        self.scored: list[slice] = []
-        """For each item, its rows of prompt tokens; may be empty."""
-        self.sampled: list[int] = []
-        """The rows of all items that are sampled from, or that drafts are verified with."""
+    live: Sequence[int] = ()
+    """Of the step's items, those that are computed. The lists below have one for each."""
+    items: Items = ()
+    drafts: Drafts = ()
+    allowed: Mapping[int, Allowed] = field(default_factory=dict)
+    """What grammars allow, by the place in `items`."""
+    num_tokens: int = 0
+    work: StepWork = NO_WORK
+    logits: torch.Tensor | None = None
+    """From the forward until it is sampled from."""
+    sampling: StepSampling = _NO_SAMPLING
+    scores: Sequence[ChunkScores | None] = ()
+    places: list[int] = field(default_factory=list)
+    """In each one's `token_ids`, where the token stands that is to come; -1: it has no place."""
 
-    def add(self, item: Scheduled[object], draft: Sequence[int], begin: int) -> None:
-        """Add the rows of the next item, whose tokens begin at place `begin` in the batch."""
-        first = len(self.tokens)
-        num_scored = _num_scored(item)
-        self.tokens += range(begin, begin + num_scored)
-        self.scored.append(slice(first, first + num_scored))
-        if item.sample:
-            last = begin + item.num_tokens - 1
-            self.tokens += [last] * len(item.token_state.choices)
-            self.tokens += range(last + 1, last + 1 + len(draft))
-            self.sampled += range(first + num_scored, len(self.tokens))
+    def sample(self, rows: LogitRows) -> None:
+        """Sample from the logits; work on the forward's stream."""
+        assert self.logits is not None
+        for scores in self.scores:
+            if scores is not None:
+                scores.take(self.logits)
+        self.sampling.launch(rows.select_sampled(self.logits))
+        self.logits = None
+
+    def send_home(self, bring: Bring) -> None:
+        """Copy the results to the host; work behind `sample`."""
+        for scores in self.scores:
+            if scores is not None:
+                scores.send_home(bring)
+        self.sampling.send_home(bring)
 
 
 class ModelExecutor:
@@ -118,9 +183,11 @@ class ModelExecutor:
 
     Args:
         model: runs the forwards.
-        copy: copies whole pages within their pools.
+        copy: copies whole pages within their pools, by work on the current stream.
         drafter: None: every step yields one token a request.
         masks: of what grammars allow; None: no request has a grammar.
+        streams: of the model's device.
+        draw: samples on the device; None: the host samples, and each step waits for its logits.
     """
 
     def __init__(
@@ -129,37 +196,102 @@ class ModelExecutor:
         copy: Callable[[Sequence[PageCopy]], None],
         drafter: Drafter | None = None,
         masks: GrammarMasks | None = None,
+        streams: Streams | None = None,
+        draw: Draw | None = None,
     ) -> None:
         self._model = model
         self._copy = copy
         self._drafter = drafter
         self._masks = masks
+        self._streams = streams or ImmediateStreams()
+        self._staging = self._streams.make_staging()
+        self._draw = draw
 
     def copy(self, copies: Sequence[PageCopy]) -> None:
-        """Copy pages, for the forwards that follow. Raises whatever the copy raises."""
-        self._copy(copies)
+        """See `Executor`. Raises whatever the copy raises."""
+        self._streams.forward.launch(partial(self._copy, copies))
 
-    def execute(self, step: Step[RequestT]) -> StepEnded[RequestT]:
-        """Compute one step. An error that concerns one request alone is in its `StepOutput`."""
+    def must_wait(self, step: Step[RequestT]) -> bool:
+        """See `Executor`."""
+        return any(self._needs_tokens(item) for item in step.scheduled)
+
+    def launch(self, step: Step[RequestT]) -> LaunchedStep[RequestT]:
+        """See `Executor`."""
         # A request may have ended, or failed, by the step before this one.
         live = [i for i, item in enumerate(step.scheduled) if item.is_live]
-        outputs = [StepOutput(error=item.token_state.broken) for item in step.scheduled]
-        if not live:
-            return StepEnded(step, outputs)
         items = [step.scheduled[i] for i in live]
-        tables = [table[live] for table in step.page_tables]
-        drafts = self._propose(items, tables)
-        masks = NO_MASKS
+        launched: LaunchedForward[RequestT] = LaunchedForward(step, live=live, items=items)
+        staging = self._staging.begin()
+        rows = self._launch_forward(launched, staging) if live else LogitRows()
+        results = self._streams.results
+        results.wait_for(self._streams.forward.record())
+        results.launch(partial(launched.send_home, staging.bring))
+        launched.home = results.record()
+        staging.use_until(launched.home)
+        _move_on(launched, rows)
+        return launched
+
+    def finish(self, launched: LaunchedStep[RequestT]) -> StepEnded[RequestT]:
+        """See `Executor`."""
+        assert isinstance(launched, LaunchedForward), "another executor has launched it"
+        launched.home.wait()
+        step = launched.step
+        outputs = [StepOutput(error=item.token_state.broken) for item in step.scheduled]
+        if None not in [item.token_state.broken for item in launched.items]:
+            # The step before has ended them: as if this one had not been launched.
+            return StepEnded(step, outputs)
+        samples = iter(launched.sampling.read())
+        for place, index in enumerate(launched.live):
+            outputs[index] = _read(launched, place, samples)
+        return StepEnded(step, outputs, num_tokens=launched.num_tokens, work=launched.work)
+
+    def wait(self) -> None:
+        """See `Executor`."""
+        self._streams.forward.record().wait()
+        self._streams.results.record().wait()
+
+    def _needs_tokens(self, item: Scheduled[object]) -> bool:
+        """Whether an item cannot be launched before the host knows its latest tokens."""
+        pending, sampling = item.token_state.pending, item.token_state.sampling
+        if pending is None:
+            return False
+        is_on_device = self._draw is not None and pending.is_sure
+        reads = sampling.reads_output or sampling.structured_output is not None
+        return reads or item.num_drafts > 0 or not is_on_device
+
+    def _launch_forward(
+        self, launched: LaunchedForward[RequestT], staging: StagingSet
+    ) -> LogitRows:
+        """Launch the forward of its items, and what is sampled from it."""
+        items, forward = launched.items, self._streams.forward
+        tables = [table[launched.live] for table in launched.step.page_tables]
+        drafts, masks = self._propose(items, tables), NO_MASKS
         if self._masks is not None:
             drafts, masks = self._masks.begin(items, drafts)
+        launched.drafts = drafts
         batch, rows = make_batch(items, drafts, tables)
-        work = count_work(items, batch)
-        logits = self._model.forward(batch)
+        launched.num_tokens, launched.work = len(batch.input_ids), count_work(items, batch)
+        launched.scores = [
+            _chunk_scores(item, own) for item, own in zip(items, rows.scored, strict=True)
+        ]
+        awaited = None
+        if not self._streams.is_immediate:
+            awaited = find_awaited(items, batch.query_start, staging)
+            batch = stage(batch, staging)
+        forward.launch(partial(self._forward, launched, batch, awaited))
         self._follow(items, tables)
-        read = read_logits(logits, rows, items, drafts, masks.wait())
-        for i, output in zip(live, read, strict=True):
-            outputs[i] = output
-        return StepEnded(step, outputs, num_tokens=len(batch.input_ids), work=work)
+        launched.allowed = masks.wait()
+        drafted = _drafted_sequences(launched)
+        draw = self._draw
+        launched.sampling = DeviceSampling(draw, drafted) if draw else HostSampling(drafted)
+        forward.launch(partial(launched.sample, rows))
+        return rows
+
+    def _forward(
+        self, launched: LaunchedForward[RequestT], batch: ForwardBatch, awaited: AwaitedIds | None
+    ) -> None:
+        """Compute a batch; work on the forward's stream."""
+        launched.logits = self._model.launch(batch if awaited is None else awaited.put_into(batch))
 
     def _propose(self, items: Items, tables: Sequence[Int32Array]) -> Drafts:
         """Draft for the items that want drafts and may generate a token behind them."""
@@ -195,118 +327,71 @@ class ModelExecutor:
             logger.exception("the drafter could not follow a prompt")
 
 
-def make_batch(
-    items: Items, drafts: Drafts, page_tables: Sequence[Int32Array]
-) -> tuple[ForwardBatch, LogitRows]:
-    """Lay the items' next tokens end to end, each item's drafts behind its own tokens.
-
-    Returns:
-        The batch, and which of the rows of logits that it asks for belong to which item.
-    """
-    input_ids: list[int] = []
-    lengths: list[int] = []
-    ends: list[int] = []
-    rows = LogitRows()
-    for item, draft in zip(items, drafts, strict=True):
-        state, begin = item.token_state, len(input_ids)
-        input_ids += state.token_ids[state.kv_len : state.kv_len + item.num_tokens]
-        input_ids += draft
-        rows.add(item, draft, begin)
-        lengths.append(len(input_ids) - begin)
-        ends.append(state.kv_len + len(input_ids) - begin)
-    counts, seq_lens = np.array(lengths), np.array(ends)
-    query_start = np.concatenate(([0], np.cumsum(counts)))
-    # Every token's place in its own query, plus where that begins in its sequence.
-    positions = np.arange(query_start[-1]) + np.repeat(seq_lens - query_start[1:], counts)
-    batch = ForwardBatch(
-        input_ids=np.array(input_ids, np.int64),
-        positions=positions.astype(np.int64),
-        query_start=query_start.astype(np.int32),
-        seq_lens=seq_lens.astype(np.int32),
-        page_tables=tuple(page_tables),
-        logit_rows=np.array(rows.tokens, np.int64),
-    )
-    return batch, rows
+def _chunk_scores(item: Scheduled[object], rows: slice) -> ChunkScores | None:
+    """What is to be scored of an item's chunk, if anything is."""
+    state, count = item.token_state, rows.stop - rows.start
+    if not count:
+        return None
+    assert state.prompt_logprobs is not None
+    following = state.token_ids[state.kv_len + 1 : state.kv_len + 1 + count]
+    return ChunkScores(rows, following, state.prompt_logprobs)
 
 
-def count_work(items: Items, batch: ForwardBatch) -> StepWork:
-    """What a batch computes, before its tokens move the items' token states on."""
-    in_prompt = np.array([item.token_state.in_prompt for item in items])
-    ends = batch.seq_lens.astype(np.int64)
-    if not in_prompt.any():
-        return StepWork(rows=len(items), row_pairs=int(ends.sum()))
-    counts = np.diff(batch.query_start)[in_prompt]
-    # Each token attends to those before it and to itself.
-    pairs = counts * (2 * ends[in_prompt] - counts + 1) // 2
-    rows = ends[~in_prompt]
-    return StepWork(int(counts.sum()), int(pairs.sum()), len(rows), int(rows.sum()))
-
-
-def _num_scored(item: Scheduled[object]) -> int:
-    """Tokens of a chunk, from its first on, whose followers in the prompt are scored."""
-    state = item.token_state
-    if state.prompt_logprobs is None or not state.in_prompt:
-        return 0
-    return max(0, min(item.num_tokens, state.prompt_len - 1 - state.kv_len))
-
-
-def read_logits(
-    logits: torch.Tensor,
-    rows: LogitRows,
-    items: Items,
-    drafts: Drafts,
-    allowed: Mapping[int, Allowed] = NO_MASKS.none,
-) -> list[StepOutput]:
-    """Score, sample and verify from a step's logits; moves the items' token states on.
-
-    `allowed` says what grammars allow, by the items' indices.
-    """
-    scores = [_score(logits, own, item) for own, item in zip(rows.scored, items, strict=True)]
-    drafted = [
-        DraftedSequence(_sampling_row(item.token_state, choice, allowed.get(index)), draft)
-        for index, (item, draft) in enumerate(zip(items, drafts, strict=True))
+def _drafted_sequences(launched: LaunchedForward[RequestT]) -> list[DraftedSequence]:
+    """What is sampled: one of each choice of the items that are."""
+    return [
+        DraftedSequence(_sampling_row(item.token_state, choice, launched.allowed.get(index)), draft)
+        for index, (item, draft) in enumerate(zip(launched.items, launched.drafts, strict=True))
         if item.sample
         for choice in item.token_state.choices
     ]
-    # Selecting rows copies them, so not when every row is sampled from.
-    all_sampled = len(rows.sampled) == len(rows.tokens)
-    verified = iter(verify(logits if all_sampled else logits[rows.sampled], drafted))
-    outputs = []
-    for index, (item, draft, prompt_logprobs) in enumerate(zip(items, drafts, scores, strict=True)):
-        choices = item.token_state.choices if item.sample else ()
-        sampled: list[Sampled | GrammarError] = [t for _ in choices for t in next(verified)]
-        if isinstance(error := allowed.get(index), GrammarError):
-            sampled = [error]
-        outputs.append(_advance(item, draft, sampled, prompt_logprobs))
-    return outputs
 
 
-def _score(logits: torch.Tensor, own: slice, item: Scheduled[object]) -> Sequence[SampledToken]:
-    """The log-probabilities of the prompt tokens that follow those of rows `own`, if asked for."""
-    state, count = item.token_state, own.stop - own.start
-    if not count:
-        return ()
-    assert state.prompt_logprobs is not None
-    following = state.token_ids[state.kv_len + 1 : state.kv_len + 1 + count]
-    return score_prompt(logits[own], following, state.prompt_logprobs)
+def _move_on(launched: LaunchedForward[RequestT], rows: LogitRows) -> None:
+    """Move the items' token states on by what the step will surely have written and sampled."""
+    is_home = launched.home.passed()
+    for index, item in enumerate(launched.items):
+        state, is_sure = item.token_state, not launched.drafts[index]
+        state.kv_len += item.num_tokens
+        place = -1
+        if item.sample and len(state.choices) == 1:
+            if is_sure:
+                place = len(state.token_ids)
+                state.token_ids.append(UNKNOWN)
+            if not is_home:
+                row = rows.first_sampled[index]
+                state.pending = PendingToken(launched.sampling, row, is_sure)
+        launched.places.append(place)
 
 
-def _advance(
-    item: Scheduled[object],
-    draft: Sequence[int],
-    sampled: Sequence[Sampled | GrammarError],
-    prompt_logprobs: Sequence[SampledToken],
-) -> StepOutput:
-    """Add what was computed and sampled to an item's token state."""
-    state = item.token_state
+def _read(launched: LaunchedForward[RequestT], index: int, samples: Samples) -> StepOutput:
+    """What came of an item, whose token state gets its tokens."""
+    item = launched.items[index]
+    state, scores = item.token_state, launched.scores[index]
+    choices = state.choices if item.sample else ()
+    sampled: list[Sampled | GrammarError] = [token for _ in choices for token in next(samples)]
+    if isinstance(error := launched.allowed.get(index), GrammarError):
+        sampled = [error]
+    if state.pending is not None and state.pending.sampling is launched.sampling:
+        state.pending = None
+    if state.broken is not None:  # by the step before, whose results were not here at the launch
+        return StepOutput(error=state.broken)
     tokens = [token for token in sampled if isinstance(token, SampledToken)]
     errors = [token for token in sampled if not isinstance(token, SampledToken)]
-    state.kv_len += item.num_tokens
-    if len(state.choices) == 1:
+    state.broken = errors[0] if errors else None
+    _add_tokens(state, tokens, launched.places[index])
+    prompt_logprobs = () if scores is None else scores.read()
+    return StepOutput(tokens, state.broken, len(launched.drafts[index]), prompt_logprobs)
+
+
+def _add_tokens(state: TokenState, tokens: Sequence[SampledToken], place: int) -> None:
+    """Add what was sampled to a token state: at its place, or behind it all."""
+    if place >= 0:
+        if tokens:
+            state.token_ids[place] = tokens[0].token_id
+    elif len(state.choices) == 1:
         state.kv_len += max(len(tokens) - 1, 0)
         state.token_ids += [token.token_id for token in tokens]
-    state.broken = errors[0] if errors else None
-    return StepOutput(tokens, state.broken, len(draft), prompt_logprobs)
 
 
 def _sampling_row(state: TokenState, choice: int, allowed: Allowed | None = None) -> SamplingRow:

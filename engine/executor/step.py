@@ -1,28 +1,22 @@
-"""One forward: what it is to compute, what came of it, and the thread that computes it.
+"""One forward: what it is to compute, what came of it, and what computes it.
 
 Requests are opaque here: a step carries them from the scheduler that planned it back to it.
 """
 
 from __future__ import annotations
 
-import logging
-import queue
-import threading
-import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from kvrelay.engine.executor.failures import ForwardFailedError
 from kvrelay.engine.executor.token_state import TokenState
-from kvrelay.kv_transfer.work_in_progress import WorkInProgress
 from kvrelay.mem_cache.sharing import PageCopy
+from kvrelay.mem_cache.streams import PASSED, Event
 from kvrelay.model_runner.batch import Int32Array
 from kvrelay.text.grammar import GrammarError
 from kvrelay.wire.output import SampledToken
 from kvrelay.wire.speeds import NO_WORK, StepWork
-
-logger = logging.getLogger(__name__)
 
 RequestT = TypeVar("RequestT")
 RequestT_co = TypeVar("RequestT_co", covariant=True)
@@ -83,9 +77,9 @@ class Step(Generic[RequestT_co]):
         return sum([item.num_tokens + item.num_drafts for item in self.scheduled])
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(eq=False, slots=True)
 class StepEnded(Generic[RequestT_co]):
-    """A forward's result."""
+    """A forward's result. Who has launched it adds when that was; then it stays as it is."""
 
     step: Step[RequestT_co]
     outputs: Sequence[StepOutput] = ()
@@ -111,84 +105,76 @@ class StepEnded(Generic[RequestT_co]):
         return failed[0] if failed and None not in failed else None
 
 
+@dataclass(eq=False, slots=True)
+class LaunchedStep(Generic[RequestT]):
+    """A forward that was launched. Until `home` has passed the device may work on it."""
+
+    step: Step[RequestT]
+    home: Event = PASSED
+    """Behind all of it, its page copies before and its results' way to the host included."""
+
+
 class Executor(Protocol):
-    """Runs a step's forward and samples from it. Blocks; has a thread of its own."""
+    """Launches steps in order and ends them in order, on a thread of its own."""
 
     def copy(self, copies: Sequence[PageCopy]) -> None:
-        """Copy pages, for the forwards that follow.
+        """Launch copies of pages, for the forwards that follow.
 
         After an error the worker must end: requests of later steps may need the pages.
         """
         ...
 
-    def execute(self, step: Step[RequestT]) -> StepEnded[RequestT]:
-        """Compute one step. An error that concerns one request alone is in its `StepOutput`."""
+    def launch(self, step: Step[RequestT]) -> LaunchedStep[RequestT]:
+        """Launch a step: its forward, and what it samples. Raises whatever they raise.
+
+        On a device that works by itself one other step may be launched and not ended, but for what
+        `must_wait` says.
+        """
+        ...
+
+    def must_wait(self, step: Step[RequestT]) -> bool:
+        """Whether `step` can be launched only once the tokens of the one before are known."""
+        ...
+
+    def finish(self, launched: LaunchedStep[RequestT]) -> StepEnded[RequestT]:
+        """Wait for a step's results and read them. Moves its requests' token states on.
+
+        An error that concerns one request alone is in its `StepOutput`. Raises what the device
+        says if the forward has failed.
+        """
+        ...
+
+    def wait(self) -> None:
+        """Wait until nothing that was launched runs. Raises what the device says."""
         ...
 
 
-class ForwardThread(Generic[RequestT]):
-    """Computes steps in order, away from the engine thread, which stays responsive.
+class PassingExecutor:
+    """An executor that leaves everything to another one; a base for those that do more.
 
     Args:
-        executor: computes the steps.
-        on_end: called with each step's end, on this thread.
-        on_failure: called once, on this thread, if it must give up.
+        executor: the other one.
     """
 
-    def __init__(
-        self,
-        executor: Executor,
-        on_end: Callable[[StepEnded[RequestT]], None],
-        on_failure: Callable[[str], None],
-    ) -> None:
+    def __init__(self, executor: Executor) -> None:
         self._executor = executor
-        self._on_end = on_end
-        self._on_failure = on_failure
-        self.work = WorkInProgress()
-        """The steps that were launched and have not ended."""
-        self._steps: queue.SimpleQueue[Step[RequestT] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name="forward", daemon=True)
-        self._thread.start()
 
-    def launch(self, step: Step[RequestT]) -> None:
-        """Compute a step after those launched before it."""
-        self.work.begin(step.most_tokens, step.number)
-        self._steps.put(step)
+    def copy(self, copies: Sequence[PageCopy]) -> None:
+        """See `Executor`."""
+        self._executor.copy(copies)
 
-    def close(self) -> None:
-        """Compute what was launched, then end."""
-        self._steps.put(None)
-        self._thread.join()
+    def launch(self, step: Step[RequestT]) -> LaunchedStep[RequestT]:
+        """See `Executor`."""
+        return self._executor.launch(step)
 
-    def _run(self) -> None:
-        try:
-            while (step := self._steps.get()) is not None:
-                ended = execute_or_fail(self._executor, step)
-                self.work.end()
-                self._on_end(ended)
-        except Exception as error:
-            logger.exception("the forward thread gives up")
-            self._on_failure(f"{type(error).__name__}: {error}")
+    def must_wait(self, step: Step[RequestT]) -> bool:
+        """See `Executor`."""
+        return self._executor.must_wait(step)
 
+    def finish(self, launched: LaunchedStep[RequestT]) -> StepEnded[RequestT]:
+        """See `Executor`."""
+        return self._executor.finish(launched)
 
-def execute_or_fail(executor: Executor, step: Step[RequestT]) -> StepEnded[RequestT]:
-    """Compute a step. If the forward fails, no later step computes anything of its requests.
-
-    If its page copies fail, no later step can be right: the error says that the device is broken.
-    """
-    begun, copied = time.monotonic(), False
-    live = [item for item in step.scheduled if item.is_live]
-    try:
-        if step.copies:
-            executor.copy(step.copies)
-        copied = True
-        ended = executor.execute(step)
-    except Exception as error:  # whatever it was, the engine must hear of it
-        logger.exception("a forward of %d requests failed", len(live))
-        failed = ForwardFailedError.of(error, len(live), copied=copied)
-        for item in live:
-            item.token_state.broken = failed
-        outputs = [StepOutput(error=item.token_state.broken) for item in step.scheduled]
-        seconds = time.monotonic() - begun
-        return StepEnded(step, outputs, begun=begun, seconds=seconds, error=failed)
-    return replace(ended, begun=begun, seconds=time.monotonic() - begun)
+    def wait(self) -> None:
+        """See `Executor`."""
+        self._executor.wait()

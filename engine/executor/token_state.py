@@ -6,6 +6,10 @@ verification of drafts it is not even known how many were. So a step says only
 *whose* next tokens it computes; which ones they are, and where they go, is read
 from the `TokenState` when the forward begins.
 
+On a device even that may be too early: the step before has been launched and has not
+run. If it is sure to sample one token, `token_ids` has a place for it, and the device
+takes it from there where it was sampled.
+
 (SGLang's overlap scheduler solves the same with a map of future tokens on the
 device; vLLM's with a batch that its model runner keeps.)
 """
@@ -14,10 +18,26 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Final, NamedTuple
 
 from kvrelay.engine.executor.grammar_progress import GrammarProgress
 from kvrelay.model_runner.sampling.ngram import NgramIndex
+from kvrelay.model_runner.sampling.step_sampling import StepSampling
 from kvrelay.wire.request import SamplingParams, StopConditions
+
+UNKNOWN: Final = -1
+"""In the place of a token that only the device knows."""
+
+
+class PendingToken(NamedTuple):
+    """What a step will add to a request's tokens that was launched and has not ended."""
+
+    sampling: StepSampling
+    """That step's."""
+    row: int
+    """The request's, of its ids."""
+    is_sure: bool
+    """One token comes; else it is not known how many, and `token_ids` has no place for them."""
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
@@ -46,6 +66,8 @@ class TokenState:
     """Why nothing more is computed: what a failed step should have written is missing."""
     ngrams: NgramIndex | None = field(default=None, repr=False)
     """Where its n-grams are, for a drafter that looks them up."""
+    pending: PendingToken | None = field(default=None, repr=False)
+    """None: the host knows all tokens."""
     grammar: GrammarProgress | None = field(default=None, repr=False)
     """How far its output has come in its grammar; made anew of the tokens wherever it goes on."""
 

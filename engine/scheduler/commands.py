@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from array import array
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -140,6 +141,19 @@ class Inspect:
 
 
 @dataclass(frozen=True, slots=True)
+class FindHistory:
+    """A router looks for the history of a session that another one had."""
+
+    owner: str
+    """Whose it must be."""
+    digest: str
+    answer: Callable[[array[int] | None], object]
+    """Called on the engine thread, with its tokens or None."""
+    is_wanted: Callable[[], bool] = lambda: True
+    """Whether anybody still waits for the answer."""
+
+
+@dataclass(frozen=True, slots=True)
 class Drain:
     """Take no more requests: retract those that still come. Those that are here go on."""
 
@@ -174,6 +188,7 @@ Command: TypeAlias = (
     | PeerDied
     | Wake
     | Inspect
+    | FindHistory
     | Drain
     | RetractForDrain
     | GiveUp

@@ -82,7 +82,7 @@ class SchedulerContext(Generic[RequestT]):
         self.links: list[RouterLink] = []
         self.prefixes = PrefixReports(kv_cache.index, kv_cache.shape.page_size)
         """Tells routers what the prefix index has."""
-        self.sessions = SessionTurns(kv_cache, metrics)
+        self.sessions = SessionTurns(kv_cache, metrics, self.faults)
         """The KV that sessions keep between their turns."""
         self.progress = ProgressReports()
         """Tells routers that watch how far their requests have come."""
@@ -298,6 +298,7 @@ class SchedulerContext(Generic[RequestT]):
             fences: transfers that still read or write its pages, besides its last forward.
         """
         self._release_kv_cache(request, outcome, fences)
+        self._leave_storage(request)
         request.has_ended = True
         del self.requests[request.key]
         if end is not None:
@@ -305,6 +306,18 @@ class SchedulerContext(Generic[RequestT]):
                 self.emit(request, tokens, end, timings, choice=choice)
         if request.trace is not None:
             _trace_end(request.trace, request, outcome, end)
+
+    def _leave_storage(self, request: RequestT) -> None:
+        """What storage has of a request is not brought for it any more."""
+        wait, tier = request.storage_wait, self.host_tier
+        if (
+            wait is not None
+            and wait.left_at is None
+            and tier is not None
+            and tier.storage is not None
+        ):
+            wait.left_at = self.kv_cache.clock()
+            tier.storage.leave(wait.prefetch)
 
     def _release_kv_cache(
         self, request: RequestT, outcome: Outcome, fences: Iterable[Fence]
@@ -352,6 +365,7 @@ class SchedulerContext(Generic[RequestT]):
             peers=tuple(peers),
             quarantine=self._quarantine(),
             session_locked_tokens=self.sessions.locked_tokens,
+            storage_error=self._storage_error(),
         )
 
     def _pool_counts(self) -> tuple[PoolCounts, ...]:
@@ -360,6 +374,10 @@ class SchedulerContext(Generic[RequestT]):
             return self.kv_cache.counts()
         *device, rows = self.kv_cache.counts()
         return (*self.host_tier.pool_counts(device), rows)
+
+    def _storage_error(self) -> str:
+        storage = None if self.host_tier is None else self.host_tier.storage
+        return "" if storage is None else storage.state.write_error
 
     def _quarantine(self) -> tuple[QuarantineState, ...]:
         now = self.kv_cache.clock()

@@ -35,6 +35,7 @@ from kvrelay.engine.scheduler.commands import (
     Detach,
     Drain,
     Dropped,
+    FindHistory,
     ForgetSession,
     GiveUp,
     Inbox,
@@ -54,6 +55,7 @@ from kvrelay.engine.scheduler.metrics import AUDIT_FAILURES, FAILED_STEPS
 from kvrelay.engine.scheduler.request import Request
 from kvrelay.engine.scheduler.request_trace import CHUNK, RequestTrace
 from kvrelay.mem_cache.errors import ConservationError
+from kvrelay.mem_cache.storage_orders import StorageEnded
 from kvrelay.mem_cache.tier_copies import CopyEnded
 from kvrelay.wire.load import WorkerLoad
 from kvrelay.wire.progress import RequestProgress
@@ -65,7 +67,7 @@ RequestT_contra = TypeVar("RequestT_contra", bound=Request, contravariant=True)
 MessageT = TypeVar("MessageT")
 MessageT_contra = TypeVar("MessageT_contra", contravariant=True)
 
-EngineMessage: TypeAlias = Command | CopyEnded | StepEnded[RequestT] | MessageT
+EngineMessage: TypeAlias = Command | CopyEnded | StorageEnded | StepEnded[RequestT] | MessageT
 """What arrives in an engine's inbox; `MessageT` are its scheduler's own messages."""
 
 
@@ -199,19 +201,19 @@ class Engine(Generic[RequestT, MessageT]):
         self._context.kv_cache.reclaim()
         if not self._stopping and not self._gives_up:
             self._admit_and_launch()
-        if self._context.host_tier is not None:
-            self._context.host_tier.write_back()
+        tier = self._context.host_tier
+        if tier is not None:
+            tier.write_back()
         for audit in self._audits:
             audit()
         load = self._scheduler.load()
         kv_cache = self._context.kv_cache
-        tier = self._context.host_tier
         self._context.metrics.publish(
             load,
             kv_cache.quarantined_since,
             kv_cache.cache_counts,
             kv_cache.quarantine_counts(),
-            None if tier is None else replace(tier.counts),
+            {} if tier is None else {name: replace(one) for name, one in tier.tier_counts()},
         )
         if self._context.progress.is_due():
             self._context.progress.take(self._scheduler.progress())
@@ -296,7 +298,7 @@ class Engine(Generic[RequestT, MessageT]):
 
     def _handle(self, message: EngineMessage[RequestT, MessageT]) -> None:
         match message:
-            case StepEnded() | CopyEnded():
+            case StepEnded() | CopyEnded() | StorageEnded():
                 self._process_end(message)
             case (
                 Attach()
@@ -314,8 +316,8 @@ class Engine(Generic[RequestT, MessageT]):
                 self._context.metrics.count_dropped(Dropped.INCARNATION)
             case Wake():
                 pass
-            case Inspect():
-                message.look(self._context.kv_cache)
+            case Inspect() | FindHistory():
+                self._answer(message)
             case Drain():
                 self._context.draining = True
                 self._on_drained.append(message.on_drained)
@@ -333,12 +335,23 @@ class Engine(Generic[RequestT, MessageT]):
             case _:
                 self._scheduler.handle(message)
 
-    def _process_end(self, ended: StepEnded[RequestT] | CopyEnded) -> None:
+    def _answer(self, question: Inspect | FindHistory) -> None:
+        if isinstance(question, Inspect):
+            question.look(self._context.kv_cache)
+        elif question.is_wanted():
+            question.answer(self._context.sessions.adopt(question.owner, question.digest))
+
+    def _process_end(self, ended: StepEnded[RequestT] | CopyEnded | StorageEnded) -> None:
         if isinstance(ended, StepEnded):
             self._process_step(ended)
             return
-        assert self._context.host_tier is not None, "a copy has ended that nobody ordered"
-        self._context.host_tier.finish(ended)
+        tier = self._context.host_tier
+        assert tier is not None, "a copy has ended that nobody ordered"
+        if isinstance(ended, CopyEnded):
+            tier.finish(ended)
+        else:
+            assert tier.storage is not None, "nobody has ordered anything of storage"
+            tier.storage.finish(ended)
 
     def _handle_router(self, command: RouterCommand) -> None:
         match command:

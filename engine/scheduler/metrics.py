@@ -21,7 +21,6 @@ from kvrelay.engine.scheduler.commands import Dropped
 from kvrelay.kv_transfer.pull import Pull, PullState
 from kvrelay.mem_cache.counts import CacheCounts, QuarantineCounts, TierCounts
 from kvrelay.mem_cache.fence import FenceKind
-from kvrelay.mem_cache.host_pages import HOST
 from kvrelay.net.metrics import Instruments, Metric, MetricTable, MetricType
 from kvrelay.wire.load import WorkerLoad
 
@@ -107,8 +106,14 @@ SESSION_ENDS: Final = METRICS.counter(
     "kvrelay_session_ends_total",
     "Sessions whose KV was given up, by why: the router said so (forgotten), others needed the "
     "memory (room), the next turn could not go on with it (unusable), a forward failed (failed), "
-    "a window had moved on when a turn was undone (roll_back), or it was too long (too_long)",
+    "a window had moved on when a turn was undone (roll_back), it was too long (too_long), or "
+    "another router goes on with it (adopted)",
     "reason",
+)
+SESSION_HISTORY_TOKENS: Final = METRICS.collected(
+    MetricType.GAUGE,
+    "kvrelay_session_history_tokens",
+    "Tokens that the histories kept for other routers take, 64 for each of them included",
 )
 PAGES: Final = METRICS.collected(
     MetricType.GAUGE,
@@ -183,7 +188,9 @@ TIER_PAGES: Final = METRICS.collected(
     "kvrelay_tier_pages_total",
     "Pages of a tier below the device by what became of them: copied there (written), not kept "
     "there for want of room or because the device used them again first (dropped), brought back "
-    "(loaded), evicted there (evicted), or forgotten after a failed forward (forgotten)",
+    "(loaded), offered to decode workers, which read them from there if they lack them (lent), "
+    "evicted there (evicted), forgotten after a failed forward (forgotten), or found truncated, "
+    "foreign or corrupt and removed (broken)",
     "tier",
     "event",
 )
@@ -209,6 +216,12 @@ TIER_REFUSALS: Final = METRICS.collected(
     "tier",
     "reason",
 )
+STORAGE_OFF: Final = METRICS.collected(
+    MetricType.GAUGE,
+    "kvrelay_storage_writing_off",
+    "1 while nothing is written to --kv-storage because the disk is full or fails; it is tried "
+    "again each minute",
+)
 PREFIX_WAITS: Final = METRICS.counter(
     "kvrelay_prefix_waits_total",
     "Requests that waited for a prefix that another request computed, or read, at that time",
@@ -221,6 +234,10 @@ TRANSFERS: Final = METRICS.counter(
 )
 TRANSFER_BYTES: Final = METRICS.counter("kvrelay_transfer_bytes_total", "KV bytes read from peers")
 TRANSFER_PAGES: Final = METRICS.counter("kvrelay_transfer_pages_total", "KV pages read from peers")
+TRANSFER_HOST_PAGES: Final = METRICS.counter(
+    "kvrelay_transfer_host_pages_total",
+    "Those of the KV pages read from peers that were read from their host tiers",
+)
 TRANSFER_SECONDS: Final = METRICS.histogram(
     "kvrelay_transfer_seconds", "Seconds of one read of KV pages", _SECONDS_BUCKETS
 )
@@ -289,7 +306,9 @@ class WorkerMetrics(Instruments, Collector):
             CacheCounts(),
             {},
         )
-        self._tier: TierCounts | None = None
+        self._tiers: Mapping[str, TierCounts] = {}
+        self.history_tokens = 0
+        """That the histories of sessions take."""
         for kind in Dropped:
             self.show(DROPPED_MESSAGES, kind=kind.value)
         self.registry.register(self)
@@ -300,11 +319,11 @@ class WorkerMetrics(Instruments, Collector):
         quarantined_since: float | None,
         cache: CacheCounts,
         quarantine: _Quarantine,
-        tier: TierCounts | None = None,
+        tiers: Mapping[str, TierCounts] = {},
     ) -> None:
         """Set the state after a pass; engine thread. Times are `time.monotonic`'s."""
         self._published = (load, quarantined_since, cache.copy(), quarantine)
-        self._tier = tier
+        self._tiers = tiers
 
     @property
     def quarantine_age(self) -> float:
@@ -329,6 +348,8 @@ class WorkerMetrics(Instruments, Collector):
         if pull.state is PullState.DONE:
             self.count(TRANSFER_BYTES, pull.nbytes)
             self.count(TRANSFER_PAGES, pull.num_pages)
+            if pull.from_host:
+                self.count(TRANSFER_HOST_PAGES, pull.num_pages)
             self.observe(TRANSFER_SECONDS, pull.seconds)
 
     def count_dropped(self, kind: Dropped) -> None:
@@ -362,6 +383,7 @@ class WorkerMetrics(Instruments, Collector):
             yield EXPECTED_PROMPT_SECONDS, load.speeds.prompt_seconds(tokens), str(tokens)
         for rows in _EXPECTED_ROWS:
             yield EXPECTED_STEP_SECONDS, load.speeds.step_seconds(rows, 1024), str(rows)
+        yield SESSION_HISTORY_TOKENS, self.history_tokens
         yield QUARANTINE_AGE, self.quarantine_age
         yield REFUSED_PEERS, len(load.refused_peers)
         now = time.monotonic()
@@ -378,19 +400,22 @@ class WorkerMetrics(Instruments, Collector):
         yield PREFIX_HIT_TOKENS, cache.hit_tokens
         yield PREFIX_EVICTED_PAGES, cache.evicted_pages
         yield PREFIX_DUPLICATE_PAGES, cache.duplicate_pages
-        if self._tier is not None:
-            yield from _tier_values(self._tier)
+        for name, tier in self._tiers.items():
+            yield from _tier_values(name, tier)
+        yield STORAGE_OFF, bool(load.storage_error)
 
 
-def _tier_values(tier: TierCounts) -> Iterator[tuple[Metric, float, *tuple[str, ...]]]:
-    yield TIER_PAGES, tier.written_pages, HOST, "written"
-    yield TIER_PAGES, tier.dropped_pages, HOST, "dropped"
-    yield TIER_PAGES, tier.loaded_pages, HOST, "loaded"
-    yield TIER_PAGES, tier.evicted_pages, HOST, "evicted"
-    yield TIER_PAGES, tier.forgotten_pages, HOST, "forgotten"
-    yield TIER_BYTES, tier.write_bytes, HOST, "write"
-    yield TIER_BYTES, tier.load_bytes, HOST, "load"
-    yield TIER_SECONDS, tier.write_seconds, HOST, "write"
-    yield TIER_SECONDS, tier.load_seconds, HOST, "load"
-    yield TIER_REFUSALS, tier.slow_loads, HOST, "slow"
-    yield TIER_REFUSALS, tier.late_loads, HOST, "late"
+def _tier_values(name: str, tier: TierCounts) -> Iterator[tuple[Metric, float, *tuple[str, ...]]]:
+    yield TIER_PAGES, tier.written_pages, name, "written"
+    yield TIER_PAGES, tier.dropped_pages, name, "dropped"
+    yield TIER_PAGES, tier.loaded_pages, name, "loaded"
+    yield TIER_PAGES, tier.lent_pages, name, "lent"
+    yield TIER_PAGES, tier.evicted_pages, name, "evicted"
+    yield TIER_PAGES, tier.forgotten_pages, name, "forgotten"
+    yield TIER_PAGES, tier.broken_pages, name, "broken"
+    yield TIER_BYTES, tier.write_bytes, name, "write"
+    yield TIER_BYTES, tier.load_bytes, name, "load"
+    yield TIER_SECONDS, tier.write_seconds, name, "write"
+    yield TIER_SECONDS, tier.load_seconds, name, "load"
+    yield TIER_REFUSALS, tier.slow_loads, name, "slow"
+    yield TIER_REFUSALS, tier.late_loads, name, "late"

@@ -17,6 +17,7 @@ from kvrelay.engine.scheduler.request_trace import RequestTrace
 from kvrelay.mem_cache.host_tier import Load
 from kvrelay.mem_cache.lease import Lease
 from kvrelay.mem_cache.prefix_index import TokenIds
+from kvrelay.mem_cache.storage_tier import Prefetch
 from kvrelay.wire.request import KeptSession, RequestKey, SamplingParams, StopConditions
 
 
@@ -79,11 +80,15 @@ class Request:
     prefix_wait: PrefixWait | None = None
     """For whom it waits, so that it need not compute or read what both share."""
     tier_keys: bytes = b""
-    """The page hashes of its reusable input, once a lower tier was asked for it."""
+    """The page hashes of its reusable input, once they were needed."""
+    storage_asked: bool = False
+    """Storage was asked what it has of it."""
     tier_looked_at: tuple[int, int] = (-1, -1)
     """Versions of the cache and of the tier when nothing was to be brought back for it."""
     tier_load: TierLoad | None = None
     """What is brought back for it, or was."""
+    storage_wait: StorageWait | None = None
+    """What storage has of it, which comes to the host, or has."""
     trace: RequestTrace | None = None
     """Of a request that is traced."""
     has_ended: bool = False
@@ -186,6 +191,32 @@ class TierLoad:
     load: Load
     until: float
     """The moment, by the cache's clock, after which it does not wait any more."""
+
+
+@dataclass(eq=False, slots=True)
+class StorageWait:
+    """Pages that come from storage to the host for a request."""
+
+    prefetch: Prefetch
+    num_pages: int
+    """Whole pages of its input that may come."""
+    since: float | None = None
+    """When, by the cache's clock, the request could have begun without them; None: not yet."""
+    left_at: float | None = None
+    """When the request went on without them; None: it has not."""
+    wakes_at: float | None = None
+    """When the loop looks again whether the request still waits."""
+
+    @property
+    def ends_at(self) -> float | None:
+        """When the request waited no more for them; None: it still does."""
+        return self.prefetch.ended_at if self.left_at is None else self.left_at
+
+    def seconds(self, now: float) -> float:
+        """That the request has waited for them by now, though it could have begun."""
+        if self.since is None:
+            return 0.0
+        return max(0.0, (now if self.ends_at is None else self.ends_at) - self.since)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,12 +7,15 @@ a turn that goes back, or one that the router has forgotten, needs no rule of it
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from enum import StrEnum
 from itertools import count
 
 import numpy as np
 
+from kvrelay.engine.faults import FaultPlan, Phase
+from kvrelay.engine.scheduler.history_store import HistoryStore
 from kvrelay.engine.scheduler.metrics import SESSION_ENDS, SESSION_TURNS, WorkerMetrics
 from kvrelay.engine.scheduler.outbox import RouterLink
 from kvrelay.engine.scheduler.request import Request
@@ -39,6 +42,8 @@ class SessionEnd(StrEnum):
     """A window had moved on when its turn was to be undone."""
     TOO_LONG = "too_long"
     """It has more tokens than are to be kept of it."""
+    ADOPTED = "adopted"
+    """Another router goes on with it."""
 
 
 class SessionTurns:
@@ -47,16 +52,20 @@ class SessionTurns:
     Args:
         kv_cache: has their memory.
         metrics: counts turns and ends.
+        faults: injected faults.
     """
 
-    def __init__(self, kv_cache: KVCacheManager, metrics: WorkerMetrics) -> None:
+    def __init__(self, kv_cache: KVCacheManager, metrics: WorkerMetrics, faults: FaultPlan) -> None:
         self._kv_cache = kv_cache
         self._metrics = metrics
+        self._faults = faults
         self._sessions = Sessions(kv_cache, kv_cache.clock)
         self._ids: dict[tuple[RouterLink, str], str] = {}  # of those that `_sessions` has
         self._names: dict[str, tuple[RouterLink, str]] = {}
         self._numbers = count()
         self._ended: dict[RouterLink, list[str]] = {}
+        most_tokens = kv_cache.audit.page_counts()[0].total * kv_cache.shape.page_size
+        self._histories = HistoryStore(most_tokens)
 
     def __len__(self) -> int:
         return len(self._ids)
@@ -100,7 +109,7 @@ class SessionTurns:
         lease = self._lend_or_open(request, own, known_tokens, headroom, fresh=fresh_boundary)
         if lease is not None or not self._ids:
             return lease
-        if not self._fits_without_sessions(request, known_tokens, headroom):
+        if not self.fits_without_sessions(request, known_tokens, headroom):
             return None
         while lease is None and self.evict_oldest(last=own):
             own = own if own in self._names else ""
@@ -159,7 +168,7 @@ class SessionTurns:
             self._metrics.count(SESSION_TURNS, start="resumed")
         return lease
 
-    def _fits_without_sessions(
+    def fits_without_sessions(
         self, request: Request, known_tokens: int, headroom: Sequence[int] | None
     ) -> bool:
         """Whether a request fits if all idle sessions end.
@@ -230,6 +239,7 @@ class SessionTurns:
     ) -> Outcome:
         session = request.session
         assert session is not None
+        self._faults.reach(Phase.SAVING)
         if session_id is None:
             session_id = f"session {next(self._numbers)}"
             name = (request.link, session.session)
@@ -240,7 +250,12 @@ class SessionTurns:
         saved = self._sessions.save(session_id, lease, fences, token_ids, session.owner)
         if session_id not in self._sessions:  # it was to end with this turn
             self._drop(session_id, SessionEnd.FORGOTTEN)
-        elif len(token_ids) > session.most_kept_tokens:
+            return saved
+        history = array("I", token_ids.tobytes())
+        history.extend(request.token_ids(len(token_ids), request.num_tokens))
+        self._histories.put((request.link.router, session.session), session.owner, history)
+        self._metrics.history_tokens = self._histories.room_tokens
+        if len(token_ids) > session.most_kept_tokens:
             self._end(session_id, SessionEnd.TOO_LONG)
         return saved
 
@@ -270,6 +285,31 @@ class SessionTurns:
 
     def end(self, link: RouterLink, name: str) -> None:
         """End a router's session, now or with its turn; does nothing if there is none."""
+        self._histories.forget((link.router, name))
+        self._metrics.history_tokens = self._histories.room_tokens
+        self._end_by_router(link, name)
+
+    def adopt(self, owner: str, digest: str) -> array[int] | None:
+        """The history that a digest names, for another router; None: it is not here.
+
+        The KV of its session, if it is here and idle, goes to the prefix index: the next turn finds
+        it there, whichever router it comes from.
+
+        Args:
+            owner: whose it must be.
+            digest: of the history.
+        """
+        found = self._histories.find(owner, digest)
+        if found is None:
+            return None
+        (router, name), history = found
+        for (link, own_name), session_id in list(self._ids.items()):
+            is_it = (link.router, own_name) == (router, name)
+            if is_it and self._sessions.token_ids(session_id) is not None:
+                self._end(session_id, SessionEnd.ADOPTED)
+        return history
+
+    def _end_by_router(self, link: RouterLink, name: str) -> None:
         session_id = self._ids.get((link, name))
         if session_id is not None:
             self._sessions.close(session_id)
@@ -277,10 +317,10 @@ class SessionTurns:
                 self._drop(session_id, SessionEnd.FORGOTTEN)
 
     def end_all(self, link: RouterLink | None = None) -> None:
-        """End all sessions, or those of one router."""
+        """End all sessions, or those of one router, whose histories another one may adopt."""
         for owner, name in list(self._ids):
             if link is None or owner is link:
-                self.end(owner, name)
+                self._end_by_router(owner, name)
         if link is not None:
             self._ended.pop(link, None)
 

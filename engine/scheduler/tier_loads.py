@@ -6,8 +6,10 @@ from collections.abc import Callable, Sequence
 from typing import Final, Generic, TypeVar
 
 from kvrelay.engine.scheduler.context import SchedulerContext
-from kvrelay.engine.scheduler.request import Request, TierLoad
+from kvrelay.engine.scheduler.request import Request, StorageWait, TierLoad
 from kvrelay.mem_cache.host_tier import HostPrefix, HostTier
+from kvrelay.mem_cache.prefix_index import TokenIds
+from kvrelay.mem_cache.storage_tier import StorageTier
 
 RequestT = TypeVar("RequestT", bound=Request)
 
@@ -15,13 +17,18 @@ _UNKNOWN: Final = 4
 """Before any prompt was measured, a request waits so many times as long as a load should take."""
 _LEAST_PATIENCE_SECONDS: Final = 0.02
 """And this besides: a thread may have to be woken."""
+_MOST_UNKNOWN_SECONDS: Final = 0.5
+"""But no longer than this for storage, which may be slow: the worker has just started."""
+_LOOK_SECONDS: Final = 0.05
+"""The longest wait for storage to say what it has; the pages are then waited for by themselves."""
 
 
 class TierLoads(Generic[RequestT]):
     """Brings back what waiting requests lack, and tells how long each waits for that.
 
     A request waits without memory. It goes on when its load has ended, and no later than it
-    could have computed the same itself: what comes then is for others.
+    could have computed the same itself: what comes then is for others. What storage has of it
+    comes to the host first, from when the request is queued on, and counts as part of that wait.
 
     Args:
         context: has the tier, and what steps cost.
@@ -30,6 +37,43 @@ class TierLoads(Generic[RequestT]):
     def __init__(self, context: SchedulerContext[RequestT]) -> None:
         self._context = context
         self._tier = context.host_tier
+        self._storage = None if self._tier is None else self._tier.storage
+
+    def prefetch(self, request: RequestT, known_tokens: int) -> None:
+        """Begin to bring what storage has of a request to the host. The request is queued.
+
+        Not if those before it may fill half of the host: what is brought would be evicted again.
+
+        Args:
+            request: has no memory.
+            known_tokens: tokens of its input that may come from a cache.
+        """
+        if self._storage is not None and self._has_room_ahead():
+            self._prefetch(request, known_tokens)
+
+    def _has_room_ahead(self) -> bool:
+        waits = [one.storage_wait for one in self._context.requests.values() if one.lease is None]
+        ahead = sum([wait.num_pages for wait in waits if wait is not None and wait.left_at is None])
+        return self._tier is not None and 2 * ahead < self._tier.pages.total
+
+    def _prefetch(self, request: RequestT, known_tokens: int) -> None:
+        """Begin to bring what storage has of a request to the host, once."""
+        if self._tier is None or self._storage is None or request.storage_asked:
+            return
+        if not known_tokens or self._context.sessions.has_kv_of(request):
+            return
+        request.storage_asked = True
+        token_ids = request.input_ids[:known_tokens]
+        keys, tokens = self._tier.split(token_ids, self._keys(self._tier, request, token_ids))
+        tier, storage = self._tier, self._storage
+
+        def is_worth(first: int, pages: int) -> bool:
+            on_device = self._pages_on_device(request, known_tokens)
+            return self._is_worth(tier, storage, first, pages, on_device)
+
+        fetched = storage.prefetch(keys, tokens, is_worth) if keys else None
+        if fetched is not None:
+            request.storage_wait = StorageWait(fetched, len(keys))
 
     def must_wait(
         self,
@@ -46,6 +90,8 @@ class TierLoads(Generic[RequestT]):
         """
         if self._tier is None or self._context.sessions.has_kv_of(request):
             return False
+        if self._waits_for_storage(request, known_tokens):
+            return True
         if request.tier_load is None:
             request.tier_load = self._begin(self._tier, request, known_tokens, headroom)
             if request.tier_load is None:
@@ -57,6 +103,69 @@ class TierLoads(Generic[RequestT]):
             return True
         self._tier.give_up(wait.load)
         return False
+
+    def _waits_for_storage(self, request: RequestT, known_tokens: int) -> bool:
+        """Whether what storage has of a request is still on its way to the host, and in time."""
+        self._prefetch(request, known_tokens)
+        wait, storage = request.storage_wait, self._storage
+        if storage is None or wait is None or wait.ends_at is not None:
+            return False
+        now = self._context.kv_cache.clock()
+        if wait.since is None:
+            wait.since = now
+        on_device = self._pages_on_device(request, known_tokens)
+        patience = 0.0 if storage.hangs else self._storage_patience(storage, wait, on_device)
+        until = wait.since + patience
+        if until > now:
+            if until != wait.wakes_at:
+                wait.wakes_at = until
+                self._context.wake_in(until - now)
+            return True
+        storage.counts.late_loads += now > wait.since
+        wait.left_at = until
+        storage.leave(wait.prefetch)
+        return False
+
+    def _pages_on_device(self, request: Request, known_tokens: int) -> int:
+        kv_cache, token_ids = self._context.kv_cache, request.input_ids[:known_tokens]
+        return kv_cache.count_cached(token_ids, request.namespace) // kv_cache.shape.page_size
+
+    def _storage_patience(self, storage: StorageTier, wait: StorageWait, on_device: int) -> float:
+        """Seconds that a request waits: those of computing what is found, or fewer until then."""
+        found, here = wait.prefetch.num_found, max(wait.prefetch.num_here, on_device)
+        pages = min(found or wait.num_pages, wait.num_pages) - here
+        if pages <= 0:
+            return 0.0
+        seconds = self._seconds_to_compute(here, pages)
+        if seconds is None:
+            expected = _UNKNOWN * storage.expected_seconds(pages)
+            seconds = min(expected + _LEAST_PATIENCE_SECONDS, _MOST_UNKNOWN_SECONDS)
+        return seconds if found else min(seconds, _LOOK_SECONDS)
+
+    def _is_worth(
+        self, tier: HostTier, storage: StorageTier, first: int, pages: int, on_device: int
+    ) -> bool:
+        """Whether pages from storage, by way of the host, come sooner than they are computed.
+
+        Those that the device has need not be computed, and yet come with those behind them.
+        """
+        start = max(first, on_device)
+        lacking = first + pages - start
+        if lacking <= 0:
+            return False
+        computing = self._seconds_to_compute(start, lacking)
+        expected = storage.expected_seconds(pages) + tier.speed.seconds(lacking * tier.page_bytes)
+        return expected < (_MOST_UNKNOWN_SECONDS if computing is None else computing)
+
+    def _seconds_to_compute(self, first: int, pages: int) -> float | None:
+        """Of so many pages of a prompt, behind `first` pages; None: no prompt was measured."""
+        speeds, size = self._context.speed_learner.speeds, self._context.kv_cache.shape.page_size
+        return speeds.prompt_seconds(pages * size, first * size) if speeds.prompts_known else None
+
+    def _keys(self, tier: HostTier, request: Request, token_ids: TokenIds) -> bytes:
+        if not request.tier_keys:
+            request.tier_keys = tier.hash(token_ids, request.namespace)
+        return request.tier_keys
 
     def _begin(
         self,
@@ -72,30 +181,69 @@ class TierLoads(Generic[RequestT]):
             return None
         request.tier_looked_at = version
         token_ids = request.input_ids[:known_tokens]
-        if not request.tier_keys:
-            request.tier_keys = tier.hash(token_ids, request.namespace)
-        found = tier.find(token_ids, request.namespace, request.tier_keys)
+        keys = self._keys(tier, request, token_ids)
+        found = tier.find(token_ids, request.namespace, keys)
         if found is None:
             return None
-        seconds = self._patience(tier, found)
-        if not seconds:
+        seconds = self._patience(tier, found, request.storage_wait)
+        if seconds <= 0:
             tier.counts.slow_loads += 1
             return None
-        shape = kv_cache.shape
+        spare = headroom() or [0] * len(kv_cache.shape.pools)
+        begun = self._load(tier, request, found, seconds, spare)
+        sessions = self._context.sessions
+        can_help = begun is None and len(sessions) > 0
+        if can_help and sessions.fits_without_sessions(request, known_tokens, spare):
+            begun = self._load_in_their_room(tier, request, token_ids, spare)
+        return begun
+
+    def _load(
+        self,
+        tier: HostTier,
+        request: Request,
+        found: HostPrefix,
+        seconds: float,
+        spare: Sequence[int],
+    ) -> TierLoad | None:
+        """Begin a load that may take `seconds`, if it and the rest of the request have room."""
+        shape = self._context.kv_cache.shape
         rest = shape.pages_for(request.input_len) - shape.pages_for(len(found.token_ids))
-        spare = headroom() or [0] * len(shape.pools)
         load = tier.load(found, [pages + rest for pages in spare])
         if load is None:
             return None
         self._context.wake_in(seconds)
-        return TierLoad(load, kv_cache.clock() + seconds)
+        return TierLoad(load, self._context.kv_cache.clock() + seconds)
 
-    def _patience(self, tier: HostTier, found: HostPrefix) -> float:
-        """Seconds that a load may take: those of computing the same. 0: it would take longer."""
+    def _load_in_their_room(
+        self, tier: HostTier, request: Request, token_ids: TokenIds, spare: Sequence[int]
+    ) -> TierLoad | None:
+        """Begin a load in the room of idle sessions, which the request would end to compute, too.
+
+        What they had may be a part of the prefix, so that less is left to bring back, and the
+        request waits no longer than for computing that.
+        """
+        begun = None
+        while begun is None and self._context.sessions.evict_oldest():
+            found = tier.find(token_ids, request.namespace, request.tier_keys)
+            if found is None:
+                return None
+            seconds = self._patience(tier, found, request.storage_wait)
+            if seconds <= 0:
+                return None
+            begun = self._load(tier, request, found, seconds, spare)
+        return begun
+
+    def _patience(self, tier: HostTier, found: HostPrefix, waited: StorageWait | None) -> float:
+        """Seconds that a load may take: those of computing the same, less those waited for storage.
+
+        0 or less: it would take longer.
+        """
         expected = tier.expected_seconds(found)
         speeds = self._context.speed_learner.speeds
         if not speeds.prompts_known:
             return _UNKNOWN * expected + _LEAST_PATIENCE_SECONDS
         context = len(found.token_ids) - found.num_tokens
-        computing = speeds.prompt_seconds(found.num_tokens, context)
-        return computing if expected < computing else 0.0
+        left = speeds.prompt_seconds(found.num_tokens, context)
+        if waited is not None:
+            left -= waited.seconds(self._context.kv_cache.clock())
+        return left if expected < left else 0.0

@@ -17,7 +17,9 @@ from tokenizers import Tokenizer
 
 from kvrelay.engine.config import WorkerConfig
 from kvrelay.engine.executor.copy_thread import CopyThread, measure_bytes_per_second
-from kvrelay.engine.executor.step import Executor, ForwardThread
+from kvrelay.engine.executor.forward_thread import ForwardThread
+from kvrelay.engine.executor.step import Executor
+from kvrelay.engine.executor.storage_thread import StorageThread
 from kvrelay.engine.faults import FaultPlan
 from kvrelay.engine.scheduler.commands import GiveUp, Inbox, Wake
 from kvrelay.engine.scheduler.context import SchedulerContext
@@ -26,12 +28,20 @@ from kvrelay.engine.scheduler.metrics import GRAMMAR_HITS, GRAMMAR_SECONDS, Work
 from kvrelay.engine.scheduler.outbox import Outbox
 from kvrelay.engine.scheduler.request import Request
 from kvrelay.engine.worker.black_box import BlackBox, RecordingExecutor
-from kvrelay.engine.worker.faulty import FaultyExecutor, FaultyOutbox, FaultyTransferAgent
+from kvrelay.engine.worker.faulty import (
+    FaultyCopies,
+    FaultyExecutor,
+    FaultyOutbox,
+    FaultyStorage,
+    FaultyTransferAgent,
+)
 from kvrelay.engine.worker.loading import LoadedModel
-from kvrelay.engine.worker.memory import make_host_tier, make_kv_cache
+from kvrelay.engine.worker.memory import make_host_tier, make_kv_cache, make_store
 from kvrelay.kv_transfer.agent import TransferAgent
 from kvrelay.mem_cache.kv_cache_manager import KVCacheManager
 from kvrelay.mem_cache.prefix_log import PageListener
+from kvrelay.mem_cache.storage_tier import StorageTier
+from kvrelay.mem_cache.tier_speed import TierSpeed
 from kvrelay.wire.worker_info import WorkerRole
 
 RequestT = TypeVar("RequestT", bound=Request)
@@ -93,6 +103,8 @@ class Assembly:
     engine: EngineThread[Any, Any]
     copies: CopyThread | None
     """Copies between the device and the host, if there is a host tier."""
+    storage: StorageThread | None
+    """Writes and reads storage, if there is some."""
 
     def hang(self, config: WorkerConfig) -> GiveUp | None:
         """What to do about work that takes longer than it may, by the worker's options."""
@@ -119,6 +131,8 @@ class Assembly:
         self.forward.close()
         if self.copies is not None:
             self.copies.close()
+        if self.storage is not None:
+            self.storage.close()
         if self.agent is not None:
             self.agent.close()
 
@@ -150,16 +164,24 @@ def assemble(
         on_failure: called on a thread that gives up, with the reason.
         page_listener: hears which pages the prefix index has.
     """
+    model.streams.enter_thread()  # what is measured below runs on this thread
+    store = make_store(config, model.host_pools, model.digest)
     inbox: Inbox[Any] = Inbox()
     metrics = WorkerMetrics(config)
     model.grammars.on_compiled = partial(metrics.observe, GRAMMAR_SECONDS)
     model.grammars.on_hit = partial(metrics.count, GRAMMAR_HITS)
     kv_cache = make_kv_cache(config, model.pools, model.max_model_len, model.digest, page_listener)
     copies = _make_copy_thread(model, inbox)
-    tier = None
+    tier, storage = None, None
     if copies is not None:
         speed = measure_bytes_per_second(model.pools, model.host_pools)
-        tier = make_host_tier(kv_cache, model.host_pools, copies, speed)
+        stream = copies if config.faults is None else FaultyCopies(copies, faults)
+        tier = make_host_tier(kv_cache, model.host_pools, stream, speed)
+        if store is not None:
+            rate, state = TierSpeed(store.measure_bytes_per_second()), store.state()
+            storage = StorageThread(store, inbox.post, on_failure)
+            orders = storage if config.faults is None else FaultyStorage(storage, faults)
+            tier.storage = StorageTier(tier.pages, tier.page_bytes, orders, rate, state)
     outbox = Outbox(call_soon) if config.faults is None else FaultyOutbox(call_soon, faults)
     context: SchedulerContext[Any] = SchedulerContext(
         kv_cache,
@@ -178,7 +200,7 @@ def assemble(
         executor = FaultyExecutor(executor, faults)
     if black_box is not None:
         executor = RecordingExecutor(executor, black_box)
-    forward: ForwardThread[Any] = ForwardThread(executor, inbox.post, on_failure)
+    forward: ForwardThread[Any] = ForwardThread(executor, inbox.post, on_failure, model.streams)
     engine: Engine[Any, Any] = Engine(
         context,
         plugin.scheduler,
@@ -188,11 +210,13 @@ def assemble(
         audit_pages=config.audit_pages,
     )
     thread = EngineThread(engine, inbox, on_failure)
-    return Assembly(inbox, metrics, agent, kv_cache, plugin, forward, thread, copies)
+    return Assembly(inbox, metrics, agent, kv_cache, plugin, forward, thread, copies, storage)
 
 
 def _make_copy_thread(model: LoadedModel, inbox: Inbox[Any]) -> CopyThread | None:
-    return CopyThread(model.pools, model.host_pools, inbox.post) if model.host_pools else None
+    if not model.host_pools:
+        return None
+    return CopyThread(model.pools, model.host_pools, inbox.post, model.streams)
 
 
 def _wake_in(call_soon: Callable[..., object], inbox: Inbox[Any], seconds: float) -> None:
@@ -214,5 +238,7 @@ def make_agent(
     """
     if config.role is WorkerRole.AGGREGATED:
         return None
-    rest = (incarnation, model.pools, on_failure, model.digest, before_progress)
+    # Of decode workers nobody reads the host.
+    host = model.host_pools if config.role is WorkerRole.PREFILL else ()
+    rest = (incarnation, model.pools, on_failure, model.digest, before_progress, host)
     return TransferAgent(*rest) if config.faults is None else FaultyTransferAgent(faults, *rest)

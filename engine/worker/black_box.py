@@ -17,8 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from kvrelay.engine.executor.step import Executor, Step, StepEnded
-from kvrelay.mem_cache.sharing import PageCopy
+from kvrelay.engine.executor.step import Executor, LaunchedStep, PassingExecutor, Step
 from kvrelay.wire.output import EndReason, FailureReason, RequestEnd, RequestOutput
 from kvrelay.wire.request import RequestKey
 
@@ -96,8 +95,10 @@ def posthumous_ends(keys: Sequence[RequestKey]) -> tuple[RequestOutput, ...]:
     return tuple(RequestOutput(key, 0, end=end) for key in keys)
 
 
-class RecordingExecutor:
-    """An executor whose forwards are recorded in a black box.
+class RecordingExecutor(PassingExecutor):
+    """An executor that records in a black box what it launches.
+
+    A CPU computes meanwhile. What fails on a device afterwards is told as an error.
 
     Args:
         executor: computes.
@@ -105,18 +106,14 @@ class RecordingExecutor:
     """
 
     def __init__(self, executor: Executor, box: BlackBox) -> None:
-        self._executor = executor
+        super().__init__(executor)
         self._box = box
 
-    def copy(self, copies: Sequence[PageCopy]) -> None:
-        """Copy pages, as the executor does."""
-        self._executor.copy(copies)
-
-    def execute(self, step: Step[RequestT]) -> StepEnded[RequestT]:
-        """Compute one step."""
+    def launch(self, step: Step[RequestT]) -> LaunchedStep[RequestT]:
+        """Launch one step."""
         computed: Sequence[Any] = [item.request for item in step.scheduled if item.is_live]
         self._box.begin([request.key for request in computed])
         try:
-            return self._executor.execute(step)
+            return super().launch(step)
         finally:
             self._box.end()

@@ -1,4 +1,4 @@
-"""An outbox, a transfer agent and an executor that inject faults, if the configuration says so."""
+"""An outbox, an agent, an executor and copies that inject faults, if the configuration says so."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ from typing import Any, TypeVar
 
 import torch
 
-from kvrelay.engine.executor.step import Executor, Step, StepEnded
-from kvrelay.engine.faults import Action, Event, FaultPlan
+from kvrelay.engine.executor.step import Executor, LaunchedStep, PassingExecutor, Step
+from kvrelay.engine.faults import Action, Event, FaultPlan, Phase
 from kvrelay.engine.scheduler.outbox import MessageStream, MessageT, Outbox, Sink
 from kvrelay.kv_transfer.agent import TransferAgent
 from kvrelay.kv_transfer.pull import Pull
 from kvrelay.mem_cache.pool import KVPool
-from kvrelay.mem_cache.sharing import PageCopy
+from kvrelay.mem_cache.storage_orders import Fetch, StorageOrder, StorageStream, Store
+from kvrelay.mem_cache.tier_copies import CopyStream, PageMoves
 from kvrelay.wire.hand_over import (
     Announce,
     Ask,
@@ -102,7 +103,7 @@ class FaultyTransferAgent(TransferAgent):
 
     Args:
         plan: the faults.
-        incarnation, pools, on_failure, model, before_progress: as of `TransferAgent`.
+        incarnation, pools, on_failure, model, before_progress, host_pools: as of `TransferAgent`.
     """
 
     def __init__(
@@ -113,10 +114,11 @@ class FaultyTransferAgent(TransferAgent):
         on_failure: Callable[[str], None],
         model: ModelDigest,
         before_progress: Callable[[], object],
+        host_pools: Sequence[KVPool],
     ) -> None:
         self._plan = plan
         self._pools = pools
-        super().__init__(incarnation, pools, on_failure, model, before_progress)
+        super().__init__(incarnation, pools, on_failure, model, before_progress, host_pools)
 
     def submit(self, pull: Pull, on_end: Callable[[Pull], None]) -> None:
         """Start a pull, as `TransferAgent.submit` does, unless the plan has a fault for it."""
@@ -151,7 +153,25 @@ class FaultyTransferAgent(TransferAgent):
         return flip
 
 
-class FaultyExecutor:
+class FaultyCopies:
+    """A `CopyStream` whose worker may be stopped or killed when a copy has begun.
+
+    Args:
+        stream: copies.
+        plan: the faults.
+    """
+
+    def __init__(self, stream: CopyStream, plan: FaultPlan) -> None:
+        self._stream = stream
+        self._plan = plan
+
+    def start(self, moves: PageMoves) -> None:
+        """Order a copy, as the stream does."""
+        self._stream.start(moves)
+        self._plan.reach(Phase.WRITING_BACK if moves.to_host else Phase.PREFETCHING)
+
+
+class FaultyExecutor(PassingExecutor):
     """An executor whose forwards are late, hang or fail as planned; on the forward thread.
 
     Args:
@@ -160,15 +180,11 @@ class FaultyExecutor:
     """
 
     def __init__(self, executor: Executor, plan: FaultPlan) -> None:
-        self._executor = executor
+        super().__init__(executor)
         self._plan = plan
 
-    def copy(self, copies: Sequence[PageCopy]) -> None:
-        """Copy pages, as the executor does."""
-        self._executor.copy(copies)
-
-    def execute(self, step: Step[RequestT]) -> StepEnded[RequestT]:
-        """Compute one step, unless the plan has a fault for it."""
+    def launch(self, step: Step[RequestT]) -> LaunchedStep[RequestT]:
+        """Launch one step, unless the plan has a fault for it."""
         computed: Sequence[Any] = [item.request for item in step.scheduled if item.is_live]
         requests = {request.key.request_id for request in computed}
         fault = self._plan.take(Event.FORWARD, requests=requests) if requests else None
@@ -185,7 +201,7 @@ class FaultyExecutor:
             case Action.DELAY:
                 assert fault is not None
                 time.sleep(fault.seconds)
-        return self._executor.execute(step)
+        return super().launch(step)
 
 
 def _twice(on_end: Callable[[Pull], None]) -> Callable[[Pull], None]:
@@ -200,3 +216,24 @@ def _fail(pull: Pull, on_end: Callable[[Pull], None]) -> None:
     """End a pull as failed before it has begun."""
     pull.refuse("injected")
     on_end(pull)
+
+
+class FaultyStorage:
+    """A `StorageStream` that tells when pages are on their way to storage, or from there.
+
+    Args:
+        stream: carries the orders out.
+        plan: the faults.
+    """
+
+    def __init__(self, stream: StorageStream, plan: FaultPlan) -> None:
+        self._stream = stream
+        self._plan = plan
+
+    def start(self, order: StorageOrder) -> None:
+        """See `StorageStream`. May not return."""
+        self._stream.start(order)
+        if isinstance(order, Store):
+            self._plan.reach(Phase.STORING)
+        elif isinstance(order, Fetch):
+            self._plan.reach(Phase.FETCHING)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import logging
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
@@ -11,15 +14,23 @@ from kvrelay.engine.config import Speculation, WorkerConfig
 from kvrelay.engine.executor.drafters import ModelDrafter, NgramDrafter
 from kvrelay.engine.executor.grammar_masks import GrammarMasks
 from kvrelay.engine.executor.model_executor import Drafter, ModelExecutor, PageCopier
+from kvrelay.engine.worker.device_memory import CudaMemory, DeviceMemory, MemoryUse
 from kvrelay.engine.worker.memory import divide_memory, make_host_pools
+from kvrelay.kv_transfer.cuda_memory import outside_expandable_segments
+from kvrelay.mem_cache.cuda_streams import make_streams, use_device
 from kvrelay.mem_cache.geometry import KVGeometry, PageOrder
 from kvrelay.mem_cache.pool import KVPool
+from kvrelay.mem_cache.streams import STEPS_IN_FLIGHT, Streams
 from kvrelay.model_runner.checkpoint.digest import object_digest
+from kvrelay.model_runner.config.cuda_graphs import CudaGraphs, GraphOptions, GraphSizes
 from kvrelay.model_runner.draft_model import DraftModel
 from kvrelay.model_runner.runner import ModelRunner
 from kvrelay.model_runner.sampling import device_sampler, sampler
+from kvrelay.model_runner.torch_options import parse_device, wait_for_device
 from kvrelay.text.grammar import Grammars, model_vocabulary
 from kvrelay.wire.model_digest import ModelDigest
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +42,8 @@ class LoadedModel:
     """The model's own, then those of a draft model."""
     host_pools: Sequence[KVPool]
     """For each of them the host's; empty if there is no host tier."""
+    streams: Streams
+    """Of the model's device."""
     executor: ModelExecutor
     max_model_len: int
     """Tokens of a request at most: the model's own limit, or the option's if that is less."""
@@ -56,6 +69,7 @@ def load_model(
         CheckpointError: a model cannot be served.
         ValueError: an option does not fit; the message begins with its name.
     """
+    use_device(parse_device(config.device))
     runner = ModelRunner(
         config.model_path,
         config.dtype,
@@ -63,24 +77,33 @@ def load_model(
         config.threads,
         batch_invariant=config.batch_invariant,
         attention=config.attention,
+        kv_dtype=config.kv_dtype,
+        graphs=graph_options(config),
         on_read=on_read,
     )
     draft = _load_draft(config, runner, on_read)
     own = runner.make_geometries(config.page_size, config.page_order)
     drafts = draft.make_geometries(config.page_size, config.page_order) if draft else ()
     geometries = own + drafts
-    pools = [
-        KVPool(geometry, pages, torch.device(runner.device))
-        for geometry, pages in zip(geometries, divide_memory(config, geometries), strict=True)
-    ]
+    memory = CudaMemory(runner.device) if runner.device.type == "cuda" else None
+    sized = replace(config, kv_memory=find_kv_memory(config, runner, draft, memory))
+    reserved = runner.dummy_pages
+    totals = divide_memory(sized, geometries, reserved)
+    with outside_expandable_segments():
+        pools = [
+            KVPool(geometry, pages, torch.device(runner.device), reserved)
+            for geometry, pages in zip(geometries, totals, strict=True)
+        ]
     runner.bind(pools[: len(own)])
     runner.warm_up()
+    runner.capture_graphs()
     sampler.warm_up()
     device_sampler.warm_up(runner.device, runner.config.vocab_size)
     drafter: Drafter | None = None
     if draft is not None:
         draft.bind(pools[len(own) :])
         draft.warm_up()
+        draft.capture_graphs()
         drafter = ModelDrafter(draft)
     elif config.speculation is Speculation.NGRAM:
         drafter = NgramDrafter()
@@ -88,7 +111,9 @@ def load_model(
     eos_token_ids = runner.config.eos_token_ids
     grammars = Grammars(model_vocabulary(config.model_path, vocab_size, eos_token_ids))
     masks = GrammarMasks(grammars.prepare, vocab_size)
-    executor = ModelExecutor(runner, PageCopier(pools), drafter, masks)
+    streams = make_streams(runner.device)
+    draw = device_sampler.launch if device_sampler.samples_on(runner.device) else None
+    executor = ModelExecutor(runner, PageCopier(pools), drafter, masks, streams, draw)
     limit = min(config.max_model_len or runner.max_model_len, runner.max_model_len)
     digest = ModelDigest(
         config=runner.config_digest,
@@ -99,7 +124,54 @@ def load_model(
         draft=draft.digest if draft else "",
     )
     host_pools = make_host_pools(config, pools)
-    return LoadedModel(runner, pools, host_pools, executor, limit, digest, grammars)
+    return LoadedModel(runner, pools, host_pools, streams, executor, limit, digest, grammars)
+
+
+def find_kv_memory(
+    config: WorkerConfig,
+    runner: ModelRunner,
+    draft: DraftModel | None,
+    memory: DeviceMemory | None,
+) -> int:
+    """Bytes of KV: those of the option, or what is left of the device's `memory`.
+
+    Raises:
+        ValueError: nothing is left, or the device is a CPU; the message begins with the option.
+    """
+    if isinstance(config.kv_memory, int):
+        return config.kv_memory
+    if memory is None:
+        raise ValueError(
+            f"kv_memory: {config.kv_memory} is a share of a GPU's memory; for a CPU tell bytes"
+        )
+    use = MemoryUse.measure(memory, partial(_run_largest_step, config, runner, draft))
+    scratch = max(model.scratch_part for model in (runner, draft) if model is not None)
+    left = use.left_for_kv(config.kv_memory, scratch)
+    logger.info("%d MiB of KV are left: %s", left >> 20, use)
+    return left
+
+
+def _run_largest_step(
+    config: WorkerConfig, runner: ModelRunner, draft: DraftModel | None
+) -> Sequence[object]:
+    """Compute and sample a step that takes as much memory as any.
+
+    Returns:
+        CUDA graphs as there will be over the pools: they take memory beside any step.
+    """
+    graphs = [model.capture_on_scratch() for model in (runner, draft) if model is not None]
+    longest = min(config.max_model_len or runner.max_model_len, runner.max_model_len)
+    if draft is not None:
+        draft.run_largest(config.chunk_tokens, config.max_running, longest)
+    rows = config.max_running * (1 + config.drafts_for(True))
+    # Of a step whose prompt is scored the logits stay until they are read; then the next one runs.
+    in_flight: deque[torch.Tensor] = deque(maxlen=STEPS_IN_FLIGHT)
+    for context in runner.largest_contexts(longest):
+        in_flight.append(runner.run_largest(config.chunk_tokens, rows, context))
+    if device_sampler.samples_on(runner.device):
+        device_sampler.run_largest(in_flight[-1][:rows])
+    wait_for_device(runner.device)
+    return graphs
 
 
 def _layout_digest(geometries: Sequence[KVGeometry]) -> str:
@@ -107,6 +179,22 @@ def _layout_digest(geometries: Sequence[KVGeometry]) -> str:
     return object_digest(
         [replace(one, page_size=1, order=PageOrder.PAGE_FIRST) for one in geometries]
     )
+
+
+def graph_options(config: WorkerConfig) -> GraphOptions | None:
+    """Which CUDA graphs there are to be; None: none. Raises ValueError, as `load_model`."""
+    if config.cuda_graphs is CudaGraphs.OFF:
+        return None
+    return GraphOptions(_graph_sizes(config), config.page_size)
+
+
+def _graph_sizes(config: WorkerConfig) -> GraphSizes:
+    if config.cuda_graph_sizes is None:
+        return GraphSizes.up_to(config.max_running)
+    try:
+        return GraphSizes.parse(config.cuda_graph_sizes).below(config.max_running)
+    except ValueError as error:
+        raise ValueError(f"cuda_graph_sizes: {error}") from None
 
 
 def _load_draft(
@@ -117,7 +205,13 @@ def _load_draft(
     if config.draft_model_path is None:
         raise ValueError("draft_model_path: speculation by a draft model needs one")
     draft = DraftModel(
-        config.draft_model_path, config.dtype, config.device, config.attention, on_read
+        config.draft_model_path,
+        config.dtype,
+        config.device,
+        config.attention,
+        config.kv_dtype,
+        graph_options(config),
+        on_read=on_read,
     )
     draft.check_vocab(target.config)
     return draft

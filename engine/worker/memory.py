@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import hashlib
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from kvrelay.engine.config import PrefixIndexKind, Speculation, WorkerConfig
+from kvrelay.kv_transfer.mooncake_store import SCHEME, MooncakeAddress, MooncakeStore
+from kvrelay.kv_transfer.nixl_files import NixlFiles
 from kvrelay.mem_cache.geometry import KVGeometry, PageOrder
 from kvrelay.mem_cache.host_tier import HostTier
 from kvrelay.mem_cache.kv_cache_manager import KVCacheManager
@@ -16,6 +23,8 @@ from kvrelay.mem_cache.prefix_index import PrefixIndex
 from kvrelay.mem_cache.prefix_log import PageListener, PrefixLog
 from kvrelay.mem_cache.radix_tree import RadixTree
 from kvrelay.mem_cache.shape import PoolShape, window_pages
+from kvrelay.mem_cache.storage_files import FileStore
+from kvrelay.mem_cache.storage_format import StorageFormat
 from kvrelay.mem_cache.tier_copies import CopyStream
 from kvrelay.mem_cache.tier_speed import TierSpeed
 from kvrelay.wire.model_digest import NO_MODEL, ModelDigest
@@ -23,18 +32,22 @@ from kvrelay.wire.page_hash import PageHashes
 from kvrelay.wire.worker_info import WorkerRole
 
 
-def divide_memory(config: WorkerConfig, geometries: Sequence[KVGeometry]) -> list[int]:
+def divide_memory(
+    config: WorkerConfig, geometries: Sequence[KVGeometry], reserved_pages: int = 0
+) -> list[int]:
     """Pages of each pool: together they fill `config.kv_memory`.
 
     A pool for windows gets what `max_running` requests need there at most; the
     rest goes to full attention, as many pages to each pool if there are several.
+    Of each pool's pages `reserved_pages` are no request's.
 
     Raises:
-        ValueError: it does not hold one page of each.
+        ValueError: it does not hold one page of requests of each.
     """
+    assert isinstance(config.kv_memory, int), "a share is measured first"
     page_bytes = sum(geometry.page_bytes for geometry in geometries)
     equal = config.kv_memory // page_bytes
-    if equal < 1:
+    if equal <= reserved_pages:
         raise ValueError(
             f"kv_memory: {config.kv_memory} bytes do not hold one page of "
             f"{page_bytes} bytes ({config.page_size} tokens)"
@@ -43,7 +56,9 @@ def divide_memory(config: WorkerConfig, geometries: Sequence[KVGeometry]) -> lis
     if not full_bytes:
         return [equal] * len(geometries)
     windowed = {
-        geometry: min(equal, config.max_running * _window_pages(config, geometry.window))
+        geometry: min(
+            equal, config.max_running * _window_pages(config, geometry.window) + reserved_pages
+        )
         for geometry in geometries
         if geometry.window is not None
     }
@@ -94,6 +109,54 @@ def make_host_tier(
     return HostTier(kv_cache, index.log, total, page_bytes, stream, speed)
 
 
+def make_store(
+    config: WorkerConfig, host_pools: Sequence[KVPool], model: ModelDigest
+) -> FileStore | MooncakeStore | None:
+    """What keeps pages of `host_pools` in `config.kv_storage`; None: there is nothing to.
+
+    Mooncake Store if that is a ``mooncake://`` address, else files.
+
+    Raises:
+        ValueError: it cannot be had; the message begins with the option's name.
+    """
+    if not config.kv_storage:
+        return None
+    if not host_pools:
+        raise ValueError("kv_storage: pages go there by way of --host-kv-memory, which is 0")
+    page_bytes = sum(pool.geometry.page_bytes for pool in host_pools)
+    layout = _storage_layout(host_pools, model)
+    slots = StorageFormat(layout, 4 * config.page_size, page_bytes)
+    if config.kv_storage_size < slots.slot_bytes:
+        raise ValueError(
+            f"kv_storage_size: {config.kv_storage_size} bytes do not hold one page of "
+            f"{slots.slot_bytes} bytes"
+        )
+    memory, size = list(map(_bytes_of, host_pools)), config.kv_storage_size
+    try:
+        if config.kv_storage.startswith(f"{SCHEME}:"):
+            address = MooncakeAddress.parse(config.kv_storage)
+            return MooncakeStore(address, config.host, slots, size, memory)
+        if not Path(config.kv_storage).is_absolute():
+            raise ValueError("the path must be absolute: workers run where they are started")
+        root = Path(config.kv_storage) / slots.name
+        return FileStore(root, slots, size, config.page_size, memory, NixlFiles())
+    except (OSError, RuntimeError, ValueError) as error:
+        raise ValueError(f"kv_storage: {config.kv_storage} cannot be used: {error}") from error
+
+
+def _storage_layout(host_pools: Sequence[KVPool], model: ModelDigest) -> bytes:
+    """What differs wherever the bytes of a page of equal tokens could differ."""
+    geometries = [repr(pool.geometry) for pool in host_pools]
+    parts = model.config, model.weights, model.dtype, model.layout, model.draft, sys.byteorder
+    return hashlib.sha256("\n".join((*parts, *geometries)).encode()).digest()
+
+
+def _bytes_of(pool: KVPool) -> npt.NDArray[np.uint8]:
+    """``[pages, bytes]``: a pool of the host as it lies in memory."""
+    array: npt.NDArray[np.uint8] = pool.data.view(torch.uint8).view(pool.total_pages, -1).numpy()
+    return array
+
+
 def make_kv_cache(
     config: WorkerConfig,
     pools: Sequence[KVPool],
@@ -108,7 +171,11 @@ def make_kv_cache(
     """
     return KVCacheManager(
         [
-            PoolShape(pool.geometry.pool_name, pool.total_pages, pool.geometry.window)
+            PoolShape(
+                pool.geometry.pool_name,
+                pool.total_pages - pool.reserved_pages,
+                pool.geometry.window,
+            )
             for pool in pools
         ],
         page_size=config.page_size,

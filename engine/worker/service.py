@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Sequence
+from array import array
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
+from typing import TypeVar
 
 import grpc
 
@@ -15,6 +17,7 @@ from kvrelay.engine.scheduler.commands import (
     Cancel,
     Command,
     Detach,
+    FindHistory,
     ForgetSession,
     Inspect,
     Mailbox,
@@ -29,7 +32,6 @@ from kvrelay.engine.worker.held_submits import HeldSubmits, Prepare
 from kvrelay.engine.worker.load_reports import PacedLink
 from kvrelay.engine.worker.page_owners import page_owners
 from kvrelay.engine.worker.submit_rules import SubmitRules, submit_command
-from kvrelay.mem_cache.kv_cache_manager import KVCacheManager
 from kvrelay.net.spans import SpanSink
 from kvrelay.v1 import worker_pb2, worker_pb2_grpc
 from kvrelay.wire.messages import ATTACH_REQUEST, ENGINE_OUTPUTS, PAGE_OWNERS
@@ -43,6 +45,8 @@ from kvrelay.wire.request import (
     TellPrefixesRequest,
     WatchRequests,
 )
+
+T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
@@ -114,18 +118,24 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
         self, request: worker_pb2.GetPageOwnersRequest, context: grpc.aio.ServicerContext
     ) -> worker_pb2.GetPageOwnersResponse:
         """The owner of each page, as the engine thread sees it between two passes."""
-        loop = asyncio.get_running_loop()
-        answer: asyncio.Future[PageOwners] = loop.create_future()
+        told, tell = _told_by_thread(PageOwners)
+        self._inbox.post(Inspect(lambda kv_cache: tell(page_owners(kv_cache))))
+        return PAGE_OWNERS.to_message(await told)
 
-        def tell(owners: PageOwners) -> None:
-            if not answer.cancelled():
-                answer.set_result(owners)
-
-        def look(kv_cache: KVCacheManager) -> None:
-            loop.call_soon_threadsafe(tell, page_owners(kv_cache))
-
-        self._inbox.post(Inspect(look))
-        return PAGE_OWNERS.to_message(await answer)
+    async def FindHistory(  # noqa: N802 (gRPC's name)
+        self, request: worker_pb2.FindHistoryRequest, context: grpc.aio.ServicerContext
+    ) -> worker_pb2.FindHistoryResponse:
+        """The history of a session that another router had, if it is here."""
+        told, tell = _told_by_thread(array)
+        self._inbox.post(
+            FindHistory(
+                request.owner,
+                request.digest,
+                lambda history: tell(history or array("I")),
+                lambda: not told.cancelled(),
+            )
+        )
+        return worker_pb2.FindHistoryResponse(token_ids=await told)
 
     async def _greet(
         self,
@@ -171,6 +181,22 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
                 _refuse(message.submit, link, str(error))
             else:
                 logger.warning("router %s: %s", link.router, error)
+
+
+def _told_by_thread(_kind: type[T]) -> tuple[asyncio.Future[T], Callable[[T], object]]:
+    """What another thread is going to tell, and how it does; late words are dropped."""
+    loop = asyncio.get_running_loop()
+    told: asyncio.Future[T] = loop.create_future()
+
+    def take(value: T) -> None:
+        if not told.cancelled():
+            told.set_result(value)
+
+    def tell(value: T) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            loop.call_soon_threadsafe(take, value)
+
+    return told, tell
 
 
 def _refuse(submit: worker_pb2.SubmitRequest, link: RouterLink, error: str) -> None:

@@ -38,7 +38,7 @@ class DecodeHandOver:
     ) -> None:
         self.state = DecodeState.OPEN
         self.begun = False
-        """The prefill side computes the prompt, or has announced some of it."""
+        """The prefill side computes the prompt, or has announced some of it from its device."""
         self._was_held = False
         self._is_lent = False
         self.lent_differs = False
@@ -78,17 +78,20 @@ class DecodeHandOver:
         told, self._was_held = self._was_held, True
         return None if told else Held()
 
-    def grant(self, missing: Sequence[int], history: History | None = None) -> Grant:
+    def grant(
+        self, missing: Sequence[int], history: History | None = None, *, reads_host: bool = True
+    ) -> Grant:
         """Tell the prefill side that the whole prompt is reserved here.
 
         Args:
             missing: for each pool the first page that is to be read.
             history: what the prefill side may read from here.
+            reads_host: pages of the prefill side's host may be announced.
         """
         self._step("grant")
         self._announced = AnnouncedPages(self._prompt_pages, self._windowed, missing)
         self._is_lent = history is not None
-        return Grant(history)
+        return Grant(history, reads_host)
 
     @property
     def is_lent(self) -> bool:
@@ -133,13 +136,16 @@ class DecodeHandOver:
             ProtocolError: its pages or tokens are not those that have to come now.
         """
         last = bool(message.first_tokens)
+        if last and message.from_host:
+            raise ProtocolError("the last pages are announced from the host")
         state = next_state(DECODE_STEPS, "announce_last" if last else "announce", self.state)
         if last:
             self._check_first_tokens(message.first_tokens)
         to_read = self._announced.add(message.runs, last=last)
         self._reads_running += any(run.page_ids for run in to_read)
         self.first_tokens = message.first_tokens
-        self.begun = True
+        if not message.from_host:  # those of the host were there before
+            self.begun = True
         self.state = state
         return to_read
 

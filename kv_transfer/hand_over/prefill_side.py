@@ -12,6 +12,7 @@ from kvrelay.wire.hand_over import (
     Done,
     Ended,
     FirstToken,
+    Grant,
     HandOverEnd,
     PageRun,
     PageSum,
@@ -34,6 +35,7 @@ class PrefillHandOver:
         self._windowed = windowed
         self._announced_pages = 0
         self._has_begun = False
+        self._may_announce_host = False
         self.is_held = False
         """The decode side has let the request wait for another one, and has not granted it yet.
 
@@ -42,8 +44,14 @@ class PrefillHandOver:
 
     @property
     def announced_pages(self) -> int:
-        """Whole pages at the prompt's start that were announced chunk by chunk."""
+        """Whole pages at the prompt's start that were announced before the last chunk's."""
         return self._announced_pages
+
+    @property
+    def may_announce_host(self) -> bool:
+        """Whether pages of the host may be announced now."""
+        is_granted = self.state is PrefillState.GRANTED
+        return is_granted and self._may_announce_host and not all(self._windowed)
 
     @property
     def is_announced(self) -> bool:
@@ -60,10 +68,11 @@ class PrefillHandOver:
         self._step("held")
         self.is_held = True
 
-    def on_grant(self) -> None:
+    def on_grant(self, message: Grant) -> None:
         """The decode side has reserved the prompt."""
         self._step("grant")
         self.is_held = False
+        self._may_announce_host = message.reads_host
 
     def load(self) -> None:
         """What the decode side has of the prompt is being read; nothing was announced yet."""
@@ -87,7 +96,7 @@ class PrefillHandOver:
     def begin(self) -> Begun | None:
         """The first chunk is being computed. `None` if the decode side knows, or may guess."""
         self._step("begin")
-        known, self._has_begun = self._has_begun or self._announced_pages > 0, True
+        known, self._has_begun = self._has_begun, True
         return None if known else Begun()
 
     def announce(self, tables: Sequence[Sequence[int]], written_pages: int) -> Announce | None:
@@ -101,13 +110,31 @@ class PrefillHandOver:
         first = self._announced_pages
         if written_pages <= first or all(self._windowed):
             return None
-        self._announced_pages = written_pages
-        return Announce(
-            tuple(
-                PageRun(0) if windowed else PageRun(first, tuple(table[first:written_pages]))
-                for table, windowed in zip(tables, self._windowed, strict=True)
-            )
+        self._has_begun = True
+        return Announce(self._runs([table[first:written_pages] for table in tables]))
+
+    def announce_host(self, page_ids: Sequence[int]) -> Announce:
+        """Announce the next whole pages, which lie in the host's pools.
+
+        Those of windows come with the last announcement, as always.
+
+        Args:
+            page_ids: the same in each of the host's pools; at least one. They are held until the
+                stream ends.
+        """
+        assert self.may_announce_host, "the decode side does not read the host"
+        self._step("announce")
+        return Announce(self._runs([page_ids] * len(self._windowed)), from_host=True)
+
+    def _runs(self, page_ids: Sequence[Sequence[int]]) -> tuple[PageRun, ...]:
+        """The next pages of each pool without a window; those are announced now."""
+        first = self._announced_pages
+        runs = tuple(
+            PageRun(0) if windowed else PageRun(first, tuple(ids))
+            for ids, windowed in zip(page_ids, self._windowed, strict=True)
         )
+        self._announced_pages = max(run.end for run in runs)
+        return runs
 
     def announce_last(
         self,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -12,15 +12,27 @@ from kvrelay.mem_cache.geometry import KVGeometry
 from kvrelay.mem_cache.pool import KVPool
 from kvrelay.model_runner.attention.choice import AttentionChoice
 from kvrelay.model_runner.attention.cpu_attention import CpuAttention
+from kvrelay.model_runner.attention.dequantized_attention import (
+    DequantizedAttention,
+    scratch_geometry,
+)
+from kvrelay.model_runner.attention.expanded_latents import (
+    SplittingAttention,
+    most_expanded_tokens,
+)
 from kvrelay.model_runner.attention.flashinfer_attention import (
     FlashInfer,
     FlashInferAttention,
+    expands,
     flashinfer_lacks,
     import_flashinfer,
 )
+from kvrelay.model_runner.attention.fp8_pages import FP8, Fp8Pages
 from kvrelay.model_runner.attention.torch_attention import TorchAttention
 from kvrelay.model_runner.batch import ForwardBatch, Int32Array
-from kvrelay.model_runner.config.query_heads import QueryHeads
+from kvrelay.model_runner.config.cuda_graphs import GraphRoom
+from kvrelay.model_runner.config.kv_scale import KVScale
+from kvrelay.model_runner.config.query_heads import ExpandedHeads, QueryHeads
 from kvrelay.model_runner.errors import UnsupportedOptionError
 
 logger = logging.getLogger(__name__)
@@ -36,7 +48,7 @@ class StepAttention(Protocol):
             layer: the pool's layer.
             rows: ``[T, num_heads + parts * num_kv_heads, head_dim]`` contiguous: the
                 heads of queries, keys, values (or queries and the latent), in the
-                pool's dtype and already rotated.
+                model's dtype and already rotated. Keys and values may be rounded in place.
 
         Returns:
             ``[T, num_heads * value_dim]`` in the same dtype.
@@ -50,7 +62,8 @@ class AttentionBackend(Protocol):
     def plan(self, batch: ForwardBatch, page_table: Int32Array) -> StepAttention:
         """Prepare `batch` with its table for this pool.
 
-        Only the latest plan may be used, and the next one only be made when its kernels have run.
+        Only the latest plan may be used to launch kernels. The next one may be made while they
+        run; the one after it only when they have run.
         """
         ...
 
@@ -60,11 +73,14 @@ class AttentionFactory:
 
     Args:
         choice: what the user wants.
-        geometries: of all pools that the model will have.
+        geometries: of all pools that the model will have; page sizes matter to graphs alone.
+        dtype: what the model computes in.
         heads: the model's.
         device: of the pools.
         batch_invariant: a token's result must not depend on what is computed beside it:
             `CpuAttention` must be able to run there.
+        graph_room: what CUDA graphs of decode need; None: there will be none.
+        expanded_heads: of keys and values that may be made of latents; None: none are made.
 
     Raises:
         UnsupportedOptionError: what was chosen cannot compute this model here.
@@ -74,15 +90,19 @@ class AttentionFactory:
         self,
         choice: AttentionChoice,
         geometries: Sequence[KVGeometry],
+        dtype: torch.dtype,
         heads: QueryHeads,
         device: torch.device,
         batch_invariant: bool = False,
+        graph_room: GraphRoom | None = None,
+        expanded_heads: ExpandedHeads | None = None,
     ) -> None:
         self._heads = heads
+        self._expanded_heads = expanded_heads
+        self._dtype = dtype
         self._batch_invariant = batch_invariant
-        dtype = geometries[0].dtype
         if choice is AttentionChoice.AUTO:
-            choice = _choose(geometries, heads, device)
+            choice = _choose(geometries, dtype, heads, device)
         if choice is AttentionChoice.CPU and not CpuAttention.runs(device, dtype):
             raise UnsupportedOptionError(
                 f"--attention cpu has no kernels for {dtype} on {device.type}"
@@ -91,42 +111,95 @@ class AttentionFactory:
             raise UnsupportedOptionError(f"--batch-invariant is not for --attention {choice}")
         self.choice = choice
         """The backend that computes: not `AUTO`."""
-        self._flashinfer = self._load_flashinfer(geometries, device)
+        if graph_room is not None and choice is not AttentionChoice.FLASHINFER:
+            raise UnsupportedOptionError(
+                f"--cuda-graphs decode needs --attention flashinfer, not {choice}"
+            )
+        self._flashinfer = self._load_flashinfer(geometries, device, graph_room)
 
-    def make(self, pool: KVPool) -> AttentionBackend:
-        """The backend of `pool`, which has one of the geometries."""
-        match self.choice:
-            case AttentionChoice.CPU:
-                return CpuAttention(pool, self._heads, by_token=self._batch_invariant)
-            case AttentionChoice.FLASHINFER:
-                assert self._flashinfer is not None
-                return FlashInferAttention(self._flashinfer, pool, self._heads)
-            case _:
-                return TorchAttention(pool, self._heads)
+    @property
+    def flashinfer_package(self) -> Any | None:
+        """flashinfer, if that computes attention."""
+        return None if self._flashinfer is None else self._flashinfer.package
+
+    def make(self, pool: KVPool, scales: Sequence[KVScale] = ()) -> AttentionBackend:
+        """The backend of `pool`, which has one of the geometries.
+
+        If that is in FP8, `scales` are of each of its layers.
+        """
+        fp8 = None
+        if pool.geometry.dtype is FP8:
+            fp8 = Fp8Pages(pool, scales, self._dtype)
+        if self.choice is AttentionChoice.FLASHINFER:
+            return self._make_flashinfer(pool, fp8)
+        if fp8 is not None:
+            return DequantizedAttention(fp8, self._heads, self._make_plain)
+        return self._make_plain(pool)
+
+    @property
+    def most_expanded_tokens(self) -> int:
+        """Tokens whose keys and values a step makes of latents at most; 0: it makes none."""
+        if self.choice is not AttentionChoice.FLASHINFER or not self._expands:
+            return 0
+        assert self._expanded_heads is not None
+        return most_expanded_tokens(self._expanded_heads, self._heads.num_heads, self._dtype)
+
+    def scratch_page_bytes(self, geometry: KVGeometry) -> int:
+        """Bytes beside a pool for each of its pages, if a step reads them all."""
+        if geometry.dtype is not FP8 or self.choice is AttentionChoice.FLASHINFER:
+            return 0
+        return scratch_geometry(geometry, self._dtype).page_bytes
+
+    @property
+    def _expands(self) -> bool:
+        return self._expanded_heads is not None and expands(self._expanded_heads)
+
+    def _make_flashinfer(self, pool: KVPool, fp8: Fp8Pages | None) -> AttentionBackend:
+        assert self._flashinfer is not None
+        backend = FlashInferAttention(self._flashinfer, pool, self._heads, fp8)
+        if not self._expands:
+            return backend
+        assert self._expanded_heads is not None
+        wrappers = self._flashinfer.ragged_wrappers()
+        return SplittingAttention(backend, self._expanded_heads, wrappers)
+
+    def _make_plain(self, pool: KVPool) -> AttentionBackend:
+        if self.choice is AttentionChoice.CPU:
+            return CpuAttention(pool, self._heads, by_token=self._batch_invariant)
+        return TorchAttention(pool, self._heads)
 
     def _load_flashinfer(
-        self, geometries: Sequence[KVGeometry], device: torch.device
+        self,
+        geometries: Sequence[KVGeometry],
+        device: torch.device,
+        graph_room: GraphRoom | None,
     ) -> FlashInfer | None:
         if self.choice is not AttentionChoice.FLASHINFER:
             return None
         for geometry in geometries:
-            if lack := flashinfer_lacks(geometry, self._heads):
+            if lack := flashinfer_lacks(geometry, self._dtype, self._heads, device):
                 raise UnsupportedOptionError(f"--attention flashinfer has no kernels for {lack}")
         flashinfer = FlashInfer(device)
         for geometry in geometries:
             flashinfer.wrappers(geometry, self._heads)
+            if self._expands:
+                flashinfer.ragged_wrappers()
+            if graph_room is not None:
+                pages = geometry.pages_for(graph_room.max_tokens)
+                flashinfer.make_graph_parts(geometry, self._heads, graph_room.sizes, pages)
         return flashinfer
 
 
 def _choose(
-    geometries: Sequence[KVGeometry], heads: QueryHeads, device: torch.device
+    geometries: Sequence[KVGeometry], dtype: torch.dtype, heads: QueryHeads, device: torch.device
 ) -> AttentionChoice:
     """The fastest; on a CUDA device a line in the log says why it is not FlashInfer."""
-    if CpuAttention.runs(device, geometries[0].dtype):
+    if CpuAttention.runs(device, dtype):
         return AttentionChoice.CPU
     if device.type != "cuda":
         return AttentionChoice.TORCH
-    lack = next(filter(None, (flashinfer_lacks(one, heads) for one in geometries)), None)
+    lacks = (flashinfer_lacks(one, dtype, heads, device) for one in geometries)
+    lack = next(filter(None, lacks), None)
     if lack is None:
         try:
             import_flashinfer(device)

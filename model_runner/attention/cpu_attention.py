@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+from typing import TypeAlias
+
 import numpy as np
 import torch
 
@@ -11,19 +14,25 @@ from kvrelay.model_runner.config.query_heads import QueryHeads
 from kvrelay.model_runner.kernels.arrays import Array, as_array
 from kvrelay.model_runner.kernels.decode_attention import attend_rows
 from kvrelay.model_runner.kernels.jit import has_float16
-from kvrelay.model_runner.kernels.lanes import ROWS, has_bfloat16_products
+from kvrelay.model_runner.kernels.lanes import LANES, has_bfloat16_products
 from kvrelay.model_runner.kernels.pair_decode_attention import attend_rows_in_pairs
 from kvrelay.model_runner.kernels.pair_lanes import DIMENSIONS
-from kvrelay.model_runner.kernels.prefill_attention import TILES, attend_strips
+from kvrelay.model_runner.kernels.prefill_attention import attend_strips
+from kvrelay.model_runner.kernels.prefill_lanes import VECTORS
 from kvrelay.model_runner.kernels.write_kv import write_kv
 
 _SHARED_TOKENS = 1024
 """Attended to in a step: from so many a second thread saves more than its start costs."""
-_FEW_TOKENS = 16
-"""Up to so many new tokens, such as drafts to be verified, a sequence is computed token by token,
-each as in decode: tiles of more would be empty for the most part."""
+_FEW_ROWS = 12
+"""Of query heads that share keys and values: up to so many, new tokens are computed one by one, as
+in decode. Most lanes of a tile would be empty."""
+_MOST_DRAFTS = 16
+"""Up to so many tokens whose logits are all asked for are computed so, too: drafts are verified by
+what plain decoding would compute, to the last bit."""
 _FEW_LATENTS = 3
-"""The same for latents: all heads share one, so tiles are full sooner."""
+"""Tokens, the same for latents, which all heads share."""
+TILES = 4
+"""Of a strip at most: a block of its sequence is copied from pages once for all of them."""
 _STRIPS_A_THREAD = 4
 """At least, times heads, as far as there are tiles: the last ones end at about the same time."""
 SHARED_PRODUCTS = 1 << 25
@@ -33,6 +42,10 @@ _ANY_NUMBER = np.iinfo(np.int32).max
 """Of new tokens."""
 _NO_WINDOW = np.iinfo(np.int32).max
 """A window longer than any sequence."""
+
+
+Place: TypeAlias = tuple[Array, int, int, int]
+"""A pool's memory, where a layer's pages begin in it, and from one to the next; a page's tokens."""
 
 
 class CpuAttention:
@@ -48,11 +61,17 @@ class CpuAttention:
     def __init__(self, pool: KVPool, heads: QueryHeads, by_token: bool = False) -> None:
         self.pool = pool
         self.heads = heads
-        self.pages = as_array(pool.data.view(-1))
         geometry = pool.geometry
+        pages, layers = as_array(pool.data.view(-1)), map(pool.layer, range(geometry.num_layers))
+        self.places: list[Place] = [
+            (pages, int(one.storage_offset()), one.stride(0), geometry.page_size) for one in layers
+        ]
+        """Of each layer."""
         self.window = geometry.window or _NO_WINDOW
-        few_tokens = _FEW_LATENTS if geometry.latent else _FEW_TOKENS
+        group = heads.num_heads // geometry.num_kv_heads
+        few_tokens = _FEW_LATENTS if geometry.latent else max(_FEW_ROWS // group, 1)
         self.few_tokens = _ANY_NUMBER if by_token else few_tokens
+        self.most_drafts = _FEW_LATENTS if geometry.latent else _MOST_DRAFTS
         paired = pool.data.dtype is torch.bfloat16 and geometry.head_dim % 2 == 0
         unit = np.uint32 if paired and has_bfloat16_products() else np.float32
         self.unit = np.empty(0, unit)
@@ -88,7 +107,9 @@ class CpuStepAttention:
             batch, page_table, backend.pool.geometry.page_size
         )
         new_tokens = np.diff(batch.query_start)
-        few = new_tokens <= backend.few_tokens
+        num_logits = np.diff(np.searchsorted(np.unique(batch.logit_rows), batch.query_start))
+        drafted = (num_logits >= new_tokens) & (new_tokens <= backend.most_drafts)
+        few = drafted | (new_tokens <= backend.few_tokens)
         owners = np.repeat(np.arange(len(new_tokens)), new_tokens)
         rows = np.flatnonzero(few[owners])
         # The longest first: the threads, which take them in turn, end at about the same time.
@@ -102,25 +123,23 @@ class CpuStepAttention:
         most_threads = backend.threads if seen >= _SHARED_TOKENS else 1
         self._decode_threads = min(most_threads, len(rows))
         self._tables = np.ascontiguousarray(page_table[~few])
-        self._strips = self._cut_strips(batch, np.flatnonzero(~few))
+        self.strips = self._cut_strips(batch, np.flatnonzero(~few))
 
     def attend(self, layer: int, rows: torch.Tensor) -> torch.Tensor:
         """Write and attend; shapes as in `StepAttention.attend`."""
         backend, heads = self._backend, self._backend.heads
         assert rows.dtype is backend.pool.data.dtype, f"{rows.dtype} for {backend.pool.data.dtype}"
-        pages = backend.pool.layer(layer)
-        page_size = backend.pool.geometry.page_size
-        place = (backend.pages, int(pages.storage_offset()), pages.stride(0), page_size)
+        place = backend.places[layer]
         new = as_array(rows)
         write_kv(*place, new, heads.num_heads, self._page_ids, self._slots)
         out = rows.new_empty(len(rows), heads.num_heads * heads.value_dim)
         if len(self._rows):
             self._decode(place, new, as_array(out))
-        if len(self._strips):
+        if len(self.strips):
             self._prefill(place, new, as_array(out))
         return out
 
-    def _decode(self, place: tuple[Array, int, int, int], new: Array, out: Array) -> None:
+    def _decode(self, place: Place, new: Array, out: Array) -> None:
         backend, heads, geometry = self._backend, self._backend.heads, self._backend.pool.geometry
         backend.attend_rows(
             self._decode_threads,
@@ -138,7 +157,7 @@ class CpuStepAttention:
             out,
         )
 
-    def _prefill(self, place: tuple[Array, int, int, int], new: Array, out: Array) -> None:
+    def _prefill(self, place: Place, new: Array, out: Array) -> None:
         backend, heads, geometry = self._backend, self._backend.heads, self._backend.pool.geometry
         attend_strips(
             self._prefill_threads,
@@ -151,7 +170,7 @@ class CpuStepAttention:
             new,
             heads.num_heads,
             self._tables,
-            self._strips,
+            self.strips,
             backend.unit,
             out,
         )
@@ -171,15 +190,22 @@ class CpuStepAttention:
         positions = batch.positions[starts]
         rows = (ends - starts).astype(np.int64) * group
         threads = self._prefill_threads = self._threads_for(rows * kv_heads, batch, sequences)
-        tiles = int(np.sum(-(-rows // ROWS))) * kv_heads
+        vectors = -(-rows // LANES)
+        tiles = int(np.sum(-(-vectors // VECTORS))) * kv_heads
         most = TILES if threads == 1 else tiles // (threads * _STRIPS_A_THREAD)
-        length = ROWS * min(max(most, 1), TILES)
+        length = VECTORS * min(max(most, 1), TILES)
         strips = [
-            (sequence, start, position, first, min(length, count - first))
-            for sequence, (start, position, count) in enumerate(
-                zip(starts, positions, rows, strict=True)
+            (sequence, start, position, LANES * begin, min(LANES * end, count) - LANES * begin)
+            for sequence, (start, position, count, parts) in enumerate(
+                zip(starts, positions, rows.tolist(), vectors.tolist(), strict=True)
             )
-            for first in range(0, count, length)
+            for begin, end in pairwise(cut_evenly(parts, length))
         ]
         strips.sort(key=lambda strip: -(strip[2] * group + strip[3]))
         return np.array(strips, np.int32).reshape(-1, 5)
+
+
+def cut_evenly(count: int, most: int) -> list[int]:
+    """The bounds of pieces of `count` things, as few as can be with at most so many each."""
+    pieces = -(-count // most)
+    return [count * piece // pieces for piece in range(pieces + 1)]

@@ -11,17 +11,28 @@ kernels. Latents (MLA) have kernels of their own for both.
 from __future__ import annotations
 
 import importlib
-from typing import Any, Final, Protocol
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, Protocol, TypeAlias
 
 import torch
 
 from kvrelay.mem_cache.geometry import KVGeometry
 from kvrelay.mem_cache.pool import KVPool
+from kvrelay.mem_cache.streams import STEPS_IN_FLIGHT
+from kvrelay.model_runner.attention.device_table import DeviceTable, gather_page_ids
+from kvrelay.model_runner.attention.flashinfer_append import (
+    AppendedTokens,
+    AppendKernel,
+    appends,
+)
+from kvrelay.model_runner.attention.flashinfer_buffers import GraphBuffers
 from kvrelay.model_runner.attention.flashinfer_compiler import compiler_lacks, offer_own_ninja
-from kvrelay.model_runner.attention.new_tokens import NewTokens
-from kvrelay.model_runner.attention.paged_plan import PagedPlan, plan_pages
+from kvrelay.model_runner.attention.fp8_pages import FP8, Fp8Pages
+from kvrelay.model_runner.attention.new_tokens import NewTokens, StaticNewTokens
+from kvrelay.model_runner.attention.paged_plan import PagedPlan, plan_pages, visible_pages
 from kvrelay.model_runner.batch import ForwardBatch, Int32Array
-from kvrelay.model_runner.config.query_heads import QueryHeads
+from kvrelay.model_runner.config.cuda_graphs import GraphSizes
+from kvrelay.model_runner.config.query_heads import ExpandedHeads, QueryHeads
 from kvrelay.model_runner.errors import UnsupportedOptionError
 
 WORKSPACE_BYTES: Final = 128 << 20
@@ -33,16 +44,28 @@ HEAD_DIMS = (64, 128, 256)
 """That both generations of prefill kernels have."""
 LATENT_MULTIPLE, ROTARY_MULTIPLE = 128, 64
 """Of the dimensions of a latent and of its rotary key."""
+FP8_LATENTS = ((512, 64),)
+"""Dimensions of latents, and of their rotary keys, that are read in FP8."""
+FP8_LATENT_DTYPES = (torch.bfloat16,)
+"""Of queries over such."""
+EXPANDED_DIMS = ((192, 128), *((dim, dim) for dim in HEAD_DIMS))
+"""Of keys and values in no pages: DeepSeek's, and equal ones."""
 CUDA_CORE_GROUPS = (1, 2, 3)
 """Query heads a KV head that the decode kernels without tensor cores compute. They have 4, 6, 8
 and 16, too, where tensor cores are faster; 5 and 7 they have not."""
 MAX_PAGE_STRIDE = 2**32
 """Elements between two pages of a layer: kernels count them in 32 bits."""
 _LEAST_CAPABILITY: Final = (8, 0)
+_HOPPER: Final = 9
+"""The generation of GPUs whose kernels read latents in FP8."""
 
 
 class Wrapper(Protocol):
-    """FlashInfer's wrapper of one kind of kernel."""
+    """FlashInfer's wrapper of one kind of kernel.
+
+    Its plan lies in pinned memory of its own, and is copied to the device by work on the current
+    stream: it is planned again only when that work has run.
+    """
 
     def plan(self, *args: Any, **options: Any) -> None:
         """Divide the work of the layers to come; arrays on the host."""
@@ -53,19 +76,54 @@ class Wrapper(Protocol):
         ...
 
 
-def flashinfer_lacks(geometry: KVGeometry, heads: QueryHeads) -> str | None:
-    """What FlashInfer's kernels have not of this model, in a few words; None if they have all."""
-    if geometry.dtype not in DTYPES:
-        return f"dtype {str(geometry.dtype).removeprefix('torch.')}"
+WrapperSets: TypeAlias = Sequence[tuple[Wrapper, ...]]
+
+
+def flashinfer_lacks(
+    geometry: KVGeometry, dtype: torch.dtype, heads: QueryHeads, device: torch.device
+) -> str | None:
+    """What FlashInfer's kernels have not of this model, in a few words; None if they have all.
+
+    `dtype` is of queries.
+    """
+    if dtype not in DTYPES:
+        return f"dtype {_name(dtype)}"
     if geometry.latent:
         rotary = geometry.head_dim - heads.value_dim
         if heads.value_dim % LATENT_MULTIPLE or rotary % ROTARY_MULTIPLE or not rotary:
             return f"latents of {heads.value_dim} and {rotary} dimensions"
         if geometry.window is not None or heads.softcap is not None:
             return "windows or soft caps over latents"
-    elif geometry.head_dim not in HEAD_DIMS:
+        return _fp8_latents_lack(geometry, dtype, heads, device)
+    if geometry.head_dim not in HEAD_DIMS:
         return f"heads of {geometry.head_dim} dimensions"
     return None
+
+
+def _fp8_latents_lack(
+    geometry: KVGeometry, dtype: torch.dtype, heads: QueryHeads, device: torch.device
+) -> str | None:
+    """As `flashinfer_lacks`, of latents that are in FP8."""
+    if geometry.dtype is not FP8:
+        return None
+    dims = (heads.value_dim, geometry.head_dim - heads.value_dim)
+    if dims not in FP8_LATENTS:
+        return f"latents in FP8 of {dims[0]} and {dims[1]} dimensions"
+    if dtype not in FP8_LATENT_DTYPES:
+        return f"latents in FP8 with queries in {_name(dtype)}"
+    # A CPU is refused later, with another line.
+    if device.type == "cuda" and torch.cuda.get_device_capability(device)[0] != _HOPPER:
+        return "latents in FP8 on GPUs that are not sm_90"
+    return None
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def expands(heads: ExpandedHeads) -> bool:
+    """Whether there are kernels for keys and values that are made of latents."""
+    return (heads.key_dim, heads.value_dim) in EXPANDED_DIMS
 
 
 def import_flashinfer(device: torch.device) -> Any:
@@ -105,27 +163,62 @@ class FlashInfer:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._package = import_flashinfer(device)
+        self.package = import_flashinfer(device)
+        """flashinfer"""
         self._device = device
         # Zeroed: the decode kernels expect it.
         self._workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
-        self._wrappers: dict[int | None, tuple[Wrapper, ...]] = {}
+        self._wrappers: dict[int | None, WrapperSets] = {}
+        self._buffers: dict[int | None, GraphBuffers] = {}
+        self._graph_wrappers: dict[tuple[int | None, int], Wrapper] = {}
+        self._ragged: tuple[Wrapper, ...] = ()
 
     @property
     def nbytes(self) -> int:
         """Device memory that is taken, by the workspace and the wrappers so far."""
-        return WORKSPACE_BYTES + WRAPPER_BYTES * sum(map(len, self._wrappers.values()))
+        sets = [one for both in self._wrappers.values() for one in both]
+        wrappers = sum(map(len, sets)) + len(self._graph_wrappers) + len(self._ragged)
+        buffers = sum(one.nbytes for one in self._buffers.values())
+        return WORKSPACE_BYTES + WRAPPER_BYTES * wrappers + buffers
 
-    def wrappers(self, geometry: KVGeometry, heads: QueryHeads) -> tuple[Wrapper, ...]:
-        """Those of a model's pools with this window, made once: for latents, or prefill, decode."""
+    def wrappers(self, geometry: KVGeometry, heads: QueryHeads) -> WrapperSets:
+        """Those of a model's pools with this window, made once.
+
+        A set for each step in flight; in each that for latents, or those for prefill and decode.
+        """
         if geometry.window not in self._wrappers:
             make = self._make_latent if geometry.latent else self._make_grouped
-            self._wrappers[geometry.window] = make(geometry, heads)
+            sets = [make(geometry, heads) for _ in range(STEPS_IN_FLIGHT)]
+            self._wrappers[geometry.window] = sets
         return self._wrappers[geometry.window]
+
+    def ragged_wrappers(self) -> tuple[Wrapper, ...]:
+        """Those of keys and values in no pages, made once: one for each step in flight."""
+        if not self._ragged:
+            ragged = self.package.BatchPrefillWithRaggedKVCacheWrapper
+            self._ragged = tuple(
+                ragged(self._workspace, kv_layout="NHD") for _ in range(STEPS_IN_FLIGHT)
+            )
+        return self._ragged
+
+    def make_graph_parts(
+        self, geometry: KVGeometry, heads: QueryHeads, sizes: GraphSizes, max_pages: int
+    ) -> None:
+        """Make the wrappers of graphs of the pool with this window, one for each size."""
+        buffers = GraphBuffers(geometry, sizes.largest, max_pages, self._device)
+        self._buffers[geometry.window] = buffers
+        make = self._make_latent_graph if geometry.latent else self._make_grouped_graph
+        for size in sizes.sizes:
+            wrapper = make(geometry, heads, buffers.of_wrapper(size))
+            self._graph_wrappers[geometry.window, size] = wrapper
+
+    def graph_parts(self, geometry: KVGeometry, size: int) -> tuple[GraphBuffers, Wrapper]:
+        """Those of a pool's graph of `size` sequences, which have been made."""
+        return self._buffers[geometry.window], self._graph_wrappers[geometry.window, size]
 
     def csr_metadata(self, *arrays: torch.Tensor) -> object:
         """How the latents' wrapper takes its arrays."""
-        return self._package.mla.MLAPlanMetadata.csr(*arrays)
+        return self.package.mla.MLAPlanMetadata.csr(*arrays)
 
     def to_host(self, array: Int32Array) -> torch.Tensor:
         """`array` whence copies to the device need not be waited for: in pinned memory."""
@@ -134,15 +227,42 @@ class FlashInfer:
 
     def _make_latent(self, _geometry: KVGeometry, _heads: QueryHeads) -> tuple[Wrapper, ...]:
         # fa2 runs from sm_80 on and reads latents in place, whatever the page's size.
-        return (self._package.mla.BatchMLAPagedAttentionWrapper(self._workspace, backend="fa2"),)
+        return (self.package.mla.BatchMLAPagedAttentionWrapper(self._workspace, backend="fa2"),)
+
+    def _make_latent_graph(
+        self, _geometry: KVGeometry, _heads: QueryHeads, buffers: Mapping[str, torch.Tensor]
+    ) -> Wrapper:
+        wrapper: Wrapper = self.package.mla.BatchMLAPagedAttentionWrapper(
+            self._workspace, use_cuda_graph=True, backend="fa2", **buffers
+        )
+        return wrapper
 
     def _make_grouped(self, geometry: KVGeometry, heads: QueryHeads) -> tuple[Wrapper, ...]:
-        group = heads.num_heads // geometry.num_kv_heads
-        package, space = self._package, self._workspace
-        decode = package.BatchDecodeWithPagedKVCacheWrapper(
-            space, kv_layout="HND", use_tensor_cores=group not in CUDA_CORE_GROUPS
+        prefill = self.package.BatchPrefillWithPagedKVCacheWrapper(
+            self._workspace, kv_layout="HND", backend=_backend_of(geometry)
         )
-        return (package.BatchPrefillWithPagedKVCacheWrapper(space, kv_layout="HND"), decode)
+        return (prefill, self._make_decode(geometry, heads))
+
+    def _make_grouped_graph(
+        self, geometry: KVGeometry, heads: QueryHeads, buffers: Mapping[str, torch.Tensor]
+    ) -> Wrapper:
+        return self._make_decode(geometry, heads, use_cuda_graph=True, **buffers)
+
+    def _make_decode(self, geometry: KVGeometry, heads: QueryHeads, **options: Any) -> Wrapper:
+        group = heads.num_heads // geometry.num_kv_heads
+        wrapper: Wrapper = self.package.BatchDecodeWithPagedKVCacheWrapper(
+            self._workspace,
+            kv_layout="HND",
+            backend=_backend_of(geometry),
+            use_tensor_cores=group not in CUDA_CORE_GROUPS,
+            **options,
+        )
+        return wrapper
+
+
+def _backend_of(geometry: KVGeometry) -> str:
+    """The generation of kernels: Hopper's (fa3) want queries in FP8, too, if KV is."""
+    return "fa2" if geometry.dtype is FP8 else "auto"
 
 
 class FlashInferAttention:
@@ -152,13 +272,22 @@ class FlashInferAttention:
         flashinfer: on the pool's device.
         pool: of keys and values.
         heads: how to weigh.
+        fp8: the pool's pages, if they are in FP8.
 
     Raises:
         UnsupportedOptionError: there is no kernel for such a pool.
     """
 
-    def __init__(self, flashinfer: FlashInfer, pool: KVPool, heads: QueryHeads) -> None:
-        if lack := flashinfer_lacks(pool.geometry, heads):
+    def __init__(
+        self,
+        flashinfer: FlashInfer,
+        pool: KVPool,
+        heads: QueryHeads,
+        fp8: Fp8Pages | None = None,
+    ) -> None:
+        self.dtype = pool.geometry.dtype if fp8 is None else fp8.dtype
+        """Of queries, and of results."""
+        if lack := flashinfer_lacks(pool.geometry, self.dtype, heads, pool.data.device):
             raise UnsupportedOptionError(f"--attention flashinfer has no kernels for {lack}")
         if pool.layer(0).stride(0) >= MAX_PAGE_STRIDE:
             raise UnsupportedOptionError(
@@ -168,13 +297,121 @@ class FlashInferAttention:
         self.flashinfer = flashinfer
         self.pool = pool
         self.heads = heads
-        self.wrappers = flashinfer.wrappers(pool.geometry, heads)
+        self.fp8 = fp8
+        self._sets = flashinfer.wrappers(pool.geometry, heads)
+        self._turn = 0
+        self._table = DeviceTable(pool.data.device)
         self.latest: FlashInferStepAttention | None = None
+        self._append: AppendKernel | None = None
+        if appends(pool.geometry, heads.value_dim):
+            self._append = AppendKernel(flashinfer.package, pool.geometry, heads.value_dim)
+
+    def locate(self, batch: ForwardBatch, page_table: Int32Array) -> NewTokens:
+        """The new tokens of `batch`, to be written by FlashInfer's kernel if there is one."""
+        if self._append is None:
+            return NewTokens(batch, page_table, self.pool)
+        return self._append.locate(batch, page_table, self.pool.data.device)
+
+    def static_tokens(self, page_ids: torch.Tensor, slots: torch.Tensor) -> StaticNewTokens:
+        """New tokens, to be written in the same way, wherever these arrays say later."""
+        if self._append is None:
+            return StaticNewTokens(page_ids, slots)
+        return AppendedTokens(page_ids, slots, self._append)
+
+    @property
+    def wrappers(self) -> tuple[Wrapper, ...]:
+        """Those of the latest plan."""
+        return self._sets[self._turn]
 
     def plan(self, batch: ForwardBatch, page_table: Int32Array) -> FlashInferStepAttention:
-        """Plan the kernels of `batch`. No plan before it may be used any more."""
+        """Plan the kernels of `batch`, after which no plan before it is used to launch any.
+
+        What the plan before it has launched may still run, but none before that.
+        """
+        self._turn = (self._turn + 1) % len(self._sets)
         self.latest = FlashInferStepAttention(self, batch, page_table)
         return self.latest
+
+    def lay_out(
+        self, batch: ForwardBatch, page_table: Int32Array
+    ) -> tuple[PagedPlan, torch.Tensor]:
+        """The arrays of `batch`, and its page ids on the device, of which only changes are sent.
+
+        FlashInfer waits for copies of page ids to a graph's memory unless they are there already.
+        """
+        geometry = self.pool.geometry
+        plan, (first, _) = plan_pages(batch, page_table, geometry), visible_pages(batch, geometry)
+        return plan, gather_page_ids(self._table.update(page_table), plan, first)
+
+    def plan_decode(self, wrapper: Wrapper, plan: PagedPlan, page_ids: torch.Tensor) -> None:
+        """Plan kernels for one new token of each sequence; those of latents for any number."""
+        if self.pool.geometry.latent:
+            self._plan_latent(wrapper, plan, page_ids)
+        else:
+            head_dim = self.pool.geometry.head_dim
+            wrapper.plan(*self._pages(plan, page_ids), head_dim=head_dim, **self._options())
+
+    def plan_prefill(self, wrapper: Wrapper, plan: PagedPlan, page_ids: torch.Tensor) -> None:
+        """Plan kernels for any number of new tokens."""
+        wrapper.plan(
+            self.flashinfer.to_host(plan.query_indptr),
+            *self._pages(plan, page_ids),
+            head_dim_qk=self.pool.geometry.head_dim,
+            causal=True,
+            **self._options(),
+        )
+
+    def attend(
+        self, wrapper: Wrapper, new_tokens: NewTokens, layer: int, rows: torch.Tensor
+    ) -> torch.Tensor:
+        """Write and attend as planned; shapes as in `StepAttention.attend`."""
+        num_heads, fp8 = self.heads.num_heads, self.fp8
+        pages, queries, new = self.pool.layer(layer), rows[:, :num_heads], rows[:, num_heads:]
+        new_tokens.write(pages, new if fp8 is None else fp8.quantize(layer, new))
+        if self.pool.geometry.latent:
+            latents = pages[:, 0, 0]  # one part, one head: [pages, page_size, head_dim]
+            scales = {}
+            if fp8 is not None:  # of the latent and of its rotary key: they are one vector here
+                scales = dict.fromkeys(("ckv_scale", "kpe_scale"), fp8.scales[layer].key)
+            return wrapper.run(query=queries, kv_cache=latents, **scales).flatten(1)
+        parts = (pages[:, 0], pages[:, 1])
+        if fp8 is None:
+            return wrapper.run(queries, parts).flatten(1)
+        scale = fp8.scales[layer]
+        return wrapper.run(queries, parts, k_scale=scale.key, v_scale=scale.value).flatten(1)
+
+    def _pages(self, plan: PagedPlan, page_ids: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        to_host = self.flashinfer.to_host
+        return to_host(plan.kv_indptr), page_ids, to_host(plan.last_page_len)
+
+    def _options(self) -> dict[str, object]:
+        heads, geometry = self.heads, self.pool.geometry
+        return {
+            "num_qo_heads": heads.num_heads,
+            "num_kv_heads": geometry.num_kv_heads,
+            "page_size": geometry.page_size,
+            "sm_scale": heads.scale,
+            # They count the tokens before a query's own.
+            "window_left": -1 if geometry.window is None else geometry.window - 1,
+            "logits_soft_cap": heads.softcap,
+            "q_data_type": self.dtype,
+            "kv_data_type": geometry.dtype,
+        }
+
+    def _plan_latent(self, wrapper: Wrapper, plan: PagedPlan, page_ids: torch.Tensor) -> None:
+        heads, geometry, to_host = self.heads, self.pool.geometry, self.flashinfer.to_host
+        starts = (to_host(plan.query_indptr), to_host(plan.kv_indptr))
+        wrapper.plan(
+            metadata=self.flashinfer.csr_metadata(*starts, page_ids, to_host(plan.kv_lens)),
+            num_heads=heads.num_heads,
+            head_dim_ckv=heads.value_dim,
+            head_dim_kpe=geometry.head_dim - heads.value_dim,
+            page_size=geometry.page_size,
+            causal=True,
+            sm_scale=heads.scale,
+            q_data_type=self.dtype,
+            kv_data_type=geometry.dtype,
+        )
 
 
 class FlashInferStepAttention:
@@ -184,62 +421,23 @@ class FlashInferStepAttention:
         self, backend: FlashInferAttention, batch: ForwardBatch, page_table: Int32Array
     ) -> None:
         self._backend = backend
-        self._new_tokens = NewTokens(batch, page_table, backend.pool)
+        self._new_tokens = backend.locate(batch, page_table)
         self._wrapper: Wrapper | None = None
         if len(batch.positions):
-            plan = plan_pages(batch, page_table, backend.pool.geometry)
-            is_latent = backend.pool.geometry.latent
-            self._wrapper = self._plan_latent(plan) if is_latent else self._plan_grouped(plan)
+            self._wrapper = self._plan(*backend.lay_out(batch, page_table))
 
     def attend(self, layer: int, rows: torch.Tensor) -> torch.Tensor:
         """Write and attend; shapes as in `StepAttention.attend`."""
-        backend, num_heads = self._backend, self._backend.heads.num_heads
+        backend = self._backend
         assert backend.latest is self, "a later plan has taken this one's place"
         if self._wrapper is None:
-            return rows.new_empty(0, num_heads * backend.heads.value_dim)
-        pages, queries = backend.pool.layer(layer), rows[:, :num_heads]
-        self._new_tokens.write(pages, rows[:, num_heads:])
-        if backend.pool.geometry.latent:
-            latents = pages[:, 0, 0]  # one part, one head: [pages, page_size, head_dim]
-            return self._wrapper.run(query=queries, kv_cache=latents).flatten(1)
-        return self._wrapper.run(queries, (pages[:, 0], pages[:, 1])).flatten(1)
+            return rows.new_empty(0, backend.heads.num_heads * backend.heads.value_dim)
+        return backend.attend(self._wrapper, self._new_tokens, layer, rows)
 
-    def _plan_grouped(self, plan: PagedPlan) -> Wrapper:
-        heads, geometry = self._backend.heads, self._backend.pool.geometry
-        prefill, decode = self._backend.wrappers
-        options: dict[str, object] = {
-            "num_qo_heads": heads.num_heads,
-            "num_kv_heads": geometry.num_kv_heads,
-            "page_size": geometry.page_size,
-            "sm_scale": heads.scale,
-            # They count the tokens before a query's own.
-            "window_left": -1 if geometry.window is None else geometry.window - 1,
-            "logits_soft_cap": heads.softcap,
-            "q_data_type": geometry.dtype,
-            "kv_data_type": geometry.dtype,
-        }
-        to_host = self._backend.flashinfer.to_host
-        pages = [to_host(one) for one in (plan.kv_indptr, plan.page_ids, plan.last_page_len)]
-        if plan.is_decode:
-            decode.plan(*pages, head_dim=geometry.head_dim, **options)
-            return decode
-        queries = to_host(plan.query_indptr)
-        prefill.plan(queries, *pages, head_dim_qk=geometry.head_dim, causal=True, **options)
-        return prefill
-
-    def _plan_latent(self, plan: PagedPlan) -> Wrapper:
-        heads, geometry = self._backend.heads, self._backend.pool.geometry
-        flashinfer, (wrapper,) = self._backend.flashinfer, self._backend.wrappers
-        arrays = (plan.query_indptr, plan.kv_indptr, plan.page_ids, plan.kv_lens)
-        wrapper.plan(
-            metadata=flashinfer.csr_metadata(*map(flashinfer.to_host, arrays)),
-            num_heads=heads.num_heads,
-            head_dim_ckv=heads.value_dim,
-            head_dim_kpe=geometry.head_dim - heads.value_dim,
-            page_size=geometry.page_size,
-            causal=True,
-            sm_scale=heads.scale,
-            q_data_type=geometry.dtype,
-            kv_data_type=geometry.dtype,
-        )
-        return wrapper
+    def _plan(self, plan: PagedPlan, page_ids: torch.Tensor) -> Wrapper:
+        backend, wrappers = self._backend, self._backend.wrappers
+        if plan.is_decode or backend.pool.geometry.latent:
+            backend.plan_decode(wrappers[-1], plan, page_ids)
+            return wrappers[-1]
+        backend.plan_prefill(wrappers[0], plan, page_ids)
+        return wrappers[0]

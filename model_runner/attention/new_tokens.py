@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
 from kvrelay.mem_cache.pool import KVPool
 from kvrelay.model_runner.batch import ForwardBatch, Int32Array, new_token_slots
+from kvrelay.model_runner.torch_options import copy_array, pin_to_device
 
 
 class NewTokens:
@@ -13,7 +15,7 @@ class NewTokens:
 
     def __init__(self, batch: ForwardBatch, page_table: Int32Array, pool: KVPool) -> None:
         self._page_ids, self._slots = (
-            torch.from_numpy(array).to(pool.data.device)
+            pin_to_device(array, pool.data.device)
             for array in new_token_slots(batch, page_table, pool.geometry.page_size)
         )
 
@@ -24,4 +26,20 @@ class NewTokens:
             pages: a layer of the pool, ``[pages, parts, kv_heads, page_size, head_dim]``.
             new: ``[T, parts * kv_heads, head_dim]``: keys, then values, or latents.
         """
+        if pages.dtype.itemsize == 1:  # not every device can index float8
+            pages, new = pages.view(torch.uint8), new.view(torch.uint8)
         pages[self._page_ids, :, :, self._slots] = new.view(len(new), *pages.shape[1:3], -1)
+
+
+class StaticNewTokens(NewTokens):
+    """The same at addresses that stay, on the pool's device: ``page_ids, slots [T]`` int32."""
+
+    def __init__(self, page_ids: torch.Tensor, slots: torch.Tensor) -> None:
+        self._page_ids, self._slots = page_ids, slots
+
+    def fill(self, batch: ForwardBatch, page_table: Int32Array, page_size: int) -> None:
+        """Let the next `write` be of `batch`, which has as many new tokens."""
+        arrays = new_token_slots(batch, page_table, page_size)
+        for array, target in zip(arrays, (self._page_ids, self._slots), strict=True):
+            # Of the target's type: a copy that converts would be waited for.
+            copy_array(array.astype(np.int32), target)

@@ -47,7 +47,7 @@ def plan_pages(batch: ForwardBatch, page_table: Int32Array, geometry: KVGeometry
 
     ``page_table [B, max_pages]`` is as in `ForwardBatch.page_tables`.
     """
-    first_pages, end_pages = _page_range(batch, geometry)
+    first_pages, end_pages = visible_pages(batch, geometry)
     counts = end_pages - first_pages
     kv_indptr = np.concatenate(([0], np.cumsum(counts))).astype(np.int32)
     owners = np.repeat(np.arange(len(counts)), counts)
@@ -62,7 +62,7 @@ def plan_pages(batch: ForwardBatch, page_table: Int32Array, geometry: KVGeometry
     )
 
 
-def _page_range(batch: ForwardBatch, geometry: KVGeometry) -> tuple[Int32Array, Int32Array]:
+def visible_pages(batch: ForwardBatch, geometry: KVGeometry) -> tuple[Int32Array, Int32Array]:
     """The pages ``[first, end)`` of each sequence's table that its new tokens see, ``[B]`` each."""
     ends = -(-batch.seq_lens // geometry.page_size)
     if geometry.window is None:

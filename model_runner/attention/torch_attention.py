@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch.nn import functional
 
@@ -12,6 +13,7 @@ from kvrelay.mem_cache.pool import KVPool
 from kvrelay.model_runner.attention.new_tokens import NewTokens
 from kvrelay.model_runner.batch import ForwardBatch, Int32Array
 from kvrelay.model_runner.config.query_heads import QueryHeads
+from kvrelay.model_runner.torch_options import pin_to_device
 
 MIN_BLOCK_TOKENS = 128
 """New tokens of a sequence that are attended for together, at least, however short the window."""
@@ -49,12 +51,12 @@ class Span:
         new, stop = end - start, position + end - start
         oldest = max(0, position + 1 - geometry.window) if geometry.window else 0
         first_page = oldest // geometry.page_size
-        page_ids = torch.from_numpy(page_table[first_page : geometry.pages_for(stop)])
+        page_ids = page_table[first_page : geometry.pages_for(stop)].astype(np.int64)
         below = first_page * geometry.page_size
         return cls(
             start,
             end,
-            page_ids.to(device, torch.int64),
+            pin_to_device(page_ids, device),
             slice(oldest - below, stop - below),
             _mask(new, stop - oldest, geometry.window, device),
         )

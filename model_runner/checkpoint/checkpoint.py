@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -14,6 +14,7 @@ from kvrelay.model_runner.errors import CheckpointError
 
 SINGLE_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
+FP8 = torch.float8_e4m3fn
 _IGNORED_SUFFIX = "rotary_emb.inv_freq"
 """Old Llama checkpoints carry the frequencies, which the configuration already says."""
 
@@ -48,6 +49,11 @@ class Checkpoint:
         self._digest = WeightsDigest()
 
     @property
+    def dtype(self) -> torch.dtype:
+        """What taken tensors are cast to."""
+        return self._dtype
+
+    @property
     def digest(self) -> str:
         """The hash of all tensors that were taken, as they were handed out."""
         return self._digest.hexdigest()
@@ -64,6 +70,44 @@ class Checkpoint:
         Cast to `dtype`, where one is given, instead of the others'. It is a copy: what changes in
         the file later changes nothing here.
         """
+        tensor = self._read(name)
+        self._check_shape(name, tensor, shape)
+        # safetensors maps the file: without a copy, who writes into it changes loaded weights.
+        return self._add(name, tensor, tensor.to(self._device, dtype or self._dtype, copy=True))
+
+    def take_stacked(
+        self, parts: Mapping[str, int], inner: tuple[int, ...], dtype: torch.dtype | None = None
+    ) -> torch.Tensor:
+        """The tensors `parts`, of so many rows of shape `inner` each, one below the other.
+
+        Each is read into its place: they are never in memory twice. With `dtype` FP8 all must
+        have been stored so.
+        """
+        rows = list(parts.values())
+        whole = torch.empty(sum(rows), *inner, dtype=dtype or self._dtype, device=self._device)
+        for name, place in zip(parts, torch.split(whole, rows), strict=True):
+            tensor = self._read(name, whole.dtype)
+            self._check_shape(name, tensor, tuple(place.shape))
+            self._add(name, tensor, place.copy_(tensor))
+        return whole
+
+    def take_scales(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        """The scales `name` in float32, as `shape`; they may lack dimensions of 1, or have more."""
+        tensor = self._read(name, torch.float8_e8m0fnu)
+        if _without_ones(tensor.shape) != _without_ones(shape):
+            self._check_shape(name, tensor, shape)
+        scales = tensor.to(self._device, torch.float32, copy=True).view(shape)
+        return self._add(name, tensor, scales)
+
+    def take_number(self, name: str) -> float:
+        """The tensor `name` of one floating point number."""
+        tensor = self._read(name)
+        if tensor.numel() != 1:
+            self._check_shape(name, tensor, ())
+        return self._add(name, tensor, tensor.to(torch.float32, copy=True)).item()
+
+    def _read(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """The tensor as it is stored; one of 8 bits, or of all that FP8 wants, only in `dtype`."""
         if name not in self._files:
             raise CheckpointError(f"{self._folder}: tensor {name} is missing")
         path = self._files[name]
@@ -72,15 +116,24 @@ class Checkpoint:
                 tensor: torch.Tensor = file.get_tensor(name)
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"{path}: tensor {name} is not readable: {error}") from None
-        if tuple(tensor.shape) != shape:
-            raise CheckpointError(
-                f"{path}: tensor {name} has shape {list(tensor.shape)}, expected {list(shape)}"
-            )
         if not tensor.is_floating_point():
             raise CheckpointError(f"{path}: tensor {name} is {tensor.dtype}, not floating point")
+        if tensor.dtype.itemsize == 1 and tensor.dtype is not dtype:
+            raise CheckpointError(f"{path}: tensor {name} is {tensor.dtype} without a known scale")
+        if dtype is FP8 and tensor.dtype is not FP8:
+            raise CheckpointError(f"{path}: tensor {name} has a scale, but is {tensor.dtype}")
+        return tensor
+
+    def _check_shape(self, name: str, tensor: torch.Tensor, shape: tuple[int, ...]) -> None:
+        if tuple(tensor.shape) != shape:
+            raise CheckpointError(
+                f"{self._files[name]}: tensor {name} has shape {list(tensor.shape)}, "
+                f"expected {list(shape)}"
+            )
+
+    def _add(self, name: str, tensor: torch.Tensor, loaded: torch.Tensor) -> torch.Tensor:
+        """`loaded`, noted as what was made of the stored `tensor`."""
         self._taken.add(name)
-        # safetensors maps the file: without a copy, who writes into it changes loaded weights.
-        loaded = tensor.to(self._device, dtype or self._dtype, copy=True)
         self._digest.add(name, loaded)
         self._on_read(tensor.nbytes)
         return loaded
@@ -125,8 +178,13 @@ class Checkpoint:
         return {name: self._folder / file for name, file in weight_map.items()}
 
 
+def _without_ones(shape: Sequence[int]) -> list[int]:
+    return [size for size in shape if size != 1]
+
+
 def _tensor_names(path: Path) -> list[str]:
     try:
+        path.open("rb").close()  # `safe_open` calls whatever it cannot open "not found"
         with safe_open(path, framework="pt") as file:
             return list(file.keys())
     except FileNotFoundError:

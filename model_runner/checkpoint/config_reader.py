@@ -6,6 +6,7 @@ from pathlib import Path
 
 from kvrelay.model_runner.checkpoint.config_file import ConfigFile
 from kvrelay.model_runner.checkpoint.layer_reader import read_layers
+from kvrelay.model_runner.checkpoint.quantization_reader import read_quantization
 from kvrelay.model_runner.checkpoint.rope_reader import read_latent_scale
 from kvrelay.model_runner.config.model_config import (
     Activation,
@@ -33,8 +34,6 @@ def read_config(folder: Path) -> ModelConfig:
     """
     config = ConfigFile.read(folder / CONFIG_NAME)
     architecture = _architecture(config)
-    if config.has("quantization_config"):
-        raise config.error("quantization_config", "is set: quantized weights are not supported")
     gemma = architecture in _GEMMA
     hidden_size, vocab_size = config.size("hidden_size"), config.size("vocab_size")
     max_model_len = config.size("max_position_embeddings")
@@ -56,6 +55,7 @@ def read_config(folder: Path) -> ModelConfig:
         add_unit_offset=gemma,
         embedding_scale=hidden_size**0.5 if gemma else 1.0,
         final_logit_softcapping=_logit_softcap(config, architecture),
+        fp8_weights=read_quantization(config),
     )
 
 

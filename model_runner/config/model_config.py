@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 
-from kvrelay.model_runner.config.query_heads import QueryHeads
+from kvrelay.model_runner.config.fp8_weights import Fp8Weights
+from kvrelay.model_runner.config.query_heads import ExpandedHeads, QueryHeads
 from kvrelay.model_runner.config.rope import Rope
 
 
@@ -132,6 +133,23 @@ class MLAConfig:
         """The heads whose queries an attention backend receives, brought to the latent's space."""
         return QueryHeads(self.num_heads, self.kv_lora_rank, self.scale)
 
+    @property
+    def expanded_heads(self) -> ExpandedHeads | None:
+        """Those of keys and values that are made of latents; None: that never costs less.
+
+        For each head a key and a value are made once by ``rank * (nope + value)`` products, and
+        then seen by each new token, which takes ``2 * rank - nope - value`` products less.
+        """
+        made = self.qk_nope_head_dim + self.v_head_dim
+        saved = 2 * self.kv_lora_rank - made
+        if saved <= 0:
+            return None
+        return ExpandedHeads(
+            key_dim=self.qk_nope_head_dim + self.qk_rope_head_dim,
+            value_dim=self.v_head_dim,
+            least_new_tokens=self.kv_lora_rank * made // saved + 1,
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class MoEConfig:
@@ -191,6 +209,8 @@ class ModelConfig:
     """Embeddings are multiplied by it."""
     final_logit_softcapping: float | None = None
     """Logits become ``softcap * tanh(logit / softcap)``."""
+    fp8_weights: Fp8Weights | None = field(default=None, repr=False)
+    """How weights are quantized; None: they are not. Hashes of weights tell models apart by it."""
 
     @property
     def pool_windows(self) -> tuple[int | None, ...]:

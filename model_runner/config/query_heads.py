@@ -18,3 +18,15 @@ class QueryHeads:
     """Products of queries and keys are multiplied by it."""
     softcap: float | None = None
     """Then they are brought into ``(-softcap, softcap)``: ``softcap * tanh(score / softcap)``."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExpandedHeads:
+    """The heads of keys and values that are made of latents."""
+
+    key_dim: int
+    """Of a head's query and key."""
+    value_dim: int
+    """Of its value."""
+    least_new_tokens: int
+    """A sequence that brings fewer costs less with its queries brought to the latents' space."""

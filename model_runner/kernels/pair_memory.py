@@ -33,12 +33,6 @@ def store(builder: Any, value: Any, data: Any, index: Any) -> None:
     builder.store(value, pointer, align=4 if value.type in (FLOATS, INTS) else 2)
 
 
-def width_of(context: Any, builder: Any, signature: Any, args: Any, index: int) -> Any:
-    """Of the rows of the argument `index`, a matrix."""
-    array = context.make_array(signature.args[index])(context, builder, args[index])
-    return builder.extract_value(array.shape, 1)
-
-
 def pointer(builder: Any, address: Any, kind: Any) -> Any:
     """A pointer to `kind` at an `address`, an int64."""
     return builder.inttoptr(address, kind.as_pointer())
@@ -136,71 +130,39 @@ def copy(_typing: Any, to: Any, source: Any, size: Any) -> Any:
 
 
 @intrinsic  # type: ignore[untyped-decorator]
-def copy_pairs(
-    _typing: Any,
-    pages: Any,
-    at: Any,
-    value_at: Any,
-    stride: Any,
-    pairs: Any,
-    keys: Any,
-    values: Any,
-    token: Any,
+def pair_values(
+    _typing: Any, source: Any, step: Any, count: Any, to: Any, width: Any, dimensions: Any
 ) -> Any:
-    """Copy `pairs`, at least one, of neighbouring tokens of a head, from an even `token` on.
+    """Interleave `count`, at least one, pairs of neighbouring values, which stay `dimensions` wide.
 
-    Keys begin every `stride` numbers from `at` of ``pages [n]`` on, values from `value_at`.
-    They become rows of ``keys [block, head_dim / 2]`` and ``values [block / 2, value_dim]``,
-    of pairs: of a key's neighbours, and of two tokens.
+    They are rows of bfloat16 every `step` numbers from the address `source` on, and become rows of
+    `width` units from the address `to` on: of two values each, the first one in the lower half.
+    `dimensions` are a multiple of `LANES`.
     """
 
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        page_data, key_data, value_data = (
-            data_of(context, builder, signature, args, index) for index in (0, 5, 6)
-        )
-        key_width, value_width = (
-            width_of(context, builder, signature, args, index) for index in (5, 6)
-        )
-        _, key_from, value_from, step, count, _, _, first = args
-        two = _INT64(2)
+    def generate(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        values, pairs = pointer(builder, args[0], BIT16), pointer(builder, args[3], ir.IntType(32))
+        _, step, count, _, width, dimensions = args
 
-        def copy_pair(pair: Any, _: Sequence[Any]) -> Sequence[Any]:
-            even = builder.mul(builder.mul(pair, two), step)
-            token = builder.add(first, builder.mul(pair, two))
+        def pair_rows(row: Any, _: Sequence[Any]) -> Sequence[Any]:
+            first = builder.mul(builder.mul(row, _INT64(2)), step)
+            target = builder.mul(row, width)
 
-            def copy_key(index: Any, _: Sequence[Any]) -> Sequence[Any]:
-                for side in (0, 1):
-                    offset = builder.add(even, builder.mul(step, _INT64(side)))
-                    place = builder.add(offset, builder.mul(index, _INT64(UNITS)))
-                    vector = load(builder, page_data, builder.add(key_from, place), INTS)
-                    row = builder.mul(builder.add(token, _INT64(side)), key_width)
-                    to = builder.add(row, builder.mul(index, _INT64(LANES)))
-                    store(builder, vector, key_data, to)
-                return ()
-
-            def pair_values(index: Any, _: Sequence[Any]) -> Sequence[Any]:
-                place = builder.add(even, builder.mul(index, _INT64(LANES)))
-                first, second = (
-                    builder.zext(
-                        load(builder, page_data, builder.add(value_from, at), HALF_BITS), INTS
-                    )
-                    for at in (place, builder.add(place, step))
+            def pair_lanes(index: Any, _: Sequence[Any]) -> Sequence[Any]:
+                place = builder.mul(index, _INT64(LANES))
+                at = builder.add(first, place)
+                lower, upper = (
+                    builder.zext(load(builder, values, one, HALF_BITS), INTS)
+                    for one in (at, builder.add(at, step))
                 )
-                upper = builder.shl(second, ir.Constant(INTS, [16] * LANES))
-                row = builder.mul(builder.udiv(token, two), value_width)
-                to = builder.add(row, builder.mul(index, _INT64(LANES)))
-                store(builder, builder.or_(first, upper), value_data, to)
+                upper = builder.shl(upper, ir.Constant(INTS, [16] * LANES))
+                store(builder, builder.or_(lower, upper), pairs, builder.add(target, place))
                 return ()
 
-            loop(builder, builder.udiv(key_width, _INT64(LANES)), (), copy_key)
-            loop(builder, builder.udiv(value_width, _INT64(LANES)), (), pair_values)
+            loop(builder, builder.udiv(dimensions, _INT64(LANES)), (), pair_lanes)
             return ()
 
-        loop(builder, count, (), copy_pair)
+        loop(builder, count, (), pair_rows)
         return context.get_dummy_value()
 
-    number = numba.int64
-    return (
-        numba.void(pages, number, number, number, number, keys, values, number),
-        generate,
-    )
+    return numba.void(*[numba.int64] * 6), generate

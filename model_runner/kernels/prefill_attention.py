@@ -1,14 +1,15 @@
 """Prefill attention on a CPU: many query rows of a sequence over its pages, tile by tile.
 
 A chunk of a sequence has the rows ``token * group + g``: those of its query heads that
-share a head of keys and values. A tile is `ROWS` of them, a strip at most `TILES` tiles::
+share a head of keys and values. `LANES` of them are a vector, a tile is up to `VECTORS` vectors,
+a strip several tiles, whose vectors are as many as can be, or one less::
 
-    queries  [TILES, depth, ROWS]     a lane a row
-    keys     [block, depth]           copied from pages, for a strip at a time
+    queries  [tiles, depth, ROWS]     a lane a row
+    keys     [block, depth]           in pages where they are units there, else copied
     scores   [block, ROWS]            float32, of a tile with a block of tokens
     weights  [block / k, ROWS]        by the online softmax
-    values   [block / k, width]       copied from pages
-    sums     [TILES, width, ROWS]     float32, scaled down when a larger score comes
+    values   [block / k, width]       copied from pages, for a strip at a time
+    sums     [tiles, width, ROWS]     float32, scaled down when a larger score comes
 
 `k` numbers make a unit (`lanes`): two bfloat16 where the processor multiplies such pairs,
 else one float32. Only weights are rounded to them, as in torch's fused attention.
@@ -17,6 +18,9 @@ Blocks begin at the same tokens of a sequence in every tile, and what a row does
 adds exactly nothing if it is finite: its result depends neither on the chunk nor on what
 is beside it. A value that is not finite also reaches the earlier rows of its tile, as 0
 times it is NaN; a key that is not reaches none.
+
+While a block is computed the next one is fetched, line by line: hardware cannot foresee where
+pages lie.
 """
 
 from __future__ import annotations
@@ -28,27 +32,36 @@ import numpy as np
 from numba.extending import overload
 
 from kvrelay.model_runner.kernels.arrays import Array
-from kvrelay.model_runner.kernels.decode_attention import bend
-from kvrelay.model_runner.kernels.jit import inlined, kernel, prefetch, store, widen
-from kvrelay.model_runner.kernels.lanes import (
+from kvrelay.model_runner.kernels.jit import inlined, kernel, store, widen
+from kvrelay.model_runner.kernels.lanes import LANES
+from kvrelay.model_runner.kernels.pair_lanes import bend_scores
+from kvrelay.model_runner.kernels.pair_memory import (
+    address_of,
+    pair_values,
+    read_int32,
+    read_int64,
+)
+from kvrelay.model_runner.kernels.prefill_lanes import (
     OTHERS,
     ROWS,
     STEP,
+    VECTORS,
+    hide_scores,
     score_tile,
     value_tile,
     weigh_block,
 )
-from kvrelay.model_runner.kernels.pair_memory import UNITS, copy_pairs
 from kvrelay.model_runner.kernels.team import run_on_team, take
 
-TILES = 4
-"""Of a strip at most: a block is copied from its pages once for all of them."""
 _BLOCK = 128
 """Tokens whose scores are computed before they are weighed: they stay in the first cache."""
+_GROUPS = _BLOCK // OTHERS
 _LOG2_E = np.float32(1.44269504)
-_NOT_SEEN = np.float32(-np.inf)
 _LEAST = np.float32(-1e30)
 """Less than any score, and finite: differences to it are numbers."""
+_WORD = 4
+"""Bytes of a unit, of a float32 and of an int32."""
+_ROW_BYTES = ROWS * _WORD
 
 
 class Heads(NamedTuple):
@@ -57,6 +70,8 @@ class Heads(NamedTuple):
     pages: Array
     units: Array
     """The pages as `view_units`."""
+    unit: Any
+    """A number of the type of those."""
     length: int
     """Of a head in units."""
     shift: int
@@ -66,6 +81,12 @@ class Heads(NamedTuple):
     page_size: int
     value_offset: int
     """Elements from a key to its value: 0 for a latent, which is both."""
+    item: int
+    """Bytes of an element."""
+    token: int
+    """Bytes of a key."""
+    in_place: bool
+    """Keys are read from pages, not copied: they are units there, `OTHERS` of them together."""
     head_dim: int
     value_dim: int
     group: int
@@ -86,15 +107,54 @@ class Scratch(NamedTuple):
     weights: Array
     sums: Array
     positions: Array
-    """``[TILES, ROWS]`` of rows in their sequence."""
+    """``[tiles, ROWS]`` int32, of rows in their sequence."""
     largest: Array
-    """``[TILES, ROWS]``"""
+    """``[tiles, ROWS]``"""
     totals: Array
-    """``[TILES, ROWS]``"""
+    """``[tiles, ROWS]``"""
     decay: Array
     """``[ROWS]``"""
+    starts: Array
+    """``[2 * _GROUPS]`` addresses: see `place_keys`."""
     rounded: Array
     """``[value_dim, ROWS]``"""
+
+
+class Room(NamedTuple):
+    """Addresses of a `Scratch`, and its sizes."""
+
+    queries: int
+    keys: int
+    values: int
+    scores: int
+    weights: int
+    sums: int
+    positions: int
+    largest: int
+    totals: int
+    decay: int
+    starts: int
+    depth: int
+    """Units of a query and of a key."""
+    width: int
+    """Units of a row of values, which are dimensions."""
+    numbers: int
+    """In a unit."""
+    line: int
+    """Bytes of the next block that are fetched in a turn of a tile's loop."""
+
+
+class Strip(NamedTuple):
+    """Rows of a head that see tokens of ``[oldest, end)``."""
+
+    vectors: int
+    tiles: int
+    oldest: int
+    end: int
+    page_ids: int
+    """The address of its sequence's."""
+    start: int
+    """The address of its head's first key in the layer's first page."""
 
 
 @kernel
@@ -122,16 +182,21 @@ def attend_strips(
     strip's first row of the chunk, how many. `unit` is empty: its dtype is that of units.
     """
     head_dim = new.shape[2]
-    new_units = view_units(new, unit)
+    new_units, page_units = view_units(new, unit), view_units(pages, unit)
+    length = new_units.shape[2]
     heads = Heads(
         pages,
-        view_units(pages, unit),
-        new_units.shape[2],
-        0 if new_units.shape[2] == head_dim else 1,
+        page_units,
+        np.zeros(1, unit.dtype)[0],
+        length,
+        0 if length == head_dim else 1,
         layer_start,
         page_stride,
         page_size,
         (parts - 1) * kv_heads * page_size * head_dim,
+        pages.itemsize,
+        pages.itemsize * head_dim,
+        page_units.itemsize == _WORD and page_size % OTHERS == 0 and length % STEP == 0,
         head_dim,
         out.shape[1] // num_heads,
         num_heads // kv_heads,
@@ -156,39 +221,111 @@ def attend_remaining(
     out: Array,
 ) -> None:
     """Attend for the next strip and head until there is none left."""
-    scratch = make_scratch(heads.head_dim, heads.value_dim, unit, out)
+    tiles = count_tiles(count_vectors(strips[:, 4].max()))
+    scratch = make_scratch(tiles, heads, unit, out)
+    room = find_room(scratch, heads.token)
+    layer = address_of(heads.pages) + heads.layer_start * heads.item
     while True:
         index = take(counter, 1)
         if index >= len(strips) * kv_heads:
             break
         sequence, start, position, first, count = strips[index // kv_heads]
-        head = index % kv_heads
-        load_queries(heads, new[start:], head, position, first, count, scratch)
-        attend_strip(heads, head, page_table[sequence], count, scratch)
-        write_sums(heads, head, first, count, scratch, out[start:])
+        head, page_ids = index % kv_heads, page_table[sequence]
+        vectors = count_vectors(count)
+        strip = Strip(
+            vectors,
+            count_tiles(vectors),
+            max(0, position + first // heads.group + 1 - heads.window),
+            position + (first + count - 1) // heads.group + 1,
+            address_of(page_ids),
+            layer + head * heads.page_size * heads.token,
+        )
+        load_queries(heads, new[start:], head, position, first, count, strip, scratch)
+        attend_strip(heads, strip, head, page_ids, scratch, room)
+        write_sums(heads, head, first, count, strip, scratch, out[start:])
+    keep(scratch)
 
 
 @inlined
-def make_scratch(head_dim: int, value_dim: int, unit: Array, out: Array) -> Scratch:
-    """Scratch for strips; zeros where heads are shorter than their rows."""
-    scores = np.empty((_BLOCK, ROWS), np.float32)
+def count_vectors(rows: int) -> int:
+    """That so many rows need."""
+    return (rows + LANES - 1) // LANES
+
+
+@inlined
+def count_tiles(vectors: int) -> int:
+    """That so many vectors need."""
+    return (vectors + VECTORS - 1) // VECTORS
+
+
+@inlined
+def make_scratch(tiles: int, heads: Heads, unit: Array, out: Array) -> Scratch:
+    """Scratch for strips of so many tiles; zeros where heads are shorter than their rows."""
+    scores = make_lines(_BLOCK, ROWS, np.float32)
     weights = make_weights(scores, unit)
     numbers = len(scores) // len(weights)
-    depth = round_up((head_dim + numbers - 1) // numbers, STEP)
-    width = round_up(value_dim, OTHERS)
+    depth = round_up((heads.head_dim + numbers - 1) // numbers, STEP)
+    width = round_up(heads.value_dim, OTHERS)
+    queries = make_lines(tiles * depth, ROWS, unit.dtype)
+    keys = make_lines(0 if heads.in_place else _BLOCK, depth, unit.dtype)
+    values = make_lines(len(weights), width, unit.dtype)
+    queries[:], keys[:], values[:], scores[:] = 0, 0, 0, 0
     return Scratch(
-        np.zeros((TILES, depth, ROWS), unit.dtype),
-        np.zeros((_BLOCK, depth), unit.dtype),
-        np.zeros((len(weights), width), unit.dtype),
+        queries.reshape((tiles, depth, ROWS)),
+        keys,
+        values,
         scores,
         weights,
-        np.empty((TILES, width, ROWS), np.float32),
-        np.empty((TILES, ROWS), np.int64),
-        np.empty((TILES, ROWS), np.float32),
-        np.empty((TILES, ROWS), np.float32),
-        np.empty(ROWS, np.float32),
-        np.empty((value_dim, ROWS), out.dtype),
+        make_lines(tiles * width, ROWS, np.float32).reshape((tiles, width, ROWS)),
+        make_lines(tiles, ROWS, np.int32),
+        make_lines(tiles, ROWS, np.float32),
+        make_lines(tiles, ROWS, np.float32),
+        make_lines(1, ROWS, np.float32)[0],
+        np.empty(2 * _GROUPS, np.int64),
+        np.empty((heads.value_dim, ROWS), out.dtype),
     )
+
+
+@inlined
+def make_lines(rows: int, words: int, dtype: Any) -> Any:
+    """Room for ``[rows, words]`` numbers of 4 bytes, from the beginning of a cache line on.
+
+    Numba's own arrays begin anywhere: most vectors of 64 bytes would lie in two lines.
+    """
+    room = np.empty(rows * words + LANES, dtype)
+    begin = -address_of(room) // _WORD % LANES
+    return room[begin : begin + rows * words].reshape((rows, words))
+
+
+@inlined
+def find_room(scratch: Scratch, token: int) -> Room:
+    """The addresses of `scratch`, valid until `keep`, for keys of so many bytes."""
+    depth = scratch.keys.shape[1]
+    return Room(
+        address_of(scratch.queries),
+        address_of(scratch.keys),
+        address_of(scratch.values),
+        address_of(scratch.scores),
+        address_of(scratch.weights),
+        address_of(scratch.sums),
+        address_of(scratch.positions),
+        address_of(scratch.largest),
+        address_of(scratch.totals),
+        address_of(scratch.decay),
+        address_of(scratch.starts),
+        depth,
+        scratch.values.shape[1],
+        _BLOCK // len(scratch.weights),
+        OTHERS * token * STEP // depth,
+    )
+
+
+@inlined
+def keep(scratch: Scratch) -> None:
+    """Use the whole tuple: numba frees an array after the last use of what holds it, not of its
+    address.
+    """
+    scratch.scores[0, 0] = scratch.weights[0, 0] = scratch.decay[0] = 0
 
 
 @inlined
@@ -211,7 +348,7 @@ def _make_weights(scores: Any, unit: Any) -> Any:
         return scores
 
     def make_pairs(scores: Any, unit: Any) -> Any:
-        return np.empty((_BLOCK // 2, ROWS), np.uint32)
+        return make_lines(_BLOCK // 2, ROWS, np.uint32)
 
     return make_pairs if unit.dtype == numba.uint32 else use_scores
 
@@ -275,29 +412,29 @@ def _pack_value(numbers: Any, token: Any, values: Any) -> Any:
     return pack_pairs if values.dtype == numba.uint32 else pack_floats
 
 
-def copy_together(heads: Any, at: Any, count: Any, keys: Any, values: Any, token: Any) -> Any:
-    """Copy up to `count` tokens that follow one another in a page at once: how many.
+def pack_together(heads: Any, at: Any, count: Any, token: Any, values: Any) -> Any:
+    """Copy up to `count` values that follow one another in a page at once: how many.
 
     Inside kernels. 0 if that is not possible here, and for what is not a pair.
     """
     raise NotImplementedError("only inside a kernel")
 
 
-@overload(copy_together)  # type: ignore[untyped-decorator]
-def _copy_together(heads: Any, at: Any, count: Any, keys: Any, values: Any, token: Any) -> Any:
-    def copy_none(heads: Any, at: Any, count: Any, keys: Any, values: Any, token: Any) -> Any:
+@overload(pack_together)  # type: ignore[untyped-decorator]
+def _pack_together(heads: Any, at: Any, count: Any, token: Any, values: Any) -> Any:
+    def pack_none(heads: Any, at: Any, count: Any, token: Any, values: Any) -> Any:
         return 0
 
-    def copy_in_pairs(heads: Any, at: Any, count: Any, keys: Any, values: Any, token: Any) -> Any:
-        pairs = count // 2
-        whole = heads.head_dim % UNITS == 0 and heads.value_dim % UNITS == 0
-        if pairs == 0 or token % 2 == 1 or not whole:
+    def pack_in_pairs(heads: Any, at: Any, count: Any, token: Any, values: Any) -> Any:
+        pairs, width = count // 2, values.shape[1]
+        if pairs == 0 or token % 2 == 1 or heads.value_dim % LANES:
             return 0
-        value_at = at + heads.value_offset
-        copy_pairs(heads.pages, at, value_at, heads.head_dim, pairs, keys, values, token)
+        source = address_of(heads.pages) + at * heads.item
+        to = address_of(values) + token // 2 * width * _WORD
+        pair_values(source, heads.head_dim, pairs, to, width, heads.value_dim)
         return 2 * pairs
 
-    return copy_in_pairs if values.dtype == numba.uint32 else copy_none
+    return pack_in_pairs if values.dtype == numba.uint32 else pack_none
 
 
 @inlined
@@ -308,154 +445,221 @@ def pack(numbers: Array, units: Array) -> None:
 
 
 @inlined
+def find_tile(strip: Strip, tile: int) -> int:
+    """The first of a tile's vectors; that of the tile behind the last: how many there are."""
+    return (strip.vectors * tile + strip.tiles - 1) // strip.tiles
+
+
+@inlined
 def load_queries(
-    heads: Heads, new: Array, head: int, position: int, first: int, count: int, scratch: Scratch
+    heads: Heads,
+    new: Array,
+    head: int,
+    position: int,
+    first: int,
+    count: int,
+    strip: Strip,
+    scratch: Scratch,
 ) -> None:
     """The strip's `count` rows from `first` on, of the chunk that `new` begins with.
 
-    Rows that its last tile lacks are copies of the last.
+    Rows that its last vector lacks are copies of the last.
     """
     group = heads.group
-    for r in range(round_up(count, ROWS)):
-        row = first + min(r, count - 1)
-        tile, lane = r // ROWS, r % ROWS
-        scratch.positions[tile, lane] = position + row // group
-        pack(new[row // group, head * group + row % group], scratch.queries[tile, :, lane])
+    for tile in range(strip.tiles):
+        begin = LANES * find_tile(strip, tile)
+        for lane in range(LANES * find_tile(strip, tile + 1) - begin):
+            row = first + min(begin + lane, count - 1)
+            scratch.positions[tile, lane] = position + row // group
+            query = new[row // group, head * group + row % group]
+            pack(query, scratch.queries[tile, :, lane])
 
 
 @inlined
-def attend_strip(heads: Heads, head: int, page_ids: Array, count: int, scratch: Scratch) -> None:
-    """Attend for the `count` rows whose queries are loaded: `sums` and `totals` of them."""
-    tiles = (count + ROWS - 1) // ROWS
+def attend_strip(
+    heads: Heads, strip: Strip, head: int, page_ids: Array, scratch: Scratch, room: Room
+) -> None:
+    """Attend for the rows whose queries are loaded: `sums` and `totals` of them."""
     scratch.largest[:] = _LEAST
     scratch.totals[:] = 0
-    scratch.sums[:] = 0
-    end = scratch.positions[tiles - 1, ROWS - 1] + 1
-    oldest = max(0, scratch.positions[0, 0] + 1 - heads.window)
-    for begin in range(oldest // _BLOCK * _BLOCK, end, _BLOCK):
-        copy_block(
-            heads,
-            head,
-            page_ids,
-            begin,
-            max(0, oldest - begin),
-            min(_BLOCK, end - begin),
-            scratch.keys,
-            scratch.values,
-        )
-        if begin + _BLOCK < end:
-            fetch_block(heads, head, page_ids, begin + _BLOCK, end)
-        for tile in range(tiles):
-            if begin <= scratch.positions[tile, ROWS - 1]:
-                attend_block(heads, tile, begin, scratch)
+    scratch.sums[: strip.tiles] = 0
+    for begin in range(strip.oldest // _BLOCK * _BLOCK, strip.end, _BLOCK):
+        skipped, seen = max(0, strip.oldest - begin), min(_BLOCK, strip.end - begin)
+        place_keys(heads, strip, begin, room, scratch.starts)
+        if not heads.in_place:
+            copy_keys(heads, head, page_ids, begin, skipped, seen, scratch.keys)
+        copy_values(heads, head, page_ids, begin, skipped, seen, scratch.values)
+        for tile in range(strip.tiles):
+            attend_block(heads, strip, tile, begin, room)
 
 
 @inlined
-def fetch_block(heads: Heads, head: int, page_ids: Array, begin: int, end: int) -> None:
-    """Ask for a head's tokens ``[begin, end)`` of a sequence, a block at most."""
-    page_size, head_dim = heads.page_size, heads.head_dim
-    token = begin
-    while token < min(begin + _BLOCK, end):
-        page, slot = token // page_size, token % page_size
-        count = page_size - slot
-        at = heads.layer_start + page_ids[page] * heads.page_stride
-        at += (head * page_size + slot) * head_dim
-        for line in range(0, count * head_dim, UNITS):
-            prefetch(heads.pages, at + line)
-            prefetch(heads.pages, at + heads.value_offset + line)
-        token += count
+def place_keys(heads: Heads, strip: Strip, begin: int, room: Room, starts: Array) -> None:
+    """Where the keys of a block and of the next one begin, by groups of `OTHERS`.
 
-
-@inlined
-def copy_block(
-    heads: Heads,
-    head: int,
-    page_ids: Array,
-    begin: int,
-    skipped: int,
-    seen: int,
-    keys: Array,
-    values: Array,
-) -> None:
-    """Copy a head's tokens ``begin + [skipped, seen)`` of a sequence into ``[skipped, seen)``.
-
-    Other rows of values are zero then, so that a weight of 0 makes nothing of them.
+    A block's are in its pages, or their copies; the next one's are only fetched.
     """
-    if seen - skipped < len(keys):
+    for group in range(_GROUPS):
+        copy = room.keys + group * OTHERS * room.depth * _WORD
+        token = begin + group * OTHERS
+        starts[group] = find_key(heads, strip, token) if heads.in_place else copy
+        starts[_GROUPS + group] = find_key(heads, strip, token + _BLOCK)
+
+
+@inlined
+def find_key(heads: Heads, strip: Strip, token: int) -> int:
+    """The address of a strip's key; any key's if no row sees such a one."""
+    seen = min(max(token, strip.oldest), strip.end - 1)
+    page = read_int32(strip.page_ids, seen // heads.page_size)
+    place: int = strip.start + page * heads.page_stride * heads.item
+    return place + token % heads.page_size * heads.token
+
+
+@inlined
+def copy_keys(
+    heads: Heads, head: int, page_ids: Array, begin: int, skipped: int, seen: int, keys: Array
+) -> None:
+    """Copy a head's keys ``begin + [skipped, seen)`` of a sequence into ``[skipped, seen)``."""
+    for token in range(skipped, seen):
+        at = find_element(heads, head, page_ids, begin + token) >> heads.shift
+        pack(heads.units[at : at + heads.length], keys[token])
+
+
+@inlined
+def copy_values(
+    heads: Heads, head: int, page_ids: Array, begin: int, skipped: int, seen: int, values: Array
+) -> None:
+    """Copy a head's values ``begin + [skipped, seen)`` of a sequence into ``[skipped, seen)``.
+
+    Other rows are zero then, so that a weight of 0 makes nothing of them.
+    """
+    if seen - skipped < _BLOCK:
         values[:] = 0
-    page_size, head_dim = heads.page_size, heads.head_dim
     token = skipped
     while token < seen:
-        page, slot = (begin + token) // page_size, (begin + token) % page_size
-        start = heads.layer_start + page_ids[page] * heads.page_stride
-        at = start + (head * page_size + slot) * head_dim
-        together = copy_together(
-            heads, at, min(page_size - slot, seen - token), keys, values, token
-        )
+        at = find_element(heads, head, page_ids, begin + token) + heads.value_offset
+        left = heads.page_size - (begin + token) % heads.page_size
+        together = pack_together(heads, at, min(left, seen - token), token, values)
         if together == 0:
-            unit = at >> heads.shift
-            pack(heads.units[unit : unit + heads.length], keys[token])
-            at += heads.value_offset
             pack_value(heads.pages[at : at + heads.value_dim], token, values)
             together = 1
         token += together
 
 
 @inlined
-def attend_block(heads: Heads, tile: int, begin: int, scratch: Scratch) -> None:
+def find_element(heads: Heads, head: int, page_ids: Array, token: int) -> int:
+    """Where a key of a sequence begins in its layer's pages."""
+    page, slot = token // heads.page_size, token % heads.page_size
+    start: int = heads.layer_start + page_ids[page] * heads.page_stride
+    return start + (head * heads.page_size + slot) * heads.head_dim
+
+
+@inlined
+def attend_block(heads: Heads, strip: Strip, tile: int, begin: int, room: Room) -> None:
     """Add to a tile's sums what its rows see of the block that is copied."""
-    scores, weights, positions = scratch.scores, scratch.weights, scratch.positions[tile]
-    queries, sums = scratch.queries[tile], scratch.sums[tile]
-    count = round_up(min(_BLOCK, positions[ROWS - 1] + 1 - begin), OTHERS)
-    for key in range(0, count, OTHERS):
-        score_tile(queries, scratch.keys, queries.shape[0], scores, key)
+    vectors = find_tile(strip, tile + 1) - find_tile(strip, tile)
+    positions = room.positions + tile * _ROW_BYTES
+    first, last = read_int32(positions, 0), read_int32(positions, LANES * vectors - 1)
+    count = round_up(min(_BLOCK, last + 1 - begin), OTHERS)
+    if count <= 0:
+        return
+    add_scores(heads, strip, tile, vectors, count, room)
     factor = heads.scale * _LOG2_E
     if heads.softcap > 0:
-        cap(scores, count, heads.scale, heads.softcap)
+        bend_scores(room.scores, count * VECTORS, heads.scale, heads.softcap)
         factor = _LOG2_E
-    hide(scores, count, begin, positions, heads.window)
-    largest, totals = scratch.largest[tile], scratch.totals[tile]
-    weigh_block(scores, count, factor, largest, totals, scratch.decay, weights)
-    length = count * len(weights) // len(scores)
-    width = sums.shape[0]
+    hide(vectors, begin, max(0, first + 1 - begin), count, positions, heads.window, room)
+    hide(
+        vectors,
+        begin,
+        0,
+        min(count, last + 1 - heads.window - begin),
+        positions,
+        heads.window,
+        room,
+    )
+    weigh(heads, tile, vectors, count, factor, room)
+    add_values(heads, tile, vectors, count, room)
+
+
+@inlined
+def add_scores(heads: Heads, strip: Strip, tile: int, vectors: int, count: int, room: Room) -> None:
+    """The scores of `count` keys of the block, while each tile fetches a part of the next one."""
+    depth = room.depth
+    queries = room.queries + tile * depth * _ROW_BYTES
+    for key in range(0, count, OTHERS):
+        group, scores = key // OTHERS, room.scores + key * _ROW_BYTES
+        keys = read_int64(room.starts, group)
+        ahead, values, line = keys, 0, 0
+        if group % strip.tiles == tile:
+            ahead = read_int64(room.starts, _GROUPS + group)
+            values, line = heads.value_offset * heads.item, room.line
+        if vectors == 3:
+            score_tile(3, heads.unit, queries, keys, depth, scores, ahead, values, line)
+        elif vectors == 2:
+            score_tile(2, heads.unit, queries, keys, depth, scores, ahead, values, line)
+        else:
+            score_tile(1, heads.unit, queries, keys, depth, scores, ahead, values, line)
+
+
+@inlined
+def hide(
+    vectors: int, begin: int, skipped: int, count: int, positions: int, window: int, room: Room
+) -> None:
+    """Hide from rows what they do not see of the tokens ``begin + [skipped, count)``."""
+    if skipped >= count:
+        return
+    scores, token = room.scores + skipped * _ROW_BYTES, begin + skipped
+    if vectors == 3:
+        hide_scores(3, scores, count - skipped, token, positions, window)
+    elif vectors == 2:
+        hide_scores(2, scores, count - skipped, token, positions, window)
+    else:
+        hide_scores(1, scores, count - skipped, token, positions, window)
+
+
+@inlined
+def weigh(heads: Heads, tile: int, vectors: int, count: int, factor: Any, room: Room) -> None:
+    """Make weights of `count` tokens' scores."""
+    scores, weights, decay = room.scores, room.weights, room.decay
+    most, totals = room.largest + tile * _ROW_BYTES, room.totals + tile * _ROW_BYTES
+    if vectors == 3:
+        weigh_block(3, heads.unit, scores, count, factor, most, totals, decay, weights)
+    elif vectors == 2:
+        weigh_block(2, heads.unit, scores, count, factor, most, totals, decay, weights)
+    else:
+        weigh_block(1, heads.unit, scores, count, factor, most, totals, decay, weights)
+
+
+@inlined
+def add_values(heads: Heads, tile: int, vectors: int, count: int, room: Room) -> None:
+    """Add `count` tokens' values by their weights to a tile's sums."""
+    weights, decay, width, length = room.weights, room.decay, room.width, count // room.numbers
     for dimension in range(0, width, OTHERS):
-        value_tile(weights, scratch.values, length, width, scratch.decay, sums, dimension)
-
-
-@inlined
-def cap(scores: Array, count: int, scale: Any, softcap: Any) -> None:
-    """``softcap * tanh(score * scale / softcap)`` of ``scores [count, ROWS]``, in place."""
-    for key in range(count):
-        for r in range(ROWS):
-            scores[key, r] = bend(scores[key, r] * scale, softcap)
-
-
-@inlined
-def hide(scores: Array, count: int, begin: int, positions: Array, window: int) -> None:
-    """Hide the tokens from `begin` on that a row does not see: later, or before its window."""
-    for key in range(max(0, positions[0] + 1 - begin), count):
-        for r in range(ROWS):
-            if begin + key > positions[r]:
-                scores[key, r] = _NOT_SEEN
-    for key in range(min(count, positions[ROWS - 1] - window + 1 - begin)):
-        for r in range(ROWS):
-            if begin + key <= positions[r] - window:
-                scores[key, r] = _NOT_SEEN
+        values = room.values + dimension * _WORD
+        sums = room.sums + (tile * width + dimension) * _ROW_BYTES
+        if vectors == 3:
+            value_tile(3, heads.unit, weights, values, length, width, decay, sums)
+        elif vectors == 2:
+            value_tile(2, heads.unit, weights, values, length, width, decay, sums)
+        else:
+            value_tile(1, heads.unit, weights, values, length, width, decay, sums)
 
 
 @inlined
 def write_sums(
-    heads: Heads, head: int, first: int, count: int, scratch: Scratch, out: Array
+    heads: Heads, head: int, first: int, count: int, strip: Strip, scratch: Scratch, out: Array
 ) -> None:
     """Divide a strip's `sums` by its `totals` into ``out [T, num_heads * value_dim]``."""
     group, rounded = heads.group, scratch.rounded
-    for begin in range(0, count, ROWS):
-        tile = begin // ROWS
+    for tile in range(strip.tiles):
+        begin = LANES * find_tile(strip, tile)
+        lanes = LANES * find_tile(strip, tile + 1) - begin
         sums, totals = scratch.sums[tile], scratch.totals[tile]
         for d in range(heads.value_dim):
-            for r in range(ROWS):
+            for r in range(lanes):
                 store(rounded[d], r, sums[d, r] / totals[r])
-        for r in range(min(ROWS, count - begin)):
+        for r in range(min(lanes, count - begin)):
             row = first + begin + r
             at = (head * group + row % group) * heads.value_dim
             to = out[row // group, at : at + heads.value_dim]

@@ -8,7 +8,8 @@ other, in which the pairs of inputs come in order::
 A tile is a panel and up to `TILE` rows, whose sums stay in registers. Few rows are one tile:
 the weights stream from memory once, and are asked for `_AHEAD` bytes before they are needed.
 For more rows each tile asks for a part of the next panel, so that memory and arithmetic work
-at the same time. Many rows are computed by blocks that stay in the second cache.
+at the same time; the last tiles for what lies behind the weights, the next product's if they were
+put there. Many rows are computed by blocks that stay in the second cache.
 
 Each sum adds its pairs one after the other, from the first to the last: a row's result depends
 neither on the rows beside it nor on the number of threads.
@@ -267,14 +268,17 @@ def multiply_remaining(counter: Array, share: int, units: int, product: Product)
     while begin < units:
         end = min(begin + share, units)
         for unit in range(begin, end):
-            following = min(unit + 1, end - 1) % panels
+            following = panels if unit + 1 == units else min(unit + 1, end - 1) % panels
             multiply_block(product, unit // panels * _BLOCK, unit % panels, following, sums)
         begin = take(counter, share)
 
 
 @inlined
 def multiply_block(product: Product, first: int, panel: int, following: int, sums: Array) -> None:
-    """A panel for the block of rows from `first` on; the `following` panel is asked for."""
+    """A panel for the block of rows from `first` on; the `following` panel is asked for.
+
+    One behind the last may be nobody's memory: to ask is harmless.
+    """
     pairs, panel_bytes = product.pairs, product.pairs * _PANEL_BYTES
     weights = product.weights + panel * panel_bytes
     end = min(first + _BLOCK, product.rows)

@@ -3,23 +3,59 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch.nn import functional
 
 from kvrelay.model_runner.attention.backend import AttentionBackend, StepAttention
-from kvrelay.model_runner.batch import ForwardBatch, Int64Array
+from kvrelay.model_runner.batch import ForwardBatch, fill_input_ids, input_ids_on
 from kvrelay.model_runner.checkpoint.checkpoint import Checkpoint
 from kvrelay.model_runner.config.model_config import ModelConfig
-from kvrelay.model_runner.layers.elementwise import Elementwise, softcap
+from kvrelay.model_runner.layers.elementwise import Elementwise, Rotation, softcap
 from kvrelay.model_runner.layers.feed_forward import make_feed_forward
+from kvrelay.model_runner.layers.hidden import Hidden
 from kvrelay.model_runner.layers.linear import LinearFactory
 from kvrelay.model_runner.layers.loader import WeightLoader
 from kvrelay.model_runner.layers.rotary_embedding import RotaryEmbedding
-from kvrelay.model_runner.layers.self_attention import Rotation, make_self_attention
+from kvrelay.model_runner.layers.self_attention import make_self_attention
+from kvrelay.model_runner.torch_options import copy_array, to_device
 
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
+
+
+@dataclass(frozen=True, slots=True)
+class StepInputs:
+    """What `Decoder.compute` reads of a batch, on the device."""
+
+    input_ids: torch.Tensor
+    """``[T]`` int64"""
+    positions: torch.Tensor
+    """``[T]`` int64"""
+    logit_rows: torch.Tensor
+    """``[S]`` int64"""
+
+    @classmethod
+    def of(cls, batch: ForwardBatch, device: torch.device) -> StepInputs:
+        """Those of `batch`."""
+        others = (to_device(array, device) for array in (batch.positions, batch.logit_rows))
+        return cls(input_ids_on(batch, device), *others)
+
+    @classmethod
+    def zeros(cls, count: int, device: torch.device) -> StepInputs:
+        """Memory for `count` tokens, the logits of all of which are wanted."""
+        return cls(*(torch.zeros(count, dtype=torch.int64, device=device) for _ in range(3)))
+
+    def first(self, count: int) -> StepInputs:
+        """The memory of the first `count` tokens."""
+        return StepInputs(self.input_ids[:count], self.positions[:count], self.logit_rows[:count])
+
+    def fill(self, batch: ForwardBatch) -> None:
+        """Let this be of `batch`, which has as many tokens, and wants as many logits."""
+        fill_input_ids(batch, self.input_ids)
+        copy_array(batch.positions, self.positions)
+        copy_array(batch.logit_rows, self.logit_rows)
 
 
 class DecoderLayer:
@@ -42,16 +78,15 @@ class DecoderLayer:
             f"{prefix}.post_feedforward_layernorm",
         )
 
-    def attend(
-        self, hidden: torch.Tensor, attention: StepAttention, rotation: Rotation
-    ) -> torch.Tensor:
+    def attend(self, hidden: Hidden, attention: StepAttention, rotation: Rotation) -> Hidden:
         """The layer's first half, the one in which tokens see each other."""
-        normed = self._input_norm(hidden)
-        return self._attention.add_to(hidden, normed, self._place, attention, rotation)
+        normed, residual = self._input_norm.add(hidden)
+        return self._attention.add_to(residual, normed, self._place, attention, rotation)
 
-    def feed_forward(self, hidden: torch.Tensor) -> torch.Tensor:
+    def feed_forward(self, hidden: Hidden) -> Hidden:
         """The layer's second half, each token by itself."""
-        return self._feed_forward.add_to(hidden, self._inner_norm(hidden))
+        normed, residual = self._inner_norm.add(hidden)
+        return self._feed_forward.add_to(residual, normed)
 
 
 class Decoder:
@@ -68,6 +103,7 @@ class Decoder:
     ) -> None:
         self._config = config
         self._device = device
+        self._elementwise = elementwise
         loader = WeightLoader(config, checkpoint, elementwise, linears)
         self._rotaries = {
             layer.rope: RotaryEmbedding(layer.rope, config.attention.rotary_dim, device)
@@ -83,7 +119,7 @@ class Decoder:
             checkpoint.skip(HEAD)
             self._head = linears.make(self._embedding)
         else:
-            self._head = linears.make(checkpoint.take(HEAD, vocabulary))
+            self._head = linears.make(loader.weight(HEAD.removesuffix(".weight"), vocabulary))
         checkpoint.finish()
 
     def forward(self, batch: ForwardBatch, backends: Sequence[AttentionBackend]) -> torch.Tensor:
@@ -100,30 +136,33 @@ class Decoder:
             backend.plan(batch, table)
             for backend, table in zip(backends, batch.page_tables, strict=True)
         ]
-        positions = self._to_device(batch.positions)
-        rotations = {rope: rotary(positions) for rope, rotary in self._rotaries.items()}
-        hidden = self._embed(batch.input_ids)
+        return self.compute(StepInputs.of(batch, self._device), steps)
+
+    def compute(self, inputs: StepInputs, steps: Sequence[StepAttention]) -> torch.Tensor:
+        """`forward` of a batch that is on the device, and planned: nothing comes from the host."""
+        rotations = {
+            rope: self._elementwise.prepare(rotary(inputs.positions))
+            for rope, rotary in self._rotaries.items()
+        }
+        hidden = Hidden(self._embed(inputs.input_ids))
         *earlier, last = self._layers
         for layer in earlier:
             hidden = layer.attend(hidden, steps[layer.pool], rotations[layer.rope])
             hidden = layer.feed_forward(hidden)
         hidden = last.attend(hidden, steps[last.pool], rotations[last.rope])
         # From here on tokens do not see each other: only the wanted rows go on.
-        if len(batch.logit_rows) == 0:
+        if len(inputs.logit_rows) == 0:
             return torch.empty(0, self._config.vocab_size, device=self._device)
-        hidden = last.feed_forward(hidden[self._to_device(batch.logit_rows)])
-        return self._logits(hidden)
+        return self._logits(last.feed_forward(hidden.take(inputs.logit_rows)))
 
-    def _embed(self, input_ids: Int64Array) -> torch.Tensor:
-        hidden = functional.embedding(self._to_device(input_ids), self._embedding)
+    def _embed(self, input_ids: torch.Tensor) -> torch.Tensor:
+        hidden = functional.embedding(input_ids, self._embedding)
         if self._config.embedding_scale == 1:
             return hidden
         return hidden * self._embedding_scale
 
-    def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        logits = self._head(self._norm(hidden)).to(torch.float32)
+    def _logits(self, hidden: Hidden) -> torch.Tensor:
+        normed, _ = self._norm.add(hidden)
+        logits = self._head(normed).to(torch.float32)
         most = self._config.final_logit_softcapping
         return logits if most is None else softcap(logits, most)
-
-    def _to_device(self, array: Int64Array) -> torch.Tensor:
-        return torch.from_numpy(array).to(self._device)

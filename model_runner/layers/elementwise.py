@@ -1,8 +1,12 @@
-"""Normalization, rotation and activation: in plain torch, and by compiled kernels on a CPU."""
+"""Normalization, rotation and activation: in plain torch, and by compiled kernels on a CPU.
+
+FlashInfer's kernels for them are behind the same seam, in `flashinfer_elementwise`.
+"""
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -15,21 +19,88 @@ SHARED_ELEMENTS = 1 << 20
 """From so many on a second thread saves more than its start costs, also when cores are busy."""
 
 
+@dataclass(frozen=True, slots=True)
+class NormWeight:
+    """What a norm multiplies by, ``[N]``."""
+
+    stored: torch.Tensor
+    """As the checkpoint has it, in the model's dtype."""
+    factor: torch.Tensor
+    """`stored`, or one more in float32: that is applied before rounding."""
+
+    @classmethod
+    def of(cls, stored: torch.Tensor, add_unit_offset: bool) -> NormWeight:
+        """The weight `stored`; with `add_unit_offset` it was stored less one."""
+        return cls(stored, stored.to(torch.float32) + 1 if add_unit_offset else stored)
+
+    @property
+    def has_unit_offset(self) -> bool:
+        """Whether it was stored less one."""
+        return self.factor is not self.stored
+
+
+@dataclass(frozen=True, slots=True)
+class HeadNormWeights:
+    """The norms of query heads and of key heads, which come first among a token's heads."""
+
+    query: NormWeight
+    key: NormWeight
+    query_heads: int
+    key_heads: int
+    factors: torch.Tensor
+    """``[query_heads + key_heads, D]``: a row a head."""
+
+    @classmethod
+    def of(
+        cls, query: NormWeight, key: NormWeight, query_heads: int, key_heads: int
+    ) -> HeadNormWeights:
+        """So many heads of each."""
+        factors = (query.factor.expand(query_heads, -1), key.factor.expand(key_heads, -1))
+        return cls(query, key, query_heads, key_heads, torch.cat(factors))
+
+
+@dataclass(frozen=True, slots=True)
+class Rotation:
+    """How a batch's positions turn heads of `D` dimensions; ``i`` turns with ``i + D / 2``."""
+
+    cos: torch.Tensor
+    """``[T, D / 2]`` float32"""
+    sin: torch.Tensor
+    """``[T, D / 2]`` float32"""
+    table: torch.Tensor | None = None
+    """``[T, D]`` float32: cosines, then sines. Only for FlashInfer."""
+    rows: torch.Tensor | None = None
+    """``[T]`` int32: each token's row of `table`."""
+
+
 class Elementwise(Protocol):
-    """The operations of a layer between its matrix products."""
+    """The operations of a layer between its matrix products; ``T`` is at least 1."""
 
-    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        """``x [T, N]`` scaled to unit mean square, times ``weight [N]``.
-
-        A float32 weight of an `x` that is less precise is applied before rounding.
-        """
+    @property
+    def adds_in_norms(self) -> bool:
+        """Whether sums are left to the norm that follows them, by `add_rms_norm`."""
         ...
 
-    def rotate(self, heads: torch.Tensor, count: int, cos: torch.Tensor, sin: torch.Tensor) -> None:
-        """Rotate the first `count` heads of ``heads [T, heads, D]`` in place.
+    def rms_norm(self, x: torch.Tensor, weight: NormWeight, eps: float) -> torch.Tensor:
+        """``x [T, N]`` scaled to unit mean square, times the weight."""
+        ...
 
-        ``cos, sin [T, D / 2]`` float32. Dimension ``i`` turns with ``i + D / 2``.
-        """
+    def add_rms_norm(
+        self, x: torch.Tensor, residual: torch.Tensor, weight: NormWeight, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The norm of ``residual + x``, ``[T, N]`` each, and that sum. May overwrite both."""
+        ...
+
+    def rms_norm_heads(self, heads: torch.Tensor, weights: HeadNormWeights, eps: float) -> None:
+        """Normalize each query and key head of ``heads [T, heads, D]`` in place."""
+        ...
+
+    def prepare(self, rotation: Rotation) -> Rotation:
+        """What `rotate` takes in all layers of a forward."""
+        ...
+
+    def rotate(self, heads: torch.Tensor, count: int, rotation: Rotation) -> None:
+        """Rotate the first `count` heads of ``heads [T, heads, D]`` in place."""
         ...
 
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
@@ -60,16 +131,39 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     return (weight * wide.to(weight.dtype)).to(x.dtype)
 
 
+def norm_heads(heads: torch.Tensor, weights: HeadNormWeights, eps: float) -> None:
+    """Normalize each query and key head of ``heads [T, heads, D]`` in place."""
+    normed = heads[:, : len(weights.factors)]
+    normed.copy_(rms_norm(normed, weights.factors, eps))
+
+
 class TorchElementwise:
     """Any device, any dtype; rounds where transformers rounds."""
 
-    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        """``x [T, N]`` scaled to unit mean square, times ``weight [N]``: ``[T, N]``."""
-        return rms_norm(x, weight, eps)
+    adds_in_norms = False
 
-    def rotate(self, heads: torch.Tensor, count: int, cos: torch.Tensor, sin: torch.Tensor) -> None:
+    def rms_norm(self, x: torch.Tensor, weight: NormWeight, eps: float) -> torch.Tensor:
+        """``x [T, N]`` scaled to unit mean square, times the weight: ``[T, N]``."""
+        return rms_norm(x, weight.factor, eps)
+
+    def add_rms_norm(
+        self, x: torch.Tensor, residual: torch.Tensor, weight: NormWeight, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The norm of ``residual + x``, ``[T, N]`` each, and that sum."""
+        total = residual + x
+        return self.rms_norm(total, weight, eps), total
+
+    def rms_norm_heads(self, heads: torch.Tensor, weights: HeadNormWeights, eps: float) -> None:
+        """Normalize each query and key head of ``heads [T, heads, D]`` in place."""
+        norm_heads(heads, weights, eps)
+
+    def prepare(self, rotation: Rotation) -> Rotation:
+        """The same."""
+        return rotation
+
+    def rotate(self, heads: torch.Tensor, count: int, rotation: Rotation) -> None:
         """Rotate the first `count` heads of ``heads [T, heads, D]`` in place."""
-        cos, sin = cos[:, None].to(heads.dtype), sin[:, None].to(heads.dtype)
+        cos, sin = (one[:, None].to(heads.dtype) for one in (rotation.cos, rotation.sin))
         first, second = heads[:, :count].chunk(2, dim=-1)
         turned = first * cos - second * sin
         second.copy_(second * cos + first * sin)
@@ -121,21 +215,39 @@ class CpuElementwise:
     Large ones are shared by as many threads as torch has when this is made.
     """
 
+    adds_in_norms = False
+    """Products add to the residual themselves."""
+
     def __init__(self) -> None:
         self._threads = torch.get_num_threads()
 
-    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        """``x [T, N]`` scaled to unit mean square, times ``weight [N]``: ``[T, N]``."""
+    def rms_norm(self, x: torch.Tensor, weight: NormWeight, eps: float) -> torch.Tensor:
+        """``x [T, N]`` scaled to unit mean square, times the weight: ``[T, N]``."""
         out = torch.empty_like(x)
         cpu_kernels.rms_norm(
-            self._threads_for(x), as_array(x), as_array(weight), eps, as_array(out)
+            self._threads_for(x), as_array(x), as_array(weight.factor), eps, as_array(out)
         )
         return out
 
-    def rotate(self, heads: torch.Tensor, count: int, cos: torch.Tensor, sin: torch.Tensor) -> None:
+    def add_rms_norm(
+        self, x: torch.Tensor, residual: torch.Tensor, weight: NormWeight, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The norm of ``residual + x``, ``[T, N]`` each, and that sum."""
+        total = residual + x
+        return self.rms_norm(total, weight, eps), total
+
+    def rms_norm_heads(self, heads: torch.Tensor, weights: HeadNormWeights, eps: float) -> None:
+        """Normalize each query and key head of ``heads [T, heads, D]`` in place."""
+        norm_heads(heads, weights, eps)
+
+    def prepare(self, rotation: Rotation) -> Rotation:
+        """The same."""
+        return rotation
+
+    def rotate(self, heads: torch.Tensor, count: int, rotation: Rotation) -> None:
         """Rotate the first `count` heads of ``heads [T, heads, D]`` in place."""
-        threads = self._threads_for(heads)
-        cpu_kernels.rotate(threads, as_array(heads), count, cos.numpy(), sin.numpy())
+        cos, sin = rotation.cos.numpy(), rotation.sin.numpy()
+        cpu_kernels.rotate(self._threads_for(heads), as_array(heads), count, cos, sin)
 
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         """``silu(gate) * up`` of ``[T, 2 * N]``: ``[T, N]``."""
@@ -155,15 +267,3 @@ class CpuElementwise:
 
     def _threads_for(self, rows: torch.Tensor) -> int:
         return self._threads if rows.numel() >= SHARED_ELEMENTS else 1
-
-
-def make_elementwise(
-    dtype: torch.dtype, device: torch.device, batch_invariant: bool = False
-) -> Elementwise:
-    """The fastest implementation; float32 stays in torch, where it equals transformers exactly.
-
-    But for the last bit, if a row's result must not depend on the rows beside it.
-    """
-    if device.type == "cpu" and dtype is torch.bfloat16:
-        return CpuElementwise()
-    return InvariantElementwise() if batch_invariant else TorchElementwise()

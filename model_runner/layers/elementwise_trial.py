@@ -16,7 +16,13 @@ import torch
 from kvrelay.model_runner.config.model_config import Activation, ModelConfig
 from kvrelay.model_runner.errors import UnsupportedOptionError
 from kvrelay.model_runner.layers.batch_invariant import RowwiseProduct
-from kvrelay.model_runner.layers.elementwise import Elementwise, rms_norm, softcap
+from kvrelay.model_runner.layers.elementwise import (
+    Elementwise,
+    NormWeight,
+    Rotation,
+    rms_norm,
+    softcap,
+)
 from kvrelay.model_runner.layers.rotary_embedding import RotaryEmbedding
 
 _TRIED_ROWS = (2, 3, 5, 8, 17, 33, 64)
@@ -50,7 +56,8 @@ def row_functions(
         yield RowFunction("the activation", activate, (plain(2 * size),))
     for weight_dtype in {dtype, torch.float32}:
         ones = partial(torch.ones, dtype=weight_dtype)
-        norm = partial(elementwise.rms_norm, weight=ones(config.hidden_size), eps=1e-6)
+        weight = NormWeight(*[ones(config.hidden_size)] * 2)
+        norm = partial(elementwise.rms_norm, weight=weight, eps=1e-6)
         yield RowFunction("a norm", norm, (plain(config.hidden_size),))
         head_norm = partial(rms_norm, weight=ones(heads, dim), eps=1e-6)
         yield RowFunction("the norm of heads", head_norm, (plain(heads, dim),))
@@ -106,10 +113,11 @@ def _rotated(
 ) -> torch.Tensor:
     """A rotated copy of ``heads [T, heads, D]``."""
     copy = heads.clone()
-    elementwise.rotate(copy, count, cos, sin)
+    elementwise.rotate(copy, count, Rotation(cos, sin))
     return copy
 
 
 def _angles(rotary: RotaryEmbedding, positions: torch.Tensor) -> torch.Tensor:
     """Cosines and sines of ``positions [T, 1]``, stretched to thousands: ``[T, D]``."""
-    return torch.cat(rotary((positions[:, 0] * 1000).round()), dim=1)
+    rotation = rotary((positions[:, 0] * 1000).round())
+    return torch.cat((rotation.cos, rotation.sin), dim=1)

@@ -8,13 +8,14 @@ import torch
 
 from kvrelay.model_runner.config.model_config import Activation, MoEConfig
 from kvrelay.model_runner.layers.expert_router import ExpertRouter
+from kvrelay.model_runner.layers.hidden import Hidden
 from kvrelay.model_runner.layers.loader import WeightLoader
 
 
 class FeedForward(Protocol):
     """What follows a layer's attention."""
 
-    def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> Hidden:
         """``residual`` and the feed-forward of `x`, all ``[T, hidden_size]``."""
         ...
 
@@ -43,7 +44,7 @@ class DenseFeedForward:
         self._gate = GatedLinear(loader, prefix, inner, has_bias)
         self._down = loader.output(prefix, "down_proj", inner, has_bias, norm)
 
-    def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> Hidden:
         """``residual`` and the feed-forward of `x`, all ``[T, hidden_size]``."""
         return self._down.add_to(residual, self._gate(x))
 
@@ -67,6 +68,7 @@ class MoEFeedForward:
     """
 
     def __init__(self, loader: WeightLoader, experts: MoEConfig, prefix: str) -> None:
+        self._adds_in_norms = loader.elementwise.adds_in_norms
         self._router = ExpertRouter(loader, experts, f"{prefix}.gate")
         self._experts = [
             Expert(loader, f"{prefix}.experts.{index}", experts.moe_intermediate_size)
@@ -74,7 +76,7 @@ class MoEFeedForward:
         ]
         self._shared = Expert(loader, f"{prefix}.shared_experts", experts.shared_intermediate_size)
 
-    def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> Hidden:
         """``residual`` and the feed-forward of `x`, all ``[T, hidden_size]``."""
         chosen, weights = self._router(x)
         total = torch.zeros_like(x)
@@ -82,7 +84,8 @@ class MoEFeedForward:
             rows, ranks = torch.where(chosen == index)
             result = self._experts[index](x[rows]) * weights[rows, ranks, None]
             total.index_add_(0, rows, result.to(x.dtype))
-        return residual + (total + self._shared(x))
+        addend = total + self._shared(x)
+        return Hidden(residual, addend) if self._adds_in_norms else Hidden(residual + addend)
 
 
 def make_feed_forward(

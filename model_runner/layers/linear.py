@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from functools import partial
 from typing import Protocol
@@ -20,6 +21,15 @@ from kvrelay.model_runner.layers.batch_invariant import (
     RowwiseProduct,
     find_row_bounds,
 )
+from kvrelay.model_runner.layers.fp8_linear import (
+    BlockScaledLinear,
+    RowScaledLinear,
+    fp8_products_lack,
+)
+from kvrelay.model_runner.layers.fp8_weight import Fp8Weight
+from kvrelay.model_runner.layers.weight_memory import WeightMemory
+
+logger = logging.getLogger(__name__)
 
 _SHARED_WEIGHTS = 1 << 16
 """Fewer are one thread's work: to begin with others takes as long as to multiply."""
@@ -59,12 +69,15 @@ class PanelLinear:
     Faster than `PackedLinear` for steps of few rows, since weights come from memory while others
     are multiplied; for prompts about as fast, and up to 10% slower with more than 2,000 inputs.
     A row's result does not depend on the rows beside it. As many threads as torch has when
-    this is made.
+    this is made. While the last weights are multiplied, those that `memory` gives next are
+    asked for: make products in the order in which they run.
     """
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+    def __init__(
+        self, weight: torch.Tensor, bias: torch.Tensor | None, memory: WeightMemory
+    ) -> None:
         self._outputs, self._inputs = weight.shape
-        self._weight = _pack_panels(weight)
+        self._weight = _pack_panels(weight, memory)
         self._bias = None if bias is None else bias.contiguous()
         self._threads = torch.get_num_threads() if weight.numel() >= _SHARED_WEIGHTS else 1
 
@@ -113,13 +126,14 @@ class PanelLinear:
         return out
 
 
-def _pack_panels(weight: torch.Tensor) -> torch.Tensor:
+def _pack_panels(weight: torch.Tensor, memory: WeightMemory) -> torch.Tensor:
     """``[out, in]`` to ``[panels, in / 2, PANEL, 2]``; outputs that the last one lacks are 0."""
     outputs, inputs = weight.shape
     panels = -(-outputs // PANEL)
     if outputs % PANEL:
         weight = functional.pad(weight, (0, 0, 0, panels * PANEL - outputs))
-    return weight.view(panels, PANEL, inputs // 2, 2).transpose(1, 2).contiguous()
+    pairs = weight.view(panels, PANEL, inputs // 2, 2).transpose(1, 2)
+    return memory.take(pairs.shape, weight.dtype).copy_(pairs)
 
 
 class PackedLinear:
@@ -196,13 +210,15 @@ class LinearFactory:
 
     def __init__(self, batch_invariant: bool = False) -> None:
         self._batch_invariant = batch_invariant
+        self._memory = WeightMemory()
+        self._lacks: set[str] = set()
         # Layers repeat: one trial for each kind and shape of product.
         self._bounds: dict[tuple[object, ...], RowBounds] = {}
 
     def make(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
         """The product with ``weight [out, in]`` and ``bias [out]``."""
         if PanelLinear.supports(weight):
-            return PanelLinear(weight, bias)
+            return PanelLinear(weight, bias, self._memory)
         packed = PackedLinear.supports(weight)
         linear = PackedLinear(weight, bias) if packed else PlainLinear(weight, bias)
         if not self._batch_invariant:
@@ -215,6 +231,21 @@ class LinearFactory:
             self._bounds_of("product", kind, linear, x),
             self._bounds_of("sum", kind, linear.add_to, residual, x),
         )
+
+    def make_fp8(self, weight: Fp8Weight, bias: torch.Tensor | None, dtype: torch.dtype) -> Linear:
+        """The product with a `weight` in FP8, for inputs of `dtype`.
+
+        Where the device has no such product the weight is dequantized: on a GPU that takes twice
+        the memory, and a line in the log says why, once.
+        """
+        lack = fp8_products_lack(weight, dtype)
+        if lack is None:
+            kind = BlockScaledLinear if weight.blocks else RowScaledLinear
+            return kind(weight, bias)
+        if weight.values.device.type == "cuda" and lack not in self._lacks:
+            self._lacks.add(lack)
+            logger.warning("weights are dequantized, which takes twice their memory: %s", lack)
+        return self.make(weight.dequantize(dtype), bias)
 
     def make_headwise(self, weight: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
         """The product ``[T, heads, in]`` to ``[T, heads, out]``, ``weight [heads, in, out]``."""

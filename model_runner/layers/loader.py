@@ -2,23 +2,56 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Protocol
 
 import torch
 
+from kvrelay.model_runner.batch import Int64Array
 from kvrelay.model_runner.checkpoint.checkpoint import Checkpoint
 from kvrelay.model_runner.config.model_config import ModelConfig
-from kvrelay.model_runner.layers.elementwise import Elementwise
+from kvrelay.model_runner.layers.elementwise import Elementwise, NormWeight
+from kvrelay.model_runner.layers.fp8_reader import Fp8Reader
+from kvrelay.model_runner.layers.hidden import Hidden
 from kvrelay.model_runner.layers.linear import Linear, LinearFactory
 from kvrelay.model_runner.layers.norm import Norm
 
 
 class OutputProjection(Protocol):
-    """The product that ends a half layer; `Linear` is one."""
+    """The product that ends a half layer."""
 
-    def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> Hidden:
         """``residual [T, hidden_size]`` and the product of ``x [T, in]``."""
         ...
+
+
+class PlainOutputProjection:
+    """An `OutputProjection` whose product adds to the residual itself."""
+
+    def __init__(self, linear: Linear) -> None:
+        self._linear = linear
+
+    def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> Hidden:
+        """``residual [T, hidden_size]`` and the product of ``x [T, in]``."""
+        return Hidden(self._linear.add_to(residual, x))
+
+
+class DeferringOutputProjection:
+    """An `OutputProjection` that leaves the sum to the next norm.
+
+    Args:
+        linear: the product.
+        norm: of the product, where the model has one.
+    """
+
+    def __init__(self, linear: Linear, norm: Norm | None) -> None:
+        self._linear = linear
+        self._norm = norm
+
+    def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> Hidden:
+        """``residual [T, hidden_size]`` and the product of ``x [T, in]``."""
+        product = self._linear(x)
+        return Hidden(residual, product if self._norm is None else self._norm(product))
 
 
 class NormedOutputProjection:
@@ -28,9 +61,9 @@ class NormedOutputProjection:
         self._linear = linear
         self._norm = norm
 
-    def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> Hidden:
         """``residual [T, hidden_size]`` and the normalized product of ``x [T, in]``."""
-        return residual + self._norm(self._linear(x))
+        return Hidden(residual + self._norm(self._linear(x)))
 
 
 class WeightLoader:
@@ -47,16 +80,18 @@ class WeightLoader:
         self.checkpoint = checkpoint
         self.elementwise = elementwise
         self.linears = linears
+        scheme = config.fp8_weights
+        self._fp8 = None if scheme is None else Fp8Reader(checkpoint, scheme)
 
     def norm(self, name: str, size: int, eps: float | None = None) -> Norm:
         """The norm `name`; `eps` is the model's unless given."""
         eps = self.config.rms_norm_eps if eps is None else eps
         return Norm(self.elementwise, self.norm_weight(name, size), eps)
 
-    def norm_weight(self, name: str, size: int) -> torch.Tensor:
-        """``[size]``; float32 where it was stored less one, else of the model's dtype."""
-        weight = self.checkpoint.take(f"{name}.weight", (size,))
-        return weight.to(torch.float32) + 1 if self.config.add_unit_offset else weight
+    def norm_weight(self, name: str, size: int) -> NormWeight:
+        """``[size]``"""
+        stored = self.checkpoint.take(f"{name}.weight", (size,))
+        return NormWeight.of(stored, self.config.add_unit_offset)
 
     def linear(
         self,
@@ -64,26 +99,27 @@ class WeightLoader:
         parts: dict[str, int],
         inputs: int,
         has_bias: bool = False,
-        order: torch.Tensor | None = None,
+        order: Int64Array | None = None,
     ) -> Linear:
         """One product for several of the checkpoint's: `parts` maps their names to output sizes.
 
         With an `order`, output ``i`` is the checkpoint's ``order[i]``.
         """
-        weight = torch.cat(
-            [
-                self._take(prefix, name, "weight", (outputs, inputs))
-                for name, outputs in parts.items()
-            ]
-        )
-        bias = None
-        if has_bias:
-            bias = torch.cat(
-                [self._take(prefix, name, "bias", (outputs,)) for name, outputs in parts.items()]
-            )
-        if order is not None:
-            weight, bias = weight[order], None if bias is None else bias[order]
-        return self.linears.make(weight, bias)
+        names = {f"{prefix}.{name}": outputs for name, outputs in parts.items()}
+        bias = self._take_stacked(names, "bias", ()) if has_bias else None
+        if bias is not None:
+            bias = _ordered(bias, order)
+        if self._fp8 is None or not self._fp8.stacks(names):
+            return self.linears.make(_ordered(self._take_plain(names, inputs), order), bias)
+        fp8 = self._fp8.take(names, inputs)
+        if order is None or fp8.keeps_scales(order):
+            fp8 = fp8 if order is None else fp8.reorder(order)
+            return self.linears.make_fp8(fp8, bias, self.checkpoint.dtype)
+        return self.linears.make(_ordered(fp8.dequantize(self.checkpoint.dtype), order), bias)
+
+    def weight(self, name: str, shape: tuple[int, int]) -> torch.Tensor:
+        """The weight of the product `name`, ``[out, in]`` in the model's dtype."""
+        return self._take_plain({name: shape[0]}, shape[1])
 
     def output(
         self, prefix: str, name: str, inputs: int, has_bias: bool, norm: str
@@ -91,9 +127,32 @@ class WeightLoader:
         """The product `name`, followed by the `norm` where the model has norms there."""
         hidden_size = self.config.hidden_size
         linear = self.linear(prefix, {name: hidden_size}, inputs, has_bias)
-        if not self.config.post_norms:
-            return linear
-        return NormedOutputProjection(linear, self.norm(norm, hidden_size))
+        after = self.norm(norm, hidden_size) if self.config.post_norms else None
+        if self.elementwise.adds_in_norms:
+            return DeferringOutputProjection(linear, after)
+        if after is None:
+            return PlainOutputProjection(linear)
+        return NormedOutputProjection(linear, after)
 
-    def _take(self, prefix: str, name: str, kind: str, shape: tuple[int, ...]) -> torch.Tensor:
-        return self.checkpoint.take(f"{prefix}.{name}.{kind}", shape)
+    def _take_plain(self, names: Mapping[str, int], inputs: int) -> torch.Tensor:
+        """The weights of these products, one below the other, in the model's dtype."""
+        if self._fp8 is None or not any(map(self._fp8.has, names)):
+            return self._take_stacked(names, "weight", (inputs,))
+        return torch.cat(
+            [
+                self._fp8.take({name: outputs}, inputs).dequantize(self.checkpoint.dtype)
+                if self._fp8.has(name)
+                else self.checkpoint.take(f"{name}.weight", (outputs, inputs))
+                for name, outputs in names.items()
+            ]
+        )
+
+    def _take_stacked(
+        self, names: Mapping[str, int], kind: str, inner: tuple[int, ...]
+    ) -> torch.Tensor:
+        parts = {f"{name}.{kind}": outputs for name, outputs in names.items()}
+        return self.checkpoint.take_stacked(parts, inner)
+
+
+def _ordered(rows: torch.Tensor, order: Int64Array | None) -> torch.Tensor:
+    return rows if order is None else rows[torch.from_numpy(order)]

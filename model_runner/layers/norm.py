@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import torch
 
-from kvrelay.model_runner.layers.elementwise import Elementwise
+from kvrelay.model_runner.layers.elementwise import Elementwise, HeadNormWeights, NormWeight
+from kvrelay.model_runner.layers.hidden import Hidden
 
 
 class Norm:
     """Root mean square normalization: Zhang and Sennrich (arXiv 1910.07467)."""
 
-    def __init__(self, elementwise: Elementwise, weight: torch.Tensor, eps: float) -> None:
+    def __init__(self, elementwise: Elementwise, weight: NormWeight, eps: float) -> None:
         self._elementwise = elementwise
         self._weight = weight
         self._eps = eps
@@ -18,3 +19,23 @@ class Norm:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """``[T, N]`` to ``[T, N]``."""
         return self._elementwise.rms_norm(x, self._weight, self._eps)
+
+    def add(self, hidden: Hidden) -> tuple[torch.Tensor, torch.Tensor]:
+        """``[T, N]`` of `hidden`, normalized, and as it is; `hidden` may not be used any more."""
+        if hidden.addend is None:
+            return self(hidden.residual), hidden.residual
+        weight, eps = self._weight, self._eps
+        return self._elementwise.add_rms_norm(hidden.addend, hidden.residual, weight, eps)
+
+
+class HeadNorm:
+    """The same for each head of queries and keys."""
+
+    def __init__(self, elementwise: Elementwise, weights: HeadNormWeights, eps: float) -> None:
+        self._elementwise = elementwise
+        self._weights = weights
+        self._eps = eps
+
+    def __call__(self, heads: torch.Tensor) -> None:
+        """Normalize those of ``heads [T, heads, D]`` in place; others follow them."""
+        self._elementwise.rms_norm_heads(heads, self._weights, self._eps)

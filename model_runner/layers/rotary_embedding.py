@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from kvrelay.model_runner.config.rope import Rope
+from kvrelay.model_runner.layers.elementwise import Rotation
 
 
 class RotaryEmbedding:
@@ -14,7 +15,8 @@ class RotaryEmbedding:
         self._inv_freq = rope.inv_freq(head_dim).to(device)
         self._attention_factor = rope.attention_factor
 
-    def __call__(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """``[T]`` positions to cosines and sines, each ``[T, head_dim / 2]`` float32."""
+    def __call__(self, positions: torch.Tensor) -> Rotation:
+        """``[T]`` positions to their cosines and sines."""
         angles = positions[:, None].to(torch.float32) * self._inv_freq
-        return angles.cos() * self._attention_factor, angles.sin() * self._attention_factor
+        cos, sin = (one * self._attention_factor for one in (angles.cos(), angles.sin()))
+        return Rotation(cos, sin)

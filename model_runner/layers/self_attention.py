@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
 import torch
+from torch.nn import functional
 
 from kvrelay.model_runner.attention.backend import StepAttention
+from kvrelay.model_runner.attention.expanded_latents import ExpandedStep, SplitLatents
+from kvrelay.model_runner.batch import Int64Array
 from kvrelay.model_runner.config.model_config import GQAConfig, MLAConfig
-from kvrelay.model_runner.layers.elementwise import rms_norm
+from kvrelay.model_runner.layers.elementwise import HeadNormWeights, Rotation
+from kvrelay.model_runner.layers.hidden import Hidden
 from kvrelay.model_runner.layers.loader import WeightLoader
-
-Rotation = tuple[torch.Tensor, torch.Tensor]
-"""Cosines and sines of a batch's positions, each ``[T, rotary_dim / 2]`` float32."""
+from kvrelay.model_runner.layers.norm import HeadNorm
 
 _LATENT_EPS = 1e-6
 """Of the norms of latents, whatever the model's other norms have."""
@@ -28,7 +32,7 @@ class SelfAttention(Protocol):
         layer: int,
         attention: StepAttention,
         rotation: Rotation,
-    ) -> torch.Tensor:
+    ) -> Hidden:
         """``residual`` and the attention of `x`, all ``[T, hidden_size]``.
 
         Writes `layer` of the pool that `attention` is about.
@@ -41,7 +45,6 @@ class GroupedQueryAttention:
 
     def __init__(self, loader: WeightLoader, heads: GQAConfig, prefix: str, norm: str) -> None:
         self._heads = heads
-        self._eps = loader.config.rms_norm_eps
         self._elementwise = loader.elementwise
         query_size, kv_size = heads.num_heads * heads.head_dim, heads.num_kv_heads * heads.head_dim
         parts = {"q_proj": query_size, "k_proj": kv_size, "v_proj": kv_size}
@@ -56,28 +59,44 @@ class GroupedQueryAttention:
         layer: int,
         attention: StepAttention,
         rotation: Rotation,
-    ) -> torch.Tensor:
+    ) -> Hidden:
         """Write `layer` of the pool; ``residual`` and the attention of `x`."""
         rows = self._qkv(x).view(len(x), -1, self._heads.head_dim)
         turning = self._heads.num_heads + self._heads.num_kv_heads
         if self._head_norm is not None:
-            rows[:, :turning] = rms_norm(rows[:, :turning], self._head_norm, self._eps)
-        self._elementwise.rotate(rows, turning, *rotation)
+            self._head_norm(rows)
+        self._elementwise.rotate(rows, turning, rotation)
         return self._output.add_to(residual, attention.attend(layer, rows))
 
-    def _load_head_norm(self, loader: WeightLoader, prefix: str) -> torch.Tensor:
-        """Weights of the query heads', then the key heads' norm, a row a head."""
+    def _load_head_norm(self, loader: WeightLoader, prefix: str) -> HeadNorm:
         heads = self._heads
         query = loader.norm_weight(f"{prefix}.q_norm", heads.head_dim)
         key = loader.norm_weight(f"{prefix}.k_norm", heads.head_dim)
-        return torch.cat((query.expand(heads.num_heads, -1), key.expand(heads.num_kv_heads, -1)))
+        weights = HeadNormWeights.of(query, key, heads.num_heads, heads.num_kv_heads)
+        return HeadNorm(loader.elementwise, weights, loader.config.rms_norm_eps)
+
+
+@dataclass(frozen=True, slots=True)
+class LatentTokens:
+    """What a layer has made of tokens before they attend."""
+
+    unrotated: torch.Tensor
+    """``[T, num_heads, qk_nope_head_dim]`` of queries."""
+    turned: torch.Tensor
+    """``[T, num_heads + 1, qk_rope_head_dim]``: the rest of queries, then of the shared key."""
+    latent: torch.Tensor
+    """``[T, kv_lora_rank]``"""
+
+    def take(self, rows: torch.Tensor) -> LatentTokens:
+        """Some of the tokens."""
+        return LatentTokens(self.unrotated[rows], self.turned[rows], self.latent[rows])
 
 
 class MultiHeadLatentAttention:
     """MLA: a token's keys and values stay compressed in one latent.
 
-    Instead of expanding every cached latent, queries are brought to its space
-    and sums of latents back to values: "absorption", DeepSeek-V2 (arXiv
+    Instead of expanding every cached latent (which `SplitLatents` does for long chunks), queries
+    are brought to its space and sums of latents back to values: "absorption", DeepSeek-V2 (arXiv
     2405.04434), section 2.1.2. With ``key = w_uk @ latent``::
 
         query . (w_uk @ latent)  =  (w_uk^T @ query) . latent
@@ -115,6 +134,7 @@ class MultiHeadLatentAttention:
         )
         self._kv_a_norm = loader.norm(f"{prefix}.kv_a_layernorm", heads.kv_lora_rank, _LATENT_EPS)
         w_uk, w_uv = self._load_kv_b_proj(loader, prefix)
+        self._w_uk, self._w_uv = w_uk, w_uv
         self._to_latents = loader.linears.make_headwise(w_uk)
         self._to_values = loader.linears.make_headwise(w_uv)
         value_size = heads.num_heads * heads.v_head_dim
@@ -127,21 +147,65 @@ class MultiHeadLatentAttention:
         layer: int,
         attention: StepAttention,
         rotation: Rotation,
-    ) -> torch.Tensor:
+    ) -> Hidden:
         """Write `layer` of the pool; ``residual`` and the attention of `x`."""
-        heads = self._heads
-        rows = x.new_empty(len(x), heads.num_heads + 1, heads.cached_head_dim)
-        latents, turning = torch.split(rows, self._cached_parts, dim=2)
         unrotated, rotary = torch.split(self._make_queries(x), self._query_parts, dim=2)
         latent, shared_key = torch.split(self._kv_a_proj(x), self._cached_parts, dim=1)
-        latents[:, :-1] = self._to_latents(unrotated)
-        latents[:, -1] = self._kv_a_norm(latent.contiguous())
+        latent = self._kv_a_norm(latent.contiguous())
         turned = torch.cat((rotary, shared_key[:, None]), dim=1)
-        self._elementwise.rotate(turned, heads.num_heads + 1, *rotation)
-        turning.copy_(turned)
-        sums = attention.attend(layer, rows).view(len(x), heads.num_heads, heads.kv_lora_rank)
-        values = self._to_values(sums)
+        self._elementwise.rotate(turned, self._heads.num_heads + 1, rotation)
+        tokens = LatentTokens(unrotated, turned, latent)
+        if isinstance(attention, SplitLatents):
+            values = self._attend_split(tokens, layer, attention)
+        else:
+            values = self._attend_absorbed(tokens, layer, attention)
         return self._output.add_to(residual, values.flatten(1))
+
+    def _attend_absorbed(
+        self, tokens: LatentTokens, layer: int, attention: StepAttention
+    ) -> torch.Tensor:
+        """``[T, num_heads, v_head_dim]``, over latents."""
+        heads, count = self._heads, len(tokens.latent)
+        rows = tokens.latent.new_empty(count, heads.num_heads + 1, heads.cached_head_dim)
+        latents, turning = torch.split(rows, self._cached_parts, dim=2)
+        latents[:, :-1] = self._to_latents(tokens.unrotated)
+        latents[:, -1] = tokens.latent
+        turning.copy_(tokens.turned)
+        sums = attention.attend(layer, rows).view(count, heads.num_heads, heads.kv_lora_rank)
+        return self._to_values(sums)
+
+    def _attend_split(
+        self, tokens: LatentTokens, layer: int, attention: SplitLatents
+    ) -> torch.Tensor:
+        """The same; of some sequences over keys and values that are made of latents."""
+        heads, count = self._heads, len(tokens.latent)
+        values = tokens.latent.new_empty(count, heads.num_heads, heads.v_head_dim)
+        rows = attention.expanded_rows
+        values[rows] = self._attend_expanded(tokens.take(rows), layer, attention.expanded)
+        if attention.absorbed is not None:
+            rows = attention.absorbed_rows
+            values[rows] = self._attend_absorbed(tokens.take(rows), layer, attention.absorbed)
+        return values
+
+    def _attend_expanded(
+        self, tokens: LatentTokens, layer: int, attention: ExpandedStep
+    ) -> torch.Tensor:
+        """``[T, num_heads, v_head_dim]``, over keys and values of all that these tokens see."""
+        heads = self._heads
+        new = torch.cat((tokens.latent, tokens.turned[:, -1]), dim=1)[:, None]
+        gathered = attention.write_and_gather(layer, new)
+        latents, rotary = torch.split(gathered, self._cached_parts, dim=1)
+        unrotated = functional.linear(latents, self._w_uk.flatten(0, 1))
+        keys = torch.cat(
+            (
+                unrotated.view(len(latents), heads.num_heads, -1),
+                rotary[:, None].expand(-1, heads.num_heads, -1),
+            ),
+            dim=2,
+        )
+        values = (latents @ self._w_uv).transpose(0, 1).contiguous()
+        queries = torch.cat((tokens.unrotated, tokens.turned[:, :-1]), dim=2)
+        return attention.attend(queries, keys, values)
 
     def _make_queries(self, x: torch.Tensor) -> torch.Tensor:
         """``[T, num_heads, qk_nope_head_dim + qk_rope_head_dim]``"""
@@ -160,7 +224,7 @@ class MultiHeadLatentAttention:
         heads = self._heads
         parts = [heads.qk_nope_head_dim, heads.v_head_dim]
         shape = (heads.num_heads * sum(parts), heads.kv_lora_rank)
-        both = loader.checkpoint.take(f"{prefix}.kv_b_proj.weight", shape)
+        both = loader.weight(f"{prefix}.kv_b_proj", shape)
         key, value = torch.split(both.view(heads.num_heads, sum(parts), -1), parts, dim=1)
         return key.contiguous(), value.transpose(1, 2).contiguous()
 
@@ -173,7 +237,7 @@ def make_self_attention(loader: WeightLoader, prefix: str, norm: str) -> SelfAtt
     return GroupedQueryAttention(loader, heads, prefix, norm)
 
 
-def _rotary_halves_order(heads: MLAConfig, dim: int, count: int) -> torch.Tensor | None:
+def _rotary_halves_order(heads: MLAConfig, dim: int, count: int) -> Int64Array | None:
     """The order of `count` heads of `dim` outputs, as `WeightLoader.linear` takes it.
 
     A head's last dimensions rotate; they are put so that halves turn with each
@@ -181,7 +245,7 @@ def _rotary_halves_order(heads: MLAConfig, dim: int, count: int) -> torch.Tensor
     """
     if not heads.rope_interleave:
         return None
-    head = torch.arange(dim)
+    head = np.arange(dim)
     unrotated, rotary = head[: -heads.qk_rope_head_dim], head[-heads.qk_rope_head_dim :]
-    order = torch.cat((unrotated, rotary[0::2], rotary[1::2]))
-    return torch.cat([order + index * dim for index in range(count)])
+    order = np.concatenate((unrotated, rotary[0::2], rotary[1::2]))
+    return np.concatenate([order + index * dim for index in range(count)])

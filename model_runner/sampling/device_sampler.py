@@ -9,17 +9,17 @@ from __future__ import annotations
 import functools
 import math
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from types import ModuleType
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from kvrelay.model_runner.sampling.sampler import Sampled, SamplingRow, refusal
+from kvrelay.model_runner.torch_options import pin_to_device
 from kvrelay.wire.output import SampledToken, TokenLogprob
 from kvrelay.wire.request import SamplingParams
 
@@ -42,6 +42,14 @@ class Draws:
     scores: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None
     """Totals, tokens and logits of `score_rows`, of the rows whose count is not None."""
 
+    def moved(self, move: Callable[[torch.Tensor], torch.Tensor]) -> Draws:
+        """The same elsewhere: `move` copies each tensor there, or begins to."""
+        scores = None
+        if self.scores is not None:
+            totals, tops, values = map(move, self.scores)
+            scores = totals, tops, values
+        return replace(self, ids=move(self.ids), largest=move(self.largest), scores=scores)
+
     def read(self) -> list[Sampled]:
         """Each row's token, or why it has none."""
         ids, largest = self.ids.cpu().tolist(), self.largest.cpu().tolist()
@@ -63,7 +71,7 @@ def launch(logits: torch.Tensor, rows: Sequence[SamplingRow], logprobs: bool = T
     """
     assert len(rows) == len(logits) > 0
     kernels, device = _kernels(), logits.device
-    floats = _to_device(_floats(rows), device)
+    floats = pin_to_device(_floats(rows), device)
     edited = _edit(logits, rows, floats)
     masks, mask_of = _stack_masks(rows, logits.shape[1])
     count = len(rows)
@@ -71,8 +79,8 @@ def launch(logits: torch.Tensor, rows: Sequence[SamplingRow], logprobs: bool = T
     weights = logits.new_empty(logits.shape if has_filters else (0, logits.shape[1]))
     ids = torch.empty(count, dtype=torch.int64, device=device)
     largest = torch.empty(count, dtype=torch.float32, device=device)
-    ints = _to_device(_ints(rows, mask_of), device)
-    kernels.sample_rows(edited, _to_device(masks, device), ints, floats, weights, ids, largest)
+    ints = pin_to_device(_ints(rows, mask_of), device)
+    kernels.sample_rows(edited, pin_to_device(masks, device), ints, floats, weights, ids, largest)
     counts = [row.params.logprobs if logprobs else None for row in rows]
     return Draws(ids, largest, counts, _score(logits, ids, counts))
 
@@ -87,9 +95,13 @@ def sample_on_device(
 def warm_up(device: torch.device, vocab: int) -> None:
     """Compile what a first draw on `device` would have to. May take many seconds."""
     if samples_on(device):
-        params = SamplingParams(top_k=2, top_p=0.5, presence_penalty=1.0, logprobs=1)
-        row = SamplingRow(params, 1, (0,), (0,))
-        launch(torch.zeros(1, vocab, device=device), [row]).read()
+        run_largest(torch.zeros(1, vocab, device=device))
+
+
+def run_largest(logits: torch.Tensor) -> None:
+    """Draw from each row in the way that takes the most memory. Waits until it is drawn."""
+    params = SamplingParams(top_k=2, top_p=0.5, presence_penalty=1.0, logprobs=1)
+    launch(logits, [SamplingRow(params, 1, (0,), (0,))] * len(logits)).read()
 
 
 @functools.cache
@@ -102,13 +114,6 @@ def _kernels() -> ModuleType:
     from kvrelay.model_runner.kernels import sampling_triton
 
     return sampling_triton
-
-
-def _to_device(array: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
-    tensor = torch.from_numpy(array)
-    if torch.cuda.is_available():
-        tensor = tensor.pin_memory()
-    return tensor.to(device, non_blocking=True)
 
 
 def _is_filtered(row: SamplingRow) -> bool:
@@ -167,10 +172,11 @@ def _edit(logits: torch.Tensor, rows: Sequence[SamplingRow], floats: torch.Tenso
     found = [(index, *edit) for index, row in enumerate(rows) for edit in _edits_of(row)]
     if not found:
         return logits
-    edits = np.array([(row, token, *numbers) for row, token, _, *numbers in found], np.int64)
-    biases = np.array([bias for _, _, bias, *_ in found], np.float32)
+    numbers = np.array([(row, token, *rest) for row, token, _, *rest in found], np.int64)
     edited, device = logits.clone(), logits.device
-    _kernels().edit_rows(edited, _to_device(edits, device), _to_device(biases, device), floats)
+    edits = pin_to_device(numbers, device)
+    biases = pin_to_device(np.array([bias for _, _, bias, *_ in found], np.float32), device)
+    _kernels().edit_rows(edited, edits, biases, floats)
     return edited
 
 
@@ -209,7 +215,7 @@ def _score(
     totals = torch.empty(len(wanted), dtype=torch.float64, device=device)
     tops = torch.zeros(len(wanted), width, dtype=torch.int64, device=device)
     values = torch.zeros(len(wanted), width, dtype=torch.float32, device=device)
-    rows = _to_device(np.array(wanted, np.int64), device)
+    rows = pin_to_device(np.array(wanted, np.int64), device)
     _kernels().score_rows(logits, rows, ids, totals, tops, values)
     return totals, tops, values
 

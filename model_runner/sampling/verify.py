@@ -13,7 +13,6 @@ from dataclasses import dataclass
 
 import torch
 
-from kvrelay.model_runner.sampling.device_sampler import sample_on_device, samples_on
 from kvrelay.model_runner.sampling.sampler import (
     Float32Array,
     Sampled,
@@ -58,8 +57,6 @@ def verify(logits: torch.Tensor, drafted: Sequence[DraftedSequence]) -> list[lis
     assert len(logits) == sum(one.num_rows for one in drafted)
     if not drafted:
         return []
-    if samples_on(logits.device):
-        return _verify_on_device(logits, drafted)
     raw: Float32Array = logits.cpu().numpy()
     likeliest = argmax_rows(raw, (one.row for one in drafted))
     samples, start = [], 0
@@ -70,17 +67,21 @@ def verify(logits: torch.Tensor, drafted: Sequence[DraftedSequence]) -> list[lis
     return samples
 
 
-def _verify_on_device(
-    logits: torch.Tensor, drafted: Sequence[DraftedSequence]
-) -> list[list[Sampled]]:
-    """All rows at once, also those after a draft that turns out to be wrong."""
-    rows = [
+def rows_of(drafted: Sequence[DraftedSequence]) -> list[SamplingRow]:
+    """What each row depends on, also those after a draft that turns out to be wrong."""
+    return [
         one.row if one.row.is_argmax else one.row.after(one.draft_ids[:index])
         for one in drafted
         for index in range(one.num_rows)
     ]
-    sampled = iter(sample_on_device(logits, rows))
-    return [_until_other([next(sampled) for _ in range(one.num_rows)], one) for one in drafted]
+
+
+def cut_at_other(
+    sampled: Sequence[Sampled], drafted: Sequence[DraftedSequence]
+) -> list[list[Sampled]]:
+    """What `verify` returns, of the samples of all of `rows_of`."""
+    rows = iter(sampled)
+    return [_until_other([next(rows) for _ in range(one.num_rows)], one) for one in drafted]
 
 
 def _until_other(samples: list[Sampled], drafted: DraftedSequence) -> list[Sampled]:

@@ -24,7 +24,7 @@ from kvrelay.router.http.logprobs import (
 )
 from kvrelay.router.http.spoken import Spoken
 from kvrelay.router.request_trace import CHAT, COMPLETION
-from kvrelay.text.output_parsers import OutputParser
+from kvrelay.text.output_parsers.pieces import OutputParser
 from kvrelay.wire.output import SampledToken
 
 DONE: Final = b"data: [DONE]\n\n"

@@ -13,7 +13,7 @@ from kvrelay.router.prompts import encoded
 from kvrelay.router.texts import Texts
 from kvrelay.text.chat_template import ChatTemplate, TemplateError
 from kvrelay.text.encoding import encode
-from kvrelay.text.output_parsers import ReasoningParser
+from kvrelay.text.output_parsers.reasoning import ReasoningParser
 
 _PART: Final[Schema] = {
     "anyOf": [

@@ -22,6 +22,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from kvrelay.router.admission import Admission
+from kvrelay.router.adoption import Adoption
 from kvrelay.router.auth import HEADER, Refusal, check_right, identify
 from kvrelay.router.callers import ANYBODY, Caller, Right
 from kvrelay.router.config import RouterConfig
@@ -77,6 +78,7 @@ class Behind:
     template: ChatTemplate | None
     info: ServerInfo
     sessions: Sessions
+    adoption: Adoption
     tokens: Callable[[], Tokens] | None
     """None: it asks for no token."""
 
@@ -269,10 +271,13 @@ class _Door:
     async def open_session(self, exchange: Exchange, caller: Caller) -> None:
         """POST /v1/sessions: opens a session, as OpenSession does."""
         message = read_open_session(Fields(await self._body(exchange)))
-        vocab_size = self._behind.fleet.limits().vocab_size
-        session = self._behind.sessions.open(caller, message, vocab_size)
-        seconds = session.idle_timeout_seconds
-        await _send(exchange, {"id": session.session_id, "idle_timeout_seconds": seconds})
+        session = await self._behind.adoption.open(caller, message)
+        opened = {
+            "id": session.session_id,
+            "idle_timeout_seconds": session.idle_timeout_seconds,
+            "tokens": len(session.tokens),
+        }
+        await _send(exchange, opened)
 
     async def list_sessions(self, exchange: Exchange, caller: Caller) -> None:
         """GET /v1/sessions: the caller's sessions, as GetSessions tells of them."""

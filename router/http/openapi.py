@@ -25,7 +25,7 @@ from kvrelay.router.http.tokenizing import read_detokenize, read_tokenize
 from kvrelay.router.http.tools import Dialect
 from kvrelay.router.texts import Texts
 from kvrelay.text.chat_template import ChatTemplate
-from kvrelay.text.output_parsers import ToolFormat
+from kvrelay.text.output_parsers.formats import ToolFormat
 
 PATH: Final = "/openapi.json"
 JSON: Final = "application/json"

@@ -21,6 +21,7 @@ from kvrelay.router.structured_outputs import FIELD
 from kvrelay.router.texts import Texts
 from kvrelay.text.encoding import encode
 from kvrelay.v1 import inference_pb2
+from kvrelay.wire.history_digest import FORM, digest_tokens
 
 MAX_PROMPTS: Final = 256
 """Of one call; each is a request of its own."""
@@ -168,12 +169,26 @@ def read_open_session(fields: Fields) -> inference_pb2.OpenSessionRequest:
     message = inference_pb2.OpenSessionRequest(session_id=fields.text("session_id") or "")
     timeout = fields.number("idle_timeout_seconds")
     kept = fields.integer("max_kept_tokens", 0, UINT32)
+    message.history.ids.extend(fields.token_ids("history"))
+    message.history_digest = _read_digest(fields)
     fields.finish()
     if timeout is not None:
         message.idle_timeout_seconds = timeout
     if kept is not None:
         message.max_kept_tokens = kept
     return message
+
+
+def _read_digest(fields: Fields) -> str:
+    """The digest of a history; empty if there is none."""
+    digest = fields.take("history_digest", {"type": "string", "pattern": f"^{FORM}$"})
+    if digest is None:
+        return ""
+    try:
+        digest_tokens(str(digest))
+    except ValueError as error:
+        raise fields.error("history_digest", str(error)) from None
+    return str(digest)
 
 
 def _read_rest(

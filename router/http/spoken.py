@@ -6,7 +6,7 @@ import uuid
 from collections.abc import Iterable, Sequence
 from json.encoder import encode_basestring_ascii as quoted
 
-from kvrelay.text.output_parsers import OutputParser, Piece
+from kvrelay.text.output_parsers.pieces import OutputParser, Piece
 
 
 class Spoken:

@@ -13,18 +13,13 @@ from kvrelay.router.errors import InvalidField
 from kvrelay.router.http.fields import Fields, Schema
 from kvrelay.router.structured_outputs import FIELD
 from kvrelay.text.chat_template import ChatTemplate
-from kvrelay.text.output_parsers import (
-    ContentParser,
-    FirstCallParser,
-    HermesParser,
-    JsonCallsParser,
-    NamedCallParser,
-    OutputParser,
-    PythonicParser,
-    ReasoningParser,
-    ToolFormat,
-    format_of,
-)
+from kvrelay.text.output_parsers.formats import ToolFormat, format_of
+from kvrelay.text.output_parsers.hermes import HermesParser
+from kvrelay.text.output_parsers.llama3_json import JsonCallsParser
+from kvrelay.text.output_parsers.pieces import OutputParser
+from kvrelay.text.output_parsers.plain import ContentParser, FirstCallParser, NamedCallParser
+from kvrelay.text.output_parsers.pythonic import PythonicParser
+from kvrelay.text.output_parsers.reasoning import ReasoningParser
 from kvrelay.v1 import inference_pb2
 
 MAX_TOOLS: Final = 128

@@ -1,6 +1,7 @@
 """The fault matrix: `python -m tests.chaos` writes docs/chaos.md and what it is made from.
 
-`--only WORDS` runs the cells whose names contain the words, and keeps the page's other cells.
+`--only WORDS` runs the cells whose names contain the words, and keeps the page's other cells;
+`--sessions` does so with the second table, of sessions and host memory.
 `--short` runs a few cells and writes nothing. `--two-networks` sends KV over a slow link by TCP
 and writes docs/chaos-two-networks.md. `--hosts` harms hosts and links in place of processes, and
 writes docs/chaos-hosts.md.
@@ -18,12 +19,22 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from kvrelay.deploy.local_ray import LocalRay
-from tests.chaos.cells import SHORT, SHORT_ALONE, Cell, Victim, matrix
+from tests.chaos.cells import (
+    SESSION_PHASES,
+    SHORT,
+    SHORT_ALONE,
+    Cell,
+    Memory,
+    Setup,
+    matrix,
+    session_matrix,
+)
 from tests.chaos.cluster import chaos_cluster
 from tests.chaos.experiment import STOP_S, Report, experiment
 from tests.chaos.hosts import run_hosts
 from tests.chaos.load import make_cases
 from tests.chaos.report import load, save, to_markdown
+from tests.chaos.talks import Talk, learn_talks
 from tests.chaos.two_networks import SLOW_LINK, two_networks
 from tests.checkpoints import make_checkpoint
 from tests.hosts.commands import why_not
@@ -38,26 +49,31 @@ ONE_HOST = "KV goes from memory to memory on one host."
 
 
 async def run(model: Path, cells: Sequence[Cell], worker_timeout: float) -> dict[Cell, Report]:
-    """Run the cells, those of decode workers alone on a cluster of their own."""
+    """Run the cells, those that need another cluster on one of their own."""
     reports: dict[Cell, Report] = {}
-    for alone in (False, True):
-        own = [cell for cell in cells if (cell.victim is Victim.DECODE_ALONE) is alone]
-        if own:
-            reports |= await _run(model, own, worker_timeout, decodes_alone=alone)
+    setups = list(dict.fromkeys(cell.setup for cell in cells))
+    for setup in setups:
+        own = [cell for cell in cells if cell.setup == setup]
+        reports |= await _run(model, own, worker_timeout, setup)
     return reports
 
 
 async def _run(
-    model: Path, cells: Sequence[Cell], worker_timeout: float, *, decodes_alone: bool
+    model: Path, cells: Sequence[Cell], worker_timeout: float, setup: Setup
 ) -> dict[Cell, Report]:
     """Run the cells on one cluster, in order."""
     reports: dict[Cell, Report] = {}
     async with chaos_cluster(
-        model, worker_timeout=worker_timeout, decodes_alone=decodes_alone
+        model, worker_timeout=worker_timeout, decodes_alone=setup.alone, **setup.memory.options
     ) as chaos:
-        expected = await chaos.learn(make_cases())
+        talks: Sequence[Talk] = ()
+        if setup.memory is Memory.PLAIN:
+            expected = await chaos.learn(make_cases())
+        else:
+            talks, expected = await learn_talks(chaos)
+        stop_s = min(STOP_S, worker_timeout / 2)
         for number, cell in enumerate(cells, 1):
-            report = await experiment(chaos, cell, expected, stop_s=min(STOP_S, worker_timeout / 2))
+            report = await experiment(chaos, cell, expected, talks=talks, stop_s=stop_s)
             reports[cell] = report
             verdict = "; ".join(report.problems) or "ok"
             _say(
@@ -76,6 +92,7 @@ def main() -> None:
     parser.add_argument("--short", action="store_true", help="a few cells, and no page written")
     parser.add_argument("--only", default="", help="cells whose name contains this")
     parser.add_argument("--two-networks", action="store_true", help="KV goes over a slow link")
+    parser.add_argument("--sessions", action="store_true", help="sessions and host memory alone")
     parser.add_argument("--hosts", action="store_true", help="harm hosts and links")
     options = parser.parse_args()
     if options.hosts:
@@ -84,9 +101,13 @@ def main() -> None:
         sys.exit(asyncio.run(run_hosts(options.only, _say)))
     if options.two_networks and (why := why_not()):
         parser.error(f"--two-networks: {why}")
-    possible = [cell for cell in matrix() if not cell.impossible]
+    # Over the slow link a session is never read: computing is sooner.
+    every = [*matrix(), *([] if options.two_networks else session_matrix())]
+    possible = [cell for cell in every if not cell.impossible]
     cells = [*SHORT, *SHORT_ALONE] if options.short else possible
     cells = [cell for cell in cells if options.only in str(cell)]
+    if options.sessions:
+        cells = [cell for cell in cells if cell.phase in SESSION_PHASES]
     begun = time.monotonic()
     timeout = SHORT_TIMEOUT_S if options.short else TIMEOUT_S
     network = two_networks() if options.two_networks else contextlib.nullcontext()
@@ -97,9 +118,9 @@ def main() -> None:
         page = PAGE_OF_TWO_NETWORKS if options.two_networks else PAGE
         transport = SLOW_LINK if options.two_networks else ONE_HOST
         data = page.with_suffix(".json")
-        all_reports = (load(data) if options.only else {}) | reports
+        all_reports = (load(data) if len(cells) < len(possible) else {}) | reports
         save(all_reports, data)
-        page.write_text(to_markdown(all_reports, list(matrix()), transport, timeout=timeout))
+        page.write_text(to_markdown(all_reports, every, transport, timeout=timeout))
     wrong = sum(bool(report.problems) for report in reports.values())
     _say(f"{len(cells)} cells in {time.monotonic() - begun:.0f} s, {wrong} went wrong")
     sys.exit(bool(wrong))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from enum import StrEnum
+from enum import Enum, StrEnum
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 from kvrelay.engine.faults import Action, Event, Fault, Phase
 
@@ -96,8 +98,41 @@ DRAINS_ALIKE = "a hand-over is the same while its worker drains"
 ROUTER_DRAINS = "a router stops taking requests and waits for its own: there is no such phase"
 
 
-PHASES = tuple(phase for phase in Phase if phase is not Phase.BORROWING)
-"""The columns. Only turns of sessions borrow: see `tests/cluster/test_reverse_hand_over.py`."""
+SESSION_PHASES = (Phase.SAVING, Phase.BORROWING, Phase.PREFETCHING, Phase.WRITING_BACK)
+"""The columns of the second table: of sessions, and of host memory below the device."""
+TIER_PHASES = (Phase.PREFETCHING, Phase.WRITING_BACK)
+STORAGE_PHASES = (Phase.STORING, Phase.FETCHING)
+"""They have no column: see `tests/cluster/test_kv_storage.py`."""
+PHASES = tuple(phase for phase in Phase if phase not in SESSION_PHASES + STORAGE_PHASES)
+"""The columns of the first one."""
+NOT_BROUGHT_BACK = (
+    "what a prefill worker computes is read by the decode worker, which brings nothing back from "
+    "the host for it: see D alone"
+)
+
+
+class Memory(Enum):
+    """What is done, and with how much memory."""
+
+    PLAIN = MappingProxyType[str, Any]({})
+    """Single requests."""
+    SESSIONS = MappingProxyType[str, Any]({"prefix_index": "none"})
+    """Conversations. A prefill worker finds nothing of them, and reads it from their sessions."""
+    TIERS = MappingProxyType[str, Any]({"kv_memory": 512 << 10, "host_kv_memory": 768 << 10})
+    """Conversations of which two fit on a device, and three on its host: pages come and go."""
+
+    @property
+    def options(self) -> Mapping[str, Any]:
+        """Of the cluster."""
+        return self.value
+
+
+class Setup(NamedTuple):
+    """The cluster that a cell needs."""
+
+    alone: bool
+    """It has decode workers alone."""
+    memory: Memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +147,13 @@ class Cell:
         return f"{self.harm}, {self.victim}, {self.phase}"
 
     @property
+    def setup(self) -> Setup:
+        """The cluster that it needs."""
+        memory = Memory.SESSIONS if self.phase in SESSION_PHASES else Memory.PLAIN
+        memory = Memory.TIERS if self.phase in TIER_PHASES else memory
+        return Setup(self.victim is Victim.DECODE_ALONE, memory)
+
+    @property
     def event(self) -> Event | None:
         """The message that is harmed; `None` if the harm is done to a process, or there is none."""
         return EVENTS.get((self.victim, self.phase)) if self.harm in MESSAGE_ACTIONS else None
@@ -119,6 +161,8 @@ class Cell:
     @property
     def impossible(self) -> str:
         """Why this cell cannot be run; empty if it can."""
+        if self.phase in SESSION_PHASES:
+            return self._impossible_in_a_session
         if self.phase is Phase.DRAINING and self.victim is Victim.ROUTER:
             return ROUTER_DRAINS
         if self.victim is Victim.DECODE_ALONE and (
@@ -135,13 +179,29 @@ class Cell:
             return ROUTER_STREAM
         return SENDS_NOTHING[self.victim, self.phase]
 
+    @property
+    def _impossible_in_a_session(self) -> str:
+        if (self.victim, self.phase) == (Victim.DECODE_ALONE, Phase.BORROWING):
+            return NOT_HANDED_OVER
+        return NOT_BROUGHT_BACK if (self.victim, self.phase) == _BY_PREFILL else ""
+
+
+_BY_PREFILL = (Victim.DECODE, Phase.PREFETCHING)
+
 
 def matrix() -> Iterator[Cell]:
-    """All cells, the impossible ones included, row by row."""
+    """All cells of the first table, the impossible ones included, row by row."""
     for harm in Harm:
         for victim in Victim:
             for phase in PHASES:
                 yield Cell(harm, victim, phase)
+
+
+def session_matrix() -> Iterator[Cell]:
+    """All cells of the second one."""
+    for victim in Victim:
+        for phase in SESSION_PHASES:
+            yield Cell(Harm.KILL, victim, phase)
 
 
 SHORT = (

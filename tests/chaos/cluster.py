@@ -14,6 +14,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import grpc
 import psutil
@@ -47,7 +48,7 @@ def free_port() -> int:
 
 
 def make_configs(
-    model: Path, timeout: float, dtype: str, retract_every: int, kv_memory: int
+    model: Path, timeout: float, dtype: str, retract_every: int, kv_memory: int, **more: Any
 ) -> list[WorkerConfig]:
     """Two workers of each role. The second has a fixed port, so a restart keeps its address."""
     options = ServeOptions(
@@ -66,6 +67,7 @@ def make_configs(
         worker_timeout=timeout,
         step_timeout=timeout - 1,
         step_timeout_per_token=0,
+        **more,
     )
     return [
         replace(
@@ -299,9 +301,13 @@ async def chaos_cluster(
     retract_every: int = 150,
     kv_memory: int = 4 << 20,
     decodes_alone: bool = False,
+    **options: Any,
 ) -> AsyncIterator[ChaosCluster]:
-    """Run a cluster in the Ray that is initialised; perhaps of decode workers alone."""
-    configs = make_configs(model, worker_timeout, dtype, retract_every, kv_memory)
+    """Run a cluster in the Ray that is initialised; perhaps of decode workers alone.
+
+    `options` are further ones of every worker.
+    """
+    configs = make_configs(model, worker_timeout, dtype, retract_every, kv_memory, **options)
     placement = PlacementMode.DISAGGREGATED
     if decodes_alone:
         configs = [config for config in configs if config.role is WorkerRole.DECODE]

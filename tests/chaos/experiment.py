@@ -7,6 +7,7 @@ import contextlib
 import os
 import signal
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import grpc
@@ -26,11 +27,19 @@ from tests.chaos.cells import (
 )
 from tests.chaos.cluster import ChaosCluster, is_gone, samples, wake
 from tests.chaos.load import Case, Expected, Load, Outcome, ask, check
+from tests.chaos.talks import Talk, Talks
 
 STOP_S = 5.0
 DELAY_S = 1.0
 SEEN_BY_ITSELF = {
-    Victim.PREFILL: (Phase.QUEUED, Phase.PREFILLING, Phase.DRAINING),
+    Victim.PREFILL: (
+        Phase.QUEUED,
+        Phase.PREFILLING,
+        Phase.DRAINING,
+        Phase.BORROWING,
+        Phase.PREFETCHING,
+        Phase.WRITING_BACK,
+    ),
     Victim.DECODE: (
         Phase.QUEUED,
         Phase.PULLING,
@@ -38,11 +47,14 @@ SEEN_BY_ITSELF = {
         Phase.DECODING,
         Phase.RETRACTED,
         Phase.DRAINING,
+        Phase.SAVING,
+        Phase.BORROWING,
+        Phase.WRITING_BACK,
     ),
-    Victim.DECODE_ALONE: tuple(ALONE_PHASES),
+    Victim.DECODE_ALONE: (*ALONE_PHASES, Phase.SAVING, Phase.PREFETCHING, Phase.WRITING_BACK),
 }
 """Phases that a worker enters itself: the others are seen by a worker of the other role."""
-PREFILL_SEES = (Phase.QUEUED, Phase.PREFILLING)
+PREFILL_SEES = (Phase.QUEUED, Phase.PREFILLING, Phase.PREFETCHING)
 """Phases that the prefill worker sees; the decode worker sees the others."""
 
 
@@ -62,11 +74,22 @@ class Report:
 
 
 async def experiment(
-    chaos: ChaosCluster, cell: Cell, expected: Expected, *, stop_s: float = STOP_S
+    chaos: ChaosCluster,
+    cell: Cell,
+    expected: Expected,
+    *,
+    talks: Sequence[Talk] = (),
+    stop_s: float = STOP_S,
 ) -> Report:
-    """Do the harm under load, wait until the cluster has recovered, and report what was wrong."""
+    """Do the harm under load, wait until the cluster has recovered, and report what was wrong.
+
+    The load is of `talks`, if there are any, else of single requests.
+    """
     report, begun = Report(cell), time.monotonic()
-    load = Load(chaos.router.current, list(expected), chaos.bound)
+    current, bound = chaos.router.current, chaos.bound
+    load: Load | Talks = (
+        Talks(current, talks, bound) if talks else Load(current, [*expected], bound)
+    )
     problems, before = report.problems, dict(chaos.cluster.workers)
     try:
         await load.warm(3)
@@ -74,6 +97,8 @@ async def experiment(
     except Exception as error:  # the other cells are run all the same
         problems.append(f"{type(error).__name__}: {error}")
     outcomes = await load.stop()
+    if isinstance(load, Talks) and cell.victim is Victim.ROUTER and not load.adopted:
+        problems.append("no session was adopted by its digest")
     problems += check(outcomes, expected, may_be_lost=cell.victim is Victim.ROUTER)
     problems += _changed(chaos, cell, before)
     try:
@@ -226,9 +251,9 @@ def _strike(
     if itself:
         return victim.name, Fault(action, cell.phase, seconds=seconds)
     observer = "decode-0" if cell.victim is Victim.PREFILL else "prefill-0"
-    return observer, Fault(
-        action, cell.phase, seconds=seconds, peer=victim.incarnation, pid=victim.pid
-    )
+    # A turn is saved when its prefill worker has long done its part.
+    peer = "" if cell.phase is Phase.SAVING else victim.incarnation
+    return observer, Fault(action, cell.phase, seconds=seconds, peer=peer, pid=victim.pid)
 
 
 async def _harm_router(chaos: ChaosCluster, cell: Cell, stop_s: float) -> list[str]:

@@ -102,6 +102,8 @@ class Outcome:
     status: grpc.StatusCode | None = None
     detail: str = ""
     seconds: float = 0.0
+    history_digest: str = ""
+    """Of the session's history, if it is a turn that has completed."""
 
     def __post_init__(self) -> None:
         self.tokens = [[] for _ in range(self.case.choices)]
@@ -113,10 +115,18 @@ async def ask(
     bound: float,
     abort: Abort | None = None,
     request_id: str = "",
+    *,
+    session_id: str = "",
+    known: int = 0,
 ) -> Outcome:
-    """Send one request and wait for its end, or for that of its client's patience."""
-    request = inference_pb2.GenerateRequest(request_id=request_id or uuid.uuid4().hex)
-    request.input_ids.ids.extend(case.prompt)
+    """Send one request and wait for its end, or for that of its client's patience.
+
+    Of a session's turn the first `known` tokens of the prompt are its history.
+    """
+    request = inference_pb2.GenerateRequest(
+        request_id=request_id or uuid.uuid4().hex, session_id=session_id
+    )
+    request.input_ids.ids.extend(case.prompt[known:])
     request.sampling_params.CopyFrom(inference_pb2.SamplingParams(**dict(case.sampling)))
     if case.json_schema:
         request.sampling_params.structured_output.json_schema = case.json_schema
@@ -134,6 +144,7 @@ async def ask(
             messages += 1
             if response.HasField("complete"):
                 outcome.completed = not outcome.aborted
+                outcome.history_digest = response.complete.history_digest
                 continue
             outcome.tokens[response.delta.choice] += response.delta.token_ids
             if ends and abort is not None and messages == abort.after_messages:

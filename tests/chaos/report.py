@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from kvrelay.engine.faults import Phase
-from tests.chaos.cells import PHASES, Cell, Harm, Victim
+from tests.chaos.cells import PHASES, SESSION_PHASES, Cell, Harm, Victim
 from tests.chaos.cluster import bound_of
 from tests.chaos.experiment import Report
 
@@ -40,6 +40,16 @@ reaches the phase, the harm is done. Then:
 
 A cell says how many requests there were, and the seconds of the slowest. `-` cannot be, for the
 reason given below.
+"""
+SESSIONS = """\
+## Sessions and host memory
+
+The same, with another load: five clients have conversations of four turns by sessions. Either there
+is no prefix index, so that each turn is read from its session; or two conversations fit on a
+device, and the KV of the others goes to the host and comes back. A worker is *saving* when a turn
+has ended well and its session is to keep the KV, *borrowing* when a session is lent or read,
+*prefetching* and *writing back* when a copy from or to the host has begun. Clients that lose their
+router open the session on the next one by its history's digest, or with its history.
 """
 
 
@@ -75,15 +85,10 @@ def to_markdown(
     lines = [
         HEAD.format(summary=summary, transport=transport, timeout=timeout, bound=bound_of(timeout))
     ]
-    lines.append("| harm | to | " + " | ".join(PHASES) + " |")
-    lines.append("| --- | --- | " + " | ".join("---" for _ in PHASES) + " |")
     reasons: dict[str, list[Cell]] = {}
-    for harm in Harm:
-        for victim in Victim:
-            row = [cell for cell in cells if (cell.harm, cell.victim) == (harm, victim)]
-            if row:
-                texts = " | ".join(_text(cell, reports, reasons) for cell in row)
-                lines.append(f"| {harm} | {victim} | {texts} |")
+    lines += _table(cells, PHASES, reports, reasons)
+    if any(cell.phase in SESSION_PHASES for cell in cells):
+        lines += ["", SESSIONS, *_table(cells, SESSION_PHASES, reports, reasons)]
     lines += ["", "## What cannot be", ""]
     lines += [f"{number}. {reason}" for number, reason in enumerate(reasons, 1)]
     if wrong:
@@ -91,6 +96,23 @@ def to_markdown(
         for report in wrong:
             lines.append(f"- {report.cell}: {'; '.join(report.problems)}")
     return "\n".join(lines) + "\n"
+
+
+def _table(
+    cells: Sequence[Cell],
+    phases: Sequence[Phase],
+    reports: Mapping[Cell, Report],
+    reasons: dict[str, list[Cell]],
+) -> Iterator[str]:
+    """The lines of a table with these columns."""
+    yield "| harm | to | " + " | ".join(phase.replace("_", " ") for phase in phases) + " |"
+    yield "| --- | --- | " + " | ".join("---" for _ in phases) + " |"
+    for harm in Harm:
+        for victim in Victim:
+            row = [cell for cell in cells if (cell.harm, cell.victim) == (harm, victim)]
+            texts = [_text(cell, reports, reasons) for cell in row if cell.phase in phases]
+            if texts:
+                yield f"| {harm} | {victim} | {' | '.join(texts)} |"
 
 
 def _text(cell: Cell, reports: Mapping[Cell, Report], reasons: dict[str, list[Cell]]) -> str:

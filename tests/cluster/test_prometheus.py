@@ -36,12 +36,16 @@ SELECTOR = re.compile(r"\b(?:kvrelay_\w+|up)\b(?:\{[^}]*\})?|\w+:kvrelay_\w+(?::
 
 
 @pytest.fixture(scope="module")
-async def cluster(ray: None, tiny: Path) -> AsyncIterator[RunningCluster]:
+async def cluster(
+    ray: None, tiny: Path, tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[RunningCluster]:
     async with running(
         tiny,
         dtype="float32",
         kv_memory=16 << 20,
         host_kv_memory=8 << 20,
+        kv_storage=str(tmp_path_factory.mktemp("storage")),
+        kv_storage_size=64 << 20,
         decode=2,
         cluster_name="watched",
         verify_pages="sample",

@@ -72,7 +72,7 @@ async def test_a_successor_that_does_not_start_stops_the_roll_and_undo_goes_back
             _ = [step async for step in cluster.roll(RollOrder(undo=True))]
         assert cluster.workers["decode-0"] == decode
         assert sorted(cluster.workers) == ["decode-0", "prefill-2"]
-        assert (cluster.open_roll, cluster.revision) == (None, FIRST)
+        assert (cluster.workforce.open_roll, cluster.workforce.revision) == (None, FIRST)
         await until(lambda: dead.incarnation in heard(tmp_path, "decode-0"))
 
 

@@ -36,6 +36,12 @@ FIRST = some_tokens(0, 50)
 NEW = [some_tokens(seed, 7 + 12 * seed) for seed in range(1, 5)]
 
 
+def sampling_of(fields: dict[str, Any]) -> dict[str, Any]:
+    """The sampling parameters among a turn's fields, and the others as they are here."""
+    known = pb.SamplingParams.DESCRIPTOR.fields_by_name
+    return SAMPLING | {name: value for name, value in fields.items() if name in known}
+
+
 class Chat:
     """A session, and its history as its client knows it."""
 
@@ -49,7 +55,8 @@ class Chat:
         return self
 
     def turn(self, new: Iterable[int], **fields: Any) -> Any:
-        sampling = {name: fields.pop(name, value) for name, value in SAMPLING.items()}
+        sampling = sampling_of(fields)
+        fields = {name: value for name, value in fields.items() if name not in sampling}
         return self.cluster.stub.Generate(
             pb.GenerateRequest(
                 input_ids=pb.TokenIds(ids=new),
@@ -69,8 +76,7 @@ class Chat:
                 complete = response.complete
         kept = self.tokens[: fields.get("rewind_to")]
         prompt = [*kept, *new]
-        sampling = {name: fields.get(name, value) for name, value in SAMPLING.items()}
-        plain = await self.cluster.generate(prompt, **sampling)
+        plain = await self.cluster.generate(prompt, **sampling_of(fields))
         assert output == plain.tokens
         self.tokens = [*prompt, *output]
         return complete
@@ -111,7 +117,9 @@ async def test_turns_have_the_tokens_of_the_whole_conversation(tiny: Path, kind:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-async def test_scenario_18_19_20_an_abort_a_queued_turn_and_a_close(tiny: Path, kind: str) -> None:
+async def test_scenario_18_19_20_21_an_abort_a_queued_turn_and_a_close(
+    tiny: Path, kind: str
+) -> None:
     async with in_process(tiny, chunk_tokens=32, kv_memory=8 << 20, **KINDS[kind]) as cluster:
         chat = await Chat(cluster, "chat").open()
         await chat.say(FIRST)

@@ -10,6 +10,7 @@ from kvrelay.deploy import serve as serve_module
 from kvrelay.deploy.address import Address
 from kvrelay.deploy.cli import main
 from kvrelay.deploy.options import ServeOptions
+from kvrelay.options.memory_share import MemoryShare
 
 
 @pytest.fixture
@@ -46,6 +47,8 @@ EVERYTHING: dict[str, Any] = {
     "kv_events": True,
     "kv_memory": 1 << 30,
     "host_kv_memory": 2 << 30,
+    "kv_storage": "/var/kv",
+    "kv_storage_size": 3 << 30,
     "dtype": "float32",
     "device": "cpu",
     "grpc": Address("0.0.0.0", 1),
@@ -104,6 +107,9 @@ EVERYTHING: dict[str, Any] = {
     "max_message_bytes": 65537,
     "batch_invariant": True,
     "attention": "cpu",
+    "kv_dtype": "fp8_e4m3",
+    "cuda_graphs": "decode",
+    "cuda_graph_sizes": "1,2,4",
     "near": "zone",
     "log_format": "json",
     "log_prompts": True,
@@ -156,6 +162,31 @@ def test_the_command_line_wins(tmp_path: Path, served: list[ServeOptions]):
     config = write(tmp_path, 'page_size = 8\nkv-memory = "1GiB"\nprefill = 2')
     assert serve("--page-size", "4", "--config", config, "--prefill", "1").exit_code == 0
     assert served == [ServeOptions(page_size=4, kv_memory=1 << 30, prefill=1)]
+
+
+@pytest.mark.parametrize(
+    ("value", "memory"),
+    [
+        ('"auto"', MemoryShare(0.9)),
+        ('"0.85"', MemoryShare(0.85)),
+        ('"40%"', MemoryShare(0.4)),
+        ('"1.5GiB"', 3 << 29),
+        ("4096", 4096),
+    ],
+)
+def test_kv_memory_is_bytes_or_a_share(
+    value: str, memory: int | MemoryShare, tmp_path: Path, served: list[ServeOptions]
+):
+    assert serve("--config", write(tmp_path, f"kv-memory = {value}")).exit_code == 0
+    assert serve("--kv-memory", value.strip('"')).exit_code == 0
+    assert served == [ServeOptions(kv_memory=memory)] * 2
+
+
+def test_a_share_that_cannot_be_is_refused():
+    result = serve("--kv-memory", "140%")
+    assert result.exit_code == 2
+    assert "--kv-memory" in result.output
+    assert "a share is more than 0 and at most 1" in " ".join(result.output.split())
 
 
 @pytest.mark.parametrize(

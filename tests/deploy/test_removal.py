@@ -85,7 +85,7 @@ async def test_nothing_is_kept_of_a_worker_that_has_left_but_its_name(
             assert steps[-1].phase in (ScalePhase.READY, ScalePhase.LEFT)
             assert len(cluster._supervisors) == len(cluster.workers) == count
         assert ray.room == 1, "the group of the start has a bundle in use"
-        assert cluster.names == {f"decode-{number}" for number in range(4)}
+        assert cluster.workforce.names == {f"decode-{number}" for number in range(4)}
     assert ray.room == 3
 
 
@@ -95,8 +95,8 @@ async def test_the_place_of_a_worker_that_did_not_start_is_given_back(
     monkeypatch.setattr(ScriptedActor, "refuses", "decode-2")
     async with asyncio.timeout(20), cluster_of_two(tmp_path) as cluster:
         with pytest.raises(ClusterError, match=r"^decode-2 did not start: .*not in the mood"):
-            await cluster.add("decode-2", D)
+            await cluster.workforce.add("decode-2", D)
         assert ray.room == 1
-        assert "decode-2" in cluster.names
-        await cluster.add("decode-3", D)
+        assert "decode-2" in cluster.workforce.names
+        await cluster.workforce.add("decode-3", D)
         assert ray.room == 0

@@ -121,7 +121,7 @@ async def test_whenever_a_controller_dies_its_successor_goes_on_with_the_roll(
         assert all(world.starts.count(name) <= 1 for name in world.starts), (at, world.starts)
         taken = {record.place.group for record in cluster._written.workers.values() if record.place}
         assert set(world.groups) == taken
-        assert cluster.open_roll is None
+        assert cluster.workforce.open_roll is None
         await asyncio.wait_for(cluster.stop(), SECONDS)
         assert not world.actors
         assert not world.groups
@@ -164,7 +164,7 @@ async def test_a_successor_that_does_not_start_stops_it_until_it_is_undone(
         await anext(cluster.drain("decode-0", remove=True))
     await roll(cluster, RollOrder(undo=True))
     assert sorted(cluster.workers) == ["decode-0", "prefill-2"]
-    assert (cluster.open_roll, cluster.revision) == (None, FIRST)
+    assert (cluster.workforce.open_roll, cluster.workforce.revision) == (None, FIRST)
     await grow(cluster, Handle.world)
     assert chunks(Handle.world) == {"decode-0": 512, "prefill-2": 512, "decode-2": 512}
 
@@ -231,6 +231,7 @@ async def test_a_successor_with_another_model_stops_it_before_anybody_knows_of_i
         ({"chunk_tokens": "none"}, "chunk_tokens: 'none' is not a valid integer range"),
         ({"itl-target": "0"}, "itl_target: 0.0 is not in the range x>0"),
         ({"kv_memory": "much"}, "kv_memory: "),
+        ({"cuda_graph_sizes": "1,,2"}, "cuda_graph_sizes: must be numbers"),
         ({"overlap": "perhaps"}, "overlap: 'perhaps' is neither on nor off"),
     ],
 )
@@ -239,7 +240,7 @@ async def test_options_that_cannot_be_are_refused(
 ):
     with pytest.raises(CannotRoll, match=f"^{why}"):
         await roll(cluster, RollOrder(options))
-    assert cluster.open_roll is None
+    assert cluster.workforce.open_roll is None
 
 
 def rolls_counted(cluster: Cluster) -> dict[str, float]:
@@ -270,7 +271,7 @@ async def test_it_is_not_begun_while_the_cluster_is_scaled(cluster: Cluster):
         await roll(cluster, RollOrder(OPTIONS))
     await scaling
     rolling = asyncio.create_task(roll(cluster, RollOrder(OPTIONS)))
-    while cluster.open_roll is None:
+    while cluster.workforce.open_roll is None:
         await asyncio.sleep(0)
     with pytest.raises(CannotScale):
         await scale(cluster, 3)

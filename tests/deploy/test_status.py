@@ -138,6 +138,14 @@ decode-0  prefill-1-abc  0     0              tcp         REFUSED: too slow
     assert prefill["peers"] == []
 
 
+def test_storage_that_is_not_written_is_told(kvrelay: Kvrelay, service: ScriptedService):
+    assert "STORAGE" not in kvrelay("status").stdout
+    service.workers[0].load.storage_error = "the disk is full"
+    assert "\n\nSTORAGE of decode-0 is not written: the disk is full\n" in kvrelay("status").stdout
+    decode, prefill = json.loads(kvrelay("status", "--json").stdout)["workers"]
+    assert (decode["storage_error"], prefill["storage_error"]) == ("the disk is full", "")
+
+
 def test_json_says_the_same(kvrelay: Kvrelay):
     report = json.loads(kvrelay("status", "--json").stdout)
     assert report["model"] == "tiny"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ from docs.tools.dashboards.pages import DASHBOARDS
 from docs.tools.dashboards.perses import perses, with_values
 from docs.tools.dashboards.spec import STATES, TOTAL, Dashboard, Draws
 from kvrelay.deploy.status_text import PAGE_STATES
+from kvrelay.mem_cache.host_pages import HOST
+from kvrelay.mem_cache.storage_pages import STORAGE
 from tests.monitored import check_exported
 
 ROOT = Path(__file__).parents[2]
@@ -50,6 +53,18 @@ def test_every_panel_and_query_arrives_in_the_file(one: Dashboard):
     ]
     for panel in panels_of(one):
         assert panel["gridPos"]["x"] + panel["gridPos"]["w"] <= MOST_COLUMNS, panel["title"]
+
+
+@pytest.mark.parametrize("pool", ["rows", HOST, STORAGE])
+def test_what_is_below_the_device_is_not_counted_as_the_device_s(pool: str):
+    left_out = {
+        pattern
+        for panel in DASHBOARDS[0].panels
+        for query in panel.queries
+        for pattern in re.findall(r'pool!~"([^"]*)"', query.expr)
+    }
+    assert left_out
+    assert all(re.fullmatch(pattern, pool) for pattern in left_out)
 
 
 def test_states_are_stacked_and_the_pool_is_a_line_over_them():

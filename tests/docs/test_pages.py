@@ -53,6 +53,17 @@ def test_a_page_names_metrics_that_there_are(page: Path):
     assert set(re.findall(r"\bkvrelay_\w+", page.read_text())) <= there
 
 
+def test_every_entry_of_the_lab_is_in_the_table_of_topics_once():
+    """And no heading is part of the paragraph before it. Merges that keep both sides break both."""
+    page = (ROOT / "docs" / "lab.md").read_text()
+    topics = re.findall(r"^\| ([^|]+) \| \[", page, re.MULTILINE)
+    assert sorted(topics) == sorted(set(topics))
+    entries = re.findall(r"^## (2.*)", page, re.MULTILINE)
+    anchors = [re.sub(r"[^\w\- ]", "", one.lower()).replace(" ", "-") for one in entries]
+    assert sorted(re.findall(r"\]\(#(2.*?)\)", page.partition("\n## 2")[0])) == sorted(anchors)
+    assert not re.search(r"[^\n]\n## ", page)
+
+
 def test_a_part_is_replaced_where_it_stands():
     page = "before\n<!-- generated: x -->\nold\n<!-- end generated -->\nafter\n"
     new = "before\n<!-- generated: x -->\n\nnew\n\n<!-- end generated -->\nafter\n"

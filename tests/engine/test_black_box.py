@@ -70,14 +70,14 @@ from kvrelay.engine.worker.faulty import FaultyExecutor
 from kvrelay.wire.request import RequestKey
 
 class Executor:
-    def execute(self, step):
+    def launch(self, step):
         pass
 
 faulty = FaultyExecutor(Executor(), FaultPlan(parse_faults("crash:forward")))
 executor = RecordingExecutor(faulty, BlackBox(Path(sys.argv[1])))
 request = SimpleNamespace(key=RequestKey("r", "mine", 7))
 step = SimpleNamespace(scheduled=[SimpleNamespace(request=request, is_live=True)])
-forward = threading.Thread(target=executor.execute, args=[step])
+forward = threading.Thread(target=executor.launch, args=[step])
 forward.start()
 forward.join()
 """
@@ -94,7 +94,7 @@ def test_a_crash_on_demand_is_one_of_the_thread_that_computes(
     box = BlackBox(path)
     assert box.killed == (MINE,)
     _, _, crashed = caplog.text.partition("Current thread")
-    assert " in execute" in crashed.partition("\n\n")[0]
+    assert " in launch" in crashed.partition("\n\n")[0]
     box.close()
 
 

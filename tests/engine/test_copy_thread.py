@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import queue
+import random
 import threading
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,8 +22,10 @@ from kvrelay.engine.worker.assembly import Assembly
 from kvrelay.kv_transfer.work_in_progress import WorkInProgress
 from kvrelay.mem_cache.geometry import KVGeometry, PageOrder
 from kvrelay.mem_cache.pool import KVPool
+from kvrelay.mem_cache.streams import Streams
 from kvrelay.mem_cache.tier_copies import CopyEnded, PageMoves
 from kvrelay.wire.worker_info import WorkerRole
+from tests.late_device import LateStreams
 
 WAIT_S = 30.0
 GEOMETRY = KVGeometry(2, 1, 8, torch.float32, page_size=4, order=PageOrder.LAYER_FIRST)
@@ -30,14 +34,14 @@ GEOMETRY = KVGeometry(2, 1, 8, torch.float32, page_size=4, order=PageOrder.LAYER
 class Copies:
     """A copy thread between a device of six pages, each filled with its number, and a host."""
 
-    def __init__(self) -> None:
+    def __init__(self, streams: Streams | None = None) -> None:
         cpu, host = torch.device("cpu"), replace(GEOMETRY, order=PageOrder.PAGE_FIRST)
         self.device, self.host = KVPool(GEOMETRY, 6, cpu), KVPool(host, 6, cpu)
         for layer in range(2):
             for page in range(6):
                 self.device.layer(layer)[page] = page
         self.ended: queue.SimpleQueue[CopyEnded] = queue.SimpleQueue()
-        self.thread = CopyThread([self.device], [self.host], self.ended.put)
+        self.thread = CopyThread([self.device], [self.host], self.ended.put, streams)
 
     def to_host(self, number: int, device_page: int, host_page: int) -> None:
         pages = np.array([device_page], np.int32), np.array([host_page], np.int32)
@@ -60,6 +64,50 @@ def test_a_copy_that_fails_is_told_and_those_behind_it_are_made():
     assert copies.thread.work.oldest is None
 
 
+def test_a_copy_is_told_when_the_device_has_made_it():
+    device = LateStreams(random.Random(0))
+    copies = Copies(device)
+    for number in range(1, 6):
+        copies.to_host(number, number, number - 1)
+        assert copies.ended.get(timeout=WAIT_S).operation == number
+        assert copies.host_page(number - 1) == {float(number)}
+    copies.thread.close()
+    assert device.entered == {"copies"}
+
+
+def test_a_device_that_the_thread_cannot_use_is_told_with_each_copy(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    def fail() -> None:
+        raise RuntimeError("CUDA error: injected")
+
+    device = LateStreams(random.Random(0))
+    monkeypatch.setattr(device, "enter_thread", fail)
+    copies = Copies(device)
+    for number in (1, 2):
+        copies.to_host(number, 1, 1)
+        assert copies.ended.get(timeout=WAIT_S).error == "RuntimeError: CUDA error: injected"
+    copies.thread.close()
+    assert copies.host_page(1) == {0.0}
+
+
+def test_a_copy_that_fails_has_ended_when_what_it_has_begun_has_run(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    device, ran = LateStreams(random.Random(0)), []
+    copies, launch = Copies(device), device.copies.launch
+
+    def fail(work: Callable[[], object]) -> None:
+        launch(lambda: ran.append(1))
+        raise RuntimeError("injected")
+
+    monkeypatch.setattr(device.copies, "launch", fail)
+    copies.to_host(1, 1, 1)
+    ended = copies.ended.get(timeout=WAIT_S)
+    assert (ended.error, ran) == ("RuntimeError: injected", [1])
+    copies.thread.close()
+
+
 def test_a_copy_that_hangs_ends_the_worker(monkeypatch: pytest.MonkeyPatch):
     may_end = threading.Event()
     monkeypatch.setattr(copy_thread, "copy_moves", lambda *_: may_end.wait(WAIT_S))
@@ -79,3 +127,25 @@ def test_a_copy_that_hangs_ends_the_worker(monkeypatch: pytest.MonkeyPatch):
         may_end.set()
         copies.thread.close()
     assert Assembly.hang(parts, config) is None
+
+
+def test_a_copy_that_hangs_is_given_up_at_the_end_with_those_behind_it(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    may_end, begun = threading.Event(), queue.SimpleQueue[int]()
+
+    def hang(moves: PageMoves, *_: object) -> None:
+        begun.put(moves.operation)
+        may_end.wait(WAIT_S)
+
+    monkeypatch.setattr(copy_thread, "copy_moves", hang)
+    monkeypatch.setattr(copy_thread, "CLOSE_SECONDS", 0.1)
+    copies = Copies()
+    copies.to_host(1, 0, 0)
+    copies.to_host(2, 1, 1)
+    copies.thread.close()
+    assert "have not ended for 0.1 s: 2 are given up" in caplog.text
+    may_end.set()
+    copies.thread._thread.join(WAIT_S)
+    assert not copies.thread._thread.is_alive()
+    assert (begun.get(), begun.empty(), copies.ended.empty()) == (1, True, True)

@@ -23,6 +23,11 @@ def test_faults_are_what_their_specs_say():
         Fault(Action.STOP, Phase.PULLING, seconds=5.0, worker="decode-1"),
         Fault(Action.KILL, Phase.QUEUED),
     )
+    assert parse_faults("kill:saving:3, stop:writing_back:1s, d0/kill:prefetching") == (
+        Fault(Action.KILL, Phase.SAVING, nth=3),
+        Fault(Action.STOP, Phase.WRITING_BACK, seconds=1.0),
+        Fault(Action.KILL, Phase.PREFETCHING, worker="d0"),
+    )
     assert parse_faults("lose:decoding:2") == (Fault(Action.LOSE, Phase.DECODING, nth=2),)
     assert parse_faults("hang:forward:2, poison:forward, p0/fail:forward@chat-1.a:always") == (
         Fault(Action.HANG, Event.FORWARD, nth=2),

@@ -148,6 +148,22 @@ def test_copies_that_fail_cost_no_token_and_no_page(which: str, aggregated: bool
     simulation.assert_at_baseline()
 
 
+def test_what_could_not_be_copied_is_not_copied_without_end() -> None:
+    """More pages than one copy has: their rest does not begin again at the first one."""
+    simulation = in_little_memory(1, aggregated=True, workers=1)
+    worker, tries = simulation.workers[0], [0]
+
+    def fail(moves: PageMoves) -> bool:
+        tries[0] += moves.to_host
+        return moves.to_host
+
+    worker.copy_fails = fail
+    known(worker.tier)._most_pages = 8
+    ask(simulation, [list(range(60, 95)) * 3], 4)
+    assert 0 < tries[0] < 20
+    simulation.assert_at_baseline()
+
+
 def test_requests_of_one_prefix_wait_for_one_load() -> None:
     simulation = in_little_memory(4, aggregated=True, workers=1)
     rng = random.Random(6)
@@ -235,8 +251,12 @@ class Clocked(Clockwork):
         real: as copies take.
     """
 
-    def __init__(self, host_pages: int, believed: float = math.inf, real: float = math.inf) -> None:
-        super().__init__(1, 16, 64, 4, 64, aggregated=True, workers=1, host_pages=host_pages)
+    def __init__(
+        self, host_pages: int, believed: float = math.inf, real: float = math.inf, **options: Any
+    ) -> None:
+        super().__init__(
+            1, 16, 64, 4, 64, aggregated=True, workers=1, host_pages=host_pages, **options
+        )
         self.worker, self.real = self.workers[0], real
         self.worker.kv_cache.clock = self.now
         if self.worker.tier is not None:

@@ -7,15 +7,19 @@ swapped wrongly gives wrong tokens; every page is audited after every pass.
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 
 from kvrelay.decode_worker.request import HandedOverRequest
 from kvrelay.engine.config import Speculation
 from kvrelay.engine.scheduler.commands import Cancel, ForgetSession
+from kvrelay.mem_cache.host_tier import HostPrefix, HostTier, Load
 from kvrelay.mem_cache.lease import Lease
 from kvrelay.wire.output import EndReason
+from kvrelay.wire.speeds import StepSpeeds
 from tests.engine.conversations import Conversation, computed_tokens, talk
 from tests.engine.simulation import SimRequest, Simulation, SimWorker, count, reference
 from tests.engine.test_scenarios import one_pair, step_until
@@ -593,3 +597,64 @@ def test_a_step_that_sessions_have_too_little_for_ends_none() -> None:
     for one in requests:
         assert one.output == reference(one.prompt, 30)
     finish(simulation, session)
+
+
+def test_idle_sessions_make_room_for_what_comes_back_from_the_host() -> None:
+    """A request that fits in their room is not computed again for want of it."""
+    simulation = cluster("aggregated", pages=44, rows=8, host_pages=400, growth_min=0.0)
+    worker, prompt = simulation.decodes[0], random.Random(1).choices(range(97), k=80)
+    simulation.submit(prompt, 4)
+    simulation.run()
+    sessions = [Conversation(simulation, str(name)) for name in range(4)]
+    for index, session in enumerate(sessions):
+        talk(session, random.Random(50 + index).choices(range(97), k=36), 5)
+    assert worker.kv_cache.count_cached(np.array(prompt, np.int32)) < 20, "the rest was evicted"
+    assert len(worker.context.sessions) == 4
+    computed = computed_tokens(worker)
+    again = simulation.submit(prompt, 4)
+    simulation.run()
+    assert again.output == reference(prompt, 4)
+    assert computed_tokens(worker) - computed < 20
+    assert 0 < len(worker.context.sessions) < 4
+    finish(simulation, *sessions)
+
+
+def test_a_load_in_the_room_of_a_session_is_waited_for_as_long_as_it_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What the session had of the prefix need not come back any more."""
+    simulation = cluster("aggregated", pages=44, rows=8, host_pages=400, growth_min=0.0)
+    worker, rng = simulation.decodes[0], random.Random(1)
+    first, second = rng.choices(range(97), k=20), rng.choices(range(97), k=40)
+    prompt = [*first, *reference(first, 5), *second, *rng.choices(range(97), k=15)]
+    simulation.submit(prompt, 4)
+    simulation.run()
+    for _ in range(3):  # it is evicted
+        simulation.submit(rng.choices(range(97), k=80), 4)
+        simulation.run()
+    sessions = [Conversation(simulation, str(name)) for name in range(3)]
+    talk(sessions[0], first, 5)
+    talk(sessions[0], second, 5)  # which is not published yet
+    for session in sessions[1:]:
+        talk(session, rng.choices(range(97), k=36), 5)
+    second_a_token = StepSpeeds(seconds_per_token=1.0, prompts_known=True)
+    monkeypatch.setattr(worker.context.speed_learner, "speeds", second_a_token)
+    begun = []
+    load = HostTier.load
+
+    def note(tier: HostTier, found: HostPrefix, spare: Sequence[int]) -> Load | None:
+        begun.append((found.num_tokens, load(tier, found, spare)))
+        return begun[-1][1]
+
+    monkeypatch.setattr(HostTier, "load", note)
+    again = simulation.submit(prompt, 4)
+    step_until(simulation, lambda: bool(begun and begun[-1][1]))
+    [request] = worker.context.requests.values()
+    (refused, nothing), (tokens, _) = begun[0], begun[-1]
+    assert nothing is None
+    assert request.tier_load is not None
+    assert tokens < refused
+    assert request.tier_load.until - worker.kv_cache.clock() == tokens
+    simulation.run()
+    assert again.output == reference(prompt, 4)
+    finish(simulation, *sessions)

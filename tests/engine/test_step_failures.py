@@ -9,7 +9,8 @@ import pytest
 
 from kvrelay.engine.config import Speculation
 from kvrelay.engine.executor.failures import ForwardFailedError, WorkerBrokenError
-from kvrelay.engine.executor.step import Executor, ForwardThread, Step, StepEnded
+from kvrelay.engine.executor.forward_thread import ForwardThread
+from kvrelay.engine.executor.step import Executor, Step, StepEnded
 from kvrelay.engine.scheduler.commands import GiveUp
 from kvrelay.mem_cache.sharing import PageCopy
 from kvrelay.wire.output import EndReason, FailureReason
@@ -192,6 +193,9 @@ def test_copies_that_fail_break_the_device() -> None:
     class Broken:
         def copy(self, copies) -> None:
             raise RuntimeError("injected")
+
+        def wait(self) -> None:
+            """Nothing runs."""
 
     ended: list[StepEnded[Any]] = []
     failures: list[str] = []

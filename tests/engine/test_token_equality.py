@@ -22,6 +22,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from kvrelay.engine.config import PrefixIndexKind, Speculation
+from kvrelay.model_runner.attention.kv_dtype import KVDtype
 from kvrelay.wire.output import EndReason, SampledToken
 from kvrelay.wire.request import SamplingParams
 from tests.checkpoints import make_checkpoint
@@ -164,9 +165,11 @@ def requests_of(seed: int, count: int, vocab_size: int, most: int) -> list[Asked
 
 
 @cache
-def plain_run(model: Path, dtype: str, asked: tuple[Asked, ...]) -> list[list[SimRequest]]:
+def plain_run(
+    model: Path, dtype: str, asked: tuple[Asked, ...], kv_dtype: KVDtype = KVDtype.AUTO
+) -> list[list[SimRequest]]:
     """Every choice of each request, at its end."""
-    simulation = serve(model, model, dtype, Mode())
+    simulation = serve(model, model, dtype, Mode(), kv_dtype=kv_dtype)
     served = []
     for one in asked:
         served.append(one.submit(simulation))
@@ -205,10 +208,17 @@ def logprobs_of(tokens: Sequence[SampledToken]) -> list[float]:
 
 
 def assert_equal_to_plain(
-    model: Path, draft: Path, dtype: str, mode: Mode, asked: list[Asked], seed: int
+    model: Path,
+    draft: Path,
+    dtype: str,
+    mode: Mode,
+    asked: list[Asked],
+    seed: int,
+    kv_dtype: KVDtype = KVDtype.AUTO,
 ) -> None:
-    expected = plain_run(model, dtype, tuple(asked))
-    simulation, rng = serve(model, draft, dtype, mode, seed), random.Random(seed)
+    expected = plain_run(model, dtype, tuple(asked), kv_dtype)
+    simulation = serve(model, draft, dtype, mode, seed, kv_dtype=kv_dtype)
+    rng = random.Random(seed)
     served = []
     for one in asked:
         served.append(one.submit(simulation))
@@ -268,6 +278,24 @@ def test_tiny_models(checkpoints: Path, architecture: str, mode: Mode, seed: int
     asked = requests_of(5, 10, 512, 12)
     model = checkpoints / architecture
     assert_equal_to_plain(model, checkpoints / "draft", "float64", mode, asked, seed)
+
+
+IN_FP8 = [
+    next(mode for mode in SPREAD if not mode.aggregated and not mode.retract_every),
+    next(mode for mode in SPREAD if not mode.aggregated and mode.retract_every),
+]
+
+
+@pytest.mark.parametrize(
+    ("architecture", "mode", "seed"), cases(("llama", "gemma3", "deepseek"), IN_FP8)
+)
+def test_kv_in_fp8_is_handed_over_as_it_is(
+    checkpoints: Path, architecture: str, mode: Mode, seed: int
+) -> None:
+    """A decode worker goes on with pages of 8 bits as the worker does that wrote them."""
+    asked = requests_of(5, 6, 512, 12)
+    model, draft = checkpoints / architecture, checkpoints / "draft"
+    assert_equal_to_plain(model, draft, "float64", mode, asked, seed, KVDtype.FP8_E4M3)
 
 
 SMOLLM2 = [

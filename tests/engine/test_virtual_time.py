@@ -25,13 +25,17 @@ def one_request(simulation: Clockwork, rng: random.Random) -> SimRequest:
     return simulation.submit(prompt, most, rng.choice((0, 0, 0, 1)), sampling)
 
 
+LONG = [pytest.mark.slow, pytest.mark.timeout(1200)]
+"""Most of a minute of one core: on a busy machine that takes many."""
+
+
 @pytest.mark.parametrize(
     ("seed", "number", "aggregated", "speculation", "windows"),
     [
         pytest.param(1, 500, False, Speculation.NONE, (None,), id="pair"),
         pytest.param(2, 500, True, Speculation.NGRAM, (None, 24), id="aggregated-hybrid"),
         *(
-            pytest.param(3, 4000, aggregated, speculation, windows, marks=pytest.mark.slow)
+            pytest.param(3, 4000, aggregated, speculation, windows, marks=LONG)
             for aggregated in (False, True)
             for speculation in (Speculation.NONE, Speculation.NGRAM)
             for windows in ((None,), (None, 24), (24,))

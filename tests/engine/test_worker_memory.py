@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from kvrelay.engine.config import WorkerConfig
-from kvrelay.engine.worker.memory import divide_memory
+from kvrelay.engine.worker.loading import graph_options
+from kvrelay.engine.worker.memory import divide_memory, make_host_pools, make_kv_cache, make_store
 from kvrelay.mem_cache.geometry import KVGeometry
+from kvrelay.mem_cache.pool import KVPool
+from kvrelay.model_runner.config.cuda_graphs import CudaGraphs
+from kvrelay.wire.model_digest import NO_MODEL
 from kvrelay.wire.worker_info import WorkerRole
 
 RUNNING = 8
@@ -35,3 +40,86 @@ def test_windows_have_room_for_chunks_only_where_prompts_are_computed(
         full, windowed = divide_memory(config, geometries)
         assert windowed == RUNNING * expected
         assert full == (64 << 20) // geometries[0].page_bytes - windowed
+
+
+def config_of(**options: Any) -> WorkerConfig:
+    return WorkerConfig("p", WorkerRole.PREFILL, Path(), "m", **options)
+
+
+def test_reserved_pages_are_no_requests() -> None:
+    """They are of the memory that was asked for, and a pool for windows has them besides."""
+    geometries = [KVGeometry(1, 1, 64, torch.bfloat16, 16, window=one) for one in (None, 128)]
+    config = config_of(kv_memory=8 << 20, max_running=RUNNING)
+    plain, totals = (divide_memory(config, geometries, reserved) for reserved in (0, 1))
+    assert sum(plain) == sum(totals) == (8 << 20) // geometries[0].page_bytes
+    assert totals[1] == plain[1] + 1
+    pools = [
+        KVPool(geometry, pages, torch.device("cpu"), reserved_pages=1)
+        for geometry, pages in zip(geometries, totals, strict=True)
+    ]
+    kv_cache = make_kv_cache(config, pools, max_model_len=256)
+    assert [pool.total for pool in kv_cache.page_counts()] == [pages - 1 for pages in totals]
+
+
+def test_memory_for_reserved_pages_alone_is_too_little() -> None:
+    geometry = KVGeometry(1, 1, 64, torch.bfloat16, 16)
+    config = config_of(kv_memory=geometry.page_bytes)
+    assert divide_memory(config, [geometry]) == [1]
+    with pytest.raises(ValueError, match="kv_memory: "):
+        divide_memory(config, [geometry], reserved_pages=1)
+
+
+@pytest.mark.parametrize(
+    ("options", "sizes"),
+    [
+        ({}, None),
+        ({"cuda_graphs": CudaGraphs.DECODE, "max_running": 6}, (1, 2, 4, 8)),
+        ({"cuda_graphs": CudaGraphs.DECODE, "cuda_graph_sizes": "3,1"}, (1, 3)),
+        (
+            {
+                "cuda_graphs": CudaGraphs.DECODE,
+                "cuda_graph_sizes": "1,4,64,128",
+                "max_running": 6,
+            },
+            (1, 4, 64),
+        ),
+        ({"cuda_graph_sizes": "3,1"}, None),
+    ],
+)
+def test_sizes_of_graphs(options: dict[str, Any], sizes: tuple[int, ...] | None) -> None:
+    found = graph_options(config_of(page_size=8, **options))
+    assert (None if found is None else found.sizes.sizes) == sizes
+    assert found is None or found.page_size == 8
+
+
+def test_sizes_that_are_none_are_named() -> None:
+    config = config_of(cuda_graphs=CudaGraphs.DECODE, cuda_graph_sizes="many")
+    with pytest.raises(ValueError, match="cuda_graph_sizes: must be numbers"):
+        graph_options(config)
+
+
+@pytest.mark.parametrize(
+    ("folder", "size", "host", "said"),
+    [
+        ("/kv", 1 << 20, 0, "kv_storage: pages go there by way of --host-kv-memory"),
+        ("/kv", 5000, 1 << 20, "kv_storage_size: 5000 bytes do not hold one page"),
+        ("kv", 1 << 20, 1 << 20, "kv_storage: kv cannot be used: the path must be absolute"),
+        ("/dev/null", 1 << 20, 1 << 20, "kv_storage: /dev/null cannot be used"),
+        ("mooncake://host", 1 << 20, 1 << 20, "kv_storage: mooncake://host cannot be used"),
+    ],
+)
+def test_storage_that_cannot_be_had_is_refused(
+    folder: str, size: int, host: int, said: str
+) -> None:
+    config = WorkerConfig(
+        "a",
+        WorkerRole.AGGREGATED,
+        Path(),
+        "m",
+        host_kv_memory=host,
+        kv_storage=folder,
+        kv_storage_size=size,
+    )
+    pool = KVPool(KVGeometry(1, 1, 64, torch.float32, 16), 4, torch.device("cpu"))
+    with pytest.raises(ValueError, match=said):
+        make_store(config, make_host_pools(config, [pool]), NO_MODEL)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvrelay.engine.executor.step import Step, StepEnded
+from kvrelay.engine.executor.step import LaunchedStep, PassingExecutor, StepEnded
 from kvrelay.engine.scheduler.commands import Attach, Submit
 from kvrelay.engine.scheduler.outbox import RouterLink
 from kvrelay.wire.load import WorkerLoad
@@ -26,16 +26,15 @@ TRUTH = StepSpeeds(
 )
 
 
-class Timed:
+class Timed(PassingExecutor):
     """An executor whose steps take what `TRUTH` says."""
 
     def __init__(self, worker: SimWorker) -> None:
-        self._executor = worker.executor
-        self.copy = self._executor.copy
+        super().__init__(worker.executor)
         self.works: list[StepWork] = []
 
-    def execute(self, step: Step[Any]) -> StepEnded[Any]:
-        ended = self._executor.execute(step)
+    def finish(self, launched: LaunchedStep[Any]) -> StepEnded[Any]:
+        ended = super().finish(launched)
         self.works.append(ended.work)
         return replace(ended, seconds=TRUTH.seconds_of(ended.work))
 

@@ -11,10 +11,17 @@ import pytest
 
 from tests.checkpoints import make_checkpoint
 from tests.hosts.lan import Lan, lan
-from tests.hosts.ray_nodes import RayHosts
+from tests.hosts.ray_nodes import WHOLE_TEST_S, RayHosts
 from tests.hosts.skips import WHY_NO_HOSTS
 
 DISK_BYTES = 1 << 30
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Give tests of hosts the time that their processes take on a busy machine."""
+    for item in items:
+        if Path(__file__).parent in item.path.parents:
+            item.add_marker(pytest.mark.timeout(WHOLE_TEST_S))
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,10 @@ from tests.hosts.host import Host
 
 GCS_PORT = 6379
 REDIS_PORT = 6380
-START_S = 120.0
+HANGS_S = 600.0
+"""What starts, ends or answers has done so by then, however busy the machine is, or it hangs."""
+WHOLE_TEST_S = 1200
+"""For a test, which starts a dozen such processes, some of them one after the other."""
 TOKEN = "of-the-tests-" + "0123456789abcdef" * 2
 OBJECT_STORE_BYTES = 80 << 20
 _RAY = (str(Path(sys.executable).with_name("ray")), "start", "--block", "--disable-usage-stats")
@@ -83,7 +86,7 @@ class RayHosts:
         """Start a Ray on its head alone, and wait until that listens."""
         ray = cls(head, variables or {})
         ray._start(head, num_cpus, {}, "--head", f"--port={GCS_PORT}", "--include-dashboard=false")
-        give_up_at = time.monotonic() + START_S
+        give_up_at = time.monotonic() + HANGS_S
         while not head.run(*_SOCKETS):
             assert time.monotonic() < give_up_at, "Ray's head does not listen"
             time.sleep(0.05)
@@ -95,7 +98,7 @@ class RayHosts:
 
     def wait_for_nodes(self) -> None:
         """Return when every host has become a node."""
-        count = (self.address, str(len(self.nodes)), str(START_S))
+        count = (self.address, str(len(self.nodes)), str(HANGS_S))
         waiting = self.head.spawn(
             *(sys.executable, "-c", _COUNT_NODES, *count), environment=environment()
         )
@@ -109,7 +112,7 @@ class RayHosts:
                 if process.pid != self.head.pid and "redis" not in process.name():
                     process.kill()
                     killed.append(process)
-        _, left = psutil.wait_procs(killed, timeout=START_S)
+        _, left = psutil.wait_procs(killed, timeout=HANGS_S)
         assert not left
 
     def restart_ended(self) -> None:
@@ -177,7 +180,7 @@ def serving(
         yield process
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGINT)
-            process.communicate(timeout=START_S)
+            process.communicate(timeout=HANGS_S)
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
@@ -193,7 +196,7 @@ def kvrelay(host: Host, *words: str) -> subprocess.CompletedProcess[str]:
         stderr=subprocess.PIPE,
         text=True,
     )
-    said, errors = process.communicate(timeout=START_S)
+    said, errors = process.communicate(timeout=HANGS_S)
     return subprocess.CompletedProcess(words, process.returncode, said, errors)
 
 
@@ -220,7 +223,7 @@ def until_ready(process: subprocess.Popen[str]) -> str:
 def refusal(host: Host, *options: str, variables: Mapping[str, str] | None = None) -> str:
     """What `kvrelay serve` says when it does not start, on a host."""
     with serving(host, *options, variables=variables) as process:
-        said, _ = process.communicate(timeout=START_S)
+        said, _ = process.communicate(timeout=HANGS_S)
     assert process.returncode in (1, 2), said
     return said
 

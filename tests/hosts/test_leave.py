@@ -15,7 +15,7 @@ from tests.hosts.conftest import ThreeHosts
 from tests.hosts.host import Host
 from tests.hosts.lan import lan
 from tests.hosts.ray_nodes import (
-    START_S,
+    HANGS_S,
     RayHosts,
     connected,
     kvrelay,
@@ -52,7 +52,7 @@ def _is_ray_start(process: psutil.Process) -> bool:
 
 def until_node(host: Host) -> None:
     """Wait until a host's Ray can be found on it."""
-    give_up_at = time.monotonic() + START_S
+    give_up_at = time.monotonic() + HANGS_S
     while not host.run("ps", "-C", "raylet", "-o", "pid=", check=False):
         assert time.monotonic() < give_up_at, f"{host.name} is no node"
         time.sleep(0.1)
@@ -76,9 +76,10 @@ async def test_a_node_leaves_under_load_and_another_one_goes_on(four_hosts: Thre
     options = [*options_on(head, four_hosts.model), "--ray-address", ray.address]
     options += ["--prefill-on", "rack=p", "--decode-on", "rack=d", "--drain-grace", "1"]
     # Slow in the first process alone: the request is still there when the node leaves.
-    options += ["--placement", "disaggregated", "--debug-faults", SLOW, "--failover-wait", "150"]
-    # Nobody waits for the lease of a worker that has drained.
-    options += ["--worker-lease", "600"]
+    options += ["--placement", "disaggregated", "--debug-faults", SLOW]
+    options += ["--failover-wait", f"{HANGS_S:g}"]
+    # Nobody waits for the lease of a worker that has drained: it would take longer than anything.
+    options += ["--worker-lease", f"{10 * HANGS_S:g}"]
     log: list[str] = []
     with serving(head, *options) as process:
         cluster = await connected(process)
@@ -97,7 +98,7 @@ async def test_a_node_leaves_under_load_and_another_one_goes_on(four_hosts: Thre
             assert not going.done(), "the successor was placed on the node that leaves"
             end_ray(node)
             ray.add(other, {"rack": "d"})
-            finished, _ = await asyncio.wait({going}, timeout=START_S)
+            finished, _ = await asyncio.wait({going}, timeout=HANGS_S)
             assert finished, log[-40:]
             tokens = going.result().tokens
             workers = status(head, cluster.grpc_address)

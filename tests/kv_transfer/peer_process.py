@@ -31,15 +31,22 @@ PROCESSES = multiprocessing.get_context("forkserver")
 PROCESSES.set_forkserver_preload(["kvrelay.kv_transfer.agent", "nixl._api", __name__])
 
 
-def make_pool(order: PageOrder = PageOrder.PAGE_FIRST, page_size: int = 16) -> KVPool:
+HOST_PAGES = 24
+"""Of a peer's host pool."""
+
+
+def make_pool(
+    order: PageOrder = PageOrder.PAGE_FIRST, page_size: int = 16, pages: int = PAGES
+) -> KVPool:
     geometry = KVGeometry(4, 2, 32, torch.float32, page_size, order)
-    return KVPool(geometry, PAGES, torch.device("cpu"))
+    return KVPool(geometry, pages, torch.device("cpu"))
 
 
-def fill(pool: KVPool) -> None:
-    """Every page and layer says which it is."""
+def fill(pool: KVPool, first: int = 0) -> None:
+    """Every page and layer says which it is; `first` is what page 0 says."""
     for layer in range(pool.geometry.num_layers):
-        pool.layer(layer)[:] = torch.arange(PAGES).view(-1, 1, 1, 1, 1) * 10.0 + layer
+        pages = torch.arange(first, first + pool.total_pages)
+        pool.layer(layer)[:] = pages.view(-1, 1, 1, 1, 1) * 10.0 + layer
 
 
 def in_environment(environment: Mapping[str, str], work: Callable[..., None], *args: Any) -> None:
@@ -57,10 +64,11 @@ def process_of(work: Callable[..., None], *args: Any) -> ForkServerProcess:
 
 
 def serve(connection: Connection, order: PageOrder, page_size: int, serving: bool) -> None:
-    """A peer: its pool is readable until it is told to stop."""
-    pool = make_pool(order, page_size)
+    """A peer: its pools are readable until it is told to stop. The host's begin with `PAGES`."""
+    pool, host = make_pool(order, page_size), make_pool(page_size=page_size, pages=HOST_PAGES)
     fill(pool)
-    agent = TransferAgent(f"peer-{os.getpid()}", [pool], print)
+    fill(host, PAGES)
+    agent = TransferAgent(f"peer-{os.getpid()}", [pool], print, host_pools=[host])
     if serving:
         agent.begin_serving()
     connection.send(agent.describe())
@@ -111,10 +119,18 @@ class Peer:
         self.process.join()
 
 
-def read(agent: TransferAgent, peer: Peer, local: list[int], remote: list[int]) -> Pull:
+def read(
+    agent: TransferAgent,
+    peer: Peer,
+    local: list[int],
+    remote: list[int],
+    *,
+    from_host: bool = False,
+) -> Pull:
     """Pull and wait for the end."""
     ended: queue.SimpleQueue[Pull] = queue.SimpleQueue()
-    agent.pull(peer.description.incarnation, [np.array(local)], [np.array(remote)], ended.put)
+    pages = [np.array(local)], [np.array(remote)]
+    agent.pull(peer.description.incarnation, *pages, ended.put, from_host=from_host)
     return ended.get(timeout=WAIT_S)
 
 

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from kvrelay.kv_transfer.checksums import LocalPage, PageHasher, hash_bytes, locate
+from kvrelay.kv_transfer.checksums import LocalPage, PageHasher, locate
 from kvrelay.kv_transfer.verify_pages import SAMPLED_PART, VerifyPages, choose
+from kvrelay.mem_cache.byte_sum import hash_bytes
 from kvrelay.mem_cache.convert import copy_pages
 from kvrelay.mem_cache.geometry import KVGeometry, PageOrder
 from kvrelay.mem_cache.pool import KVPool

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
+import torch
 
 from kvrelay.kv_transfer.agent import TransferAgent
 from kvrelay.kv_transfer.errors import PeerRefusedError
@@ -29,6 +30,34 @@ def test_description_is_checked_before_its_bytes_are_loaded(agent: TransferAgent
         own.check(agent.incarnation, [other], agent.model)
     with pytest.raises(PeerRefusedError, match="do not fit"):
         own.check(agent.incarnation, [*agent.layouts, *agent.layouts], agent.model)
+
+
+def test_kv_of_another_type_is_refused(agent: TransferAgent) -> None:
+    """Its bytes could be read, and would mean other numbers."""
+    layout = agent.layouts[0]
+    fp8 = dataclasses.replace(layout.geometry, dtype=torch.float8_e4m3fn)
+    pools = (dataclasses.replace(layout, geometry=fp8),)
+    other = dataclasses.replace(
+        agent.describe(), layouts=pools, scratch=dataclasses.replace(pools[0])
+    )
+    assert PeerDescription.read(AGENT.from_message(AGENT.to_message(other.plain()))) == other
+    other.check(agent.incarnation, pools, agent.model)
+    with pytest.raises(PeerRefusedError, match=r"float8_e4m3fn.*do not fit"):
+        other.check(agent.incarnation, agent.layouts, agent.model)
+
+
+def test_pages_of_the_host_fit_as_those_of_the_device_do(agent: TransferAgent) -> None:
+    own, host = agent.describe(), agent.layouts[0]
+    with_host = dataclasses.replace(own, host_layouts=(host,))
+    assert (
+        PeerDescription.read(AGENT.from_message(AGENT.to_message(with_host.plain()))) == with_host
+    )
+    with_host.check(agent.incarnation, agent.layouts, agent.model)
+    smaller = dataclasses.replace(host, geometry=make_pool(page_size=8).geometry)
+    for layouts in [(smaller,), (host, host)]:
+        other = dataclasses.replace(own, host_layouts=layouts)
+        with pytest.raises(PeerRefusedError, match=r"the host of .* do not fit"):
+            other.check(agent.incarnation, agent.layouts, agent.model)
 
 
 def test_scratch_pages_are_like_the_pools(agent: TransferAgent) -> None:

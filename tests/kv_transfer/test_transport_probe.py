@@ -82,13 +82,14 @@ async def test_a_peer_that_does_not_answer_is_refused_and_left_alone_until_it_do
 ) -> None:
     prober = TransportProber(agent, floor=0.0)
     assert "is not known" in (await prober.measure("nobody")).refusal
-    monkeypatch.setattr("kvrelay.kv_transfer.transport_probe.PROBE_TIMEOUT_S", 0.3)
     silent, other = Peer(), Peer()
     name = silent.description.incarnation
     silent.freeze()
     for peer in (silent, other):
         agent.add_peer(peer.description)
-    assert (await prober.measure(name)).refusal == f"{name} was not read in 0.3 s"
+    with monkeypatch.context() as patch:
+        patch.setattr("kvrelay.kv_transfer.transport_probe.PROBE_TIMEOUT_S", 0.3)
+        assert (await prober.measure(name)).refusal == f"{name} was not read in 0.3 s"
     assert "an earlier probe has not ended" in (await prober.measure(name)).refusal
     assert not (await prober.measure(other.description.incarnation)).refusal
     silent.thaw()

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from kvrelay.mem_cache.fence import Fence, FenceKind, StepClock, StepFence
-from kvrelay.mem_cache.host_pages import HostPage
+from kvrelay.mem_cache.host_pages import HostPage, HostPageState
 from kvrelay.mem_cache.host_tier import HostTier
 from kvrelay.mem_cache.kv_cache_manager import KVCacheManager
 from kvrelay.mem_cache.lease import Lease, LeaseState
@@ -23,11 +23,14 @@ from kvrelay.mem_cache.radix_tree import RadixTree
 from kvrelay.mem_cache.release import Outcome, release_kv_cache
 from kvrelay.mem_cache.shape import PoolShape
 from kvrelay.mem_cache.sharing import PageCopy
+from kvrelay.mem_cache.storage_pages import StoreState
+from kvrelay.mem_cache.storage_tier import StorageTier
 from kvrelay.mem_cache.tier_copies import CopyEnded, PageMoves
 from kvrelay.mem_cache.tier_speed import TierSpeed
 from kvrelay.wire.model_digest import NO_MODEL
 from kvrelay.wire.page_hash import HASH_BYTES, PageHashes
 from tests.known import known
+from tests.mem_cache.store_model import StoreModel
 
 NAMESPACES = ("", "other")
 
@@ -98,6 +101,7 @@ class Memory:
         ahead: int = 64,
         long_row: int = 8,
         host_pages: int = 0,
+        storage: bool = False,
     ) -> None:
         windows = [pool.window for pool in pools]
         self.hashes = PageHashes(NO_MODEL, page_size)
@@ -121,9 +125,18 @@ class Memory:
         self.tier: HostTier | None = None
         self.copies: list[Copy] = []
         self.forgotten: list[HostPage] = []
+        self.lent: list[tuple[list[HostPage], list[list[np.ndarray]]]] = []
+        """Pages of the host that a peer reads, and what they hold in each pool, all the time."""
         if host_pages:
             self.host_contents = [np.zeros((host_pages, page_size), np.int64) for _ in pools]
             self.tier = HostTier(self.kv_cache, log, host_pages, 2 << 20, self, TierSpeed(1.0))
+        self.store = StoreModel(self)
+        """What is below the host, if anything is."""
+        if self.tier is not None and storage:
+            speed, state = TierSpeed(1.0), StoreState(None)
+            self.tier.storage = StorageTier(
+                self.tier.pages, 2 << 20, self.store, speed, state, clock=lambda: 0.0
+            )
 
     # What requests do
 
@@ -196,6 +209,8 @@ class Memory:
         if self.tier is not None and first < len(keys):
             page = self.tier.pages._pages.get(keys[first : first + HASH_BYTES])
             self.forgotten += [] if page is None else page.subtree()
+            size = first // HASH_BYTES * self.page_size + self.page_size
+            self.store.taint(holder.namespace, holder.tokens[:size])
         self.kv_cache.forget(holder.lease, holder.ids(holder.written))
 
     def slide(self, holder: Holder) -> None:
@@ -333,6 +348,38 @@ class Memory:
         found = known(self.tier).find(ids, namespace, known(self.tier).hash(ids, namespace))
         return found is not None and known(self.tier).load(found, None) is not None
 
+    def lend(self, tokens: list[int], namespace: str, first: int) -> bool:
+        """A peer begins to read what the host has of these tokens from a page on, if anything."""
+        tier, ids = known(self.tier), np.asarray(tokens, np.int32)
+        pages = tier.lend(ids, tier.hash(ids, namespace), first)
+        truths = []
+        for page in pages:
+            end = (page.place + 1) * self.page_size
+            pools = range(len(self.host_contents))
+            truths.append([truth_of(namespace, n, tokens[:end])[-self.page_size :] for n in pools])
+        if pages:
+            self.lent.append((pages, truths))
+        return bool(pages)
+
+    def forget_lent(self, number: int) -> None:
+        """Nobody finds any more what a peer reads, nor what continues it."""
+        pages, _ = self.lent[number % len(self.lent)]
+        if pages[0].state is HostPageState.CACHED:
+            self.forgotten += pages[0].subtree()
+            known(self.tier).forget(pages[0].key)
+
+    def end_lending(self, number: int) -> None:
+        """The stream of a peer that reads the host ends."""
+        pages, _ = self.lent.pop(number % len(self.lent))
+        known(self.tier).take_back(pages)
+
+    def prefetch(self, tokens: list[int], namespace: str) -> None:
+        """Begin to bring what storage has of these tokens to the host."""
+        tier, ids = known(self.tier), np.asarray(tokens, np.int32)
+        keys, each = tier.split(ids, tier.hash(ids, namespace))
+        if keys:
+            known(tier.storage).prefetch(keys, each, lambda *_: True)
+
     def copy(self) -> None:
         """The next half of the oldest copy that has not moved all of its bytes."""
         copy = next((one for one in self.copies if one.halves < 2), None)
@@ -364,6 +411,10 @@ class Memory:
         )  # fmt: skip
         return namespace, tokens
 
+    def truth(self, namespace: str, pool: int, tokens: Sequence[int]) -> np.ndarray:
+        """What slots should hold in a pool."""
+        return truth_of(namespace, pool, tokens)
+
     def check_host(self) -> None:
         """Conservation there; and what can be found is what was written for its tokens."""
         tier = known(self.tier)
@@ -371,6 +422,10 @@ class Memory:
         device = self.kv_cache.page_counts()
         assert all(counts.accounted == counts.total for counts in tier.pool_counts(device))
         self.check_index()
+        for lent, truths in self.lent:
+            for page, of_pools in zip(lent, truths, strict=True):
+                for contents, expected in zip(self.host_contents, of_pools, strict=True):
+                    assert (contents[page.slot] == expected).all(), "what a peer reads was reused"
         found = list(tier.pages)
         assert not set(found) & set(self.forgotten), "what was forgotten is found again"
         for page in found:
@@ -457,8 +512,13 @@ class Memory:
             self.end_forward()
         for flight in list(self.others):
             self.end(flight)
-        while self.copies:
-            self.finish_copy()
+        while self.lent:
+            self.end_lending(0)
+        while self.copies or self.store.orders:
+            while self.copies:
+                self.finish_copy()
+            while self.store.orders:
+                self.store.advance()
         self.reclaim()
         self.check()
         for pool, counts in enumerate(self.kv_cache.page_counts()):

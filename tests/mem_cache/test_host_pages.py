@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from kvrelay.mem_cache.host_pages import HostPage, HostPages
+import pytest
+
+from kvrelay.mem_cache.host_pages import HostPage, HostPages, HostPageState
 
 SIZE = 4
 
@@ -64,6 +66,52 @@ def test_the_least_recently_used_goes_first_and_from_its_end():
     assert host.write("q") == 1
     assert [len(host.find(word)) for word in ("ab", "xy", "q")] == [2, 1, 1]
     assert host.pages.evicted == 1
+
+
+def test_a_page_that_is_used_again_outlives_what_was_used_before():
+    host = Host(3)
+    for word in "abc":
+        host.write(word)
+    for word in "ca":
+        host.find(word)
+    for word in "xyz":
+        host.write(word)
+        gone = [one for one in "abc" if not host.found[one.encode()]]
+        assert gone == {"x": ["b"], "y": ["b", "c"], "z": ["a", "b", "c"]}[word]
+
+
+def test_the_page_that_is_continued_stays_and_may_go_later():
+    host = Host(1)
+    host.write("a")
+    assert host.reserve("ab") == []
+    assert host.write("x") == 1
+    assert host.find("a") == []
+
+
+def test_what_stays_costs_evictions_nothing(monkeypatch: pytest.MonkeyPatch):
+    """What copies read is older than all that is evicted. It is looked at once, not each time."""
+    number, looks = 300, 0
+    host = Host(3 * number)
+
+    def write(name: str) -> list[HostPage]:
+        pages = host.pages.reserve(None, [name.encode()], [b"x"], 0)
+        host.pages.end_write(pages, 1)
+        return pages
+
+    def look(page: HostPage) -> bool:
+        nonlocal looks
+        looks += 1
+        return not page.children and not page.pins and page.state is HostPageState.CACHED
+
+    host.pages.pin([page for one in range(2 * number) for page in write(f"read {one}")])
+    for one in range(number):
+        write(f"old {one}")
+    monkeypatch.setattr(HostPage, "may_go", property(look))
+    for one in range(number):
+        write(f"new {one}")
+    assert host.pages.evicted == number
+    assert looks < 10 * number
+    host.pages.check_pages()
 
 
 def test_pages_that_a_copy_reads_are_not_evicted():

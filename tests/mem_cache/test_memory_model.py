@@ -47,6 +47,7 @@ class MemoryMachine(RuleBasedStateMachine):
         window=st.sampled_from([1, 2, 5, 16, 40]),
         long_row=st.sampled_from([2, 3, 8]),
         host=st.sampled_from([0, 3, 12, 40]),
+        storage=st.booleans(),
     )
     def build(
         self,
@@ -57,6 +58,7 @@ class MemoryMachine(RuleBasedStateMachine):
         window: int,
         long_row: int,
         host: int,
+        storage: bool = False,
     ) -> None:
         pools = make_pools(kind, page_size, pages, window)
         self.longest = 12 * page_size
@@ -70,6 +72,7 @@ class MemoryMachine(RuleBasedStateMachine):
             ahead=AHEAD,
             long_row=long_row,
             host_pages=host if kind == "full" else 0,
+            storage=storage,
         )
 
     def pick(self, number: int) -> Holder:
@@ -285,6 +288,38 @@ class MemoryMachine(RuleBasedStateMachine):
     @rule()
     def finish_copy(self) -> None:
         self.memory.finish_copy()
+
+    # Storage
+
+    def has_storage(self) -> bool:
+        return self.memory.tier is not None and self.memory.tier.storage is not None
+
+    @precondition(has_storage)
+    @rule(
+        base=st.integers(0, 2),
+        shared=st.floats(0, 1),
+        length=st.floats(0.01, 1),
+        end=st.integers(0, 1),
+        namespace=st.sampled_from(["", "", "other"]),
+    )
+    def prefetch(self, base: int, shared: float, length: float, end: int, namespace: str) -> None:
+        count = max(1, int(self.longest * length))
+        self.memory.prefetch(self.prompt(base, shared, count, end)[:count], namespace)
+
+    @precondition(lambda self: self.memory.store.orders)
+    @rule(pick=st.integers(0, 5))
+    def advance_storage(self, pick: int) -> None:
+        self.memory.store.advance(pick)
+
+    @precondition(lambda self: self.memory.store.orders)
+    @rule()
+    def begin_write_to_storage(self) -> None:
+        self.memory.store.begin_write()
+
+    @precondition(lambda self: self.memory.store.pages)
+    @rule(pick=st.integers(0))
+    def lose_from_storage(self, pick: int) -> None:
+        self.memory.store.evict(pick)
 
     @invariant()
     def holds(self) -> None:

@@ -20,16 +20,16 @@ may evict, and every page and row can be had again.
 | 10 | drain while a finished prefill is not merged yet | engine |
 | 11 | a session's first turn: P is 8, not 14 | test_sessions.py |
 | 12 | another publishes the same tokens between two chunks | test_prefix_sharing.py |
-| 13 | what a resumed session frees of its tail, p=1 | test_sessions.py, engine |
-| 14 | the same, p=16 and p=256 | test_sessions.py, engine |
-| 15 | the same, with a prefix that ends inside a page | test_sessions.py, engine |
-| 16 | the same, cut to fewer outputs than were committed | test_sessions.py, engine |
+| 13 | what a resumed session frees of its tail, p=1 | test_sessions.py, engine, cluster |
+| 14 | the same, p=16 and p=256 | test_sessions.py, engine, cluster |
+| 15 | the same, with a prefix that ends inside a page | test_sessions.py, engine, cluster |
+| 16 | the same, cut to fewer outputs than were committed | test_sessions.py, engine, cluster |
 | 17 | admission refuses twice after a restore | test_sessions.py, engine, cluster |
 | 18 | a first turn, a later turn is aborted | test_sessions.py, engine, cluster |
 | 19 | a second turn is cancelled while the first runs | test_sessions.py, engine, cluster |
 | 20 | a session is closed while its turn decodes | test_sessions.py, engine, cluster |
-| 21 | a lent session is counted once | test_sessions.py, engine |
-| 22 | rejected drafts on a page boundary | test_speculation.py, engine |
+| 21 | a lent session is counted once | test_sessions.py, engine, cluster |
+| 22 | rejected drafts on a page boundary | test_speculation.py, engine, cluster |
 | 23 | a draft path grows a request: A moves in the same call | test_speculation.py, engine |
 | 24 | C never exceeds A | test_lengths.py, engine |
 | 25 | the reserve shrinks under a forward in flight | test_speculation.py, engine |

@@ -21,6 +21,7 @@ import torch
 from safetensors import safe_open
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 
+from kvrelay.mem_cache.streams import PASSED
 from kvrelay.model_runner import runner as runner_module
 from kvrelay.model_runner.attention.flashinfer_attention import FlashInfer
 from kvrelay.model_runner.checkpoint import checkpoint as checkpoint_module
@@ -58,6 +59,7 @@ def fake_cuda(patch: pytest.MonkeyPatch) -> Iterator[None]:
     """
     patch.setattr(runner_module, "parse_device", torch.device)
     patch.setattr(runner_module, "wait_for_device", lambda _: None)
+    patch.setattr(runner_module, "record_event", lambda _: PASSED)
     patch.setattr(checkpoint_module, "safe_open", _RealFile)
     patch.setattr(WeightsDigest, "add", lambda *_: None)  # there are no contents
     patch.setattr(FlashInfer, "to_host", _to_host)

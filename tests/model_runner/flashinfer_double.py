@@ -8,6 +8,7 @@ attention over the same arrays. On fake tensors only the checks run; planned arr
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -15,8 +16,14 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
+from tests.model_runner import flashinfer_elementwise_double
+from tests.model_runner.graph_double import Recording, kernel, launched
+
 HOST = torch.device("cpu")
+FP8 = torch.float8_e4m3fn
 CUDA_CORE_GROUPS = (1, 2, 3, 4, 6, 8, 16)
+FP8_LATENTS = ((512, 64),)
+FP8_LATENT_DTYPES = (torch.bfloat16,)
 
 
 @dataclass(frozen=True)
@@ -38,6 +45,14 @@ def check_array(array: torch.Tensor, length: int) -> None:
     assert array.is_contiguous()
 
 
+def check_page_indices(indices: torch.Tensor, count: int, device: torch.device) -> None:
+    """Those of the host would be copied, and waited for where a graph's memory is the target."""
+    assert indices.dtype is torch.int32, "kernels read int32"
+    assert indices.device == device, "page ids on another device"
+    assert indices.shape == (count,)
+    assert indices.is_contiguous()
+
+
 def check_indptr(indptr: torch.Tensor, batch_size: int) -> None:
     check_array(indptr, batch_size + 1)
     assert indptr[0] == 0
@@ -45,18 +60,29 @@ def check_indptr(indptr: torch.Tensor, batch_size: int) -> None:
 
 
 def check_pages(
-    indptr: torch.Tensor, indices: torch.Tensor, last_page_len: torch.Tensor, page_size: int
+    indptr: torch.Tensor,
+    indices: torch.Tensor,
+    last_page_len: torch.Tensor,
+    page_size: int,
+    device: torch.device,
 ) -> Pages:
     batch_size = len(last_page_len)
     assert batch_size > 0, "its plan takes the maximum of the lengths"
     check_indptr(indptr, batch_size)
-    check_array(indices, int(indptr[-1]))
+    check_page_indices(indices, int(indptr[-1]), device)
     check_array(last_page_len, batch_size)
     counts = indptr.diff()
     assert bool((last_page_len[counts > 0] >= 1).all())
     assert bool((last_page_len <= page_size).all())
     # As `flashinfer.page.get_seq_lens`.
     return Pages(indptr, indices, (counts - 1).clamp(min=0) * page_size + last_page_len)
+
+
+def check_page_ids(pages: Pages, total_pages: int) -> None:
+    if isinstance(pages.indices, FakeTensor):
+        return
+    assert bool((pages.indices >= 0).all())
+    assert bool((pages.indices < total_pages).all())
 
 
 def attend(
@@ -82,6 +108,51 @@ def attend(
     return torch.einsum("hqk,hkd->qhd", scores.softmax(-1), values.float()).to(queries.dtype)
 
 
+def is_scale(scale: float | None) -> bool:
+    return scale is not None and math.isfinite(scale) and scale > 0
+
+
+@dataclass(frozen=True)
+class Buffers:
+    """What a graph's kernels read: `plan` writes here, and the sizes stay."""
+
+    indptr: torch.Tensor | None
+    indices: torch.Tensor | None
+    lengths: torch.Tensor | None
+
+    def fill(
+        self,
+        indptr: torch.Tensor,
+        indices: torch.Tensor,
+        lengths: torch.Tensor,
+        *,
+        device: torch.device,
+    ) -> None:
+        assert Recording.current is None, "plan() is not captured"
+        assert self.indptr is not None
+        assert self.indices is not None
+        assert self.lengths is not None
+        for buffer in (self.indptr, self.indices, self.lengths):
+            assert buffer.dtype is torch.int32
+            assert buffer.device == device
+        assert len(self.lengths) == len(lengths), "a graph's batch size is fixed"
+        assert len(self.indptr) == len(indptr)
+        assert len(self.indices) >= len(indices), "more pages than the buffer has room for"
+        if isinstance(self.indptr, FakeTensor):
+            return
+        self.indptr.copy_(indptr)
+        self.indices[: len(indices)].copy_(indices)
+        self.lengths.copy_(lengths)
+
+    def pages(self, page_size: int) -> Pages:
+        assert self.indptr is not None
+        assert self.indices is not None
+        assert self.lengths is not None
+        counts = self.indptr.diff()
+        lengths = (counts - 1).clamp(min=0) * page_size + self.lengths
+        return Pages(self.indptr, self.indices, lengths)
+
+
 class Grouped:
     """What prefill and decode wrappers share."""
 
@@ -91,11 +162,23 @@ class Grouped:
         kv_layout: str = "NHD",
         *,
         use_tensor_cores: bool = True,
+        backend: str = "auto",
+        use_cuda_graph: bool = False,
+        paged_kv_indptr_buffer: torch.Tensor | None = None,
+        paged_kv_indices_buffer: torch.Tensor | None = None,
+        paged_kv_last_page_len_buffer: torch.Tensor | None = None,
     ) -> None:
         assert kv_layout == "HND"
         assert float_workspace_buffer.dtype is torch.uint8
         self._device = float_workspace_buffer.device
         self._tensor_cores = use_tensor_cores
+        self._backend = backend
+        buffers = (
+            paged_kv_indptr_buffer,
+            paged_kv_indices_buffer,
+            paged_kv_last_page_len_buffer,
+        )
+        self._buffers = Buffers(*buffers) if use_cuda_graph else None
         self.plans = 0
 
     def _plan(
@@ -107,13 +190,23 @@ class Grouped:
         group, rest = divmod(options["num_qo_heads"], options["num_kv_heads"])
         assert rest == 0
         assert self._tensor_cores or group in CUDA_CORE_GROUPS
-        assert options["kv_data_type"] is options["q_data_type"]
+        if options["kv_data_type"] is not options["q_data_type"]:
+            assert options["kv_data_type"] is FP8
+            assert self._backend == "fa2", "fa3 takes queries in FP8 alone"
+        if self._buffers is not None:
+            arrays = (pages.indptr, pages.indices, options["last_page_len"])
+            self._buffers.fill(*arrays, device=self._device)
         self._query_indptr, self._pages, self._options = query_indptr, pages, options
         self.plans += 1
 
-    @unset_fake_temporarily()
+    @launched
     def run(
-        self, q: torch.Tensor, paged_kv_cache: tuple[torch.Tensor, torch.Tensor]
+        self,
+        q: torch.Tensor,
+        paged_kv_cache: tuple[torch.Tensor, torch.Tensor],
+        *,
+        k_scale: float | None = None,
+        v_scale: float | None = None,
     ) -> torch.Tensor:
         options, (keys, values) = self._options, paged_kv_cache
         heads, dim = options["num_qo_heads"], options["head_dim"]
@@ -123,20 +216,36 @@ class Grouped:
         assert keys.stride() == values.stride()
         assert keys.stride(0) < 2**32
         assert q.stride(-1) == keys.stride(-1) == 1, "the stride of the last dimension"
-        assert q.dtype is keys.dtype is values.dtype is options["q_data_type"], "another dtype"
+        assert q.dtype is options["q_data_type"], "another dtype"
+        assert keys.dtype is values.dtype is options["kv_data_type"], "another dtype"
+        assert (keys.dtype is FP8) == (k_scale is not None) == (v_scale is not None)
         assert q.device == keys.device == values.device == self._device
-        assert bool((self._pages.indices >= 0).all())
-        assert bool((self._pages.indices < len(keys)).all())
+        check_page_ids(self._pages, len(keys))
         if isinstance(q, FakeTensor):
             return torch.empty_like(q, memory_format=torch.contiguous_format)
+        return kernel(lambda: self._compute(q, keys, values, k_scale, v_scale))
+
+    def _compute(
+        self,
+        q: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        k_scale: float | None,
+        v_scale: float | None,
+    ) -> torch.Tensor:
+        options, pages = self._options, self._pages
+        if self._buffers is not None:
+            pages = self._buffers.pages(options["page_size"])
         out = torch.empty(q.shape, dtype=q.dtype)
-        group = heads // options["num_kv_heads"]
-        for index, kv_len in enumerate(self._pages.kv_lens.tolist()):
+        group = options["num_qo_heads"] // options["num_kv_heads"]
+        for index, kv_len in enumerate(pages.kv_lens.tolist()):
             rows = slice(*self._query_indptr[index : index + 2].tolist())
             gathered = [
                 # [pages, heads, page_size, dim] to [heads, tokens, dim]
-                part[self._pages.of(index)].transpose(0, 1).flatten(1, 2)[:, :kv_len]
-                for part in (keys, values)
+                (part[pages.of(index)].float() * (scale or 1.0))
+                .transpose(0, 1)
+                .flatten(1, 2)[:, :kv_len]
+                for part, scale in ((keys, k_scale), (values, v_scale))
             ]
             out[rows] = attend(
                 q[rows],
@@ -170,9 +279,15 @@ class Prefill(Grouped):
         kv_data_type: Any = None,
     ) -> None:
         options = {key: value for key, value in locals().items() if key != "self"}
-        pages = check_pages(paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len, page_size)
+        pages = check_pages(
+            paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len, page_size, self._device
+        )
         check_indptr(qo_indptr, len(paged_kv_last_page_len))
-        self._plan(qo_indptr, pages, options | {"head_dim": head_dim_qk})
+        self._plan(
+            qo_indptr,
+            pages,
+            options | {"head_dim": head_dim_qk, "last_page_len": paged_kv_last_page_len},
+        )
 
 
 class Decode(Grouped):
@@ -194,7 +309,7 @@ class Decode(Grouped):
         kv_data_type: Any = None,
     ) -> None:
         options = {key: value for key, value in locals().items() if key != "self"}
-        pages = check_pages(indptr, indices, last_page_len, page_size)
+        pages = check_pages(indptr, indices, last_page_len, page_size, self._device)
         one_each = torch.arange(len(last_page_len) + 1, dtype=torch.int32)
         self._plan(one_each, pages, options | {"causal": False})
 
@@ -218,9 +333,20 @@ class Metadata:
 
 
 class Latent:
-    def __init__(self, float_workspace_buffer: torch.Tensor, *, backend: str = "auto") -> None:
+    def __init__(
+        self,
+        float_workspace_buffer: torch.Tensor,
+        use_cuda_graph: bool = False,
+        qo_indptr: torch.Tensor | None = None,
+        kv_indptr: torch.Tensor | None = None,
+        kv_indices: torch.Tensor | None = None,
+        kv_len_arr: torch.Tensor | None = None,
+        backend: str = "auto",
+    ) -> None:
         assert backend == "fa2"
         self._device = float_workspace_buffer.device
+        self._buffers = Buffers(kv_indptr, kv_indices, kv_len_arr) if use_cuda_graph else None
+        self._fixed_queries = qo_indptr
         self.plans = 0
 
     @unset_fake_temporarily()
@@ -241,17 +367,32 @@ class Latent:
         assert batch_size > 0
         check_indptr(metadata.qo_indptr, batch_size)
         check_indptr(metadata.kv_indptr, batch_size)
-        check_array(metadata.kv_indices, int(metadata.kv_indptr[-1]))
+        check_page_indices(metadata.kv_indices, int(metadata.kv_indptr[-1]), self._device)
         check_array(metadata.kv_len_arr, batch_size)
         counts = -(-metadata.kv_len_arr // page_size)
         assert torch.equal(counts, metadata.kv_indptr.diff())
-        assert kv_data_type is q_data_type
+        if kv_data_type is not q_data_type:
+            assert kv_data_type is FP8
+            assert q_data_type in FP8_LATENT_DTYPES
+            assert (head_dim_ckv, head_dim_kpe) in FP8_LATENTS
         self._pages = Pages(metadata.kv_indptr, metadata.kv_indices, metadata.kv_len_arr)
+        if self._buffers is not None:
+            assert self._fixed_queries is not None
+            assert self._fixed_queries.shape == metadata.qo_indptr.shape
+            arrays = (metadata.kv_indptr, metadata.kv_indices, metadata.kv_len_arr)
+            self._buffers.fill(*arrays, device=self._device)
         self._options = {key: value for key, value in locals().items() if key != "self"}
         self.plans += 1
 
-    @unset_fake_temporarily()
-    def run(self, *, query: torch.Tensor, kv_cache: torch.Tensor) -> torch.Tensor:
+    @launched
+    def run(
+        self,
+        *,
+        query: torch.Tensor,
+        kv_cache: torch.Tensor,
+        ckv_scale: float | None = None,
+        kpe_scale: float | None = None,
+    ) -> torch.Tensor:
         options, indptr = self._options, self._options["metadata"].qo_indptr
         dim, value_dim = sum(query.shape[-1:]), options["head_dim_ckv"]
         assert dim == value_dim + options["head_dim_kpe"]
@@ -259,17 +400,37 @@ class Latent:
         assert kv_cache.shape[1:] == (options["page_size"], dim)
         assert kv_cache.stride(0) < 2**32
         assert query.stride(-1) == kv_cache.stride(-1) == 1, "the stride of the last dimension"
-        assert query.dtype is kv_cache.dtype is options["q_data_type"], "another dtype"
+        assert query.dtype is options["q_data_type"], "another dtype"
+        assert kv_cache.dtype is options["kv_data_type"], "another dtype"
+        scales = (ckv_scale, kpe_scale)
+        assert (kv_cache.dtype is FP8) == (None not in scales) == any(map(is_scale, scales))
         assert query.device == kv_cache.device == self._device
-        assert bool((self._pages.indices >= 0).all())
-        assert bool((self._pages.indices < len(kv_cache)).all())
+        check_page_ids(self._pages, len(kv_cache))
         shape = (*query.shape[:2], value_dim)
         if isinstance(query, FakeTensor):
             return query.new_empty(shape)
-        out = torch.empty(shape, dtype=query.dtype)
-        for index, kv_len in enumerate(self._pages.kv_lens.tolist()):
+        return kernel(lambda: self._compute(query, kv_cache, *scales))
+
+    def _compute(
+        self,
+        query: torch.Tensor,
+        kv_cache: torch.Tensor,
+        ckv_scale: float | None,
+        kpe_scale: float | None,
+    ) -> torch.Tensor:
+        options, pages = self._options, self._pages
+        indptr, value_dim = options["metadata"].qo_indptr, options["head_dim_ckv"]
+        if self._buffers is not None:
+            assert self._buffers.indptr is not None
+            assert self._buffers.indices is not None
+            assert self._buffers.lengths is not None
+            pages = Pages(self._buffers.indptr, self._buffers.indices, self._buffers.lengths)
+        out = torch.empty((*query.shape[:2], value_dim), dtype=query.dtype)
+        for index, kv_len in enumerate(pages.kv_lens.tolist()):
             rows = slice(*indptr[index : index + 2].tolist())
-            latents = kv_cache[self._pages.of(index)].flatten(0, 1)[:kv_len]
+            latents = kv_cache[pages.of(index)].flatten(0, 1)[:kv_len].float()
+            latents[:, :value_dim] *= ckv_scale or 1.0
+            latents[:, value_dim:] *= kpe_scale or 1.0
             latents = latents.expand(options["num_heads"], -1, -1)
             out[rows] = attend(
                 query[rows],
@@ -283,9 +444,75 @@ class Latent:
         return out
 
 
+class Ragged:
+    """Of keys and values in no pages."""
+
+    def __init__(self, float_workspace_buffer: torch.Tensor, kv_layout: str = "NHD") -> None:
+        assert kv_layout == "NHD"
+        self._device = float_workspace_buffer.device
+        self.plans = self.runs = 0
+
+    @unset_fake_temporarily()
+    def plan(
+        self,
+        qo_indptr: torch.Tensor,
+        kv_indptr: torch.Tensor,
+        num_qo_heads: int,
+        num_kv_heads: int,
+        head_dim_qk: int,
+        head_dim_vo: int | None = None,
+        causal: bool = False,
+        sm_scale: float | None = None,
+        q_data_type: Any = "float16",
+        kv_data_type: Any = None,
+    ) -> None:
+        check_indptr(qo_indptr, len(qo_indptr) - 1)
+        check_indptr(kv_indptr, len(qo_indptr) - 1)
+        assert bool((kv_indptr.diff() >= qo_indptr.diff()).all())
+        assert num_qo_heads == num_kv_heads
+        assert kv_data_type is q_data_type
+        assert causal
+        self._options = {key: value for key, value in locals().items() if key != "self"}
+        self.plans += 1
+
+    @launched
+    def run(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        options = self._options
+        new, seen = options["qo_indptr"], options["kv_indptr"]
+        heads, dim, value_dim = (
+            options[name] for name in ("num_qo_heads", "head_dim_qk", "head_dim_vo")
+        )
+        assert q.shape == (int(new[-1]), heads, dim)
+        assert k.shape == (int(seen[-1]), heads, dim)
+        assert v.shape == (int(seen[-1]), heads, value_dim)
+        assert q.is_contiguous()
+        assert k.is_contiguous()
+        assert v.is_contiguous()
+        assert q.dtype is k.dtype is v.dtype is options["q_data_type"], "another dtype"
+        assert q.device == k.device == v.device == self._device
+        self.runs += 1
+        if isinstance(q, FakeTensor):
+            return q.new_empty(len(q), heads, value_dim)
+        out = torch.empty(len(q), heads, value_dim, dtype=q.dtype)
+        for index in range(len(new) - 1):
+            rows, keys = (slice(*one[index : index + 2].tolist()) for one in (new, seen))
+            out[rows] = attend(
+                q[rows],
+                k[keys].transpose(0, 1),
+                v[keys].transpose(0, 1),
+                scale=options["sm_scale"],
+                causal=True,
+                window_left=-1,
+                softcap=0.0,
+            )
+        return out
+
+
 PACKAGE = SimpleNamespace(
     BatchPrefillWithPagedKVCacheWrapper=Prefill,
     BatchDecodeWithPagedKVCacheWrapper=Decode,
+    BatchPrefillWithRaggedKVCacheWrapper=Ragged,
     mla=SimpleNamespace(BatchMLAPagedAttentionWrapper=Latent, MLAPlanMetadata=Metadata),
+    **vars(flashinfer_elementwise_double.PACKAGE),
 )
 """In place of ``import flashinfer``."""

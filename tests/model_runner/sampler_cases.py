@@ -20,9 +20,9 @@ from triton.runtime import interpreter
 
 from kvrelay.model_runner.kernels import sampling_triton
 from kvrelay.model_runner.kernels.gumbel import add_noise, random_words
-from kvrelay.model_runner.sampling import verify as verify_module
-from kvrelay.model_runner.sampling.device_sampler import sample_on_device
+from kvrelay.model_runner.sampling.device_sampler import launch, sample_on_device
 from kvrelay.model_runner.sampling.sampler import SamplingRow, sample_row
+from kvrelay.model_runner.sampling.step_sampling import DeviceSampling
 from kvrelay.model_runner.sampling.verify import DraftedSequence, verify
 from kvrelay.wire.output import SampledToken
 from kvrelay.wire.request import SamplingParams
@@ -184,7 +184,7 @@ def test_rows_without_a_token() -> None:
     agrees(logits, rows)
 
 
-def test_drafts_are_kept_as_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_drafts_are_kept_as_on_the_cpu() -> None:
     params = SamplingParams(seed=SEED, temperature=0.8, frequency_penalty=1.0, logprobs=1)
     rows = [SamplingRow(params, 4, (1, 2, 3), (9,)), SamplingRow(SamplingParams(), 4, (), ())]
     logits = random_logits(5)
@@ -194,7 +194,9 @@ def test_drafts_are_kept_as_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     drafted = [DraftedSequence(rows[0], (first, VOCAB - 1)), DraftedSequence(rows[1], (second,))]
     expected = verify(logits, drafted)
     assert [len(samples) for samples in expected] == [2, 2]
-    monkeypatch.setattr(verify_module, "samples_on", lambda _: True)
-    for got, others in zip(verify(logits.to(DEVICE), drafted), expected, strict=True):
+    sampling = DeviceSampling(launch, drafted)
+    sampling.launch(logits.to(DEVICE))
+    sampling.send_home(torch.Tensor.cpu)
+    for got, others in zip(sampling.read(), expected, strict=True):
         for one, other in zip(got, others, strict=True):
             equal(one, other)

@@ -31,7 +31,10 @@ class Sequences:
         geometries = runner.make_geometries(page_size, order)
         pages_each = geometries[0].pages_for(capacity)
         total = count * pages_each + 5
-        self.pools = [KVPool(geometry, total, runner.device) for geometry in geometries]
+        dummy = runner.dummy_pages
+        self.pools = [
+            KVPool(geometry, total + dummy, runner.device, dummy) for geometry in geometries
+        ]
         self.page_tables = []
         for seed, pool in enumerate(self.pools):
             # What lies in a page before it is written must not matter, were it NaN.

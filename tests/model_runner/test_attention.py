@@ -292,13 +292,12 @@ def test_float16_agrees_with_torch(kind: str) -> None:
     agrees_with_torch(replace(geometry, dtype=torch.float16), heads, LENGTHS)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_few_tokens_are_computed_as_in_decode(kind: str, dtype: torch.dtype) -> None:
-    """To the last bit: drafts are verified by what plain decoding would compute."""
+def are_computed_as_in_decode(kind: str, dtype: torch.dtype, tokens: int, drafts: int) -> None:
+    """`tokens` new ones, of which the last `drafts` and the one before them have logits."""
     geometry, heads = KINDS[kind]
     geometry = replace(geometry, dtype=dtype)
-    batch = make_batch([(3, 40)], geometry, 20)
+    batch = make_batch([(tokens, 40)], geometry, 20)
+    batch = replace(batch, logit_rows=np.arange(tokens - drafts - 1, tokens))
     torch.manual_seed(0)
     pool, rows = make_pool(geometry, batch, 20), make_rows(batch, geometry, heads)
     backend = CpuAttention(pool, heads)
@@ -309,9 +308,24 @@ def test_a_few_tokens_are_computed_as_in_decode(kind: str, dtype: torch.dtype) -
             positions=batch.positions[index : index + 1],
             query_start=np.array([0, 1], np.int32),
             seq_lens=np.array([position + 1], np.int32),
+            logit_rows=np.array([0]),
         )
         alone = backend.plan(one, one.page_tables[0]).attend(1, rows[index : index + 1])
         assert torch.equal(alone[0], together[index])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_few_tokens_are_computed_as_in_decode(kind: str, dtype: torch.dtype) -> None:
+    """To the last bit: drafts are verified by what plain decoding would compute."""
+    are_computed_as_in_decode(kind, dtype, 3, 0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "latent"])
+def test_many_drafts_are_computed_as_in_decode(kind: str, dtype: torch.dtype) -> None:
+    """More than a prompt's chunk may have tokens for that."""
+    are_computed_as_in_decode(kind, dtype, 16, 15)
 
 
 @pytest.mark.parametrize(("head_dim", "dtype"), [(8, torch.float32), (64, torch.bfloat16)])
@@ -353,7 +367,7 @@ def test_nan_is_not_hidden(softcap: float | None, head_dim: int) -> None:
 )
 def test_backend_by_dtype(dtype: torch.dtype, backend: type) -> None:
     geometry, heads = KVGeometry(1, 1, 8, dtype, 4), QueryHeads(1, 8, 1.0)
-    factory = AttentionFactory(AttentionChoice.AUTO, [geometry], heads, CPU)
+    factory = AttentionFactory(AttentionChoice.AUTO, [geometry], geometry.dtype, heads, CPU)
     assert isinstance(factory.make(KVPool(geometry, 4, CPU)), backend)
 
 

@@ -107,6 +107,14 @@ def test_missing_shard(folder: Path) -> None:
     assert_refused(folder, "part-1.safetensors", "file not found")
 
 
+def test_a_shard_that_cannot_be_opened_is_not_called_missing(folder: Path) -> None:
+    shard(folder)
+    name = "part-1.safetensors"
+    (folder / name).unlink()
+    (folder / name).symlink_to(name)
+    assert_refused(folder, name, "not readable", "symbolic links")
+
+
 def test_index_that_is_wrong_about_a_shard(folder: Path) -> None:
     shard(folder)
     index = json.loads((folder / INDEX).read_text())

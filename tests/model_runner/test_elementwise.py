@@ -11,9 +11,11 @@ from kvrelay.model_runner.layers import elementwise as elementwise_layer
 from kvrelay.model_runner.layers.elementwise import (
     CpuElementwise,
     Elementwise,
+    NormWeight,
+    Rotation,
     TorchElementwise,
-    make_elementwise,
 )
+from kvrelay.model_runner.layers.elementwise_choice import make_elementwise
 from kvrelay.model_runner.layers.linear import PackedLinear, PlainLinear
 
 COMPILED, PLAIN = CpuElementwise(), TorchElementwise()
@@ -29,19 +31,23 @@ def assert_close(got: torch.Tensor, exact: torch.Tensor) -> None:
     torch.testing.assert_close(got.float(), exact, rtol=2**-7, atol=1e-6)
 
 
+def same(weight: torch.Tensor) -> NormWeight:
+    return NormWeight(weight, weight)
+
+
 def test_rms_norm() -> None:
     x, weight = torch.randn(5, 70).bfloat16(), torch.randn(70).bfloat16()
-    exact = PLAIN.rms_norm(x.float(), weight.float(), 1e-5)
-    assert_close(COMPILED.rms_norm(x, weight, 1e-5), exact)
+    exact = PLAIN.rms_norm(x.float(), same(weight.float()), 1e-5)
+    assert_close(COMPILED.rms_norm(x, same(weight), 1e-5), exact)
 
 
 def test_rotate_leaves_the_values_alone() -> None:
     heads = torch.randn(5, 7, 12).bfloat16()
     angles = torch.rand(5, 6) * 100
     exact = heads.float()
-    PLAIN.rotate(exact, 4, angles.cos(), angles.sin())
+    PLAIN.rotate(exact, 4, Rotation(angles.cos(), angles.sin()))
     values = heads[:, 4:].clone()
-    COMPILED.rotate(heads, 4, angles.cos(), angles.sin())
+    COMPILED.rotate(heads, 4, Rotation(angles.cos(), angles.sin()))
     assert_close(heads, exact)
     assert torch.equal(heads[:, 4:], values)
 
@@ -62,15 +68,15 @@ def test_gelu_mul() -> None:
 @pytest.mark.parametrize("elementwise", [COMPILED, PLAIN])
 def test_rms_norm_by_a_weight_in_float32(elementwise: Elementwise) -> None:
     x, weight = torch.randn(5, 70).bfloat16(), 1 + torch.randn(70) * 1e-3
-    exact = PLAIN.rms_norm(x.float(), weight, 1e-5)
-    assert_close(elementwise.rms_norm(x, weight, 1e-5), exact)
+    exact = PLAIN.rms_norm(x.float(), same(weight), 1e-5)
+    assert_close(elementwise.rms_norm(x, same(weight), 1e-5), exact)
 
 
 def test_nan_is_not_hidden() -> None:
     x = torch.full((1, 8), torch.nan).bfloat16()
     assert COMPILED.silu_mul(x).isnan().all()
     assert COMPILED.gelu_mul(x).isnan().all()
-    assert COMPILED.rms_norm(x, torch.ones(8).bfloat16(), 1e-5).isnan().all()
+    assert COMPILED.rms_norm(x, same(torch.ones(8).bfloat16()), 1e-5).isnan().all()
 
 
 @pytest.mark.parametrize("rows", [1, 2, 17])
@@ -92,14 +98,14 @@ def test_packed_linear(rows: int, biased: bool) -> None:
 def rotated(elementwise: Elementwise, x: torch.Tensor) -> torch.Tensor:
     heads = x.view(len(x), -1, 10).clone()
     angles = torch.arange(5 * len(x)).view(-1, 5) / 7
-    elementwise.rotate(heads, 3, angles.cos(), angles.sin())
+    elementwise.rotate(heads, 3, Rotation(angles.cos(), angles.sin()))
     return heads
 
 
 @pytest.mark.parametrize(
     "operation",
     [
-        lambda elementwise, x: elementwise.rms_norm(x, x[0], 1e-5),
+        lambda elementwise, x: elementwise.rms_norm(x, same(x[0]), 1e-5),
         lambda elementwise, x: elementwise.silu_mul(x),
         lambda elementwise, x: elementwise.gelu_mul(x),
         rotated,

@@ -10,7 +10,8 @@ import torch
 
 from kvrelay.model_runner.checkpoint.config_reader import read_config
 from kvrelay.model_runner.errors import UnsupportedOptionError
-from kvrelay.model_runner.layers.elementwise import TorchElementwise, make_elementwise
+from kvrelay.model_runner.layers.elementwise import TorchElementwise
+from kvrelay.model_runner.layers.elementwise_choice import make_elementwise
 from kvrelay.model_runner.layers.elementwise_trial import (
     is_rowwise,
     row_functions,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +12,17 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
+from kvrelay.model_runner import batch
+from kvrelay.model_runner.attention import flashinfer_attention
 from kvrelay.model_runner.attention.choice import AttentionChoice
 from kvrelay.model_runner.attention.flashinfer_attention import (
     FlashInfer,
     FlashInferStepAttention,
 )
-from kvrelay.model_runner.layers.decoder import Decoder
+from kvrelay.model_runner.attention.paged_plan import PagedPlan
+from kvrelay.model_runner.batch import Int32Array, PendingIds
+from kvrelay.model_runner.layers.elementwise import Rotation
 from kvrelay.model_runner.layers.rotary_embedding import RotaryEmbedding
-from kvrelay.model_runner.layers.self_attention import Rotation
 from kvrelay.model_runner.runner import ModelRunner
 from kvrelay.model_runner.sampling import device_sampler
 from kvrelay.model_runner.sampling.sampler import SamplingRow
@@ -147,11 +151,29 @@ def test_every_model_runs_on_a_device(
         run_on_device(folder, attention, tokens)
 
 
+@pytest.mark.parametrize("name", ["llama", "gemma2", "deepseek-v2"])
+def test_tokens_that_the_host_does_not_know_are_taken_on_the_device(
+    name: str, models: Models, tokens: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And the largest step runs there, whose memory is measured."""
+    folder = models.folder(name)
+    use_double(monkeypatch)
+    with fake_cuda(monkeypatch):
+        runner = ModelRunner(folder, "bfloat16", "cuda:0", attention=AttentionChoice.FLASHINFER)
+        assert runner.run_largest(20, 3, 60).shape == (23, VOCAB_SIZE)
+        running, sampled = Sequences(runner, 2, 60), torch.zeros(2, dtype=torch.int64)
+        running.forward({0: tokens[:5], 1: tokens[:3]})
+        unknown = running.batch({0: [-1], 1: [-1]})
+        places = np.arange(2)
+        pending = PendingIds(places, places[::-1].copy(), sampled.to(DEVICE))
+        logits = runner.launch(replace(unknown, pending=pending))
+        assert (logits.device, logits.shape) == (DEVICE, (2, VOCAB_SIZE))
+        on_host = PendingIds(places, places, sampled)
+        with pytest.raises((AssertionError, RuntimeError), match="device"):
+            runner.launch(replace(unknown, pending=on_host))
+
+
 ATTEND = FlashInferStepAttention.attend
-
-
-def _host_tensor(_: object, array: np.ndarray[Any, Any]) -> torch.Tensor:
-    return torch.from_numpy(array)
 
 
 def _device_tensor(_: object, array: np.ndarray[Any, Any]) -> torch.Tensor:
@@ -163,8 +185,12 @@ def _wide_tensor(_: object, array: np.ndarray[Any, Any]) -> torch.Tensor:
         return torch.from_numpy(array.astype(np.int64))
 
 
+def _host_page_ids(_: torch.Tensor, plan: PagedPlan, __: Int32Array) -> torch.Tensor:
+    return torch.zeros(int(plan.kv_indptr[-1]), dtype=torch.int32)
+
+
 def _host_rotation(_: RotaryEmbedding, positions: torch.Tensor) -> Rotation:
-    return torch.ones(len(positions), 8), torch.ones(len(positions), 8)
+    return Rotation(torch.ones(len(positions), 8), torch.ones(len(positions), 8))
 
 
 def _cut_attend(self: FlashInferStepAttention, layer: int, rows: torch.Tensor) -> torch.Tensor:
@@ -179,15 +205,25 @@ def _wide_attend(self: FlashInferStepAttention, layer: int, rows: torch.Tensor) 
 @pytest.mark.parametrize(
     ("owner", "name", "fault", "message"),
     [
-        (Decoder, "_to_device", _host_tensor, "on the same device"),
-        (RotaryEmbedding, "__call__", _host_rotation, "on the same device"),
+        (batch, "to_device", lambda array, _: torch.from_numpy(array), "on the same device"),
+        (RotaryEmbedding, "__call__", _host_rotation, "another device"),
         (FlashInfer, "to_host", _device_tensor, "wait for a copy to the host"),
         (FlashInfer, "to_host", _wide_tensor, "int32"),
+        (flashinfer_attention, "gather_page_ids", _host_page_ids, "page ids on another device"),
         (FlashInferStepAttention, "attend", _cut_attend, "stride"),
         (FlashInferStepAttention, "attend", _wide_attend, "dtype"),
-        (device_sampler, "_to_device", lambda array, _: torch.from_numpy(array), "device"),
+        (device_sampler, "pin_to_device", lambda array, _: torch.from_numpy(array), "device"),
     ],
-    ids=["ids", "rotation", "plan_on_device", "plan_in_int64", "strides", "dtype", "sampling"],
+    ids=[
+        "ids",
+        "rotation",
+        "plan_on_device",
+        "plan_in_int64",
+        "page_ids",
+        "strides",
+        "dtype",
+        "sampling",
+    ],
 )
 def test_planted_faults_are_found(
     owner: object,

@@ -6,7 +6,7 @@ import importlib
 import inspect
 import logging
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from kvrelay.mem_cache.geometry import KVGeometry, PageOrder
 from kvrelay.mem_cache.pool import KVPool
 from kvrelay.model_runner.attention import backend as backend_module
-from kvrelay.model_runner.attention import flashinfer_attention
+from kvrelay.model_runner.attention import flashinfer_append, flashinfer_attention
 from kvrelay.model_runner.attention.backend import AttentionFactory
 from kvrelay.model_runner.attention.choice import AttentionChoice
 from kvrelay.model_runner.attention.cpu_attention import CpuAttention
@@ -27,14 +27,16 @@ from kvrelay.model_runner.attention.flashinfer_attention import (
     FlashInferAttention,
     flashinfer_lacks,
 )
+from kvrelay.model_runner.attention.fp8_pages import FP8
 from kvrelay.model_runner.attention.paged_plan import plan_pages
 from kvrelay.model_runner.attention.torch_attention import TorchAttention
 from kvrelay.model_runner.batch import ForwardBatch
 from kvrelay.model_runner.config.query_heads import QueryHeads
 from kvrelay.model_runner.errors import UnsupportedOptionError
+from kvrelay.model_runner.layers import flashinfer_elementwise
 from kvrelay.model_runner.runner import ModelRunner
 from tests.known import known
-from tests.model_runner import flashinfer_double
+from tests.model_runner import flashinfer_double, flashinfer_elementwise_double
 from tests.model_runner.sequences import Sequences
 from tests.model_runner.test_attention import KINDS, make_batch, make_pool, make_rows
 from tests.model_runner.test_decoder import EXPERTS, NAMES, assert_close
@@ -52,11 +54,39 @@ lengths_of_sequences = st.lists(
 )
 
 
-def use_double(patch: pytest.MonkeyPatch) -> None:
-    """The double in place of the package, for tiny models in any dtype, with any dimensions."""
+class AnyDims:
+    def __contains__(self, dims: object) -> bool:
+        return True
+
+
+@dataclass(frozen=True)
+class Multiples:
+    """Dimensions that make whole vectors of 16 bytes."""
+
+    of: int
+
+    def __contains__(self, dims: object) -> bool:
+        each = dims if isinstance(dims, tuple) else (dims,)
+        return all(dim % self.of == 0 for dim in each)
+
+
+def use_double(patch: pytest.MonkeyPatch, latents_of: int = 8) -> None:
+    """The double in place of the package, for tiny models in any dtype, with any dimensions.
+
+    Latents whose dimensions are multiples of `latents_of` are written by its kernel: in FP8 of 16.
+    """
     patch.setattr(flashinfer_attention, "import_flashinfer", lambda _: flashinfer_double.PACKAGE)
     patch.setattr(flashinfer_attention, "DTYPES", (torch.float32, torch.bfloat16))
     patch.setattr(flashinfer_attention, "HEAD_DIMS", range(1, 129))
+    patch.setattr(flashinfer_attention, "EXPANDED_DIMS", AnyDims())
+    for one in (flashinfer_attention, flashinfer_double):
+        patch.setattr(one, "FP8_LATENTS", Multiples(8))
+        patch.setattr(one, "FP8_LATENT_DTYPES", (torch.float32, torch.bfloat16))
+    for module in (flashinfer_elementwise, flashinfer_elementwise_double):
+        patch.setattr(module, "ROTATED_DIMS", Multiples(8))
+    for each in (flashinfer_append, flashinfer_elementwise_double):
+        patch.setattr(each, "APPENDED_DIMS", Multiples(16))  # also in FP8
+        patch.setattr(each, "APPENDED_LATENTS", Multiples(latents_of))
     patch.setattr(flashinfer_attention, "WORKSPACE_BYTES", 1 << 20)
     patch.setattr(flashinfer_attention, "LATENT_MULTIPLE", 1)
     patch.setattr(flashinfer_attention, "ROTARY_MULTIPLE", 1)
@@ -185,14 +215,35 @@ def test_one_plan_serves_all_layers_of_a_pool(models: Models, tokens: list[int])
     )
     flashinfer = runner._attention._flashinfer
     assert flashinfer is not None
-    wrappers = [one for each in flashinfer._wrappers.values() for one in each]
+    sets = [one for both in flashinfer._wrappers.values() for one in both]
+    wrappers = [one for each in sets for one in each]
     assert flashinfer.nbytes == flashinfer_attention.WORKSPACE_BYTES + len(wrappers) * (8 << 20)
-    assert len(wrappers) == 4  # prefill and decode, with and without a window
+    assert len(wrappers) == 8  # prefill and decode, with and without a window, for two steps
     running = Sequences(runner, 2, 60)
     running.forward({0: tokens[:9], 1: tokens[:5]})
     running.forward({0: tokens[9:10], 1: tokens[5:6]})
-    assert [one.plans for one in wrappers if isinstance(one, flashinfer_double.Grouped)] == [1] * 4
-    assert [one for each in flashinfer._wrappers.values() for one in each] == wrappers
+    plans = [one.plans for one in wrappers if isinstance(one, flashinfer_double.Grouped)]
+    assert sorted(plans) == [0] * 4 + [1] * 4
+    assert [one for both in flashinfer._wrappers.values() for one in both] == sets
+
+
+@pytest.mark.usefixtures("double")
+@pytest.mark.parametrize(
+    ("geometry", "heads"), [(GEOMETRY, HEADS), (LATENT, LATENT_HEADS)], ids=["grouped", "latent"]
+)
+def test_a_step_is_planned_apart_from_the_one_that_runs(
+    geometry: KVGeometry, heads: QueryHeads
+) -> None:
+    """The plan of the one before may still be on its way from pinned memory to the device."""
+    batch = make_batch([(1, 5)], geometry, 4)
+    backend = FlashInferAttention(FlashInfer(CPU), make_pool(geometry, batch, 4), heads)
+    planned = []
+    for _ in range(4):
+        backend.plan(batch, batch.page_tables[0])
+        planned.append(set(map(id, backend.wrappers)))
+    for before, after in pairwise(planned):
+        assert not before & after
+    assert planned[::2] == planned[:1] * 2
 
 
 @pytest.mark.usefixtures("double")
@@ -221,7 +272,37 @@ def test_only_the_latest_plan_can_be_used() -> None:
     ],
 )
 def test_what_flashinfer_lacks(geometry: KVGeometry, heads: QueryHeads, lack: str | None) -> None:
-    assert flashinfer_lacks(geometry, heads) == lack
+    assert flashinfer_lacks(geometry, geometry.dtype, heads, CPU) == lack
+
+
+@pytest.mark.parametrize(
+    ("geometry", "heads", "dtype", "capability", "lack"),
+    [
+        (LATENT, LATENT_HEADS, torch.bfloat16, (9, 0), None),
+        (LATENT, LATENT_HEADS, torch.bfloat16, (8, 0), "latents in FP8 on GPUs that are not sm_90"),
+        (LATENT, LATENT_HEADS, torch.bfloat16, (10, 0), "latents in FP8 on GPUs that are not sm"),
+        (LATENT, LATENT_HEADS, torch.float16, (9, 0), "latents in FP8 with queries in float16"),
+        (
+            replace(LATENT, head_dim=320),
+            replace(LATENT_HEADS, value_dim=256),
+            torch.bfloat16,
+            (9, 0),
+            "latents in FP8 of 256 and 64 dimensions",
+        ),
+        (GEOMETRY, HEADS, torch.float16, (8, 0), None),
+    ],
+)
+def test_what_flashinfer_lacks_of_fp8(
+    geometry: KVGeometry,
+    heads: QueryHeads,
+    dtype: torch.dtype,
+    capability: tuple[int, int],
+    lack: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    got = flashinfer_lacks(replace(geometry, dtype=FP8), dtype, heads, CUDA)
+    assert got == lack if lack is None else got is not None and got.startswith(lack)
 
 
 @pytest.mark.parametrize("group", [1, 2, 3, 4, 5, 6, 7, 8, 16])
@@ -244,20 +325,24 @@ def test_a_choice_that_cannot_compute_is_refused(
 ) -> None:
     geometry = replace(GEOMETRY, dtype=dtype)
     with pytest.raises(UnsupportedOptionError, match=message):
-        AttentionFactory(AttentionChoice(choice), [geometry], HEADS, CPU)
+        AttentionFactory(AttentionChoice(choice), [geometry], dtype, HEADS, CPU)
 
 
 @pytest.mark.parametrize("choice", ["torch", "flashinfer"])
 @pytest.mark.usefixtures("double")
 def test_only_our_own_kernels_are_batch_invariant(choice: str) -> None:
     with pytest.raises(UnsupportedOptionError, match=f"not for --attention {choice}"):
-        AttentionFactory(AttentionChoice(choice), [GEOMETRY], HEADS, CPU, batch_invariant=True)
+        AttentionFactory(
+            AttentionChoice(choice), [GEOMETRY], torch.bfloat16, HEADS, CPU, batch_invariant=True
+        )
 
 
 def test_choices_on_a_cpu() -> None:
     pool = KVPool(GEOMETRY, 4, CPU)
     for choice, kind in [("torch", TorchAttention), ("cpu", CpuAttention), ("auto", CpuAttention)]:
-        made = AttentionFactory(AttentionChoice(choice), [GEOMETRY], HEADS, CPU).make(pool)
+        made = AttentionFactory(
+            AttentionChoice(choice), [GEOMETRY], torch.bfloat16, HEADS, CPU
+        ).make(pool)
         assert type(made) is kind
 
 
@@ -294,7 +379,7 @@ def test_auto_on_a_gpu(
     monkeypatch.setattr(flashinfer_attention, "compiler_lacks", lambda: lack)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
     with caplog.at_level(logging.WARNING, backend_module.__name__):
-        assert backend_module._choose([geometry], HEADS, CUDA) == chosen
+        assert backend_module._choose([geometry], geometry.dtype, HEADS, CUDA) == chosen
     assert said in caplog.text
     assert bool(said) == bool(caplog.records)
 
@@ -317,6 +402,7 @@ def test_a_model_is_refused_before_its_weights_are_read(models: Models) -> None:
     [
         (flashinfer_double.Prefill, "BatchPrefillWithPagedKVCacheWrapper"),
         (flashinfer_double.Decode, "BatchDecodeWithPagedKVCacheWrapper"),
+        (flashinfer_double.Ragged, "BatchPrefillWithRaggedKVCacheWrapper"),
         (flashinfer_double.Latent, "mla.BatchMLAPagedAttentionWrapper"),
         (flashinfer_double.Metadata, "mla.MLAPlanMetadata"),
     ],

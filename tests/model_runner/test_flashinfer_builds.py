@@ -14,6 +14,9 @@ from kvrelay.model_runner.attention.flashinfer_compiler import compiler_lacks
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
+CUBLAS_HEADER = Path(os.environ.get("CUDA_HOME", "/usr/local/cuda"), "include", "cublasLt.h")
+"""That the module of norms includes."""
+
 
 def make_driver(folder: Path) -> None:
     """An empty libcuda in place of the driver's, to link with and to load."""
@@ -27,11 +30,15 @@ def make_driver(folder: Path) -> None:
     (folder / "libcuda.so").symlink_to(library)
 
 
-@pytest.mark.parametrize("kind", ["decode", "latent"])
+@pytest.mark.parametrize(
+    "kind", ["decode", "latent", "latent_fp8", "norm", "silu", "gelu", "rope", "page"]
+)
 def test_kernel_compiles_and_loads(kind: str, tmp_path: Path) -> None:
     pytest.importorskip("flashinfer", exc_type=ImportError, reason="pip install 'kvrelay[cuda]'")
     if lack := compiler_lacks():
         pytest.skip(lack)
+    if kind == "norm" and not CUBLAS_HEADER.exists():
+        pytest.skip("this CUDA toolkit has no cublasLt.h")
     make_driver(tmp_path)
     paths = [str(tmp_path), "/usr/local/cuda/lib64", os.environ.get("LIBRARY_PATH", "")]
     variables = {

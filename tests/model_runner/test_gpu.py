@@ -16,9 +16,20 @@ import torch
 from kvrelay.mem_cache.geometry import KVGeometry, PageOrder
 from kvrelay.mem_cache.pool import KVPool
 from kvrelay.model_runner.attention.choice import AttentionChoice
-from kvrelay.model_runner.attention.flashinfer_attention import FlashInfer, FlashInferAttention
+from kvrelay.model_runner.attention.flashinfer_attention import (
+    FlashInfer,
+    FlashInferAttention,
+    import_flashinfer,
+)
 from kvrelay.model_runner.attention.torch_attention import TorchAttention
 from kvrelay.model_runner.config.query_heads import QueryHeads
+from kvrelay.model_runner.layers.elementwise import (
+    HeadNormWeights,
+    NormWeight,
+    Rotation,
+    TorchElementwise,
+)
+from kvrelay.model_runner.layers.flashinfer_elementwise import FlashInferElementwise
 from kvrelay.model_runner.runner import ModelRunner
 from tests.model_runner.sequences import Sequences
 from tests.model_runner.test_attention import make_batch, make_pool, make_rows
@@ -74,6 +85,47 @@ def test_attention_is_that_of_torch(
     expected = TorchAttention(reference, heads).plan(batch, table).attend(1, rows)
     torch.testing.assert_close(got, expected, rtol=0.03, atol=0.03)
     assert torch.equal(pool.data.cpu().nan_to_num(7), reference.data.nan_to_num(7))
+
+
+ELEMENTWISE = TorchElementwise()
+
+
+@needs_flashinfer
+@pytest.mark.parametrize("offset", [False, True])
+@pytest.mark.parametrize("rows", [1, 37])
+def test_what_is_beside_attention_is_that_of_torch(rows: int, offset: bool) -> None:
+    """Norms, sums, rotation and activations: to one rounding of what float32 gives."""
+    device = torch.device("cuda", 0)
+    kernels = FlashInferElementwise(import_flashinfer(device))
+    torch.manual_seed(0)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, device=device).bfloat16()
+
+    def check(got: torch.Tensor, exact: torch.Tensor) -> None:
+        torch.testing.assert_close(got.float(), exact, rtol=2**-7, atol=2**-7)
+
+    weight = NormWeight.of(random(2048) * 0.3, offset)
+    wide = NormWeight.of(weight.stored.float(), offset)
+    x, residual = random(rows, 2048), random(rows, 2048)
+    check(kernels.rms_norm(x, weight, 1e-5), ELEMENTWISE.rms_norm(x.float(), wide, 1e-5))
+    exact = ELEMENTWISE.add_rms_norm(x.float(), residual.float(), wide, 1e-5)
+    for got, one in zip(kernels.add_rms_norm(x, residual, weight, 1e-5), exact, strict=True):
+        check(got, one)
+    head = NormWeight.of(random(128) * 0.3, offset)
+    heads, angles = random(rows, 14, 128), torch.rand(rows, 64, device=device) * 100
+    turned, rotation = heads.float(), Rotation(angles.cos(), angles.sin())
+    precise = NormWeight.of(head.stored.float(), offset)
+    ELEMENTWISE.rms_norm_heads(turned, HeadNormWeights.of(precise, precise, 10, 2), 1e-5)
+    kernels.rms_norm_heads(heads, HeadNormWeights.of(head, head, 10, 2), 1e-5)
+    check(heads, turned)
+    turned = heads.float()
+    ELEMENTWISE.rotate(turned, 12, rotation)
+    kernels.rotate(heads, 12, kernels.prepare(rotation))
+    check(heads, turned)
+    gate_up = random(rows, 2 * 5632)
+    check(kernels.silu_mul(gate_up), ELEMENTWISE.silu_mul(gate_up.float()))
+    check(kernels.gelu_mul(gate_up), ELEMENTWISE.gelu_mul(gate_up.float()))
 
 
 def run_in_parts(runner: ModelRunner, tokens: Sequence[int]) -> torch.Tensor:

@@ -12,6 +12,7 @@ import torch
 from kvrelay.model_runner.kernels.product import multiply
 from kvrelay.model_runner.layers import linear as linear_layer
 from kvrelay.model_runner.layers.linear import LinearFactory, PackedLinear, PanelLinear, PlainLinear
+from kvrelay.model_runner.layers.weight_memory import WeightMemory
 
 needs_pairs = pytest.mark.skipif(
     not PanelLinear.supports(torch.empty(16, 4, dtype=torch.bfloat16)),
@@ -43,7 +44,7 @@ def mean_error(got: torch.Tensor, exact: torch.Tensor) -> float:
 def test_as_exact_as_torch(outputs: int, inputs: int, biased: bool) -> None:
     weight, bias = normal(outputs, inputs), normal(outputs) if biased else None
     x, residual = normal(64, inputs), normal(64, outputs)
-    panels, torchs = PanelLinear(weight, bias), PlainLinear(weight, bias)
+    panels, torchs = PanelLinear(weight, bias, WeightMemory()), PlainLinear(weight, bias)
     product = x.double() @ weight.double().T + (0 if bias is None else bias.double())
     assert mean_error(panels(x), product) <= 1.01 * mean_error(torchs(x), product)
     total = product + residual
@@ -59,10 +60,10 @@ def test_bits_do_not_depend_on_rows_or_threads(
 ) -> None:
     weight, bias = normal(outputs, inputs), normal(outputs)
     x, residual = normal(ROWS, inputs), normal(ROWS, outputs)
-    expected = PanelLinear(weight, bias).add_to(residual, x)
+    expected = PanelLinear(weight, bias, WeightMemory()).add_to(residual, x)
     monkeypatch.setattr(linear_layer, "_SHARED_WEIGHTS", 1)
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
-    linear = PanelLinear(weight, bias)
+    linear = PanelLinear(weight, bias, WeightMemory())
     for rows in TRIED_ROWS:
         start = rows % 7
         some = slice(start, start + rows)
@@ -75,7 +76,7 @@ def test_nothing_but_the_output_is_written(rows: int) -> None:
     outputs, inputs, border = 48, 8, 1000
     weight, x = normal(outputs, inputs), normal(rows, inputs)
     memory = np.full(rows * outputs + 2 * border, 0x1234, np.uint16)
-    packed = linear_layer._pack_panels(weight)
+    packed = linear_layer._pack_panels(weight, WeightMemory())
     multiply(
         1,
         x.data_ptr(),
@@ -90,7 +91,7 @@ def test_nothing_but_the_output_is_written(rows: int) -> None:
     assert (memory[:border] == 0x1234).all()
     assert (memory[-border:] == 0x1234).all()
     written = torch.from_numpy(memory[border:-border].view(np.int16)).view(torch.bfloat16)
-    assert torch.equal(written.view(rows, outputs), PanelLinear(weight, None)(x))
+    assert torch.equal(written.view(rows, outputs), PanelLinear(weight, None, WeightMemory())(x))
 
 
 @needs_pairs
@@ -104,7 +105,7 @@ def test_nothing_after_the_rows_is_read(rows: int) -> None:
     place = np.frombuffer(memory, np.int16, x.numel(), mmap.PAGESIZE - 2 * x.numel())
     before_the_guard = torch.from_numpy(place).view(torch.bfloat16).view(x.shape)
     before_the_guard.copy_(x)
-    linear = PanelLinear(weight, None)
+    linear = PanelLinear(weight, None, WeightMemory())
     assert torch.equal(linear(before_the_guard), linear(x))
 
 
@@ -114,14 +115,14 @@ def test_sums_are_rounded_as_torch_rounds() -> None:
     exact = (x @ weight.T).float()
     halfway = (exact.view(torch.int32) & 0xFFFF) == 0x8000
     assert halfway.any()
-    linear = PanelLinear(weight.bfloat16(), None)
+    linear = PanelLinear(weight.bfloat16(), None, WeightMemory())
     assert torch.equal(linear(x.bfloat16()), exact.bfloat16())
 
 
 @needs_pairs
 def test_what_is_not_finite_stays_in_its_row() -> None:
     weight, x = normal(48, 8), normal(13, 8)
-    linear = PanelLinear(weight, None)
+    linear = PanelLinear(weight, None, WeightMemory())
     expected = linear(x)
     x[3, 2], x[7, 0] = torch.nan, torch.inf
     got = linear(x)

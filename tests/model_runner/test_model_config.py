@@ -234,7 +234,7 @@ def test_end_in_generation_config_outside_the_vocabulary(tmp_path: Path) -> None
         ({"attention_bias": 1}, "attention_bias"),
         ({"eos_token_id": "</s>"}, "eos_token_id"),
         ({"eos_token_id": 131}, "eos_token_id"),
-        ({"quantization_config": {"bits": 4}}, "quantization_config"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config.quant_method"),
         ({"use_sliding_window": True}, "use_sliding_window"),
         ({"layer_types": [SLIDING, SLIDING]}, "layer_types"),
         ({"layer_types": [FULL]}, "layer_types"),

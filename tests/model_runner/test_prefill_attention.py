@@ -18,10 +18,12 @@ from torch.nn import functional
 from kvrelay.mem_cache.geometry import KVGeometry
 from kvrelay.mem_cache.pool import KVPool
 from kvrelay.model_runner.attention import cpu_attention
-from kvrelay.model_runner.attention.cpu_attention import CpuAttention
+from kvrelay.model_runner.attention.cpu_attention import TILES, CpuAttention
 from kvrelay.model_runner.batch import ForwardBatch
 from kvrelay.model_runner.config.query_heads import QueryHeads
-from kvrelay.model_runner.kernels.lanes import ROWS, has_bfloat16_products
+from kvrelay.model_runner.kernels.lanes import LANES, has_bfloat16_products
+from kvrelay.model_runner.kernels.prefill_attention import Strip, find_tile
+from kvrelay.model_runner.kernels.prefill_lanes import ROWS, VECTORS
 from tests.model_runner.test_attention import (
     agrees_with_torch,
     make_batch,
@@ -78,6 +80,66 @@ def test_other_dtypes(dtype: torch.dtype) -> None:
 def test_a_latent_is_its_own_value() -> None:
     geometry = KVGeometry(2, 1, 72, torch.bfloat16, 16, latent=True)
     agrees_with_torch(geometry, QueryHeads(16, 64, 0.1), CHUNKS)
+
+
+RAGGED_TOKENS = (5, 6, 11, 16, 17, 18, 21, 22, 32, 33, 37, 54)
+RAGGED = [(n, n + before) for n in RAGGED_TOKENS for before in (0, 5, 190)]
+"""Of 3 query heads that share keys and values these have 15 to 162 rows: 1 to 11 vectors."""
+
+
+@pytest.mark.usefixtures("units")
+@pytest.mark.parametrize(
+    ("num_heads", "kv_heads", "head_dim", "page_size", "window", "softcap", "dtype"),
+    [
+        pytest.param(6, 2, 64, 16, None, None, torch.bfloat16, id="groups of 3"),
+        pytest.param(3, 3, 64, 16, 40, None, torch.bfloat16, id="no groups, window"),
+        pytest.param(4, 2, 256, 16, 130, 50.0, torch.bfloat16, id="gemma's"),
+        pytest.param(3, 1, 20, 5, 7, 0.5, torch.float16, id="float16, pages of 5"),
+        pytest.param(3, 1, 24, 1, None, None, torch.float32, id="float32, pages of 1"),
+    ],
+)
+def test_chunks_of_any_number_of_vectors(
+    num_heads: int,
+    kv_heads: int,
+    head_dim: int,
+    page_size: int,
+    window: int | None,
+    softcap: float | None,
+    dtype: torch.dtype,
+) -> None:
+    geometry = KVGeometry(2, kv_heads, head_dim, dtype, page_size, window=window)
+    agrees_with_torch(geometry, QueryHeads(num_heads, head_dim, head_dim**-0.5, softcap), RAGGED)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 5])
+def test_strips_have_each_row_once_and_no_vector_without(threads: int) -> None:
+    """Also of chunks together, and no strip is much shorter than another of its chunk."""
+    geometry = KVGeometry(1, 2, 64, torch.bfloat16, 16)
+    pool = KVPool(geometry, 1, torch.device("cpu"))
+    attention = CpuAttention(pool, QueryHeads(6, 64, 1.0))
+    attention.threads = threads
+    lengths = [(n, n + 9) for n in (*range(5, 90), 200, 341, 1000)]
+    batch = make_batch(lengths, geometry, 100_000)
+    strips = attention.plan(batch, batch.page_tables[0]).strips
+    for sequence, (tokens, _) in enumerate(lengths):
+        own = strips[strips[:, 0] == sequence]
+        own = own[own[:, 3].argsort()]
+        begins, counts = own[:, 3], own[:, 4]
+        assert [0, *np.cumsum(counts)] == [*begins, 3 * tokens]
+        vectors = -(-counts // LANES)
+        assert vectors.sum() == -(-3 * tokens // LANES)
+        assert vectors.max() <= TILES * VECTORS
+        assert np.ptp(vectors) <= 1
+
+
+@pytest.mark.parametrize("vectors", range(1, TILES * VECTORS + 1))
+def test_tiles_have_as_many_vectors_or_one_less(vectors: int) -> None:
+    """17 tokens of 3 heads are 2 tiles of 2, not of 3: vectors without rows cost as much."""
+    tiles = -(-vectors // VECTORS)
+    strip = Strip(vectors, tiles, 0, 0, 0, 0)
+    bounds = [find_tile.py_func(strip, tile) for tile in range(tiles + 1)]  # type: ignore[attr-defined]
+    assert (bounds[0], bounds[-1]) == (0, vectors)
+    assert np.ptp(np.diff(bounds)) <= 1 <= np.diff(bounds).min()
 
 
 def by_sdpa(rows: torch.Tensor, scale: float) -> torch.Tensor:
@@ -152,6 +214,25 @@ def test_a_row_depends_neither_on_the_chunk_nor_on_the_batch(
         part, which = part_of(batch, 1, a, b)
         got = alone.plan(part, part.page_tables[0]).attend(0, rows[which])
         assert torch.equal(got, together[which])
+
+
+@pytest.mark.parametrize("num_heads", [3, 9])
+def test_small_chunks_of_a_prompt_have_the_bits_of_large_ones(num_heads: int) -> None:
+    """From 5 tokens on where 3 query heads share keys and values, as soon where more do.
+
+    Also if several choices continue a prompt: each asks for the logits of its last token.
+    """
+    geometry, heads = KVGeometry(1, 1, 64, torch.bfloat16, 16), QueryHeads(num_heads, 64, 0.3)
+    batch = make_batch([(100, 150)], geometry, 10)
+    torch.manual_seed(0)
+    pool, rows = make_pool(geometry, batch, 10), make_rows(batch, geometry, heads)
+    attention = CpuAttention(pool, heads)
+    whole = attention.plan(batch, batch.page_tables[0]).attend(0, rows)
+    for a, b in pairwise([0, 5, 12, 28, 60, 76, 94, 100]):
+        part, which = part_of(batch, 0, a, b)
+        part = replace(part, logit_rows=np.full(16, b - a - 1))
+        got = attention.plan(part, part.page_tables[0]).attend(0, rows[which])
+        assert torch.equal(got, whole[which])
 
 
 @pytest.mark.usefixtures("units")

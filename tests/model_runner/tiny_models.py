@@ -50,6 +50,16 @@ _LATENT = {
     "v_head_dim": 10,
     "first_k_dense_replace": 2,
 }
+# Small weights: wide products of large ones amplify what is rounded.
+_WIDE = {"hidden_size": 256, "intermediate_size": 256, "initializer_range": 0.06}
+_WIDE_LATENT = {
+    **_LATENT,
+    **_WIDE,
+    "kv_lora_rank": 256,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+}
 _EXPERTS: dict[str, Any] = {
     "first_k_dense_replace": 1,
     "moe_intermediate_size": 24,
@@ -130,10 +140,19 @@ CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
     "deepseek-v3-experts": lambda: DeepseekV3Config(
         **{**_LATENT, **_EXPERTS}, n_group=4, topk_group=2
     ),
+    "llama-wide": lambda: LlamaConfig(
+        **{**_SHAPE, **_WIDE, "num_attention_heads": 2}, head_dim=128
+    ),
+    "deepseek-flashinfer": lambda: DeepseekV3Config(
+        **{**_WIDE_LATENT, "num_attention_heads": 16, "num_key_value_heads": 16},
+        q_lora_rank=128,
+    ),
+    "deepseek-wide": lambda: DeepseekV3Config(**_WIDE_LATENT, q_lora_rank=128),
     "deepseek-v3-halves": lambda: DeepseekV3Config(
         **_LATENT, **_LATENT_YARN, q_lora_rank=None, rope_interleave=False
     ),
 }
+"""The wide ones have products of whole blocks of FP8."""
 
 
 def save_random_model(config: PreTrainedConfig, folder: Path) -> PreTrainedModel:

@@ -20,7 +20,9 @@ class RecordedLink:
         self.asked_to_end: list[int] = []
         self.draining = False
 
-    def submit(self, submission: Submission, listener: Any, prefill: Any = None) -> None:
+    def submit(
+        self, submission: Submission, listener: Any, prefill: Any = None, lent_tokens: int = 0
+    ) -> None:
         assert (prefill is not None) == (self.endpoint.role is WorkerRole.DECODE)
         self.submits.append(submission.attempt)
 

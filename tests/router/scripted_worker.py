@@ -68,6 +68,10 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer):
         """The sessions that it was told to forget."""
         self.watched: list[bool] = []
         """Whether its requests are watched, each time that it was told."""
+        self.asked_for: list[tuple[str, str]] = []
+        """The histories that it was asked for, by owner and digest."""
+        self.finds: dict[str, list[int]] | None = {}
+        """What it says of an owner's history; None: it does not answer."""
         self.told_anew = 0
         """So often it was asked to tell its prefixes anew."""
         self.on_submit: Answer | None = None
@@ -109,6 +113,12 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer):
                 answer.cancel()
             await self._server.stop(None)
             self._server = None
+
+    async def FindHistory(self, request: Any, context: Any) -> Any:  # noqa: N802
+        self.asked_for.append((request.owner, request.digest))
+        if self.finds is None:
+            return await context.abort(grpc.StatusCode.UNAVAILABLE, "hangs")
+        return worker_pb2.FindHistoryResponse(token_ids=self.finds.get(request.owner, ()))
 
     async def Attach(self, requests: Any, context: Any) -> AsyncIterator[Any]:  # noqa: N802
         first = await anext(aiter(requests))

@@ -123,8 +123,25 @@ def test_a_prefill_worker_that_reads_the_session_computes_the_rest_only() -> Non
     home = decode(8, cached=3000)
     assert decide(3600, prefill(), home) == BY_DECODE
     lent = replace(prefill(), lent_tokens=3000, lent_seconds=0.01)
-    assert decide(3600, lent, home) == BY_PREFILL
+    assert decide(3600, lent, home) == Decision(False, Reason.SOONER, lent_tokens=3000)
     assert decide(3600, replace(lent, lent_seconds=60.0), home) == BY_DECODE
+
+
+def test_prompts_in_steps_come_before_it_too() -> None:
+    """A prefill worker does not report what its steps compute; it has not begun to generate."""
+    home = decode(3, left=8)
+    idle = prefill()
+    assert decide(256, idle, home) == BY_PREFILL
+
+    def not_begun(tokens: float, speeds: StepSpeeds = OF_PROMPTS) -> Side:
+        load = replace(idle.queue.load, speeds=speeds)
+        return replace(idle, queue=replace(idle.queue, load=load, backlog_tokens=tokens))
+
+    assert decide(256, not_begun(100), home) == BY_PREFILL
+    assert decide(256, not_begun(1024), home) == BY_DECODE
+    # Of a long prompt, no more than two steps are under way.
+    small = replace(OF_PROMPTS, chunk_tokens=64)
+    assert decide(256, not_begun(4096, small), home) == BY_PREFILL
 
 
 def test_a_looser_target_lets_more_prompts_in() -> None:

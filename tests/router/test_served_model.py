@@ -65,7 +65,9 @@ async def test_a_worker_of_another_model_is_refused_and_both_are_named(
             served.name,
             "",
         )
-        assert caplog.messages == [f"{why}. It gets no requests"]
+        # What an HTTP server of another test says, whose clients have left, is not ours.
+        ours = [entry.getMessage() for entry in caplog.records if entry.name.startswith("kvrelay")]
+        assert ours == [f"{why}. It gets no requests"]
         assert await cluster.metric("kvrelay_workers_refused") == 1
         await restart(cluster, odd, served)
         assert (await status(cluster))[1]["prefill-1"].refusal == ""

@@ -23,7 +23,7 @@ from kvrelay.v1 import inference_pb2 as pb
 from kvrelay.v1 import worker_pb2
 
 from .cluster import Cluster, HeldEncoding, Streamed, collect, running, status_of
-from .scripted_worker import LENGTH, ScriptedWorker, until
+from .scripted_worker import LENGTH, ScriptedWorker, load, until
 
 
 @pytest.fixture
@@ -111,6 +111,32 @@ async def test_prefill_workers_hear_nothing_of_sessions(cluster: Cluster) -> Non
     await said(cluster, 1, 2, 3)
     assert cluster.decode.submits[0].HasField("session")
     assert not cluster.prefill.submits[0].HasField("session")
+
+
+async def test_what_a_prefill_worker_reads_of_a_session_is_not_in_its_queue(
+    config: RouterConfig,
+) -> None:
+    """Its turns would seem longer than they are, and so to be computed after others."""
+    adaptive = replace(config, placement=PlacementMode.ADAPTIVE)
+    async with running(adaptive, "prefill-0", "decode-0") as cluster:
+        cluster.count()
+        await opened(cluster)
+        await said(cluster, *range(1, 41))
+        assert cluster.prefill.submits == []
+        speeds = pb.StepSpeeds(
+            seconds_per_step=0.01, seconds_per_token=0.001, prompts_known=True, rows_known=True
+        )
+        peer = pb.PeerTransfer(
+            incarnation=cluster.prefill.incarnation, lent_tokens_per_second=1_000_000
+        )
+        busy = load()
+        busy.MergeFrom(pb.WorkerLoad(running_requests=8, growth_tokens=800, speeds=speeds))
+        cluster.decode.send(worker_pb2.AttachResponse(load=busy, peers=[peer]))
+        links = cluster.router._fleet.links
+        await until(lambda: any(link.load.running_requests == 8 for link in links))
+        await said(cluster, *range(50, 60))
+        [submit] = cluster.prefill.submits
+        assert (len(submit.input_ids), submit.cached_tokens) == (52, 41)
 
 
 @pytest.mark.parametrize(("rewind_to", "history"), [(3, [1, 2, 3]), (0, []), (5, [1, 2, 3, 4, 5])])

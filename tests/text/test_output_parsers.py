@@ -8,17 +8,14 @@ from random import Random
 
 import pytest
 
-from kvrelay.text import output_parsers
-from kvrelay.text.output_parsers import (
-    HermesParser,
-    JsonCallsParser,
-    NamedCallParser,
-    OutputParser,
-    Piece,
-    PythonicParser,
-    ReasoningParser,
-    format_of,
-)
+from kvrelay.text.output_parsers import held_text
+from kvrelay.text.output_parsers.formats import format_of
+from kvrelay.text.output_parsers.hermes import HermesParser
+from kvrelay.text.output_parsers.llama3_json import JsonCallsParser
+from kvrelay.text.output_parsers.pieces import OutputParser, Piece
+from kvrelay.text.output_parsers.plain import NamedCallParser
+from kvrelay.text.output_parsers.pythonic import PythonicParser
+from kvrelay.text.output_parsers.reasoning import ReasoningParser
 
 Said = tuple[str, str, list[tuple[str, str]]]
 """Content, reasoning, and the name and arguments of each call."""
@@ -184,7 +181,7 @@ ALPHABET += ["{", "}", "[", "]", '"', "\\", ",", ":", " ", "\n", "x", "<", "f(",
 def test_any_text_is_taken_apart_alike_however_it_is_cut(
     kind: str, most_space: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(output_parsers, "_MOST_SPACE", most_space)
+    monkeypatch.setattr(held_text, "_MOST_SPACE", most_space)
     random = Random(kind)
     for _ in range(300):
         text = "".join(random.choices(ALPHABET, k=random.randint(1, 14)))

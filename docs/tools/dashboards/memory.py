@@ -19,9 +19,10 @@ from docs.tools.dashboards.spec import (
     states,
 )
 
-_POOL: Final = f'{WORKER},pool=~"$pool",pool!~"rows|host"'
+_POOL: Final = f'{WORKER},pool=~"$pool",pool!~"rows|host|storage"'
 """Of the device."""
 _HOST: Final = f'{WORKER},pool="host"'
+_STORAGE: Final = f'{WORKER},pool="storage"'
 
 MEMORY: Final = Dashboard(
     "kvrelay-memory",
@@ -210,18 +211,23 @@ MEMORY: Final = Dashboard(
                     "All workers together; the states sum to the pool",
                     states(_HOST),
                     draws=Draws.AREAS,
-                    width=12,
+                ),
+                Panel(
+                    "Pages of the tier of storage",
+                    "What the workers that run fill of --kv-storage; the states sum to its size",
+                    states(_STORAGE),
+                    draws=Draws.AREAS,
                 ),
                 Panel(
                     "Pages by what became of them",
-                    "Copied to a tier, dropped, brought back, evicted or forgotten there, a second",
+                    "Copied to a tier, dropped, brought back, evicted, forgotten, or broken there, "
+                    "a second",
                     (
                         Query(
                             by("tier, event", rate("kvrelay_tier_pages_total", WORKER)),
                             "{{tier}} {{event}}",
                         ),
                     ),
-                    width=12,
                 ),
                 Panel(
                     "Bytes copied",

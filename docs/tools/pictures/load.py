@@ -15,7 +15,7 @@ from typing import Final
 
 import grpc
 
-from benchmarks.sessions import Load, Round, ask, talk
+from benchmarks.sessions import Load, Round, Way, ask, talk
 from docs.tools.pictures.doors import Doors
 from kvrelay.v1 import (
     admin_pb2,
@@ -37,7 +37,9 @@ SERVE: Final = (
 """A small pool, so that it fills."""
 OTHER_OPTIONS: Final = {"chunk-tokens": "128"}
 _CONVERSATIONS: Final = 4
-_TURNS: Final = Load(conversations=_CONVERSATIONS, turns=4, new_tokens=60, output_tokens=24)
+_TURNS: Final = Load(
+    conversations=_CONVERSATIONS, turns=4, first_tokens=60, new_tokens=60, output_tokens=24
+)
 _LONG_ENOUGH: Final = ("--requests=100000", "--max-seconds=590")
 _PATIENCE_SECONDS: Final = 60.0
 _IMPATIENT: Final = 3
@@ -85,7 +87,8 @@ async def _converse(stub: inference_pb2_grpc.InferenceServiceStub, number: int) 
         with contextlib.suppress(grpc.aio.AioRpcError, TimeoutError):
             async with asyncio.timeout(_PATIENCE_SECONDS):
                 name = f"conversation-{number}-{conversation}"
-                await talk(stub, _TURNS, name, Round(by_session=number % 2 == 0))
+                way = Way.PREFIXES if number % 2 else Way.SESSION
+                await talk(stub, _TURNS, name, Round(way))
         await asyncio.sleep(0.5)
 
 

@@ -14,7 +14,7 @@ class DescribeAgentRequest(_message.Message):
     def __init__(self, incarnation: _Optional[str] = ...) -> None: ...
 
 class DescribeAgentResponse(_message.Message):
-    __slots__ = ("incarnation", "agent_metadata", "agent_metadata_sha256", "device_id", "memory_type", "pools", "scratch", "model")
+    __slots__ = ("incarnation", "agent_metadata", "agent_metadata_sha256", "device_id", "memory_type", "pools", "scratch", "model", "host_pools")
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     AGENT_METADATA_FIELD_NUMBER: _ClassVar[int]
     AGENT_METADATA_SHA256_FIELD_NUMBER: _ClassVar[int]
@@ -23,6 +23,7 @@ class DescribeAgentResponse(_message.Message):
     POOLS_FIELD_NUMBER: _ClassVar[int]
     SCRATCH_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
+    HOST_POOLS_FIELD_NUMBER: _ClassVar[int]
     incarnation: str
     agent_metadata: bytes
     agent_metadata_sha256: bytes
@@ -31,7 +32,8 @@ class DescribeAgentResponse(_message.Message):
     pools: _containers.RepeatedCompositeFieldContainer[PoolDescription]
     scratch: PoolDescription
     model: ModelDigest
-    def __init__(self, incarnation: _Optional[str] = ..., agent_metadata: _Optional[bytes] = ..., agent_metadata_sha256: _Optional[bytes] = ..., device_id: _Optional[int] = ..., memory_type: _Optional[str] = ..., pools: _Optional[_Iterable[_Union[PoolDescription, _Mapping]]] = ..., scratch: _Optional[_Union[PoolDescription, _Mapping]] = ..., model: _Optional[_Union[ModelDigest, _Mapping]] = ...) -> None: ...
+    host_pools: _containers.RepeatedCompositeFieldContainer[PoolDescription]
+    def __init__(self, incarnation: _Optional[str] = ..., agent_metadata: _Optional[bytes] = ..., agent_metadata_sha256: _Optional[bytes] = ..., device_id: _Optional[int] = ..., memory_type: _Optional[str] = ..., pools: _Optional[_Iterable[_Union[PoolDescription, _Mapping]]] = ..., scratch: _Optional[_Union[PoolDescription, _Mapping]] = ..., model: _Optional[_Union[ModelDigest, _Mapping]] = ..., host_pools: _Optional[_Iterable[_Union[PoolDescription, _Mapping]]] = ...) -> None: ...
 
 class ModelDigest(_message.Message):
     __slots__ = ("config", "weights", "tokenizer", "dtype", "layout", "draft")
@@ -114,10 +116,12 @@ class HandOverOpen(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., prefill_incarnation: _Optional[str] = ..., decode_incarnation: _Optional[str] = ..., router: _Optional[str] = ...) -> None: ...
 
 class HandOverGrant(_message.Message):
-    __slots__ = ("history",)
+    __slots__ = ("history", "reads_host")
     HISTORY_FIELD_NUMBER: _ClassVar[int]
+    READS_HOST_FIELD_NUMBER: _ClassVar[int]
     history: HandOverHistory
-    def __init__(self, history: _Optional[_Union[HandOverHistory, _Mapping]] = ...) -> None: ...
+    reads_host: bool
+    def __init__(self, history: _Optional[_Union[HandOverHistory, _Mapping]] = ..., reads_host: bool = ...) -> None: ...
 
 class HandOverHistory(_message.Message):
     __slots__ = ("runs", "agent", "bytes_per_second")
@@ -182,12 +186,14 @@ class HandOverBegun(_message.Message):
     def __init__(self) -> None: ...
 
 class HandOverAnnounce(_message.Message):
-    __slots__ = ("runs", "first_tokens")
+    __slots__ = ("runs", "first_tokens", "from_host")
     RUNS_FIELD_NUMBER: _ClassVar[int]
     FIRST_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    FROM_HOST_FIELD_NUMBER: _ClassVar[int]
     runs: _containers.RepeatedCompositeFieldContainer[PageRun]
     first_tokens: _containers.RepeatedCompositeFieldContainer[FirstToken]
-    def __init__(self, runs: _Optional[_Iterable[_Union[PageRun, _Mapping]]] = ..., first_tokens: _Optional[_Iterable[_Union[FirstToken, _Mapping]]] = ...) -> None: ...
+    from_host: bool
+    def __init__(self, runs: _Optional[_Iterable[_Union[PageRun, _Mapping]]] = ..., first_tokens: _Optional[_Iterable[_Union[FirstToken, _Mapping]]] = ..., from_host: bool = ...) -> None: ...
 
 class PageRun(_message.Message):
     __slots__ = ("first_page", "page_ids")

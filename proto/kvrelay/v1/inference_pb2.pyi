@@ -30,26 +30,30 @@ WORKER_ROLE_DECODE: WorkerRole
 WORKER_ROLE_AGGREGATED: WorkerRole
 
 class OpenSessionRequest(_message.Message):
-    __slots__ = ("session_id", "idle_timeout_seconds", "max_kept_tokens", "cache_salt", "history")
+    __slots__ = ("session_id", "idle_timeout_seconds", "max_kept_tokens", "cache_salt", "history", "history_digest")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     IDLE_TIMEOUT_SECONDS_FIELD_NUMBER: _ClassVar[int]
     MAX_KEPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
     HISTORY_FIELD_NUMBER: _ClassVar[int]
+    HISTORY_DIGEST_FIELD_NUMBER: _ClassVar[int]
     session_id: str
     idle_timeout_seconds: float
     max_kept_tokens: int
     cache_salt: str
     history: TokenIds
-    def __init__(self, session_id: _Optional[str] = ..., idle_timeout_seconds: _Optional[float] = ..., max_kept_tokens: _Optional[int] = ..., cache_salt: _Optional[str] = ..., history: _Optional[_Union[TokenIds, _Mapping]] = ...) -> None: ...
+    history_digest: str
+    def __init__(self, session_id: _Optional[str] = ..., idle_timeout_seconds: _Optional[float] = ..., max_kept_tokens: _Optional[int] = ..., cache_salt: _Optional[str] = ..., history: _Optional[_Union[TokenIds, _Mapping]] = ..., history_digest: _Optional[str] = ...) -> None: ...
 
 class OpenSessionResponse(_message.Message):
-    __slots__ = ("session_id", "idle_timeout_seconds")
+    __slots__ = ("session_id", "idle_timeout_seconds", "tokens")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     IDLE_TIMEOUT_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
     session_id: str
     idle_timeout_seconds: float
-    def __init__(self, session_id: _Optional[str] = ..., idle_timeout_seconds: _Optional[float] = ...) -> None: ...
+    tokens: int
+    def __init__(self, session_id: _Optional[str] = ..., idle_timeout_seconds: _Optional[float] = ..., tokens: _Optional[int] = ...) -> None: ...
 
 class CloseSessionRequest(_message.Message):
     __slots__ = ("session_id",)
@@ -72,7 +76,7 @@ class GetSessionsResponse(_message.Message):
     def __init__(self, sessions: _Optional[_Iterable[_Union[SessionState, _Mapping]]] = ...) -> None: ...
 
 class SessionState(_message.Message):
-    __slots__ = ("session_id", "tokens", "turns", "running", "waiting_turns", "idle_seconds", "idle_timeout_seconds", "worker", "kept_tokens")
+    __slots__ = ("session_id", "tokens", "turns", "running", "waiting_turns", "idle_seconds", "idle_timeout_seconds", "worker", "kept_tokens", "history_digest")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     TURNS_FIELD_NUMBER: _ClassVar[int]
@@ -82,6 +86,7 @@ class SessionState(_message.Message):
     IDLE_TIMEOUT_SECONDS_FIELD_NUMBER: _ClassVar[int]
     WORKER_FIELD_NUMBER: _ClassVar[int]
     KEPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    HISTORY_DIGEST_FIELD_NUMBER: _ClassVar[int]
     session_id: str
     tokens: int
     turns: int
@@ -91,7 +96,8 @@ class SessionState(_message.Message):
     idle_timeout_seconds: float
     worker: str
     kept_tokens: int
-    def __init__(self, session_id: _Optional[str] = ..., tokens: _Optional[int] = ..., turns: _Optional[int] = ..., running: bool = ..., waiting_turns: _Optional[int] = ..., idle_seconds: _Optional[float] = ..., idle_timeout_seconds: _Optional[float] = ..., worker: _Optional[str] = ..., kept_tokens: _Optional[int] = ...) -> None: ...
+    history_digest: str
+    def __init__(self, session_id: _Optional[str] = ..., tokens: _Optional[int] = ..., turns: _Optional[int] = ..., running: bool = ..., waiting_turns: _Optional[int] = ..., idle_seconds: _Optional[float] = ..., idle_timeout_seconds: _Optional[float] = ..., worker: _Optional[str] = ..., kept_tokens: _Optional[int] = ..., history_digest: _Optional[str] = ...) -> None: ...
 
 class GenerateRequest(_message.Message):
     __slots__ = ("request_id", "text", "input_ids", "sampling_params", "priority", "model", "cache_salt", "session_id", "rewind_to", "queue_turn")
@@ -231,7 +237,7 @@ class TokenLogprob(_message.Message):
     def __init__(self, token_id: _Optional[int] = ..., logprob: _Optional[float] = ...) -> None: ...
 
 class GenerateComplete(_message.Message):
-    __slots__ = ("finish_reason", "matched_token_id", "matched_stop_string", "usage", "timings", "seed", "choices")
+    __slots__ = ("finish_reason", "matched_token_id", "matched_stop_string", "usage", "timings", "seed", "choices", "history_digest")
     FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
     MATCHED_TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
     MATCHED_STOP_STRING_FIELD_NUMBER: _ClassVar[int]
@@ -239,6 +245,7 @@ class GenerateComplete(_message.Message):
     TIMINGS_FIELD_NUMBER: _ClassVar[int]
     SEED_FIELD_NUMBER: _ClassVar[int]
     CHOICES_FIELD_NUMBER: _ClassVar[int]
+    HISTORY_DIGEST_FIELD_NUMBER: _ClassVar[int]
     finish_reason: FinishReason
     matched_token_id: int
     matched_stop_string: str
@@ -246,7 +253,8 @@ class GenerateComplete(_message.Message):
     timings: PhaseTimings
     seed: int
     choices: _containers.RepeatedCompositeFieldContainer[ChoiceEnd]
-    def __init__(self, finish_reason: _Optional[_Union[FinishReason, str]] = ..., matched_token_id: _Optional[int] = ..., matched_stop_string: _Optional[str] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., timings: _Optional[_Union[PhaseTimings, _Mapping]] = ..., seed: _Optional[int] = ..., choices: _Optional[_Iterable[_Union[ChoiceEnd, _Mapping]]] = ...) -> None: ...
+    history_digest: str
+    def __init__(self, finish_reason: _Optional[_Union[FinishReason, str]] = ..., matched_token_id: _Optional[int] = ..., matched_stop_string: _Optional[str] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., timings: _Optional[_Union[PhaseTimings, _Mapping]] = ..., seed: _Optional[int] = ..., choices: _Optional[_Iterable[_Union[ChoiceEnd, _Mapping]]] = ..., history_digest: _Optional[str] = ...) -> None: ...
 
 class ChoiceEnd(_message.Message):
     __slots__ = ("finish_reason", "matched_token_id", "matched_stop_string")
@@ -412,7 +420,7 @@ class WorkerStatus(_message.Message):
     def __init__(self, worker: _Optional[str] = ..., role: _Optional[_Union[WorkerRole, str]] = ..., incarnation: _Optional[str] = ..., address: _Optional[str] = ..., metrics_address: _Optional[str] = ..., ready: bool = ..., load: _Optional[_Union[WorkerLoad, _Mapping]] = ..., draining: bool = ..., model_digest: _Optional[str] = ..., refusal: _Optional[str] = ..., kv_events_address: _Optional[str] = ...) -> None: ...
 
 class WorkerLoad(_message.Message):
-    __slots__ = ("waiting_requests", "running_requests", "waiting_tokens", "pools", "growth_tokens", "draining", "peers", "speeds", "prompts_by_size", "reused_share", "output_tokens", "quarantine", "session_locked_tokens")
+    __slots__ = ("waiting_requests", "running_requests", "waiting_tokens", "pools", "growth_tokens", "draining", "peers", "speeds", "prompts_by_size", "reused_share", "output_tokens", "quarantine", "session_locked_tokens", "storage_error")
     WAITING_REQUESTS_FIELD_NUMBER: _ClassVar[int]
     RUNNING_REQUESTS_FIELD_NUMBER: _ClassVar[int]
     WAITING_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -426,6 +434,7 @@ class WorkerLoad(_message.Message):
     OUTPUT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     QUARANTINE_FIELD_NUMBER: _ClassVar[int]
     SESSION_LOCKED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    STORAGE_ERROR_FIELD_NUMBER: _ClassVar[int]
     waiting_requests: int
     running_requests: int
     waiting_tokens: int
@@ -439,7 +448,8 @@ class WorkerLoad(_message.Message):
     output_tokens: int
     quarantine: _containers.RepeatedCompositeFieldContainer[QuarantineState]
     session_locked_tokens: int
-    def __init__(self, waiting_requests: _Optional[int] = ..., running_requests: _Optional[int] = ..., waiting_tokens: _Optional[int] = ..., pools: _Optional[_Iterable[_Union[PoolState, _Mapping]]] = ..., growth_tokens: _Optional[int] = ..., draining: bool = ..., peers: _Optional[_Iterable[_Union[PeerTransfer, _Mapping]]] = ..., speeds: _Optional[_Union[StepSpeeds, _Mapping]] = ..., prompts_by_size: _Optional[_Iterable[int]] = ..., reused_share: _Optional[float] = ..., output_tokens: _Optional[int] = ..., quarantine: _Optional[_Iterable[_Union[QuarantineState, _Mapping]]] = ..., session_locked_tokens: _Optional[int] = ...) -> None: ...
+    storage_error: str
+    def __init__(self, waiting_requests: _Optional[int] = ..., running_requests: _Optional[int] = ..., waiting_tokens: _Optional[int] = ..., pools: _Optional[_Iterable[_Union[PoolState, _Mapping]]] = ..., growth_tokens: _Optional[int] = ..., draining: bool = ..., peers: _Optional[_Iterable[_Union[PeerTransfer, _Mapping]]] = ..., speeds: _Optional[_Union[StepSpeeds, _Mapping]] = ..., prompts_by_size: _Optional[_Iterable[int]] = ..., reused_share: _Optional[float] = ..., output_tokens: _Optional[int] = ..., quarantine: _Optional[_Iterable[_Union[QuarantineState, _Mapping]]] = ..., session_locked_tokens: _Optional[int] = ..., storage_error: _Optional[str] = ...) -> None: ...
 
 class QuarantineState(_message.Message):
     __slots__ = ("reason", "pages", "seconds")

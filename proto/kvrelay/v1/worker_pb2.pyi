@@ -8,6 +8,20 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class FindHistoryRequest(_message.Message):
+    __slots__ = ("owner", "digest")
+    OWNER_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    owner: str
+    digest: str
+    def __init__(self, owner: _Optional[str] = ..., digest: _Optional[str] = ...) -> None: ...
+
+class FindHistoryResponse(_message.Message):
+    __slots__ = ("token_ids",)
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+
 class GetPageOwnersRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...

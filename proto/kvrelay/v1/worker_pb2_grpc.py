@@ -47,6 +47,11 @@ class WorkerServiceStub(object):
                 request_serializer=kvrelay_dot_v1_dot_worker__pb2.GetPageOwnersRequest.SerializeToString,
                 response_deserializer=kvrelay_dot_v1_dot_worker__pb2.GetPageOwnersResponse.FromString,
                 _registered_method=True)
+        self.FindHistory = channel.unary_unary(
+                '/kvrelay.v1.WorkerService/FindHistory',
+                request_serializer=kvrelay_dot_v1_dot_worker__pb2.FindHistoryRequest.SerializeToString,
+                response_deserializer=kvrelay_dot_v1_dot_worker__pb2.FindHistoryResponse.FromString,
+                _registered_method=True)
 
 
 class WorkerServiceServicer(object):
@@ -69,6 +74,14 @@ class WorkerServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def FindHistory(self, request, context):
+        """The history of a session that another router had. Its KV is where any router's next turn
+        finds it from then on.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_WorkerServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -81,6 +94,11 @@ def add_WorkerServiceServicer_to_server(servicer, server):
                     servicer.GetPageOwners,
                     request_deserializer=kvrelay_dot_v1_dot_worker__pb2.GetPageOwnersRequest.FromString,
                     response_serializer=kvrelay_dot_v1_dot_worker__pb2.GetPageOwnersResponse.SerializeToString,
+            ),
+            'FindHistory': grpc.unary_unary_rpc_method_handler(
+                    servicer.FindHistory,
+                    request_deserializer=kvrelay_dot_v1_dot_worker__pb2.FindHistoryRequest.FromString,
+                    response_serializer=kvrelay_dot_v1_dot_worker__pb2.FindHistoryResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -140,6 +158,33 @@ class WorkerService(object):
             '/kvrelay.v1.WorkerService/GetPageOwners',
             kvrelay_dot_v1_dot_worker__pb2.GetPageOwnersRequest.SerializeToString,
             kvrelay_dot_v1_dot_worker__pb2.GetPageOwnersResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def FindHistory(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvrelay.v1.WorkerService/FindHistory',
+            kvrelay_dot_v1_dot_worker__pb2.FindHistoryRequest.SerializeToString,
+            kvrelay_dot_v1_dot_worker__pb2.FindHistoryResponse.FromString,
             options,
             channel_credentials,
             insecure,

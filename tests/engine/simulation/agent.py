@@ -34,8 +34,17 @@ class SimAgent:
         self.serving -= 1
         assert self.serving >= 0
 
-    def pull(self, peer: str, local: Any, remote: Any, on_end: Callable[[Pull], None]) -> Pull:
-        pull = Pull(peer, tuple(local), tuple(remote), PullState.RUNNING)
+    def pull(
+        self,
+        peer: str,
+        local_pages: Any,
+        remote_pages: Any,
+        on_end: Callable[[Pull], None],
+        *,
+        from_host: bool = False,
+    ) -> Pull:
+        local, remote = tuple(local_pages), tuple(remote_pages)
+        pull = Pull(peer, local, remote, PullState.RUNNING, from_host)
         self.ordered.append((pull, on_end))
         return pull
 

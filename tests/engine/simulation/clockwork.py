@@ -7,6 +7,7 @@ from typing import Any
 
 from kvrelay.engine.executor.step import Scheduled, Step
 from kvrelay.engine.scheduler.commands import Wake
+from kvrelay.mem_cache.storage_orders import StorageOrder
 from kvrelay.mem_cache.tier_copies import PageMoves
 from kvrelay.wire.output import RequestOutput
 from tests.engine.simulation.cluster import Simulation
@@ -30,6 +31,14 @@ class Copying:
     ends: float
 
 
+@dataclass(frozen=True)
+class Storing:
+    """What storage does."""
+
+    order: StorageOrder
+    ends: float
+
+
 class Clockwork(Simulation):
     """A test may replace `step_seconds` or `copy_seconds`, besides what `Simulation` names."""
 
@@ -38,6 +47,7 @@ class Clockwork(Simulation):
         self.clock = 0.0
         self._runs: dict[SimWorker, Forward] = {}
         self._copies: dict[SimWorker, Copying] = {}
+        self._stored: dict[SimWorker, Storing] = {}
         self.ended_at: dict[SimRequest, float] = {}
         self.emitted_at: dict[SimRequest, list[float]] = {}
         """For each request the moments of its tokens."""
@@ -55,6 +65,11 @@ class Clockwork(Simulation):
             ends = [self._runs[worker].ends for worker in self.workers if worker.steps]
             ends += [min(worker.wakes) for worker in self.workers if worker.wakes]
             ends += [self._copies[worker].ends for worker in self.workers if worker.copies]
+            ends += [
+                self._stored[worker].ends
+                for worker in self.workers
+                if worker.storage is not None and worker.storage.orders
+            ]
             if not ends or min(ends) > moment:
                 break
             self.clock = min(ends)
@@ -85,6 +100,19 @@ class Clockwork(Simulation):
         if runs is None or runs.moves is not moves:
             worker.copy_seconds = self.copy_seconds(worker, moves)
             runs = self._copies[worker] = Copying(moves, self.clock + worker.copy_seconds)
+        return runs.ends <= self.clock
+
+    def storage_seconds(self, order: StorageOrder) -> float:
+        """How long storage takes for what was ordered of it."""
+        return 0.0
+
+    def can_end_storage(self, worker: SimWorker) -> bool:
+        """Whether the clock has reached the end of its oldest order of storage."""
+        assert worker.storage is not None
+        order, runs = worker.storage.orders[0], self._stored.get(worker)
+        if runs is None or runs.order is not order:
+            worker.storage_seconds = self.storage_seconds(order)
+            runs = self._stored[worker] = Storing(order, self.clock + worker.storage_seconds)
         return runs.ends <= self.clock
 
     def now(self) -> float:

@@ -15,6 +15,7 @@ from kvrelay.engine.config import WorkerConfig
 from kvrelay.engine.scheduler.commands import Attach, Cancel, Detach, PeerDied, Submit
 from kvrelay.engine.scheduler.outbox import RouterLink
 from kvrelay.kv_transfer.pull import Pull, PullState
+from kvrelay.mem_cache.storage_pages import PageStore
 from kvrelay.prefill_worker.request import (
     HandOverStream as PrefillStream,
 )
@@ -29,6 +30,7 @@ from kvrelay.wire.worker_info import WorkerRole
 from tests.engine.simulation.model import FULL, Windows
 from tests.engine.simulation.router import SimRequest, SimRouter
 from tests.engine.simulation.worker import MAX_TOKENS, SimWorker
+from tests.late_device import LateStreams
 
 
 class Simulation(SimRouter):
@@ -40,6 +42,8 @@ class Simulation(SimRouter):
 
     write_bytes_per_second = 1e9
     """From decode to prefill workers: what sessions are lent with."""
+    late = False
+    """Devices compute as late as events allow. A test sets it for all of its simulations."""
     slow_forwards = False
     """Forwards of decode workers end only when nothing else can happen."""
 
@@ -59,6 +63,7 @@ class Simulation(SimRouter):
         most_tokens: int = MAX_TOKENS,
         local: float = 0.0,
         host_pages: int = 0,
+        make_store: Callable[[SimWorker], PageStore] | None = None,
         **options: Any,
     ) -> None:
         super().__init__(random.Random(seed), local)
@@ -86,6 +91,8 @@ class Simulation(SimRouter):
                 tokenizer,
                 most_tokens,
                 host_pages,
+                make_store,
+                device=LateStreams(self.random) if self.late else None,
             )
 
         if aggregated:
@@ -99,6 +106,7 @@ class Simulation(SimRouter):
         self.by_name = {worker.name: worker for worker in self.workers}
         """All workers, those included that have left."""
         self._make = make
+        self._dead: set[str] = set()
         self.pairs: list[tuple[SimWorker, DecodeStream, SimWorker, PrefillStream]] = []
         self.pulls: list[Pull] = []
         """Reads that have ended well."""
@@ -165,17 +173,37 @@ class Simulation(SimRouter):
             decode.inbox.post(PeerDied(worker.name))
         return successor
 
+    def kill(self, worker: SimWorker) -> SimWorker:
+        """A worker dies with all that it has not sent; another one takes its place."""
+        self._dead.add(worker.name)
+        successor = self._make(worker.name + "'", worker.role_name)
+        self.by_name[successor.name] = successor
+        for workers in {id(w): w for w in (self.workers, self.prefills, self.decodes)}.values():
+            if worker in workers:
+                workers[workers.index(worker)] = successor
+        for pair in [pair for pair in self.pairs if worker in (pair[0], pair[2])]:
+            self._unpair(pair)
+        for other in self.workers:
+            other.inbox.post(PeerDied(worker.name))
+        self.lose_worker(worker)
+        return successor
+
     def step(self) -> bool:
         """Let one random thing happen; returns whether anything could."""
         actions: list[Callable[[], None]] = []
         for worker in self.workers:
             if worker.inbox:
                 actions.append(worker.turn)
-            if worker.steps and self.can_end_step(worker):
-                actions.append(worker.end_step)
-            if worker.copies and self.can_end_copy(worker):
+            actions += self._forward_actions(worker)
+            if worker.copies and self._copy_is_home(worker) and self.can_end_copy(worker):
                 actions.append(worker.end_copy)
-            if worker.agent.ordered:
+            if (
+                worker.storage is not None
+                and worker.storage.orders
+                and self.can_end_storage(worker)
+            ):
+                actions.append(worker.end_storage)
+            if self._reads_that_come(worker):
                 actions.append(partial(self.end_read, worker))
             if worker.agent.to_hash:
                 actions.append(worker.hash)
@@ -184,6 +212,7 @@ class Simulation(SimRouter):
         actions += [partial(self.carry_messages, pair) for pair in self.pairs if self._ready(pair)]
         if self.slow_forwards:
             slow = [w.end_step for w in self.decodes if w.steps]
+            slow += [w.device.run_one for w in self.decodes if w.device is not None]
             actions = [action for action in actions if action not in slow] or actions
         if not actions:
             return False
@@ -191,12 +220,33 @@ class Simulation(SimRouter):
         self.collect_outputs()
         return True
 
+    def _forward_actions(self, worker: SimWorker) -> list[Callable[[], None]]:
+        """What can happen to the steps of a worker."""
+        device, may_end = worker.device, bool(worker.steps) and self.can_end_step(worker)
+        if device is None:
+            return [worker.end_step] if may_end else []
+        actions: list[Callable[[], None]] = []
+        if worker.not_taken:
+            actions.append(worker.take_step)
+        if device.can_run and (may_end or not worker.steps):
+            actions.append(device.run_one)
+        if may_end and worker.is_home:
+            actions.append(worker.read_home)
+        return actions
+
+    def _copy_is_home(self, worker: SimWorker) -> bool:
+        return worker.device is None or worker.copies_home[0].passed()
+
     def can_end_step(self, worker: SimWorker) -> bool:
         """Whether a forward that was launched has had time to end."""
         return True
 
     def can_end_copy(self, worker: SimWorker) -> bool:
         """Whether a copy that was ordered has had time to end."""
+        return True
+
+    def can_end_storage(self, worker: SimWorker) -> bool:
+        """Whether what was ordered of storage has had time to end."""
         return True
 
     def on_read(self, worker: SimWorker, pull: Pull) -> None:
@@ -263,9 +313,14 @@ class Simulation(SimRouter):
         prefill.inbox.post(StreamClosed(theirs))
         decode.inbox.post(StreamLost(mine, "closed"))
 
+    def _reads_that_come(self, worker: SimWorker) -> list[tuple[Pull, Callable[[Pull], None]]]:
+        """Those that were ordered: the bytes of a worker that has died never come."""
+        dead = self._dead
+        return [entry for entry in worker.agent.ordered if entry[0].peer not in dead]
+
     def end_read(self, worker: SimWorker) -> None:
         """Move one read's bytes as they are on the other side now, and end it."""
-        entry = self.random.choice(worker.agent.ordered)
+        entry = self.random.choice(self._reads_that_come(worker))
         pull, on_end = entry
         peer = self.by_name[pull.peer]
         worker.model.read(peer.model, pull)

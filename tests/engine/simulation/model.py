@@ -12,15 +12,17 @@ from kvrelay.engine.config import WorkerConfig
 from kvrelay.engine.executor.model_executor import Drafter, ModelExecutor
 from kvrelay.engine.executor.token_state import TokenState
 from kvrelay.engine.worker.loading import load_model
-from kvrelay.kv_transfer.checksums import LocalPage, hash_bytes
+from kvrelay.kv_transfer.checksums import LocalPage
 from kvrelay.kv_transfer.pull import Pull
+from kvrelay.mem_cache.byte_sum import hash_bytes
 from kvrelay.mem_cache.convert import copy_pages
 from kvrelay.mem_cache.shape import PoolShape
 from kvrelay.mem_cache.sharing import PageCopy
 from kvrelay.mem_cache.tier_copies import PageMoves, copy_moves
-from kvrelay.model_runner.batch import ForwardBatch
+from kvrelay.model_runner.batch import ForwardBatch, input_ids_on
 from kvrelay.model_runner.sampling.sampler import SamplingRow, sample_token_id
 from kvrelay.wire.request import SamplingParams
+from tests.late_device import LateStreams, draw
 
 VOCAB = 97
 Windows = tuple[int | None, ...]
@@ -90,11 +92,19 @@ class GuessDrafter:
         return tokens[len(state.token_ids) :]
 
 
+NOBODYS = -3
+"""In pages: no token's."""
+
+
 class CountingModel:
     """Reads and writes token ids in pages; its logits are sure of `next_token`."""
 
     def __init__(
-        self, shapes: Sequence[PoolShape], page_size: int, drafter: Drafter | None
+        self,
+        shapes: Sequence[PoolShape],
+        page_size: int,
+        drafter: Drafter | None,
+        device: LateStreams | None = None,
     ) -> None:
         self.windows = [shape.window for shape in shapes]
         self.page_size = page_size
@@ -103,7 +113,8 @@ class CountingModel:
         """Sequences of the next batch whose logits are not finite."""
         self.fails = ""
         """The error that the next forward ends with, if any."""
-        self.executor = ModelExecutor(self, self._copy, drafter)
+        late_draw = None if device is None else draw
+        self.executor = ModelExecutor(self, self._copy, drafter, streams=device, draw=late_draw)
 
     def make_host(self, pages: int) -> None:
         """Have a host pool beside each pool."""
@@ -117,24 +128,38 @@ class CountingModel:
             else:
                 kv[pages] = host[moves.host_pages]
 
+    def spoil_tier(self, moves: PageMoves) -> None:
+        """What a copy leaves that fails: a half of its pages, and nobody's bytes."""
+        self.copy_tier(moves)
+        for kv, host, pages in zip(self.kv, self.host_kv, moves.device_pages, strict=True):
+            half = len(pages) // 2
+            if moves.to_host:
+                host[moves.host_pages[half:]] = NOBODYS
+            else:
+                kv[pages[half:]] = NOBODYS
+
     def read(self, peer: SimModel, pull: Pull) -> None:
         """Move one read's bytes as they are on the other side now."""
         assert isinstance(peer, CountingModel)
-        pages = zip(self.kv, pull.local_pages, peer.kv, pull.remote_pages, strict=True)
+        source = peer.host_kv if pull.from_host else peer.kv
+        pages = zip(self.kv, pull.local_pages, source, pull.remote_pages, strict=True)
         for kv, local, theirs, remote in pages:
             kv[local] = theirs[remote]
 
     def sum(self, page: LocalPage) -> int:
         """The hash of the tokens on a page whose KV is written."""
-        return hash_bytes(self.kv[page.place.pool][page.page_id, : page.tokens].view(np.uint8))
+        kv = (self.host_kv if page.in_host else self.kv)[page.place.pool]
+        return hash_bytes(kv[page.page_id, : page.tokens].view(np.uint8))
 
-    def forward(self, batch: ForwardBatch) -> torch.Tensor:
+    def launch(self, batch: ForwardBatch) -> torch.Tensor:
         if self.fails:
             raise RuntimeError(self.fails)
+        ids = input_ids_on(batch, torch.device("cpu")).numpy()
+        assert ((ids >= 0) & (ids < VOCAB)).all(), "no tokens"
         logits = np.zeros((len(batch.logit_rows), VOCAB), np.float32)
         owners = np.repeat(np.arange(len(batch.seq_lens)), np.diff(batch.query_start))
         for index in range(len(batch.seq_lens)):
-            self._write(batch, index)
+            self._write(batch, index, ids)
         for row, token in enumerate(batch.logit_rows.tolist()):
             index = int(owners[token])
             seen = self._context(batch, index, int(batch.positions[token]) + 1)
@@ -147,9 +172,9 @@ class CountingModel:
         for copy in copies:
             self.kv[copy.pool][copy.target] = self.kv[copy.pool][copy.source]
 
-    def _write(self, batch: ForwardBatch, index: int) -> None:
+    def _write(self, batch: ForwardBatch, index: int, input_ids: np.ndarray) -> None:
         first, last = batch.query_start[index : index + 2]
-        at, ids = batch.positions[first:last], batch.input_ids[first:last]
+        at, ids = batch.positions[first:last], input_ids[first:last]
         for kv, tables in zip(self.kv, batch.page_tables, strict=True):
             pages = tables[index][at // self.page_size]
             # A window need not be there for the tokens that it has passed already.
@@ -169,10 +194,15 @@ class RealModel:
     fails = ""
     """Steps of a real model are not made to fail."""
 
-    def __init__(self, config: WorkerConfig) -> None:
+    def __init__(self, config: WorkerConfig, device: LateStreams | None = None) -> None:
         model = load_model(config)
         self.pools, self.executor = model.pools, model.executor
-        self.host_pools = model.host_pools
+        if device is not None:
+            first = model.executor
+            self.executor = ModelExecutor(
+                model.runner, first._copy, first._drafter, first._masks, device, draw
+            )
+        self.host_pools, self.digest = model.host_pools, model.digest
         self.broken: set[int] = set()
 
     def copy_tier(self, moves: PageMoves) -> None:
@@ -182,7 +212,8 @@ class RealModel:
     def read(self, peer: SimModel, pull: Pull) -> None:
         """Copy the pages that a peer's pools hold now."""
         assert isinstance(peer, RealModel)
-        pages = zip(self.pools, pull.local_pages, peer.pools, pull.remote_pages, strict=True)
+        source = peer.host_pools if pull.from_host else peer.pools
+        pages = zip(self.pools, pull.local_pages, source, pull.remote_pages, strict=True)
         for pool, local, theirs, remote in pages:
             copy_pages(theirs, remote, pool, local)
 

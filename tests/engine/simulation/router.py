@@ -48,6 +48,8 @@ class SimRequest:
     """An attempt was retracted by a drain; its prompt may still be computed."""
     session: KeptSession | None = None
     """Whose turn it is."""
+    lost_worker: bool = False
+    """A worker died with an attempt of it, which the other worker may still go on with."""
 
     @property
     def output(self) -> list[int]:
@@ -183,6 +185,20 @@ class SimRouter:
             if request.key == command.key.of_choice(choice):
                 self._move(request, worker)
 
+    def lose_worker(self, worker: SimWorker) -> None:
+        """A worker has died: the requests that it had not ended go on elsewhere."""
+        for request in self.submitted:
+            both = {request.prefill.name, request.decode.name}
+            if worker.name not in both - request.ends.keys():
+                continue
+            others = both & request.ends.keys()
+            if others and len(request.output) == request.max_tokens:
+                request.ends[worker.name] = RequestEnd(EndReason.FAILED)
+                self.ended(request)
+                continue
+            request.lost_worker = True
+            self._move(request, worker)
+
     def ended(self, request: SimRequest) -> None:
         """Called when a request has ended on all of its workers; a test may replace it."""
 
@@ -205,6 +221,7 @@ class SimRouter:
         request = self.requests[output.key]
         if output.key != request.key:
             late = worker.role_name is WorkerRole.PREFILL and request.decode_drained
+            late |= request.lost_worker
             assert not output.tokens or late, "an attempt that was retracted goes on"
             return
         for offset, token in enumerate(output.tokens):

@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from kvrelay.aggregated_worker.scheduler import AggregatedScheduler
@@ -14,18 +15,24 @@ from kvrelay.decode_worker.hand_over_stream import ConnectAnew, OpenStream
 from kvrelay.decode_worker.hand_over_stream import HandOverStream as DecodeStream
 from kvrelay.decode_worker.scheduler import DecodeScheduler
 from kvrelay.engine.config import WorkerConfig
-from kvrelay.engine.executor.step import Step, execute_or_fail
+from kvrelay.engine.executor.pipeline import StepPipeline
+from kvrelay.engine.executor.step import Step, StepEnded
+from kvrelay.engine.faults import FaultPlan
 from kvrelay.engine.scheduler.commands import Attach, Drain, Inbox
 from kvrelay.engine.scheduler.context import SchedulerContext
 from kvrelay.engine.scheduler.loop import Engine
 from kvrelay.engine.scheduler.metrics import WorkerMetrics
 from kvrelay.engine.scheduler.outbox import Outbox, RouterLink
-from kvrelay.engine.worker.memory import make_host_tier, make_kv_cache, tokens_ahead
+from kvrelay.engine.worker.faulty import FaultyCopies, FaultyStorage
+from kvrelay.engine.worker.memory import make_host_tier, make_kv_cache, make_store, tokens_ahead
 from kvrelay.mem_cache.host_tier import HostTier
 from kvrelay.mem_cache.kv_cache_manager import KVCacheManager
 from kvrelay.mem_cache.prefix_log import PrefixLog
 from kvrelay.mem_cache.radix_tree import RadixTree
 from kvrelay.mem_cache.shape import PoolShape, window_pages
+from kvrelay.mem_cache.storage_pages import PageStore, StoreState
+from kvrelay.mem_cache.storage_tier import StorageTier
+from kvrelay.mem_cache.streams import Event
 from kvrelay.mem_cache.tier_copies import CopyEnded, CopyStream, PageMoves
 from kvrelay.mem_cache.tier_speed import TierSpeed
 from kvrelay.prefill_worker.scheduler import PrefillScheduler
@@ -36,6 +43,8 @@ from kvrelay.wire.request import RequestKey
 from kvrelay.wire.worker_info import WorkerRole
 from tests.engine.simulation.agent import SimAgent
 from tests.engine.simulation.model import CountingModel, GuessDrafter, RealModel, SimModel, Windows
+from tests.engine.simulation.storage import SimStorage
+from tests.late_device import LateStreams
 
 MAX_TOKENS = 2048
 """Of one request."""
@@ -51,6 +60,13 @@ class SimCopies:
 
     def start(self, moves: PageMoves) -> None:
         self.ordered.append(moves)
+
+
+class StrictPipeline(StepPipeline[Any]):
+    """Steps in flight; what fails is a fault of the test's subject."""
+
+    def _fail(self, step: Step[Any], *args: Any, **options: Any) -> StepEnded[Any]:
+        raise next(one for one in args if isinstance(one, Exception))
 
 
 @dataclass(eq=False)
@@ -71,9 +87,16 @@ class SimWorker:
     """Of a request."""
     host_pages: int = 0
     """Of a host tier below a counting model."""
+    make_store: Callable[[SimWorker], PageStore] | None = None
+    """Makes what is below the host tier; None: nothing is."""
     copies: deque[PageMoves] = field(default_factory=deque)
     """Between the device and the host, that were ordered and have not ended."""
+    device: LateStreams | None = None
+    """What computes late; None: a step is computed when it ends."""
     steps: deque[Step[Any]] = field(default_factory=deque)
+    """Those that the engine has launched and that have not ended."""
+    not_taken: deque[Step[Any]] = field(default_factory=deque)
+    """Of these, those that the device was not given yet."""
     opened: list[DecodeStream] = field(default_factory=list)
     connected_anew: list[str] = field(default_factory=list)
     """Peers, each time that one is to be connected anew."""
@@ -88,20 +111,30 @@ class SimWorker:
     """Moments at which the loop wants to run a pass."""
     copy_seconds: float = 0.0
     """What the copy that ends next is said to have taken."""
+    storage_seconds: float = 0.0
+    """What storage is said to have taken for what ends next."""
     copy_fails: Callable[[PageMoves], bool] | None = None
-    """Whether a copy moves no byte, and ends with an error; None: none does."""
+    """Whether a copy leaves wrong bytes, and ends with an error; None: none does."""
 
     def __post_init__(self) -> None:
         self.model, self.kv_cache = self._load()
         self.executor = self.model.executor
+        self.pipeline = StrictPipeline(self.executor)
+        self.copies_home: deque[Event] = deque()
+        """Of each of `copies`."""
+        self.failed_copies: set[int] = set()
+        """Operations of which no byte was moved."""
         self.agent = SimAgent(self.name)
         self.inbox: Inbox[Any] = Inbox()
         outbox = Outbox(lambda function, *args: function(*args))
+        self.faults = FaultPlan()
         self.tier = self._make_tier()
+        self.storage = self._make_storage()
         self.context: SchedulerContext[Any] = SchedulerContext(
             self.kv_cache,
             outbox,
             WorkerMetrics(self.config),
+            self.faults,
             chunk_tokens=self.config.chunk_tokens,
             host_tier=self.tier,
             wake_in=lambda seconds: self.wakes.append(self.kv_cache.clock() + seconds),
@@ -133,7 +166,7 @@ class SimWorker:
 
     def _load(self) -> tuple[SimModel, KVCacheManager]:
         if self.config.model_path is not None:
-            model = RealModel(self.config)
+            model = RealModel(self.config, self.device)
             return model, make_kv_cache(self.config, model.pools, self.most_tokens)
         ahead, log = tokens_ahead(self.config), PrefixLog(PageHashes(NO_MODEL, self.page_size))
         shapes = [self._shape(window, ahead) for window in self.windows]
@@ -148,7 +181,7 @@ class SimWorker:
             clock=time.monotonic if not self.host_pages else lambda: 0.0,
         )
         drafter = GuessDrafter(0, self.windows) if self.config.drafts_for(True) else None
-        return CountingModel(shapes, self.page_size, drafter), kv_cache
+        return CountingModel(shapes, self.page_size, drafter, self.device), kv_cache
 
     def _make_tier(self) -> HostTier | None:
         if isinstance(self.model, RealModel):
@@ -164,18 +197,58 @@ class SimWorker:
         speed = TierSpeed(math.inf)
         return HostTier(self.kv_cache, log, self.host_pages, PAGE_BYTES, self.copy_stream, speed)
 
+    def _make_storage(self) -> SimStorage | None:
+        if self.tier is None:
+            return None
+        store = None if self.make_store is None else self.make_store(self)
+        if isinstance(self.model, RealModel):
+            store = make_store(self.config, self.model.host_pools, self.model.digest)
+        if store is None:
+            return None
+        stream, speed = SimStorage(store), TierSpeed(math.inf)
+        self.tier.storage = StorageTier(
+            self.tier.pages,
+            self.tier.page_bytes,
+            FaultyStorage(stream, self.faults),
+            speed,
+            StoreState(None),
+            clock=lambda: self.kv_cache.clock(),
+        )
+        return stream
+
+    def end_storage(self) -> None:
+        """Carry out an order of storage, and tell that it has ended."""
+        assert self.storage is not None
+        self.inbox.post(self.storage.end(self.storage_seconds))
+
     @property
     def copy_stream(self) -> CopyStream:
         """Keeps what is ordered until it is told to end."""
-        return SimCopies(self.copies)
+        stream = SimCopies(self.copies) if self.device is None else self
+        return FaultyCopies(stream, self.faults)
+
+    def start(self, moves: PageMoves) -> None:
+        """Launch a copy on the device's stream; this is the copy thread's part."""
+        assert self.device is not None
+        self.device.copies.launch(partial(self._copy, moves))
+        self.copies.append(moves)
+        self.copies_home.append(self.device.copies.record())
+
+    def _copy(self, moves: PageMoves) -> None:
+        if self.copy_fails is not None and self.copy_fails(moves):
+            self.failed_copies.add(moves.operation)
+            self.counting.spoil_tier(moves)
+        else:
+            self.model.copy_tier(moves)
 
     def end_copy(self) -> None:
         """Make the oldest copy, all at once, or let it fail, and tell that it has ended."""
-        moves, error = self.copies.popleft(), ""
-        if self.copy_fails is not None and self.copy_fails(moves):
-            error = "injected"
+        moves = self.copies.popleft()
+        if self.device is None:
+            self._copy(moves)
         else:
-            self.model.copy_tier(moves)
+            self.copies_home.popleft()
+        error = "injected" if moves.operation in self.failed_copies else ""
         self.inbox.post(CopyEnded(moves.operation, self.copy_seconds, error))
 
     def _shape(self, window: int | None, ahead: int) -> PoolShape:
@@ -194,6 +267,28 @@ class SimWorker:
     def launch(self, step: Step[Any]) -> None:
         """Keep a step until it is told to end; this is the launcher's part."""
         self.steps.append(step)
+        if self.device is not None:
+            self.not_taken.append(step)
+
+    def take_step(self) -> None:
+        """Give the next step to the device; this is the forward thread's part."""
+        self._tell(self.pipeline.launch(self.not_taken.popleft()))
+
+    @property
+    def is_home(self) -> bool:
+        """Whether the results of the device's oldest step are on the host."""
+        oldest = self.pipeline.oldest
+        return oldest is not None and oldest.home.passed()
+
+    def read_home(self) -> None:
+        """End the device's oldest step; this is the forward thread's part."""
+        assert self.pipeline.oldest is not None
+        self._tell(self.pipeline.finish(self.pipeline.oldest))
+
+    def _tell(self, ends: Sequence[StepEnded[Any]]) -> None:
+        for ended in ends:
+            assert self.steps.popleft() is ended.step
+            self.inbox.post(replace(ended, seconds=self.forward_seconds or ended.seconds))
 
     def turn(self) -> None:
         if self.inbox:
@@ -223,13 +318,13 @@ class SimWorker:
         self.model.broken = {i for i, item in enumerate(live) if item.request.key in self.broken}
         if step.copies:
             self.executor.copy(step.copies)
-        ended = self.executor.execute(step)
+        ended = self.executor.finish(self.executor.launch(step))
         seconds = self.forward_seconds or ended.seconds
         self.inbox.post(replace(ended, seconds=seconds))
 
     def fail_step(self, error: str = "injected") -> None:
         step, self.model.fails = self.steps.popleft(), error
-        ended = execute_or_fail(self.executor, step)
+        [ended] = StepPipeline[Any](self.executor).launch(step)
         self.model.fails = ""
         self.inbox.post(ended)
 

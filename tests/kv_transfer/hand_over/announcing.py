@@ -13,8 +13,7 @@ def granted(pages: int) -> tuple[PrefillHandOver, DecodeHandOver]:
     prefill, decode = PrefillHandOver(), DecodeHandOver(pages)
     prefill.ask()
     decode.on_ask()
-    decode.grant([0])
-    prefill.on_grant()
+    prefill.on_grant(decode.grant([0]))
     return prefill, decode
 
 
@@ -24,8 +23,7 @@ def granted_window(missing: tuple[int, int]) -> tuple[PrefillHandOver, DecodeHan
     prefill, decode = PrefillHandOver(windowed), DecodeHandOver(4, windowed)
     prefill.ask()
     decode.on_ask()
-    decode.grant(missing)
-    prefill.on_grant()
+    prefill.on_grant(decode.grant(missing))
     return prefill, decode
 
 

@@ -16,14 +16,14 @@ from kvrelay.kv_transfer.hand_over.states import (
     DecodeState,
     PrefillState,
 )
-from kvrelay.wire.hand_over import Done, HandOverEnd, Released
+from kvrelay.wire.hand_over import Done, Grant, HandOverEnd, Released
 from tests.kv_transfer.hand_over.announcing import NINE, announced, granted
 
 
 @pytest.mark.parametrize(
     "too_early",
     [
-        lambda prefill, decode: prefill.on_grant(),
+        lambda prefill, decode: prefill.on_grant(Grant()),
         lambda prefill, decode: prefill.on_done(Done()),
         lambda prefill, decode: prefill.on_verified(0),
         lambda prefill, decode: prefill.announce([[1]], 1),
@@ -42,7 +42,12 @@ def test_message_before_its_time_is_refused(
 
 def test_grant_and_ask_twice_are_refused() -> None:
     prefill, decode = granted(1)
-    for again in (prefill.on_grant, prefill.ask, decode.on_ask, lambda: decode.grant([0])):
+    for again in (
+        lambda: prefill.on_grant(Grant()),
+        prefill.ask,
+        decode.on_ask,
+        lambda: decode.grant([0]),
+    ):
         with pytest.raises(ProtocolError):
             again()
 

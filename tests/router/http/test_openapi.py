@@ -158,7 +158,11 @@ async def test_the_document_and_the_reader_of_chats_agree(
         ({"idle_timeout_seconds": "long"}, False),
         ({"max_kept_tokens": -1}, False),
         ({"max_kept_tokens": 1.5}, False),
-        ({"history": [1]}, False),
+        ({"history": [1]}, True),
+        ({"history": ["a"]}, False),
+        ({"history_digest": 5}, False),
+        ({"history_digest": ""}, False),
+        ({"history_digest": "3-abc"}, False),
     ],
 )
 async def test_the_document_and_the_reader_of_sessions_agree(

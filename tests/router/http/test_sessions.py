@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import Any
@@ -14,6 +15,7 @@ from kvrelay.deploy.conversation import Conversation
 from kvrelay.deploy.http_target import HttpTarget
 from kvrelay.router.config import PlacementMode, RouterConfig
 from kvrelay.v1 import inference_pb2 as pb
+from kvrelay.wire.history_digest import history_digest
 
 from ..cluster import Cluster, running
 from ..scripted_worker import until
@@ -37,7 +39,7 @@ async def test_a_body_goes_on_where_its_beginning_was_computed(
     cluster: Cluster, http: httpx.AsyncClient
 ) -> None:
     opened = (await http.post("/v1/sessions", json={"session_id": "a/b"})).raise_for_status()
-    assert opened.json() == {"id": "a/b", "idle_timeout_seconds": 600.0}
+    assert opened.json() == {"id": "a/b", "idle_timeout_seconds": 600.0, "tokens": 0}
     assert (await http.post("/v1/sessions", json={"session_id": "a/b"})).status_code == 409
     assert await complete(http, [1, 2, 3], session_id="a/b") == [4, 5]
     assert await complete(http, [1, 2, 3, 4, 5, 9], session_id="a/b") == [10, 11]
@@ -49,6 +51,26 @@ async def test_a_body_goes_on_where_its_beginning_was_computed(
     assert (await http.delete("/v1/sessions/a/b")).json() == {"id": "a/b", "deleted": True}
     await until(lambda: home.forgotten == [home.submits[0].session.session])
     assert (await http.delete("/v1/sessions/a/b")).status_code == 404
+
+
+async def test_a_session_goes_on_by_its_history_or_its_digest(
+    cluster: Cluster, http: httpx.AsyncClient
+) -> None:
+    history = [1, 2, 3, 4, 5]
+    digest = history_digest(array("I", history))
+    for worker in cluster.workers:
+        worker.finds = {"": history}
+    for body in ({"history": history}, {"history_digest": digest}):
+        opened = (await http.post("/v1/sessions", json=body)).raise_for_status()
+        assert opened.json()["tokens"] == 5
+    listed = (await http.get("/v1/sessions")).raise_for_status().json()["data"]
+    assert [one["history_digest"] for one in listed] == [digest, digest]
+    other = history_digest(array("I", [9]))
+    unknown = await http.post("/v1/sessions", json={"history_digest": other})
+    assert unknown.status_code == 404
+    assert unknown.json()["error"]["message"].startswith("history_digest: ")
+    both = await http.post("/v1/sessions", json={"history": history, "history_digest": digest})
+    assert both.status_code == 400
 
 
 @pytest.mark.parametrize("fields", [
@@ -128,6 +150,7 @@ async def test_a_list_of_sessions(cluster: Cluster, http: httpx.AsyncClient) -> 
         "waiting_turns": 0,
         "idle_timeout_seconds": 60.0,
         "kept_tokens": 4,
+        "history_digest": history_digest(array("I", [1, 2, 3, 4, 5])),
     }
 
 

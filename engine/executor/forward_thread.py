@@ -1,0 +1,131 @@
+"""The thread that launches steps and reads what came of them.
+
+On a CPU a step has ended when it is launched. A device works by itself: there the next step is
+launched while one runs, and a second thread sleeps until the results of the oldest are on the
+host. One thread alone launches, reads results and changes token states.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from typing import Generic, TypeVar
+
+from kvrelay.engine.executor.pipeline import StepPipeline
+from kvrelay.engine.executor.step import Executor, LaunchedStep, Step, StepEnded
+from kvrelay.kv_transfer.work_in_progress import WorkInProgress
+from kvrelay.mem_cache.streams import Event, ImmediateStreams, Streams
+
+logger = logging.getLogger(__name__)
+
+RequestT = TypeVar("RequestT")
+
+
+class ForwardThread(Generic[RequestT]):
+    """Computes steps in order, away from the engine thread, which stays responsive.
+
+    Args:
+        executor: computes the steps.
+        on_end: called with each step's end, on this thread.
+        on_failure: called once, on this thread, if it must give up.
+        streams: that the executor launches on.
+    """
+
+    def __init__(
+        self,
+        executor: Executor,
+        on_end: Callable[[StepEnded[RequestT]], None],
+        on_failure: Callable[[str], None],
+        streams: Streams | None = None,
+    ) -> None:
+        self._streams = streams or ImmediateStreams()
+        self._pipeline: StepPipeline[RequestT] = StepPipeline(executor)
+        self._on_end = on_end
+        self._on_failure = on_failure
+        self.work = WorkInProgress()
+        """The steps that were launched and have not ended."""
+        self._queue: queue.SimpleQueue[Step[RequestT] | LaunchedStep[RequestT] | None] = (
+            queue.SimpleQueue()
+        )
+        """Steps to launch, and those whose results are on the host."""
+        self._waiter: _Waiter[RequestT] = _Waiter(self._streams, self._queue.put)
+        self._thread = threading.Thread(target=self._run, name="forward", daemon=True)
+        self._thread.start()
+
+    def launch(self, step: Step[RequestT]) -> None:
+        """Compute a step after those launched before it."""
+        self.work.begin(step.most_tokens, step.number)
+        self._queue.put(step)
+
+    def close(self) -> None:
+        """Compute what was launched, then end."""
+        self._queue.put(None)
+        self._thread.join()
+        self._waiter.close()
+
+    def _run(self) -> None:
+        try:
+            self._streams.enter_thread()
+            while (item := self._queue.get()) is not None:
+                if isinstance(item, LaunchedStep):
+                    self._tell(self._pipeline.finish(item))
+                    continue
+                self._tell(self._pipeline.make_way(item))
+                self._tell(self._pipeline.launch(item))
+                latest = self._pipeline.latest
+                if latest is not None:
+                    self._waiter.wait_for(latest)
+            self._tell(self._pipeline.finish_all())
+        except Exception as error:
+            logger.exception("the forward thread gives up")
+            self._on_failure(f"{type(error).__name__}: {error}")
+
+    def _tell(self, ends: Sequence[StepEnded[RequestT]]) -> None:
+        for ended in ends:
+            self.work.end()
+            self._on_end(ended)
+
+
+class _Waiter(Generic[RequestT]):
+    """A thread that says when a launched step's results are on the host; begun if there is one."""
+
+    def __init__(
+        self, streams: Streams, on_home: Callable[[LaunchedStep[RequestT]], object]
+    ) -> None:
+        self._streams = streams
+        self._on_home = on_home
+        self._launched: queue.SimpleQueue[LaunchedStep[RequestT] | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def wait_for(self, launched: LaunchedStep[RequestT]) -> None:
+        """Call `on_home` with `launched` when its event has passed, or has failed."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="results", daemon=True)
+            self._thread.start()
+        self._launched.put(launched)
+
+    def close(self) -> None:
+        """End the thread, if there is one. Blocks."""
+        if self._thread is not None:
+            self._launched.put(None)
+            self._thread.join()
+
+    def _run(self) -> None:
+        wait = self._enter_and_wait
+        while (launched := self._launched.get()) is not None:
+            try:
+                wait(launched.home)
+            except Exception:  # whoever reads the results hears of it, too
+                logger.debug("work on the device has failed", exc_info=True)
+            wait = _wait
+            self._on_home(launched)
+
+    def _enter_and_wait(self, event: Event) -> None:
+        self._streams.enter_thread()
+        event.wait()
+
+
+def _wait(event: Event) -> None:
+    event.wait()

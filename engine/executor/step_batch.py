@@ -1,0 +1,159 @@
+"""Lays out the batch of a step: its tokens, the rows of its logits, where both lie."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TypeAlias
+
+import numpy as np
+import torch
+
+from kvrelay.engine.executor.step import Scheduled
+from kvrelay.mem_cache.streams import StagingSet
+from kvrelay.model_runner.batch import ForwardBatch, Int32Array, Int64Array, PendingIds
+from kvrelay.model_runner.sampling.step_sampling import StepSampling
+from kvrelay.model_runner.torch_options import pin_to_device
+from kvrelay.wire.speeds import StepWork
+
+Drafts: TypeAlias = Sequence[Sequence[int]]
+"""Drafted tokens of each item of a step; empty for those without any."""
+Items: TypeAlias = Sequence[Scheduled[object]]
+"""Those of a step that are computed."""
+
+
+class LogitRows:
+    """Which rows of a step's logits belong to which item.
+
+    The rows of one item follow each other, in the order of the items::
+
+        scored                   | sampled
+        one for each token whose | one for each choice, all of | one for each
+        follower is scored       | the last known token        | draft
+
+    `make_batch` asks the model for these rows.
+    """
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+        """For each row, the place of its token in the batch."""
+        self.scored: list[slice] = []
+        """For each item, its rows of prompt tokens; may be empty."""
+        self.sampled: list[int] = []
+        """The rows of all items that are sampled from, or that drafts are verified with."""
+        self.first_sampled: list[int] = []
+        """For each item, its first place in `sampled`; where it would be, if it has none."""
+
+    def add(self, item: Scheduled[object], draft: Sequence[int], begin: int) -> None:
+        """Add the rows of the next item, whose tokens begin at place `begin` in the batch."""
+        first = len(self.tokens)
+        num_scored = _num_scored(item)
+        self.tokens += range(begin, begin + num_scored)
+        self.scored.append(slice(first, first + num_scored))
+        self.first_sampled.append(len(self.sampled))
+        if item.sample:
+            last = begin + item.num_tokens - 1
+            self.tokens += [last] * len(item.token_state.choices)
+            self.tokens += range(last + 1, last + 1 + len(draft))
+            self.sampled += range(first + num_scored, len(self.tokens))
+
+    def select_sampled(self, logits: torch.Tensor) -> torch.Tensor:
+        """Of the logits of all rows those of `sampled`."""
+        if len(self.sampled) == len(self.tokens):
+            return logits  # selecting rows copies them
+        return logits[pin_to_device(np.array(self.sampled, np.int64), logits.device)]
+
+
+def make_batch(
+    items: Items, drafts: Drafts, page_tables: Sequence[Int32Array]
+) -> tuple[ForwardBatch, LogitRows]:
+    """Lay the items' next tokens end to end, each item's drafts behind its own tokens.
+
+    Returns:
+        The batch, and which of the rows of logits that it asks for belong to which item.
+    """
+    input_ids: list[int] = []
+    lengths: list[int] = []
+    ends: list[int] = []
+    rows = LogitRows()
+    for item, draft in zip(items, drafts, strict=True):
+        state, begin = item.token_state, len(input_ids)
+        input_ids += state.token_ids[state.kv_len : state.kv_len + item.num_tokens]
+        input_ids += draft
+        rows.add(item, draft, begin)
+        lengths.append(len(input_ids) - begin)
+        ends.append(state.kv_len + len(input_ids) - begin)
+    counts, seq_lens = np.array(lengths), np.array(ends)
+    query_start = np.concatenate(([0], np.cumsum(counts)))
+    # Every token's place in its own query, plus where that begins in its sequence.
+    positions = np.arange(query_start[-1]) + np.repeat(seq_lens - query_start[1:], counts)
+    batch = ForwardBatch(
+        input_ids=np.array(input_ids, np.int64),
+        positions=positions.astype(np.int64),
+        query_start=query_start.astype(np.int32),
+        seq_lens=seq_lens.astype(np.int32),
+        page_tables=tuple(page_tables),
+        logit_rows=np.array(rows.tokens, np.int64),
+    )
+    return batch, rows
+
+
+@dataclass(frozen=True, slots=True)
+class AwaitedIds:
+    """Which tokens of a batch the step before it samples, as `PendingIds`."""
+
+    places: Int64Array
+    sources: Int64Array
+    sampling: StepSampling
+    """The step's before."""
+
+    def put_into(self, batch: ForwardBatch) -> ForwardBatch:
+        """The batch with what the step before has sampled; for work on the stream, behind it."""
+        return replace(batch, pending=PendingIds(self.places, self.sources, self.sampling.ids))
+
+
+def find_awaited(items: Items, query_start: Int32Array, staging: StagingSet) -> AwaitedIds | None:
+    """The tokens among the items' next ones that are not known yet; None: all are known."""
+    found = [
+        (begin, pending)
+        for item, begin in zip(items, query_start.tolist(), strict=False)
+        if (pending := item.token_state.pending) is not None
+    ]
+    if not found:
+        return None
+    places = np.array([begin for begin, _ in found], np.int64)
+    sources = np.array([pending.row for _, pending in found], np.int64)
+    return AwaitedIds(staging.put(places), staging.put(sources), found[0][1].sampling)
+
+
+def stage(batch: ForwardBatch, staging: StagingSet) -> ForwardBatch:
+    """The batch in memory that the device can copy from while the host goes on."""
+    return ForwardBatch(
+        input_ids=staging.put(batch.input_ids),
+        positions=staging.put(batch.positions),
+        query_start=staging.put(batch.query_start),
+        seq_lens=staging.put(batch.seq_lens),
+        page_tables=tuple(map(staging.put, batch.page_tables)),
+        logit_rows=staging.put(batch.logit_rows),
+    )
+
+
+def count_work(items: Items, batch: ForwardBatch) -> StepWork:
+    """What a batch computes, before its tokens move the items' token states on."""
+    in_prompt = np.array([item.token_state.in_prompt for item in items])
+    ends = batch.seq_lens.astype(np.int64)
+    if not in_prompt.any():
+        return StepWork(rows=len(items), row_pairs=int(ends.sum()))
+    counts = np.diff(batch.query_start)[in_prompt]
+    # Each token attends to those before it and to itself.
+    pairs = counts * (2 * ends[in_prompt] - counts + 1) // 2
+    rows = ends[~in_prompt]
+    return StepWork(int(counts.sum()), int(pairs.sum()), len(rows), int(rows.sum()))
+
+
+def _num_scored(item: Scheduled[object]) -> int:
+    """Tokens of a chunk, from its first on, whose followers in the prompt are scored."""
+    state = item.token_state
+    if state.prompt_logprobs is None or not state.in_prompt:
+        return 0
+    return max(0, min(item.num_tokens, state.prompt_len - 1 - state.kv_len))

@@ -1,0 +1,173 @@
+"""Calls a store of pages on a thread of its own, and polls what it does to its end."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Container, Sequence
+from dataclasses import dataclass, replace
+from itertools import compress
+from typing import Final
+
+from kvrelay.mem_cache.storage_orders import (
+    Fetch,
+    Forget,
+    LookUp,
+    StorageEnded,
+    StorageOrder,
+    Store,
+)
+from kvrelay.mem_cache.storage_pages import MOST_OPERATIONS, PageStore, StoreOperation
+
+logger = logging.getLogger(__name__)
+
+MOST_WRITING: Final = 2
+"""Operations at a time that write: one that reads need not wait for a disk that writes slowly."""
+CLOSE_SECONDS: Final = 10.0
+"""That the end waits for operations; a disk may hang for ever."""
+_POLL_DELAY_S: Final = (50e-6, 2e-3)
+"""Between polls of what has just begun, and of what takes long."""
+
+
+@dataclass(slots=True)
+class _Running:
+    """An operation of the store."""
+
+    order: Fetch | Store
+    operation: StoreOperation
+    begun: float
+
+
+class StorageThread:
+    """A `StorageStream`: what is asked for and what is read goes before what is written.
+
+    Args:
+        store: called on this thread alone.
+        on_end: called with each order's end, on this thread.
+        on_failure: called once, on this thread, if it must give up.
+    """
+
+    def __init__(
+        self,
+        store: PageStore,
+        on_end: Callable[[StorageEnded], object],
+        on_failure: Callable[[str], None],
+    ) -> None:
+        self._store = store
+        self._on_end = on_end
+        self._on_failure = on_failure
+        self._reads: deque[StorageOrder] = deque()
+        self._writes: deque[Store] = deque()
+        self._closing = False
+        self._wakened = threading.Condition()
+        self._running: list[_Running] = []
+        self._thread = threading.Thread(target=self._run, name="storage", daemon=True)
+        self._thread.start()
+
+    def start(self, order: StorageOrder) -> None:
+        """See `StorageStream`."""
+        with self._wakened:
+            if isinstance(order, Store):
+                self._writes.append(order)
+            else:
+                self._reads.append(order)
+            self._wakened.notify()
+
+    def close(self) -> None:
+        """End what runs, forget what is to be forgotten, and end; nothing else begins."""
+        with self._wakened:
+            self._closing = True
+            self._wakened.notify()
+        self._thread.join(CLOSE_SECONDS)
+        if self._thread.is_alive():
+            logger.error("storage has not ended what it does for %g s", CLOSE_SECONDS)
+
+    # On the thread
+
+    def _run(self) -> None:
+        try:
+            while (order := self._next()) is not None or self._running:
+                if order is not None:
+                    self._begin(order)
+                self._poll()
+            self._store.close()
+        except Exception as error:
+            logger.exception("storage gives up")
+            self._on_failure(f"{type(error).__name__}: {error}")
+
+    def _next(self) -> StorageOrder | None:
+        """The next order; None: poll what runs, or end."""
+        with self._wakened:
+            while True:
+                order = self._take()
+                if order is not None:
+                    return order
+                if self._running:
+                    self._wakened.wait(self._delay())
+                    return self._take()
+                if self._closing:
+                    return None
+                self._wakened.wait()
+
+    def _take(self) -> StorageOrder | None:
+        """An order that may begin now; at the end what is to be forgotten alone."""
+        if self._closing:
+            forgets = [order for order in self._reads if isinstance(order, Forget)]
+            self._reads = deque(forgets[1:])
+            return forgets[0] if forgets else None
+        full = len(self._running) >= MOST_OPERATIONS
+        if self._reads and not (full and isinstance(self._reads[0], Fetch)):
+            return self._reads.popleft()
+        writing = sum([isinstance(one.order, Store) for one in self._running])
+        if self._writes and not full and writing < MOST_WRITING:
+            return self._writes.popleft()
+        return None
+
+    def _delay(self) -> float:
+        shortest, longest = _POLL_DELAY_S
+        age = time.monotonic() - max(one.begun for one in self._running)
+        return min(max(age / 50, shortest), longest)
+
+    def _begin(self, order: StorageOrder) -> None:
+        begun = time.monotonic()
+        match order:
+            case LookUp():
+                self._end(order, self._look_up(order.keys), begun)
+            case Forget():
+                self._clear(set(order.keys))
+                self._store.forget(order.keys)
+                self._end(order, (), begun)
+            case Fetch():
+                self._running.append(_Running(order, self._store.get(order.pages), begun))
+            case Store():
+                self._running.append(_Running(order, self._store.put(order.pages), begun))
+
+    def _look_up(self, keys: Sequence[bytes]) -> list[bytes]:
+        """Those of the keys that are there; none if the store cannot say."""
+        try:
+            return list(compress(keys, self._store.exists(keys)))
+        except Exception:  # a store that is gone costs time, never the worker
+            logger.exception("storage could not be asked")
+            return []
+
+    def _clear(self, keys: Container[bytes]) -> None:
+        """Write none of these pages, if that has not begun."""
+        with self._wakened:
+            for at, order in enumerate(self._writes):
+                left = [page for page in order.pages if page.key not in keys]
+                self._writes[at] = replace(order, pages=left)
+
+    def _poll(self) -> None:
+        for one in list(self._running):
+            valid = one.operation.poll()
+            if valid is not None:
+                self._running.remove(one)
+                keys = [page.key for page in one.order.pages]
+                self._end(one.order, list(compress(keys, valid)), one.begun)
+
+    def _end(self, order: StorageOrder, found: Sequence[bytes], begun: float) -> None:
+        seconds = time.monotonic() - begun
+        state = self._store.state()
+        self._on_end(StorageEnded(order.operation, found, seconds, state))

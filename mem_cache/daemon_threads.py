@@ -1,0 +1,54 @@
+"""Threads that the end of the process does not wait for: what they call may hang for ever."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import ParamSpec, TypeVar
+
+_Args = ParamSpec("_Args")
+_Result = TypeVar("_Result")
+
+
+class DaemonThreads:
+    """Calls functions, as `ThreadPoolExecutor` does, which the interpreter joins at its end.
+
+    Args:
+        number: threads.
+        name: theirs.
+    """
+
+    def __init__(self, number: int, name: str) -> None:
+        self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._threads = [
+            threading.Thread(target=self._run, name=f"{name}-{one}", daemon=True)
+            for one in range(number)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def submit(
+        self, call: Callable[_Args, _Result], *args: _Args.args, **kwargs: _Args.kwargs
+    ) -> Future[_Result]:
+        """Call a function on one of the threads; the earlier ones come first."""
+        future: Future[_Result] = Future()
+
+        def run() -> None:
+            try:
+                future.set_result(call(*args, **kwargs))
+            except BaseException as error:
+                future.set_exception(error)
+
+        self._calls.put(run)
+        return future
+
+    def close(self) -> None:
+        """Have the threads end after what was submitted. Waits for nothing."""
+        for _ in self._threads:
+            self._calls.put(None)
+
+    def _run(self) -> None:
+        while (run := self._calls.get()) is not None:
+            run()

@@ -1,0 +1,209 @@
+"""Prompts over latents (MLA): for sequences that bring many tokens keys and values are made.
+
+With absorption a query is as wide as a latent, and so is the sum of what it sees. Of many queries
+that costs more than making each key and value once: DeepSeek-V2 (arXiv 2405.04434), 2.1.2. Which
+sequences of a step those are is decided here; the others stay as they are.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+import torch
+
+from kvrelay.mem_cache.geometry import KVGeometry
+from kvrelay.model_runner.attention.flashinfer_attention import (
+    FlashInferAttention,
+    FlashInferStepAttention,
+    Wrapper,
+)
+from kvrelay.model_runner.batch import ForwardBatch, Int32Array, Int64Array
+from kvrelay.model_runner.config.query_heads import ExpandedHeads
+from kvrelay.model_runner.torch_options import pin_to_device
+
+if TYPE_CHECKING:  # the protocol, whose file imports this one
+    from kvrelay.model_runner.attention.backend import AttentionBackend
+
+MOST_BYTES: Final = 512 << 20
+"""Of keys and values, and of what they are made by, for one layer of a step."""
+
+
+def choose_expanded(batch: ForwardBatch, heads: ExpandedHeads, token_bytes: int) -> Int64Array:
+    """The sequences of `batch` whose keys and values are made, in order.
+
+    The largest chunks come first, as long as what is made of their `token_bytes` a token fits.
+    """
+    new = np.diff(batch.query_start)
+    many = np.flatnonzero(new >= heads.least_new_tokens)
+    order = many[np.argsort(-new[many], kind="stable")]
+    fits = np.cumsum(batch.seq_lens[order].astype(np.int64)) * token_bytes <= MOST_BYTES
+    return np.sort(order[fits])
+
+
+def expanded_token_bytes(heads: ExpandedHeads, num_heads: int, dtype: torch.dtype) -> int:
+    """What is made for each token that a sequence sees, at most, for one layer."""
+    # A key, its part that does not rotate, and a value before and after its heads come first.
+    return num_heads * 2 * (heads.key_dim + heads.value_dim) * dtype.itemsize
+
+
+def most_expanded_tokens(heads: ExpandedHeads, num_heads: int, dtype: torch.dtype) -> int:
+    """Tokens of a step whose keys and values are made at most."""
+    return MOST_BYTES // expanded_token_bytes(heads, num_heads, dtype)
+
+
+def take_sequences(
+    batch: ForwardBatch, page_table: Int32Array, chosen: Int64Array
+) -> tuple[ForwardBatch, Int32Array, Int64Array]:
+    """The sequences `chosen` of a batch: as a batch, their table, and their rows of the batch."""
+    starts, ends = batch.query_start[chosen], batch.query_start[chosen + 1]
+    rows = np.concatenate([np.arange(a, b) for a, b in zip(starts, ends, strict=True)])
+    table = page_table[chosen]
+    part = replace(
+        batch,
+        input_ids=batch.input_ids[rows],
+        positions=batch.positions[rows],
+        query_start=np.concatenate(([0], np.cumsum(ends - starts))).astype(np.int32),
+        seq_lens=batch.seq_lens[chosen],
+        page_tables=(table,),
+        logit_rows=np.empty(0, np.int64),
+    )
+    return part, table, rows.astype(np.int64)
+
+
+def token_places(
+    batch: ForwardBatch, page_table: Int32Array, geometry: KVGeometry
+) -> tuple[Int64Array, Int64Array]:
+    """Where all tokens of the sequences lie, one sequence after the other: ``[S]`` pages, slots."""
+    owners = np.repeat(np.arange(len(batch.seq_lens)), batch.seq_lens)
+    starts = np.concatenate(([0], np.cumsum(batch.seq_lens)))[:-1]
+    positions = np.arange(len(owners)) - starts[owners]
+    pages = page_table[owners, positions // geometry.page_size]
+    return pages.astype(np.int64), positions % geometry.page_size
+
+
+class ExpandedStep:
+    """Sequences of a step over one pool of latents, whose keys and values are made of them."""
+
+    def __init__(
+        self,
+        backend: FlashInferAttention,
+        heads: ExpandedHeads,
+        wrapper: Wrapper,
+        batch: ForwardBatch,
+        page_table: Int32Array,
+    ) -> None:
+        geometry, device = backend.pool.geometry, backend.pool.data.device
+        assert geometry.window is None
+        self._pool = backend.pool
+        self._fp8 = backend.fp8
+        self._wrapper = wrapper
+        self._new_tokens = backend.locate(batch, page_table)
+        self._pages, self._slots = (
+            pin_to_device(one, device) for one in token_places(batch, page_table, geometry)
+        )
+        to_host = backend.flashinfer.to_host
+        ends = np.concatenate(([0], np.cumsum(batch.seq_lens))).astype(np.int32)
+        wrapper.plan(
+            to_host(np.ascontiguousarray(batch.query_start, np.int32)),
+            to_host(ends),
+            num_qo_heads=backend.heads.num_heads,
+            num_kv_heads=backend.heads.num_heads,
+            head_dim_qk=heads.key_dim,
+            head_dim_vo=heads.value_dim,
+            causal=True,
+            sm_scale=backend.heads.scale,
+            q_data_type=backend.dtype,
+            kv_data_type=backend.dtype,
+        )
+
+    def write_and_gather(self, layer: int, new: torch.Tensor) -> torch.Tensor:
+        """Write ``new [E, 1, D]``; the latents that these sequences see, with them: ``[S, D]``."""
+        pages = self._pool.layer(layer)
+        if self._fp8 is None:
+            self._new_tokens.write(pages, new)
+            return pages[:, 0, 0][self._pages, self._slots]
+        self._new_tokens.write(pages, self._fp8.quantize(layer, new))
+        # Not every device can index float8.
+        stored = pages.view(torch.uint8)[:, 0, 0][self._pages, self._slots]
+        return self._fp8.dequantize(layer, stored.view(pages.dtype))
+
+    def attend(
+        self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
+    ) -> torch.Tensor:
+        """``[E, heads, key_dim]`` over ``[S, heads, ...]``: ``[E, heads, value_dim]``."""
+        return self._wrapper.run(queries, keys, values)
+
+
+@dataclass(frozen=True, slots=True)
+class SplitLatents:
+    """A step over latents: some of its sequences by keys and values, the others by absorption."""
+
+    expanded: ExpandedStep
+    expanded_rows: torch.Tensor
+    """``[E]`` of the step's tokens."""
+    absorbed: FlashInferStepAttention | None
+    """None: there are no others."""
+    absorbed_rows: torch.Tensor
+    """``[T - E]``"""
+
+    def attend(self, layer: int, rows: torch.Tensor) -> torch.Tensor:
+        """For nobody: who makes keys and values of latents uses the parts."""
+        raise AssertionError("a step in parts")
+
+
+class SplittingAttention:
+    """The `AttentionBackend` of latents on CUDA devices; a plan counts until the next one is made.
+
+    Args:
+        absorbing: of the same pool.
+        heads: how wide keys and values are that are made of latents.
+        wrappers: FlashInfer's of keys and values that are in no pages, used in turn: the plan of
+            the step before may be on its way when the next one is made.
+    """
+
+    def __init__(
+        self,
+        absorbing: FlashInferAttention,
+        heads: ExpandedHeads,
+        wrappers: tuple[Wrapper, ...],
+    ) -> None:
+        self.absorbing = absorbing
+        self._heads = heads
+        self._wrappers = wrappers
+        self._turn = 0
+        self._token_bytes = expanded_token_bytes(heads, absorbing.heads.num_heads, absorbing.dtype)
+
+    @property
+    def least_new_tokens(self) -> int:
+        """Of a sequence whose keys and values are made."""
+        return self._heads.least_new_tokens
+
+    def plan(
+        self, batch: ForwardBatch, page_table: Int32Array
+    ) -> FlashInferStepAttention | SplitLatents:
+        """Plan the kernels of `batch`; see `AttentionBackend`."""
+        chosen = choose_expanded(batch, self._heads, self._token_bytes)
+        if not len(chosen):
+            return self.absorbing.plan(batch, page_table)
+        part, table, rows = take_sequences(batch, page_table, chosen)
+        self._turn = (self._turn + 1) % len(self._wrappers)
+        wrapper = self._wrappers[self._turn]
+        expanded = ExpandedStep(self.absorbing, self._heads, wrapper, part, table)
+        others = np.setdiff1d(np.arange(len(batch.seq_lens)), chosen)
+        absorbed, other_rows = None, np.empty(0, np.int64)
+        if len(others):
+            part, table, other_rows = take_sequences(batch, page_table, others)
+            absorbed = self.absorbing.plan(part, table)
+        return SplitLatents(expanded, self._on_device(rows), absorbed, self._on_device(other_rows))
+
+    def _on_device(self, rows: Int64Array) -> torch.Tensor:
+        return pin_to_device(rows, self.absorbing.pool.data.device)
+
+
+def absorbing(backend: AttentionBackend) -> FlashInferAttention:
+    """FlashInfer's backend that takes any step of decode, of latents by absorption."""
+    plain = backend.absorbing if isinstance(backend, SplittingAttention) else backend
+    assert isinstance(plain, FlashInferAttention)
+    return plain

@@ -1,0 +1,84 @@
+"""Which steps are CUDA graphs. A process that only supervises reads it: no torch here."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Final
+
+_MOST: Final = 512
+"""Sequences of the largest graph, unless sizes are given."""
+
+
+class CudaGraphs(StrEnum):
+    """The values of ``--cuda-graphs``."""
+
+    OFF = "off"
+    """Every kernel is launched by itself."""
+    DECODE = "decode"
+    """Steps in which each sequence brings one token are launched as one graph."""
+
+
+class GraphSizes:
+    """The numbers of sequences that graphs are captured for.
+
+    Args:
+        sizes: ascending, none twice, at least 1.
+    """
+
+    def __init__(self, sizes: tuple[int, ...]) -> None:
+        assert sizes == tuple(sorted(set(sizes)))
+        assert sizes
+        assert sizes[0] >= 1
+        self.sizes = sizes
+
+    @classmethod
+    def parse(cls, text: str) -> GraphSizes:
+        """Of numbers with commas between them. Raises ValueError for anything else."""
+        try:
+            sizes = {int(one) for one in text.split(",")}
+        except ValueError:
+            raise ValueError(f"must be numbers with commas between them, got {text!r}") from None
+        if min(sizes) < 1:
+            raise ValueError(f"must be at least 1 each, got {text!r}")
+        return cls(tuple(sorted(sizes)))
+
+    @classmethod
+    def up_to(cls, most: int) -> GraphSizes:
+        """As vLLM's: 1, 2, 4, from there by 8 to 256, by 16 to 512; none above `most` but one."""
+        usual = (1, 2, 4, *range(8, 257, 8), *range(272, _MOST + 1, 16))
+        last = bisect_left(usual, most)
+        return cls(usual[: last + 1])
+
+    def below(self, most: int) -> GraphSizes:
+        """Without those that steps of `most` sequences, and fewer, never take."""
+        return GraphSizes(self.sizes[: bisect_left(self.sizes, most) + 1])
+
+    @property
+    def largest(self) -> int:
+        """Steps of more sequences are not graphs."""
+        return self.sizes[-1]
+
+    def of(self, count: int) -> int | None:
+        """The smallest that `count` sequences fit into; None: they fit into none."""
+        place = bisect_left(self.sizes, count)
+        return self.sizes[place] if count > 0 and place < len(self.sizes) else None
+
+
+@dataclass(frozen=True, slots=True)
+class GraphOptions:
+    """Which graphs a model gets, and over what: their memory is allocated before pools are."""
+
+    sizes: GraphSizes
+    page_size: int
+    """Tokens, of the pools that there will be."""
+
+
+@dataclass(frozen=True, slots=True)
+class GraphRoom:
+    """How large the steps are that graphs are captured of."""
+
+    sizes: GraphSizes
+    max_tokens: int
+    """Of a sequence."""

@@ -1,0 +1,144 @@
+"""Steps of decode as CUDA graphs: one for each of some numbers of sequences.
+
+A graph reads and writes the same addresses each time. So a step's arrays are copied to where they
+were when it was captured, padded to the size of the next larger graph; FlashInfer plans outside of
+the graph, into memory that stays as well; then all kernels are launched at once.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from kvrelay.mem_cache.pool import KVPool
+from kvrelay.mem_cache.streams import PASSED, Event
+from kvrelay.model_runner.attention.flashinfer_attention import FlashInferAttention
+from kvrelay.model_runner.attention.flashinfer_graphs import GraphStep
+from kvrelay.model_runner.batch import ForwardBatch, Int64Array
+from kvrelay.model_runner.config.cuda_graphs import GraphRoom
+from kvrelay.model_runner.graphs.capture import Capture, Graph
+from kvrelay.model_runner.graphs.padding import empty_batch, is_decode, pad_batch
+from kvrelay.model_runner.layers.decoder import Decoder, StepInputs
+from kvrelay.model_runner.torch_options import pin_to_device
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class StaticStep:
+    """The memory of steps of so many sequences."""
+
+    inputs: StepInputs
+    attention: Sequence[GraphStep]
+    """For each pool."""
+
+    def fill(self, padded: ForwardBatch) -> None:
+        """Let what is launched next be `padded`. Not to be captured."""
+        self.inputs.fill(padded)
+        for step, table in zip(self.attention, padded.page_tables, strict=True):
+            step.fill(padded, table)
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeGraph:
+    """The graph of steps of so many sequences."""
+
+    step: StaticStep
+    graph: Graph
+    logits: torch.Tensor
+    """``[size, vocab_size]`` float32, which the graph writes: the first rows of all graphs' own."""
+
+
+class DecodeGraphs:
+    """Captures and launches the graphs of one model over its pools, on the calling thread.
+
+    Args:
+        decoder: the model.
+        backends: of the pools.
+        pools: the last page of each, which belongs to no request, is its dummy page.
+        room: sizes of graphs, and how long sequences may be.
+        logits: ``[largest size, vocab_size]`` float32, which all graphs write: of their own they
+            would keep memory for the sum of all sizes.
+        capture: records one.
+        wait: returns when what was launched is done.
+        record: the event behind what was launched on the current stream.
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        backends: Sequence[FlashInferAttention],
+        pools: Sequence[KVPool],
+        room: GraphRoom,
+        logits: torch.Tensor,
+        capture: Capture,
+        wait: Callable[[], None],
+        record: Callable[[], Event] = lambda: PASSED,
+    ) -> None:
+        assert all(pool.reserved_pages for pool in pools), "each page may be a request's"
+        self._decoder = decoder
+        self._backends = backends
+        self._dummy_pages = [pool.total_pages - 1 for pool in pools]
+        self._room = room
+        self._logits = logits
+        self._capture = capture
+        self._wait = wait
+        self._record = record
+        self._filled: Event = PASSED
+        """Behind the copies of the latest step's arrays."""
+        self._inputs = StepInputs.zeros(room.sizes.largest, pools[0].data.device)
+        self._graphs: dict[int, DecodeGraph] = {}
+
+    def capture_all(self) -> None:
+        """Capture the largest first: the others then fit into its memory. Takes seconds."""
+        for size in reversed(self._room.sizes.sizes):
+            logger.info("capturing the CUDA graph of %d sequences", size)
+            self._graphs[size] = self._capture_one(size)
+
+    def forward(self, batch: ForwardBatch) -> torch.Tensor | None:
+        """The logits of ``batch.logit_rows``; None, and nothing done, if no graph is of such steps.
+
+        They are copied from where all graphs write theirs: who reads them may be later than the
+        next forward.
+        """
+        size = self._size_for(batch)
+        if size is None:
+            return None
+        chosen = self._graphs[size]
+        # FlashInfer's plans are copied from memory that the next plan is made in. The copies come
+        # behind the step before the latest, whose results are on the host.
+        self._filled.wait()
+        chosen.step.fill(pad_batch(batch, size, self._dummy_pages))
+        self._filled = self._record()
+        chosen.graph.replay()
+        return _rows_of(chosen.logits, batch.logit_rows)
+
+    def _size_for(self, batch: ForwardBatch) -> int | None:
+        # A draft model's sequences may be longer than those that it was made for.
+        if not is_decode(batch) or batch.seq_lens.max() > self._room.max_tokens:
+            return None
+        return self._room.sizes.of(len(batch.seq_lens))
+
+    def _capture_one(self, size: int) -> DecodeGraph:
+        attention = [GraphStep(one, size) for one in self._backends]
+        step = StaticStep(self._inputs.first(size), attention)
+        step.fill(pad_batch(empty_batch(len(attention)), size, self._dummy_pages))
+        logits = self._logits[:size]
+
+        def work() -> None:
+            logits.copy_(self._decoder.compute(step.inputs, step.attention))
+
+        # What compiles, loads or allocates when it is first used must have done so.
+        work()
+        self._wait()
+        return DecodeGraph(step, self._capture(work), logits)
+
+
+def _rows_of(logits: torch.Tensor, rows: Int64Array) -> torch.Tensor:
+    if np.array_equal(rows, np.arange(len(rows))):
+        return logits[: len(rows)].clone()
+    return logits[pin_to_device(rows, logits.device)]

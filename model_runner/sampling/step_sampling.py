@@ -1,0 +1,102 @@
+"""What one step samples: launched behind its forward, read when it is on the host."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol, TypeAlias
+
+import torch
+
+from kvrelay.model_runner.sampling.device_sampler import Draws
+from kvrelay.model_runner.sampling.sampler import Sampled, SamplingRow
+from kvrelay.model_runner.sampling.verify import DraftedSequence, cut_at_other, rows_of, verify
+
+Draw: TypeAlias = Callable[[torch.Tensor, Sequence[SamplingRow]], Draws]
+"""Samples each row of logits where they are, as `device_sampler.launch`."""
+Bring: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
+"""Begins to copy a device's tensor to the host, and returns the host's."""
+
+
+class StepSampling(Protocol):
+    """The samples of a step's sequences, of which each brings its drafts."""
+
+    def launch(self, logits: torch.Tensor) -> None:
+        """Sample. Called by work on the forward's stream; arguments as of `verify`."""
+        ...
+
+    @property
+    def ids(self) -> torch.Tensor:
+        """``[S]`` int64 on the device, of each row of logits; for work behind `launch`."""
+        ...
+
+    def send_home(self, bring: Bring) -> None:
+        """Copy to the host what `launch` has sampled. Called by work behind it."""
+        ...
+
+    def read(self) -> list[list[Sampled]]:
+        """What `verify` returns, once that work has run."""
+        ...
+
+
+class HostSampling:
+    """Samples on the host, whither the logits come: at once, before `launch` returns."""
+
+    def __init__(self, drafted: Sequence[DraftedSequence]) -> None:
+        self._drafted = drafted
+        self._samples: list[list[Sampled]] = []
+
+    @property
+    def ids(self) -> torch.Tensor:
+        """Not there: the device does not know them."""
+        raise AssertionError("tokens that the host samples are not on the device")
+
+    def launch(self, logits: torch.Tensor) -> None:
+        """See `StepSampling`."""
+        self._samples = verify(logits, self._drafted)
+
+    def send_home(self, bring: Bring) -> None:
+        """See `StepSampling`."""
+
+    def read(self) -> list[list[Sampled]]:
+        """See `StepSampling`."""
+        return self._samples
+
+
+class DeviceSampling:
+    """Samples on the device; token ids and the log-probabilities asked for leave it.
+
+    Args:
+        draw: samples rows.
+        drafted: the sequences.
+    """
+
+    def __init__(self, draw: Draw, drafted: Sequence[DraftedSequence]) -> None:
+        self._draw = draw
+        self._drafted = drafted
+        self._rows = rows_of(drafted)
+        # Kept until the copies are at home: memory that nobody refers to is given to others.
+        self._draws: Draws | None = None
+        self._home: Draws | None = None
+
+    @property
+    def ids(self) -> torch.Tensor:
+        """See `StepSampling`."""
+        assert self._draws is not None, "nothing was sampled"
+        return self._draws.ids
+
+    def launch(self, logits: torch.Tensor) -> None:
+        """See `StepSampling`."""
+        if self._rows:
+            self._draws = self._draw(logits, self._rows)
+
+    def send_home(self, bring: Bring) -> None:
+        """See `StepSampling`."""
+        if self._draws is not None:
+            self._home = self._draws.moved(bring)
+
+    def read(self) -> list[list[Sampled]]:
+        """See `StepSampling`."""
+        if not self._rows:
+            return []
+        assert self._home is not None, "nothing is on its way"
+        return cut_at_other(self._home.read(), self._drafted)

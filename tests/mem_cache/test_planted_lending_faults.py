@@ -1,0 +1,98 @@
+"""Pages of the host that peers read: held until the stream ends, and faults in that are found."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import settings
+from hypothesis.stateful import precondition, rule, run_state_machine_as_test
+
+from kvrelay.mem_cache.host_pages import HostPage, HostPages
+from kvrelay.mem_cache.host_tier import HostTier
+from tests.known import known
+from tests.mem_cache.test_planted_faults import wrap
+from tests.mem_cache.test_planted_host_faults import SEARCH, HostMachine, Plant
+
+FAULTS: dict[str, Plant] = {}
+
+
+class LendingMachine(HostMachine):
+    """With decode workers that read the host's pages."""
+
+    @precondition(lambda self: any(known(self.memory.tier).pages))
+    @rule(pick=st.integers(0, 39), first=st.sampled_from([0, 0, 1]))
+    def lend(self, pick: int, first: int) -> None:
+        """What is there: of random prompts little is."""
+        pages = list(known(self.memory.tier).pages)
+        page = pages[pick % len(pages)]
+        namespace, tokens = self.memory.prefix_of(page)
+        lent = self.memory.lend(tokens, namespace, first)
+        assert lent == (page.place >= first), "what is found is lent, from the page that is named"
+
+    @precondition(lambda self: any(known(self.memory.tier).pages))
+    @rule(pick=st.integers(0, 39), others=st.integers(1, 3))
+    def lend_while_the_host_fills(self, pick: int, others: int) -> None:
+        """What is lent is not what is evicted for others. Random steps seldom come so far."""
+        self.lend(pick, 0)
+        for other in range(others):
+            self.there_and_back(pick + other)
+
+    @precondition(lambda self: self.memory.lent)
+    @rule(pick=st.integers(0, 39))
+    def end_lending(self, pick: int) -> None:
+        self.memory.end_lending(pick)
+
+    @precondition(lambda self: self.memory.lent)
+    @rule(pick=st.integers(0, 39))
+    def forget_lent(self, pick: int) -> None:
+        self.memory.forget_lent(pick)
+
+
+def fault(plant: Plant) -> Plant:
+    FAULTS[plant.__name__] = plant
+    return plant
+
+
+@fault
+def reused_while_a_peer_reads(patch: pytest.MonkeyPatch) -> None:
+    """What is lent is held while it is announced, not until the stream ends."""
+
+    def let_go(original: Any, tier: HostTier, *args: Any) -> Any:
+        pages = original(tier, *args)
+        tier.pages.unpin(pages)
+        return pages
+
+    wrap(patch, HostTier, "lend", let_go)
+    patch.setattr(HostTier, "take_back", lambda tier, pages: None)
+
+
+@fault
+def free_what_a_peer_reads(patch: pytest.MonkeyPatch) -> None:
+    """What is forgotten is free at once, though a stream is open whose peer reads it."""
+
+    def at_once(original: Any, pages: HostPages, top: HostPage) -> int:
+        removed = original(pages, top)
+        read = [page for page in top.subtree() if page in pages._gone and page.pins]
+        pages._end_gone(read)
+        return int(removed)
+
+    wrap(patch, HostPages, "_remove_subtree", at_once)
+
+
+@fault
+def never_taken_back(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(HostTier, "take_back", lambda tier, pages: None)
+
+
+@pytest.mark.parametrize("name", sorted(FAULTS))
+def test_a_planted_fault_of_lending_is_found(name: str, monkeypatch: pytest.MonkeyPatch):
+    FAULTS[name](monkeypatch)
+    with pytest.raises(Exception):  # noqa: B017, PT011 (it may show anywhere)
+        run_state_machine_as_test(LendingMachine, settings=SEARCH)
+
+
+def test_without_a_fault_nothing_is_found():
+    """Or else the tests above would show nothing."""
+    run_state_machine_as_test(LendingMachine, settings=settings(SEARCH, max_examples=60))

@@ -1,0 +1,499 @@
+"""Steps of decode as graphs: captured and launched again by a double that runs no Python twice."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from kvrelay.mem_cache.geometry import PageOrder
+from kvrelay.mem_cache.pool import KVPool
+from kvrelay.model_runner import runner as runner_module
+from kvrelay.model_runner.attention.choice import AttentionChoice
+from kvrelay.model_runner.attention.fp8_pages import FP8
+from kvrelay.model_runner.attention.kv_dtype import KVDtype
+from kvrelay.model_runner.attention.new_tokens import StaticNewTokens
+from kvrelay.model_runner.batch import ForwardBatch, PendingIds
+from kvrelay.model_runner.config.cuda_graphs import GraphOptions, GraphSizes
+from kvrelay.model_runner.draft_model import DraftModel, DraftRequest
+from kvrelay.model_runner.errors import UnsupportedOptionError
+from kvrelay.model_runner.graphs import padding
+from kvrelay.model_runner.graphs.decode_graphs import DecodeGraphs, StaticStep
+from kvrelay.model_runner.graphs.padding import empty_batch, is_decode, pad_batch
+from kvrelay.model_runner.layers.decoder import StepInputs
+from kvrelay.model_runner.runner import ModelRunner
+from kvrelay.model_runner.sampling.sampler import SamplingRow
+from kvrelay.wire.request import SamplingParams
+from tests.model_runner import graph_double
+from tests.model_runner.graph_double import Recording
+from tests.model_runner.sequences import Sequences
+from tests.model_runner.test_decoder import EXPERTS, NAMES, assert_close
+from tests.model_runner.test_flashinfer_attention import use_double
+from tests.model_runner.tiny_models import VOCAB_SIZE, Models
+
+SIZES = GraphSizes((1, 2, 4))
+GRAPHS = GraphOptions(SIZES, page_size=3)
+
+
+@pytest.fixture(autouse=True)
+def flashinfer(monkeypatch: pytest.MonkeyPatch) -> None:
+    use_double(monkeypatch)
+
+
+class Captures:
+    """Captures graphs, and keeps them in their order."""
+
+    def __init__(self) -> None:
+        self.graphs: list[Recording] = []
+
+    def __call__(self) -> Callable[[Callable[[], object]], Recording]:
+        return self._capture
+
+    def _capture(self, work: Callable[[], object]) -> Recording:
+        self.graphs.append(graph_double.capture(work))
+        return self.graphs[-1]
+
+
+def make_running(
+    models: Models,
+    name: str,
+    order: PageOrder = PageOrder.PAGE_FIRST,
+    kv_dtype: KVDtype = KVDtype.AUTO,
+) -> tuple[Sequences, Captures]:
+    """Five sequences, and the graphs of 4, 2 and 1."""
+    captures = Captures()
+    runner = ModelRunner(
+        models.folder(name),
+        "float32",
+        "cpu",
+        attention=AttentionChoice.FLASHINFER,
+        kv_dtype=kv_dtype,
+        graphs=GRAPHS,
+        capture=captures,
+    )
+    running = Sequences(runner, 5, 60, order=order)
+    runner.warm_up()
+    runner.capture_graphs()
+    return running, captures
+
+
+def run(running: Sequences, tokens: list[int]) -> list[tuple[int, int, torch.Tensor]]:
+    """Prompts, then single tokens: by graphs, padded or not, among other steps.
+
+    Returns: a sequence, its tokens, and the logits after them.
+    """
+    results = []
+    places = dict.fromkeys(range(5), 0)
+
+    def step(new: dict[int, int]) -> None:
+        ids: dict[int, Sequence[int]] = {
+            i: tokens[i + places[i] : i + places[i] + count] for i, count in new.items()
+        }
+        for i, count in new.items():
+            places[i] += count
+        last = np.cumsum(list(new.values())) - 1
+        for i, logits in zip(new, running.forward(ids, last.tolist()), strict=True):
+            results.append((i, places[i], logits.clone()))
+
+    step({0: 20, 1: 7, 2: 1})
+    for _ in range(3):
+        step({0: 1, 1: 1, 2: 1})  # a row is missing
+    step({3: 30, 4: 2, 0: 1})
+    step({4: 1})
+    step({4: 1, 2: 1})
+    for _ in range(9):  # over the end of pages and windows
+        step({3: 1, 0: 1, 4: 1, 1: 1})
+        step({2: 1, 3: 1, 1: 1})
+    step(dict.fromkeys(range(5), 1))  # more than any graph has
+    step({1: 1})
+    return results
+
+
+def check_logits(
+    results: list[tuple[int, int, torch.Tensor]], models: Models, name: str, tokens: list[int]
+) -> None:
+    references = {i: models.logits(name, tokens[i : i + 60]) for i in range(5)}
+    got = torch.stack([logits for _, _, logits in results])
+    assert_close(got, torch.stack([references[i][count - 1] for i, count, _ in results]))
+
+
+def clear_dummy_pages(running: Sequences) -> list[torch.Tensor]:
+    """What capturing has left there is gone; the pools as they are then."""
+    for pool in running.pools:
+        for layer in range(pool.geometry.num_layers):
+            pool.layer(layer)[-1] = torch.nan
+    return [pool.data.clone() for pool in running.pools]
+
+
+def check_pages(running: Sequences, before: list[torch.Tensor]) -> None:
+    """Pages that no sequence has are as they were, but for the dummy page."""
+    for pool, table, old in zip(running.pools, running.page_tables, before, strict=True):
+        own = set(table[table >= 0].tolist())
+        dummy = pool.total_pages - 1
+        assert dummy not in own
+        changed = changed_pages(pool, old)
+        assert dummy in changed
+        assert changed - {dummy} <= own
+
+
+def changed_pages(pool: KVPool, old: torch.Tensor) -> set[int]:
+    differs = (pool.data.view(torch.uint8) != old.view(torch.uint8)).view(pool.data.shape[0], -1)
+    assert pool.geometry.order is PageOrder.PAGE_FIRST
+    return set(differs.any(1).nonzero().flatten().tolist())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_model_by_graphs(name: str, models: Models, tokens: list[int]) -> None:
+    running, captures = make_running(models, name)
+    before = clear_dummy_pages(running)
+    check_logits(run(running, tokens), models, name, tokens)
+    if "window" not in name and "gemma" not in name:  # there pages become NaN when they are unseen
+        check_pages(running, before)
+    four, two, one = captures.graphs
+    # 3 steps of three rows and 18 of four and three; the others were no graphs.
+    assert (four.replays, two.replays, one.replays) == (21, 1, 2)
+
+
+def test_layer_first(models: Models, tokens: list[int]) -> None:
+    running, _ = make_running(models, "qwen3", PageOrder.LAYER_FIRST)
+    check_logits(run(running, tokens), models, "qwen3", tokens)
+
+
+@pytest.mark.parametrize("name", ["llama", "deepseek-v3"])
+def test_kv_in_fp8_by_graphs(
+    name: str, models: Models, tokens: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same as without graphs, which rounds the same numbers."""
+    use_double(monkeypatch, latents_of=16)
+    running, captures = make_running(models, name, kv_dtype=KVDtype.FP8_E4M3)
+    assert all(pool.geometry.dtype is FP8 for pool in running.pools)
+    got = run(running, tokens)
+    assert captures.graphs[0].replays
+    eager = ModelRunner(
+        models.folder(name),
+        "float32",
+        "cpu",
+        attention=AttentionChoice.FLASHINFER,
+        kv_dtype=KVDtype.FP8_E4M3,
+    )
+    expected = run(Sequences(eager, 5, 60), tokens)
+    errors = torch.stack(
+        [
+            (ours - theirs).norm() / theirs.norm()
+            for (*_, ours), (*_, theirs) in zip(got, expected, strict=True)
+        ]
+    )
+    # A sum in another order may round a number to its neighbour in FP8, which is felt by others.
+    assert errors.median() < 1e-4
+    assert errors.max() < 0.1
+
+
+def first_page(table: np.ndarray, missing: int, _: int) -> np.ndarray:
+    rows = np.full((missing, table.shape[1]), -1, np.int32)
+    rows[:, 0] = table[0, 0]
+    return np.concatenate((table, rows))
+
+
+def no_inputs(self: StepInputs, batch: ForwardBatch) -> None:
+    """Lets a graph read the tokens that were there when it was captured."""
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "fault"),
+    [
+        (padding, "_pad_table", first_page),
+        (StepInputs, "fill", no_inputs),
+        (StaticNewTokens, "fill", lambda *_: None),
+    ],
+    ids=["no_dummy_page", "tokens", "slots"],
+)
+def test_planted_faults_are_found(
+    owner: object,
+    name: str,
+    fault: object,
+    models: Models,
+    tokens: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    running, _ = make_running(models, "llama")
+    monkeypatch.setattr(owner, name, fault)
+    with pytest.raises(AssertionError):
+        check_logits(run(running, tokens), models, "llama", tokens)
+
+
+def test_padding_on_a_page_that_nobody_has_yet_is_found(
+    models: Models, tokens: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tokens may be right meanwhile: the page is another request's next."""
+    running, _ = make_running(models, "llama")
+    free = set(range(running.pools[0].total_pages - 1)) - set(running.page_tables[0].ravel())
+    before = clear_dummy_pages(running)
+    pad = padding._pad_table
+    monkeypatch.setattr(padding, "_pad_table", lambda table, n, _: pad(table, n, min(free)))
+    check_logits(run(running, tokens), models, "llama", tokens)
+    with pytest.raises(AssertionError):
+        check_pages(running, before)
+
+
+def test_the_largest_is_captured_first_and_memory_is_counted_before(models: Models) -> None:
+    captures = Captures()
+    runner = ModelRunner(
+        models.folder("gemma3"),
+        "float32",
+        "cpu",
+        attention=AttentionChoice.FLASHINFER,
+        graphs=GRAPHS,
+        capture=captures,
+    )
+    flashinfer = runner._attention._flashinfer
+    assert flashinfer is not None
+    counted = flashinfer.nbytes
+    plain = ModelRunner(
+        models.folder("gemma3"), "float32", "cpu", attention=AttentionChoice.FLASHINFER
+    )
+    assert plain._attention._flashinfer is not None
+    # A wrapper for each size and pool, and their arrays.
+    assert counted - plain._attention._flashinfer.nbytes > 2 * len(SIZES.sizes) * (8 << 20)
+    Sequences(runner, 2, 20)
+    runner.capture_graphs()
+    assert flashinfer.nbytes == counted
+    assert runner._graphs is not None
+    assert list(runner._graphs._graphs) == [4, 2, 1]
+    assert len(captures.graphs) == 3
+
+
+def test_graphs_over_scratch_are_those_that_will_be(models: Models, tokens: list[int]) -> None:
+    """They take as much memory, and leave the pools and the later ones alone."""
+    captures = Captures()
+    runner = ModelRunner(
+        models.folder("llama"),
+        "float32",
+        "cpu",
+        attention=AttentionChoice.FLASHINFER,
+        graphs=GRAPHS,
+        capture=captures,
+    )
+    scratch = runner.capture_on_scratch()
+    assert isinstance(scratch, DecodeGraphs)
+    assert len(captures.graphs) == len(SIZES.sizes)
+    running = Sequences(runner, 5, 60)
+    runner.capture_graphs()
+    assert len(captures.graphs) == 2 * len(SIZES.sizes)
+    logits = [logits for _, _, logits in run(running, tokens)]
+    others = [logits for _, _, logits in run(make_running(models, "llama")[0], tokens)]
+    assert all(map(torch.equal, logits, others))
+    assert not any(graph.replays for graph in captures.graphs[: len(SIZES.sizes)])
+
+
+def test_all_graphs_write_the_same_logits(models: Models) -> None:
+    """Of their own they would keep memory for the sum of all sizes."""
+    running, captures = make_running(models, "llama")
+    graphs = running._runner._graphs
+    assert graphs is not None
+    kept = [one.logits for one in graphs._graphs.values()]
+    assert [len(one) for one in kept] == [4, 2, 1]
+    assert len({one.untyped_storage().data_ptr() for one in kept}) == 1
+    assert kept[0].untyped_storage().nbytes() == 4 * VOCAB_SIZE * 4
+    assert len(captures.graphs) == 3
+
+
+def test_logits_stay_when_the_next_step_is_launched(models: Models, tokens: list[int]) -> None:
+    running, _ = make_running(models, "llama")
+    running.forward({0: tokens[:9]}, [])
+    first = running.forward({0: tokens[9:10]})
+    running.forward({0: tokens[10:11]})
+    assert_close(first, models.logits("llama", tokens[:10])[-1:])
+
+
+def test_only_the_asked_rows(models: Models, tokens: list[int]) -> None:
+    running, captures = make_running(models, "llama")
+    running.forward({0: tokens[:9], 1: tokens[1:8]}, [])
+    got = running.forward({0: tokens[9:10], 1: tokens[8:9]}, [1])
+    assert_close(got, models.logits("llama", tokens[1:9])[-1:])
+    assert running.forward({0: tokens[10:11], 1: tokens[9:10]}, []).shape == (0, 131)
+    assert captures.graphs[1].replays == 2
+
+
+def test_other_pools_need_other_graphs(models: Models, tokens: list[int]) -> None:
+    """Addresses are in them: after `bind` nothing is launched over the old pools."""
+    running, captures = make_running(models, "llama")
+    other = Sequences(running._runner, 1, 20)
+    old = running.pools[0].data.clone()
+    other.forward({0: tokens[:3]})
+    got = other.forward({0: tokens[3:4]})
+    assert_close(got, models.logits("llama", tokens[:4])[-1:])
+    assert torch.equal(running.pools[0].data.nan_to_num(7), old.nan_to_num(7))
+    assert not any(one.replays for one in captures.graphs)
+
+
+def test_a_draft_model_guesses_by_graphs(models: Models, tokens: list[int]) -> None:
+    """All guesses but the first, as without graphs."""
+    table = np.random.default_rng(3).permutation(59)[:45].reshape(3, 15).astype(np.int32)
+    drafting = [
+        DraftRequest(SamplingRow(SamplingParams(temperature=0), n, tokens[:n], ()), tokens[:n], 4)
+        for n in (5, 9, 2)
+    ]
+    proposals = []
+    for graphs in (GRAPHS, None):
+        captures = Captures()
+        draft = DraftModel(
+            models.folder("llama"),
+            "float32",
+            "cpu",
+            AttentionChoice.FLASHINFER,
+            graphs=graphs,
+            capture=captures,
+        )
+        (geometry,) = draft.make_geometries(3)
+        draft.bind([KVPool(geometry, 60, torch.device("cpu"), reserved_pages=1)])
+        draft.warm_up()
+        draft.capture_graphs()
+        proposals.append(draft.propose(drafting, [table]))
+        assert [one.replays for one in captures.graphs] == ([3, 0, 0] if graphs else [])
+    assert proposals[0] == proposals[1]
+
+
+def test_longer_sequences_than_there_is_room_for(models: Models, tokens: list[int]) -> None:
+    """Those of a draft model, whose target's may be longer."""
+    running, captures = make_running(models, "llama")
+    graphs = running._runner._graphs
+    assert graphs is not None
+    graphs._room = replace(graphs._room, max_tokens=11)
+    running.forward({0: tokens[:10]})
+    running.forward({0: tokens[10:11]})
+    got = running.forward({0: tokens[11:12]})
+    assert_close(got, models.logits("llama", tokens[:12])[-1:])
+    assert captures.graphs[-1].replays == 1
+
+
+@pytest.mark.parametrize("name", EXPERTS)
+def test_models_with_experts_are_refused(name: str, models: Models) -> None:
+    with pytest.raises(UnsupportedOptionError, match="--cuda-graphs decode is not for models with"):
+        ModelRunner(
+            models.folder(name),
+            "float32",
+            "cpu",
+            attention=AttentionChoice.FLASHINFER,
+            graphs=GRAPHS,
+        )
+
+
+@pytest.mark.parametrize("attention", ["cpu", "torch", "auto"])
+def test_other_attention_is_refused(attention: str, models: Models) -> None:
+    with pytest.raises(UnsupportedOptionError, match="--cuda-graphs decode needs --attention"):
+        ModelRunner(
+            models.folder("llama"),
+            "float32",
+            "cpu",
+            attention=AttentionChoice(attention),
+            graphs=GRAPHS,
+        )
+
+
+@pytest.mark.parametrize(
+    ("most", "sizes"),
+    [
+        (1, (1,)),
+        (3, (1, 2, 4)),
+        (4, (1, 2, 4)),
+        (9, (1, 2, 4, 8, 16)),
+        (64, (1, 2, 4, *range(8, 65, 8))),
+        (260, (1, 2, 4, *range(8, 257, 8), 272)),
+        (5000, (1, 2, 4, *range(8, 257, 8), *range(272, 513, 16))),
+    ],
+)
+def test_usual_sizes(most: int, sizes: tuple[int, ...]) -> None:
+    assert GraphSizes.up_to(most).sizes == sizes
+
+
+def test_the_next_larger_size_is_taken() -> None:
+    sizes = GraphSizes.parse("8,2, 4,2")
+    assert sizes.sizes == (2, 4, 8)
+    assert sizes.largest == 8
+    assert sizes.below(3).sizes == (2, 4)
+    assert sizes.below(4).sizes == (2, 4)
+    assert sizes.below(9).sizes == (2, 4, 8)
+    assert [sizes.of(n) for n in (0, 1, 2, 3, 8, 9)] == [None, 2, 2, 4, 8, None]
+
+
+@pytest.mark.parametrize("text", ["", "a", "1;2", "0,4", "-1"])
+def test_sizes_that_are_none(text: str) -> None:
+    with pytest.raises(ValueError, match="must be"):
+        GraphSizes.parse(text)
+
+
+def test_padded_batch() -> None:
+    batch = ForwardBatch(
+        np.array([5, 6]),
+        np.array([9, 0]),
+        np.array([0, 1, 2], np.int32),
+        np.array([10, 1], np.int32),
+        (np.array([[3, 4, -1], [5, -1, -1]], np.int32),),
+        np.array([1]),
+    )
+    assert is_decode(batch)
+    padded = pad_batch(batch, 4, [11])
+    assert is_decode(padded)
+    assert padded.input_ids.tolist() == [5, 6, 0, 0]
+    assert padded.positions.tolist() == [9, 0, 0, 0]
+    assert padded.seq_lens.tolist() == [10, 1, 1, 1]
+    assert padded.page_tables[0][:, 0].tolist() == [3, 5, 11, 11]
+    assert padded.logit_rows.tolist() == [0, 1, 2, 3]
+    assert not is_decode(replace(batch, query_start=np.array([0, 0, 2], np.int32)))
+    assert not is_decode(empty_batch(1))
+
+
+def test_tokens_that_the_host_does_not_know_are_put_into_a_graph(
+    models: Models, tokens: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Into a padded one, from another order; and nobody waits for the device."""
+    running, captures = make_running(models, "llama")
+    running.forward({0: tokens[:9], 1: tokens[:4], 2: tokens[:2]})
+    known = running.batch({1: tokens[4:5], 0: tokens[9:10], 2: tokens[2:3]})
+    expected = running._runner.forward(known)
+    monkeypatch.setattr(runner_module, "wait_for_device", pytest.fail)
+    unknown = known.input_ids.copy()
+    unknown[[0, 1]] = -1
+    sampled = torch.tensor([tokens[9], 3, tokens[4]])
+    pending = PendingIds(np.array([0, 1]), np.array([2, 0]), sampled)
+    replays = sum(graph.replays for graph in captures.graphs)
+    got = running._runner.launch(replace(known, input_ids=unknown, pending=pending))
+    assert torch.equal(got, expected)
+    assert sum(graph.replays for graph in captures.graphs) == replays + 1
+
+
+def test_a_graph_is_planned_when_the_plan_before_has_been_copied(
+    models: Models, tokens: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """FlashInfer makes each plan in the same memory of the host, whatever the graph's size."""
+    log: list[str] = []
+
+    class Copied:
+        def passed(self) -> bool:
+            return False
+
+        def wait(self) -> None:
+            log.append("wait")
+
+    fill = StaticStep.fill
+
+    def record(_: torch.device) -> Copied:
+        log.append("record")
+        return Copied()
+
+    def log_fill(self: StaticStep, padded: ForwardBatch) -> None:
+        log.append("fill")
+        fill(self, padded)
+
+    monkeypatch.setattr(runner_module, "record_event", record)
+    monkeypatch.setattr(StaticStep, "fill", log_fill)
+    running, _ = make_running(models, "llama")
+    running.forward({0: tokens[:9], 1: tokens[:4]})
+    log.clear()
+    running.forward({0: tokens[9:10], 1: tokens[4:5]})
+    running.forward({0: tokens[10:11]})
+    running.forward({0: tokens[11:12], 1: tokens[5:6]})
+    assert log == ["fill", "record", *["wait", "fill", "record"] * 2]

@@ -1,0 +1,138 @@
+"""What is captured into graphs on "cuda:0" without one: nothing of it touches the host."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from kvrelay.model_runner.attention.choice import AttentionChoice
+from kvrelay.model_runner.attention.kv_dtype import KVDtype
+from kvrelay.model_runner.config.cuda_graphs import GraphOptions, GraphSizes
+from kvrelay.model_runner.layers.rotary_embedding import RotaryEmbedding
+from kvrelay.model_runner.runner import ModelRunner
+from tests.model_runner.fake_cuda import DEVICE, fake_cuda, load_guard
+from tests.model_runner.sequences import Sequences
+from tests.model_runner.test_decoder import NAMES
+from tests.model_runner.test_flashinfer_attention import use_double
+from tests.model_runner.tiny_models import VOCAB_SIZE, Models
+
+
+@pytest.fixture(scope="module", autouse=True)
+def guard(tmp_path_factory: pytest.TempPathFactory) -> None:
+    load_guard(tmp_path_factory.mktemp("guard"))
+
+
+class OnDevice(TorchDispatchMode):
+    """Fails where an operation reads or makes a tensor of the host, or the host waits for one."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert func is not torch.ops.aten._local_scalar_dense.default, "the host waits"
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves((args, kwargs, result)):
+            if isinstance(leaf, torch.Tensor):
+                assert leaf.device == DEVICE, f"{func} of the host"
+        return result
+
+
+class Replays:
+    """In place of a graph: counts."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def replay(self) -> None:
+        self.count += 1
+
+
+class CheckedCapture:
+    """In place of `CudaCapture`."""
+
+    def __init__(self) -> None:
+        self.made: list[Replays] = []
+
+    def __call__(self) -> Callable[[Callable[[], object]], Replays]:
+        return self._capture
+
+    def _capture(self, work: Callable[[], object]) -> Replays:
+        with OnDevice():
+            work()
+        self.made.append(Replays())
+        return self.made[-1]
+
+
+def run_graphs(folder: Path, tokens: list[int], kv_dtype: KVDtype = KVDtype.AUTO) -> list[int]:
+    """Two sequences by the graph of four; how often each graph was launched."""
+    capture = CheckedCapture()
+    runner = ModelRunner(
+        folder,
+        "bfloat16",
+        "cuda:0",
+        attention=AttentionChoice.FLASHINFER,
+        kv_dtype=kv_dtype,
+        graphs=GraphOptions(GraphSizes((1, 4)), page_size=3),
+        capture=capture,
+    )
+    running = Sequences(runner, 3, 60)
+    runner.warm_up()
+    runner.capture_graphs()
+    running.forward({0: tokens[:9], 1: tokens[:3]})
+    for step in range(2):
+        new: dict[int, Sequence[int]] = {
+            0: tokens[9 + step : 10 + step],
+            1: tokens[3 + step : 4 + step],
+        }
+        logits = running.forward(new)
+        assert isinstance(logits, FakeTensor)
+        assert logits.device == DEVICE
+        assert logits.dtype is torch.float32
+        assert logits.shape == (2, VOCAB_SIZE)
+    running.forward({1: tokens[5:6]})
+    return [one.count for one in capture.made]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_model_is_captured_without_the_host(
+    name: str, models: Models, tokens: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = models.folder(name)
+    use_double(monkeypatch)
+    with fake_cuda(monkeypatch):
+        assert run_graphs(folder, tokens) == [2, 1]
+
+
+@pytest.mark.parametrize("name", ["llama", "deepseek-v3"])
+def test_kv_in_fp8(
+    name: str, models: Models, tokens: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = models.folder(name)
+    use_double(monkeypatch, latents_of=16)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    with fake_cuda(monkeypatch):
+        assert run_graphs(folder, tokens, KVDtype.FP8_E4M3) == [2, 1]
+
+
+def _host_positions(self: RotaryEmbedding, positions: torch.Tensor) -> object:
+    """Positions by way of the host, as in steps that are launched kernel by kernel."""
+    copied = torch.from_numpy(np.zeros(len(positions), np.int64)).to(DEVICE)
+    return ROTATE(self, copied)
+
+
+ROTATE = RotaryEmbedding.__call__
+
+
+def test_a_copy_from_the_host_is_found(
+    models: Models, tokens: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = models.folder("gemma2")
+    use_double(monkeypatch)
+    monkeypatch.setattr(RotaryEmbedding, "__call__", _host_positions)
+    with fake_cuda(monkeypatch), pytest.raises(AssertionError, match="of the host"):
+        run_graphs(folder, tokens)

@@ -1,0 +1,95 @@
+"""``<tool_call>{"name": …, "arguments": {…}}</tool_call>``, with content between."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+from kvrelay.text.output_parsers.held_text import EndingSpace, is_long, overlap
+from kvrelay.text.output_parsers.json_calls import Calls, JsonCall
+from kvrelay.text.output_parsers.pieces import Piece
+
+
+class HermesParser:
+    """Content with calls in it, each between two tags."""
+
+    _OPEN: Final = "<tool_call>"
+    _CLOSE: Final = "</tool_call>"
+
+    def __init__(self) -> None:
+        self._held = ""
+        self._before = ""
+        """White space and tag before the call."""
+        self._call: JsonCall | None = None
+        self._calls = Calls()
+        self._space = EndingSpace()
+        self._is_unclosed = False
+        """The latest call's closing tag has not come, but something else."""
+
+    def push(self, text: str) -> Sequence[Piece]:
+        """What is sure after some more text."""
+        self._held += text
+        pieces: list[Piece] = []
+        while self._step(pieces):
+            pass
+        return pieces
+
+    def finish(self) -> Sequence[Piece]:
+        """The rest."""
+        call, held = self._call, self._held
+        self._held, self._call = "", None
+        if call is None:
+            return self._content(held)
+        if self._calls.in_call or call.is_complete:
+            return []
+        return [Piece(content=self._before + call.text + held)]
+
+    def _step(self, pieces: list[Piece]) -> bool:
+        """Take as much as can be of what is held; whether more may be."""
+        if self._call is not None:
+            return self._step_in_call(self._call, pieces)
+        tags = (self._OPEN, self._CLOSE) if self._is_unclosed else (self._OPEN,)
+        found = [(at, tag) for tag in tags if (at := self._held.find(tag)) >= 0]
+        if not found:
+            possible = max(overlap(self._held, tag) for tag in tags)
+            # White space waits for what comes: it may be that before a call.
+            sure = self._space.cut(self._held[: len(self._held) - possible])
+            pieces += self._content(sure)
+            self._held = self._held[len(sure) :]
+            return False
+        at, tag = min(found)
+        said = self._space.cut(self._held[:at])
+        pieces += self._content(said)
+        self._is_unclosed = self._space.is_long = False
+        if tag == self._OPEN:
+            self._before, self._call = self._held[len(said) : at + len(tag)], JsonCall()
+        self._held = self._held[at + len(tag) :]
+        return True
+
+    def _step_in_call(self, call: JsonCall, pieces: list[Piece]) -> bool:
+        if not call.is_complete:
+            self._held = call.push(self._held)
+            pieces += self._calls.pieces(call)
+            if call.is_bad:
+                pieces.append(Piece(content=self._before + call.text))
+                self._call = None
+                return True
+            if not call.is_complete:
+                return False
+        behind = self._held.lstrip()
+        is_near = not is_long(len(self._held) - len(behind))
+        if is_near and len(behind) < len(self._CLOSE) and self._CLOSE.startswith(behind):
+            return False
+        if is_near and behind.startswith(self._CLOSE):
+            self._held = behind.removeprefix(self._CLOSE)
+        else:  # what follows is content or another call
+            self._is_unclosed = True
+        self._call = None
+        return True
+
+    def _content(self, text: str) -> list[Piece]:
+        """Content; white space between calls is none, unless it is long."""
+        between = self._calls.num_begun and not self._space.is_long
+        if not text or (between and not text.strip()):
+            return []
+        return [Piece(content=text)]

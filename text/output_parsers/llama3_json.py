@@ -1,0 +1,71 @@
+"""``{"name": …, "parameters": {…}}``, one or several, and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+from kvrelay.text.output_parsers.held_text import is_long
+from kvrelay.text.output_parsers.json_calls import Calls, JsonCall
+from kvrelay.text.output_parsers.pieces import Piece
+
+
+class JsonCallsParser:
+    """Calls alone, as objects one after the other or in a list, or else content alone."""
+
+    _TAG: Final = "<|python_tag|>"
+    _BETWEEN: Final = " \n\t\r[];,"
+
+    def __init__(self) -> None:
+        self._held = ""
+        self._before = ""
+        self._call: JsonCall | None = None
+        self._calls = Calls()
+        self._is_content = False
+
+    def push(self, text: str) -> Sequence[Piece]:
+        """What is sure after some more text."""
+        self._held += text
+        pieces: list[Piece] = []
+        while self._step(pieces):
+            pass
+        return pieces
+
+    def finish(self) -> Sequence[Piece]:
+        """The rest."""
+        if self._calls.in_call:
+            return []
+        begun = self._call.text if self._call is not None else ""
+        text = self._before + begun + self._held
+        if self._calls.num_begun and text.strip(self._BETWEEN) in ("", self._TAG):
+            return []
+        return [Piece(content=text)] if text else []
+
+    def _step(self, pieces: list[Piece]) -> bool:
+        """Take as much as can be of what is held; whether more may be."""
+        if self._is_content:
+            pieces += [Piece(content=self._held)] if self._held else []
+            self._held = ""
+            return False
+        if self._call is None:
+            behind = self._held.lstrip(self._BETWEEN)
+            is_tag_begun = self._TAG.startswith(behind)
+            if not is_tag_begun:
+                behind = behind.removeprefix(self._TAG).lstrip(self._BETWEEN)
+            if is_long(len(self._held) - len(behind)):
+                self._is_content = True
+                return True
+            if is_tag_begun or not behind:
+                return False
+            self._before = self._held[: len(self._held) - len(behind)]
+            self._call, self._held = JsonCall(), behind
+        self._held = self._call.push(self._held)
+        pieces += self._calls.pieces(self._call)
+        if self._call.is_bad:
+            self._held = self._before + self._call.text + self._held
+            self._before, self._call, self._is_content = "", None, True
+            return True
+        if not self._call.is_complete:
+            return False
+        self._before, self._call = "", None
+        return bool(self._held)

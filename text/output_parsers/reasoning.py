@@ -1,0 +1,77 @@
+"""Reasoning between two tags."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+from kvrelay.text.output_parsers.held_text import EndingSpace, is_long, overlap
+from kvrelay.text.output_parsers.pieces import OutputParser, Piece
+
+
+class ReasoningParser:
+    """Reasoning between two tags, and behind it what another parser takes apart.
+
+    Args:
+        rest: takes what is behind the reasoning.
+        begins_inside: the prompt has ended with the opening tag.
+    """
+
+    OPEN: Final = "<think>"
+    CLOSE: Final = "</think>"
+
+    def __init__(self, rest: OutputParser, *, begins_inside: bool) -> None:
+        self._rest = rest
+        self._held = ""
+        self._is_inside: bool | None = True if begins_inside else None
+        """None: it is not known yet."""
+        self._skips_space = True
+        """White space right behind a tag is none of the text."""
+        self._space = EndingSpace()
+
+    def push(self, text: str) -> Sequence[Piece]:
+        """What is sure after some more text."""
+        self._held += text
+        if self._is_inside is None:
+            begun = self._held.lstrip()
+            waits = not is_long(len(self._held) - len(begun))
+            if begun.startswith(self.OPEN) and waits:
+                self._is_inside, self._held = True, begun.removeprefix(self.OPEN)
+            elif self.OPEN.startswith(begun) and waits:
+                return []
+            else:
+                self._is_inside = self._skips_space = False
+        if self._is_inside:
+            return self._inside()
+        return self._behind()
+
+    def finish(self) -> Sequence[Piece]:
+        """The rest."""
+        if self._is_inside:
+            held, self._held = self._space.cut(self._held), ""
+            return [Piece(reasoning=held)] if held else []
+        if self._is_inside is None:
+            self._skips_space = False
+        return [*self._behind(), *self._rest.finish()]
+
+    def _inside(self) -> Sequence[Piece]:
+        if self._skips_space:
+            self._held = self._held.lstrip()
+            self._skips_space = not self._held
+        at = self._held.find(self.CLOSE)
+        if at < 0:
+            possible = overlap(self._held, self.CLOSE)
+            sure = self._space.cut(self._held[: len(self._held) - possible])
+            self._held = self._held[len(sure) :]
+            return [Piece(reasoning=sure)] if sure else []
+        said = self._space.cut(self._held[:at])
+        self._held = self._held[at + len(self.CLOSE) :]
+        self._is_inside, self._skips_space = False, True
+        return [*([Piece(reasoning=said)] if said else []), *self._behind()]
+
+    def _behind(self) -> Sequence[Piece]:
+        text, self._held = self._held, ""
+        if self._skips_space:
+            text = text.lstrip()
+            self._skips_space = not text
+        return self._rest.push(text)
