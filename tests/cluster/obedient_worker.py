@@ -126,4 +126,6 @@ def give_order(folder: Path, worker: str, order: str, *lines: str) -> None:
 
     A worker takes one of the order's lines each time.
     """
-    (folder / f"{worker}.{order}").write_text("\n".join(lines))
+    being_written = folder / f"{worker}.{order}.being_written"
+    being_written.write_text("\n".join(lines))
+    being_written.rename(folder / f"{worker}.{order}")
