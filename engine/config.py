@@ -10,7 +10,7 @@ from pathlib import Path
 from kvrelay.engine.faults import Fault
 from kvrelay.kv_transfer.verify_pages import VerifyPages
 from kvrelay.mem_cache.geometry import PageOrder
-from kvrelay.model_runner.attention.choice import AttentionChoice
+from kvrelay.model_runner.attention.choice import AttentionChoice, AttentionSplits
 from kvrelay.model_runner.attention.kv_dtype import KVDtype
 from kvrelay.model_runner.config.cuda_graphs import CudaGraphs, GraphSizes
 from kvrelay.net.tls import TlsFiles
@@ -61,6 +61,13 @@ class WorkerOptions(ObservingOptions):
         AttentionChoice.AUTO,
         "What computes attention: FlashInfer on a GPU (it has to be installed), our own kernels on "
         "a CPU, or plain torch, which is slow. auto takes the fastest that can compute the model.",
+        Section.MODEL,
+    )
+    attention_splits: AttentionSplits = option(
+        AttentionSplits.BATCH,
+        "How FlashInfer divides the KV of a long sequence among the GPU: batch, by what else is "
+        "computed, or fixed, alike in every batch, so that a result's last bits depend less on "
+        "other requests. fixed is slower for few long sequences. Not for latents (MLA).",
         Section.MODEL,
     )
     cuda_graphs: CudaGraphs = option(

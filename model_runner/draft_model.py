@@ -18,7 +18,7 @@ import torch
 
 from kvrelay.mem_cache.geometry import KVGeometry, PageOrder
 from kvrelay.mem_cache.pool import KVPool
-from kvrelay.model_runner.attention.choice import AttentionChoice
+from kvrelay.model_runner.attention.choice import AttentionChoice, AttentionSplits
 from kvrelay.model_runner.attention.kv_dtype import KVDtype
 from kvrelay.model_runner.batch import ForwardBatch, Int32Array
 from kvrelay.model_runner.checkpoint.digest import object_digest
@@ -92,6 +92,7 @@ class DraftModel:
         kv_dtype: see `ModelRunner`.
         graphs: see `ModelRunner`: each guess but the first is a step of decode.
         capture: see `ModelRunner`.
+        attention_splits: see `ModelRunner`.
         on_read: see `ModelRunner`.
 
     Raises:
@@ -109,6 +110,7 @@ class DraftModel:
         kv_dtype: KVDtype = KVDtype.AUTO,
         graphs: GraphOptions | None = None,
         capture: Callable[[], Capture] = CudaCapture,
+        attention_splits: AttentionSplits = AttentionSplits.BATCH,
         on_read: Callable[[int], None] = lambda _: None,
     ) -> None:
         self._path = Path(model_path)
@@ -118,6 +120,7 @@ class DraftModel:
             device,
             draft=True,
             attention=attention,
+            attention_splits=attention_splits,
             kv_dtype=kv_dtype,
             graphs=graphs,
             capture=capture,

@@ -14,7 +14,7 @@ from kvrelay.mem_cache.cuda_streams import record_event
 from kvrelay.mem_cache.geometry import KVGeometry, PageOrder
 from kvrelay.mem_cache.pool import KVPool
 from kvrelay.model_runner.attention.backend import AttentionBackend, AttentionFactory
-from kvrelay.model_runner.attention.choice import AttentionChoice
+from kvrelay.model_runner.attention.choice import AttentionChoice, AttentionSplits
 from kvrelay.model_runner.attention.cpu_attention import CpuAttention
 from kvrelay.model_runner.attention.expanded_latents import SplittingAttention, absorbing
 from kvrelay.model_runner.attention.fp8_pages import FP8
@@ -53,6 +53,7 @@ class ModelRunner:
             beside it and in whatever chunks: prompts of a thousand tokens take 1.8 times as long,
             steps a few percent longer.
         attention: what computes attention.
+        attention_splits: how FlashInfer divides a sequence's KV.
         kv_dtype: what pages store keys and values in.
         graphs: of steps of decode; None: there are none.
         capture: records a graph.
@@ -74,6 +75,7 @@ class ModelRunner:
         draft: bool = False,
         batch_invariant: bool = False,
         attention: AttentionChoice = AttentionChoice.AUTO,
+        attention_splits: AttentionSplits = AttentionSplits.BATCH,
         kv_dtype: KVDtype = KVDtype.AUTO,
         graphs: GraphOptions | None = None,
         capture: Callable[[], Capture] = CudaCapture,
@@ -103,6 +105,7 @@ class ModelRunner:
             batch_invariant,
             self._graph_room(graphs),
             heads.expanded_heads if isinstance(heads, MLAConfig) else None,
+            attention_splits,
         )
         self._graph_options = graphs
         self._make_capture = capture

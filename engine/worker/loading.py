@@ -77,6 +77,7 @@ def load_model(
         config.threads,
         batch_invariant=config.batch_invariant,
         attention=config.attention,
+        attention_splits=config.attention_splits,
         kv_dtype=config.kv_dtype,
         graphs=graph_options(config),
         on_read=on_read,
@@ -211,6 +212,7 @@ def _load_draft(
         config.attention,
         config.kv_dtype,
         graph_options(config),
+        attention_splits=config.attention_splits,
         on_read=on_read,
     )
     draft.check_vocab(target.config)

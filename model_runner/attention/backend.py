@@ -10,7 +10,7 @@ import torch
 
 from kvrelay.mem_cache.geometry import KVGeometry
 from kvrelay.mem_cache.pool import KVPool
-from kvrelay.model_runner.attention.choice import AttentionChoice
+from kvrelay.model_runner.attention.choice import AttentionChoice, AttentionSplits
 from kvrelay.model_runner.attention.cpu_attention import CpuAttention
 from kvrelay.model_runner.attention.dequantized_attention import (
     DequantizedAttention,
@@ -28,6 +28,7 @@ from kvrelay.model_runner.attention.flashinfer_attention import (
     import_flashinfer,
 )
 from kvrelay.model_runner.attention.fp8_pages import FP8, Fp8Pages
+from kvrelay.model_runner.attention.kv_splits import KVSplits
 from kvrelay.model_runner.attention.torch_attention import TorchAttention
 from kvrelay.model_runner.batch import ForwardBatch, Int32Array
 from kvrelay.model_runner.config.cuda_graphs import GraphRoom
@@ -81,6 +82,7 @@ class AttentionFactory:
             `CpuAttention` must be able to run there.
         graph_room: what CUDA graphs of decode need; None: there will be none.
         expanded_heads: of keys and values that may be made of latents; None: none are made.
+        splits: how FlashInfer divides a sequence's KV.
 
     Raises:
         UnsupportedOptionError: what was chosen cannot compute this model here.
@@ -96,6 +98,7 @@ class AttentionFactory:
         batch_invariant: bool = False,
         graph_room: GraphRoom | None = None,
         expanded_heads: ExpandedHeads | None = None,
+        splits: AttentionSplits = AttentionSplits.BATCH,
     ) -> None:
         self._heads = heads
         self._expanded_heads = expanded_heads
@@ -115,7 +118,10 @@ class AttentionFactory:
             raise UnsupportedOptionError(
                 f"--cuda-graphs decode needs --attention flashinfer, not {choice}"
             )
-        self._flashinfer = self._load_flashinfer(geometries, device, graph_room)
+        kv_splits = KVSplits(splits, graph_room is not None)
+        if kv_splits.are_fixed:
+            self._check_fixed_splits(geometries)
+        self._flashinfer = self._load_flashinfer(geometries, device, graph_room, kv_splits)
 
     @property
     def flashinfer_package(self) -> Any | None:
@@ -168,18 +174,29 @@ class AttentionFactory:
             return CpuAttention(pool, self._heads, by_token=self._batch_invariant)
         return TorchAttention(pool, self._heads)
 
+    def _check_fixed_splits(self, geometries: Sequence[KVGeometry]) -> None:
+        if self.choice is not AttentionChoice.FLASHINFER:
+            raise UnsupportedOptionError(
+                f"--attention-splits fixed needs --attention flashinfer, not {self.choice}"
+            )
+        if any(one.latent for one in geometries):
+            raise UnsupportedOptionError(
+                "--attention-splits fixed: FlashInfer's kernels of latents (MLA) are not told"
+            )
+
     def _load_flashinfer(
         self,
         geometries: Sequence[KVGeometry],
         device: torch.device,
         graph_room: GraphRoom | None,
+        splits: KVSplits,
     ) -> FlashInfer | None:
         if self.choice is not AttentionChoice.FLASHINFER:
             return None
         for geometry in geometries:
             if lack := flashinfer_lacks(geometry, self._dtype, self._heads, device):
                 raise UnsupportedOptionError(f"--attention flashinfer has no kernels for {lack}")
-        flashinfer = FlashInfer(device)
+        flashinfer = FlashInfer(device, splits)
         for geometry in geometries:
             flashinfer.wrappers(geometry, self._heads)
             if self._expands:

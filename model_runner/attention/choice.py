@@ -16,3 +16,12 @@ class AttentionChoice(StrEnum):
     """Plain torch: any device, any dtype, slow."""
     CPU = "cpu"
     """Our own compiled kernels, on CPUs."""
+
+
+class AttentionSplits(StrEnum):
+    """How FlashInfer divides the KV of a sequence: the values of ``--attention-splits``."""
+
+    BATCH = "batch"
+    """By what is in the batch, so that all of the GPU is busy. Last bits depend on it."""
+    FIXED = "fixed"
+    """Alike in every batch."""

@@ -28,6 +28,7 @@ from kvrelay.model_runner.attention.flashinfer_append import (
 from kvrelay.model_runner.attention.flashinfer_buffers import GraphBuffers
 from kvrelay.model_runner.attention.flashinfer_compiler import compiler_lacks, offer_own_ninja
 from kvrelay.model_runner.attention.fp8_pages import FP8, Fp8Pages
+from kvrelay.model_runner.attention.kv_splits import KVSplits
 from kvrelay.model_runner.attention.new_tokens import NewTokens, StaticNewTokens
 from kvrelay.model_runner.attention.paged_plan import PagedPlan, plan_pages, visible_pages
 from kvrelay.model_runner.batch import ForwardBatch, Int32Array
@@ -50,9 +51,6 @@ FP8_LATENT_DTYPES = (torch.bfloat16,)
 """Of queries over such."""
 EXPANDED_DIMS = ((192, 128), *((dim, dim) for dim in HEAD_DIMS))
 """Of keys and values in no pages: DeepSeek's, and equal ones."""
-CUDA_CORE_GROUPS = (1, 2, 3)
-"""Query heads a KV head that the decode kernels without tensor cores compute. They have 4, 6, 8
-and 16, too, where tensor cores are faster; 5 and 7 they have not."""
 MAX_PAGE_STRIDE = 2**32
 """Elements between two pages of a layer: kernels count them in 32 bits."""
 _LEAST_CAPABILITY: Final = (8, 0)
@@ -158,13 +156,18 @@ class FlashInfer:
 
     Wrappers that run one after the other on one stream share the workspace.
 
+    Args:
+        device: a GPU.
+        splits: how kernels divide a sequence's KV.
+
     Raises:
         UnsupportedOptionError: as `import_flashinfer`.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, splits: KVSplits | None = None) -> None:
         self.package = import_flashinfer(device)
         """flashinfer"""
+        self.splits = splits or KVSplits()
         self._device = device
         # Zeroed: the decode kernels expect it.
         self._workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
@@ -239,7 +242,7 @@ class FlashInfer:
 
     def _make_grouped(self, geometry: KVGeometry, heads: QueryHeads) -> tuple[Wrapper, ...]:
         prefill = self.package.BatchPrefillWithPagedKVCacheWrapper(
-            self._workspace, kv_layout="HND", backend=_backend_of(geometry)
+            self._workspace, kv_layout="HND", backend=self._backend_of(geometry)
         )
         return (prefill, self._make_decode(geometry, heads))
 
@@ -249,20 +252,21 @@ class FlashInfer:
         return self._make_decode(geometry, heads, use_cuda_graph=True, **buffers)
 
     def _make_decode(self, geometry: KVGeometry, heads: QueryHeads, **options: Any) -> Wrapper:
-        group = heads.num_heads // geometry.num_kv_heads
         wrapper: Wrapper = self.package.BatchDecodeWithPagedKVCacheWrapper(
             self._workspace,
             kv_layout="HND",
-            backend=_backend_of(geometry),
-            use_tensor_cores=group not in CUDA_CORE_GROUPS,
+            backend=self._backend_of(geometry),
+            use_tensor_cores=self.splits.tensor_cores(geometry, heads),
             **options,
         )
         return wrapper
 
+    def _backend_of(self, geometry: KVGeometry) -> str:
+        """The generation of kernels.
 
-def _backend_of(geometry: KVGeometry) -> str:
-    """The generation of kernels: Hopper's (fa3) want queries in FP8, too, if KV is."""
-    return "fa2" if geometry.dtype is FP8 else "auto"
+        Hopper's (fa3) want queries in FP8, too, if KV is, and are not told of splits.
+        """
+        return "fa2" if geometry.dtype is FP8 or self.splits.are_fixed else "auto"
 
 
 class FlashInferAttention:
@@ -348,8 +352,13 @@ class FlashInferAttention:
         if self.pool.geometry.latent:
             self._plan_latent(wrapper, plan, page_ids)
         else:
-            head_dim = self.pool.geometry.head_dim
-            wrapper.plan(*self._pages(plan, page_ids), head_dim=head_dim, **self._options())
+            geometry = self.pool.geometry
+            wrapper.plan(
+                *self._pages(plan, page_ids),
+                head_dim=geometry.head_dim,
+                **self.flashinfer.splits.of_decode(geometry.page_size),
+                **self._options(),
+            )
 
     def plan_prefill(self, wrapper: Wrapper, plan: PagedPlan, page_ids: torch.Tensor) -> None:
         """Plan kernels for any number of new tokens."""
@@ -358,6 +367,7 @@ class FlashInferAttention:
             *self._pages(plan, page_ids),
             head_dim_qk=self.pool.geometry.head_dim,
             causal=True,
+            **self.flashinfer.splits.of_prefill(self.pool.geometry.page_size),
             **self._options(),
         )
 

@@ -107,6 +107,7 @@ EVERYTHING: dict[str, Any] = {
     "max_message_bytes": 65537,
     "batch_invariant": True,
     "attention": "cpu",
+    "attention_splits": "fixed",
     "kv_dtype": "fp8_e4m3",
     "cuda_graphs": "decode",
     "cuda_graph_sizes": "1,2,4",

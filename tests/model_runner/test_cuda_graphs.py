@@ -12,7 +12,7 @@ import torch
 from kvrelay.mem_cache.geometry import PageOrder
 from kvrelay.mem_cache.pool import KVPool
 from kvrelay.model_runner import runner as runner_module
-from kvrelay.model_runner.attention.choice import AttentionChoice
+from kvrelay.model_runner.attention.choice import AttentionChoice, AttentionSplits
 from kvrelay.model_runner.attention.fp8_pages import FP8
 from kvrelay.model_runner.attention.kv_dtype import KVDtype
 from kvrelay.model_runner.attention.new_tokens import StaticNewTokens
@@ -62,6 +62,7 @@ def make_running(
     name: str,
     order: PageOrder = PageOrder.PAGE_FIRST,
     kv_dtype: KVDtype = KVDtype.AUTO,
+    splits: AttentionSplits = AttentionSplits.BATCH,
 ) -> tuple[Sequences, Captures]:
     """Five sequences, and the graphs of 4, 2 and 1."""
     captures = Captures()
@@ -73,6 +74,7 @@ def make_running(
         kv_dtype=kv_dtype,
         graphs=GRAPHS,
         capture=captures,
+        attention_splits=splits,
     )
     running = Sequences(runner, 5, 60, order=order)
     runner.warm_up()
@@ -155,6 +157,12 @@ def test_every_model_by_graphs(name: str, models: Models, tokens: list[int]) -> 
     four, two, one = captures.graphs
     # 3 steps of three rows and 18 of four and three; the others were no graphs.
     assert (four.replays, two.replays, one.replays) == (21, 1, 2)
+
+
+def test_a_graph_does_not_divide_sequences(models: Models, tokens: list[int]) -> None:
+    """The double refuses to have pieces in a graph."""
+    running, _ = make_running(models, "qwen3", splits=AttentionSplits.FIXED)
+    check_logits(run(running, tokens), models, "qwen3", tokens)
 
 
 def test_layer_first(models: Models, tokens: list[int]) -> None:
