@@ -1,6 +1,6 @@
 """What a machine with a GPU can prove and measure, in stages, the cheapest proof first.
 
-python -m benchmarks.gpu [--minutes M] [--again] [--folder F] [--report FILE]
+python -m benchmarks.gpu --help
 
 Every stage is a command. A stage that has passed is not run again for the same revision and
 GPU: after a stage was mended, or time ran out, the same command goes on. Without a GPU nothing
@@ -9,6 +9,7 @@ runs; what the machine lacks is printed, and the exit status is 2. It is 1 while
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -150,6 +151,45 @@ def missing_for_attention() -> list[str]:
     return lines
 
 
+@dataclass(frozen=True)
+class Peers:
+    """The environments of the engines that kvrelay is compared with."""
+
+    vllm: Path
+    sglang: Path
+
+    def installed(self) -> list[str]:
+        """Those that are there, by the names that `benchmarks.peers` has for them."""
+        sglang = self.sglang.glob("lib/python3*/site-packages/sglang/launch_server.py")
+        found = {"vllm": (self.vllm / "bin" / "vllm").exists(), "sglang": any(sglang)}
+        return [name for name, is_there in found.items() if is_there]
+
+    def missing(self) -> list[str]:
+        """What is not there, a line each."""
+        names = {"vllm": self.vllm, "sglang": self.sglang}
+        for name in self.installed():
+            del names[name]
+        return [f"to compare with: {name} in {at} (--{name})" for name, at in names.items()]
+
+    def stage(self, folder: Path, machine: str) -> Stage | None:
+        """The comparison with those that are there, if any. Its runs are those of this machine."""
+        names = self.installed()
+        if not names:
+            return None
+        runs = folder / f"peers-{hashlib.sha256(machine.encode()).hexdigest()[:12]}.jsonl"
+        return Stage(
+            "peers",
+            f"kvrelay beside {' and '.join(names)} by one client in turn; tables in {folder}",
+            (
+                *(sys.executable, "-m", "benchmarks.peers", "--device", "cuda"),
+                *("--systems", ",".join(("adaptive", "aggregated", *names)), "--rounds", "2"),
+                *("--loads", "256/128@8,256/128@64,1024/64@8,1024/64@64"),
+                *("--runs", str(runs), "--page", str(folder)),
+                *("--vllm", str(self.vllm), "--sglang", str(self.sglang)),
+            ),
+        )
+
+
 def run_stages(
     stages: Sequence[Stage], results: Results, seconds: float, again: bool = False
 ) -> Iterator[tuple[Stage, Result]]:
@@ -249,16 +289,34 @@ def _version(name: str) -> str | None:
 @click.option("--again", is_flag=True, help="Run stages, too, that have passed.")
 @click.option("--folder", type=Path, default=Path("build/gpu"), help="Where results are kept.")
 @click.option("--report", type=Path, default=Path("docs/gpu-report.md"), help="The page to write.")
-def main(minutes: float, again: bool, folder: Path, report: Path) -> None:
+@click.option(
+    "--vllm",
+    type=click.Path(exists=True, file_okay=False, path_type=Path),
+    default=Path(sys.prefix),
+    show_default="this one",
+    help="The environment with vLLM.",
+)
+@click.option(
+    "--sglang",
+    type=click.Path(exists=True, file_okay=False, path_type=Path),
+    default=Path(sys.prefix),
+    show_default="this one",
+    help="The environment with SGLang.",
+)
+def main(minutes: float, again: bool, folder: Path, report: Path, vllm: Path, sglang: Path) -> None:
     """Run the stages that have not passed yet on this machine's GPU, and write a report."""
+    peers = Peers(vllm, sglang)
     if lacks := missing():
-        for lack in [*lacks, *missing_for_attention()]:
+        for lack in [*lacks, *missing_for_attention(), *peers.missing()]:
             click.echo(f"missing: {lack}")
         click.echo("make gpu: nothing was run, for there is no GPU to run it on")
         sys.exit(2)
-    lacks, machine = missing_for_attention(), describe_machine()
+    lacks, machine = [*missing_for_attention(), *peers.missing()], describe_machine()
+    comparison = peers.stage(folder, machine)
+    stages = STAGES if comparison is None else (*STAGES, comparison)
+    folder.mkdir(parents=True, exist_ok=True)
     found = []
-    for stage, result in run_stages(STAGES, Results(folder, machine), 60 * minutes, again):
+    for stage, result in run_stages(stages, Results(folder, machine), 60 * minutes, again):
         click.echo(f"{stage.name}: {result.outcome}, {result.seconds:.0f} s")
         found.append((stage, result))
         write_report(report, machine, lacks, found)

@@ -1,4 +1,4 @@
-"""Compare kvrelay with vLLM on this machine.
+"""Compare kvrelay with vLLM on this machine, and with SGLang on a GPU.
 
 python -m benchmarks.peers --help
 """
@@ -34,6 +34,7 @@ PARTS = ("throughput", "goodput", "interference", "page")
 """The last one measures nothing and writes the page anew."""
 LOADS = ("256/128@8", "256/128@32", "1024/64@8", "1024/64@32", "256/128@1")
 GOODPUT_LENGTHS = ("256/128", "1024/64")
+CPU_SYSTEMS = tuple(name for name in SYSTEMS if name != "sglang")
 GOODPUT_SYSTEMS = ("adaptive", "aggregated", "vllm")
 CALM, WITH_PROMPTS = "calm", "prompts"
 FIRST_RATE = 1.0
@@ -230,7 +231,7 @@ def _line(key: Key, figures: Figures) -> str:
 @click.option(
     "--systems",
     type=CommaList("system,...", _system),
-    show_default="all; for goodput and interference " + ",".join(GOODPUT_SYSTEMS),
+    show_default="all but sglang; for goodput and interference " + ",".join(GOODPUT_SYSTEMS),
     help=f"In this order, in every round: {', '.join(SYSTEMS)}.",
 )
 @click.option(
@@ -291,6 +292,13 @@ def _line(key: Key, figures: Figures) -> str:
     default=Path(".venv-peers"),
     help="The environment with vLLM.",
 )
+@click.option(
+    "--sglang",
+    type=click.Path(file_okay=False, path_type=Path),
+    default=Path(".venv-sglang"),
+    help="The environment with SGLang.",
+)
+@click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", help="Of all systems.")
 def main(
     parts: Sequence[str],
     systems: Sequence[str] | None,
@@ -307,8 +315,10 @@ def main(
     fresh: bool,
     page: Path,
     vllm: Path,
+    sglang: Path,
+    device: str,
 ) -> None:
-    """Measure kvrelay and vLLM in turn, and write the ratios to docs/bench-peers.md."""
+    """Measure kvrelay and other engines in turn, and write the ratios to docs/bench-peers.md."""
     if fresh:
         runs.unlink(missing_ok=True)
     try:
@@ -316,11 +326,11 @@ def main(
         for name in lengths:
             parse_lengths(name, trace)
         path = resolve_model(DEFAULT_MODEL, "bfloat16", users_models(), click.echo).path
-        setup = Setup(path, vllm.absolute(), runs.parent)
+        setup = Setup(path, vllm.absolute(), runs.parent, device, sglang.absolute())
         store = Store(runs)
         with Servers(setup) as servers:
             for part in parts:
-                chosen = systems or (SYSTEMS if part == "throughput" else GOODPUT_SYSTEMS)
+                chosen = systems or (CPU_SYSTEMS if part == "throughput" else GOODPUT_SYSTEMS)
                 plan = Plan(
                     tuple(chosen),
                     1 if quick else rounds,

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 TITLE = "# kvrelay beside vLLM"
-REFERENCES = ("vllm", "vllm-1p1d")
+REFERENCES = ("vllm", "vllm-1p1d", "sglang")
 _FIGURES = (
     ("output tok/s", "output_tokens_per_s"),
     ("TTFT p50, ms", "ttft_p50_ms"),
@@ -46,7 +46,7 @@ def figures_of(store: Store) -> list[str]:
     lines = [_conditions(store), ""]
     for title, make in (
         ("Throughput and latency", _throughput),
-        ("Ratios to vLLM", _ratios),
+        ("Ratios", _ratios),
         ("Goodput", _goodput),
         ("Interference", _interference),
     ):
@@ -61,9 +61,9 @@ _EXPLAINED = {
         "Prompt and output tokens of each request @ clients in a closed loop; the median of the"
         " rounds, and in brackets the least and the largest."
     ),
-    "Ratios to vLLM": (
-        "kvrelay's figure over vLLM's of the same round: the median, and in brackets the least and"
-        " the largest. Above 1 is better for tok/s, below 1 for latencies."
+    "Ratios": (
+        "kvrelay's figure over another engine's of the same round: the median, and in brackets the"
+        " least and the largest. Above 1 is better for tok/s, below 1 for latencies."
     ),
     "Goodput": (
         f"The highest rate of Poisson arrivals at which {ATTAINED_SHARE:.0%} of all requests meet"

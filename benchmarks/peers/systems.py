@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -22,6 +24,9 @@ START_SECONDS = 600.0
 """For a system to get ready. vLLM compiles the model when it first runs on a machine."""
 STOP_SECONDS = 60.0
 _LOG_END_BYTES = 2000
+_PORTS = (20_000, 32_000)
+"""Of servers: Linux gives connections those from 32,768 on."""
+_PORT_TRIES = 100
 
 
 class StartError(RuntimeError):
@@ -37,6 +42,10 @@ class Setup:
     vllm: Path
     """The environment that vLLM is installed in."""
     logs: Path
+    device: str = "cpu"
+    """Of all systems: ``cpu`` or ``cuda``."""
+    sglang: Path = Path(".venv-sglang")
+    """The environment that SGLang is installed in."""
 
 
 @dataclass(frozen=True)
@@ -86,6 +95,7 @@ class Kvrelay:
         arguments = [
             *(sys.executable, "-m", "kvrelay.deploy", "serve"),
             *("--model", str(setup.model), "--max-model-len", str(MAX_MODEL_LEN)),
+            *("--device", setup.device),
             *("--kv-memory", f"{KV_GIBIBYTES}GiB", "--prefix-index", "none"),
             *("--http", f"127.0.0.1:{port}", "--grpc", "127.0.0.1:0", "--admin", "127.0.0.1:0"),
             *("--metrics", "127.0.0.1:0"),
@@ -96,10 +106,11 @@ class Kvrelay:
 
 @dataclass(frozen=True)
 class Vllm:
-    """``vllm serve`` on all cores, or two instances on half of them each that pass KV by NIXL.
+    """``vllm serve``, or two instances that pass KV by NIXL.
 
-    vLLM's processes look for messages of each other in a busy loop. Those of two instances
-    would take each other's cores, so there they sleep between two looks (the Makefile's patch).
+    On a CPU, one has all cores and two have half of them each. On a GPU they share it. vLLM's
+    processes look for messages of each other in a busy loop. Those of two instances would take
+    each other's cores, so there they sleep between two looks (the Makefile's patch).
     """
 
     name: str
@@ -141,30 +152,81 @@ class Vllm:
         options: Sequence[str],
     ) -> Command:
         port = free_port()
+        on_gpu = setup.device != "cpu"
         arguments = [
             *(str(setup.vllm / "bin" / "vllm"), "serve", str(setup.model)),
             *("--host", "127.0.0.1", "--port", str(port)),
             *("--max-model-len", str(MAX_MODEL_LEN), "--no-enable-prefix-caching"),
+            *(_VLLM_GPU_MEMORY if on_gpu else ()),
             *options,
             *self.options,
         ]
-        environment = {**_vllm_environment(setup.vllm, cores), **environment}
+        own = {} if on_gpu else _vllm_cpu_environment(setup.vllm, cores)
+        environment = {**_environment(setup.vllm), **own, **environment}
         return Command(name, arguments, port, "Application startup complete.", environment)
 
 
-def _vllm_environment(vllm: Path, cores: Sequence[int]) -> dict[str, str]:
+_VLLM_GPU_MEMORY = (
+    *("--kv-cache-memory-bytes", str(KV_GIBIBYTES << 30)),
+    # What must be free at the start, also beside another instance.
+    *("--gpu-memory-utilization", "0.3"),
+)
+
+
+def _environment(folder: Path) -> dict[str, str]:
+    """Of an engine that is installed in `folder`."""
+    return {
+        "PATH": f"{folder / 'bin'}:{os.environ.get('PATH', '')}",
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
+    }
+
+
+def _vllm_cpu_environment(vllm: Path, cores: Sequence[int]) -> dict[str, str]:
     """As vLLM's documentation recommends for CPUs: Intel's OpenMP, a thread on each core.
 
     Left alone, vLLM reserves one core for its scheduler, which is half of a machine of two.
     """
     return {
-        "PATH": f"{vllm / 'bin'}:{os.environ.get('PATH', '')}",
         "LD_PRELOAD": str(vllm / "lib" / "libiomp5.so"),
         "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cores)),
         "VLLM_CPU_KVCACHE_SPACE": str(KV_GIBIBYTES),
-        "VLLM_NO_USAGE_STATS": "1",
-        "HF_HUB_OFFLINE": "1",
     }
+
+
+@dataclass(frozen=True)
+class Sglang:
+    """``sglang.launch_server``, on a GPU alone."""
+
+    name: str
+    title: str
+    bears_stopping: bool = False
+    """Its watchdog ends it."""
+
+    def commands(self, setup: Setup) -> list[Command]:
+        """The one server. Raises ``StartError`` on a CPU."""
+        if setup.device == "cpu":
+            raise StartError("sglang is compared on a GPU alone: --device cuda")
+        port = free_port()
+        tokens = (KV_GIBIBYTES << 30) // _kv_token_bytes(setup.model)
+        arguments = [
+            *(str(setup.sglang / "bin" / "python"), "-m", "sglang.launch_server"),
+            *("--model-path", str(setup.model), "--dtype", "bfloat16"),
+            *("--host", "127.0.0.1", "--port", str(port)),
+            *("--context-length", str(MAX_MODEL_LEN), "--disable-radix-cache"),
+            *("--max-total-tokens", str(tokens), "--mem-fraction-static", "0.3"),
+        ]
+        ready_line = "The server is fired up and ready to roll!"
+        return [Command(self.name, arguments, port, ready_line, _environment(setup.sglang))]
+
+
+def _kv_token_bytes(model: Path) -> int:
+    """Of keys and values of a token, in bfloat16, in all layers."""
+    config = json.loads((model / "config.json").read_text(encoding="utf-8"))
+    heads = config["num_attention_heads"]
+    head_dim = config.get("head_dim") or config["hidden_size"] // heads
+    kv_heads = config.get("num_key_value_heads") or heads
+    return int(config["num_hidden_layers"] * 2 * kv_heads * head_dim * 2)
 
 
 class System(Protocol):
@@ -199,6 +261,7 @@ SYSTEMS: dict[str, System] = {
         Kvrelay("aggregated-2", ("--aggregated", "2"), "kvrelay aggregated, two workers"),
         Vllm("vllm", "vLLM aggregated"),
         Vllm("vllm-1p1d", "vLLM 1P1D over NIXL", pair=True),
+        Sglang("sglang", "SGLang"),
     )
 }
 
@@ -309,8 +372,14 @@ def _answers(base_url: str) -> bool:
 
 
 def free_port() -> int:
-    """A port of the loopback interface that nobody listens on."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port: int = free.getsockname()[1]
-        return port
+    """A port of the loopback interface that nobody listens on.
+
+    It is none of those that the system gives to connections, which might take it before the
+    server that it is for has started.
+    """
+    for _ in range(_PORT_TRIES):
+        port = random.randrange(*_PORTS)  # noqa: S311 (not a secret)
+        with socket.socket() as free, suppress(OSError):
+            free.bind(("127.0.0.1", port))
+            return port
+    raise StartError(f"no free port among {_PORTS[0]} to {_PORTS[1] - 1} in {_PORT_TRIES} tries")

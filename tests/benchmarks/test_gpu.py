@@ -9,7 +9,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.gpu import Outcome, Result, Results, Stage, end_stage, run_stages, write_report
+from benchmarks.gpu import (
+    Outcome,
+    Peers,
+    Result,
+    Results,
+    Stage,
+    end_stage,
+    run_stages,
+    write_report,
+)
+from benchmarks.peers.__main__ import main as peers_command
 from tests.known import known
 
 
@@ -37,6 +47,7 @@ def test_without_a_gpu_it_says_what_is_missing(tmp_path: Path) -> None:
     assert "missing: " in run.stdout
     assert "CUDA" in run.stdout
     assert "nothing was run" in run.stdout
+    assert "(--sglang)" in run.stdout
     assert not report.exists()
 
 
@@ -98,3 +109,44 @@ def test_the_report_has_every_stage_and_what_it_printed(tmp_path: Path) -> None:
     assert "## one\n\n```\n1 passed\n```" in text
     assert "| two | proves two | not run: no time was left | 0 |" in text
     assert "## two" not in text
+
+
+def install(folder: Path, *files: str) -> Path:
+    """An environment of which nothing but these files is there."""
+    for file in files:
+        path = folder / file
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+    return folder
+
+
+SGLANG = "lib/python3.11/site-packages/sglang/launch_server.py"
+
+
+def test_only_engines_that_are_installed_are_compared_with(tmp_path: Path) -> None:
+    vllm = install(tmp_path / "v", "bin/vllm")
+    sglang = install(tmp_path / "s", SGLANG)
+    nothing = install(tmp_path / "n", "bin/python")
+    assert Peers(nothing, nothing).stage(tmp_path, "m") is None
+    assert len(Peers(nothing, nothing).missing()) == 2
+    alone = known(Peers(vllm, nothing).stage(tmp_path, "m"))
+    assert "adaptive,aggregated,vllm" in alone.command
+    assert Peers(vllm, nothing).missing() == [f"to compare with: sglang in {nothing} (--sglang)"]
+    both = known(Peers(vllm, sglang).stage(tmp_path, "m"))
+    assert "adaptive,aggregated,vllm,sglang" in both.command
+    assert Peers(vllm, sglang).missing() == []
+
+
+def test_runs_of_another_revision_or_gpu_are_not_taken_for_these(tmp_path: Path) -> None:
+    peers = Peers(install(tmp_path, "bin/vllm"), tmp_path)
+    one, other = (known(peers.stage(tmp_path, machine)).command for machine in ("a", "b"))
+    assert [*one] != [*other]
+
+
+def test_the_comparison_can_be_parsed(tmp_path: Path) -> None:
+    """It is begun as the stage would, with nothing that must be measured."""
+    stage = known(Peers(install(tmp_path, "bin/vllm", SGLANG), tmp_path).stage(tmp_path, "m"))
+    options = list(stage.command[3:])
+    with peers_command.make_context("peers", [*options, "--only", "page"]) as context:
+        assert context.params["device"] == "cuda"
+        assert context.params["systems"][-1] == "sglang"

@@ -17,7 +17,16 @@ from benchmarks.peers.__main__ import Comparison, OutOfTimeError, Plan
 from benchmarks.peers.goodput import HIGHEST_RATE
 from benchmarks.peers.loads import NamedLoad
 from benchmarks.peers.store import Kind, Store
-from benchmarks.peers.systems import Command, Servers, Setup, StartError, free_port, started
+from benchmarks.peers.systems import (
+    KV_GIBIBYTES,
+    SYSTEMS,
+    Command,
+    Servers,
+    Setup,
+    StartError,
+    free_port,
+    started,
+)
 from kvrelay.deploy.load_generator.report import Slo
 from tests.benchmarks.completions_server import READY_LINE
 
@@ -177,3 +186,25 @@ def test_interference_is_measured_with_and_without_prompts(comparison, store, mo
     assert found["calm"]["prompts"] == 0
     assert found["prompts"]["prompts"] >= 1
     assert found["prompts"]["failed"] == found["calm"]["failed"] == 0
+
+
+def test_on_a_gpu_all_systems_get_the_device_and_the_same_memory(setup: Setup) -> None:
+    sizes = {"num_attention_heads": 9, "num_key_value_heads": 3, "hidden_size": 576}
+    (setup.model / "config.json").write_text(json.dumps({**sizes, "num_hidden_layers": 30}))
+    on_gpu = replace(setup, device="cuda", sglang=Path("/sglang"))
+    [ours] = SYSTEMS["adaptive"].commands(on_gpu)
+    assert {"cuda", f"{KV_GIBIBYTES}GiB"} <= set(ours.arguments)
+    [theirs] = SYSTEMS["vllm"].commands(on_gpu)
+    assert str(KV_GIBIBYTES << 30) in theirs.arguments
+    assert not any("CPU" in name for name in theirs.environment)
+    [sglang] = SYSTEMS["sglang"].commands(on_gpu)
+    assert sglang.arguments[0] == "/sglang/bin/python"
+    assert str((KV_GIBIBYTES << 30) // (30 * 2 * 3 * 64 * 2)) in sglang.arguments
+
+
+def test_on_a_cpu_vllm_has_all_cores_and_sglang_is_refused(setup: Setup) -> None:
+    [theirs] = SYSTEMS["vllm"].commands(setup)
+    assert theirs.environment["VLLM_CPU_KVCACHE_SPACE"] == str(KV_GIBIBYTES)
+    assert not any("kv-cache-memory" in argument for argument in theirs.arguments)
+    with pytest.raises(StartError, match="--device cuda"):
+        SYSTEMS["sglang"].commands(setup)
