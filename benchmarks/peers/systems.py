@@ -378,7 +378,7 @@ def free_port() -> int:
     server that it is for has started.
     """
     for _ in range(_PORT_TRIES):
-        port = random.randrange(*_PORTS)  # noqa: S311 (not a secret)
+        port = random.randrange(*_PORTS)
         with socket.socket() as free, suppress(OSError):
             free.bind(("127.0.0.1", port))
             return port
