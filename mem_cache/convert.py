@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from kvrelay.mem_cache.cuda_streams import record_event
 from kvrelay.mem_cache.geometry import Int64Array, PageOrder
 from kvrelay.mem_cache.pool import KVPool
 
@@ -22,6 +23,8 @@ Index = int | slice
 
 STAGED_BYTES = 32 << 20
 """What is staged for one transfer between devices."""
+DMA_BYTES = 28 << 10
+"""From this size on a page has a transfer of its own between a host and a GPU, as in vLLM."""
 ALL_LAYERS = slice(None)
 
 
@@ -68,6 +71,9 @@ class CopyPlan:
         self._pairs = _pairs_between(
             source.data.device, read[order], target.data.device, written[order]
         )
+        self._whole_pages: _Pairs | None = None
+        if _moves_by_dma(source, target):
+            self._whole_pages = _DmaPairs(read[order], written[order])
 
     def copy(self, layers: range | None = None) -> None:
         """Copy the bytes that the source's pages have now.
@@ -85,7 +91,9 @@ class CopyPlan:
             ValueError: for layers that the pools do not have; nothing is changed.
         """
         layers = _checked_layers(layers, self._source.shape[1])
-        if layers:
+        if self._whole_pages is not None and len(layers) == self._source.shape[1]:
+            self._whole_pages.copy(self._source, self._target)
+        elif layers:
             chosen = slice(layers.start, layers.stop, layers.step)
             self._pairs.copy(self._source, self._target, chosen)
 
@@ -166,6 +174,39 @@ def _pairs_on(device: torch.device, source_pages: Int64Array, target_pages: Int6
     from kvrelay.mem_cache.convert_triton import DevicePairs
 
     return DevicePairs(device, source_pages, target_pages)
+
+
+def _moves_by_dma(source: KVPool, target: KVPool) -> bool:
+    """Whether a GPU moves whole pages between two pools by itself, without the host's processor.
+
+    It does between its own memory and pinned memory, if a page lies together in both.
+    """
+    host, device = source.data, target.data
+    if host.device.type != "cpu":
+        host, device = device, host
+    return (
+        (host.device.type, device.device.type) == ("cpu", "cuda")
+        and source.geometry.order is target.geometry.order is PageOrder.PAGE_FIRST
+        and source.geometry.page_bytes >= DMA_BYTES
+        and host.is_pinned()
+    )
+
+
+class _DmaPairs:
+    """Whole pages, a transfer for each one or for each run of neighbours."""
+
+    def __init__(self, source_pages: Int64Array, target_pages: Int64Array) -> None:
+        self._pairs = _runs(source_pages, target_pages) or list(
+            zip(source_pages.tolist(), target_pages.tolist(), strict=True)
+        )
+
+    def copy(self, source: torch.Tensor, target: torch.Tensor, layers: slice = ALL_LAYERS) -> None:
+        assert layers == ALL_LAYERS, "a part of a page is staged"
+        for read, written in self._pairs:
+            target[written].copy_(source[read], non_blocking=True)
+        # On return the host's pages may be used again, or are there.
+        device = source.device if source.device.type == "cuda" else target.device
+        record_event(device).wait()
 
 
 class _StagedPairs:

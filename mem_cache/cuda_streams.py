@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Final
 
 import torch
 
+from kvrelay.mem_cache.pinned_pools import Pinning
 from kvrelay.mem_cache.streams import (
     PASSED,
     Event,
@@ -15,6 +17,9 @@ from kvrelay.mem_cache.streams import (
     Stream,
     Streams,
 )
+
+_PORTABLE: Final = 1
+"""cudaHostRegisterPortable: pinned for every CUDA context, those of other threads included."""
 
 
 class CudaEvent:
@@ -77,6 +82,34 @@ class CudaStreams:
         return PinnedStaging(lambda nbytes: torch.empty(nbytes, dtype=torch.uint8, pin_memory=True))
 
 
+class CudaPinning:
+    """The `Pinning` of a CUDA device. No two registrations may share a page of 4 KiB."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def pin(self, address: int, nbytes: int) -> None:
+        """See `Pinning`.
+
+        Not torch's pinned memory: that takes a power of two, and no huge pages.
+        """
+        with torch.cuda.device(self._device):
+            cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+            _check(int(cudart.cudaHostRegister(address, nbytes, _PORTABLE)))
+
+    def unpin(self, address: int) -> None:
+        """See `Pinning`."""
+        with torch.cuda.device(self._device):
+            cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+            _check(int(cudart.cudaHostUnregister(address)))
+
+
+def _check(result: int) -> None:
+    """Raise `torch.cuda.CudaError`, a `RuntimeError`, with CUDA's words unless it is success."""
+    if result:
+        raise torch.cuda.CudaError(result)
+
+
 def use_device(device: torch.device) -> None:
     """Make a GPU's context this thread's, before it calls CUDA or NIXL.
 
@@ -97,3 +130,8 @@ def record_event(device: torch.device) -> Event:
 def make_streams(device: torch.device) -> Streams:
     """The streams of a device."""
     return CudaStreams(device) if device.type == "cuda" else ImmediateStreams()
+
+
+def make_pinning(device: torch.device) -> Pinning | None:
+    """What pins the host's memory for a device; None: a CPU needs none."""
+    return CudaPinning(device) if device.type == "cuda" else None

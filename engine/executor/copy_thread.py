@@ -60,11 +60,14 @@ class CopyThread:
         self.work.begin(len(moves.host_pages) * page_size, moves.operation)
         self._moves.put(moves)
 
-    def close(self) -> None:
+    def close(self) -> bool:
         """Make the copies that were ordered, then end; give up what has not ended by then.
 
         A copy that hangs goes on to use the pools, which stay as long as the process. Those behind
         it never begin, and nobody hears of them.
+
+        Returns:
+            whether all have ended: nothing copies to or from the host any more.
         """
         self._moves.put(None)
         self._thread.join(CLOSE_SECONDS)
@@ -74,6 +77,7 @@ class CopyThread:
                 "copies between the device and the host have not ended for %g s: %d are given up",
                 *(CLOSE_SECONDS, self.work.count),
             )
+        return not self._given_up.is_set()
 
     def _run(self) -> None:
         entering = _error_of(self._streams.enter_thread, "a thread for copies")

@@ -216,6 +216,11 @@ TIER_REFUSALS: Final = METRICS.collected(
     "tier",
     "reason",
 )
+PINNED_BYTES: Final = METRICS.collected(
+    MetricType.GAUGE,
+    "kvrelay_pinned_host_bytes",
+    "Bytes of --host-kv-memory that are pinned in main memory, for a GPU to copy; 0 on a CPU",
+)
 STORAGE_OFF: Final = METRICS.collected(
     MetricType.GAUGE,
     "kvrelay_storage_writing_off",
@@ -309,6 +314,8 @@ class WorkerMetrics(Instruments, Collector):
         self._tiers: Mapping[str, TierCounts] = {}
         self.history_tokens = 0
         """That the histories of sessions take."""
+        self.pinned_bytes = 0
+        """Of the host tier."""
         for kind in Dropped:
             self.show(DROPPED_MESSAGES, kind=kind.value)
         self.registry.register(self)
@@ -402,6 +409,7 @@ class WorkerMetrics(Instruments, Collector):
         yield PREFIX_DUPLICATE_PAGES, cache.duplicate_pages
         for name, tier in self._tiers.items():
             yield from _tier_values(name, tier)
+        yield PINNED_BYTES, self.pinned_bytes
         yield STORAGE_OFF, bool(load.storage_error)
 
 

@@ -39,6 +39,7 @@ from kvrelay.engine.worker.loading import LoadedModel
 from kvrelay.engine.worker.memory import make_host_tier, make_kv_cache, make_store
 from kvrelay.kv_transfer.agent import TransferAgent
 from kvrelay.mem_cache.kv_cache_manager import KVCacheManager
+from kvrelay.mem_cache.pinned_pools import PinnedPools
 from kvrelay.mem_cache.prefix_log import PageListener
 from kvrelay.mem_cache.storage_tier import StorageTier
 from kvrelay.mem_cache.tier_speed import TierSpeed
@@ -105,6 +106,8 @@ class Assembly:
     """Copies between the device and the host, if there is a host tier."""
     storage: StorageThread | None
     """Writes and reads storage, if there is some."""
+    pinned: PinnedPools
+    """The host's pools that a GPU copies."""
 
     def hang(self, config: WorkerConfig) -> GiveUp | None:
         """What to do about work that takes longer than it may, by the worker's options."""
@@ -129,12 +132,13 @@ class Assembly:
         """End the threads in the order in which they depend on each other. Blocks."""
         self.engine.close()
         self.forward.close()
-        if self.copies is not None:
-            self.copies.close()
+        copies_have_ended = self.copies is None or self.copies.close()
         if self.storage is not None:
             self.storage.close()
         if self.agent is not None:
             self.agent.close()
+        if copies_have_ended:  # a copy that hangs would lose its memory, or let this hang
+            self.pinned.close()
 
 
 def assemble(
@@ -168,6 +172,7 @@ def assemble(
     store = make_store(config, model.host_pools, model.digest)
     inbox: Inbox[Any] = Inbox()
     metrics = WorkerMetrics(config)
+    metrics.pinned_bytes = model.pinned.nbytes
     model.grammars.on_compiled = partial(metrics.observe, GRAMMAR_SECONDS)
     model.grammars.on_hit = partial(metrics.count, GRAMMAR_HITS)
     kv_cache = make_kv_cache(config, model.pools, model.max_model_len, model.digest, page_listener)
@@ -210,7 +215,8 @@ def assemble(
         audit_pages=config.audit_pages,
     )
     thread = EngineThread(engine, inbox, on_failure)
-    return Assembly(inbox, metrics, agent, kv_cache, plugin, forward, thread, copies, storage)
+    threads = (forward, thread, copies, storage)
+    return Assembly(inbox, metrics, agent, kv_cache, plugin, *threads, model.pinned)
 
 
 def _make_copy_thread(model: LoadedModel, inbox: Inbox[Any]) -> CopyThread | None:

@@ -15,10 +15,11 @@ from kvrelay.engine.executor.drafters import ModelDrafter, NgramDrafter
 from kvrelay.engine.executor.grammar_masks import GrammarMasks
 from kvrelay.engine.executor.model_executor import Drafter, ModelExecutor, PageCopier
 from kvrelay.engine.worker.device_memory import CudaMemory, DeviceMemory, MemoryUse
-from kvrelay.engine.worker.memory import divide_memory, make_host_pools
+from kvrelay.engine.worker.memory import divide_memory, make_host_pools, pin_host_pools
 from kvrelay.kv_transfer.cuda_memory import outside_expandable_segments
-from kvrelay.mem_cache.cuda_streams import make_streams, use_device
+from kvrelay.mem_cache.cuda_streams import make_pinning, make_streams, use_device
 from kvrelay.mem_cache.geometry import KVGeometry, PageOrder
+from kvrelay.mem_cache.pinned_pools import PinnedPools
 from kvrelay.mem_cache.pool import KVPool
 from kvrelay.mem_cache.streams import STEPS_IN_FLIGHT, Streams
 from kvrelay.model_runner.checkpoint.digest import object_digest
@@ -42,6 +43,8 @@ class LoadedModel:
     """The model's own, then those of a draft model."""
     host_pools: Sequence[KVPool]
     """For each of them the host's; empty if there is no host tier."""
+    pinned: PinnedPools
+    """Those of the host that are pinned, for a GPU. Whoever ends its copies closes this."""
     streams: Streams
     """Of the model's device."""
     executor: ModelExecutor
@@ -125,7 +128,18 @@ def load_model(
         draft=draft.digest if draft else "",
     )
     host_pools = make_host_pools(config, pools)
-    return LoadedModel(runner, pools, host_pools, streams, executor, limit, digest, grammars)
+    return LoadedModel(
+        runner,
+        pools,
+        host_pools,
+        # Before NIXL registers them.
+        pin_host_pools(host_pools, make_pinning(runner.device)),
+        streams,
+        executor,
+        limit,
+        digest,
+        grammars,
+    )
 
 
 def find_kv_memory(

@@ -18,6 +18,7 @@ from kvrelay.kv_transfer.nixl_files import NixlFiles
 from kvrelay.mem_cache.geometry import KVGeometry, PageOrder
 from kvrelay.mem_cache.host_tier import HostTier
 from kvrelay.mem_cache.kv_cache_manager import KVCacheManager
+from kvrelay.mem_cache.pinned_pools import PinnedPools, Pinning
 from kvrelay.mem_cache.pool import KVPool
 from kvrelay.mem_cache.prefix_index import PrefixIndex
 from kvrelay.mem_cache.prefix_log import PageListener, PrefixLog
@@ -92,6 +93,21 @@ def make_host_pools(config: WorkerConfig, pools: Sequence[KVPool]) -> list[KVPoo
         KVPool(replace(pool.geometry, order=PageOrder.PAGE_FIRST), pages, torch.device("cpu"))
         for pool in pools
     ]
+
+
+def pin_host_pools(host_pools: Sequence[KVPool], pinning: Pinning | None) -> PinnedPools:
+    """Pin the host's pools for the device, if it is a GPU.
+
+    Raises:
+        ValueError: the system does not pin so much; the message begins with the option's name.
+    """
+    try:
+        return PinnedPools(host_pools, pinning)
+    except RuntimeError as error:
+        gigabytes = sum(pool.nbytes for pool in host_pools) / (1 << 30)
+        raise ValueError(
+            f"host_kv_memory: {gigabytes:.2f} GiB of the host cannot be pinned for the GPU: {error}"
+        ) from error
 
 
 def make_host_tier(

@@ -21,11 +21,13 @@ from kvrelay.engine.executor.copy_thread import CopyThread
 from kvrelay.engine.worker.assembly import Assembly
 from kvrelay.kv_transfer.work_in_progress import WorkInProgress
 from kvrelay.mem_cache.geometry import KVGeometry, PageOrder
+from kvrelay.mem_cache.pinned_pools import PinnedPools
 from kvrelay.mem_cache.pool import KVPool
 from kvrelay.mem_cache.streams import Streams
 from kvrelay.mem_cache.tier_copies import CopyEnded, PageMoves
 from kvrelay.wire.worker_info import WorkerRole
 from tests.late_device import LateStreams
+from tests.mem_cache.pinning_double import LimitedPinning
 
 WAIT_S = 30.0
 GEOMETRY = KVGeometry(2, 1, 8, torch.float32, page_size=4, order=PageOrder.LAYER_FIRST)
@@ -55,7 +57,7 @@ def test_a_copy_that_fails_is_told_and_those_behind_it_are_made():
     copies = Copies()
     copies.to_host(1, 6, 0)  # there is no such page
     copies.to_host(2, 5, 3)
-    copies.thread.close()
+    assert copies.thread.close(), "it says that one has not ended"
     failed, made = copies.ended.get(timeout=WAIT_S), copies.ended.get(timeout=WAIT_S)
     assert (failed.operation, made.operation, made.error) == (1, 2, "")
     assert failed.error.startswith("ValueError: ")
@@ -143,9 +145,30 @@ def test_a_copy_that_hangs_is_given_up_at_the_end_with_those_behind_it(
     copies = Copies()
     copies.to_host(1, 0, 0)
     copies.to_host(2, 1, 1)
-    copies.thread.close()
+    assert not copies.thread.close(), "it says that all have ended"
     assert "have not ended for 0.1 s: 2 are given up" in caplog.text
     may_end.set()
     copies.thread._thread.join(WAIT_S)
     assert not copies.thread._thread.is_alive()
     assert (begun.get(), begun.empty(), copies.ended.empty()) == (1, True, True)
+
+
+@pytest.mark.parametrize("hangs", [False, True])
+def test_the_host_stays_pinned_while_a_copy_may_use_it(
+    monkeypatch: pytest.MonkeyPatch, hangs: bool
+):
+    may_end, pinning = threading.Event(), LimitedPinning()
+    monkeypatch.setattr(copy_thread, "copy_moves", lambda *_: may_end.wait(WAIT_S))
+    monkeypatch.setattr(copy_thread, "CLOSE_SECONDS", 0.1 if hangs else WAIT_S)
+    copies, other = Copies(), SimpleNamespace(close=lambda: None)
+    pinned = PinnedPools([copies.host], pinning)
+    parts: Any = SimpleNamespace(
+        engine=other, forward=other, copies=copies.thread, storage=None, agent=None, pinned=pinned
+    )
+    copies.to_host(1, 0, 0)
+    if not hangs:
+        may_end.set()
+    Assembly.stop_threads(parts)
+    assert bool(pinning.pinned) is hangs
+    may_end.set()
+    copies.thread._thread.join(WAIT_S)

@@ -10,12 +10,19 @@ import torch
 
 from kvrelay.engine.config import WorkerConfig
 from kvrelay.engine.worker.loading import graph_options
-from kvrelay.engine.worker.memory import divide_memory, make_host_pools, make_kv_cache, make_store
+from kvrelay.engine.worker.memory import (
+    divide_memory,
+    make_host_pools,
+    make_kv_cache,
+    make_store,
+    pin_host_pools,
+)
 from kvrelay.mem_cache.geometry import KVGeometry
 from kvrelay.mem_cache.pool import KVPool
 from kvrelay.model_runner.config.cuda_graphs import CudaGraphs
 from kvrelay.wire.model_digest import NO_MODEL
 from kvrelay.wire.worker_info import WorkerRole
+from tests.mem_cache.pinning_double import LimitedPinning
 
 RUNNING = 8
 
@@ -123,3 +130,13 @@ def test_storage_that_cannot_be_had_is_refused(
     pool = KVPool(KVGeometry(1, 1, 64, torch.float32, 16), 4, torch.device("cpu"))
     with pytest.raises(ValueError, match=said):
         make_store(config, make_host_pools(config, [pool]), NO_MODEL)
+
+
+def test_host_memory_that_cannot_be_pinned_is_refused_in_one_line() -> None:
+    config = config_of(host_kv_memory=1 << 26)
+    pool = KVPool(KVGeometry(1, 1, 64, torch.float32, 16), 4, torch.device("cpu"))
+    said = (
+        r"^host_kv_memory: 0.06 GiB of the host cannot be pinned for the GPU: out of memory \(2\)$"
+    )
+    with pytest.raises(ValueError, match=said):
+        pin_host_pools(make_host_pools(config, [pool]), LimitedPinning(limit=1 << 20))

@@ -13,7 +13,9 @@ import torch
 
 from kvrelay.mem_cache import convert
 from kvrelay.mem_cache.convert import CopyPlan, copy_pages
+from kvrelay.mem_cache.cuda_streams import make_pinning
 from kvrelay.mem_cache.geometry import KVGeometry, PageOrder
+from kvrelay.mem_cache.pinned_pools import PinnedPools
 from kvrelay.mem_cache.pool import KVPool
 from tests.known import known
 
@@ -140,6 +142,37 @@ def test_staged_copy(monkeypatch, implementation, source_order, target_order, st
     check_copy(source, SOURCE_PAGES, make_pool(geometry, target_order, 10), TARGET_PAGES)
     gathers_and_scatters = 2 * -(-len(SOURCE_PAGES) // max(1, staged_pages))
     assert len(parts) == gathers_and_scatters
+
+
+@pytest.mark.parametrize("layers", ["all", "one"])
+@pytest.mark.parametrize(
+    ("source_pages", "target_pages"),
+    [(SOURCE_PAGES, TARGET_PAGES), ([2, 3, 4, 6, 5], [5, 6, 7, 1, 0]), ([], [])],
+    ids=["scattered", "runs", "none"],
+)
+def test_whole_pages_between_a_gpu_and_pinned_memory(
+    monkeypatch, layers, source_pages, target_pages
+):
+    """A transfer for each page or run, with the CPU as both; a part of a page is staged."""
+    staged, geometry = [], make_geometry()
+    monkeypatch.setattr(convert, "_moves_by_dma", lambda *_: True)
+
+    class Staged(convert._StagedPairs):
+        def copy(self, *arguments):
+            staged.append(arguments)
+            super().copy(*arguments)
+
+    monkeypatch.setattr(convert, "_pairs_between", Staged)
+    source = make_pool(geometry, PageOrder.PAGE_FIRST, 7)
+    target = make_pool(geometry, PageOrder.PAGE_FIRST, 10)
+    check_copy(source, source_pages, target, target_pages, LAYERS[layers])
+    assert bool(staged) is (layers == "one")
+
+
+def test_what_goes_by_whole_pages():
+    """Not between hosts, nor from memory that is not pinned."""
+    pools = [make_pool(make_geometry(), order, 7) for order in PageOrder]
+    assert not any(convert._moves_by_dma(one, other) for one in pools for other in pools)
 
 
 @every_order
@@ -309,3 +342,20 @@ def test_copies_to_and_from_a_gpu(
     source = make_pool(geometry, source_order, 7, source_device)
     target = make_pool(geometry, target_order, 10, target_device)
     check_copy(source, SOURCE_PAGES, target, TARGET_PAGES, LAYERS[layers])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("to_host", [False, True])
+def test_pinned_pages_to_and_from_a_gpu(monkeypatch, to_host):
+    monkeypatch.setattr(convert, "DMA_BYTES", 0)
+    monkeypatch.setattr(convert, "_StagedPairs", lambda *_: None)
+    gpu, geometry = torch.device("cuda", 0), make_geometry()
+    host = make_pool(geometry, PageOrder.PAGE_FIRST, 7)
+    device = make_pool(geometry, PageOrder.PAGE_FIRST, 10, gpu)
+    pinned = PinnedPools([host], make_pinning(gpu))
+    if to_host:
+        check_copy(device, SOURCE_PAGES, host, [2, 4, 1, 0, 6])
+    else:
+        check_copy(host, SOURCE_PAGES, device, TARGET_PAGES)
+    pinned.close()
