@@ -46,23 +46,28 @@ class Handshake:
         stub = hand_over_pb2_grpc.HandOverServiceStub(channel)
         call = stub.DescribeAgent(hand_over_pb2.DescribeAgentRequest(incarnation=incarnation))
         try:
-            await self._add_peer(incarnation, call)
-            return await self._measure(incarnation, call)
+            host_pages = await self._add_peer(incarnation, call)
+            return await self._measure(incarnation, host_pages, call)
         except PeerRefusedError as error:
             return PeerTransport(incarnation, refusal=str(error))
         finally:
             call.cancel()
 
-    async def _add_peer(self, incarnation: str, call: grpc.aio.UnaryStreamCall) -> None:
+    async def _add_peer(self, incarnation: str, call: grpc.aio.UnaryStreamCall) -> int:
+        """Give the agent the worker's description; returns the pages of its host tier, or 0."""
         async with asyncio.timeout(ANSWER_TIMEOUT_S):
             answer = await call.read()
         if answer is grpc.aio.EOF:
             raise TransferError(f"{incarnation} has not described its pools")
-        self._agent.meet(incarnation, AGENT.from_message(answer))
+        description = AGENT.from_message(answer)
+        self._agent.meet(incarnation, description)
+        return description.host_pools[0].pages if description.host_pools else 0
 
-    async def _measure(self, incarnation: str, call: grpc.aio.UnaryStreamCall) -> PeerTransport:
+    async def _measure(
+        self, incarnation: str, host_pages: int, call: grpc.aio.UnaryStreamCall
+    ) -> PeerTransport:
         """Measure while the call lives: it ends early only with the peer or its connection."""
-        measuring = asyncio.create_task(self._prober.measure(incarnation))
+        measuring = asyncio.create_task(self._prober.measure(incarnation, host_pages))
         call_ended = asyncio.ensure_future(call.read())
         try:
             await asyncio.wait({measuring, call_ended}, return_when=asyncio.FIRST_COMPLETED)

@@ -6,6 +6,7 @@ import logging
 from typing import Final
 
 from kvrelay.kv_transfer.pull import Pull, PullState
+from kvrelay.wire.load import PeerTransport
 
 logger = logging.getLogger(__name__)
 
@@ -14,11 +15,11 @@ _MOST_REMEMBERED: Final = 1000
 
 
 class ReadableHosts:
-    """Learns it from reads: the probe of the transport reads what lies on the device.
+    """Learns it from the probe of a transport, and from reads.
 
-    A host whose first read has failed is not read any more, so that another attempt at the request
-    does not fail for the same reason. One that was read once stays readable: what fails later is
-    the connection, or the peer.
+    A host whose first read has failed is not read any more, unless a later probe does, so that no
+    attempt at a request fails for the same reason. One that was read once stays readable: what
+    fails later is the connection, or the peer.
     """
 
     def __init__(self) -> None:
@@ -31,14 +32,22 @@ class ReadableHosts:
 
     def note(self, pull: Pull) -> None:
         """A read has ended, well or not."""
-        if not pull.from_host:
-            return
-        is_readable = pull.state is PullState.DONE or self._is_readable.get(pull.peer, False)
-        if not is_readable and pull.peer not in self._is_readable:
+        if pull.from_host:
+            self._note(pull.peer, pull.error, was_read=pull.state is PullState.DONE)
+
+    def note_probe(self, probe: PeerTransport) -> None:
+        """A peer was probed; its host, too, if it has one."""
+        if probe.host_refusal or probe.host_bytes_per_second:
+            was_read = not probe.host_refusal
+            self._note(probe.incarnation, probe.host_refusal, was_read=was_read)
+
+    def _note(self, peer: str, error: str, *, was_read: bool) -> None:
+        is_readable = was_read or self._is_readable.get(peer, False)
+        if not is_readable and peer not in self._is_readable:
             logger.warning(
                 "the host of %s cannot be read: only its device is, from now on (%s)",
-                *(pull.peer, pull.error),
+                *(peer, error),
             )
-        self._is_readable[pull.peer] = is_readable
+        self._is_readable[peer] = is_readable
         if len(self._is_readable) > _MOST_REMEMBERED:
             del self._is_readable[next(iter(self._is_readable))]

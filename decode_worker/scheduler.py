@@ -111,7 +111,7 @@ class DecodeScheduler:
             self._probes,
             config.min_transfer_gigabytes_per_second * 1e9,
         )
-        hosts = ReadableHosts()
+        self._hosts = ReadableHosts()
         self._grants = Grants(
             context,
             self._requests,
@@ -120,10 +120,17 @@ class DecodeScheduler:
             config.grants_ahead,
             config.prefix_wait,
             self._histories,
-            hosts,
+            self._hosts,
         )
         self._pulls = Pulls(
-            context, self._requests, agent, client, inbox, config.verify_pages, timeout, hosts
+            context,
+            self._requests,
+            agent,
+            client,
+            inbox,
+            config.verify_pages,
+            timeout,
+            self._hosts,
         )
         self._hand_overs = HandOvers(
             context, self._requests, self._pulls, self._growth, self._histories
@@ -237,6 +244,7 @@ class DecodeScheduler:
         before = self._probes.get(probe.incarnation)
         if probe.refusal and not (before and before.refusal):
             self._context.metrics.count(TRANSFER_REFUSALS)
+        self._hosts.note_probe(probe)
         if probe.incarnation not in self._dead:
             self._probes[probe.incarnation] = self._histories.with_speed(probe)
 

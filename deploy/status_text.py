@@ -108,21 +108,29 @@ def _owners_table(workers: Iterable[dict[str, Any]]) -> str:
 
 
 def _peers_table(workers: Iterable[dict[str, Any]]) -> str:
-    head = ["worker", "reads from", "GB/s", "back", "backend", "transports", ""]
+    head = ["worker", "reads from", "GB/s", "host", "back", "backend", "transports", ""]
     rows = [
         [
             worker["worker"],
             peer["incarnation"],
             f"{peer['read_bytes_per_second'] / 1e9:.3g}",
+            f"{peer['host_bytes_per_second'] / 1e9:.3g}",
             f"{peer['write_bytes_per_second'] / 1e9:.3g}",
             peer["backend"],
             peer["transports"],
-            f"REFUSED: {peer['refusal']}" if peer["refusal"] else "",
+            _refusal(peer),
         ]
         for worker in workers
         for peer in worker["peers"]
     ]
     return _table(head, rows)
+
+
+def _refusal(peer: dict[str, Any]) -> str:
+    """What is not read from a peer, and why; "" if all is."""
+    if peer["refusal"]:
+        return f"REFUSED: {peer['refusal']}"
+    return f"HOST NOT READ: {peer['host_refusal']}" if peer["host_refusal"] else ""
 
 
 def _pools_table(workers: Iterable[dict[str, Any]]) -> str:

@@ -13,6 +13,8 @@ import queue
 import threading
 from collections.abc import Callable, Iterator, Sequence
 
+import numpy as np
+
 from kvrelay.kv_transfer.checksums import LocalPage, PageHasher
 from kvrelay.kv_transfer.endpoints import Endpoints
 from kvrelay.kv_transfer.nixl_endpoint import Operation
@@ -210,6 +212,18 @@ class TransferAgent:
         """
         constant = constant_pages(self.scratch)
         return self._probe("READ", Pull(peer, (constant[::-1],), (constant,)), landing, on_end)
+
+    def read_host(
+        self, peer: str, host_pages: int, landing: KVPool, on_end: Callable[[Pull], None]
+    ) -> Pull:
+        """Start to read pages of a peer's host tier, whatever they hold; else as `read_scratch`.
+
+        Of its first pool, which is like the scratch pages; from the first page on, as many as there
+        is room for in `landing`. `host_pages` are all that it has.
+        """
+        remote = np.arange(min(landing.total_pages, host_pages))
+        pull = Pull(peer, (remote[::-1],), (remote,), from_host=True)
+        return self._probe("READ", pull, landing, on_end)
 
     def write_scratch(self, peer: str, on_end: Callable[[Pull], None]) -> Pull:
         """Start to write to the scratch pages that a peer has for this; else as `read_scratch`."""

@@ -41,7 +41,8 @@ TRANSITIONS: Final = {
 class Pull:
     """One READ of `remote_pages` of a peer into `local_pages` of this worker's pools.
 
-    Or a probe, of scratch pages in place of the pools, in one direction or the other.
+    Or a probe: of scratch pages in place of the pools, in one direction or the other, or from the
+    peer's host pool into scratch pages.
 
     It is its own fence: the local pages may be used again once `passed`, that
     is when it ended well, never started, or the NIXL agent that ran it is destroyed.

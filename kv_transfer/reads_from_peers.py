@@ -72,7 +72,10 @@ class ReadsFromPeers:
         local: PoolLayout,
         on_end: Callable[[Pull], None],
     ) -> None:
-        """Copy a peer's scratch pages to pages of `local`, or the other way round."""
+        """Copy a peer's scratch pages to pages of `local`, or the other way round.
+
+        Or pages of its host, if the pull is `from_host`.
+        """
         self._start(pull, on_end, lambda: self._prepare_probe(pull, peer, operation, local))
 
     def check_running(self) -> None:
@@ -177,9 +180,10 @@ class ReadsFromPeers:
     ) -> tuple[NixlTransfer, int]:
         known = _known(peer, pull)
         (here,), (there,) = pull.local_pages, pull.remote_pages
-        spans = pair_spans(local, here, known.scratch, there)
+        remote = known.host_layouts[0] if pull.from_host else known.scratch
+        spans = pair_spans(local, here, remote, there)
         transfer = self._endpoints.current.prepare(
-            operation, spans, local, known.scratch, known.incarnation
+            operation, spans, local, remote, known.incarnation
         )
         try:
             pull.backend = transfer.query_backend()

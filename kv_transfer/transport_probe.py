@@ -2,7 +2,8 @@
 
 A puller reads scratch pages of its peer against the clock, and writes others. Those pages lie
 beside the pools and look like the pools' pages. KV is only ever read, so it is the read that
-must be fast enough; the speed of writes is reported beside it.
+must be fast enough; the speed of writes is reported beside it. A peer that has a host tier is read
+there, too: a transport between GPUs may reach no host. If that fails the host alone is not read.
 
 Peers are connected and checked side by side, each in a landing area of its own. Those that
 answer take turns at being timed.
@@ -33,6 +34,8 @@ TIMED_MOVES = 5
 """Moves of which the fastest counts, because others may have been disturbed."""
 ENOUGH_S = 0.5
 """After this time no further move is timed."""
+HOST_TIMEOUT_S = 2.0
+"""For the probe of a peer's host tier."""
 AGAIN_S = (0.1, 0.2, 0.4, 0.8)
 """Waits before a probe one of whose moves has failed is made again."""
 TURN_S = 2.0
@@ -62,16 +65,23 @@ class TransportProber:
         self._areas = LandingAreas(agent.make_landing)
         self._timing = asyncio.Lock()
 
-    async def measure(self, peer: str) -> PeerTransport:
+    async def measure(self, peer: str, host_pages: int = 0) -> PeerTransport:
         """Measure the transport from a peer, which the agent must know.
 
         Never raises for the peer's fault: one that is too slow, does not answer within
         `PROBE_TIMEOUT_S`, or sends other bytes than it has, comes back as refused.
+
+        Args:
+            peer: its incarnation.
+            host_pages: of its host tier; 0: there is none to be read.
         """
         try:
-            async with asyncio.timeout(PROBE_TIMEOUT_S):
-                with self._areas.lend(peer) as area:
-                    return await self._measure_connected(peer, area)
+            with self._areas.lend(peer) as area:
+                async with asyncio.timeout(PROBE_TIMEOUT_S):
+                    found = await self._measure_connected(peer, area)
+                if host_pages and not found.refusal:
+                    found = await self._measure_host(found, host_pages, area)
+                return found
         except TimeoutError:
             return PeerTransport(peer, refusal=f"{peer} was not read in {PROBE_TIMEOUT_S:g} s")
         except TransferError as error:
@@ -106,6 +116,26 @@ class TransportProber:
             return found
         asked = f"{MIN_OPTION} asks for {self.floor / 1e9:g}"
         return replace(found, refusal=f"{peer} is read at {found}; {asked}")
+
+    async def _measure_host(
+        self, found: PeerTransport, host_pages: int, area: LandingArea
+    ) -> PeerTransport:
+        """What was found, with the speed of reads from the peer's host, or why there are none.
+
+        Bytes are not compared, as whatever lies there may be written meanwhile.
+        """
+        peer = found.incarnation
+        read = partial(self._agent.read_host, peer, host_pages, area.pages)
+        async with self._turn():
+            try:
+                async with asyncio.timeout(HOST_TIMEOUT_S):
+                    return replace(found, host_bytes_per_second=await _time(area, read))
+            except TimeoutError:
+                why = f"it was not read in {HOST_TIMEOUT_S:g} s"
+            except TransferError as error:
+                why = str(error)
+        self._agent.reconnect(peer)  # it may have broken the connection, which the device needs
+        return replace(found, host_refusal=why)
 
     @asynccontextmanager
     async def _turn(self) -> AsyncIterator[None]:

@@ -67,6 +67,10 @@ class PeerTransport:
     """Tokens of sessions that the peer reads from here; 0: none are lent."""
     refusal: str = ""
     """Why nothing is read from the peer; empty if it is."""
+    host_bytes_per_second: float = 0.0
+    """From the peer's host tier; 0: it has none, or it cannot be read."""
+    host_refusal: str = ""
+    """Why nothing is read from the peer's host tier; empty if it is, or if it has none."""
 
     def __str__(self) -> str:
         speed = self.read_bytes_per_second / 1e9

@@ -249,7 +249,8 @@ TRANSFER_SECONDS: Final = METRICS.histogram(
 TRANSFER_RATE: Final = METRICS.collected(
     MetricType.GAUGE,
     "kvrelay_transfer_bytes_per_second",
-    "Bytes a second that the latest probe moved from a peer (read) and to it (write)",
+    "Bytes a second that the latest probe moved from a peer (read), from its host tier (host; 0 if "
+    "it has none, or it cannot be read) and to it (write)",
     "peer",
     "backend",
     "transports",
@@ -401,6 +402,7 @@ class WorkerMetrics(Instruments, Collector):
         for peer in load.peers:
             labels = peer.incarnation, peer.backend, peer.transports
             yield TRANSFER_RATE, peer.read_bytes_per_second, *labels, "read"
+            yield TRANSFER_RATE, peer.host_bytes_per_second, *labels, "host"
             yield TRANSFER_RATE, peer.write_bytes_per_second, *labels, "write"
         yield PREFIX_LOOKUPS, cache.lookups
         yield PREFIX_HITS, cache.hits

@@ -263,9 +263,9 @@ async def test_peers_whose_transfers_hang_keep_nobody_waiting(
     inbox, begun = ReadInbox(), asyncio.Queue[str]()
 
     class Prober(TransportProber):
-        async def measure(self, peer: str) -> PeerTransport:
+        async def measure(self, peer: str, host_pages: int = 0) -> PeerTransport:
             begun.put_nowait(peer)
-            return await super().measure(peer)
+            return await super().measure(peer, host_pages)
 
     client = make_client(agent, inbox, Prober(agent, 0.0))
     async with AsyncExitStack() as workers:
@@ -340,7 +340,7 @@ async def test_a_peer_that_dies_while_it_is_measured_is_lost_not_slow(
     measured = asyncio.Event()
     ends: list[asyncio.Task[None]] = []
 
-    async def measure(peer: str) -> PeerTransport:
+    async def measure(peer: str, host_pages: int) -> PeerTransport:
         await until_serving(prefill.agent, 1)
         measured.set()
         # A task of its own: a stop that is cancelled with the measurement could not be made again.

@@ -114,15 +114,24 @@ def test_what_a_worker_reads_from_and_how_fast(kvrelay: Kvrelay, service: Script
                 transports="all",
                 read_bytes_per_second=5.25e9,
                 write_bytes_per_second=4e9,
+                host_bytes_per_second=3e9,
+            ),
+            pb.PeerTransfer(
+                incarnation="prefill-2-fed",
+                backend="UCX",
+                transports="cuda_ipc",
+                read_bytes_per_second=3e11,
+                host_refusal="no transport",
             ),
             pb.PeerTransfer(incarnation="prefill-1-abc", transports="tcp", refusal="too slow"),
         ]
     )
     assert kvrelay("status").stdout.endswith(
         """
-worker    reads from     GB/s  back  backend  transports
-decode-0  prefill-0-def  5.25  4     UCX      all
-decode-0  prefill-1-abc  0     0              tcp         REFUSED: too slow
+worker    reads from     GB/s  host  back  backend  transports
+decode-0  prefill-0-def  5.25  3     4     UCX      all
+decode-0  prefill-2-fed  300   0     0     UCX      cuda_ipc    HOST NOT READ: no transport
+decode-0  prefill-1-abc  0     0     0              tcp         REFUSED: too slow
 """
     )
     decode, prefill = json.loads(kvrelay("status", "--json").stdout)["workers"]
@@ -134,6 +143,8 @@ decode-0  prefill-1-abc  0     0              tcp         REFUSED: too slow
         "write_bytes_per_second": 4e9,
         "lent_tokens_per_second": 0.0,
         "refusal": "",
+        "host_bytes_per_second": 3e9,
+        "host_refusal": "",
     }
     assert prefill["peers"] == []
 

@@ -12,10 +12,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kvrelay.decode_worker.hand_over_stream import PeerProbed
 from kvrelay.engine.scheduler.commands import PeerDied
 from kvrelay.kv_transfer.pull import Pull
 from kvrelay.kv_transfer.verify_pages import VerifyPages
 from kvrelay.prefill_worker.request import PrefillRequest
+from kvrelay.wire.load import PeerTransport
 from kvrelay.wire.output import EndReason, FailureReason
 from tests.engine.simulation import SimRequest, Simulation, SimWorker, count
 from tests.engine.test_modes import expected
@@ -212,6 +214,28 @@ def test_a_host_whose_first_read_fails_is_not_read_again(was_read: bool) -> None
     simulation.pulls.clear()
     simulation.ask(later)
     assert host_pages_read(simulation.pulls) == (PAGES if was_read else 0)
+    simulation.assert_at_baseline()
+
+
+@pytest.mark.parametrize("later_probe", ["none", "reads it", "fails"])
+def test_a_host_that_the_probe_could_not_read_costs_no_attempt(later_probe: str) -> None:
+    """A later probe that does read it makes it readable; one that fails does not undo that."""
+    simulation = Held()
+    name = simulation.prefill.name
+
+    def probe(**host: Any) -> None:
+        simulation.decode.inbox.post(PeerProbed(PeerTransport(name, **host)))
+
+    probe(host_refusal="no transport")
+    simulation.ask(simulation.prompts[0])
+    assert not host_pages_read(simulation.pulls)
+    if later_probe != "none":
+        probe(host_bytes_per_second=1e9)
+    if later_probe == "fails":
+        probe(host_refusal="it was not read in 2 s")
+    simulation.pulls.clear()
+    simulation.ask(simulation.prompts[2])
+    assert host_pages_read(simulation.pulls) == (0 if later_probe == "none" else PAGES)
     simulation.assert_at_baseline()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import pytest
 
@@ -12,12 +13,13 @@ from kvrelay.kv_transfer.errors import TransferError
 from kvrelay.kv_transfer.landing import LandingAreas
 from kvrelay.kv_transfer.nixl_endpoint import NixlEndpoint, NixlTransfer
 from kvrelay.kv_transfer.pull import Pull, PullState
+from kvrelay.kv_transfer.reads_from_peers import ReadsFromPeers
 from kvrelay.kv_transfer.scratch import make_landing
 from kvrelay.kv_transfer.spans import PoolLayout
 from kvrelay.kv_transfer.transport_probe import TransportProber
 from kvrelay.mem_cache.geometry import PageOrder
 from kvrelay.mem_cache.pool import KVPool
-from tests.kv_transfer.peer_process import PAGES, WAIT_S, Peer, assert_page, read
+from tests.kv_transfer.peer_process import HOST_PAGES, PAGES, WAIT_S, Peer, assert_page, read
 
 
 async def test_a_probe_that_failed_is_made_again(
@@ -74,6 +76,59 @@ async def test_a_probe_measures_scratch_pages_and_touches_no_others(
         assert_page(pool, page, page)
     asked_too_much = await TransportProber(agent, floor=1e15).measure(peer.description.incarnation)
     assert asked_too_much.refusal.endswith("asks for 1e+06")
+    peer.stop()
+
+
+async def test_a_probe_reads_the_host_into_scratch_pages(
+    agent: TransferAgent, pool: KVPool
+) -> None:
+    peer = Peer()
+    agent.add_peer(peer.description)
+    prober, name = TransportProber(agent, floor=0.0), peer.description.incarnation
+    assert not (await prober.measure(name)).host_bytes_per_second, "it is not told of a host"
+    found = await prober.measure(name, HOST_PAGES)
+    assert (found.refusal, found.host_refusal) == ("", "")
+    assert 1e6 < found.host_bytes_per_second < 1e12
+    assert all((pool.layer(layer) == 0).all() for layer in range(4))
+    with prober._areas.lend(name) as area:
+        for page in range(HOST_PAGES):
+            assert_page(area.pages, HOST_PAGES - 1 - page, PAGES + page)
+    peer.stop()
+
+
+@pytest.mark.parametrize("how", ["fails", "is not taken", "hangs"])
+async def test_a_host_that_cannot_be_read_leaves_the_device_readable(
+    agent: TransferAgent, pool: KVPool, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    peer = Peer()
+    agent.add_peer(peer.description)
+    prober, name = TransportProber(agent, floor=0.0), peer.description.incarnation
+    monkeypatch.setattr("kvrelay.kv_transfer.transport_probe.HOST_TIMEOUT_S", 0.2)
+    start_probe, hosts = ReadsFromPeers.start_probe, list[Pull]()
+
+    def start(reads: ReadsFromPeers, pull: Pull, *rest: Any) -> None:
+        if not pull.from_host:
+            start_probe(reads, pull, *rest)
+            return
+        hosts.append(pull)
+        if how == "is not taken":
+            pull.refuse("NIXL_ERR_NOT_FOUND")
+            rest[-1](pull)
+        elif how == "fails":
+            with monkeypatch.context() as patch:
+                patch.setattr(NixlTransfer, "start", lambda transfer: "ERR")
+                start_probe(reads, pull, *rest)
+
+    monkeypatch.setattr(ReadsFromPeers, "start_probe", start)
+    found = await prober.measure(name, HOST_PAGES)
+    assert (found.refusal, found.host_bytes_per_second) == ("", 0.0)
+    assert found.read_bytes_per_second > 0
+    says = {"fails": "ended as ERR", "hangs": "not read in 0.2 s"}
+    assert says.get(how, "NIXL_ERR_NOT_FOUND") in found.host_refusal
+    assert len(hosts) == 1
+    pull = read(agent, peer, list(range(PAGES)), list(range(PAGES)))
+    assert pull.state is PullState.DONE
+    assert_page(pool, 3, 3)
     peer.stop()
 
 

@@ -482,7 +482,7 @@ class StepSpeeds(_message.Message):
     def __init__(self, seconds_per_step: _Optional[float] = ..., seconds_per_token: _Optional[float] = ..., seconds_per_pair: _Optional[float] = ..., seconds_per_row: _Optional[float] = ..., seconds_per_row_pair: _Optional[float] = ..., chunk_tokens: _Optional[int] = ..., prompts_known: bool = ..., rows_known: bool = ...) -> None: ...
 
 class PeerTransfer(_message.Message):
-    __slots__ = ("incarnation", "backend", "transports", "refusal", "read_bytes_per_second", "write_bytes_per_second", "lent_tokens_per_second")
+    __slots__ = ("incarnation", "backend", "transports", "refusal", "read_bytes_per_second", "write_bytes_per_second", "lent_tokens_per_second", "host_bytes_per_second", "host_refusal")
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     BACKEND_FIELD_NUMBER: _ClassVar[int]
     TRANSPORTS_FIELD_NUMBER: _ClassVar[int]
@@ -490,6 +490,8 @@ class PeerTransfer(_message.Message):
     READ_BYTES_PER_SECOND_FIELD_NUMBER: _ClassVar[int]
     WRITE_BYTES_PER_SECOND_FIELD_NUMBER: _ClassVar[int]
     LENT_TOKENS_PER_SECOND_FIELD_NUMBER: _ClassVar[int]
+    HOST_BYTES_PER_SECOND_FIELD_NUMBER: _ClassVar[int]
+    HOST_REFUSAL_FIELD_NUMBER: _ClassVar[int]
     incarnation: str
     backend: str
     transports: str
@@ -497,7 +499,9 @@ class PeerTransfer(_message.Message):
     read_bytes_per_second: float
     write_bytes_per_second: float
     lent_tokens_per_second: float
-    def __init__(self, incarnation: _Optional[str] = ..., backend: _Optional[str] = ..., transports: _Optional[str] = ..., refusal: _Optional[str] = ..., read_bytes_per_second: _Optional[float] = ..., write_bytes_per_second: _Optional[float] = ..., lent_tokens_per_second: _Optional[float] = ...) -> None: ...
+    host_bytes_per_second: float
+    host_refusal: str
+    def __init__(self, incarnation: _Optional[str] = ..., backend: _Optional[str] = ..., transports: _Optional[str] = ..., refusal: _Optional[str] = ..., read_bytes_per_second: _Optional[float] = ..., write_bytes_per_second: _Optional[float] = ..., lent_tokens_per_second: _Optional[float] = ..., host_bytes_per_second: _Optional[float] = ..., host_refusal: _Optional[str] = ...) -> None: ...
 
 class PoolState(_message.Message):
     __slots__ = ("pool", "page_size", "total", "free", "held", "cached_evictable", "cached_protected", "session", "quarantined", "promised", "in_flight")
