@@ -12,6 +12,10 @@ Part `chat`, on one cluster, has short turns:
 - prefix cache: sends the whole conversation each time, and finds what the prefix index has;
 - no cache: the same with another salt each time, so that nothing is found.
 
+Part `many` is the first two of these with 100 conversations, on workers with memory for all of
+them. `no cache` would compute 780,000 tokens a round, which takes two cores over six minutes; so
+would any way whose conversations do not fit into memory, as each evicts the next one's.
+
 Part `long` has turns that are long enough for a prefill worker (P), while a decode worker (D) has
 the session and generates for others. It runs without a prefix index unless told otherwise, on two
 clusters that take turns:
@@ -88,13 +92,17 @@ class Part(StrEnum):
     """What is compared."""
 
     CHAT = "chat"
+    MANY = "many"
     LONG = "long"
 
 
 WAYS = {
     Part.CHAT: (Way.SESSION, Way.PREFIXES, Way.ANEW),
+    Part.MANY: (Way.SESSION, Way.PREFIXES),
     Part.LONG: (Way.READ, Way.RECOMPUTED, Way.LOCAL),
 }
+MANY_MEMORY = "5GiB"
+"""Of each worker: 100 conversations of 8 times 216 tokens are 3.7 GiB of SmolLM2's KV."""
 _PARTS = [part.value for part in Part]
 _WAYS = [way.value for way in Way]
 
@@ -148,10 +156,11 @@ class Round:
     help="Of those parts.",
 )
 @click.option("--rounds", default=2, help="Of each way.")
-@click.option("--conversations", default=100, help="Of part chat.")
-@click.option("--turns", default=8, help="Of part chat.")
-@click.option("--new-tokens", default=200, help="Of each prompt of part chat.")
-@click.option("--output-tokens", default=16, help="Of part chat.")
+@click.option("--conversations", default=10, help="Of part chat.")
+@click.option("--many-conversations", default=100, help="Of part many.")
+@click.option("--turns", default=8, help="Of parts chat and many.")
+@click.option("--new-tokens", default=200, help="Of each prompt of parts chat and many.")
+@click.option("--output-tokens", default=16, help="Of parts chat and many.")
 @click.option("--long-conversations", default=2)
 @click.option("--long-turns", default=4)
 @click.option("--long-tokens", default=400, help="Of each prompt of part long.")
@@ -169,8 +178,10 @@ def main(
 ) -> None:
     """Run the parts, and print a row for each way."""
     new, tokens = shape["new_tokens"], shape["long_tokens"]
+    short = (shape["turns"], new, new, shape["output_tokens"])
     loads = {
-        Part.CHAT: Load(shape["conversations"], shape["turns"], new, new, shape["output_tokens"]),
+        Part.CHAT: Load(shape["conversations"], *short),
+        Part.MANY: Load(shape["many_conversations"], *short),
         Part.LONG: Load(
             shape["long_conversations"],
             shape["long_turns"],
@@ -201,8 +212,8 @@ def clusters(part: Part, serve_options: Sequence[str]) -> Iterator[Mapping[Way, 
             every = [*_ANYWHERE, *options, *serve_options]
             return stack.enter_context(started(every, sys.stderr)).target
 
-        if part is Part.CHAT:
-            target = start()
+        if part is not Part.LONG:
+            target = start(*("--kv-memory", MANY_MEMORY) * (part is Part.MANY))
             yield dict.fromkeys(WAYS[part], target)
             return
         long = ("--prefix-index", "none", "--threads", "1")

@@ -4,9 +4,10 @@ python -m benchmarks.transfer rate
 python -m benchmarks.transfer hand-over
 
 `rate` reads pages of another process's pool, scattered on both sides, many
-requests' reads in flight at once. Three ways take turns: the `TransferAgent`, and
-NIXL alone, which moves the same bytes in the same pieces with handles made before
-the clock starts, or after. GB/s are 10⁹ bytes a second: the median of the rounds,
+requests' reads in flight at once. Four ways take turns: the `TransferAgent`, which
+reads the other's device or its host tier, and NIXL alone, which moves the same bytes
+in the same pieces with handles made before the clock starts, or after. (The host's
+pages are page_first in any case.) GB/s are 10⁹ bytes a second: the median of the rounds,
 and the best. The ratio compares the bests, which a busy machine disturbs least, to
 bare NIXL with handles made after the clock starts: a server has to make them for
 every read, because each is of other pages.
@@ -28,6 +29,7 @@ import queue
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -117,8 +119,9 @@ def serve_bare(connection: Connection, order: PageOrder, pages: int) -> None:
 
 
 def serve_agent(connection: Connection, order: PageOrder, pages: int) -> None:
-    """In a process of its own: a `TransferAgent` whose pool is read until a message comes."""
-    agent = TransferAgent("agent-target", [make_pool(order, pages)], print)
+    """In a process of its own: a `TransferAgent` whose pools are read until a message comes."""
+    host = make_pool(PageOrder.PAGE_FIRST, pages)
+    agent = TransferAgent("agent-target", [make_pool(order, pages)], print, host_pools=[host])
     agent.begin_serving()
     connection.send(agent.describe())
     connection.recv()
@@ -141,18 +144,20 @@ class Peer:
         self._process.join()
 
 
-def read_by_agent(agent: TransferAgent, peer: PeerDescription, reads: Pages) -> None:
-    """Start all reads at once, and wait until they have ended."""
+def read_by_agent(
+    agent: TransferAgent, peer: PeerDescription, reads: Pages, *, from_host: bool
+) -> None:
+    """Start all reads, of the peer's host or its device, at once; wait until they have ended."""
     ended: queue.SimpleQueue[Pull] = queue.SimpleQueue()
     for local, remote in reads:
-        agent.pull(peer.incarnation, [local], [remote], ended.put)
+        agent.pull(peer.incarnation, [local], [remote], ended.put, from_host=from_host)
     for _ in reads:
         pull = ended.get(timeout=WAIT_S)
         assert pull.state is PullState.DONE, pull.error
 
 
 def measure_rate(order: PageOrder, requests: int, tokens: int, rounds: int) -> list[list[str]]:
-    """Measure the three ways to read; returns a row of the table for each."""
+    """Measure the four ways to read; returns a row of the table for each."""
     each = tokens // PAGE_SIZE
     pages = requests * each
     rng = np.random.default_rng(0)
@@ -181,12 +186,17 @@ def measure_rate(order: PageOrder, requests: int, tokens: int, rounds: int) -> l
         bare.release(handles)
         return time.perf_counter() - begun
 
-    def by_agent() -> float:
+    def by_agent(*, from_host: bool) -> float:
         begun = time.perf_counter()
-        read_by_agent(agent, agent_peer.description, reads)
+        read_by_agent(agent, agent_peer.description, reads, from_host=from_host)
         return time.perf_counter() - begun
 
-    ways = {"NIXL, handles ready": ready, "NIXL": made, "agent": by_agent}
+    ways = {
+        "NIXL, handles ready": ready,
+        "NIXL": made,
+        "agent": partial(by_agent, from_host=False),
+        "agent, host tier": partial(by_agent, from_host=True),
+    }
     seconds: dict[str, list[float]] = {way: [] for way in ways}
     for number in range(rounds + 1):
         for way, run in ways.items():

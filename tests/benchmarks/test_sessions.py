@@ -89,8 +89,12 @@ async def test_streams_run_beside_long_turns(monkeypatch: pytest.MonkeyPatch) ->
     assert service.running == 0
 
 
-def test_each_way_is_in_one_part() -> None:
-    assert [way for part in Part for way in WAYS[part]] == list(Way)
+def test_each_part_has_its_ways_and_each_way_a_part() -> None:
+    assert WAYS.keys() == set(Part)
+    assert {way for ways in WAYS.values() for way in ways} == set(Way)
+    for part in (Part.CHAT, Part.MANY):
+        assert Way.SESSION in WAYS[part]
+        assert Way.PREFIXES in WAYS[part], "what sessions are compared with"
 
 
 def test_a_page_keeps_its_text_and_the_figures_of_other_parts(tmp_path: Path) -> None:
