@@ -17,7 +17,7 @@ import pytest
 from kvrelay.kv_transfer.mooncake_store import MooncakeAddress, MooncakeStore
 from kvrelay.mem_cache.storage_pages import StoragePage
 from tests.kv_transfer.test_nixl_files import finish
-from tests.mem_cache.test_storage_files import LAYOUT, POOL_BYTES, bytes_of, prompt
+from tests.mem_cache.stored_files import LAYOUT, POOL_BYTES, bytes_of, prompt
 
 WAIT_S = 60.0
 LENT_BYTES = 64 << 20
@@ -188,7 +188,7 @@ def test_another_object_under_the_name_is_a_miss(master: str) -> None:
 OWNER = """
 import sys
 from tests.kv_transfer.test_mooncake_store import Client
-from tests.mem_cache.test_storage_files import prompt
+from tests.mem_cache.stored_files import prompt
 client = Client(sys.argv[1])
 client.put(prompt(5, 3))
 print("put", flush=True)

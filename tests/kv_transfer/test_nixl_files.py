@@ -17,7 +17,7 @@ from kvrelay.kv_transfer.nixl_files import NixlFiles
 from kvrelay.mem_cache.file_io import FileTransfer, Piece
 from kvrelay.mem_cache.storage_files import FileStore
 from kvrelay.mem_cache.storage_pages import StoragePage, StoreOperation
-from tests.mem_cache.test_storage_files import LAYOUT, PAGE_TOKENS, POOL_BYTES, bytes_of, prompt
+from tests.mem_cache.stored_files import LAYOUT, PAGE_TOKENS, POOL_BYTES, bytes_of, prompt
 
 WAIT_S = 60.0
 
@@ -205,7 +205,7 @@ WRITE_FOR_EVER = """
 import sys
 from pathlib import Path
 from tests.kv_transfer.test_nixl_files import Store
-from tests.mem_cache.test_storage_files import prompt
+from tests.mem_cache.stored_files import prompt
 store = Store(Path(sys.argv[1]), slots=9)
 for number in range(1_000_000):
     store.put(prompt(number, 3))

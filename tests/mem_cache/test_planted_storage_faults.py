@@ -18,7 +18,7 @@ from kvrelay.mem_cache.storage_format import IndexRecord, StorageFormat
 from kvrelay.mem_cache.storage_index import IndexWriter
 from kvrelay.mem_cache.storage_pages import StoragePage
 from tests.mem_cache.test_planted_faults import wrap
-from tests.mem_cache.test_storage_files import DAMAGES, KILLS, survives_a_kill, survives_damage
+from tests.mem_cache.test_storage_damage import DAMAGES, KILLS, survives_a_kill, survives_damage
 
 SEARCH = settings(
     max_examples=400, deadline=None, database=None, derandomize=True,

@@ -7,7 +7,7 @@ from typing import Final
 
 from kvrelay.text.output_parsers.held_text import is_long
 from kvrelay.text.output_parsers.json_calls import Calls, JsonCall
-from kvrelay.text.output_parsers.pieces import Piece
+from kvrelay.text.output_parsers.pieces import Piece, all_pieces
 
 
 class JsonCallsParser:
@@ -26,10 +26,7 @@ class JsonCallsParser:
     def push(self, text: str) -> Sequence[Piece]:
         """What is sure after some more text."""
         self._held += text
-        pieces: list[Piece] = []
-        while self._step(pieces):
-            pass
-        return pieces
+        return all_pieces(self._step)
 
     def finish(self) -> Sequence[Piece]:
         """The rest."""

@@ -5,7 +5,7 @@ What is said does not depend on where the text is cut. What turns out to be no c
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -22,6 +22,14 @@ class Piece:
     """Of the tool; the first piece of a call has it, whole."""
     arguments: str = ""
     """Of the call, in JSON."""
+
+
+def all_pieces(step: Callable[[list[Piece]], bool]) -> list[Piece]:
+    """What `step` adds, called until it says that nothing more can be taken for now."""
+    pieces: list[Piece] = []
+    while step(pieces):
+        pass
+    return pieces
 
 
 class OutputParser(Protocol):
