@@ -212,29 +212,45 @@ def test_tokens_do_not_depend_on_the_tier(
         run_load(simulation, page_size, count=16, choices=3)
 
 
-@pytest.mark.parametrize(
+real_models = pytest.mark.parametrize(
     ("architecture", "bytes_a_page", "aggregated"),
     [("llama", 3072, True), ("deepseek", 1920, False)],
 )
+
+
+class RealModel:
+    """A real model on workers of 64 pages, and what twelve requests generate if undisturbed."""
+
+    def __init__(self, path: Path, architecture: str, bytes_a_page: int, aggregated: bool) -> None:
+        make_checkpoint(path, architecture)
+        self._path, self._kv_memory = path, 64 * bytes_a_page
+        self._asked = requests_of(5, 12, 128, 12)
+        self._plain = plain_run(path, "float32", tuple(self._asked))
+        self._mode = Mode(page_size=4, aggregated=aggregated, cached=True, retract_every=5)
+
+    def serve(self, **tiers: Any) -> Simulation:
+        memory, path = self._kv_memory, self._path
+        return serve(path, path, "float32", self._mode, kv_memory=memory, **tiers)
+
+    def ask(self, simulation: Simulation) -> None:
+        served = [one.submit(simulation) for one in self._asked]
+        simulation.run()
+        for requests, undisturbed in zip(served, self._plain, strict=True):
+            for request, other in zip(requests, undisturbed, strict=True):
+                assert_same(request, other)
+        simulation.assert_at_baseline()
+
+
+@real_models
 def test_a_real_model_gives_the_same_tokens(
     tmp_path: Path, architecture: str, bytes_a_page: int, aggregated: bool
 ) -> None:
     """In float32, after eviction and return, and after retraction and return."""
-    make_checkpoint(tmp_path, architecture)
-    asked = requests_of(5, 12, 128, 12)
-    plain = plain_run(tmp_path, "float32", tuple(asked))
-    mode = Mode(page_size=4, aggregated=aggregated, cached=True, retract_every=5)
-    simulation = serve(
-        tmp_path, tmp_path, "float32", mode, kv_memory=64 * bytes_a_page, host_kv_memory=4 << 20
-    )
+    model = RealModel(tmp_path, architecture, bytes_a_page, aggregated)
+    simulation = model.serve(host_kv_memory=4 << 20)
     for _ in range(2):
-        served = [one.submit(simulation) for one in asked]
-        simulation.run()
-        for requests, undisturbed in zip(served, plain, strict=True):
-            for request, other in zip(requests, undisturbed, strict=True):
-                assert_same(request, other)
+        model.ask(simulation)
     assert tier_counts(simulation, "loaded_pages")
-    simulation.assert_at_baseline()
 
 
 # Never slower: under a virtual clock

@@ -17,13 +17,19 @@ from kvrelay.engine.scheduler.request import Request
 from kvrelay.engine.scheduler.tier_loads import TierLoads
 from kvrelay.mem_cache.storage_orders import Fetch, LookUp, StorageOrder, Store
 from kvrelay.mem_cache.tier_speed import TierSpeed
-from tests.checkpoints import make_checkpoint
 from tests.engine.simulation import Simulation
 from tests.engine.simulation.storage import MemoryStore, SharedPages
 from tests.engine.simulation.worker import PAGE_BYTES, SimWorker
-from tests.engine.test_host_tier import PROMPTS, Clocked, ask, computed_tokens, in_little_memory
+from tests.engine.test_host_tier import (
+    PROMPTS,
+    Clocked,
+    RealModel,
+    ask,
+    computed_tokens,
+    in_little_memory,
+    real_models,
+)
 from tests.engine.test_modes import expected, run_load
-from tests.engine.test_token_equality import Mode, assert_same, plain_run, requests_of, serve
 from tests.known import known
 
 
@@ -156,37 +162,21 @@ def test_a_forward_that_fails_leaves_nothing_in_storage() -> None:
     simulation.assert_at_baseline()
 
 
-@pytest.mark.parametrize(
-    ("architecture", "bytes_a_page", "aggregated"),
-    [("llama", 3072, True), ("deepseek", 1920, False)],
-)
+@real_models
 def test_a_real_model_gives_the_same_tokens_from_files(
     tmp_path: Path, architecture: str, bytes_a_page: int, aggregated: bool
 ) -> None:
     """By NIXL, on another worker than the one that has written them, in float32."""
-    make_checkpoint(tmp_path, architecture)
-    asked = requests_of(5, 12, 128, 12)
-    plain = plain_run(tmp_path, "float32", tuple(asked))
-    mode = Mode(page_size=4, aggregated=aggregated, cached=True, retract_every=5)
+    model = RealModel(tmp_path, architecture, bytes_a_page, aggregated)
     loaded = []
     for _ in range(2):
-        simulation = serve(
-            tmp_path,
-            tmp_path,
-            "float32",
-            mode,
-            kv_memory=64 * bytes_a_page,
+        simulation = model.serve(
             host_kv_memory=64 * bytes_a_page,
             kv_storage=str(tmp_path / "storage"),
             kv_storage_size=16 << 20,
         )
-        served = [one.submit(simulation) for one in asked]
-        simulation.run()
-        for requests, undisturbed in zip(served, plain, strict=True):
-            for request, other in zip(requests, undisturbed, strict=True):
-                assert_same(request, other)
+        model.ask(simulation)
         loaded.append(storage_counts(simulation, "loaded_pages"))
-        simulation.assert_at_baseline()
         for worker in simulation.workers:
             known(worker.storage).store.close()
     assert loaded[1] > loaded[0]
