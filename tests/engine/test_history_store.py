@@ -13,9 +13,7 @@ from kvrelay.engine.scheduler.history_store import OVERHEAD_TOKENS, HistoryStore
 from kvrelay.engine.scheduler.metrics import SESSION_HISTORY_TOKENS
 from kvrelay.wire.history_digest import history_digest
 from tests.engine.conversations import Conversation, computed_tokens, talk
-from tests.engine.simulation import SimWorker
-from tests.engine.test_scenarios import step_until
-from tests.engine.test_sessions import (
+from tests.engine.session_cluster import (
     FIRST,
     MODES,
     SECOND,
@@ -26,6 +24,8 @@ from tests.engine.test_sessions import (
     place,
     pools,
 )
+from tests.engine.simulation import SimWorker
+from tests.engine.test_scenarios import step_until
 
 
 def tokens(start: int, count: int) -> array[int]:

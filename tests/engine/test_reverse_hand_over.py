@@ -17,9 +17,9 @@ from kvrelay.wire.hand_over import Grant, PageRun, Released
 from kvrelay.wire.output import EndReason
 from kvrelay.wire.speeds import StepSpeeds
 from tests.engine.conversations import Conversation, computed_tokens, talk
+from tests.engine.session_cluster import FIRST, ends, finish, pools, read_from, sample
 from tests.engine.simulation import SimRequest, Simulation, SimWorker, count, reference
 from tests.engine.test_scenarios import one_pair, step_until
-from tests.engine.test_sessions import FIRST, ends, finish, pools, read_from, sample
 
 DELTA = random.Random(3).choices(range(97), k=40)
 OUTPUT = 17

@@ -15,7 +15,7 @@ import pytest
 from kvrelay.engine.config import Speculation
 from kvrelay.wire.request import KeptSession
 from tests.checkpoints import make_checkpoint
-from tests.engine.test_sessions import ends, turns
+from tests.engine.session_cluster import ends, turns
 from tests.engine.test_token_equality import SAMPLINGS, Asked, Mode, assert_same, plain_run, serve
 
 ARCHITECTURES = ("llama", "gemma3", "mistral-window", "deepseek")
