@@ -191,7 +191,7 @@ def measure_rate(order: PageOrder, requests: int, tokens: int, rounds: int) -> l
         read_by_agent(agent, agent_peer.description, reads, from_host=from_host)
         return time.perf_counter() - begun
 
-    ways = {
+    ways: dict[str, Callable[[], float]] = {
         "NIXL, handles ready": ready,
         "NIXL": made,
         "agent": partial(by_agent, from_host=False),
