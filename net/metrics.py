@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import time
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import accumulate
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily
+from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
+from prometheus_client.utils import floatToGoString
 
 
 class MetricType(StrEnum):
@@ -33,6 +39,8 @@ class Metric:
     """All labels; those that every metric of the table has come first."""
     buckets: tuple[float, ...] = ()
     """A histogram's upper bounds."""
+    lone: bool = False
+    """One thread alone counts it, and often; it has no labels of its own."""
     collected: bool = False
     """A collector of the process yields its values at each scrape; `Instruments` leaves it out."""
 
@@ -51,18 +59,25 @@ class MetricTable:
     def __iter__(self) -> Iterator[Metric]:
         return iter(self._metrics)
 
-    def counter(self, name: str, text: str, *labels: str) -> Metric:
+    def counter(self, name: str, text: str, *labels: str, lone: bool = False) -> Metric:
         """Declares a counter; `name` ends in `_total`."""
         assert name.endswith("_total"), name
-        return self._declare(name, MetricType.COUNTER, text, labels)
+        return self._declare(name, MetricType.COUNTER, text, labels, lone=lone)
 
     def gauge(self, name: str, text: str, *labels: str) -> Metric:
         """Declares a gauge."""
         return self._declare(name, MetricType.GAUGE, text, labels)
 
-    def histogram(self, name: str, text: str, buckets: tuple[float, ...], *labels: str) -> Metric:
-        """Declares a histogram with these upper bounds; Prometheus adds infinity."""
-        return self._declare(name, MetricType.HISTOGRAM, text, labels, buckets)
+    def histogram(
+        self,
+        name: str,
+        text: str,
+        buckets: tuple[float, ...],
+        *labels: str,
+        lone: bool = False,
+    ) -> Metric:
+        """Declares a histogram with these upper bounds; infinity is added."""
+        return self._declare(name, MetricType.HISTOGRAM, text, labels, buckets, lone=lone)
 
     def collected(self, kind: MetricType, name: str, text: str, *labels: str) -> Metric:
         """Declares a metric whose values a collector of the process yields at each scrape."""
@@ -75,11 +90,72 @@ class MetricTable:
         text: str,
         labels: tuple[str, ...],
         buckets: tuple[float, ...] = (),
+        *,
+        lone: bool = False,
         collected: bool = False,
     ) -> Metric:
-        metric = Metric(name, kind, text, (*self.common_labels, *labels), buckets, collected)
+        assert not (lone and labels), name
+        metric = Metric(name, kind, text, (*self.common_labels, *labels), buckets, lone, collected)
         self._metrics.append(metric)
         return metric
+
+
+class LoneCounter(Collector):
+    """A counter of one thread, for what is counted often; any thread collects it.
+
+    Prometheus' own takes a lock each time, and several times as long.
+
+    Args:
+        metric: has no labels but the common ones.
+        common: the value of each common label.
+    """
+
+    def __init__(self, metric: Metric, common: Mapping[str, str]) -> None:
+        self._metric = metric
+        self._common = dict(common)
+        self._began = time.time()
+        self._total = 0
+
+    def add(self, amount: int) -> None:
+        """Counts so many more."""
+        self._total += amount
+
+    def collect(self) -> Iterator[CounterMetricFamily]:
+        """Yields it."""
+        metric = self._metric
+        family = CounterMetricFamily(metric.name, metric.help, labels=list(self._common))
+        family.add_metric(list(self._common.values()), self._total, self._began)
+        yield family
+
+
+class LoneHistogram(Collector):
+    """A histogram of one thread; see `LoneCounter`.
+
+    Args:
+        metric: has no labels but the common ones.
+        common: the value of each common label.
+    """
+
+    def __init__(self, metric: Metric, common: Mapping[str, str]) -> None:
+        self._metric = metric
+        self._common = dict(common)
+        self._bounds = metric.buckets
+        self._counts = [0] * (len(metric.buckets) + 1)
+        self._sum = 0.0
+
+    def observe(self, value: float) -> None:
+        """Adds an observation."""
+        self._counts[bisect_left(self._bounds, value)] += 1
+        self._sum += value
+
+    def collect(self) -> Iterator[HistogramMetricFamily]:
+        """Yields it."""
+        metric, bounds = self._metric, (*self._bounds, float("inf"))
+        upto = list(map(floatToGoString, bounds))
+        buckets = list(zip(upto, accumulate(self._counts), strict=True))
+        family = HistogramMetricFamily(metric.name, metric.help, labels=list(self._common))
+        family.add_metric(list(self._common.values()), buckets, self._sum)
+        yield family
 
 
 class Instruments:
@@ -103,6 +179,7 @@ class Instruments:
             metric: family.labels(**self._common)
             for metric, family in self._families.items()
             if metric.labels == table.common_labels
+            and not isinstance(family, LoneCounter | LoneHistogram)
         }
 
     def count(self, metric: Metric, amount: float = 1, **labels: str) -> None:
@@ -116,6 +193,18 @@ class Instruments:
         histogram = self._child(metric, labels)
         assert isinstance(histogram, Histogram), metric.name
         histogram.observe(value)
+
+    def lone_counter(self, metric: Metric) -> LoneCounter:
+        """A counter that was declared so; one thread alone adds to it."""
+        counter = self._families[metric]
+        assert isinstance(counter, LoneCounter), metric.name
+        return counter
+
+    def lone_histogram(self, metric: Metric) -> LoneHistogram:
+        """A histogram that was declared so; one thread alone observes it."""
+        histogram = self._families[metric]
+        assert isinstance(histogram, LoneHistogram), metric.name
+        return histogram
 
     def watch(self, metric: Metric, value: Callable[[], float], **labels: str) -> None:
         """Calls `value` for a gauge at every scrape, on the scraper's thread."""
@@ -135,10 +224,16 @@ class Instruments:
     def _child(self, metric: Metric, labels: dict[str, str]) -> Counter | Gauge | Histogram:
         if not labels and metric in self._unlabelled:
             return self._unlabelled[metric]
-        return self._families[metric].labels(**self._common, **labels)
+        family = self._families[metric]
+        assert isinstance(family, Counter | Gauge | Histogram), metric.name
+        return family.labels(**self._common, **labels)
 
-    def _family(self, metric: Metric) -> Counter | Gauge | Histogram:
+    def _family(self, metric: Metric) -> Counter | Gauge | Histogram | LoneCounter | LoneHistogram:
         name, text, labels = metric.name, metric.help, metric.labels
+        if metric.lone:
+            kind = LoneCounter if metric.type is MetricType.COUNTER else LoneHistogram
+            self.registry.register(lone := kind(metric, self._common))
+            return lone
         if metric.type is MetricType.COUNTER:
             return Counter(name, text, labels, registry=self.registry)
         if metric.type is MetricType.GAUGE:

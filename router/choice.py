@@ -65,6 +65,15 @@ class Choice:
             return self._delta(tokens, self._render(tokens)), contradicted
         return self._finish(tokens, self._final), contradicted
 
+    def take_next(self, index: int, token_id: int) -> str | None:
+        """As `take`, of one token without an end; returns its text.
+
+        None, and nothing was added: it is not the next, or the end waits for it, or others do.
+        """
+        if self._final is not None or not self._merge.take_next(index, token_id):
+            return None
+        return self._text.push(token_id)
+
     def abort(self) -> Delta | None:
         """Ends the choice with what came so far; returns None if it has ended."""
         if self.ended is not None:

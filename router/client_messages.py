@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from kvrelay.router.events import ChoiceEnd, Completion, Delta, Event
 from kvrelay.v1 import inference_pb2
 from kvrelay.wire.codec import Codec
@@ -11,27 +13,37 @@ _DELTA = Codec(Delta, inference_pb2.GenerateDelta)
 _CHOICE_END = Codec(ChoiceEnd, inference_pb2.ChoiceEnd)
 
 
-def event_bytes(request_id: str, event: Event) -> bytes:
-    """One event of a request's stream: a GenerateResponse, serialized."""
-    if isinstance(event, Delta):
-        if event.prompt_logprobs or (event.tokens and event.tokens[0].logprob is not None):
-            delta = _DELTA.to_message(event)
-            response = inference_pb2.GenerateResponse(request_id=request_id, delta=delta)
+class EventBytes:
+    """The `Form` of a gRPC stream: each event is a GenerateResponse, serialized.
+
+    Args:
+        request_id: of the request whose events they are.
+    """
+
+    def __init__(self, request_id: str) -> None:
+        self._request_id = request_id
+        self._plain = inference_pb2.GenerateResponse(request_id=request_id)
+        """Nearly all events are a delta of one token: this one is filled in anew for each."""
+
+    def __call__(self, event: Event) -> bytes:
+        """The bytes of an event."""
+        if isinstance(event, Delta):
+            if event.prompt_logprobs or (event.tokens and event.tokens[0].logprob is not None):
+                response = self._response(delta=_DELTA.to_message(event))
+            else:
+                response = self._fill_in(event)
         else:
-            response = _plain_delta(request_id, event)
-    else:
-        complete = _completion_message(event)
-        response = inference_pb2.GenerateResponse(request_id=request_id, complete=complete)
-    return bytes(response.SerializeToString())
+            response = self._response(complete=_completion_message(event))
+        return bytes(response.SerializeToString())
 
+    def _fill_in(self, event: Delta) -> inference_pb2.GenerateResponse:
+        delta = self._plain.delta
+        delta.index, delta.text, delta.choice = event.index, event.text, event.choice
+        delta.token_ids[:] = [token.token_id for token in event.tokens]
+        return self._plain
 
-def _plain_delta(request_id: str, event: Delta) -> inference_pb2.GenerateResponse:
-    """By hand, in half the time: nearly all events are a delta of one token."""
-    response = inference_pb2.GenerateResponse(request_id=request_id)
-    delta = response.delta
-    delta.index, delta.text, delta.choice = event.index, event.text, event.choice
-    delta.token_ids.extend([token.token_id for token in event.tokens])
-    return response
+    def _response(self, **event: Any) -> inference_pb2.GenerateResponse:
+        return inference_pb2.GenerateResponse(request_id=self._request_id, **event)
 
 
 def _completion_message(completion: Completion) -> inference_pb2.GenerateComplete:

@@ -19,7 +19,7 @@ class FinishReason(StrEnum):
     """Abort, or the last reader went away."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen: see `RequestOutput`
 class Delta:
     """Tokens of a choice that came since its last delta, and text that is safe to show."""
 

@@ -8,9 +8,9 @@ Calls go down, and what is called returns a value and knows none of its callers:
     ├── Attempt           sends commands to workers; turns their ends into a verdict
     └── Failover          finds workers, and decides whether and when to retry
 
-On a finish, whatever caused it: `OutputStream` sets the outcome; the method of
-`LiveRequest` that caused it then calls `_close_if_over`, which cancels the
-attempts and the submissions that wait, and calls `on_end`, once.
+Whatever changes the stream is a method of `LiveRequest`, which calls `_settle` after that: readers
+are sent what is new. If that is the outcome, whatever caused it, the attempts and the submissions
+that wait are cancelled, and `on_end` is called, once.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ from kvrelay.router.metrics import (
 from kvrelay.router.output_stream import OutputStream
 from kvrelay.router.readers import Reader, Readers
 from kvrelay.router.request_trace import RequestTrace, Resubmission, told_of
-from kvrelay.wire.output import RequestOutput
+from kvrelay.wire.output import RequestOutput, SampledToken
+from kvrelay.wire.request import RequestKey
 from kvrelay.wire.worker_info import WorkerInfo, WorkerRole
 
 _log = logging.getLogger(__name__)
@@ -185,12 +186,12 @@ class LiveRequest:
     def abort(self) -> None:
         """Completes the request with what came so far; does nothing if it has its outcome."""
         self._stream.abort()
-        self._close_if_over()
+        self._settle()
 
     def fail(self, error: RequestError) -> None:
         """Ends the request with an error; does nothing if it has its outcome."""
         self._stream.fail(error)
-        self._close_if_over()
+        self._settle()
 
     def _watch_deadline(self) -> None:
         if self._at_deadline is not None:
@@ -215,8 +216,27 @@ class LiveRequest:
                 self._metrics.count(STALE_OUTPUTS)
         except Exception as error:
             self._end_with(error)
-        self._close_if_over()
-        self._readers.end_slow_ones()
+        self._settle()
+
+    def on_token(
+        self, role: WorkerRole, attempt: int, choice: int, index: int, token_id: int
+    ) -> None:
+        """As `on_output`, of one token and nothing else."""
+        if self.outcome is not None:
+            return
+        try:
+            running = self._attempts.get(attempt)
+            if running is None or not running.works_on(choice):
+                self._metrics.count(STALE_OUTPUTS)
+            elif self._stream.take_next(attempt, choice, index, token_id):
+                if self._trace is not None:
+                    self._trace.token_came()
+            else:
+                key, token = RequestKey("", "", attempt, choice), SampledToken(token_id)
+                self._take(running, role, RequestOutput(key, index, (token,)))
+        except Exception as error:
+            self._end_with(error)
+        self._settle()
 
     def on_lost(self, attempt: int, endpoint: WorkerInfo, detail: str) -> None:
         """A worker is lost and has released this attempt, or died with it."""
@@ -252,7 +272,7 @@ class LiveRequest:
             yield
         except Exception as error:
             self._end_with(error)
-        self._close_if_over()
+        self._settle()
 
     def _end_with(self, error: Exception) -> None:
         if not isinstance(error, RequestError):
@@ -271,12 +291,16 @@ class LiveRequest:
         elif output.end is not None:
             self._act_on(attempt, attempt.on_end(role, choice, output.end))
 
-    def _close_if_over(self) -> None:
-        if self.outcome is None or self._closed:
-            return
+    def _settle(self) -> None:
+        """Sends readers what the stream has now, and closes the request if it is over."""
+        self._readers.go_on()
+        if self.outcome is not None and not self._closed:
+            self._close(self.outcome)
+
+    def _close(self, outcome: Completion | RequestError) -> None:
         self._closed = True
         if self._trace is not None:
-            self._trace.ended(self.outcome)
+            self._trace.ended(outcome)
         if self._at_deadline is not None:
             self._at_deadline.cancel()
         for task in self._submissions:

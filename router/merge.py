@@ -45,6 +45,13 @@ class TokenMerge:
             self._taken.append(token.token_id)
         return tuple(ready)
 
+    def take_next(self, index: int, token_id: int) -> bool:
+        """Takes a token if it is the next and no other waits; returns whether it did."""
+        if self._early or index != len(self._taken):
+            return False
+        self._taken.append(token_id)
+        return True
+
     def forget_early(self) -> None:
         """Drops the tokens that wait for a token before them."""
         self._early.clear()

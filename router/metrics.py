@@ -113,7 +113,7 @@ CACHED_TOKENS: Final = METRICS.counter(
     "Prompt tokens of completed requests whose KV a worker had already",
 )
 OUTPUT_TOKENS: Final = METRICS.counter(
-    "kvrelay_output_tokens_total", "Output tokens that were streamed to clients"
+    "kvrelay_output_tokens_total", "Output tokens that were streamed to clients", lone=True
 )
 SPANS: Final = METRICS.counter(
     "kvrelay_spans_total",
@@ -160,6 +160,7 @@ ITL_SECONDS: Final = METRICS.histogram(
     "kvrelay_itl_seconds",
     "Seconds between two deltas of one choice",
     (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 10),
+    lone=True,
 )
 E2E_SECONDS: Final = METRICS.histogram(
     "kvrelay_e2e_seconds",
@@ -180,6 +181,8 @@ class RouterMetrics(Instruments):
 
     def __init__(self, model: str) -> None:
         super().__init__(METRICS, {"model": model})
+        self.output_tokens = self.lone_counter(OUTPUT_TOKENS)
+        self.itl_seconds = self.lone_histogram(ITL_SECONDS)
         # From zero, so that Prometheus sees the first one come.
         for reason in (*FailureReason, "retracted"):
             self.show(RESUBMISSIONS, reason=str(reason))
@@ -222,13 +225,13 @@ class Stopwatch:
 
     def delta(self, choice: int, tokens: int) -> None:
         """Tokens of this choice were streamed; the first of any choice is the request's first."""
-        now = time.monotonic()
-        if not self._last_delta:
+        now, latest = time.monotonic(), self._last_delta.get(choice)
+        if latest is not None:
+            self._metrics.itl_seconds.observe(now - latest)
+        elif not self._last_delta:
             self._metrics.observe(TTFT_SECONDS, now - self._arrived)
-        elif choice in self._last_delta:
-            self._metrics.observe(ITL_SECONDS, now - self._last_delta[choice])
         self._last_delta[choice] = now
-        self._metrics.count(OUTPUT_TOKENS, tokens)
+        self._metrics.output_tokens.add(tokens)
 
     def contradicted(self, tokens: int) -> None:
         """So many tokens differed from those that were already streamed."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from array import array
 from collections.abc import Callable, Sequence
 from typing import Final
@@ -12,9 +11,8 @@ from kvrelay.router.errors import RequestError
 from kvrelay.router.events import Completion, Delta, Event, FinishReason
 from kvrelay.router.generation import GenerationRequest
 from kvrelay.router.metrics import Stopwatch
-from kvrelay.router.notifier import Notifier
 from kvrelay.wire.history_digest import history_digest
-from kvrelay.wire.output import PhaseTimings, RequestOutput
+from kvrelay.wire.output import PhaseTimings, RequestOutput, SampledToken
 
 _MAX_PROMPT_LOGPROBS: Final = 1024
 """Of one delta: with twenty alternatives 300 KB, where many clients take no more than 4 MiB."""
@@ -32,8 +30,8 @@ class OutputStream:
     readers that come late, as the bytes that each reader is sent: with log-probabilities, a tenth
     of what the objects would take. There is exactly one outcome, a
     completion or an error; once set it never changes, and what comes after it
-    must not be given here. It calls nobody when that is set: whoever called the
-    method that set it looks at `outcome`.
+    must not be given here. It calls nobody when there are events, or when that is set:
+    whoever called the method that did so tells the readers and looks at `outcome`.
 
     Args:
         request: what was asked for.
@@ -62,15 +60,10 @@ class OutputStream:
         self._cached_tokens = 0
         self._num_prompt_logprobs = 0  # those of prompt tokens from the second on
         self._events: list[bytes] = []
-        self._changes = Notifier()
 
     def is_coming(self, number: int) -> bool:
         """Whether the event of this number is not there, and may come."""
         return number >= len(self._events) and self.outcome is None
-
-    def changed(self) -> asyncio.Future[None]:
-        """Is done after the next event, or the outcome."""
-        return self._changes.wait()
 
     def event(self, number: int) -> bytes | None:
         """The event of this number, from 0, unless it `is_coming`; None: the stream has no more.
@@ -114,6 +107,19 @@ class OutputStream:
         if self.choices[output.key.choice].ended is not None:
             self._complete_if_ended()
 
+    def take_next(self, attempt: int, choice: int, index: int, token_id: int) -> bool:
+        """Adds a worker's token without an end, if it is the choice's next.
+
+        Returns False, and has added nothing, if it is not, or may not be all that is new.
+        """
+        text = self.choices[choice].take_next(index, token_id)
+        if text is None:
+            return False
+        if self._first_attempt is None:
+            self._first_attempt = attempt
+        self._publish(Delta(index, (SampledToken(token_id),), text, choice))
+        return True
+
     def _take_prompt_logprobs(self, output: RequestOutput) -> None:
         """Publishes those that have not come before, from an earlier attempt."""
         known = self._num_prompt_logprobs - (output.prompt_index - 1)
@@ -146,7 +152,6 @@ class OutputStream:
         self._keep(delta)
         if delta.tokens:
             self._stopwatch.delta(delta.choice, len(delta.tokens))
-        self._changes.notify_all()
 
     def _complete_if_ended(self) -> None:
         ends = [choice.ended for choice in self.choices]
@@ -187,4 +192,3 @@ class OutputStream:
             self._keep(outcome)
         self.outcome = outcome
         self._stopwatch.ended(label)
-        self._changes.notify_all()

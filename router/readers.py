@@ -5,11 +5,16 @@ from __future__ import annotations
 import asyncio
 import math
 import time
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
-from typing import Final, Self
+from typing import Any, Final
 
+from kvrelay.router.eager import Signal, run_eagerly
 from kvrelay.router.errors import DeadlineExceeded, RequestError, SlowReader
 from kvrelay.router.output_stream import OutputStream
+
+Write = Callable[[bytes], Coroutine[Any, Any, None]]
+"""Sends an event to a client; is done when the client has room for the next."""
 
 _DEADLINE_SLACK_SECONDS: Final = 0.25
 """A client that leaves so shortly before its deadline leaves because of it: its clock ends the
@@ -27,10 +32,10 @@ class Patience:
 
 
 class Reader:
-    """One client's place in a request's events, from the first; an iterator of their bytes.
+    """One client's place in a request's events, from the first.
 
     It keeps no events of its own: those that wait for it are the stream's. An event counts as read
-    when the next one is asked for.
+    when it was written.
 
     Args:
         stream: the request's.
@@ -50,33 +55,47 @@ class Reader:
         self._stream = stream
         self._patience = patience
         self._timeout = timeout
-        self._next = 0
         self._first_new = stream.num_events
         self._read_bytes = stream.published_bytes  # what came before it does not count
-        self._taken: bytes | None = None
+        self._more = Signal()
         self._too_slow: SlowReader | None = None
         self._loop = asyncio.get_running_loop()
         self._patience_ends = math.inf  # on the loop's clock; infinity: it waits for no client
         self._timer: asyncio.TimerHandle | None = None
 
-    def __aiter__(self) -> Self:
-        return self
+    async def pass_on(self, write: Write) -> None:
+        """Writes all events in order, each as soon as it is there and the one before is written.
 
-    async def __anext__(self) -> bytes:
-        """The next event; raises the request's outcome if that is an error."""
-        if self._taken is not None and self._next > self._first_new:
-            self._read_bytes += len(self._taken)
-        self._patience_ends = math.inf
-        while self._stream.is_coming(self._next):
-            await self._stream.changed()
-        self._taken = event = self._stream.event(self._next)
-        if event is None:
-            raise StopAsyncIteration
-        self._next += 1
-        self._patience_ends = self._loop.time() + self._patience.seconds
-        if self._timer is None and self._timeout is not None:
-            self._timer = self._loop.call_at(self._patience_ends, self._end_patience)
-        return event
+        Raises the request's outcome if that is an error, and what a write raises. Whoever brings an
+        event begins to write it, so a write must need no task of its own.
+        """
+        await run_eagerly(self._write_all(write))
+
+    async def _write_all(self, write: Write) -> None:
+        stream, number = self._stream, 0
+        while True:
+            while stream.is_coming(number):
+                await self._more
+            event = stream.event(number)
+            if event is None:
+                return
+            self._begin_patience()
+            await write(event)
+            self._patience_ends = math.inf
+            if number >= self._first_new:
+                self._read_bytes += len(event)
+            number += 1
+
+    def go_on(self) -> None:
+        """Begins to write what has come, or ends the call if too much of that waits already."""
+        self._more.give()
+        unread = self._stream.published_bytes - self._read_bytes
+        if unread > self._patience.max_unread_bytes and self._too_slow is None:
+            self._too_slow = SlowReader(
+                f"{unread} bytes of its stream wait for the client, and the router keeps "
+                f"{self._patience.max_unread_bytes} (--max-unread-bytes)"
+            )
+            self._end_call()
 
     def close(self) -> None:
         """Its call leaves: nothing ends it any more."""
@@ -95,15 +114,10 @@ class Reader:
             return self._too_slow
         return DeadlineExceeded("while it was served") if is_due(self.deadline) else None
 
-    def end_if_slow(self) -> None:
-        """Ends its call if more waits for the client than the router keeps."""
-        unread = self._stream.published_bytes - self._read_bytes
-        if unread > self._patience.max_unread_bytes and self._too_slow is None:
-            self._too_slow = SlowReader(
-                f"{unread} bytes of its stream wait for the client, and the router keeps "
-                f"{self._patience.max_unread_bytes} (--max-unread-bytes)"
-            )
-            self._end_call()
+    def _begin_patience(self) -> None:
+        self._patience_ends = self._loop.time() + self._patience.seconds
+        if self._timer is None and self._timeout is not None:
+            self._timer = self._loop.call_at(self._patience_ends, self._end_patience)
 
     def _end_patience(self) -> None:
         """Ends the call if it is time for that, else looks again when it may be.
@@ -160,7 +174,7 @@ class Readers:
         self._readers.discard(reader)
         reader.close()
 
-    def end_slow_ones(self) -> None:
-        """Ends the calls for which more waits than the router keeps."""
+    def go_on(self) -> None:
+        """Begins to write what has come, or ends the calls for which too much waits already."""
         for reader in self._readers:
-            reader.end_if_slow()
+            reader.go_on()

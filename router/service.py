@@ -12,7 +12,7 @@ from kvrelay.net.trace_context import HEADER
 from kvrelay.router.admission import Admission, Ask
 from kvrelay.router.adoption import Adoption
 from kvrelay.router.auth import current_caller
-from kvrelay.router.client_messages import event_bytes
+from kvrelay.router.client_messages import EventBytes
 from kvrelay.router.config import RouterConfig
 from kvrelay.router.fleet import Fleet
 from kvrelay.router.generation import GenerationRequest
@@ -74,8 +74,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         try:
             async with asyncio.timeout(None) as timeout:
                 with live.reader(timeout, deadline) as reader:
-                    async for event in reader:
-                        await context.write(event)
+                    await reader.pass_on(context.write)
         except TimeoutError:
             assert reader.error is not None
             self._metrics.count(SLOW_READERS)
@@ -174,7 +173,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
 
 
 def _form(request: GenerationRequest) -> Form:
-    return functools.partial(event_bytes, request.request_id)
+    return EventBytes(request.request_id)
 
 
 def _traceparent(context: grpc.aio.ServicerContext) -> str | None:

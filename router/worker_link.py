@@ -22,7 +22,7 @@ from kvrelay.router.sent_prompts import SentPrompt, SentPrompts
 from kvrelay.v1 import worker_pb2, worker_pb2_grpc
 from kvrelay.wire.load import WorkerLoad, WorkerStatus
 from kvrelay.wire.messages import ATTACH_REQUEST, ENGINE_OUTPUTS
-from kvrelay.wire.output import EngineOutputs, RequestOutput
+from kvrelay.wire.output import EngineOutputs, NextTokens, RequestOutput
 from kvrelay.wire.progress import RequestProgress
 from kvrelay.wire.request import (
     AttachHello,
@@ -48,6 +48,12 @@ class Listener(Protocol):
 
     def on_output(self, role: WorkerRole, output: RequestOutput) -> None:
         """The worker of this role produced tokens for a choice, or ended it."""
+        ...
+
+    def on_token(
+        self, role: WorkerRole, attempt: int, choice: int, index: int, token_id: int
+    ) -> None:
+        """As `on_output`, of one token and nothing else."""
         ...
 
     def on_lost(self, attempt: int, endpoint: WorkerInfo, detail: str) -> None:
@@ -340,8 +346,7 @@ class WorkerLink:
         if step.prefixes is not None and self._prefixes.take(self.endpoint, step.prefixes):
             self._commands.put_nowait(_message(TellPrefixesRequest()))
         if step.next_tokens is not None:
-            for output in step.next_tokens.outputs():
-                self._dispatch(output)
+            self._dispatch_tokens(step.next_tokens)
         for output in step.outputs:
             self._dispatch(output)
         if step.ended_sessions:
@@ -369,8 +374,7 @@ class WorkerLink:
                 self._on_killed(output)
             return
         if not submitted.prompt.started and (output.tokens or output.end):
-            self._sent.begin(submitted.prompt)
-            self._on_change(self)
+            self._begin(submitted)
         if output.end is not None:
             submitted.open_choices.discard(output.key.choice)
         if not submitted.open_choices:
@@ -378,12 +382,26 @@ class WorkerLink:
             self._forget(submitted)
         submitted.listener.on_output(self.endpoint.role, output)
 
+    def _dispatch_tokens(self, tokens: NextTokens) -> None:
+        role = self.endpoint.role
+        for attempt, choice, index, token_id in tokens:
+            submitted = self._submitted.get(attempt)
+            if submitted is None:
+                self._on_stale()
+                continue
+            if not submitted.prompt.started:
+                self._begin(submitted)
+            submitted.listener.on_token(role, attempt, choice, index, token_id)
+
     def _find(self, key: RequestKey) -> _Submitted | None:
-        """The attempt, if the key is its own or names no request, as those of `NextTokens`."""
+        """The attempt, if the key is its own."""
         submitted = self._submitted.get(key.attempt)
-        if submitted is None or key.request_id not in ("", submitted.request_id):
-            return None
-        return submitted
+        return submitted if submitted and submitted.request_id == key.request_id else None
+
+    def _begin(self, submitted: _Submitted) -> None:
+        """An attempt's prompt waits no longer."""
+        self._sent.begin(submitted.prompt)
+        self._on_change(self)
 
     def _forget(self, submitted: _Submitted) -> None:
         """An attempt is over here."""

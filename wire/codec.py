@@ -274,7 +274,7 @@ def _converters(field: Any, hint: Any) -> tuple[_Convert, _Convert]:
     if origin in (tuple, frozenset):
         encode, decode = _converters(field, arguments[0])
         if encode is _same:
-            return _same, origin
+            return _same, lambda parts: origin(parts[:])  # a list first: half the time
         return lambda parts: map(encode, parts), lambda parts: origin(map(decode, parts))
     if origin is not None and issubclass(origin, Mapping):
         return _same, dict

@@ -177,12 +177,9 @@ class NextTokens:
     indexes: tuple[int, ...]
     token_ids: tuple[int, ...]
 
-    def outputs(self) -> Iterator[RequestOutput]:
-        """The same, one by one; their keys name neither a router nor a request."""
-        each = zip(self.attempts, self.choices, self.indexes, self.token_ids, strict=True)
-        for attempt, choice, index, token_id in each:
-            key = RequestKey("", "", attempt, choice)
-            yield RequestOutput(key, index, (SampledToken(token_id),))
+    def __iter__(self) -> Iterator[tuple[int, int, int, int]]:
+        """Attempt, choice, index and token id of each."""
+        return zip(self.attempts, self.choices, self.indexes, self.token_ids, strict=True)
 
 
 @dataclass(frozen=True, slots=True)

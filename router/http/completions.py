@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import functools
 import uuid
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Final
 
 from kvrelay.router.admission import Admission, Ask
@@ -32,7 +32,7 @@ from kvrelay.router.limits import Limits
 from kvrelay.router.live_request import LiveRequest
 from kvrelay.router.metrics import SLOW_READERS, RouterMetrics
 from kvrelay.router.output_stream import Form
-from kvrelay.router.readers import Reader
+from kvrelay.router.readers import Reader, Write
 from kvrelay.v1 import inference_pb2
 
 _MOST_HELD: Final = 16
@@ -41,8 +41,6 @@ _PIECE_BYTES: Final = 256 << 10
 """Of a large answer, that a client must take within `read_timeout`."""
 Make = Callable[[int, GenerationRequest], Form]
 """The form of the prompt of this number."""
-Take = Callable[[bytes], Awaitable[None]]
-"""Takes each event of a call's prompts."""
 
 
 class Completions:
@@ -133,7 +131,13 @@ class Completions:
         return PromptPart(number * call.n, call.n, request.input_ids, text)
 
     async def _run(
-        self, exchange: Exchange, call: Call, answer: Answer, caller: Caller, make: Make, take: Take
+        self,
+        exchange: Exchange,
+        call: Call,
+        answer: Answer,
+        caller: Caller,
+        make: Make,
+        take: Write,
     ) -> Sequence[Completion]:
         """Serves all prompts, and has their events taken as they come; returns how they ended."""
         deadline = exchange.deadline
@@ -185,23 +189,18 @@ def _whatever(ask: Ask, _limits: Limits) -> Ask:
     return ask
 
 
-async def _pump_all(readers: Sequence[Reader], take: Take) -> None:
+async def _pump_all(readers: Sequence[Reader], take: Write) -> None:
     """Takes the events of all readers until each has its end; raises the first error."""
     if len(readers) == 1:
-        await _pump(readers[0], take)
+        await readers[0].pass_on(take)
         return
-    pumps = [asyncio.ensure_future(_pump(reader, take)) for reader in readers]
+    pumps = [asyncio.ensure_future(reader.pass_on(take)) for reader in readers]
     try:
         await asyncio.gather(*pumps)
     finally:
         for pump in pumps:
             pump.cancel()
         await asyncio.gather(*pumps, return_exceptions=True)
-
-
-async def _pump(reader: Reader, take: Take) -> None:
-    async for event in reader:
-        await take(event)
 
 
 def _completion(live: LiveRequest) -> Completion:

@@ -67,6 +67,31 @@ def test_a_label_that_was_not_declared_is_refused() -> None:
         Instruments(made, {"model": "m"}).count(requests, reason="stop")
 
 
+def test_what_one_thread_counts_often_is_exported_as_what_any_thread_may_count() -> None:
+    own, ours = MetricTable("model"), MetricTable("model")
+    names = ("k_tokens_total", "k_seconds")
+    metrics = [
+        (
+            made.counter(names[0], "Tokens", lone=lone),
+            made.histogram(names[1], "S", (0.5, 1), lone=lone),
+        )
+        for made, lone in ((own, False), (ours, True))
+    ]
+    plain, lone = (Instruments(made, {"model": "m"}) for made in (own, ours))
+    assert exported(lone) == exported(plain)
+    values = (0.5, 0.50001, 0.2, 7.0, 1.0)
+    for value in values:
+        plain.observe(metrics[0][1], value)
+        lone.lone_histogram(metrics[1][1]).observe(value)
+    plain.count(metrics[0][0], 3)
+    lone.lone_counter(metrics[1][0]).add(3)
+    assert exported(lone) == exported(plain)
+    samples = [list(one.samples(two[1])) for one, two in zip((plain, lone), metrics, strict=True)]
+    by_name = [{(s.name, s.labels.get("le")): s.value for s in found} for found in samples]
+    assert by_name[1].items() <= by_name[0].items()  # Prometheus' own tells when it began, too
+    assert len(by_name[1]) == 5
+
+
 def test_a_collected_metric_is_left_to_its_collector() -> None:
     made = MetricTable("model")
     pages = made.collected(MetricType.GAUGE, "k_pages", "Pages by state", "state")

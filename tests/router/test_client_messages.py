@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvrelay.router.client_messages import _DELTA, event_bytes
+from kvrelay.router.client_messages import _DELTA, EventBytes
 from kvrelay.router.events import Delta
 from kvrelay.v1 import inference_pb2
 from kvrelay.wire.output import SampledToken, TokenLogprob
@@ -24,7 +24,9 @@ PLAIN, SCORED = SampledToken(7), SampledToken(7, -0.5, (TokenLogprob(7, -0.5),))
     ids=["first", "text alone", "two tokens", "log-probabilities", "of the prompt"],
 )
 def test_a_delta_is_written_as_its_fields_say(delta: Delta) -> None:
-    said = inference_pb2.GenerateResponse.FromString(event_bytes("a", delta))
+    write = EventBytes("a")
+    write(Delta(9, (PLAIN, PLAIN, PLAIN), "before", 2))  # of which nothing may be left
+    said = inference_pb2.GenerateResponse.FromString(write(delta))
     assert said == inference_pb2.GenerateResponse(request_id="a", delta=_DELTA.to_message(delta))
     assert said.HasField("delta")
     assert _DELTA.from_message(said.delta) == delta

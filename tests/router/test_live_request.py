@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import gc
 import itertools
+import operator
 import time
 import tracemalloc
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from tokenizers import Tokenizer
 
 from kvrelay.router.attempt import AttemptFailed, AttemptRetracted
 from kvrelay.router.choice import Choice
-from kvrelay.router.client_messages import event_bytes
+from kvrelay.router.client_messages import EventBytes
 from kvrelay.router.errors import DeadlineExceeded, InternalFailure, RequestError, SlowReader
 from kvrelay.router.events import ChoiceEnd, Completion, Delta, FinishReason
 from kvrelay.router.failover import Failover, Retry
@@ -78,6 +78,33 @@ class RecordedFailover:
         return False
 
 
+class Client:
+    """Takes events, one more each time it `is_ready`; always, unless it was made busy."""
+
+    def __init__(self, *, busy: bool = False) -> None:
+        self.is_ready = asyncio.Event()
+        self.taken: list[bytes] = []
+        self._busy = busy
+        if not busy:
+            self.is_ready.set()
+
+    async def take(self, event: bytes) -> None:
+        self.taken.append(event)
+        await self.is_ready.wait()
+        if self._busy:
+            self.is_ready.clear()
+
+    @property
+    def deltas(self) -> list[Delta]:
+        """All events, which are deltas."""
+        return list(map(delta_of, self.taken))
+
+    @property
+    def ids(self) -> list[int]:
+        """The tokens of them."""
+        return [token.token_id for delta in self.deltas for token in delta.tokens]
+
+
 class Run:
     """A live request on two recorded links, and what its outcome was when it ended."""
 
@@ -93,9 +120,7 @@ class Run:
             for index in range(request.params.n)
         ]
         stopwatch = self.metrics.stopwatch()
-        self.stream = OutputStream(
-            request, choices, stopwatch, functools.partial(event_bytes, request.request_id)
-        )
+        self.stream = OutputStream(request, choices, stopwatch, EventBytes(request.request_id))
         self.live = LiveRequest(
             request,
             self.stream,
@@ -133,18 +158,15 @@ class Run:
         self.live.on_output(role, RequestOutput(key, index, tokens, end, timings, **fields))
 
     async def events(self) -> tuple[list[Delta], Completion | RequestError]:
-        deltas: list[Delta] = []
+        client = Client()
         try:
-            with self.live.reader() as events:
-                async for raw in events:
-                    event = pb.GenerateResponse.FromString(raw)
-                    if event.HasField("complete"):
-                        assert isinstance(self.live.outcome, Completion)
-                        return deltas, self.live.outcome
-                    deltas.append(delta_of(raw))
+            with self.live.reader() as reader:
+                await reader.pass_on(client.take)
         except RequestError as error:
-            return deltas, error
-        raise AssertionError("no outcome")
+            return client.deltas, error
+        assert pb.GenerateResponse.FromString(client.taken.pop()).HasField("complete")
+        assert isinstance(self.live.outcome, Completion)
+        return client.deltas, self.live.outcome
 
     @property
     def cancels(self) -> list[list[int]]:
@@ -352,14 +374,17 @@ async def test_the_outcome_never_changes(run: Run) -> None:
 
 async def test_every_reader_sees_all_from_the_first(run: Run) -> None:
     run.say(PREFILL, 0, [65], HANDED_OVER)
+    client = Client()
     with run.live.reader() as early:
-        assert delta_of(await anext(early)).tokens == (SampledToken(65),)
+        reading = asyncio.create_task(early.pass_on(client.take))
+        await asyncio.sleep(0)
+        assert [delta.tokens for delta in client.deltas] == [(SampledToken(65),)]
         run.say(DECODE, 1, [66], LENGTH)
         late = await run.events()
-        rest = [event async for event in early]
+        await reading
+    assert pb.GenerateResponse.FromString(client.taken.pop()).HasField("complete")
+    assert client.deltas == late[0]
     assert len(late[0]) == 2
-    assert delta_of(rest[0]) == late[0][1]
-    assert pb.GenerateResponse.FromString(rest[1]).HasField("complete")
 
 
 async def test_the_last_reader_to_leave_aborts(run: Run) -> None:
@@ -418,15 +443,73 @@ def scored(count: int) -> tuple[SampledToken, ...]:
 
 
 async def test_what_was_said_before_a_reader_came_is_not_unread(tokenizer: Tokenizer) -> None:
-    run = Run(tokenizer, prompt_logprobs=20)
+    run, client = Run(tokenizer, prompt_logprobs=20), Client(busy=True)
     run.say(PREFILL, 0, [], prompt_logprobs=scored(60), prompt_index=1)  # 15,000 bytes
     async with asyncio.timeout(None) as timeout:
         with run.live.reader(timeout) as reader:
             run.say(PREFILL, 0, [65])
             assert reader.error is None
-            assert len(delta_of(await anext(reader)).prompt_logprobs) == 60
+            reading = asyncio.create_task(reader.pass_on(client.take))
+            await asyncio.sleep(0)
+            assert [len(delta.prompt_logprobs) for delta in client.deltas] == [60]
             run.say(PREFILL, 0, [], prompt_logprobs=scored(90)[60:], prompt_index=61)
             assert reader.error is None
+            reading.cancel()
+
+
+async def test_an_event_is_written_when_it_comes_if_the_one_before_was(run: Run) -> None:
+    client = Client(busy=True)
+    with run.live.reader() as reader:
+        reading = asyncio.create_task(reader.pass_on(client.take))
+        await asyncio.sleep(0)
+        for index in range(3):
+            run.live.on_token(DECODE, 7, 0, index, 65 + index)
+        assert client.ids == [65]  # at once: nothing was awaited
+        for ids in ([65, 66], [65, 66, 67]):
+            client.is_ready.set()
+            await asyncio.sleep(0.01)
+            assert client.ids == ids
+        reading.cancel()
+
+
+async def test_a_write_that_fails_ends_its_own_call_alone(run: Run) -> None:
+    async def fail(event: bytes) -> None:
+        raise ConnectionError("gone")
+
+    client = Client()
+    with run.live.reader() as one, run.live.reader() as other:
+        calls = [
+            asyncio.create_task(call) for call in (one.pass_on(fail), other.pass_on(client.take))
+        ]
+        await asyncio.sleep(0)
+        for index in range(2):
+            run.live.on_token(DECODE, 7, 0, index, 65 + index)
+        with pytest.raises(ConnectionError):
+            await calls[0]
+        assert client.ids == [65, 66]
+        calls[1].cancel()
+
+
+async def test_a_token_out_of_order_waits_for_those_before_it(run: Run) -> None:
+    """And the end, which came before, for all of them."""
+    run.live.on_token(DECODE, 7, 0, 2, 67)
+    run.say(DECODE, 3, [68], LENGTH)
+    run.live.on_token(DECODE, 7, 0, 1, 66)
+    assert not run.live.output_ids[0]
+    run.live.on_token(PREFILL, 7, 0, 0, 65)
+    deltas, completion = await run.events()
+    assert [(d.index, [t.token_id for t in d.tokens]) for d in deltas] == [(0, [65, 66, 67, 68])]
+    assert isinstance(completion, Completion)
+    assert completion.choices == (ChoiceEnd(FinishReason.LENGTH, None),)
+
+
+async def test_a_token_of_an_attempt_that_is_over_is_stale(run: Run) -> None:
+    run.live.on_token(DECODE, 7, 0, 0, 65)
+    run.live.on_token(DECODE, 8, 0, 1, 66)
+    run.lose(1)
+    run.live.on_token(DECODE, 7, 0, 1, 66)
+    assert list(run.live.output_ids[0]) == [65]
+    assert run.stale_outputs == 2
 
 
 async def test_a_slow_reader_is_not_aborted_but_fails(tokenizer: Tokenizer) -> None:
@@ -463,14 +546,14 @@ async def test_a_shared_request_fails_at_the_last_of_its_deadlines(run: Run) -> 
         assert run.live.outcome is None
         with run.live.reader(deadline=now), pytest.raises(TimeoutError):
             async with asyncio.timeout(0.01):
-                await anext(one)
+                await one.pass_on(Client().take)
     assert isinstance(run.live.outcome, Completion)  # aborted: the last had no deadline
 
 
 async def test_a_request_fails_at_its_deadline(run: Run) -> None:
     deadline = time.monotonic() + 0.02
     with run.live.reader(deadline=deadline) as reader, pytest.raises(DeadlineExceeded):
-        await anext(reader)
+        await reader.pass_on(Client().take)
     assert run.cancels == [[7], [7]]
 
 
@@ -489,7 +572,11 @@ async def test_what_is_kept_for_late_readers_is_as_large_as_what_they_are_sent(
         kept, _ = tracemalloc.get_traced_memory()
         assert run.stream.published_bytes > 400 * 20 * 5
         assert kept < run.stream.published_bytes + 400 * BYTES_OF_AN_EVENT
-        with run.live.reader() as one, run.live.reader() as other:
-            assert (await anext(one)) is (await anext(other))
+        run.live.abort()
+        clients = Client(), Client()
+        for client in clients:
+            with run.live.reader() as reader:
+                await reader.pass_on(client.take)
+        assert all(map(operator.is_, *(client.taken for client in clients)))
     finally:
         tracemalloc.stop()

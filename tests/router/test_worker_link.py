@@ -25,7 +25,9 @@ from kvrelay.router.worker_link import WorkerLink
 from kvrelay.v1 import inference_pb2 as pb
 from kvrelay.v1 import worker_pb2
 from kvrelay.wire.model_digest import NO_MODEL
+from kvrelay.wire.output import RequestOutput, SampledToken
 from kvrelay.wire.page_hash import PageHashes
+from kvrelay.wire.request import RequestKey
 from kvrelay.wire.worker_info import WorkerInfo, WorkerRole
 from tests.certificates import Authority
 from tests.worker_infos import worker_info
@@ -45,6 +47,12 @@ class Heard:
 
     def on_output(self, role: WorkerRole, output: Any) -> None:
         self.outputs.append(output)
+
+    def on_token(
+        self, role: WorkerRole, attempt: int, choice: int, index: int, token_id: int
+    ) -> None:
+        key = RequestKey("", "", attempt, choice)
+        self.outputs.append(RequestOutput(key, index, (SampledToken(token_id),)))
 
     def on_lost(self, attempt: int, endpoint: Any, detail: str) -> None:
         self.lost.append(detail)

@@ -107,6 +107,11 @@ class PlacedClockwork(Clockwork):
     def on_output(self, role: WorkerRole, output: RequestOutput) -> None:
         """Nothing more is to be done."""
 
+    def on_token(
+        self, role: WorkerRole, attempt: int, choice: int, index: int, token_id: int
+    ) -> None:
+        """Nothing more is to be done."""
+
     def on_lost(self, attempt: int, endpoint: WorkerInfo, detail: str) -> None:
         """Links are not lost."""
 
