@@ -10,21 +10,38 @@ from hypothesis import settings
 from kvrelay.deploy.models import resolve_model, users_models
 from kvrelay.deploy.options import DEFAULT_MODEL
 
-CLUSTER = Path(__file__).parent / "cluster"
+TESTS = Path(__file__).parent
+CLUSTER = TESTS / "cluster"
+FIRST = (
+    "model_runner/test_attention.py",
+    "cluster/test_supervision.py",
+    "mem_cache/test_planted_faults.py",
+    "cluster/test_leases.py",
+    "engine/test_virtual_time.py",
+    "mem_cache/test_memory_model.py",
+    "cluster/test_scale.py",
+)
+"""Files that begin first: whose tests compute or wait for long, so that no core idles at the end.
+
+The first of all compiles what others then find in the cache of kernels.
+"""
 
 # Here, because pytest asks for the profile before it reads the tests.
 settings.register_profile("nightly", max_examples=6_000)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Clusters are processes enough for a machine: nothing else runs beside them.
+    """Clusters of Ray are processes enough for a machine: nothing else runs beside them.
 
     But those of workers that compute nothing: their tests wait most of the time.
     """
     for item in items:
-        waits = "obedient_workers" in getattr(item, "fixturenames", ())
-        if item.path.is_relative_to(CLUSTER) and not waits:
+        fixtures = getattr(item, "fixturenames", ())
+        computes = "ray" in fixtures and "obedient_workers" not in fixtures
+        if item.path.is_relative_to(CLUSTER) and computes:
             item.add_marker(pytest.mark.alone)
+    order = {TESTS / name: place for place, name in enumerate(FIRST)}
+    items.sort(key=lambda item: order.get(item.path, len(order)))
 
 
 @pytest.fixture(scope="session")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from kvrelay.decode_worker.worker import build as build_decode
 from kvrelay.engine.config import WorkerConfig
 from kvrelay.engine.worker.worker import Worker
 from kvrelay.prefill_worker.worker import build as build_prefill
-from kvrelay.router.config import PlacementMode, RouterConfig
+from kvrelay.router.config import PlacementMode, RouterConfig, RouterOptions
 from kvrelay.router.discovery import StaticDiscovery
 from kvrelay.router.router import Router
 from kvrelay.v1 import inference_pb2_grpc
@@ -28,6 +28,9 @@ _BUILD = {
     WorkerRole.AGGREGATED: build_aggregated,
 }
 ANYWHERE = "127.0.0.1:0"
+_WORKERS = {one.name for one in fields(WorkerConfig)}
+_ROUTERS = {one.name for one in fields(RouterOptions)} - _WORKERS
+"""Options."""
 
 
 @dataclass
@@ -53,10 +56,6 @@ async def in_process(
     prefill: int = 1,
     decode: int = 1,
     aggregated: int = 0,
-    strict: bool = False,
-    auth_token_file: Path | None = None,
-    placement: PlacementMode = PlacementMode.DISAGGREGATED,
-    default_max_tokens: int = 256,
     **options: Any,
 ) -> AsyncIterator[InProcess]:
     """Run a checkpoint, in float32, with every page audited at every step.
@@ -66,12 +65,11 @@ async def in_process(
         prefill: workers.
         decode: workers.
         aggregated: workers; then there are no others.
-        strict: see `RouterConfig`.
-        auth_token_file: see `RouterConfig`.
-        placement: see `RouterConfig`.
-        default_max_tokens: see `RouterConfig`.
-        options: of every worker.
+        options: of every worker, or of the router.
     """
+    # So that short prompts are handed over, too.
+    of_router: dict[str, Any] = {"placement": PlacementMode.DISAGGREGATED}
+    of_router |= {name: options.pop(name) for name in _ROUTERS & options.keys()}
     counts = {WorkerRole.PREFILL: prefill, WorkerRole.DECODE: decode}
     if aggregated:
         counts = {WorkerRole.AGGREGATED: aggregated}
@@ -91,12 +89,9 @@ async def in_process(
             "float32",
             ANYWHERE,
             ANYWHERE,
-            placement=placement,
-            strict=strict,
-            auth_token_file=auth_token_file,
-            default_max_tokens=default_max_tokens,
             http_address=ANYWHERE,
             worker_tls=options.get("tls"),
+            **of_router,
         )
         discovery = StaticDiscovery(infos)
         router = Router(router_config, discovery)

@@ -17,6 +17,7 @@ from kvrelay.engine.worker.worker import Worker
 from kvrelay.v1 import inference_pb2 as pb
 from tests.cluster.in_process import InProcess, in_process
 
+pytestmark = pytest.mark.alone  # a step may take 0.3 s
 SECONDS = 10
 WIDE = 'start: "a" x\nx: ' + " | ".join(f'/b/ "c{number}"' for number in range(2900))
 """Its second mask fails: the parser has more alternatives than it takes."""

@@ -15,6 +15,7 @@ from kvrelay.engine.scheduler.session_turns import SessionTurns
 from tests.cluster.in_process import InProcess, in_process
 from tests.cluster.test_sessions import Chat, some_tokens
 
+pytestmark = pytest.mark.alone  # it measures memory, and sessions expire
 SESSIONS = 10_000
 AT_ONCE = 24
 IDLE_SECONDS = 4.0

@@ -10,7 +10,7 @@ import pytest
 
 from kvrelay.engine.config import PrefixIndexKind, Speculation
 from tests.cluster.in_process import in_process
-from tests.cluster.running import Cluster, running
+from tests.cluster.running import Cluster
 
 PROMPTS = [
     [(17 * index + 5 * place) % 500 for place in range(length)] * 2
@@ -61,17 +61,14 @@ async def plain(tiny: Path) -> list[Any]:
 
 
 async def test_speculation_retractions_and_pairs_change_no_token(
-    ray: None, tiny: Path, plain: list[Any]
+    tiny: Path, plain: list[Any]
 ) -> None:
     """A plain aggregated worker, and a pair with all modes on, say the same in float32."""
-    async with running(
+    async with in_process(
         tiny,
-        prefill=1,
-        decode=1,
-        dtype="float32",
         kv_memory=64 << 20,
-        speculation="draft",
-        draft_model=str(tiny),
+        speculation=Speculation.DRAFT,
+        draft_model_path=tiny,
         debug_retract_every=9,
     ) as cluster:
         assert await all_outputs(cluster) == plain

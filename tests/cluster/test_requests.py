@@ -19,21 +19,20 @@ from click.testing import CliRunner
 from kvrelay.deploy.cli import main
 from kvrelay.v1 import inference_pb2
 from tests.checkpoints import VOCAB_SIZE
-from tests.cluster.running import RunningCluster, running
+from tests.cluster.in_process import InProcess, in_process
 
 PROMPT = list(range(20, 60))
 FINISH = inference_pb2.FinishReason
 
 
 @pytest.fixture(scope="module")
-async def cluster(ray, tiny, tmp_path_factory) -> AsyncIterator[RunningCluster]:
+async def cluster(tiny, tmp_path_factory) -> AsyncIterator[InProcess]:
     """A pool of 1024 tokens beside a model of 4096, so that either can be what is too small."""
     page_bytes = 3 * 2 * 2 * 16 * 16 * 4
     template = tmp_path_factory.mktemp("template") / "template.jinja"
     template.write_text("{% for message in messages %}{{ message.content }}{% endfor %}")
-    async with running(
+    async with in_process(
         tiny,
-        dtype="float32",
         kv_memory=64 * page_bytes,
         chunk_tokens=32,
         chat_template=template,
@@ -146,7 +145,7 @@ async def test_http_gives_the_same_tokens_and_log_probabilities(cluster):
     told = await cluster.generate(
         PROMPT, temperature=0, max_tokens=12, logprobs=1, prompt_logprobs=1, ignore_eos=True
     )
-    base = f"http://{cluster.deployment.router.http_address}/v1"
+    base = f"http://{cluster.router.http_address}/v1"
     async with openai.AsyncOpenAI(base_url=base, api_key="none", max_retries=0) as client:
         [model] = [model.id async for model in client.models.list()]
         ask: Any = functools.partial(
@@ -179,7 +178,7 @@ class Answered(pydantic.BaseModel):
 
 async def test_structured_output_by_openais_client(cluster):
     """Streamed or not, through both workers, it is what was asked for, however it is asked."""
-    base = f"http://{cluster.deployment.router.http_address}/v1"
+    base = f"http://{cluster.router.http_address}/v1"
     async with openai.AsyncOpenAI(base_url=base, api_key="none", max_retries=0) as client:
         [model] = [model.id async for model in client.models.list()]
         ask: Any = functools.partial(
@@ -302,7 +301,7 @@ async def test_status_tells_who_has_each_page(cluster):
         PROMPT, request_id="looked-for", temperature=0, max_tokens=980, ignore_eos=True
     )
     await call.read()
-    server = cluster.deployment.router.grpc_address
+    server = cluster.router.grpc_address
     arguments = ["status", "--pages", "--json", "--server", server]
     result = await asyncio.to_thread(CliRunner().invoke, main, arguments)
     assert result.exit_code == 0, result.output

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import random
 from dataclasses import replace
 
@@ -15,6 +14,7 @@ from kvrelay.wire.output import EndReason
 from tests.engine.simulation import SimRequest, Simulation, SimWorker, count, reference
 from tests.engine.test_modes import expected, in_little_memory, run_load
 from tests.engine.test_scenarios import CHUNK, one_pair, random_prompts, step_until
+from tests.matrix import matrix
 
 
 def submit(simulation: Simulation, prompt: list[int], most: int, *, local: bool) -> SimRequest:
@@ -60,23 +60,16 @@ def test_a_prompt_that_was_submitted_before_is_dropped_and_not_refused(
     simulation.assert_at_baseline()
 
 
-MODES = list(
-    itertools.product(
+@pytest.mark.parametrize(
+    ("overlap", "speculation", "retract_every", "windows", "cached"),
+    matrix(
         (True, False),
         (Speculation.NONE, Speculation.NGRAM),
         (0, 3),
         ((None,), (None, 7), (20,)),
         (True, False),
-    )
-)
-
-
-@pytest.mark.parametrize(
-    ("overlap", "speculation", "retract_every", "windows", "cached"),
-    [
-        pytest.param(*mode, marks=() if number % 3 == 0 else pytest.mark.slow)
-        for number, mode in enumerate(MODES)
-    ],
+        one_in=3,
+    ),
 )
 def test_tokens_do_not_depend_on_who_computes_the_prompt(
     overlap, speculation, retract_every, windows, cached

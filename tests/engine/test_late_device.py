@@ -52,6 +52,7 @@ from tests.engine.test_token_equality import (
 from tests.engine.test_virtual_time import one_request
 from tests.known import known
 from tests.late_device import DeviceError, LateStreams
+from tests.matrix import matrix
 
 WAIT_S = 60.0
 
@@ -65,12 +66,16 @@ def late(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("late")
-@pytest.mark.parametrize("aggregated", [True, False], ids=["aggregated", "pair"])
 @pytest.mark.parametrize(
-    "windows", [(None,), (None, 7), pytest.param((20,), marks=pytest.mark.slow)]
+    ("overlap", "speculation", "windows", "aggregated"),
+    matrix(
+        (True, False),
+        (Speculation.NONE, Speculation.NGRAM),
+        ((None,), (None, 7), (20,)),
+        (True, False),
+        one_in=2,
+    ),
 )
-@pytest.mark.parametrize("speculation", [Speculation.NONE, Speculation.NGRAM])
-@pytest.mark.parametrize("overlap", [True, False])
 def test_tokens_are_those_of_a_plain_run(overlap, speculation, windows, aggregated) -> None:
     for page_size, retract_every, cached in ((1, 0, True), (4, 3, True), (4, 0, False)):
         simulation = in_little_memory(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import random
 import time
 from typing import Any
@@ -13,6 +12,7 @@ from kvrelay.engine.config import Speculation
 from kvrelay.wire.output import RequestOutput
 from kvrelay.wire.request import SamplingParams
 from tests.engine.simulation import SimRequest, Simulation, SimWorker, count, reference
+from tests.matrix import matrix
 
 SAMPLINGS = (
     SamplingParams(temperature=0),
@@ -68,20 +68,17 @@ def in_little_memory(page_size: int, **mode: Any) -> Simulation:
     )
 
 
-MODES = list(
-    itertools.product(
+@pytest.mark.parametrize(
+    ("overlap", "speculation", "retract_every", "windows", "cached", "aggregated"),
+    matrix(
         (True, False),
         (Speculation.NONE, Speculation.NGRAM),
         (0, 3),
         ((None,), (None, 7), (20,)),
         (True, False),
         (True, False),
-    )
-)
-
-
-@pytest.mark.parametrize(
-    ("overlap", "speculation", "retract_every", "windows", "cached", "aggregated"), MODES
+        one_in=3,
+    ),
 )
 def test_tokens_do_not_depend_on_the_mode(
     overlap, speculation, retract_every, windows, cached, aggregated
