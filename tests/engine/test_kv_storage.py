@@ -31,6 +31,7 @@ from tests.engine.test_host_tier import (
 )
 from tests.engine.test_modes import expected, run_load
 from tests.known import known
+from tests.matrix import matrix
 
 
 def with_storage(shared: SharedPages, page_size: int, **mode: Any) -> Simulation:
@@ -88,11 +89,17 @@ def test_what_the_host_may_evict_is_written() -> None:
     simulation.assert_at_baseline()
 
 
-@pytest.mark.parametrize("overlap", [True, False])
-@pytest.mark.parametrize("speculation", [Speculation.NONE, Speculation.NGRAM])
-@pytest.mark.parametrize("retract_every", [0, 3])
-@pytest.mark.parametrize("aggregated", [True, False])
-@pytest.mark.parametrize("host_pages", [7, pytest.param(60, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("overlap", "speculation", "retract_every", "aggregated", "host_pages"),
+    matrix(
+        (True, False),
+        (Speculation.NONE, Speculation.NGRAM),
+        (0, 3),
+        (True, False),
+        (7, 60),
+        one_in=3,
+    ),
+)
 def test_tokens_do_not_depend_on_storage(
     overlap: bool, speculation: Speculation, retract_every: int, aggregated: bool, host_pages: int
 ) -> None:
