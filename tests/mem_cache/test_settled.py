@@ -17,6 +17,7 @@ from tests.mem_cache.scenarios import (
     generate,
     lengths,
     make,
+    publish,
     start,
 )
 
@@ -38,6 +39,18 @@ def test_published_pages_stay_in_the_table():
     for holder in (first, second):
         memory.release(holder, Outcome.ABORTED)
     end_all_forwards(memory)
+    assert_at_baseline(memory)
+
+
+def test_a_page_that_is_not_full_is_not_published_though_it_has_room():
+    memory = make(4, 12)
+    holder = start(memory, TOKENS, 16)
+    assert memory.kv_cache.grow(holder.lease, 16)
+    compute(memory, holder, 10)
+    publish(memory, holder)
+    assert lengths(holder.lease) == (8, 10, 16)
+    memory.release(holder, Outcome.FINISHED)
+    assert full(memory).cached_evictable == 2
     assert_at_baseline(memory)
 
 
