@@ -30,6 +30,14 @@ The first of all compiles what others then find in the cache of kernels.
 settings.register_profile("nightly", max_examples=6_000)
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Where only tests are asked for that are alone, files that have none are not imported."""
+    if not config.option.markexpr.startswith("alone") or collection_path.suffix != ".py":
+        return None
+    may_have = CLUSTER in collection_path.parents or "mark.alone" in collection_path.read_text()
+    return None if may_have else True
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Clusters of Ray are processes enough for a machine: nothing else runs beside them.
 
