@@ -40,7 +40,7 @@ def _value(option: Option) -> str:
     if option.choices:
         return ", ".join(f"`{one}`" for one in option.choices)
     if option.declaration.unit == "bytes":
-        return "size"
+        return "size, share, `auto`" if option.declaration.or_share else "size"
     return ", ".join(part for part in (_VALUES[option.kind], option.bounds) if part)
 
 

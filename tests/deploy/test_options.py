@@ -309,5 +309,6 @@ def test_the_cores_are_shared_out_but_every_worker_has_a_thread(monkeypatch: pyt
 def test_the_docs_table_has_a_row_for_every_option():
     rows = [line for line in markdown().splitlines() if line.startswith("| `--")]
     assert len(rows) == len(dataclasses.fields(ServeOptions))
-    assert "| `--kv-memory` | size | `512MiB` |" in "\n".join(rows)
+    assert "| `--kv-memory` | size, share, `auto` | `512MiB` |" in "\n".join(rows)
+    assert "| `--host-kv-memory` | size | `0` |" in "\n".join(rows)
     assert "| `--threads` | integer, at least 1 | an equal share of the cores |" in "\n".join(rows)
