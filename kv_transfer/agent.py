@@ -11,6 +11,7 @@ import hashlib
 import logging
 import queue
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
@@ -29,6 +30,7 @@ from kvrelay.kv_transfer.scratch import (
     make_scratch,
 )
 from kvrelay.kv_transfer.spans import PoolLayout
+from kvrelay.kv_transfer.thread_end import CLOSE_SECONDS, ended_within, seconds_until
 from kvrelay.kv_transfer.ucx_settings import describe_transports
 from kvrelay.kv_transfer.work_in_progress import WorkInProgress
 from kvrelay.mem_cache.cuda_streams import use_device
@@ -265,11 +267,16 @@ class TransferAgent:
         """Start to compute checksums of pages here, on the hasher's thread; see `Transfers`."""
         self._hasher.submit(pages, on_end)
 
-    def close(self) -> None:
-        """Stop the threads. The registration stays: a peer may still be reading."""
-        self._hasher.close()
+    def close(self, seconds: float = CLOSE_SECONDS) -> None:
+        """Stop the threads; give up what has not ended after `seconds`.
+
+        The registration stays: a peer may still be reading.
+        """
+        ends_at = time.monotonic() + seconds
+        self._hasher.close(seconds)
         self.call_soon(self._close)
-        self._thread.join()
+        if not ended_within(self._thread, seconds_until(ends_at)):
+            logger.error("the transfer thread has not ended for %g s", seconds)
 
     # On the transfer thread
 

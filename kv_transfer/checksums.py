@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from kvrelay.kv_transfer.thread_end import CLOSE_SECONDS
 from kvrelay.kv_transfer.work_in_progress import WorkInProgress
 from kvrelay.mem_cache.byte_sum import hash_bytes
 from kvrelay.mem_cache.cuda_streams import use_device
@@ -82,6 +83,7 @@ class PageHasher:
         self._on_failure = on_failure
         self.work = WorkInProgress()
         """What it was told to hash, in tokens, and has not hashed."""
+        self._latest: Future[None] | None = None
         self._thread = ThreadPoolExecutor(
             1, "kv-verify", initializer=use_device, initargs=(pools[0].data.device,)
         )
@@ -91,11 +93,13 @@ class PageHasher:
     ) -> None:
         """Start to hash `pages`. `on_end` is called with their sums, on the hasher's thread."""
         self.work.begin(sum(page.tokens for page in pages))
-        self._thread.submit(self._run, pages, on_end)
+        self._latest = self._thread.submit(self._run, pages, on_end)
 
-    def close(self) -> None:
-        """Finish what was submitted, and end the thread."""
-        self._thread.shutdown()
+    def close(self, seconds: float = CLOSE_SECONDS) -> None:
+        """Finish what was submitted, and end the thread; give up what has not ended by then."""
+        self._thread.shutdown(wait=False)
+        if self._latest is not None and not wait([self._latest], seconds).done:
+            logger.error("the hashing of pages has not ended for %g s", seconds)
 
     def _run(
         self, pages: Sequence[LocalPage], on_end: Callable[[tuple[PageSum, ...]], None]

@@ -8,8 +8,8 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Final
 
+from kvrelay.kv_transfer.thread_end import CLOSE_SECONDS, ended_within
 from kvrelay.kv_transfer.work_in_progress import WorkInProgress
 from kvrelay.mem_cache.convert import copy_pages
 from kvrelay.mem_cache.pool import KVPool
@@ -18,9 +18,6 @@ from kvrelay.mem_cache.tier_copies import CopyEnded, PageMoves, copy_moves
 from kvrelay.model_runner.torch_options import wait_for_device
 
 logger = logging.getLogger(__name__)
-
-CLOSE_SECONDS: Final = 10.0
-"""That the end waits for copies; a device may hang for ever."""
 
 
 class CopyThread:
@@ -60,24 +57,24 @@ class CopyThread:
         self.work.begin(len(moves.host_pages) * page_size, moves.operation)
         self._moves.put(moves)
 
-    def close(self) -> bool:
-        """Make the copies that were ordered, then end; give up what has not ended by then.
+    def close(self, seconds: float = CLOSE_SECONDS) -> None:
+        """Make the copies that were ordered, then end; give up what has not ended after `seconds`.
 
         A copy that hangs goes on to use the pools, which stay as long as the process. Those behind
         it never begin, and nobody hears of them.
-
-        Returns:
-            whether all have ended: nothing copies to or from the host any more.
         """
         self._moves.put(None)
-        self._thread.join(CLOSE_SECONDS)
-        if self._thread.is_alive():
+        if not ended_within(self._thread, seconds):
             self._given_up.set()
             logger.error(
                 "copies between the device and the host have not ended for %g s: %d are given up",
-                *(CLOSE_SECONDS, self.work.count),
+                *(seconds, self.work.count),
             )
-        return not self._given_up.is_set()
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether nothing copies to or from the host any more, or ever will."""
+        return not self._thread.is_alive()
 
     def _run(self) -> None:
         entering = _error_of(self._streams.enter_thread, "a thread for copies")

@@ -10,11 +10,13 @@ from __future__ import annotations
 import logging
 import queue
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
 
 from kvrelay.engine.executor.pipeline import StepPipeline
 from kvrelay.engine.executor.step import Executor, LaunchedStep, Step, StepEnded
+from kvrelay.kv_transfer.thread_end import CLOSE_SECONDS, ended_within, seconds_until
 from kvrelay.kv_transfer.work_in_progress import WorkInProgress
 from kvrelay.mem_cache.streams import Event, ImmediateStreams, Streams
 
@@ -51,6 +53,7 @@ class ForwardThread(Generic[RequestT]):
         )
         """Steps to launch, and those whose results are on the host."""
         self._waiter: _Waiter[RequestT] = _Waiter(self._streams, self._queue.put)
+        self._given_up = threading.Event()
         self._thread = threading.Thread(target=self._run, name="forward", daemon=True)
         self._thread.start()
 
@@ -59,16 +62,24 @@ class ForwardThread(Generic[RequestT]):
         self.work.begin(step.most_tokens, step.number)
         self._queue.put(step)
 
-    def close(self) -> None:
-        """Compute what was launched, then end."""
+    def close(self, seconds: float = CLOSE_SECONDS) -> None:
+        """Compute what was launched, then end; give up what has not ended after `seconds`.
+
+        A forward that hangs goes on to use the pools, which stay as long as the process. Those
+        behind it are never launched, and nobody hears of them.
+        """
+        ends_at = time.monotonic() + seconds
         self._queue.put(None)
-        self._thread.join()
-        self._waiter.close()
+        if ended_within(self._thread, seconds):
+            self._waiter.close(seconds_until(ends_at))
+            return
+        self._given_up.set()
+        logger.error("forwards have not ended for %g s: %d are given up", seconds, self.work.count)
 
     def _run(self) -> None:
         try:
             self._streams.enter_thread()
-            while (item := self._queue.get()) is not None:
+            while (item := self._queue.get()) is not None and not self._given_up.is_set():
                 if isinstance(item, LaunchedStep):
                     self._tell(self._pipeline.finish(item))
                     continue
@@ -80,12 +91,14 @@ class ForwardThread(Generic[RequestT]):
             self._tell(self._pipeline.finish_all())
         except Exception as error:
             logger.exception("the forward thread gives up")
-            self._on_failure(f"{type(error).__name__}: {error}")
+            if not self._given_up.is_set():
+                self._on_failure(f"{type(error).__name__}: {error}")
 
     def _tell(self, ends: Sequence[StepEnded[RequestT]]) -> None:
         for ended in ends:
             self.work.end()
-            self._on_end(ended)
+            if not self._given_up.is_set():
+                self._on_end(ended)
 
 
 class _Waiter(Generic[RequestT]):
@@ -106,11 +119,11 @@ class _Waiter(Generic[RequestT]):
             self._thread.start()
         self._launched.put(launched)
 
-    def close(self) -> None:
-        """End the thread, if there is one. Blocks."""
+    def close(self, seconds: float) -> None:
+        """End the thread, if there is one; it stays if what it waits for hangs."""
         if self._thread is not None:
             self._launched.put(None)
-            self._thread.join()
+            self._thread.join(seconds)
 
     def _run(self) -> None:
         wait = self._enter_and_wait

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from itertools import compress
 from typing import Final
 
+from kvrelay.kv_transfer.thread_end import CLOSE_SECONDS, ended_within
 from kvrelay.mem_cache.storage_orders import (
     Fetch,
     Forget,
@@ -25,8 +26,6 @@ logger = logging.getLogger(__name__)
 
 MOST_WRITING: Final = 2
 """Operations at a time that write: one that reads need not wait for a disk that writes slowly."""
-CLOSE_SECONDS: Final = 10.0
-"""That the end waits for operations; a disk may hang for ever."""
 _POLL_DELAY_S: Final = (50e-6, 2e-3)
 """Between polls of what has just begun, and of what takes long."""
 
@@ -75,14 +74,16 @@ class StorageThread:
                 self._reads.append(order)
             self._wakened.notify()
 
-    def close(self) -> None:
-        """End what runs, forget what is to be forgotten, and end; nothing else begins."""
+    def close(self, seconds: float = CLOSE_SECONDS) -> None:
+        """End what runs, forget what is to be forgotten, and end; nothing else begins.
+
+        Give up what has not ended after `seconds`.
+        """
         with self._wakened:
             self._closing = True
             self._wakened.notify()
-        self._thread.join(CLOSE_SECONDS)
-        if self._thread.is_alive():
-            logger.error("storage has not ended what it does for %g s", CLOSE_SECONDS)
+        if not ended_within(self._thread, seconds):
+            logger.error("storage has not ended what it does for %g s", seconds)
 
     # On the thread
 

@@ -54,6 +54,7 @@ from kvrelay.engine.scheduler.context import SchedulerContext
 from kvrelay.engine.scheduler.metrics import AUDIT_FAILURES, FAILED_STEPS
 from kvrelay.engine.scheduler.request import Request
 from kvrelay.engine.scheduler.request_trace import CHUNK, RequestTrace
+from kvrelay.kv_transfer.thread_end import CLOSE_SECONDS, ended_within
 from kvrelay.mem_cache.errors import ConservationError
 from kvrelay.mem_cache.storage_orders import StorageEnded
 from kvrelay.mem_cache.tier_copies import CopyEnded
@@ -435,10 +436,14 @@ class EngineThread(Generic[RequestT, MessageT]):
         """Begin."""
         self._thread.start()
 
-    def close(self) -> None:
-        """End every request, wait for the forward that runs, audit the memory, end the thread."""
+    def close(self, seconds: float = CLOSE_SECONDS) -> None:
+        """End every request, wait for the forward that runs, audit the memory, end the thread.
+
+        Give up a forward that has not ended after `seconds`: its pages stay what they are.
+        """
         self._inbox.post(Stop())
-        self._thread.join()
+        if not ended_within(self._thread, seconds):
+            logger.error("the engine has waited for the forward that runs for %g s", seconds)
 
     def _run(self) -> None:
         try:

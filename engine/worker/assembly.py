@@ -38,6 +38,7 @@ from kvrelay.engine.worker.faulty import (
 from kvrelay.engine.worker.loading import LoadedModel
 from kvrelay.engine.worker.memory import make_host_tier, make_kv_cache, make_store
 from kvrelay.kv_transfer.agent import TransferAgent
+from kvrelay.kv_transfer.thread_end import close_all
 from kvrelay.mem_cache.kv_cache_manager import KVCacheManager
 from kvrelay.mem_cache.pinned_pools import PinnedPools
 from kvrelay.mem_cache.prefix_log import PageListener
@@ -130,15 +131,9 @@ class Assembly:
 
     def stop_threads(self) -> None:
         """End the threads in the order in which they depend on each other. Blocks."""
-        self.engine.close()
-        self.forward.close()
-        copies_have_ended = self.copies is None or self.copies.close()
-        if self.storage is not None:
-            self.storage.close()
-        if self.agent is not None:
-            self.agent.close()
-        if copies_have_ended:  # a copy that hangs would lose its memory, or let this hang
-            self.pinned.close()
+        close_all(self.engine, self.forward, self.copies, self.storage, self.agent)
+        if self.copies is None or self.copies.has_ended:
+            self.pinned.close()  # a copy that hangs would lose its memory, or let this hang
 
 
 def assemble(

@@ -19,6 +19,7 @@ from kvrelay.engine.config import WorkerConfig
 from kvrelay.engine.executor import copy_thread
 from kvrelay.engine.executor.copy_thread import CopyThread
 from kvrelay.engine.worker.assembly import Assembly
+from kvrelay.kv_transfer import thread_end
 from kvrelay.kv_transfer.work_in_progress import WorkInProgress
 from kvrelay.mem_cache.geometry import KVGeometry, PageOrder
 from kvrelay.mem_cache.pinned_pools import PinnedPools
@@ -141,16 +142,17 @@ def test_a_copy_that_hangs_is_given_up_at_the_end_with_those_behind_it(
         may_end.wait(WAIT_S)
 
     monkeypatch.setattr(copy_thread, "copy_moves", hang)
-    monkeypatch.setattr(copy_thread, "CLOSE_SECONDS", 0.1)
     copies = Copies()
     copies.to_host(1, 0, 0)
     copies.to_host(2, 1, 1)
-    assert not copies.thread.close(), "it says that all have ended"
+    assert begun.get(timeout=WAIT_S) == 1
+    copies.thread.close(0.1)
+    assert not copies.thread.has_ended
     assert "have not ended for 0.1 s: 2 are given up" in caplog.text
     may_end.set()
     copies.thread._thread.join(WAIT_S)
     assert not copies.thread._thread.is_alive()
-    assert (begun.get(), begun.empty(), copies.ended.empty()) == (1, True, True)
+    assert (begun.empty(), copies.ended.empty()) == (True, True)
 
 
 @pytest.mark.parametrize("hangs", [False, True])
@@ -159,8 +161,8 @@ def test_the_host_stays_pinned_while_a_copy_may_use_it(
 ):
     may_end, pinning = threading.Event(), LimitedPinning()
     monkeypatch.setattr(copy_thread, "copy_moves", lambda *_: may_end.wait(WAIT_S))
-    monkeypatch.setattr(copy_thread, "CLOSE_SECONDS", 0.1 if hangs else WAIT_S)
-    copies, other = Copies(), SimpleNamespace(close=lambda: None)
+    monkeypatch.setattr(thread_end, "CLOSE_SECONDS", 0.1 if hangs else WAIT_S)
+    copies, other = Copies(), SimpleNamespace(close=lambda seconds: None)
     pinned = PinnedPools([copies.host], pinning)
     parts: Any = SimpleNamespace(
         engine=other, forward=other, copies=copies.thread, storage=None, agent=None, pinned=pinned

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from kvrelay.engine.executor import storage_thread
 from kvrelay.engine.executor.storage_thread import MOST_WRITING, StorageThread
 from kvrelay.mem_cache.storage_orders import Fetch, Forget, LookUp, StorageEnded, Store
 from kvrelay.mem_cache.storage_pages import StoragePage, StoreState
@@ -122,6 +121,7 @@ def test_reads_do_not_wait_for_writes() -> None:
     threaded.store.reads_end.set()
     for number in range(6):
         threaded.thread.start(Store(number, [page(number)]))
+    threaded.begin(MOST_WRITING)
     threaded.thread.start(LookUp(10, [page(0).key]))
     assert threaded.next() == (10, [])
     threaded.thread.start(Fetch(11, [page(0)]))
@@ -157,12 +157,11 @@ def test_the_end_waits_for_what_runs_and_begins_nothing() -> None:
     assert len(threaded.store.keys) == MOST_WRITING
 
 
-def test_a_disk_that_hangs_does_not_keep_the_worker(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(storage_thread, "CLOSE_SECONDS", 0.05)
+def test_a_disk_that_hangs_does_not_keep_the_worker() -> None:
     threaded = Threaded()
     threaded.thread.start(Fetch(1, [page(1)]))
     threaded.begin(1)
-    threaded.thread.close()
+    threaded.thread.close(0.05)
     assert not threaded.store.closed
     threaded.store.reads_end.set()
     assert threaded.next()[0] == 1
