@@ -96,9 +96,9 @@ class LateStream:
         """Run the oldest piece; the error that the device has from then on."""
         piece = self.queue.popleft()
         if isinstance(piece, LateEvent):
-            piece.has_passed = True
             if self is self._device.results:
                 self._device.end_copies()
+            piece.has_passed = True  # last: from here on another thread may free what was copied
         elif not isinstance(piece, Barrier) and error is None:
             try:
                 piece()

@@ -41,7 +41,7 @@ from kvrelay.wire.load import PeerTransport
 from kvrelay.wire.output import FailureReason
 from kvrelay.wire.request import RequestKey
 from kvrelay.wire.worker_info import WorkerAddress
-from tests.chaos.cluster import free_port
+from tests.ports import free_port
 
 WAIT_S = 30
 MessageT = TypeVar("MessageT")

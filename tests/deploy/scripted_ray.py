@@ -31,7 +31,7 @@ from tests.deploy.test_incarnation import INFO, identity_of
 from tests.deploy.test_placement import CONFIG
 
 P, D = WorkerRole.PREFILL, WorkerRole.DECODE
-SECONDS = 10
+SECONDS = 60
 AWAY = real_ray.exceptions.ActorUnavailableError("the connection broke", None)
 
 

@@ -5,6 +5,7 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 
 import grpc
 import pytest
@@ -267,10 +268,11 @@ def test_an_aborted_request_is_said(kvrelay: Kvrelay, service: ScriptedService):
 
 
 @pytest.fixture
-def nobody() -> str:
-    """An address where no server is."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return f"127.0.0.1:{listener.getsockname()[1]}"
+def nobody() -> Iterator[str]:
+    """An address where no server is, nor can be meanwhile."""
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        yield f"127.0.0.1:{unused.getsockname()[1]}"
 
 
 def test_a_server_that_is_not_there_is_one_clear_line(nobody: str):

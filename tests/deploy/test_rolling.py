@@ -17,7 +17,7 @@ from kvrelay.router.errors import CannotDrain, CannotRoll
 from kvrelay.wire.worker_info import WorkerRole
 
 P, D = WorkerRole.PREFILL, WorkerRole.DECODE
-SECONDS = 10
+SECONDS = 60
 OPTIONS = {"chunk_tokens": "7"}
 
 

@@ -58,7 +58,8 @@ def test_a_copy_that_fails_is_told_and_those_behind_it_are_made():
     copies = Copies()
     copies.to_host(1, 6, 0)  # there is no such page
     copies.to_host(2, 5, 3)
-    assert copies.thread.close(), "it says that one has not ended"
+    copies.thread.close()
+    assert copies.thread.has_ended
     failed, made = copies.ended.get(timeout=WAIT_S), copies.ended.get(timeout=WAIT_S)
     assert (failed.operation, made.operation, made.error) == (1, 2, "")
     assert failed.error.startswith("ValueError: ")

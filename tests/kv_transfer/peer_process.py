@@ -28,8 +28,11 @@ PAGES = 64
 WAIT_S = 30
 PROCESSES = multiprocessing.get_context("forkserver")
 """Makes processes that have imported what takes long, and have no thread and no NIXL agent yet."""
-PROCESSES.set_forkserver_preload(["kvrelay.kv_transfer.agent", "nixl._api", __name__])
-
+PROCESSES.set_forkserver_preload(
+    ["kvrelay.kv_transfer.agent", "tests.kv_transfer.with_nixl", __name__]
+)
+_made: list[ForkServerProcess] = []
+"""Those that may still run."""
 
 HOST_PAGES = 24
 """Of a peer's host pool."""
@@ -60,7 +63,19 @@ def process_of(work: Callable[..., None], *args: Any) -> ForkServerProcess:
     asked = (dict(os.environ), work, *args)
     process = PROCESSES.Process(target=in_environment, args=asked, daemon=True)
     process.start()
+    _made.append(process)
     return process
+
+
+def kill_processes() -> None:
+    """Those that a test has left, as one that failed does.
+
+    Python would end them in a way that one that was stopped does not notice, and wait for ever.
+    """
+    while _made:
+        process = _made.pop()
+        process.kill()
+        process.join()
 
 
 def serve(connection: Connection, order: PageOrder, page_size: int, serving: bool) -> None:
@@ -105,7 +120,10 @@ class Peer:
     def _has_stopped(self) -> bool:
         """Whether each thread has; its parent alone could wait for it."""
         threads = Path(f"/proc/{self.process.pid}/task").glob("*/stat")
-        states = {thread.read_text().rpartition(")")[2].split()[0] for thread in threads}
+        try:
+            states = {thread.read_text().rpartition(")")[2].split()[0] for thread in threads}
+        except (FileNotFoundError, ProcessLookupError):  # one has ended since it was listed
+            return False
         return states == {"T"}
 
     def _signal(self, number: signal.Signals) -> None:

@@ -18,6 +18,7 @@ from kvrelay.kv_transfer.mooncake_store import MooncakeAddress, MooncakeStore
 from kvrelay.mem_cache.storage_pages import StoragePage
 from tests.kv_transfer.test_nixl_files import finish
 from tests.mem_cache.stored_files import LAYOUT, POOL_BYTES, bytes_of, prompt
+from tests.ports import free_port
 
 WAIT_S = 60.0
 LENT_BYTES = 64 << 20
@@ -48,13 +49,6 @@ def test_what_is_no_address_is_refused(url: str) -> None:
         MooncakeAddress.parse(url)
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
-
-
 @pytest.fixture(scope="module")
 def master(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """Where a master listens."""
@@ -63,17 +57,12 @@ def master(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     assert found.submodule_search_locations is not None
     program = Path(found.submodule_search_locations[0]) / "mooncake_master"
     program.chmod(0o755)
-    port, log = free_port(), tmp_path_factory.mktemp("master") / "log"
+    log = tmp_path_factory.mktemp("master") / "log"
+    port = free_port()
+    ports = (f"--rpc_port={port}", f"--metrics_port={free_port()}")
     with log.open("w") as out:
         process = subprocess.Popen(
-            [
-                program,
-                f"--rpc_port={port}",
-                f"--metrics_port={free_port()}",
-                "--default_kv_lease_ttl=500",
-            ],
-            stdout=out,
-            stderr=subprocess.STDOUT,
+            [program, *ports, "--default_kv_lease_ttl=500"], stdout=out, stderr=subprocess.STDOUT
         )
     until = time.monotonic() + WAIT_S
     while True:

@@ -96,7 +96,8 @@ async def test_what_cannot_be_read_is_the_clients_fault(
     empty = open_call(channel, CHECK)
     await empty.done_writing()
     assert await empty.code() is grpc.StatusCode.INVALID_ARGUMENT
-    assert not caplog.records, "it would fill the log"
+    ours = [one for one in caplog.records if one.name.startswith(("kvrelay.net", "grpc"))]
+    assert not ours, "it would fill the log"
 
 
 async def test_a_refused_message_is_let_go_of_at_once() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import threading
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
@@ -19,10 +19,17 @@ from kvrelay.router.discovery import StaticDiscovery
 from kvrelay.router.router import Router
 from kvrelay.text.tokenizer import load_tokenizer
 from kvrelay.v1 import inference_pb2 as pb
-from kvrelay.v1 import inference_pb2_grpc
+from kvrelay.v1 import inference_pb2_grpc, worker_pb2
 from kvrelay.wire.worker_info import WorkerRole
 
-from .scripted_worker import ScriptedWorker, count_aggregated, count_decode, count_prefill, until
+from .scripted_worker import (
+    SECONDS,
+    ScriptedWorker,
+    count_aggregated,
+    count_decode,
+    count_prefill,
+    until,
+)
 
 _COUNTING = {
     WorkerRole.PREFILL: count_prefill,
@@ -74,9 +81,26 @@ class Cluster:
             )
         )
 
+    async def report(self, worker: ScriptedWorker, said: pb.WorkerLoad) -> None:
+        """The worker says its load, and the router has heard."""
+        worker.send(worker_pb2.AttachResponse(load=said))
+        await self.until_heard(worker, lambda load: load == said)
+
+    async def until_heard(
+        self, worker: ScriptedWorker, condition: Callable[[pb.WorkerLoad], bool]
+    ) -> None:
+        """Returns once what the router has heard of the worker's load is so."""
+        async with asyncio.timeout(SECONDS):
+            while True:
+                loads = await self.stub.GetLoads(pb.GetLoadsRequest())
+                [heard] = [one.load for one in loads.workers if one.worker == worker.name]
+                if condition(heard):
+                    return
+                await asyncio.sleep(0.005)
+
     async def until_lost(self, name: str) -> None:
         """Returns once the router has seen that this worker is gone."""
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(SECONDS):
             while True:
                 loads = await self.stub.GetLoads(pb.GetLoadsRequest())
                 if not any(worker.ready for worker in loads.workers if worker.worker == name):
@@ -85,13 +109,19 @@ class Cluster:
     async def until_status(self, wanted: Any) -> None:
         """Returns once every service is as healthy as that."""
         stub = health_pb2_grpc.HealthStub(self.channel)
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(SECONDS):
             for service in ("", "kvrelay.v1.InferenceService"):
                 while True:
                     answer = await stub.Check(health_pb2.HealthCheckRequest(service=service))
                     if answer.status == wanted:
                         break
                     await asyncio.sleep(0.01)
+
+    async def until_waiting(self, number: int) -> None:
+        """Returns once so many requests wait for workers."""
+        async with asyncio.timeout(SECONDS):
+            while await self.metric("kvrelay_requests_waiting_for_workers{") != number:
+                await asyncio.sleep(0.01)
 
     async def server_info(self) -> pb.GetServerInfoResponse:
         info: pb.GetServerInfoResponse = await self.stub.GetServerInfo(pb.GetServerInfoRequest())
@@ -137,7 +167,7 @@ async def running(
         router = Router(config, discovery)
         await router.start()
         stack.push_async_callback(router.stop)
-        await asyncio.wait_for(router.wait_ready(), 5)
+        await asyncio.wait_for(router.wait_ready(), SECONDS)
         options = [("grpc.use_local_subchannel_pool", 1)]
         channel = await stack.enter_async_context(
             grpc.aio.insecure_channel(router.grpc_address, options=options)
@@ -174,7 +204,7 @@ class Streamed:
 async def collect(call: Any) -> Streamed:
     """Reads a Generate stream to its end: in each choice no token twice, and none left out."""
     streamed = Streamed()
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(SECONDS):
         async for response in call:
             assert streamed.complete is None
             if response.HasField("complete"):
@@ -189,7 +219,7 @@ async def collect(call: Any) -> Streamed:
 async def read(call: Any, number: int | None = None) -> list[tuple[int, int]]:
     """So many tokens, or all that are to come, each with its choice."""
     tokens: list[tuple[int, int]] = []
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(SECONDS):
         while number is None or len(tokens) < number:
             response = await call.read()
             if response is grpc.aio.EOF:

@@ -51,7 +51,7 @@ def config(model_path: Path) -> RouterConfig:
 @pytest.fixture
 def patient(config: RouterConfig) -> RouterConfig:
     """A router that waits for workers that are on their way."""
-    return replace(config, failover_wait=5.0)
+    return replace(config, failover_wait=60.0)
 
 
 @pytest.fixture

@@ -18,8 +18,11 @@ from kvrelay.v1 import worker_pb2, worker_pb2_grpc
 from kvrelay.wire.model_digest import NO_MODEL
 from kvrelay.wire.version import VERSION
 from kvrelay.wire.worker_info import WorkerInfo, WorkerRole
+from tests.ports import free_port
 from tests.worker_infos import worker_info
 
+SECONDS = 30.0
+"""Until what is awaited must have happened, on a machine that does other things, too."""
 END = worker_pb2.RequestEnd
 HANDED_OVER = END(reason=END.REASON_HANDED_OVER)
 LENGTH = END(reason=END.REASON_LENGTH)
@@ -81,7 +84,8 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer):
         self.faults: list[str] = []
         self._choices: dict[tuple[str, int], range] = {}
         self._ended: set[tuple[str, int, int]] = set()
-        self._port = 0
+        self._port = free_port()
+        """Kept while it is stopped."""
         self._server: grpc.aio.Server | None = None
 
     @property
@@ -295,7 +299,7 @@ def check_emitted(worker: ScriptedWorker, submit: worker_pb2.SubmitRequest) -> i
     return len(emitted)
 
 
-async def until(condition: Callable[[], bool], seconds: float = 5.0) -> None:
+async def until(condition: Callable[[], bool], seconds: float = SECONDS) -> None:
     async with asyncio.timeout(seconds):
         while not condition():
             await asyncio.sleep(0.005)

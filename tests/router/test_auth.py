@@ -38,7 +38,7 @@ from tests.certificates import Authority
 from tests.known import known
 
 from .cluster import collect, running, status_of
-from .scripted_worker import ScriptedWorker
+from .scripted_worker import SECONDS, ScriptedWorker
 
 TOKENS = "# alice\nalpha-1\n\n  beta_2==  \n"
 OK = grpc.StatusCode.OK
@@ -285,7 +285,7 @@ async def test_what_tells_of_all_tenants_is_shown_to_admins(config: RouterConfig
     await worker.start()
     router = Router(replace(config, auth_token_file=path), StaticDiscovery([worker.endpoint]))
     await router.start()
-    await asyncio.wait_for(router.wait_ready(), 5)
+    await asyncio.wait_for(router.wait_ready(), SECONDS)
     try:
         async with grpc.aio.insecure_channel(router.grpc_address) as channel:
             stub = inference_pb2_grpc.InferenceServiceStub(channel)

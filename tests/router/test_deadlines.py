@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import re
 from typing import Any
@@ -40,14 +39,7 @@ async def report(cluster: Cluster, worker: ScriptedWorker, **fields: Any) -> Non
     if "speeds" not in fields:
         speeds = pb.StepSpeeds(seconds_per_token=1, chunk_tokens=512, prompts_known=True)
         reported.speeds.CopyFrom(speeds)
-    worker.send(worker_pb2.AttachResponse(load=reported))
-
-    async with asyncio.timeout(5):
-        while True:
-            loads = await cluster.stub.GetLoads(pb.GetLoadsRequest())
-            if any(one.worker == worker.name and one.load == reported for one in loads.workers):
-                return
-            await asyncio.sleep(0.005)
+    await cluster.report(worker, reported)
 
 
 async def ended(cluster: Cluster, outcome: str) -> float:
@@ -60,7 +52,9 @@ async def test_a_prompt_that_takes_longer_than_its_deadline_is_refused(cluster: 
     assert error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
     said = str(error.details())
     assert "the first token is expected in 100 s (0 s for the prompts before, 100 s" in said
-    assert re.search(r"and the deadline is in (9\.\d+|10\S*) s \(--deadline-margin\)", said)
+    left = re.search(r"and the deadline is in (\S+) s \(--deadline-margin\)", said)
+    assert left
+    assert 0 < float(left[1]) <= 10
     assert await ended(cluster, "deadline_refused") == 1
     assert await ended(cluster, "deadline") == 0
     assert cluster.prefill.submits == cluster.decode.submits == []
@@ -209,9 +203,7 @@ async def test_while_workers_are_missing_it_waits(config: RouterConfig) -> None:
         await cluster.until_lost("prefill-1")
         await cluster.until_lost("decode-0")
         call = generate(cluster, 20)
-        async with asyncio.timeout(5):
-            while await cluster.metric("kvrelay_requests_waiting_for_workers{") != 1:
-                await asyncio.sleep(0.01)
+        await cluster.until_waiting(1)
         attached = len(coming.hellos)
         cluster.discovery.replace([busy.endpoint, coming.endpoint], [cluster.decode.endpoint])
         await until(lambda: len(coming.hellos) > attached)
@@ -283,12 +275,7 @@ async def test_a_sooner_worker_that_no_decode_worker_reads_from_is_not_taken(
         await report(cluster, slow)
         refusal = pb.PeerTransfer(incarnation=refused.incarnation, refusal="too slow")
         cluster.decode.send(worker_pb2.AttachResponse(load=load(), peers=[refusal]))
-        async with asyncio.timeout(5):
-            while not any(
-                one.load.peers
-                for one in (await cluster.stub.GetLoads(pb.GetLoadsRequest())).workers
-            ):
-                await asyncio.sleep(0.005)
+        await cluster.until_heard(cluster.decode, lambda load: bool(load.peers))
         assert len((await collect(generate(cluster, 60, tokens=100))).token_ids) == 8
         assert (len(slow.submits), len(refused.submits)) == (1, 0)
 
@@ -334,9 +321,7 @@ async def test_it_is_refused_when_the_worker_it_waited_for_is_too_slow(
         cluster.discovery.replace([cluster.decode.endpoint], [cluster.prefill.endpoint])
         await cluster.until_lost("prefill-0")
         call = generate(cluster, 10, tokens=100)
-        async with asyncio.timeout(5):
-            while await cluster.metric("kvrelay_requests_waiting_for_workers{") != 1:
-                await asyncio.sleep(0.01)
+        await cluster.until_waiting(1)
         cluster.prefill.incarnation += "'"
         cluster.prefill.first_load = load()
         cluster.prefill.first_load.speeds.CopyFrom(

@@ -26,6 +26,7 @@ from .scripted_worker import (
     END,
     HANDED_OVER,
     RETRACTED,
+    SECONDS,
     ScriptedWorker,
     count_decode,
     count_prefill,
@@ -42,7 +43,7 @@ GONE = END(
 
 @pytest.fixture
 def patient(config: RouterConfig) -> RouterConfig:
-    return dataclasses.replace(config, worker_wait=5.0)
+    return dataclasses.replace(config, worker_wait=60.0)
 
 
 def say_draining(worker: ScriptedWorker) -> None:
@@ -52,7 +53,7 @@ def say_draining(worker: ScriptedWorker) -> None:
 
 
 async def until_draining(cluster: Cluster, name: str) -> None:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(SECONDS):
         while True:
             loads = await cluster.stub.GetLoads(pb.GetLoadsRequest())
             if any(one.draining for one in loads.workers if one.worker == name):

@@ -10,7 +10,15 @@ from kvrelay.router.config import RouterConfig
 from kvrelay.v1 import inference_pb2 as pb
 
 from .cluster import Cluster, collect, read, running
-from .scripted_worker import COUNTED, HANDED_OVER, LENGTH, count_decode, tokens_then_silence, until
+from .scripted_worker import (
+    COUNTED,
+    HANDED_OVER,
+    LENGTH,
+    SECONDS,
+    count_decode,
+    tokens_then_silence,
+    until,
+)
 
 
 @pytest.mark.parametrize("choices", [1, 3])
@@ -93,7 +101,7 @@ async def test_an_abort_during_that_wait_is_the_end(patient: RouterConfig) -> No
         assert (await cluster.stub.Abort(pb.AbortRequest(request_id="ab"))).aborted
         assert (await call.read()).complete.finish_reason == pb.FINISH_REASON_ABORT
         await cluster.decode.start()
-        await asyncio.wait_for(cluster.router.wait_ready(), 5)
+        await asyncio.wait_for(cluster.router.wait_ready(), SECONDS)
         await asyncio.sleep(0.1)
         assert len(cluster.prefill.submits) == len(cluster.decode.submits) == 1
 

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
-
 from kvrelay.router.config import RouterConfig
 from kvrelay.v1 import inference_pb2 as pb
-from kvrelay.v1 import worker_pb2
 
 from .cluster import Cluster, running
 from .scripted_worker import END, load
@@ -14,13 +11,7 @@ from .scripted_worker import END, load
 
 async def report(cluster: Cluster, name: str, said: pb.WorkerLoad) -> None:
     """The worker's load, once the router knows it."""
-    worker = next(one for one in cluster.workers if one.name == name)
-    worker.send(worker_pb2.AttachResponse(load=said))
-    async with asyncio.timeout(5):
-        while True:
-            shown = await cluster.stub.GetLoads(pb.GetLoadsRequest())
-            if any(one.worker == name and one.load == said for one in shown.workers):
-                return
+    await cluster.report(next(one for one in cluster.workers if one.name == name), said)
 
 
 async def test_requests_spread_by_what_was_sent_before_any_load_says_so(

@@ -11,7 +11,6 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from tokenizers import Tokenizer
 
 from kvrelay.v1 import inference_pb2 as pb
-from kvrelay.v1 import worker_pb2
 
 from .cluster import Cluster, collect
 from .scripted_worker import load, until
@@ -20,9 +19,8 @@ from .scripted_worker import load, until
 async def test_loads_are_the_workers_own(cluster: Cluster) -> None:
     reported = load(waiting_tokens=9, free=60)
     reported.growth_tokens, reported.speeds.seconds_per_step = 77, 0.25
-    cluster.decode.send(worker_pb2.AttachResponse(load=reported))
-    cluster.prefill.send(worker_pb2.AttachResponse(load=load(free=10)))
-    await asyncio.sleep(0.1)
+    await cluster.report(cluster.decode, reported)
+    await cluster.report(cluster.prefill, load(free=10))
     decode, prefill = (await cluster.stub.GetLoads(pb.GetLoadsRequest())).workers
     assert (decode.worker, decode.role) == ("decode-0", pb.WORKER_ROLE_DECODE)
     assert decode.load == reported

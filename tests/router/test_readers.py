@@ -18,7 +18,7 @@ from kvrelay.v1 import inference_pb2 as pb
 from kvrelay.v1 import inference_pb2_grpc
 
 from .cluster import Cluster, running, status_of
-from .scripted_worker import LENGTH, until
+from .scripted_worker import LENGTH, SECONDS, until
 
 TOP = [pb.TokenLogprob(token_id=token, logprob=-0.5) for token in range(20)]
 TOKENS_A_STEP = 80  # with TOP, 20 KB: messages larger than a narrow client's window get stuck
@@ -122,7 +122,7 @@ async def test_a_client_that_reads_keeps_the_request_that_another_shares(
 
 
 async def test_a_deadline_ends_queued_work_at_once_and_is_counted(cluster: Cluster) -> None:
-    call = generate(cluster.stub, timeout=0.3)
+    call = generate(cluster.stub, timeout=1.0)
     await asyncio.gather(cluster.decode.submitted(), cluster.prefill.submitted())
     assert (await status_of(call)).code() == grpc.StatusCode.DEADLINE_EXCEEDED
     await until(lambda: len(cluster.decode.cancels) == len(cluster.prefill.cancels) == 1)
@@ -151,9 +151,9 @@ async def test_a_deadline_that_passes_before_the_text_is_tokenized(
 
     monkeypatch.setattr("kvrelay.router.texts.encode", hold)
     async with running(config, "prefill-0", "decode-0") as cluster:
-        call = cluster.stub.Generate(pb.GenerateRequest(text="Hello"), timeout=0.3)
+        call = cluster.stub.Generate(pb.GenerateRequest(text="Hello"), timeout=1.0)
         assert (await status_of(call)).code() == grpc.StatusCode.DEADLINE_EXCEEDED
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(SECONDS):
             while await ended(cluster, "deadline") != 1:
                 await asyncio.sleep(0.01)
         let_go.set()

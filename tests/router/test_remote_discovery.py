@@ -27,9 +27,10 @@ from kvrelay.wire.cluster_state import ClusterState
 from kvrelay.wire.messages import WORKER_LIST
 from kvrelay.wire.worker_list import WorkerList
 from tests.known import known
+from tests.ports import free_port
 
 from .cluster import Cluster, collect
-from .scripted_worker import COUNTED, until
+from .scripted_worker import COUNTED, SECONDS, until
 from .test_auth import RIGHTS, NoWorkers
 
 
@@ -38,21 +39,20 @@ async def no_state() -> ClusterState:
 
 
 @asynccontextmanager
-async def controller(
-    discovery: StaticDiscovery, address: str = "127.0.0.1:0"
-) -> AsyncIterator[str]:
+async def controller(discovery: StaticDiscovery, address: str = "") -> AsyncIterator[str]:
     """What lists the workers to other routers, until the context ends; its address.
 
     It has no router of its own: scripted workers answer to the latest one alone.
     """
+    address = address or f"127.0.0.1:{free_port()}"
     server = front_server(64 << 10, [])
     controller_pb2_grpc.add_ControllerServiceServicer_to_server(
         ControllerService(discovery, ScrapeTargets("c", discovery), no_state), server
     )
-    port = bind(server, address, None)
+    bind(server, address, None)
     await server.start()
     try:
-        yield f"127.0.0.1:{port}"
+        yield address
     finally:
         await server.stop(None)
 
@@ -74,7 +74,7 @@ async def second_router(config: RouterConfig, discovery: RemoteDiscovery) -> Asy
         router = Router(config, discovery)
         await router.start()
         try:
-            await asyncio.wait_for(router.wait_ready(), 5)
+            await asyncio.wait_for(router.wait_ready(), SECONDS)
             yield router
         finally:
             await router.stop()
@@ -104,7 +104,7 @@ async def test_a_second_router_serves_and_hears_of_changes(config: RouterConfig,
         assert await tokens_by(router) == COUNTED
         [prefill, decode] = cluster.discovery.endpoints()
         cluster.discovery.replace([replace(prefill, draining=True)], [decode])
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(SECONDS):
             while discovery.awaited() != (decode,):
                 await discovery.changed()
         assert discovery.endpoints() == (replace(prefill, draining=True),)

@@ -155,9 +155,8 @@ async def test_the_next_attempt_is_made_elsewhere_if_there_is_an_elsewhere(
     async with running(config, "prefill-0", "decode-0", "decode-1") as cluster:
         cluster.count()
         first, other = cluster.workers[1:]
-        other.send(worker_pb2.AttachResponse(load=load(free=32)))
+        await cluster.report(other, load(free=32))
         first.on_submit = None
-        await asyncio.sleep(0.1)
         call = cluster.generate()
         first.say(await first.submitted(), end=broken())
         assert (await collect(call)).token_ids == COUNTED
@@ -166,14 +165,19 @@ async def test_the_next_attempt_is_made_elsewhere_if_there_is_an_elsewhere(
         assert len(first.submits) == 2, "for others it is as good as any"
 
 
-def refuse(worker: ScriptedWorker, *prefills: ScriptedWorker) -> None:
-    """A decode worker says that it does not read from these, and that it knows nobody else."""
+async def refuse(cluster: Cluster, worker: ScriptedWorker, *prefills: ScriptedWorker) -> None:
+    """A decode worker says that it does not read from these, and that it knows nobody else.
+
+    The router has heard then.
+    """
     refused = [
         pb.PeerTransfer(incarnation=one.incarnation, refusal=f"{one.name} is slow")
         for one in prefills
     ]
     before = ["prefill-0-1", "prefill-1-1"]
     worker.send(worker_pb2.AttachResponse(load=load(), peers=refused, gone_peers=before))
+    names = {one.incarnation for one in refused}
+    await cluster.until_heard(worker, lambda load: {one.incarnation for one in load.peers} == names)
 
 
 async def test_no_request_goes_to_a_pair_that_is_refused(config: RouterConfig) -> None:
@@ -181,20 +185,17 @@ async def test_no_request_goes_to_a_pair_that_is_refused(config: RouterConfig) -
     async with running(config, *names) as cluster:
         cluster.count()
         prefills, decodes = cluster.workers[:2], cluster.workers[2:]
-        refuse(decodes[0], *prefills)
-        refuse(decodes[1], prefills[0])
-        await asyncio.sleep(0.1)
+        await refuse(cluster, decodes[0], *prefills)
+        await refuse(cluster, decodes[1], prefills[0])
         for _ in range(3):
             assert (await collect(cluster.generate())).token_ids == COUNTED
         assert [len(one.submits) for one in cluster.workers] == [0, 3, 0, 3]
-        refuse(decodes[1], *prefills)
-        await asyncio.sleep(0.1)
+        await refuse(cluster, decodes[1], *prefills)
         error = await status_of(cluster.generate())
         assert error.code() is grpc.StatusCode.UNAVAILABLE
         assert "prefill-1 is slow" in (error.details() or "")
         assert await cluster.metric("kvrelay_worker_waits_total{") == 0, "nobody is on the way"
-        refuse(decodes[0])
-        await asyncio.sleep(0.1)
+        await refuse(cluster, decodes[0])
         assert (await collect(cluster.generate())).token_ids == COUNTED
         assert [len(one.submits) for one in decodes] == [1, 3]
 
@@ -206,11 +207,11 @@ async def test_a_request_that_waits_out_a_refusal_goes_on_when_it_ends(
         cluster.prefill.on_submit = count_prefill
         call = cluster.generate()
         met = await cluster.decode.submitted()
-        refuse(cluster.decode, cluster.prefill)
+        await refuse(cluster, cluster.decode, cluster.prefill)
         why = END(reason=END.REASON_FAILED, cause=END.CAUSE_TRANSFER_REFUSED)
         cluster.decode.say(met, end=why)
         await asyncio.sleep(0.3)
         assert len(cluster.decode.submits) == 1
         cluster.decode.on_submit = count_decode
-        refuse(cluster.decode)
+        await refuse(cluster, cluster.decode)
         assert (await collect(call)).token_ids == COUNTED

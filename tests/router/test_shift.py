@@ -25,7 +25,7 @@ from tests.worker_infos import worker_info
 from .test_remote_discovery import remote
 
 P, D = WorkerRole.PREFILL, WorkerRole.DECODE
-SECONDS = 10
+SECONDS = 30
 METRICS = "10.0.0.9:9400"
 
 

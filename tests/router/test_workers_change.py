@@ -9,13 +9,13 @@ import grpc
 from kvrelay.v1 import worker_pb2
 
 from .cluster import Cluster, collect, status_of
-from .scripted_worker import LENGTH, until
+from .scripted_worker import LENGTH, SECONDS, until
 
 
 async def test_a_broken_stream_is_taken_up_again(cluster: Cluster) -> None:
     cluster.decode.break_stream()
     await until(lambda: len(cluster.decode.hellos) == 2)
-    await asyncio.wait_for(cluster.router.wait_ready(), 5)
+    await asyncio.wait_for(cluster.router.wait_ready(), SECONDS)
     cluster.count()
     assert len((await collect(cluster.generate())).token_ids) == 8
     assert len({hello.router for hello in cluster.decode.hellos}) == 1
@@ -29,7 +29,7 @@ async def test_another_incarnation_is_attached_only_once_it_is_listed(cluster: C
     assert cluster.decode.hellos[-1].incarnation == "decode-0-1"
     assert (await status_of(cluster.generate())).code() == grpc.StatusCode.UNAVAILABLE
     cluster.discovery.replace([cluster.prefill.endpoint, cluster.decode.endpoint])
-    await asyncio.wait_for(cluster.router.wait_ready(), 5)
+    await asyncio.wait_for(cluster.router.wait_ready(), SECONDS)
     cluster.count()
     assert len((await collect(cluster.generate())).token_ids) == 8
 

@@ -63,7 +63,22 @@ async def test_the_event_loop_runs_while_a_long_text_is_encoded_and_decoded() ->
 
 
 async def without_a_gap(work: Any, *args: Any, **kwargs: Any) -> Any:
-    """What the work returns; checks that the loop turned all the time while it ran in a thread."""
+    """What the work returns; checks that the loop turned all the time while it ran in a thread.
+
+    In one of a few tries: where the lock is held it does in none, and a neighbour on the machine
+    can stop this process in one.
+    """
+    gaps = []
+    for _ in range(3):
+        result, gap = await with_gap(work, *args, **kwargs)
+        gaps.append(gap)
+        if gap < 1 / 2:
+            return result
+    raise AssertionError(f"the loop stood still for these shares of the time: {gaps}")
+
+
+async def with_gap(work: Any, *args: Any, **kwargs: Any) -> tuple[Any, float]:
+    """What the work returns, and the longest share of its time in which the loop stood still."""
     turns = []
 
     def timed() -> tuple[Any, float, float]:
@@ -77,8 +92,7 @@ async def without_a_gap(work: Any, *args: Any, **kwargs: Any) -> Any:
     result, begin, end = await task
     moments = [begin, *(turn for turn in turns if begin < turn < end), end]
     longest = max(after - before for before, after in itertools.pairwise(moments))
-    assert longest < (end - begin) / 2
-    return result
+    return result, longest / (end - begin)
 
 
 @given(st.text(max_size=40))
