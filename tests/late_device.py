@@ -13,7 +13,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -33,6 +33,7 @@ from kvrelay.model_runner.sampling.sampler import (
     sample_token_id,
     topk_indices,
 )
+from kvrelay.model_runner.sampling.token_counts import IN_OUTPUT, IN_PROMPT
 
 SPOILT = 0xA5
 """A byte that staging is filled with; no token, place or page is made of it."""
@@ -192,9 +193,10 @@ class SpoiltStaging(PinnedStaging):
         self._sets = [SpoiltSet(device) for _ in self._sets]
 
 
-def draw(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> Draws:
+def draw(logits: torch.Tensor, rows: Sequence[SamplingRow], counts: torch.Tensor) -> Draws:
     """`device_sampler.launch` of a device that is a CPU: the tokens of the CPU's sampler."""
     raw: Float32Array = logits.numpy()
+    rows = [with_counted_tokens(row, counts) for row in rows]
     ids = torch.zeros(len(rows), dtype=torch.int64)
     largest = torch.zeros(len(rows))
     for index, row in enumerate(rows):
@@ -202,8 +204,22 @@ def draw(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> Draws:
         largest[index] = float(edited.max())
         sampled = sample_token_id(raw[index], row)
         ids[index] = sampled if isinstance(sampled, int) else 0
-    counts = [row.params.logprobs for row in rows]
-    return Draws(ids, largest, counts, _scores(raw, ids.tolist(), counts))
+    asked = [row.params.logprobs for row in rows]
+    return Draws(ids, largest, asked, _scores(raw, ids.tolist(), asked))
+
+
+def with_counted_tokens(row: SamplingRow, counts: torch.Tensor) -> SamplingRow:
+    """The row that a host would have that knew all tokens; the order of them does not matter."""
+    if row.counted_row is None:
+        return row
+    assert not row.output_ids, "they are counted already"
+    entries = counts[row.counted_row].numpy()
+    prompt, output = entries & IN_PROMPT, entries // IN_OUTPUT
+    return replace(
+        row,
+        prompt_ids=np.flatnonzero(prompt).tolist(),
+        output_ids=np.repeat(np.arange(len(entries)), output).tolist(),
+    )
 
 
 def _scores(

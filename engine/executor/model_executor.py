@@ -24,6 +24,7 @@ from typing import Final, Protocol, TypeVar
 
 import torch
 
+from kvrelay.engine.executor.counted_rows import CountedRows, CountedStep
 from kvrelay.engine.executor.grammar_masks import NO_MASKS, Allowed, GrammarMasks
 from kvrelay.engine.executor.step import LaunchedStep, Scheduled, Step, StepEnded, StepOutput
 from kvrelay.engine.executor.step_batch import (
@@ -51,6 +52,7 @@ from kvrelay.model_runner.sampling.step_sampling import (
     HostSampling,
     StepSampling,
 )
+from kvrelay.model_runner.sampling.token_counts import TokenCounts
 from kvrelay.model_runner.sampling.verify import DraftedSequence
 from kvrelay.text.grammar import GrammarError
 from kvrelay.wire.output import SampledToken
@@ -61,6 +63,7 @@ logger = logging.getLogger(__name__)
 RequestT = TypeVar("RequestT")
 _NO_SAMPLING: Final = HostSampling(())
 """Of a step that computes nothing."""
+_NO_ROWS: Final[Mapping[int, int]] = {}
 Samples = Iterator[list[Sampled]]
 """Those of each choice of a step's items, in order."""
 
@@ -157,6 +160,8 @@ class LaunchedForward(LaunchedStep[RequestT]):
     logits: torch.Tensor | None = None
     """From the forward until it is sampled from."""
     sampling: StepSampling = _NO_SAMPLING
+    counted: CountedStep | None = None
+    """None: the host knows all that penalties depend on."""
     scores: Sequence[ChunkScores | None] = ()
     places: list[int] = field(default_factory=list)
     """In each one's `token_ids`, where the token stands that is to come; -1: it has no place."""
@@ -167,6 +172,8 @@ class LaunchedForward(LaunchedStep[RequestT]):
         for scores in self.scores:
             if scores is not None:
                 scores.take(self.logits)
+        if self.counted is not None:
+            self.counted.count()
         self.sampling.launch(rows.select_sampled(self.logits))
         self.logits = None
 
@@ -188,6 +195,7 @@ class ModelExecutor:
         masks: of what grammars allow; None: no request has a grammar.
         streams: of the model's device.
         draw: samples on the device; None: the host samples, and each step waits for its logits.
+        counts: that `draw` reads; None: a step with penalties waits for the tokens before it.
     """
 
     def __init__(
@@ -198,6 +206,7 @@ class ModelExecutor:
         masks: GrammarMasks | None = None,
         streams: Streams | None = None,
         draw: Draw | None = None,
+        counts: TokenCounts | None = None,
     ) -> None:
         self._model = model
         self._copy = copy
@@ -206,6 +215,7 @@ class ModelExecutor:
         self._streams = streams or ImmediateStreams()
         self._staging = self._streams.make_staging()
         self._draw = draw
+        self._counted = None if counts is None else CountedRows(counts)
 
     def copy(self, copies: Sequence[PageCopy]) -> None:
         """See `Executor`. Raises whatever the copy raises."""
@@ -256,8 +266,10 @@ class ModelExecutor:
         if pending is None:
             return False
         is_on_device = self._draw is not None and pending.is_sure
-        reads = sampling.reads_output or sampling.structured_output is not None
-        return reads or item.num_drafts > 0 or not is_on_device
+        if sampling.structured_output is not None or item.num_drafts > 0 or not is_on_device:
+            return True
+        is_counted = self._counted is not None and self._counted.has(item.token_state)
+        return sampling.reads_output and not is_counted
 
     def _launch_forward(
         self, launched: LaunchedForward[RequestT], staging: StagingSet
@@ -281,6 +293,8 @@ class ModelExecutor:
         forward.launch(partial(self._forward, launched, batch, awaited))
         self._follow(items, tables)
         launched.allowed = masks.wait()
+        if self._counted is not None:
+            launched.counted = self._counted.begin(items, drafts, staging)
         drafted = _drafted_sequences(launched)
         draw = self._draw
         launched.sampling = DeviceSampling(draw, drafted) if draw else HostSampling(drafted)
@@ -339,8 +353,12 @@ def _chunk_scores(item: Scheduled[object], rows: slice) -> ChunkScores | None:
 
 def _drafted_sequences(launched: LaunchedForward[RequestT]) -> list[DraftedSequence]:
     """What is sampled: one of each choice of the items that are."""
+    allowed, counted = launched.allowed, launched.counted
+    row_of = _NO_ROWS if counted is None else counted.row_of
     return [
-        DraftedSequence(_sampling_row(item.token_state, choice, launched.allowed.get(index)), draft)
+        DraftedSequence(
+            _sampling_row(item.token_state, choice, allowed.get(index), row_of.get(index)), draft
+        )
         for index, (item, draft) in enumerate(zip(launched.items, launched.drafts, strict=True))
         if item.sample
         for choice in item.token_state.choices
@@ -394,10 +412,13 @@ def _add_tokens(state: TokenState, tokens: Sequence[SampledToken], place: int) -
         state.token_ids += [token.token_id for token in tokens]
 
 
-def _sampling_row(state: TokenState, choice: int, allowed: Allowed | None = None) -> SamplingRow:
+def _sampling_row(
+    state: TokenState, choice: int, allowed: Allowed | None = None, counted_row: int | None = None
+) -> SamplingRow:
     """How the token that follows a state is sampled, for one choice."""
     num_output = len(state.token_ids) - state.prompt_len
-    outputs = state.output_ids if state.sampling.edits_logits else ()
+    needs_outputs = state.sampling.edits_logits and counted_row is None
+    outputs = state.output_ids if needs_outputs else ()
     return SamplingRow(
         params=state.sampling,
         position=len(state.token_ids),
@@ -407,4 +428,5 @@ def _sampling_row(state: TokenState, choice: int, allowed: Allowed | None = None
         banned_for=max(0, state.stops.min_tokens - num_output),
         choice=choice,
         allowed=None if isinstance(allowed, GrammarError) else allowed,
+        counted_row=counted_row,
     )

@@ -40,6 +40,15 @@ class PendingToken(NamedTuple):
     """One token comes; else it is not known how many, and `token_ids` has no place for them."""
 
 
+@dataclass(eq=False, slots=True)
+class CountedRow:
+    """Where a request's tokens are counted on the device."""
+
+    row: int
+    tokens: int
+    """Of its `token_ids`, those that count there, or will once what was launched has run."""
+
+
 @dataclass(eq=False, slots=True, kw_only=True)
 class TokenState:
     """A request's tokens as far as they are sampled, and how far their KV is written.
@@ -68,6 +77,8 @@ class TokenState:
     """Where its n-grams are, for a drafter that looks them up."""
     pending: PendingToken | None = field(default=None, repr=False)
     """None: the host knows all tokens."""
+    counted: CountedRow | None = field(default=None, repr=False)
+    """The row that it was given last; another request may have it by now."""
     grammar: GrammarProgress | None = field(default=None, repr=False)
     """How far its output has come in its grammar; made anew of the tokens wherever it goes on."""
 

@@ -27,6 +27,7 @@ from kvrelay.model_runner.config.cuda_graphs import CudaGraphs, GraphOptions, Gr
 from kvrelay.model_runner.draft_model import DraftModel
 from kvrelay.model_runner.runner import ModelRunner
 from kvrelay.model_runner.sampling import device_sampler, sampler
+from kvrelay.model_runner.sampling.token_counts import TokenCounts
 from kvrelay.model_runner.torch_options import parse_device, wait_for_device
 from kvrelay.text.grammar import Grammars, model_vocabulary
 from kvrelay.wire.model_digest import ModelDigest
@@ -90,6 +91,8 @@ def load_model(
     drafts = draft.make_geometries(config.page_size, config.page_order) if draft else ()
     geometries = own + drafts
     memory = CudaMemory(runner.device) if runner.device.type == "cuda" else None
+    # Before what is left for KV is measured.
+    counts = make_counts(config, runner)
     sized = replace(config, kv_memory=find_kv_memory(config, runner, draft, memory))
     reserved = runner.dummy_pages
     totals = divide_memory(sized, geometries, reserved)
@@ -116,8 +119,8 @@ def load_model(
     grammars = Grammars(model_vocabulary(config.model_path, vocab_size, eos_token_ids))
     masks = GrammarMasks(grammars.prepare, vocab_size)
     streams = make_streams(runner.device)
-    draw = device_sampler.launch if device_sampler.samples_on(runner.device) else None
-    executor = ModelExecutor(runner, PageCopier(pools), drafter, masks, streams, draw)
+    draw = None if counts is None else partial(device_sampler.launch, counts=counts.entries)
+    executor = ModelExecutor(runner, PageCopier(pools), drafter, masks, streams, draw, counts)
     limit = min(config.max_model_len or runner.max_model_len, runner.max_model_len)
     digest = ModelDigest(
         config=runner.config_digest,
@@ -140,6 +143,14 @@ def load_model(
         digest,
         grammars,
     )
+
+
+def make_counts(config: WorkerConfig, runner: ModelRunner) -> TokenCounts | None:
+    """Where the device counts tokens for penalties; None: it does not sample."""
+    if not device_sampler.samples_on(runner.device):
+        return None
+    vocab_size = runner.config.vocab_size
+    return TokenCounts.for_requests(config.max_running, vocab_size, runner.device)
 
 
 def find_kv_memory(

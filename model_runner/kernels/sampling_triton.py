@@ -53,6 +53,30 @@ def edit_rows(
         )
 
 
+def penalize_rows(
+    logits: torch.Tensor, rows: torch.Tensor, counts: torch.Tensor, floats: torch.Tensor
+) -> None:
+    """Apply penalties for tokens that were counted on the device, in place.
+
+    Args:
+        logits: ``[S, V]`` float32, with bias and bans.
+        rows: ``[N, 2]`` int64: a row, and its row of `counts`.
+        counts: ``[R, V]`` int32 as `TokenCounts.entries`.
+        floats: ``[S, FLOATS]`` float64.
+    """
+    with torch.cuda.device_of(logits):  # type: ignore[no-untyped-call]
+        _penalize_rows[(len(rows), triton.cdiv(logits.shape[1], BLOCK))](
+            logits,
+            logits.stride(0),
+            logits.shape[1],
+            rows,
+            counts,
+            floats,
+            block=BLOCK,
+            enable_fp_fusion=False,
+        )
+
+
 def sample_rows(
     logits: torch.Tensor,
     masks: torch.Tensor,
@@ -124,6 +148,21 @@ def score_rows(
         )
 
 
+@triton.jit  # type: ignore[untyped-decorator]
+def _penalized(
+    x: tl.tensor,
+    is_repeated: tl.tensor,
+    count: tl.tensor,
+    repetition: tl.tensor,
+    frequency: tl.tensor,
+    presence: tl.tensor,
+) -> Any:
+    """A logit after the penalties, as in `sampler.edit_logits`."""
+    penalized = tl.where(x > 0, tl.div_rn(x, repetition), x * repetition)
+    x = tl.where(is_repeated, penalized, x)
+    return tl.where(count > 0, x - frequency * count.to(tl.float32) - presence, x)
+
+
 @triton.jit(do_not_specialize=["count"])  # type: ignore[untyped-decorator]
 def _edit_rows(
     logits: tl.tensor,
@@ -147,10 +186,35 @@ def _edit_rows(
     frequency = tl.load(numbers + 4, mask=inside, other=0.0).to(tl.float32)
     presence = tl.load(numbers + 5, mask=inside, other=0.0).to(tl.float32)
     x = tl.load(place, mask=inside, other=0.0) + tl.load(biases + entry, mask=inside, other=0.0)
-    penalized = tl.where(x > 0, tl.div_rn(x, repetition), x * repetition)
-    x = tl.where(repeated != 0, penalized, x)
-    x = tl.where(seen > 0, x - frequency * seen.to(tl.float32) - presence, x)
+    x = _penalized(x, repeated != 0, seen, repetition, frequency, presence)
     tl.store(place, tl.where(banned != 0, -float("inf"), x), mask=inside)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _penalize_rows(
+    logits: tl.tensor,
+    row_stride: tl.tensor,
+    vocab: tl.tensor,
+    rows: tl.tensor,
+    counts: tl.tensor,
+    floats: tl.tensor,
+    block: tl.constexpr,
+) -> None:
+    pair = rows + tl.program_id(0) * 2
+    row, counted = tl.load(pair), tl.load(pair + 1)
+    ids = tl.program_id(1) * block + tl.arange(0, block)
+    entry = tl.load(counts + counted * vocab + ids, mask=ids < vocab, other=0)
+    numbers = floats + row * 6
+    place = logits + row * row_stride + ids
+    x = _penalized(
+        tl.load(place, mask=entry != 0, other=0.0),
+        entry != 0,
+        entry >> 1,
+        tl.load(numbers + 3).to(tl.float32),
+        tl.load(numbers + 4).to(tl.float32),
+        tl.load(numbers + 5).to(tl.float32),
+    )
+    tl.store(place, x, mask=entry != 0)
 
 
 @triton.jit  # type: ignore[untyped-decorator]

@@ -19,6 +19,7 @@ import numpy.typing as npt
 import torch
 
 from kvrelay.model_runner.sampling.sampler import Sampled, SamplingRow, refusal
+from kvrelay.model_runner.sampling.token_counts import TokenCounts
 from kvrelay.model_runner.torch_options import pin_to_device
 from kvrelay.wire.output import SampledToken, TokenLogprob
 from kvrelay.wire.request import SamplingParams
@@ -61,18 +62,25 @@ class Draws:
         return outcomes
 
 
-def launch(logits: torch.Tensor, rows: Sequence[SamplingRow], logprobs: bool = True) -> Draws:
+def launch(
+    logits: torch.Tensor,
+    rows: Sequence[SamplingRow],
+    *,
+    logprobs: bool = True,
+    counts: torch.Tensor | None = None,
+) -> Draws:
     """Sample each row of ``logits [S, V]`` float32 on its device; they are not changed.
 
     Args:
         logits: at least one row.
         rows: what each of them depends on beside its logits.
         logprobs: report log-probabilities of those that ask for them.
+        counts: `TokenCounts.entries`, of the rows that have a `counted_row`.
     """
     assert len(rows) == len(logits) > 0
     kernels, device = _kernels(), logits.device
     floats = pin_to_device(_floats(rows), device)
-    edited = _edit(logits, rows, floats)
+    edited = _edit(logits, rows, floats, counts)
     masks, mask_of = _stack_masks(rows, logits.shape[1])
     count = len(rows)
     has_filters = any(_is_filtered(row) for row in rows)
@@ -81,15 +89,15 @@ def launch(logits: torch.Tensor, rows: Sequence[SamplingRow], logprobs: bool = T
     largest = torch.empty(count, dtype=torch.float32, device=device)
     ints = pin_to_device(_ints(rows, mask_of), device)
     kernels.sample_rows(edited, pin_to_device(masks, device), ints, floats, weights, ids, largest)
-    counts = [row.params.logprobs if logprobs else None for row in rows]
-    return Draws(ids, largest, counts, _score(logits, ids, counts))
+    asked = [row.params.logprobs if logprobs else None for row in rows]
+    return Draws(ids, largest, asked, _score(logits, ids, asked))
 
 
 def sample_on_device(
     logits: torch.Tensor, rows: Sequence[SamplingRow], logprobs: bool = True
 ) -> list[Sampled]:
     """`launch`, and what came of it; empty for no rows."""
-    return launch(logits, rows, logprobs).read() if rows else []
+    return launch(logits, rows, logprobs=logprobs).read() if rows else []
 
 
 def warm_up(device: torch.device, vocab: int) -> None:
@@ -100,8 +108,13 @@ def warm_up(device: torch.device, vocab: int) -> None:
 
 def run_largest(logits: torch.Tensor) -> None:
     """Draw from each row in the way that takes the most memory. Waits until it is drawn."""
-    params = SamplingParams(top_k=2, top_p=0.5, presence_penalty=1.0, logprobs=1)
-    launch(logits, [SamplingRow(params, 1, (0,), (0,))] * len(logits)).read()
+    params = SamplingParams(
+        top_k=2, top_p=0.5, presence_penalty=1.0, logprobs=1, logit_bias={0: 1.0}
+    )
+    counts = TokenCounts(1, logits.shape[1], logits.device).entries
+    launch(
+        logits, [SamplingRow(params, 1, (), (), counted_row=0)] * len(logits), counts=counts
+    ).read()
 
 
 @functools.cache
@@ -167,27 +180,47 @@ def _stack_masks(
     return np.ascontiguousarray(np.stack(masks), np.int32), places
 
 
-def _edit(logits: torch.Tensor, rows: Sequence[SamplingRow], floats: torch.Tensor) -> torch.Tensor:
-    """Bias, penalties and bans applied to a copy; `logits` themselves if there are none."""
+def _edit(
+    logits: torch.Tensor,
+    rows: Sequence[SamplingRow],
+    floats: torch.Tensor,
+    counts: torch.Tensor | None,
+) -> torch.Tensor:
+    """Bias, penalties and bans applied to a copy; `logits` themselves if there are none.
+
+    Penalties of counted tokens come behind the bans: what is banned is -inf before and after them.
+    """
     found = [(index, *edit) for index, row in enumerate(rows) for edit in _edits_of(row)]
-    if not found:
+    counted = [
+        (index, row.counted_row) for index, row in enumerate(rows) if row.counted_row is not None
+    ]
+    if not found and not counted:
         return logits
-    numbers = np.array([(row, token, *rest) for row, token, _, *rest in found], np.int64)
     edited, device = logits.clone(), logits.device
-    edits = pin_to_device(numbers, device)
-    biases = pin_to_device(np.array([bias for _, _, bias, *_ in found], np.float32), device)
-    _kernels().edit_rows(edited, edits, biases, floats)
+    if found:
+        numbers = np.array([(row, token, *rest) for row, token, _, *rest in found], np.int64)
+        biases = np.array([bias for _, _, bias, *_ in found], np.float32)
+        edits = pin_to_device(numbers, device), pin_to_device(biases, device)
+        _kernels().edit_rows(edited, *edits, floats)
+    if counted:
+        assert counts is not None
+        pairs = pin_to_device(np.array(counted, np.int64), device)
+        _kernels().penalize_rows(edited, pairs, counts, floats)
     return edited
 
 
 def _edits_of(row: SamplingRow) -> list[tuple[int, float, int, int, int]]:
-    """Of each token that `row` edits: itself, bias, whether it is repeated, times, banned."""
+    """Of each token that `row` edits: itself, bias, whether it is repeated, times, banned.
+
+    Penalties of tokens that the device has counted are none of these.
+    """
     params = row.params
     repeated: set[int] = set()
     counts: Counter[int] = Counter()
-    if params.repetition_penalty != 1:
+    is_counted = row.counted_row is not None
+    if params.repetition_penalty != 1 and not is_counted:
         repeated = {*row.prompt_ids, *row.output_ids}
-    if params.frequency_penalty != 0 or params.presence_penalty != 0:
+    if (params.frequency_penalty != 0 or params.presence_penalty != 0) and not is_counted:
         counts = Counter(row.output_ids)
     banned = set(row.banned_ids) if row.banned_for > 0 else set()
     tokens = {*params.logit_bias, *repeated, *counts, *banned}

@@ -37,7 +37,8 @@ class SamplingRow:
     """Absolute position of the token being sampled."""
     prompt_ids: Sequence[int]
     output_ids: Sequence[int]
-    """The output so far; may be left empty where `params.edits_logits` is false."""
+    """The output so far; may be left empty where `params.edits_logits` is false, and is where
+    there is a `counted_row`."""
     banned_ids: Sequence[int] = ()
     """Not to be sampled, such as ends of sequence before `min_tokens`."""
     banned_for: int = 1
@@ -46,6 +47,8 @@ class SamplingRow:
     """Which of a request's completions this is: each has draws of its own. At least 0."""
     allowed: TokenMasks | None = None
     """What a grammar lets come next, and after each draft; None: there is no grammar."""
+    counted_row: int | None = None
+    """Where a device has counted prompt and output, for penalties; None: they are above."""
 
     @property
     def edits_logits(self) -> bool:

@@ -30,7 +30,7 @@ from kvrelay.engine.executor.step import (
 from kvrelay.engine.executor.token_state import TokenState
 from kvrelay.mem_cache.shape import PoolShape
 from kvrelay.mem_cache.sharing import PageCopy
-from kvrelay.wire.request import SamplingParams, StopConditions
+from kvrelay.wire.request import SamplingParams, StopConditions, StructuredOutput
 from tests.checkpoints import make_checkpoint
 from tests.engine.simulation import Simulation, reference
 from tests.engine.simulation.clockwork import Clockwork
@@ -175,9 +175,11 @@ def test_tokens_of_real_models_with_log_probabilities_and_penalties(
 class Flight:
     """A worker's executor, by itself: steps of requests that generate."""
 
-    def __init__(self, seed: int, *prompts: Sequence[int], **state: Any) -> None:
+    def __init__(
+        self, seed: int, *prompts: Sequence[int], counted_rows: int = 3, **state: Any
+    ) -> None:
         self.device = LateStreams(random.Random(seed))
-        self.model = CountingModel([PoolShape("full", 64)], 4, None, self.device)
+        self.model = CountingModel([PoolShape("full", 64)], 4, None, self.device, counted_rows)
         self.executor = self.model.executor
         self.states = [
             TokenState(
@@ -200,12 +202,18 @@ class Flight:
 
 
 PROMPTS = ([1, 2, 3], [4, 5, 6])
+PENALTIES = SamplingParams(temperature=0, frequency_penalty=0.5)
+GRAMMAR = SamplingParams(temperature=0, structured_output=StructuredOutput(regex=".*"))
+"""Where there are no masks it changes nothing but when a step is launched."""
 
 
+@pytest.mark.parametrize("sampling", [GREEDY, SAMPLINGS[2], PENALTIES])
 @pytest.mark.parametrize("seed", range(10))
-def test_a_step_is_launched_without_the_tokens_of_the_one_before(seed: int) -> None:
+def test_a_step_is_launched_without_the_tokens_of_the_one_before(
+    seed: int, sampling: SamplingParams
+) -> None:
     """And the host waits for no event but that of the step before."""
-    flight = Flight(seed, *PROMPTS)
+    flight = Flight(seed, *PROMPTS, sampling=sampling)
     pipeline: StepPipeline[int] = StepPipeline(flight.executor)
     assert not pipeline.launch(flight.step(0, 1, tokens=3))
     for _ in range(10):
@@ -217,14 +225,12 @@ def test_a_step_is_launched_without_the_tokens_of_the_one_before(seed: int) -> N
         flight.device.waits = 0
     pipeline.finish_all()
     for state, prompt in zip(flight.states, PROMPTS, strict=True):
-        assert state.output_ids == reference(prompt, 11)
+        assert state.output_ids == reference(prompt, 11, sampling=sampling)
 
 
-@pytest.mark.parametrize(
-    "sampling", [SAMPLINGS[2], SamplingParams(temperature=0, frequency_penalty=0.5)]
-)
-def test_what_reads_the_output_waits_for_it(sampling: SamplingParams) -> None:
-    flight = Flight(1, *PROMPTS, sampling=sampling)
+@pytest.mark.parametrize("sampling", [GRAMMAR, PENALTIES], ids=["a grammar", "too few rows"])
+def test_what_only_the_host_counts_waits_for_the_latest_token(sampling: SamplingParams) -> None:
+    flight = Flight(1, *PROMPTS, counted_rows=1, sampling=sampling)
     pipeline: StepPipeline[int] = StepPipeline(flight.executor)
     assert not pipeline.launch(flight.step(0, 1, tokens=3))
     for _ in range(6):
@@ -372,7 +378,7 @@ class LoggingExecutor(PassingExecutor):
 
 def test_tokens_are_told_before_the_step_is_launched_that_waits_for_them() -> None:
     """To draft for it, and to launch its forward, takes a while."""
-    flight = Flight(9, *PROMPTS, sampling=SamplingParams(temperature=0, frequency_penalty=0.5))
+    flight = Flight(9, *PROMPTS, sampling=GRAMMAR)
     log: list[tuple[str, int]] = []
     failures: list[str] = []
     executor = LoggingExecutor(flight.executor, log)

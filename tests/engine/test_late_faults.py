@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from kvrelay.engine.executor import model_executor
-from kvrelay.engine.executor.model_executor import ModelExecutor
+from kvrelay.engine.executor.model_executor import LaunchedForward, ModelExecutor
 from kvrelay.engine.executor.step_batch import LogitRows
 from kvrelay.mem_cache.fence import StepFence
 from kvrelay.mem_cache.streams import PASSED, PinnedStaging
 from kvrelay.model_runner.sampling.step_sampling import DeviceSampling
+from kvrelay.model_runner.sampling.token_counts import TokenCounts
 from tests.engine.simulation import Simulation
 from tests.engine.test_host_tier import in_little_memory as with_host_tier
 from tests.engine.test_modes import expected, in_little_memory, run_load
@@ -75,6 +77,43 @@ def edit_logits_without_the_latest_token(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(ModelExecutor, "must_wait", lambda self, step: False)
 
 
+def count_tokens_behind_the_draw(patch: pytest.MonkeyPatch) -> None:
+    """Penalties do not know the token that the step before has sampled."""
+
+    def wrong(self: Any, rows: Any) -> None:
+        counted, self.counted = self.counted, None
+        sample(self, rows)
+        if counted is not None:
+            counted.count()
+
+    sample = LaunchedForward.sample
+    patch.setattr(LaunchedForward, "sample", wrong)
+
+
+def count_beside_the_forward(patch: pytest.MonkeyPatch) -> None:
+    """On another stream: before there is a token to count, or behind the draw."""
+    launch_forward = ModelExecutor._launch_forward
+
+    def beside(self: Any, launched: Any, staging: Any) -> Any:
+        rows = launch_forward(self, launched, staging)
+        counted, launched.counted = launched.counted, None
+        if counted is not None:
+            self._streams.copies.launch(counted.count)
+        return rows
+
+    patch.setattr(ModelExecutor, "_launch_forward", beside)
+
+
+def give_a_row_as_it_is(patch: pytest.MonkeyPatch) -> None:
+    """Another request's tokens count, too."""
+    change = TokenCounts.change
+
+    def wrong(self: Any, changes: Any, sampled: Any) -> None:
+        change(self, replace(changes, cleared=changes.cleared[:0]), sampled)
+
+    patch.setattr(TokenCounts, "change", wrong)
+
+
 def tell_a_copys_end_before_it_has_run(patch: pytest.MonkeyPatch) -> None:
     """Of pages between the device and the host."""
     patch.setattr(Simulation, "_copy_is_home", lambda self, worker: True)
@@ -111,6 +150,9 @@ WRONG_TOKENS = "SimRequest|wrong tokens"
     (take_another_rows_token, WRONG_TOKENS),
     (begin_with_what_the_host_knows, "no tokens"),
     (edit_logits_without_the_latest_token, WRONG_TOKENS),
+    (count_tokens_behind_the_draw, WRONG_TOKENS),
+    (count_beside_the_forward, f"nothing was sampled|{WRONG_TOKENS}"),
+    (give_a_row_as_it_is, WRONG_TOKENS),
     (tell_a_copys_end_before_it_has_run, WRONG_TOKENS),
     (free_what_is_on_its_way, "what is copied was freed"),
     (copy_pages_beside_the_forward, WRONG_TOKENS),

@@ -23,6 +23,7 @@ from kvrelay.model_runner.kernels.gumbel import add_noise, random_words
 from kvrelay.model_runner.sampling.device_sampler import launch, sample_on_device
 from kvrelay.model_runner.sampling.sampler import SamplingRow, sample_row
 from kvrelay.model_runner.sampling.step_sampling import DeviceSampling
+from kvrelay.model_runner.sampling.token_counts import CountChanges, TokenCounts, places_of
 from kvrelay.model_runner.sampling.verify import DraftedSequence, verify
 from kvrelay.wire.output import SampledToken
 from kvrelay.wire.request import SamplingParams
@@ -163,6 +164,48 @@ def test_edits() -> None:
     ]
     rows = [replace(one, prompt_ids=prompt, output_ids=output) for one in rows]
     agrees(random_logits(len(rows)), rows)
+
+
+def test_penalties_of_tokens_that_the_device_has_counted() -> None:
+    """The latest is known to the device alone; of a request before nothing is left in the row."""
+    prompt, output = [1, 1, *range(30, 60)], [3, 3, 190, 41, 3]
+    counts = TokenCounts(3, VOCAB, DEVICE)
+    counts.change(changes(counts, 1, list(range(VOCAB)), [5, 6]), None)
+    counts.change(changes(counts, 1, prompt, output[:4], cleared=[1], source=2), sampled(7, 9, 3))
+    counts.change(changes(counts, 2, prompt, output), None)
+    penalties: dict[str, Any] = {"repetition_penalty": 1.7, "frequency_penalty": 0.6}
+    logits = random_logits(4)
+    rows = [
+        row(temperature=0, **penalties, presence_penalty=0.3),
+        row(temperature=0.7, **penalties, logit_bias={3: 1.25, 41: -9.0}),
+        replace(row(temperature=0, **penalties), banned_ids=tuple(range(150))),
+        row(temperature=0.7, top_p=0.8, presence_penalty=-2.0, logprobs=2),
+    ]
+    counted = [replace(one, counted_row=1 + at % 2) for at, one in enumerate(rows)]
+    got = launch(logits.to(DEVICE), counted, counts=counts.entries).read()
+    for token, raw, one in zip(got, logits.numpy(), rows, strict=True):
+        equal(token, sample_row(raw, replace(one, prompt_ids=prompt, output_ids=output)))
+
+
+def changes(
+    counts: TokenCounts,
+    row: int,
+    prompt: list[int],
+    output: list[int],
+    cleared: Sequence[int] = (),
+    source: int | None = None,
+) -> CountChanges:
+    awaited = ([], []) if source is None else ([row * VOCAB], [source])
+    return CountChanges(
+        np.array(cleared, np.int64),
+        places_of(row, counts.vocab, prompt),
+        places_of(row, counts.vocab, output),
+        np.array(awaited, np.int64),
+    )
+
+
+def sampled(*token_ids: int) -> torch.Tensor:
+    return torch.tensor(token_ids).to(DEVICE)
 
 
 def test_log_probabilities() -> None:

@@ -26,6 +26,7 @@ from kvrelay.model_runner.layers.rotary_embedding import RotaryEmbedding
 from kvrelay.model_runner.runner import ModelRunner
 from kvrelay.model_runner.sampling import device_sampler
 from kvrelay.model_runner.sampling.sampler import SamplingRow
+from kvrelay.model_runner.sampling.token_counts import CountChanges, TokenCounts
 from kvrelay.wire.request import SamplingParams
 from tests.model_runner.fake_cuda import DEVICE, fake_cuda, load_guard
 from tests.model_runner.sequences import Sequences
@@ -43,6 +44,9 @@ def guard(tmp_path_factory: pytest.TempPathFactory) -> None:
     load_guard(tmp_path_factory.mktemp("guard"))
 
 
+CALLS = ["edit_rows", "penalize_rows", "sample_rows", "score_rows"]
+
+
 class CheckedKernels:
     """The kernels of `sampling_triton`, which read by addresses: only what they need is checked."""
 
@@ -57,6 +61,15 @@ class CheckedKernels:
         self._check(biases, torch.float32, (len(edits),))
         self._check(floats, torch.float64, (len(logits), sampling_triton.FLOATS))
         self.calls.append("edit_rows")
+
+    def penalize_rows(
+        self, logits: torch.Tensor, rows: torch.Tensor, counts: torch.Tensor, floats: torch.Tensor
+    ) -> None:
+        self._check(logits, torch.float32, (len(logits), VOCAB_SIZE))
+        self._check(rows, torch.int64, (len(rows), 2))
+        self._check(counts, torch.int32, (len(counts), VOCAB_SIZE))
+        self._check(floats, torch.float64, (len(logits), sampling_triton.FLOATS))
+        self.calls.append("penalize_rows")
 
     def sample_rows(
         self,
@@ -111,9 +124,19 @@ def sample_on_device(logits: torch.Tensor) -> list[str]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(device_sampler, "_kernels", lambda: kernels)
         rows = [row, *[SamplingRow(SamplingParams(), 9, (), ())] * (len(logits) - 1)]
-        draws = device_sampler.launch(logits, rows)
+        rows[-1] = SamplingRow(params, 9, (), (), counted_row=1)
+        draws = device_sampler.launch(logits, rows, counts=count_tokens().entries)
     assert draws.ids.device == draws.largest.device == DEVICE
     return kernels.calls
+
+
+def count_tokens() -> TokenCounts:
+    """Change counts in all ways."""
+    counts, some = TokenCounts(3, VOCAB_SIZE, DEVICE), np.arange(4)
+    awaited = np.array([[VOCAB_SIZE], [1]])
+    sampled = torch.empty(2, dtype=torch.int64, device=DEVICE)
+    counts.change(CountChanges(some[:2], some, some, awaited), sampled)
+    return counts
 
 
 def run_on_device(folder: Path, attention: str, tokens: list[int]) -> None:
@@ -132,7 +155,7 @@ def run_on_device(folder: Path, attention: str, tokens: list[int]) -> None:
         assert logits.device == DEVICE
         assert logits.dtype is torch.float32
         assert logits.shape == (sum(map(len, new.values())), VOCAB_SIZE)
-        assert sample_on_device(logits) == ["edit_rows", "sample_rows", "score_rows"]
+        assert sample_on_device(logits) == CALLS
 
 
 @pytest.mark.parametrize(

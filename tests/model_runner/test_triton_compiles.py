@@ -12,7 +12,7 @@ pytestmark = pytest.mark.slow
 ROW = {"logits": "*fp32", "ids_in": "*i64", "ids_out": "*i64", "largest_out": "*fp32"}
 ROW |= {"masks": "*i32", "ints": "*i64", "floats": "*fp64", "weights": "*fp32"}
 ROW |= {"edits": "*i64", "biases": "*fp32", "rows": "*i64", "tops": "*i64", "values": "*fp32"}
-ROW |= {"totals": "*fp64"}
+ROW |= {"totals": "*fp64", "counts": "*i32"}
 PAGES = {"source": "*i64", "target": "*i64", "source_pages": "*i64", "target_pages": "*i64"}
 
 
@@ -38,7 +38,9 @@ def compiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
 
 
 @pytest.mark.parametrize("capability", [80, 90, 100])
-@pytest.mark.parametrize("name", ["_edit_rows", "_sample_rows", "_score_rows", "_copy_pieces"])
+@pytest.mark.parametrize(
+    "name", ["_edit_rows", "_penalize_rows", "_sample_rows", "_score_rows", "_copy_pieces"]
+)
 def test_kernel_becomes_a_cubin(name: str, capability: int, compiled: Any) -> None:
     from kvrelay.mem_cache import convert_triton
     from kvrelay.model_runner.kernels import sampling_triton

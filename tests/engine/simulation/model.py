@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 
 import numpy as np
 import torch
@@ -21,6 +22,7 @@ from kvrelay.mem_cache.sharing import PageCopy
 from kvrelay.mem_cache.tier_copies import PageMoves, copy_moves
 from kvrelay.model_runner.batch import ForwardBatch, input_ids_on
 from kvrelay.model_runner.sampling.sampler import SamplingRow, sample_token_id
+from kvrelay.model_runner.sampling.token_counts import TokenCounts
 from kvrelay.wire.request import SamplingParams
 from tests.late_device import LateStreams, draw
 
@@ -105,6 +107,7 @@ class CountingModel:
         page_size: int,
         drafter: Drafter | None,
         device: LateStreams | None = None,
+        counted_rows: int = 3,
     ) -> None:
         self.windows = [shape.window for shape in shapes]
         self.page_size = page_size
@@ -113,8 +116,11 @@ class CountingModel:
         """Sequences of the next batch whose logits are not finite."""
         self.fails = ""
         """The error that the next forward ends with, if any."""
-        late_draw = None if device is None else draw
-        self.executor = ModelExecutor(self, self._copy, drafter, streams=device, draw=late_draw)
+        counts = None if device is None else TokenCounts(counted_rows, VOCAB, torch.device("cpu"))
+        late_draw = None if counts is None else partial(draw, counts=counts.entries)
+        self.executor = ModelExecutor(
+            self, self._copy, drafter, streams=device, draw=late_draw, counts=counts
+        )
 
     def make_host(self, pages: int) -> None:
         """Have a host pool beside each pool."""
@@ -198,9 +204,11 @@ class RealModel:
         model = load_model(config)
         self.pools, self.executor = model.pools, model.executor
         if device is not None:
-            first = model.executor
+            first, vocab = model.executor, model.runner.config.vocab_size
+            counts = TokenCounts(2, vocab, torch.device("cpu"))
+            late_draw = partial(draw, counts=counts.entries)
             self.executor = ModelExecutor(
-                model.runner, first._copy, first._drafter, first._masks, device, draw
+                model.runner, first._copy, first._drafter, first._masks, device, late_draw, counts
             )
         self.host_pools, self.digest = model.host_pools, model.digest
         self.broken: set[int] = set()
