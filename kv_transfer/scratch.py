@@ -14,12 +14,14 @@ import torch
 from kvrelay.kv_transfer.checksums import written_bytes
 from kvrelay.kv_transfer.cuda_memory import outside_expandable_segments
 from kvrelay.kv_transfer.pull import Pull
-from kvrelay.mem_cache.geometry import Int64Array
+from kvrelay.mem_cache.geometry import Int64Array, KVGeometry
 from kvrelay.mem_cache.pool import KVPool
 
 SCRATCH_BYTES = 16 << 20
 """Size of all scratch pages together, if these are not fewer than 4 pages."""
 MOST_PAGES = 1024
+PROBED_AT_ONCE = 8
+"""Peers for which there is memory where it is measured what there is: each has a landing area."""
 
 
 def make_scratch(pool: KVPool, incarnation: str) -> KVPool:
@@ -28,7 +30,7 @@ def make_scratch(pool: KVPool, incarnation: str) -> KVPool:
     Each constant page and layer has bytes of its own. They depend on the incarnation, too, so
     that late bytes of one peer are not taken for another's.
     """
-    half = min(max(SCRATCH_BYTES // pool.geometry.page_bytes, 4), MOST_PAGES) // 2
+    half = _half(pool.geometry)
     with outside_expandable_segments():
         scratch = KVPool(pool.geometry, 2 * half, pool.data.device)
     for layer in range(pool.geometry.num_layers):
@@ -37,6 +39,11 @@ def make_scratch(pool: KVPool, incarnation: str) -> KVPool:
         data[:] = torch.tensor(values, dtype=torch.uint8).view(-1, 1, 1, 1, 1)
     _synchronize(scratch)
     return scratch
+
+
+def probe_bytes(geometry: KVGeometry) -> int:
+    """Memory that probes take where pages of `geometry` are, if `PROBED_AT_ONCE` peers are read."""
+    return (2 + PROBED_AT_ONCE) * _half(geometry) * geometry.page_bytes
 
 
 def constant_pages(scratch: KVPool) -> Int64Array:
@@ -71,6 +78,11 @@ def holds_scratch_of(landing: KVPool, pull: Pull) -> bool:
         _is_page(landing, int(here), pull.peer, int(there))
         for here, there in zip(local, remote, strict=True)
     )
+
+
+def _half(geometry: KVGeometry) -> int:
+    """Pages that are constant, as many that are written, and those of a landing area."""
+    return min(max(SCRATCH_BYTES // geometry.page_bytes, 4), MOST_PAGES) // 2
 
 
 def _is_page(landing: KVPool, page: int, peer: str, source: int) -> bool:

@@ -22,6 +22,8 @@ ArrayT = TypeVar("ArrayT", bound=np.generic)
 _ALIGNMENT: Final = 64
 LARGE_BYTES: Final = 1 << 20
 """That staging allocates at least at a time."""
+KEPT_USES: Final = 1024
+"""So many uses long a set keeps memory that none of them needs."""
 STEPS_IN_FLIGHT: Final = 2
 """Steps that are launched and whose results are not on the host: so many sets of staging."""
 
@@ -177,8 +179,9 @@ class NoStaging:
 
 
 class PinnedSet:
-    """A `StagingSet` in pinned memory: one block, of up to twice what its last step needed.
+    """A `StagingSet` in pinned memory: one block, of up to twice what its largest step needed.
 
+    After `KEPT_USES` uses without one that needs half of it, it is given back for a smaller one.
     Results that are larger than `LARGE_BYTES` have memory of their own, which is given back when
     nobody refers to them.
 
@@ -193,13 +196,20 @@ class PinnedSet:
         self._used = 0
         self._taken = 0
         """Bytes of all blocks that the step has."""
+        self._largest = 0
+        """Bytes that a step has taken at most, of the last `_uses`."""
+        self._uses = 0
         self._last_use: Event = PASSED
 
     def begin(self) -> None:
         """Use it for another step. Blocks until its last use has ended."""
         self._last_use.wait()
+        self._uses += 1
+        self._largest = max(self._largest, self._taken)
         if len(self._blocks) > 1:
-            self._blocks = [self._allocate(_power_of_two(self._taken))]
+            self._resize(self._taken)
+        elif self._uses >= KEPT_USES:
+            self._resize(self._largest)
         self._used = self._taken = 0
 
     def put(self, array: npt.NDArray[ArrayT]) -> npt.NDArray[ArrayT]:
@@ -220,6 +230,13 @@ class PinnedSet:
         """See `StagingSet`."""
         self._last_use = event
 
+    def _resize(self, needed: int) -> None:
+        """Have one block for steps that take so many bytes, of twice as many at most."""
+        size = max(LARGE_BYTES, _power_of_two(needed))
+        if len(self._blocks) > 1 or size < len(self._blocks[0]):
+            self._blocks = [self._allocate(size)]
+        self._uses = self._largest = 0
+
     def _take(self, nbytes: int) -> torch.Tensor:
         """The next bytes that this step has not taken."""
         if self._used + nbytes > len(self._blocks[-1]):
@@ -233,8 +250,8 @@ class PinnedSet:
 
 
 def _power_of_two(nbytes: int) -> int:
-    """The least that is not less."""
-    return 1 << (nbytes - 1).bit_length()
+    """The least that is not less, at least 1."""
+    return 1 << max(0, nbytes - 1).bit_length()
 
 
 class PinnedStaging:

@@ -78,20 +78,22 @@ class MemoryUse:
         free, total = memory.free_and_total()
         return cls(total, total - free, max(0, peak - memory.reserved()))
 
-    def left_for_kv(self, share: MemoryShare, beside: float = 0.0) -> int:
+    def left_for_kv(self, share: MemoryShare, beside: float = 0.0, unmeasured: int = 0) -> int:
         """Bytes of KV, if the worker may take such a share of the device.
 
-        Each of them needs `beside` more bytes of what is not measured.
+        Each of them needs `beside` more bytes of what is not measured. So many more are
+        `unmeasured`, however much KV there is.
 
         Raises:
             ValueError: there is nothing left.
         """
-        left = int((int(share.part * self.total) - self.taken - self.step) / (1 + beside))
+        rest = int(share.part * self.total) - self.taken - self.step - unmeasured
+        left = int(rest / (1 + beside))
         if left < 1:
             raise ValueError(
                 f"kv_memory: nothing is left for KV of {share.part:.0%} of the device's "
                 f"{_gib(self.total)}: {_gib(self.taken)} are taken, by weights for the most part, "
-                f"and the largest step needs {_gib(self.step)}"
+                f"the largest step needs {_gib(self.step)}, and transfers need {_gib(unmeasured)}"
             )
         return left
 

@@ -17,6 +17,7 @@ from kvrelay.engine.executor.model_executor import Drafter, ModelExecutor, PageC
 from kvrelay.engine.worker.device_memory import CudaMemory, DeviceMemory, MemoryUse
 from kvrelay.engine.worker.memory import divide_memory, make_host_pools, pin_host_pools
 from kvrelay.kv_transfer.cuda_memory import outside_expandable_segments
+from kvrelay.kv_transfer.scratch import probe_bytes
 from kvrelay.mem_cache.cuda_streams import make_pinning, make_streams, use_device
 from kvrelay.mem_cache.geometry import KVGeometry, PageOrder
 from kvrelay.mem_cache.pinned_pools import PinnedPools
@@ -31,6 +32,7 @@ from kvrelay.model_runner.sampling.token_counts import TokenCounts
 from kvrelay.model_runner.torch_options import parse_device, wait_for_device
 from kvrelay.text.grammar import Grammars, model_vocabulary
 from kvrelay.wire.model_digest import ModelDigest
+from kvrelay.wire.worker_info import WorkerRole
 
 logger = logging.getLogger(__name__)
 
@@ -172,9 +174,16 @@ def find_kv_memory(
         )
     use = MemoryUse.measure(memory, partial(_run_largest_step, config, runner, draft))
     scratch = max(model.scratch_part for model in (runner, draft) if model is not None)
-    left = use.left_for_kv(config.kv_memory, scratch)
+    left = use.left_for_kv(config.kv_memory, scratch, _transfer_bytes(config, runner))
     logger.info("%d MiB of KV are left: %s", left >> 20, use)
     return left
+
+
+def _transfer_bytes(config: WorkerConfig, runner: ModelRunner) -> int:
+    """Device memory that the transfer agent will allocate, once there are pools."""
+    if config.role is WorkerRole.AGGREGATED:
+        return 0  # it has none
+    return probe_bytes(runner.make_geometries(config.page_size, config.page_order)[0])
 
 
 def _run_largest_step(

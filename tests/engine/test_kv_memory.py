@@ -13,6 +13,7 @@ import torch
 from kvrelay.engine.config import Speculation, WorkerConfig
 from kvrelay.engine.worker.device_memory import MemoryUse
 from kvrelay.engine.worker.loading import find_kv_memory, load_model
+from kvrelay.kv_transfer.scratch import PROBED_AT_ONCE, make_landing, make_scratch
 from kvrelay.mem_cache.pool import KVPool
 from kvrelay.model_runner.runner import ModelRunner
 from kvrelay.options.memory_share import MemoryShare
@@ -100,6 +101,23 @@ def test_what_a_measured_step_leaves_beside_the_pools_is_taken() -> None:
 def test_kv_shares_what_is_left_with_scratch_that_grows_with_it() -> None:
     use = MemoryUse(total=100 * GIB, taken=20 * GIB, step=10 * GIB)
     assert use.left_for_kv(AUTO, beside=0.25) == 48 * GIB
+
+
+@pytest.mark.parametrize("role", WorkerRole)
+def test_what_transfers_allocate_later_is_left_to_them(
+    role: WorkerRole, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An agent's own pages, and those that it reads of some peers at once."""
+    runner = ModelRunner(make_checkpoint(tmp_path / "llama"), "float32", "cpu")
+    monkeypatch.setattr(runner, "run_largest", lambda *_: torch.zeros(1))
+    config = replace(config_of(tmp_path, kv_memory=AUTO), role=role)
+    left = find_kv_memory(config, runner, None, Gpu(GIB, 0))
+    pool = KVPool(runner.make_geometries(config.page_size)[0], 2, torch.device("cpu"))
+    agents = make_scratch(pool, "w")
+    landings = [make_landing(agents) for _ in range(PROBED_AT_ONCE)]
+    taken = sum(one.data.nbytes for one in (agents, *landings))
+    assert taken > 1 << 20
+    assert left == int(0.9 * GIB) - (0 if role is WorkerRole.AGGREGATED else taken)
 
 
 def test_a_gpu_that_is_full_is_refused_with_what_takes_its_memory() -> None:

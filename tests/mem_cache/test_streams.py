@@ -15,7 +15,15 @@ import pytest
 import torch
 
 from kvrelay.mem_cache.cuda_streams import CudaStreams, make_streams
-from kvrelay.mem_cache.streams import ImmediateStreams, PinnedStaging, StagingSet, Streams
+from kvrelay.mem_cache.streams import (
+    KEPT_USES,
+    LARGE_BYTES,
+    STEPS_IN_FLIGHT,
+    ImmediateStreams,
+    PinnedStaging,
+    StagingSet,
+    Streams,
+)
 from tests.late_device import SPOILT, DeviceError, LateStreams
 
 
@@ -189,6 +197,29 @@ def test_memory_grows_to_what_one_step_needs_and_not_to_the_sum_of_all() -> None
         del home, table
     largest = 19 * 40_000 * 4
     assert memory.held_bytes <= 2 * 2 * largest, "two sets, of up to twice the largest step"
+
+
+def test_memory_that_no_step_needs_any_more_is_given_back() -> None:
+    """What long chunks need now and then stays, until there are none for so many uses."""
+    memory, large = Memory(), 8 * LARGE_BYTES
+    staging = PinnedStaging(memory.allocate)
+
+    def step(nbytes: int) -> None:
+        array = staging.begin().put(np.full(nbytes, 7, np.uint8))
+        assert int(array.min()) == 7
+
+    for _ in range(2 * STEPS_IN_FLIGHT):
+        step(large)
+    grown = memory.allocations
+    for number in range(6 * KEPT_USES):
+        step(large if number % (KEPT_USES - 1) == 0 else 100)  # by both sets in turn
+    assert memory.allocations == grown, "it is needed again and again"
+    assert memory.held_bytes == STEPS_IN_FLIGHT * large
+    for _ in range(2 * STEPS_IN_FLIGHT * KEPT_USES):
+        step(100)
+    assert memory.held_bytes == STEPS_IN_FLIGHT * LARGE_BYTES
+    assert memory.allocations == grown + STEPS_IN_FLIGHT
+    step(large)
 
 
 def test_what_fails_on_the_device_is_told_by_every_later_event() -> None:
