@@ -81,17 +81,21 @@ def test_the_device_has_the_whole_table_after_each_step(
 ) -> None:
     requests, device = Requests(columns), DeviceTable(CPU)
     for step in steps:
-        for what, row, pages in step:
-            if what == "join" and len(requests.rows) < 8:
-                requests.join(pages)
-            elif what in ("leave", "swap") and requests.rows:
-                getattr(requests, what)(row % len(requests.rows))
-            elif what != "join" and requests.rows:
-                getattr(requests, what)(row % len(requests.rows), pages)
+        change(requests, step)
         table = requests.table()
         got = device.update(table)
         table[:] = 77  # the scheduler goes on with its own
         assert torch.equal(got[:, :columns], torch.from_numpy(requests.table()))
+
+
+def change(requests: Requests, steps: list[tuple[str, int, int]]) -> None:
+    for what, row, pages in steps:
+        if what == "join" and len(requests.rows) < 8:
+            requests.join(pages)
+        elif what in ("leave", "swap") and requests.rows:
+            getattr(requests, what)(row % len(requests.rows))
+        elif what != "join" and requests.rows:
+            getattr(requests, what)(row % len(requests.rows), pages)
 
 
 @pytest.fixture
