@@ -73,7 +73,7 @@ def make_batch(
         The batch, and which of the rows of logits that it asks for belong to which item.
     """
     input_ids: list[int] = []
-    lengths: list[int] = []
+    starts: list[int] = [0]
     ends: list[int] = []
     rows = LogitRows()
     for item, draft in zip(items, drafts, strict=True):
@@ -81,17 +81,20 @@ def make_batch(
         input_ids += state.token_ids[state.kv_len : state.kv_len + item.num_tokens]
         input_ids += draft
         rows.add(item, draft, begin)
-        lengths.append(len(input_ids) - begin)
+        starts.append(len(input_ids))
         ends.append(state.kv_len + len(input_ids) - begin)
-    counts, seq_lens = np.array(lengths), np.array(ends)
-    query_start = np.concatenate(([0], np.cumsum(counts)))
-    # Every token's place in its own query, plus where that begins in its sequence.
-    positions = np.arange(query_start[-1]) + np.repeat(seq_lens - query_start[1:], counts)
+    query_start, last = np.array(starts, np.int32), np.array(ends, np.int64)
+    if len(input_ids) == len(ends):  # each brings one, as in nearly all steps
+        positions = last - 1
+    else:
+        # Every token's place in the batch, plus how much further it is in its sequence.
+        shifts = np.repeat(last - query_start[1:], np.diff(query_start))
+        positions = np.arange(len(input_ids)) + shifts
     batch = ForwardBatch(
         input_ids=np.array(input_ids, np.int64),
-        positions=positions.astype(np.int64),
-        query_start=query_start.astype(np.int32),
-        seq_lens=seq_lens.astype(np.int32),
+        positions=positions,
+        query_start=query_start,
+        seq_lens=last.astype(np.int32),
         page_tables=tuple(page_tables),
         logit_rows=np.array(rows.tokens, np.int64),
     )
@@ -140,10 +143,10 @@ def stage(batch: ForwardBatch, staging: StagingSet) -> ForwardBatch:
 
 def count_work(items: Items, batch: ForwardBatch) -> StepWork:
     """What a batch computes, before its tokens move the items' token states on."""
-    in_prompt = np.array([item.token_state.in_prompt for item in items])
-    ends = batch.seq_lens.astype(np.int64)
-    if not in_prompt.any():
-        return StepWork(rows=len(items), row_pairs=int(ends.sum()))
+    are_prompts = [item.token_state.in_prompt for item in items]
+    if True not in are_prompts:
+        return StepWork(rows=len(items), row_pairs=int(batch.seq_lens.sum(dtype=np.int64)))
+    in_prompt, ends = np.array(are_prompts), batch.seq_lens.astype(np.int64)
     counts = np.diff(batch.query_start)[in_prompt]
     # Each token attends to those before it and to itself.
     pairs = counts * (2 * ends[in_prompt] - counts + 1) // 2
