@@ -86,7 +86,11 @@ class Request:
     tier_looked_at: tuple[int, int] = (-1, -1)
     """Versions of the cache and of the tier when nothing was to be brought back for it."""
     tier_load: TierLoad | None = None
-    """What is brought back for it, or was."""
+    """What is brought back for it, or was at last."""
+    loads_begun: int = 0
+    """That it has waited for, or does."""
+    load_seconds: float = 0.0
+    """That it has waited for those before the last one."""
     storage_wait: StorageWait | None = None
     """What storage has of it, which comes to the host, or has."""
     trace: RequestTrace | None = None
@@ -189,6 +193,8 @@ class TierLoad:
     """Pages that a request waits for, which come back from a lower tier."""
 
     load: Load
+    since: float
+    """When it was begun, by the cache's clock."""
     until: float
     """The moment, by the cache's clock, after which it does not wait any more."""
 

@@ -19,6 +19,8 @@ _LEAST_PATIENCE_SECONDS: Final = 0.02
 """And this besides: a thread may have to be woken."""
 _MOST_UNKNOWN_SECONDS: Final = 0.5
 """But no longer than this for storage, which may be slow: the worker has just started."""
+_MOST_LOADS: Final = 2
+"""For one request: while it waits for one, others take the room that it had found."""
 _LOOK_SECONDS: Final = 0.05
 """The longest wait for storage to say what it has; the pages are then waited for by themselves."""
 
@@ -96,8 +98,16 @@ class TierLoads(Generic[RequestT]):
             request.tier_load = self._begin(self._tier, request, known_tokens, headroom)
             if request.tier_load is None:
                 return False
+            request.loads_begun += 1
         wait = request.tier_load
-        if wait.load.ended or wait.load.given_up:
+        if wait.load.given_up:
+            return False
+        if wait.load.ended:
+            if request.loads_begun < _MOST_LOADS:
+                # What came is nobody's. If it is evicted before there is room for the rest, it is
+                # brought again.
+                request.load_seconds += self._context.kv_cache.clock() - wait.since
+                request.tier_load = None
             return False
         if self._context.kv_cache.clock() < wait.until:
             return True
@@ -185,7 +195,7 @@ class TierLoads(Generic[RequestT]):
         found = tier.find(token_ids, request.namespace, keys)
         if found is None:
             return None
-        seconds = self._patience(tier, found, request.storage_wait)
+        seconds = self._patience(tier, found, request)
         if seconds <= 0:
             tier.counts.slow_loads += 1
             return None
@@ -212,7 +222,8 @@ class TierLoads(Generic[RequestT]):
         if load is None:
             return None
         self._context.wake_in(seconds)
-        return TierLoad(load, self._context.kv_cache.clock() + seconds)
+        now = self._context.kv_cache.clock()
+        return TierLoad(load, now, now + seconds)
 
     def _load_in_their_room(
         self, tier: HostTier, request: Request, token_ids: TokenIds, spare: Sequence[int]
@@ -227,14 +238,14 @@ class TierLoads(Generic[RequestT]):
             found = tier.find(token_ids, request.namespace, request.tier_keys)
             if found is None:
                 return None
-            seconds = self._patience(tier, found, request.storage_wait)
+            seconds = self._patience(tier, found, request)
             if seconds <= 0:
                 return None
             begun = self._load(tier, request, found, seconds, spare)
         return begun
 
-    def _patience(self, tier: HostTier, found: HostPrefix, waited: StorageWait | None) -> float:
-        """Seconds that a load may take: those of computing the same, less those waited for storage.
+    def _patience(self, tier: HostTier, found: HostPrefix, request: Request) -> float:
+        """Seconds that a load may take: those of computing the same, less those waited before.
 
         0 or less: it would take longer.
         """
@@ -243,7 +254,7 @@ class TierLoads(Generic[RequestT]):
         if not speeds.prompts_known:
             return _UNKNOWN * expected + _LEAST_PATIENCE_SECONDS
         context = len(found.token_ids) - found.num_tokens
-        left = speeds.prompt_seconds(found.num_tokens, context)
-        if waited is not None:
+        left = speeds.prompt_seconds(found.num_tokens, context) - request.load_seconds
+        if (waited := request.storage_wait) is not None:
             left -= waited.seconds(self._context.kv_cache.clock())
         return left if expected < left else 0.0

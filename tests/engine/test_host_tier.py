@@ -297,6 +297,27 @@ def test_first_tokens_come_earlier_from_a_fast_host() -> None:
     assert fast[:6] == without[:6]
 
 
+def test_what_is_evicted_while_its_request_waits_for_memory_is_brought_again() -> None:
+    """While it comes a later request takes the room for the rest, and another one what came."""
+    worker, rng = Clocked(400, believed=400, real=400), random.Random(9)
+    worker.play()
+    tier = known(worker.worker.tier)
+    request = worker.submit(PROMPTS[0], 2)
+    worker.run_until(worker.clock + 0.01)
+    assert tier._loads, "it is on its way"
+    others = [worker.submit(rng.choices(range(97), k=370), 14)]
+    worker.run_until(worker.clock + 0.12)
+    assert not tier._loads
+    before = tier.counts.loaded_pages
+    others.append(worker.submit(rng.choices(range(97), k=320), 2))
+    worker.run_until(worker.clock + 20)
+    assert worker.emitted_at[request][0] > worker.ended_at[others[0]], "it had room at once"
+    assert all(one.output == expected(one) for one in [request, *others])
+    assert tier.counts.loaded_pages > before
+    assert request.cached_tokens == 39 * 16
+    worker.assert_at_baseline()
+
+
 def test_a_slow_host_is_not_asked() -> None:
     """Of 39 pages at 20 a second: two seconds, where computing takes a quarter of one."""
     slow = Clocked(400, believed=20, real=20)
