@@ -42,7 +42,9 @@ async def peers(cluster: InProcess) -> list[Any]:
 
 
 async def test_a_worker_whose_transfer_thread_hangs_gives_no_sign_of_life(tiny: Path):
-    config = WorkerConfig("decode-0", WorkerRole.DECODE, tiny, "tiny", kv_memory=1 << 20)
+    config = WorkerConfig(
+        "decode-0", WorkerRole.DECODE, tiny, "tiny", dtype="float32", kv_memory=1 << 20
+    )
     agents: list[TransferAgent] = []
 
     def plug_in(parts: WorkerParts[DecodeRequest, DecodeMessage]) -> DecodePlugin:
