@@ -97,7 +97,7 @@ class TieredClockwork(Clockwork):
 
     def copy_seconds(self, worker: SimWorker, moves: PageMoves) -> float:
         """See `Clockwork`."""
-        return len(moves.host_pages) * PAGE_BYTES / self._bytes_per_second
+        return moves.num_pages * PAGE_BYTES / self._bytes_per_second
 
 
 def _make_store(worker: SimWorker) -> MemoryStore:
@@ -188,7 +188,7 @@ def measure_copies(total_pages: int, pages: int) -> Iterator[CopyRate]:
         first = next(starts)
         here = np.array(order[first : first + pages], np.int32)
         there = np.array(order[::-1][first : first + pages], np.int32)
-        copy_moves(PageMoves(1, to_host, (here,), there), [pool], [host])
+        copy_moves(PageMoves(1, to_host, (here,), (there,)), [pool], [host])
 
     def copy_plainly() -> None:
         first = next(starts) * SMOLLM2.page_bytes

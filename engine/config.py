@@ -115,7 +115,7 @@ class WorkerOptions(ObservingOptions):
         0,
         "Host memory of each worker below its KV memory, in bytes or like 2GiB: what the prefix "
         "index evicts, or a retracted request leaves, is kept there and comes back where that is "
-        "faster than to compute it. 0: none. Not for models with sliding windows.",
+        "faster than to compute it. 0: none.",
         Section.MEMORY,
         at_least=0,
         unit="bytes",
@@ -126,7 +126,8 @@ class WorkerOptions(ObservingOptions):
         "memory of --host-kv-memory: what is asked for again, or may be evicted, is written there, "
         "and any worker reads it where that is faster than to compute it. It outlives workers. "
         "Whoever reads the folder reads what prompts have left there. Or mooncake://HOST:PORT, the "
-        "master of a Mooncake Store, which keeps it in the memory of many machines. Empty: none.",
+        "master of a Mooncake Store, which keeps it in the memory of many machines. Not for models "
+        "with sliding windows. Empty: none.",
         Section.MEMORY,
         metavar="FOLDER|URL",
     )

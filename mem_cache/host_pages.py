@@ -1,9 +1,10 @@
 """The pages of the host pool: who owns each, and by which hash it is found.
 
-A page here holds what one page holds in every pool of the device together, and has the same
-number in each of the host's pools. It is named by its page hash (`wire/page_hash.py`), and is
-kept only as long as the page before it is: so what is found begins with a prompt's first page,
-and what was forgotten takes along all that continues it.
+A page here holds what one page holds in every pool of the device without a window together, and has
+the same number in each of the host's pools for them. It is named by its page hash
+(`wire/page_hash.py`), and is kept only as long as the page before it is: so what is found begins
+with a prompt's first page, and what was forgotten takes along all that continues it. What it holds
+in a window's pool has an account of its own (`host_windows.py`), and goes with it at the latest.
 
 ::
 
@@ -15,85 +16,20 @@ and what was forgotten takes along all that continues it.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from enum import Enum, auto
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 
 import numpy as np
 
 from kvrelay.mem_cache.account import Owner, PageAccount
 from kvrelay.mem_cache.errors import ConservationError
 from kvrelay.mem_cache.host_eviction import HostEvictionQueue
+from kvrelay.mem_cache.host_page import HostPage, HostPageState, HostPart
+from kvrelay.mem_cache.host_windows import HostWindow
 from kvrelay.wire.load import PoolCounts
 
 HOST = "host"
 """The pool's name: a label of its metrics."""
-
-
-class HostPageState(Enum):
-    """Where a page is in its life."""
-
-    WRITING = auto()
-    """A copy writes it; nobody finds it."""
-    CACHED = auto()
-    """It is found. Copies and peers may read it, as many as `pins` says."""
-    GONE = auto()
-    """Nobody finds it; it is free once its copies, and the streams of its readers, have ended."""
-
-
-class HostPage:
-    """One page of the host pool, with what it holds.
-
-    Args:
-        key: its page hash.
-        tokens: its own, four bytes each: a hit compares them.
-        place: among the pages of its prompt, from 0.
-        slot: its number in the host's pools.
-        parent: the page before; None: it is the first.
-    """
-
-    __slots__ = (
-        *("children", "is_queued", "key", "parent", "pins", "place", "slot", "state", "stored"),
-        *("tokens", "used"),
-    )
-
-    def __init__(
-        self, key: bytes, tokens: bytes, place: int, slot: int, parent: HostPage | None
-    ) -> None:
-        self.key = key
-        self.tokens = tokens
-        self.place = place
-        self.slot = slot
-        self.parent = parent
-        self.state = HostPageState.WRITING
-        self.pins = 0
-        """Copies that read it, and streams whose decode workers may."""
-        self.stored = False
-        """The tier below has it, or is about to; a hint."""
-        self.children: set[HostPage] = set()
-        """The pages that continue it, of those that are here."""
-        self.used = 0
-        """When it was last used; see `EvictablePage`."""
-        self.is_queued = False
-
-    @property
-    def may_go(self) -> bool:
-        """Whether it may be evicted: nobody reads or continues it."""
-        return not self.children and not self.pins and self.state is HostPageState.CACHED
-
-    def path(self) -> Iterator[HostPage]:
-        """This page and those before it."""
-        page: HostPage | None = self
-        while page is not None:
-            yield page
-            page = page.parent
-
-    def subtree(self) -> Iterator[HostPage]:
-        """This page and all that continue it."""
-        todo = [self]
-        while todo:
-            page = todo.pop()
-            todo += page.children
-            yield page
 
 
 class HostPages:
@@ -103,12 +39,19 @@ class HostPages:
         total: pages.
         page_size: tokens a page.
         on_found: called with a page that is found from now on (True), or no more (False).
+        windows: the accounts of windows' pools, by the numbers of the device's.
     """
 
     def __init__(
-        self, total: int, page_size: int, on_found: Callable[[HostPage, bool], None]
+        self,
+        total: int,
+        page_size: int,
+        on_found: Callable[[HostPage, bool], None],
+        windows: Mapping[int, HostWindow] = MappingProxyType({}),
     ) -> None:
         self.page_size = page_size
+        self.windows = windows
+        """The accounts of windows' pools, by the numbers of the device's."""
         self.evicted = 0
         """Pages that were evicted to make room, so far."""
         self.version = 0
@@ -156,6 +99,24 @@ class HostPages:
         if found:
             self._use(found[-1])
         return found
+
+    def num_continuable(self, row: Sequence[HostPage]) -> int:
+        """How many pages of a row can be continued behind: what is seen there of windows is here.
+
+        Args:
+            row: found just now; whoever asks has what is before its first page.
+        """
+        if not self.windows:
+            return len(row)
+        longest, present = 0, dict.fromkeys(self.windows, 0)
+        for number, page in enumerate(row, 1):
+            for pool, window in self.windows.items():
+                present[pool] = 0 if window.part(page) is None else present[pool] + 1
+            if all(
+                present[pool] >= min(window.behind, number) for pool, window in self.windows.items()
+            ):
+                longest = number
+        return longest
 
     def use(self, page: HostPage) -> None:
         """A page, and those before it, were asked for, though the device may have them."""
@@ -237,6 +198,11 @@ class HostPages:
         self._end_gone(ended)
         self.version += 1
 
+    def end_window_write(self, pool: int, parts: Sequence[HostPart], valid: Sequence[bool]) -> None:
+        """A copy has ended, and its pages were told to `end_write`: let its valid parts be read."""
+        self.windows[pool].end_write(parts, valid)
+        self.version += 1
+
     # Reading
 
     def pin(self, pages: Iterable[HostPage]) -> None:
@@ -290,6 +256,10 @@ class HostPages:
 
     # Counts and checks
 
+    def pool_counts(self) -> tuple[PoolCounts, ...]:
+        """The counts of the pool, and of each window's."""
+        return (self.counts(), *(window.counts() for window in self.windows.values()))
+
     def counts(self) -> PoolCounts:
         """How many pages are in each state."""
         return PoolCounts(
@@ -311,6 +281,8 @@ class HostPages:
         counts, owners = self.counts(), self._account.by_owner
         if counts.accounted != self.total or owners[Owner.INDEX] != self._cached:
             raise ConservationError(f"{counts.accounted} of {self.total}, {owners}: {counts}")
+        for window in self.windows.values():
+            window.check()
 
     def check_pages(self) -> None:
         """`check`, and each page by itself. For tests and debugging.
@@ -332,12 +304,16 @@ class HostPages:
                 raise ConservationError(f"host page {page.slot} continues one that is not here")
             if page.may_go and not page.is_queued:
                 raise ConservationError(f"host page {page.slot} would never be evicted")
+        for window in self.windows.values():
+            window.check_parts(self._pages.values())
 
     # Inside
 
     def _take_out(self, page: HostPage) -> None:
-        """Let nobody find a page; its slot stays its owner's."""
+        """Let nobody find a page, nor its parts; its slot stays its owner's."""
         del self._pages[page.key]
+        for pool, part in list(page.parts.items()):
+            self.windows[pool].drop(part)
         if page.parent is not None:
             page.parent.children.discard(page)
             self._queue.push(page.parent)

@@ -9,7 +9,9 @@ before is copied behind it, in order.
 
 *Bringing back* takes memory as a request does: a lease, on what the index has of the prefix and
 on pages for what it lacks. Those are written by the copy, published when it has ended, and the
-lease is released. Nobody holds them then: who wants the prefix finds it in the index.
+lease is released. Nobody holds them then: who wants the prefix finds it in the index. Of a window
+only those pages come that a continuation sees: the lease is slid before it grows. So such a prefix
+comes as a whole, or not at all.
 
 *Lending* takes nothing from the device: a decode worker reads pages where they are. They stay, even
 if they are forgotten meanwhile, until who lends them says that their reader's stream has ended.
@@ -21,20 +23,30 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import count
 from typing import Final
 
 import numpy as np
-import numpy.typing as npt
 
-from kvrelay.mem_cache.account import Pages
+from kvrelay.mem_cache.account import NO_PAGES, Pages
 from kvrelay.mem_cache.counts import TierCounts
-from kvrelay.mem_cache.host_pages import HOST, HostPage, HostPages, HostPageState
+from kvrelay.mem_cache.host_copies import (
+    HostPrefix,
+    Load,
+    PageBytes,
+    Write,
+    num_pages,
+    pages_of,
+    split,
+    token_bytes,
+)
+from kvrelay.mem_cache.host_page import HostPage, HostPageState, HostPart
+from kvrelay.mem_cache.host_pages import HOST, HostPages
+from kvrelay.mem_cache.host_windows import HostWindow
 from kvrelay.mem_cache.kv_cache_manager import KVCacheManager
-from kvrelay.mem_cache.lease import Lease
-from kvrelay.mem_cache.prefix_index import TokenIds
+from kvrelay.mem_cache.prefix_index import NO_PAGE, TokenIds
 from kvrelay.mem_cache.prefix_log import PrefixLog
 from kvrelay.mem_cache.radix_node import RadixNode
 from kvrelay.mem_cache.release import Outcome, release_kv_cache
@@ -57,59 +69,15 @@ _TRIES: Final = 16
 """Candidates that are looked at in one pass: most may be here, or evicted, already."""
 
 
-@dataclass(frozen=True, slots=True)
-class HostPrefix:
-    """What the host has of a prompt beyond what the device has."""
-
-    token_ids: TokenIds
-    """From the first one to the end of `pages`."""
-    namespace: str
-    first_page: int
-    """Where `pages` begin."""
-    pages: tuple[HostPage, ...]
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens of `pages`."""
-        return len(self.token_ids) // (self.first_page + len(self.pages)) * len(self.pages)
-
-
-@dataclass(eq=False, slots=True)
-class Load:
-    """Pages that come back from the host."""
-
-    prefix: HostPrefix
-    lease: Lease
-    num_done: int = 0
-    """Pages that have come, the first ones."""
-    num_moving: int = 0
-    """Pages after those, which the copy that runs brings."""
-    given_up: bool = False
-    """No further copy begins."""
-    ended: bool = False
-    """The prefix index has what has come."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Write:
-    """Pages that go to the host."""
-
-    node: RadixNode
-    """That has them, and those before them."""
-    pages: list[HostPage]
-    device_pages: tuple[Pages, ...]
-    times_allocated: tuple[npt.NDArray[np.uint32], ...]
-    """Of each device page, when the copy began."""
-
-
 class HostTier:
     """Copies published pages to the host pool, and brings them back.
 
     Args:
         kv_cache: of the device; its prefix index must tell `log`.
         log: of that prefix index.
-        total_pages: of the host pool.
-        page_bytes: of one page, over all pools.
+        total_pages: for each pool of the device those of the host's beside it; without a window
+            all have as many.
+        page_bytes: for each pool, of one page.
         stream: copies.
         speed: of copies from the host.
     """
@@ -118,29 +86,43 @@ class HostTier:
         self,
         kv_cache: KVCacheManager,
         log: PrefixLog,
-        total_pages: int,
-        page_bytes: int,
+        total_pages: Sequence[int],
+        page_bytes: Sequence[int],
         stream: CopyStream,
         speed: TierSpeed,
     ) -> None:
-        assert not any(kv_cache.shape.windowed), "a window's pages have no host tier"
-        self.pages = HostPages(total_pages, kv_cache.shape.page_size, self._record)
+        shape = kv_cache.shape
+        windows = {
+            pool: HostWindow(
+                pool,
+                f"{HOST}_{shape.pools[pool].name}",
+                total_pages[pool],
+                shape.page_size,
+                shape.pages_behind(pool),
+            )
+            for pool in shape.pool_numbers
+            if shape.windowed[pool]
+        }
+        total = num_pages(kv_cache, total_pages)
+        self.pages = HostPages(total, shape.page_size, self._record, windows)
         """The account of the host pool."""
         self.counts = TierCounts()
         """What was copied so far."""
         self.speed = speed
         self.storage: StorageTier | None = None
         """The tier below; what is published is copied to the host at once then, to be shared."""
-        self.page_bytes = page_bytes
+        self.page_bytes = sum(page_bytes)
+        """Of one page, over all pools."""
+        self._bytes = PageBytes(page_bytes, shape.windowed)
+        self._pools = shape.pool_numbers
         self._kv_cache = kv_cache
         self._log = log
         self._stream = stream
         self._numbers = count(1)
-        self._writes: dict[int, _Write] = {}
+        self._writes: dict[int, Write] = {}
         self._loads: dict[int, Load] = {}
         self._candidates: deque[RadixNode] = deque(maxlen=MOST_CANDIDATES)
-        self._most_pages = max(1, COPY_BYTES // page_bytes)
-        self._most_load_pages = max(1, LOAD_BYTES // page_bytes)
+        self._most_pages = max(1, COPY_BYTES // self.page_bytes)
         kv_cache.count_allocations()
         log.attach(self)
 
@@ -208,9 +190,10 @@ class HostTier:
         path = list(node.path())[::-1]
         if not path or not all(one.hashes for one in path):
             return True  # it was evicted or forgotten
-        keys = _split(b"".join([one.hashes for one in path]), HASH_BYTES)
+        keys = split(b"".join([one.hashes for one in path]), HASH_BYTES)
         first = self.pages.num_known(keys)
         if first == len(keys):
+            self._write_parts(node, keys[node.depth // self._kv_cache.shape.page_size :])
             return True
         last = min(len(keys), first + self._most_pages)
         token_ids = np.concatenate([one.tokens for one in path])
@@ -222,30 +205,88 @@ class HostTier:
             self._candidates.appendleft(node)  # the rest of it is next
         self.counts.evicted_pages = self.pages.evicted
         if taken:
-            device_pages = tuple(
-                np.concatenate([one.present(pool) for one in path])[first : first + len(taken)]
-                for pool in self._kv_cache.shape.pool_numbers
-            )
-            times = tuple(self._kv_cache.times_allocated(*each) for each in enumerate(device_pages))
-            self._writes[self._start(True, device_pages, taken)] = _Write(
-                node, taken, device_pages, times
-            )
+            rows = [np.concatenate([pages_of(one, pool) for one in path]) for pool in self._pools]
+            here = slice(first, first + len(taken))
+            self._begin_write(node, taken, taken, [row[here] for row in rows])
+            if self.pages.windows and first * self._kv_cache.shape.page_size > node.depth:
+                self._candidates.append(node)  # what is there of it may lack parts
         return True
 
-    def _end_write(self, write: _Write, ended: CopyEnded) -> None:
-        valid = np.ones(len(write.pages), np.bool_)
-        for pool, pages in enumerate(write.device_pages):
-            valid &= self._kv_cache.times_allocated(pool, pages) == write.times_allocated[pool]
+    def _write_parts(self, node: RadixNode, keys: Sequence[bytes]) -> None:
+        """Begin to copy what a node has of windows, and its pages on the host lack.
+
+        Args:
+            node: its pages are on the host, or being written.
+            keys: the hashes of its pages.
+        """
+        if not self.pages.windows:
+            return
+        last = -self._most_pages
+        found = [(at, self.pages.get(key)) for at, key in enumerate(keys[last:])]
+        there = {
+            at: page
+            for at, page in found
+            if page is not None and page.state is HostPageState.CACHED
+        }
+        rows = [pages_of(node, pool)[last:][list(there)] for pool in self._pools] if there else []
+        if there:
+            self._begin_write(node, [], list(there.values()), rows)
+
+    def _begin_write(
+        self,
+        node: RadixNode,
+        taken: list[HostPage],
+        pages: Sequence[HostPage],
+        rows: Sequence[Pages],
+    ) -> None:
+        """Order a copy to the host, of whole pages and of windows' parts that these lack.
+
+        Args:
+            node: that has the last of them.
+            taken: `pages` if they were reserved for this, else none: then only parts are copied.
+            pages: of the host.
+            rows: for each pool where they are on the device; `NO_PAGE` where a window has passed.
+        """
+        parts: dict[int, list[HostPart]] = {}
+        device_pages = [row if taken else NO_PAGES for row in rows]
+        for pool, window in self.pages.windows.items():
+            row = rows[pool]
+            lacking = [
+                at for at, page in enumerate(pages) if row[at] != NO_PAGE and pool not in page.parts
+            ]
+            parts[pool] = window.reserve([pages[at] for at in lacking])
+            lacking = lacking[len(lacking) - len(parts[pool]) :]
+            device_pages[pool] = row[np.array(lacking, np.intp)]
+        if not taken and not any(parts.values()):
+            return
+        where = tuple(device_pages)
+        times = tuple(self._kv_cache.times_allocated(*each) for each in enumerate(where))
+        nbytes = self._bytes.of(len(taken), {pool: len(some) for pool, some in parts.items()})
+        number = self._start(True, where, taken, parts)
+        self._writes[number] = Write(node, taken, parts, where, times, nbytes)
+
+    def _end_write(self, write: Write, ended: CopyEnded) -> None:
+        valid = [
+            (self._kv_cache.times_allocated(pool, pages) == times) & (not ended.error)
+            for pool, (pages, times) in enumerate(
+                zip(write.device_pages, write.times_allocated, strict=True)
+            )
+        ]
         if ended.error:
-            valid[:] = False
             with contextlib.suppress(ValueError):
                 self._candidates.remove(write.node)  # or its rest would be tried without end
-        num_valid = len(valid) if valid.all() else int(valid.argmin())
+        whole = np.full(len(write.pages), not ended.error)
+        for pool in self._pools:
+            if pool not in write.parts:
+                whole &= valid[pool]
+        num_valid = len(whole) if whole.all() else int(whole.argmin())
         self.pages.end_write(write.pages, num_valid)
+        for pool, parts in write.parts.items():
+            self.pages.end_window_write(pool, parts, valid[pool].tolist())
         counts = self.counts
         counts.written_pages += num_valid
-        counts.dropped_pages += len(valid) - num_valid
-        counts.write_bytes += len(valid) * self.page_bytes
+        counts.dropped_pages += len(whole) - num_valid
+        counts.write_bytes += write.nbytes
         counts.write_seconds += ended.seconds
 
     # From the host
@@ -261,15 +302,21 @@ class HostTier:
         size = self._kv_cache.shape.page_size
         first = self._kv_cache.count_cached(token_ids, namespace) // size
         tokens = self._split_tokens(token_ids[first * size :])
-        pages = self.pages.find(_split(keys, HASH_BYTES)[first:], tokens)
+        row = self.pages.find(split(keys, HASH_BYTES)[first:], tokens)
+        pages = tuple(row[: self.pages.num_continuable(row)])
         if not pages:
             return None
-        return HostPrefix(token_ids[: (first + len(pages)) * size], namespace, first, tuple(pages))
+        parts = {}
+        for pool, window in self.pages.windows.items():
+            parts[pool] = window.parts(pages[-window.behind :])
+            window.use(parts[pool])
+        token_ids = token_ids[: (first + len(pages)) * size]
+        return HostPrefix(token_ids, namespace, first, pages, parts)
 
     def hash(self, token_ids: TokenIds, namespace: str) -> bytes:
         """The hashes of the whole pages of some tokens. Half a microsecond a page."""
         hashes = self._log.hashes
-        return hashes.extend(hashes.root(namespace), _token_bytes(token_ids))
+        return hashes.extend(hashes.root(namespace), token_bytes(token_ids))
 
     def load(self, prefix: HostPrefix, headroom: Sequence[int] | None) -> Load | None:
         """Bring a prefix back, by a load that runs if one brings all of it; `None`: no room.
@@ -279,7 +326,7 @@ class HostTier:
             headroom: pages of each pool that must stay free for others.
         """
         for running in self._loads.values():
-            if not running.given_up and running.prefix.pages[: len(prefix.pages)] == prefix.pages:
+            if not running.given_up and running.prefix.brings(prefix):
                 return running
         number = next(self._numbers)
         token_ids, namespace = prefix.token_ids, prefix.namespace
@@ -296,9 +343,12 @@ class HostTier:
             # Room was found only without a lock on what is cached.
             release_kv_cache(self._kv_cache, lease, Outcome.ABORTED)
             return None
+        self._kv_cache.slide(lease, len(token_ids))
         grown = self._kv_cache.grow(lease, len(token_ids))
         assert grown, "a promise was broken"
         self.pages.pin(prefix.pages)
+        for pool, parts in prefix.parts.items():
+            self.pages.windows[pool].pin(parts)
         load = Load(prefix, lease)
         self._load_more(load)
         return load
@@ -310,25 +360,27 @@ class HostTier:
 
     def _load_more(self, load: Load) -> None:
         """Begin the next copy of a load."""
-        prefix, lease, done = load.prefix, load.lease, load.num_done
-        pages = prefix.pages[done : done + self._most_load_pages]
-        load.num_moving, first = len(pages), prefix.first_page + done
+        prefix, done = load.prefix, load.num_done
+        number = self._bytes.pages_within(LOAD_BYTES, max(0, prefix.num_without_parts - done))
+        pages = prefix.pages[done : done + number]
+        parts = {pool: prefix.parts_of(pool, done, len(pages)) for pool in prefix.parts}
+        load.num_moving, end = len(pages), prefix.first_page + done + len(pages)
         device_pages = tuple(
-            lease.pages(pool)[first : first + len(pages)]
-            for pool in self._kv_cache.shape.pool_numbers
+            load.lease.pages(pool)[end - len(parts.get(pool, pages)) : end] for pool in self._pools
         )
-        self._loads[self._start(False, device_pages, pages)] = load
+        self._loads[self._start(False, device_pages, pages, parts)] = load
 
     def _end_load_copy(self, load: Load, ended: CopyEnded) -> None:
         """Begin the next copy, or end the load."""
-        counts, nbytes = self.counts, load.num_moving * self.page_bytes
+        counts, prefix = self.counts, load.prefix
+        nbytes = self._bytes.of(load.num_moving, prefix.num_parts(load.num_done, load.num_moving))
         counts.load_bytes += nbytes
         counts.load_seconds += ended.seconds
         if not ended.error:
             load.num_done += load.num_moving
             self.speed.observe(nbytes, ended.seconds)
         load.num_moving = 0
-        pages = load.prefix.pages
+        pages = prefix.pages
         are_here = all(page.state is HostPageState.CACHED for page in pages)
         if are_here and not (ended.error or load.given_up) and load.num_done < len(pages):
             self._load_more(load)
@@ -336,14 +388,20 @@ class HostTier:
             self._end_load(load, load.num_done if are_here else 0)
 
     def _end_load(self, load: Load, num_valid: int) -> None:
-        """Publish the pages that have come and were not forgotten, and free the others."""
+        """Publish the pages that have come and were not forgotten, and free the others.
+
+        None if a window has not come that is seen behind them.
+        """
         load.ended = True
-        self.pages.unpin(load.prefix.pages)
-        self.counts.loaded_pages += num_valid
-        outcome, tokens = Outcome.ABORTED, load.prefix.token_ids
-        if num_valid:
+        prefix = load.prefix
+        self.pages.unpin(prefix.pages)
+        for pool, parts in prefix.parts.items():
+            self.pages.windows[pool].unpin(parts)
+        tokens = prefix.token_ids[: (prefix.first_page + num_valid) * load.lease.page_size]
+        outcome = Outcome.ABORTED
+        if num_valid and load.lease.can_go_back(len(tokens)):
             outcome = Outcome.FINISHED
-            tokens = tokens[: (load.prefix.first_page + num_valid) * load.lease.page_size]
+            self.counts.loaded_pages += num_valid
             self._kv_cache.commit(load.lease, len(tokens))
         release_kv_cache(self._kv_cache, load.lease, outcome, token_ids=tokens)
 
@@ -378,11 +436,19 @@ class HostTier:
     # Both
 
     def _start(
-        self, to_host: bool, device_pages: tuple[Pages, ...], pages: Sequence[HostPage]
+        self,
+        to_host: bool,
+        device_pages: tuple[Pages, ...],
+        pages: Sequence[HostPage],
+        parts: Mapping[int, Sequence[HostPart]],
     ) -> int:
         number = next(self._numbers)
-        slots = np.array([page.slot for page in pages], np.int32)
-        self._stream.start(PageMoves(number, to_host, device_pages, slots))
+        whole = np.array([page.slot for page in pages], np.int32)
+        slots = {pool: [part.slot for part in some] for pool, some in parts.items()}
+        host_pages = tuple(
+            np.array(slots[pool], np.int32) if pool in slots else whole for pool in self._pools
+        )
+        self._stream.start(PageMoves(number, to_host, device_pages, host_pages))
         return number
 
     def finish(self, ended: CopyEnded) -> None:
@@ -396,9 +462,12 @@ class HostTier:
 
     def expected_seconds(self, prefix: HostPrefix) -> float:
         """Until a load would end that began now: copies that have not ended come before it."""
-        writes = sum([len(write.pages) for write in self._writes.values()])
-        loads = sum([len(load.prefix.pages) - load.num_done for load in self._loads.values()])
-        return self.speed.seconds((writes + loads + len(prefix.pages)) * self.page_bytes)
+        nbytes = sum([write.nbytes for write in self._writes.values()])
+        for one, done in [(load.prefix, load.num_done) for load in self._loads.values()]:
+            left = len(one.pages) - done
+            nbytes += self._bytes.of(left, one.num_parts(done, left))
+        number = len(prefix.pages)
+        return self.speed.seconds(nbytes + self._bytes.of(number, prefix.num_parts(0, number)))
 
     # Counts and checks
 
@@ -419,7 +488,7 @@ class HostTier:
             for counts, pages in zip(device, in_flight, strict=True)
         ]
         below = () if self.storage is None else self.storage.pool_counts()
-        return (*told, self.pages.counts(), *below)
+        return (*told, *self.pages.pool_counts(), *below)
 
     def split(self, token_ids: TokenIds, keys: bytes) -> tuple[list[bytes], list[bytes]]:
         """The hashes and the tokens of whole pages, each by itself.
@@ -428,21 +497,12 @@ class HostTier:
             token_ids: of a prompt, from the start of a page.
             keys: what `hash` says of these.
         """
-        return _split(keys, HASH_BYTES), self._split_tokens(token_ids)
+        return split(keys, HASH_BYTES), self._split_tokens(token_ids)
 
     def _split_tokens(self, token_ids: TokenIds) -> list[bytes]:
-        return _split(_token_bytes(token_ids), 4 * self._kv_cache.shape.page_size)
+        return split(token_bytes(token_ids), 4 * self._kv_cache.shape.page_size)
 
 
 def _in_flight(counts: PoolCounts, pages: int) -> PoolCounts:
     """With so many pages counted for loads that the leases of these hold."""
     return replace(counts, held=counts.held - pages, in_flight=pages)
-
-
-def _token_bytes(token_ids: TokenIds) -> bytes:
-    return np.ascontiguousarray(token_ids, "<i4").tobytes()
-
-
-def _split(joined: bytes, size: int) -> list[bytes]:
-    """The whole pieces of `size` bytes."""
-    return [joined[at : at + size] for at in range(0, len(joined) - size + 1, size)]

@@ -35,7 +35,10 @@ class LowerTier(Protocol):
     """Keeps pages that the prefix index has, or had, outside of the device's memory."""
 
     def published(self, node: RadixNode) -> None:
-        """The index has a node more, with its pages' hashes: they may be copied."""
+        """The index has a node more, with its pages' hashes, or has pages of a window again.
+
+        They may be copied.
+        """
         ...
 
     def forget(self, key: bytes) -> None:
@@ -108,6 +111,11 @@ class PrefixLog:
                 self._listener.stored(follows, node.hashes, tokens)
             if self._lower is not None:
                 self._lower.published(node)
+
+    def restore(self, node: RadixNode) -> None:
+        """A node that is known has pages of a window again, which had evicted them."""
+        if self._lower is not None and node.hashes:
+            self._lower.published(node)
 
     def remove(self, nodes: Iterable[RadixNode]) -> None:
         """These nodes are found no more."""

@@ -259,6 +259,7 @@ class RadixTree:
 
         If the offer has only the last of them, the node is split there.
         """
+        restored = False
         for pool, queue in enumerate(self._queues):
             if node.pages[pool] is not None:
                 continue
@@ -272,6 +273,9 @@ class RadixTree:
             taken[pool].append(offered[lacking:])
             queue.count_pages(node)
             queue.push(node)
+            restored = True
+        if restored and self._log is not None:
+            self._log.restore(node)
 
     def _append(
         self,

@@ -51,6 +51,12 @@ class CacheShape:
             return pages
         return min(pages, window_pages(window, self.page_size, self.ahead))
 
+    def pages_behind(self, pool: int) -> int:
+        """Pages of a window pool that a token at the start of a page sees before it."""
+        window = self.pools[pool].window
+        assert window is not None, "it sees all of them"
+        return self.pages_for(window - 1)
+
     def first_page_seen(self, pool: int, position: int) -> int:
         """The first page of a pool that is needed to continue at the page of `position`.
 

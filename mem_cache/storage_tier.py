@@ -20,7 +20,8 @@ from itertools import count
 from typing import Final
 
 from kvrelay.mem_cache.counts import TierCounts
-from kvrelay.mem_cache.host_pages import HostPage, HostPages, HostPageState
+from kvrelay.mem_cache.host_page import HostPage, HostPageState
+from kvrelay.mem_cache.host_pages import HostPages
 from kvrelay.mem_cache.storage_orders import (
     Fetch,
     Forget,

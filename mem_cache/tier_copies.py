@@ -25,9 +25,14 @@ class PageMoves:
     to_host: bool
     """From the device to the host; else back."""
     device_pages: tuple[Pages, ...]
-    """For each pool; as many as `host_pages`."""
-    host_pages: Pages
-    """The same in each of the host's pools."""
+    """For each pool."""
+    host_pages: tuple[Pages, ...]
+    """For each pool; as many as its `device_pages`. Of windows' pools there may be fewer."""
+
+    @property
+    def num_pages(self) -> int:
+        """Of the pool that has most of them."""
+        return max(map(len, self.host_pages))
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,9 +58,11 @@ def copy_moves(
     moves: PageMoves, device_pools: Sequence[KVPool], host_pools: Sequence[KVPool]
 ) -> None:
     """Make the copies on the calling thread. On a GPU's current stream they may still run."""
-    pools = zip(device_pools, host_pools, moves.device_pages, strict=True)
-    for device, host, pages in pools:
+    pools = zip(device_pools, host_pools, moves.device_pages, moves.host_pages, strict=True)
+    for device, host, here, there in pools:
+        if not len(here):
+            continue
         if moves.to_host:
-            copy_pages(device, pages, host, moves.host_pages)
+            copy_pages(device, here, host, there)
         else:
-            copy_pages(host, moves.host_pages, device, pages)
+            copy_pages(host, there, device, here)

@@ -20,7 +20,8 @@ class PoolCounts:
     pool: str
     """Of pages: ``full``, ``window`` or ``latent``, with ``draft_`` before it for a draft model's.
 
-    Or ``host`` or ``storage``, whose pages are those of all these pools together, or ``rows``.
+    Or ``host`` or ``storage``, whose pages are those of all these pools together, but for windows':
+    on the host each has a pool of its own, like ``host_window``. Or ``rows``.
     """
     page_size: int
     """Tokens a page; 0 for rows."""

@@ -54,7 +54,7 @@ class CopyThread:
     def start(self, moves: PageMoves) -> None:
         """See `CopyStream`."""
         page_size = self._host_pools[0].geometry.page_size
-        self.work.begin(len(moves.host_pages) * page_size, moves.operation)
+        self.work.begin(moves.num_pages * page_size, moves.operation)
         self._moves.put(moves)
 
     def close(self, seconds: float = CLOSE_SECONDS) -> None:
@@ -88,7 +88,7 @@ class CopyThread:
 
     def _copy(self, moves: PageMoves) -> str:
         """Make a copy, and wait until nothing of it moves any more; why it is not whole, or ""."""
-        stream, name = self._streams.copies, f"a copy of {len(moves.host_pages)} pages"
+        stream, name = self._streams.copies, f"a copy of {moves.num_pages} pages"
         copy = partial(copy_moves, moves, self._device_pools, self._host_pools)
         failed = _error_of(partial(stream.launch, copy), name)
         # One that failed may have begun.

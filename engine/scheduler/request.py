@@ -14,7 +14,7 @@ from kvrelay.engine.executor.token_state import TokenState
 from kvrelay.engine.scheduler.commands import Submit
 from kvrelay.engine.scheduler.outbox import RouterLink
 from kvrelay.engine.scheduler.request_trace import RequestTrace
-from kvrelay.mem_cache.host_tier import Load
+from kvrelay.mem_cache.host_copies import Load
 from kvrelay.mem_cache.lease import Lease
 from kvrelay.mem_cache.prefix_index import TokenIds
 from kvrelay.mem_cache.storage_tier import Prefetch

@@ -7,7 +7,8 @@ from typing import Final, Generic, TypeVar
 
 from kvrelay.engine.scheduler.context import SchedulerContext
 from kvrelay.engine.scheduler.request import Request, StorageWait, TierLoad
-from kvrelay.mem_cache.host_tier import HostPrefix, HostTier
+from kvrelay.mem_cache.host_copies import HostPrefix
+from kvrelay.mem_cache.host_tier import HostTier
 from kvrelay.mem_cache.prefix_index import TokenIds
 from kvrelay.mem_cache.storage_tier import StorageTier
 
@@ -216,9 +217,10 @@ class TierLoads(Generic[RequestT]):
         spare: Sequence[int],
     ) -> TierLoad | None:
         """Begin a load that may take `seconds`, if it and the rest of the request have room."""
-        shape = self._context.kv_cache.shape
-        rest = shape.pages_for(request.input_len) - shape.pages_for(len(found.token_ids))
-        load = tier.load(found, [pages + rest for pages in spare])
+        shape, most = self._context.kv_cache.shape, self._context.kv_cache.shape.most_pages
+        whole, part = request.input_len, len(found.token_ids)
+        rest = [most(pool, whole) - most(pool, part) for pool in shape.pool_numbers]
+        load = tier.load(found, [pages + more for pages, more in zip(spare, rest, strict=True)])
         if load is None:
             return None
         self._context.wake_in(seconds)

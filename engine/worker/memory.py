@@ -72,7 +72,10 @@ def _window_pages(config: WorkerConfig, window: int) -> int:
 
 
 def make_host_pools(config: WorkerConfig, pools: Sequence[KVPool]) -> list[KVPool]:
-    """The host's pools beside the device's `pools`, as many pages in each; none if not wanted.
+    """The host's pools beside the device's `pools`; none if not wanted.
+
+    Those without a window have as many pages each. A window's has the share of the memory that it
+    has of the device's, and a prompt's window at least.
 
     Raises:
         ValueError: they cannot be had; the message begins with the option's name.
@@ -81,17 +84,34 @@ def make_host_pools(config: WorkerConfig, pools: Sequence[KVPool]) -> list[KVPoo
         return []
     if config.prefix_index is PrefixIndexKind.NONE:
         raise ValueError("host_kv_memory: there is no prefix index to keep pages of")
-    if any(pool.geometry.window is not None for pool in pools):
-        raise ValueError("host_kv_memory: not for models with sliding windows")
-    page_bytes = sum(pool.geometry.page_bytes for pool in pools)
-    pages = config.host_kv_memory // page_bytes
-    if not pages:
-        raise ValueError(
-            f"host_kv_memory: {config.host_kv_memory} bytes do not hold one page of {page_bytes}"
-        )
+    totals = _divide_host_memory(config, pools)
     return [
         KVPool(replace(pool.geometry, order=PageOrder.PAGE_FIRST), pages, torch.device("cpu"))
-        for pool in pools
+        for pool, pages in zip(pools, totals, strict=True)
+    ]
+
+
+def _divide_host_memory(config: WorkerConfig, pools: Sequence[KVPool]) -> list[int]:
+    """Pages of the host's pool beside each of the device's."""
+    device_bytes = sum(pool.total_pages * pool.geometry.page_bytes for pool in pools)
+    full_bytes = sum(pool.geometry.page_bytes for pool in pools if pool.geometry.window is None)
+    windowed: dict[int, int] = {}
+    for number, pool in enumerate(pools):
+        if (window := pool.geometry.window) is not None:
+            if window == 1:
+                raise ValueError("host_kv_memory: not for models with windows of one token")
+            share = pool.total_pages * config.host_kv_memory // device_bytes
+            windowed[number] = max(share, -(-(window - 1) // config.page_size))
+    used = sum(pages * pools[number].geometry.page_bytes for number, pages in windowed.items())
+    rest = config.host_kv_memory - used
+    if rest < full_bytes:
+        least = [f"one page of {full_bytes}"] * bool(full_bytes)
+        least += [f"windows of {used}"] * bool(used)
+        text = " and ".join(least)
+        raise ValueError(f"host_kv_memory: {config.host_kv_memory} bytes do not hold {text}")
+    return [
+        windowed[number] if number in windowed else rest // full_bytes
+        for number in range(len(pools))
     ]
 
 
@@ -120,9 +140,9 @@ def make_host_tier(
     index = kv_cache.index
     assert isinstance(index, RadixTree), "only the radix tree tells what it publishes"
     assert index.log is not None, "and only to its log"
-    page_bytes = sum(pool.geometry.page_bytes for pool in host_pools)
-    total, speed = host_pools[0].total_pages, TierSpeed(bytes_per_second)
-    return HostTier(kv_cache, index.log, total, page_bytes, stream, speed)
+    page_bytes = [pool.geometry.page_bytes for pool in host_pools]
+    totals, speed = [pool.total_pages for pool in host_pools], TierSpeed(bytes_per_second)
+    return HostTier(kv_cache, index.log, totals, page_bytes, stream, speed)
 
 
 def make_store(
@@ -139,6 +159,8 @@ def make_store(
         return None
     if not host_pools:
         raise ValueError("kv_storage: pages go there by way of --host-kv-memory, which is 0")
+    if any(pool.geometry.window is not None for pool in host_pools):
+        raise ValueError("kv_storage: not for models with sliding windows")
     page_bytes = sum(pool.geometry.page_bytes for pool in host_pools)
     layout = _storage_layout(host_pools, model)
     slots = StorageFormat(layout, 4 * config.page_size, page_bytes)

@@ -55,7 +55,7 @@ def test_every_panel_and_query_arrives_in_the_file(one: Dashboard):
         assert panel["gridPos"]["x"] + panel["gridPos"]["w"] <= MOST_COLUMNS, panel["title"]
 
 
-@pytest.mark.parametrize("pool", ["rows", HOST, STORAGE])
+@pytest.mark.parametrize("pool", ["rows", HOST, f"{HOST}_window", STORAGE])
 def test_what_is_below_the_device_is_not_counted_as_the_device_s(pool: str):
     left_out = {
         pattern

@@ -48,7 +48,7 @@ class Copies:
 
     def to_host(self, number: int, device_page: int, host_page: int) -> None:
         pages = np.array([device_page], np.int32), np.array([host_page], np.int32)
-        self.thread.start(PageMoves(number, True, pages[:1], pages[1]))
+        self.thread.start(PageMoves(number, True, pages[:1], pages[1:]))
 
     def host_page(self, page: int) -> set[float]:
         return {x for layer in range(2) for x in self.host.layer(layer)[page].flatten().tolist()}

@@ -279,7 +279,7 @@ class Clocked(Clockwork):
             self.worker.tier.speed = TierSpeed(believed * PAGE_BYTES)
 
     def copy_seconds(self, worker: SimWorker, moves: PageMoves) -> float:
-        return 0.0 if moves.to_host else len(moves.host_pages) / self.real
+        return 0.0 if moves.to_host else moves.num_pages / self.real
 
     def play(self) -> list[float]:
         """Seconds to each first token, all prompts three times, one after the other."""

@@ -131,7 +131,7 @@ class Mortal(Clockwork):
 
     def copy_seconds(self, worker: SimWorker, moves: PageMoves) -> float:
         """See `Clockwork`."""
-        return COPY_SECONDS * len(moves.host_pages)
+        return COPY_SECONDS * moves.num_pages
 
     def storage_seconds(self, order: StorageOrder) -> float:
         """See `Clockwork`."""

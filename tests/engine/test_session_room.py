@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvrelay.mem_cache.host_tier import HostPrefix, HostTier, Load
+from kvrelay.mem_cache.host_copies import HostPrefix, Load
+from kvrelay.mem_cache.host_tier import HostTier
 from kvrelay.wire.speeds import StepSpeeds
 from tests.engine.conversations import Conversation, computed_tokens, talk
 from tests.engine.session_cluster import (

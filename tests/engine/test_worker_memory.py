@@ -140,3 +140,40 @@ def test_host_memory_that_cannot_be_pinned_is_refused_in_one_line() -> None:
     )
     with pytest.raises(ValueError, match=said):
         pin_host_pools(make_host_pools(config, [pool]), LimitedPinning(limit=1 << 20))
+
+
+def pools_of(windows: list[int | None], pages: list[int]) -> list[KVPool]:
+    cpu = torch.device("cpu")
+    return [
+        KVPool(KVGeometry(1, 1, 64, torch.float32, 16, window=window), total, cpu)
+        for window, total in zip(windows, pages, strict=True)
+    ]
+
+
+def host_pages(pools: list[KVPool], nbytes: int) -> list[int]:
+    config = config_of(host_kv_memory=nbytes)
+    return [pool.total_pages for pool in make_host_pools(config, pools)]
+
+
+def test_windows_have_the_share_of_the_host_that_they_have_of_the_device() -> None:
+    page = KVGeometry(1, 1, 64, torch.float32, 16).page_bytes
+    assert host_pages(pools_of([None, 33], [60, 20]), 160 * page) == [120, 40]
+    assert host_pages(pools_of([None, 33, None], [30, 20, 30]), 160 * page) == [60, 40, 60]
+    assert host_pages(pools_of([33], [20]), 10 * page) == [10]
+    assert host_pages(pools_of([None, None], [20, 20]), 10 * page) == [5, 5]
+
+
+def test_the_host_holds_one_prompt_s_window_or_is_refused() -> None:
+    pools, page = pools_of([None, 129], [90, 10]), 8192
+    assert host_pages(pools, 12 * page) == [4, 8]
+    with pytest.raises(ValueError, match="do not hold one page of 8192 and windows of"):
+        host_pages(pools, 8 * page)
+    with pytest.raises(ValueError, match="host_kv_memory: not for models with windows of one"):
+        host_pages(pools_of([None, 1], [4, 4]), 8 * page)
+
+
+def test_windows_are_not_kept_in_storage() -> None:
+    config = config_of(host_kv_memory=1 << 20, kv_storage="/kv")
+    pools = make_host_pools(config, pools_of([None, 33], [4, 4]))
+    with pytest.raises(ValueError, match="kv_storage: not for models with sliding windows"):
+        make_store(config, pools, NO_MODEL)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from kvrelay.mem_cache.fence import Fence, FenceKind, StepClock, StepFence
-from kvrelay.mem_cache.host_pages import HostPage, HostPageState
+from kvrelay.mem_cache.host_page import HostPage, HostPageState
 from kvrelay.mem_cache.host_tier import HostTier
 from kvrelay.mem_cache.kv_cache_manager import KVCacheManager
 from kvrelay.mem_cache.lease import Lease, LeaseState
@@ -128,8 +128,12 @@ class Memory:
         self.lent: list[tuple[list[HostPage], list[list[np.ndarray]]]] = []
         """Pages of the host that a peer reads, and what they hold in each pool, all the time."""
         if host_pages:
-            self.host_contents = [np.zeros((host_pages, page_size), np.int64) for _ in pools]
-            self.tier = HostTier(self.kv_cache, log, host_pages, 2 << 20, self, TierSpeed(1.0))
+            # Of windows the host has less room than of pages, so that parts are evicted alone.
+            totals = [host_pages if window is None else -(-host_pages // 2) for window in windows]
+            self.host_contents = [np.zeros((total, page_size), np.int64) for total in totals]
+            page_bytes = [(2 << 20) // len(pools)] * len(pools)
+            speed = TierSpeed(1.0)
+            self.tier = HostTier(self.kv_cache, log, totals, page_bytes, self, speed)
         self.store = StoreModel(self)
         """What is below the host, if anything is."""
         if self.tier is not None and storage:
@@ -385,14 +389,17 @@ class Memory:
         copy = next((one for one in self.copies if one.halves < 2), None)
         if copy is None:
             return
-        moves, middle = copy.moves, len(copy.moves.host_pages) // 2
-        part = slice(middle, None) if copy.halves else slice(0, middle)
-        for pool, device_pages in enumerate(moves.device_pages):
+        moves = copy.moves
+        for pool, (here, there) in enumerate(
+            zip(moves.device_pages, moves.host_pages, strict=True)
+        ):
+            middle = len(here) // 2
+            part = slice(middle, None) if copy.halves else slice(0, middle)
             device, host = self.contents[pool], self.host_contents[pool]
             if moves.to_host:
-                host[moves.host_pages[part]] = device[device_pages[part]]
+                host[there[part]] = device[here[part]]
             else:
-                device[device_pages[part]] = host[moves.host_pages[part]]
+                device[here[part]] = host[there[part]]
         copy.halves += 1
 
     def finish_copy(self) -> None:
@@ -424,15 +431,20 @@ class Memory:
         self.check_index()
         for lent, truths in self.lent:
             for page, of_pools in zip(lent, truths, strict=True):
-                for contents, expected in zip(self.host_contents, of_pools, strict=True):
-                    assert (contents[page.slot] == expected).all(), "what a peer reads was reused"
+                for pool, expected in enumerate(of_pools):
+                    if pool not in tier.pages.windows:
+                        held = self.host_contents[pool][page.slot]
+                        assert (held == expected).all(), "what a peer reads was reused"
         found = list(tier.pages)
         assert not set(found) & set(self.forgotten), "what was forgotten is found again"
         for page in found:
             namespace, tokens = self.prefix_of(page)
             for pool, contents in enumerate(self.host_contents):
-                truth = truth_of(namespace, pool, tokens)[-self.page_size :]
-                assert (contents[page.slot] == truth).all(), f"host page {page.slot} is wrong"
+                window = tier.pages.windows.get(pool)
+                held = page if window is None else window.part(page)
+                if held is not None:
+                    truth = truth_of(namespace, pool, tokens)[-self.page_size :]
+                    assert (contents[held.slot] == truth).all(), f"host page {page.slot} is wrong"
 
     # What must hold
 
@@ -460,10 +472,7 @@ class Memory:
             self.check_reads(forward, first)
 
     def check_index(self) -> None:
-        """What the prefix index has is what was written for its tokens, whether or not it is read.
-
-        Of pools without windows.
-        """
+        """What the prefix index has is what was written for its tokens, even if nobody reads it."""
         index = self.kv_cache.index
         assert isinstance(index, RadixTree)
         for leaf in index._forest.nodes():
@@ -473,8 +482,12 @@ class Memory:
             tokens = np.concatenate([node.tokens for node in path]).tolist()
             for pool, contents in enumerate(self.contents):
                 truth = truth_of(path[0].parent.key.decode(), pool, tokens)
-                pages = np.concatenate([node.present(pool) for node in path])
-                assert (contents[pages].ravel() == truth).all(), "a cached page is wrong"
+                for node in path:
+                    if (pages := node.pages[pool]) is not None:
+                        held = contents[pages].ravel()
+                        assert (held == truth[node.depth : node.end]).all(), (
+                            "a cached page is wrong"
+                        )
 
     def check_reads(self, flight: InFlight, written: int | None = None) -> None:
         """What a token at `flight.start` sees is what was written for its request.
@@ -527,8 +540,8 @@ class Memory:
             assert self.kv_cache.index.evictable(pool) == self.kv_cache.index.size(pool)
         assert self.kv_cache.audit.row_counts().free == self.kv_cache.total_rows
         if self.tier is not None:
-            counts = self.tier.pages.counts()
-            assert counts.free + counts.cached_evictable == counts.total
+            for counts in self.tier.pages.pool_counts():
+                assert counts.free + counts.cached_evictable == counts.total
 
     # Inside
 

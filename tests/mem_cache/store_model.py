@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvrelay.mem_cache.host_pages import HostPageState
+from kvrelay.mem_cache.host_page import HostPageState
 from kvrelay.mem_cache.storage_orders import (
     Fetch,
     Forget,

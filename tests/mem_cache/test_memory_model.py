@@ -71,8 +71,9 @@ class MemoryMachine(RuleBasedStateMachine):
             cached=kind != "none",
             ahead=AHEAD,
             long_row=long_row,
-            host_pages=host if kind == "full" else 0,
-            storage=storage,
+            # A window of one token sees no page.
+            host_pages=host if kind == "full" or (kind != "none" and window > 1) else 0,
+            storage=storage and kind == "full",
         )
 
     def pick(self, number: int) -> Holder:

@@ -11,7 +11,8 @@ import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import initialize, precondition, rule, run_state_machine_as_test
 
-from kvrelay.mem_cache.host_pages import HostPage, HostPages, HostPageState
+from kvrelay.mem_cache.host_page import HostPage, HostPageState
+from kvrelay.mem_cache.host_pages import HostPages
 from kvrelay.mem_cache.host_tier import HostTier
 from kvrelay.mem_cache.kv_cache_manager import KVCacheManager
 from kvrelay.mem_cache.prefix_log import PrefixLog

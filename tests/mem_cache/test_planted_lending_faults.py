@@ -9,7 +9,8 @@ import pytest
 from hypothesis import settings
 from hypothesis.stateful import precondition, rule, run_state_machine_as_test
 
-from kvrelay.mem_cache.host_pages import HostPage, HostPages
+from kvrelay.mem_cache.host_page import HostPage
+from kvrelay.mem_cache.host_pages import HostPages
 from kvrelay.mem_cache.host_tier import HostTier
 from tests.known import known
 from tests.mem_cache.test_planted_faults import wrap

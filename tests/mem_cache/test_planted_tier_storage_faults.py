@@ -10,7 +10,8 @@ import pytest
 from hypothesis import settings
 from hypothesis.stateful import initialize, precondition, rule, run_state_machine_as_test
 
-from kvrelay.mem_cache.host_pages import HostPage, HostPages, HostPageState
+from kvrelay.mem_cache.host_page import HostPage, HostPageState
+from kvrelay.mem_cache.host_pages import HostPages
 from kvrelay.mem_cache.storage_orders import StorageEnded
 from kvrelay.mem_cache.storage_pages import StoreState
 from kvrelay.mem_cache.storage_tier import Prefetch, StorageTier

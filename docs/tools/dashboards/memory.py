@@ -19,7 +19,7 @@ from docs.tools.dashboards.spec import (
     states,
 )
 
-_POOL: Final = f'{WORKER},pool=~"$pool",pool!~"rows|host|storage"'
+_POOL: Final = f'{WORKER},pool=~"$pool",pool!~"rows|host.*|storage"'
 """Of the device."""
 _HOST: Final = f'{WORKER},pool="host"'
 _STORAGE: Final = f'{WORKER},pool="storage"'

@@ -122,27 +122,31 @@ class CountingModel:
             self, self._copy, drafter, streams=device, draw=late_draw, counts=counts
         )
 
-    def make_host(self, pages: int) -> None:
+    def make_host(self, totals: Sequence[int]) -> None:
         """Have a host pool beside each pool."""
-        self.host_kv = [np.full((pages, self.page_size), -2, np.int64) for _ in self.kv]
+        self.host_kv = [np.full((pages, self.page_size), -2, np.int64) for pages in totals]
 
     def copy_tier(self, moves: PageMoves) -> None:
         """Make a copy between the device and the host."""
-        for kv, host, pages in zip(self.kv, self.host_kv, moves.device_pages, strict=True):
+        for kv, host, here, there in self._sides(moves):
             if moves.to_host:
-                host[moves.host_pages] = kv[pages]
+                host[there] = kv[here]
             else:
-                kv[pages] = host[moves.host_pages]
+                kv[here] = host[there]
+
+    def _sides(self, moves: PageMoves) -> Iterator[tuple[np.ndarray, ...]]:
+        """For each pool the device's, the host's, and the pages of each that are copied."""
+        return zip(self.kv, self.host_kv, moves.device_pages, moves.host_pages, strict=True)
 
     def spoil_tier(self, moves: PageMoves) -> None:
         """What a copy leaves that fails: a half of its pages, and nobody's bytes."""
         self.copy_tier(moves)
-        for kv, host, pages in zip(self.kv, self.host_kv, moves.device_pages, strict=True):
-            half = len(pages) // 2
+        for kv, host, here, there in self._sides(moves):
+            half = len(here) // 2
             if moves.to_host:
-                host[moves.host_pages[half:]] = NOBODYS
+                host[there[half:]] = NOBODYS
             else:
-                kv[pages[half:]] = NOBODYS
+                kv[here[half:]] = NOBODYS
 
     def read(self, peer: SimModel, pull: Pull) -> None:
         """Move one read's bytes as they are on the other side now."""

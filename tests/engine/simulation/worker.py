@@ -190,12 +190,18 @@ class SimWorker:
             return make_host_tier(self.kv_cache, self.model.host_pools, self.copy_stream, math.inf)
         if not self.host_pages:
             return None
-        self.model.make_host(self.host_pages)
+        # Of windows the host keeps half as many pages, so that some of them go by themselves.
+        totals = [
+            self.host_pages if window is None else -(-self.host_pages // 2)
+            for window in self.windows
+        ]
+        self.model.make_host(totals)
         assert isinstance(self.kv_cache.index, RadixTree)
         log = self.kv_cache.index.log
         assert log is not None
+        page_bytes = [PAGE_BYTES // len(totals)] * len(totals)
         speed = TierSpeed(math.inf)
-        return HostTier(self.kv_cache, log, self.host_pages, PAGE_BYTES, self.copy_stream, speed)
+        return HostTier(self.kv_cache, log, totals, page_bytes, self.copy_stream, speed)
 
     def _make_storage(self) -> SimStorage | None:
         if self.tier is None:
