@@ -76,7 +76,11 @@ class GrammarMasks:
         Returns:
             The drafts, less what no grammar lets come, and the masks to wait for.
         """
-        sampled = [i for i, item in enumerate(items) if item.sample and _wants(item.token_state)]
+        sampled = [
+            i
+            for i, item in enumerate(items)
+            if item.sample and item.token_state.sampling.structured_output is not None
+        ]
         if not sampled:
             return drafts, NO_MASKS
         cut = list(drafts)
@@ -142,7 +146,3 @@ class GrammarMasks:
             fill_next_token_bitmask_par(self._filler, plain, rows)
         if drafted:
             fill_next_token_bitmask_par_with_draft_tokens(self._filler, drafted, rows)
-
-
-def _wants(state: TokenState) -> bool:
-    return state.sampling.structured_output is not None

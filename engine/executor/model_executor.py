@@ -64,6 +64,8 @@ RequestT = TypeVar("RequestT")
 _NO_SAMPLING: Final = HostSampling(())
 """Of a step that computes nothing."""
 _NO_ROWS: Final[Mapping[int, int]] = {}
+_NOTHING: Final = StepOutput()
+"""Of an item that is not computed."""
 Samples = Iterator[list[Sampled]]
 """Those of each choice of a step's items, in order."""
 
@@ -246,7 +248,10 @@ class ModelExecutor:
         assert isinstance(launched, LaunchedForward), "another executor has launched it"
         launched.home.wait()
         step = launched.step
-        outputs = [StepOutput(error=item.token_state.broken) for item in step.scheduled]
+        outputs = [_NOTHING] * len(step.scheduled)
+        for index, item in enumerate(step.scheduled):
+            if item.token_state.broken is not None:
+                outputs[index] = StepOutput(error=item.token_state.broken)
         if None not in [item.token_state.broken for item in launched.items]:
             # The step before has ended them: as if this one had not been launched.
             return StepEnded(step, outputs)
@@ -276,7 +281,9 @@ class ModelExecutor:
     ) -> LogitRows:
         """Launch the forward of its items, and what is sampled from it."""
         items, forward = launched.items, self._streams.forward
-        tables = [table[launched.live] for table in launched.step.page_tables]
+        tables = launched.step.page_tables
+        if len(items) < len(launched.step.scheduled):
+            tables = [table[launched.live] for table in tables]
         drafts, masks = self._propose(items, tables), NO_MASKS
         if self._masks is not None:
             drafts, masks = self._masks.begin(items, drafts)
@@ -284,7 +291,8 @@ class ModelExecutor:
         batch, rows = make_batch(items, drafts, tables)
         launched.num_tokens, launched.work = len(batch.input_ids), count_work(items, batch)
         launched.scores = [
-            _chunk_scores(item, own) for item, own in zip(items, rows.scored, strict=True)
+            None if own.start == own.stop else _chunk_scores(item, own)
+            for item, own in zip(items, rows.scored, strict=True)
         ]
         awaited = None
         if not self._streams.is_immediate:
@@ -330,8 +338,10 @@ class ModelExecutor:
 
     def _follow(self, items: Items, tables: Sequence[Int32Array]) -> None:
         """Let the drafter compute the chunks of prompts that the model has computed."""
+        if self._drafter is None:
+            return
         chunks = [i for i, item in enumerate(items) if item.token_state.in_prompt]
-        if self._drafter is None or not chunks:
+        if not chunks:
             return
         own = [table[chunks] for table in tables]
         batch, _ = make_batch([items[i] for i in chunks], [()] * len(chunks), own)
@@ -341,11 +351,9 @@ class ModelExecutor:
             logger.exception("the drafter could not follow a prompt")
 
 
-def _chunk_scores(item: Scheduled[object], rows: slice) -> ChunkScores | None:
-    """What is to be scored of an item's chunk, if anything is."""
+def _chunk_scores(item: Scheduled[object], rows: slice) -> ChunkScores:
+    """What is to be scored of an item's chunk."""
     state, count = item.token_state, rows.stop - rows.start
-    if not count:
-        return None
     assert state.prompt_logprobs is not None
     following = state.token_ids[state.kv_len + 1 : state.kv_len + 1 + count]
     return ChunkScores(rows, following, state.prompt_logprobs)
@@ -386,8 +394,9 @@ def _read(launched: LaunchedForward[RequestT], index: int, samples: Samples) -> 
     """What came of an item, whose token state gets its tokens."""
     item = launched.items[index]
     state, scores = item.token_state, launched.scores[index]
-    choices = state.choices if item.sample else ()
-    sampled: list[Sampled | GrammarError] = [token for _ in choices for token in next(samples)]
+    sampled: list[Sampled | GrammarError] = []
+    for _ in state.choices if item.sample else ():
+        sampled += next(samples)
     if isinstance(error := launched.allowed.get(index), GrammarError):
         sampled = [error]
     if state.pending is not None and state.pending.sampling is launched.sampling:
@@ -395,8 +404,9 @@ def _read(launched: LaunchedForward[RequestT], index: int, samples: Samples) -> 
     if state.broken is not None:  # by the step before, whose results were not here at the launch
         return StepOutput(error=state.broken)
     tokens = [token for token in sampled if isinstance(token, SampledToken)]
-    errors = [token for token in sampled if not isinstance(token, SampledToken)]
-    state.broken = errors[0] if errors else None
+    if len(tokens) < len(sampled):
+        errors = [token for token in sampled if not isinstance(token, SampledToken)]
+        state.broken = errors[0]
     _add_tokens(state, tokens, launched.places[index])
     prompt_logprobs = () if scores is None else scores.read()
     return StepOutput(tokens, state.broken, len(launched.drafts[index]), prompt_logprobs)
@@ -416,16 +426,15 @@ def _sampling_row(
     state: TokenState, choice: int, allowed: Allowed | None = None, counted_row: int | None = None
 ) -> SamplingRow:
     """How the token that follows a state is sampled, for one choice."""
-    num_output = len(state.token_ids) - state.prompt_len
-    needs_outputs = state.sampling.edits_logits and counted_row is None
-    outputs = state.output_ids if needs_outputs else ()
+    position, sampling, least = len(state.token_ids), state.sampling, state.stops.min_tokens
+    needs_outputs = sampling.edits_logits and counted_row is None
     return SamplingRow(
-        params=state.sampling,
-        position=len(state.token_ids),
+        params=sampling,
+        position=position,
         prompt_ids=state.prompt_ids,
-        output_ids=outputs,
-        banned_ids=tuple(state.stops.stop_token_ids) if state.stops.min_tokens else (),
-        banned_for=max(0, state.stops.min_tokens - num_output),
+        output_ids=state.output_ids if needs_outputs else (),
+        banned_ids=tuple(state.stops.stop_token_ids) if least else (),
+        banned_for=max(0, least - (position - state.prompt_len)) if least else 0,
         choice=choice,
         allowed=None if isinstance(allowed, GrammarError) else allowed,
         counted_row=counted_row,

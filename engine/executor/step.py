@@ -39,7 +39,8 @@ class Scheduled(Generic[RequestT_co]):
     @property
     def is_live(self) -> bool:
         """Whether it is computed: the step before may have ended it. On the forward thread."""
-        return self.token_state.broken is None and not (self.sample and self.token_state.room == 0)
+        state = self.token_state
+        return state.broken is None and not (self.sample and state.room == 0)
 
 
 class StepOutput(NamedTuple):

@@ -46,14 +46,18 @@ class LogitRows:
 
     def add(self, item: Scheduled[object], draft: Sequence[int], begin: int) -> None:
         """Add the rows of the next item, whose tokens begin at place `begin` in the batch."""
-        first = len(self.tokens)
-        num_scored = _num_scored(item)
-        self.tokens += range(begin, begin + num_scored)
+        state, last = item.token_state, begin + item.num_tokens - 1
+        first, num_scored = len(self.tokens), 0
+        if state.prompt_logprobs is not None:
+            num_scored = _num_scored(item)
+            self.tokens += range(begin, begin + num_scored)
         self.scored.append(slice(first, first + num_scored))
         self.first_sampled.append(len(self.sampled))
-        if item.sample:
-            last = begin + item.num_tokens - 1
-            self.tokens += [last] * len(item.token_state.choices)
+        if item.sample and not draft and len(state.choices) == 1:  # nearly all are
+            self.tokens.append(last)
+            self.sampled.append(first + num_scored)
+        elif item.sample:
+            self.tokens += [last] * len(state.choices)
             self.tokens += range(last + 1, last + 1 + len(draft))
             self.sampled += range(first + num_scored, len(self.tokens))
 
@@ -155,8 +159,11 @@ def count_work(items: Items, batch: ForwardBatch) -> StepWork:
 
 
 def _num_scored(item: Scheduled[object]) -> int:
-    """Tokens of a chunk, from its first on, whose followers in the prompt are scored."""
+    """Tokens of a chunk, from its first on, whose followers in the prompt are scored.
+
+    Of a request that asks for the scores of its prompt.
+    """
     state = item.token_state
-    if state.prompt_logprobs is None or not state.in_prompt:
+    if not state.in_prompt:
         return 0
     return max(0, min(item.num_tokens, state.prompt_len - 1 - state.kv_len))

@@ -81,7 +81,7 @@ class StopChecker:
     def check(self, token_id: int) -> RequestEnd | None:
         """Take the next output token; whether the request ends with it."""
         self._num_output += 1
-        matched = self._match_text(token_id)
+        matched = self._match_text(token_id) if self._conditions.stop else None
         if self._num_output >= self._conditions.min_tokens:
             if token_id in self._conditions.stop_token_ids:
                 return RequestEnd(EndReason.STOP, token_id)
@@ -93,8 +93,6 @@ class StopChecker:
 
     def _match_text(self, token_id: int) -> str | None:
         """The stop string that `token_id` completed; the one that begins first, if several."""
-        if not self._conditions.stop:
-            return None
         piece = self._detokenizer.push(token_id)
         if not piece:
             return None

@@ -95,7 +95,7 @@ class TokenState:
     @property
     def room(self) -> int:
         """Tokens that may yet be sampled; none, when a step was launched for one too many."""
-        return self.prompt_len + self.stops.max_tokens - len(self.token_ids)
+        return len(self.prompt_ids) + self.stops.max_tokens - len(self.token_ids)
 
     @property
     def in_prompt(self) -> bool:

@@ -256,6 +256,11 @@ def _take_tokens(
     request: GeneratingRequest, tokens: Sequence[SampledToken]
 ) -> tuple[Sequence[SampledToken], RequestEnd | None]:
     """Append sampled tokens to the output, up to the one that ends it; how it ends, if it does."""
+    if len(tokens) == 1:  # without drafts
+        token_id = tokens[0].token_id
+        request.output_ids.append(token_id)
+        request.kv_written_len += 1
+        return tokens, request.checker.check(token_id)
     finish = None
     for index, token in enumerate(tokens):
         request.output_ids.append(token.token_id)
