@@ -244,6 +244,7 @@ class DecodeScheduler:
         before = self._probes.get(probe.incarnation)
         if probe.refusal and not (before and before.refusal):
             self._context.metrics.count(TRANSFER_REFUSALS)
+            self._context.tell_load()
         self._hosts.note_probe(probe)
         if probe.incarnation not in self._dead:
             self._probes[probe.incarnation] = self._histories.with_speed(probe)

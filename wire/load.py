@@ -140,6 +140,11 @@ class WorkerLoad:
     """Of cached prefixes, that sessions lock between their turns: they come back when needed."""
 
     @property
+    def is_idle(self) -> bool:
+        """Whether there is nothing to do."""
+        return not self.waiting_requests and not self.running_requests
+
+    @property
     def refused_peers(self) -> Mapping[str, str]:
         """The incarnations that this decode worker does not read from, and why."""
         return {peer.incarnation: peer.refusal for peer in self.peers if peer.refusal}

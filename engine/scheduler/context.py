@@ -97,7 +97,7 @@ class SchedulerContext(Generic[RequestT]):
         """Add a router's stream; the router is told the load after this pass."""
         self.links.append(link)
         self.prefixes.attach(link)
-        self._last_load = None
+        self.tell_load()
 
     def detach(self, link: RouterLink) -> None:
         """Remove a router's stream, which has ended."""
@@ -386,10 +386,23 @@ class SchedulerContext(Generic[RequestT]):
             for kind, found in self.kv_cache.quarantine_counts().items()
         )
 
-    def flush(self, load: WorkerLoad) -> None:
-        """Send this pass's outputs to the routers; load and prefixes where they have changed."""
-        changed = load != self._last_load
-        self._last_load = load
+    @property
+    def load_can_wait(self) -> bool:
+        """Whether routers know that the worker has something to do, and whether it drains."""
+        load = self._last_load
+        return load is not None and not load.is_idle and load.draining is self.draining
+
+    def tell_load(self) -> None:
+        """Have the load counted and told after this pass, whatever it was before."""
+        self._last_load = None
+
+    def flush(self, load: WorkerLoad | None) -> None:
+        """Send this pass's outputs to the routers; load and prefixes where they have changed.
+
+        `load` is None if it was not counted.
+        """
+        changed = load is not None and load != self._last_load
+        self._last_load = load or self._last_load
         prefixes = self.prefixes.take()
         for link in self.links:
             outputs = tuple(self._outputs.pop(link, ()))

@@ -65,7 +65,13 @@ class GrowthReserve:
         total, part = 0, self._part
         for request in requests:
             most, has = request.stops.max_tokens, len(request.output_ids)
-            total += min(max(ceil(part * most), has + 1), most) - has
+            expected, left = ceil(part * most) - has, most - has
+            # Not by `min` and `max`, calls of which take longer than all else here.
+            if expected < 1:
+                expected = 1
+            if expected > left:
+                expected = left
+            total += expected
         return total
 
     def headroom(self, request: Request, others: Iterable[Request]) -> list[int] | None:

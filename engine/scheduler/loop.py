@@ -18,7 +18,9 @@ tokens the step before has sampled, the forward thread reads from the `TokenStat
 from __future__ import annotations
 
 import logging
+import math
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -151,6 +153,8 @@ class Engine(Generic[RequestT, MessageT]):
         failed_forwards_limit: so many forwards that fail in a row end it.
         overlap: plan a step while the one before it computes.
         audit_pages: check every page after every pass, not the sums alone.
+        load_seconds: the load is not counted again for so long while a forward runs that takes
+            less, and whose end brings the next pass.
     """
 
     def __init__(
@@ -162,6 +166,7 @@ class Engine(Generic[RequestT, MessageT]):
         failed_forwards_limit: int,
         overlap: bool,
         audit_pages: bool,
+        load_seconds: float = 0.0,
     ) -> None:
         self._context = context
         self._scheduler = scheduler
@@ -175,6 +180,8 @@ class Engine(Generic[RequestT, MessageT]):
         self._failed_forwards_limit = failed_forwards_limit
         self._failed_in_a_row = 0
         self._gives_up = ""
+        self._load_seconds = load_seconds
+        self._load_counted_at = -math.inf
         self._stopping = False
         self._on_drained: list[Callable[[], object]] = []
 
@@ -207,8 +214,36 @@ class Engine(Generic[RequestT, MessageT]):
             tier.write_back()
         for audit in self._audits:
             audit()
-        load = self._scheduler.load()
-        kv_cache = self._context.kv_cache
+        now = time.monotonic()
+        load = None if self._load_can_wait(now) else self._count_load(now)
+        if self._context.progress.is_due():
+            self._context.progress.take(self._scheduler.progress())
+        self._context.flush(load)
+        if self._gives_up:
+            raise WorkerBrokenError(self._gives_up)
+        self._tell_if_drained()
+
+    def _load_can_wait(self, now: float) -> bool:
+        """Whether the load was counted a moment ago, and a pass is sure to follow soon.
+
+        Most passes of a busy worker take one message of one request, which no router places
+        others by. The load, and what is exported of the memory, would be half of their work.
+        """
+        return (
+            now < self._load_counted_at + self._load_seconds
+            and self._context.steps.running > 0
+            and self._context.speed_learner.last_seconds < self._load_seconds
+            and self._context.load_can_wait
+        )
+
+    def _count_load(self, now: float) -> WorkerLoad:
+        """Count the load, and publish it with the memory's state."""
+        self._load_counted_at = now
+        load, kv_cache, tier = (
+            self._scheduler.load(),
+            self._context.kv_cache,
+            self._context.host_tier,
+        )
         self._context.metrics.publish(
             load,
             kv_cache.quarantined_since,
@@ -216,12 +251,7 @@ class Engine(Generic[RequestT, MessageT]):
             kv_cache.quarantine_counts(),
             {} if tier is None else {name: replace(one) for name, one in tier.tier_counts()},
         )
-        if self._context.progress.is_due():
-            self._context.progress.take(self._scheduler.progress())
-        self._context.flush(load)
-        if self._gives_up:
-            raise WorkerBrokenError(self._gives_up)
-        self._tell_if_drained()
+        return load
 
     def _tell_if_drained(self) -> None:
         """After the last outputs were sent. Pages may still be fenced, by dead peers' transfers."""

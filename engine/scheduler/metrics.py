@@ -294,8 +294,9 @@ _PAGE_STATES = (
 class WorkerMetrics(Instruments, Collector):
     """The values of `METRICS` on one worker.
 
-    The engine thread publishes load and memory after every pass as one immutable
-    value, so a scrape at any moment sees page states that sum to the pool.
+    The engine thread publishes load and memory after a pass, of a busy worker some times a
+    second, as one immutable value, so a scrape at any moment sees page states that sum to the
+    pool.
     """
 
     def __init__(self, config: WorkerConfig) -> None:

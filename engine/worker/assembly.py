@@ -35,6 +35,7 @@ from kvrelay.engine.worker.faulty import (
     FaultyStorage,
     FaultyTransferAgent,
 )
+from kvrelay.engine.worker.load_reports import INTERVAL_SECONDS
 from kvrelay.engine.worker.loading import LoadedModel
 from kvrelay.engine.worker.memory import make_host_tier, make_kv_cache, make_store
 from kvrelay.kv_transfer.agent import TransferAgent
@@ -208,6 +209,7 @@ def assemble(
         failed_forwards_limit=config.failed_forwards_limit,
         overlap=config.overlap,
         audit_pages=config.audit_pages,
+        load_seconds=INTERVAL_SECONDS,
     )
     thread = EngineThread(engine, inbox, on_failure)
     threads = (forward, thread, copies, storage)

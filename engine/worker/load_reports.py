@@ -46,7 +46,7 @@ class LoadPace:
             return -math.inf
         if load == told:
             return math.inf
-        if _is_idle(told) and not _is_idle(load):
+        if told.is_idle and not load.is_idle:
             return self._next_slot - INTERVAL_SECONDS
         if not _matters(load, told):
             return max(self._next_slot, self._told_at + LONGEST_SECONDS)
@@ -56,7 +56,7 @@ class LoadPace:
 
     def stays_busy(self, load: WorkerLoad) -> bool:
         """Whether the worker had something to do when it was told last, and has now."""
-        return self._told is not None and not _is_idle(self._told) and not _is_idle(load)
+        return self._told is not None and not self._told.is_idle and not load.is_idle
 
     def tell(self, load: WorkerLoad, now: float) -> None:
         """Note that this load is told now."""
@@ -136,10 +136,6 @@ class PacedLink(RouterLink):
             self._timer = None
 
 
-def _is_idle(load: WorkerLoad) -> bool:
-    return not load.waiting_requests and not load.running_requests
-
-
 def _refuse_others(one: WorkerLoad, other: WorkerLoad) -> bool:
     """Whether they differ in whom the worker refuses to read from."""
     if one.peers == other.peers:
@@ -149,7 +145,7 @@ def _refuse_others(one: WorkerLoad, other: WorkerLoad) -> bool:
 
 def _matters(load: WorkerLoad, told: WorkerLoad) -> bool:
     """Whether the change is worth a slot: so is every one on an idle worker, which are few."""
-    if _is_idle(load) or load.peers != told.peers:
+    if load.is_idle or load.peers != told.peers:
         return True
     if _differ(load.waiting_requests, told.waiting_requests):
         return True
