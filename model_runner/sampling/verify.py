@@ -99,7 +99,7 @@ def _accept(
     row, draft_ids = drafted.row, drafted.draft_ids
     samples: list[Sampled] = []
     for index in range(len(raw)):
-        now = row if row.is_argmax else row.after(draft_ids[:index])
+        now = row if not index or row.is_argmax else row.after(draft_ids[:index])
         sample = sample_row(raw[index], now, likeliest[index])
         samples.append(sample)
         if index == len(draft_ids) or not isinstance(sample, SampledToken):
