@@ -38,6 +38,12 @@ _RAY_SETTINGS = {
     "RAY_enable_metrics_collection": "0",
     "RAY_event_stats": "0",
     "RAY_task_events_report_interval_ms": "0",
+    # Nor what its agent finds out of processes, each 5 s.
+    "REPORTER_UPDATE_INTERVAL_MS": "60000",
+    # Objects to move, spare processes and garbage are looked for each second, not 5 to 10 times.
+    "RAY_object_manager_timer_freq_ms": "1000",
+    "RAY_kill_idle_workers_interval_ms": "1000",
+    "RAY_raylet_check_gc_period_milliseconds": "1000",
     # Look for logs of new processes twice a second, not ten times; known ones are read as before.
     "RAY_LOG_MONITOR_MANY_FILES_THRESHOLD": "0",
     # A worker computes at the priority of the command; Ray would let all else go first.

@@ -78,6 +78,11 @@ class Peers:
         self._known.pop(incarnation, None)
         self._awaited_deaths.setdefault(incarnation, time.monotonic())
 
+    @property
+    def is_settled(self) -> bool:
+        """Whether `settle` has nothing to wait for."""
+        return not (self._awaited_deaths or self._needs_new_agent or self._endpoints.retired)
+
     def settle(self) -> None:
         """Let the fences pass of failed reads that no byte can come from any more."""
         self._settle_deaths()
