@@ -9,7 +9,7 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any, Final
 
-from kvrelay.router.eager import Signal, run_eagerly
+from kvrelay.router.eager import MORE, EagerRun
 from kvrelay.router.errors import DeadlineExceeded, RequestError, SlowReader
 from kvrelay.router.output_stream import OutputStream
 
@@ -57,7 +57,8 @@ class Reader:
         self._timeout = timeout
         self._first_new = stream.num_events
         self._read_bytes = stream.published_bytes  # what came before it does not count
-        self._more = Signal()
+        self._number = 0  # of the event that is written, or is to be
+        self._writing: EagerRun | None = None  # None: it has not begun
         self._too_slow: SlowReader | None = None
         self._loop = asyncio.get_running_loop()
         self._patience_ends = math.inf  # on the loop's clock; infinity: it waits for no client
@@ -69,26 +70,32 @@ class Reader:
         Raises the request's outcome if that is an error, and what a write raises. Whoever brings an
         event begins to write it, so a write must need no task of its own.
         """
-        await run_eagerly(self._write_all(write))
+        self._writing = EagerRun(self._write_all(write), self._is_idle)
+        await self._writing.end()
 
     async def _write_all(self, write: Write) -> None:
-        stream, number = self._stream, 0
-        while True:
-            while stream.is_coming(number):
-                await self._more
-            event = stream.event(number)
+        stream = self._stream
+        while self._writing is not None and not self._writing.is_over:
+            while stream.is_coming(self._number):
+                await MORE
+            event = stream.event(self._number)
             if event is None:
                 return
             self._begin_patience()
             await write(event)
             self._patience_ends = math.inf
-            if number >= self._first_new:
+            if self._number >= self._first_new:
                 self._read_bytes += len(event)
-            number += 1
+            self._number += 1
+
+    def _is_idle(self) -> bool:
+        """Whether there is nothing to write after the event that is written now."""
+        return self._stream.is_coming(self._number + 1)
 
     def go_on(self) -> None:
         """Begins to write what has come, or ends the call if too much of that waits already."""
-        self._more.give()
+        if self._writing is not None:
+            self._writing.go_on()
         unread = self._stream.published_bytes - self._read_bytes
         if unread > self._patience.max_unread_bytes and self._too_slow is None:
             self._too_slow = SlowReader(
@@ -125,9 +132,11 @@ class Reader:
         A timer for each event would cost more than to read the event.
         """
         self._timer = None
+        if self._writing is not None:
+            self._writing.go_on()  # for the write may have ended long ago
         if self._loop.time() >= self._patience_ends:
             self._end_call()
-        elif self._patience_ends < math.inf:
+        elif self._patience_ends < math.inf and self._timer is None:
             self._timer = self._loop.call_at(self._patience_ends, self._end_patience)
 
     def _end_call(self) -> None:

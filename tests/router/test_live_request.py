@@ -490,6 +490,21 @@ async def test_a_write_that_fails_ends_its_own_call_alone(run: Run) -> None:
         calls[1].cancel()
 
 
+async def test_a_call_that_has_ended_is_written_nothing_more(run: Run) -> None:
+    client = Client(busy=True)
+    with run.live.reader() as reader, run.live.reader():
+        for index in range(2):
+            run.live.on_token(DECODE, 7, 0, index, 65 + index)
+        reading = asyncio.create_task(reader.pass_on(client.take))
+        await asyncio.sleep(0)
+        client.is_ready.set()  # in the same turn, so the write's end comes first
+        reading.cancel()
+        await asyncio.gather(reading, return_exceptions=True)
+        await asyncio.sleep(0.01)
+        run.live.on_token(DECODE, 7, 0, 2, 67)
+        assert client.ids == [65]
+
+
 async def test_a_token_out_of_order_waits_for_those_before_it(run: Run) -> None:
     """And the end, which came before, for all of them."""
     run.live.on_token(DECODE, 7, 0, 2, 67)
