@@ -31,7 +31,10 @@ _ENGINE_DIED: Final = 70
 _DRAINED: Final = 71
 _LEASE_RAN_OUT: Final = 72
 """Exit statuses; Ray takes any but its own for a crash, and starts another process."""
-_LAST_WORD_SECONDS: Final = 0.5
+_LAST_WORD_SECONDS: Final = 2.0
+"""For the controller to hear why the process is about to end: it counts the causes."""
+_LAST_LINE_SECONDS: Final = 0.5
+"""For the log."""
 
 
 class Worker(Protocol):
@@ -355,7 +358,7 @@ class WorkerHost:
             target=_log.critical, args=(line, self._config.lease_seconds), daemon=True
         )
         saying.start()
-        saying.join(_LAST_WORD_SECONDS)
+        saying.join(_LAST_LINE_SECONDS)
         os._exit(_LEASE_RAN_OUT)
 
     async def _exit_when_drained(self, worker: Worker) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import socket
 import sys
 import time
 import urllib.error
@@ -34,17 +33,11 @@ from kvrelay.v1 import inference_pb2, inference_pb2_grpc
 from kvrelay.wire.worker_info import WorkerInfo, WorkerRole
 from tests.chaos.load import Case, Expected, ask
 from tests.chaos.router_process import to_line
+from tests.ports import free_port
 
 ANY_PORT = Address("127.0.0.1", 0)
-START_S = 60.0
-REST_S = 30.0
-
-
-def free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        port: int = one.getsockname()[1]
-        return port
+START_S = 120.0
+REST_S = 60.0
 
 
 def make_configs(
@@ -110,8 +103,9 @@ class RouterProcess:
     def alive(self) -> bool:
         return self._process is not None and self._process.returncode is None
 
-    async def start(self, address: str = "127.0.0.1:0") -> None:
-        """Start the process and return once it can serve."""
+    async def start(self, address: str = "") -> None:
+        """Start the process and return once it can serve; at a port of its own if none is given."""
+        address = address or f"127.0.0.1:{free_port()}"
         self._process = await asyncio.create_subprocess_exec(
             sys.executable,
             *("-m", "tests.chaos.router_process", str(self._model), address, self._placement),
@@ -223,7 +217,7 @@ class ChaosCluster:
 
     async def replace_router(self, *, same_address: bool) -> None:
         """End the router, if it still runs, and start another."""
-        address = self.router.address if same_address else "127.0.0.1:0"
+        address = self.router.address if same_address else ""
         await self.router.end()
         await self.router.start(address)
 

@@ -9,10 +9,17 @@ import psutil
 
 
 def listening(process: psutil.Process) -> set[tuple[str, int]]:
-    """The addresses and ports at which a process takes connections, or datagrams."""
+    """The addresses and ports at which a process takes connections, or datagrams.
+
+    Of one that has ended: none.
+    """
+    try:
+        sockets = process.net_connections("inet")
+    except psutil.NoSuchProcess:
+        return set()
     return {
         (sock.laddr.ip, sock.laddr.port)
-        for sock in process.net_connections("inet")
+        for sock in sockets
         if sock.status == psutil.CONN_LISTEN
         or (sock.type == socket.SOCK_DGRAM and sock.laddr and not sock.raddr)
     }

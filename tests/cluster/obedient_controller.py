@@ -2,7 +2,8 @@
 
 It is told by a file, ``controller.dies``, in the folder where its workers' orders lie: ``before``
 or ``after`` and what it is about to write down, as `name_of` calls it. It writes before it acts
-and after, so these are the points between which its acts lie.
+and after, so these are the points between which its acts lie. When it dies it leaves its pid in
+``controller.died``, and the order is gone.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from kvrelay.wire.worker_info import WorkerRole
 from tests.cluster.obedient_worker import ObedientHost, ObedientWorker
 
 DIES = "controller.dies"
+DIED = "controller.died"
 
 
 class ObedientController(ControllerHost):
@@ -57,6 +59,7 @@ class DeadlyStore:
     def _die(self, when: str, name: str) -> None:
         order = self._folder / DIES
         if order.exists() and order.read_text() == f"{when} {name}":
+            (self._folder / DIED).write_text(str(os.getpid()))
             order.unlink()
             os.kill(os.getpid(), signal.SIGKILL)
 

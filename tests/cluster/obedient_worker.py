@@ -126,6 +126,11 @@ def give_order(folder: Path, worker: str, order: str, *lines: str) -> None:
 
     A worker takes one of the order's lines each time.
     """
-    being_written = folder / f"{worker}.{order}.being_written"
-    being_written.write_text("\n".join(lines))
-    being_written.rename(folder / f"{worker}.{order}")
+    write_at_once(folder / f"{worker}.{order}", "\n".join(lines))
+
+
+def write_at_once(path: Path, text: str) -> None:
+    """Another process, which may look at any moment, finds no part of it."""
+    being_written = path.with_name(f"{path.name}.being_written")
+    being_written.write_text(text)
+    being_written.rename(path)

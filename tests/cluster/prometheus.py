@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
-import socket
 import subprocess
 import time
 import urllib.parse
@@ -14,6 +13,8 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
+
+from tests.ports import free_port
 
 RULES = Path(__file__).parents[2] / "deploy" / "prometheus" / "rules.yml"
 _PROGRAM = shutil.which("prometheus")
@@ -70,8 +71,7 @@ async def scraping(controller: str, folder: Path) -> AsyncIterator[Prometheus]:
         folder: for the configuration, the data and the log.
     """
     assert _PROGRAM is not None
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     config = folder / "prometheus.yml"
     config.write_text(_CONFIG.format(rules=RULES, controller=controller))
     command = [_PROGRAM, f"--config.file={config}", f"--storage.tsdb.path={folder / 'data'}"]

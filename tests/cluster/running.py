@@ -26,7 +26,7 @@ from kvrelay.router.config import PlacementMode
 from kvrelay.v1 import inference_pb2, inference_pb2_grpc
 
 ANY_PORT = Address("127.0.0.1", 0)
-REST_S = 20
+REST_S = 60
 """For memory to come back once its requests are gone; it is awaited, not slept."""
 
 

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import grpc
-import psutil
 import pytest
 
 from kvrelay.deploy.controller_host import ControllerReport, Stage
@@ -33,9 +32,9 @@ from kvrelay.deploy.placement import PlacementPlan
 from kvrelay.deploy.ray_store import RayStore
 from kvrelay.v1 import admin_pb2, admin_pb2_grpc, controller_pb2, controller_pb2_grpc
 from tests.cluster import obedient_controller, obedient_worker
-from tests.cluster.obedient_controller import DIES, ObedientController
-from tests.cluster.obedient_worker import give_order
-from tests.cluster.supervised import heard, make_configs
+from tests.cluster.obedient_controller import DIED, DIES, ObedientController
+from tests.cluster.obedient_worker import give_order, write_at_once
+from tests.cluster.supervised import heard, make_configs, runs
 
 SECONDS = 60
 
@@ -72,12 +71,14 @@ class Led:
             return await until_leading(self.namespace)
 
     def dies(self, point: str) -> None:
-        (self.folder / DIES).write_text(point)
+        write_at_once(self.folder / DIES, point)
 
     async def until_dead(self) -> None:
         """Wait until the controller has died where it was told to."""
         async with asyncio.timeout(SECONDS):
             while (self.folder / DIES).exists():
+                await asyncio.sleep(0.02)
+            while runs(int((self.folder / DIED).read_text())):
                 await asyncio.sleep(0.02)
 
     async def state(self) -> Any:
@@ -132,19 +133,12 @@ class Led:
 
     async def assert_gone_already(self) -> None:
         """Prove that nothing of the cluster is left."""
-        left = [one for one in self.pids() if is_running(one)]
+        left = [one for one in self.pids() if runs(one)]
         assert not left
         assert not find_groups(self.namespace)
         assert not await self.store.keys("")
         named = ray_module.util.list_named_actors(all_namespaces=True)
         assert not [one for one in named if one["namespace"] == self.namespace]
-
-
-def is_running(pid: int) -> bool:
-    try:
-        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
-    except psutil.NoSuchProcess:
-        return False
 
 
 @pytest.fixture

@@ -38,7 +38,7 @@ from kvrelay.router.router import Router
 from kvrelay.v1 import admin_pb2, admin_pb2_grpc, inference_pb2_grpc
 from kvrelay.wire.cluster_state import ClusterState
 from tests.cluster.running import Cluster
-from tests.cluster.test_controller import is_running
+from tests.cluster.supervised import runs
 
 pytestmark = pytest.mark.slow
 SECONDS = 120
@@ -156,7 +156,7 @@ async def test_requests_go_on_while_the_controller_is_away(tiny: Path, name: str
         await cluster.until_routed_to("prefill-0", "decode-0")
         await cluster.assert_at_baseline()
         pids = [grown.pid, *(one.pid for one in grown.workers)]
-    assert not [pid for pid in pids if is_running(pid)]
+    assert not [pid for pid in pids if runs(pid)]
 
 
 @pytest.fixture
@@ -202,8 +202,8 @@ def test_a_cluster_that_commands_start_change_and_end(tiny: Path, name: str):
     assert re.search(rf"cluster {name}: epoch 1, controller {state['pid']}, up \d+ s\n", text)
     assert re.search(r"decode-0 +live +decode-0-\w+ ", text)
     pids = [state["pid"], *(one["pid"] for one in state["workers"])]
-    assert all(map(is_running, pids))
+    assert all(map(runs, pids))
     assert command(["down", *where]) == f"{name} has ended.\n"
-    assert not [pid for pid in pids if is_running(pid)]
+    assert not [pid for pid in pids if runs(pid)]
     assert "does not run in this Ray" in command(["down", *where], check=False)
     assert "has no controller" in command(["status", *where], check=False)

@@ -38,6 +38,6 @@ async def test_both_sides_publish_the_prompts_blocks(tiny: Path) -> None:
         async for response in cluster.stub.Generate(request):
             tokens += response.delta.token_ids
         for socket, followed in zip(subscribers, follower, strict=True):
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(60):
                 while tuple(tokens[:96]) not in followed.blocks.values():
                     followed.take(await socket.recv_multipart())

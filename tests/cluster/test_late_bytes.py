@@ -87,12 +87,11 @@ async def test_scenario_34_bytes_that_come_after_an_abort_change_no_token(
 ):
     load = Load(chaos.router.current, list(expected), chaos.bound, clients=8, aborts=0.6)
     most = 0.0
-    while len(load.outcomes) < 80:
+    while len(load.outcomes) < 80 or not most:
         most = max(most, await quarantined(chaos))
     outcomes = await load.stop()
     assert not check(outcomes, expected, may_be_lost=False)
     assert sum(outcome.aborted for outcome in outcomes) > 20
-    assert most > 0, "no abort came while a read was running"
     await chaos.until_at_rest()
 
 

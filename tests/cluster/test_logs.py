@@ -105,7 +105,8 @@ def _lines_of(folder: Path, incarnations: set[str]) -> list[dict[str, Any]]:
     """The log's messages of these workers; every line that they have logged is JSON."""
     lines = []
     for path in folder.glob("worker-*.err"):
-        mine = [line for line in path.read_text().splitlines() if line.startswith("{")]
+        whole, _, _ = path.read_text(errors="replace").rpartition("\n")  # of a line that is written
+        mine = [line for line in whole.splitlines() if line.startswith("{")]
         found = [json.loads(line) for line in mine]
         if any(line.get("incarnation") in incarnations for line in found):
             lines += found

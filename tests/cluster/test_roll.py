@@ -76,14 +76,18 @@ async def test_a_successor_that_does_not_start_stops_the_roll_and_undo_goes_back
         await until(lambda: dead.incarnation in heard(tmp_path, "decode-0"))
 
 
-async def begin_roll(cluster: Routed, **options: str) -> None:
-    """Order a roll; the death of the controller cuts the answer off."""
+async def begin_roll(cluster: Routed, begun: asyncio.Event, **options: str) -> None:
+    """Order a roll; the death of the controller cuts the answer off.
+
+    `begun` is set when the controller has written the roll down: who asks for its state may hear of
+    one that it has not, and that its successor will not know.
+    """
     order = admin_pb2.RollWorkersRequest(options=options, max_surge=1)
     address = str(await asyncio.to_thread(cluster.controller.find))
     async with grpc.aio.insecure_channel(address) as channel:
         try:
             async for _ in admin_pb2_grpc.AdminServiceStub(channel).RollWorkers(order):
-                pass
+                begun.set()
         except grpc.aio.AioRpcError as error:
             if error.code() is not grpc.StatusCode.UNAVAILABLE:
                 raise
@@ -110,13 +114,14 @@ async def test_a_controller_that_is_killed_in_a_roll_goes_on_and_no_request_is_l
 
         async with asyncio.TaskGroup() as tasks:
             clients = [tasks.create_task(ask()) for _ in range(4)]
-            rolling = tasks.create_task(begin_roll(cluster, chunk_tokens="16"))
-            state = before
-            while state.roll is None or state.roll.replaced < replaced:
-                state = await cluster.state()
+            begun = asyncio.Event()
+            rolling = tasks.create_task(begin_roll(cluster, begun, chunk_tokens="16"))
+            await begun.wait()
+            while (state := await cluster.state()).roll is None or state.roll.replaced < replaced:
+                await asyncio.sleep(0.02)
             os.kill(before.pid, signal.SIGKILL)
             await rolling
-            async with asyncio.timeout(SECONDS):
+            async with asyncio.timeout(3 * SECONDS):  # real workers start, one after the other
                 while state.epoch < 2 or state.roll is not None:
                     state = await cluster.until_led_by(2)
             await cluster.until_routed_to("decode-1", "prefill-1")

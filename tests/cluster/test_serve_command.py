@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
@@ -26,6 +27,8 @@ RAYS_USUAL_PORTS = {44217, 44227, 52365}
 IDLE_LIMIT = 0.05
 IDLE_SECONDS = 4.0
 IDLE_LOOKS = 4
+ENDS_S = 60.0
+"""For what was told to end."""
 
 
 @pytest.fixture
@@ -54,7 +57,11 @@ def serve(tiny: Path, temp: Path) -> Iterator[subprocess.Popen[str]]:
     ) as process:
         yield process
         if process.poll() is None:
+            started = psutil.Process(process.pid).children(recursive=True)
             os.killpg(process.pid, signal.SIGKILL)
+            for one in started:  # Ray's have groups of their own
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    one.kill()
 
 
 def test_serve_generate_status_and_ctrl_c(
@@ -97,8 +104,8 @@ def test_serve_generate_status_and_ctrl_c(
     assert any(fraction < IDLE_LIMIT for fraction in looks)
 
     serve.send_signal(signal.SIGINT)
-    assert serve.wait(30) == 0
-    _, alive = psutil.wait_procs(cluster, timeout=10)
+    assert serve.wait(ENDS_S) == 0
+    _, alive = psutil.wait_procs(cluster, timeout=ENDS_S)
     assert alive == []
     assert list(temp.glob("kvrelay-*")) == []
     assert unrelated.poll() is None
@@ -144,7 +151,7 @@ def text_by_another_router(admin: str, model: Path, options: tuple[str, ...]) ->
             [address] = [line.split()[1] for line in lines if line.startswith("  gRPC ")]
             text = run("generate", *options, "--server", address)
             router.send_signal(signal.SIGINT)
-            assert router.wait(30) == 0
+            assert router.wait(ENDS_S) == 0
         finally:
             router.kill()
     return text

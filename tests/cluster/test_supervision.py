@@ -139,11 +139,17 @@ async def test_a_first_start_that_hangs_is_bounded(tmp_path: Path):
     give_order(tmp_path, "decode-0", "start", "hang")
     [config] = [one for one in make_configs(tmp_path) if one.role is WorkerRole.DECODE]
     progress: list[Mapping[str, float]] = []
-    cluster = Cluster([replace(config, start_timeout=8)], on_progress=progress.append)
-    with pytest.raises(ClusterError) as caught:
-        await cluster.start()
+    for seconds in (8, 16, 32):
+        cluster = Cluster([replace(config, start_timeout=seconds)], on_progress=progress.append)
+        with pytest.raises(ClusterError) as caught:
+            await cluster.start()
+        assert str(caught.value) == (
+            f"decode-0 did not start within {seconds} s: raise --start-timeout"
+        )
+        if progress:  # else its process was not born yet: the machine is busy
+            break
+        give_order(tmp_path, "decode-0", "start", "hang")
     assert progress[-1] == {"decode-0": 0.5}
-    assert str(caught.value) == "decode-0 did not start within 8 s: raise --start-timeout"
 
 
 async def test_live_workers_are_discovered(cluster: Cluster):
@@ -289,7 +295,7 @@ async def test_a_stall_of_the_routers_loop_costs_no_worker(
 ):
     cluster, folder = on_thread
     before = dict(cluster.workers)
-    await heartbeat_begins(folder, "decode-0", seconds=TIMEOUT_SECONDS / 2)
+    await heartbeat_begins(folder, "decode-0", seconds=TIMEOUT_SECONDS / 6)
     time.sleep(TIMEOUT_SECONDS + 1)  # noqa: ASYNC251 (the stall)
     await heartbeat_begins(folder, "decode-0", seconds=0)
     assert cluster.workers == before
@@ -433,7 +439,7 @@ async def test_workers_with_old_quarantine_drain_one_after_another(tmp_path: Pat
 
 
 async def test_a_removed_worker_does_not_come_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    config = replace(make_configs(tmp_path)[0], worker_timeout=1)
+    config = make_configs(tmp_path)[0]
     configs = [config, replace(config, name="prefill-1")]
     async with Cluster(configs) as cluster:
         removed = cluster.workers["prefill-0"]

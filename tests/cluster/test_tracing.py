@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
 from kvrelay.v1 import inference_pb2
-from tests.cluster.running import running
+from tests.cluster.running import RunningCluster, running
 from tests.otlp_receiver import Collector, collecting
 
 TRACE, SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 PROMPT = tuple(range(1, 101))
+SECONDS = 60
 ROUTER, PREFILL, DECODE = "kvrelay-router", "kvrelay-prefill", "kvrelay-decode"
 
 
@@ -30,7 +32,9 @@ async def test_a_hand_over_is_one_trace(ray, tiny: Path) -> None:
                 pass
             await cluster.assert_at_baseline()
             await collector.until(_is_complete)
-            exported = await cluster.metric("kvrelay_spans_total", fate="exported")
+            async with asyncio.timeout(SECONDS):  # they are counted once the collector has answered
+                while (exported := await exported_spans(cluster)) < len(collector.spans):
+                    await asyncio.sleep(0.05)
             dropped = await cluster.metric("kvrelay_spans_total") - exported
     assert (exported, dropped) == (len(collector.spans), 0)
     assert {one.span.trace_id.hex() for one in collector.spans} == {TRACE}
@@ -43,6 +47,10 @@ async def test_a_hand_over_is_one_trace(ray, tiny: Path) -> None:
     assert all(pull.attributes["kvrelay.bytes"] > 0 for pull in pulls)
     assert collector.one("decode worker").attributes["kvrelay.output_tokens"] == 6
     assert not [one for one in collector.spans if one.span.status.code]
+
+
+async def exported_spans(cluster: RunningCluster) -> float:
+    return await cluster.metric("kvrelay_spans_total", fate="exported")
 
 
 def _is_complete(collector: Collector) -> bool:

@@ -26,6 +26,8 @@ from tests.known import known
 
 TOKEN = "only-friends"
 OPERATOR = "may-drain"
+LONG = 4000
+"""Tokens, so many that the request still runs at the end of the test, which aborts it."""
 TOKENS = f"""
 [[token]]
 name = "friend"
@@ -163,7 +165,7 @@ async def nobody_learns_of_the_requests_of_others(
     """Neither that a request is live, nor what was computed for it; a token's limit is its own."""
     guest = grpc.composite_channel_credentials(tls, grpc.access_token_call_credentials("another"))
     prompt = list(range(3, 60))
-    own = cluster.stream(prompt, request_id="mine", max_tokens=400, ignore_eos=True)
+    own = cluster.stream(prompt, request_id="mine", max_tokens=LONG, ignore_eos=True)
     first = await own.read()
     assert first.request_id == "mine"
     address = cluster.deployment.router.grpc_address
@@ -180,7 +182,7 @@ async def nobody_learns_of_the_requests_of_others(
         assert answers[-1].complete.usage.cached_tokens == 0
         again = [answer async for answer in other.Generate(request)]
         assert again[-1].complete.usage.cached_tokens > 0
-        request.sampling_params.max_tokens = 400
+        request.sampling_params.max_tokens = LONG
         held = other.Generate(request)
         await held.read()
         request.request_id = "more"
@@ -191,7 +193,7 @@ async def nobody_learns_of_the_requests_of_others(
 
 async def status_of(method: Any, request: object) -> grpc.StatusCode:
     """Of a call, or of a stream's first message."""
-    call = method(request, timeout=5)
+    call = method(request, timeout=60)
     try:
         await (call.read() if isinstance(call, grpc.aio.UnaryStreamCall) else call)
     except grpc.aio.AioRpcError as error:
