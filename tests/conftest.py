@@ -47,7 +47,6 @@ def pytest_collection() -> Generator[None, object, object]:
     try:
         return (yield)
     finally:
-        gc.freeze()
         gc.enable()
 
 
