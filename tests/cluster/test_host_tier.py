@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
+from kvrelay.kv_transfer.verify_pages import VerifyPages
 from kvrelay.router.config import PlacementMode
-from tests.checkpoints import VOCAB_SIZE
+from tests.checkpoints import VOCAB_SIZE, make_checkpoint
 from tests.cluster.in_process import InProcess, in_process
 
 ROLES: dict[str, dict[str, Any]] = {
@@ -58,4 +59,27 @@ async def test_prefixes_come_back_with_the_same_tokens(tiny: Path, roles: dict[s
             host = pools["host"]
             states = (host.free, host.cached_evictable, host.cached_protected, host.in_flight)
             assert sum(states) == host.total == (8 << 20) // PAGE_BYTES
+        await cluster.assert_at_baseline()
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("roles", [ROLES["aggregated"], ROLES["pair"]], ids=["aggregated", "pair"])
+async def test_prefixes_of_a_model_with_windows_come_back(tmp_path: Path, roles: dict[str, Any]):
+    """What a decode worker reads of the host has no windows: these come from the device."""
+    model = make_checkpoint(tmp_path / "gemma3", "gemma3")
+    common: dict[str, Any] = {"chunk_tokens": 64, "verify_pages": VerifyPages.ALL, **roles}
+    async with in_process(model, kv_memory=16 << 20, **common) as cluster:
+        expected = await ask_all(cluster, 12)
+    page_bytes = 16 * 3 * 2 * 2 * 32 * 4
+    little: dict[str, Any] = {"kv_memory": 56 * page_bytes, "growth_min": 0.0, "growth_max": 0.0}
+    async with in_process(model, host_kv_memory=8 << 20, **little, **common) as cluster:
+        for _ in range(3):
+            assert await ask_all(cluster, 12) == expected
+        assert await tier_pages(cluster, "loaded") > 0
+        assert await cluster.metric("kvrelay_page_mismatches_total") == 0
+        for worker in await cluster.status():
+            pools = {pool.pool: pool for pool in worker.load.pools}
+            for host in (pools["host"], pools["host_window"]):
+                states = (host.free, host.cached_evictable, host.cached_protected, host.in_flight)
+                assert sum(states) == host.total > 0
         await cluster.assert_at_baseline()
