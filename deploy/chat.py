@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import signal
 import sys
 from collections.abc import Callable, Coroutine
 from typing import Any, Final
@@ -104,8 +105,8 @@ def _talk(
         if not message.strip():
             continue
         try:
-            runner.run(conversation.ask(session, target.url, message, _write))
-        except KeyboardInterrupt:
+            runner.run(_interruptible(conversation.ask(session, target.url, message, _write)))
+        except (KeyboardInterrupt, asyncio.CancelledError):
             click.echo(" (stopped)", err=True)
         except DeployError as error:
             if not sys.stdin.isatty():
@@ -113,6 +114,22 @@ def _talk(
             click.echo(f"\nkvrelay: {error}", err=True)
         else:
             click.echo()
+
+
+async def _interruptible(answer: Coroutine[Any, Any, None]) -> None:
+    """Cancel the answer at Ctrl-C.
+
+    `asyncio.Runner` does that, too, but its handler does not wake a loop that is about to wait: the
+    signal would be noticed with the next piece of the answer, which may never come.
+    """
+    task = asyncio.current_task()
+    assert task is not None
+    loop = asyncio.get_running_loop()
+    loop.add_signal_handler(signal.SIGINT, task.cancel)
+    try:
+        await answer
+    finally:
+        loop.remove_signal_handler(signal.SIGINT)
 
 
 def _reader() -> Callable[[], str | None]:

@@ -60,6 +60,14 @@ class WindowMachine(HostMachine):
         if not load.given_up:
             tier.give_up(load)
 
+    @precondition(lambda self: known(self.memory.tier)._loads)
+    @rule()
+    def push_out_of_the_host(self) -> None:
+        """Evict all parts that nobody reads, while some are read, and write into their room."""
+        for pool, window in known(self.memory.tier).pages.windows.items():
+            window._evict(window.total)
+            self.memory.host_contents[pool][list(window._account.free_pages)] = NOBODYS
+
 
 def fault(plant: Plant) -> Plant:
     FAULTS[plant.__name__] = plant

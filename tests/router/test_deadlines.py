@@ -54,7 +54,7 @@ async def test_a_prompt_that_takes_longer_than_its_deadline_is_refused(cluster: 
     assert "the first token is expected in 100 s (0 s for the prompts before, 100 s" in said
     left = re.search(r"and the deadline is in (\S+) s \(--deadline-margin\)", said)
     assert left
-    assert 0 < float(left[1]) <= 10
+    assert 0 < float(left[1]) <= 10.1, "gRPC rounds ten seconds up to tenths of one"
     assert await ended(cluster, "deadline_refused") == 1
     assert await ended(cluster, "deadline") == 0
     assert cluster.prefill.submits == cluster.decode.submits == []
