@@ -66,8 +66,8 @@ class WorkerOptions(ObservingOptions):
     attention_splits: AttentionSplits = option(
         AttentionSplits.BATCH,
         "How FlashInfer divides the KV of a long sequence among the GPU: batch, by what else is "
-        "computed, or fixed, alike in every batch, so that a result's last bits depend less on "
-        "other requests. fixed is slower for few long sequences. Not for latents (MLA).",
+        "computed, or none: not at all, so that a result's last bits depend less on other "
+        "requests, which is slower for few long sequences. Not for latents (MLA).",
         Section.MODEL,
     )
     cuda_graphs: CudaGraphs = option(

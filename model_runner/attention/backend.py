@@ -28,7 +28,6 @@ from kvrelay.model_runner.attention.flashinfer_attention import (
     import_flashinfer,
 )
 from kvrelay.model_runner.attention.fp8_pages import FP8, Fp8Pages
-from kvrelay.model_runner.attention.kv_splits import KVSplits
 from kvrelay.model_runner.attention.torch_attention import TorchAttention
 from kvrelay.model_runner.batch import ForwardBatch, Int32Array
 from kvrelay.model_runner.config.cuda_graphs import GraphRoom
@@ -118,10 +117,9 @@ class AttentionFactory:
             raise UnsupportedOptionError(
                 f"--cuda-graphs decode needs --attention flashinfer, not {choice}"
             )
-        kv_splits = KVSplits(splits, graph_room is not None)
-        if kv_splits.are_fixed:
-            self._check_fixed_splits(geometries)
-        self._flashinfer = self._load_flashinfer(geometries, device, graph_room, kv_splits)
+        if splits is AttentionSplits.NONE:
+            self._check_undivided(geometries)
+        self._flashinfer = self._load_flashinfer(geometries, device, graph_room, splits)
 
     @property
     def flashinfer_package(self) -> Any | None:
@@ -174,14 +172,14 @@ class AttentionFactory:
             return CpuAttention(pool, self._heads, by_token=self._batch_invariant)
         return TorchAttention(pool, self._heads)
 
-    def _check_fixed_splits(self, geometries: Sequence[KVGeometry]) -> None:
+    def _check_undivided(self, geometries: Sequence[KVGeometry]) -> None:
         if self.choice is not AttentionChoice.FLASHINFER:
             raise UnsupportedOptionError(
-                f"--attention-splits fixed needs --attention flashinfer, not {self.choice}"
+                f"--attention-splits none needs --attention flashinfer, not {self.choice}"
             )
         if any(one.latent for one in geometries):
             raise UnsupportedOptionError(
-                "--attention-splits fixed: FlashInfer's kernels of latents (MLA) are not told"
+                "--attention-splits none: FlashInfer's kernels of latents (MLA) are not told"
             )
 
     def _load_flashinfer(
@@ -189,7 +187,7 @@ class AttentionFactory:
         geometries: Sequence[KVGeometry],
         device: torch.device,
         graph_room: GraphRoom | None,
-        splits: KVSplits,
+        splits: AttentionSplits,
     ) -> FlashInfer | None:
         if self.choice is not AttentionChoice.FLASHINFER:
             return None

@@ -23,5 +23,5 @@ class AttentionSplits(StrEnum):
 
     BATCH = "batch"
     """By what is in the batch, so that all of the GPU is busy. Last bits depend on it."""
-    FIXED = "fixed"
-    """Alike in every batch."""
+    NONE = "none"
+    """Not at all, and so alike in every batch."""

@@ -19,6 +19,7 @@ import torch
 from kvrelay.mem_cache.geometry import KVGeometry
 from kvrelay.mem_cache.pool import KVPool
 from kvrelay.mem_cache.streams import STEPS_IN_FLIGHT
+from kvrelay.model_runner.attention.choice import AttentionSplits
 from kvrelay.model_runner.attention.device_table import DeviceTable, gather_page_ids
 from kvrelay.model_runner.attention.flashinfer_append import (
     AppendedTokens,
@@ -28,7 +29,6 @@ from kvrelay.model_runner.attention.flashinfer_append import (
 from kvrelay.model_runner.attention.flashinfer_buffers import GraphBuffers
 from kvrelay.model_runner.attention.flashinfer_compiler import compiler_lacks, offer_own_ninja
 from kvrelay.model_runner.attention.fp8_pages import FP8, Fp8Pages
-from kvrelay.model_runner.attention.kv_splits import KVSplits
 from kvrelay.model_runner.attention.new_tokens import NewTokens, StaticNewTokens
 from kvrelay.model_runner.attention.paged_plan import PagedPlan, plan_pages, visible_pages
 from kvrelay.model_runner.batch import ForwardBatch, Int32Array
@@ -51,6 +51,9 @@ FP8_LATENT_DTYPES = (torch.bfloat16,)
 """Of queries over such."""
 EXPANDED_DIMS = ((192, 128), *((dim, dim) for dim in HEAD_DIMS))
 """Of keys and values in no pages: DeepSeek's, and equal ones."""
+CUDA_CORE_GROUPS = (1, 2, 3)
+"""Query heads a KV head that the decode kernels without tensor cores compute. They have 4, 6, 8
+and 16, too, where tensor cores are faster; 5 and 7 they have not."""
 MAX_PAGE_STRIDE = 2**32
 """Elements between two pages of a layer: kernels count them in 32 bits."""
 _LEAST_CAPABILITY: Final = (8, 0)
@@ -158,16 +161,19 @@ class FlashInfer:
 
     Args:
         device: a GPU.
-        splits: how kernels divide a sequence's KV.
+        splits: how kernels divide a sequence's KV. Pieces of a fixed size would not depend on the
+            batch either, but have partial results for each token, which no workspace bounds.
 
     Raises:
         UnsupportedOptionError: as `import_flashinfer`.
     """
 
-    def __init__(self, device: torch.device, splits: KVSplits | None = None) -> None:
+    def __init__(
+        self, device: torch.device, splits: AttentionSplits = AttentionSplits.BATCH
+    ) -> None:
         self.package = import_flashinfer(device)
         """flashinfer"""
-        self.splits = splits or KVSplits()
+        self._divides = splits is AttentionSplits.BATCH
         self._device = device
         # Zeroed: the decode kernels expect it.
         self._workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
@@ -175,6 +181,11 @@ class FlashInfer:
         self._buffers: dict[int | None, GraphBuffers] = {}
         self._graph_wrappers: dict[tuple[int | None, int], Wrapper] = {}
         self._ragged: tuple[Wrapper, ...] = ()
+
+    @property
+    def split_options(self) -> dict[str, object]:
+        """Of all plans but those of latents: whether a sequence's KV may be divided."""
+        return {} if self._divides else {"disable_split_kv": True}
 
     @property
     def nbytes(self) -> int:
@@ -252,11 +263,13 @@ class FlashInfer:
         return self._make_decode(geometry, heads, use_cuda_graph=True, **buffers)
 
     def _make_decode(self, geometry: KVGeometry, heads: QueryHeads, **options: Any) -> Wrapper:
+        group = heads.num_heads // geometry.num_kv_heads
         wrapper: Wrapper = self.package.BatchDecodeWithPagedKVCacheWrapper(
             self._workspace,
             kv_layout="HND",
             backend=self._backend_of(geometry),
-            use_tensor_cores=self.splits.tensor_cores(geometry, heads),
+            # Those without cannot be told not to divide.
+            use_tensor_cores=group not in CUDA_CORE_GROUPS or not self._divides,
             **options,
         )
         return wrapper
@@ -266,7 +279,7 @@ class FlashInfer:
 
         Hopper's (fa3) want queries in FP8, too, if KV is, and are not told of splits.
         """
-        return "fa2" if geometry.dtype is FP8 or self.splits.are_fixed else "auto"
+        return "fa2" if geometry.dtype is FP8 or not self._divides else "auto"
 
 
 class FlashInferAttention:
@@ -356,7 +369,7 @@ class FlashInferAttention:
             wrapper.plan(
                 *self._pages(plan, page_ids),
                 head_dim=geometry.head_dim,
-                **self.flashinfer.splits.of_decode(geometry.page_size),
+                **self.flashinfer.split_options,
                 **self._options(),
             )
 
@@ -367,7 +380,7 @@ class FlashInferAttention:
             *self._pages(plan, page_ids),
             head_dim_qk=self.pool.geometry.head_dim,
             causal=True,
-            **self.flashinfer.splits.of_prefill(self.pool.geometry.page_size),
+            **self.flashinfer.split_options,
             **self._options(),
         )
 

@@ -107,7 +107,7 @@ EVERYTHING: dict[str, Any] = {
     "max_message_bytes": 65537,
     "batch_invariant": True,
     "attention": "cpu",
-    "attention_splits": "fixed",
+    "attention_splits": "none",
     "kv_dtype": "fp8_e4m3",
     "cuda_graphs": "decode",
     "cuda_graph_sizes": "1,2,4",

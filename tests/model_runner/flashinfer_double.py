@@ -173,8 +173,8 @@ class Grouped:
         self._device = float_workspace_buffer.device
         self._tensor_cores = use_tensor_cores
         self._backend = backend
-        self.splits: tuple[int | None, bool] | None = None
-        """Of the latest plan: pages of each piece, and whether nothing is divided."""
+        self.divides = True
+        """Whether the latest plan divides the KV of a sequence."""
         buffers = (
             paged_kv_indptr_buffer,
             paged_kv_indices_buffer,
@@ -192,12 +192,10 @@ class Grouped:
         group, rest = divmod(options["num_qo_heads"], options["num_kv_heads"])
         assert rest == 0
         assert self._tensor_cores or group in CUDA_CORE_GROUPS
-        self.splits = (options["fixed_split_size"], options["disable_split_kv"])
-        if self.splits != (None, False):
+        self.divides = not options["disable_split_kv"]
+        if not self.divides:
             assert self._tensor_cores, "kernels without tensor cores are not told of splits"
             assert self._backend == "fa2", "fa3 is not told of splits"
-            if self._buffers is not None:
-                assert self.splits == (None, True), "a graph's blocks cannot depend on lengths"
         if options["kv_data_type"] is not options["q_data_type"]:
             assert options["kv_data_type"] is FP8
             assert self._backend == "fa2", "fa3 takes queries in FP8 alone"
@@ -285,7 +283,6 @@ class Prefill(Grouped):
         logits_soft_cap: float | None = None,
         q_data_type: Any = "float16",
         kv_data_type: Any = None,
-        fixed_split_size: int | None = None,
         disable_split_kv: bool = False,
     ) -> None:
         options = {key: value for key, value in locals().items() if key != "self"}
@@ -317,7 +314,6 @@ class Decode(Grouped):
         logits_soft_cap: float | None = None,
         q_data_type: Any = "float16",
         kv_data_type: Any = None,
-        fixed_split_size: int | None = None,
         disable_split_kv: bool = False,
     ) -> None:
         options = {key: value for key, value in locals().items() if key != "self"}

@@ -159,9 +159,9 @@ def test_every_model_by_graphs(name: str, models: Models, tokens: list[int]) -> 
     assert (four.replays, two.replays, one.replays) == (21, 1, 2)
 
 
-def test_a_graph_does_not_divide_sequences(models: Models, tokens: list[int]) -> None:
-    """The double refuses to have pieces in a graph."""
-    running, _ = make_running(models, "qwen3", splits=AttentionSplits.FIXED)
+def test_sequences_that_are_not_divided(models: Models, tokens: list[int]) -> None:
+    """The double says which kernels can be told so."""
+    running, _ = make_running(models, "qwen3", splits=AttentionSplits.NONE)
     check_logits(run(running, tokens), models, "qwen3", tokens)
 
 
