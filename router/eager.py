@@ -58,11 +58,11 @@ class EagerRun:
     Args:
         coroutine: awaits `MORE` and futures.
         may_rest: whether nobody misses what the coroutine does after a future that it awaits, until
-            it is told to go on; else it goes on when the future is done.
+            it is told to go on; else it goes on when the future is done. None: never.
     """
 
     def __init__(
-        self, coroutine: Coroutine[Awaited, None, None], may_rest: Callable[[], bool]
+        self, coroutine: Coroutine[Awaited, None, None], may_rest: Callable[[], bool] | None
     ) -> None:
         self._coroutine = coroutine
         self._may_rest = may_rest
@@ -78,7 +78,10 @@ class EagerRun:
     async def end(self) -> None:
         """Begins, and waits for the end; raises what the coroutine raises.
 
-        A cancellation cancels what the coroutine waits for.
+        A cancellation cancels what the coroutine waits for. If that is done already, a coroutine
+        that never rests is cancelled all the same, as a task is. One that may rest goes on until it
+        waits again, because what it does after a future frees what it held: it must look at
+        `is_over` before it begins anything else.
         """
         self._run()
         try:
@@ -102,13 +105,16 @@ class EagerRun:
     def _run(self, _awaited: object = None) -> None:
         self._awaited, self._is_called = None, False
         try:
-            self._awaited = awaited = self._coroutine.send(None)
+            if self._may_rest is None and self._ended.done():
+                self._awaited = awaited = self._coroutine.throw(asyncio.CancelledError())
+            else:
+                self._awaited = awaited = self._coroutine.send(None)
         except StopIteration:
             self._end(None)
         except (Exception, asyncio.CancelledError) as error:
             self._end(error)
         else:
-            if not self._may_rest():
+            if self._may_rest is None or not self._may_rest():
                 self._call_when_done(awaited)
 
     def _call_when_done(self, awaited: Awaited) -> None:

@@ -14,7 +14,11 @@ from kvrelay.router.errors import DeadlineExceeded, RequestError, SlowReader
 from kvrelay.router.output_stream import OutputStream
 
 Write = Callable[[bytes], Coroutine[Any, Any, None]]
-"""Sends an event to a client; is done when the client has room for the next."""
+"""Sends an event to a client; is done when the client has room for the next.
+
+It may hand the event over before it awaits room (gRPC does) or after that (uvicorn does): see
+`Reader.pass_on`.
+"""
 
 _DEADLINE_SLACK_SECONDS: Final = 0.25
 """A client that leaves so shortly before its deadline leaves because of it: its clock ends the
@@ -58,20 +62,30 @@ class Reader:
         self._first_new = stream.num_events
         self._read_bytes = stream.published_bytes  # what came before it does not count
         self._number = 0  # of the event that is written, or is to be
-        self._writing: EagerRun | None = None  # None: it has not begun
+        self._writing: EagerRun | None = None  # None: it has not begun, or is over
         self._too_slow: SlowReader | None = None
         self._loop = asyncio.get_running_loop()
         self._patience_ends = math.inf  # on the loop's clock; infinity: it waits for no client
         self._timer: asyncio.TimerHandle | None = None
 
-    async def pass_on(self, write: Write) -> None:
+    async def pass_on(self, write: Write, *, sends_first: bool = False) -> None:
         """Writes all events in order, each as soon as it is there and the one before is written.
 
         Raises the request's outcome if that is an error, and what a write raises. Whoever brings an
         event begins to write it, so a write must need no task of its own.
+
+        Args:
+            write: to the client.
+            sends_first: a write has handed its event over before it awaits anything, so that the
+                end of the last one is looked at when the next event comes. It also goes on after a
+                cancellation if what it awaits is done. Else a write goes on as soon as there is
+                room, and never after a cancellation: it may have kept the event until then.
         """
-        self._writing = EagerRun(self._write_all(write), self._is_idle)
-        await self._writing.end()
+        self._writing = EagerRun(self._write_all(write), self._is_idle if sends_first else None)
+        try:
+            await self._writing.end()
+        finally:
+            self._writing = None  # which holds this reader, and so all events
 
     async def _write_all(self, write: Write) -> None:
         stream = self._stream

@@ -74,7 +74,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         try:
             async with asyncio.timeout(None) as timeout:
                 with live.reader(timeout, deadline) as reader:
-                    await reader.pass_on(context.write)
+                    await reader.pass_on(context.write, sends_first=True)
         except TimeoutError:
             assert reader.error is not None
             self._metrics.count(SLOW_READERS)

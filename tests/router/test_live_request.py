@@ -460,7 +460,7 @@ async def test_what_was_said_before_a_reader_came_is_not_unread(tokenizer: Token
 async def test_an_event_is_written_when_it_comes_if_the_one_before_was(run: Run) -> None:
     client = Client(busy=True)
     with run.live.reader() as reader:
-        reading = asyncio.create_task(reader.pass_on(client.take))
+        reading = asyncio.create_task(reader.pass_on(client.take, sends_first=True))
         await asyncio.sleep(0)
         for index in range(3):
             run.live.on_token(DECODE, 7, 0, index, 65 + index)
@@ -495,7 +495,7 @@ async def test_a_call_that_has_ended_is_written_nothing_more(run: Run) -> None:
     with run.live.reader() as reader, run.live.reader():
         for index in range(2):
             run.live.on_token(DECODE, 7, 0, index, 65 + index)
-        reading = asyncio.create_task(reader.pass_on(client.take))
+        reading = asyncio.create_task(reader.pass_on(client.take, sends_first=True))
         await asyncio.sleep(0)
         client.is_ready.set()  # in the same turn, so the write's end comes first
         reading.cancel()
