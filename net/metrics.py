@@ -131,6 +131,8 @@ class LoneCounter(Collector):
 class LoneHistogram(Collector):
     """A histogram of one thread; see `LoneCounter`.
 
+    It has no `_created`, as a `LoneCounter` has: Prometheus' family of histograms takes none.
+
     Args:
         metric: has no labels but the common ones.
         common: the value of each common label.
