@@ -208,7 +208,8 @@ class HostTier:
             rows = [np.concatenate([pages_of(one, pool) for one in path]) for pool in self._pools]
             here = slice(first, first + len(taken))
             self._begin_write(node, taken, taken, [row[here] for row in rows])
-            if self.pages.windows and first * self._kv_cache.shape.page_size > node.depth:
+            page_size, is_end = self._kv_cache.shape.page_size, first + len(taken) == len(keys)
+            if self.pages.windows and is_end and first * page_size > node.depth:
                 self._candidates.append(node)  # what is there of it may lack parts
         return True
 
@@ -221,7 +222,8 @@ class HostTier:
         """
         if not self.pages.windows:
             return
-        last = -self._most_pages
+        # One copy, though it may be longer than others: parts of a window alone are worth nothing.
+        last = -max(self._most_pages, *[one.behind for one in self.pages.windows.values()])
         found = [(at, self.pages.get(key)) for at, key in enumerate(keys[last:])]
         there = {
             at: page

@@ -20,6 +20,7 @@ from kvrelay.mem_cache.tier_speed import TierSpeed
 from tests.checkpoints import make_checkpoint
 from tests.engine.simulation import Simulation, SimWorker, count
 from tests.engine.simulation.clockwork import Clockwork
+from tests.engine.simulation.model import Windows
 from tests.engine.simulation.placed import ttfts
 from tests.engine.simulation.worker import PAGE_BYTES
 from tests.engine.test_modes import expected, run_load
@@ -27,14 +28,16 @@ from tests.engine.test_token_equality import Mode, assert_same, plain_run, reque
 from tests.known import known
 
 
-def in_little_memory(page_size: int, *, host_pages: int = 400, **mode: Any) -> Simulation:
+def in_little_memory(
+    page_size: int, *, host_pages: int = 400, chunk: int = 16, **mode: Any
+) -> Simulation:
     """The device holds two or three of the requests at a time, and hardly anything besides."""
     return Simulation(
         page_size,
         page_size,
         pages=120 // page_size,
         rows=6,
-        chunk=16,
+        chunk=chunk,
         growth_min=0.0,
         growth_max=0.3,
         host_pages=host_pages,
@@ -148,19 +151,22 @@ def test_copies_that_fail_cost_no_token_and_no_page(which: str, aggregated: bool
     simulation.assert_at_baseline()
 
 
-def test_what_could_not_be_copied_is_not_copied_without_end() -> None:
-    """More pages than one copy has: their rest does not begin again at the first one."""
-    simulation = in_little_memory(1, aggregated=True, workers=1)
+@pytest.mark.parametrize("succeed", [0, 10])
+@pytest.mark.parametrize("windows", [(None,), (None, 40)], ids=["full", "hybrid"])
+def test_what_could_not_be_copied_is_not_copied_without_end(windows: Windows, succeed: int) -> None:
+    """More pages than one copy has: their rest does not begin again where a copy failed."""
+    simulation = in_little_memory(1, chunk=105, aggregated=True, workers=1, windows=windows)
     worker, tries = simulation.workers[0], [0]
 
     def fail(moves: PageMoves) -> bool:
         tries[0] += moves.to_host
-        return moves.to_host
+        assert tries[0] < 20, "it is tried without end"
+        return moves.to_host and tries[0] > succeed
 
     worker.copy_fails = fail
     known(worker.tier)._most_pages = 8
     ask(simulation, [list(range(60, 95)) * 3], 4)
-    assert 0 < tries[0] < 20
+    assert tries[0] > succeed, "no copy has failed"
     simulation.assert_at_baseline()
 
 

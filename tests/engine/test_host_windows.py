@@ -72,15 +72,16 @@ def test_a_prefix_that_many_share_comes_back_where_they_part() -> None:
     simulation.assert_at_baseline()
 
 
-def test_a_window_that_the_host_has_lost_is_copied_again() -> None:
-    """The page is there. When the device has its window again, so has the host."""
+@pytest.mark.parametrize("most_pages", [1000, 1], ids=["small pages", "large pages"])
+def test_a_window_that_the_host_has_lost_is_copied_again(most_pages: int) -> None:
+    """The page is there. When the device has its window again, so has the host: as a whole."""
     simulation = in_little_memory(4, aggregated=True, workers=1, windows=(None, 7))
-    prompt = prompts_of(5, 1)[0]
+    prompt, tier = prompts_of(5, 1)[0], known(simulation.workers[0].tier)
     ask(simulation, [prompt], 4)
-    pages = known(simulation.workers[0].tier).pages
-    for page in pages:
+    for page in tier.pages:
         for pool, part in list(page.parts.items()):
-            pages.windows[pool].drop(part)
+            tier.pages.windows[pool].drop(part)
+    tier._most_pages = most_pages
     for loads in (False, True):
         push_out(simulation)
         before = computed_tokens(simulation)
