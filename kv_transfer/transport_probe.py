@@ -79,9 +79,9 @@ class TransportProber:
             with self._areas.lend(peer) as area:
                 async with asyncio.timeout(PROBE_TIMEOUT_S):
                     found = await self._measure_connected(peer, area)
-                if host_pages and not found.refusal:
-                    found = await self._measure_host(found, host_pages, area)
-                return found
+            if host_pages and not found.refusal:
+                found = await self._measure_host(found, host_pages)
+            return found
         except TimeoutError:
             return PeerTransport(peer, refusal=f"{peer} was not read in {PROBE_TIMEOUT_S:g} s")
         except TransferError as error:
@@ -117,19 +117,19 @@ class TransportProber:
         asked = f"{MIN_OPTION} asks for {self.floor / 1e9:g}"
         return replace(found, refusal=f"{peer} is read at {found}; {asked}")
 
-    async def _measure_host(
-        self, found: PeerTransport, host_pages: int, area: LandingArea
-    ) -> PeerTransport:
+    async def _measure_host(self, found: PeerTransport, host_pages: int) -> PeerTransport:
         """What was found, with the speed of reads from the peer's host, or why there are none.
 
-        Bytes are not compared, as whatever lies there may be written meanwhile.
+        Bytes are not compared, as whatever lies there may be written meanwhile. They come to an
+        area of their own: a read that hangs would keep the device's from the next measurement.
         """
         peer = found.incarnation
-        read = partial(self._agent.read_host, peer, host_pages, area.pages)
         async with self._turn():
             try:
-                async with asyncio.timeout(HOST_TIMEOUT_S):
-                    return replace(found, host_bytes_per_second=await _time(area, read))
+                with self._areas.lend(f"the host of {peer}") as area:
+                    read = partial(self._agent.read_host, peer, host_pages, area.pages)
+                    async with asyncio.timeout(HOST_TIMEOUT_S):
+                        return replace(found, host_bytes_per_second=await _time(area, read))
             except TimeoutError:
                 why = f"it was not read in {HOST_TIMEOUT_S:g} s"
             except TransferError as error:

@@ -90,7 +90,7 @@ async def test_a_probe_reads_the_host_into_scratch_pages(
     assert (found.refusal, found.host_refusal) == ("", "")
     assert 1e6 < found.host_bytes_per_second < 1e12
     assert all((pool.layer(layer) == 0).all() for layer in range(4))
-    with prober._areas.lend(name) as area:
+    with prober._areas.lend(f"the host of {name}") as area:
         for page in range(HOST_PAGES):
             assert_page(area.pages, HOST_PAGES - 1 - page, PAGES + page)
     peer.stop()
@@ -126,6 +126,9 @@ async def test_a_host_that_cannot_be_read_leaves_the_device_readable(
     says = {"fails": "ended as ERR", "hangs": "not read in 0.2 s"}
     assert says.get(how, "NIXL_ERR_NOT_FOUND") in found.host_refusal
     assert len(hosts) == 1
+    again = await prober.measure(name, HOST_PAGES)
+    assert (again.refusal, again.host_bytes_per_second) == ("", 0.0)
+    assert again.read_bytes_per_second > 0
     pull = read(agent, peer, list(range(PAGES)), list(range(PAGES)))
     assert pull.state is PullState.DONE
     assert_page(pool, 3, 3)
