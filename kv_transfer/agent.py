@@ -270,6 +270,11 @@ class TransferAgent:
         """Start to compute checksums of pages here, on the hasher's thread; see `Transfers`."""
         self._hasher.submit(pages, on_end)
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether the transfer thread has ended: it was closed, and nothing hung."""
+        return not self._thread.is_alive()
+
     def close(self, seconds: float = CLOSE_SECONDS) -> None:
         """Stop the threads; give up what has not ended after `seconds`.
 

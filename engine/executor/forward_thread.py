@@ -62,6 +62,11 @@ class ForwardThread(Generic[RequestT]):
         self.work.begin(step.most_tokens, step.number)
         self._queue.put(step)
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether no step uses the pools any more. It was closed."""
+        return not self._thread.is_alive()
+
     def close(self, seconds: float = CLOSE_SECONDS) -> None:
         """Compute what was launched, then end; give up what has not ended after `seconds`.
 

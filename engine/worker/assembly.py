@@ -133,8 +133,8 @@ class Assembly:
     def stop_threads(self) -> None:
         """End the threads in the order in which they depend on each other. Blocks."""
         close_all(self.engine, self.forward, self.copies, self.storage, self.agent)
-        if self.copies is None or self.copies.has_ended:
-            self.pinned.close()  # a copy that hangs would lose its memory, or let this hang
+        if all(one is None or one.has_ended for one in (self.forward, self.copies, self.agent)):
+            self.pinned.close()  # what hangs would lose its memory, or let this hang on the device
 
 
 def assemble(

@@ -156,22 +156,32 @@ def test_a_copy_that_hangs_is_given_up_at_the_end_with_those_behind_it(
     assert (begun.empty(), copies.ended.empty()) == (True, True)
 
 
+@pytest.mark.parametrize("stuck", ["", "forward", "agent"])
 @pytest.mark.parametrize("hangs", [False, True])
-def test_the_host_stays_pinned_while_a_copy_may_use_it(
-    monkeypatch: pytest.MonkeyPatch, hangs: bool
+def test_the_host_stays_pinned_while_a_thread_may_use_it(
+    monkeypatch: pytest.MonkeyPatch, hangs: bool, stuck: str
 ):
     may_end, pinning = threading.Event(), LimitedPinning()
     monkeypatch.setattr(copy_thread, "copy_moves", lambda *_: may_end.wait(WAIT_S))
     monkeypatch.setattr(thread_end, "CLOSE_SECONDS", 0.1 if hangs else WAIT_S)
-    copies, other = Copies(), SimpleNamespace(close=lambda seconds: None)
+    copies = Copies()
     pinned = PinnedPools([copies.host], pinning)
+    engine, forward, agent = (
+        SimpleNamespace(close=lambda seconds: None, has_ended=name != stuck)
+        for name in ("engine", "forward", "agent")
+    )
     parts: Any = SimpleNamespace(
-        engine=other, forward=other, copies=copies.thread, storage=None, agent=None, pinned=pinned
+        engine=engine,
+        forward=forward,
+        copies=copies.thread,
+        storage=None,
+        agent=agent,
+        pinned=pinned,
     )
     copies.to_host(1, 0, 0)
     if not hangs:
         may_end.set()
     Assembly.stop_threads(parts)
-    assert bool(pinning.pinned) is hangs
+    assert bool(pinning.pinned) is (hangs or bool(stuck))
     may_end.set()
     copies.thread._thread.join(WAIT_S)

@@ -74,10 +74,11 @@ def test_a_forward_that_hangs_is_given_up_at_the_end_with_those_behind_it(
 ):
     given.forward.close(0.1)
     assert "forwards have not ended for 0.1 s: 2 are given up" in caplog.text
+    assert not given.forward.has_ended
     given.device.error = RuntimeError("injected")
     given.device.may_end.set()
     given.forward._thread.join(WAIT_S)
-    assert not given.forward._thread.is_alive()
+    assert given.forward.has_ended
     assert (given.device.begun.empty(), given.ended.empty(), given.failures) == (True, True, [])
 
 
