@@ -102,8 +102,13 @@ class Load:
     """Pages after those, which the copy that runs brings."""
     given_up: bool = False
     """No further copy begins."""
-    ended: bool = False
-    """The prefix index has what has come."""
+    ended_at: float | None = None
+    """When it ended, by the cache's clock: the prefix index has what has come."""
+
+    @property
+    def ended(self) -> bool:
+        """Whether no more comes."""
+        return self.ended_at is not None
 
 
 @dataclass(frozen=True, slots=True)

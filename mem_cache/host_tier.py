@@ -394,7 +394,7 @@ class HostTier:
 
         None if a window has not come that is seen behind them.
         """
-        load.ended = True
+        load.ended_at = self._kv_cache.clock()
         prefix = load.prefix
         self.pages.unpin(prefix.pages)
         for pool, parts in prefix.parts.items():

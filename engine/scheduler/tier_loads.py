@@ -103,13 +103,14 @@ class TierLoads(Generic[RequestT]):
         wait = request.tier_load
         if wait.load.given_up:
             return False
-        if wait.load.ended:
-            if request.loads_begun < _MOST_LOADS:
-                # What came is nobody's. If it is evicted before there is room for the rest, it is
-                # brought again.
-                request.load_seconds += self._context.kv_cache.clock() - wait.since
-                request.tier_load = None
-            return False
+        if wait.load.ended_at is not None:
+            if request.loads_begun == _MOST_LOADS:
+                return False
+            # What came is nobody's. If some of it was evicted before there was room for the rest,
+            # it is brought again.
+            request.load_seconds += wait.load.ended_at - wait.since
+            request.tier_load = None
+            return self.must_wait(request, known_tokens, headroom)
         if self._context.kv_cache.clock() < wait.until:
             return True
         self._tier.give_up(wait.load)

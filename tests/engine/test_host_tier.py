@@ -24,6 +24,7 @@ from tests.engine.simulation.model import Windows
 from tests.engine.simulation.placed import ttfts
 from tests.engine.simulation.worker import PAGE_BYTES
 from tests.engine.test_modes import expected, run_load
+from tests.engine.test_scenarios import step_until
 from tests.engine.test_token_equality import Mode, assert_same, plain_run, requests_of, serve
 from tests.known import known
 
@@ -51,6 +52,14 @@ def tier_counts(simulation: Simulation, name: str) -> int:
 
 def computed_tokens(simulation: Simulation) -> float:
     return sum(count(worker, "computed_tokens") for worker in simulation.workers)
+
+
+def evict_all(worker: SimWorker) -> None:
+    """A worker's prefix index keeps nothing that nobody uses."""
+    for pool, counts in enumerate(worker.kv_cache.page_counts()):
+        share = (("all the room", counts.free + counts.cached_evictable),)
+        pages = worker.kv_cache._allocator.allocate(pool, share)
+        worker.kv_cache._allocator.free(pool, share, pages)
 
 
 def ask(simulation: Simulation, prompts: list[list[int]], max_tokens: int) -> None:
@@ -180,6 +189,32 @@ def test_requests_of_one_prefix_wait_for_one_load() -> None:
     simulation.run()
     assert all(request.output == expected(request) for request in requests)
     assert tier_counts(simulation, "loaded_pages") == 48 // 4
+    simulation.assert_at_baseline()
+
+
+def test_what_is_evicted_while_a_grant_is_awaited_is_brought_again() -> None:
+    """The prefill worker had it when others took the room, before the decode worker had any."""
+    simulation = in_little_memory(4, aggregated=False, workers=1)
+    worker, rng = simulation.prefills[0], random.Random(7)
+    tier, clock = known(worker.tier), [0.0]
+    worker.kv_cache.clock = lambda: clock[0]
+    prompts = [[rng.randrange(97) for _ in range(48)] for _ in range(2)]
+    ask(simulation, prompts, 4)
+    evict_all(worker)
+    again = simulation.submit(prompts[0], 4)
+    step_until(simulation, lambda: any(one.tier_load for one in worker.context.requests.values()))
+    [request] = worker.context.requests.values()
+    load = known(request.tier_load).load
+    while not load.ended:
+        worker.end_copy()
+        worker.turn()
+    assert request.lease is None, "it was granted first"
+    clock[0] = 9.0
+    evict_all(worker)
+    simulation.run()
+    assert again.output == expected(again)
+    assert tier.counts.loaded_pages == 2 * (47 // 4)
+    assert request.load_seconds == 0.0, "what came after it was no wait for it"
     simulation.assert_at_baseline()
 
 

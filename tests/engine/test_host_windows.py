@@ -18,6 +18,7 @@ from tests.engine.test_host_tier import (
     COPY_FAILURES,
     ask,
     computed_tokens,
+    evict_all,
     in_little_memory,
     tier_counts,
 )
@@ -37,10 +38,7 @@ def prompts_of(seed: int, number: int = 6, length: int = 48) -> list[list[int]]:
 def push_out(simulation: Simulation) -> None:
     """The device's prefix indexes keep nothing that nobody uses."""
     for worker in simulation.workers:
-        for pool, counts in enumerate(worker.kv_cache.page_counts()):
-            share = (("all the room", counts.free + counts.cached_evictable),)
-            pages = worker.kv_cache._allocator.allocate(pool, share)
-            worker.kv_cache._allocator.free(pool, share, pages)
+        evict_all(worker)
 
 
 @WINDOWS
