@@ -81,7 +81,7 @@ async def test_a_worker_refuses_an_earlier_controller(tmp_path: Path):
         finally:
             # A controller that was superseded leaves its workers to the next; here is none.
             cluster._placement.release()
-    assert not any(map(is_running, workers))
+    await until(lambda: not any(map(is_running, workers)))
 
 
 class Unseen:
