@@ -85,7 +85,7 @@ class TieredClockwork(Clockwork):
         self.worker = self.workers[0]
         self.worker.kv_cache.clock = self.now
         if self.worker.tier is not None:
-            self.worker.tier.speed = TierSpeed(bytes_per_second)
+            self.worker.tier.loads.speed = TierSpeed(bytes_per_second)
             if self.worker.tier.storage is not None:
                 self.worker.tier.storage.speed = TierSpeed(storage_rate)
 

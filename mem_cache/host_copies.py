@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import count
 
 import numpy as np
 import numpy.typing as npt
@@ -14,6 +15,7 @@ from kvrelay.mem_cache.kv_cache_manager import KVCacheManager
 from kvrelay.mem_cache.lease import Lease
 from kvrelay.mem_cache.prefix_index import NO_PAGE, TokenIds
 from kvrelay.mem_cache.radix_node import RadixNode
+from kvrelay.mem_cache.tier_copies import CopyStream, PageMoves
 from kvrelay.wire.page_hash import HASH_BYTES
 
 
@@ -128,6 +130,44 @@ class Write:
     """That are copied."""
 
 
+class CopyOrders:
+    """Orders copies of a stream, each by a number that no other ever has.
+
+    Args:
+        stream: copies.
+        pools: the numbers of the device's.
+    """
+
+    def __init__(self, stream: CopyStream, pools: Sequence[int]) -> None:
+        self._stream = stream
+        self._pools = pools
+        self._numbers = count(1)
+
+    def start(
+        self,
+        to_host: bool,
+        device_pages: tuple[Pages, ...],
+        pages: Sequence[HostPage],
+        parts: Mapping[int, Sequence[HostPart]],
+    ) -> int:
+        """Order a copy; returns its number, which its end names.
+
+        Args:
+            to_host: else back.
+            device_pages: for each pool; as many as `pages`, or as its `parts`.
+            pages: of the host.
+            parts: of these, by the number of the window's pool.
+        """
+        number = next(self._numbers)
+        whole = np.array([page.slot for page in pages], np.int32)
+        slots = {pool: [part.slot for part in some] for pool, some in parts.items()}
+        host_pages = tuple(
+            np.array(slots[pool], np.int32) if pool in slots else whole for pool in self._pools
+        )
+        self._stream.start(PageMoves(number, to_host, device_pages, host_pages))
+        return number
+
+
 def num_pages(kv_cache: KVCacheManager, by_pool: Sequence[int]) -> int:
     """Pages that the host has room for, if its pools have so many each.
 
@@ -158,3 +198,8 @@ def token_bytes(token_ids: TokenIds) -> bytes:
 def split(joined: bytes, size: int) -> list[bytes]:
     """The whole pieces of `size` bytes."""
     return [joined[at : at + size] for at in range(0, len(joined) - size + 1, size)]
+
+
+def split_tokens(token_ids: TokenIds, page_size: int) -> list[bytes]:
+    """The tokens of each whole page, four bytes each."""
+    return split(token_bytes(token_ids), 4 * page_size)

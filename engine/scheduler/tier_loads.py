@@ -113,7 +113,7 @@ class TierLoads(Generic[RequestT]):
             return self.must_wait(request, known_tokens, headroom)
         if self._context.kv_cache.clock() < wait.until:
             return True
-        self._tier.give_up(wait.load)
+        self._tier.loads.give_up(wait.load)
         return False
 
     def _waits_for_storage(self, request: RequestT, known_tokens: int) -> bool:
@@ -166,7 +166,8 @@ class TierLoads(Generic[RequestT]):
         if lacking <= 0:
             return False
         computing = self._seconds_to_compute(start, lacking)
-        expected = storage.expected_seconds(pages) + tier.speed.seconds(lacking * tier.page_bytes)
+        to_device = tier.loads.speed.seconds(lacking * tier.page_bytes)
+        expected = storage.expected_seconds(pages) + to_device
         return expected < (_MOST_UNKNOWN_SECONDS if computing is None else computing)
 
     def _seconds_to_compute(self, first: int, pages: int) -> float | None:
@@ -194,7 +195,7 @@ class TierLoads(Generic[RequestT]):
         request.tier_looked_at = version
         token_ids = request.input_ids[:known_tokens]
         keys = self._keys(tier, request, token_ids)
-        found = tier.find(token_ids, request.namespace, keys)
+        found = tier.loads.find(token_ids, request.namespace, keys)
         if found is None:
             return None
         seconds = self._patience(tier, found, request)
@@ -221,7 +222,9 @@ class TierLoads(Generic[RequestT]):
         shape, most = self._context.kv_cache.shape, self._context.kv_cache.shape.most_pages
         whole, part = request.input_len, len(found.token_ids)
         rest = [most(pool, whole) - most(pool, part) for pool in shape.pool_numbers]
-        load = tier.load(found, [pages + more for pages, more in zip(spare, rest, strict=True)])
+        load = tier.loads.load(
+            found, [pages + more for pages, more in zip(spare, rest, strict=True)]
+        )
         if load is None:
             return None
         self._context.wake_in(seconds)
@@ -238,7 +241,7 @@ class TierLoads(Generic[RequestT]):
         """
         begun = None
         while begun is None and self._context.sessions.evict_oldest():
-            found = tier.find(token_ids, request.namespace, request.tier_keys)
+            found = tier.loads.find(token_ids, request.namespace, request.tier_keys)
             if found is None:
                 return None
             seconds = self._patience(tier, found, request)

@@ -173,7 +173,7 @@ def test_what_could_not_be_copied_is_not_copied_without_end(windows: Windows, su
         return moves.to_host and tries[0] > succeed
 
     worker.copy_fails = fail
-    known(worker.tier)._most_pages = 8
+    known(worker.tier)._writes._most_pages = 8
     ask(simulation, [list(range(60, 95)) * 3], 4)
     assert tries[0] > succeed, "no copy has failed"
     simulation.assert_at_baseline()
@@ -222,11 +222,11 @@ def test_a_prompt_that_the_host_cannot_hold_does_not_keep_others_out() -> None:
     """What has no room is dropped once, not tried again in each pass."""
     simulation = in_little_memory(1, host_pages=16, aggregated=True, workers=1)
     tier, rng = known(simulation.workers[0].tier), random.Random(5)
-    tier._most_pages = 8
+    tier._writes._most_pages = 8
     prompts = [[rng.randrange(97) for _ in range(length)] for length in (80, 12)]
     ask(simulation, prompts, 2)
     assert tier.counts.dropped_pages <= sum(map(len, prompts))
-    assert not tier._candidates
+    assert not tier._writes._candidates
     ids = np.array(prompts[1], np.int32)
     keys = [tier.hash(ids, "")[:32]]
     assert tier.pages.num_known(keys), "the host has the later one"
@@ -317,7 +317,7 @@ class Clocked(Clockwork):
         self.worker, self.real = self.workers[0], real
         self.worker.kv_cache.clock = self.now
         if self.worker.tier is not None:
-            self.worker.tier.speed = TierSpeed(believed * PAGE_BYTES)
+            self.worker.tier.loads.speed = TierSpeed(believed * PAGE_BYTES)
 
     def copy_seconds(self, worker: SimWorker, moves: PageMoves) -> float:
         return 0.0 if moves.to_host else moves.num_pages / self.real
@@ -345,10 +345,10 @@ def test_what_is_evicted_while_its_request_waits_for_memory_is_brought_again() -
     tier = known(worker.worker.tier)
     request = worker.submit(PROMPTS[0], 2)
     worker.run_until(worker.clock + 0.01)
-    assert tier._loads, "it is on its way"
+    assert tier.loads._running, "it is on its way"
     others = [worker.submit(rng.choices(range(97), k=370), 14)]
     worker.run_until(worker.clock + 0.12)
-    assert not tier._loads
+    assert not tier.loads._running
     before = tier.counts.loaded_pages
     others.append(worker.submit(rng.choices(range(97), k=320), 2))
     worker.run_until(worker.clock + 20)

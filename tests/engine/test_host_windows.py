@@ -79,7 +79,7 @@ def test_a_window_that_the_host_has_lost_is_copied_again(most_pages: int) -> Non
     for page in tier.pages:
         for pool, part in list(page.parts.items()):
             tier.pages.windows[pool].drop(part)
-    tier._most_pages = most_pages
+    tier._writes._most_pages = most_pages
     for loads in (False, True):
         push_out(simulation)
         before = computed_tokens(simulation)

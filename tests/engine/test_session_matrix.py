@@ -84,7 +84,7 @@ class Mortal(Clockwork):
     def _set_clock(self, worker: SimWorker) -> None:
         worker.kv_cache.clock = self.now
         if worker.tier is not None:
-            worker.tier.speed = TierSpeed(PAGE_BYTES / COPY_SECONDS)
+            worker.tier.loads.speed = TierSpeed(PAGE_BYTES / COPY_SECONDS)
             if worker.tier.storage is not None:
                 worker.tier.storage.speed = TierSpeed(PAGE_BYTES / COPY_SECONDS)
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from kvrelay.mem_cache.host_copies import HostPrefix, Load
-from kvrelay.mem_cache.host_tier import HostTier
+from kvrelay.mem_cache.host_loads import HostLoads
 from kvrelay.wire.speeds import StepSpeeds
 from tests.engine.conversations import Conversation, computed_tokens, talk
 from tests.engine.session_cluster import (
@@ -228,13 +228,13 @@ def test_a_load_in_the_room_of_a_session_is_waited_for_as_long_as_it_is(
     second_a_token = StepSpeeds(seconds_per_token=1.0, prompts_known=True)
     monkeypatch.setattr(worker.context.speed_learner, "speeds", second_a_token)
     begun = []
-    load = HostTier.load
+    load = HostLoads.load
 
-    def note(tier: HostTier, found: HostPrefix, spare: Sequence[int]) -> Load | None:
-        begun.append((found.num_tokens, load(tier, found, spare)))
+    def note(loads: HostLoads, found: HostPrefix, spare: Sequence[int]) -> Load | None:
+        begun.append((found.num_tokens, load(loads, found, spare)))
         return begun[-1][1]
 
-    monkeypatch.setattr(HostTier, "load", note)
+    monkeypatch.setattr(HostLoads, "load", note)
     again = simulation.submit(prompt, 4)
     step_until(simulation, lambda: bool(begun and begun[-1][1]))
     [request] = worker.context.requests.values()

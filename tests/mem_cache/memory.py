@@ -349,8 +349,8 @@ class Memory:
     def bring_back(self, tokens: list[int], namespace: str) -> bool:
         """Begin a load of what the host has of these tokens; False: nothing, or no room."""
         ids = np.asarray(tokens, np.int32)
-        found = known(self.tier).find(ids, namespace, known(self.tier).hash(ids, namespace))
-        return found is not None and known(self.tier).load(found, None) is not None
+        found = known(self.tier).loads.find(ids, namespace, known(self.tier).hash(ids, namespace))
+        return found is not None and known(self.tier).loads.load(found, None) is not None
 
     def lend(self, tokens: list[int], namespace: str, first: int) -> bool:
         """A peer begins to read what the host has of these tokens from a page on, if anything."""

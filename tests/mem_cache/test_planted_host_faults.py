@@ -11,6 +11,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import initialize, precondition, rule, run_state_machine_as_test
 
+from kvrelay.mem_cache.host_loads import HostLoads
 from kvrelay.mem_cache.host_page import HostPage, HostPageState
 from kvrelay.mem_cache.host_pages import HostPages
 from kvrelay.mem_cache.host_tier import HostTier
@@ -145,7 +146,7 @@ def host_page_visible_before_its_bytes_are(patch: pytest.MonkeyPatch) -> None:
 
     def tell(original: Any, tier: HostTier) -> None:
         original(tier)
-        for operation in getattr(tier._stream, "early", []):
+        for operation in getattr(tier._writes._orders._stream, "early", []):
             tier.finish(CopyEnded(operation, 0.0))
 
     wrap(patch, Memory, "start", at_once)
@@ -154,13 +155,13 @@ def host_page_visible_before_its_bytes_are(patch: pytest.MonkeyPatch) -> None:
 
 @fault
 def device_page_visible_before_its_bytes_are(patch: pytest.MonkeyPatch) -> None:
-    def at_once(original: Any, tier: HostTier, *args: Any) -> Any:
-        load = original(tier, *args)
+    def at_once(original: Any, loads: HostLoads, *args: Any) -> Any:
+        load = original(loads, *args)
         while load is not None and not load.ended:
-            tier.finish(CopyEnded(max(tier._loads), 0.0))
+            loads.finish(CopyEnded(max(loads._running), 0.0))
         return load
 
-    wrap(patch, HostTier, "load", at_once)
+    wrap(patch, HostLoads, "load", at_once)
 
 
 @fault

@@ -51,16 +51,16 @@ class WindowMachine(HostMachine):
                 self.memory.contents[pool][pages] = NOBODYS
                 cache._allocator.free(pool, share, pages)
 
-    @precondition(lambda self: known(self.memory.tier)._loads)
+    @precondition(lambda self: known(self.memory.tier).loads._running)
     @rule()
     def give_up(self) -> None:
         """The request behind the oldest load waits no longer."""
         tier = known(self.memory.tier)
-        load = next(iter(tier._loads.values()))
+        load = next(iter(tier.loads._running.values()))
         if not load.given_up:
-            tier.give_up(load)
+            tier.loads.give_up(load)
 
-    @precondition(lambda self: known(self.memory.tier)._loads)
+    @precondition(lambda self: known(self.memory.tier).loads._running)
     @rule()
     def push_out_of_the_host(self) -> None:
         """Evict all parts that nobody reads, while some are read, and write into their room."""

@@ -119,5 +119,5 @@ def test_the_engine_releases_in_one_place():
         and isinstance(node.func, ast.Name)
         and node.func.id == "release_kv_cache"
     }
-    leases_of_sessions_and_loads = {"mem_cache/session.py", "mem_cache/host_tier.py"}
+    leases_of_sessions_and_loads = {"mem_cache/session.py", "mem_cache/host_loads.py"}
     assert calls == {"engine/scheduler/context.py"} | leases_of_sessions_and_loads
