@@ -27,23 +27,15 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import numba
 import numpy as np
-from numba.extending import overload
 
 from kvrelay.model_runner.kernels.arrays import Array
-from kvrelay.model_runner.kernels.jit import inlined, kernel, store, widen
+from kvrelay.model_runner.kernels.jit import inlined, kernel, store
 from kvrelay.model_runner.kernels.lanes import LANES
 from kvrelay.model_runner.kernels.pair_lanes import bend_scores
-from kvrelay.model_runner.kernels.pair_memory import (
-    address_of,
-    pair_values,
-    read_int32,
-    read_int64,
-)
+from kvrelay.model_runner.kernels.pair_memory import address_of, read_int32, read_int64
 from kvrelay.model_runner.kernels.prefill_lanes import (
     OTHERS,
-    ROWS,
     STEP,
     VECTORS,
     hide_scores,
@@ -51,97 +43,30 @@ from kvrelay.model_runner.kernels.prefill_lanes import (
     value_tile,
     weigh_block,
 )
+from kvrelay.model_runner.kernels.prefill_pages import (
+    BLOCK,
+    WORD,
+    Heads,
+    copy_keys,
+    copy_values,
+    pack,
+    view_units,
+)
+from kvrelay.model_runner.kernels.prefill_scratch import (
+    GROUPS,
+    ROW_BYTES,
+    Room,
+    Scratch,
+    find_room,
+    keep,
+    make_scratch,
+    round_up,
+)
 from kvrelay.model_runner.kernels.team import run_on_team, take
 
-_BLOCK = 128
-"""Tokens whose scores are computed before they are weighed: they stay in the first cache."""
-_GROUPS = _BLOCK // OTHERS
 _LOG2_E = np.float32(1.44269504)
 _LEAST = np.float32(-1e30)
 """Less than any score, and finite: differences to it are numbers."""
-_WORD = 4
-"""Bytes of a unit, of a float32 and of an int32."""
-_ROW_BYTES = ROWS * _WORD
-
-
-class Heads(NamedTuple):
-    """A layer's pages, and how its heads lie in them and are weighed."""
-
-    pages: Array
-    units: Array
-    """The pages as `view_units`."""
-    unit: Any
-    """A number of the type of those."""
-    length: int
-    """Of a head in units."""
-    shift: int
-    """Binary logarithm of the numbers in a unit."""
-    layer_start: int
-    page_stride: int
-    page_size: int
-    value_offset: int
-    """Elements from a key to its value: 0 for a latent, which is both."""
-    item: int
-    """Bytes of an element."""
-    token: int
-    """Bytes of a key."""
-    in_place: bool
-    """Keys are read from pages, not copied: they are units there, `OTHERS` of them together."""
-    head_dim: int
-    value_dim: int
-    group: int
-    """Query heads that share a head of keys and values."""
-    window: int
-    scale: Any
-    softcap: Any
-    """0 for none."""
-
-
-class Scratch(NamedTuple):
-    """What a thread works on: the shapes are at the top of this module."""
-
-    queries: Array
-    keys: Array
-    values: Array
-    scores: Array
-    weights: Array
-    sums: Array
-    positions: Array
-    """``[tiles, ROWS]`` int32, of rows in their sequence."""
-    largest: Array
-    """``[tiles, ROWS]``"""
-    totals: Array
-    """``[tiles, ROWS]``"""
-    decay: Array
-    """``[ROWS]``"""
-    starts: Array
-    """``[2 * _GROUPS]`` addresses: see `place_keys`."""
-    rounded: Array
-    """``[value_dim, ROWS]``"""
-
-
-class Room(NamedTuple):
-    """Addresses of a `Scratch`, and its sizes."""
-
-    queries: int
-    keys: int
-    values: int
-    scores: int
-    weights: int
-    sums: int
-    positions: int
-    largest: int
-    totals: int
-    decay: int
-    starts: int
-    depth: int
-    """Units of a query and of a key."""
-    width: int
-    """Units of a row of values, which are dimensions."""
-    numbers: int
-    """In a unit."""
-    line: int
-    """Bytes of the next block that are fetched in a turn of a tile's loop."""
 
 
 class Strip(NamedTuple):
@@ -196,7 +121,7 @@ def attend_strips(
         (parts - 1) * kv_heads * page_size * head_dim,
         pages.itemsize,
         pages.itemsize * head_dim,
-        page_units.itemsize == _WORD and page_size % OTHERS == 0 and length % STEP == 0,
+        page_units.itemsize == WORD and page_size % OTHERS == 0 and length % STEP == 0,
         head_dim,
         out.shape[1] // num_heads,
         num_heads // kv_heads,
@@ -259,192 +184,6 @@ def count_tiles(vectors: int) -> int:
 
 
 @inlined
-def make_scratch(tiles: int, heads: Heads, unit: Array, out: Array) -> Scratch:
-    """Scratch for strips of so many tiles; zeros where heads are shorter than their rows."""
-    scores = make_lines(_BLOCK, ROWS, np.float32)
-    weights = make_weights(scores, unit)
-    numbers = len(scores) // len(weights)
-    depth = round_up((heads.head_dim + numbers - 1) // numbers, STEP)
-    width = round_up(heads.value_dim, OTHERS)
-    queries = make_lines(tiles * depth, ROWS, unit.dtype)
-    keys = make_lines(0 if heads.in_place else _BLOCK, depth, unit.dtype)
-    values = make_lines(len(weights), width, unit.dtype)
-    queries[:], keys[:], values[:], scores[:] = 0, 0, 0, 0
-    return Scratch(
-        queries.reshape((tiles, depth, ROWS)),
-        keys,
-        values,
-        scores,
-        weights,
-        make_lines(tiles * width, ROWS, np.float32).reshape((tiles, width, ROWS)),
-        make_lines(tiles, ROWS, np.int32),
-        make_lines(tiles, ROWS, np.float32),
-        make_lines(tiles, ROWS, np.float32),
-        make_lines(1, ROWS, np.float32)[0],
-        np.empty(2 * _GROUPS, np.int64),
-        np.empty((heads.value_dim, ROWS), out.dtype),
-    )
-
-
-@inlined
-def make_lines(rows: int, words: int, dtype: Any) -> Any:
-    """Room for ``[rows, words]`` numbers of 4 bytes, from the beginning of a cache line on.
-
-    Numba's own arrays begin anywhere: most vectors of 64 bytes would lie in two lines.
-    """
-    room = np.empty(rows * words + LANES, dtype)
-    begin = -address_of(room) // _WORD % LANES
-    return room[begin : begin + rows * words].reshape((rows, words))
-
-
-@inlined
-def find_room(scratch: Scratch, token: int) -> Room:
-    """The addresses of `scratch`, valid until `keep`, for keys of so many bytes."""
-    depth = scratch.keys.shape[1]
-    return Room(
-        address_of(scratch.queries),
-        address_of(scratch.keys),
-        address_of(scratch.values),
-        address_of(scratch.scores),
-        address_of(scratch.weights),
-        address_of(scratch.sums),
-        address_of(scratch.positions),
-        address_of(scratch.largest),
-        address_of(scratch.totals),
-        address_of(scratch.decay),
-        address_of(scratch.starts),
-        depth,
-        scratch.values.shape[1],
-        _BLOCK // len(scratch.weights),
-        OTHERS * token * STEP // depth,
-    )
-
-
-@inlined
-def keep(scratch: Scratch) -> None:
-    """Use the whole tuple: numba frees an array after the last use of what holds it, not of its
-    address.
-    """
-    scratch.scores[0, 0] = scratch.weights[0, 0] = scratch.decay[0] = 0
-
-
-@inlined
-def round_up(number: int, multiple: int) -> int:
-    """To the next multiple."""
-    return (number + multiple - 1) // multiple * multiple
-
-
-def make_weights(scores: Any, unit: Any) -> Any:
-    """Room for the weights of ``scores [block, ROWS]``, inside kernels.
-
-    It is the scores' own if units are float32.
-    """
-    raise NotImplementedError("only inside a kernel")
-
-
-@overload(make_weights)  # type: ignore[untyped-decorator]
-def _make_weights(scores: Any, unit: Any) -> Any:
-    def use_scores(scores: Any, unit: Any) -> Any:
-        return scores
-
-    def make_pairs(scores: Any, unit: Any) -> Any:
-        return make_lines(_BLOCK // 2, ROWS, np.uint32)
-
-    return make_pairs if unit.dtype == numba.uint32 else use_scores
-
-
-def view_units(numbers: Any, unit: Any) -> Any:
-    """An array of elements as one of what `to_unit` takes, inside kernels: not copied."""
-    raise NotImplementedError("only inside a kernel")
-
-
-@overload(view_units)  # type: ignore[untyped-decorator]
-def _view_units(numbers: Any, unit: Any) -> Any:
-    def view_numbers(numbers: Any, unit: Any) -> Any:
-        return numbers
-
-    def view_pairs(numbers: Any, unit: Any) -> Any:
-        return numbers.view(np.uint32)
-
-    return view_pairs if unit.dtype == numba.uint32 else view_numbers
-
-
-def to_unit(number: Any) -> Any:
-    """A unit of an element, or of a pair of bfloat16, inside kernels."""
-    raise NotImplementedError("only inside a kernel")
-
-
-@overload(to_unit)  # type: ignore[untyped-decorator]
-def _to_unit(number: Any) -> Any:
-    def keep(number: Any) -> Any:
-        return number
-
-    def make_float(number: Any) -> Any:
-        return widen(number)
-
-    return keep if number == numba.uint32 else make_float
-
-
-def pack_value(numbers: Any, token: Any, values: Any) -> None:
-    """Copy a token's ``numbers [n]`` into its row of ``values [block / k, width]``.
-
-    Inside kernels. A row of pairs has two tokens, of which the even comes first.
-    """
-    raise NotImplementedError("only inside a kernel")
-
-
-@overload(pack_value)  # type: ignore[untyped-decorator]
-def _pack_value(numbers: Any, token: Any, values: Any) -> Any:
-    def pack_floats(numbers: Any, token: Any, values: Any) -> None:
-        row = values[token]
-        for i in range(len(numbers)):
-            row[i] = widen(numbers[i])
-
-    def pack_pairs(numbers: Any, token: Any, values: Any) -> None:
-        row = values[token // 2]
-        if token % 2:
-            for i in range(len(numbers)):
-                row[i] |= np.uint32(np.uint32(numbers[i]) << np.uint32(16))
-        else:
-            for i in range(len(numbers)):
-                row[i] = np.uint32(numbers[i])
-
-    return pack_pairs if values.dtype == numba.uint32 else pack_floats
-
-
-def pack_together(heads: Any, at: Any, count: Any, token: Any, values: Any) -> Any:
-    """Copy up to `count` values that follow one another in a page at once: how many.
-
-    Inside kernels. 0 if that is not possible here, and for what is not a pair.
-    """
-    raise NotImplementedError("only inside a kernel")
-
-
-@overload(pack_together)  # type: ignore[untyped-decorator]
-def _pack_together(heads: Any, at: Any, count: Any, token: Any, values: Any) -> Any:
-    def pack_none(heads: Any, at: Any, count: Any, token: Any, values: Any) -> Any:
-        return 0
-
-    def pack_in_pairs(heads: Any, at: Any, count: Any, token: Any, values: Any) -> Any:
-        pairs, width = count // 2, values.shape[1]
-        if pairs == 0 or token % 2 == 1 or heads.value_dim % LANES:
-            return 0
-        source = address_of(heads.pages) + at * heads.item
-        to = address_of(values) + token // 2 * width * _WORD
-        pair_values(source, heads.head_dim, pairs, to, width, heads.value_dim)
-        return 2 * pairs
-
-    return pack_in_pairs if values.dtype == numba.uint32 else pack_none
-
-
-@inlined
-def pack(numbers: Array, units: Array) -> None:
-    """Copy a head's ``numbers [n]``, of `view_units`, into ``units [n]``."""
-    for i in range(len(numbers)):
-        units[i] = to_unit(numbers[i])
-
-
-@inlined
 def find_tile(strip: Strip, tile: int) -> int:
     """The first of a tile's vectors; that of the tile behind the last: how many there are."""
     return (strip.vectors * tile + strip.tiles - 1) // strip.tiles
@@ -483,8 +222,8 @@ def attend_strip(
     scratch.largest[:] = _LEAST
     scratch.totals[:] = 0
     scratch.sums[: strip.tiles] = 0
-    for begin in range(strip.oldest // _BLOCK * _BLOCK, strip.end, _BLOCK):
-        skipped, seen = max(0, strip.oldest - begin), min(_BLOCK, strip.end - begin)
+    for begin in range(strip.oldest // BLOCK * BLOCK, strip.end, BLOCK):
+        skipped, seen = max(0, strip.oldest - begin), min(BLOCK, strip.end - begin)
         place_keys(heads, strip, begin, room, scratch.starts)
         if not heads.in_place:
             copy_keys(heads, head, page_ids, begin, skipped, seen, scratch.keys)
@@ -499,11 +238,11 @@ def place_keys(heads: Heads, strip: Strip, begin: int, room: Room, starts: Array
 
     A block's are in its pages, or their copies; the next one's are only fetched.
     """
-    for group in range(_GROUPS):
-        copy = room.keys + group * OTHERS * room.depth * _WORD
+    for group in range(GROUPS):
+        copy = room.keys + group * OTHERS * room.depth * WORD
         token = begin + group * OTHERS
         starts[group] = find_key(heads, strip, token) if heads.in_place else copy
-        starts[_GROUPS + group] = find_key(heads, strip, token + _BLOCK)
+        starts[GROUPS + group] = find_key(heads, strip, token + BLOCK)
 
 
 @inlined
@@ -516,51 +255,12 @@ def find_key(heads: Heads, strip: Strip, token: int) -> int:
 
 
 @inlined
-def copy_keys(
-    heads: Heads, head: int, page_ids: Array, begin: int, skipped: int, seen: int, keys: Array
-) -> None:
-    """Copy a head's keys ``begin + [skipped, seen)`` of a sequence into ``[skipped, seen)``."""
-    for token in range(skipped, seen):
-        at = find_element(heads, head, page_ids, begin + token) >> heads.shift
-        pack(heads.units[at : at + heads.length], keys[token])
-
-
-@inlined
-def copy_values(
-    heads: Heads, head: int, page_ids: Array, begin: int, skipped: int, seen: int, values: Array
-) -> None:
-    """Copy a head's values ``begin + [skipped, seen)`` of a sequence into ``[skipped, seen)``.
-
-    Other rows are zero then, so that a weight of 0 makes nothing of them.
-    """
-    if seen - skipped < _BLOCK:
-        values[:] = 0
-    token = skipped
-    while token < seen:
-        at = find_element(heads, head, page_ids, begin + token) + heads.value_offset
-        left = heads.page_size - (begin + token) % heads.page_size
-        together = pack_together(heads, at, min(left, seen - token), token, values)
-        if together == 0:
-            pack_value(heads.pages[at : at + heads.value_dim], token, values)
-            together = 1
-        token += together
-
-
-@inlined
-def find_element(heads: Heads, head: int, page_ids: Array, token: int) -> int:
-    """Where a key of a sequence begins in its layer's pages."""
-    page, slot = token // heads.page_size, token % heads.page_size
-    start: int = heads.layer_start + page_ids[page] * heads.page_stride
-    return start + (head * heads.page_size + slot) * heads.head_dim
-
-
-@inlined
 def attend_block(heads: Heads, strip: Strip, tile: int, begin: int, room: Room) -> None:
     """Add to a tile's sums what its rows see of the block that is copied."""
     vectors = find_tile(strip, tile + 1) - find_tile(strip, tile)
-    positions = room.positions + tile * _ROW_BYTES
+    positions = room.positions + tile * ROW_BYTES
     first, last = read_int32(positions, 0), read_int32(positions, LANES * vectors - 1)
-    count = round_up(min(_BLOCK, last + 1 - begin), OTHERS)
+    count = round_up(min(BLOCK, last + 1 - begin), OTHERS)
     if count <= 0:
         return
     add_scores(heads, strip, tile, vectors, count, room)
@@ -586,13 +286,13 @@ def attend_block(heads: Heads, strip: Strip, tile: int, begin: int, room: Room) 
 def add_scores(heads: Heads, strip: Strip, tile: int, vectors: int, count: int, room: Room) -> None:
     """The scores of `count` keys of the block, while each tile fetches a part of the next one."""
     depth = room.depth
-    queries = room.queries + tile * depth * _ROW_BYTES
+    queries = room.queries + tile * depth * ROW_BYTES
     for key in range(0, count, OTHERS):
-        group, scores = key // OTHERS, room.scores + key * _ROW_BYTES
+        group, scores = key // OTHERS, room.scores + key * ROW_BYTES
         keys = read_int64(room.starts, group)
         ahead, values, line = keys, 0, 0
         if group % strip.tiles == tile:
-            ahead = read_int64(room.starts, _GROUPS + group)
+            ahead = read_int64(room.starts, GROUPS + group)
             values, line = heads.value_offset * heads.item, room.line
         if vectors == 3:
             score_tile(3, heads.unit, queries, keys, depth, scores, ahead, values, line)
@@ -609,7 +309,7 @@ def hide(
     """Hide from rows what they do not see of the tokens ``begin + [skipped, count)``."""
     if skipped >= count:
         return
-    scores, token = room.scores + skipped * _ROW_BYTES, begin + skipped
+    scores, token = room.scores + skipped * ROW_BYTES, begin + skipped
     if vectors == 3:
         hide_scores(3, scores, count - skipped, token, positions, window)
     elif vectors == 2:
@@ -622,7 +322,7 @@ def hide(
 def weigh(heads: Heads, tile: int, vectors: int, count: int, factor: Any, room: Room) -> None:
     """Make weights of `count` tokens' scores."""
     scores, weights, decay = room.scores, room.weights, room.decay
-    most, totals = room.largest + tile * _ROW_BYTES, room.totals + tile * _ROW_BYTES
+    most, totals = room.largest + tile * ROW_BYTES, room.totals + tile * ROW_BYTES
     if vectors == 3:
         weigh_block(3, heads.unit, scores, count, factor, most, totals, decay, weights)
     elif vectors == 2:
@@ -636,8 +336,8 @@ def add_values(heads: Heads, tile: int, vectors: int, count: int, room: Room) ->
     """Add `count` tokens' values by their weights to a tile's sums."""
     weights, decay, width, length = room.weights, room.decay, room.width, count // room.numbers
     for dimension in range(0, width, OTHERS):
-        values = room.values + dimension * _WORD
-        sums = room.sums + (tile * width + dimension) * _ROW_BYTES
+        values = room.values + dimension * WORD
+        sums = room.sums + (tile * width + dimension) * ROW_BYTES
         if vectors == 3:
             value_tile(3, heads.unit, weights, values, length, width, decay, sums)
         elif vectors == 2:
