@@ -131,12 +131,6 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     return (weight * wide.to(weight.dtype)).to(x.dtype)
 
 
-def norm_heads(heads: torch.Tensor, weights: HeadNormWeights, eps: float) -> None:
-    """Normalize each query and key head of ``heads [T, heads, D]`` in place."""
-    normed = heads[:, : len(weights.factors)]
-    normed.copy_(rms_norm(normed, weights.factors, eps))
-
-
 class TorchElementwise:
     """Any device, any dtype; rounds where transformers rounds."""
 
@@ -155,7 +149,8 @@ class TorchElementwise:
 
     def rms_norm_heads(self, heads: torch.Tensor, weights: HeadNormWeights, eps: float) -> None:
         """Normalize each query and key head of ``heads [T, heads, D]`` in place."""
-        norm_heads(heads, weights, eps)
+        normed = heads[:, : len(weights.factors)]
+        normed.copy_(rms_norm(normed, weights.factors, eps))
 
     def prepare(self, rotation: Rotation) -> Rotation:
         """The same."""
@@ -209,14 +204,12 @@ class InvariantElementwise(TorchElementwise):
         return 1 / (torch.exp(-x) + 1)
 
 
-class CpuElementwise:
+class CpuElementwise(InvariantElementwise):
     """bfloat16 on a CPU: one compiled pass each, float32 inside, rounded once at the end.
 
-    Large ones are shared by as many threads as torch has when this is made.
+    Large ones are shared by as many threads as torch has when this is made. Products add to the
+    residual themselves, so sums are not left to norms.
     """
-
-    adds_in_norms = False
-    """Products add to the residual themselves."""
 
     def __init__(self) -> None:
         self._threads = torch.get_num_threads()
@@ -228,21 +221,6 @@ class CpuElementwise:
             self._threads_for(x), as_array(x), as_array(weight.factor), eps, as_array(out)
         )
         return out
-
-    def add_rms_norm(
-        self, x: torch.Tensor, residual: torch.Tensor, weight: NormWeight, eps: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The norm of ``residual + x``, ``[T, N]`` each, and that sum."""
-        total = residual + x
-        return self.rms_norm(total, weight, eps), total
-
-    def rms_norm_heads(self, heads: torch.Tensor, weights: HeadNormWeights, eps: float) -> None:
-        """Normalize each query and key head of ``heads [T, heads, D]`` in place."""
-        norm_heads(heads, weights, eps)
-
-    def prepare(self, rotation: Rotation) -> Rotation:
-        """The same."""
-        return rotation
 
     def rotate(self, heads: torch.Tensor, count: int, rotation: Rotation) -> None:
         """Rotate the first `count` heads of ``heads [T, heads, D]`` in place."""
@@ -260,10 +238,6 @@ class CpuElementwise:
         out = gate_up.new_empty(len(gate_up), gate_up.shape[1] // 2)
         cpu_kernels.gelu_mul(self._threads_for(gate_up), as_array(gate_up), as_array(out))
         return out
-
-    def sigmoid(self, x: torch.Tensor) -> torch.Tensor:
-        """The logistic function of ``x [T, N]``, the same whatever rows are beside a row."""
-        return 1 / (torch.exp(-x) + 1)
 
     def _threads_for(self, rows: torch.Tensor) -> int:
         return self._threads if rows.numel() >= SHARED_ELEMENTS else 1
