@@ -10,6 +10,7 @@ from tokenizers import Tokenizer
 from kvrelay.router.config import PlacementMode, RouterConfig
 
 from .cluster import Cluster, HeldEncoding, running
+from .live_run import Run
 from .toy_tokenizers import byte_level_tokenizer, sentencepiece_tokenizer
 
 
@@ -65,3 +66,8 @@ def held_encoding(monkeypatch: pytest.MonkeyPatch) -> HeldEncoding:
     held = HeldEncoding()
     monkeypatch.setattr("kvrelay.router.texts.encode", held.encode)
     return held
+
+
+@pytest.fixture
+def run(tokenizer: Tokenizer) -> Run:
+    return Run(tokenizer, seed=5)

@@ -17,7 +17,7 @@ from kvrelay.router.output_stream import OutputStream
 from kvrelay.router.readers import Patience, Readers
 from kvrelay.router.text import TextStream
 
-from .test_live_request import made
+from .live_run import made
 
 DOORS = pytest.mark.parametrize("sends_first", [True, False], ids=["sends first", "waits first"])
 
