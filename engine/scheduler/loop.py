@@ -369,6 +369,7 @@ class Engine(Generic[RequestT, MessageT]):
     def _answer(self, question: Inspect | FindHistory) -> None:
         if isinstance(question, Inspect):
             question.look(self._context.kv_cache)
+            self._load_counted_at = -math.inf  # who asks reads what this pass publishes
         elif question.is_wanted():
             question.answer(self._context.sessions.adopt(question.owner, question.digest))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvrelay.decode_worker.hand_over_stream import PeerProbed
-from kvrelay.engine.scheduler.commands import Drain, Wake
+from kvrelay.engine.scheduler.commands import Drain, Inspect, Wake
 from kvrelay.engine.scheduler.outbox import RouterLink
 from kvrelay.wire.load import PeerTransport, WorkerLoad
 from tests.engine.simulation import Simulation, SimWorker
@@ -104,6 +104,15 @@ def test_a_drain_is_told_at_once() -> None:
     worker.inbox.post(Drain(lambda: None))
     worker.turn()
     assert [load.draining for load in loads(link)] == [True]
+
+
+def test_who_inspects_a_busy_worker_reads_its_state_of_now() -> None:
+    """The limit of the quarantine decides by it whether the worker must drain."""
+    simulation, worker, link = busy_worker()
+    simulation.submit(list(range(40)), 6)
+    worker.inbox.post(Inspect(lambda kv_cache: None))
+    worker.turn()
+    assert [load.running_requests + load.waiting_requests for load in loads(link)] == [2]
 
 
 @pytest.mark.parametrize("refusal", ["", "too slow"])
