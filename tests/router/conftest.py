@@ -62,6 +62,15 @@ async def cluster(config: RouterConfig) -> AsyncIterator[Cluster]:
 
 
 @pytest.fixture
+async def pairs(config: RouterConfig) -> AsyncIterator[Cluster]:
+    """Two decode workers that compute prompts, too."""
+    adaptive = replace(config, placement=PlacementMode.ADAPTIVE)
+    async with running(adaptive, "decode-0", "decode-1") as cluster:
+        cluster.count()
+        yield cluster
+
+
+@pytest.fixture
 def held_encoding(monkeypatch: pytest.MonkeyPatch) -> HeldEncoding:
     held = HeldEncoding()
     monkeypatch.setattr("kvrelay.router.texts.encode", held.encode)

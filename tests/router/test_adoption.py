@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from array import array
-from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,25 +12,16 @@ import grpc
 import pytest
 
 from kvrelay.router.auth import bearer
-from kvrelay.router.config import PlacementMode, RouterConfig
+from kvrelay.router.config import RouterConfig
 from kvrelay.v1 import inference_pb2 as pb
 from kvrelay.wire.history_digest import history_digest
 
 from .cluster import Cluster, collect, running
 from .scripted_worker import LENGTH, until
-from .test_sessions import opened, said, state, submits, turn
+from .session_calls import opened, said, state, submits, turn
 
 HISTORY = [1, 2, 3, 4, 5]
 DIGEST = history_digest(array("I", HISTORY))
-
-
-@pytest.fixture
-async def pairs(config: RouterConfig) -> AsyncIterator[Cluster]:
-    """Two decode workers that compute prompts, too."""
-    adaptive = replace(config, placement=PlacementMode.ADAPTIVE)
-    async with running(adaptive, "decode-0", "decode-1") as cluster:
-        cluster.count()
-        yield cluster
 
 
 async def adopt(cluster: Cluster, digest: str = DIGEST, **fields: Any) -> pb.OpenSessionResponse:

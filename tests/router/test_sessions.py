@@ -1,71 +1,21 @@
-"""Sessions at the router: their history, their turns, whose they are, and where they go."""
+"""Sessions at the router: their history and their turns."""
 
 from __future__ import annotations
 
 import asyncio
 from array import array
-from collections.abc import AsyncIterator
-from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
 
 from kvrelay.client import AsyncClient
-from kvrelay.router.auth import bearer
-from kvrelay.router.callers import ANYBODY
-from kvrelay.router.config import PlacementMode, RouterConfig
-from kvrelay.router.errors import UnknownSession
-from kvrelay.router.metrics import RouterMetrics
-from kvrelay.router.sessions import Sessions, _count_shared
+from kvrelay.router.sessions import _count_shared
 from kvrelay.v1 import inference_pb2 as pb
-from kvrelay.v1 import worker_pb2
 
-from .cluster import Cluster, HeldEncoding, Streamed, collect, running, status_of
-from .scripted_worker import LENGTH, ScriptedWorker, load, until
-
-
-@pytest.fixture
-async def pairs(config: RouterConfig) -> AsyncIterator[Cluster]:
-    """Two decode workers that compute prompts, too."""
-    adaptive = replace(config, placement=PlacementMode.ADAPTIVE)
-    async with running(adaptive, "decode-0", "decode-1") as cluster:
-        cluster.count()
-        yield cluster
-
-
-async def opened(cluster: Cluster, **fields: Any) -> str:
-    request = pb.OpenSessionRequest(session_id="chat", **fields)
-    return str((await cluster.stub.OpenSession(request)).session_id)
-
-
-def turn(cluster: Cluster, *ids: int, max_tokens: int = 2, n: int = 1, **fields: Any) -> Any:
-    fields = {"session_id": "chat", **fields}
-    metadata = fields.pop("metadata", None)
-    params = pb.SamplingParams(max_tokens=max_tokens, n=n)
-    request = pb.GenerateRequest(input_ids=pb.TokenIds(ids=ids), sampling_params=params, **fields)
-    return cluster.stub.Generate(request, metadata=metadata)
-
-
-async def said(cluster: Cluster, *ids: int, **fields: Any) -> Streamed:
-    return await collect(turn(cluster, *ids, **fields))
-
-
-async def state(cluster: Cluster) -> pb.SessionState:
-    session: pb.SessionState
-    [session] = (await cluster.stub.GetSessions(pb.GetSessionsRequest())).sessions
-    return session
-
-
-async def until_idle(cluster: Cluster) -> pb.SessionState:
-    while (session := await state(cluster)).running:
-        await asyncio.sleep(0.005)
-    return session
-
-
-def submits(cluster: Cluster) -> list[worker_pb2.SubmitRequest]:
-    return sorted((s for w in cluster.workers for s in w.submits), key=lambda s: s.attempt)
+from .cluster import Cluster, HeldEncoding, collect, status_of
+from .scripted_worker import LENGTH, ScriptedWorker, until
+from .session_calls import opened, said, state, status_of_open, submits, turn, until_idle
 
 
 async def test_a_turn_follows_the_history_on_the_worker_that_has_it(pairs: Cluster) -> None:
@@ -103,40 +53,6 @@ async def test_texts_go_on_without_special_tokens(pairs: Cluster, monkeypatch: A
         )
     assert wanted == [True, False]
     assert list(submits(pairs)[1].input_ids) == [1, 2, 3, 2]
-
-
-async def test_prefill_workers_hear_nothing_of_sessions(cluster: Cluster) -> None:
-    cluster.count()
-    await opened(cluster)
-    await said(cluster, 1, 2, 3)
-    assert cluster.decode.submits[0].HasField("session")
-    assert not cluster.prefill.submits[0].HasField("session")
-
-
-async def test_what_a_prefill_worker_reads_of_a_session_is_not_in_its_queue(
-    config: RouterConfig,
-) -> None:
-    """Its turns would seem longer than they are, and so to be computed after others."""
-    adaptive = replace(config, placement=PlacementMode.ADAPTIVE)
-    async with running(adaptive, "prefill-0", "decode-0") as cluster:
-        cluster.count()
-        await opened(cluster)
-        await said(cluster, *range(1, 41))
-        assert cluster.prefill.submits == []
-        speeds = pb.StepSpeeds(
-            seconds_per_step=0.01, seconds_per_token=0.001, prompts_known=True, rows_known=True
-        )
-        peer = pb.PeerTransfer(
-            incarnation=cluster.prefill.incarnation, lent_tokens_per_second=1_000_000
-        )
-        busy = load()
-        busy.MergeFrom(pb.WorkerLoad(running_requests=8, growth_tokens=800, speeds=speeds))
-        cluster.decode.send(worker_pb2.AttachResponse(load=busy, peers=[peer]))
-        links = cluster.router._fleet.links
-        await until(lambda: any(link.load.running_requests == 8 for link in links))
-        await said(cluster, *range(50, 60))
-        [submit] = cluster.prefill.submits
-        assert (len(submit.input_ids), submit.cached_tokens) == (52, 41)
 
 
 @pytest.mark.parametrize(("rewind_to", "history"), [(3, [1, 2, 3]), (0, []), (5, [1, 2, 3, 4, 5])])
@@ -220,56 +136,6 @@ async def test_a_turn_that_does_not_end_well_leaves_the_history(cluster: Cluster
     assert (session.tokens, session.turns) == (4, 1)
 
 
-async def test_a_lost_worker_costs_a_computation_and_never_the_session(pairs: Cluster) -> None:
-    await opened(pairs)
-    await said(pairs, 1, 2, 3)
-    [home] = [worker for worker in pairs.workers if worker.submits]
-    await home.stop()
-    await pairs.until_lost(home.name)
-    await said(pairs, 10)
-    assert list(submits(pairs)[1].input_ids) == [1, 2, 3, 4, 5, 10]
-    assert submits(pairs)[1].cached_tokens == 0
-    assert (await state(pairs)).worker != home.name
-
-
-async def test_a_worker_that_has_given_a_session_up_is_expected_to_have_nothing(
-    pairs: Cluster,
-) -> None:
-    await opened(pairs)
-    await said(pairs, 1, 2, 3)
-    [home] = [worker for worker in pairs.workers if worker.submits]
-    name = home.submits[0].session.session
-    home.send(worker_pb2.AttachResponse(ended_sessions=[name]))
-    while (await state(pairs)).kept_tokens:
-        await asyncio.sleep(0.005)
-    await said(pairs, 10)
-    assert submits(pairs)[1].cached_tokens == 0
-
-
-async def test_workers_are_told_to_forget(pairs: Cluster) -> None:
-    """What is closed, and what goes on elsewhere."""
-    await opened(pairs)
-    await said(pairs, 1, 2, 3)
-    [home] = [worker for worker in pairs.workers if worker.submits]
-    [other] = [worker for worker in pairs.workers if worker is not home]
-    home.send(worker_pb2.AttachResponse(load=full_load()))
-    await until(lambda: all(link.load.pools for link in pairs.router._fleet.links))
-    await until(lambda: any(link.load.room_tokens == 0 for link in pairs.router._fleet.links))
-    await said(pairs, 10)
-    assert len(other.submits) == 1, "the first one is full"
-    name = home.submits[0].session.session
-    await until(lambda: home.forgotten == [name])
-    await pairs.stub.CloseSession(pb.CloseSessionRequest(session_id="chat"))
-    await until(lambda: other.forgotten == [name])
-    error = await status_of(turn(pairs, 1))
-    assert error.code() == grpc.StatusCode.NOT_FOUND
-
-
-def full_load() -> pb.WorkerLoad:
-    pool = pb.PoolState(pool="full", page_size=16, total=64, held=64)
-    return pb.WorkerLoad(pools=[pool])
-
-
 async def test_a_session_closed_while_its_turn_runs_lets_it_end(cluster: Cluster) -> None:
     await opened(cluster)
     first, waiting = turn(cluster, 1, 2, 3), None
@@ -299,71 +165,6 @@ async def test_a_session_goes_on_with_the_history_that_its_client_brings(pairs: 
         grpc.StatusCode.INVALID_ARGUMENT,
         "history:",
     )
-
-
-async def status_of_open(
-    cluster: Cluster, name: str, metadata: Any = None, **fields: Any
-) -> grpc.aio.AioRpcError:
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await cluster.stub.OpenSession(
-            pb.OpenSessionRequest(session_id=name, **fields), metadata=metadata
-        )
-    return caught.value
-
-
-async def test_ids_bounds_and_numbers_of_sessions(config: RouterConfig) -> None:
-    small = replace(config, max_sessions=2, max_session_tokens=20, session_timeout=50.0)
-    async with running(small, "prefill-0", "decode-0") as cluster:
-        cluster.count()
-        await opened(cluster)
-        again = await status_of_open(cluster, "chat")
-        assert again.code() == grpc.StatusCode.ALREADY_EXISTS
-        too_long = await status_of_open(cluster, "x" * 129)
-        assert too_long.code() == grpc.StatusCode.INVALID_ARGUMENT
-        drawn = await cluster.stub.OpenSession(pb.OpenSessionRequest(idle_timeout_seconds=90))
-        assert (len(drawn.session_id), drawn.idle_timeout_seconds) == (32, 50)
-        full = await status_of_open(cluster, "third")
-        assert full.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
-        await said(cluster, *range(20))
-        error = await status_of(turn(cluster, 1))
-        assert error.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
-        await cluster.stub.CloseSession(pb.CloseSessionRequest(session_id="chat"))
-        await opened(cluster)
-
-
-async def test_a_turn_that_shortens_the_history_is_served_when_histories_are_full(
-    config: RouterConfig,
-) -> None:
-    small = replace(config, max_session_tokens=20)
-    async with running(small, "prefill-0", "decode-0") as cluster:
-        cluster.count()
-        await opened(cluster)
-        await said(cluster, *range(18))
-        error = await status_of(turn(cluster, 1))
-        assert error.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
-        assert await status_of_open(cluster, "other")
-        longer = await status_of(turn(cluster, 1, 2, rewind_to=19))
-        assert longer.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
-        await said(cluster, 1, rewind_to=5)
-        assert (await state(cluster)).tokens == 8
-        await said(cluster, *range(10))
-
-
-async def test_turns_that_run_at_the_same_time_do_not_exceed_the_bound(
-    config: RouterConfig,
-) -> None:
-    small = replace(config, max_session_tokens=20)
-    async with running(small, "prefill-0", "decode-0") as cluster:
-        for name in ("chat", "other"):
-            await cluster.stub.OpenSession(pb.OpenSessionRequest(session_id=name))
-        first = turn(cluster, *range(15))
-        submit = await cluster.prefill.submitted()
-        error = await status_of(turn(cluster, *range(6), session_id="other"))
-        assert error.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
-        cluster.prefill.say(submit, 0, (50,), end=LENGTH)
-        await collect(first)
-        await cluster.stub.CloseSession(pb.CloseSessionRequest(session_id="chat"))
-        assert cluster.router._sessions._num_tokens == 0
 
 
 def text_turn(cluster: Cluster, request_id: str) -> Any:
@@ -417,32 +218,6 @@ async def test_a_turn_ends_when_one_of_the_old_session_was_tokenized_before_it(
     await collect(old)
 
 
-async def test_a_lost_stream_takes_the_kept_tokens_with_it(pairs: Cluster) -> None:
-    await opened(pairs)
-    await said(pairs, 1, 2, 3)
-    [home] = [worker for worker in pairs.workers if worker.submits]
-    home.break_stream()
-    await until(lambda: not all(link.ready for link in pairs.router._fleet.links))
-    await until(lambda: all(link.ready for link in pairs.router._fleet.links))
-    assert ((await state(pairs)).kept_tokens, (await state(pairs)).worker) == (0, "")
-    await said(pairs, 10)
-    assert submits(pairs)[1].cached_tokens == 0
-
-
-def test_a_worker_that_had_a_turn_which_was_given_up_is_told_to_forget(
-    config: RouterConfig,
-) -> None:
-    """It may have finished the turn, and kept it, before it heard that nobody wants it."""
-    told: list[tuple[str, str]] = []
-    sessions = Sessions(config, RouterMetrics("counter"), lambda *call: told.append(call))
-    session = sessions.open(ANYBODY, pb.OpenSessionRequest(session_id="chat"), 402)
-    for tokens, worker in ((None, "b"), ([1, 2, 3], "c"), (None, "c"), (None, "")):
-        turn = sessions.begin_if_free(ANYBODY, "chat")
-        assert turn is not None
-        turn.end(tokens, worker)
-    assert told == [("b", session.name)], "c keeps the session"
-
-
 @pytest.mark.parametrize("length", [1, 2, 3, 64, 1000])
 def test_the_shared_length_is_found(length: int) -> None:
     mine = array("I", range(length))
@@ -465,80 +240,6 @@ async def test_a_repeated_turn_takes_the_place_of_the_last_one(pairs: Cluster) -
     assert (await state(pairs)).tokens == 8
     await said(pairs, 11, request_id="second")  # another body
     assert (await state(pairs)).tokens == 11
-
-
-async def test_sessions_belong_to_their_token(config: RouterConfig, tmp_path: Path) -> None:
-    tokens = tmp_path / "tokens"
-    tokens.write_text("alice-token-123456\nbobby-token-123456\n")
-    async with running(replace(config, auth_token_file=tokens), "prefill-0", "decode-0") as cluster:
-        cluster.count()
-        alice, bob = (bearer(f"{name}-token-123456") for name in ("alice", "bobby"))
-        stub, open_it = cluster.stub, pb.OpenSessionRequest(session_id="chat")
-        await stub.OpenSession(open_it, metadata=alice)
-        listed = await stub.GetSessions(pb.GetSessionsRequest(), metadata=bob)
-        assert not listed.sessions
-        close = pb.CloseSessionRequest(session_id="chat")
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await stub.CloseSession(close, metadata=bob)
-        assert caught.value.code() == grpc.StatusCode.NOT_FOUND
-        await stub.OpenSession(open_it, metadata=bob)
-        await stub.CloseSession(close, metadata=bob)
-        assert len((await stub.GetSessions(pb.GetSessionsRequest(), metadata=alice)).sessions) == 1
-
-
-async def test_one_token_takes_no_more_than_its_share(config: RouterConfig, tmp_path: Path) -> None:
-    tokens = tmp_path / "tokens"
-    tokens.write_text("alice-token-123456\nbobby-token-123456\n")
-    small = replace(config, auth_token_file=tokens, max_sessions=5, max_session_tokens=40)
-    async with running(small, "prefill-0", "decode-0") as cluster:
-        cluster.count()
-        alice, bob = (bearer(f"{name}-token-123456") for name in ("alice", "bobby"))
-        stub, history = cluster.stub, pb.TokenIds(ids=range(19))
-        for name in ("chat", "other"):
-            await stub.OpenSession(pb.OpenSessionRequest(session_id=name), metadata=alice)
-        many = await status_of_open(cluster, "third", metadata=alice)
-        assert many.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
-        assert "2 sessions of this token" in str(many.details())
-        await collect(turn(cluster, *range(15), metadata=alice))
-        long = await status_of(turn(cluster, *range(4), session_id="other", metadata=alice))
-        assert long.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
-        assert "17 tokens (--max-session-share)" in str(long.details())
-        request = pb.OpenSessionRequest(session_id="chat", history=history)
-        await stub.OpenSession(request, metadata=bob)
-        await stub.CloseSession(pb.CloseSessionRequest(session_id="chat"), metadata=alice)
-        await collect(turn(cluster, *range(15), session_id="other", metadata=alice))
-
-
-def test_10_000_sessions_that_are_left_expire_and_leave_nothing(config: RouterConfig) -> None:
-    now, told = [0.0], []
-    sessions = Sessions(
-        config, RouterMetrics("counter"), lambda *call: told.append(call), lambda: now[0]
-    )
-    busy = []
-    for number in range(10_000):
-        message = pb.OpenSessionRequest(idle_timeout_seconds=1 + number % 7)
-        session = sessions.open(ANYBODY, message, 402)
-        turn = sessions.begin_if_free(ANYBODY, session.session_id)
-        assert turn is not None
-        if number % 100:
-            turn.end([1, 2, 3], "decode-0")
-        else:
-            busy.append(turn)
-    now[0] = 3.5
-    sessions.expire()
-    assert 100 < len(sessions) < 10_000
-    now[0] = 10.0
-    sessions.expire()
-    assert len(sessions) == 100, "those that run are spared"
-    for one in busy:
-        one.end([1, 2], "decode-1")
-    now[0] = 16.9
-    sessions.expire()
-    now[0] = 17.0
-    sessions.expire()
-    assert (len(sessions), sessions._num_tokens, len(told)) == (0, 0, 10_000)
-    with pytest.raises(UnknownSession):
-        sessions.close(ANYBODY, "any")
 
 
 async def test_the_client_has_turns(pairs: Cluster) -> None:
