@@ -15,7 +15,7 @@ from kvrelay.engine.executor.drafters import ModelDrafter, NgramDrafter
 from kvrelay.engine.executor.grammar_masks import GrammarMasks
 from kvrelay.engine.executor.model_executor import Drafter, ModelExecutor, PageCopier
 from kvrelay.engine.worker.device_memory import CudaMemory, DeviceMemory, MemoryUse
-from kvrelay.engine.worker.memory import divide_memory, make_host_pools, pin_host_pools
+from kvrelay.engine.worker.memory import check_tiers, divide_memory, make_host_pools, pin_host_pools
 from kvrelay.kv_transfer.cuda_memory import outside_expandable_segments
 from kvrelay.kv_transfer.scratch import probe_bytes
 from kvrelay.mem_cache.cuda_streams import make_pinning, make_streams, use_device
@@ -92,6 +92,7 @@ def load_model(
     own = runner.make_geometries(config.page_size, config.page_order)
     drafts = draft.make_geometries(config.page_size, config.page_order) if draft else ()
     geometries = own + drafts
+    check_tiers(config, geometries)
     memory = CudaMemory(runner.device) if runner.device.type == "cuda" else None
     # Before what is left for KV is measured.
     counts = make_counts(config, runner)

@@ -71,19 +71,34 @@ def _window_pages(config: WorkerConfig, window: int) -> int:
     return window_pages(window, config.page_size, tokens_ahead(config))
 
 
+def check_tiers(config: WorkerConfig, geometries: Sequence[KVGeometry]) -> None:
+    """Refuse tiers that a model cannot have, before memory is reserved or pinned for them.
+
+    Raises:
+        ValueError: the message begins with the option's name.
+    """
+    windows = [one.window for one in geometries if one.window is not None]
+    if config.kv_storage and not config.host_kv_memory:
+        raise ValueError("kv_storage: pages go there by way of --host-kv-memory, which is 0")
+    if config.kv_storage and windows:
+        raise ValueError("kv_storage: not for models with sliding windows")
+    if config.host_kv_memory and config.prefix_index is PrefixIndexKind.NONE:
+        raise ValueError("host_kv_memory: there is no prefix index to keep pages of")
+    if config.host_kv_memory and 1 in windows:
+        raise ValueError("host_kv_memory: not for models with windows of one token")
+
+
 def make_host_pools(config: WorkerConfig, pools: Sequence[KVPool]) -> list[KVPool]:
     """The host's pools beside the device's `pools`; none if not wanted.
 
-    Those without a window have as many pages each. A window's has the share of the memory that it
-    has of the device's, and a prompt's window at least.
+    `check_tiers` has passed. Pools without a window have as many pages each. A window's has the
+    share of the memory that it has of the device's, and a prompt's window at least.
 
     Raises:
         ValueError: they cannot be had; the message begins with the option's name.
     """
     if not config.host_kv_memory:
         return []
-    if config.prefix_index is PrefixIndexKind.NONE:
-        raise ValueError("host_kv_memory: there is no prefix index to keep pages of")
     totals = _divide_host_memory(config, pools)
     return [
         KVPool(replace(pool.geometry, order=PageOrder.PAGE_FIRST), pages, torch.device("cpu"))
@@ -98,8 +113,6 @@ def _divide_host_memory(config: WorkerConfig, pools: Sequence[KVPool]) -> list[i
     windowed: dict[int, int] = {}
     for number, pool in enumerate(pools):
         if (window := pool.geometry.window) is not None:
-            if window == 1:
-                raise ValueError("host_kv_memory: not for models with windows of one token")
             share = pool.total_pages * config.host_kv_memory // device_bytes
             windowed[number] = max(share, -(-(window - 1) // config.page_size))
     used = sum(pages * pools[number].geometry.page_bytes for number, pages in windowed.items())
@@ -150,17 +163,13 @@ def make_store(
 ) -> FileStore | MooncakeStore | None:
     """What keeps pages of `host_pools` in `config.kv_storage`; None: there is nothing to.
 
-    Mooncake Store if that is a ``mooncake://`` address, else files.
+    `check_tiers` has passed. Mooncake Store if that is a ``mooncake://`` address, else files.
 
     Raises:
         ValueError: it cannot be had; the message begins with the option's name.
     """
     if not config.kv_storage:
         return None
-    if not host_pools:
-        raise ValueError("kv_storage: pages go there by way of --host-kv-memory, which is 0")
-    if any(pool.geometry.window is not None for pool in host_pools):
-        raise ValueError("kv_storage: not for models with sliding windows")
     page_bytes = sum(pool.geometry.page_bytes for pool in host_pools)
     layout = _storage_layout(host_pools, model)
     slots = StorageFormat(layout, 4 * config.page_size, page_bytes)

@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from kvrelay.engine.config import WorkerConfig
+from kvrelay.engine.config import PrefixIndexKind, WorkerConfig
+from kvrelay.engine.worker import loading
 from kvrelay.engine.worker.loading import graph_options
 from kvrelay.engine.worker.memory import (
+    check_tiers,
     divide_memory,
     make_host_pools,
     make_kv_cache,
@@ -22,6 +24,7 @@ from kvrelay.mem_cache.pool import KVPool
 from kvrelay.model_runner.config.cuda_graphs import CudaGraphs
 from kvrelay.wire.model_digest import NO_MODEL
 from kvrelay.wire.worker_info import WorkerRole
+from tests.checkpoints import make_checkpoint
 from tests.mem_cache.pinning_double import LimitedPinning
 
 RUNNING = 8
@@ -106,24 +109,21 @@ def test_sizes_that_are_none_are_named() -> None:
 
 
 @pytest.mark.parametrize(
-    ("folder", "size", "host", "said"),
+    ("folder", "size", "said"),
     [
-        ("/kv", 1 << 20, 0, "kv_storage: pages go there by way of --host-kv-memory"),
-        ("/kv", 5000, 1 << 20, "kv_storage_size: 5000 bytes do not hold one page"),
-        ("kv", 1 << 20, 1 << 20, "kv_storage: kv cannot be used: the path must be absolute"),
-        ("/dev/null", 1 << 20, 1 << 20, "kv_storage: /dev/null cannot be used"),
-        ("mooncake://host", 1 << 20, 1 << 20, "kv_storage: mooncake://host cannot be used"),
+        ("/kv", 5000, "kv_storage_size: 5000 bytes do not hold one page"),
+        ("kv", 1 << 20, "kv_storage: kv cannot be used: the path must be absolute"),
+        ("/dev/null", 1 << 20, "kv_storage: /dev/null cannot be used"),
+        ("mooncake://host", 1 << 20, "kv_storage: mooncake://host cannot be used"),
     ],
 )
-def test_storage_that_cannot_be_had_is_refused(
-    folder: str, size: int, host: int, said: str
-) -> None:
+def test_storage_that_cannot_be_had_is_refused(folder: str, size: int, said: str) -> None:
     config = WorkerConfig(
         "a",
         WorkerRole.AGGREGATED,
         Path(),
         "m",
-        host_kv_memory=host,
+        host_kv_memory=1 << 20,
         kv_storage=folder,
         kv_storage_size=size,
     )
@@ -168,12 +168,53 @@ def test_the_host_holds_one_prompt_s_window_or_is_refused() -> None:
     assert host_pages(pools, 12 * page) == [4, 8]
     with pytest.raises(ValueError, match="do not hold one page of 8192 and windows of"):
         host_pages(pools, 8 * page)
-    with pytest.raises(ValueError, match="host_kv_memory: not for models with windows of one"):
-        host_pages(pools_of([None, 1], [4, 4]), 8 * page)
 
 
-def test_windows_are_not_kept_in_storage() -> None:
-    config = config_of(host_kv_memory=1 << 20, kv_storage="/kv")
-    pools = make_host_pools(config, pools_of([None, 33], [4, 4]))
-    with pytest.raises(ValueError, match="kv_storage: not for models with sliding windows"):
-        make_store(config, pools, NO_MODEL)
+@pytest.mark.parametrize(
+    ("options", "window", "said"),
+    [
+        ({"kv_storage": "/kv"}, None, "kv_storage: pages go there by way of --host-kv-memory"),
+        (
+            {"kv_storage": "/kv", "host_kv_memory": 1 << 20},
+            33,
+            "kv_storage: not for models with sliding windows",
+        ),
+        (
+            {"host_kv_memory": 1 << 20},
+            1,
+            "host_kv_memory: not for models with windows of one token",
+        ),
+        (
+            {"host_kv_memory": 1 << 20, "prefix_index": PrefixIndexKind.NONE},
+            None,
+            "host_kv_memory: there is no prefix index",
+        ),
+    ],
+)
+def test_tiers_that_a_model_cannot_have_are_refused(
+    options: dict[str, Any], window: int | None, said: str
+) -> None:
+    geometries = [KVGeometry(1, 1, 64, torch.float32, 16, window=one) for one in (None, window)]
+    with pytest.raises(ValueError, match=f"^{said}"):
+        check_tiers(config_of(**options), geometries)
+
+
+def test_storage_of_windows_is_refused_before_memory_is_reserved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reserved = list[str]()
+    for name in ("KVPool", "make_host_pools", "pin_host_pools"):
+        monkeypatch.setattr(loading, name, lambda *_, name=name: reserved.append(name))
+    config = WorkerConfig(
+        "a",
+        WorkerRole.AGGREGATED,
+        make_checkpoint(tmp_path / "gemma3", "gemma3"),
+        "m",
+        kv_memory=1 << 20,
+        host_kv_memory=1 << 20,
+        kv_storage=str(tmp_path / "storage"),
+    )
+    with pytest.raises(ValueError, match=r"^kv_storage: not for models with sliding windows"):
+        loading.load_model(config)
+    assert not reserved
+    assert not (tmp_path / "storage").exists()
