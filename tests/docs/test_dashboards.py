@@ -67,6 +67,18 @@ def test_what_is_below_the_device_is_not_counted_as_the_device_s(pool: str):
     assert all(re.fullmatch(pattern, pool) for pattern in left_out)
 
 
+@pytest.mark.parametrize("pool", [HOST, f"{HOST}_window", f"{HOST}_draft_window", STORAGE])
+def test_the_states_of_each_pool_below_the_device_are_in_one_panel(pool: str):
+    panels = {
+        panel.title
+        for panel in DASHBOARDS[0].panels
+        for query in panel.queries
+        for pattern in re.findall(r'pool=~?"([^"]*)",state=', query.expr)
+        if re.fullmatch(pattern, pool)
+    }
+    assert len(panels) == 1
+
+
 def test_states_are_stacked_and_the_pool_is_a_line_over_them():
     [panel] = [one for one in panels_of(DASHBOARDS[0]) if one["title"] == "Pages of $worker"]
     assert panel["repeat"] == "worker"
