@@ -9,7 +9,7 @@ from typing import Any
 import hypothesis.strategies as st
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, Phase, settings
+from hypothesis import settings
 from hypothesis.stateful import initialize, run_state_machine_as_test
 
 from kvrelay.mem_cache.account import NO_PAGES
@@ -25,6 +25,7 @@ from kvrelay.mem_cache.radix_forest import RadixForest
 from kvrelay.mem_cache.radix_node import RadixNode
 from kvrelay.mem_cache.radix_tree import RadixTree
 from kvrelay.mem_cache.sharing import PrefixSharing
+from tests.mem_cache.planting import SEARCH, Faults, find, wrap
 from tests.mem_cache.test_memory_model import KINDS, MemoryMachine
 from tests.mem_cache.test_settled import (
     test_a_duplicate_stays_its_leases_own_until_its_release as duplicate_scenario,
@@ -33,13 +34,7 @@ from tests.mem_cache.test_settled import (
     test_a_page_that_is_not_full_is_not_published_though_it_has_room as tail_scenario,
 )
 
-SEARCH = settings(
-    max_examples=1000, stateful_step_count=60, deadline=None, database=None, derandomize=True,
-    phases=[Phase.generate], suppress_health_check=list(HealthCheck), print_blob=False,
-)  # fmt: skip
-
-Plant = Callable[[pytest.MonkeyPatch], None]
-FAULTS: dict[str, Plant] = {}
+FAULTS = Faults()
 
 
 class DeviceMachine(MemoryMachine):
@@ -58,18 +53,7 @@ class DeviceMachine(MemoryMachine):
         super().build(**options)
 
 
-def fault(plant: Plant) -> Plant:
-    FAULTS[plant.__name__] = plant
-    return plant
-
-
-def wrap(patch: pytest.MonkeyPatch, owner: type, name: str, around: Callable[..., Any]) -> None:
-    """Call ``around(original, self, ...)`` in place of a method."""
-    original = getattr(owner, name)
-    patch.setattr(owner, name, lambda self, *args, **kw: around(original, self, *args, **kw))
-
-
-@fault
+@FAULTS.add
 def free_twice(patch: pytest.MonkeyPatch) -> None:
     def twice(original: Any, leases: LeaseTable, lease: Lease, pending: Any) -> None:
         allocator, pages = leases._allocator, lease.own_pages()
@@ -81,7 +65,7 @@ def free_twice(patch: pytest.MonkeyPatch) -> None:
     wrap(patch, LeaseTable, "end_lease", twice)
 
 
-@fault
+@FAULTS.add
 def skip_the_tail(patch: pytest.MonkeyPatch) -> None:
     """What is allocated beyond what is committed is forgotten."""
 
@@ -92,7 +76,7 @@ def skip_the_tail(patch: pytest.MonkeyPatch) -> None:
     wrap(patch, LeaseTable, "end_lease", shorter)
 
 
-@fault
+@FAULTS.add
 def unlock_twice(patch: pytest.MonkeyPatch) -> None:
     def twice(original: Any, tree: RadixTree, lock: PrefixLock) -> None:
         original(tree, lock)
@@ -101,12 +85,12 @@ def unlock_twice(patch: pytest.MonkeyPatch) -> None:
     wrap(patch, RadixTree, "unlock", twice)
 
 
-@fault
+@FAULTS.add
 def never_unlock(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(RadixTree, "unlock", lambda self, lock: None)
 
 
-@fault
+@FAULTS.add
 def publish_the_unaligned_page(patch: pytest.MonkeyPatch) -> None:
     def more(
         original: Any, kv_cache: KVCacheManager, lease: Lease, tokens: Any, pending: Any = ()
@@ -122,7 +106,7 @@ def publish_the_unaligned_page(patch: pytest.MonkeyPatch) -> None:
     wrap(patch, KVCacheManager, "publish", more)
 
 
-@fault
+@FAULTS.add
 def publish_before_it_is_written(patch: pytest.MonkeyPatch) -> None:
     """What a forward still writes is found by others."""
 
@@ -138,7 +122,7 @@ def publish_before_it_is_written(patch: pytest.MonkeyPatch) -> None:
     wrap(patch, KVCacheManager, "publish_settled", early)
 
 
-@fault
+@FAULTS.add
 def replace_pages_that_a_peer_reads(patch: pytest.MonkeyPatch) -> None:
     """Duplicates are freed while a lease goes on, as if nobody could read them."""
 
@@ -148,7 +132,7 @@ def replace_pages_that_a_peer_reads(patch: pytest.MonkeyPatch) -> None:
     wrap(patch, PrefixSharing, "_move_to_index", replace_all)
 
 
-@fault
+@FAULTS.add
 def reclaim_before_the_fence(patch: pytest.MonkeyPatch) -> None:
     def hasty(original: Callable[..., int], allocator: PageAllocator) -> int:
         for entry in allocator.quarantine:
@@ -158,7 +142,7 @@ def reclaim_before_the_fence(patch: pytest.MonkeyPatch) -> None:
     wrap(patch, PageAllocator, "reclaim", hasty)
 
 
-@fault
+@FAULTS.add
 def free_what_is_fenced(patch: pytest.MonkeyPatch) -> None:
     wrap(
         patch,
@@ -168,7 +152,7 @@ def free_what_is_fenced(patch: pytest.MonkeyPatch) -> None:
     )
 
 
-@fault
+@FAULTS.add
 def forget_duplicates(patch: pytest.MonkeyPatch) -> None:
     def forgetful(
         original: Any, allocator: PageAllocator, pending: Any, holder: str, pages: Any, **kw: Any
@@ -179,7 +163,7 @@ def forget_duplicates(patch: pytest.MonkeyPatch) -> None:
     wrap(patch, PageAllocator, "free_after", forgetful)
 
 
-@fault
+@FAULTS.add
 def evict_what_is_locked(patch: pytest.MonkeyPatch) -> None:
     def unlocked(original: Callable[..., bool], queue: EvictionQueue, node: RadixNode) -> bool:
         locks, node.locks = node.locks, [0] * len(node.locks)
@@ -191,7 +175,7 @@ def evict_what_is_locked(patch: pytest.MonkeyPatch) -> None:
     wrap(patch, EvictionQueue, "is_evictable", unlocked)
 
 
-@fault
+@FAULTS.add
 def split_without_its_locks(patch: pytest.MonkeyPatch) -> None:
     def unlocked(
         original: Callable[..., RadixNode], node: RadixNode, at: int, page_size: int
@@ -203,7 +187,7 @@ def split_without_its_locks(patch: pytest.MonkeyPatch) -> None:
     wrap(patch, RadixNode, "split", unlocked)
 
 
-@fault
+@FAULTS.add
 def slide_a_page_too_far(patch: pytest.MonkeyPatch) -> None:
     wrap(
         patch,
@@ -215,7 +199,7 @@ def slide_a_page_too_far(patch: pytest.MonkeyPatch) -> None:
     )
 
 
-@fault
+@FAULTS.add
 def grow_without_recording_it(patch: pytest.MonkeyPatch) -> None:
     def silent(
         original: Callable[..., bool], lengths: LeaseLengths, leases: Any, tokens: Any
@@ -231,7 +215,7 @@ def grow_without_recording_it(patch: pytest.MonkeyPatch) -> None:
     wrap(patch, LeaseLengths, "grow", silent)
 
 
-@fault
+@FAULTS.add
 def release_a_session_as_a_request(patch: pytest.MonkeyPatch) -> None:
     def close(leases: LeaseTable, lease: Lease) -> None:
         leases._rows.states[lease.row] = LeaseState.CLOSED
@@ -239,7 +223,7 @@ def release_a_session_as_a_request(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(LeaseTable, "close_lease", close)
 
 
-@fault
+@FAULTS.add
 def match_another_tenants_prefix(patch: pytest.MonkeyPatch) -> None:
     wrap(
         patch,
@@ -255,7 +239,7 @@ def match_another_tenants_prefix(patch: pytest.MonkeyPatch) -> None:
     )
 
 
-@fault
+@FAULTS.add
 def break_a_promise(patch: pytest.MonkeyPatch) -> None:
     wrap(
         patch,
@@ -265,17 +249,17 @@ def break_a_promise(patch: pytest.MonkeyPatch) -> None:
     )
 
 
-@fault
+@FAULTS.add
 def fork_without_its_fence(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Lease, "pending", lambda lease, others: list(others))
 
 
-@fault
+@FAULTS.add
 def share_without_a_lock(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(RadixTree, "lock_again", lambda tree, lock: None)
 
 
-@fault
+@FAULTS.add
 def share_the_unaligned_page(patch: pytest.MonkeyPatch) -> None:
     """The choices' last pages keep what they had before."""
 
@@ -293,21 +277,15 @@ RARE = {
 """A search takes up to a minute to find these; the scenarios find them at once."""
 
 
-def find(plant: Plant, patch: pytest.MonkeyPatch, search: settings) -> None:
-    plant(patch)
-    with pytest.raises(Exception):  # noqa: B017, PT011 (it may show anywhere)
-        run_state_machine_as_test(DeviceMachine, settings=search)
-
-
 @pytest.mark.parametrize("name", sorted(FAULTS.keys() - RARE.keys()))
 def test_a_planted_fault_is_found(name: str, monkeypatch: pytest.MonkeyPatch):
-    find(FAULTS[name], monkeypatch, SEARCH)
+    find(FAULTS[name], monkeypatch, DeviceMachine, SEARCH)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", RARE)
 def test_a_fault_that_seldom_shows_is_found(name: str, monkeypatch: pytest.MonkeyPatch):
-    find(FAULTS[name], monkeypatch, settings(SEARCH, max_examples=8000))
+    find(FAULTS[name], monkeypatch, DeviceMachine, settings(SEARCH, max_examples=8000))
 
 
 @pytest.mark.parametrize("name", RARE)

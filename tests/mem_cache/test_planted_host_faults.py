@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import hypothesis.strategies as st
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, Phase, settings
-from hypothesis.stateful import initialize, precondition, rule, run_state_machine_as_test
+from hypothesis import settings
+from hypothesis.stateful import precondition, rule, run_state_machine_as_test
 
 from kvrelay.mem_cache.host_loads import HostLoads
 from kvrelay.mem_cache.host_page import HostPage, HostPageState
@@ -22,33 +22,19 @@ from kvrelay.mem_cache.tier_copies import CopyEnded, PageMoves
 from kvrelay.wire.page_hash import PageHashes
 from tests.known import known
 from tests.mem_cache.memory import Memory
+from tests.mem_cache.planting import BELOW_THE_DEVICE, Faults, find, in_little_memory, wrap
 from tests.mem_cache.test_memory_model import MemoryMachine
-from tests.mem_cache.test_planted_faults import wrap
-
-SEARCH = settings(
-    max_examples=1500, stateful_step_count=60, deadline=None, database=None, derandomize=True,
-    phases=[Phase.generate], suppress_health_check=list(HealthCheck), print_blob=False,
-)  # fmt: skip
 
 NOBODYS = -1
 """In pages: no token's."""
 
-Plant = Callable[[pytest.MonkeyPatch], None]
-FAULTS: dict[str, Plant] = {}
+FAULTS = Faults()
 
 
 class HostMachine(MemoryMachine):
     """With a host tier in any case, below a small device."""
 
-    @initialize(
-        kind=st.just("full"),
-        page_size=st.sampled_from([1, 3]),
-        pages=st.integers(12, 40),
-        rows=st.integers(2, 6),
-        window=st.just(1),
-        long_row=st.sampled_from([2, 8]),
-        host=st.sampled_from([12, 40]),
-    )
+    @in_little_memory(12, 40)
     def build(self, **options: Any) -> None:
         super().build(**options)
 
@@ -101,12 +87,7 @@ class HostMachine(MemoryMachine):
             self.bring_back_what_is_there(pick)
 
 
-def fault(plant: Plant) -> Plant:
-    FAULTS[plant.__name__] = plant
-    return plant
-
-
-@fault
+@FAULTS.add
 def freed_on_the_copy_thread(patch: pytest.MonkeyPatch) -> None:
     """A load's pages are given up by whoever copies, as soon as it begins."""
 
@@ -119,7 +100,7 @@ def freed_on_the_copy_thread(patch: pytest.MonkeyPatch) -> None:
     wrap(patch, Memory, "copy", early)
 
 
-@fault
+@FAULTS.add
 def completion_of_a_cleared_operation_that_recreates_it(patch: pytest.MonkeyPatch) -> None:
     def recreate(
         original: Any, pages: HostPages, written: Sequence[HostPage], num_valid: int
@@ -137,7 +118,7 @@ def completion_of_a_cleared_operation_that_recreates_it(patch: pytest.MonkeyPatc
     wrap(patch, HostPages, "end_write", recreate)
 
 
-@fault
+@FAULTS.add
 def host_page_visible_before_its_bytes_are(patch: pytest.MonkeyPatch) -> None:
     def at_once(original: Any, memory: Memory, moves: PageMoves) -> None:
         original(memory, moves)
@@ -153,7 +134,7 @@ def host_page_visible_before_its_bytes_are(patch: pytest.MonkeyPatch) -> None:
     wrap(patch, HostTier, "write_back", tell)
 
 
-@fault
+@FAULTS.add
 def device_page_visible_before_its_bytes_are(patch: pytest.MonkeyPatch) -> None:
     def at_once(original: Any, loads: HostLoads, *args: Any) -> Any:
         load = original(loads, *args)
@@ -164,19 +145,19 @@ def device_page_visible_before_its_bytes_are(patch: pytest.MonkeyPatch) -> None:
     wrap(patch, HostLoads, "load", at_once)
 
 
-@fault
+@FAULTS.add
 def hash_without_salt(patch: pytest.MonkeyPatch) -> None:
     wrap(patch, PageHashes, "root", lambda original, hashes, namespace: original(hashes, ""))
 
 
-@fault
+@FAULTS.add
 def copy_of_a_page_that_was_used_again(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(
         KVCacheManager, "times_allocated", lambda cache, pool, pages: np.zeros(len(pages))
     )
 
 
-@fault
+@FAULTS.add
 def free_what_a_copy_writes(patch: pytest.MonkeyPatch) -> None:
     """What is forgotten is free at once, though its copy has not ended."""
 
@@ -189,18 +170,16 @@ def free_what_a_copy_writes(patch: pytest.MonkeyPatch) -> None:
     wrap(patch, HostPages, "_remove_subtree", at_once)
 
 
-@fault
+@FAULTS.add
 def not_forgotten_on_the_host(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(PrefixLog, "forget", lambda log, token_ids, start, namespace: None)
 
 
 @pytest.mark.parametrize("name", sorted(FAULTS))
 def test_a_planted_fault_of_the_host_tier_is_found(name: str, monkeypatch: pytest.MonkeyPatch):
-    FAULTS[name](monkeypatch)
-    with pytest.raises(Exception):  # noqa: B017, PT011 (it may show anywhere)
-        run_state_machine_as_test(HostMachine, settings=SEARCH)
+    find(FAULTS[name], monkeypatch, HostMachine)
 
 
 def test_without_a_fault_nothing_is_found():
     """Or else the tests above would show nothing."""
-    run_state_machine_as_test(HostMachine, settings=settings(SEARCH, max_examples=100))
+    run_state_machine_as_test(HostMachine, settings=settings(BELOW_THE_DEVICE, max_examples=100))

@@ -13,10 +13,10 @@ from kvrelay.mem_cache.host_page import HostPage
 from kvrelay.mem_cache.host_pages import HostPages
 from kvrelay.mem_cache.host_tier import HostTier
 from tests.known import known
-from tests.mem_cache.test_planted_faults import wrap
-from tests.mem_cache.test_planted_host_faults import SEARCH, HostMachine, Plant
+from tests.mem_cache.planting import BELOW_THE_DEVICE, Faults, find, wrap
+from tests.mem_cache.test_planted_host_faults import HostMachine
 
-FAULTS: dict[str, Plant] = {}
+FAULTS = Faults()
 
 
 class LendingMachine(HostMachine):
@@ -51,12 +51,7 @@ class LendingMachine(HostMachine):
         self.memory.forget_lent(pick)
 
 
-def fault(plant: Plant) -> Plant:
-    FAULTS[plant.__name__] = plant
-    return plant
-
-
-@fault
+@FAULTS.add
 def reused_while_a_peer_reads(patch: pytest.MonkeyPatch) -> None:
     """What is lent is held while it is announced, not until the stream ends."""
 
@@ -69,7 +64,7 @@ def reused_while_a_peer_reads(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(HostTier, "take_back", lambda tier, pages: None)
 
 
-@fault
+@FAULTS.add
 def free_what_a_peer_reads(patch: pytest.MonkeyPatch) -> None:
     """What is forgotten is free at once, though a stream is open whose peer reads it."""
 
@@ -82,18 +77,16 @@ def free_what_a_peer_reads(patch: pytest.MonkeyPatch) -> None:
     wrap(patch, HostPages, "_remove_subtree", at_once)
 
 
-@fault
+@FAULTS.add
 def never_taken_back(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(HostTier, "take_back", lambda tier, pages: None)
 
 
 @pytest.mark.parametrize("name", sorted(FAULTS))
 def test_a_planted_fault_of_lending_is_found(name: str, monkeypatch: pytest.MonkeyPatch):
-    FAULTS[name](monkeypatch)
-    with pytest.raises(Exception):  # noqa: B017, PT011 (it may show anywhere)
-        run_state_machine_as_test(LendingMachine, settings=SEARCH)
+    find(FAULTS[name], monkeypatch, LendingMachine)
 
 
 def test_without_a_fault_nothing_is_found():
     """Or else the tests above would show nothing."""
-    run_state_machine_as_test(LendingMachine, settings=settings(SEARCH, max_examples=60))
+    run_state_machine_as_test(LendingMachine, settings=settings(BELOW_THE_DEVICE, max_examples=60))

@@ -17,7 +17,7 @@ from kvrelay.mem_cache.storage_folders import OwnFolder
 from kvrelay.mem_cache.storage_format import IndexRecord, StorageFormat
 from kvrelay.mem_cache.storage_index import IndexWriter
 from kvrelay.mem_cache.storage_pages import StoragePage
-from tests.mem_cache.test_planted_faults import wrap
+from tests.mem_cache.planting import Faults, wrap
 from tests.mem_cache.test_storage_damage import DAMAGES, KILLS, survives_a_kill, survives_damage
 
 SEARCH = settings(
@@ -25,20 +25,11 @@ SEARCH = settings(
     phases=[Phase.generate], suppress_health_check=list(HealthCheck), print_blob=False,
 )  # fmt: skip
 
-Plant = Callable[[pytest.MonkeyPatch], None]
-DAMAGE: dict[str, Plant] = {}
-KILLED: dict[str, Plant] = {}
+DAMAGE = Faults()
+KILLED = Faults()
 
 
-def fault_in(faults: dict[str, Plant]) -> Callable[[Plant], Plant]:
-    def keep(plant: Plant) -> Plant:
-        faults[plant.__name__] = plant
-        return plant
-
-    return keep
-
-
-@fault_in(DAMAGE)
+@DAMAGE.add
 def checksum_is_not_compared(patch: pytest.MonkeyPatch) -> None:
     def believe(original: Any, buffers: PageBuffers, block: int, page: StoragePage) -> bool:
         return buffers._format.checksum_in(buffers._headers[block].tobytes(), page) is not None
@@ -46,7 +37,7 @@ def checksum_is_not_compared(patch: pytest.MonkeyPatch) -> None:
     wrap(patch, PageBuffers, "is_page", believe)
 
 
-@fault_in(DAMAGE)
+@DAMAGE.add
 def key_is_not_compared(patch: pytest.MonkeyPatch) -> None:
     def of_any_page(
         original: Any, layout: StorageFormat, header: bytes, page: StoragePage
@@ -60,7 +51,7 @@ def key_is_not_compared(patch: pytest.MonkeyPatch) -> None:
     wrap(patch, StorageFormat, "checksum_in", of_any_page)
 
 
-@fault_in(KILLED)
+@KILLED.add
 def index_before_bytes(patch: pytest.MonkeyPatch) -> None:
     def early(original: Any, store: FileStore, pages: Any, blocks: Sequence[int]) -> Any:
         records = [IndexRecord(slot, page.key, page.before) for page, slot in pages]
@@ -70,7 +61,7 @@ def index_before_bytes(patch: pytest.MonkeyPatch) -> None:
     wrap(patch, FileStore, "start_writes", early)
 
 
-@fault_in(KILLED)
+@KILLED.add
 def reused_without_a_word(patch: pytest.MonkeyPatch) -> None:
     """The index still names the page whose slot is being written."""
 
@@ -80,7 +71,7 @@ def reused_without_a_word(patch: pytest.MonkeyPatch) -> None:
     wrap(patch, IndexWriter, "append", only_puts)
 
 
-@fault_in(KILLED)
+@KILLED.add
 def end_that_is_not_whole_is_kept(patch: pytest.MonkeyPatch) -> None:
     def append_behind(original: Any, index: IndexWriter) -> Any:
         found = original(index)
@@ -91,7 +82,7 @@ def end_that_is_not_whole_is_kept(patch: pytest.MonkeyPatch) -> None:
     wrap(patch, IndexWriter, "recover", append_behind)
 
 
-@fault_in(KILLED)
+@KILLED.add
 def found_pages_are_forgotten(patch: pytest.MonkeyPatch) -> None:
     wrap(patch, OwnFolder, "_has", lambda original, folder, slot: False)
 

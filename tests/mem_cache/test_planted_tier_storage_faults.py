@@ -8,7 +8,7 @@ from typing import Any
 import hypothesis.strategies as st
 import pytest
 from hypothesis import settings
-from hypothesis.stateful import initialize, precondition, rule, run_state_machine_as_test
+from hypothesis.stateful import precondition, rule, run_state_machine_as_test
 
 from kvrelay.mem_cache.host_page import HostPage, HostPageState
 from kvrelay.mem_cache.host_pages import HostPages
@@ -18,25 +18,16 @@ from kvrelay.mem_cache.storage_tier import Prefetch, StorageTier
 from kvrelay.wire.page_hash import PageHashes
 from tests.known import known
 from tests.mem_cache.memory import Holder
-from tests.mem_cache.test_planted_faults import wrap
-from tests.mem_cache.test_planted_host_faults import NOBODYS, SEARCH, HostMachine, Plant
+from tests.mem_cache.planting import BELOW_THE_DEVICE, Faults, find, in_little_memory, wrap
+from tests.mem_cache.test_planted_host_faults import NOBODYS, HostMachine
 
-FAULTS: dict[str, Plant] = {}
+FAULTS = Faults()
 
 
 class StorageMachine(HostMachine):
     """With storage in any case, below a host that is short of pages."""
 
-    @initialize(
-        kind=st.just("full"),
-        page_size=st.sampled_from([1, 3]),
-        pages=st.integers(12, 40),
-        rows=st.integers(2, 6),
-        window=st.just(1),
-        long_row=st.sampled_from([2, 8]),
-        host=st.sampled_from([12, 24]),
-        storage=st.just(True),
-    )
+    @in_little_memory(12, 24, storage=True)
     def build(self, **options: Any) -> None:
         super().build(**options)
 
@@ -119,12 +110,7 @@ class StorageMachine(HostMachine):
         self.store_all()
 
 
-def fault(plant: Plant) -> Plant:
-    FAULTS[plant.__name__] = plant
-    return plant
-
-
-@fault
+@FAULTS.add
 def page_visible_before_its_bytes_are(patch: pytest.MonkeyPatch) -> None:
     """The host finds what storage was only asked for."""
 
@@ -139,12 +125,12 @@ def page_visible_before_its_bytes_are(patch: pytest.MonkeyPatch) -> None:
     wrap(patch, StorageTier, "_fetch", at_once)
 
 
-@fault
+@FAULTS.add
 def hash_without_salt(patch: pytest.MonkeyPatch) -> None:
     wrap(patch, PageHashes, "root", lambda original, hashes, namespace: original(hashes, ""))
 
 
-@fault
+@FAULTS.add
 def completion_of_a_cleared_operation_that_recreates_it(patch: pytest.MonkeyPatch) -> None:
     def recreate(
         original: Any, pages: HostPages, written: Sequence[HostPage], num_valid: int
@@ -162,19 +148,19 @@ def completion_of_a_cleared_operation_that_recreates_it(patch: pytest.MonkeyPatc
     wrap(patch, HostPages, "end_write", recreate)
 
 
-@fault
+@FAULTS.add
 def freed_before_storage_has_read_it(patch: pytest.MonkeyPatch) -> None:
     """A page of the host may be evicted while it is written to storage."""
     patch.setattr(HostPages, "pin", lambda pages, some: None)
     patch.setattr(HostPages, "unpin", lambda pages, some: None)
 
 
-@fault
+@FAULTS.add
 def not_forgotten_in_storage(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(StorageTier, "forget", lambda tier, keys: None)
 
 
-@fault
+@FAULTS.add
 def forgotten_only_what_the_host_has(patch: pytest.MonkeyPatch) -> None:
     """Storage may have the page that the host lacks, and what continues it."""
     wrap(patch, StorageTier, "forget", lambda original, tier, keys: original(tier, keys[1:]))
@@ -189,14 +175,12 @@ SLOW = {"forgotten_only_what_the_host_has"}
     [*sorted(FAULTS.keys() - SLOW), *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)],
 )
 def test_a_planted_fault_of_storage_is_found(name: str, monkeypatch: pytest.MonkeyPatch):
-    FAULTS[name](monkeypatch)
-    with pytest.raises(Exception):  # noqa: B017, PT011 (it may show anywhere)
-        run_state_machine_as_test(StorageMachine, settings=SEARCH)
+    find(FAULTS[name], monkeypatch, StorageMachine)
 
 
 def test_without_a_fault_nothing_is_found():
     """Or else the tests above would show nothing."""
-    run_state_machine_as_test(StorageMachine, settings=settings(SEARCH, max_examples=100))
+    run_state_machine_as_test(StorageMachine, settings=settings(BELOW_THE_DEVICE, max_examples=100))
 
 
 def machine() -> StorageMachine:

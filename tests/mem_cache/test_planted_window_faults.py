@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import hypothesis.strategies as st
@@ -17,11 +17,10 @@ from kvrelay.mem_cache.kv_cache_manager import KVCacheManager
 from kvrelay.mem_cache.lease import Lease
 from kvrelay.mem_cache.radix_windows import RadixWindows
 from tests.known import known
-from tests.mem_cache.test_planted_faults import wrap
-from tests.mem_cache.test_planted_host_faults import NOBODYS, SEARCH, HostMachine
+from tests.mem_cache.planting import BELOW_THE_DEVICE, Faults, find, wrap
+from tests.mem_cache.test_planted_host_faults import NOBODYS, HostMachine
 
-Plant = Callable[[pytest.MonkeyPatch], None]
-FAULTS: dict[str, Plant] = {}
+FAULTS = Faults()
 
 
 class WindowMachine(HostMachine):
@@ -69,12 +68,7 @@ class WindowMachine(HostMachine):
             self.memory.host_contents[pool][list(window._account.free_pages)] = NOBODYS
 
 
-def fault(plant: Plant) -> Plant:
-    FAULTS[plant.__name__] = plant
-    return plant
-
-
-@fault
+@FAULTS.add
 def window_part_found_without_the_pages_behind_it(patch: pytest.MonkeyPatch) -> None:
     """The last page's part is taken for the whole window."""
 
@@ -85,14 +79,14 @@ def window_part_found_without_the_pages_behind_it(patch: pytest.MonkeyPatch) -> 
     wrap(patch, HostWindow, "__init__", narrow)
 
 
-@fault
+@FAULTS.add
 def window_begun_and_not_ended_is_published(patch: pytest.MonkeyPatch) -> None:
     """What has come of a load that was given up is published as if its window had come."""
     patch.setattr(Lease, "can_go_back", lambda lease, prefix_len: True)
     patch.setattr(RadixWindows, "can_end", lambda *args: True)
 
 
-@fault
+@FAULTS.add
 def load_that_does_not_slide(patch: pytest.MonkeyPatch) -> None:
     """It holds pages of the window that no copy writes, and publishes them."""
 
@@ -103,7 +97,7 @@ def load_that_does_not_slide(patch: pytest.MonkeyPatch) -> None:
     wrap(patch, KVCacheManager, "slide", stay)
 
 
-@fault
+@FAULTS.add
 def part_of_a_page_that_was_used_again(patch: pytest.MonkeyPatch) -> None:
     def all_valid(
         original: Any, pages: HostPages, pool: int, parts: Sequence[HostPart], valid: Any
@@ -113,13 +107,13 @@ def part_of_a_page_that_was_used_again(patch: pytest.MonkeyPatch) -> None:
     wrap(patch, HostPages, "end_window_write", all_valid)
 
 
-@fault
+@FAULTS.add
 def part_evicted_while_a_copy_reads_it(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(HostWindow, "pin", lambda window, parts: None)
     patch.setattr(HostWindow, "unpin", lambda window, parts: None)
 
 
-@fault
+@FAULTS.add
 def part_not_freed_with_its_page(patch: pytest.MonkeyPatch) -> None:
     def leave(original: Any, pages: HostPages, page: HostPage) -> None:
         page.parts = {}
@@ -132,11 +126,9 @@ def part_not_freed_with_its_page(patch: pytest.MonkeyPatch) -> None:
 def test_a_planted_fault_of_windows_on_the_host_is_found(
     name: str, monkeypatch: pytest.MonkeyPatch
 ):
-    FAULTS[name](monkeypatch)
-    with pytest.raises(Exception):  # noqa: B017, PT011 (it may show anywhere)
-        run_state_machine_as_test(WindowMachine, settings=SEARCH)
+    find(FAULTS[name], monkeypatch, WindowMachine)
 
 
 def test_without_a_fault_nothing_is_found():
     """Or else the tests above would show nothing."""
-    run_state_machine_as_test(WindowMachine, settings=settings(SEARCH, max_examples=150))
+    run_state_machine_as_test(WindowMachine, settings=settings(BELOW_THE_DEVICE, max_examples=150))
