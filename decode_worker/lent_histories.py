@@ -1,7 +1,8 @@
-"""Lends what sessions keep here to prefill workers: the hand-over in reverse.
+"""Lends what turns of sessions find here to prefill workers: the hand-over in reverse.
 
-A prefill worker reads a session's pages between the grant and its first announcement. The turn's
-lease has them all that time; so does its stream, as the lease on them.
+That is what the session keeps, or what the prefix index still has of a session that has ended. A
+prefill worker reads the pages between the grant and its first announcement. The turn's lease has
+them all that time; so does its stream, as the lease on them.
 """
 
 from __future__ import annotations
@@ -67,7 +68,11 @@ class LentHistories:
 
     def expect(self, request: HandedOverRequest) -> None:
         """A turn has come whose session may be lent: be readable by then."""
-        if not self._is_asked and self._context.sessions.has_kv_of(request):
+        if self._context.sessions.has_kv_of(request):
+            self._be_readable()
+
+    def _be_readable(self) -> None:
+        if not self._is_asked:
             self._is_asked = True
             self._agent.make_readable(lambda plain: self._inbox.post(AgentReadable(plain)))
 
@@ -86,14 +91,16 @@ class LentHistories:
     def of(self, request: HandedOverRequest) -> History | None:
         """What a request that is granted now can be lent; `None` if there is nothing.
 
-        Nothing if an earlier attempt has ended while it might have been read.
+        Nothing if an earlier attempt has ended while it might have been read, or while this worker
+        cannot be read yet.
         """
         held, probe = request.held, self._probes.get(request.peer)
         pages = held.kv_committed_len // held.page_size
-        is_lent = request.borrowed_len > 0 and pages > 0 and _name(request) not in self._unread
-        if not is_lent or self._description is None or probe is None:
+        is_lent = request.session is not None and pages > 0 and _name(request) not in self._unread
+        if not is_lent or probe is None or not probe.lent_tokens_per_second:
             return None
-        if not probe.lent_tokens_per_second:
+        self._be_readable()
+        if self._description is None:
             return None
         runs = tuple(PageRun(0, tuple(table[:pages])) for table in held.tables())
         self._context.faults.reach(Phase.BORROWING, request.peer)

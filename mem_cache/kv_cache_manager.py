@@ -260,6 +260,13 @@ class KVCacheManager:
         published = token_ids[: lease.cache_protected_len]
         self.index.forget(published, lease.found_len, lease.namespace)
 
+    def forget_found(self, lease: Lease, token_ids: TokenIds) -> None:
+        """Let nobody find what a lease has committed of `token_ids`, nor what continues any of it.
+
+        For what may have been wrong when the lease was opened with it.
+        """
+        self.index.forget(token_ids[: lease.kv_committed_len], 0, lease.namespace)
+
     def fork(
         self,
         lease: Lease,

@@ -17,7 +17,7 @@ from kvrelay.wire.hand_over import Grant, PageRun, Released
 from kvrelay.wire.output import EndReason
 from kvrelay.wire.speeds import StepSpeeds
 from tests.engine.conversations import Conversation, computed_tokens, talk
-from tests.engine.session_cluster import FIRST, ends, finish, pools, read_from, sample
+from tests.engine.session_cluster import FIRST, ends, finish, pools, read_from, sample, turns
 from tests.engine.simulation import SimRequest, Simulation, SimWorker, count, reference
 from tests.engine.test_scenarios import one_pair, step_until
 
@@ -236,14 +236,68 @@ def test_a_history_that_is_computed_sooner_is_not_read() -> None:
     finish(simulation, session)
 
 
-def test_a_session_that_was_given_up_before_the_grant_is_not_lent() -> None:
+def test_a_session_that_was_given_up_before_the_grant_is_lent_from_the_prefix_index() -> None:
     simulation, session, prefill, decode = begun()
+    computed, history = computed_tokens(prefill), len(session.tokens)
     turn = say(session)
     decode.turn()
     assert decode.context.sessions.evict_oldest()
     simulation.run()
-    assert reads(prefill, "valid") == 0
     assert turn.output == reference(turn.prompt, 6)
+    assert reads(prefill, "valid") == 1
+    assert computed_tokens(prefill) - computed == history + len(DELTA) - 4 * PAGES_KEPT
+    finish(simulation, session)
+
+
+def test_a_session_that_was_given_up_is_not_lent_if_nothing_is_left_of_it() -> None:
+    simulation, session, prefill, decode = begun(cached=False)
+    turn = say(session)
+    decode.turn()
+    assert decode.context.sessions.evict_oldest()
+    simulation.run()
+    assert turn.output == reference(turn.prompt, 6)
+    assert (reads(prefill, "valid"), read_from(simulation, decode)) == (0, 0)
+    finish(simulation, session)
+
+
+def test_turns_of_more_sessions_than_a_worker_has_rows_compute_what_is_new() -> None:
+    """The oldest sessions end for want of a row, though there are pages for all of them."""
+    simulation = one_pair(5, pages=400, rows=3)
+    pair = prefill, decode = simulation.prefills[0], simulation.decodes[0]
+    sessions = [Conversation(simulation, str(number)) for number in range(5)]
+    for number, session in enumerate(sessions):
+        talk(session, [number, *FIRST], OUTPUT, place=pair)
+    talk(sessions.pop(0), DELTA, 6, place=pair)  # the first that finds something makes it readable
+    for session in sessions:
+        computed, kept = computed_tokens(prefill), (len(session.tokens) - 1) // 4 * 4
+        talk(session, DELTA, 6, place=pair)
+        assert computed_tokens(prefill) - computed == len(session.tokens) - 6 - kept
+    assert turns(decode, "resumed") == 0, "each session has ended before its next turn"
+    assert reads(prefill, "valid") == 4
+    finish(simulation, *sessions)
+
+
+def test_what_differs_of_the_prefix_index_is_lent_once() -> None:
+    """It may be the decode worker's that is wrong: nobody finds it any more."""
+    simulation, session, prefill, decode = begun(verify_pages=VerifyPages.ALL)
+    turn = say(session)
+    decode.turn()
+    assert decode.context.sessions.evict_oldest()
+    lent: list[Pull] = []
+
+    def tamper(worker: SimWorker, pull: Pull) -> None:
+        if pull.peer == decode.name:
+            lent.append(pull)
+            worker.counting.kv[0][pull.local_pages[0][0]] += 1
+
+    simulation.on_read = tamper  # type: ignore[method-assign]
+    simulation.run()
+    assert count(prefill, "page_mismatches") == 1
+    assert (len(lent), reads(prefill, "valid")) == (1, 0)
+    simulation._attempt([turn])
+    simulation.run()
+    assert turn.output == reference(turn.prompt, 6)
+    assert len(lent) == 1
     finish(simulation, session)
 
 
