@@ -10,6 +10,7 @@ import asyncio
 import itertools
 import subprocess
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
 from contextvars import ContextVar
 from dataclasses import replace
 from pathlib import Path
@@ -313,6 +314,42 @@ async def lead(model: Path, store: Stopping, world: World, prepare: Act, act: Ac
     store.stopped.set()
     # A stop may not be cut short, except by death.
     await asyncio.wait_for(abandon(before), SECONDS)
+
+
+async def count_changes(model: Path, world: World, prepare: Act, act: Act) -> int:
+    """That a controller makes to its store which nothing stops."""
+    store = Stopping()
+    await lead(model, store, world, prepare, act)
+    return store.changes
+
+
+@asynccontextmanager
+async def succeed(
+    model: Path, world: World, prepare: Act, act: Act, at: int
+) -> AsyncIterator[tuple[Cluster, dict[str, str]]]:
+    """A controller dies at change `at`: its successor, and the incarnations once it has settled."""
+    store = Stopping()
+    store.at = at
+    await lead(model, store, world, prepare, act)
+    assert store.changes == at, "it did not come so far"
+    left = InProcessStore()
+    left._values = store._values
+    before = asyncio.all_tasks()
+    cluster = make_cluster(model, left)
+    try:
+        await asyncio.wait_for(cluster.start(), SECONDS)
+        yield cluster, await settled(cluster)
+    finally:
+        await abandon(before)
+
+
+async def stop_all(cluster: Cluster, world: World) -> None:
+    """Stop: each placement group was a worker's, and none is left of either."""
+    taken = {record.place.group for record in cluster._written.workers.values() if record.place}
+    assert set(world.groups) == taken
+    await asyncio.wait_for(cluster.stop(), SECONDS)
+    assert not world.actors
+    assert not world.groups
 
 
 async def untold_deaths(cluster: Cluster) -> list[str]:

@@ -27,18 +27,16 @@ from kvrelay.router.errors import CannotDrain, CannotRoll, CannotScale
 from kvrelay.wire.worker_info import WorkerInfo, WorkerRole
 from tests.deploy import scripted_ray
 from tests.deploy.scripted_ray import (
-    SECONDS,
     Act,
     Actor,
     Handle,
-    Stopping,
     World,
-    abandon,
+    count_changes,
     grow,
-    lead,
     make_cluster,
     scale,
-    settled,
+    stop_all,
+    succeed,
 )
 
 world, make_world = scripted_ray.world, scripted_ray.make_world
@@ -98,34 +96,18 @@ async def test_whenever_a_controller_dies_its_successor_goes_on_with_the_roll(
     after: Mapping[str, int],
 ):
     """Args: what is done before, what while it dies, workers and their chunks before and after."""
-    undisturbed = Stopping()
-    await lead(tmp_path, undisturbed, make_world(), prepare, scripted_ray.nothing)
-    first = undisturbed.changes
-    undisturbed = Stopping()
-    await lead(tmp_path, undisturbed, make_world(), prepare, act)
-    assert undisturbed.changes > first + 10
-    for at in range(first, undisturbed.changes):
-        store, world = Stopping(), make_world()
-        store.at = at
-        await lead(tmp_path, store, world, prepare, act)
-        assert store.changes == at, "it did not come so far"
-        successor = InProcessStore()
-        successor._values = store._values
-        tasks = asyncio.all_tasks()
-        cluster = make_cluster(tmp_path, successor)
-        await asyncio.wait_for(cluster.start(), SECONDS)
-        there = await settled(cluster)
-        assert there.keys() == world.actors.keys()
-        assert chunks(world) == (before if at == first else after), at
-        assert all(actor.runs for actor in world.actors.values())
-        assert all(world.starts.count(name) <= 1 for name in world.starts), (at, world.starts)
-        taken = {record.place.group for record in cluster._written.workers.values() if record.place}
-        assert set(world.groups) == taken
-        assert cluster.workforce.open_roll is None
-        await asyncio.wait_for(cluster.stop(), SECONDS)
-        assert not world.actors
-        assert not world.groups
-        await abandon(tasks)
+    first = await count_changes(tmp_path, make_world(), prepare, scripted_ray.nothing)
+    last = await count_changes(tmp_path, make_world(), prepare, act)
+    assert last > first + 10
+    for at in range(first, last):
+        world = make_world()
+        async with succeed(tmp_path, world, prepare, act, at) as (cluster, there):
+            assert there.keys() == world.actors.keys()
+            assert chunks(world) == (before if at == first else after), at
+            assert all(actor.runs for actor in world.actors.values())
+            assert all(world.starts.count(name) <= 1 for name in world.starts), (at, world.starts)
+            assert cluster.workforce.open_roll is None
+            await stop_all(cluster, world)
 
 
 @pytest.fixture

@@ -24,6 +24,7 @@ from tests.deploy.scripted_ray import (
     Stopping,
     World,
     abandon,
+    count_changes,
     drain,
     grow,
     lead,
@@ -33,6 +34,8 @@ from tests.deploy.scripted_ray import (
     scale,
     settled,
     shrink,
+    stop_all,
+    succeed,
 )
 from tests.deploy.test_placement import CONFIG
 
@@ -70,58 +73,32 @@ async def test_whenever_a_controller_dies_its_successor_goes_on(
     starts: dict[str, int],
 ):
     """Args: what is done before, what while it dies, how it may end, how many starts at most."""
-    undisturbed = Stopping()
-    await lead(tmp_path, undisturbed, make_world(), prepare, nothing)
-    first = 0 if prepare is nothing else undisturbed.changes
-    undisturbed = Stopping()
-    await lead(tmp_path, undisturbed, make_world(), prepare, act)
-    assert undisturbed.changes > first + 3
-    for at in range(first, undisturbed.changes):
-        store, world = Stopping(), make_world()
-        store.at = at
-        await lead(tmp_path, store, world, prepare, act)
-        assert store.changes == at, "it did not come so far"
-        successor = InProcessStore()
-        successor._values = store._values
-        before = asyncio.all_tasks()
-        cluster = make_cluster(tmp_path, successor)
-        await asyncio.wait_for(cluster.start(), SECONDS)
-        there = await settled(cluster)
-        assert set(there) in either, at
-        assert set(world.actors) == set(there)
-        assert all(actor.runs for actor in world.actors.values())
-        counts = {name: world.starts.count(name) for name in world.starts}
-        assert all(count <= starts.get(name, 0) for name, count in counts.items()), (at, counts)
-        taken = {record.place.group for record in cluster._written.workers.values() if record.place}
-        assert set(world.groups) == taken
-        await asyncio.wait_for(cluster.stop(), SECONDS)
-        assert not world.actors
-        assert not world.groups
-        await abandon(before)
+    prepared = await count_changes(tmp_path, make_world(), prepare, nothing)
+    first = 0 if prepare is nothing else prepared
+    last = await count_changes(tmp_path, make_world(), prepare, act)
+    assert last > first + 3
+    for at in range(first, last):
+        world = make_world()
+        async with succeed(tmp_path, world, prepare, act, at) as (cluster, there):
+            assert set(there) in either, at
+            assert set(world.actors) == set(there)
+            assert all(actor.runs for actor in world.actors.values())
+            counts = {name: world.starts.count(name) for name in world.starts}
+            assert all(count <= starts.get(name, 0) for name, count in counts.items()), (at, counts)
+            await stop_all(cluster, world)
 
 
 async def test_who_has_shared_memory_with_the_dead_hears_of_it_from_a_successor(
     make_world: Callable[[], World], tmp_path: Path
 ):
     """Whether or not the controller that saw the death had told anybody."""
-    undisturbed = Stopping()
-    await lead(tmp_path, undisturbed, make_world(), nothing, nothing)
-    first = undisturbed.changes
-    undisturbed = Stopping()
-    await lead(tmp_path, undisturbed, make_world(), nothing, lose)
-    for at in range(first, undisturbed.changes):
-        store, world = Stopping(), make_world()
-        store.at = at
-        await lead(tmp_path, store, world, nothing, lose)
-        successor = InProcessStore()
-        successor._values = store._values
-        before = asyncio.all_tasks()
-        cluster = make_cluster(tmp_path, successor)
-        await cluster.start()
-        there = await settled(cluster)
-        lost = there["decode-0"] != "decode-0-1"
-        assert world.actors["prefill-0"].told == ({"decode-0-1"} if lost else set()), at
-        await abandon(before)
+    first = await count_changes(tmp_path, make_world(), nothing, nothing)
+    last = await count_changes(tmp_path, make_world(), nothing, lose)
+    for at in range(first, last):
+        world = make_world()
+        async with succeed(tmp_path, world, nothing, lose, at) as (_, there):
+            lost = there["decode-0"] != "decode-0-1"
+            assert world.actors["prefill-0"].told == ({"decode-0-1"} if lost else set()), at
 
 
 async def test_who_is_slow_to_answer_a_successor_hears_of_a_death_that_it_finds_meanwhile(
