@@ -3,20 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, Final
+from typing import Any
 
+from kvrelay.wire.load import PAGE_STATES
 from kvrelay.wire.speeds import StepSpeeds
-
-PAGE_STATES: Final = (
-    "free",
-    "held",
-    "cached_evictable",
-    "cached_protected",
-    "session",
-    "quarantined",
-    "in_flight",
-)
-"""What a page can be. Every page is one of these, so they sum to the pool's total."""
 
 
 def as_text(report: dict[str, Any]) -> str:

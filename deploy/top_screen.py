@@ -13,7 +13,8 @@ from typing import Any, Final, Self
 from rich.text import Text
 
 from kvrelay.deploy.rates import Rates
-from kvrelay.deploy.status_text import PAGE_STATES, readiness
+from kvrelay.deploy.status_text import readiness
+from kvrelay.wire.load import PAGE_STATES
 
 _MARKS: Final = {
     "held": ("#", "green"),

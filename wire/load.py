@@ -4,9 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from typing import Final
 
 from kvrelay.wire.speeds import UNMEASURED, StepSpeeds
 from kvrelay.wire.worker_info import WorkerRole
+
+PAGE_STATES: Final = (
+    "free",
+    "held",
+    "cached_evictable",
+    "cached_protected",
+    "session",
+    "quarantined",
+    "in_flight",
+)
+"""What a page can be: a field of `PoolCounts` each, which sum to its `total`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ from kvrelay.kv_transfer.pull import Pull, PullState
 from kvrelay.mem_cache.counts import CacheCounts, QuarantineCounts, TierCounts
 from kvrelay.mem_cache.fence import FenceKind
 from kvrelay.net.metrics import Instruments, Metric, MetricTable, MetricType
-from kvrelay.wire.load import WorkerLoad
+from kvrelay.wire.load import PAGE_STATES, WorkerLoad
 
 _GRAMMAR_BUCKETS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
 _SECONDS_BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5)
@@ -280,15 +280,6 @@ DROPPED_MESSAGES: Final = METRICS.counter(
 _EXPECTED_PROMPTS = (256, 1024, 8192)
 _EXPECTED_ROWS = (1, 8, 32)
 _Quarantine = Mapping[FenceKind, QuarantineCounts]
-_PAGE_STATES = (
-    "free",
-    "held",
-    "cached_evictable",
-    "cached_protected",
-    "session",
-    "quarantined",
-    "in_flight",
-)
 
 
 class WorkerMetrics(Instruments, Collector):
@@ -381,7 +372,7 @@ class WorkerMetrics(Instruments, Collector):
         """The value and the own labels of each metric that is collected."""
         load, _, cache, quarantine = self._published
         for counts in load.pools:
-            for state in _PAGE_STATES:
+            for state in PAGE_STATES:
                 yield PAGES, getattr(counts, state), counts.pool, state
             yield POOL_PAGES, counts.total, counts.pool
             yield PROMISED_PAGES, counts.promised, counts.pool

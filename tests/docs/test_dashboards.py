@@ -13,9 +13,9 @@ from docs.tools.dashboards.grafana import files
 from docs.tools.dashboards.pages import DASHBOARDS
 from docs.tools.dashboards.perses import perses, with_values
 from docs.tools.dashboards.spec import STATES, TOTAL, Dashboard, Draws
-from kvrelay.deploy.status_text import PAGE_STATES
 from kvrelay.mem_cache.host_pages import HOST
 from kvrelay.mem_cache.storage_pages import STORAGE
+from kvrelay.wire.load import PAGE_STATES
 from tests.monitored import check_exported
 
 ROOT = Path(__file__).parents[2]
