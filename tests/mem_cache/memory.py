@@ -14,8 +14,6 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from kvrelay.mem_cache.fence import Fence, FenceKind, StepClock, StepFence
-from kvrelay.mem_cache.host_page import HostPage, HostPageState
-from kvrelay.mem_cache.host_tier import HostTier
 from kvrelay.mem_cache.kv_cache_manager import KVCacheManager
 from kvrelay.mem_cache.lease import Lease, LeaseState
 from kvrelay.mem_cache.prefix_log import PrefixLog
@@ -25,14 +23,13 @@ from kvrelay.mem_cache.shape import PoolShape
 from kvrelay.mem_cache.sharing import PageCopy
 from kvrelay.mem_cache.storage_pages import StoreState
 from kvrelay.mem_cache.storage_tier import StorageTier
-from kvrelay.mem_cache.tier_copies import CopyEnded, PageMoves
 from kvrelay.mem_cache.tier_speed import TierSpeed
 from kvrelay.wire.model_digest import NO_MODEL
 from kvrelay.wire.page_hash import HASH_BYTES, PageHashes
 from tests.known import known
+from tests.mem_cache.host_model import HostModel
 from tests.mem_cache.store_model import StoreModel
-
-NAMESPACES = ("", "other")
+from tests.mem_cache.truth import truth_of
 
 
 @dataclass(eq=False)
@@ -57,15 +54,6 @@ class InFlight:
 
     def passed(self) -> bool:
         return self.ended
-
-
-@dataclass(eq=False)
-class Copy:
-    """Between the device and the host."""
-
-    moves: PageMoves
-    halves: int = 0
-    """Of its pages, that have been copied."""
 
 
 @dataclass(eq=False)
@@ -122,24 +110,14 @@ class Memory:
         self.holders: list[Holder] = []
         self.saved: list[Holder] = []
         self.opened = 0
-        self.tier: HostTier | None = None
-        self.copies: list[Copy] = []
-        self.forgotten: list[HostPage] = []
-        self.lent: list[tuple[list[HostPage], list[list[np.ndarray]]]] = []
-        """Pages of the host that a peer reads, and what they hold in each pool, all the time."""
-        if host_pages:
-            # Of windows the host has less room than of pages, so that parts are evicted alone.
-            totals = [host_pages if window is None else -(-host_pages // 2) for window in windows]
-            self.host_contents = [np.zeros((total, page_size), np.int64) for total in totals]
-            page_bytes = [(2 << 20) // len(pools)] * len(pools)
-            speed = TierSpeed(1.0)
-            self.tier = HostTier(self.kv_cache, log, totals, page_bytes, self, speed)
+        self.host = HostModel(self, host_pages, log)
+        """What is below the device, if anything is."""
         self.store = StoreModel(self)
         """What is below the host, if anything is."""
-        if self.tier is not None and storage:
+        if self.host.tier is not None and storage:
             speed, state = TierSpeed(1.0), StoreState(None)
-            self.tier.storage = StorageTier(
-                self.tier.pages, 2 << 20, self.store, speed, state, clock=lambda: 0.0
+            self.host.tier.storage = StorageTier(
+                self.host.tier.pages, 2 << 20, self.store, speed, state, clock=lambda: 0.0
             )
 
     # What requests do
@@ -210,9 +188,9 @@ class Memory:
         published = holder.ids(holder.lease.cache_protected_len)
         keys = self.hashes.extend(self.hashes.root(holder.namespace), published.tobytes())
         first = holder.lease.found_len // self.page_size * HASH_BYTES
-        if self.tier is not None and first < len(keys):
-            page = self.tier.pages._pages.get(keys[first : first + HASH_BYTES])
-            self.forgotten += [] if page is None else page.subtree()
+        if self.host.tier is not None and first < len(keys):
+            page = self.host.tier.pages._pages.get(keys[first : first + HASH_BYTES])
+            self.host.forgotten += [] if page is None else page.subtree()
             size = first // HASH_BYTES * self.page_size + self.page_size
             self.store.taint(holder.namespace, holder.tokens[:size])
         self.kv_cache.forget(holder.lease, holder.ids(holder.written))
@@ -340,119 +318,13 @@ class Memory:
     def reclaim(self) -> None:
         self.kv_cache.reclaim()
 
-    # The host tier
-
-    def start(self, moves: PageMoves) -> None:
-        """The `CopyStream`'s part: bytes move when `copy` is called, one half after the other."""
-        self.copies.append(Copy(moves))
-
-    def bring_back(self, tokens: list[int], namespace: str) -> bool:
-        """Begin a load of what the host has of these tokens; False: nothing, or no room."""
-        ids = np.asarray(tokens, np.int32)
-        found = known(self.tier).loads.find(ids, namespace, known(self.tier).hash(ids, namespace))
-        return found is not None and known(self.tier).loads.load(found, None) is not None
-
-    def lend(self, tokens: list[int], namespace: str, first: int) -> bool:
-        """A peer begins to read what the host has of these tokens from a page on, if anything."""
-        tier, ids = known(self.tier), np.asarray(tokens, np.int32)
-        pages = tier.lend(ids, tier.hash(ids, namespace), first)
-        truths = []
-        for page in pages:
-            end = (page.place + 1) * self.page_size
-            pools = range(len(self.host_contents))
-            truths.append([truth_of(namespace, n, tokens[:end])[-self.page_size :] for n in pools])
-        if pages:
-            self.lent.append((pages, truths))
-        return bool(pages)
-
-    def forget_lent(self, number: int) -> None:
-        """Nobody finds any more what a peer reads, nor what continues it."""
-        pages, _ = self.lent[number % len(self.lent)]
-        if pages[0].state is HostPageState.CACHED:
-            self.forgotten += pages[0].subtree()
-            known(self.tier).forget(pages[0].key)
-
-    def end_lending(self, number: int) -> None:
-        """The stream of a peer that reads the host ends."""
-        pages, _ = self.lent.pop(number % len(self.lent))
-        known(self.tier).take_back(pages)
-
-    def prefetch(self, tokens: list[int], namespace: str) -> None:
-        """Begin to bring what storage has of these tokens to the host."""
-        tier, ids = known(self.tier), np.asarray(tokens, np.int32)
-        keys, each = tier.split(ids, tier.hash(ids, namespace))
-        if keys:
-            known(tier.storage).prefetch(keys, each, lambda *_: True)
-
-    def copy(self) -> None:
-        """The next half of the oldest copy that has not moved all of its bytes."""
-        copy = next((one for one in self.copies if one.halves < 2), None)
-        if copy is None:
-            return
-        moves = copy.moves
-        for pool, (here, there) in enumerate(
-            zip(moves.device_pages, moves.host_pages, strict=True)
-        ):
-            middle = len(here) // 2
-            part = slice(middle, None) if copy.halves else slice(0, middle)
-            device, host = self.contents[pool], self.host_contents[pool]
-            if moves.to_host:
-                host[there[part]] = device[here[part]]
-            else:
-                device[here[part]] = host[there[part]]
-        copy.halves += 1
-
-    def finish_copy(self) -> None:
-        """Tell the engine that the oldest copy has ended; all of its bytes have moved."""
-        while self.copies[0].halves < 2:
-            self.copy()
-        known(self.tier).finish(CopyEnded(self.copies.pop(0).moves.operation, 0.0))
-
-    def prefix_of(self, page: HostPage) -> tuple[str, list[int]]:
-        """The namespace of a host page, and all tokens up to its end."""
-        path = list(page.path())[::-1]
-        tokens = np.frombuffer(b"".join(one.tokens for one in path), "<i4").tolist()
-        namespace = next(
-            name for name in NAMESPACES
-            if self.hashes.extend(self.hashes.root(name), path[0].tokens) == path[0].key
-        )  # fmt: skip
-        return namespace, tokens
-
-    def truth(self, namespace: str, pool: int, tokens: Sequence[int]) -> np.ndarray:
-        """What slots should hold in a pool."""
-        return truth_of(namespace, pool, tokens)
-
-    def check_host(self) -> None:
-        """Conservation there; and what can be found is what was written for its tokens."""
-        tier = known(self.tier)
-        tier.pages.check_pages()
-        device = self.kv_cache.page_counts()
-        assert all(counts.accounted == counts.total for counts in tier.pool_counts(device))
-        self.check_index()
-        for lent, truths in self.lent:
-            for page, of_pools in zip(lent, truths, strict=True):
-                for pool, expected in enumerate(of_pools):
-                    if pool not in tier.pages.windows:
-                        held = self.host_contents[pool][page.slot]
-                        assert (held == expected).all(), "what a peer reads was reused"
-        found = list(tier.pages)
-        assert not set(found) & set(self.forgotten), "what was forgotten is found again"
-        for page in found:
-            namespace, tokens = self.prefix_of(page)
-            for pool, contents in enumerate(self.host_contents):
-                window = tier.pages.windows.get(pool)
-                held = page if window is None else window.part(page)
-                if held is not None:
-                    truth = truth_of(namespace, pool, tokens)[-self.page_size :]
-                    assert (contents[held.slot] == truth).all(), f"host page {page.slot} is wrong"
-
     # What must hold
 
     def check(self) -> None:
         """Conservation, page by page, and the contents of all that anybody may read."""
         self.kv_cache.audit.check_pages()
-        if self.tier is not None:
-            self.check_host()
+        if self.host.tier is not None:
+            self.host.check()
         for holder in [*self.holders, *self.saved]:
             if not all(transfer.ended for transfer in holder.transfers):
                 continue  # its window is where the transfer ends, its contents are not there yet
@@ -525,11 +397,11 @@ class Memory:
             self.end_forward()
         for flight in list(self.others):
             self.end(flight)
-        while self.lent:
-            self.end_lending(0)
-        while self.copies or self.store.orders:
-            while self.copies:
-                self.finish_copy()
+        while self.host.lent:
+            self.host.end_lending(0)
+        while self.host.copies or self.store.orders:
+            while self.host.copies:
+                self.host.finish_copy()
             while self.store.orders:
                 self.store.advance()
         self.reclaim()
@@ -539,8 +411,8 @@ class Memory:
             assert counts.promised == 0
             assert self.kv_cache.index.evictable(pool) == self.kv_cache.index.size(pool)
         assert self.kv_cache.audit.row_counts().free == self.kv_cache.total_rows
-        if self.tier is not None:
-            for counts in self.tier.pages.pool_counts():
+        if self.host.tier is not None:
+            for counts in self.host.tier.pages.pool_counts():
                 assert counts.free + counts.cached_evictable == counts.total
 
     # Inside
@@ -562,11 +434,3 @@ class Memory:
     def _truth(self, holder: Holder, pool: int, count: int) -> np.ndarray:
         """What the slots of a request's first `count` tokens should hold in a pool."""
         return truth_of(holder.namespace, pool, holder.tokens[:count])
-
-
-def truth_of(namespace: str, pool: int, tokens: Sequence[int]) -> np.ndarray:
-    chain, out = hash((namespace, pool)), np.empty(len(tokens), np.int64)
-    for at, token in enumerate(tokens):
-        chain = hash((chain, token))
-        out[at] = chain
-    return out

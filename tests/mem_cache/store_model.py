@@ -21,6 +21,7 @@ from kvrelay.mem_cache.storage_orders import (
 )
 from kvrelay.mem_cache.storage_pages import StoragePage, StoreState
 from tests.known import known
+from tests.mem_cache.truth import truth_of
 
 if TYPE_CHECKING:
     from tests.mem_cache.memory import Memory
@@ -160,17 +161,17 @@ class StoreModel:
     def _read(self, one: Running, page: StoragePage, half: slice) -> None:
         kept = one.kept.get(page.key)
         if kept is not None:
-            for host, contents in zip(self._memory.host_contents, kept.contents, strict=True):
+            for host, contents in zip(self._memory.host.contents, kept.contents, strict=True):
                 host[page.slot, half] = contents[half]
 
     def _blank(self, page: StoragePage) -> Kept:
-        found = known(known(self._memory.tier).pages.get(page.key))
-        blank = [np.zeros(self._memory.page_size, np.int64) for _ in self._memory.host_contents]
-        return Kept(page, blank, self._memory.prefix_of(found))
+        found = known(known(self._memory.host.tier).pages.get(page.key))
+        blank = [np.zeros(self._memory.page_size, np.int64) for _ in self._memory.host.contents]
+        return Kept(page, blank, self._memory.host.prefix_of(found))
 
     def _write(self, one: Running, page: StoragePage, half: slice) -> None:
         for host, contents in zip(
-            self._memory.host_contents, one.kept[page.key].contents, strict=True
+            self._memory.host.contents, one.kept[page.key].contents, strict=True
         ):
             contents[half] = host[page.slot, half]
 
@@ -190,7 +191,7 @@ class StoreModel:
     def _check_fetched(self, one: Running) -> None:
         """Nothing of what has come is found if it was forgotten meanwhile."""
         for page in one.order.pages:
-            found = known(self._memory.tier).pages.get(page.key)
+            found = known(self._memory.host.tier).pages.get(page.key)
             if found is not None and found.slot == page.slot and page.key in one.kept:
                 forgotten = one.kept[page.key].tainted_at <= self.time
                 is_found = found.state is HostPageState.CACHED
@@ -200,9 +201,9 @@ class StoreModel:
         """What was written is what belongs to its tokens."""
         namespace, tokens = kept.prefix
         for pool, contents in enumerate(kept.contents):
-            truth = self._memory.truth(namespace, pool, tokens)[-self._memory.page_size :]
+            truth = truth_of(namespace, pool, tokens)[-self._memory.page_size :]
             assert (contents == truth).all(), "a page in storage is wrong"
 
     def _tell(self, order: StorageOrder, found: Sequence[bytes]) -> None:
         ended = StorageEnded(order.operation, found, 0.0, StoreState(None))
-        known(known(self._memory.tier).storage).finish(ended)
+        known(known(self._memory.host.tier).storage).finish(ended)

@@ -260,7 +260,7 @@ class MemoryMachine(RuleBasedStateMachine):
 
     # The host tier
 
-    @precondition(lambda self: self.memory.tier)
+    @precondition(lambda self: self.memory.host.tier)
     @rule(
         base=st.integers(0, 2),
         shared=st.floats(0, 1),
@@ -272,28 +272,28 @@ class MemoryMachine(RuleBasedStateMachine):
         count = max(1, int(self.longest * length))
         before = self.memory.kv_cache.page_counts()
         tokens = self.prompt(base, shared, count, end)[:count]
-        if not self.memory.bring_back(tokens, namespace):
+        if not self.memory.host.bring_back(tokens, namespace):
             assert self.memory.kv_cache.page_counts() == before, "a refusal changed something"
 
-    @precondition(lambda self: self.memory.tier)
+    @precondition(lambda self: self.memory.host.tier)
     @rule()
     def write_back(self) -> None:
-        known(self.memory.tier).write_back()
+        known(self.memory.host.tier).write_back()
 
-    @precondition(lambda self: self.memory.copies)
+    @precondition(lambda self: self.memory.host.copies)
     @rule()
     def copy(self) -> None:
-        self.memory.copy()
+        self.memory.host.copy()
 
-    @precondition(lambda self: self.memory.copies)
+    @precondition(lambda self: self.memory.host.copies)
     @rule()
     def finish_copy(self) -> None:
-        self.memory.finish_copy()
+        self.memory.host.finish_copy()
 
     # Storage
 
     def has_storage(self) -> bool:
-        return self.memory.tier is not None and self.memory.tier.storage is not None
+        return self.memory.host.tier is not None and self.memory.host.tier.storage is not None
 
     @precondition(has_storage)
     @rule(
@@ -305,7 +305,7 @@ class MemoryMachine(RuleBasedStateMachine):
     )
     def prefetch(self, base: int, shared: float, length: float, end: int, namespace: str) -> None:
         count = max(1, int(self.longest * length))
-        self.memory.prefetch(self.prompt(base, shared, count, end)[:count], namespace)
+        self.memory.host.prefetch(self.prompt(base, shared, count, end)[:count], namespace)
 
     @precondition(lambda self: self.memory.store.orders)
     @rule(pick=st.integers(0, 5))

@@ -21,7 +21,7 @@ from kvrelay.mem_cache.release import Outcome, release_kv_cache
 from kvrelay.mem_cache.tier_copies import CopyEnded, PageMoves
 from kvrelay.wire.page_hash import PageHashes
 from tests.known import known
-from tests.mem_cache.memory import Memory
+from tests.mem_cache.host_model import HostModel
 from tests.mem_cache.planting import BELOW_THE_DEVICE, Faults, find, in_little_memory, wrap
 from tests.mem_cache.test_memory_model import MemoryMachine
 
@@ -41,9 +41,9 @@ class HostMachine(MemoryMachine):
     @rule()
     def write_all(self) -> None:
         """Copy to the host what waits for that, up to the first copy back."""
-        known(self.memory.tier).write_back()
-        while self.memory.copies and self.memory.copies[0].moves.to_host:
-            self.memory.finish_copy()
+        known(self.memory.host.tier).write_back()
+        while self.memory.host.copies and self.memory.host.copies[0].moves.to_host:
+            self.memory.host.finish_copy()
 
     @rule()
     def push_out(self) -> None:
@@ -62,14 +62,14 @@ class HostMachine(MemoryMachine):
                 contents[lease.pages(pool)] = NOBODYS
             release_kv_cache(cache, lease, Outcome.ABORTED)
 
-    @precondition(lambda self: any(known(self.memory.tier).pages))
+    @precondition(lambda self: any(known(self.memory.host.tier).pages))
     @rule(pick=st.integers(0, 39))
     def bring_back_what_is_there(self, pick: int) -> None:
         """From the page picked on, the first that the device lacks: of random prompts few are."""
-        pages = list(known(self.memory.tier).pages)
+        pages = list(known(self.memory.host.tier).pages)
         for page in (*pages[pick % len(pages) :], *pages[: pick % len(pages)]):
-            namespace, tokens = self.memory.prefix_of(page)
-            if self.memory.bring_back(tokens, namespace):
+            namespace, tokens = self.memory.host.prefix_of(page)
+            if self.memory.host.bring_back(tokens, namespace):
                 return
 
     @rule(pick=st.integers(0, 39))
@@ -83,7 +83,7 @@ class HostMachine(MemoryMachine):
             self.release(pick, Outcome.FINISHED)
         self.write_all()
         self.push_out()
-        if any(known(self.memory.tier).pages):
+        if any(known(self.memory.host.tier).pages):
             self.bring_back_what_is_there(pick)
 
 
@@ -91,13 +91,13 @@ class HostMachine(MemoryMachine):
 def freed_on_the_copy_thread(patch: pytest.MonkeyPatch) -> None:
     """A load's pages are given up by whoever copies, as soon as it begins."""
 
-    def early(original: Any, memory: Memory) -> None:
-        for copy in list(memory.copies):
+    def early(original: Any, host: HostModel) -> None:
+        for copy in list(host.copies):
             if not copy.halves and not copy.moves.to_host:
-                known(memory.tier).finish(CopyEnded(copy.moves.operation, 0.0))
-        original(memory)
+                known(host.tier).finish(CopyEnded(copy.moves.operation, 0.0))
+        original(host)
 
-    wrap(patch, Memory, "copy", early)
+    wrap(patch, HostModel, "copy", early)
 
 
 @FAULTS.add
@@ -120,17 +120,17 @@ def completion_of_a_cleared_operation_that_recreates_it(patch: pytest.MonkeyPatc
 
 @FAULTS.add
 def host_page_visible_before_its_bytes_are(patch: pytest.MonkeyPatch) -> None:
-    def at_once(original: Any, memory: Memory, moves: PageMoves) -> None:
-        original(memory, moves)
+    def at_once(original: Any, host: HostModel, moves: PageMoves) -> None:
+        original(host, moves)
         if moves.to_host:
-            memory.early = [*getattr(memory, "early", []), moves.operation]  # type: ignore[attr-defined]
+            host.early = [*getattr(host, "early", []), moves.operation]  # type: ignore[attr-defined]
 
     def tell(original: Any, tier: HostTier) -> None:
         original(tier)
         for operation in getattr(tier._writes._orders._stream, "early", []):
             tier.finish(CopyEnded(operation, 0.0))
 
-    wrap(patch, Memory, "start", at_once)
+    wrap(patch, HostModel, "start", at_once)
     wrap(patch, HostTier, "write_back", tell)
 
 

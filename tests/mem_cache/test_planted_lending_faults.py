@@ -22,17 +22,17 @@ FAULTS = Faults()
 class LendingMachine(HostMachine):
     """With decode workers that read the host's pages."""
 
-    @precondition(lambda self: any(known(self.memory.tier).pages))
+    @precondition(lambda self: any(known(self.memory.host.tier).pages))
     @rule(pick=st.integers(0, 39), first=st.sampled_from([0, 0, 1]))
     def lend(self, pick: int, first: int) -> None:
         """What is there: of random prompts little is."""
-        pages = list(known(self.memory.tier).pages)
+        pages = list(known(self.memory.host.tier).pages)
         page = pages[pick % len(pages)]
-        namespace, tokens = self.memory.prefix_of(page)
-        lent = self.memory.lend(tokens, namespace, first)
+        namespace, tokens = self.memory.host.prefix_of(page)
+        lent = self.memory.host.lend(tokens, namespace, first)
         assert lent == (page.place >= first), "what is found is lent, from the page that is named"
 
-    @precondition(lambda self: any(known(self.memory.tier).pages))
+    @precondition(lambda self: any(known(self.memory.host.tier).pages))
     @rule(pick=st.integers(0, 39), others=st.integers(1, 3))
     def lend_while_the_host_fills(self, pick: int, others: int) -> None:
         """What is lent is not what is evicted for others. Random steps seldom come so far."""
@@ -40,15 +40,15 @@ class LendingMachine(HostMachine):
         for other in range(others):
             self.there_and_back(pick + other)
 
-    @precondition(lambda self: self.memory.lent)
+    @precondition(lambda self: self.memory.host.lent)
     @rule(pick=st.integers(0, 39))
     def end_lending(self, pick: int) -> None:
-        self.memory.end_lending(pick)
+        self.memory.host.end_lending(pick)
 
-    @precondition(lambda self: self.memory.lent)
+    @precondition(lambda self: self.memory.host.lent)
     @rule(pick=st.integers(0, 39))
     def forget_lent(self, pick: int) -> None:
-        self.memory.forget_lent(pick)
+        self.memory.host.forget_lent(pick)
 
 
 @FAULTS.add

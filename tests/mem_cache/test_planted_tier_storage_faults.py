@@ -35,11 +35,11 @@ class StorageMachine(HostMachine):
     def store_all(self) -> None:
         """Write to storage what waits for that, and do all else that it was told to."""
         store = self.memory.store
-        known(self.memory.tier).write_back()
+        known(self.memory.host.tier).write_back()
         while store.orders:
             while store.orders:
                 store.advance()
-            known(self.memory.tier).write_back()
+            known(self.memory.host.tier).write_back()
 
     @precondition(lambda self: self.memory.store.pages)
     @rule(pick=st.integers(0, 39))
@@ -47,18 +47,18 @@ class StorageMachine(HostMachine):
         """From the page picked on, the first that the host lacks."""
         kept = list(self.memory.store.pages.values())
         for one in (*kept[pick % len(kept) :], *kept[: pick % len(kept)]):
-            if known(self.memory.tier).pages.get(one.page.key) is None:
+            if known(self.memory.host.tier).pages.get(one.page.key) is None:
                 namespace, tokens = one.prefix
-                self.memory.prefetch(tokens, namespace)
+                self.memory.host.prefetch(tokens, namespace)
                 return
 
     @rule()
     def fill_the_host(self) -> None:
         """Take all the room there, for a moment, and write to it: what nothing reads is lost."""
-        pages = known(self.memory.tier).pages
+        pages = known(self.memory.host.tier).pages
         keys = [b"%032d" % number for number in range(pages.total)]
         taken = pages.reserve(None, keys, keys, 0)
-        for contents in self.memory.host_contents:
+        for contents in self.memory.host.contents:
             contents[[page.slot for page in taken]] = NOBODYS
         pages.end_write(taken, 0)
 
@@ -73,14 +73,14 @@ class StorageMachine(HostMachine):
         if evicted:
             self.fill_the_host()
         self.memory.forget(holder)
-        self.memory.prefetch(holder.tokens, holder.namespace)
+        self.memory.host.prefetch(holder.tokens, holder.namespace)
 
     def to_storage(self, pick: int) -> Holder:
         """Compute, publish and store a request's tokens."""
         self.run_through(pick, publish=True)
         holder = self.pick(pick)
         self.write_all()
-        self.memory.prefetch(holder.tokens, holder.namespace)
+        self.memory.host.prefetch(holder.tokens, holder.namespace)
         self.store_all()
         return holder
 
@@ -90,7 +90,7 @@ class StorageMachine(HostMachine):
         """What is in storage, and not on the host, is forgotten while it comes back."""
         holder = self.to_storage(pick)
         self.fill_the_host()
-        self.memory.prefetch(holder.tokens, holder.namespace)
+        self.memory.host.prefetch(holder.tokens, holder.namespace)
         for _ in range(2):
             self.memory.store.advance()
         self.memory.forget(holder)
@@ -102,10 +102,10 @@ class StorageMachine(HostMachine):
         self.run_through(pick, publish=True)
         holder = self.pick(pick)
         self.write_all()
-        self.memory.prefetch(holder.tokens, holder.namespace)
+        self.memory.host.prefetch(holder.tokens, holder.namespace)
         for _ in range(3):
             self.memory.store.advance()
-            known(self.memory.tier).write_back()
+            known(self.memory.host.tier).write_back()
         self.fill_the_host()
         self.store_all()
 
@@ -199,16 +199,16 @@ def forget_on_its_way(num_steps: int) -> None:
     """Forget what was ordered from storage, after so many steps of it."""
     state = machine()
     memory, holder = state.memory, state.pick(0)
-    memory.prefetch(holder.tokens, holder.namespace)
+    memory.host.prefetch(holder.tokens, holder.namespace)
     memory.store.advance()
-    assert known(known(memory.tier).storage)._fetches, "nothing was ordered"
+    assert known(known(memory.host.tier).storage)._fetches, "nothing was ordered"
     for _ in range(num_steps):
         memory.store.advance()
     memory.forget(holder)
     while memory.store.orders:
         memory.store.advance()
         state.holds()
-    assert not list(known(memory.tier).pages)
+    assert not list(known(memory.host.tier).pages)
     assert not memory.store.pages
     state.teardown()
 

@@ -50,22 +50,22 @@ class WindowMachine(HostMachine):
                 self.memory.contents[pool][pages] = NOBODYS
                 cache._allocator.free(pool, share, pages)
 
-    @precondition(lambda self: known(self.memory.tier).loads._running)
+    @precondition(lambda self: known(self.memory.host.tier).loads._running)
     @rule()
     def give_up(self) -> None:
         """The request behind the oldest load waits no longer."""
-        tier = known(self.memory.tier)
+        tier = known(self.memory.host.tier)
         load = next(iter(tier.loads._running.values()))
         if not load.given_up:
             tier.loads.give_up(load)
 
-    @precondition(lambda self: known(self.memory.tier).loads._running)
+    @precondition(lambda self: known(self.memory.host.tier).loads._running)
     @rule()
     def push_out_of_the_host(self) -> None:
         """Evict all parts that nobody reads, while some are read, and write into their room."""
-        for pool, window in known(self.memory.tier).pages.windows.items():
+        for pool, window in known(self.memory.host.tier).pages.windows.items():
             window._evict(window.total)
-            self.memory.host_contents[pool][list(window._account.free_pages)] = NOBODYS
+            self.memory.host.contents[pool][list(window._account.free_pages)] = NOBODYS
 
 
 @FAULTS.add
