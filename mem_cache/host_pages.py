@@ -103,20 +103,22 @@ class HostPages:
     def num_continuable(self, row: Sequence[HostPage]) -> int:
         """How many pages of a row can be continued behind: what is seen there of windows is here.
 
+        Looks at no more than a window of a row that can be continued at its end.
+
         Args:
             row: found just now; whoever asks has what is before its first page.
         """
-        if not self.windows:
-            return len(row)
-        longest, present = 0, dict.fromkeys(self.windows, 0)
-        for number, page in enumerate(row, 1):
-            for pool, window in self.windows.items():
-                present[pool] = 0 if window.part(page) is None else present[pool] + 1
-            if all(
-                present[pool] >= min(window.behind, number) for pool, window in self.windows.items()
+        end, windows = len(row), self.windows.values()
+        longest = max([window.behind for window in windows], default=0)
+        for at in reversed(range(len(row))):
+            if at < end - longest:
+                break
+            page = row[at]
+            if not page.parts or any(
+                at >= end - window.behind and window.part(page) is None for window in windows
             ):
-                longest = number
-        return longest
+                end = at
+        return end
 
     def use(self, page: HostPage) -> None:
         """A page, and those before it, were asked for, though the device may have them."""
@@ -150,6 +152,9 @@ class HostPages:
         number = min(len(keys), free)
         slots = self._account.allocate((("write to host", number),), Owner.IN_FLIGHT)
         self._in_flight += number
+        if parent is not None and number and parent.children:
+            for window in self.windows.values():
+                window.keep_behind(parent)
         taken = []
         for offset, slot in enumerate(slots.tolist()):
             page = HostPage(keys[offset], tokens[offset], place + offset, slot, parent)

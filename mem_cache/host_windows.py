@@ -15,6 +15,7 @@ the room of its own beginning, and not that of the other prompts' ends.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import islice
 
 import numpy as np
 
@@ -179,6 +180,12 @@ class HostWindow:
             if part is None or part in self._passed:
                 return
             self._passed[part] = None
+
+    def keep_behind(self, page: HostPage) -> None:
+        """Prompts part behind a page from now on: what is seen there was not passed after all."""
+        for one in islice(page.path(), self.behind):
+            if (part := one.parts.get(self._pool)) is not None:
+                self._passed.pop(part, None)
 
     def _take_out(self, part: HostPart) -> None:
         """Let nobody find a part; its slot stays its owner's."""

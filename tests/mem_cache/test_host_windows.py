@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import random
+
+import pytest
+
 from kvrelay.mem_cache.host_page import HostPage, HostPart
 from kvrelay.mem_cache.host_pages import HostPages
 from kvrelay.mem_cache.host_windows import HostWindow
@@ -109,6 +113,17 @@ def test_where_prompts_part_the_window_stays() -> None:
     assert host.has("ab") == "ab"
 
 
+def test_where_prompts_part_later_the_window_stays() -> None:
+    """The first passed it when nobody else went on there; the second had it on the device."""
+    host = Host(40, 10)
+    host.write("abcdef")
+    host.write("abuvwx")
+    assert host.state()[0] == 0
+    host.write("1234")
+    assert host.has("abcdef") == "abef"
+    assert (host.end("ab"), host.end("abcdef"), host.end("abuvwx")) == ("ab", "abcdef", "abuvwx")
+
+
 def test_parts_that_a_copy_reads_are_not_evicted() -> None:
     host = Host(8, 2)
     host.write("ab")
@@ -153,3 +168,28 @@ def test_a_part_may_come_back_to_a_page_that_has_lost_it() -> None:
     host.pages.end_window_write(1, parts, [True, True])
     assert (host.end("ab"), host.end("xy")) == ("ab", "")
     assert host.state() == (0, 2, 0, 0)
+
+
+@pytest.mark.parametrize("behind", [(2,), (1, 3), (4, 2, 4)])
+def test_a_row_is_continued_at_the_last_end_that_no_window_lacks(behind: tuple[int, ...]) -> None:
+    rng = random.Random(7)
+    for _ in range(200):
+        windows = {
+            pool: HostWindow(pool, f"host_{pool}", 12, SIZE, pages)
+            for pool, pages in enumerate(behind)
+        }
+        host = HostPages(12, SIZE, lambda page, found: None, windows)
+        keys = [b"%d" % number for number in range(rng.randrange(13))]
+        row = host.reserve(None, keys, keys, 0)
+        host.end_write(row, len(row))
+        here = {pool: [rng.random() < 0.7 for _ in row] for pool in windows}
+        for pool, has_part in here.items():
+            pages = [page for page, has in zip(row, has_part, strict=True) if has]
+            parts = windows[pool].reserve(pages)
+            host.end_window_write(pool, parts, [True] * len(parts))
+        ends = [
+            end
+            for end in range(len(row) + 1)
+            if all(all(here[pool][max(0, end - n) : end]) for pool, n in enumerate(behind))
+        ]
+        assert host.num_continuable(row) == ends[-1]
