@@ -4,13 +4,8 @@ A page here holds what one page holds in every pool of the device without a wind
 the same number in each of the host's pools for them. It is named by its page hash
 (`wire/page_hash.py`), and is kept only as long as the page before it is: so what is found begins
 with a prompt's first page, and what was forgotten takes along all that continues it. What it holds
-in a window's pool has an account of its own (`host_windows.py`), and goes with it at the latest.
-
-::
-
-    FREE --reserve--> WRITING --end_write--> CACHED --evicted--> FREE
-                         |                      |
-                         +------- forget -------+--> GONE --its copies have ended--> FREE
+in a window's pool has an account of its own (`host_windows.py`), and goes with it at the
+latest. The life of its slot is told in `host_slots.py`.
 """
 
 from __future__ import annotations
@@ -19,12 +14,9 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 
-import numpy as np
-
-from kvrelay.mem_cache.account import Owner, PageAccount
 from kvrelay.mem_cache.errors import ConservationError
-from kvrelay.mem_cache.host_eviction import HostEvictionQueue
 from kvrelay.mem_cache.host_page import HostPage, HostPageState, HostPart
+from kvrelay.mem_cache.host_slots import HostSlots
 from kvrelay.mem_cache.host_windows import HostWindow
 from kvrelay.wire.load import PoolCounts
 
@@ -56,20 +48,16 @@ class HostPages:
         """Pages that were evicted to make room, so far."""
         self.version = 0
         """Higher than before if something more can be found."""
-        self._account = PageAccount(HOST, total)
+        self._slots: HostSlots[HostPage] = HostSlots(HOST, total, page_size)
         self._on_found = on_found
         # By the last use, the oldest first. A page was used after all that continue it.
         self._pages: OrderedDict[bytes, HostPage] = OrderedDict()
         self._uses = 0
-        self._queue: HostEvictionQueue[HostPage] = HostEvictionQueue()
-        self._gone: set[HostPage] = set()
-        # Counted apart from the owners of pages, so that the one proves the other.
-        self._cached = self._pinned = self._in_flight = 0
 
     @property
     def total(self) -> int:
         """Pages of the pool."""
-        return self._account.total
+        return self._slots.total
 
     def __iter__(self) -> Iterator[HostPage]:
         """All pages that can be found."""
@@ -146,17 +134,14 @@ class HostPages:
             place: of the first in its prompt.
         """
         parent = None if before is None else self._pages[before]
-        free = self._account.by_owner[Owner.FREE] + self._evict(
-            len(keys) - self._account.by_owner[Owner.FREE], parent
-        )
-        number = min(len(keys), free)
-        slots = self._account.allocate((("write to host", number),), Owner.IN_FLIGHT)
-        self._in_flight += number
+        free = self._slots.free
+        number = min(len(keys), free + self._evict(len(keys) - free, parent))
+        slots = self._slots.reserve(number)
         if parent is not None and number and parent.children:
             for window in self.windows.values():
                 window.keep_behind(parent)
         taken = []
-        for offset, slot in enumerate(slots.tolist()):
+        for offset, slot in enumerate(slots):
             page = HostPage(keys[offset], tokens[offset], place + offset, slot, parent)
             assert page.key not in self._pages, "a page is written twice"
             self._pages[page.key] = page
@@ -171,16 +156,14 @@ class HostPages:
     def _evict(self, number: int, keep: HostPage | None) -> int:
         """Evict up to `number` pages that nobody reads or continues; returns how many."""
         evicted: list[HostPage] = []
-        while len(evicted) < number and (page := self._queue.pop()) is not None:
+        while len(evicted) < number and (page := self._slots.queue.pop()) is not None:
             if page is keep:
                 continue
             self._take_out(page)
-            page.state = HostPageState.GONE
+            self._may_go_now(page.parent)
             evicted.append(page)
-        if keep is not None:
-            self._queue.push(keep)
-        self._free(evicted, Owner.INDEX)
-        self._cached -= len(evicted)
+        self._may_go_now(keep)
+        self._slots.drop(evicted)
         self.evicted += len(evicted)
         return len(evicted)
 
@@ -190,17 +173,12 @@ class HostPages:
         Whatever was forgotten meanwhile is freed, not found.
         """
         valid = [page for page in pages[:num_valid] if page.state is HostPageState.WRITING]
-        self._move(valid, Owner.IN_FLIGHT, Owner.INDEX)
-        self._cached += len(valid)
-        self._in_flight -= len(valid)
+        self._slots.end_write(valid)
         for page in valid:
-            page.state = HostPageState.CACHED
-            self._queue.push(page)
             self._on_found(page, True)
         for page in pages[num_valid:]:
             self._remove_subtree(page)
-        ended = [page for page in pages if page.state is HostPageState.GONE]
-        self._end_gone(ended)
+        self._slots.end_gone([page for page in pages if page.state is HostPageState.GONE])
         self.version += 1
 
     def end_window_write(self, pool: int, parts: Sequence[HostPart], valid: Sequence[bool]) -> None:
@@ -212,24 +190,11 @@ class HostPages:
 
     def pin(self, pages: Iterable[HostPage]) -> None:
         """A copy or a peer reads these pages from now on: they stay."""
-        for page in pages:
-            assert page.state is HostPageState.CACHED, "a page is read that nobody finds"
-            self._pinned += not page.pins
-            page.pins += 1
+        self._slots.pin(pages)
 
     def unpin(self, pages: Iterable[HostPage]) -> None:
         """End one `pin`; frees what was forgotten meanwhile, and is read by nobody else."""
-        ended = []
-        for page in pages:
-            page.pins -= 1
-            if page.pins:
-                continue
-            if page.state is HostPageState.GONE:
-                ended.append(page)
-            else:
-                self._pinned -= 1
-                self._queue.push(page)
-        self._end_gone(ended)
+        self._slots.unpin(pages)
 
     # Forgetting
 
@@ -243,20 +208,10 @@ class HostPages:
         if top.state is HostPageState.GONE:
             return 0
         removed = list(top.subtree())
-        free: list[HostPage] = []
-        read: list[HostPage] = []
         for page in removed:
             self._take_out(page)
-            if page.state is HostPageState.CACHED:
-                (read if page.pins else free).append(page)
-            if page.state is HostPageState.WRITING or page.pins:
-                self._gone.add(page)
-            page.state = HostPageState.GONE
-        self._free(free, Owner.INDEX)
-        self._move(read, Owner.INDEX, Owner.IN_FLIGHT)
-        self._cached -= len(free) + len(read)
-        self._pinned -= len(read)
-        self._in_flight += len(read)
+        self._slots.drop(removed)
+        self._may_go_now(top.parent)
         return len(removed)
 
     # Counts and checks
@@ -267,25 +222,11 @@ class HostPages:
 
     def counts(self) -> PoolCounts:
         """How many pages are in each state."""
-        return PoolCounts(
-            pool=HOST,
-            page_size=self.page_size,
-            total=self.total,
-            free=self._account.by_owner[Owner.FREE],
-            held=0,
-            cached_evictable=self._cached - self._pinned,
-            cached_protected=self._pinned,
-            session=0,
-            quarantined=0,
-            promised=0,
-            in_flight=self._in_flight,
-        )
+        return self._slots.counts()
 
     def check(self) -> None:
         """Raise `ConservationError` if a page was lost or is counted twice. O(1)."""
-        counts, owners = self.counts(), self._account.by_owner
-        if counts.accounted != self.total or owners[Owner.INDEX] != self._cached:
-            raise ConservationError(f"{counts.accounted} of {self.total}, {owners}: {counts}")
+        self._slots.check()
         for window in self.windows.values():
             window.check()
 
@@ -295,20 +236,11 @@ class HostPages:
         Raises:
             ConservationError: names the page.
         """
-        self.check()
-        found = [page for page in self._pages.values() if page.state is HostPageState.CACHED]
-        writing = [page for page in self._pages.values() if page.state is HostPageState.WRITING]
-        self._account.check_owner(_slots(found), Owner.INDEX)
-        self._account.check_owner(_slots([*writing, *self._gone]), Owner.IN_FLIGHT)
-        slots = [*_slots([*found, *writing, *self._gone]), *self._account.free_pages]
-        if sorted(slots) != list(range(self.total)):
-            raise ConservationError(f"of {self.total} host pages these are owned: {sorted(slots)}")
+        self._slots.check_each(list(self._pages.values()))
         for page in self._pages.values():
             parent = page.parent
             if parent is not None and self._pages.get(parent.key) is not parent:
                 raise ConservationError(f"host page {page.slot} continues one that is not here")
-            if page.may_go and not page.is_queued:
-                raise ConservationError(f"host page {page.slot} would never be evicted")
         for window in self.windows.values():
             window.check_parts(self._pages.values())
 
@@ -321,21 +253,10 @@ class HostPages:
             self.windows[pool].drop(part)
         if page.parent is not None:
             page.parent.children.discard(page)
-            self._queue.push(page.parent)
         if page.state is HostPageState.CACHED:
             self._on_found(page, False)
 
-    def _end_gone(self, pages: Sequence[HostPage]) -> None:
-        self._gone.difference_update(pages)
-        self._free(pages, Owner.IN_FLIGHT)
-        self._in_flight -= len(pages)
-
-    def _free(self, pages: Sequence[HostPage], source: Owner) -> None:
-        self._move(pages, source, Owner.FREE)
-
-    def _move(self, pages: Sequence[HostPage], source: Owner, target: Owner) -> None:
-        self._account.move(((HOST, len(pages)),), _slots(pages), source, target)
-
-
-def _slots(pages: Iterable[HostPage]) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
-    return np.array([page.slot for page in pages], np.int32)
+    def _may_go_now(self, page: HostPage | None) -> None:
+        """What continued a page may be gone."""
+        if page is not None:
+            self._slots.queue.push(page)

@@ -111,7 +111,7 @@ def completion_of_a_cleared_operation_that_recreates_it(patch: pytest.MonkeyPatc
             is_held = parent is None or pages._pages.get(parent.key) is parent
             if page.state is HostPageState.GONE and is_free and is_held:
                 page.state = HostPageState.WRITING
-                pages._gone.discard(page)
+                pages._slots.gone.discard(page)
                 pages._pages[page.key] = page
         original(pages, written, num_valid)
 
@@ -163,8 +163,8 @@ def free_what_a_copy_writes(patch: pytest.MonkeyPatch) -> None:
 
     def at_once(original: Any, pages: HostPages, top: HostPage) -> int:
         removed = original(pages, top)
-        writing = [page for page in top.subtree() if page in pages._gone and not page.pins]
-        pages._end_gone(writing)
+        writing = [page for page in top.subtree() if page in pages._slots.gone and not page.pins]
+        pages._slots.end_gone(writing)
         return int(removed)
 
     wrap(patch, HostPages, "_remove_subtree", at_once)

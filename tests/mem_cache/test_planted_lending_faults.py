@@ -70,8 +70,8 @@ def free_what_a_peer_reads(patch: pytest.MonkeyPatch) -> None:
 
     def at_once(original: Any, pages: HostPages, top: HostPage) -> int:
         removed = original(pages, top)
-        read = [page for page in top.subtree() if page in pages._gone and page.pins]
-        pages._end_gone(read)
+        read = [page for page in top.subtree() if page in pages._slots.gone and page.pins]
+        pages._slots.end_gone(read)
         return int(removed)
 
     wrap(patch, HostPages, "_remove_subtree", at_once)

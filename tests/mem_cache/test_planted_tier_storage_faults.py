@@ -141,7 +141,7 @@ def completion_of_a_cleared_operation_that_recreates_it(patch: pytest.MonkeyPatc
             is_held = parent is None or pages._pages.get(parent.key) is parent
             if page.state is HostPageState.GONE and page.stored and is_free and is_held:
                 page.state = HostPageState.WRITING
-                pages._gone.discard(page)
+                pages._slots.gone.discard(page)
                 pages._pages[page.key] = page
         original(pages, written, num_valid)
 

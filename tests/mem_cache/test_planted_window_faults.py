@@ -65,7 +65,7 @@ class WindowMachine(HostMachine):
         """Evict all parts that nobody reads, while some are read, and write into their room."""
         for pool, window in known(self.memory.host.tier).pages.windows.items():
             window._evict(window.total)
-            self.memory.host.contents[pool][list(window._account.free_pages)] = NOBODYS
+            self.memory.host.contents[pool][list(window._slots.free_slots)] = NOBODYS
 
 
 @FAULTS.add
