@@ -21,7 +21,7 @@ the session and generates for others. It runs without a prefix index unless told
 clusters that take turns:
 
 - read: P reads the session's KV from D, and D reads the rest from P;
-- recomputed: D keeps nothing (`max_kept_tokens` is 0), so P computes all, and D reads all;
+- recomputed: D keeps nothing (`max_kept_tokens` is 0, no prefix index): P computes, D reads all;
 - local: the worker that has the session computes the turn beside what it generates, as a decode
   worker does with short ones. It is an aggregated one, which is sure to do so.
 

@@ -126,10 +126,17 @@ class LentHistories:
         )
 
     def compare(self, hashed: LentHashed) -> None:
-        """Tell the prefill worker which pages differ, if the request still lives."""
+        """Tell the prefill worker which pages differ, if the request still lives.
+
+        If any does, it may be this worker's that are wrong: nobody finds them any more, from the
+        first that was compared on. What lies before was not read, or is not known to be wrong.
+        """
         request = self._requests.of_stream(hashed.stream)
         if request is not None and request.hand_over.is_lent:
             mismatches = count_mismatches(hashed.own, hashed.theirs)
+            if mismatches:
+                first = min(one.place.page for one in hashed.theirs)
+                self._context.kv_cache.forget_found(request.held, request.input_ids, first)
             self._requests.send(request, request.hand_over.on_load_verified(mismatches))
 
     def serve(self) -> None:

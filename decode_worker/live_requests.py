@@ -97,8 +97,7 @@ class LiveRequests:
             unreadable = end.cause is FailureReason.READ_FAILED
             self._context.outbox.put(request.stream, CloseStream(unreadable=unreadable))
             fences = request.pulls
-            if request.hand_over.lent_differs:  # nobody is to go on with what was lent
-                self._context.kv_cache.forget_found(request.held, request.input_ids)
+            if request.hand_over.lent_differs:  # nobody is to go on with its session
                 outcome = Outcome.FAILED
         self._context.release(request, outcome, end, timings=request.timings(), fences=fences)
 

@@ -40,7 +40,7 @@ class AgentReadable:
 
 @dataclass(frozen=True, slots=True)
 class LentHashed:
-    """The pages whose sums a prefill worker has sent, of a session, were hashed here, too."""
+    """The pages whose sums a prefill worker has sent, of what it was lent, were hashed here."""
 
     stream: HandOverStream
     own: Sequence[PageSum]

@@ -260,12 +260,14 @@ class KVCacheManager:
         published = token_ids[: lease.cache_protected_len]
         self.index.forget(published, lease.found_len, lease.namespace)
 
-    def forget_found(self, lease: Lease, token_ids: TokenIds) -> None:
-        """Let nobody find what a lease has committed of `token_ids`, nor what continues any of it.
+    def forget_found(self, lease: Lease, token_ids: TokenIds, first_page: int) -> None:
+        """Let nobody find what a lease has committed of `token_ids` from a page on.
 
-        For what may have been wrong when the lease was opened with it.
+        Nor what continues any of it. For what may have been wrong when the lease was opened with
+        it. Those who have found it already go on.
         """
-        self.index.forget(token_ids[: lease.kv_committed_len], 0, lease.namespace)
+        committed = token_ids[: lease.kv_committed_len]
+        self.index.forget(committed, first_page * self.shape.page_size, lease.namespace)
 
     def fork(
         self,

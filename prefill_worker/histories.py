@@ -1,9 +1,9 @@
 """Reads what decode workers keep of prompts, before the rest is computed: the hand-over in reverse.
 
-A turn's session lies on its decode worker. That one lends it with the grant, and keeps it untouched
-while the stream lives. Here the request has memory for its whole prompt before anything is read;
-it is computed once the decode worker has confirmed what was read, and until then nothing of it is
-announced, published or sampled.
+A turn's session lies on its decode worker, or what is left of it in the prefix index. That one
+lends it with the grant, and keeps it untouched while the stream lives. Here the request has memory
+for its whole prompt before anything is read; it is computed once the decode worker has confirmed
+what was read, and until then nothing of it is announced, published or sampled.
 """
 
 from __future__ import annotations

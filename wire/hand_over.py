@@ -58,7 +58,7 @@ class PageRun:
 
 @dataclass(frozen=True, slots=True)
 class History:
-    """What the decode side keeps of the prompt for its session: it may be read from there."""
+    """What the decode side has of a session's turn: it may be read from there."""
 
     runs: tuple[PageRun, ...]
     """Whole pages whose KV has settled, from the prompt's first on; a run for each pool."""

@@ -20,8 +20,8 @@ announced untouched exactly while the stream lives.
     VERIFYING                                               (only if there are sums)
     RELEASED   --- Released(valid) ------------>  VALID     (may be activated)
 
-The history is what a session has on the decode side (`docs/architecture/sessions.md`): the grant
-lends it, and the hand-over goes the other way first, with the same words.
+The history is what the decode side has of a session's turn (`docs/architecture/sessions.md`): the
+grant lends it, and the hand-over goes the other way first, with the same words.
 
 `Held` comes only if the grant has to wait for the prefix of another request, `Begun` only if
 nothing was announced before.

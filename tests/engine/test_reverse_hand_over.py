@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 
 from kvrelay.engine.scheduler.commands import PeerDied
@@ -291,6 +292,12 @@ def test_what_differs_of_the_prefix_index_is_lent_once() -> None:
             worker.counting.kv[0][pull.local_pages[0][0]] += 1
 
     simulation.on_read = tamper  # type: ignore[method-assign]
+    prompt = np.array(turn.prompt, np.int32)
+    found = decode.kv_cache.count_cached(prompt)
+    step_until(simulation, lambda: decode.context.requests[turn.key].hand_over.lent_differs)
+    right = decode.kv_cache.count_cached(prompt)
+    assert 0 < right < found, "at once; what came before was not read"
+    assert right == found - 4 * lent[0].num_pages
     simulation.run()
     assert count(prefill, "page_mismatches") == 1
     assert (len(lent), reads(prefill, "valid")) == (1, 0)

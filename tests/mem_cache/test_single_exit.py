@@ -20,8 +20,8 @@ ROOMS = (
 )
 INDEXES = {"mem_cache/no_prefix_index.py"}
 ALLOCATOR = "mem_cache/page_allocator.py"
-HOST_PAGES = {"mem_cache/host_pages.py", "mem_cache/host_windows.py"}
-"""They move pages of the host's pools, which have accounts of their own."""
+HOST_SLOTS = "mem_cache/host_slots.py"
+"""It moves pages of the host's pools, which have accounts of their own."""
 MANAGER = "mem_cache/kv_cache_manager.py"
 SOURCES = [path for room in ROOMS for path in sorted((ROOT / room).rglob("*.py"))]
 
@@ -47,9 +47,9 @@ USERS = {
     "end_lease": {MANAGER},
     "close_lease": {MANAGER},
     "begin_lease": {MANAGER, "mem_cache/sharing.py"},
-    "LEASE QUARANTINE INDEX SESSION": {ALLOCATOR, *HOST_PAGES, "mem_cache/audit.py"},
+    "LEASE QUARANTINE INDEX SESSION": {ALLOCATOR, HOST_SLOTS, "mem_cache/audit.py"},
     "accounts": {ALLOCATOR, "mem_cache/audit.py"},
-    "move": {ALLOCATOR, *HOST_PAGES},
+    "move": {ALLOCATOR, HOST_SLOTS},
     "free_after": {
         "mem_cache/lease_lengths.py",
         "mem_cache/lease_table.py",
