@@ -53,7 +53,8 @@ def environment(token: str = TOKEN) -> dict[str, str]:
         for name, value in os.environ.items()
         if not name.startswith("RAY_") and name not in ("UCX_NET_DEVICES", "TMPDIR")
     }
-    return {**own, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token, "OMP_NUM_THREADS": "1"}
+    rays = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token, "RAY_worker_niceness": "0"}
+    return {**own, **rays, "OMP_NUM_THREADS": "1"}
 
 
 class _Node(NamedTuple):

@@ -32,7 +32,6 @@ KV_MEMORY = 640 << 10
 """Two requests fit, or three: whoever comes next takes the pages of one that has just gone."""
 CONTROLLER_PORT = 7001
 QUICK_RAY = {
-    "RAY_worker_niceness": "0",
     "RAY_health_check_initial_delay_ms": "1000",
     "RAY_health_check_period_ms": "1000",
     "RAY_health_check_timeout_ms": "5000",
