@@ -23,6 +23,7 @@ async def test_a_pair_comes_into_the_zone_that_has_room_for_it():
         ray = RayHosts.start(head)
         for name, zone in ZONES.items():
             ray.add(network.hosts[name], {"zone": zone})
+        ray.wait_for_nodes()  # or the pair is parted for the room that there is by then
         model = make_checkpoint(network.shared / "tiny")
         options = [*options_on(head, model), "--ray-address", ray.address, "--near", "zone"]
         with serving(head, *options, "--placement", "disaggregated") as process:
