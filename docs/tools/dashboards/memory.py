@@ -21,9 +21,8 @@ from docs.tools.dashboards.spec import (
 
 _POOL: Final = f'{WORKER},pool=~"$pool",pool!~"rows|host.*|storage"'
 """Of the device."""
-_HOST: Final = f'{WORKER},pool="host"'
-_HOST_WINDOWS: Final = f'{WORKER},pool=~"host_.+"'
-"""Of the host, for sliding windows: one for the model's, one for a draft model's."""
+_HOST: Final = f'{WORKER},pool=~"host.*"'
+"""Of the host; for sliding windows, the model's and a draft model's, it has pools of their own."""
 _STORAGE: Final = f'{WORKER},pool="storage"'
 
 MEMORY: Final = Dashboard(
@@ -210,15 +209,9 @@ MEMORY: Final = Dashboard(
             (
                 Panel(
                     "Pages of the host tier",
-                    "All workers together; the states sum to the pool",
+                    "All workers together; the states sum to the pools. What is kept of sliding "
+                    "windows has pools of its own",
                     states(_HOST),
-                    draws=Draws.AREAS,
-                ),
-                Panel(
-                    "Windows on the host tier",
-                    "What the host keeps of sliding windows, in pools of its own, by state; the "
-                    "states sum to these. Without windows there is none",
-                    states(_HOST_WINDOWS),
                     draws=Draws.AREAS,
                 ),
                 Panel(
