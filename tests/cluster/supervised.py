@@ -55,7 +55,7 @@ def is_running(worker: WorkerInfo) -> bool:
 def runs(pid: int) -> bool:
     """Whether the process still does anything: its parent may not have asked how it ended."""
     with contextlib.suppress(psutil.NoSuchProcess):
-        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
+        return psutil.Process(pid).status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
     return False
 
 
