@@ -121,10 +121,18 @@ def test_while_it_is_read_the_decode_worker_serves_and_the_prefill_worker_holds_
 
 @pytest.mark.parametrize("phase", [PrefillState.ASKED, PrefillState.LOADING, PrefillState.LOADED])
 @pytest.mark.parametrize("how", ["stream", "prefill", "decode", "read"])
-def test_a_hand_over_that_breaks_while_it_is_reversed(phase: PrefillState, how: str) -> None:
-    """The client has the same tokens, the session stays, and every page comes back."""
+@pytest.mark.parametrize("is_kept", [True, False], ids=["kept", "of the index"])
+def test_a_hand_over_that_breaks_while_it_is_reversed(
+    phase: PrefillState, how: str, *, is_kept: bool
+) -> None:
+    """The client has the same tokens, the session stays, and every page comes back.
+
+    So it is where the session has ended, and the prefix index has what is lent.
+    """
     simulation, session, prefill, decode = begun()
     turn = say(session)
+    decode.turn()
+    assert is_kept or decode.context.sessions.evict_oldest()
     step_until(simulation, lambda: state(turn) is phase)
     if how == "stream":
         simulation.break_stream()
