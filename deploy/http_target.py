@@ -16,6 +16,10 @@ from kvrelay.deploy.errors import DeployError, OptionError
 from kvrelay.deploy.params import ADDRESS
 from kvrelay.net.addresses import is_loopback
 
+IDLE_CONNECTION_SECONDS = 2.0
+"""A connection is not used again after so long: uvicorn closes its own after five seconds, and a
+request that meets that fails."""
+
 
 @dataclass(frozen=True, slots=True)
 class HttpTarget:
@@ -45,7 +49,9 @@ class HttpTarget:
             OptionError: the file of --ca cannot be used, or TLS is meant and the URL has none.
         """
         headers = dict(access.metadata)
-        connector = aiohttp.TCPConnector(limit=0, ssl=self._tls(access))
+        connector = aiohttp.TCPConnector(
+            limit=0, ssl=self._tls(access), keepalive_timeout=IDLE_CONNECTION_SECONDS
+        )
         timeout = aiohttp.ClientTimeout(total=None, connect=10)
         return aiohttp.ClientSession(connector=connector, timeout=timeout, headers=headers)
 

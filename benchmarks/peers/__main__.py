@@ -65,6 +65,7 @@ class Plan:
     rounds: int
     requests_per_client: int
     goodput_requests: int
+    limit_factor: float
     precision: float
     trace: Path | None
     minutes: float | None
@@ -119,8 +120,7 @@ class Comparison:
         """Whether the search needs a probe that is not in the store."""
 
         async def known(rate: float) -> bool:
-            key = Key(Kind.PROBE, system, load.lengths.name, number, rate)
-            figures = self._store.find(key)
+            figures = self._store.find(self._probe_key(system, load, number, rate))
             if figures is None:
                 raise LookupError(rate)
             return bool(figures["slo_share"] >= ATTAINED_SHARE)
@@ -136,7 +136,7 @@ class Comparison:
 
         async def step(driver: Driver) -> None:
             async def attains(rate: float) -> bool:
-                key = Key(Kind.PROBE, system, load.lengths.name, number, rate)
+                key = self._probe_key(system, load, number, rate)
                 figures = self._store.find(key)
                 if figures is None:
                     self._check_time()
@@ -157,7 +157,12 @@ class Comparison:
 
     def _limits(self, load: NamedLoad, number: int) -> Slo:
         keys = [Key(Kind.LOAD, system, load.name, number) for system in self._plan.systems]
-        return limits(figures for key in keys if (figures := self._store.find(key)))
+        idle = (figures for key in keys if (figures := self._store.find(key)))
+        return limits(idle, self._plan.limit_factor)
+
+    def _probe_key(self, system: str, load: NamedLoad, number: int, rate: float) -> Key:
+        name = load.lengths.name
+        return Key(Kind.PROBE, system, name, number, rate, self._plan.limit_factor)
 
     def interference(self) -> None:
         """Steady streams, alone and while prompts arrive."""
@@ -257,6 +262,12 @@ def _line(key: Key, figures: Figures) -> str:
     "--goodput-requests", type=click.IntRange(min=10), default=50, help="Of each rate tried."
 )
 @click.option(
+    "--limit-factor",
+    type=click.FloatRange(min=1),
+    default=2.0,
+    help="A request's limits for goodput, over the better engine's medians with one client.",
+)
+@click.option(
     "--precision",
     type=click.FloatRange(0.01, 1),
     default=0.1,
@@ -307,6 +318,7 @@ def main(
     rounds: int,
     requests_per_client: int,
     goodput_requests: int,
+    limit_factor: float,
     precision: float,
     trace: Path | None,
     quick: bool,
@@ -336,6 +348,7 @@ def main(
                     1 if quick else rounds,
                     2 if quick else requests_per_client,
                     goodput_requests,
+                    limit_factor,
                     precision,
                     trace,
                     minutes,

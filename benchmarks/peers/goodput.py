@@ -10,8 +10,6 @@ from kvrelay.deploy.load_generator.report import Slo
 
 ATTAINED_SHARE = 0.9
 """Of the requests sent: those that failed did not meet their limits."""
-LIMIT_FACTOR = 2.0
-"""Of the better engine's median while it serves one request at a time."""
 LOWEST_RATE = 0.05
 """Requests a second; what does not attain even this has no goodput."""
 HIGHEST_RATE = 1000.0
@@ -21,12 +19,12 @@ _DIGITS = 4
 Attains = Callable[[float], Awaitable[bool]]
 
 
-def limits(idle: Iterable[Figures]) -> Slo:
-    """The bounds from the idle figures of the engines."""
+def limits(idle: Iterable[Figures], factor: float) -> Slo:
+    """So many times the better engine's medians, by the idle figures of the engines."""
     engines = list(idle)
     return Slo(
-        ttft_ms=LIMIT_FACTOR * min(figures["ttft_p50_ms"] for figures in engines),
-        itl_ms=LIMIT_FACTOR * min(figures["itl_p50_ms"] for figures in engines),
+        ttft_ms=factor * min(figures["ttft_p50_ms"] for figures in engines),
+        itl_ms=factor * min(figures["itl_p50_ms"] for figures in engines),
     )
 
 

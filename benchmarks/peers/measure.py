@@ -17,6 +17,7 @@ from benchmarks.peers import interference
 from benchmarks.peers.interference import interfere
 from benchmarks.peers.store import Figures
 from benchmarks.peers.systems import Serving
+from kvrelay.deploy.http_target import IDLE_CONNECTION_SECONDS
 from kvrelay.deploy.load_generator.client import Stopwatch
 from kvrelay.deploy.load_generator.openai_client import (
     CompletionsClient,
@@ -80,7 +81,7 @@ class Driver:
 @asynccontextmanager
 async def connected(serving: Serving, vocab_size: int) -> AsyncIterator[Driver]:
     """A client of the system; its connections are kept between requests, as many as it needs."""
-    connector = aiohttp.TCPConnector(limit=0)
+    connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_CONNECTION_SECONDS)
     async with aiohttp.ClientSession(
         connector=connector, timeout=aiohttp.ClientTimeout(total=None)
     ) as session:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -67,8 +68,8 @@ _EXPLAINED = {
     ),
     "Goodput": (
         f"The highest rate of Poisson arrivals at which {ATTAINED_SHARE:.0%} of all requests meet"
-        " both limits: twice the better engine's medians while it serves one request at a time, on"
-        " the time to the first token and on the request's mean inter-token latency."
+        " both limits, on the time to the first token and on the request's mean inter-token"
+        " latency: so many times the better engine's medians while it serves one request at a time."
     ),
     "Interference": (
         "The inter-token latencies (ms) of eight steady streams, alone and while prompts of 1,024"
@@ -119,11 +120,13 @@ def _ratios(store: Store) -> Iterator[Sequence[str]]:
                 yield (load, *titles, *(_relative(one) for one in found))
 
 
-def goodput(store: Store, system: str, lengths: str) -> dict[int, Figures]:
+def goodput(
+    store: Store, system: str, lengths: str, limit_factor: float | None
+) -> dict[int, Figures]:
     """By round, the highest rate among the probes that attained, and their limits."""
     best: dict[int, Figures] = {}
     for key, figures in store.of(Kind.PROBE):
-        if (key.system, key.load) == (system, lengths):
+        if (key.system, key.load, key.limit_factor) == (system, lengths, limit_factor):
             found = best.setdefault(key.round, {**figures, "rate": 0.0})
             if figures["slo_share"] >= ATTAINED_SHARE:
                 found["rate"] = max(found["rate"], key.rate)
@@ -131,14 +134,30 @@ def goodput(store: Store, system: str, lengths: str) -> dict[int, Figures]:
 
 
 def _goodput(store: Store) -> Iterator[Sequence[str]]:
-    yield ("requests", "system", "limits, ms", "goodput, req/s", "over vLLM's")
-    for lengths, system in _measured(store, Kind.PROBE):
-        best = goodput(store, system, lengths)
+    header = ("requests", "limits, ms", "system", "goodput, req/s", "over vLLM's")
+    yield (*header, "rate: % of requests within the limits")
+    factors = dict.fromkeys(key.limit_factor for key, _ in store.of(Kind.PROBE))
+    for factor, (lengths, system) in product(factors, _measured(store, Kind.PROBE)):
+        best = goodput(store, system, lengths, factor)
+        if not best:
+            continue
         first = next(iter(best.values()))
-        over = ratio(best, goodput(store, "vllm", lengths), "rate")
+        over = ratio(best, goodput(store, "vllm", lengths, factor), "rate")
         limits = f"{first['limit_ttft_ms']:.0f} / {first['limit_itl_ms']:.0f}"
-        title = SYSTEMS[system].title
-        yield (lengths, title, limits, _absolute(spread(best, "rate"), 2), _relative(over))
+        rate = _absolute(spread(best, "rate"), 2)
+        shares = _shares(store, system, lengths, factor)
+        yield (lengths, limits, SYSTEMS[system].title, rate, _relative(over), shares)
+
+
+def _shares(store: Store, system: str, lengths: str, limit_factor: float | None) -> str:
+    """Of the first round, for each rate that was tried."""
+    tried = {
+        key.rate: figures["slo_share"]
+        for key, figures in store.of(Kind.PROBE)
+        if (key.system, key.load, key.round) == (system, lengths, 0)
+        and key.limit_factor == limit_factor
+    }
+    return ", ".join(f"{rate:.3g}: {100 * share:.0f}" for rate, share in sorted(tried.items()))
 
 
 def _interference(store: Store) -> Iterator[Sequence[str]]:

@@ -30,6 +30,8 @@ class Key:
     round: int
     rate: float | None = None
     """Requests a second; of probes alone."""
+    limit_factor: float | None = None
+    """Of a probe: its limits over the better engine's idle medians."""
 
 
 class Store:

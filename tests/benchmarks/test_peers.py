@@ -14,6 +14,7 @@ from benchmarks.peers.page import figures_of, goodput, write_page
 from benchmarks.peers.ratios import Spread, ratio, spread
 from benchmarks.peers.store import Key, Kind, Store
 from kvrelay.deploy.load_generator.client import Stopwatch
+from kvrelay.deploy.load_generator.report import Slo
 from kvrelay.deploy.load_generator.trace import TraceRow
 from kvrelay.deploy.load_generator.workload import Poisson, shrink
 from tests.known import known
@@ -88,11 +89,14 @@ class TestGoodput:
         assert asked[0] == asked[1]
         assert len(set(asked[0])) == len(asked[0]) < 10
 
-    def test_limits_are_twice_the_better_engines_medians(self):
-        slo = limits(
-            [figures(ttft_p50_ms=80.0, itl_p50_ms=13.0), figures(ttft_p50_ms=100.0, itl_p50_ms=9.0)]
-        )
+    def test_limits_follow_from_the_better_engines_medians(self):
+        idle = [
+            figures(ttft_p50_ms=80.0, itl_p50_ms=13.0),
+            figures(ttft_p50_ms=100.0, itl_p50_ms=9.0),
+        ]
+        slo = limits(idle, 2)
         assert (slo.ttft_ms, slo.itl_ms) == (160, 18)
+        assert limits(idle, 5) == Slo(400, 45)
 
     def test_arrivals_are_the_same_but_for_the_rate(self):
         slow, quick = (
@@ -177,10 +181,13 @@ class TestStoreAndPage:
             store.add(Key(Kind.LOAD, "vllm", "256/128@8", number), figures(theirs))
         for system, rate in (("adaptive", 2.0), ("vllm", 1.0)):
             for probed, share in ((rate, 0.95), (rate / 2, 1.0), (2 * rate, 0.2)):
-                store.add(
-                    Key(Kind.PROBE, system, "256/128", 0, probed),
-                    figures(slo_share=share, limit_ttft_ms=200.0, limit_itl_ms=30.0),
-                )
+                for factor, found in ((2.0, share), (5.0, 1.0)):
+                    store.add(
+                        Key(Kind.PROBE, system, "256/128", 0, probed, factor),
+                        figures(
+                            slo_share=found, limit_ttft_ms=100 * factor, limit_itl_ms=15 * factor
+                        ),
+                    )
             store.add(Key(Kind.INTERFERENCE, system, "calm", 0), figures(prompts=0))
             arrived = figures(prompts=8, prompts_ttft_p50_ms=445.3)
             store.add(Key(Kind.INTERFERENCE, system, "prompts", 0), arrived)
@@ -191,12 +198,14 @@ class TestStoreAndPage:
         again = Store(tmp_path / "runs.jsonl")
         key = Key(Kind.LOAD, "adaptive", "256/128@8", 1)
         assert known(again.find(key))["output_tokens_per_s"] == 90
-        assert again.find(Key(Kind.PROBE, "vllm", "256/128", 0, 1.0)) is not None
+        assert again.find(Key(Kind.PROBE, "vllm", "256/128", 0, 1.0, 2.0)) is not None
         assert again.find(Key(Kind.LOAD, "adaptive", "256/128@8", 3)) is None
         assert sorted(again.rounds(Kind.LOAD, "vllm", "256/128@8")) == [0, 1, 2]
 
     def test_goodput_is_the_highest_rate_that_attained(self, tmp_path):
-        assert goodput(self.store(tmp_path), "adaptive", "256/128")[0]["rate"] == 2.0
+        store = self.store(tmp_path)
+        assert goodput(store, "adaptive", "256/128", 2.0)[0]["rate"] == 2.0
+        assert goodput(store, "adaptive", "256/128", 5.0)[0]["rate"] == 4.0
 
     def test_the_page_has_the_ratios_and_keeps_its_text(self, tmp_path):
         page = tmp_path / "bench-peers.md"
@@ -206,7 +215,12 @@ class TestStoreAndPage:
         assert text.startswith("# Title\n\nWhy it is fair.\n\n## Figures\n")
         assert "old figures" not in text
         assert "1.20 (0.90 to 1.50)" in text  # tok/s over vLLM's
-        assert "2.00" in text  # goodput over vLLM's
+        assert re.search(
+            r"200 / 30 .* adaptive +\| +2.00 \| +2.00 \| +1: 100, 2: 95, 4: 20 \|\n", text
+        )
+        assert re.search(
+            r"500 / 75 .* vLLM aggregated +\| +2.00 \| +1.00 \| +0.5: 100, 1: 100,", text
+        )
         assert re.search(r"vLLM aggregated .*\| +8 \| +445 \|\n", text)  # prompts beside streams
         assert (tmp_path / "bench-peers.svg").read_text().lstrip().startswith("<?xml")
 
