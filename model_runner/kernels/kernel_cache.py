@@ -5,7 +5,9 @@
     <the user's cache>/kvrelay/kernels/<digest of this folder's code and numba's version>/
 
 numba by itself notices a change of the file that a kernel is in, but not of
-another whose functions were compiled into it: hence the digest.
+another whose functions were compiled into it: hence the digest. It keeps what is
+compiled by the path of the file, too: hence `KernelLocator`, so that all checkouts and
+installations of the same code share it.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
-from typing import Final
+from typing import Any, Final, Self
 
 import numba
 
@@ -38,12 +40,46 @@ def kernel_cache() -> Iterator[bool]:
     if folder is None:
         yield False
         return
-    before = numba.config.CACHE_DIR
-    numba.config.CACHE_DIR = str(folder)
+    config = numba.config
+    before = config.CACHE_DIR, getattr(config, "CACHE_LOCATOR_CLASSES", "")  # older ones have none
+    config.CACHE_DIR = str(folder)
+    config.CACHE_LOCATOR_CLASSES = f"{__name__}.{KernelLocator.__name__}"
     try:
         yield True
     finally:
-        numba.config.CACHE_DIR = before
+        config.CACHE_DIR, config.CACHE_LOCATOR_CLASSES = before
+
+
+class KernelLocator:
+    """Tells numba where it keeps what it compiles of a function, wherever the function's file lies.
+
+    It has the methods of numba's own locators.
+    """
+
+    def __init__(self, first_line: int) -> None:
+        self._first_line = first_line
+        self._folder = numba.config.CACHE_DIR
+
+    @classmethod
+    def from_function(cls, function: Any, _file: str) -> Self:
+        """Make the locator of one function."""
+        return cls(function.__code__.co_firstlineno)
+
+    def ensure_cache_path(self) -> None:
+        """Make the folder again, should it be gone."""
+        Path(self._folder).mkdir(parents=True, exist_ok=True)
+
+    def get_cache_path(self) -> str:
+        """The folder, of all kernels."""
+        return str(self._folder)
+
+    def get_source_stamp(self) -> str:
+        """What else must be equal: nothing, the folder is named after all of the code."""
+        return ""
+
+    def get_disambiguator(self) -> str:
+        """What tells functions of one name in one file apart."""
+        return str(self._first_line)
 
 
 def make_cache_folder(home: Path, sources: Path = SOURCES) -> Path:

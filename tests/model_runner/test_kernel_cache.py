@@ -13,6 +13,15 @@ import pytest
 from kvrelay.model_runner.kernels.jit import kernel
 from kvrelay.model_runner.kernels.kernel_cache import SOURCES, make_cache_folder
 
+NORM = """
+import inspect
+import numpy as np
+from kvrelay.model_runner.kernels.elementwise import rms_norm
+ones = np.ones((1, 4), np.float32)
+rms_norm(1, ones, ones[0], 1e-6, ones.copy())
+stats = rms_norm.stats
+print(inspect.getfile(rms_norm.py_func), stats.cache_path, sum(stats.cache_hits.values()))
+"""
 REPORT = """
 from kvrelay.model_runner.kernels.decode_attention import attend_rows
 from kvrelay.model_runner.kernels.elementwise import rms_norm
@@ -62,10 +71,28 @@ def test_a_kernel_outside_of_the_sources_is_refused() -> None:
         kernel(double)
 
 
-def test_kernels_lie_below_the_users_cache(tmp_path: Path) -> None:
-    folder = make_cache_folder(tmp_path)
-    paths = cache_paths(str(tmp_path))
-    assert [Path(path).parent for path in paths] == [folder] * 3
+def compiled(python_path: str, cache_home: Path) -> tuple[str, Path, int]:
+    """The file of a kernel that a process calls, where it is kept, and how often it was found."""
+    environment = {**os.environ, "PYTHONPATH": python_path, "XDG_CACHE_HOME": str(cache_home)}
+    run = subprocess.run(
+        [sys.executable, "-c", NORM], env=environment, capture_output=True, text=True
+    )
+    assert run.returncode == 0, run.stderr
+    file, folder, found = run.stdout.split()
+    return file, Path(folder), int(found)
+
+
+def test_kernels_lie_below_the_users_cache_and_are_found_from_everywhere(tmp_path: Path) -> None:
+    """From another checkout, or from where the same code is installed, too."""
+    folder, here = make_cache_folder(tmp_path), os.environ.get("PYTHONPATH", "")
+    file, *kept = compiled(here, tmp_path)
+    assert kept == [folder, 0]
+    copy = tmp_path / "copy" / "kvrelay" / "model_runner"
+    shutil.copytree(SOURCES.parent, copy, ignore=shutil.ignore_patterns("__pycache__"))
+    other, *kept = compiled(os.pathsep.join([str(tmp_path / "copy"), here]), tmp_path)
+    assert kept == [folder, 1]
+    assert Path(other).is_relative_to(copy)
+    assert other != file
 
 
 @pytest.mark.parametrize("cache_home", ["/dev/null", "relative"])
