@@ -15,6 +15,7 @@ from kvrelay.wire.output import EndReason
 from kvrelay.wire.worker_info import WorkerRole
 from tests.engine.simulation import SimRequest, Simulation, SimWorker, count, reference
 from tests.engine.test_modes import SAMPLINGS, expected
+from tests.matrix import matrix
 
 ROLES = pytest.mark.parametrize("role", list(WorkerRole))
 
@@ -28,12 +29,16 @@ def worker_of(request: SimRequest, role: WorkerRole) -> SimWorker:
     return request.prefill if role is WorkerRole.PREFILL else request.decode
 
 
-@ROLES
-@pytest.mark.parametrize("grace", [0, 7, None])
-def test_drain_at_every_point_of_one_request(role: WorkerRole, grace: int | None) -> None:
-    """After k events for every k; what is left is given back at once, later, or never."""
+@pytest.mark.parametrize(
+    ("role", "grace", "first"),
+    matrix(list(WorkerRole), (0, 7, None), range(3), one_in=3, together=2),
+)
+def test_drain_at_every_point_of_one_request(
+    role: WorkerRole, grace: int | None, first: int
+) -> None:
+    """After every third number of events; what is left is given back at once, later, or never."""
     moved = stayed = 0
-    for events in range(70):
+    for events in range(first, 70, 3):
         simulation = cluster(events, role)
         request = simulation.submit(list(range(30)), 6)
         for _ in range(events):

@@ -27,6 +27,7 @@ from tests.engine.test_modes import expected, run_load
 from tests.engine.test_scenarios import step_until
 from tests.engine.test_token_equality import Mode, assert_same, plain_run, requests_of, serve
 from tests.known import known
+from tests.matrix import matrix
 
 
 def in_little_memory(
@@ -232,11 +233,17 @@ def test_a_prompt_that_the_host_cannot_hold_does_not_keep_others_out() -> None:
     assert tier.pages.num_known(keys), "the host has the later one"
 
 
-@pytest.mark.parametrize("overlap", [True, False])
-@pytest.mark.parametrize("speculation", [Speculation.NONE, Speculation.NGRAM])
-@pytest.mark.parametrize("retract_every", [0, 3])
-@pytest.mark.parametrize("aggregated", [True, False])
-@pytest.mark.parametrize("host_pages", [7, 200])
+@pytest.mark.parametrize(
+    ("overlap", "speculation", "retract_every", "aggregated", "host_pages"),
+    matrix(
+        (True, False),
+        (Speculation.NONE, Speculation.NGRAM),
+        (0, 3),
+        (True, False),
+        (7, 200),
+        one_in=3,
+    ),
+)
 def test_tokens_do_not_depend_on_the_tier(
     overlap: bool, speculation: Speculation, retract_every: int, aggregated: bool, host_pages: int
 ) -> None:

@@ -25,6 +25,7 @@ from tests.engine.test_host_tier import (
 from tests.engine.test_modes import run_load
 from tests.engine.test_token_equality import Mode, assert_same, plain_run, requests_of, serve
 from tests.known import known
+from tests.matrix import matrix
 
 WINDOWS = pytest.mark.parametrize("windows", [(None, 7), (7,)], ids=["hybrid", "window"])
 ROLES = pytest.mark.parametrize("aggregated", [True, False], ids=["aggregated", "pair"])
@@ -107,12 +108,18 @@ def test_copies_that_fail_cost_no_token_and_no_page(
     simulation.assert_at_baseline()
 
 
-@pytest.mark.parametrize("overlap", [True, False])
-@pytest.mark.parametrize("speculation", [Speculation.NONE, Speculation.NGRAM])
-@pytest.mark.parametrize("retract_every", [0, 3])
-@ROLES
-@pytest.mark.parametrize("host_pages", [7, 200])
-@WINDOWS
+@pytest.mark.parametrize(
+    ("overlap", "speculation", "retract_every", "aggregated", "host_pages", "windows"),
+    matrix(
+        (True, False),
+        (Speculation.NONE, Speculation.NGRAM),
+        (0, 3),
+        (True, False),
+        (7, 200),
+        ((None, 7), (7,)),
+        one_in=4,
+    ),
+)
 def test_tokens_do_not_depend_on_the_tier(
     overlap: bool,
     speculation: Speculation,

@@ -7,7 +7,7 @@ from typing import Any, Final
 
 import hypothesis.strategies as st
 import pytest
-from hypothesis import HealthCheck, Phase, settings
+from hypothesis import HealthCheck, Phase, seed, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, run_state_machine_as_test
 
 Plant = Callable[[pytest.MonkeyPatch], None]
@@ -64,8 +64,28 @@ def find(
     patch: pytest.MonkeyPatch,
     machine: type[RuleBasedStateMachine],
     search: settings = BELOW_THE_DEVICE,
+    *,
+    few: int | None = None,
 ) -> None:
-    """A model-based test of a machine fails with a fault."""
+    """A model-based test of a machine fails with a fault.
+
+    Args:
+        plant: the fault.
+        patch: takes it out again.
+        machine: the test.
+        search: how it walks, and how often in all.
+        few: begin anew with another seed after so many walks, as one seed may come to a fault
+            late; None: never.
+    """
     plant(patch)
     with pytest.raises(Exception):  # noqa: B017, PT011 (it may show anywhere)
+        _walk(machine, search, few)
+
+
+def _walk(machine: type[RuleBasedStateMachine], search: settings, few: int | None) -> None:
+    if few is None:
         run_state_machine_as_test(machine, settings=search)
+        return
+    for number in range(search.max_examples // few):
+        seeded = seed(number)(type(machine.__name__, (machine,), {}))
+        run_state_machine_as_test(seeded, settings=settings(search, max_examples=few))

@@ -279,7 +279,7 @@ RARE = {
 
 @pytest.mark.parametrize("name", sorted(FAULTS.keys() - RARE.keys()))
 def test_a_planted_fault_is_found(name: str, monkeypatch: pytest.MonkeyPatch):
-    find(FAULTS[name], monkeypatch, DeviceMachine, SEARCH)
+    find(FAULTS[name], monkeypatch, DeviceMachine, SEARCH, few=50)
 
 
 @pytest.mark.slow
