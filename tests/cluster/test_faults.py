@@ -7,68 +7,76 @@ import os
 import random
 import signal
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
 
 from kvrelay.v1 import inference_pb2
-from tests.cluster.running import RunningCluster, running
+from tests.cluster.in_process import InProcess, in_process
+from tests.cluster.running import Cluster, RunningCluster, running
 
 PROMPT = [(13 * i) % 500 for i in range(300)]
 FINISH = inference_pb2.FinishReason
 RESTART_S = 60
 TIMEOUT_S = 5.0
 """Of a worker's heartbeat: far above what the noise of a busy machine delays it."""
+OPTIONS: dict[str, Any] = {
+    "prefill": 2,
+    "decode": 2,
+    "page_size": 4,
+    "chunk_tokens": 16,
+    "kv_memory": 2 << 20,
+}
+
+
+@pytest.fixture(scope="module")
+async def workers(tiny: Path) -> AsyncIterator[InProcess]:
+    """Where only clients and requests end."""
+    async with in_process(tiny, **OPTIONS) as workers:
+        yield workers
 
 
 @pytest.fixture(scope="module")
 async def cluster(ray, tiny) -> AsyncIterator[RunningCluster]:
-    async with running(
-        tiny,
-        prefill=2,
-        decode=2,
-        dtype="float32",
-        page_size=4,
-        chunk_tokens=16,
-        kv_memory=2 << 20,
-        worker_timeout=TIMEOUT_S,
-    ) as cluster:
+    """Where workers die."""
+    async with running(tiny, dtype="float32", worker_timeout=TIMEOUT_S, **OPTIONS) as cluster:
         yield cluster
 
 
-def start(cluster: RunningCluster, name: str = ""):
+def start(cluster: Cluster, name: str = ""):
     return cluster.stream(PROMPT, request_id=name, temperature=0, max_tokens=300, ignore_eos=True)
 
 
 @pytest.mark.parametrize("delay_ms", [0, 1, 2, 5, 10, 20, 30, 50, 80, 120, 200])
-async def test_abort_at_any_moment_gives_everything_back(cluster, delay_ms):
+async def test_abort_at_any_moment_gives_everything_back(workers, delay_ms):
     """From before its first chunk to well into its decoding."""
     name = f"abort-{delay_ms}"
-    call = start(cluster, name)
+    call = start(workers, name)
     reader = asyncio.create_task(_read(call))
     await asyncio.sleep(delay_ms / 1000)
-    aborted = await cluster.stub.Abort(inference_pb2.AbortRequest(request_id=name))
+    aborted = await workers.stub.Abort(inference_pb2.AbortRequest(request_id=name))
     events = await reader
     if aborted.aborted:
         assert events[-1].complete.finish_reason == FINISH.FINISH_REASON_ABORT
-    await cluster.assert_at_baseline()
+    await workers.assert_at_baseline()
 
 
 @pytest.mark.parametrize("delay_ms", [0, 1, 3, 10, 30, 60, 120, 200])
-async def test_disconnect_at_any_moment_gives_everything_back(cluster, delay_ms):
-    call = start(cluster)
+async def test_disconnect_at_any_moment_gives_everything_back(workers, delay_ms):
+    call = start(workers)
     reader = asyncio.create_task(_read(call))
     await asyncio.sleep(delay_ms / 1000)
     call.cancel()
     await asyncio.gather(reader, return_exceptions=True)
-    await cluster.assert_at_baseline()
+    await workers.assert_at_baseline()
 
 
-async def test_aborts_among_others_leave_the_others_right(cluster):
-    expected = (await _read_tokens(start(cluster))).copy()
+async def test_aborts_among_others_leave_the_others_right(workers):
+    expected = (await _read_tokens(start(workers))).copy()
     rng = random.Random(11)
-    calls = [start(cluster) for _ in range(24)]
+    calls = [start(workers) for _ in range(24)]
     readers = [asyncio.create_task(_read_tokens(call)) for call in calls]
     victims = set(rng.sample(range(24), 12))
     for victim in victims:
@@ -79,11 +87,11 @@ async def test_aborts_among_others_leave_the_others_right(cluster):
             await asyncio.gather(reader, return_exceptions=True)
         else:
             assert await reader == expected
-    await cluster.assert_at_baseline()
+    await workers.assert_at_baseline()
 
 
-async def test_abort_of_an_unknown_id_says_so(cluster):
-    answer = await cluster.stub.Abort(inference_pb2.AbortRequest(request_id="nobody"))
+async def test_abort_of_an_unknown_id_says_so(workers):
+    answer = await workers.stub.Abort(inference_pb2.AbortRequest(request_id="nobody"))
     assert not answer.aborted
 
 

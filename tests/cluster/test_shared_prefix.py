@@ -44,7 +44,10 @@ async def assert_moved_once(cluster: RunningCluster, worker: str) -> float:
     return number
 
 
-@pytest.mark.parametrize("aggregated", [0, 2], ids=["pairs", "aggregated"])
+@pytest.mark.parametrize(
+    "aggregated",
+    [pytest.param(0, id="pairs"), pytest.param(2, id="aggregated", marks=pytest.mark.slow)],
+)
 async def test_one_system_prompt_is_computed_and_moved_once(ray, tiny, aggregated) -> None:
     sides = {"aggregated": 2} if aggregated else {"prefill": 2, "decode": 2}
     page_bytes = 3 * 2 * 2 * PAGE_SIZE * 16 * 4
