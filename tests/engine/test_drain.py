@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import random
 import time
 
@@ -94,12 +95,17 @@ def test_drain_of_a_worker_without_requests_ends_at_once() -> None:
         assert worker.drained
 
 
-SLOW_SEEDS = [pytest.param(seed, marks=pytest.mark.slow) for seed in range(3, 8)]
+SPECULATIONS = (Speculation.NONE, Speculation.NGRAM)
+LATER_SEEDS = itertools.product(range(3, 8), (False, True), SPECULATIONS)
 
 
-@pytest.mark.parametrize("speculation", [Speculation.NONE, Speculation.NGRAM])
-@pytest.mark.parametrize("aggregated", [False, True], ids=["pairs", "aggregated"])
-@pytest.mark.parametrize("seed", [0, 1, 2, *SLOW_SEEDS])
+@pytest.mark.parametrize(
+    ("seed", "aggregated", "speculation"),
+    [
+        *matrix(range(3), (False, True), SPECULATIONS, one_in=2, together=2),
+        *(pytest.param(*cell, marks=pytest.mark.slow) for cell in LATER_SEEDS),
+    ],
+)
 def test_a_rolling_restart_under_load_costs_no_token(seed, aggregated, speculation) -> None:
     """Every worker drains in turn and is replaced, choices and short memory included."""
     role = WorkerRole.AGGREGATED if aggregated else WorkerRole.DECODE
