@@ -65,7 +65,7 @@ def find(
     machine: type[RuleBasedStateMachine],
     search: settings = BELOW_THE_DEVICE,
     *,
-    few: int | None = None,
+    few: int | None = 50,
 ) -> None:
     """A model-based test of a machine fails with a fault.
 

@@ -279,13 +279,13 @@ RARE = {
 
 @pytest.mark.parametrize("name", sorted(FAULTS.keys() - RARE.keys()))
 def test_a_planted_fault_is_found(name: str, monkeypatch: pytest.MonkeyPatch):
-    find(FAULTS[name], monkeypatch, DeviceMachine, SEARCH, few=50)
+    find(FAULTS[name], monkeypatch, DeviceMachine, SEARCH)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", RARE)
 def test_a_fault_that_seldom_shows_is_found(name: str, monkeypatch: pytest.MonkeyPatch):
-    find(FAULTS[name], monkeypatch, DeviceMachine, settings(SEARCH, max_examples=8000))
+    find(FAULTS[name], monkeypatch, DeviceMachine, settings(SEARCH, max_examples=8000), few=None)
 
 
 @pytest.mark.parametrize("name", RARE)
