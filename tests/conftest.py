@@ -18,15 +18,20 @@ FIRST = (
     "model_runner/test_attention.py",
     "cluster/test_supervision.py",
     "mem_cache/test_planted_faults.py",
+    "cluster/test_chaos.py",
+    "engine/test_host_windows.py",
     "cluster/test_leases.py",
     "engine/test_virtual_time.py",
+    "cluster/test_controller.py",
     "mem_cache/test_memory_model.py",
-    "cluster/test_scale.py",
 )
 """Files that begin first: whose tests compute or wait for long, so that no core idles at the end.
 
 The first of all compiles what others then find in the cache of kernels.
 """
+CLUSTER_PART = 0.8
+"""Of all other files; among these those of clusters are spread, as their tests wait most of the
+time: the tests beside them had better compute."""
 
 # Here, because pytest asks for the profile before it reads the tests.
 settings.register_profile("nightly", max_examples=6_000)
@@ -36,8 +41,8 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     """Where only tests are asked for that are alone, files that have none are not imported."""
     if not config.option.markexpr.startswith("alone") or collection_path.suffix != ".py":
         return None
-    may_have = CLUSTER in collection_path.parents or "mark.alone" in collection_path.read_text()
-    return None if may_have else True
+    slow = CLUSTER in collection_path.parents and "not slow" not in config.option.markexpr
+    return None if slow or "mark.alone" in collection_path.read_text() else True
 
 
 @pytest.hookimpl(wrapper=True)
@@ -54,18 +59,22 @@ def pytest_collection() -> Generator[None, object, object]:
         gc.enable()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Clusters of Ray are processes enough for a machine: nothing else runs beside them.
-
-    But those of workers that compute nothing: their tests wait most of the time.
-    """
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Slow tests of clusters of Ray are alone; the others wait most of the time for processes."""
     for item in items:
         fixtures = getattr(item, "fixturenames", ())
         computes = "ray" in fixtures and "obedient_workers" not in fixtures
-        if item.path.is_relative_to(CLUSTER) and computes:
+        if item.path.is_relative_to(CLUSTER) and computes and item.get_closest_marker("slow"):
             item.add_marker(pytest.mark.alone)
-    order = {TESTS / name: place for place, name in enumerate(FIRST)}
-    items.sort(key=lambda item: order.get(item.path, len(order)))
+    if not config.option.markexpr.startswith("not alone"):
+        return  # one after the other, in the order in which they lie
+    files = [*dict.fromkeys(item.path for item in items)]
+    clusters = [path for path in files if path.is_relative_to(CLUSTER)]
+    others = [path for path in files if not path.is_relative_to(CLUSTER)]
+    places = {path: CLUSTER_PART * place / len(clusters) for place, path in enumerate(clusters)}
+    places |= {path: place / len(others) for place, path in enumerate(others)}
+    places |= {TESTS / name: place - len(FIRST) for place, name in enumerate(FIRST)}
+    items.sort(key=lambda item: places[item.path])
 
 
 @pytest.fixture(scope="session")

@@ -16,6 +16,7 @@ import pytest
 from tests.chaos.cluster import ChaosCluster, chaos_cluster
 from tests.chaos.load import Load, check, make_cases
 
+pytestmark = pytest.mark.alone  # it measures memory, and how fast others are served
 MIB = 1 << 20
 WORKER_TIMEOUT_S = 15.0
 SLACK_MIB = 200.0

@@ -20,6 +20,7 @@ import pytest
 from benchmarks.idle_cpu import cluster_pids, cpu_fraction
 from tests.cluster.listening import is_loopback, listening
 
+pytestmark = pytest.mark.alone  # it measures what an idle cluster computes
 KVRELAY = (sys.executable, "-m", "kvrelay.deploy")
 ANYWHERE = "127.0.0.1:0"
 RAYS_USUAL_PORTS = {44217, 44227, 52365}
