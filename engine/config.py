@@ -57,6 +57,16 @@ class WorkerOptions(ObservingOptions):
         "float32 on a CPU.",
         Section.MODEL,
     )
+    prompt_threads: int | None = option(
+        None,
+        "CPU threads that a worker computes prompts with while other workers of its machine "
+        "compute nothing: beside its own (--threads) as many as those have, up to this number. "
+        "Only where more threads compute the same bits: with bfloat16 on CPUs that have "
+        "AVX512-BF16 and no AMX.",
+        Section.WORKERS,
+        at_least=1,
+        shown_default="those of --threads",
+    )
     attention: AttentionChoice = option(
         AttentionChoice.AUTO,
         "What computes attention: FlashInfer on a GPU (it has to be installed), our own kernels on "

@@ -26,6 +26,7 @@ from kvrelay.model_runner.config.cuda_graphs import GraphOptions
 from kvrelay.model_runner.config.model_config import ModelConfig
 from kvrelay.model_runner.errors import CheckpointError
 from kvrelay.model_runner.graphs.capture import Capture, CudaCapture
+from kvrelay.model_runner.kernels.kernel_threads import KernelThreads
 from kvrelay.model_runner.runner import ModelRunner
 from kvrelay.model_runner.sampling.device_sampler import sample_on_device, samples_on
 from kvrelay.model_runner.sampling.sampler import (
@@ -94,6 +95,7 @@ class DraftModel:
         capture: see `ModelRunner`.
         attention_splits: see `ModelRunner`.
         on_read: see `ModelRunner`.
+        kernel_threads: the target's.
 
     Raises:
         CheckpointError: the files are not usable.
@@ -112,6 +114,7 @@ class DraftModel:
         capture: Callable[[], Capture] = CudaCapture,
         attention_splits: AttentionSplits = AttentionSplits.BATCH,
         on_read: Callable[[int], None] = lambda _: None,
+        kernel_threads: KernelThreads | None = None,
     ) -> None:
         self._path = Path(model_path)
         self._runner = ModelRunner(
@@ -125,6 +128,7 @@ class DraftModel:
             graphs=graphs,
             capture=capture,
             on_read=on_read,
+            kernel_threads=kernel_threads,
         )
         self.config = self._runner.config
         self.digest = object_digest((self._runner.config_digest, self._runner.weights_digest))

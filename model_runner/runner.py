@@ -30,10 +30,11 @@ from kvrelay.model_runner.config.model_config import MLAConfig
 from kvrelay.model_runner.errors import UnsupportedOptionError
 from kvrelay.model_runner.graphs.capture import Capture, CudaCapture
 from kvrelay.model_runner.graphs.decode_graphs import DecodeGraphs
+from kvrelay.model_runner.kernels.kernel_threads import KernelThreads
 from kvrelay.model_runner.layers.decoder import Decoder
 from kvrelay.model_runner.layers.elementwise_choice import make_elementwise
 from kvrelay.model_runner.layers.elementwise_trial import try_elementwise
-from kvrelay.model_runner.layers.linear import LinearFactory
+from kvrelay.model_runner.layers.linear import LinearFactory, PanelLinear
 from kvrelay.model_runner.torch_options import parse_device, parse_dtype, wait_for_device
 
 _WARM_UP_CHUNK = 32
@@ -48,6 +49,7 @@ class ModelRunner:
         dtype: bfloat16, float16, float32 or float64; the checkpoint's own does not matter.
         device: ``cpu``, ``cuda``, ``cuda:1`` and so on.
         threads: CPU threads of a forward, set for the whole process; None leaves torch's own.
+        kernel_threads: those of kernels of ours, if another model shares them.
         draft: it is the model of a `DraftModel`, whose pools come after its target's.
         batch_invariant: a token's logits must be the same, bit for bit, whatever is computed
             beside it and in whatever chunks: prompts of a thousand tokens take 1.8 times as long,
@@ -80,9 +82,12 @@ class ModelRunner:
         graphs: GraphOptions | None = None,
         capture: Callable[[], Capture] = CudaCapture,
         on_read: Callable[[int], None] = lambda _: None,
+        kernel_threads: KernelThreads | None = None,
     ) -> None:
         if threads is not None:
             torch.set_num_threads(threads)
+        self.kernel_threads = kernel_threads or KernelThreads()
+        """How many threads of a forward's kernels: of ours, not of torch's own operations."""
         path = Path(model_path)
         self.config = read_config(path)
         self.dtype = parse_dtype(dtype)
@@ -106,6 +111,7 @@ class ModelRunner:
             self._graph_room(graphs),
             heads.expanded_heads if isinstance(heads, MLAConfig) else None,
             attention_splits,
+            self.kernel_threads,
         )
         self._graph_options = graphs
         self._make_capture = capture
@@ -113,7 +119,9 @@ class ModelRunner:
         self._graph_logits = self._make_graph_logits(graphs)
         with torch.inference_mode():
             package = self._attention.flashinfer_package
-            elementwise = make_elementwise(self.dtype, self.device, batch_invariant, package)
+            elementwise = make_elementwise(
+                self.dtype, self.device, batch_invariant, package, self.kernel_threads
+            )
             if batch_invariant:
                 try_elementwise(self.config, elementwise, self.dtype)
             checkpoint = Checkpoint(path, self.dtype, self.device, on_read)
@@ -123,8 +131,9 @@ class ModelRunner:
                 checkpoint,
                 self.dtype,
                 self.device,
-                LinearFactory(batch_invariant),
+                LinearFactory(batch_invariant, self.kernel_threads),
                 elementwise,
+                self.kernel_threads,
             )
         self.config_digest = object_digest(self.config)
         """Hash of the configuration as it was understood."""
@@ -137,6 +146,15 @@ class ModelRunner:
     def dummy_pages(self) -> int:
         """Pages at a pool's end that no request may have: what pads a graph is written there."""
         return 0 if self._graph_options is None else 1
+
+    @property
+    def shares_prompts(self) -> bool:
+        """Whether most of a prompt's time are kernels of ours, which threads can share.
+
+        Then more of them are faster, and what is computed is the same to the last bit.
+        """
+        is_own = PanelLinear.runs(self.device, self.dtype)
+        return is_own and self._attention.choice is AttentionChoice.CPU
 
     @property
     def max_model_len(self) -> int:

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Final, Protocol, TypeVar
@@ -26,6 +27,7 @@ import torch
 
 from kvrelay.engine.executor.counted_rows import CountedRows, CountedStep
 from kvrelay.engine.executor.grammar_masks import NO_MASKS, Allowed, GrammarMasks
+from kvrelay.engine.executor.prompt_threads import PromptThreads
 from kvrelay.engine.executor.step import LaunchedStep, Scheduled, Step, StepEnded, StepOutput
 from kvrelay.engine.executor.step_batch import (
     AwaitedIds,
@@ -159,6 +161,8 @@ class LaunchedForward(LaunchedStep[RequestT]):
     """What grammars allow, by the place in `items`."""
     num_tokens: int = 0
     work: StepWork = NO_WORK
+    widening: float = 1.0
+    """As of `StepEnded`."""
     logits: torch.Tensor | None = None
     """From the forward until it is sampled from."""
     sampling: StepSampling = _NO_SAMPLING
@@ -198,6 +202,7 @@ class ModelExecutor:
         streams: of the model's device.
         draw: samples on the device; None: the host samples, and each step waits for its logits.
         counts: that `draw` reads; None: a step with penalties waits for the tokens before it.
+        prompt_threads: chooses the threads of each step; None: all have the same.
     """
 
     def __init__(
@@ -209,6 +214,7 @@ class ModelExecutor:
         streams: Streams | None = None,
         draw: Draw | None = None,
         counts: TokenCounts | None = None,
+        prompt_threads: PromptThreads | None = None,
     ) -> None:
         self._model = model
         self._copy = copy
@@ -218,6 +224,7 @@ class ModelExecutor:
         self._staging = self._streams.make_staging()
         self._draw = draw
         self._counted = None if counts is None else CountedRows(counts)
+        self._prompt_threads = prompt_threads
 
     def copy(self, copies: Sequence[PageCopy]) -> None:
         """See `Executor`. Raises whatever the copy raises."""
@@ -258,7 +265,13 @@ class ModelExecutor:
         samples = iter(launched.sampling.read())
         for place, index in enumerate(launched.live):
             outputs[index] = _read(launched, place, samples)
-        return StepEnded(step, outputs, num_tokens=launched.num_tokens, work=launched.work)
+        return StepEnded(
+            step,
+            outputs,
+            num_tokens=launched.num_tokens,
+            work=launched.work,
+            widening=launched.widening,
+        )
 
     def wait(self) -> None:
         """See `Executor`."""
@@ -298,8 +311,11 @@ class ModelExecutor:
         if not self._streams.is_immediate:
             awaited = find_awaited(items, batch.query_start, staging)
             batch = stage(batch, staging)
-        forward.launch(partial(self._forward, launched, batch, awaited))
-        self._follow(items, tables)
+        threads = self._prompt_threads
+        with nullcontext() if threads is None else threads.chosen(launched.work):
+            forward.launch(partial(self._forward, launched, batch, awaited))
+            self._follow(items, tables)
+        launched.widening = 1.0 if threads is None else threads.widening
         launched.allowed = masks.wait()
         if self._counted is not None:
             launched.counted = self._counted.begin(items, drafts, staging)

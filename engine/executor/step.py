@@ -94,6 +94,9 @@ class StepEnded(Generic[RequestT_co]):
     seconds: float = 0.0
     error: ForwardFailedError | None = None
     """The forward has failed as a whole."""
+    widening: float = 1.0
+    """How many times the worker's own threads computed it, at most: the others' cores are idle
+    workers'."""
 
     @property
     def failure(self) -> Exception | None:

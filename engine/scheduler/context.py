@@ -108,7 +108,7 @@ class SchedulerContext(Generic[RequestT]):
     def count_step(self, ended: StepEnded[RequestT]) -> None:
         """Count a forward that has ended well."""
         self.metrics.count_step(ended)
-        self.speed_learner.observe(ended.work, ended.seconds)
+        self.speed_learner.observe(ended.work, ended.seconds, ended.widening)
 
     def retract_new(self, command: Submit) -> None:
         """Retract a request that has just come: its router submits it to another worker."""

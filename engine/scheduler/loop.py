@@ -143,6 +143,13 @@ class Launcher(Protocol[RequestT_contra]):
         ...
 
 
+class SharedCores(Protocol):
+    """What the machine's other workers may know of this one."""
+
+    busy: bool
+    """Whether it computes."""
+
+
 class Engine(Generic[RequestT, MessageT]):
     """Runs a scheduler, pass by pass, without any thread of its own.
 
@@ -155,6 +162,8 @@ class Engine(Generic[RequestT, MessageT]):
         audit_pages: check every page after every pass, not the sums alone.
         load_seconds: the load is not counted again for so long while a forward runs that takes
             less, and whose end brings the next pass.
+        cores: that the engine says it computes on, from a step's launch until a pass that has
+            nothing to launch and nothing in flight; None: nobody wants to know.
     """
 
     def __init__(
@@ -167,6 +176,7 @@ class Engine(Generic[RequestT, MessageT]):
         overlap: bool,
         audit_pages: bool,
         load_seconds: float = 0.0,
+        cores: SharedCores | None = None,
     ) -> None:
         self._context = context
         self._scheduler = scheduler
@@ -181,6 +191,7 @@ class Engine(Generic[RequestT, MessageT]):
         self._failed_in_a_row = 0
         self._gives_up = ""
         self._load_seconds = load_seconds
+        self._cores = cores
         self._load_counted_at = -math.inf
         self._stopping = False
         self._on_drained: list[Callable[[], object]] = []
@@ -209,6 +220,8 @@ class Engine(Generic[RequestT, MessageT]):
         self._context.kv_cache.reclaim()
         if not self._stopping and not self._gives_up:
             self._admit_and_launch()
+        if self._cores is not None:
+            self._cores.busy = self._context.steps.running > 0
         tier = self._context.host_tier
         if tier is not None:
             tier.write_back()
@@ -279,6 +292,8 @@ class Engine(Generic[RequestT, MessageT]):
             return False
         step = build_step(self._context.steps.launch(), scheduled, copies, self._context.kv_cache)
         self._launched.append(step)
+        if self._cores is not None:
+            self._cores.busy = True  # before the forward sees whose cores it may borrow
         self._launcher.launch(step)
         return True
 

@@ -35,6 +35,10 @@ METRICS: Final = MetricTable("role", "worker", "model")
 COMPUTED_TOKENS: Final = METRICS.counter(
     "kvrelay_computed_tokens_total", "Tokens that forwards computed"
 )
+WIDENED_TOKENS: Final = METRICS.counter(
+    "kvrelay_widened_prompt_tokens_total",
+    "Prompt tokens that forwards computed on the cores of idle workers, too (--prompt-threads)",
+)
 STEP_SECONDS: Final = METRICS.histogram(
     "kvrelay_step_seconds", "Seconds of one forward", _SECONDS_BUCKETS
 )
@@ -335,6 +339,8 @@ class WorkerMetrics(Instruments, Collector):
         """Count a forward that has ended well."""
         self.count(COMPUTED_TOKENS, ended.num_tokens)
         self.observe(STEP_SECONDS, ended.seconds)
+        if ended.widening > 1:
+            self.count(WIDENED_TOKENS, ended.work.prompt_tokens)
         drafted = sum([output.num_drafts for output in ended.outputs])
         if drafted:
             self.count(DRAFT_TOKENS, drafted)

@@ -8,6 +8,7 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from kvrelay.engine.executor.prompt_threads import FEWEST_TOKENS
 from kvrelay.wire.speeds import StepSpeeds, StepWork
 
 _Array: TypeAlias = npt.NDArray[np.float64]
@@ -47,25 +48,48 @@ class SpeedLearner:
         self.last_seconds = 0.0
         """Of the latest step."""
         self._kinds: dict[tuple[int, ...], _Kind] = {}  # the latest seen is the last
+        self._knows_own_prompts = False
+        """Chunks for which it may have others' cores were measured without them."""
         self._costs = np.zeros(5)
         self._steps = 0
         self._unfitted_steps = 0
 
-    def observe(self, work: StepWork, seconds: float) -> None:
-        """Learn from a step that has ended well."""
+    def observe(self, work: StepWork, seconds: float, widening: float = 1.0) -> None:
+        """Learn from a step that has ended well.
+
+        Args:
+            work: what it has computed.
+            seconds: that it took.
+            widening: how many times its own threads the worker had for it. If more than 1, the
+                step tells nothing of the worker's own speed. Until a step without others' cores
+                has told what such chunks cost, it stands for one that took so many times as long:
+                more than it would have taken.
+        """
         if seconds <= 0 or not (work.prompt_tokens or work.rows):
             return
-        self._steps += 1
         self.last_seconds = seconds
-        key = _key(work)
+        is_widened = widening > 1
+        if is_widened and self._knows_own_prompts:
+            return
+        seconds *= widening
+        self._steps += 1
+        key = (is_widened, *_key(work))
         kind = self._kinds.pop(key, None) or _Kind()
         self._kinds[key] = kind
         kind.add(work, seconds, self._steps)
         if len(self._kinds) > _MOST_KINDS:
             del self._kinds[next(iter(self._kinds))]
+        if kind.counts and work.prompt_tokens >= FEWEST_TOKENS and not is_widened:
+            self._forget_widened()
         self._unfitted_steps += 1
         if kind.is_new or (kind.counts and self._unfitted_steps >= _FIT_EVERY):
             self._fit()
+
+    def _forget_widened(self) -> None:
+        """Steps as large were measured on the worker's own cores."""
+        if not self._knows_own_prompts:
+            self._knows_own_prompts = True
+            self._kinds = {key: kind for key, kind in self._kinds.items() if not key[0]}
 
     def _fit(self) -> None:
         self._unfitted_steps = 0

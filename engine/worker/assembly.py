@@ -37,6 +37,7 @@ from kvrelay.engine.worker.faulty import (
 )
 from kvrelay.engine.worker.load_reports import INTERVAL_SECONDS
 from kvrelay.engine.worker.loading import LoadedModel
+from kvrelay.engine.worker.machine_cores import MachineCores
 from kvrelay.engine.worker.memory import make_host_tier, make_kv_cache, make_store
 from kvrelay.kv_transfer.agent import TransferAgent
 from kvrelay.kv_transfer.thread_end import close_all
@@ -110,6 +111,8 @@ class Assembly:
     """Writes and reads storage, if there is some."""
     pinned: PinnedPools
     """The host's pools that a GPU copies."""
+    cores: MachineCores | None
+    """Those that it shares with the machine's other workers."""
 
     def hang(self, config: WorkerConfig) -> GiveUp | None:
         """What to do about work that takes longer than it may, by the worker's options."""
@@ -135,6 +138,8 @@ class Assembly:
         close_all(self.engine, self.forward, self.copies, self.storage, self.agent)
         if all(one is None or one.has_ended for one in (self.forward, self.copies, self.agent)):
             self.pinned.close()  # what hangs would lose its memory, or let this hang on the device
+            if self.cores is not None:
+                self.cores.close()
 
 
 def assemble(
@@ -210,10 +215,11 @@ def assemble(
         overlap=config.overlap,
         audit_pages=config.audit_pages,
         load_seconds=INTERVAL_SECONDS,
+        cores=model.cores,
     )
     thread = EngineThread(engine, inbox, on_failure)
     threads = (forward, thread, copies, storage)
-    return Assembly(inbox, metrics, agent, kv_cache, plugin, *threads, model.pinned)
+    return Assembly(inbox, metrics, agent, kv_cache, plugin, *threads, model.pinned, model.cores)
 
 
 def _make_copy_thread(model: LoadedModel, inbox: Inbox[Any]) -> CopyThread | None:

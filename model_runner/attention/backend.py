@@ -34,6 +34,7 @@ from kvrelay.model_runner.config.cuda_graphs import GraphRoom
 from kvrelay.model_runner.config.kv_scale import KVScale
 from kvrelay.model_runner.config.query_heads import ExpandedHeads, QueryHeads
 from kvrelay.model_runner.errors import UnsupportedOptionError
+from kvrelay.model_runner.kernels.kernel_threads import KernelThreads
 
 logger = logging.getLogger(__name__)
 
@@ -82,6 +83,7 @@ class AttentionFactory:
         graph_room: what CUDA graphs of decode need; None: there will be none.
         expanded_heads: of keys and values that may be made of latents; None: none are made.
         splits: how FlashInfer divides a sequence's KV.
+        threads: that kernels of ours have; None: as many as torch has when a backend is made.
 
     Raises:
         UnsupportedOptionError: what was chosen cannot compute this model here.
@@ -98,7 +100,9 @@ class AttentionFactory:
         graph_room: GraphRoom | None = None,
         expanded_heads: ExpandedHeads | None = None,
         splits: AttentionSplits = AttentionSplits.BATCH,
+        threads: KernelThreads | None = None,
     ) -> None:
+        self._threads = threads
         self._heads = heads
         self._expanded_heads = expanded_heads
         self._dtype = dtype
@@ -133,7 +137,7 @@ class AttentionFactory:
         """
         fp8 = None
         if pool.geometry.dtype is FP8:
-            fp8 = Fp8Pages(pool, scales, self._dtype)
+            fp8 = Fp8Pages(pool, scales, self._dtype, self._threads)
         if self.choice is AttentionChoice.FLASHINFER:
             return self._make_flashinfer(pool, fp8)
         if fp8 is not None:
@@ -169,7 +173,7 @@ class AttentionFactory:
 
     def _make_plain(self, pool: KVPool) -> AttentionBackend:
         if self.choice is AttentionChoice.CPU:
-            return CpuAttention(pool, self._heads, by_token=self._batch_invariant)
+            return CpuAttention(pool, self._heads, self._batch_invariant, self._threads)
         return TorchAttention(pool, self._heads)
 
     def _check_undivided(self, geometries: Sequence[KVGeometry]) -> None:

@@ -14,6 +14,7 @@ from kvrelay.model_runner.config.query_heads import QueryHeads
 from kvrelay.model_runner.kernels.arrays import Array, as_array
 from kvrelay.model_runner.kernels.decode_attention import attend_rows
 from kvrelay.model_runner.kernels.jit import has_float16
+from kvrelay.model_runner.kernels.kernel_threads import KernelThreads
 from kvrelay.model_runner.kernels.lanes import LANES, has_bfloat16_products
 from kvrelay.model_runner.kernels.pair_decode_attention import attend_rows_in_pairs
 from kvrelay.model_runner.kernels.pair_lanes import DIMENSIONS
@@ -49,16 +50,23 @@ Place: TypeAlias = tuple[Array, int, int, int]
 
 
 class CpuAttention:
-    """The `AttentionBackend` of what kernels can read on a CPU; as many threads as torch has.
+    """The `AttentionBackend` of what kernels can read on a CPU.
 
     Args:
         pool: of keys and values.
         heads: how to weigh.
         by_token: compute every token as in decode, however many are new: then a token's result
             does not depend on the chunk that it is computed in.
+        threads: that share large steps; None: as many as torch has now.
     """
 
-    def __init__(self, pool: KVPool, heads: QueryHeads, by_token: bool = False) -> None:
+    def __init__(
+        self,
+        pool: KVPool,
+        heads: QueryHeads,
+        by_token: bool = False,
+        threads: KernelThreads | None = None,
+    ) -> None:
         self.pool = pool
         self.heads = heads
         geometry = pool.geometry
@@ -78,7 +86,7 @@ class CpuAttention:
         dims = (geometry.head_dim, heads.value_dim)
         in_pairs = unit is np.uint32 and all(dim % DIMENSIONS == 0 for dim in dims)
         self.attend_rows = attend_rows_in_pairs if in_pairs else attend_rows
-        self.threads = torch.get_num_threads()
+        self.threads = threads or KernelThreads()
 
     @staticmethod
     def runs(device: torch.device, dtype: torch.dtype) -> bool:
@@ -120,8 +128,7 @@ class CpuStepAttention:
         self._seq_lens = (batch.positions[rows] + 1).astype(np.int32)
         seen = int(np.minimum(self._seq_lens, backend.window).sum())
         # Threads take whole rows: more than there are rows would only be started.
-        most_threads = backend.threads if seen >= _SHARED_TOKENS else 1
-        self._decode_threads = min(most_threads, len(rows))
+        self._most_decode_threads = len(rows) if seen >= _SHARED_TOKENS else 1
         self._tables = np.ascontiguousarray(page_table[~few])
         self.strips = self._cut_strips(batch, np.flatnonzero(~few))
 
@@ -142,7 +149,7 @@ class CpuStepAttention:
     def _decode(self, place: Place, new: Array, out: Array) -> None:
         backend, heads, geometry = self._backend, self._backend.heads, self._backend.pool.geometry
         backend.attend_rows(
-            self._decode_threads,
+            self.decode_threads,
             *place,
             geometry.num_kv_heads,
             geometry.parts,
@@ -160,7 +167,7 @@ class CpuStepAttention:
     def _prefill(self, place: Place, new: Array, out: Array) -> None:
         backend, heads, geometry = self._backend, self._backend.heads, self._backend.pool.geometry
         attend_strips(
-            self._prefill_threads,
+            self._backend.threads.count if self._shares_strips else 1,
             *place,
             geometry.num_kv_heads,
             geometry.parts,
@@ -175,12 +182,17 @@ class CpuStepAttention:
             out,
         )
 
-    def _threads_for(self, rows: Int64Array, batch: ForwardBatch, sequences: Int64Array) -> int:
-        """How many threads the chunks of `sequences` are worth, which have so many `rows`."""
+    @property
+    def decode_threads(self) -> int:
+        """Threads that share the rows which are computed as in decode."""
+        return min(self._backend.threads.count, self._most_decode_threads)
+
+    def _is_shared(self, rows: Int64Array, batch: ForwardBatch, sequences: Int64Array) -> bool:
+        """Whether threads share the chunks of `sequences`, which have so many `rows`."""
         backend = self._backend
         seen = np.minimum(batch.seq_lens[sequences], backend.window)
         products = int(np.sum(rows * seen)) * backend.pool.geometry.head_dim
-        return backend.threads if products >= SHARED_PRODUCTS else 1
+        return products >= SHARED_PRODUCTS
 
     def _cut_strips(self, batch: ForwardBatch, sequences: Int64Array) -> Int32Array:
         """The chunks of `sequences` in strips ``[n, 5]`` of `attend_strips`, the longest first."""
@@ -189,7 +201,8 @@ class CpuStepAttention:
         starts, ends = batch.query_start[sequences], batch.query_start[sequences + 1]
         positions = batch.positions[starts]
         rows = (ends - starts).astype(np.int64) * group
-        threads = self._prefill_threads = self._threads_for(rows * kv_heads, batch, sequences)
+        self._shares_strips = self._is_shared(rows * kv_heads, batch, sequences)
+        threads = self._backend.threads.count if self._shares_strips else 1
         vectors = -(-rows // LANES)
         tiles = int(np.sum(-(-vectors // VECTORS))) * kv_heads
         most = TILES if threads == 1 else tiles // (threads * _STRIPS_A_THREAD)

@@ -13,6 +13,7 @@ from kvrelay.model_runner.batch import Int64Array
 from kvrelay.model_runner.config.kv_scale import KVScale
 from kvrelay.model_runner.kernels.arrays import as_array
 from kvrelay.model_runner.kernels.dequantize_kv import dequantize_pages
+from kvrelay.model_runner.kernels.kernel_threads import KernelThreads
 from kvrelay.model_runner.torch_options import pin_to_device
 
 FP8: Final = torch.float8_e4m3fn
@@ -32,9 +33,16 @@ class Fp8Pages:
         pool: of FP8.
         scales: of each of the pool's layers.
         dtype: what the model computes in.
+        threads: that read pages on a CPU; None: as many as torch has now.
     """
 
-    def __init__(self, pool: KVPool, scales: Sequence[KVScale], dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        pool: KVPool,
+        scales: Sequence[KVScale],
+        dtype: torch.dtype,
+        threads: KernelThreads | None = None,
+    ) -> None:
         geometry = pool.geometry
         assert geometry.dtype is FP8
         assert len(scales) == geometry.num_layers
@@ -44,7 +52,7 @@ class Fp8Pages:
         parts = [(one.key, one.value)[: geometry.parts] for one in scales]
         self._scales = torch.tensor(parts, dtype=torch.float32).to(pool.data.device)
         """``[layers, parts]``"""
-        self._threads = torch.get_num_threads()
+        self._threads = threads or KernelThreads()
         self._tables = self._make_tables() if pool.data.device.type == "cpu" else None
 
     def quantize(self, layer: int, new: torch.Tensor) -> torch.Tensor:
@@ -71,7 +79,7 @@ class Fp8Pages:
                 out[some] = stored * self._scales[layer][:, None, None, None]
             return
         dequantize_pages(
-            self._threads if out.numel() >= _SHARED_NUMBERS else 1,
+            self._threads.count if out.numel() >= _SHARED_NUMBERS else 1,
             as_array(self.pool.data.view(torch.uint8).view(-1)),
             int(pages.storage_offset()),
             pages.stride(0),

@@ -12,6 +12,7 @@ from kvrelay.model_runner.attention.backend import AttentionBackend, StepAttenti
 from kvrelay.model_runner.batch import ForwardBatch, fill_input_ids, input_ids_on
 from kvrelay.model_runner.checkpoint.checkpoint import Checkpoint
 from kvrelay.model_runner.config.model_config import ModelConfig
+from kvrelay.model_runner.kernels.kernel_threads import KernelThreads
 from kvrelay.model_runner.layers.elementwise import Elementwise, Rotation, softcap
 from kvrelay.model_runner.layers.feed_forward import make_feed_forward
 from kvrelay.model_runner.layers.hidden import Hidden
@@ -100,8 +101,10 @@ class Decoder:
         device: torch.device,
         linears: LinearFactory,
         elementwise: Elementwise,
+        threads: KernelThreads,
     ) -> None:
         self._config = config
+        self._threads = threads
         self._device = device
         self._elementwise = elementwise
         loader = WeightLoader(config, checkpoint, elementwise, linears)
@@ -147,8 +150,10 @@ class Decoder:
         hidden = Hidden(self._embed(inputs.input_ids))
         *earlier, last = self._layers
         for layer in earlier:
+            self._threads.renew()
             hidden = layer.attend(hidden, steps[layer.pool], rotations[layer.rope])
             hidden = layer.feed_forward(hidden)
+        self._threads.renew()
         hidden = last.attend(hidden, steps[last.pool], rotations[last.rope])
         # From here on tokens do not see each other: only the wanted rows go on.
         if len(inputs.logit_rows) == 0:

@@ -14,6 +14,7 @@ from torch.nn import functional
 
 from kvrelay.model_runner.kernels import elementwise as cpu_kernels
 from kvrelay.model_runner.kernels.arrays import as_array
+from kvrelay.model_runner.kernels.kernel_threads import KernelThreads
 
 SHARED_ELEMENTS = 1 << 20
 """From so many on a second thread saves more than its start costs, also when cores are busy."""
@@ -207,12 +208,12 @@ class InvariantElementwise(TorchElementwise):
 class CpuElementwise(InvariantElementwise):
     """bfloat16 on a CPU: one compiled pass each, float32 inside, rounded once at the end.
 
-    Large ones are shared by as many threads as torch has when this is made. Products add to the
-    residual themselves, so sums are not left to norms.
+    Threads share large ones. Products add to the residual themselves, so sums are not left to
+    norms.
     """
 
-    def __init__(self) -> None:
-        self._threads = torch.get_num_threads()
+    def __init__(self, threads: KernelThreads | None = None) -> None:
+        self._threads = threads or KernelThreads()
 
     def rms_norm(self, x: torch.Tensor, weight: NormWeight, eps: float) -> torch.Tensor:
         """``x [T, N]`` scaled to unit mean square, times the weight: ``[T, N]``."""
@@ -240,4 +241,4 @@ class CpuElementwise(InvariantElementwise):
         return out
 
     def _threads_for(self, rows: torch.Tensor) -> int:
-        return self._threads if rows.numel() >= SHARED_ELEMENTS else 1
+        return self._threads.count if rows.numel() >= SHARED_ELEMENTS else 1

@@ -10,6 +10,7 @@ from typing import Protocol
 import torch
 from torch.nn import functional
 
+from kvrelay.model_runner.kernels.kernel_threads import KernelThreads
 from kvrelay.model_runner.kernels.lanes import (
     LANES,
     has_bfloat16_products,
@@ -68,31 +69,36 @@ class PanelLinear:
 
     Faster than `PackedLinear` for steps of few rows, since weights come from memory while others
     are multiplied; for prompts about as fast, and up to 10% slower with more than 2,000 inputs.
-    A row's result does not depend on the rows beside it. As many threads as torch has when
-    this is made. While the last weights are multiplied, those that `memory` gives next are
-    asked for: make products in the order in which they run.
+    A row's result depends neither on the rows beside it nor on the number of threads. While the
+    last weights are multiplied, those that `memory` gives next are asked for: make products in
+    the order in which they run.
     """
 
     def __init__(
-        self, weight: torch.Tensor, bias: torch.Tensor | None, memory: WeightMemory
+        self,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        memory: WeightMemory,
+        threads: KernelThreads | None = None,
     ) -> None:
         self._outputs, self._inputs = weight.shape
         self._weight = _pack_panels(weight, memory)
         self._bias = None if bias is None else bias.contiguous()
-        self._threads = torch.get_num_threads() if weight.numel() >= _SHARED_WEIGHTS else 1
+        few_weights = weight.numel() < _SHARED_WEIGHTS
+        self._threads = KernelThreads(1) if few_weights else threads or KernelThreads()
+
+    @staticmethod
+    def runs(device: torch.device, dtype: torch.dtype) -> bool:
+        """Whether the kernel serves: not where AMX is, which oneDNN uses."""
+        is_known = device.type == "cpu" and dtype is torch.bfloat16
+        return is_known and has_bfloat16_products() and not has_bfloat16_tiles()
 
     @staticmethod
     def supports(weight: torch.Tensor) -> bool:
-        """Whether the kernel serves: not where AMX is, which oneDNN uses."""
+        """Whether the kernel serves for this weight."""
         outputs, inputs = weight.shape
-        return (
-            weight.device.type == "cpu"
-            and weight.dtype is torch.bfloat16
-            and has_bfloat16_products()
-            and not has_bfloat16_tiles()
-            and inputs % PAIRS == 0
-            and outputs % LANES == 0
-        )
+        is_even = inputs % PAIRS == 0 and outputs % LANES == 0
+        return is_even and PanelLinear.runs(weight.device, weight.dtype)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """``[T, in]`` to ``[T, out]``."""
@@ -113,7 +119,7 @@ class PanelLinear:
         rows = len(x)
         out = x.new_empty(rows, self._outputs)
         multiply(
-            self._threads,
+            self._threads.count,
             x.data_ptr(),
             self._weight.data_ptr(),
             0 if self._bias is None else self._bias.data_ptr(),
@@ -206,10 +212,12 @@ class LinearFactory:
     Args:
         batch_invariant: a row's result must not depend on the rows beside it. A product that
             does not keep to that raises `UnsupportedOptionError` when it is made.
+        threads: that kernels of ours have; None: as many as torch has now.
     """
 
-    def __init__(self, batch_invariant: bool = False) -> None:
+    def __init__(self, batch_invariant: bool = False, threads: KernelThreads | None = None) -> None:
         self._batch_invariant = batch_invariant
+        self._threads = threads
         self._memory = WeightMemory()
         self._lacks: set[str] = set()
         # Layers repeat: one trial for each kind and shape of product.
@@ -218,7 +226,7 @@ class LinearFactory:
     def make(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
         """The product with ``weight [out, in]`` and ``bias [out]``."""
         if PanelLinear.supports(weight):
-            return PanelLinear(weight, bias, self._memory)
+            return PanelLinear(weight, bias, self._memory, self._threads)
         packed = PackedLinear.supports(weight)
         linear = PackedLinear(weight, bias) if packed else PlainLinear(weight, bias)
         if not self._batch_invariant:

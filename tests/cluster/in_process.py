@@ -58,7 +58,7 @@ async def in_process(
     aggregated: int = 0,
     **options: Any,
 ) -> AsyncIterator[InProcess]:
-    """Run a checkpoint, in float32, with every page audited at every step.
+    """Run a checkpoint, in float32 unless told, with every page audited at every step.
 
     Args:
         path: of the checkpoint.
@@ -70,6 +70,7 @@ async def in_process(
     # So that short prompts are handed over, too.
     of_router: dict[str, Any] = {"placement": PlacementMode.DISAGGREGATED}
     of_router |= {name: options.pop(name) for name in _ROUTERS & options.keys()}
+    options = {"dtype": "float32", **options}
     counts = {WorkerRole.PREFILL: prefill, WorkerRole.DECODE: decode}
     if aggregated:
         counts = {WorkerRole.AGGREGATED: aggregated}
@@ -77,7 +78,7 @@ async def in_process(
         infos, hosted = [], []
         for role, number in [(role, one) for role, count in counts.items() for one in range(count)]:
             config = WorkerConfig(
-                f"{role}-{number}", role, path, "tiny", dtype="float32", audit_pages=True, **options
+                f"{role}-{number}", role, path, "tiny", audit_pages=True, **options
             )
             worker = _BUILD[role](config)
             infos.append(await worker.start())
@@ -86,7 +87,7 @@ async def in_process(
         router_config = RouterConfig(
             "tiny",
             path,
-            "float32",
+            options["dtype"],
             ANYWHERE,
             ANYWHERE,
             http_address=ANYWHERE,

@@ -90,6 +90,7 @@ EVERYTHING: dict[str, Any] = {
     "draft_model": "some/draft",
     "num_draft_tokens": 3,
     "threads": 8,
+    "prompt_threads": 4,
     "default_max_tokens": 9,
     "max_live_requests": 10,
     "worker_timeout": 2.5,

@@ -19,6 +19,7 @@ from kvrelay.model_runner.attention.cpu_attention import CpuAttention
 from kvrelay.model_runner.attention.torch_attention import TorchAttention
 from kvrelay.model_runner.batch import ForwardBatch
 from kvrelay.model_runner.config.query_heads import QueryHeads
+from kvrelay.model_runner.kernels.kernel_threads import KernelThreads
 from kvrelay.model_runner.kernels.lanes import has_bfloat16_products
 
 CPU = torch.device("cpu")
@@ -378,7 +379,6 @@ def test_no_more_threads_are_started_than_there_are_rows(rows: int) -> None:
     num_pages = rows * geometry.pages_for(2000) + 3
     batch = make_batch(lengths, geometry, num_pages)
     pool = make_pool(geometry, batch, num_pages)
-    attention = CpuAttention(pool, QueryHeads(2, 16, 0.25))
-    attention.threads = 4
+    attention = CpuAttention(pool, QueryHeads(2, 16, 0.25), threads=KernelThreads(4))
     step = attention.plan(batch, batch.page_tables[0])
-    assert step._decode_threads == min(rows, 4)
+    assert step.decode_threads == min(rows, 4)

@@ -21,6 +21,7 @@ from kvrelay.model_runner.attention import cpu_attention
 from kvrelay.model_runner.attention.cpu_attention import TILES, CpuAttention
 from kvrelay.model_runner.batch import ForwardBatch
 from kvrelay.model_runner.config.query_heads import QueryHeads
+from kvrelay.model_runner.kernels.kernel_threads import KernelThreads
 from kvrelay.model_runner.kernels.lanes import LANES, has_bfloat16_products
 from kvrelay.model_runner.kernels.prefill_attention import Strip, find_tile
 from kvrelay.model_runner.kernels.prefill_lanes import ROWS, VECTORS
@@ -116,8 +117,7 @@ def test_strips_have_each_row_once_and_no_vector_without(threads: int) -> None:
     """Also of chunks together, and no strip is much shorter than another of its chunk."""
     geometry = KVGeometry(1, 2, 64, torch.bfloat16, 16)
     pool = KVPool(geometry, 1, torch.device("cpu"))
-    attention = CpuAttention(pool, QueryHeads(6, 64, 1.0))
-    attention.threads = threads
+    attention = CpuAttention(pool, QueryHeads(6, 64, 1.0), threads=KernelThreads(threads))
     lengths = [(n, n + 9) for n in (*range(5, 90), 200, 341, 1000)]
     batch = make_batch(lengths, geometry, 100_000)
     strips = attention.plan(batch, batch.page_tables[0]).strips
@@ -208,8 +208,8 @@ def test_a_row_depends_neither_on_the_chunk_nor_on_the_batch(
     pool, rows = make_pool(geometry, batch, total), make_rows(batch, geometry, heads)
     both = CpuAttention(pool, heads)
     together = both.plan(batch, batch.page_tables[0]).attend(0, rows)
-    alone = CpuAttention(pool, heads)
-    alone.threads, alone.few_tokens = 1, 0
+    alone = CpuAttention(pool, heads, threads=KernelThreads(1))
+    alone.few_tokens = 0
     for a, b in pairwise([0, 1, 3, 20, 150, 151, 300]):
         part, which = part_of(batch, 1, a, b)
         got = alone.plan(part, part.page_tables[0]).attend(0, rows[which])

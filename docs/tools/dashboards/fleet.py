@@ -165,11 +165,15 @@ FLEET: Final = Dashboard(
                 ),
                 Panel(
                     "Tokens computed",
-                    "By forwards, a second",
+                    "By forwards, a second; of prompts on the cores of idle workers, too",
                     (
                         Query(
                             by("worker", rate("kvrelay_computed_tokens_total", WORKER)),
                             "{{worker}}",
+                        ),
+                        Query(
+                            by("worker", rate("kvrelay_widened_prompt_tokens_total", WORKER)),
+                            "{{worker}} with idle workers' cores",
                         ),
                     ),
                     width=24,

@@ -1,0 +1,196 @@
+"""Which workers of this machine compute at present, so that the others may use their cores.
+
+Each process of a worker has a file in a directory of its user in shared memory. There stand its
+threads, the cores that it may run on, and whether it computes. Only that process writes it, and
+holds a lock on it that the kernel takes away when the process ends, however it ends: whoever finds
+a file without a lock removes it. So nobody waits for anybody, and nobody is asked. The directory is
+the user's and not a cluster's, since two clusters on one machine share its cores, too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import logging
+import mmap
+import os
+import secrets
+import stat
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+logger = logging.getLogger(__name__)
+
+_SHARED_MEMORY: Final = Path("/dev/shm")  # noqa: S108
+_RUNNING: Final = Path("/proc/loadavg")
+"""Its fourth word: threads of the machine that run or wait for a CPU now, and all of them."""
+_MAGIC: Final = b"KRC1"
+_RECORD: Final = struct.Struct("<?3x4sI128s")
+"""Whether it computes, `_MAGIC`, its threads, a bit for each core that it may run on."""
+_BUSY: Final = 0
+"""The place of the first of these."""
+_MOST_CORES: Final = 8 * 128
+
+
+def directory_of_user() -> Path:
+    """Where the workers of this user have their files."""
+    return _SHARED_MEMORY / f"kvrelay-cores-{os.geteuid()}"
+
+
+class MachineCores:
+    """A worker's place among those of its machine: says that it computes, sees who else does.
+
+    `busy` is for the engine thread, all that concerns others for the forward thread.
+
+    Args:
+        threads: that the worker computes with.
+        directory: of this user alone; made if it is not there.
+
+    Raises:
+        OSError: the directory cannot be made, or others may write there.
+    """
+
+    def __init__(self, threads: int, directory: Path) -> None:
+        self._num_cpus = os.cpu_count() or 1
+        cores = os.sched_getaffinity(0)
+        self.num_cores = len(cores)
+        """Cores that this process may run on."""
+        self._cores = sum(1 << core for core in cores if core < _MOST_CORES)
+        self._directory = directory
+        _make_private(directory)
+        bits = self._cores.to_bytes(_MOST_CORES // 8, "little")
+        self._path, self._file = _create(directory, _RECORD.pack(False, _MAGIC, threads, bits))
+        self._memory = mmap.mmap(self._file, _RECORD.size)
+        self._others: dict[str, _Other] = {}
+        self._running = os.open(_RUNNING, os.O_RDONLY | os.O_CLOEXEC)
+
+    @classmethod
+    def join(cls, threads: int) -> MachineCores | None:
+        """Join the machine's workers; None: that cannot be, and a line in the log says why."""
+        try:
+            return cls(threads, directory_of_user())
+        except OSError as error:
+            logger.warning("no cores are shared with other workers (--prompt-threads): %s", error)
+            return None
+
+    @property
+    def busy(self) -> bool:
+        """Whether this worker computes, as the others see it."""
+        return bool(self._memory[_BUSY])
+
+    @busy.setter
+    def busy(self, busy: bool) -> None:
+        self._memory[_BUSY] = busy
+
+    def count_free_cpus(self, own: int) -> int:
+        """CPUs of the machine that nothing runs on but `own` threads of this worker; see there."""
+        running = int(os.pread(self._running, 128, 0).split()[3].partition(b"/")[0])
+        return self._num_cpus - (running - own)
+
+    def find(self) -> None:
+        """See which workers have come and which have gone; removes the files of those that died."""
+        try:
+            names = {path.name for path in self._directory.iterdir()} - {self._path.name}
+        except OSError:  # somebody has removed it all
+            names = set()
+        for name in self._others.keys() - names:
+            self._others.pop(name).close()
+        for name in names:
+            other = self._others.get(name) or _Other.open(self._directory / name, self._cores)
+            if other is None:
+                continue
+            self._others[name] = other
+            if not other.lives():
+                # While the lock is held here, in case it has only begun to live: see `_create`.
+                with contextlib.suppress(OSError):
+                    (self._directory / name).unlink()
+                self._others.pop(name).close()
+
+    def count_threads(self) -> tuple[int, int]:
+        """Threads of others on this one's cores: of those that compute, of those that do not.
+
+        Of the workers that `find` has found.
+        """
+        busy = idle = 0
+        for other in self._others.values():
+            if other.memory[_BUSY]:
+                busy += other.threads
+            else:
+                idle += other.threads
+        return busy, idle
+
+    def close(self) -> None:
+        """Leave. Forwards have ended; what the engine still says of itself goes nowhere."""
+        with contextlib.suppress(OSError):
+            self._path.unlink()
+        os.close(self._file)
+        os.close(self._running)
+        for other in self._others.values():
+            other.close()
+        self._others.clear()
+
+
+@dataclass(frozen=True, slots=True)
+class _Other:
+    """Another worker's file, open for reading."""
+
+    file: int
+    memory: mmap.mmap
+    threads: int
+    """That compete for this worker's cores."""
+
+    @classmethod
+    def open(cls, path: Path, own_cores: int) -> _Other | None:
+        """None: it is gone, or not such a file."""
+        try:
+            file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except OSError:
+            return None
+        try:
+            memory = mmap.mmap(file, _RECORD.size, access=mmap.ACCESS_READ)
+        except (OSError, ValueError):  # it is not written yet
+            os.close(file)
+            return None
+        _, magic, threads, cores = _RECORD.unpack(memory[:])
+        shared = (int.from_bytes(cores, "little") & own_cores).bit_count()
+        other = cls(file, memory, min(threads, shared))
+        if magic == _MAGIC:
+            return other
+        other.close()
+        return None
+
+    def lives(self) -> bool:
+        """Whether its process holds the lock. If not, this one has it until `close`."""
+        try:
+            fcntl.flock(self.file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        return False
+
+    def close(self) -> None:
+        """Forget it, and give its lock away if this one has it."""
+        self.memory.close()
+        os.close(self.file)
+
+
+def _make_private(directory: Path) -> None:
+    with contextlib.suppress(FileExistsError):
+        directory.mkdir(mode=0o700)
+    found = directory.lstat()
+    is_own = stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid()
+    if not is_own or stat.S_IMODE(found.st_mode) & 0o077:
+        raise PermissionError(f"{directory} is not a directory of this user alone")
+
+
+def _create(directory: Path, content: bytes) -> tuple[Path, int]:
+    """A file of this process with `content`, and with its lock."""
+    while True:
+        path = directory / f"{os.getpid()}-{secrets.token_hex(4)}"
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        os.write(file, content)
+        fcntl.flock(file, fcntl.LOCK_EX)
+        if os.fstat(file).st_nlink:
+            return path, file
+        os.close(file)  # somebody saw it before it had its lock, and took it for a dead worker's

@@ -1,0 +1,218 @@
+"""Which steps have the cores of idle workers, and what is learnt of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvrelay.engine.config import WorkerConfig
+from kvrelay.engine.executor.prompt_threads import FEWEST_TOKENS, PromptThreads
+from kvrelay.engine.scheduler.speed_learner import SpeedLearner
+from kvrelay.engine.worker import machine_cores
+from kvrelay.engine.worker.loading import load_model
+from kvrelay.model_runner.kernels.kernel_threads import KernelThreads
+from kvrelay.model_runner.layers.linear import PanelLinear
+from kvrelay.wire.speeds import StepSpeeds, StepWork
+from kvrelay.wire.worker_info import WorkerRole
+from tests.checkpoints import make_checkpoint
+from tests.engine.simulation import Simulation
+
+CHUNK = StepWork.of_prompt(FEWEST_TOKENS)
+SPEEDS = StepSpeeds(0.004, 0.0006, 0.3e-6, 0.0012, 0.5e-6, 512)
+
+
+class Machine:
+    """Other workers of a machine, as they are told to be."""
+
+    def __init__(self, num_cores: int, busy: int = 0, idle: int = 0) -> None:
+        self.num_cores = num_cores
+        self.busy, self.idle = busy, idle
+        self.asked = 0
+        self.num_cpus = num_cores
+        self.others = 0
+        """Threads that run beside workers."""
+
+    def count_free_cpus(self, own: int) -> int:
+        return self.num_cpus - self.others
+
+    def find(self) -> None:
+        self.asked += 1
+
+    def count_threads(self) -> tuple[int, int]:
+        return self.busy, self.idle
+
+
+def threads_of(work: StepWork, machine: Machine, own: int = 1, most: int = 64) -> int:
+    """Those that a step begins with."""
+    threads = KernelThreads(own)
+    chooser = PromptThreads(threads, most, machine)
+    with chooser.chosen(work):
+        found = threads.count
+    assert threads.count == own
+    assert chooser.widening == found / own
+    return found
+
+
+@pytest.mark.parametrize(
+    ("machine", "own", "most", "expected"),
+    [
+        (Machine(2, idle=1), 1, 2, 2),
+        (Machine(2, busy=1), 1, 2, 1),
+        (Machine(8, idle=1), 1, 8, 2),  # cores that are no worker's are not touched
+        (Machine(8, idle=6, busy=1), 1, 8, 7),
+        (Machine(8, idle=7), 1, 4, 4),
+        (Machine(2, idle=2), 2, 2, 2),  # more threads than cores
+        (Machine(4, idle=2, busy=2), 2, 4, 2),
+        (Machine(4, idle=4, busy=4), 4, 4, 4),
+        (Machine(16, idle=4, busy=4), 4, 16, 8),
+        (Machine(2), 1, 2, 1),
+    ],
+)
+def test_a_prompt_has_the_threads_of_idle_workers(
+    machine: Machine, own: int, most: int, expected: int
+) -> None:
+    assert threads_of(CHUNK, machine, own, most) == expected
+
+
+def test_only_chunks_that_are_worth_it_have_them() -> None:
+    machine = Machine(2, idle=1)
+    assert threads_of(StepWork.of_prompt(FEWEST_TOKENS - 1), machine) == 1
+    assert threads_of(StepWork(rows=200, row_pairs=9000), machine) == 1
+    assert machine.asked == 0, "a step of decode does not even look"
+    beside_rows = StepWork(FEWEST_TOKENS, 10_000, rows=8, row_pairs=2000)
+    assert threads_of(beside_rows, machine) == 2
+
+
+def test_a_worker_that_begins_has_its_cores_back_at_the_next_layer() -> None:
+    threads, machine = KernelThreads(1), Machine(2, idle=1)
+    chooser, counts = PromptThreads(threads, 2, machine), []
+    with chooser.chosen(CHUNK):
+        for busy in (0, 1, 1, 0):
+            machine.busy, machine.idle = busy, 1 - busy
+            threads.renew()
+            counts.append(threads.count)
+    assert counts == [2, 1, 1, 2]
+    assert chooser.widening == 2
+    machine.busy, machine.idle = 1, 0
+    with chooser.chosen(CHUNK):
+        threads.renew()
+    assert chooser.widening == 1
+
+
+def test_whatever_else_runs_has_its_cores_back_too() -> None:
+    threads, machine = KernelThreads(1), Machine(4, idle=3)
+    chooser, counts = PromptThreads(threads, 4, machine), []
+    with chooser.chosen(CHUNK):
+        for others in (0, 1, 3, 9, 0):
+            machine.others = others
+            threads.renew()
+            counts.append(threads.count)
+    assert counts == [4, 3, 1, 1, 4]
+
+
+def test_a_forward_that_fails_gives_all_back() -> None:
+    threads, machine = KernelThreads(1), Machine(2, idle=1)
+    chooser = PromptThreads(threads, 2, machine)
+    with pytest.raises(MemoryError), chooser.chosen(CHUNK):
+        raise MemoryError
+    threads.renew()
+    assert threads.count == 1
+
+
+def seconds_of(tokens: int, learner: SpeedLearner) -> float:
+    return learner.speeds.prompt_seconds(tokens)
+
+
+def test_a_step_on_others_cores_stands_for_a_slower_one_until_there_is_another() -> None:
+    learner = SpeedLearner(512)
+    for tokens in (100, 200, 400) * 4:
+        work = StepWork.of_prompt(tokens)
+        learner.observe(work, SPEEDS.seconds_of(work) / 1.6, widening=2.0)
+    assert learner.speeds.prompts_known
+    for tokens in (100, 400):
+        expected = SPEEDS.prompt_seconds(tokens) * 2 / 1.6
+        assert seconds_of(tokens, learner) == pytest.approx(expected, rel=0.1)
+    assert learner.last_seconds == SPEEDS.prompt_seconds(400) / 1.6
+    for tokens in (100, 200, 400) * 4:
+        learner.observe(StepWork.of_prompt(tokens), SPEEDS.prompt_seconds(tokens))
+    known = learner.speeds
+    for tokens in (100, 400):
+        assert seconds_of(tokens, learner) == pytest.approx(SPEEDS.prompt_seconds(tokens), rel=0.02)
+    for tokens in (100, 200, 400) * 20:
+        learner.observe(StepWork.of_prompt(tokens), 0.001, widening=2.0)
+    assert learner.speeds == known
+    assert learner.last_seconds == 0.001
+
+
+def test_small_chunks_do_not_tell_what_large_ones_cost() -> None:
+    """They never have others' cores: to know them is not to know those that have."""
+    learner = SpeedLearner(512)
+    for _ in range(5):
+        learner.observe(StepWork.of_prompt(20), 0.1)
+        learner.observe(StepWork.of_prompt(400), SPEEDS.prompt_seconds(400) / 2, widening=2.0)
+    assert seconds_of(400, learner) == pytest.approx(SPEEDS.prompt_seconds(400), rel=0.1)
+
+
+class Said:
+    """What a worker says of itself."""
+
+    def __init__(self) -> None:
+        self.all = [False]
+
+    @property
+    def busy(self) -> bool:
+        return self.all[-1]
+
+    @busy.setter
+    def busy(self, busy: bool) -> None:
+        if busy != self.all[-1]:
+            self.all.append(busy)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_worker_is_busy_while_it_computes_and_not_while_it_waits_for_kv(overlap: bool) -> None:
+    """And between two of its steps."""
+    simulation = Simulation(0, page_size=4, pages=64, rows=4, chunk=16, workers=1, overlap=overlap)
+    [prefill], [decode] = simulation.prefills, simulation.decodes
+    of_prefill, of_decode = Said(), Said()
+    prefill.engine._cores, decode.engine._cores = of_prefill, of_decode
+    simulation.submit(list(range(50)), 6)
+    while not of_decode.busy:
+        assert of_decode.all == [False]
+        simulation.step()
+    assert of_prefill.all == [False, True, False]
+    simulation.run()
+    assert of_prefill.all == of_decode.all == [False, True, False]
+
+
+@pytest.mark.parametrize(
+    ("options", "chooses"),
+    [
+        ({}, False),
+        ({"prompt_threads": 2}, True),
+        ({"prompt_threads": 100}, True),
+        ({"prompt_threads": 1}, False),
+        ({"threads": 2}, False),
+        ({"threads": 2, "prompt_threads": 100}, False),
+        ({"dtype": "float32", "prompt_threads": 2}, False),
+        ({"dtype": "float16", "prompt_threads": 2}, False),
+    ],
+)
+def test_who_may_have_others_cores(
+    options: dict[str, Any],
+    chooses: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On two cores; and everybody says when it computes."""
+    monkeypatch.setattr(machine_cores, "directory_of_user", lambda: tmp_path / "cores")
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1})
+    path = make_checkpoint(tmp_path / "llama")
+    config = WorkerConfig("a0", WorkerRole.AGGREGATED, path, "tiny", kv_memory=1 << 20, **options)
+    model = load_model(config)
+    assert model.cores is not None
+    assert (model.executor._prompt_threads is not None) == (chooses and model.runner.shares_prompts)
+    assert model.runner.shares_prompts == PanelLinear.runs(model.runner.device, model.runner.dtype)
+    model.cores.close()
