@@ -59,6 +59,11 @@ def pytest_collection() -> Generator[None, object, object]:
         gc.enable()
 
 
+def pytest_unconfigure() -> None:
+    """Libraries tell of what they think is leaked, if Python cannot collect it at the end."""
+    gc.unfreeze()
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Slow tests of clusters of Ray are alone; the others wait most of the time for processes."""
     for item in items:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Final, Protocol
 
@@ -12,6 +14,11 @@ from kvrelay.wire.speeds import StepWork
 FEWEST_TOKENS: Final = 64
 """Of prompts in a step that other workers' cores are worth: with fewer, most of its time is spent
 reading weights and on what only one thread does."""
+_LATE_LAYERS: Final = 2
+"""With borrowed threads and no faster than without: the step borrows no more after so many."""
+_FIRST_PAUSE: Final = 1.0
+_LONGEST_PAUSE: Final = 60.0
+"""Seconds until a step tries again, each time twice as many, up to the latter."""
 
 
 class Neighbours(Protocol):
@@ -20,13 +27,6 @@ class Neighbours(Protocol):
     @property
     def num_cores(self) -> int:
         """Cores that this worker's process may run on."""
-        ...
-
-    def count_free_cpus(self, own: int) -> int:
-        """CPUs of the whole machine that nothing runs on but `own` threads of this worker.
-
-        Some microseconds. Less than `own`, even than 0, where threads wait for a CPU.
-        """
         ...
 
     def find(self) -> None:
@@ -41,20 +41,37 @@ class Neighbours(Protocol):
 class PromptThreads:
     """Chooses the threads of a step: `ModelExecutor` has it do so for each.
 
-    Threads are borrowed for a layer at a time. A worker that begins to compute has its cores back
-    when the layer ends in which it began; so has anything else that runs on the machine. All
-    threads have to come to the end of each product: one that waits for a CPU holds up the others.
+    Threads are borrowed for a layer at a time: a worker that begins to compute has its cores back
+    when the layer ends in which it began. Of anything else that runs on the machine nobody knows,
+    and it can make a layer slower than the worker's own threads would: all threads have to come to
+    the end of each product, and one that waits for a CPU holds up the others. So the first layer
+    of a step has the worker's own threads, and tells what others must be faster than. If they are
+    not, the step goes on without, and so do those that come soon.
 
     Args:
         threads: those of the model, and of its draft model.
         most: threads of a step.
         neighbours: whose cores may be borrowed.
+        clock: in seconds.
     """
 
-    def __init__(self, threads: KernelThreads, most: int, neighbours: Neighbours) -> None:
+    def __init__(
+        self,
+        threads: KernelThreads,
+        most: int,
+        neighbours: Neighbours,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
         self._threads = threads
         self._most = most
         self._neighbours = neighbours
+        self._clock = clock
+        self._resume_at = -math.inf
+        self._pause = _FIRST_PAUSE
+        self._layers = 0
+        self._layer_began = 0.0
+        self._own_seconds = math.inf
+        self._late_layers = 0
         self.widening = 1.0
         """How many times its own threads the latest step had, at most."""
 
@@ -62,17 +79,38 @@ class PromptThreads:
     def chosen(self, work: StepWork) -> Iterator[None]:
         """Compute a step here: with its own threads, and with those that it may borrow."""
         self.widening = 1.0
-        if work.prompt_tokens < FEWEST_TOKENS or self._most <= self._threads.own:
+        is_small = work.prompt_tokens < FEWEST_TOKENS or self._most <= self._threads.own
+        if is_small or self._clock() < self._resume_at:
             yield
             return
         self._neighbours.find()
+        self._layers = self._late_layers = 0
         with self._threads.widened(self._offer) as most:
             yield
             self.widening = most() / self._threads.own
+        if self._gives_up:
+            self._resume_at = self._clock() + self._pause
+            self._pause = min(2 * self._pause, _LONGEST_PAUSE)
+        elif self.widening > 1:
+            self._pause = _FIRST_PAUSE
+
+    @property
+    def _gives_up(self) -> bool:
+        return self._late_layers >= _LATE_LAYERS
 
     def _offer(self) -> int:
-        """Threads that a step may have now, perhaps fewer than the worker's own."""
+        """Threads that the next layer may have, perhaps fewer than the worker's own."""
+        own = self._threads.own
+        now = self._clock()
+        seconds, self._layer_began = now - self._layer_began, now
+        self._layers += 1
+        if self._layers == 1:
+            return own
+        if self._layers == 2:
+            self._own_seconds = seconds
+        elif self._threads.count > own and seconds >= self._own_seconds:
+            self._late_layers += 1
+        if self._gives_up:
+            return own
         busy, idle = self._neighbours.count_threads()
-        free_cores = self._neighbours.num_cores - busy
-        free_cpus = self._neighbours.count_free_cpus(self._threads.count)
-        return min(self._most, self._threads.own + idle, free_cores, free_cpus)
+        return min(self._most, own + idle, self._neighbours.num_cores - busy)

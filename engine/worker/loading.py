@@ -164,7 +164,7 @@ def _prompt_threads(
     """What chooses the threads of steps with prompts; None: these have the worker's own."""
     if cores is None or not runner.shares_prompts:
         return None
-    most = min(config.prompt_threads or config.threads, cores.num_cores)
+    most = min(config.prompt_threads or cores.num_cores, cores.num_cores)
     if most <= config.threads:
         return None
     return PromptThreads(runner.kernel_threads, most, cores)

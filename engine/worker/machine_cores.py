@@ -24,8 +24,6 @@ from typing import Final
 logger = logging.getLogger(__name__)
 
 _SHARED_MEMORY: Final = Path("/dev/shm")  # noqa: S108
-_RUNNING: Final = Path("/proc/loadavg")
-"""Its fourth word: threads of the machine that run or wait for a CPU now, and all of them."""
 _MAGIC: Final = b"KRC1"
 _RECORD: Final = struct.Struct("<?3x4sI128s")
 """Whether it computes, `_MAGIC`, its threads, a bit for each core that it may run on."""
@@ -53,7 +51,6 @@ class MachineCores:
     """
 
     def __init__(self, threads: int, directory: Path) -> None:
-        self._num_cpus = os.cpu_count() or 1
         cores = os.sched_getaffinity(0)
         self.num_cores = len(cores)
         """Cores that this process may run on."""
@@ -64,7 +61,6 @@ class MachineCores:
         self._path, self._file = _create(directory, _RECORD.pack(False, _MAGIC, threads, bits))
         self._memory = mmap.mmap(self._file, _RECORD.size)
         self._others: dict[str, _Other] = {}
-        self._running = os.open(_RUNNING, os.O_RDONLY | os.O_CLOEXEC)
 
     @classmethod
     def join(cls, threads: int) -> MachineCores | None:
@@ -83,11 +79,6 @@ class MachineCores:
     @busy.setter
     def busy(self, busy: bool) -> None:
         self._memory[_BUSY] = busy
-
-    def count_free_cpus(self, own: int) -> int:
-        """CPUs of the machine that nothing runs on but `own` threads of this worker; see there."""
-        running = int(os.pread(self._running, 128, 0).split()[3].partition(b"/")[0])
-        return self._num_cpus - (running - own)
 
     def find(self) -> None:
         """See which workers have come and which have gone; removes the files of those that died."""
@@ -126,7 +117,6 @@ class MachineCores:
         with contextlib.suppress(OSError):
             self._path.unlink()
         os.close(self._file)
-        os.close(self._running)
         for other in self._others.values():
             other.close()
         self._others.clear()

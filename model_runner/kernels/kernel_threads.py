@@ -28,19 +28,18 @@ class KernelThreads:
 
     @contextmanager
     def widened(self, offer: Callable[[], int]) -> Iterator[Callable[[], int]]:
-        """Let them have as many threads as `offer` says, but not less than their own.
+        """Let layers have as many threads as `offer` says, but not less than their own.
 
         Yields a function that tells how many they have had at most so far.
         """
         self._offer, self._most = offer, self.own
-        self.renew()
         try:
             yield lambda: self._most
         finally:
             self._offer, self.count = None, self.own
 
     def renew(self) -> None:
-        """Ask again how many there are, if there may be more than their own; before each layer."""
+        """Ask how many there are, if there may be more than their own; before each layer."""
         if self._offer is not None:
             self.count = max(self._offer(), self.own)
             self._most = max(self._most, self.count)

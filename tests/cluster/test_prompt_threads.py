@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from kvrelay.engine.executor import prompt_threads
 from kvrelay.engine.worker import machine_cores
 from kvrelay.model_runner.layers.linear import PanelLinear
 from kvrelay.model_runner.torch_options import parse_dtype
@@ -33,8 +35,7 @@ async def test_a_lone_prompt_has_both_cores_and_none_beside_a_request_that_gener
 ) -> None:
     monkeypatch.setattr(machine_cores, "directory_of_user", lambda: tmp_path / "cores")
     monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1})
-    monkeypatch.setattr(machine_cores, "_RUNNING", tmp_path / "loadavg")
-    (tmp_path / "loadavg").write_text("0.00 0.00 0.00 0/100 1\n")
+    monkeypatch.setattr(prompt_threads, "_LATE_LAYERS", math.inf)  # whatever else runs here
     options: dict[str, Any] = {"dtype": dtype, "prompt_threads": 2, "kv_memory": 8 << 20}
     async with in_process(tiny, **options) as cluster:
         shares = PanelLinear.runs(torch.device("cpu"), parse_dtype(dtype))

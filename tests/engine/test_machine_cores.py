@@ -104,27 +104,6 @@ def test_others_are_seen_to_compute_at_once(cores: MachineCores, directory: Path
         assert found(cores) == (0, 0)
 
 
-def test_what_runs_beside_a_worker_leaves_fewer_cpus(
-    directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    running = tmp_path / "loadavg"
-    running.write_text("0.00 1.01 0.05 1/345 6789\n")
-    monkeypatch.setattr(machine_cores, "_RUNNING", running)
-    monkeypatch.setattr("os.cpu_count", lambda: 4)
-    with closing(MachineCores(THREADS, directory)) as cores:
-        assert cores.count_free_cpus(1) == 4
-        running.write_text("0.00 1.01 0.05 3/345 6789\n")
-        assert cores.count_free_cpus(1) == 2
-        assert cores.count_free_cpus(3) == 4
-        running.write_text("0.00 1.01 0.05 12/345 6789\n")
-        assert cores.count_free_cpus(2) == -6
-
-
-def test_the_kernel_says_what_runs(cores: MachineCores) -> None:
-    """This test, at least."""
-    assert cores.count_free_cpus(0) < (os.cpu_count() or 1)
-
-
 def test_two_workers_of_one_process_are_two(cores: MachineCores, directory: Path) -> None:
     with closing(MachineCores(THREADS, directory)) as other:
         other.busy = True

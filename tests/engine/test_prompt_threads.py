@@ -30,12 +30,6 @@ class Machine:
         self.num_cores = num_cores
         self.busy, self.idle = busy, idle
         self.asked = 0
-        self.num_cpus = num_cores
-        self.others = 0
-        """Threads that run beside workers."""
-
-    def count_free_cpus(self, own: int) -> int:
-        return self.num_cpus - self.others
 
     def find(self) -> None:
         self.asked += 1
@@ -45,10 +39,13 @@ class Machine:
 
 
 def threads_of(work: StepWork, machine: Machine, own: int = 1, most: int = 64) -> int:
-    """Those that a step begins with."""
+    """Those that a step's second layer has."""
     threads = KernelThreads(own)
     chooser = PromptThreads(threads, most, machine)
     with chooser.chosen(work):
+        threads.renew()
+        assert threads.count == own
+        threads.renew()
         found = threads.count
     assert threads.count == own
     assert chooser.widening == found / own
@@ -85,31 +82,60 @@ def test_only_chunks_that_are_worth_it_have_them() -> None:
     assert threads_of(beside_rows, machine) == 2
 
 
+class Layers:
+    """Steps of layers that take as long as they are told to, on two cores, one of them idle."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+        self.threads, self.machine = KernelThreads(1), Machine(2, idle=1)
+        self.chooser = PromptThreads(self.threads, 2, self.machine, lambda: self.now)
+
+    def step(self, *seconds: float) -> list[int]:
+        """The threads of each layer, which takes so many seconds."""
+        counts = []
+        with self.chooser.chosen(CHUNK):
+            for one in seconds:
+                self.threads.renew()
+                counts.append(self.threads.count)
+                self.now += one
+        assert self.chooser.widening == max(counts)
+        return counts
+
+
 def test_a_worker_that_begins_has_its_cores_back_at_the_next_layer() -> None:
-    threads, machine = KernelThreads(1), Machine(2, idle=1)
-    chooser, counts = PromptThreads(threads, 2, machine), []
-    with chooser.chosen(CHUNK):
-        for busy in (0, 1, 1, 0):
-            machine.busy, machine.idle = busy, 1 - busy
-            threads.renew()
-            counts.append(threads.count)
-    assert counts == [2, 1, 1, 2]
-    assert chooser.widening == 2
-    machine.busy, machine.idle = 1, 0
-    with chooser.chosen(CHUNK):
-        threads.renew()
-    assert chooser.widening == 1
+    layers, counts = Layers(), []
+    with layers.chooser.chosen(CHUNK):
+        for busy in (0, 0, 1, 1, 0):
+            layers.machine.busy, layers.machine.idle = busy, 1 - busy
+            layers.threads.renew()
+            counts.append(layers.threads.count)
+            layers.now += 1 / layers.threads.count
+    assert counts == [1, 2, 1, 1, 2]
+    assert layers.chooser.widening == 2
+    layers.machine.busy, layers.machine.idle = 1, 0
+    assert layers.step(1, 1, 1) == [1, 1, 1]
 
 
-def test_whatever_else_runs_has_its_cores_back_too() -> None:
-    threads, machine = KernelThreads(1), Machine(4, idle=3)
-    chooser, counts = PromptThreads(threads, 4, machine), []
-    with chooser.chosen(CHUNK):
-        for others in (0, 1, 3, 9, 0):
-            machine.others = others
-            threads.renew()
-            counts.append(threads.count)
-    assert counts == [4, 3, 1, 1, 4]
+def test_cores_that_make_layers_no_faster_are_given_back() -> None:
+    """Something that is no worker computes there. One such layer is a chance."""
+    layers = Layers()
+    assert layers.step(1.0, 0.6, 5.0, 0.6, 0.6) == [1, 2, 2, 2, 2]
+    assert layers.step(1.0, 0.6, 1.0, 2.0, 1.0, 1.0) == [1, 2, 2, 2, 1, 1]
+
+
+def test_what_comes_soon_after_does_not_try_again() -> None:
+    layers, slow, quick = Layers(), (1.0, 2.0, 2.0, 0.0), (1.0, 0.5, 0.5)
+    for pause in (1, 2, 4, 8, 16, 32, 60, 60):
+        assert layers.step(*slow) == [1, 2, 2, 1]
+        asked = layers.machine.asked
+        layers.now += pause - 0.5
+        assert layers.step(0.1, 0.1, 0.1) == [1, 1, 1]
+        assert layers.machine.asked == asked
+        layers.now += 0.5
+    assert layers.step(*quick) == [1, 2, 2]
+    assert layers.step(*slow) == [1, 2, 2, 1]
+    layers.now += 1.0
+    assert layers.step(*quick) == [1, 2, 2], "the pauses begin anew"
 
 
 def test_a_forward_that_fails_gives_all_back() -> None:
@@ -190,7 +216,7 @@ def test_a_worker_is_busy_while_it_computes_and_not_while_it_waits_for_kv(overla
 @pytest.mark.parametrize(
     ("options", "chooses"),
     [
-        ({}, False),
+        ({}, True),
         ({"prompt_threads": 2}, True),
         ({"prompt_threads": 100}, True),
         ({"prompt_threads": 1}, False),
