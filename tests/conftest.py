@@ -49,7 +49,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 def pytest_collection() -> Generator[None, object, object]:
     """What collecting makes stays: to look for garbage in it took a third of the time.
 
-    Nor do the tests look there later, when each of them leaves garbage of its own.
+    Nor do the tests look through it later, when each of them leaves garbage of its own.
     """
     gc.disable()
     try:
@@ -60,7 +60,7 @@ def pytest_collection() -> Generator[None, object, object]:
 
 
 def pytest_unconfigure() -> None:
-    """Libraries tell of what they think is leaked, if Python cannot collect it at the end."""
+    """Otherwise libraries report as leaked what Python cannot collect at the end."""
     gc.unfreeze()
 
 

@@ -69,7 +69,7 @@ _EXPLAINED = {
     "Goodput": (
         f"The highest rate of Poisson arrivals at which {ATTAINED_SHARE:.0%} of all requests meet"
         " both limits, on the time to the first token and on the request's mean inter-token"
-        " latency: so many times the better engine's medians while it serves one request at a time."
+        " latency: a multiple of the better engine's medians while it serves one request at a time."
     ),
     "Interference": (
         "The inter-token latencies (ms) of eight steady streams, alone and while prompts of 1,024"

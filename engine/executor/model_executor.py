@@ -202,7 +202,6 @@ class ModelExecutor:
         streams: of the model's device.
         draw: samples on the device; None: the host samples, and each step waits for its logits.
         counts: that `draw` reads; None: a step with penalties waits for the tokens before it.
-        prompt_threads: chooses the threads of each step; None: all have the same.
     """
 
     def __init__(
@@ -214,7 +213,6 @@ class ModelExecutor:
         streams: Streams | None = None,
         draw: Draw | None = None,
         counts: TokenCounts | None = None,
-        prompt_threads: PromptThreads | None = None,
     ) -> None:
         self._model = model
         self._copy = copy
@@ -224,7 +222,8 @@ class ModelExecutor:
         self._staging = self._streams.make_staging()
         self._draw = draw
         self._counted = None if counts is None else CountedRows(counts)
-        self._prompt_threads = prompt_threads
+        self.prompt_threads: PromptThreads | None = None
+        """Chooses the threads of each step; None: all have the same."""
 
     def copy(self, copies: Sequence[PageCopy]) -> None:
         """See `Executor`. Raises whatever the copy raises."""
@@ -311,7 +310,7 @@ class ModelExecutor:
         if not self._streams.is_immediate:
             awaited = find_awaited(items, batch.query_start, staging)
             batch = stage(batch, staging)
-        threads = self._prompt_threads
+        threads = self.prompt_threads
         with nullcontext() if threads is None else threads.chosen(launched.work):
             forward.launch(partial(self._forward, launched, batch, awaited))
             self._follow(items, tables)

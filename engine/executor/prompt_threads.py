@@ -42,11 +42,13 @@ class PromptThreads:
     """Chooses the threads of a step: `ModelExecutor` has it do so for each.
 
     Threads are borrowed for a layer at a time: a worker that begins to compute has its cores back
-    when the layer ends in which it began. Of anything else that runs on the machine nobody knows,
-    and it can make a layer slower than the worker's own threads would: all threads have to come to
-    the end of each product, and one that waits for a CPU holds up the others. So the first layer
-    of a step has the worker's own threads, and tells what others must be faster than. If they are
-    not, the step goes on without, and so do those that come soon.
+    when the layer ends in which it began. Several busy ones share the idle ones' cores.
+
+    Of anything else that runs on the machine nobody knows, and it can make a layer slower than the
+    worker's own threads would: all threads have to come to the end of each product, and one that
+    waits for a CPU holds up the others. So the first layer of a step has the worker's own threads,
+    and tells what others must be faster than. If they are not, the step goes on without, and so do
+    those that come soon.
 
     Args:
         threads: those of the model, and of its draft model.
@@ -79,8 +81,7 @@ class PromptThreads:
     def chosen(self, work: StepWork) -> Iterator[None]:
         """Compute a step here: with its own threads, and with those that it may borrow."""
         self.widening = 1.0
-        is_small = work.prompt_tokens < FEWEST_TOKENS or self._most <= self._threads.own
-        if is_small or self._clock() < self._resume_at:
+        if work.prompt_tokens < FEWEST_TOKENS or self._clock() < self._resume_at:
             yield
             return
         self._neighbours.find()
@@ -113,4 +114,6 @@ class PromptThreads:
         if self._gives_up:
             return own
         busy, idle = self._neighbours.count_threads()
-        return min(self._most, own + idle, self._neighbours.num_cores - busy)
+        # Who is busy may borrow as well: each has a part, by its threads.
+        borrowed = idle * own // (own + busy)
+        return min(self._most, own + borrowed, self._neighbours.num_cores - busy)

@@ -95,8 +95,8 @@ class StepEnded(Generic[RequestT_co]):
     error: ForwardFailedError | None = None
     """The forward has failed as a whole."""
     widening: float = 1.0
-    """How many times the worker's own threads computed it, at most: the others' cores are idle
-    workers'."""
+    """How many times the worker's own threads it had, at most; the others ran on cores of idle
+    workers."""
 
     @property
     def failure(self) -> Exception | None:

@@ -86,7 +86,7 @@ class SpeedLearner:
             self._fit()
 
     def _forget_widened(self) -> None:
-        """Steps as large were measured on the worker's own cores."""
+        """Steps that could have had others' cores were measured without them."""
         if not self._knows_own_prompts:
             self._knows_own_prompts = True
             self._kinds = {key: kind for key, kind in self._kinds.items() if not key[0]}

@@ -18,6 +18,7 @@ from tokenizers import Tokenizer
 from kvrelay.engine.config import WorkerConfig
 from kvrelay.engine.executor.copy_thread import CopyThread, measure_bytes_per_second
 from kvrelay.engine.executor.forward_thread import ForwardThread
+from kvrelay.engine.executor.prompt_threads import PromptThreads
 from kvrelay.engine.executor.step import Executor
 from kvrelay.engine.executor.storage_thread import StorageThread
 from kvrelay.engine.faults import FaultPlan
@@ -46,6 +47,7 @@ from kvrelay.mem_cache.pinned_pools import PinnedPools
 from kvrelay.mem_cache.prefix_log import PageListener
 from kvrelay.mem_cache.storage_tier import StorageTier
 from kvrelay.mem_cache.tier_speed import TierSpeed
+from kvrelay.model_runner.runner import ModelRunner
 from kvrelay.wire.worker_info import WorkerRole
 
 RequestT = TypeVar("RequestT", bound=Request)
@@ -206,6 +208,8 @@ def assemble(
         executor = FaultyExecutor(executor, faults)
     if black_box is not None:
         executor = RecordingExecutor(executor, black_box)
+    cores = MachineCores.join(config.threads) if model.runner.device.type == "cpu" else None
+    model.executor.prompt_threads = make_prompt_threads(config, model.runner, cores)
     forward: ForwardThread[Any] = ForwardThread(executor, inbox.post, on_failure, model.streams)
     engine: Engine[Any, Any] = Engine(
         context,
@@ -215,11 +219,21 @@ def assemble(
         overlap=config.overlap,
         audit_pages=config.audit_pages,
         load_seconds=INTERVAL_SECONDS,
-        cores=model.cores,
+        cores=cores,
     )
     thread = EngineThread(engine, inbox, on_failure)
     threads = (forward, thread, copies, storage)
-    return Assembly(inbox, metrics, agent, kv_cache, plugin, *threads, model.pinned, model.cores)
+    return Assembly(inbox, metrics, agent, kv_cache, plugin, *threads, model.pinned, cores)
+
+
+def make_prompt_threads(
+    config: WorkerConfig, runner: ModelRunner, cores: MachineCores | None
+) -> PromptThreads | None:
+    """What chooses the threads of steps with prompts; None: these have the worker's own."""
+    if cores is None or not runner.shares_prompts:
+        return None
+    most = min(config.prompt_threads or cores.num_cores, cores.num_cores)
+    return PromptThreads(runner.kernel_threads, most, cores) if most > config.threads else None
 
 
 def _make_copy_thread(model: LoadedModel, inbox: Inbox[Any]) -> CopyThread | None:

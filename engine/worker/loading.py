@@ -14,9 +14,7 @@ from kvrelay.engine.config import Speculation, WorkerConfig
 from kvrelay.engine.executor.drafters import ModelDrafter, NgramDrafter
 from kvrelay.engine.executor.grammar_masks import GrammarMasks
 from kvrelay.engine.executor.model_executor import Drafter, ModelExecutor, PageCopier
-from kvrelay.engine.executor.prompt_threads import PromptThreads
 from kvrelay.engine.worker.device_memory import CudaMemory, DeviceMemory, MemoryUse
-from kvrelay.engine.worker.machine_cores import MachineCores
 from kvrelay.engine.worker.memory import check_tiers, divide_memory, make_host_pools, pin_host_pools
 from kvrelay.kv_transfer.cuda_memory import outside_expandable_segments
 from kvrelay.kv_transfer.scratch import probe_bytes
@@ -59,9 +57,6 @@ class LoadedModel:
     """Of what was loaded."""
     grammars: Grammars
     """What compiles the grammars of structured outputs."""
-    cores: MachineCores | None
-    """The machine's, which its workers share; None on a GPU, or where that cannot be. Whoever ends
-    the forwards closes this."""
 
 
 def load_model(
@@ -128,11 +123,7 @@ def load_model(
     masks = GrammarMasks(grammars.prepare, vocab_size)
     streams = make_streams(runner.device)
     draw = None if counts is None else partial(device_sampler.launch, counts=counts.entries)
-    cores = MachineCores.join(config.threads) if runner.device.type == "cpu" else None
-    threads = _prompt_threads(config, runner, cores)
-    executor = ModelExecutor(
-        runner, PageCopier(pools), drafter, masks, streams, draw, counts, threads
-    )
+    executor = ModelExecutor(runner, PageCopier(pools), drafter, masks, streams, draw, counts)
     limit = min(config.max_model_len or runner.max_model_len, runner.max_model_len)
     digest = ModelDigest(
         config=runner.config_digest,
@@ -154,20 +145,7 @@ def load_model(
         limit,
         digest,
         grammars,
-        cores,
     )
-
-
-def _prompt_threads(
-    config: WorkerConfig, runner: ModelRunner, cores: MachineCores | None
-) -> PromptThreads | None:
-    """What chooses the threads of steps with prompts; None: these have the worker's own."""
-    if cores is None or not runner.shares_prompts:
-        return None
-    most = min(config.prompt_threads or cores.num_cores, cores.num_cores)
-    if most <= config.threads:
-        return None
-    return PromptThreads(runner.kernel_threads, most, cores)
 
 
 def make_counts(config: WorkerConfig, runner: ModelRunner) -> TokenCounts | None:

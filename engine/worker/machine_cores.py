@@ -30,6 +30,7 @@ _RECORD: Final = struct.Struct("<?3x4sI128s")
 _BUSY: Final = 0
 """The place of the first of these."""
 _MOST_CORES: Final = 8 * 128
+_CLOSED: Final = -1
 
 
 def directory_of_user() -> Path:
@@ -113,10 +114,16 @@ class MachineCores:
         return busy, idle
 
     def close(self) -> None:
-        """Leave. Forwards have ended; what the engine still says of itself goes nowhere."""
+        """Leave, once or again. Forwards have ended.
+
+        The memory stays, and the lock with it: what the engine still says of itself goes nowhere.
+        """
+        file, self._file = self._file, _CLOSED
+        if file == _CLOSED:
+            return
         with contextlib.suppress(OSError):
             self._path.unlink()
-        os.close(self._file)
+        os.close(file)
         for other in self._others.values():
             other.close()
         self._others.clear()
@@ -155,7 +162,7 @@ class _Other:
         """Whether its process holds the lock. If not, this one has it until `close`."""
         try:
             fcntl.flock(self.file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
+        except OSError:  # most often that somebody has it
             return True
         return False
 
@@ -179,8 +186,13 @@ def _create(directory: Path, content: bytes) -> tuple[Path, int]:
     while True:
         path = directory / f"{os.getpid()}-{secrets.token_hex(4)}"
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        os.write(file, content)
-        fcntl.flock(file, fcntl.LOCK_EX)
+        try:
+            os.write(file, content)
+            fcntl.flock(file, fcntl.LOCK_EX)
+        except OSError:
+            path.unlink()
+            os.close(file)
+            raise
         if os.fstat(file).st_nlink:
             return path, file
         os.close(file)  # somebody saw it before it had its lock, and took it for a dead worker's

@@ -56,14 +56,15 @@ class KernelLocator:
     It has the methods of numba's own locators.
     """
 
-    def __init__(self, first_line: int) -> None:
+    def __init__(self, file: str, first_line: int) -> None:
+        self._py_file = file  # numba names it where it warns that a kernel cannot be kept
         self._first_line = first_line
         self._folder = numba.config.CACHE_DIR
 
     @classmethod
-    def from_function(cls, function: Any, _file: str) -> Self:
+    def from_function(cls, function: Any, file: str) -> Self:
         """Make the locator of one function."""
-        return cls(function.__code__.co_firstlineno)
+        return cls(file, function.__code__.co_firstlineno)
 
     def ensure_cache_path(self) -> None:
         """Make the folder again, should it be gone."""

@@ -170,6 +170,8 @@ def test_the_host_stays_pinned_while_a_thread_may_use_it(
         SimpleNamespace(close=lambda seconds: None, has_ended=name != stuck)
         for name in ("engine", "forward", "agent")
     )
+    left: list[bool] = []
+    cores = SimpleNamespace(close=lambda: left.append(True))
     parts: Any = SimpleNamespace(
         engine=engine,
         forward=forward,
@@ -177,11 +179,13 @@ def test_the_host_stays_pinned_while_a_thread_may_use_it(
         storage=None,
         agent=agent,
         pinned=pinned,
+        cores=cores,
     )
     copies.to_host(1, 0, 0)
     if not hangs:
         may_end.set()
     Assembly.stop_threads(parts)
+    assert bool(left) is not (hangs or bool(stuck)), "the machine's workers see it"
     assert bool(pinning.pinned) is (hangs or bool(stuck))
     may_end.set()
     copies.thread._thread.join(WAIT_S)

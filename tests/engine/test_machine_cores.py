@@ -104,6 +104,15 @@ def test_others_are_seen_to_compute_at_once(cores: MachineCores, directory: Path
         assert found(cores) == (0, 0)
 
 
+def test_to_leave_twice_closes_nothing_of_others(directory: Path) -> None:
+    cores = MachineCores(THREADS, directory)
+    cores.close()
+    with (directory / "other").open("w") as other:
+        cores.close()
+        other.write("open")
+    cores.busy = True
+
+
 def test_two_workers_of_one_process_are_two(cores: MachineCores, directory: Path) -> None:
     with closing(MachineCores(THREADS, directory)) as other:
         other.busy = True

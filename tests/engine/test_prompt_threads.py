@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,11 @@ import pytest
 from kvrelay.engine.config import WorkerConfig
 from kvrelay.engine.executor.prompt_threads import FEWEST_TOKENS, PromptThreads
 from kvrelay.engine.scheduler.speed_learner import SpeedLearner
-from kvrelay.engine.worker import machine_cores
-from kvrelay.engine.worker.loading import load_model
+from kvrelay.engine.worker.assembly import make_prompt_threads
+from kvrelay.engine.worker.machine_cores import MachineCores
 from kvrelay.model_runner.kernels.kernel_threads import KernelThreads
 from kvrelay.model_runner.layers.linear import PanelLinear
+from kvrelay.model_runner.runner import ModelRunner
 from kvrelay.wire.speeds import StepSpeeds, StepWork
 from kvrelay.wire.worker_info import WorkerRole
 from tests.checkpoints import make_checkpoint
@@ -58,12 +60,12 @@ def threads_of(work: StepWork, machine: Machine, own: int = 1, most: int = 64) -
         (Machine(2, idle=1), 1, 2, 2),
         (Machine(2, busy=1), 1, 2, 1),
         (Machine(8, idle=1), 1, 8, 2),  # cores that are no worker's are not touched
-        (Machine(8, idle=6, busy=1), 1, 8, 7),
+        (Machine(8, idle=6, busy=1), 1, 8, 4),  # the busy one may borrow as many
         (Machine(8, idle=7), 1, 4, 4),
         (Machine(2, idle=2), 2, 2, 2),  # more threads than cores
         (Machine(4, idle=2, busy=2), 2, 4, 2),
         (Machine(4, idle=4, busy=4), 4, 4, 4),
-        (Machine(16, idle=4, busy=4), 4, 16, 8),
+        (Machine(16, idle=4, busy=4), 4, 16, 6),
         (Machine(2), 1, 2, 1),
     ],
 )
@@ -232,13 +234,13 @@ def test_who_may_have_others_cores(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """On two cores; and everybody says when it computes."""
-    monkeypatch.setattr(machine_cores, "directory_of_user", lambda: tmp_path / "cores")
+    """On two cores."""
     monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1})
     path = make_checkpoint(tmp_path / "llama")
     config = WorkerConfig("a0", WorkerRole.AGGREGATED, path, "tiny", kv_memory=1 << 20, **options)
-    model = load_model(config)
-    assert model.cores is not None
-    assert (model.executor._prompt_threads is not None) == (chooses and model.runner.shares_prompts)
-    assert model.runner.shares_prompts == PanelLinear.runs(model.runner.device, model.runner.dtype)
-    model.cores.close()
+    runner = ModelRunner(path, config.dtype, "cpu", config.threads)
+    with closing(MachineCores(config.threads, tmp_path / "cores")) as cores:
+        found = make_prompt_threads(config, runner, cores)
+    assert (found is not None) == (chooses and runner.shares_prompts)
+    assert runner.shares_prompts == PanelLinear.runs(runner.device, runner.dtype)
+    assert make_prompt_threads(config, runner, None) is None
