@@ -65,12 +65,17 @@ class MachineCores:
 
     @classmethod
     def join(cls, threads: int) -> MachineCores | None:
-        """Join the machine's workers; None: that cannot be, and a line in the log says why."""
+        """Join the machine's workers; None: that cannot be, and a line in the log says why.
+
+        What workers that died have left is removed.
+        """
         try:
-            return cls(threads, directory_of_user())
+            cores = cls(threads, directory_of_user())
         except OSError as error:
             logger.warning("no cores are shared with other workers (--prompt-threads): %s", error)
             return None
+        cores.find()
+        return cores
 
     @property
     def busy(self) -> bool:

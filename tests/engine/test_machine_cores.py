@@ -133,12 +133,17 @@ def test_a_killed_worker_does_not_compute_and_its_file_goes(
         assert len(list(directory.iterdir())) == 1
 
 
-def test_a_dead_workers_file_that_was_never_seen_goes_too(directory: Path) -> None:
+def test_a_dead_workers_file_that_was_never_seen_goes_too(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with neighbour(directory) as other:
         other.do("busy")
         other.kill()
-    with closing(MachineCores(THREADS, directory)) as cores:
-        assert found(cores) == (0, 0)
+    monkeypatch.setattr(machine_cores, "directory_of_user", lambda: directory)
+    joined = MachineCores.join(THREADS)
+    assert joined is not None
+    with closing(joined) as cores:
+        assert cores.count_threads() == (0, 0)
         assert len(list(directory.iterdir())) == 1
     assert not list(directory.iterdir())
 
