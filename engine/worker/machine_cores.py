@@ -59,8 +59,8 @@ class MachineCores:
         self._directory = directory
         _make_private(directory)
         bits = self._cores.to_bytes(_MOST_CORES // 8, "little")
-        self._path, self._file = _create(directory, _RECORD.pack(False, _MAGIC, threads, bits))
-        self._memory = mmap.mmap(self._file, _RECORD.size)
+        record = _RECORD.pack(False, _MAGIC, threads, bits)
+        self._path, self._file, self._memory = _create(directory, record)
         self._others: dict[str, _Other] = {}
 
     @classmethod
@@ -186,18 +186,20 @@ def _make_private(directory: Path) -> None:
         raise PermissionError(f"{directory} is not a directory of this user alone")
 
 
-def _create(directory: Path, content: bytes) -> tuple[Path, int]:
-    """A file of this process with `content`, and with its lock."""
+def _create(directory: Path, content: bytes) -> tuple[Path, int, mmap.mmap]:
+    """A file of this process with `content`, and with its lock; its memory."""
     while True:
         path = directory / f"{os.getpid()}-{secrets.token_hex(4)}"
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
             os.write(file, content)
             fcntl.flock(file, fcntl.LOCK_EX)
+            memory = mmap.mmap(file, len(content))
         except OSError:
-            path.unlink()
+            path.unlink(missing_ok=True)
             os.close(file)
             raise
         if os.fstat(file).st_nlink:
-            return path, file
+            return path, file, memory
+        memory.close()
         os.close(file)  # somebody saw it before it had its lock, and took it for a dead worker's

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import mmap
 import os
 import signal
 import subprocess
@@ -10,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -190,6 +192,26 @@ def test_a_directory_that_is_gone_costs_nothing_but_the_neighbours(
         directory.rename(directory.with_name("away"))
         assert found(cores) == (0, 0)
         cores.busy = True
+
+
+def count_open_files() -> int:
+    return sum(1 for _ in Path("/proc/self/fd").iterdir())
+
+
+@pytest.mark.parametrize(("module", "name"), [(fcntl, "flock"), (mmap, "mmap"), (os, "write")])
+def test_a_place_that_cannot_be_had_leaves_nothing(
+    module: ModuleType, name: str, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    open_before = count_open_files()
+    with monkeypatch.context() as patch:
+        patch.setattr(module, name, full)
+        with pytest.raises(OSError, match="No space"):
+            MachineCores(THREADS, directory)
+    assert not list(directory.iterdir())
+    assert count_open_files() == open_before
 
 
 def test_the_directory_is_of_the_user_alone(directory: Path, cores: MachineCores) -> None:
