@@ -9,7 +9,7 @@ import math
 import random
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import pytest
@@ -28,6 +28,9 @@ from tests.engine.test_scenarios import step_until
 from tests.engine.test_token_equality import Mode, assert_same, plain_run, requests_of, serve
 from tests.known import known
 from tests.matrix import matrix
+
+MODES: Final = ((True, False), (Speculation.NONE, Speculation.NGRAM), (0, 3), (True, False))
+"""Whether steps overlap, drafts, steps between retractions, whether it is aggregated."""
 
 
 def in_little_memory(
@@ -235,14 +238,7 @@ def test_a_prompt_that_the_host_cannot_hold_does_not_keep_others_out() -> None:
 
 @pytest.mark.parametrize(
     ("overlap", "speculation", "retract_every", "aggregated", "host_pages"),
-    matrix(
-        (True, False),
-        (Speculation.NONE, Speculation.NGRAM),
-        (0, 3),
-        (True, False),
-        (7, 200),
-        one_in=3,
-    ),
+    matrix(*MODES, (7, 200), one_in=3),
 )
 def test_tokens_do_not_depend_on_the_tier(
     overlap: bool, speculation: Speculation, retract_every: int, aggregated: bool, host_pages: int

@@ -16,6 +16,7 @@ from tests.engine.simulation import Simulation, count
 from tests.engine.simulation.model import Windows
 from tests.engine.test_host_tier import (
     COPY_FAILURES,
+    MODES,
     ask,
     computed_tokens,
     evict_all,
@@ -110,15 +111,7 @@ def test_copies_that_fail_cost_no_token_and_no_page(
 
 @pytest.mark.parametrize(
     ("overlap", "speculation", "retract_every", "aggregated", "host_pages", "windows"),
-    matrix(
-        (True, False),
-        (Speculation.NONE, Speculation.NGRAM),
-        (0, 3),
-        (True, False),
-        (7, 200),
-        ((None, 7), (7,)),
-        one_in=4,
-    ),
+    matrix(*MODES, (7, 200), ((None, 7), (7,)), one_in=4),
 )
 def test_tokens_do_not_depend_on_the_tier(
     overlap: bool,

@@ -21,6 +21,7 @@ from tests.engine.simulation import Simulation
 from tests.engine.simulation.storage import MemoryStore, SharedPages
 from tests.engine.simulation.worker import PAGE_BYTES, SimWorker
 from tests.engine.test_host_tier import (
+    MODES,
     PROMPTS,
     Clocked,
     RealModel,
@@ -91,14 +92,7 @@ def test_what_the_host_may_evict_is_written() -> None:
 
 @pytest.mark.parametrize(
     ("overlap", "speculation", "retract_every", "aggregated", "host_pages"),
-    matrix(
-        (True, False),
-        (Speculation.NONE, Speculation.NGRAM),
-        (0, 3),
-        (True, False),
-        (7, 60),
-        one_in=3,
-    ),
+    matrix(*MODES, (7, 60), one_in=3),
 )
 def test_tokens_do_not_depend_on_storage(
     overlap: bool, speculation: Speculation, retract_every: int, aggregated: bool, host_pages: int
