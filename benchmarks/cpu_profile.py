@@ -18,7 +18,8 @@ import os
 import sys
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from typing import Any
@@ -28,10 +29,23 @@ import grpc
 import psutil
 
 from benchmarks.idle_cpu import is_ray_process, is_raylet
-from benchmarks.threads import ProfilerError, Stacks, Thread, cpu_seconds, sampled, threads_of
-from benchmarks.with_cluster import split, started
+from benchmarks.threads import (
+    NATIVE,
+    ProfilerError,
+    Stacks,
+    Thread,
+    cpu_seconds,
+    sampled,
+    threads_of,
+)
+from benchmarks.with_cluster import Started, split, started
+from kvrelay.deploy.bench import HTTP_VOCAB_SIZE
+from kvrelay.deploy.client import OPEN
 from kvrelay.deploy.errors import DeployError
+from kvrelay.deploy.http_target import HttpTarget
 from kvrelay.deploy.load_generator.client import Client, RequestRecord, Stopwatch
+from kvrelay.deploy.load_generator.openai_client import CompletionsClient, served_model
+from kvrelay.deploy.load_generator.progress import Sender
 from kvrelay.deploy.load_generator.runner import closed_loop
 from kvrelay.deploy.load_generator.table import table
 from kvrelay.deploy.load_generator.workload import Prompts, Shape, fixed_jobs
@@ -62,6 +76,8 @@ ROUTER, RAY = "router", "ray"
 _GRPC_THREADS = ("Thread-1 (_poll_wrapper", "event_engine", "grpc", "timer_manager")
 _ROUTER_THREADS = ("MainThread", "text", "asyncio", *_GRPC_THREADS)
 _WORKER_THREADS = {
+    # Those that kernels compute with besides the one that launches them; they have its name.
+    f"forward{NATIVE}": Component.MODEL,
     "forward": Component.STEPS,
     "engine": Component.ENGINE,
     "kv-transfer": Component.TRANSFER,
@@ -198,6 +214,8 @@ def _name(thread: str) -> str:
 class Load:
     """What the cluster is to do, and when it is looked at."""
 
+    door: str
+    """Of `DOORS`."""
     shape: Shape
     concurrency: int
     settle_seconds: float
@@ -213,20 +231,37 @@ class Load:
         return self.settle_seconds + self.seconds + self.stack_seconds
 
 
-async def profile(target: str, serve_pid: int, load: Load) -> Profile:
-    """Load the cluster at `target`, and look where its CPU time goes."""
-    async with grpc.aio.insecure_channel(target) as channel:
+@asynccontextmanager
+async def _over_grpc(cluster: Started, clock: Stopwatch) -> AsyncIterator[Sender]:
+    async with grpc.aio.insecure_channel(cluster.target) as channel:
         stub = rpc.InferenceServiceStub(channel)
         info = await stub.GetModelInfo(pb.GetModelInfoRequest())
-        clock = Stopwatch()
         prompts = Prompts(info.vocab_size, [time.time_ns()])
-        send = Client(stub, prompts, clock, _REQUEST_SECONDS).send
+        yield Client(stub, prompts, clock, _REQUEST_SECONDS)
+
+
+@asynccontextmanager
+async def _over_http(cluster: Started, clock: Stopwatch) -> AsyncIterator[Sender]:
+    target = HttpTarget.parse(cluster.url)
+    async with target.session(OPEN) as session:
+        model = await served_model(session, target.url)
+        prompts = Prompts(HTTP_VOCAB_SIZE, [time.time_ns()])
+        yield CompletionsClient(session, target.url, model, prompts, clock, _REQUEST_SECONDS)
+
+
+DOORS = {"grpc": _over_grpc, "http": _over_http}
+
+
+async def profile(cluster: Started, load: Load) -> Profile:
+    """Load the cluster, and look where its CPU time goes."""
+    clock = Stopwatch()
+    async with DOORS[load.door](cluster, clock) as client:
         jobs = fixed_jobs(load.shape, _ENOUGH_REQUESTS)
         sending = asyncio.create_task(
-            closed_loop(jobs, send, load.concurrency, clock, load.total_seconds)
+            closed_loop(jobs, client.send, load.concurrency, clock, load.total_seconds)
         )
         await asyncio.sleep(load.settle_seconds)
-        processes = processes_of(serve_pid)
+        processes = processes_of(cluster.pid)
         everybody = [*processes, os.getpid()]
         before, begun = cpu_seconds(everybody), clock.now()
         await asyncio.sleep(load.seconds)
@@ -302,6 +337,7 @@ def _to_json(found: Profile) -> dict[str, Any]:
 
 
 @click.command(context_settings={"show_default": True})
+@click.option("--door", type=click.Choice(list(DOORS)), default="grpc", help="Of the clients.")
 @click.option("--input-tokens", default=256)
 @click.option("--output-tokens", default=128)
 @click.option("--concurrency", default=32, help="Requests at a time.")
@@ -315,6 +351,7 @@ def _to_json(found: Profile) -> dict[str, Any]:
 @click.pass_obj
 def main(
     serve_options: Sequence[str],
+    door: str,
     input_tokens: int,
     output_tokens: int,
     concurrency: int,
@@ -328,10 +365,10 @@ def main(
 ) -> None:
     """Print where the CPU time of a cluster goes that is started for it."""
     shape = Shape(input_tokens, output_tokens)
-    load = Load(shape, concurrency, settle_seconds, seconds, stack_seconds)
+    load = Load(door, shape, concurrency, settle_seconds, seconds, stack_seconds)
     try:
         with started(serve_options, echo_to=sys.stderr) as cluster:
-            found = asyncio.run(profile(cluster.target, cluster.pid, load))
+            found = asyncio.run(profile(cluster, load))
     except (DeployError, ProfilerError, TimeoutError) as error:
         raise click.ClickException(str(error)) from error
     if as_json:

@@ -17,6 +17,7 @@ from importlib import metadata
 from pathlib import Path
 
 SAMPLES_A_SECOND = 100
+NATIVE = ", native"
 
 
 class ProfilerError(RuntimeError):
@@ -30,7 +31,7 @@ class Thread:
     pid: int
     tid: int
     name: str
-    """Python's, or the kernel's where Python does not know the thread."""
+    """Python's, or the kernel's and `NATIVE` where Python does not know the thread."""
 
 
 def cpu_seconds(pids: Iterable[int]) -> dict[tuple[int, int], float]:
@@ -52,7 +53,8 @@ def threads_of(pid: int, *, python: bool) -> list[Thread]:
     for task in Path(f"/proc/{pid}/task").glob("*"):
         try:
             tid = int(task.name)
-            threads.append(Thread(pid, tid, names.get(tid) or _read(task / "comm").strip()))
+            name = names.get(tid) or _read(task / "comm").strip() + NATIVE
+            threads.append(Thread(pid, tid, name))
         except OSError:
             continue
     return threads

@@ -39,6 +39,7 @@ START_SECONDS = 900.0
 READY_SECONDS = 60.0
 """For the workers of a running cluster, some of which may be restarting."""
 _GRPC_LINE = re.compile(r"  gRPC +(\S+)\n")
+_HTTP_LINE = re.compile(r"  HTTP +(http\S+)\n")
 _READY_LINE = "Ctrl-C stops it.\n"
 
 
@@ -126,6 +127,8 @@ class Started:
 
     target: str
     """Its gRPC address."""
+    url: str
+    """Of its HTTP API."""
     pid: int
 
 
@@ -140,11 +143,11 @@ def started(options: Sequence[str], echo_to: TextIO | None = None) -> Iterator[S
     server = subprocess.Popen(  # noqa: S603 (our own command)
         command, stdout=subprocess.PIPE, text=True, start_new_session=True
     )
-    ready: Future[str] = Future()
+    ready: Future[tuple[str, str]] = Future()
     echo = threading.Thread(target=_echo, args=(server, ready, echo_to), daemon=True)
     echo.start()
     try:
-        yield Started(ready.result(START_SECONDS), server.pid)
+        yield Started(*ready.result(START_SECONDS), server.pid)
     finally:
         _stop(server)
         echo.join()
@@ -152,16 +155,18 @@ def started(options: Sequence[str], echo_to: TextIO | None = None) -> Iterator[S
         server.stdout.close()
 
 
-def _echo(server: subprocess.Popen[str], ready: Future[str], to: TextIO | None) -> None:
-    """Print what the server prints; `ready` gets the address that it names."""
+def _echo(server: subprocess.Popen[str], ready: Future[tuple[str, str]], to: TextIO | None) -> None:
+    """Print what the server prints; `ready` gets the addresses that it names."""
     assert server.stdout is not None
-    address = ""
+    address = url = ""
     for line in server.stdout:
         print(line, end="", flush=True, file=to)
         if found := _GRPC_LINE.fullmatch(line):
             address = found[1]
+        if found := _HTTP_LINE.fullmatch(line):
+            url = found[1]
         if line == _READY_LINE:
-            ready.set_result(address)
+            ready.set_result((address, url))
     if not ready.done():
         ready.set_exception(DeployError("the cluster did not start"))
 

@@ -12,6 +12,8 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
 from typing import Generic, TypeVar
 
 from kvrelay.engine.executor.pipeline import StepPipeline
@@ -82,6 +84,7 @@ class ForwardThread(Generic[RequestT]):
         logger.error("forwards have not ended for %g s: %d are given up", seconds, self.work.count)
 
     def _run(self) -> None:
+        _name_for_the_kernel("forward")
         try:
             self._streams.enter_thread()
             while (item := self._queue.get()) is not None and not self._given_up.is_set():
@@ -104,6 +107,12 @@ class ForwardThread(Generic[RequestT]):
             self.work.end()
             if not self._given_up.is_set():
                 self._on_end(ended)
+
+
+def _name_for_the_kernel(name: str) -> None:
+    """What `top -H` calls this thread, and the threads of kernels that it starts."""
+    with suppress(OSError):
+        Path("/proc/thread-self/comm").write_text(name)
 
 
 class _Waiter(Generic[RequestT]):

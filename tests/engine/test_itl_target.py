@@ -119,24 +119,26 @@ def test_itl_target_follows_from_the_idle_step() -> None:
     assert seconds < 1.2 * fastest
 
 
-@pytest.mark.parametrize(("tokens", "left_over"), [(280, 0.4), (600, 0.65)])
-def test_chunks_of_a_prompt_do_not_shrink_as_it_goes_on(tokens: int, left_over: float) -> None:
-    """Each chunk has a cost of its own, and a part of what is left would become ever less.
+@pytest.mark.parametrize(
+    ("rows", "tokens", "steps"), [(8, 280, 6), (8, 600, 6), (4, 280, 3), (1, 280, 1)]
+)
+def test_a_prompt_is_computed_in_fewer_steps_the_fewer_wait_for_them(
+    rows: int, tokens: int, steps: int
+) -> None:
+    """Its chunks do not shrink as it goes on, but for attention to ever more tokens.
 
-    The last is what attention to ever more tokens has left over of the others.
+    Each has a cost of its own, and a part of what is left would become ever less.
     """
     rng, simulation = random.Random(4), OneWorker(decode=True)
     learn(simulation, rng)
-    stream = simulation.submit(prompt_of(rng, 8), 100)
-    simulation.run_until(simulation.clock + 0.3)
+    streams = [simulation.submit(prompt_of(rng, 8), 100) for _ in range(rows)]
+    simulation.run_until(simulation.clock + 0.5)
     chunks = watch_chunks(simulation.decodes[0])
     simulation.submit(prompt_of(rng, tokens), 2)
     simulation.run_until(simulation.clock + 10)
-    assert len(stream.output) == 100
-    *full, last = chunks
-    assert len(full) == 6
-    assert min(full) > 0.8 * max(full)
-    assert last < left_over * max(full)
+    assert [len(stream.output) for stream in streams] == [100] * rows
+    assert len(chunks) == steps
+    assert min(chunks) > 0.6 * max(chunks)
 
 
 def test_a_target_that_cannot_be_kept_starves_no_prompt() -> None:
