@@ -16,12 +16,13 @@ _OWN_STEPS: Final = 1.5
 """And at least as long as so many steps of its batch without prompts: beside a large batch
 prompts would starve otherwise."""
 _BACKLOG_STEPS: Final = 6
-_BACKLOG_ROWS: Final = 8
+_BACKLOG_ROWS: Final = 6
 _MOST_IDLE_STEPS: Final = 16
 """A backlog is computed in so many steps beside so many rows or more, which take as long as so many
 idle ones at most: with small chunks it would take much longer in all, as each step has a cost of
-its own. Beside fewer rows there are fewer steps: a chunk delays every row once, so that it may be
-twice as long for half of them, and a prompt waits for each row's part of every step."""
+its own. Beside fewer rows there are fewer steps, by the square of the rows, one beside two or less:
+a chunk delays each row, and fewer of them come and go meanwhile; a prompt waits for each
+step's own cost."""
 
 _NO_TAIL: Final = 1.05
 """Of a part of the backlog: so little more that no few tokens are left for another step."""
@@ -126,7 +127,7 @@ class StepSpeeds:
     def _default_bound(self, rows: StepWork, backlog_tokens: int) -> float:
         """Seconds that a step with prompts may take beside rows."""
         idle, own = self.step_seconds(1), self.seconds_of(rows)
-        steps = max(_BACKLOG_STEPS * min(rows.rows / _BACKLOG_ROWS, 1), 1)
+        steps = max(_BACKLOG_STEPS * min(rows.rows / _BACKLOG_ROWS, 1) ** 2, 1)
         work = StepWork.of_prompt(backlog_tokens)
         tokens = work.prompt_tokens * self.seconds_per_token
         pairs = work.prompt_pairs * self.seconds_per_pair

@@ -120,7 +120,8 @@ def test_itl_target_follows_from_the_idle_step() -> None:
 
 
 @pytest.mark.parametrize(
-    ("rows", "tokens", "steps"), [(8, 280, 6), (8, 600, 6), (4, 280, 3), (1, 280, 1)]
+    ("rows", "tokens", "steps"),
+    [(8, 280, 6), (6, 600, 6), (5, 280, 4), (4, 280, 3), (3, 280, 2), (2, 280, 1), (1, 280, 1)],
 )
 def test_a_prompt_is_computed_in_fewer_steps_the_fewer_wait_for_them(
     rows: int, tokens: int, steps: int
@@ -138,7 +139,7 @@ def test_a_prompt_is_computed_in_fewer_steps_the_fewer_wait_for_them(
     simulation.run_until(simulation.clock + 10)
     assert [len(stream.output) for stream in streams] == [100] * rows
     assert len(chunks) == steps
-    assert min(chunks) > 0.6 * max(chunks)
+    assert min(chunks[:-1] or chunks) > 0.7 * max(chunks)
 
 
 def test_a_target_that_cannot_be_kept_starves_no_prompt() -> None:
