@@ -4,8 +4,9 @@ python -m benchmarks.cpu_profile [options of kvrelay serve] -- [own options]
 
 A cluster is started with the given options, loaded by so many clients, and looked at once it is
 busy: first at what the kernel has counted for each thread, which is exact and costs nothing, then
-by py-spy at what the threads do. The model is what the forward threads do in `model_runner/`;
-all the rest, Ray's own processes included, is what serving costs. The load generator counts apart.
+by py-spy at what the threads do. The model is what the forward threads do in `model_runner/`, and
+the threads that its kernels compute with besides, which may also wait; all the rest, Ray's own
+processes included, is what serving costs. The load generator counts apart.
 
 py-spy is a dependency of Ray's, and needs root, or the right to trace other processes.
 """
@@ -24,6 +25,7 @@ from dataclasses import asdict, dataclass
 from enum import StrEnum
 from typing import Any
 
+import aiohttp
 import click
 import grpc
 import psutil
@@ -44,7 +46,11 @@ from kvrelay.deploy.client import OPEN
 from kvrelay.deploy.errors import DeployError
 from kvrelay.deploy.http_target import HttpTarget
 from kvrelay.deploy.load_generator.client import Client, RequestRecord, Stopwatch
-from kvrelay.deploy.load_generator.openai_client import CompletionsClient, served_model
+from kvrelay.deploy.load_generator.openai_client import (
+    CompletionsClient,
+    ResponseError,
+    served_model,
+)
 from kvrelay.deploy.load_generator.progress import Sender
 from kvrelay.deploy.load_generator.runner import closed_loop
 from kvrelay.deploy.load_generator.table import table
@@ -55,6 +61,8 @@ from kvrelay.v1 import inference_pb2_grpc as rpc
 _REQUEST_SECONDS = 300.0
 _ENOUGH_REQUESTS = 100_000
 _MOST_FUNCTIONS = 12
+_CLIENT_ERRORS = (grpc.aio.AioRpcError, aiohttp.ClientError, ResponseError)
+"""Before the first request; a request that fails is in its record."""
 
 
 class Component(StrEnum):
@@ -65,7 +73,7 @@ class Component(StrEnum):
     STEPS = "forward threads: batches, outputs"
     ENGINE = "engine threads"
     WORKER_LOOP = "workers' event loops and gRPC"
-    TRANSFER = "transfers (NIXL)"
+    TRANSFER = "transfers (NIXL, host, storage)"
     ROUTER = "router"
     RAY_INSIDE = "Ray, inside of workers and router"
     RAY = "Ray's own processes"
@@ -74,13 +82,16 @@ class Component(StrEnum):
 MODEL = (Component.MODEL, Component.SAMPLING)
 ROUTER, RAY = "router", "ray"
 _GRPC_THREADS = ("Thread-1 (_poll_wrapper", "event_engine", "grpc", "timer_manager")
-_ROUTER_THREADS = ("MainThread", "text", "asyncio", *_GRPC_THREADS)
+_ROUTER_THREADS = ("MainThread", "kvrelay-text", "asyncio", *_GRPC_THREADS)
 _WORKER_THREADS = {
     # Those that kernels compute with besides the one that launches them; they have its name.
     f"forward{NATIVE}": Component.MODEL,
     "forward": Component.STEPS,
     "engine": Component.ENGINE,
+    "grammar-masks": Component.SAMPLING,
     "kv-transfer": Component.TRANSFER,
+    "copies": Component.TRANSFER,
+    "storage": Component.TRANSFER,
     "AsyncIO Thread": Component.WORKER_LOOP,
     "asyncio": Component.WORKER_LOOP,
     "metrics": Component.WORKER_LOOP,
@@ -369,7 +380,7 @@ def main(
     try:
         with started(serve_options, echo_to=sys.stderr) as cluster:
             found = asyncio.run(profile(cluster, load))
-    except (DeployError, ProfilerError, TimeoutError) as error:
+    except (DeployError, ProfilerError, TimeoutError, *_CLIENT_ERRORS) as error:
         raise click.ClickException(str(error)) from error
     if as_json:
         click.echo(json.dumps(_to_json(found), indent=2))

@@ -18,6 +18,7 @@ from pathlib import Path
 
 SAMPLES_A_SECOND = 100
 NATIVE = ", native"
+"""Behind a name that a thread has from the kernel alone."""
 
 
 class ProfilerError(RuntimeError):

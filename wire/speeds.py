@@ -16,16 +16,12 @@ _OWN_STEPS: Final = 1.5
 """And at least as long as so many steps of its batch without prompts: beside a large batch
 prompts would starve otherwise."""
 _BACKLOG_STEPS: Final = 6
+"""A backlog is computed in so many steps beside a batch, so that its requests keep their pace."""
 _BACKLOG_ROWS: Final = 6
+"""Beside fewer rows than these it takes fewer steps, by their square: a long step delays fewer
+requests, and a prompt waits for what each step costs beside it."""
 _MOST_IDLE_STEPS: Final = 16
-"""A backlog is computed in so many steps beside so many rows or more, which take as long as so many
-idle ones at most: with small chunks it would take much longer in all, as each step has a cost of
-its own. Beside fewer rows there are fewer steps, by the square of the rows, one beside two or less:
-a chunk delays each row, and fewer of them come and go meanwhile; a prompt waits for each
-step's own cost."""
-
-_NO_TAIL: Final = 1.05
-"""Of a part of the backlog: so little more that no few tokens are left for another step."""
+"""But no step is longer than so many idle ones for the backlog's sake."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,30 +105,33 @@ class StepSpeeds:
             context: tokens of the prompt before those.
             most: tokens of the prompt that the step may compute at all.
             backlog_tokens: of prompts, as `make_backlog` counts them.
-            itl_target: seconds that the step may take; None: as follows from steps without prompts.
+            itl_target: seconds that the step may take; None: as follows from the speeds, the rows
+                and the backlog.
         """
         if not self.prompts_known:
             return min(_UNMEASURED_TOKENS, most)
-        bound = itl_target or self._default_bound(rows, backlog_tokens)
+        bound = itl_target or self._default_bound(rows, context, backlog_tokens)
         keeps, breaks = min(_LEAST_TOKENS, most), most + 1
         while breaks - keeps > 1:
             tokens = (keeps + breaks) // 2
-            chunk = StepWork.of_prompt(tokens, context)
-            if self.seconds_of(replace(chunk, rows=rows.rows, row_pairs=rows.row_pairs)) <= bound:
+            if self._seconds_beside(rows, tokens, context) <= bound:
                 keeps = tokens
             else:
                 breaks = tokens
         return keeps
 
-    def _default_bound(self, rows: StepWork, backlog_tokens: int) -> float:
+    def _default_bound(self, rows: StepWork, context: int, backlog_tokens: int) -> float:
         """Seconds that a step with prompts may take beside rows."""
         idle, own = self.step_seconds(1), self.seconds_of(rows)
         steps = max(_BACKLOG_STEPS * min(rows.rows / _BACKLOG_ROWS, 1) ** 2, 1)
-        work = StepWork.of_prompt(backlog_tokens)
-        tokens = work.prompt_tokens * self.seconds_per_token
-        pairs = work.prompt_pairs * self.seconds_per_pair
-        for_backlog = own + _NO_TAIL * (tokens + pairs) / steps
-        return max(_IDLE_STEPS * idle, _OWN_STEPS * own, min(for_backlog, _MOST_IDLE_STEPS * idle))
+        part = self._seconds_beside(rows, math.ceil(backlog_tokens / steps), context)
+        return max(_IDLE_STEPS * idle, _OWN_STEPS * own, min(part, _MOST_IDLE_STEPS * idle))
+
+    def _seconds_beside(self, rows: StepWork, tokens: int, context: int) -> float:
+        """Seconds of a step of rows with so many tokens of a prompt behind `context` others."""
+        chunk = StepWork.of_prompt(tokens, context)
+        work = replace(chunk, rows=rows.rows, row_pairs=rows.row_pairs)
+        return self.seconds_of(work)
 
 
 def make_backlog(longest_tokens: int, tokens_left: int) -> int:

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -18,7 +19,7 @@ from benchmarks.cpu_profile import (
     processes_of,
     usages_of,
 )
-from benchmarks.threads import Thread, cpu_seconds, sampled, threads_of
+from benchmarks.threads import NATIVE, Thread, cpu_seconds, sampled, threads_of
 
 SPINS = """
 import sys, threading
@@ -57,6 +58,12 @@ def test_a_thread_that_spins_is_found_by_its_name_time_and_stack(spinning):
     assert "spin_for_ever" in innermost
 
 
+def test_a_thread_of_which_python_knows_nothing_has_the_kernels_name(spinning):
+    assert {thread.name for thread in threads_of(spinning, python=False)} == {
+        Path(f"/proc/{spinning}/comm").read_text().strip() + NATIVE
+    }
+
+
 def test_a_process_that_has_ended_has_no_threads():
     process = subprocess.Popen([sys.executable, "-c", "pass"])
     process.wait()
@@ -80,7 +87,9 @@ def test_the_process_that_serves_is_the_router(spinning):
         ("DecodeWorker", "worker.io, native", Component.RAY_INSIDE),
         ("DecodeWorker", "event_engine, native", Component.WORKER_LOOP),
         ("AggregatedWorker", "forward, native", Component.MODEL),
+        ("DecodeWorker", "grammar-masks_0", Component.SAMPLING),
         (ROUTER, "MainThread", Component.ROUTER),
+        (ROUTER, "kvrelay-text_0", Component.ROUTER),
         (ROUTER, "Thread-1 (_poll_wrapper)", Component.ROUTER),
         (ROUTER, "supervisors", Component.RAY_INSIDE),
         (RAY, "MainThread", Component.RAY),

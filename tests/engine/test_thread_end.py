@@ -6,6 +6,7 @@ import queue
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -67,6 +68,14 @@ def given() -> Iterator[Given]:
     given.device.may_end.set()
     given.forward._thread.join(WAIT_S)
     assert not given.forward._thread.is_alive()
+
+
+def test_the_kernel_knows_the_forward_thread_by_its_name(given: Given) -> None:
+    """And so the threads of kernels that it starts, which have the name of their parent."""
+    ours = [thread for thread in threading.enumerate() if thread.name == "forward"]
+    for thread in ours:
+        assert Path(f"/proc/self/task/{thread.native_id}/comm").read_text() == "forward\n"
+    assert ours
 
 
 def test_a_forward_that_hangs_is_given_up_at_the_end_with_those_behind_it(
