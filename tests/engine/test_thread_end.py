@@ -76,6 +76,7 @@ def test_the_kernel_knows_the_forward_thread_by_its_name(given: Given) -> None:
     for thread in ours:
         assert Path(f"/proc/self/task/{thread.native_id}/comm").read_text() == "forward\n"
     assert ours
+    given.forward.close(0.0)  # its second step is never launched
 
 
 def test_a_forward_that_hangs_is_given_up_at_the_end_with_those_behind_it(
