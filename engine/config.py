@@ -196,8 +196,9 @@ class WorkerOptions(ObservingOptions):
         Section.REQUESTS,
         more_than=0,
         unit="milliseconds",
-        shown_default="2.5 times a step of one request, up to 16 times if many tokens wait or few "
-        "requests generate, and at least 1.5 times one of those that generate now",
+        shown_default="2.5 times a step of one request, up to 16 times if many tokens wait or, "
+        "on an aggregated worker, few requests generate, and at least 1.5 times one of those that "
+        "generate now",
     )
     bypass_limit: int = option(
         16,

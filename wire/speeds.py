@@ -18,8 +18,8 @@ prompts would starve otherwise."""
 _BACKLOG_STEPS: Final = 6
 """A backlog is computed in so many steps beside a batch, so that its requests keep their pace."""
 _BACKLOG_ROWS: Final = 6
-"""Beside fewer rows than these it takes fewer steps, by their square: a long step delays fewer
-requests, and a prompt waits for what each step costs beside it."""
+"""In a hurry, beside fewer rows than these, it takes fewer steps, by their square: a long step
+delays fewer requests, and a prompt waits for what each step costs beside it."""
 _MOST_IDLE_STEPS: Final = 16
 """But no step is longer than so many idle ones for the backlog's sake."""
 
@@ -95,6 +95,8 @@ class StepSpeeds:
         most: int,
         backlog_tokens: int,
         itl_target: float | None = None,
+        *,
+        hurry_beside_few: bool = False,
     ) -> int:
         """The most tokens of a prompt beside rows that keep their pace so, a few at least.
 
@@ -107,10 +109,16 @@ class StepSpeeds:
             backlog_tokens: of prompts, as `make_backlog` counts them.
             itl_target: seconds that the step may take; None: as follows from the speeds, the rows
                 and the backlog.
+            hurry_beside_few: without such a target, compute the backlog in fewer steps beside few
+                rows.
         """
         if not self.prompts_known:
             return min(_UNMEASURED_TOKENS, most)
-        bound = itl_target or self._default_bound(rows, context, backlog_tokens)
+        steps = float(_BACKLOG_STEPS)
+        if hurry_beside_few:
+            steps = max(steps * min(rows.rows / _BACKLOG_ROWS, 1) ** 2, 1)
+        part = math.ceil(backlog_tokens / steps)
+        bound = itl_target or self._default_bound(rows, context, part)
         keeps, breaks = min(_LEAST_TOKENS, most), most + 1
         while breaks - keeps > 1:
             tokens = (keeps + breaks) // 2
@@ -120,11 +128,10 @@ class StepSpeeds:
                 breaks = tokens
         return keeps
 
-    def _default_bound(self, rows: StepWork, context: int, backlog_tokens: int) -> float:
-        """Seconds that a step with prompts may take beside rows."""
+    def _default_bound(self, rows: StepWork, context: int, part_tokens: int) -> float:
+        """Seconds that a step with prompts, so many tokens if it can, may take beside rows."""
         idle, own = self.step_seconds(1), self.seconds_of(rows)
-        steps = max(_BACKLOG_STEPS * min(rows.rows / _BACKLOG_ROWS, 1) ** 2, 1)
-        part = self._seconds_beside(rows, math.ceil(backlog_tokens / steps), context)
+        part = self._seconds_beside(rows, part_tokens, context)
         return max(_IDLE_STEPS * idle, _OWN_STEPS * own, min(part, _MOST_IDLE_STEPS * idle))
 
     def _seconds_beside(self, rows: StepWork, tokens: int, context: int) -> float:

@@ -12,11 +12,16 @@ class ItlTarget:
     Args:
         seconds: that such a step may take; None: as follows from steps without prompts.
         learner: knows what steps cost.
+        hurry_beside_few: without `seconds`, prompts beside few requests are computed in fewer and
+            longer steps: where they are this worker's own to compute, and not mostly another's.
     """
 
-    def __init__(self, seconds: float | None, learner: SpeedLearner) -> None:
+    def __init__(
+        self, seconds: float | None, learner: SpeedLearner, *, hurry_beside_few: bool
+    ) -> None:
         self._seconds = seconds
         self._learner = learner
+        self._hurry_beside_few = hurry_beside_few
 
     def most_prompt_tokens(
         self, rows: StepWork, context: int, most: int, backlog_tokens: int
@@ -30,5 +35,10 @@ class ItlTarget:
             backlog_tokens: of prompts that have memory, as `make_backlog` counts them.
         """
         return self._learner.speeds.most_tokens_beside(
-            rows, context, most, backlog_tokens, self._seconds
+            rows,
+            context,
+            most,
+            backlog_tokens,
+            self._seconds,
+            hurry_beside_few=self._hurry_beside_few,
         )

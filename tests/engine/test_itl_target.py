@@ -124,14 +124,16 @@ def test_itl_target_follows_from_the_idle_step() -> None:
     ("rows", "tokens", "steps"),
     [(8, 280, 6), (6, 600, 6), (5, 280, 5), (4, 280, 3), (3, 280, 2), (2, 280, 1), (1, 280, 1)],
 )
+@pytest.mark.parametrize("decode", [False, True], ids=["aggregated", "decode"])
 def test_a_prompt_takes_fewer_steps_the_fewer_requests_wait_for_them(
-    rows: int, tokens: int, steps: int, cached: int
+    decode: bool, rows: int, tokens: int, steps: int, cached: int
 ) -> None:
-    """Its chunks do not shrink as it goes on, though each attends to more tokens.
+    """But on a decode worker, which computes few: there it takes six.
 
-    Each has a cost of its own, and a part of what is left would become ever less.
+    Its chunks do not shrink as it goes on, though each attends to more tokens: each has a cost of
+    its own, and a part of what is left would become ever less.
     """
-    rng, simulation = random.Random(4), OneWorker(decode=True)
+    rng, simulation = random.Random(4), OneWorker(decode=decode)
     learn(simulation, rng)
     history = prompt_of(rng, cached)
     if history:
@@ -144,12 +146,12 @@ def test_a_prompt_takes_fewer_steps_the_fewer_requests_wait_for_them(
     simulation.run_until(simulation.clock + 10)
     assert [len(stream.output) for stream in streams] == [100] * rows
     assert sum(chunks) < tokens + 16  # what is cached is not computed
-    assert len(chunks) == steps
+    assert len(chunks) == (6 if decode else steps)
     assert len(set(chunks[:-1])) <= 1
 
 
 def test_a_long_prompt_stalls_a_single_request_for_no_more_than_the_longest_step() -> None:
-    rng, simulation = random.Random(6), OneWorker(decode=True)
+    rng, simulation = random.Random(6), OneWorker()
     learn(simulation, rng)
     stream = simulation.submit(prompt_of(rng, 8), 60)
     simulation.run_until(simulation.clock + 0.3)
