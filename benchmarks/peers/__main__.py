@@ -13,7 +13,13 @@ from pathlib import Path
 
 import click
 
-from benchmarks.peers.goodput import ATTAINED_SHARE, highest_rate, limits
+from benchmarks.peers.goodput import (
+    ATTAINED_SHARE,
+    HIGHEST_RATE,
+    LOWEST_RATE,
+    highest_rate,
+    limits,
+)
 from benchmarks.peers.loads import LoadNameError, NamedLoad, parse_lengths
 from benchmarks.peers.measure import Driver, busy_percent, connected, vocab_size_of
 from benchmarks.peers.page import write_page
@@ -37,8 +43,6 @@ GOODPUT_LENGTHS = ("256/128", "1024/64")
 CPU_SYSTEMS = tuple(name for name in SYSTEMS if name != "sglang")
 GOODPUT_SYSTEMS = ("adaptive", "aggregated", "vllm")
 CALM, WITH_PROMPTS = "calm", "prompts"
-FIRST_RATE = 1.0
-"""Requests a second, of the first probe."""
 
 
 class OutOfTimeError(Exception):
@@ -66,6 +70,7 @@ class Plan:
     requests_per_client: int
     goodput_requests: int
     limit_factor: float
+    first_rate: float
     precision: float
     trace: Path | None
     minutes: float | None
@@ -126,7 +131,7 @@ class Comparison:
             return bool(figures["slo_share"] >= ATTAINED_SHARE)
 
         try:
-            asyncio.run(highest_rate(known, FIRST_RATE, self._plan.precision))
+            asyncio.run(highest_rate(known, self._plan.first_rate, self._plan.precision))
         except LookupError:
             return True
         return False
@@ -150,7 +155,7 @@ class Comparison:
                     self._keep(key, figures)
                 return bool(figures["slo_share"] >= ATTAINED_SHARE)
 
-            rate = await highest_rate(attains, FIRST_RATE, self._plan.precision)
+            rate = await highest_rate(attains, self._plan.first_rate, self._plan.precision)
             click.echo(f"{system}, {load.lengths.name}: goodput {rate:g} req/s")
 
         return step
@@ -268,6 +273,12 @@ def _line(key: Key, figures: Figures) -> str:
     help="A request's limits for goodput, over the better engine's medians with one client.",
 )
 @click.option(
+    "--first-rate",
+    type=click.FloatRange(LOWEST_RATE, HIGHEST_RATE),
+    default=1.0,
+    help="Requests a second that the search for goodput tries first.",
+)
+@click.option(
     "--precision",
     type=click.FloatRange(0.01, 1),
     default=0.1,
@@ -319,6 +330,7 @@ def main(
     requests_per_client: int,
     goodput_requests: int,
     limit_factor: float,
+    first_rate: float,
     precision: float,
     trace: Path | None,
     quick: bool,
@@ -349,6 +361,7 @@ def main(
                     2 if quick else requests_per_client,
                     goodput_requests,
                     limit_factor,
+                    first_rate,
                     precision,
                     trace,
                     minutes,

@@ -36,6 +36,7 @@ PLAN = Plan(
     requests_per_client=1,
     goodput_requests=10,
     limit_factor=2.0,
+    first_rate=HIGHEST_RATE / 2,
     precision=1.0,
     trace=None,
     minutes=None,
@@ -166,7 +167,6 @@ def test_nothing_new_begins_when_the_time_is_over(comparison, store):
 
 
 def test_a_search_for_goodput_goes_on_where_it_was_cut_off(comparison, store, monkeypatch):
-    monkeypatch.setattr(command, "FIRST_RATE", HIGHEST_RATE / 2)
     monkeypatch.setattr(command, "limits", lambda idle, factor: Slo(60_000.0, 60_000.0))
     plan = replace(PLAN, systems=("ours",), rounds=1)
     comparison(plan).goodput(["6/4"])
