@@ -9,7 +9,8 @@ A tile is a panel and up to `TILE` rows, whose sums stay in registers. Few rows 
 the weights stream from memory once, and are asked for `_AHEAD` bytes before they are needed.
 For more rows each tile asks for a part of the next panel, so that memory and arithmetic work
 at the same time; the last tiles for what lies behind the weights, the next product's if they were
-put there. Many rows are computed by blocks that stay in the second cache.
+put there. Many rows are computed by blocks that stay in the second cache, a panel of a block
+at a time by whichever thread is free.
 
 Each sum adds its pairs one after the other, from the first to the last: a row's result depends
 neither on the rows beside it nor on the number of threads.
@@ -43,9 +44,9 @@ _LINES: Final = _STEP * _VECTORS
 _AHEAD: Final = 8192
 """Bytes. In a stream of weights for 8 rows: 28.7 GB/s without, 34 so, 29 with 1,024."""
 _BLOCK: Final = 20 * TILE
-"""Rows: with up to 2,000 inputs they stay in a second cache of 1 MiB."""
+"""Rows at most: with up to 2,000 inputs they stay in a second cache of 1 MiB."""
 _SHARES: Final = 4
-"""Pieces of a product for each of several threads."""
+"""Pieces of a product of one tile for each of several threads, which stream theirs."""
 _LINE_BYTES: Final = 64
 _PANEL_BYTES: Final = 2 * _LINE_BYTES
 """Of a panel's weights of one pair of inputs."""
@@ -73,6 +74,8 @@ class Product(NamedTuple):
     pairs: int
     """Of inputs."""
     outputs: int
+    block: int
+    """Rows that are computed with one panel after the other."""
 
 
 def _pointer(builder: Any, address: Any, kind: Any, bytes_on: Any = None) -> Any:
@@ -253,23 +256,34 @@ def multiply(
     All are bfloat16, contiguous and given by their address, 0 for no bias and no residual.
     ``inputs % PAIRS == 0``, ``outputs % LANES == 0``. The weights' last panel is whole.
     """
-    product = Product(x, weights, bias, residual, out, rows, inputs // 2, outputs)
-    units = (rows + _BLOCK - 1) // _BLOCK * ((outputs + PANEL - 1) // PANEL)
-    share = max(1, units // (threads * _SHARES)) if threads > 1 else units
-    run_on_team(threads, multiply_remaining, (np.zeros(1, np.int64), share, units, product))
+    blocks = (rows + _BLOCK - 1) // _BLOCK
+    block = (rows + blocks * TILE - 1) // (blocks * TILE) * TILE  # as even as whole tiles allow
+    units = (rows + block - 1) // block * ((outputs + PANEL - 1) // PANEL)
+    share = units
+    if threads > 1:  # as small as can be, so that all end at about the same time
+        share = 1 if rows > TILE else max(1, units // (threads * _SHARES))
+    product = Product(x, weights, bias, residual, out, rows, inputs // 2, outputs, block)
+    args = (np.zeros(1, np.int64), share, threads * share, units, product)
+    run_on_team(threads, multiply_remaining, args)
 
 
 @kernel
-def multiply_remaining(counter: Array, share: int, units: int, product: Product) -> None:
-    """Compute the next `share` of `units` until there is none left: a panel of a block each."""
-    sums = np.empty((TILE, PANEL), np.float32)
+def multiply_remaining(
+    counter: Array, share: int, stride: int, units: int, product: Product
+) -> None:
+    """Compute the next `share` of `units` until there is none left: a panel of a block each.
+
+    Threads that are equally fast take shares in turn: `stride` units on is the next of this one.
+    """
     panels = (product.outputs + PANEL - 1) // PANEL
+    sums = np.empty((TILE, PANEL), np.float32)
     begin = take(counter, share)
     while begin < units:
         end = min(begin + share, units)
         for unit in range(begin, end):
-            following = panels if unit + 1 == units else min(unit + 1, end - 1) % panels
-            multiply_block(product, unit // panels * _BLOCK, unit % panels, following, sums)
+            following = unit + 1 if unit + 1 < end else begin + stride
+            asked = following % panels if following < units else panels
+            multiply_block(product, unit // panels * product.block, unit % panels, asked, sums)
         begin = take(counter, share)
 
 
@@ -281,7 +295,7 @@ def multiply_block(product: Product, first: int, panel: int, following: int, sum
     """
     pairs, panel_bytes = product.pairs, product.pairs * _PANEL_BYTES
     weights = product.weights + panel * panel_bytes
-    end = min(first + _BLOCK, product.rows)
+    end = min(first + product.block, product.rows)
     halves = (end - first + 1) // 2
     tiles = (2 * halves + TILE - 1) // TILE
     lines = _LINES if tiles == 1 else _LINES // 2 if tiles < 4 else _LINES // 4

@@ -16,8 +16,8 @@ from kvrelay.model_runner.kernels import elementwise as cpu_kernels
 from kvrelay.model_runner.kernels.arrays import as_array
 from kvrelay.model_runner.kernels.kernel_threads import KernelThreads
 
-SHARED_ELEMENTS = 1 << 20
-"""From so many on a second thread saves more than its start costs, also when cores are busy."""
+SHARED_ELEMENTS = 1 << 17
+"""From so many on a second thread saves more than its start costs, while the team is awake."""
 
 
 @dataclass(frozen=True, slots=True)
