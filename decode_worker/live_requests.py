@@ -67,7 +67,7 @@ class LiveRequests:
             context,
             self.running,
             growth,
-            ItlTarget(config.itl_target_seconds, context.speed_learner, hurry_beside_few=False),
+            ItlTarget(config.itl_target_seconds, context.speed_learner, own_prompts=False),
             config.chunk_tokens,
             HandedOver(context),
         )

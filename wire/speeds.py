@@ -17,11 +17,15 @@ _OWN_STEPS: Final = 1.5
 prompts would starve otherwise."""
 _BACKLOG_STEPS: Final = 6
 """A backlog is computed in so many steps beside a batch, so that its requests keep their pace."""
-_BACKLOG_ROWS: Final = 6
-"""In a hurry, beside fewer rows than these, it takes fewer steps, by their square: a long step
-delays fewer requests, and a prompt waits for what each step costs beside it."""
 _MOST_IDLE_STEPS: Final = 16
 """But no step is longer than so many idle ones for the backlog's sake."""
+_BACKLOG_ROWS: Final = 6
+"""A worker whose prompts are its own computes them in fewer steps beside fewer rows than these, by
+their square: a long step delays fewer requests, and a prompt waits for what each step costs beside
+it."""
+_MOST_OWN_IDLE_STEPS: Final = 24
+"""And beside more rows a step may take so many idle ones: where more prompts come than shorter
+steps keep up with, each waits for seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +100,7 @@ class StepSpeeds:
         backlog_tokens: int,
         itl_target: float | None = None,
         *,
-        hurry_beside_few: bool = False,
+        own_prompts: bool = False,
     ) -> int:
         """The most tokens of a prompt beside rows that keep their pace so, a few at least.
 
@@ -109,16 +113,18 @@ class StepSpeeds:
             backlog_tokens: of prompts, as `make_backlog` counts them.
             itl_target: seconds that the step may take; None: as follows from the speeds, the rows
                 and the backlog.
-            hurry_beside_few: without such a target, compute the backlog in fewer steps beside few
-                rows.
+            own_prompts: the worker has nobody else to compute them. Without such a target the
+                backlog then takes fewer steps beside few rows, and longer ones beside many.
         """
         if not self.prompts_known:
             return min(_UNMEASURED_TOKENS, most)
-        steps = float(_BACKLOG_STEPS)
-        if hurry_beside_few:
-            steps = max(steps * min(rows.rows / _BACKLOG_ROWS, 1) ** 2, 1)
+        steps, idle_steps = float(_BACKLOG_STEPS), _MOST_IDLE_STEPS
+        if own_prompts and rows.rows < _BACKLOG_ROWS:
+            steps = max(steps * (rows.rows / _BACKLOG_ROWS) ** 2, 1)
+        elif own_prompts:
+            idle_steps = _MOST_OWN_IDLE_STEPS
         part = math.ceil(backlog_tokens / steps)
-        bound = itl_target or self._default_bound(rows, context, part)
+        bound = itl_target or self._default_bound(rows, context, part, idle_steps)
         keeps, breaks = min(_LEAST_TOKENS, most), most + 1
         while breaks - keeps > 1:
             tokens = (keeps + breaks) // 2
@@ -128,11 +134,16 @@ class StepSpeeds:
                 breaks = tokens
         return keeps
 
-    def _default_bound(self, rows: StepWork, context: int, part_tokens: int) -> float:
-        """Seconds that a step with prompts, so many tokens if it can, may take beside rows."""
+    def _default_bound(
+        self, rows: StepWork, context: int, part_tokens: int, idle_steps: int
+    ) -> float:
+        """Seconds that a step with prompts may take beside rows.
+
+        As long as so many tokens take, if that is no longer than so many `idle_steps`.
+        """
         idle, own = self.step_seconds(1), self.seconds_of(rows)
         part = self._seconds_beside(rows, part_tokens, context)
-        return max(_IDLE_STEPS * idle, _OWN_STEPS * own, min(part, _MOST_IDLE_STEPS * idle))
+        return max(_IDLE_STEPS * idle, _OWN_STEPS * own, min(part, idle_steps * idle))
 
     def _seconds_beside(self, rows: StepWork, tokens: int, context: int) -> float:
         """Seconds of a step of rows with so many tokens of a prompt behind `context` others."""

@@ -12,16 +12,14 @@ class ItlTarget:
     Args:
         seconds: that such a step may take; None: as follows from steps without prompts.
         learner: knows what steps cost.
-        hurry_beside_few: without `seconds`, prompts beside few requests are computed in fewer and
-            longer steps: where they are this worker's own to compute, and not mostly another's.
+        own_prompts: they are this worker's own to compute, and not mostly another's. Without
+            `seconds` their steps are fewer beside few requests, and may be longer beside many.
     """
 
-    def __init__(
-        self, seconds: float | None, learner: SpeedLearner, *, hurry_beside_few: bool
-    ) -> None:
+    def __init__(self, seconds: float | None, learner: SpeedLearner, *, own_prompts: bool) -> None:
         self._seconds = seconds
         self._learner = learner
-        self._hurry_beside_few = hurry_beside_few
+        self._own_prompts = own_prompts
 
     def most_prompt_tokens(
         self, rows: StepWork, context: int, most: int, backlog_tokens: int
@@ -40,5 +38,5 @@ class ItlTarget:
             most,
             backlog_tokens,
             self._seconds,
-            hurry_beside_few=self._hurry_beside_few,
+            own_prompts=self._own_prompts,
         )

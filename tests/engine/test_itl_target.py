@@ -162,6 +162,16 @@ def test_a_long_prompt_stalls_a_single_request_for_no_more_than_the_longest_step
     assert max(np.diff(simulation.emitted_at[stream])) <= 1.15 * 16 * (STEP_SECONDS + ROW_SECONDS)
 
 
+@pytest.mark.parametrize("decode", [False, True], ids=["aggregated", "decode"])
+def test_steps_are_longest_beside_many_on_a_worker_that_computes_all_prompts(decode: bool) -> None:
+    idle = STEP_SECONDS + ROW_SECONDS
+    itl, _ = stream_beside_prompts(tokens=1600, every=0.01, decode=decode)
+    if decode:
+        assert itl <= 1.15 * 16 * idle
+    else:
+        assert 1.05 * 16 * idle < itl <= 1.15 * 24 * idle
+
+
 def test_a_target_that_cannot_be_kept_starves_no_prompt() -> None:
     itl, seconds = stream_beside_prompts(itl_target=1)
     # Each step computes 16 tokens of a prompt.
