@@ -197,7 +197,7 @@ class WorkerOptions(ObservingOptions):
         more_than=0,
         unit="milliseconds",
         shown_default="2.5 times a step of one request, up to 16 times if many tokens wait or, "
-        "on an aggregated worker, few requests generate, there up to 24 times if both are many, "
+        "on an aggregated worker, few requests generate, up to 24 times if many do there, "
         "and at least 1.5 times one of those that generate now",
     )
     bypass_limit: int = option(

@@ -23,9 +23,13 @@ _BACKLOG_ROWS: Final = 6
 """A worker whose prompts are its own computes them in fewer steps beside fewer rows than these, by
 their square: a long step delays fewer requests, and a prompt waits for what each step costs beside
 it."""
+_MANY_ROWS: Final = 12
+"""Beside so many rows such a worker does not spread a backlog: each step costs much beside prompts,
+and where more of them come than short steps keep up with, each waits for seconds."""
+_MANY_OWN_STEPS: Final = 6
+"""A step there may take as long as so many of its batch without prompts,"""
 _MOST_OWN_IDLE_STEPS: Final = 24
-"""And beside more rows a step may take so many idle ones: where more prompts come than shorter
-steps keep up with, each waits for seconds."""
+"""and as so many idle ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,17 +118,17 @@ class StepSpeeds:
             itl_target: seconds that the step may take; None: as follows from the speeds, the rows
                 and the backlog.
             own_prompts: the worker has nobody else to compute them. Without such a target the
-                backlog then takes fewer steps beside few rows, and longer ones beside many.
+                backlog then takes fewer steps beside few rows and beside many.
         """
         if not self.prompts_known:
             return min(_UNMEASURED_TOKENS, most)
-        steps, idle_steps = float(_BACKLOG_STEPS), _MOST_IDLE_STEPS
-        if own_prompts and rows.rows < _BACKLOG_ROWS:
-            steps = max(steps * (rows.rows / _BACKLOG_ROWS) ** 2, 1)
-        elif own_prompts:
-            idle_steps = _MOST_OWN_IDLE_STEPS
+        steps = float(_BACKLOG_STEPS)
+        if own_prompts:
+            steps = max(steps * min(rows.rows / _BACKLOG_ROWS, 1) ** 2, 1)
         part = math.ceil(backlog_tokens / steps)
-        bound = itl_target or self._default_bound(rows, context, part, idle_steps)
+        bound = itl_target or self._default_bound(rows, context, part)
+        if own_prompts and rows.rows >= _MANY_ROWS and not itl_target:
+            bound = max(bound, self._longest_bound(rows))
         keeps, breaks = min(_LEAST_TOKENS, most), most + 1
         while breaks - keeps > 1:
             tokens = (keeps + breaks) // 2
@@ -134,16 +138,16 @@ class StepSpeeds:
                 breaks = tokens
         return keeps
 
-    def _default_bound(
-        self, rows: StepWork, context: int, part_tokens: int, idle_steps: int
-    ) -> float:
-        """Seconds that a step with prompts may take beside rows.
-
-        As long as so many tokens take, if that is no longer than so many `idle_steps`.
-        """
+    def _default_bound(self, rows: StepWork, context: int, part_tokens: int) -> float:
+        """Seconds that a step with prompts, so many tokens if it can, may take beside rows."""
         idle, own = self.step_seconds(1), self.seconds_of(rows)
         part = self._seconds_beside(rows, part_tokens, context)
-        return max(_IDLE_STEPS * idle, _OWN_STEPS * own, min(part, idle_steps * idle))
+        return max(_IDLE_STEPS * idle, _OWN_STEPS * own, min(part, _MOST_IDLE_STEPS * idle))
+
+    def _longest_bound(self, rows: StepWork) -> float:
+        """Seconds that it may take beside many rows where all prompts are computed here."""
+        idle, own = self.step_seconds(1), self.seconds_of(rows)
+        return min(_MANY_OWN_STEPS * own, _MOST_OWN_IDLE_STEPS * idle)
 
     def _seconds_beside(self, rows: StepWork, tokens: int, context: int) -> float:
         """Seconds of a step of rows with so many tokens of a prompt behind `context` others."""

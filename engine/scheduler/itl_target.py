@@ -13,7 +13,7 @@ class ItlTarget:
         seconds: that such a step may take; None: as follows from steps without prompts.
         learner: knows what steps cost.
         own_prompts: they are this worker's own to compute, and not mostly another's. Without
-            `seconds` their steps are fewer beside few requests, and may be longer beside many.
+            `seconds` they then take fewer and longer steps beside few requests and beside many.
     """
 
     def __init__(self, seconds: float | None, learner: SpeedLearner, *, own_prompts: bool) -> None:

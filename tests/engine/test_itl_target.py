@@ -11,7 +11,7 @@ import pytest
 
 from kvrelay.decode_worker.request import HandedOverRequest
 from kvrelay.engine.executor.step import Step
-from kvrelay.wire.speeds import StepSpeeds
+from kvrelay.wire.speeds import StepSpeeds, StepWork
 from tests.engine.simulation import Simulation, SimWorker, reference
 from tests.engine.simulation.clockwork import Clockwork, is_prompt
 from tests.engine.test_scenarios import step_until
@@ -122,10 +122,14 @@ def test_itl_target_follows_from_the_idle_step() -> None:
 @pytest.mark.parametrize("cached", [0, 500], ids=["fresh", "cached"])
 @pytest.mark.parametrize(
     ("rows", "tokens", "steps"),
-    [(8, 280, 6), (6, 600, 6), (5, 280, 5), (4, 280, 3), (3, 280, 2), (2, 280, 1), (1, 280, 1)],
+    [
+        *((24, 200, 1), (12, 280, 2)),
+        *((11, 280, 6), (8, 280, 6), (6, 600, 6)),
+        *((5, 280, 5), (4, 280, 3), (3, 280, 2), (2, 280, 1), (1, 280, 1)),
+    ],
 )
 @pytest.mark.parametrize("decode", [False, True], ids=["aggregated", "decode"])
-def test_a_prompt_takes_fewer_steps_the_fewer_requests_wait_for_them(
+def test_a_prompt_takes_few_steps_beside_few_requests_and_beside_many(
     decode: bool, rows: int, tokens: int, steps: int, cached: int
 ) -> None:
     """But on a decode worker, which computes few: there it takes six.
@@ -162,14 +166,20 @@ def test_a_long_prompt_stalls_a_single_request_for_no_more_than_the_longest_step
     assert max(np.diff(simulation.emitted_at[stream])) <= 1.15 * 16 * (STEP_SECONDS + ROW_SECONDS)
 
 
-@pytest.mark.parametrize("decode", [False, True], ids=["aggregated", "decode"])
-def test_steps_are_longest_beside_many_on_a_worker_that_computes_all_prompts(decode: bool) -> None:
-    idle = STEP_SECONDS + ROW_SECONDS
-    itl, _ = stream_beside_prompts(tokens=1600, every=0.01, decode=decode)
-    if decode:
-        assert itl <= 1.15 * 16 * idle
-    else:
-        assert 1.05 * 16 * idle < itl <= 1.15 * 24 * idle
+def test_beside_many_rows_a_step_is_as_long_as_a_few_of_theirs_but_bounded() -> None:
+    """Only where all prompts are the worker's own."""
+    speeds = StepSpeeds(0.01, 0.001, 0.0, 0.002, prompts_known=True, rows_known=True)
+
+    def seconds(rows: int, own_prompts: bool) -> float:
+        work = StepWork(rows=rows)
+        tokens = speeds.most_tokens_beside(work, 0, 10_000, 60, own_prompts=own_prompts)
+        return speeds.seconds_of(StepWork(tokens, 0, rows))
+
+    idle = speeds.step_seconds(1)
+    assert seconds(12, own_prompts=True) == pytest.approx(6 * speeds.step_seconds(12), rel=0.01)
+    assert seconds(40, own_prompts=True) == pytest.approx(24 * idle, rel=0.01)
+    assert seconds(11, own_prompts=True) == seconds(11, own_prompts=False)
+    assert seconds(40, own_prompts=False) == pytest.approx(1.5 * speeds.step_seconds(40), rel=0.01)
 
 
 def test_a_target_that_cannot_be_kept_starves_no_prompt() -> None:
