@@ -197,7 +197,8 @@ class WorkerOptions(ObservingOptions):
         more_than=0,
         unit="milliseconds",
         shown_default="2.5 times a step of one request, up to 16 times if many tokens wait or, "
-        "on an aggregated worker, few requests generate, up to 24 times if many do there, "
+        "on an aggregated worker, few requests generate, there six times one of many that "
+        "do, up to 24 times, "
         "and at least 1.5 times one of those that generate now",
     )
     bypass_limit: int = option(

@@ -27,9 +27,9 @@ _MANY_ROWS: Final = 12
 """Beside so many rows such a worker does not spread a backlog: each step costs much beside prompts,
 and where more of them come than short steps keep up with, each waits for seconds."""
 _MANY_OWN_STEPS: Final = 6
-"""A step there may take as long as so many of its batch without prompts,"""
+"""A step there may take as long as so many of its batch without prompts."""
 _MOST_OWN_IDLE_STEPS: Final = 24
-"""and as so many idle ones."""
+"""But no longer than so many idle ones for that."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +145,7 @@ class StepSpeeds:
         return max(_IDLE_STEPS * idle, _OWN_STEPS * own, min(part, _MOST_IDLE_STEPS * idle))
 
     def _longest_bound(self, rows: StepWork) -> float:
-        """Seconds that it may take beside many rows where all prompts are computed here."""
+        """Seconds that a step with prompts may take beside many rows, where all are its own."""
         idle, own = self.step_seconds(1), self.seconds_of(rows)
         return min(_MANY_OWN_STEPS * own, _MOST_OWN_IDLE_STEPS * idle)
 

@@ -14,7 +14,7 @@ from kvrelay.model_runner.kernels.arrays import Array
 from kvrelay.model_runner.kernels.jit import exp_of_negative, inlined, kernel, store, widen
 from kvrelay.model_runner.kernels.team import run_on_team, take
 
-_TAKEN_ROWS = 16
+TAKEN_ROWS = 16
 """By a thread at a time."""
 
 
@@ -29,11 +29,11 @@ def rms_norm(threads: int, x: Array, weight: Array, eps: float, out: Array) -> N
 def rms_norm_rows(counter: Array, x: Array, weight: Array, eps: Any, out: Array) -> None:
     """Rows of `rms_norm` until none is left."""
     count = len(x)
-    begin = take(counter, _TAKEN_ROWS)
+    begin = take(counter, TAKEN_ROWS)
     while begin < count:
-        for row in range(begin, min(begin + _TAKEN_ROWS, count)):
+        for row in range(begin, min(begin + TAKEN_ROWS, count)):
             rms_norm_row(x[row], weight, eps, out[row])
-        begin = take(counter, _TAKEN_ROWS)
+        begin = take(counter, TAKEN_ROWS)
 
 
 @inlined
@@ -58,12 +58,12 @@ def rotate(threads: int, heads: Array, count: int, cos: Array, sin: Array) -> No
 def rotate_rows(counter: Array, heads: Array, count: int, cos: Array, sin: Array) -> None:
     """Rows of `rotate` until none is left."""
     total = len(heads)
-    begin = take(counter, _TAKEN_ROWS)
+    begin = take(counter, TAKEN_ROWS)
     while begin < total:
-        for row in range(begin, min(begin + _TAKEN_ROWS, total)):
+        for row in range(begin, min(begin + TAKEN_ROWS, total)):
             for head in range(count):
                 rotate_head(heads[row, head], cos[row], sin[row])
-        begin = take(counter, _TAKEN_ROWS)
+        begin = take(counter, TAKEN_ROWS)
 
 
 @inlined
@@ -95,11 +95,11 @@ def silu_mul(threads: int, gate_up: Array, out: Array) -> None:
 def silu_mul_rows(counter: Array, gate_up: Array, out: Array) -> None:
     """Rows of `silu_mul` until none is left."""
     count, width = out.shape
-    begin = take(counter, _TAKEN_ROWS)
+    begin = take(counter, TAKEN_ROWS)
     while begin < count:
-        for row in range(begin, min(begin + _TAKEN_ROWS, count)):
+        for row in range(begin, min(begin + TAKEN_ROWS, count)):
             silu_mul_row(gate_up[row, :width], gate_up[row, width:], out[row])
-        begin = take(counter, _TAKEN_ROWS)
+        begin = take(counter, TAKEN_ROWS)
 
 
 @inlined
@@ -120,11 +120,11 @@ def gelu_mul(threads: int, gate_up: Array, out: Array) -> None:
 def gelu_mul_rows(counter: Array, gate_up: Array, out: Array) -> None:
     """Rows of `gelu_mul` until none is left."""
     count, width = out.shape
-    begin = take(counter, _TAKEN_ROWS)
+    begin = take(counter, TAKEN_ROWS)
     while begin < count:
-        for row in range(begin, min(begin + _TAKEN_ROWS, count)):
+        for row in range(begin, min(begin + TAKEN_ROWS, count)):
             gelu_mul_row(gate_up[row, :width], gate_up[row, width:], out[row])
-        begin = take(counter, _TAKEN_ROWS)
+        begin = take(counter, TAKEN_ROWS)
 
 
 @inlined

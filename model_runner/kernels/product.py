@@ -7,10 +7,10 @@ other, in which the pairs of inputs come in order::
 
 A tile is a panel and up to `TILE` rows, whose sums stay in registers. Few rows are one tile:
 the weights stream from memory once, and are asked for `_AHEAD` bytes before they are needed.
-For more rows each tile asks for a part of the next panel, so that memory and arithmetic work
-at the same time; the last tiles for what lies behind the weights, the next product's if they were
-put there. Many rows are computed by blocks that stay in the second cache, a panel of a block
-at a time by whichever thread is free.
+For more rows each tile asks for a part of the panel that probably comes next, so that memory and
+arithmetic work at the same time; the last tiles for what lies behind the weights, the next
+product's if they were put there. Many rows are computed by blocks that stay in the second cache, a
+panel of a block at a time by whichever thread is free.
 
 Each sum adds its pairs one after the other, from the first to the last: a row's result depends
 neither on the rows beside it nor on the number of threads.
@@ -46,7 +46,7 @@ _AHEAD: Final = 8192
 _BLOCK: Final = 20 * TILE
 """Rows at most: with up to 2,000 inputs they stay in a second cache of 1 MiB."""
 _SHARES: Final = 4
-"""Pieces of a product of one tile for each of several threads, which stream theirs."""
+"""Pieces for each of several threads, of a product of one tile: each streams its own."""
 _LINE_BYTES: Final = 64
 _PANEL_BYTES: Final = 2 * _LINE_BYTES
 """Of a panel's weights of one pair of inputs."""
@@ -254,13 +254,16 @@ def multiply(
     """``out [rows, outputs] = x [rows, inputs] W^T (+ bias [outputs]) (+ residual)``.
 
     All are bfloat16, contiguous and given by their address, 0 for no bias and no residual.
-    ``inputs % PAIRS == 0``, ``outputs % LANES == 0``. The weights' last panel is whole.
+    ``rows >= 1``, ``inputs % PAIRS == 0``, ``outputs % LANES == 0``. The weights' last panel is
+    whole.
     """
     blocks = (rows + _BLOCK - 1) // _BLOCK
-    block = (rows + blocks * TILE - 1) // (blocks * TILE) * TILE  # as even as whole tiles allow
+    # Equal blocks of whole tiles; the last one may be shorter.
+    block = (rows + blocks * TILE - 1) // (blocks * TILE) * TILE
     units = (rows + block - 1) // block * ((outputs + PANEL - 1) // PANEL)
     share = units
-    if threads > 1:  # as small as can be, so that all end at about the same time
+    if threads > 1:
+        # Of many rows as small as can be, so that all threads end at about the same time.
         share = 1 if rows > TILE else max(1, units // (threads * _SHARES))
     product = Product(x, weights, bias, residual, out, rows, inputs // 2, outputs, block)
     args = (np.zeros(1, np.int64), share, threads * share, units, product)
@@ -273,7 +276,7 @@ def multiply_remaining(
 ) -> None:
     """Compute the next `share` of `units` until there is none left: a panel of a block each.
 
-    Threads that are equally fast take shares in turn: `stride` units on is the next of this one.
+    Equally fast threads take turns: a thread's next share begins `stride` units later.
     """
     panels = (product.outputs + PANEL - 1) // PANEL
     sums = np.empty((TILE, PANEL), np.float32)

@@ -241,4 +241,5 @@ class CpuElementwise(InvariantElementwise):
         return out
 
     def _threads_for(self, rows: torch.Tensor) -> int:
-        return self._threads.count if rows.numel() >= SHARED_ELEMENTS else 1
+        is_large = len(rows) > cpu_kernels.TAKEN_ROWS and rows.numel() >= SHARED_ELEMENTS
+        return self._threads.count if is_large else 1

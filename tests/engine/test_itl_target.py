@@ -11,7 +11,7 @@ import pytest
 
 from kvrelay.decode_worker.request import HandedOverRequest
 from kvrelay.engine.executor.step import Step
-from kvrelay.wire.speeds import StepSpeeds, StepWork
+from kvrelay.wire.speeds import StepSpeeds
 from tests.engine.simulation import Simulation, SimWorker, reference
 from tests.engine.simulation.clockwork import Clockwork, is_prompt
 from tests.engine.test_scenarios import step_until
@@ -164,22 +164,6 @@ def test_a_long_prompt_stalls_a_single_request_for_no_more_than_the_longest_step
     simulation.run_until(simulation.clock + 10)
     assert len(chunks) > 2
     assert max(np.diff(simulation.emitted_at[stream])) <= 1.15 * 16 * (STEP_SECONDS + ROW_SECONDS)
-
-
-def test_beside_many_rows_a_step_is_as_long_as_a_few_of_theirs_but_bounded() -> None:
-    """Only where all prompts are the worker's own."""
-    speeds = StepSpeeds(0.01, 0.001, 0.0, 0.002, prompts_known=True, rows_known=True)
-
-    def seconds(rows: int, own_prompts: bool) -> float:
-        work = StepWork(rows=rows)
-        tokens = speeds.most_tokens_beside(work, 0, 10_000, 60, own_prompts=own_prompts)
-        return speeds.seconds_of(StepWork(tokens, 0, rows))
-
-    idle = speeds.step_seconds(1)
-    assert seconds(12, own_prompts=True) == pytest.approx(6 * speeds.step_seconds(12), rel=0.01)
-    assert seconds(40, own_prompts=True) == pytest.approx(24 * idle, rel=0.01)
-    assert seconds(11, own_prompts=True) == seconds(11, own_prompts=False)
-    assert seconds(40, own_prompts=False) == pytest.approx(1.5 * speeds.step_seconds(40), rel=0.01)
 
 
 def test_a_target_that_cannot_be_kept_starves_no_prompt() -> None:
