@@ -63,6 +63,16 @@ from kvrelay.model_runner.kernels.prefill_scratch import (
     round_up,
 )
 from kvrelay.model_runner.kernels.team import run_on_team, take
+from kvrelay.model_runner.kernels.tiles import (
+    TILE_NUMBERS,
+    TILE_ROWS,
+    drop_tiles,
+    fetch_lines,
+    scores_in_tiles,
+    shape_tiles,
+    transpose_units,
+    values_in_tiles,
+)
 
 _LOG2_E = np.float32(1.44269504)
 _LEAST = np.float32(-1e30)
@@ -99,6 +109,7 @@ def attend_strips(
     page_table: Array,
     strips: Array,
     unit: Array,
+    in_tiles: bool,
     out: Array,
 ) -> None:
     """Attend for `strips` of ``new [T, heads, D]`` into ``out [T, num_heads * value_dim]``.
@@ -121,7 +132,10 @@ def attend_strips(
         (parts - 1) * kv_heads * page_size * head_dim,
         pages.itemsize,
         pages.itemsize * head_dim,
-        page_units.itemsize == WORD and page_size % OTHERS == 0 and length % STEP == 0,
+        in_tiles,
+        page_units.itemsize == WORD
+        and page_size % (TILE_ROWS if in_tiles else OTHERS) == 0
+        and length % STEP == 0,
         head_dim,
         out.shape[1] // num_heads,
         num_heads // kv_heads,
@@ -150,6 +164,8 @@ def attend_remaining(
     scratch = make_scratch(tiles, heads, unit, out)
     room = find_room(scratch, heads.token)
     layer = address_of(heads.pages) + heads.layer_start * heads.item
+    if heads.in_tiles:
+        shape_tiles(TILE_ROWS, TILE_ROWS)
     while True:
         index = take(counter, 1)
         if index >= len(strips) * kv_heads:
@@ -168,6 +184,8 @@ def attend_remaining(
         load_queries(heads, new[start:], head, position, first, count, strip, scratch)
         attend_strip(heads, strip, head, page_ids, scratch, room)
         write_sums(heads, head, first, count, strip, scratch, out[start:])
+    if heads.in_tiles:
+        drop_tiles()
     keep(scratch)
 
 
@@ -228,6 +246,8 @@ def attend_strip(
         if not heads.in_place:
             copy_keys(heads, head, page_ids, begin, skipped, seen, scratch.keys)
         copy_values(heads, head, page_ids, begin, skipped, seen, scratch.values)
+        if heads.in_tiles:
+            transpose_units(room.values, len(scratch.values), room.width, room.columns)
         for tile in range(strip.tiles):
             attend_block(heads, strip, tile, begin, room)
 
@@ -260,10 +280,13 @@ def attend_block(heads: Heads, strip: Strip, tile: int, begin: int, room: Room) 
     vectors = find_tile(strip, tile + 1) - find_tile(strip, tile)
     positions = room.positions + tile * ROW_BYTES
     first, last = read_int32(positions, 0), read_int32(positions, LANES * vectors - 1)
-    count = round_up(min(BLOCK, last + 1 - begin), OTHERS)
+    count = round_up(min(BLOCK, last + 1 - begin), TILE_NUMBERS if heads.in_tiles else OTHERS)
     if count <= 0:
         return
-    add_scores(heads, strip, tile, vectors, count, room)
+    if heads.in_tiles:
+        add_scores_in_tiles(heads, strip, tile, vectors, count, room)
+    else:
+        add_scores(heads, strip, tile, vectors, count, room)
     factor = heads.scale * _LOG2_E
     if heads.softcap > 0:
         bend_scores(room.scores, count * VECTORS, heads.scale, heads.softcap)
@@ -279,7 +302,51 @@ def attend_block(heads: Heads, strip: Strip, tile: int, begin: int, room: Room) 
         room,
     )
     weigh(heads, tile, vectors, count, factor, room)
-    add_values(heads, tile, vectors, count, room)
+    if heads.in_tiles:
+        add_values_in_tiles(tile, vectors, count, room)
+    else:
+        add_values(heads, tile, vectors, count, room)
+
+
+@inlined
+def add_scores_in_tiles(
+    heads: Heads, strip: Strip, tile: int, vectors: int, count: int, room: Room
+) -> None:
+    """As `add_scores`, for keys whose number is a multiple of `TILE_NUMBERS`."""
+    queries = room.queries + tile * room.depth * ROW_BYTES
+    steps, key_bytes = room.depth // TILE_ROWS, heads.token if heads.in_place else room.depth * WORD
+    halves = TILE_ROWS // OTHERS
+    for key in range(0, count, TILE_NUMBERS):
+        group = key // OTHERS
+        keys, more = (read_int64(room.starts, group), read_int64(room.starts, group + halves))
+        scores = room.scores + key * ROW_BYTES
+        scores_in_tiles(vectors, keys, more, key_bytes, queries, ROW_BYTES, steps, scores)
+        for each in range(group, group + 2 * halves):
+            if each % strip.tiles == tile:
+                ahead, lines = read_int64(room.starts, GROUPS + each), OTHERS * heads.token // 64
+                fetch_lines(ahead, lines)
+                fetch_lines(ahead + heads.value_offset * heads.item, lines)
+
+
+@inlined
+def add_values_in_tiles(tile: int, vectors: int, count: int, room: Room) -> None:
+    """As `add_values`, for tokens whose number is a multiple of `TILE_NUMBERS`."""
+    steps, value_bytes = count // TILE_NUMBERS, BLOCK // room.numbers * WORD
+    for dimension in range(0, room.width, 2 * TILE_ROWS):
+        values = room.columns + dimension * value_bytes
+        sums = room.sums + (tile * room.width + dimension) * ROW_BYTES
+        halves = min(2, (room.width - dimension) // TILE_ROWS)
+        values_in_tiles(
+            halves,
+            vectors,
+            values,
+            value_bytes,
+            room.weights,
+            ROW_BYTES,
+            steps,
+            room.decay,
+            sums,
+        )
 
 
 @inlined

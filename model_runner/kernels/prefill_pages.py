@@ -45,8 +45,11 @@ class Heads(NamedTuple):
     """Bytes of an element."""
     token: int
     """Bytes of a key."""
+    in_tiles: bool
+    """The processor's tiles multiply, not its vectors: heads are whole tiles."""
     in_place: bool
-    """Keys are read from pages, not copied: they are units there, `OTHERS` of them together."""
+    """Keys are read from pages, not copied: they are units there, as many of them together as are
+    multiplied at once."""
     head_dim: int
     value_dim: int
     group: int

@@ -27,6 +27,8 @@ class Scratch(NamedTuple):
     queries: Array
     keys: Array
     values: Array
+    columns: Array
+    """``[width, block / k]``: `values` for tiles, whose rows are dimensions."""
     scores: Array
     weights: Array
     sums: Array
@@ -50,6 +52,7 @@ class Room(NamedTuple):
     queries: int
     keys: int
     values: int
+    columns: int
     scores: int
     weights: int
     sums: int
@@ -79,11 +82,13 @@ def make_scratch(tiles: int, heads: Heads, unit: Array, out: Array) -> Scratch:
     queries = make_lines(tiles * depth, ROWS, unit.dtype)
     keys = make_lines(0 if heads.in_place else BLOCK, depth, unit.dtype)
     values = make_lines(len(weights), width, unit.dtype)
+    columns = make_lines(width if heads.in_tiles else 0, len(weights), unit.dtype)
     queries[:], keys[:], values[:], scores[:] = 0, 0, 0, 0
     return Scratch(
         queries.reshape((tiles, depth, ROWS)),
         keys,
         values,
+        columns,
         scores,
         weights,
         make_lines(tiles * width, ROWS, np.float32).reshape((tiles, width, ROWS)),
@@ -115,6 +120,7 @@ def find_room(scratch: Scratch, token: int) -> Room:
         address_of(scratch.queries),
         address_of(scratch.keys),
         address_of(scratch.values),
+        address_of(scratch.columns),
         address_of(scratch.scores),
         address_of(scratch.weights),
         address_of(scratch.sums),

@@ -29,7 +29,19 @@ from numba.extending import intrinsic
 from kvrelay.model_runner.kernels.arrays import Array
 from kvrelay.model_runner.kernels.jit import inlined, kernel
 from kvrelay.model_runner.kernels.lanes import LANES, add_product, constant, loop
+from kvrelay.model_runner.kernels.pair_memory import address_of
+from kvrelay.model_runner.kernels.prefill_scratch import make_lines
 from kvrelay.model_runner.kernels.team import run_on_team, take
+from kvrelay.model_runner.kernels.tiles import (
+    LINES,
+    TILE_NUMBERS,
+    TILE_ROWS,
+    drop_tiles,
+    round_sums,
+    shape_tiles,
+    sum_in_tiles,
+    fetch_to_write,
+)
 
 _VECTORS: Final = 2
 PANEL: Final = _VECTORS * LANES
@@ -45,6 +57,13 @@ _AHEAD: Final = 8192
 """Bytes. In a stream of weights for 8 rows: 28.7 GB/s without, 34 so, 29 with 1,024."""
 _BLOCK: Final = 20 * TILE
 """Rows at most: with up to 2,000 inputs they stay in a second cache of 1 MiB."""
+TILED_ROWS: Final = 2 * TILE_ROWS
+"""Of the processor's tiles: two times a panel's two are four, which are summed up at a time."""
+_TILED_BYTES: Final = TILED_ROWS * PANEL * 4
+"""Of such a tile's sums."""
+_TILED_BLOCK: Final = 10 * TILED_ROWS
+_TILED_BLOCK_BYTES: Final = 1 << 20
+"""A block's rows at most, and their inputs: with its outputs they stay in a second cache of 2 MiB."""
 _SHARES: Final = 4
 """Pieces for each of several threads, of a product of one tile: each streams its own."""
 _LINE_BYTES: Final = 64
@@ -76,6 +95,8 @@ class Product(NamedTuple):
     outputs: int
     block: int
     """Rows that are computed with one panel after the other."""
+    in_tiles: bool
+    """By the processor's tiles, not by its vectors."""
 
 
 def _pointer(builder: Any, address: Any, kind: Any, bytes_on: Any = None) -> Any:
@@ -242,6 +263,7 @@ def write_row(
 @kernel
 def multiply(
     threads: int,
+    in_tiles: bool,
     x: int,
     weights: int,
     bias: int,
@@ -257,15 +279,18 @@ def multiply(
     ``rows >= 1``, ``inputs % PAIRS == 0``, ``outputs % LANES == 0``. The weights' last panel is
     whole.
     """
-    blocks = (rows + _BLOCK - 1) // _BLOCK
+    most, tile = _BLOCK, TILE
+    if in_tiles:
+        most, tile = min(_TILED_BLOCK, _TILED_BLOCK_BYTES // (2 * inputs)), TILED_ROWS
+    blocks = (rows + most - 1) // most
     # Equal blocks of whole tiles; the last one may be shorter.
-    block = (rows + blocks * TILE - 1) // (blocks * TILE) * TILE
+    block = (rows + blocks * tile - 1) // (blocks * tile) * tile
     units = (rows + block - 1) // block * ((outputs + PANEL - 1) // PANEL)
     share = units
     if threads > 1:
         # Of many rows as small as can be, so that all threads end at about the same time.
-        share = 1 if rows > TILE else max(1, units // (threads * _SHARES))
-    product = Product(x, weights, bias, residual, out, rows, inputs // 2, outputs, block)
+        share = 1 if rows > tile else max(1, units // (threads * _SHARES))
+    product = Product(x, weights, bias, residual, out, rows, inputs // 2, outputs, block, in_tiles)
     args = (np.zeros(1, np.int64), share, threads * share, units, product)
     run_on_team(threads, multiply_remaining, args)
 
@@ -279,15 +304,22 @@ def multiply_remaining(
     Equally fast threads take turns: a thread's next share begins `stride` units later.
     """
     panels = (product.outputs + PANEL - 1) // PANEL
-    sums = np.empty((TILE, PANEL), np.float32)
+    sums = make_lines(2 * TILED_ROWS, PANEL, np.float32)
     begin = take(counter, share)
     while begin < units:
         end = min(begin + share, units)
         for unit in range(begin, end):
             following = unit + 1 if unit + 1 < end else begin + stride
             asked = following % panels if following < units else panels
-            multiply_block(product, unit // panels * product.block, unit % panels, asked, sums)
+            if product.in_tiles:
+                multiply_in_tiles(
+                    product, unit // panels * product.block, unit % panels, asked, sums
+                )
+            else:
+                multiply_block(product, unit // panels * product.block, unit % panels, asked, sums)
         begin = take(counter, share)
+    if product.in_tiles:
+        drop_tiles()
 
 
 @inlined
@@ -323,3 +355,60 @@ def multiply_block(product: Product, first: int, panel: int, following: int, sum
             bias = product.bias + 2 * panel * PANEL if product.bias else 0
             residual = product.residual + at if product.residual else 0
             write_row(sums, r, vectors, bias, residual, product.out + at)
+
+
+@inlined
+def multiply_in_tiles(
+    product: Product, first: int, panel: int, following: int, sums: Array
+) -> None:
+    """As `multiply_block`, by tiles of up to `TILED_ROWS` rows.
+
+    A tile's sums are rounded while the next one's are added up: ``sums`` have room for two.
+    """
+    pairs, panel_bytes = product.pairs, product.pairs * _PANEL_BYTES
+    weights, row_bytes = product.weights + panel * panel_bytes, 4 * product.pairs
+    end = min(first + product.block, product.rows)
+    tiles = (end - first + TILED_ROWS - 1) // TILED_ROWS
+    asked = LINES[0] if tiles == 1 else LINES[1] if tiles < 4 else LINES[2]
+    part = panel_bytes * asked // LINES[0]
+    shaped = 0
+    for tile in range(tiles):
+        row = first + tile * TILED_ROWS
+        count = min(TILED_ROWS, end - row)
+        if count != shaped:
+            shape_tiles(min(count, TILE_ROWS), max(count - TILE_ROWS, 1))
+            shaped = count
+        lines, ahead = asked, weights + _AHEAD
+        if tiles > 1:
+            ahead = product.weights + following * panel_bytes + tile * part
+            if tile * asked >= LINES[0]:
+                lines = 0  # all of it has been asked for
+        halves = (count + TILE_ROWS - 1) // TILE_ROWS
+        x, to = product.x + row * row_bytes, address_of(sums) + tile % 2 * _TILED_BYTES
+        sum_in_tiles(halves, lines, x, row_bytes, pairs // TILE_ROWS, weights, ahead, to)
+        if tile > 0:
+            fetch_to_write(product.out + 2 * ((row - TILED_ROWS) * product.outputs + panel * PANEL), 2 * product.outputs, TILED_ROWS)
+        if tile > 0:
+            write_tile(product, row - TILED_ROWS, TILED_ROWS, panel, (tile - 1) % 2, sums)
+    last = tiles - 1
+    row = first + last * TILED_ROWS
+    write_tile(product, row, end - row, panel, last % 2, sums)
+
+
+@inlined
+def write_tile(
+    product: Product, row: int, count: int, panel: int, place: int, sums: Array
+) -> None:
+    """Round `count` sums of a panel, which are at a `place` of the two, to rows of the output."""
+    at, stride = 2 * (row * product.outputs + panel * PANEL), 2 * product.outputs
+    bias = product.bias + 2 * panel * PANEL if product.bias else 0
+    residual = product.residual + at if product.residual else 0
+    if (panel + 1) * PANEL <= product.outputs:
+        source = address_of(sums) + place * _TILED_BYTES
+        round_sums(source, count, bias, residual, product.out + at, stride)
+    else:
+        for r in range(count):
+            added = residual + r * stride if residual else 0
+            index = place * TILED_ROWS + r
+            write_row(sums, index, 1, bias, added, product.out + at + r * stride)
+    sums[0, 0] = sums[0, 0]  # numba frees an array after its own last use, not its address's

@@ -11,12 +11,9 @@ import torch
 from torch.nn import functional
 
 from kvrelay.model_runner.kernels.kernel_threads import KernelThreads
-from kvrelay.model_runner.kernels.lanes import (
-    LANES,
-    has_bfloat16_products,
-    has_bfloat16_tiles,
-)
+from kvrelay.model_runner.kernels.lanes import LANES, has_bfloat16_products
 from kvrelay.model_runner.kernels.product import PAIRS, PANEL, multiply
+from kvrelay.model_runner.kernels.tiles import TILE_NUMBERS, may_use_tiles
 from kvrelay.model_runner.layers.batch_invariant import (
     RowBounds,
     RowwiseProduct,
@@ -82,6 +79,7 @@ class PanelLinear:
         threads: KernelThreads | None = None,
     ) -> None:
         self._outputs, self._inputs = weight.shape
+        self._in_tiles = may_use_tiles()
         self._weight = _pack_panels(weight, memory)
         self._bias = None if bias is None else bias.contiguous()
         few_weights = weight.numel() < _SHARED_WEIGHTS
@@ -89,15 +87,15 @@ class PanelLinear:
 
     @staticmethod
     def runs(device: torch.device, dtype: torch.dtype) -> bool:
-        """Whether the kernel serves: not where AMX is, which oneDNN uses."""
+        """Whether the kernel serves."""
         is_known = device.type == "cpu" and dtype is torch.bfloat16
-        return is_known and has_bfloat16_products() and not has_bfloat16_tiles()
+        return is_known and has_bfloat16_products()
 
     @staticmethod
     def supports(weight: torch.Tensor) -> bool:
         """Whether the kernel serves for this weight."""
         outputs, inputs = weight.shape
-        is_even = inputs % PAIRS == 0 and outputs % LANES == 0
+        is_even = inputs % (TILE_NUMBERS if may_use_tiles() else PAIRS) == 0 and outputs % LANES == 0
         return is_even and PanelLinear.runs(weight.device, weight.dtype)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -120,6 +118,7 @@ class PanelLinear:
         out = x.new_empty(rows, self._outputs)
         multiply(
             self._threads.count,
+            self._in_tiles,
             x.data_ptr(),
             self._weight.data_ptr(),
             0 if self._bias is None else self._bias.data_ptr(),
