@@ -18,6 +18,7 @@ from llvmlite import ir
 from numba.extending import intrinsic, overload
 
 from kvrelay.model_runner.kernels.kernel_cache import is_kernel_source, kernel_cache
+from kvrelay.model_runner.kernels.lanes import ask_for_line
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -150,14 +151,7 @@ def prefetch(_typing: Any, array: Any, index: Any) -> Any:
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         data = context.make_array(signature.args[0])(context, builder, args[0]).data
-        byte = ir.IntType(8).as_pointer()
-        int32 = ir.IntType(32)
-        function = builder.module.declare_intrinsic(
-            "llvm.prefetch", [byte], ir.FunctionType(ir.VoidType(), [byte, int32, int32, int32])
-        )
-        pointer = builder.bitcast(builder.gep(data, [args[1]]), byte)
-        read, keep_in_all_caches, data_not_code = int32(0), int32(3), int32(1)
-        builder.call(function, [pointer, read, keep_in_all_caches, data_not_code])
+        ask_for_line(builder, builder.gep(data, [args[1]]))
         return context.get_dummy_value()
 
     return numba.void(array, index), generate

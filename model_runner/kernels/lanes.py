@@ -45,11 +45,6 @@ def has_bfloat16_products() -> bool:
     return bool(llvmlite.binding.get_host_cpu_features().get("avx512bf16"))
 
 
-def has_bfloat16_tiles() -> bool:
-    """Whether this processor multiplies whole tiles of bfloat16: AMX."""
-    return bool(llvmlite.binding.get_host_cpu_features().get("amx-bf16"))
-
-
 def constant(value: float) -> Any:
     """A vector whose lanes all are this float32."""
     return ir.Constant(FLOATS, [value] * LANES)
@@ -63,6 +58,21 @@ def call(builder: Any, name: str, result: Any, *args: Any) -> Any:
     """Call the intrinsic `name` of LLVM."""
     kind = ir.FunctionType(result, [arg.type for arg in args])
     return builder.call(builder.module.declare_intrinsic(name, (), kind), args)
+
+
+def ask_for_line(
+    builder: Any, place: Any, *, to_write: bool = False, second_cache: bool = False
+) -> None:
+    """Ask for the cache line that the pointer `place` lies in; any is harmless.
+
+    It comes into all caches, or not into the first.
+    """
+    byte = ir.IntType(8).as_pointer()
+    kind = ir.FunctionType(ir.VoidType(), [byte, _INT32, _INT32, _INT32])
+    function = builder.module.declare_intrinsic("llvm.prefetch", [byte], kind)
+    keep, data_not_code = _INT32(2 if second_cache else 3), _INT32(1)
+    line = builder.bitcast(place, byte)
+    builder.call(function, [line, _INT32(int(to_write)), keep, data_not_code])
 
 
 def splat(builder: Any, scalar: Any, lanes: int = LANES) -> Any:

@@ -6,11 +6,13 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 import numba
+import numpy as np
 from llvmlite import ir  # type: ignore[import-untyped]
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from kvrelay.model_runner.kernels.lanes import FLOATS, INTS, LANES, data_of, loop
+from kvrelay.model_runner.kernels.jit import inlined
+from kvrelay.model_runner.kernels.lanes import FLOATS, INTS, LANES, ask_for_line, data_of, loop
 
 UNITS: Final = 2 * LANES
 """Numbers in a vector of bfloat16, and in a cache line: heads are multiples of it."""
@@ -40,12 +42,7 @@ def pointer(builder: Any, address: Any, kind: Any) -> Any:
 
 def fetch(builder: Any, data: Any, index: Any) -> None:
     """Ask for the cache line of the `index`-th element of `data`; any is harmless."""
-    byte, int32 = ir.IntType(8).as_pointer(), ir.IntType(32)
-    kind = ir.FunctionType(ir.VoidType(), [byte, int32, int32, int32])
-    function = builder.module.declare_intrinsic("llvm.prefetch", [byte], kind)
-    read, keep_in_all_caches, data_not_code = int32(0), int32(3), int32(1)
-    line = builder.bitcast(builder.gep(data, [index]), byte)
-    builder.call(function, [line, read, keep_in_all_caches, data_not_code])
+    ask_for_line(builder, builder.gep(data, [index]))
 
 
 @intrinsic  # type: ignore[untyped-decorator]
@@ -166,3 +163,14 @@ def pair_values(
         return context.get_dummy_value()
 
     return numba.void(*[numba.int64] * 6), generate
+
+
+@inlined
+def make_lines(rows: int, words: int, dtype: Any) -> Any:
+    """Room for ``[rows, words]`` numbers of 4 bytes, from the beginning of a cache line on.
+
+    Numba's own arrays begin anywhere: most vectors of 64 bytes would lie in two lines.
+    """
+    room = np.empty(rows * words + LANES, dtype)
+    begin = -address_of(room) // 4 % LANES
+    return room[begin : begin + rows * words].reshape((rows, words))

@@ -17,7 +17,11 @@ else one float32. Only weights are rounded to them, as in torch's fused attentio
 Blocks begin at the same tokens of a sequence in every tile, and what a row does not see
 adds exactly nothing if it is finite: its result depends neither on the chunk nor on what
 is beside it. A value that is not finite also reaches the earlier rows of its tile, as 0
-times it is NaN; a key that is not reaches none.
+times it is NaN, and those of the tile before, where the processor multiplies 32 tokens at a time;
+a key that is not reaches none.
+
+Where the processor multiplies tiles by itself (`prefill_tiles`), it does so with the same arrays,
+but that values have a row a dimension. Softmax then takes most of the time.
 
 While a block is computed the next one is fetched, line by line: hardware cannot foresee where
 pages lie.
@@ -62,16 +66,19 @@ from kvrelay.model_runner.kernels.prefill_scratch import (
     make_scratch,
     round_up,
 )
+from kvrelay.model_runner.kernels.prefill_tiles import (
+    fetch_lines,
+    scores_in_tiles,
+    transpose_units,
+    values_in_tiles,
+)
 from kvrelay.model_runner.kernels.team import run_on_team, take
 from kvrelay.model_runner.kernels.tiles import (
+    TILE_BYTES,
     TILE_NUMBERS,
     TILE_ROWS,
     drop_tiles,
-    fetch_lines,
-    scores_in_tiles,
     shape_tiles,
-    transpose_units,
-    values_in_tiles,
 )
 
 _LOG2_E = np.float32(1.44269504)
@@ -323,7 +330,8 @@ def add_scores_in_tiles(
         scores_in_tiles(vectors, keys, more, key_bytes, queries, ROW_BYTES, steps, scores)
         for each in range(group, group + 2 * halves):
             if each % strip.tiles == tile:
-                ahead, lines = read_int64(room.starts, GROUPS + each), OTHERS * heads.token // 64
+                ahead = read_int64(room.starts, GROUPS + each)
+                lines = OTHERS * heads.token // TILE_BYTES
                 fetch_lines(ahead, lines)
                 fetch_lines(ahead + heads.value_offset * heads.item, lines)
 

@@ -10,8 +10,7 @@ from numba.extending import overload
 
 from kvrelay.model_runner.kernels.arrays import Array
 from kvrelay.model_runner.kernels.jit import inlined
-from kvrelay.model_runner.kernels.lanes import LANES
-from kvrelay.model_runner.kernels.pair_memory import address_of
+from kvrelay.model_runner.kernels.pair_memory import address_of, make_lines
 from kvrelay.model_runner.kernels.prefill_lanes import OTHERS, ROWS, STEP
 from kvrelay.model_runner.kernels.prefill_pages import BLOCK, WORD, Heads
 
@@ -99,17 +98,6 @@ def make_scratch(tiles: int, heads: Heads, unit: Array, out: Array) -> Scratch:
         np.empty(2 * GROUPS, np.int64),
         np.empty((heads.value_dim, ROWS), out.dtype),
     )
-
-
-@inlined
-def make_lines(rows: int, words: int, dtype: Any) -> Any:
-    """Room for ``[rows, words]`` numbers of 4 bytes, from the beginning of a cache line on.
-
-    Numba's own arrays begin anywhere: most vectors of 64 bytes would lie in two lines.
-    """
-    room = np.empty(rows * words + LANES, dtype)
-    begin = -address_of(room) // WORD % LANES
-    return room[begin : begin + rows * words].reshape((rows, words))
 
 
 @inlined

@@ -1,4 +1,5 @@
-"""Products with bfloat16 weights on a CPU that multiplies pairs of bfloat16 (AVX512-BF16).
+"""Products with bfloat16 weights on a CPU that multiplies pairs of bfloat16 (AVX512-BF16), or
+whole tiles of it (AMX).
 
 ``out [T, N] = x [T, K] W^T``, with ``W [N, K]`` in panels of `PANEL` outputs, one after the
 other, in which the pairs of inputs come in order::
@@ -11,6 +12,9 @@ For more rows each tile asks for a part of the panel that probably comes next, s
 arithmetic work at the same time; the last tiles for what lies behind the weights, the next
 product's if they were put there. Many rows are computed by blocks that stay in the second cache, a
 panel of a block at a time by whichever thread is free.
+
+What the processor itself calls tiles (`tiles`) multiplies up to `TILED_ROWS` rows with a panel, and
+many rows ten times as fast as vectors do: the panels' layout is theirs, too.
 
 Each sum adds its pairs one after the other, from the first to the last: a row's result depends
 neither on the rows beside it nor on the number of threads.
@@ -28,20 +32,16 @@ from numba.extending import intrinsic
 
 from kvrelay.model_runner.kernels.arrays import Array
 from kvrelay.model_runner.kernels.jit import inlined, kernel
-from kvrelay.model_runner.kernels.lanes import LANES, add_product, constant, loop
-from kvrelay.model_runner.kernels.pair_memory import address_of
-from kvrelay.model_runner.kernels.prefill_scratch import make_lines
-from kvrelay.model_runner.kernels.team import run_on_team, take
-from kvrelay.model_runner.kernels.tiles import (
+from kvrelay.model_runner.kernels.lanes import LANES, add_product, ask_for_line, constant, loop
+from kvrelay.model_runner.kernels.pair_memory import address_of, make_lines
+from kvrelay.model_runner.kernels.product_tiles import (
     LINES,
-    TILE_NUMBERS,
-    TILE_ROWS,
-    drop_tiles,
-    round_sums,
-    shape_tiles,
-    sum_in_tiles,
     fetch_to_write,
+    round_sums,
+    sum_in_tiles,
 )
+from kvrelay.model_runner.kernels.team import run_on_team, take
+from kvrelay.model_runner.kernels.tiles import TILE_ROWS, drop_tiles, shape_tiles
 
 _VECTORS: Final = 2
 PANEL: Final = _VECTORS * LANES
@@ -63,7 +63,7 @@ _TILED_BYTES: Final = TILED_ROWS * PANEL * 4
 """Of such a tile's sums."""
 _TILED_BLOCK: Final = 10 * TILED_ROWS
 _TILED_BLOCK_BYTES: Final = 1 << 20
-"""A block's rows at most, and their inputs: with its outputs they stay in a second cache of 2 MiB."""
+"""A block's rows at most, and their inputs: they stay in a second cache of 2 MiB."""
 _SHARES: Final = 4
 """Pieces for each of several threads, of a product of one tile: each streams its own."""
 _LINE_BYTES: Final = 64
@@ -109,15 +109,6 @@ def _times(builder: Any, number: Any, factor: int) -> Any:
     return builder.mul(number, _INT64(factor))
 
 
-def _prefetch(builder: Any, address: Any) -> None:
-    byte = _INT8.as_pointer()
-    kind = ir.FunctionType(ir.VoidType(), [byte, _INT32, _INT32, _INT32])
-    function = builder.module.declare_intrinsic("llvm.prefetch", [byte], kind)
-    read, keep_in_all_caches, data_not_code = _INT32(0), _INT32(3), _INT32(1)
-    pointer = builder.inttoptr(address, byte)
-    builder.call(function, [pointer, read, keep_in_all_caches, data_not_code])
-
-
 def _sum_tile(
     builder: Any, rows: Sequence[Any], weights: Any, pairs: Any, ahead: Any, lines: int
 ) -> Sequence[Any]:
@@ -130,7 +121,7 @@ def _sum_tile(
         sums = list(totals)
         asked = builder.add(ahead, _times(builder, index, lines * _LINE_BYTES))
         for line in range(lines):
-            _prefetch(builder, builder.add(asked, _INT64(line * _LINE_BYTES)))
+            ask_for_line(builder, _pointer(builder, asked, _INT8, _INT64(line * _LINE_BYTES)))
         for step in range(_STEP):
             pair = builder.add(_times(builder, index, _STEP), _INT64(step))
             panel = builder.add(weights, _times(builder, pair, _PANEL_BYTES))
@@ -276,12 +267,12 @@ def multiply(
     """``out [rows, outputs] = x [rows, inputs] W^T (+ bias [outputs]) (+ residual)``.
 
     All are bfloat16, contiguous and given by their address, 0 for no bias and no residual.
-    ``rows >= 1``, ``inputs % PAIRS == 0``, ``outputs % LANES == 0``. The weights' last panel is
-    whole.
+    ``rows >= 1``, ``inputs % PAIRS == 0`` or, `in_tiles` (`tiles.may_use_tiles`),
+    ``inputs % TILE_NUMBERS == 0``, and ``outputs % LANES == 0``. The weights' last panel is whole.
     """
     most, tile = _BLOCK, TILE
     if in_tiles:
-        most, tile = min(_TILED_BLOCK, _TILED_BLOCK_BYTES // (2 * inputs)), TILED_ROWS
+        most, tile = min(_TILED_BLOCK, _TILED_BLOCK_BYTES // (2 * inputs) + TILED_ROWS), TILED_ROWS
     blocks = (rows + most - 1) // most
     # Equal blocks of whole tiles; the last one may be shorter.
     block = (rows + blocks * tile - 1) // (blocks * tile) * tile
@@ -387,8 +378,6 @@ def multiply_in_tiles(
         x, to = product.x + row * row_bytes, address_of(sums) + tile % 2 * _TILED_BYTES
         sum_in_tiles(halves, lines, x, row_bytes, pairs // TILE_ROWS, weights, ahead, to)
         if tile > 0:
-            fetch_to_write(product.out + 2 * ((row - TILED_ROWS) * product.outputs + panel * PANEL), 2 * product.outputs, TILED_ROWS)
-        if tile > 0:
             write_tile(product, row - TILED_ROWS, TILED_ROWS, panel, (tile - 1) % 2, sums)
     last = tiles - 1
     row = first + last * TILED_ROWS
@@ -396,19 +385,17 @@ def multiply_in_tiles(
 
 
 @inlined
-def write_tile(
-    product: Product, row: int, count: int, panel: int, place: int, sums: Array
-) -> None:
+def write_tile(product: Product, row: int, count: int, panel: int, place: int, sums: Array) -> None:
     """Round `count` sums of a panel, which are at a `place` of the two, to rows of the output."""
     at, stride = 2 * (row * product.outputs + panel * PANEL), 2 * product.outputs
     bias = product.bias + 2 * panel * PANEL if product.bias else 0
     residual = product.residual + at if product.residual else 0
     if (panel + 1) * PANEL <= product.outputs:
-        source = address_of(sums) + place * _TILED_BYTES
-        round_sums(source, count, bias, residual, product.out + at, stride)
+        source, out = address_of(sums) + place * _TILED_BYTES, product.out + at
+        fetch_to_write(out, stride, count)
+        round_sums(source, count, bias, residual, out, stride)
     else:
         for r in range(count):
             added = residual + r * stride if residual else 0
             index = place * TILED_ROWS + r
             write_row(sums, index, 1, bias, added, product.out + at + r * stride)
-    sums[0, 0] = sums[0, 0]  # numba frees an array after its own last use, not its address's

@@ -4,30 +4,44 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+from collections.abc import Callable
 
 import numpy as np
 import pytest
 import torch
 
+from kvrelay.model_runner.kernels import tiles
+from kvrelay.model_runner.kernels.lanes import has_bfloat16_products
 from kvrelay.model_runner.kernels.product import multiply
+from kvrelay.model_runner.kernels.tiles import TILE_NUMBERS, may_use_tiles
 from kvrelay.model_runner.layers import linear as linear_layer
 from kvrelay.model_runner.layers.linear import LinearFactory, PackedLinear, PanelLinear, PlainLinear
 from kvrelay.model_runner.layers.weight_memory import WeightMemory
 
-needs_pairs = pytest.mark.skipif(
-    not PanelLinear.supports(torch.empty(16, 4, dtype=torch.bfloat16)),
-    reason="this CPU has no AVX512-BF16, or AMX, for which torch's products are",
-)
+Whole = Callable[[int], int]
 SHAPES = [(16, 4), (48, 8), (1008, 52), (960, 576), (576, 1536)]
 """Outputs and inputs: less than a panel, a part of one, and those of SmolLM2-135M."""
 ROWS = 500
-"""Three blocks, the last one shorter."""
-TRIED_ROWS = [*range(1, 66), 239, 240, 241, 480, 481]
+"""Three blocks of vectors, two of tiles; the last one is shorter."""
+TRIED_ROWS = [*range(1, 66), 239, 240, 241, 319, 320, 321, 480, 481]
 
 
 @pytest.fixture(autouse=True)
 def seed() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture(params=["vectors", "tiles"])
+def whole(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Whole:
+    """The processor's vectors or its tiles multiply: so many inputs, or a few more for tiles."""
+    if not has_bfloat16_products():
+        pytest.skip("this CPU has no AVX512-BF16")
+    in_tiles = request.param == "tiles"
+    if in_tiles and not may_use_tiles():
+        pytest.skip("this CPU has no AMX")
+    monkeypatch.setattr(linear_layer, "may_use_tiles", lambda: in_tiles)
+    step = TILE_NUMBERS if in_tiles else 1
+    return lambda inputs: -(-inputs // step) * step
 
 
 def normal(*shape: int) -> torch.Tensor:
@@ -38,10 +52,10 @@ def mean_error(got: torch.Tensor, exact: torch.Tensor) -> float:
     return float((got - exact).abs().mean())
 
 
-@needs_pairs
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize(("outputs", "inputs"), SHAPES)
-def test_as_exact_as_torch(outputs: int, inputs: int, biased: bool) -> None:
+def test_as_exact_as_torch(outputs: int, inputs: int, biased: bool, whole: Whole) -> None:
+    inputs = whole(inputs)
     weight, bias = normal(outputs, inputs), normal(outputs) if biased else None
     x, residual = normal(64, inputs), normal(64, outputs)
     panels, torchs = PanelLinear(weight, bias, WeightMemory()), PlainLinear(weight, bias)
@@ -52,12 +66,12 @@ def test_as_exact_as_torch(outputs: int, inputs: int, biased: bool) -> None:
     assert mean_error(panels.add_to(residual, x), total) <= 1.01 * of_torch
 
 
-@needs_pairs
 @pytest.mark.parametrize("threads", [1, 2, 3])
 @pytest.mark.parametrize(("outputs", "inputs"), SHAPES)
 def test_bits_do_not_depend_on_rows_or_threads(
-    outputs: int, inputs: int, threads: int, monkeypatch: pytest.MonkeyPatch
+    outputs: int, inputs: int, threads: int, whole: Whole, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    inputs = whole(inputs)
     weight, bias = normal(outputs, inputs), normal(outputs)
     x, residual = normal(ROWS, inputs), normal(ROWS, outputs)
     expected = PanelLinear(weight, bias, WeightMemory()).add_to(residual, x)
@@ -70,15 +84,15 @@ def test_bits_do_not_depend_on_rows_or_threads(
         assert torch.equal(linear.add_to(residual[some], x[some]), expected[some]), rows
 
 
-@needs_pairs
 @pytest.mark.parametrize("rows", [1, 5, 13, 31, 241])
-def test_nothing_but_the_output_is_written(rows: int) -> None:
-    outputs, inputs, border = 48, 8, 1000
+def test_nothing_but_the_output_is_written(rows: int, whole: Whole) -> None:
+    outputs, inputs, border = 48, whole(8), 1000
     weight, x = normal(outputs, inputs), normal(rows, inputs)
     memory = np.full(rows * outputs + 2 * border, 0x1234, np.uint16)
     packed = linear_layer._pack_panels(weight, WeightMemory())
     multiply(
         1,
+        linear_layer.may_use_tiles(),
         x.data_ptr(),
         packed.data_ptr(),
         0,
@@ -94,24 +108,24 @@ def test_nothing_but_the_output_is_written(rows: int) -> None:
     assert torch.equal(written.view(rows, outputs), PanelLinear(weight, None, WeightMemory())(x))
 
 
-@needs_pairs
 @pytest.mark.parametrize("rows", [1, 5, 13, 31, 241])
-def test_nothing_after_the_rows_is_read(rows: int) -> None:
-    outputs, inputs = 48, 8
+def test_nothing_after_the_rows_is_read(rows: int, whole: Whole) -> None:
+    outputs, inputs = 48, whole(8)
     weight, x = normal(outputs, inputs), normal(rows, inputs)
-    memory = mmap.mmap(-1, 2 * mmap.PAGESIZE)
-    guard = ctypes.addressof(ctypes.c_char.from_buffer(memory)) + mmap.PAGESIZE
+    size = 4 * mmap.PAGESIZE
+    memory = mmap.mmap(-1, size + mmap.PAGESIZE)
+    guard = ctypes.addressof(ctypes.c_char.from_buffer(memory)) + size
     assert ctypes.CDLL(None).mprotect(ctypes.c_void_p(guard), mmap.PAGESIZE, 0) == 0
-    place = np.frombuffer(memory, np.int16, x.numel(), mmap.PAGESIZE - 2 * x.numel())
+    place = np.frombuffer(memory, np.int16, x.numel(), size - 2 * x.numel())
     before_the_guard = torch.from_numpy(place).view(torch.bfloat16).view(x.shape)
     before_the_guard.copy_(x)
     linear = PanelLinear(weight, None, WeightMemory())
     assert torch.equal(linear(before_the_guard), linear(x))
 
 
-@needs_pairs
-def test_sums_are_rounded_as_torch_rounds() -> None:
-    weight, x = torch.randint(-15, 16, (1008, 8)), torch.randint(-99, 100, (24, 8))
+def test_sums_are_rounded_as_torch_rounds(whole: Whole) -> None:
+    inputs = whole(8)
+    weight, x = torch.randint(-15, 16, (1008, inputs)), torch.randint(-99, 100, (24, inputs))
     exact = (x @ weight.T).float()
     halfway = (exact.view(torch.int32) & 0xFFFF) == 0x8000
     assert halfway.any()
@@ -119,9 +133,8 @@ def test_sums_are_rounded_as_torch_rounds() -> None:
     assert torch.equal(linear(x.bfloat16()), exact.bfloat16())
 
 
-@needs_pairs
-def test_what_is_not_finite_stays_in_its_row() -> None:
-    weight, x = normal(48, 8), normal(13, 8)
+def test_what_is_not_finite_stays_in_its_row(whole: Whole) -> None:
+    weight, x = normal(48, whole(8)), normal(13, whole(8))
     linear = PanelLinear(weight, None, WeightMemory())
     expected = linear(x)
     x[3, 2], x[7, 0] = torch.nan, torch.inf
@@ -132,21 +145,46 @@ def test_what_is_not_finite_stays_in_its_row() -> None:
     assert torch.equal(got[others], expected[others])
 
 
-@needs_pairs
-def test_the_factory_takes_panels_where_it_can() -> None:
+def test_the_factory_takes_panels_where_it_can(whole: Whole) -> None:
+    even = whole(8)
     for batch_invariant in (False, True):
-        assert isinstance(LinearFactory(batch_invariant).make(normal(48, 8)), PanelLinear)
-    for odd in (normal(131, 8), normal(48, 6), torch.randn(48, 8), torch.randn(48, 8).half()):
+        assert isinstance(LinearFactory(batch_invariant).make(normal(48, even)), PanelLinear)
+    for odd in (
+        normal(131, even),
+        normal(48, even - 2),
+        torch.randn(48, even),
+        torch.randn(48, even).half(),
+    ):
         assert not isinstance(LinearFactory().make(odd), PanelLinear)
 
 
-@pytest.mark.parametrize(
-    ("function", "answer"), [("has_bfloat16_products", False), ("has_bfloat16_tiles", True)]
-)
-def test_other_processors_leave_it_to_torch(
-    function: str, answer: bool, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("threads", [1, 2])
+def test_tiles_and_torch_take_turns(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """oneDNN shapes the same tiles: neither may rely on what the other has left."""
+    if not may_use_tiles():
+        pytest.skip("this CPU has no AMX")
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    weight, x = normal(960, 576), normal(100, 576)
+    panels, packed = PanelLinear(weight, None, WeightMemory()), PackedLinear(weight, None)
+    first = panels(x), packed(x)
+    for rows in (100, 1, 17, 40, 3, 100):
+        assert torch.equal(panels(x[:rows]), first[0][:rows])
+        torch.testing.assert_close(packed(x[:rows]), first[1][:rows], rtol=2**-6, atol=2**-3)
+    torch.testing.assert_close(*first, rtol=2**-6, atol=2**-3)
+
+
+def test_a_system_that_refuses_tiles(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(linear_layer, function, lambda: answer)
+    """Then vectors multiply."""
+    monkeypatch.setattr(tiles, "has_tiles", lambda: True)
+    monkeypatch.setattr(tiles, "_ASK", 0)  # no such order
+    assert not may_use_tiles.__wrapped__()
+    assert "AMX" in caplog.text
+
+
+def test_other_processors_leave_it_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear_layer, "has_bfloat16_products", lambda: False)
     weight, x, residual = normal(48, 40), normal(40, 40), normal(40, 48)
     linear = LinearFactory().make(weight)
     assert isinstance(linear, PackedLinear | PlainLinear)

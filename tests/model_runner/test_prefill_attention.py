@@ -1,7 +1,7 @@
 """Chunks of prompts on a CPU, tile by tile: shapes, precision, and that no row sees its neighbours.
 
-All on both kinds of units: pairs of bfloat16 where the processor has their products, and
-float32, which is what other processors compute with.
+All on both kinds of units: pairs of bfloat16 where the processor has their products, by its tiles
+and by its vectors, and float32, which is what other processors compute with.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from kvrelay.model_runner.kernels.kernel_threads import KernelThreads
 from kvrelay.model_runner.kernels.lanes import LANES, has_bfloat16_products
 from kvrelay.model_runner.kernels.prefill_attention import Strip, find_tile
 from kvrelay.model_runner.kernels.prefill_lanes import ROWS, VECTORS
+from kvrelay.model_runner.kernels.tiles import may_use_tiles
 from tests.model_runner.test_attention import (
     agrees_with_torch,
     make_batch,
@@ -43,15 +44,20 @@ SHAPES = [
     pytest.param(60, 1, 18, 128, None, None, id="more heads than a tile has rows"),
     pytest.param(5, 5, 9, 5, 1, None, id="an odd width, a window of 1"),
     pytest.param(2, 1, 2, 64, 128, 0.5, id="the narrowest"),
+    pytest.param(6, 2, 96, 5, 40, None, id="three tiles wide, pages of 5"),
 ]
 
 
-@pytest.fixture(params=["pairs", "float32"])
+@pytest.fixture(params=["tiles", "pairs", "float32"])
 def units(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     if request.param == "float32":
         monkeypatch.setattr(cpu_attention, "has_bfloat16_products", lambda: False)
     elif not has_bfloat16_products():
         pytest.skip("this processor has no AVX512-BF16")
+    if request.param != "tiles":
+        monkeypatch.setattr(cpu_attention, "may_use_tiles", lambda: False)
+    elif not may_use_tiles():
+        pytest.skip("this processor has no AMX")
     kind: str = request.param
     return kind
 
@@ -195,12 +201,13 @@ def team_of_two(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.usefixtures("team_of_two")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("window", [None, 150])
+@pytest.mark.parametrize(("head_dim", "page_size"), [(20, 5), (64, 16), (96, 5)])
 def test_a_row_depends_neither_on_the_chunk_nor_on_the_batch(
-    window: int | None, dtype: torch.dtype
+    window: int | None, dtype: torch.dtype, head_dim: int, page_size: int
 ) -> None:
     """To the last bit: 3 sequences by two threads, and one of them chunk by chunk by one."""
-    geometry = KVGeometry(1, 2, 20, dtype, 5, window=window)
-    heads = QueryHeads(10, 20, 0.3, 30.0)
+    geometry = KVGeometry(1, 2, head_dim, dtype, page_size, window=window)
+    heads = QueryHeads(10, head_dim, 0.3, 30.0)
     lengths = [(260, 260), (300, 420), (17, 600)]
     total = 3 * geometry.pages_for(600)
     batch = make_batch(lengths, geometry, total)
@@ -237,8 +244,8 @@ def test_small_chunks_of_a_prompt_have_the_bits_of_large_ones(num_heads: int) ->
 
 @pytest.mark.usefixtures("units")
 def test_nan_is_not_hidden_and_does_not_spread() -> None:
-    geometry = KVGeometry(1, 1, 8, torch.bfloat16, 4)
-    heads = QueryHeads(1, 8, 1.0)
+    geometry = KVGeometry(1, 1, 32, torch.bfloat16, 4)
+    heads = QueryHeads(1, 32, 1.0)
     batch = make_batch([(100, 100)], geometry, 25)
     pool, rows = KVPool(geometry, 25, torch.device("cpu")), make_rows(batch, geometry, heads)
     rows[40, 0, 3] = torch.nan
@@ -251,13 +258,16 @@ def test_nan_is_not_hidden_and_does_not_spread() -> None:
 @pytest.mark.parametrize("broken", [torch.inf, -torch.inf, torch.nan])
 @pytest.mark.parametrize("part", ["key", "value"])
 def test_what_is_not_finite_reaches_no_earlier_tile(part: str, broken: float) -> None:
-    """A value reaches the rows of its own tile; a key only those that see it."""
-    geometry = KVGeometry(1, 1, 8, torch.bfloat16, 4)
-    heads = QueryHeads(1, 8, 1.0)
+    """A value reaches the rows of its own tile; a key only those that see it.
+
+    It lies beyond the 32 tokens that the processor's tiles multiply at once.
+    """
+    geometry = KVGeometry(1, 1, 32, torch.bfloat16, 4)
+    heads = QueryHeads(1, 32, 1.0)
     batch = make_batch([(100, 100)], geometry, 25)
     torch.manual_seed(0)
     pool, rows = KVPool(geometry, 25, torch.device("cpu")), make_rows(batch, geometry, heads)
-    attention, at = CpuAttention(pool, heads), ROWS + 2
+    attention, at = CpuAttention(pool, heads), ROWS + 22
     expected = attention.plan(batch, batch.page_tables[0]).attend(0, rows)
     rows[at, 1 if part == "key" else 2, 3] = broken
     got = attention.plan(batch, batch.page_tables[0]).attend(0, rows)
@@ -269,8 +279,8 @@ def test_what_is_not_finite_reaches_no_earlier_tile(part: str, broken: float) ->
 
 @pytest.mark.usefixtures("units")
 def test_large_scores_do_not_overflow() -> None:
-    geometry = KVGeometry(1, 1, 8, torch.bfloat16, 4)
-    heads = QueryHeads(1, 8, 1.0)
+    geometry = KVGeometry(1, 1, 32, torch.bfloat16, 4)
+    heads = QueryHeads(1, 32, 1.0)
     batch = make_batch([(100, 100)], geometry, 25)
     pool, rows = KVPool(geometry, 25, torch.device("cpu")), make_rows(batch, geometry, heads)
     rows[:, 0], rows[:, 1] = 100, rows[:, 1] * 1000

@@ -61,7 +61,7 @@ def test_huge_pages_are_asked_for():
 
 
 @pytest.mark.skipif(
-    not PanelLinear.supports(torch.empty(16, 4, dtype=torch.bfloat16)),
+    not PanelLinear.supports(torch.empty(16, 32, dtype=torch.bfloat16)),
     reason="products have no weights of this layout here",
 )
 def test_products_of_a_model_have_theirs_in_the_order_in_which_they_are_made():
