@@ -20,7 +20,7 @@ from kvrelay.model_runner.kernels.pair_decode_attention import attend_rows_in_pa
 from kvrelay.model_runner.kernels.pair_lanes import DIMENSIONS
 from kvrelay.model_runner.kernels.prefill_attention import attend_strips
 from kvrelay.model_runner.kernels.prefill_lanes import VECTORS
-from kvrelay.model_runner.kernels.tiles import TILE_NUMBERS, TILE_ROWS, may_use_tiles
+from kvrelay.model_runner.kernels.tiles import TILE_NUMBERS, may_use_tiles
 from kvrelay.model_runner.kernels.write_kv import write_kv
 
 _SHARED_TOKENS = 1024
@@ -84,9 +84,10 @@ class CpuAttention:
         paired = pool.data.dtype is torch.bfloat16 and geometry.head_dim % 2 == 0
         unit = np.uint32 if paired and has_bfloat16_products() else np.float32
         self.unit = np.empty(0, unit)
-        whole_tiles = geometry.head_dim % TILE_NUMBERS == 0 and heads.value_dim % TILE_ROWS == 0
-        self.in_tiles = unit is np.uint32 and whole_tiles and may_use_tiles()
         dims = (geometry.head_dim, heads.value_dim)
+        whole_tiles = all(dim % TILE_NUMBERS == 0 for dim in dims)
+        self.in_tiles = unit is np.uint32 and whole_tiles and may_use_tiles()
+        """Prompts are computed by the processor's tiles."""
         in_pairs = unit is np.uint32 and all(dim % DIMENSIONS == 0 for dim in dims)
         self.attend_rows = attend_rows_in_pairs if in_pairs else attend_rows
         self.threads = threads or KernelThreads()

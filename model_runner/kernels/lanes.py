@@ -65,7 +65,7 @@ def ask_for_line(
 ) -> None:
     """Ask for the cache line that the pointer `place` lies in; any is harmless.
 
-    It comes into all caches, or not into the first.
+    It is going to be read or, with `to_write`, written. With `second_cache` the first is left out.
     """
     byte = ir.IntType(8).as_pointer()
     kind = ir.FunctionType(ir.VoidType(), [byte, _INT32, _INT32, _INT32])

@@ -12,7 +12,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from kvrelay.model_runner.kernels.jit import inlined
-from kvrelay.model_runner.kernels.lanes import FLOATS, INTS, LANES, ask_for_line, data_of, loop
+from kvrelay.model_runner.kernels.lanes import FLOATS, INTS, LANES, add, ask_for_line, data_of, loop
 
 UNITS: Final = 2 * LANES
 """Numbers in a vector of bfloat16, and in a cache line: heads are multiples of it."""
@@ -43,6 +43,30 @@ def pointer(builder: Any, address: Any, kind: Any) -> Any:
 def fetch(builder: Any, data: Any, index: Any) -> None:
     """Ask for the cache line of the `index`-th element of `data`; any is harmless."""
     ask_for_line(builder, builder.gep(data, [index]))
+
+
+def add_widened(
+    builder: Any, totals: Sequence[Any], address: Any, bytes_on: Any = None
+) -> Sequence[Any]:
+    """Vectors of float32 and, to each its own, the bfloat16 at `bytes_on` from an `address`.
+
+    0 for no address: then the `totals`.
+    """
+    before = builder.block
+    with builder.if_then(builder.icmp_signed("!=", address, _INT64(0))):
+        begin = address if bytes_on is None else builder.add(address, bytes_on)
+        added = []
+        for at, total in enumerate(totals):
+            place = pointer(builder, builder.add(begin, _INT64(2 * LANES * at)), HALF_BITS)
+            wide = builder.zext(builder.load(place, align=2), INTS)
+            shifted = builder.shl(wide, ir.Constant(INTS, [16] * LANES))
+            added.append(add(builder, total, builder.bitcast(shifted, FLOATS)))
+        end = builder.block
+    results = [builder.phi(FLOATS) for _ in totals]
+    for result, total, one in zip(results, totals, added, strict=True):
+        result.add_incoming(total, before)
+        result.add_incoming(one, end)
+    return results
 
 
 @intrinsic  # type: ignore[untyped-decorator]

@@ -16,12 +16,13 @@ else one float32. Only weights are rounded to them, as in torch's fused attentio
 
 Blocks begin at the same tokens of a sequence in every tile, and what a row does not see
 adds exactly nothing if it is finite: its result depends neither on the chunk nor on what
-is beside it. A value that is not finite also reaches the earlier rows of its tile, as 0
-times it is NaN, and those of the tile before, where the processor multiplies 32 tokens at a time;
-a key that is not reaches none.
+is beside it. A value that is not finite also reaches earlier rows of its strip, as 0 times it is
+NaN: those of its tile, and of tiles that end less than 8 tokens before it, or less than 32 where
+the processor multiplies so many at a time. A key that is not finite reaches none.
 
 Where the processor multiplies tiles by itself (`prefill_tiles`), it does so with the same arrays,
-but that values have a row a dimension. Softmax then takes most of the time.
+except that values lie transposed, a row a dimension (`columns`). Softmax then takes most of the
+time.
 
 While a block is computed the next one is fetched, line by line: hardware cannot foresee where
 pages lie.
@@ -321,31 +322,29 @@ def add_scores_in_tiles(
 ) -> None:
     """As `add_scores`, for keys whose number is a multiple of `TILE_NUMBERS`."""
     queries = room.queries + tile * room.depth * ROW_BYTES
-    steps, key_bytes = room.depth // TILE_ROWS, heads.token if heads.in_place else room.depth * WORD
-    halves = TILE_ROWS // OTHERS
+    steps, groups = room.depth // TILE_ROWS, TILE_ROWS // OTHERS
     for key in range(0, count, TILE_NUMBERS):
         group = key // OTHERS
-        keys, more = (read_int64(room.starts, group), read_int64(room.starts, group + halves))
+        keys, more = read_int64(room.starts, group), read_int64(room.starts, group + groups)
         scores = room.scores + key * ROW_BYTES
-        scores_in_tiles(vectors, keys, more, key_bytes, queries, ROW_BYTES, steps, scores)
-        for each in range(group, group + 2 * halves):
+        scores_in_tiles(vectors, keys, more, heads.token, queries, ROW_BYTES, steps, scores)
+        for each in range(group, group + 2 * groups):
             if each % strip.tiles == tile:
                 ahead = read_int64(room.starts, GROUPS + each)
                 lines = OTHERS * heads.token // TILE_BYTES
                 fetch_lines(ahead, lines)
-                fetch_lines(ahead + heads.value_offset * heads.item, lines)
+                if heads.value_offset:
+                    fetch_lines(ahead + heads.value_offset * heads.item, lines)
 
 
 @inlined
 def add_values_in_tiles(tile: int, vectors: int, count: int, room: Room) -> None:
     """As `add_values`, for tokens whose number is a multiple of `TILE_NUMBERS`."""
     steps, value_bytes = count // TILE_NUMBERS, BLOCK // room.numbers * WORD
-    for dimension in range(0, room.width, 2 * TILE_ROWS):
+    for dimension in range(0, room.width, TILE_NUMBERS):
         values = room.columns + dimension * value_bytes
         sums = room.sums + (tile * room.width + dimension) * ROW_BYTES
-        halves = min(2, (room.width - dimension) // TILE_ROWS)
         values_in_tiles(
-            halves,
             vectors,
             values,
             value_bytes,

@@ -48,8 +48,7 @@ class Heads(NamedTuple):
     in_tiles: bool
     """The processor's tiles multiply, not its vectors: heads are whole tiles."""
     in_place: bool
-    """Keys are read from pages, not copied: they are units there, as many of them together as are
-    multiplied at once."""
+    """Keys are read from pages, not copied: they are units there, 8 in a row or, for tiles, 16."""
     head_dim: int
     value_dim: int
     group: int

@@ -14,13 +14,13 @@ import numba
 from llvmlite import ir  # type: ignore[import-untyped]
 from numba.extending import intrinsic
 
-from kvrelay.model_runner.kernels.lanes import FLOATS, INTS, LANES, ask_for_line, loop, multiply
+from kvrelay.model_runner.kernels.lanes import FLOATS, INTS, LANES, loop, multiply
 from kvrelay.model_runner.kernels.pair_memory import pointer
 from kvrelay.model_runner.kernels.tiles import (
-    INT8,
     INT64,
     TILE_BYTES,
     TILE_ROWS,
+    ask_for_lines,
     emit_tiles,
     load_tile,
     on,
@@ -33,24 +33,16 @@ from kvrelay.model_runner.kernels.tiles import (
 
 @intrinsic  # type: ignore[untyped-decorator]
 def fetch_lines(_typing: Any, begin: Any, lines: Any) -> Any:
-    """Ask for so many `lines` of the cache, one after the other, for the second cache."""
+    """Ask for so many `lines` of the cache from an address on, for the second cache."""
 
-    def generate(builder: Any, *args: Any) -> None:
-        begin, lines = args
-
-        def ask(index: Any, _: Sequence[Any]) -> Sequence[Any]:
-            place = builder.add(begin, times(builder, index, TILE_BYTES))
-            ask_for_line(builder, pointer(builder, place, INT8), second_cache=True)
-            return ()
-
-        loop(builder, lines, (), ask)
+    def generate(builder: Any, begin: Any, lines: Any) -> None:
+        ask_for_lines(builder, begin, INT64(TILE_BYTES), lines, second_cache=True)
 
     return numba.void(*[numba.int64] * 2), emit_tiles(generate)
 
 
 def _add_tiles(
     builder: Any,
-    halves: int,
     vectors: int,
     steps: Any,
     rows: Sequence[Any],
@@ -58,13 +50,17 @@ def _add_tiles(
     columns: Any,
     column_bytes: Any,
 ) -> None:
-    """Adds products to the tiles ``half * vectors + vector``: `rows` of each half by `columns`."""
+    """``tile[half * vectors + vector] += rows[half] . columns[vector]``; tiles 6 and 7 are used up.
+
+    Addresses of two times ``rows [16, steps * 32]`` and of ``columns [steps * 16, ROWS, 2]``, and
+    the bytes from one of their rows to the next.
+    """
 
     def turn(index: Any, _: Sequence[Any]) -> Sequence[Any]:
         numbers = times(builder, index, TILE_BYTES)
         pairs = builder.add(columns, builder.mul(times(builder, index, TILE_ROWS), column_bytes))
-        for half in range(halves):
-            load_tile(builder, 6, builder.add(rows[half], numbers), row_bytes)
+        for half, begin in enumerate(rows):
+            load_tile(builder, 6, builder.add(begin, numbers), row_bytes)
             for vector in range(vectors):
                 load_tile(builder, 7, on(builder, pairs, vector * TILE_BYTES), column_bytes)
                 tile_call(builder, "tdpbf16ps", half * vectors + vector, 6, 7)
@@ -73,23 +69,19 @@ def _add_tiles(
     loop(builder, steps, (), turn)
 
 
-def _places(
-    builder: Any, begin: Any, stride: Any, halves: int, vectors: int
-) -> list[tuple[int, Any]]:
+def _places(builder: Any, begin: Any, stride: Any, vectors: int) -> list[tuple[int, Any]]:
     """Where each of those tiles lies from `begin` on."""
-    rows = [builder.add(begin, builder.mul(stride, INT64(half * TILE_ROWS))) for half in (0, 1)]
+    rows = [begin, builder.add(begin, times(builder, stride, TILE_ROWS))]
     return [
-        (half * vectors + vector, on(builder, rows[half], vector * TILE_BYTES))
-        for half in range(halves)
+        (half * vectors + vector, on(builder, row, vector * TILE_BYTES))
+        for half, row in enumerate(rows)
         for vector in range(vectors)
     ]
 
 
-def _for_each_shape(builder: Any, halves: Any, vectors: Any, generate: Callable[..., None]) -> None:
-    """Generates code for one and two `halves` and for one to three `vectors`."""
-    shapes = [(half, vector) for half in (1, 2) for vector in (1, 2, 3)]
-    key = builder.add(times(builder, halves, 4), vectors)
-    switch(builder, key, [(4 * one[0] + one[1], partial(generate, *one)) for one in shapes])
+def _for_each_width(builder: Any, vectors: Any, generate: Callable[[int], None]) -> None:
+    """Generates code for one to three `vectors`."""
+    switch(builder, vectors, [(count, partial(generate, count)) for count in (1, 2, 3)])
 
 
 @intrinsic  # type: ignore[untyped-decorator]
@@ -113,15 +105,15 @@ def scores_in_tiles(
     def generate(builder: Any, *args: Any) -> None:
         vectors, keys, more_keys, key_bytes, queries, row_bytes, steps, scores = args
 
-        def score(halves: int, count: int) -> None:
-            for tile in range(halves * count):
+        def score(count: int) -> None:
+            for tile in range(2 * count):
                 tile_call(builder, "tilezero", tile)
             both = (keys, more_keys)
-            _add_tiles(builder, halves, count, steps, both, key_bytes, queries, row_bytes)
-            for tile, place in _places(builder, scores, row_bytes, halves, count):
+            _add_tiles(builder, count, steps, both, key_bytes, queries, row_bytes)
+            for tile, place in _places(builder, scores, row_bytes, count):
                 store_tile(builder, tile, place, row_bytes)
 
-        _for_each_shape(builder, INT64(2), vectors, score)
+        _for_each_width(builder, vectors, score)
 
     return numba.void(*[numba.int64] * 8), emit_tiles(generate)
 
@@ -129,7 +121,6 @@ def scores_in_tiles(
 @intrinsic  # type: ignore[untyped-decorator]
 def values_in_tiles(
     _typing: Any,
-    halves: Any,
     vectors: Any,
     values: Any,
     value_bytes: Any,
@@ -139,17 +130,17 @@ def values_in_tiles(
     decay: Any,
     sums: Any,
 ) -> Any:
-    """``sums[d] = sums[d] * decay + weights . values[d]`` for 16 dimensions, or 32: two `halves`.
+    """``sums[d] = sums[d] * decay + weights . values[d]`` for 32 dimensions.
 
-    Addresses of ``values [32, tokens]``, rows `value_bytes` apart, of
-    ``weights [steps * 16, ROWS, 2]``, ``decay [ROWS]`` and ``sums [32, ROWS]``, rows of
-    `row_bytes`.
+    Addresses of ``values [32, steps * 32]``, rows `value_bytes` apart, of
+    ``weights [steps * 16, ROWS, 2]``, ``decay [ROWS]`` and ``sums [32, ROWS]``, rows `row_bytes`
+    apart; of up to three vectors of rows.
     """
 
     def generate(builder: Any, *args: Any) -> None:
-        halves, vectors, values, value_bytes, weights, row_bytes, steps, decay, sums = args
+        vectors, values, value_bytes, weights, row_bytes, steps, decay, sums = args
 
-        def add_values(dimensions: int, count: int) -> None:
+        def add_values(count: int) -> None:
             factors = [
                 builder.load(pointer(builder, on(builder, decay, at * TILE_BYTES), FLOATS), align=4)
                 for at in range(count)
@@ -163,19 +154,18 @@ def values_in_tiles(
                     builder.store(scaled, place, align=4)
                 return ()
 
-            loop(builder, INT64(dimensions * TILE_ROWS), (), scale)
-            places = _places(builder, sums, row_bytes, dimensions, count)
+            loop(builder, INT64(2 * TILE_ROWS), (), scale)
+            places = _places(builder, sums, row_bytes, count)
             for tile, place in places:
                 load_tile(builder, tile, place, row_bytes)
-            rows = [on(builder, values, 0)]
-            rows.append(builder.add(values, times(builder, value_bytes, TILE_ROWS)))
-            _add_tiles(builder, dimensions, count, steps, rows, value_bytes, weights, row_bytes)
+            rows = (values, builder.add(values, times(builder, value_bytes, TILE_ROWS)))
+            _add_tiles(builder, count, steps, rows, value_bytes, weights, row_bytes)
             for tile, place in places:
                 store_tile(builder, tile, place, row_bytes)
 
-        _for_each_shape(builder, halves, vectors, add_values)
+        _for_each_width(builder, vectors, add_values)
 
-    return numba.void(*[numba.int64] * 9), emit_tiles(generate)
+    return numba.void(*[numba.int64] * 8), emit_tiles(generate)
 
 
 @intrinsic  # type: ignore[untyped-decorator]

@@ -13,11 +13,12 @@ arithmetic work at the same time; the last tiles for what lies behind the weight
 product's if they were put there. Many rows are computed by blocks that stay in the second cache, a
 panel of a block at a time by whichever thread is free.
 
-What the processor itself calls tiles (`tiles`) multiplies up to `TILED_ROWS` rows with a panel, and
-many rows ten times as fast as vectors do: the panels' layout is theirs, too.
+What the processor itself calls tiles (`tiles`) multiplies up to `_TILED_ROWS` rows with a panel,
+and many rows ten times as fast as vectors do: the panels' layout is theirs, too.
 
-Each sum adds its pairs one after the other, from the first to the last: a row's result depends
-neither on the rows beside it nor on the number of threads.
+Each sum adds its pairs one after the other, from the first to the last, or by tiles 32 inputs
+after the other, which gives other bits: a row's result depends neither on the rows beside it nor
+on the number of threads.
 """
 
 from __future__ import annotations
@@ -33,9 +34,9 @@ from numba.extending import intrinsic
 from kvrelay.model_runner.kernels.arrays import Array
 from kvrelay.model_runner.kernels.jit import inlined, kernel
 from kvrelay.model_runner.kernels.lanes import LANES, add_product, ask_for_line, constant, loop
-from kvrelay.model_runner.kernels.pair_memory import address_of, make_lines
+from kvrelay.model_runner.kernels.pair_memory import add_widened, address_of, make_lines
 from kvrelay.model_runner.kernels.product_tiles import (
-    LINES,
+    ASKED_LINES,
     fetch_to_write,
     round_sums,
     sum_in_tiles,
@@ -57,13 +58,14 @@ _AHEAD: Final = 8192
 """Bytes. In a stream of weights for 8 rows: 28.7 GB/s without, 34 so, 29 with 1,024."""
 _BLOCK: Final = 20 * TILE
 """Rows at most: with up to 2,000 inputs they stay in a second cache of 1 MiB."""
-TILED_ROWS: Final = 2 * TILE_ROWS
-"""Of the processor's tiles: two times a panel's two are four, which are summed up at a time."""
-_TILED_BYTES: Final = TILED_ROWS * PANEL * 4
+_TILED_ROWS: Final = 2 * TILE_ROWS
+"""Two of the processor's tiles: with a panel's two of outputs these are four tiles of sums."""
+_TILED_BYTES: Final = _TILED_ROWS * PANEL * 4
 """Of such a tile's sums."""
-_TILED_BLOCK: Final = 10 * TILED_ROWS
+_TILED_BLOCK: Final = 10 * _TILED_ROWS
+"""A block's rows at most: their outputs stay in a second cache of 2 MiB until they are read."""
 _TILED_BLOCK_BYTES: Final = 1 << 20
-"""A block's rows at most, and their inputs: they stay in a second cache of 2 MiB."""
+"""And those of its inputs, unless 32 rows have more."""
 _SHARES: Final = 4
 """Pieces for each of several threads, of a product of one tile: each streams its own."""
 _LINE_BYTES: Final = 64
@@ -189,24 +191,6 @@ def _key(builder: Any, size: Any, lines: Any) -> Any:
     return builder.add(_times(builder, size, _LINES + 1), lines)
 
 
-def _load_widened(builder: Any, address: Any) -> Any:
-    """16 bfloat16 as float32."""
-    bits = builder.zext(builder.load(_pointer(builder, address, _BITS), align=2), _INTS)
-    return builder.bitcast(builder.shl(bits, ir.Constant(_INTS, [16] * LANES)), _FLOATS)
-
-
-def _add_widened(builder: Any, total: Any, address: Any, bytes_on: Any) -> Any:
-    """``total`` and the 16 bfloat16 at `bytes_on` from `address`, which may be 0 for none."""
-    before = builder.block
-    with builder.if_then(builder.icmp_signed("!=", address, _INT64(0))):
-        added = builder.fadd(total, _load_widened(builder, builder.add(address, bytes_on)))
-        end = builder.block
-    result = builder.phi(_FLOATS)
-    result.add_incoming(total, before)
-    result.add_incoming(added, end)
-    return result
-
-
 def _round(builder: Any, total: Any) -> Any:
     """float32 as the bits of bfloat16, to nearest, ties to even."""
     bits = builder.bitcast(total, _INTS)
@@ -238,8 +222,8 @@ def write_row(
             place = _times(builder, vector, _LINE_BYTES)
             total = builder.load(_pointer(builder, source, _FLOATS, place), align=4)
             half = _times(builder, vector, _LINE_BYTES // 2)
-            total = _add_widened(builder, total, first, half)
-            total = _add_widened(builder, total, second, half)
+            for addend in (first, second):
+                (total,) = add_widened(builder, [total], addend, half)
             to = _pointer(builder, target, _BITS, half)
             builder.store(_round(builder, total), to, align=2)
             return ()
@@ -270,9 +254,9 @@ def multiply(
     ``rows >= 1``, ``inputs % PAIRS == 0`` or, `in_tiles` (`tiles.may_use_tiles`),
     ``inputs % TILE_NUMBERS == 0``, and ``outputs % LANES == 0``. The weights' last panel is whole.
     """
-    most, tile = _BLOCK, TILE
+    most, tile = (_BLOCK, TILE) if not in_tiles else (_TILED_BLOCK, _TILED_ROWS)
     if in_tiles:
-        most, tile = min(_TILED_BLOCK, _TILED_BLOCK_BYTES // (2 * inputs) + TILED_ROWS), TILED_ROWS
+        most = min(_TILED_BLOCK, max(_TILED_BLOCK_BYTES // (2 * inputs * tile), 1) * tile)
     blocks = (rows + most - 1) // most
     # Equal blocks of whole tiles; the last one may be shorter.
     block = (rows + blocks * tile - 1) // (blocks * tile) * tile
@@ -295,7 +279,7 @@ def multiply_remaining(
     Equally fast threads take turns: a thread's next share begins `stride` units later.
     """
     panels = (product.outputs + PANEL - 1) // PANEL
-    sums = make_lines(2 * TILED_ROWS, PANEL, np.float32)
+    sums = make_lines(2 * _TILED_ROWS, PANEL, np.float32)
     begin = take(counter, share)
     while begin < units:
         end = min(begin + share, units)
@@ -352,35 +336,35 @@ def multiply_block(product: Product, first: int, panel: int, following: int, sum
 def multiply_in_tiles(
     product: Product, first: int, panel: int, following: int, sums: Array
 ) -> None:
-    """As `multiply_block`, by tiles of up to `TILED_ROWS` rows.
+    """As `multiply_block`, by tiles of up to `_TILED_ROWS` rows.
 
     A tile's sums are rounded while the next one's are added up: ``sums`` have room for two.
     """
     pairs, panel_bytes = product.pairs, product.pairs * _PANEL_BYTES
     weights, row_bytes = product.weights + panel * panel_bytes, 4 * product.pairs
     end = min(first + product.block, product.rows)
-    tiles = (end - first + TILED_ROWS - 1) // TILED_ROWS
-    asked = LINES[0] if tiles == 1 else LINES[1] if tiles < 4 else LINES[2]
-    part = panel_bytes * asked // LINES[0]
+    tiles = (end - first + _TILED_ROWS - 1) // _TILED_ROWS
+    asked = ASKED_LINES[0] if tiles == 1 else ASKED_LINES[1] if tiles < 4 else ASKED_LINES[2]
+    part = panel_bytes * asked // ASKED_LINES[0]
     shaped = 0
     for tile in range(tiles):
-        row = first + tile * TILED_ROWS
-        count = min(TILED_ROWS, end - row)
+        row = first + tile * _TILED_ROWS
+        count = min(_TILED_ROWS, end - row)
         if count != shaped:
             shape_tiles(min(count, TILE_ROWS), max(count - TILE_ROWS, 1))
             shaped = count
         lines, ahead = asked, weights + _AHEAD
         if tiles > 1:
             ahead = product.weights + following * panel_bytes + tile * part
-            if tile * asked >= LINES[0]:
+            if tile * asked >= ASKED_LINES[0]:
                 lines = 0  # all of it has been asked for
         halves = (count + TILE_ROWS - 1) // TILE_ROWS
         x, to = product.x + row * row_bytes, address_of(sums) + tile % 2 * _TILED_BYTES
         sum_in_tiles(halves, lines, x, row_bytes, pairs // TILE_ROWS, weights, ahead, to)
         if tile > 0:
-            write_tile(product, row - TILED_ROWS, TILED_ROWS, panel, (tile - 1) % 2, sums)
+            write_tile(product, row - _TILED_ROWS, _TILED_ROWS, panel, (tile - 1) % 2, sums)
     last = tiles - 1
-    row = first + last * TILED_ROWS
+    row = first + last * _TILED_ROWS
     write_tile(product, row, end - row, panel, last % 2, sums)
 
 
@@ -397,5 +381,5 @@ def write_tile(product: Product, row: int, count: int, panel: int, place: int, s
     else:
         for r in range(count):
             added = residual + r * stride if residual else 0
-            index = place * TILED_ROWS + r
+            index = place * _TILED_ROWS + r
             write_row(sums, index, 1, bias, added, product.out + at + r * stride)

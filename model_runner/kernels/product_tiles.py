@@ -10,25 +10,22 @@ from functools import partial
 from typing import Any, Final
 
 import numba
-from llvmlite import ir  # type: ignore[import-untyped]
 from numba.extending import intrinsic
 
 from kvrelay.model_runner.kernels.lanes import (
     BFLOATS,
     FLOATS,
-    INTS,
-    LANES,
-    add,
     ask_for_line,
     call,
     loop,
 )
-from kvrelay.model_runner.kernels.pair_memory import BITS, HALF_BITS, pointer
+from kvrelay.model_runner.kernels.pair_memory import BITS, add_widened, pointer
 from kvrelay.model_runner.kernels.tiles import (
     INT8,
     INT64,
     TILE_BYTES,
     TILE_ROWS,
+    ask_for_lines,
     emit_tiles,
     load_tile,
     on,
@@ -38,7 +35,7 @@ from kvrelay.model_runner.kernels.tiles import (
     times,
 )
 
-LINES: Final = (32, 16, 8, 0)
+ASKED_LINES: Final = (32, 16, 8, 0)
 """Of the cache that `sum_in_tiles` may ask for in a step: its weights', a part of them, or none."""
 
 
@@ -59,7 +56,8 @@ def sum_in_tiles(
     Addresses of rows of `x`, `row_bytes` apart, of ``weights [steps * 16, 32, 2]`` and of `sums`.
     The rows are those of tile 4, and with two `halves` of tile 5, which begins 16 rows later. In
     each of the `steps`, of 32 inputs, so many `lines` of the cache are asked for from `ahead` on,
-    one after the other: one of `LINES`. Parts are for the second cache: the first one has no room.
+    one after the other: one of `ASKED_LINES`. Less than all its weights are for the second cache,
+    as the first one has no room.
     """
 
     def generate(builder: Any, *args: Any) -> None:
@@ -80,8 +78,8 @@ def sum_in_tiles(
                         tile_call(builder, "tdpbf16ps", 2 * half + side, 4 + half, 6 + side)
                 for line in range(asked):
                     place = on(builder, following, line * TILE_BYTES)
-                    line = pointer(builder, place, INT8)
-                    ask_for_line(builder, line, second_cache=asked < max(LINES))
+                    asked_line = pointer(builder, place, INT8)
+                    ask_for_line(builder, asked_line, second_cache=asked < max(ASKED_LINES))
                 return ()
 
             totals = [(half, side) for half in range(count) for side in (0, 1)]
@@ -94,11 +92,11 @@ def sum_in_tiles(
 
         switch(
             builder,
-            builder.add(times(builder, halves, 2 * max(LINES)), lines),
+            builder.add(times(builder, halves, 2 * max(ASKED_LINES)), lines),
             [
-                (2 * max(LINES) * count + asked, partial(add_up, count, asked))
+                (2 * max(ASKED_LINES) * count + asked, partial(add_up, count, asked))
                 for count in (1, 2)
-                for asked in LINES
+                for asked in ASKED_LINES
             ],
         )
 
@@ -118,25 +116,6 @@ def round_sums(
     def generate(builder: Any, *args: Any) -> None:
         sums, rows, bias, residual, out, stride = args
 
-        def widen(address: Any) -> Any:
-            bits = builder.load(pointer(builder, address, HALF_BITS), align=2)
-            wide = builder.shl(builder.zext(bits, INTS), ir.Constant(INTS, [16] * LANES))
-            return builder.bitcast(wide, FLOATS)
-
-        def plus(totals: Sequence[Any], address: Any) -> Sequence[Any]:
-            before = builder.block
-            with builder.if_then(builder.icmp_signed("!=", address, INT64(0))):
-                added = [
-                    add(builder, total, widen(on(builder, address, side * 2 * LANES)))
-                    for side, total in enumerate(totals)
-                ]
-                end = builder.block
-            phis = [builder.phi(FLOATS) for _ in totals]
-            for phi, total, new in zip(phis, totals, added, strict=True):
-                phi.add_incoming(total, before)
-                phi.add_incoming(new, end)
-            return phis
-
         def write(index: Any, _: Sequence[Any]) -> Sequence[Any]:
             source = builder.add(sums, times(builder, index, 2 * TILE_BYTES))
             totals: Sequence[Any] = [
@@ -146,7 +125,9 @@ def round_sums(
             row = builder.mul(index, stride)
             nothing = builder.icmp_signed("==", residual, INT64(0))
             added = builder.select(nothing, INT64(0), builder.add(residual, row))
-            first, second = plus(plus(totals, bias), added)
+            for addend in (bias, added):
+                totals = add_widened(builder, totals, addend)
+            first, second = totals
             name = "llvm.x86.avx512bf16.cvtne2ps2bf16.512"
             both = builder.bitcast(call(builder, name, BFLOATS, second, first), BITS)
             builder.store(both, pointer(builder, builder.add(out, row), BITS), align=2)
@@ -159,16 +140,9 @@ def round_sums(
 
 @intrinsic  # type: ignore[untyped-decorator]
 def fetch_to_write(_typing: Any, begin: Any, stride: Any, rows: Any) -> Any:
-    """Ask for `rows` lines of the cache, `stride` bytes apart, that are going to be written."""
+    """Ask for `rows` lines of the cache from an address on, `stride` bytes apart, to write them."""
 
-    def generate(builder: Any, *args: Any) -> None:
-        begin, stride, rows = args
-
-        def ask(index: Any, _: Sequence[Any]) -> Sequence[Any]:
-            place = builder.add(begin, builder.mul(index, stride))
-            ask_for_line(builder, pointer(builder, place, INT8), to_write=True)
-            return ()
-
-        loop(builder, rows, (), ask)
+    def generate(builder: Any, begin: Any, stride: Any, rows: Any) -> None:
+        ask_for_lines(builder, begin, stride, rows, to_write=True)
 
     return numba.void(*[numba.int64] * 3), emit_tiles(generate)

@@ -5,8 +5,9 @@ A tile has up to 16 rows of 64 bytes. The one instruction that multiplies is
     C [M, 16] += A [M, 32] B [32, 16]
 
 of float32 sums, rows of bfloat16, and pairs of bfloat16: ``B`` has 16 rows of ``[16, 2]``. So
-`product` keeps weights, and `prefill_attention` queries and the weights of values. A sum adds its
-products one after the other, from the first to the last, so a row's result depends on no other row.
+`product` keeps weights, and `prefill_attention` queries and the weights of values. The
+instruction adds its 32 products in an order of its own, the same for every row, so a row's result
+depends on no other row.
 Numbers too small for a normal exponent count as 0.
 
 A process asks the system before it uses tiles (`may_use_tiles`). A thread says how many rows its
@@ -31,7 +32,7 @@ from llvmlite import ir
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from kvrelay.model_runner.kernels.lanes import call
+from kvrelay.model_runner.kernels.lanes import ask_for_line, call, loop
 from kvrelay.model_runner.kernels.pair_memory import pointer
 
 logger = logging.getLogger(__name__)
@@ -92,13 +93,32 @@ def store_tile(builder: Any, tile: int, address: Any, stride: Any) -> None:
     tile_call(builder, "tilestored64", tile, pointer(builder, address, INT8), stride)
 
 
+def ask_for_lines(
+    builder: Any,
+    begin: Any,
+    stride: Any,
+    lines: Any,
+    *,
+    to_write: bool = False,
+    second_cache: bool = False,
+) -> None:
+    """`lanes.ask_for_line` of so many `lines` from the address `begin` on, `stride` bytes apart."""
+
+    def ask(index: Any, _: Sequence[Any]) -> Sequence[Any]:
+        place = pointer(builder, builder.add(begin, builder.mul(index, stride)), INT8)
+        ask_for_line(builder, place, to_write=to_write, second_cache=second_cache)
+        return ()
+
+    loop(builder, lines, (), ask)
+
+
 def on(builder: Any, address: Any, bytes_on: int) -> Any:
     """The address so many bytes further on."""
     return builder.add(address, INT64(bytes_on))
 
 
 def times(builder: Any, number: Any, factor: int) -> Any:
-    """Their product."""
+    """`number` times `factor`."""
     return builder.mul(number, INT64(factor))
 
 

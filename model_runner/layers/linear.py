@@ -80,7 +80,7 @@ class PanelLinear:
         threads: KernelThreads | None = None,
     ) -> None:
         self._outputs, self._inputs = weight.shape
-        self._in_tiles = may_use_tiles()
+        self._in_tiles = self._inputs % TILE_NUMBERS == 0 and may_use_tiles()
         self._weight = _pack_panels(weight, memory)
         self._bias = None if bias is None else bias.contiguous()
         few_weights = weight.numel() < _SHARED_WEIGHTS
@@ -96,8 +96,7 @@ class PanelLinear:
     def supports(weight: torch.Tensor) -> bool:
         """Whether the kernel serves for this weight."""
         outputs, inputs = weight.shape
-        step = TILE_NUMBERS if may_use_tiles() else PAIRS
-        is_even = inputs % step == 0 and outputs % LANES == 0
+        is_even = inputs % PAIRS == 0 and outputs % LANES == 0
         return is_even and PanelLinear.runs(weight.device, weight.dtype)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import platform
 from collections.abc import Callable
 
 import numpy as np
@@ -18,9 +19,10 @@ from kvrelay.model_runner.layers import linear as linear_layer
 from kvrelay.model_runner.layers.linear import LinearFactory, PackedLinear, PanelLinear, PlainLinear
 from kvrelay.model_runner.layers.weight_memory import WeightMemory
 
-Whole = Callable[[int], int]
-SHAPES = [(16, 4), (48, 8), (1008, 52), (960, 576), (576, 1536)]
-"""Outputs and inputs: less than a panel, a part of one, and those of SmolLM2-135M."""
+RoundInputs = Callable[[int], int]
+SHAPES = [(16, 4), (48, 8), (1008, 52), (960, 576), (576, 1536), (48, 11008)]
+"""Outputs and inputs: less than a panel, a part of one, those of SmolLM2-135M, and so many inputs
+that a block of tiles has few rows."""
 ROWS = 500
 """Three blocks of vectors, two of tiles; the last one is shorter."""
 TRIED_ROWS = [*range(1, 66), 239, 240, 241, 319, 320, 321, 480, 481]
@@ -32,8 +34,8 @@ def seed() -> None:
 
 
 @pytest.fixture(params=["vectors", "tiles"])
-def whole(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Whole:
-    """The processor's vectors or its tiles multiply: so many inputs, or a few more for tiles."""
+def round_inputs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> RoundInputs:
+    """The processor's vectors multiply, or its tiles: inputs are rounded up to whole ones."""
     if not has_bfloat16_products():
         pytest.skip("this CPU has no AVX512-BF16")
     in_tiles = request.param == "tiles"
@@ -54,8 +56,10 @@ def mean_error(got: torch.Tensor, exact: torch.Tensor) -> float:
 
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize(("outputs", "inputs"), SHAPES)
-def test_as_exact_as_torch(outputs: int, inputs: int, biased: bool, whole: Whole) -> None:
-    inputs = whole(inputs)
+def test_as_exact_as_torch(
+    outputs: int, inputs: int, biased: bool, round_inputs: RoundInputs
+) -> None:
+    inputs = round_inputs(inputs)
     weight, bias = normal(outputs, inputs), normal(outputs) if biased else None
     x, residual = normal(64, inputs), normal(64, outputs)
     panels, torchs = PanelLinear(weight, bias, WeightMemory()), PlainLinear(weight, bias)
@@ -69,9 +73,13 @@ def test_as_exact_as_torch(outputs: int, inputs: int, biased: bool, whole: Whole
 @pytest.mark.parametrize("threads", [1, 2, 3])
 @pytest.mark.parametrize(("outputs", "inputs"), SHAPES)
 def test_bits_do_not_depend_on_rows_or_threads(
-    outputs: int, inputs: int, threads: int, whole: Whole, monkeypatch: pytest.MonkeyPatch
+    outputs: int,
+    inputs: int,
+    threads: int,
+    round_inputs: RoundInputs,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    inputs = whole(inputs)
+    inputs = round_inputs(inputs)
     weight, bias = normal(outputs, inputs), normal(outputs)
     x, residual = normal(ROWS, inputs), normal(ROWS, outputs)
     expected = PanelLinear(weight, bias, WeightMemory()).add_to(residual, x)
@@ -85,14 +93,14 @@ def test_bits_do_not_depend_on_rows_or_threads(
 
 
 @pytest.mark.parametrize("rows", [1, 5, 13, 31, 241])
-def test_nothing_but_the_output_is_written(rows: int, whole: Whole) -> None:
-    outputs, inputs, border = 48, whole(8), 1000
+def test_nothing_but_the_output_is_written(rows: int, round_inputs: RoundInputs) -> None:
+    outputs, inputs, border = 48, round_inputs(8), 1000
     weight, x = normal(outputs, inputs), normal(rows, inputs)
     memory = np.full(rows * outputs + 2 * border, 0x1234, np.uint16)
     packed = linear_layer._pack_panels(weight, WeightMemory())
     multiply(
         1,
-        linear_layer.may_use_tiles(),
+        linear_layer.PanelLinear(weight, None, WeightMemory())._in_tiles,
         x.data_ptr(),
         packed.data_ptr(),
         0,
@@ -109,8 +117,8 @@ def test_nothing_but_the_output_is_written(rows: int, whole: Whole) -> None:
 
 
 @pytest.mark.parametrize("rows", [1, 5, 13, 31, 241])
-def test_nothing_after_the_rows_is_read(rows: int, whole: Whole) -> None:
-    outputs, inputs = 48, whole(8)
+def test_nothing_after_the_rows_is_read(rows: int, round_inputs: RoundInputs) -> None:
+    outputs, inputs = 48, round_inputs(8)
     weight, x = normal(outputs, inputs), normal(rows, inputs)
     size = 4 * mmap.PAGESIZE
     memory = mmap.mmap(-1, size + mmap.PAGESIZE)
@@ -123,8 +131,8 @@ def test_nothing_after_the_rows_is_read(rows: int, whole: Whole) -> None:
     assert torch.equal(linear(before_the_guard), linear(x))
 
 
-def test_sums_are_rounded_as_torch_rounds(whole: Whole) -> None:
-    inputs = whole(8)
+def test_sums_are_rounded_as_torch_rounds(round_inputs: RoundInputs) -> None:
+    inputs = round_inputs(8)
     weight, x = torch.randint(-15, 16, (1008, inputs)), torch.randint(-99, 100, (24, inputs))
     exact = (x @ weight.T).float()
     halfway = (exact.view(torch.int32) & 0xFFFF) == 0x8000
@@ -133,8 +141,8 @@ def test_sums_are_rounded_as_torch_rounds(whole: Whole) -> None:
     assert torch.equal(linear(x.bfloat16()), exact.bfloat16())
 
 
-def test_what_is_not_finite_stays_in_its_row(whole: Whole) -> None:
-    weight, x = normal(48, whole(8)), normal(13, whole(8))
+def test_what_is_not_finite_stays_in_its_row(round_inputs: RoundInputs) -> None:
+    weight, x = normal(48, round_inputs(8)), normal(13, round_inputs(8))
     linear = PanelLinear(weight, None, WeightMemory())
     expected = linear(x)
     x[3, 2], x[7, 0] = torch.nan, torch.inf
@@ -145,8 +153,8 @@ def test_what_is_not_finite_stays_in_its_row(whole: Whole) -> None:
     assert torch.equal(got[others], expected[others])
 
 
-def test_the_factory_takes_panels_where_it_can(whole: Whole) -> None:
-    even = whole(8)
+def test_the_factory_takes_panels_where_it_can(round_inputs: RoundInputs) -> None:
+    even = round_inputs(8)
     for batch_invariant in (False, True):
         assert isinstance(LinearFactory(batch_invariant).make(normal(48, even)), PanelLinear)
     for odd in (
@@ -159,11 +167,12 @@ def test_the_factory_takes_panels_where_it_can(whole: Whole) -> None:
 
 
 @pytest.mark.parametrize("threads", [1, 2])
-def test_tiles_and_torch_take_turns(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tiles_and_torch_take_turns(threads: int) -> None:
     """oneDNN shapes the same tiles: neither may rely on what the other has left."""
     if not may_use_tiles():
         pytest.skip("this CPU has no AMX")
-    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
     weight, x = normal(960, 576), normal(100, 576)
     panels, packed = PanelLinear(weight, None, WeightMemory()), PackedLinear(weight, None)
     first = panels(x), packed(x)
@@ -171,16 +180,29 @@ def test_tiles_and_torch_take_turns(threads: int, monkeypatch: pytest.MonkeyPatc
         assert torch.equal(panels(x[:rows]), first[0][:rows])
         torch.testing.assert_close(packed(x[:rows]), first[1][:rows], rtol=2**-6, atol=2**-3)
     torch.testing.assert_close(*first, rtol=2**-6, atol=2**-3)
+    torch.set_num_threads(before)
 
 
+@pytest.mark.skipif(
+    (platform.system(), platform.machine()) != ("Linux", "x86_64"), reason="elsewhere nobody asks"
+)
 def test_a_system_that_refuses_tiles(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Then vectors multiply."""
+    """A line in the log says so. (Vectors, which multiply then, are tested by `round_inputs`.)"""
     monkeypatch.setattr(tiles, "has_tiles", lambda: True)
     monkeypatch.setattr(tiles, "_ASK", 0)  # no such order
     assert not may_use_tiles.__wrapped__()
     assert "AMX" in caplog.text
+
+
+def test_vectors_multiply_what_is_no_whole_tile(monkeypatch: pytest.MonkeyPatch) -> None:
+    if not has_bfloat16_products():
+        pytest.skip("this CPU has no AVX512-BF16")
+    weight, x = normal(48, 36), normal(40, 36)
+    got = PanelLinear(weight, None, WeightMemory())(x)
+    monkeypatch.setattr(linear_layer, "may_use_tiles", lambda: False)
+    assert torch.equal(got, PanelLinear(weight, None, WeightMemory())(x))
 
 
 def test_other_processors_leave_it_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:

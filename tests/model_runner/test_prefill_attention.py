@@ -25,7 +25,7 @@ from kvrelay.model_runner.kernels.kernel_threads import KernelThreads
 from kvrelay.model_runner.kernels.lanes import LANES, has_bfloat16_products
 from kvrelay.model_runner.kernels.prefill_attention import Strip, find_tile
 from kvrelay.model_runner.kernels.prefill_lanes import ROWS, VECTORS
-from kvrelay.model_runner.kernels.tiles import may_use_tiles
+from kvrelay.model_runner.kernels.tiles import TILE_NUMBERS, may_use_tiles
 from tests.model_runner.test_attention import (
     agrees_with_torch,
     make_batch,
@@ -45,6 +45,8 @@ SHAPES = [
     pytest.param(5, 5, 9, 5, 1, None, id="an odd width, a window of 1"),
     pytest.param(2, 1, 2, 64, 128, 0.5, id="the narrowest"),
     pytest.param(6, 2, 96, 5, 40, None, id="three tiles wide, pages of 5"),
+    pytest.param(4, 4, 64, 8, None, None, id="pages of half a tile"),
+    pytest.param(4, 2, 32, 48, None, None, id="pages of three tiles"),
 ]
 
 
@@ -62,10 +64,13 @@ def units(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> st
     return kind
 
 
+def are_in_tiles(geometry: KVGeometry, heads: QueryHeads) -> bool:
+    return CpuAttention(KVPool(geometry, 1, torch.device("cpu")), heads).in_tiles
+
+
 @pytest.mark.parametrize(
     ("num_heads", "kv_heads", "head_dim", "page_size", "window", "softcap"), SHAPES
 )
-@pytest.mark.usefixtures("units")
 def test_shapes(
     num_heads: int,
     kv_heads: int,
@@ -73,9 +78,12 @@ def test_shapes(
     page_size: int,
     window: int | None,
     softcap: float | None,
+    units: str,
 ) -> None:
     geometry = KVGeometry(2, kv_heads, head_dim, torch.bfloat16, page_size, window=window)
-    agrees_with_torch(geometry, QueryHeads(num_heads, head_dim, head_dim**-0.5, softcap), CHUNKS)
+    heads = QueryHeads(num_heads, head_dim, head_dim**-0.5, softcap)
+    assert are_in_tiles(geometry, heads) == (units == "tiles" and head_dim % TILE_NUMBERS == 0)
+    agrees_with_torch(geometry, heads, CHUNKS)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
@@ -83,10 +91,12 @@ def test_other_dtypes(dtype: torch.dtype) -> None:
     agrees_with_torch(KVGeometry(2, 3, 64, dtype, 16), QueryHeads(9, 64, 0.125), CHUNKS)
 
 
-@pytest.mark.usefixtures("units")
-def test_a_latent_is_its_own_value() -> None:
-    geometry = KVGeometry(2, 1, 72, torch.bfloat16, 16, latent=True)
-    agrees_with_torch(geometry, QueryHeads(16, 64, 0.1), CHUNKS)
+@pytest.mark.parametrize(("head_dim", "value_dim"), [(72, 64), (96, 64), (576, 512)])
+def test_a_latent_is_its_own_value(head_dim: int, value_dim: int, units: str) -> None:
+    geometry = KVGeometry(2, 1, head_dim, torch.bfloat16, 16, latent=True)
+    heads = QueryHeads(16, value_dim, 0.1)
+    assert are_in_tiles(geometry, heads) == (units == "tiles" and head_dim % TILE_NUMBERS == 0)
+    agrees_with_torch(geometry, heads, CHUNKS)
 
 
 RAGGED_TOKENS = (5, 6, 11, 16, 17, 18, 21, 22, 32, 33, 37, 54)
@@ -198,7 +208,7 @@ def team_of_two(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-@pytest.mark.usefixtures("team_of_two")
+@pytest.mark.usefixtures("team_of_two", "units")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("window", [None, 150])
 @pytest.mark.parametrize(("head_dim", "page_size"), [(20, 5), (64, 16), (96, 5)])
@@ -223,6 +233,7 @@ def test_a_row_depends_neither_on_the_chunk_nor_on_the_batch(
         assert torch.equal(got, together[which])
 
 
+@pytest.mark.usefixtures("units")
 @pytest.mark.parametrize("num_heads", [3, 9])
 def test_small_chunks_of_a_prompt_have_the_bits_of_large_ones(num_heads: int) -> None:
     """From 5 tokens on where 3 query heads share keys and values, as soon where more do.
@@ -243,9 +254,10 @@ def test_small_chunks_of_a_prompt_have_the_bits_of_large_ones(num_heads: int) ->
 
 
 @pytest.mark.usefixtures("units")
-def test_nan_is_not_hidden_and_does_not_spread() -> None:
-    geometry = KVGeometry(1, 1, 32, torch.bfloat16, 4)
-    heads = QueryHeads(1, 32, 1.0)
+@pytest.mark.parametrize("head_dim", [8, 32])
+def test_nan_is_not_hidden_and_does_not_spread(head_dim: int) -> None:
+    geometry = KVGeometry(1, 1, head_dim, torch.bfloat16, 4)
+    heads = QueryHeads(1, head_dim, 1.0)
     batch = make_batch([(100, 100)], geometry, 25)
     pool, rows = KVPool(geometry, 25, torch.device("cpu")), make_rows(batch, geometry, heads)
     rows[40, 0, 3] = torch.nan
@@ -257,13 +269,16 @@ def test_nan_is_not_hidden_and_does_not_spread() -> None:
 @pytest.mark.usefixtures("units")
 @pytest.mark.parametrize("broken", [torch.inf, -torch.inf, torch.nan])
 @pytest.mark.parametrize("part", ["key", "value"])
-def test_what_is_not_finite_reaches_no_earlier_tile(part: str, broken: float) -> None:
+@pytest.mark.parametrize("head_dim", [8, 32])
+def test_what_is_not_finite_reaches_no_earlier_tile(
+    part: str, broken: float, head_dim: int
+) -> None:
     """A value reaches the rows of its own tile; a key only those that see it.
 
     It lies beyond the 32 tokens that the processor's tiles multiply at once.
     """
-    geometry = KVGeometry(1, 1, 32, torch.bfloat16, 4)
-    heads = QueryHeads(1, 32, 1.0)
+    geometry = KVGeometry(1, 1, head_dim, torch.bfloat16, 4)
+    heads = QueryHeads(1, head_dim, 1.0)
     batch = make_batch([(100, 100)], geometry, 25)
     torch.manual_seed(0)
     pool, rows = KVPool(geometry, 25, torch.device("cpu")), make_rows(batch, geometry, heads)
