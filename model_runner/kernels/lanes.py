@@ -135,6 +135,26 @@ def loop(
     return results
 
 
+def switch(builder: Any, key: Any, cases: Sequence[tuple[int, Callable[[], None]]]) -> None:
+    """Generates each case's code, for its key; there are no others."""
+    bad, after = builder.append_basic_block("bad"), builder.append_basic_block("done")
+    choice = builder.switch(key, bad)
+    for number, generate in cases:
+        block = builder.append_basic_block(f"case_{number}")
+        choice.add_case(_INT64(number), block)
+        builder.position_at_end(block)
+        generate()
+        builder.branch(after)
+    builder.position_at_end(bad)
+    builder.unreachable()
+    builder.position_at_end(after)
+
+
+def times(builder: Any, number: Any, factor: int) -> Any:
+    """`number` times `factor`."""
+    return builder.mul(number, _INT64(factor))
+
+
 def data_of(context: Any, builder: Any, signature: Any, args: Any, index: int) -> Any:
     """Where the elements of the argument `index`, an array, begin."""
     return context.make_array(signature.args[index])(context, builder, args[index]).data

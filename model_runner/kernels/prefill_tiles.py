@@ -14,7 +14,7 @@ import numba
 from llvmlite import ir  # type: ignore[import-untyped]
 from numba.extending import intrinsic
 
-from kvrelay.model_runner.kernels.lanes import FLOATS, INTS, LANES, loop, multiply
+from kvrelay.model_runner.kernels.lanes import FLOATS, INTS, LANES, loop, multiply, switch, times
 from kvrelay.model_runner.kernels.pair_memory import pointer
 from kvrelay.model_runner.kernels.tiles import (
     INT64,
@@ -25,9 +25,7 @@ from kvrelay.model_runner.kernels.tiles import (
     load_tile,
     on,
     store_tile,
-    switch,
     tile_call,
-    times,
 )
 
 

@@ -24,6 +24,7 @@ on the number of threads.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, Final, NamedTuple
 
 import numba
@@ -33,7 +34,15 @@ from numba.extending import intrinsic
 
 from kvrelay.model_runner.kernels.arrays import Array
 from kvrelay.model_runner.kernels.jit import inlined, kernel
-from kvrelay.model_runner.kernels.lanes import LANES, add_product, ask_for_line, constant, loop
+from kvrelay.model_runner.kernels.lanes import (
+    LANES,
+    add_product,
+    ask_for_line,
+    constant,
+    loop,
+    switch,
+    times,
+)
 from kvrelay.model_runner.kernels.pair_memory import add_widened, address_of, make_lines
 from kvrelay.model_runner.kernels.product_tiles import (
     ASKED_LINES,
@@ -107,10 +116,6 @@ def _pointer(builder: Any, address: Any, kind: Any, bytes_on: Any = None) -> Any
     return builder.inttoptr(address, kind.as_pointer())
 
 
-def _times(builder: Any, number: Any, factor: int) -> Any:
-    return builder.mul(number, _INT64(factor))
-
-
 def _sum_tile(
     builder: Any, rows: Sequence[Any], weights: Any, pairs: Any, ahead: Any, lines: int
 ) -> Sequence[Any]:
@@ -121,18 +126,18 @@ def _sum_tile(
 
     def turn(index: Any, totals: Sequence[Any]) -> Sequence[Any]:
         sums = list(totals)
-        asked = builder.add(ahead, _times(builder, index, lines * _LINE_BYTES))
+        asked = builder.add(ahead, times(builder, index, lines * _LINE_BYTES))
         for line in range(lines):
             ask_for_line(builder, _pointer(builder, asked, _INT8, _INT64(line * _LINE_BYTES)))
         for step in range(_STEP):
-            pair = builder.add(_times(builder, index, _STEP), _INT64(step))
-            panel = builder.add(weights, _times(builder, pair, _PANEL_BYTES))
+            pair = builder.add(times(builder, index, _STEP), _INT64(step))
+            panel = builder.add(weights, times(builder, pair, _PANEL_BYTES))
             vectors = [
                 builder.load(_pointer(builder, panel, _INTS, _INT64(vector * _LINE_BYTES)), align=4)
                 for vector in range(_VECTORS)
             ]
             for at, row in enumerate(rows):
-                unit = builder.load(_pointer(builder, row, _INT32, _times(builder, pair, 4)))
+                unit = builder.load(_pointer(builder, row, _INT32, times(builder, pair, 4)))
                 for vector in range(_VECTORS):
                     total = at * _VECTORS + vector
                     sums[total] = add_product(builder, sums[total], vectors[vector], unit)
@@ -163,32 +168,26 @@ def sum_tile(
         data = context.make_array(signature.args[7])(context, builder, args[7]).data
         target = builder.ptrtoint(data, _INT64)
         count, asked, begin, end, depth, panel, following, _ = args
-        bad, after = builder.append_basic_block("bad"), builder.append_basic_block("summed")
-        switch = builder.switch(_key(builder, count, asked), bad)
-        for size, lines in _TILES:
-            block = builder.append_basic_block(f"rows_{size}_{lines}")
-            switch.add_case(_INT64(size * (_LINES + 1) + lines), block)
-            builder.position_at_end(block)
+
+        def add_up(size: int, lines: int) -> None:
             rows = []
             for row in range(size):
                 known = builder.icmp_signed("<", end, _INT64(row))
                 index = builder.select(known, end, _INT64(row))
-                rows.append(builder.add(begin, _times(builder, builder.mul(index, depth), 4)))
+                rows.append(builder.add(begin, times(builder, builder.mul(index, depth), 4)))
             for at, total in enumerate(_sum_tile(builder, rows, panel, depth, following, lines)):
                 place = _pointer(builder, target, _FLOATS, _INT64(at * _LINE_BYTES))
                 builder.store(total, place, align=4)
-            builder.branch(after)
-        builder.position_at_end(bad)
-        builder.unreachable()
-        builder.position_at_end(after)
+
+        key = builder.add(times(builder, count, _LINES + 1), asked)
+        cases = [
+            (size * (_LINES + 1) + lines, partial(add_up, size, lines)) for size, lines in _TILES
+        ]
+        switch(builder, key, cases)
         return context.get_dummy_value()
 
     number = numba.int64
     return numba.void(number, number, number, number, number, number, number, sums), generate
-
-
-def _key(builder: Any, size: Any, lines: Any) -> Any:
-    return builder.add(_times(builder, size, _LINES + 1), lines)
 
 
 def _round(builder: Any, total: Any) -> Any:
@@ -215,13 +214,13 @@ def write_row(
         data = context.make_array(signature.args[0])(context, builder, args[0]).data
         _, row, count, first, second, target = args
         source = builder.add(
-            builder.ptrtoint(data, _INT64), _times(builder, row, _VECTORS * _LINE_BYTES)
+            builder.ptrtoint(data, _INT64), times(builder, row, _VECTORS * _LINE_BYTES)
         )
 
         def write(vector: Any, _: Sequence[Any]) -> Sequence[Any]:
-            place = _times(builder, vector, _LINE_BYTES)
+            place = times(builder, vector, _LINE_BYTES)
             total = builder.load(_pointer(builder, source, _FLOATS, place), align=4)
-            half = _times(builder, vector, _LINE_BYTES // 2)
+            half = times(builder, vector, _LINE_BYTES // 2)
             for addend in (first, second):
                 (total,) = add_widened(builder, [total], addend, half)
             to = _pointer(builder, target, _BITS, half)

@@ -18,6 +18,8 @@ from kvrelay.model_runner.kernels.lanes import (
     ask_for_line,
     call,
     loop,
+    switch,
+    times,
 )
 from kvrelay.model_runner.kernels.pair_memory import BITS, add_widened, pointer
 from kvrelay.model_runner.kernels.tiles import (
@@ -30,9 +32,7 @@ from kvrelay.model_runner.kernels.tiles import (
     load_tile,
     on,
     store_tile,
-    switch,
     tile_call,
-    times,
 )
 
 ASKED_LINES: Final = (32, 16, 8, 0)

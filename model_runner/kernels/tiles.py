@@ -117,11 +117,6 @@ def on(builder: Any, address: Any, bytes_on: int) -> Any:
     return builder.add(address, INT64(bytes_on))
 
 
-def times(builder: Any, number: Any, factor: int) -> Any:
-    """`number` times `factor`."""
-    return builder.mul(number, INT64(factor))
-
-
 @intrinsic  # type: ignore[untyped-decorator]
 def shape_tiles(_typing: Any, first: Any, second: Any) -> Any:
     """Gives this thread tiles: 0, 1 and 4 of `first` rows, 2, 3 and 5 of `second`, others of 16.
@@ -153,18 +148,3 @@ def shape_tiles(_typing: Any, first: Any, second: Any) -> Any:
 def drop_tiles(_typing: Any) -> Any:
     """Gives this thread's tiles up."""
     return numba.void(), emit_tiles(lambda builder: tile_call(builder, "tilerelease"))
-
-
-def switch(builder: Any, key: Any, cases: Sequence[tuple[int, Callable[[], None]]]) -> None:
-    """Generates each case's code, for its key; there are no others."""
-    bad, after = builder.append_basic_block("bad"), builder.append_basic_block("done")
-    choice = builder.switch(key, bad)
-    for number, generate in cases:
-        block = builder.append_basic_block(f"case_{number}")
-        choice.add_case(INT64(number), block)
-        builder.position_at_end(block)
-        generate()
-        builder.branch(after)
-    builder.position_at_end(bad)
-    builder.unreachable()
-    builder.position_at_end(after)
