@@ -62,7 +62,7 @@ class WorkerOptions(ObservingOptions):
         "CPU threads that a worker computes prompts with while other workers of its machine "
         "compute nothing: beside its own (--threads) as many as those have, up to this number. "
         "One that is not above --threads turns it off. Only where more threads compute the same "
-        "bits: with bfloat16 on CPUs that have AVX512-BF16.",
+        "bits: with bfloat16 on CPUs that have AVX2, AVX512-BF16 or AMX.",
         Section.WORKERS,
         at_least=1,
         shown_default="as many as there are cores",

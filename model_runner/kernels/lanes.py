@@ -45,6 +45,11 @@ def has_bfloat16_products() -> bool:
     return bool(llvmlite.binding.get_host_cpu_features().get("avx512bf16"))
 
 
+def has_wide_registers() -> bool:
+    """Whether this processor has 32 registers of 16 float32, not 16 of 8: AVX512."""
+    return bool(llvmlite.binding.get_host_cpu_features().get("avx512f"))
+
+
 def constant(value: float) -> Any:
     """A vector whose lanes all are this float32."""
     return ir.Constant(FLOATS, [value] * LANES)

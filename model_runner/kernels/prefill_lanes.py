@@ -31,6 +31,7 @@ from kvrelay.model_runner.kernels.lanes import (
     call,
     constant,
     exp2,
+    has_wide_registers,
     larger,
     loop,
     multiply,
@@ -40,11 +41,15 @@ from kvrelay.model_runner.kernels.lanes import (
 from kvrelay.model_runner.kernels.pair_memory import fetch, pointer
 
 VECTORS: Final = 3
-"""Of a tile at most: times 8 others these are 24 sums, so many that 32 registers hold the rest."""
+"""Of a tile at most."""
 ROWS: Final = LANES * VECTORS
 """That a tile has room for: its arrays have rows of so many units, or float32."""
 OTHERS: Final = 8
 """Keys, or dimensions of values, that a tile is multiplied with at once."""
+_SUMS: Final = 24 if has_wide_registers() else 6
+"""Vectors that registers hold, beside what is multiplied: of 32, or of 16 half as wide ones.
+
+Others whose sums are more are multiplied in turns: the bits are the same."""
 STEP: Final = 2
 """Depths are multiples of it: a turn of the loop has so many steps."""
 
@@ -90,23 +95,34 @@ def _add_products(
 ) -> Sequence[Any]:
     """``totals[other][vector] += rows[i][vector] * others[i][other]``, flat, for all i of `depth`.
 
-    `rows_at(i, vector)` and `other_at(i, other)` load them; a turn of the loop has `STEP` i.
+    `rows_at(i, vector)` and `other_at(i, other)` load them; a turn of the loop has `STEP` i, and
+    begins with `begin_turn`, once for all others.
     """
 
-    def turn(index: Any, totals: Sequence[Any]) -> Sequence[Any]:
-        sums = list(totals)
-        begin_turn(index)
-        for step in range(STEP):
-            i = builder.add(builder.mul(index, _INT64(STEP)), _INT64(step))
-            rows = [rows_at(i, vector) for vector in range(vectors)]
-            for other in range(OTHERS):
-                unit = other_at(i, other)
-                for vector in range(vectors):
-                    at = other * vectors + vector
-                    sums[at] = add_product(builder, sums[at], rows[vector], unit)
-        return sums
+    def add_up(
+        others: Sequence[int], begin_turn: Callable[[Any], None], totals: Sequence[Any]
+    ) -> Sequence[Any]:
+        def turn(index: Any, totals: Sequence[Any]) -> Sequence[Any]:
+            sums = list(totals)
+            begin_turn(index)
+            for step in range(STEP):
+                i = builder.add(builder.mul(index, _INT64(STEP)), _INT64(step))
+                rows = [rows_at(i, vector) for vector in range(vectors)]
+                for at, other in enumerate(others):
+                    unit = other_at(i, other)
+                    for vector in range(vectors):
+                        place = at * vectors + vector
+                        sums[place] = add_product(builder, sums[place], rows[vector], unit)
+            return sums
 
-    return loop(builder, builder.udiv(depth, _INT64(STEP)), totals, turn)
+        return loop(builder, builder.udiv(depth, _INT64(STEP)), totals, turn)
+
+    sums: list[Any] = []
+    for first in range(0, OTHERS, _SUMS // vectors):
+        others = range(first, min(first + _SUMS // vectors, OTHERS))
+        part = totals[first * vectors : others.stop * vectors]
+        sums += add_up(others, (lambda _: None) if first else begin_turn, part)
+    return sums
 
 
 @intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]

@@ -1,5 +1,5 @@
-"""Products with bfloat16 weights on a CPU that multiplies pairs of bfloat16 (AVX512-BF16), or
-whole tiles of it (AMX).
+"""Products with bfloat16 weights on a CPU that multiplies pairs of bfloat16 (AVX512-BF16), whole
+tiles of it (AMX), or float32 (AVX2): a `Unit`.
 
 ``out [T, N] = x [T, K] W^T``, with ``W [N, K]`` in panels of `PANEL` outputs, one after the
 other, in which the pairs of inputs come in order::
@@ -14,16 +14,18 @@ product's if they were put there. Many rows are computed by blocks that stay in 
 panel of a block at a time by whichever thread is free.
 
 What the processor itself calls tiles (`tiles`) multiplies up to `_TILED_ROWS` rows with a panel,
-and many rows ten times as fast as vectors do: the panels' layout is theirs, too.
+and many rows ten times as fast as vectors do: the panels' layout is theirs, too. Float32
+(`product_floats`) has half as many registers of half the size: tiles have up to `FLOAT_ROWS` rows.
 
 Each sum adds its pairs one after the other, from the first to the last, or by tiles 32 inputs
-after the other, which gives other bits: a row's result depends neither on the rows beside it nor
-on the number of threads.
+after the other, or by float32 each input by itself, which gives other bits: a row's result depends
+neither on the rows beside it nor on the number of threads.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from enum import IntEnum
 from functools import partial
 from typing import Any, Final, NamedTuple
 
@@ -39,11 +41,18 @@ from kvrelay.model_runner.kernels.lanes import (
     add_product,
     ask_for_line,
     constant,
+    has_bfloat16_products,
     loop,
     switch,
     times,
 )
 from kvrelay.model_runner.kernels.pair_memory import add_widened, address_of, make_lines
+from kvrelay.model_runner.kernels.product_floats import (
+    FLOAT_ROWS,
+    LINES,
+    sum_floats,
+    widen_floats,
+)
 from kvrelay.model_runner.kernels.product_tiles import (
     ASKED_LINES,
     fetch_to_write,
@@ -92,6 +101,18 @@ _INT8, _INT16, _INT32, _INT64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
 _FLOATS, _INTS, _BITS = (ir.VectorType(kind, LANES) for kind in (ir.FloatType(), _INT32, _INT16))
 
 
+_WIDENED_BYTES: Final = 1 << 18
+"""Of a block's inputs as float32, unless a tile has more: half of a second cache of 512 KiB."""
+
+
+class Unit(IntEnum):
+    """What is multiplied at once."""
+
+    FLOATS = 0
+    PAIRS = 1
+    TILES = 2
+
+
 class Product(NamedTuple):
     """Addresses and sizes of what is multiplied; an address is 0 where there is no such thing."""
 
@@ -106,8 +127,7 @@ class Product(NamedTuple):
     outputs: int
     block: int
     """Rows that are computed with one panel after the other."""
-    in_tiles: bool
-    """By the processor's tiles, not by its vectors."""
+    unit: int
 
 
 def _pointer(builder: Any, address: Any, kind: Any, bytes_on: Any = None) -> Any:
@@ -165,6 +185,8 @@ def sum_tile(
     """
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        if not has_bfloat16_products():  # nobody comes to it
+            return context.get_dummy_value()
         data = context.make_array(signature.args[7])(context, builder, args[7]).data
         target = builder.ptrtoint(data, _INT64)
         count, asked, begin, end, depth, panel, following, _ = args
@@ -237,7 +259,7 @@ def write_row(
 @kernel
 def multiply(
     threads: int,
-    in_tiles: bool,
+    unit: int,
     x: int,
     weights: int,
     bias: int,
@@ -250,12 +272,17 @@ def multiply(
     """``out [rows, outputs] = x [rows, inputs] W^T (+ bias [outputs]) (+ residual)``.
 
     All are bfloat16, contiguous and given by their address, 0 for no bias and no residual.
-    ``rows >= 1``, ``inputs % PAIRS == 0`` or, `in_tiles` (`tiles.may_use_tiles`),
-    ``inputs % TILE_NUMBERS == 0``, and ``outputs % LANES == 0``. The weights' last panel is whole.
+    The `unit` is a `Unit` that this processor has. ``rows >= 1``, ``inputs % PAIRS == 0`` or, in
+    tiles, ``inputs % TILE_NUMBERS == 0``, and ``outputs % LANES == 0``. The weights' last panel is
+    whole.
     """
-    most, tile = (_BLOCK, TILE) if not in_tiles else (_TILED_BLOCK, _TILED_ROWS)
-    if in_tiles:
+    most, tile = _BLOCK, TILE
+    if unit == Unit.TILES:
+        tile = _TILED_ROWS
         most = min(_TILED_BLOCK, max(_TILED_BLOCK_BYTES // (2 * inputs * tile), 1) * tile)
+    if unit == Unit.FLOATS:
+        tile = FLOAT_ROWS
+        most = min(_BLOCK, max(_WIDENED_BYTES // (4 * inputs * tile), 1) * tile)
     blocks = (rows + most - 1) // most
     # Equal blocks of whole tiles; the last one may be shorter.
     block = (rows + blocks * tile - 1) // (blocks * tile) * tile
@@ -264,7 +291,7 @@ def multiply(
     if threads > 1:
         # Of many rows as small as can be, so that all threads end at about the same time.
         share = 1 if rows > tile else max(1, units // (threads * _SHARES))
-    product = Product(x, weights, bias, residual, out, rows, inputs // 2, outputs, block, in_tiles)
+    product = Product(x, weights, bias, residual, out, rows, inputs // 2, outputs, block, unit)
     args = (np.zeros(1, np.int64), share, threads * share, units, product)
     run_on_team(threads, multiply_remaining, args)
 
@@ -279,20 +306,29 @@ def multiply_remaining(
     """
     panels = (product.outputs + PANEL - 1) // PANEL
     sums = make_lines(2 * _TILED_ROWS, PANEL, np.float32)
+    inputs = 2 * product.pairs if product.unit == Unit.FLOATS else 0
+    widened = make_lines(min(product.block, product.rows), inputs, np.float32)
+    widened_from = -1
     begin = take(counter, share)
     while begin < units:
         end = min(begin + share, units)
         for unit in range(begin, end):
             following = unit + 1 if unit + 1 < end else begin + stride
             asked = following % panels if following < units else panels
-            if product.in_tiles:
-                multiply_in_tiles(
-                    product, unit // panels * product.block, unit % panels, asked, sums
-                )
+            first, panel = unit // panels * product.block, unit % panels
+            if product.unit == Unit.TILES:
+                multiply_in_tiles(product, first, panel, asked, sums)
+            elif product.unit == Unit.PAIRS:
+                multiply_block(product, first, panel, asked, sums)
             else:
-                multiply_block(product, unit // panels * product.block, unit % panels, asked, sums)
+                if first != widened_from:
+                    rows = min(product.block, product.rows - first)
+                    x = product.x + first * 4 * product.pairs
+                    widen_floats(x, rows * inputs, address_of(widened))
+                    widened_from = first
+                multiply_floats(product, first, panel, asked, address_of(widened), sums)
         begin = take(counter, share)
-    if product.in_tiles:
+    if product.unit == Unit.TILES:
         drop_tiles()
 
 
@@ -324,11 +360,43 @@ def multiply_block(product: Product, first: int, panel: int, following: int, sum
             sum_tile(1, 0, x, 0, pairs, weights, ahead, sums)
         else:
             sum_tile(size, lines, x, count - 1, pairs, weights, ahead, sums)
-        for r in range(count):
-            at = 2 * ((row + r) * product.outputs + panel * PANEL)
-            bias = product.bias + 2 * panel * PANEL if product.bias else 0
-            residual = product.residual + at if product.residual else 0
-            write_row(sums, r, vectors, bias, residual, product.out + at)
+        write_rows(product, row, count, panel, 0, vectors, sums)
+
+
+@inlined
+def write_rows(
+    product: Product, row: int, count: int, panel: int, index: int, vectors: int, sums: Array
+) -> None:
+    """Round `count` rows of a panel's ``sums[index:]``, to the rows from `row` on of the output."""
+    bias = product.bias + 2 * panel * PANEL if product.bias else 0
+    for r in range(count):
+        at = 2 * ((row + r) * product.outputs + panel * PANEL)
+        residual = product.residual + at if product.residual else 0
+        write_row(sums, index + r, vectors, bias, residual, product.out + at)
+
+
+@inlined
+def multiply_floats(
+    product: Product, first: int, panel: int, following: int, x: int, sums: Array
+) -> None:
+    """As `multiply_block`, of inputs that were widened to `x`: a block's, as float32."""
+    pairs, panel_bytes = product.pairs, product.pairs * _PANEL_BYTES
+    weights, row_bytes = product.weights + panel * panel_bytes, 8 * product.pairs
+    rows = min(product.block, product.rows - first)
+    tiles = (rows + FLOAT_ROWS - 1) // FLOAT_ROWS
+    asked = LINES[0] if tiles == 1 else LINES[1] if tiles < 4 else LINES[2]
+    part = panel_bytes * asked // LINES[0]
+    vectors = min(PANEL, product.outputs - panel * PANEL) // LANES
+    for tile in range(tiles):
+        row = tile * rows // tiles
+        count = (tile + 1) * rows // tiles - row
+        lines, ahead = asked, weights + _AHEAD
+        if tiles > 1:
+            ahead = product.weights + following * panel_bytes + tile * part
+            if tile * asked >= LINES[0]:
+                lines = 0  # all of it has been asked for
+        sum_floats(count, lines, x + row * row_bytes, pairs, weights, ahead, address_of(sums))
+        write_rows(product, first + row, count, panel, 0, vectors, sums)
 
 
 @inlined
@@ -378,7 +446,4 @@ def write_tile(product: Product, row: int, count: int, panel: int, place: int, s
         fetch_to_write(out, stride, count)
         round_sums(source, count, bias, residual, out, stride)
     else:
-        for r in range(count):
-            added = residual + r * stride if residual else 0
-            index = place * _TILED_ROWS + r
-            write_row(sums, index, 1, bias, added, product.out + at + r * stride)
+        write_rows(product, row, count, panel, place * _TILED_ROWS, 1, sums)

@@ -12,7 +12,8 @@ from torch.nn import functional
 
 from kvrelay.model_runner.kernels.kernel_threads import KernelThreads
 from kvrelay.model_runner.kernels.lanes import LANES, has_bfloat16_products
-from kvrelay.model_runner.kernels.product import PAIRS, PANEL, multiply
+from kvrelay.model_runner.kernels.product import PAIRS, PANEL, Unit, multiply
+from kvrelay.model_runner.kernels.product_floats import has_float_products
 from kvrelay.model_runner.kernels.tiles import TILE_NUMBERS, may_use_tiles
 from kvrelay.model_runner.layers.batch_invariant import (
     RowBounds,
@@ -62,7 +63,10 @@ class PlainLinear:
 
 
 class PanelLinear:
-    """bfloat16 on a CPU that multiplies pairs or tiles of it: weights in panels for our own kernel.
+    """bfloat16 on a CPU: weights in panels for our own kernel.
+
+    For processors that multiply pairs or tiles of it, and for those without AVX512, where torch's
+    products of bfloat16 are a tenth as fast as those of float32, which the kernel multiplies.
 
     Faster than `PackedLinear` for steps of few rows, since weights come from memory while others
     are multiplied; for prompts about as fast, with pairs up to 10% slower with more than 2,000
@@ -80,7 +84,7 @@ class PanelLinear:
         threads: KernelThreads | None = None,
     ) -> None:
         self._outputs, self._inputs = weight.shape
-        self._in_tiles = self._inputs % TILE_NUMBERS == 0 and may_use_tiles()
+        self._unit = _find_unit(self._inputs)
         self._weight = _pack_panels(weight, memory)
         self._bias = None if bias is None else bias.contiguous()
         few_weights = weight.numel() < _SHARED_WEIGHTS
@@ -90,7 +94,7 @@ class PanelLinear:
     def runs(device: torch.device, dtype: torch.dtype) -> bool:
         """Whether the kernel serves."""
         is_known = device.type == "cpu" and dtype is torch.bfloat16
-        return is_known and has_bfloat16_products()
+        return is_known and (has_bfloat16_products() or _beats_torch_by_floats())
 
     @staticmethod
     def supports(weight: torch.Tensor) -> bool:
@@ -119,7 +123,7 @@ class PanelLinear:
         out = x.new_empty(rows, self._outputs)
         multiply(
             self._threads.count,
-            self._in_tiles,
+            self._unit,
             x.data_ptr(),
             self._weight.data_ptr(),
             0 if self._bias is None else self._bias.data_ptr(),
@@ -130,6 +134,19 @@ class PanelLinear:
             self._outputs,
         )
         return out
+
+
+def _find_unit(inputs: int) -> int:
+    """The fastest `Unit` of this processor for so many inputs."""
+    if not has_bfloat16_products():
+        return int(Unit.FLOATS)
+    in_tiles = inputs % TILE_NUMBERS == 0 and may_use_tiles()
+    return int(Unit.TILES if in_tiles else Unit.PAIRS)
+
+
+def _beats_torch_by_floats() -> bool:
+    """Whether the kernel multiplies float32 where torch has no fast product of bfloat16."""
+    return has_float_products() and not torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
 def _pack_panels(weight: torch.Tensor, memory: WeightMemory) -> torch.Tensor:
@@ -143,7 +160,7 @@ def _pack_panels(weight: torch.Tensor, memory: WeightMemory) -> torch.Tensor:
 
 
 class PackedLinear:
-    """bfloat16 on other CPUs, or of a shape that no panels have: reordered once for oneDNN.
+    """bfloat16 on CPUs with AVX512 alone, or of a shape that no panels have: reordered once for oneDNN.
 
     About 1.5 times as fast as `PlainLinear` at decode's few rows, and free of
     its pathological case (one row, two threads).

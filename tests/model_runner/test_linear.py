@@ -14,6 +14,7 @@ import torch
 from kvrelay.model_runner.kernels import tiles
 from kvrelay.model_runner.kernels.lanes import has_bfloat16_products
 from kvrelay.model_runner.kernels.product import multiply
+from kvrelay.model_runner.kernels.product_floats import has_float_products
 from kvrelay.model_runner.kernels.tiles import TILE_NUMBERS, may_use_tiles
 from kvrelay.model_runner.layers import linear as linear_layer
 from kvrelay.model_runner.layers.linear import LinearFactory, PackedLinear, PanelLinear, PlainLinear
@@ -33,17 +34,29 @@ def seed() -> None:
     torch.manual_seed(0)
 
 
-@pytest.fixture(params=["vectors", "tiles"])
+@pytest.fixture(params=["floats", "vectors", "tiles"])
 def round_inputs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> RoundInputs:
-    """The processor's vectors multiply, or its tiles: inputs are rounded up to whole ones."""
-    if not has_bfloat16_products():
+    """Float32 is multiplied, pairs in the processor's vectors, or its tiles.
+
+    The function rounds inputs up to whole tiles."""
+    in_floats, in_tiles = request.param == "floats", request.param == "tiles"
+    if in_floats:
+        take_floats(monkeypatch)
+    elif not has_bfloat16_products():
         pytest.skip("this CPU has no AVX512-BF16")
-    in_tiles = request.param == "tiles"
-    if in_tiles and not may_use_tiles():
+    elif in_tiles and not may_use_tiles():
         pytest.skip("this CPU has no AMX")
     monkeypatch.setattr(linear_layer, "may_use_tiles", lambda: in_tiles)
     step = TILE_NUMBERS if in_tiles else 1
     return lambda inputs: -(-inputs // step) * step
+
+
+def take_floats(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a processor with AVX2 and without AVX512."""
+    if not has_float_products():
+        pytest.skip("this CPU has no AVX2")
+    monkeypatch.setattr(linear_layer, "has_bfloat16_products", lambda: False)
+    monkeypatch.setattr(linear_layer, "_beats_torch_by_floats", lambda: True)
 
 
 def normal(*shape: int) -> torch.Tensor:
@@ -100,7 +113,7 @@ def test_nothing_but_the_output_is_written(rows: int, round_inputs: RoundInputs)
     packed = linear_layer._pack_panels(weight, WeightMemory())
     multiply(
         1,
-        linear_layer.PanelLinear(weight, None, WeightMemory())._in_tiles,
+        linear_layer._find_unit(inputs),
         x.data_ptr(),
         packed.data_ptr(),
         0,
@@ -207,6 +220,7 @@ def test_vectors_multiply_what_is_no_whole_tile(monkeypatch: pytest.MonkeyPatch)
 
 def test_other_processors_leave_it_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(linear_layer, "has_bfloat16_products", lambda: False)
+    monkeypatch.setattr(linear_layer, "_beats_torch_by_floats", lambda: False)
     weight, x, residual = normal(48, 40), normal(40, 40), normal(40, 48)
     linear = LinearFactory().make(weight)
     assert isinstance(linear, PackedLinear | PlainLinear)

@@ -1,0 +1,167 @@
+"""What `product` is computed with where a processor multiplies only float32 (AVX2), as LLVM
+instructions.
+
+bfloat16 is the upper half of a float32: weights are widened as they are used, inputs once for all
+panels. Arguments are addresses and numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, Final
+
+import llvmlite.binding  # type: ignore[import-untyped]
+import numba
+from llvmlite import ir
+from numba.extending import intrinsic
+
+from kvrelay.model_runner.kernels.lanes import (
+    FLOATS,
+    INTS,
+    LANES,
+    add_scaled,
+    ask_for_line,
+    constant,
+    loop,
+    splat,
+    switch,
+    times,
+)
+from kvrelay.model_runner.kernels.pair_memory import FLOAT, pointer
+
+FLOAT_ROWS: Final = 6
+"""Of a tile at most: with half a panel these are 12 sums of 8 lanes, of 16 registers."""
+WHOLE_ROWS: Final = 3
+"""Up to so many rows have sums for a whole panel, in as many registers."""
+WIDENED: Final = 4
+"""Numbers that are widened at a time: inputs are a multiple of it."""
+LINES: Final = (4, 2, 1, 0)
+"""Of the cache that `sum_floats` may ask for in a step: its weights', a part of them, or none."""
+
+_STEP: Final = 2
+"""Pairs of inputs in a turn of the loop."""
+_LINE_BYTES: Final = 64
+_PANEL_BYTES: Final = 2 * _LINE_BYTES
+"""Of a panel's weights of one pair of inputs, and of a row of its sums."""
+_INT8, _INT64 = ir.IntType(8), ir.IntType(64)
+_NARROW, _WIDE = (ir.VectorType(ir.IntType(bits), WIDENED) for bits in (16, 32))
+
+
+def has_float_products() -> bool:
+    """Whether this processor adds products of 8 float32 at a time: AVX2 with FMA."""
+    features = llvmlite.binding.get_host_cpu_features()
+    return bool(features.get("avx2")) and bool(features.get("fma"))
+
+
+def _at(builder: Any, address: Any, bytes_on: int, kind: Any) -> Any:
+    return pointer(builder, builder.add(address, _INT64(bytes_on)), kind)
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def sum_floats(
+    _typing: Any,
+    rows: Any,
+    lines: Any,
+    x: Any,
+    pairs: Any,
+    weights: Any,
+    ahead: Any,
+    sums: Any,
+) -> Any:
+    """``sums [rows, 32] = x W^T``, for up to `FLOAT_ROWS` rows.
+
+    ``x [rows, 2 * pairs]`` and `sums` are float32, ``weights [pairs, 32, 2]`` bfloat16. In each
+    step, of `_STEP` pairs, so many `lines` are asked for from `ahead` on: one of `LINES`. Each sum
+    adds its products from the first to the last, each rounded once.
+    """
+
+    def generate(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        rows, lines, x, pairs, weights, ahead, sums = args
+        row_bytes = times(builder, pairs, 8)
+        upper = ir.Constant(INTS, [0xFFFF0000] * LANES)
+        sixteen = ir.Constant(INTS, [16] * LANES)
+
+        def add_up(count: int, vectors: Sequence[int], asked: int) -> None:
+            begins = [builder.add(x, times(builder, row_bytes, row)) for row in range(count)]
+
+            def turn(index: Any, totals: Sequence[Any]) -> Sequence[Any]:
+                results = list(totals)
+                panel = builder.add(weights, times(builder, index, _STEP * _PANEL_BYTES))
+                inputs = times(builder, index, _STEP * 8)
+                following = builder.add(ahead, times(builder, index, asked * _LINE_BYTES))
+                for line in range(asked):
+                    ask_for_line(builder, _at(builder, following, line * _LINE_BYTES, _INT8))
+                for step in range(_STEP):
+                    bits = [
+                        builder.load(
+                            _at(builder, panel, step * _PANEL_BYTES + vector * _LINE_BYTES, INTS),
+                            align=4,
+                        )
+                        for vector in vectors
+                    ]
+                    for side in (0, 1):
+                        wide = [
+                            builder.and_(one, upper) if side else builder.shl(one, sixteen)
+                            for one in bits
+                        ]
+                        for row, begin in enumerate(begins):
+                            place = builder.add(begin, inputs)
+                            number = builder.load(
+                                _at(builder, place, step * 8 + side * 4, FLOAT), align=4
+                            )
+                            for at, one in enumerate(wide):
+                                index = row * len(vectors) + at
+                                results[index] = add_scaled(
+                                    builder,
+                                    builder.bitcast(one, FLOATS),
+                                    splat(builder, number),
+                                    results[index],
+                                )
+                return results
+
+            nothing = [constant(0.0)] * (count * len(vectors))
+            totals = loop(builder, builder.udiv(pairs, _INT64(_STEP)), nothing, turn)
+            for at, total in enumerate(totals):
+                row, vector = divmod(at, len(vectors))
+                place = row * _PANEL_BYTES + vectors[vector] * _LINE_BYTES
+                builder.store(total, _at(builder, sums, place, FLOATS), align=4)
+
+        def add_up_rows(count: int, asked: int) -> None:
+            if count <= WHOLE_ROWS:
+                add_up(count, (0, 1), asked)
+            else:
+                add_up(count, (0,), asked)
+                add_up(count, (1,), 0)
+
+        key = builder.add(times(builder, rows, len(LINES) + 1), lines)
+        cases = [
+            (count * (len(LINES) + 1) + asked, partial(add_up_rows, count, asked))
+            for count in range(1, FLOAT_ROWS + 1)
+            for asked in LINES
+        ]
+        switch(builder, key, cases)
+        return context.get_dummy_value()
+
+    return numba.void(*[numba.int64] * 7), generate
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def widen_floats(_typing: Any, source: Any, count: Any, to: Any) -> Any:
+    """Widen `count` numbers, a multiple of `WIDENED`, from bfloat16 to float32."""
+
+    def generate(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        source, count, to = args
+
+        def widen(index: Any, _: Sequence[Any]) -> Sequence[Any]:
+            begin = builder.add(source, times(builder, index, 2 * WIDENED))
+            bits = builder.zext(builder.load(pointer(builder, begin, _NARROW), align=2), _WIDE)
+            target = builder.add(to, times(builder, index, 4 * WIDENED))
+            wide = builder.shl(bits, ir.Constant(_WIDE, [16] * WIDENED))
+            builder.store(wide, pointer(builder, target, _WIDE), align=4)
+            return ()
+
+        loop(builder, builder.udiv(count, _INT64(WIDENED)), (), widen)
+        return context.get_dummy_value()
+
+    return numba.void(*[numba.int64] * 3), generate
