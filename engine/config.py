@@ -59,8 +59,9 @@ class WorkerOptions(ObservingOptions):
     )
     prompt_threads: int | None = option(
         None,
-        "CPU threads that a worker computes prompts with while other workers of its machine "
-        "compute nothing: beside its own (--threads) as many as those have, up to this number. "
+        "CPU threads that a worker computes prompts with, and steps of many requests, while other "
+        "workers of its machine compute nothing: beside its own (--threads) as many as those have, "
+        "up to this number. "
         "One that is not above --threads turns it off. Only where more threads compute the same "
         "bits: with bfloat16 on CPUs that have AVX2, AVX512-BF16 or AMX.",
         Section.WORKERS,

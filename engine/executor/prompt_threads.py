@@ -1,4 +1,4 @@
-"""Lets a step with a chunk of a prompt compute on the cores of workers that compute nothing."""
+"""Lets a step with a chunk of a prompt, or many rows, compute on cores of workers that do not."""
 
 from __future__ import annotations
 
@@ -14,11 +14,19 @@ from kvrelay.wire.speeds import StepWork
 FEWEST_TOKENS: Final = 64
 """Of prompts in a step that other workers' cores are worth: with fewer, most of its time is spent
 reading weights and on what only one thread does."""
+FEWEST_ROWS: Final = 16
+"""That generate in a step which other workers' cores are worth, for the same reason."""
 _LATE_LAYERS: Final = 2
 """With borrowed threads and no faster than without: the step borrows no more after so many."""
 _FIRST_PAUSE: Final = 1.0
 _LONGEST_PAUSE: Final = 60.0
 """Seconds until a step tries again, each time twice as many, up to the latter."""
+
+
+def worth_of(work: StepWork) -> frozenset[str]:
+    """For which of its parts, "prompts" and "rows", a step may have others' cores."""
+    parts = {"prompts": work.prompt_tokens >= FEWEST_TOKENS, "rows": work.rows >= FEWEST_ROWS}
+    return frozenset(part for part, is_worth in parts.items() if is_worth)
 
 
 class Neighbours(Protocol):
@@ -81,7 +89,7 @@ class PromptThreads:
     def chosen(self, work: StepWork) -> Iterator[None]:
         """Compute a step here: with its own threads, and with those that it may borrow."""
         self.widening = 1.0
-        if work.prompt_tokens < FEWEST_TOKENS or self._clock() < self._resume_at:
+        if not worth_of(work) or self._clock() < self._resume_at:
             yield
             return
         self._neighbours.find()

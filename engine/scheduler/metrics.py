@@ -39,6 +39,10 @@ WIDENED_TOKENS: Final = METRICS.counter(
     "kvrelay_widened_prompt_tokens_total",
     "Prompt tokens that forwards computed on the cores of idle workers, too (--prompt-threads)",
 )
+WIDENED_ROWS: Final = METRICS.counter(
+    "kvrelay_widened_rows_total",
+    "Requests that generated, over forwards on the cores of idle workers, too (--prompt-threads)",
+)
 STEP_SECONDS: Final = METRICS.histogram(
     "kvrelay_step_seconds", "Seconds of one forward", _SECONDS_BUCKETS
 )
@@ -341,6 +345,7 @@ class WorkerMetrics(Instruments, Collector):
         self.observe(STEP_SECONDS, ended.seconds)
         if ended.widening > 1:
             self.count(WIDENED_TOKENS, ended.work.prompt_tokens)
+            self.count(WIDENED_ROWS, ended.work.rows)
         drafted = sum([output.num_drafts for output in ended.outputs])
         if drafted:
             self.count(DRAFT_TOKENS, drafted)

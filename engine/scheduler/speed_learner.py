@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import deque
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from kvrelay.engine.executor.prompt_threads import FEWEST_TOKENS
+from kvrelay.engine.executor.prompt_threads import worth_of
 from kvrelay.wire.speeds import StepSpeeds, StepWork
 
 _Array: TypeAlias = npt.NDArray[np.float64]
@@ -47,9 +47,9 @@ class SpeedLearner:
         """As far as they are known."""
         self.last_seconds = 0.0
         """Of the latest step."""
-        self._kinds: dict[tuple[int, ...], _Kind] = {}  # the latest seen is the last
-        self._knows_own_prompts = False
-        """Chunks for which it may have others' cores were measured without them."""
+        self._kinds: dict[_Key, _Kind] = {}  # the latest seen is the last
+        self._known_alone: frozenset[str] = frozenset()
+        """Parts of steps for which it may have others' cores, and that it had without them."""
         self._costs = np.zeros(5)
         self._steps = 0
         self._unfitted_steps = 0
@@ -61,35 +61,40 @@ class SpeedLearner:
             work: what it has computed.
             seconds: that it took.
             widening: how many times its own threads the worker had for it. If more than 1, the
-                step tells nothing of the worker's own speed. Until a step without others' cores
-                has told what such chunks cost, it stands for one that took so many times as long:
-                more than it would have taken.
+                step tells nothing of the worker's own speed. Until steps without others' cores
+                have told what such chunks, or so many rows, cost, it stands for one that took so
+                many times as long: more than it would have taken.
         """
         if seconds <= 0 or not (work.prompt_tokens or work.rows):
             return
         self.last_seconds = seconds
-        is_widened = widening > 1
-        if is_widened and self._knows_own_prompts:
+        is_widened, parts = widening > 1, worth_of(work)
+        if is_widened and parts <= self._known_alone:
             return
         seconds *= widening
         self._steps += 1
-        key = (is_widened, *_key(work))
+        key = _Key(parts if is_widened else None, _sizes(work))
         kind = self._kinds.pop(key, None) or _Kind()
         self._kinds[key] = kind
         kind.add(work, seconds, self._steps)
         if len(self._kinds) > _MOST_KINDS:
             del self._kinds[next(iter(self._kinds))]
-        if kind.counts and work.prompt_tokens >= FEWEST_TOKENS and not is_widened:
-            self._forget_widened()
+        if kind.counts and not is_widened:
+            self._forget_widened(parts)
         self._unfitted_steps += 1
         if kind.is_new or (kind.counts and self._unfitted_steps >= _FIT_EVERY):
             self._fit()
 
-    def _forget_widened(self) -> None:
-        """Steps that could have had others' cores were measured without them."""
-        if not self._knows_own_prompts:
-            self._knows_own_prompts = True
-            self._kinds = {key: kind for key, kind in self._kinds.items() if not key[0]}
+    def _forget_widened(self, parts: frozenset[str]) -> None:
+        """These `parts` of a step could have had others' cores and were measured without them."""
+        known = self._known_alone | parts
+        if known != self._known_alone:
+            self._known_alone = known
+            self._kinds = {
+                key: kind
+                for key, kind in self._kinds.items()
+                if key.widened_for is None or not key.widened_for <= known
+            }
 
     def _fit(self) -> None:
         self._unfitted_steps = 0
@@ -113,6 +118,14 @@ class SpeedLearner:
             prompts_known=bool(works[:, 1].any()),
             rows_known=bool(works[:, 3].any()),
         )
+
+
+class _Key(NamedTuple):
+    """What steps of one kind have in common."""
+
+    widened_for: frozenset[str] | None
+    """Parts for which they had others' cores; None: they had none."""
+    sizes: tuple[int, ...]
 
 
 class _Kind:
@@ -144,7 +157,7 @@ class _Kind:
         self.seen_at = number
 
 
-def _key(work: StepWork) -> tuple[int, ...]:
+def _sizes(work: StepWork) -> tuple[int, ...]:
     """The same for steps whose tokens, rows and contexts have the same number of bits each."""
     tokens, rows = work.prompt_tokens, work.rows
     return (

@@ -1,7 +1,8 @@
-"""A pair on one machine: a prompt has the cores of a decode worker that generates nothing."""
+"""A pair on one machine: each has the cores of the other while that one computes nothing."""
 
 from __future__ import annotations
 
+import asyncio
 import math
 import random
 from pathlib import Path
@@ -21,8 +22,8 @@ from tests.cluster.running import Cluster
 LENGTH = 200
 
 
-def prompt(seed: int) -> list[int]:
-    return [random.Random(seed).randrange(3, VOCAB_SIZE) for _ in range(LENGTH)]
+def prompt(seed: int, length: int = LENGTH) -> list[int]:
+    return [random.Random(seed).randrange(3, VOCAB_SIZE) for _ in range(length)]
 
 
 async def widened(cluster: Cluster, worker: str) -> float:
@@ -59,3 +60,26 @@ async def test_a_lone_prompt_has_both_cores_and_none_beside_a_request_that_gener
         assert len(again.tokens) == len(alone.tokens) == 2
         assert await widened(cluster, "decode-0") == 0
     assert not list((tmp_path / "cores").iterdir())
+
+
+async def test_many_requests_generate_the_same_with_both_cores(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(machine_cores, "directory_of_user", lambda: tmp_path / "cores")
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1})
+    monkeypatch.setattr(prompt_threads, "_LATE_LAYERS", math.inf)
+    prompts = [prompt(seed, 8) for seed in range(prompt_threads.FEWEST_ROWS + 4)]
+    found = []
+    for most in (2, 1):
+        options: dict[str, Any] = {"prompt_threads": most, "batch_invariant": True}
+        async with in_process(tiny, dtype="bfloat16", kv_memory=8 << 20, **options) as cluster:
+            asked = [
+                cluster.generate(one, temperature=0, max_tokens=64, ignore_eos=True)
+                for one in prompts
+            ]
+            found.append([list(done.tokens) for done in await asyncio.gather(*asked)])
+            rows = await cluster.metric("kvrelay_widened_rows_total", worker="decode-0")
+            shares = most > 1 and PanelLinear.runs(torch.device("cpu"), torch.bfloat16)
+            assert (rows > 0) == shares
+            await cluster.assert_at_baseline()
+    assert found[0] == found[1]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kvrelay.engine.config import WorkerConfig
-from kvrelay.engine.executor.prompt_threads import FEWEST_TOKENS, PromptThreads
+from kvrelay.engine.executor.prompt_threads import FEWEST_ROWS, FEWEST_TOKENS, PromptThreads
 from kvrelay.engine.scheduler.speed_learner import SpeedLearner
 from kvrelay.engine.worker.assembly import make_prompt_threads
 from kvrelay.engine.worker.machine_cores import MachineCores
@@ -38,6 +38,11 @@ class Machine:
 
     def count_threads(self) -> tuple[int, int]:
         return self.busy, self.idle
+
+
+def rows_of(rows: int) -> StepWork:
+    """Of requests with 300 tokens each."""
+    return StepWork(rows=rows, row_pairs=300 * rows)
 
 
 def threads_of(work: StepWork, machine: Machine, own: int = 1, most: int = 64) -> int:
@@ -75,11 +80,12 @@ def test_a_prompt_has_the_threads_of_idle_workers(
     assert threads_of(CHUNK, machine, own, most) == expected
 
 
-def test_only_chunks_that_are_worth_it_have_them() -> None:
+def test_only_chunks_and_rows_that_are_worth_it_have_them() -> None:
     machine = Machine(2, idle=1)
     assert threads_of(StepWork.of_prompt(FEWEST_TOKENS - 1), machine) == 1
-    assert threads_of(StepWork(rows=200, row_pairs=9000), machine) == 1
-    assert machine.asked == 0, "a step of decode does not even look"
+    assert threads_of(rows_of(FEWEST_ROWS - 1), machine) == 1
+    assert machine.asked == 0, "a small step does not even look"
+    assert threads_of(rows_of(FEWEST_ROWS), machine) == 2
     beside_rows = StepWork(FEWEST_TOKENS, 10_000, rows=8, row_pairs=2000)
     assert threads_of(beside_rows, machine) == 2
 
@@ -181,6 +187,32 @@ def test_small_chunks_do_not_tell_what_large_ones_cost() -> None:
         learner.observe(StepWork.of_prompt(20), 0.1)
         learner.observe(StepWork.of_prompt(400), SPEEDS.prompt_seconds(400) / 2, widening=2.0)
     assert seconds_of(400, learner) == pytest.approx(SPEEDS.prompt_seconds(400), rel=0.1)
+
+
+def test_rows_and_prompts_are_known_each_by_itself() -> None:
+    learner = SpeedLearner(512)
+    prompt, rows = StepWork.of_prompt(400), rows_of(FEWEST_ROWS)
+    both = StepWork(prompt.prompt_tokens, prompt.prompt_pairs, rows.rows, rows.row_pairs)
+
+    def observe(work: StepWork, factor: float, widening: float) -> None:
+        for _ in range(20):
+            learner.observe(work, SPEEDS.seconds_of(work) * factor, widening)
+
+    def expects(work: StepWork, factor: float) -> None:
+        expected = SPEEDS.seconds_of(work) * factor
+        assert learner.speeds.seconds_of(work) == pytest.approx(expected, rel=0.05)
+
+    observe(prompt, 1.0, 1.0)
+    observe(rows, 0.75, 2.0)
+    expects(rows, 1.5)
+    expects(prompt, 1.0)
+    observe(rows, 1.0, 1.0)
+    expects(rows, 1.0)
+    expects(prompt, 1.0)
+    observe(both, 0.1, 2.0)
+    observe(rows, 0.1, 2.0)
+    expects(rows, 1.0)
+    expects(prompt, 1.0)
 
 
 class Said:
