@@ -63,7 +63,7 @@ class WorkerOptions(ObservingOptions):
         "workers of its machine compute nothing: beside its own (--threads) as many as those have, "
         "up to this number. "
         "One that is not above --threads turns it off. Only where more threads compute the same "
-        "bits: with bfloat16 on CPUs that have AVX2, AVX512-BF16 or AMX.",
+        "bits: with bfloat16 on CPUs that have AVX512-BF16, AMX, or AVX2 without AVX512.",
         Section.WORKERS,
         at_least=1,
         shown_default="as many as there are cores",

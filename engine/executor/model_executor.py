@@ -25,9 +25,9 @@ from typing import Final, Protocol, TypeVar
 
 import torch
 
+from kvrelay.engine.executor.borrowed_threads import BorrowedThreads
 from kvrelay.engine.executor.counted_rows import CountedRows, CountedStep
 from kvrelay.engine.executor.grammar_masks import NO_MASKS, Allowed, GrammarMasks
-from kvrelay.engine.executor.prompt_threads import PromptThreads
 from kvrelay.engine.executor.step import LaunchedStep, Scheduled, Step, StepEnded, StepOutput
 from kvrelay.engine.executor.step_batch import (
     AwaitedIds,
@@ -222,7 +222,7 @@ class ModelExecutor:
         self._staging = self._streams.make_staging()
         self._draw = draw
         self._counted = None if counts is None else CountedRows(counts)
-        self.prompt_threads: PromptThreads | None = None
+        self.borrowed_threads: BorrowedThreads | None = None
         """Chooses the threads of each step; None: all have the same."""
 
     def copy(self, copies: Sequence[PageCopy]) -> None:
@@ -310,7 +310,7 @@ class ModelExecutor:
         if not self._streams.is_immediate:
             awaited = find_awaited(items, batch.query_start, staging)
             batch = stage(batch, staging)
-        threads = self.prompt_threads
+        threads = self.borrowed_threads
         with nullcontext() if threads is None else threads.chosen(launched.work):
             forward.launch(partial(self._forward, launched, batch, awaited))
             self._follow(items, tables)

@@ -41,7 +41,7 @@ WIDENED_TOKENS: Final = METRICS.counter(
 )
 WIDENED_ROWS: Final = METRICS.counter(
     "kvrelay_widened_rows_total",
-    "Requests that generated, over forwards on the cores of idle workers, too (--prompt-threads)",
+    "Rows that generated in forwards on the cores of idle workers, too: a request in each of them",
 )
 STEP_SECONDS: Final = METRICS.histogram(
     "kvrelay_step_seconds", "Seconds of one forward", _SECONDS_BUCKETS

@@ -8,7 +8,7 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from kvrelay.engine.executor.prompt_threads import worth_of
+from kvrelay.engine.executor.borrowed_threads import NO_PART, Part, worthy_parts
 from kvrelay.wire.speeds import StepSpeeds, StepWork
 
 _Array: TypeAlias = npt.NDArray[np.float64]
@@ -48,7 +48,7 @@ class SpeedLearner:
         self.last_seconds = 0.0
         """Of the latest step."""
         self._kinds: dict[_Key, _Kind] = {}  # the latest seen is the last
-        self._known_alone: frozenset[str] = frozenset()
+        self._known_alone = NO_PART
         """Parts of steps for which it may have others' cores, and that it had without them."""
         self._costs = np.zeros(5)
         self._steps = 0
@@ -68,8 +68,8 @@ class SpeedLearner:
         if seconds <= 0 or not (work.prompt_tokens or work.rows):
             return
         self.last_seconds = seconds
-        is_widened, parts = widening > 1, worth_of(work)
-        if is_widened and parts <= self._known_alone:
+        is_widened, parts = widening > 1, worthy_parts(work)
+        if is_widened and parts in self._known_alone and self._has_seen(work):
             return
         seconds *= widening
         self._steps += 1
@@ -80,20 +80,26 @@ class SpeedLearner:
         if len(self._kinds) > _MOST_KINDS:
             del self._kinds[next(iter(self._kinds))]
         if kind.counts and not is_widened:
-            self._forget_widened(parts)
+            self._know_alone(parts)
         self._unfitted_steps += 1
         if kind.is_new or (kind.counts and self._unfitted_steps >= _FIT_EVERY):
             self._fit()
 
-    def _forget_widened(self, parts: frozenset[str]) -> None:
-        """These `parts` of a step could have had others' cores and were measured without them."""
+    def _has_seen(self, work: StepWork) -> bool:
+        """Whether all that this step is made of has been measured, be it few of each."""
+        speeds = self.speeds
+        knows_prompts = speeds.prompts_known or not work.prompt_tokens
+        return knows_prompts and (speeds.rows_known or not work.rows)
+
+    def _know_alone(self, parts: Part) -> None:
+        """These of a step could have had others' cores and were measured without them."""
         known = self._known_alone | parts
         if known != self._known_alone:
             self._known_alone = known
             self._kinds = {
                 key: kind
                 for key, kind in self._kinds.items()
-                if key.widened_for is None or not key.widened_for <= known
+                if key.widened_for is None or key.widened_for not in known
             }
 
     def _fit(self) -> None:
@@ -123,7 +129,7 @@ class SpeedLearner:
 class _Key(NamedTuple):
     """What steps of one kind have in common."""
 
-    widened_for: frozenset[str] | None
+    widened_for: Part | None
     """Parts for which they had others' cores; None: they had none."""
     sizes: tuple[int, ...]
 

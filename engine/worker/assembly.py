@@ -16,9 +16,9 @@ import grpc
 from tokenizers import Tokenizer
 
 from kvrelay.engine.config import WorkerConfig
+from kvrelay.engine.executor.borrowed_threads import BorrowedThreads
 from kvrelay.engine.executor.copy_thread import CopyThread, measure_bytes_per_second
 from kvrelay.engine.executor.forward_thread import ForwardThread
-from kvrelay.engine.executor.prompt_threads import PromptThreads
 from kvrelay.engine.executor.step import Executor
 from kvrelay.engine.executor.storage_thread import StorageThread
 from kvrelay.engine.faults import FaultPlan
@@ -209,7 +209,7 @@ def assemble(
     if black_box is not None:
         executor = RecordingExecutor(executor, black_box)
     cores = MachineCores.join(config.threads) if model.runner.device.type == "cpu" else None
-    model.executor.prompt_threads = make_prompt_threads(config, model.runner, cores)
+    model.executor.borrowed_threads = make_borrowed_threads(config, model.runner, cores)
     forward: ForwardThread[Any] = ForwardThread(executor, inbox.post, on_failure, model.streams)
     engine: Engine[Any, Any] = Engine(
         context,
@@ -226,14 +226,14 @@ def assemble(
     return Assembly(inbox, metrics, agent, kv_cache, plugin, *threads, model.pinned, cores)
 
 
-def make_prompt_threads(
+def make_borrowed_threads(
     config: WorkerConfig, runner: ModelRunner, cores: MachineCores | None
-) -> PromptThreads | None:
-    """What chooses the threads of steps with prompts; None: these have the worker's own."""
+) -> BorrowedThreads | None:
+    """What chooses the threads of large steps; None: these have the worker's own."""
     if cores is None or not runner.shares_prompts:
         return None
     most = min(config.prompt_threads or cores.num_cores, cores.num_cores)
-    return PromptThreads(runner.kernel_threads, most, cores) if most > config.threads else None
+    return BorrowedThreads(runner.kernel_threads, most, cores) if most > config.threads else None
 
 
 def _make_copy_thread(model: LoadedModel, inbox: Inbox[Any]) -> CopyThread | None:

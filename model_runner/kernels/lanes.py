@@ -17,6 +17,8 @@ import llvmlite.binding  # type: ignore[import-untyped]
 from llvmlite import ir
 
 LANES = 16
+LINE_BYTES = 4 * LANES
+"""Of the cache, and of a vector."""
 
 _FLOAT, _INT16, _INT32, _INT64 = ir.FloatType(), ir.IntType(16), ir.IntType(32), ir.IntType(64)
 FLOATS, INTS = ir.VectorType(_FLOAT, LANES), ir.VectorType(_INT32, LANES)
@@ -46,7 +48,7 @@ def has_bfloat16_products() -> bool:
 
 
 def has_wide_registers() -> bool:
-    """Whether this processor has 32 registers of 16 float32, not 16 of 8: AVX512."""
+    """Whether this processor has 32 registers of 16 float32: AVX512. AVX2 has 16 of 8."""
     return bool(llvmlite.binding.get_host_cpu_features().get("avx512f"))
 
 

@@ -35,8 +35,10 @@ def store(builder: Any, value: Any, data: Any, index: Any) -> None:
     builder.store(value, pointer, align=4 if value.type in (FLOATS, INTS) else 2)
 
 
-def pointer(builder: Any, address: Any, kind: Any) -> Any:
-    """A pointer to `kind` at an `address`, an int64."""
+def pointer(builder: Any, address: Any, kind: Any, bytes_on: int = 0) -> Any:
+    """A pointer to `kind` at an `address`, an int64, or so many bytes further on."""
+    if bytes_on:
+        address = builder.add(address, _INT64(bytes_on))
     return builder.inttoptr(address, kind.as_pointer())
 
 

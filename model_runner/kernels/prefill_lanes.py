@@ -47,7 +47,7 @@ ROWS: Final = LANES * VECTORS
 OTHERS: Final = 8
 """Keys, or dimensions of values, that a tile is multiplied with at once."""
 _SUMS: Final = 24 if has_wide_registers() else 6
-"""Vectors that registers hold, beside what is multiplied: of 32, or of 16 half as wide ones.
+"""Vectors of sums that registers hold, beside what is multiplied.
 
 Others whose sums are more are multiplied in turns: the bits are the same."""
 STEP: Final = 2

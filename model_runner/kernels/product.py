@@ -38,6 +38,7 @@ from kvrelay.model_runner.kernels.arrays import Array
 from kvrelay.model_runner.kernels.jit import inlined, kernel
 from kvrelay.model_runner.kernels.lanes import (
     LANES,
+    LINE_BYTES,
     add_product,
     ask_for_line,
     constant,
@@ -50,6 +51,7 @@ from kvrelay.model_runner.kernels.pair_memory import add_widened, address_of, ma
 from kvrelay.model_runner.kernels.product_floats import (
     FLOAT_ROWS,
     LINES,
+    PANEL_BYTES,
     sum_floats,
     widen_floats,
 )
@@ -84,11 +86,12 @@ _TILED_BLOCK: Final = 10 * _TILED_ROWS
 """A block's rows at most: their outputs stay in a second cache of 2 MiB until they are read."""
 _TILED_BLOCK_BYTES: Final = 1 << 20
 """And those of its inputs, unless 32 rows have more."""
+_WIDENED_BYTES: Final = 1 << 18
+"""Of a block's inputs as float32: half of a second cache of 512 KiB."""
+_FEWEST_TILES: Final = 4
+"""Of such a block, which may have more bytes: with 8,192 inputs 57 GFLOP/s where 1 has 33."""
 _SHARES: Final = 4
 """Pieces for each of several threads, of a product of one tile: each streams its own."""
-_LINE_BYTES: Final = 64
-_PANEL_BYTES: Final = 2 * _LINE_BYTES
-"""Of a panel's weights of one pair of inputs."""
 _TILES: Final = (
     (1, 0),
     *((rows, _LINES) for rows in (2, 4, 6, 8, 10, 12)),
@@ -99,10 +102,6 @@ _TILES: Final = (
 
 _INT8, _INT16, _INT32, _INT64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
 _FLOATS, _INTS, _BITS = (ir.VectorType(kind, LANES) for kind in (ir.FloatType(), _INT32, _INT16))
-
-
-_WIDENED_BYTES: Final = 1 << 18
-"""Of a block's inputs as float32, unless a tile has more: half of a second cache of 512 KiB."""
 
 
 class Unit(IntEnum):
@@ -146,14 +145,14 @@ def _sum_tile(
 
     def turn(index: Any, totals: Sequence[Any]) -> Sequence[Any]:
         sums = list(totals)
-        asked = builder.add(ahead, times(builder, index, lines * _LINE_BYTES))
+        asked = builder.add(ahead, times(builder, index, lines * LINE_BYTES))
         for line in range(lines):
-            ask_for_line(builder, _pointer(builder, asked, _INT8, _INT64(line * _LINE_BYTES)))
+            ask_for_line(builder, _pointer(builder, asked, _INT8, _INT64(line * LINE_BYTES)))
         for step in range(_STEP):
             pair = builder.add(times(builder, index, _STEP), _INT64(step))
-            panel = builder.add(weights, times(builder, pair, _PANEL_BYTES))
+            panel = builder.add(weights, times(builder, pair, PANEL_BYTES))
             vectors = [
-                builder.load(_pointer(builder, panel, _INTS, _INT64(vector * _LINE_BYTES)), align=4)
+                builder.load(_pointer(builder, panel, _INTS, _INT64(vector * LINE_BYTES)), align=4)
                 for vector in range(_VECTORS)
             ]
             for at, row in enumerate(rows):
@@ -198,7 +197,7 @@ def sum_tile(
                 index = builder.select(known, end, _INT64(row))
                 rows.append(builder.add(begin, times(builder, builder.mul(index, depth), 4)))
             for at, total in enumerate(_sum_tile(builder, rows, panel, depth, following, lines)):
-                place = _pointer(builder, target, _FLOATS, _INT64(at * _LINE_BYTES))
+                place = _pointer(builder, target, _FLOATS, _INT64(at * LINE_BYTES))
                 builder.store(total, place, align=4)
 
         key = builder.add(times(builder, count, _LINES + 1), asked)
@@ -236,13 +235,13 @@ def write_row(
         data = context.make_array(signature.args[0])(context, builder, args[0]).data
         _, row, count, first, second, target = args
         source = builder.add(
-            builder.ptrtoint(data, _INT64), times(builder, row, _VECTORS * _LINE_BYTES)
+            builder.ptrtoint(data, _INT64), times(builder, row, _VECTORS * LINE_BYTES)
         )
 
         def write(vector: Any, _: Sequence[Any]) -> Sequence[Any]:
-            place = times(builder, vector, _LINE_BYTES)
+            place = times(builder, vector, LINE_BYTES)
             total = builder.load(_pointer(builder, source, _FLOATS, place), align=4)
-            half = times(builder, vector, _LINE_BYTES // 2)
+            half = times(builder, vector, LINE_BYTES // 2)
             for addend in (first, second):
                 (total,) = add_widened(builder, [total], addend, half)
             to = _pointer(builder, target, _BITS, half)
@@ -282,7 +281,7 @@ def multiply(
         most = min(_TILED_BLOCK, max(_TILED_BLOCK_BYTES // (2 * inputs * tile), 1) * tile)
     if unit == Unit.FLOATS:
         tile = FLOAT_ROWS
-        most = min(_BLOCK, max(_WIDENED_BYTES // (4 * inputs * tile), 1) * tile)
+        most = min(_BLOCK, max(_WIDENED_BYTES // (4 * inputs * tile), _FEWEST_TILES) * tile)
     blocks = (rows + most - 1) // most
     # Equal blocks of whole tiles; the last one may be shorter.
     block = (rows + blocks * tile - 1) // (blocks * tile) * tile
@@ -306,8 +305,8 @@ def multiply_remaining(
     """
     panels = (product.outputs + PANEL - 1) // PANEL
     sums = make_lines(2 * _TILED_ROWS, PANEL, np.float32)
-    inputs = 2 * product.pairs if product.unit == Unit.FLOATS else 0
-    widened = make_lines(min(product.block, product.rows), inputs, np.float32)
+    widened_rows = min(product.block, product.rows) if product.unit == Unit.FLOATS else 0
+    widened = make_lines(widened_rows, 2 * product.pairs, np.float32)
     widened_from = -1
     begin = take(counter, share)
     while begin < units:
@@ -322,9 +321,7 @@ def multiply_remaining(
                 multiply_block(product, first, panel, asked, sums)
             else:
                 if first != widened_from:
-                    rows = min(product.block, product.rows - first)
-                    x = product.x + first * 4 * product.pairs
-                    widen_floats(x, rows * inputs, address_of(widened))
+                    widen_block(product, first, address_of(widened))
                     widened_from = first
                 multiply_floats(product, first, panel, asked, address_of(widened), sums)
         begin = take(counter, share)
@@ -338,7 +335,7 @@ def multiply_block(product: Product, first: int, panel: int, following: int, sum
 
     One behind the last may be nobody's memory: to ask is harmless.
     """
-    pairs, panel_bytes = product.pairs, product.pairs * _PANEL_BYTES
+    pairs, panel_bytes = product.pairs, product.pairs * PANEL_BYTES
     weights = product.weights + panel * panel_bytes
     end = min(first + product.block, product.rows)
     halves = (end - first + 1) // 2
@@ -376,25 +373,46 @@ def write_rows(
 
 
 @inlined
+def widen_block(product: Product, first: int, to: int) -> None:
+    """Widen the inputs of the block of rows from `first` on."""
+    rows = min(product.block, product.rows - first)
+    widen_floats(product.x + first * 4 * product.pairs, rows * 2 * product.pairs, to)
+
+
+@inlined
+def find_lines(
+    product: Product, panel: int, following: int, tile: int, tiles: int, most: int
+) -> tuple[int, int]:
+    """How many lines a tile asks for in each turn, of at most so many, and from where on.
+
+    One tile asks for its own weights; several for parts of the `following` panel, until they have
+    asked for all of it.
+    """
+    panel_bytes = product.pairs * PANEL_BYTES
+    weights = product.weights + panel * panel_bytes
+    if tiles == 1:
+        return most, weights + _AHEAD
+    lines = most // 2 if tiles < 4 else most // 4
+    if tile * lines >= most:
+        return 0, weights
+    part = panel_bytes * lines // most
+    return lines, product.weights + following * panel_bytes + tile * part
+
+
+@inlined
 def multiply_floats(
     product: Product, first: int, panel: int, following: int, x: int, sums: Array
 ) -> None:
     """As `multiply_block`, of inputs that were widened to `x`: a block's, as float32."""
-    pairs, panel_bytes = product.pairs, product.pairs * _PANEL_BYTES
-    weights, row_bytes = product.weights + panel * panel_bytes, 8 * product.pairs
+    pairs, row_bytes = product.pairs, 8 * product.pairs
+    weights = product.weights + panel * pairs * PANEL_BYTES
     rows = min(product.block, product.rows - first)
     tiles = (rows + FLOAT_ROWS - 1) // FLOAT_ROWS
-    asked = LINES[0] if tiles == 1 else LINES[1] if tiles < 4 else LINES[2]
-    part = panel_bytes * asked // LINES[0]
     vectors = min(PANEL, product.outputs - panel * PANEL) // LANES
     for tile in range(tiles):
         row = tile * rows // tiles
         count = (tile + 1) * rows // tiles - row
-        lines, ahead = asked, weights + _AHEAD
-        if tiles > 1:
-            ahead = product.weights + following * panel_bytes + tile * part
-            if tile * asked >= LINES[0]:
-                lines = 0  # all of it has been asked for
+        lines, ahead = find_lines(product, panel, following, tile, tiles, LINES[0])
         sum_floats(count, lines, x + row * row_bytes, pairs, weights, ahead, address_of(sums))
         write_rows(product, first + row, count, panel, 0, vectors, sums)
 
@@ -407,12 +425,10 @@ def multiply_in_tiles(
 
     A tile's sums are rounded while the next one's are added up: ``sums`` have room for two.
     """
-    pairs, panel_bytes = product.pairs, product.pairs * _PANEL_BYTES
-    weights, row_bytes = product.weights + panel * panel_bytes, 4 * product.pairs
+    pairs, row_bytes = product.pairs, 4 * product.pairs
+    weights = product.weights + panel * pairs * PANEL_BYTES
     end = min(first + product.block, product.rows)
     tiles = (end - first + _TILED_ROWS - 1) // _TILED_ROWS
-    asked = ASKED_LINES[0] if tiles == 1 else ASKED_LINES[1] if tiles < 4 else ASKED_LINES[2]
-    part = panel_bytes * asked // ASKED_LINES[0]
     shaped = 0
     for tile in range(tiles):
         row = first + tile * _TILED_ROWS
@@ -420,11 +436,7 @@ def multiply_in_tiles(
         if count != shaped:
             shape_tiles(min(count, TILE_ROWS), max(count - TILE_ROWS, 1))
             shaped = count
-        lines, ahead = asked, weights + _AHEAD
-        if tiles > 1:
-            ahead = product.weights + following * panel_bytes + tile * part
-            if tile * asked >= ASKED_LINES[0]:
-                lines = 0  # all of it has been asked for
+        lines, ahead = find_lines(product, panel, following, tile, tiles, ASKED_LINES[0])
         halves = (count + TILE_ROWS - 1) // TILE_ROWS
         x, to = product.x + row * row_bytes, address_of(sums) + tile % 2 * _TILED_BYTES
         sum_in_tiles(halves, lines, x, row_bytes, pairs // TILE_ROWS, weights, ahead, to)
@@ -438,10 +450,10 @@ def multiply_in_tiles(
 @inlined
 def write_tile(product: Product, row: int, count: int, panel: int, place: int, sums: Array) -> None:
     """Round `count` sums of a panel, which are at a `place` of the two, to rows of the output."""
-    at, stride = 2 * (row * product.outputs + panel * PANEL), 2 * product.outputs
-    bias = product.bias + 2 * panel * PANEL if product.bias else 0
-    residual = product.residual + at if product.residual else 0
     if (panel + 1) * PANEL <= product.outputs:
+        at, stride = 2 * (row * product.outputs + panel * PANEL), 2 * product.outputs
+        bias = product.bias + 2 * panel * PANEL if product.bias else 0
+        residual = product.residual + at if product.residual else 0
         source, out = address_of(sums) + place * _TILED_BYTES, product.out + at
         fetch_to_write(out, stride, count)
         round_sums(source, count, bias, residual, out, stride)

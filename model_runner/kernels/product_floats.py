@@ -20,6 +20,7 @@ from kvrelay.model_runner.kernels.lanes import (
     FLOATS,
     INTS,
     LANES,
+    LINE_BYTES,
     add_scaled,
     ask_for_line,
     constant,
@@ -36,14 +37,13 @@ WHOLE_ROWS: Final = 3
 """Up to so many rows have sums for a whole panel, in as many registers."""
 WIDENED: Final = 4
 """Numbers that are widened at a time: inputs are a multiple of it."""
-LINES: Final = (4, 2, 1, 0)
-"""Of the cache that `sum_floats` may ask for in a step: its weights', a part of them, or none."""
-
 _STEP: Final = 2
 """Pairs of inputs in a turn of the loop."""
-_LINE_BYTES: Final = 64
-_PANEL_BYTES: Final = 2 * _LINE_BYTES
+PANEL_BYTES: Final = 2 * LINE_BYTES
 """Of a panel's weights of one pair of inputs, and of a row of its sums."""
+LINES: Final = tuple(_STEP * PANEL_BYTES // LINE_BYTES // part for part in (1, 2, 4))
+"""Of the cache that `sum_floats` may ask for in a turn: its weights', or a part of them; or 0."""
+
 _INT8, _INT64 = ir.IntType(8), ir.IntType(64)
 _NARROW, _WIDE = (ir.VectorType(ir.IntType(bits), WIDENED) for bits in (16, 32))
 
@@ -52,10 +52,6 @@ def has_float_products() -> bool:
     """Whether this processor adds products of 8 float32 at a time: AVX2 with FMA."""
     features = llvmlite.binding.get_host_cpu_features()
     return bool(features.get("avx2")) and bool(features.get("fma"))
-
-
-def _at(builder: Any, address: Any, bytes_on: int, kind: Any) -> Any:
-    return pointer(builder, builder.add(address, _INT64(bytes_on)), kind)
 
 
 @intrinsic  # type: ignore[untyped-decorator]
@@ -72,8 +68,8 @@ def sum_floats(
     """``sums [rows, 32] = x W^T``, for up to `FLOAT_ROWS` rows.
 
     ``x [rows, 2 * pairs]`` and `sums` are float32, ``weights [pairs, 32, 2]`` bfloat16. In each
-    step, of `_STEP` pairs, so many `lines` are asked for from `ahead` on: one of `LINES`. Each sum
-    adds its products from the first to the last, each rounded once.
+    turn, of `_STEP` pairs, so many `lines` are asked for from `ahead` on, one of `LINES` or none.
+    Each sum adds its products from the first to the last, each rounded once.
     """
 
     def generate(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
@@ -87,15 +83,15 @@ def sum_floats(
 
             def turn(index: Any, totals: Sequence[Any]) -> Sequence[Any]:
                 results = list(totals)
-                panel = builder.add(weights, times(builder, index, _STEP * _PANEL_BYTES))
+                panel = builder.add(weights, times(builder, index, _STEP * PANEL_BYTES))
                 inputs = times(builder, index, _STEP * 8)
-                following = builder.add(ahead, times(builder, index, asked * _LINE_BYTES))
+                following = builder.add(ahead, times(builder, index, asked * LINE_BYTES))
                 for line in range(asked):
-                    ask_for_line(builder, _at(builder, following, line * _LINE_BYTES, _INT8))
+                    ask_for_line(builder, pointer(builder, following, _INT8, line * LINE_BYTES))
                 for step in range(_STEP):
                     bits = [
                         builder.load(
-                            _at(builder, panel, step * _PANEL_BYTES + vector * _LINE_BYTES, INTS),
+                            pointer(builder, panel, INTS, step * PANEL_BYTES + vector * LINE_BYTES),
                             align=4,
                         )
                         for vector in vectors
@@ -108,15 +104,15 @@ def sum_floats(
                         for row, begin in enumerate(begins):
                             place = builder.add(begin, inputs)
                             number = builder.load(
-                                _at(builder, place, step * 8 + side * 4, FLOAT), align=4
+                                pointer(builder, place, FLOAT, step * 8 + side * 4), align=4
                             )
                             for at, one in enumerate(wide):
-                                index = row * len(vectors) + at
-                                results[index] = add_scaled(
+                                total = row * len(vectors) + at
+                                results[total] = add_scaled(
                                     builder,
                                     builder.bitcast(one, FLOATS),
                                     splat(builder, number),
-                                    results[index],
+                                    results[total],
                                 )
                 return results
 
@@ -124,8 +120,8 @@ def sum_floats(
             totals = loop(builder, builder.udiv(pairs, _INT64(_STEP)), nothing, turn)
             for at, total in enumerate(totals):
                 row, vector = divmod(at, len(vectors))
-                place = row * _PANEL_BYTES + vectors[vector] * _LINE_BYTES
-                builder.store(total, _at(builder, sums, place, FLOATS), align=4)
+                place = row * PANEL_BYTES + vectors[vector] * LINE_BYTES
+                builder.store(total, pointer(builder, sums, FLOATS, place), align=4)
 
         def add_up_rows(count: int, asked: int) -> None:
             if count <= WHOLE_ROWS:
@@ -134,13 +130,13 @@ def sum_floats(
                 add_up(count, (0,), asked)
                 add_up(count, (1,), 0)
 
-        key = builder.add(times(builder, rows, len(LINES) + 1), lines)
+        step = LINES[0] + 1
         cases = [
-            (count * (len(LINES) + 1) + asked, partial(add_up_rows, count, asked))
+            (count * step + asked, partial(add_up_rows, count, asked))
             for count in range(1, FLOAT_ROWS + 1)
-            for asked in LINES
+            for asked in (*LINES, 0)
         ]
-        switch(builder, key, cases)
+        switch(builder, builder.add(times(builder, rows, step), lines), cases)
         return context.get_dummy_value()
 
     return numba.void(*[numba.int64] * 7), generate

@@ -9,11 +9,10 @@ from typing import Final
 import torch
 
 from kvrelay.mem_cache.pool import HUGE_PAGE, allocate_huge_pages
+from kvrelay.model_runner.kernels.lanes import LINE_BYTES
 
 BLOCK_BYTES: Final = 32 * HUGE_PAGE
 """Taken from the system at a time; what is not given away of it is never backed by memory."""
-_LINE_BYTES: Final = 64
-"""Of the cache."""
 
 
 class WeightMemory:
@@ -30,7 +29,7 @@ class WeightMemory:
     def take(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """Uninitialized memory on the CPU that begins a line of the cache."""
         nbytes = math.prod(shape) * dtype.itemsize
-        kept = -(-nbytes // _LINE_BYTES) * _LINE_BYTES
+        kept = -(-nbytes // LINE_BYTES) * LINE_BYTES
         if len(self._free) < kept:
             self._free = allocate_huge_pages(max(kept, BLOCK_BYTES))
         taken, self._free = self._free[:nbytes], self._free[kept:]

@@ -218,6 +218,18 @@ def test_vectors_multiply_what_is_no_whole_tile(monkeypatch: pytest.MonkeyPatch)
     assert torch.equal(got, PanelLinear(weight, None, WeightMemory())(x))
 
 
+@pytest.mark.parametrize("fast", [False, True])
+def test_floats_multiply_where_torch_has_no_fast_product(
+    fast: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(linear_layer, "has_bfloat16_products", lambda: False)
+    monkeypatch.setattr(linear_layer, "has_float_products", lambda: True)
+    monkeypatch.setattr(linear_layer, "_torch_multiplies_bfloat16", lambda: fast)
+    weight = normal(48, 40)
+    assert PanelLinear.supports(weight) == (not fast)
+    assert PackedLinear.supports(weight) == fast
+
+
 def test_other_processors_leave_it_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(linear_layer, "has_bfloat16_products", lambda: False)
     monkeypatch.setattr(linear_layer, "_beats_torch_by_floats", lambda: False)

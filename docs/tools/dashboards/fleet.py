@@ -165,7 +165,7 @@ FLEET: Final = Dashboard(
                 ),
                 Panel(
                     "Tokens computed",
-                    "By forwards, a second; of prompts and requests on cores of idle workers, too",
+                    "By forwards, a second; of prompts and rows on the cores of idle workers, too",
                     (
                         Query(
                             by("worker", rate("kvrelay_computed_tokens_total", WORKER)),
@@ -177,7 +177,7 @@ FLEET: Final = Dashboard(
                         ),
                         Query(
                             by("worker", rate("kvrelay_widened_rows_total", WORKER)),
-                            "{{worker}} requests with idle workers' cores",
+                            "{{worker}} rows with idle workers' cores",
                         ),
                     ),
                     width=24,

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from kvrelay.engine.config import WorkerConfig
-from kvrelay.engine.executor.prompt_threads import FEWEST_ROWS, FEWEST_TOKENS, PromptThreads
+from kvrelay.engine.executor.borrowed_threads import FEWEST_ROWS, FEWEST_TOKENS, BorrowedThreads
 from kvrelay.engine.scheduler.speed_learner import SpeedLearner
-from kvrelay.engine.worker.assembly import make_prompt_threads
+from kvrelay.engine.worker.assembly import make_borrowed_threads
 from kvrelay.engine.worker.machine_cores import MachineCores
 from kvrelay.model_runner.kernels.kernel_threads import KernelThreads
 from kvrelay.model_runner.layers.linear import PanelLinear
@@ -48,7 +48,7 @@ def rows_of(rows: int) -> StepWork:
 def threads_of(work: StepWork, machine: Machine, own: int = 1, most: int = 64) -> int:
     """Those that a step's second layer has."""
     threads = KernelThreads(own)
-    chooser = PromptThreads(threads, most, machine)
+    chooser = BorrowedThreads(threads, most, machine)
     with chooser.chosen(work):
         threads.renew()
         assert threads.count == own
@@ -96,12 +96,12 @@ class Layers:
     def __init__(self) -> None:
         self.now = 100.0
         self.threads, self.machine = KernelThreads(1), Machine(2, idle=1)
-        self.chooser = PromptThreads(self.threads, 2, self.machine, lambda: self.now)
+        self.chooser = BorrowedThreads(self.threads, 2, self.machine, lambda: self.now)
 
-    def step(self, *seconds: float) -> list[int]:
+    def step(self, *seconds: float, work: StepWork = CHUNK) -> list[int]:
         """The threads of each layer, which takes so many seconds."""
         counts = []
-        with self.chooser.chosen(CHUNK):
+        with self.chooser.chosen(work):
             for one in seconds:
                 self.threads.renew()
                 counts.append(self.threads.count)
@@ -146,9 +146,19 @@ def test_what_comes_soon_after_does_not_try_again() -> None:
     assert layers.step(*quick) == [1, 2, 2], "the pauses begin anew"
 
 
+def test_rows_that_gain_nothing_leave_prompts_their_cores() -> None:
+    layers, slow, rows = Layers(), (1.0, 2.0, 2.0, 0.0), rows_of(FEWEST_ROWS)
+    assert layers.step(*slow, work=rows) == [1, 2, 2, 1]
+    assert layers.step(0.1, 0.1, work=rows) == [1, 1]
+    assert layers.step(0.1, 0.05, 0.05) == [1, 2, 2]
+    assert layers.step(*slow) == [1, 2, 2, 1]
+    layers.now += 1.0
+    assert layers.step(0.1, 0.05, 0.05, work=rows) == [1, 2, 2]
+
+
 def test_a_forward_that_fails_gives_all_back() -> None:
     threads, machine = KernelThreads(1), Machine(2, idle=1)
-    chooser = PromptThreads(threads, 2, machine)
+    chooser = BorrowedThreads(threads, 2, machine)
     with pytest.raises(MemoryError), chooser.chosen(CHUNK):
         raise MemoryError
     threads.renew()
@@ -181,7 +191,7 @@ def test_a_step_on_others_cores_stands_for_a_slower_one_until_there_is_another()
 
 
 def test_small_chunks_do_not_tell_what_large_ones_cost() -> None:
-    """They never have others' cores: to know them is not to know those that have."""
+    """Alone they never have others' cores: to know them is not to know those that have."""
     learner = SpeedLearner(512)
     for _ in range(5):
         learner.observe(StepWork.of_prompt(20), 0.1)
@@ -213,6 +223,18 @@ def test_rows_and_prompts_are_known_each_by_itself() -> None:
     observe(rows, 0.1, 2.0)
     expects(rows, 1.0)
     expects(prompt, 1.0)
+
+
+def test_the_first_chunks_count_however_small_and_widened_for_rows() -> None:
+    """Else a worker that never computed another would say that prompts cost nothing."""
+    learner, rows = SpeedLearner(512), rows_of(FEWEST_ROWS)
+    for _ in range(20):
+        learner.observe(rows, SPEEDS.seconds_of(rows))
+    beside = StepWork(20, 20 * 300, rows.rows, rows.row_pairs)
+    for _ in range(20):
+        learner.observe(beside, SPEEDS.seconds_of(beside) / 1.5, widening=2.0)
+    assert learner.speeds.prompts_known
+    assert seconds_of(20, learner) > SPEEDS.prompt_seconds(20)
 
 
 class Said:
@@ -272,7 +294,7 @@ def test_who_may_have_others_cores(
     config = WorkerConfig("a0", WorkerRole.AGGREGATED, path, "tiny", kv_memory=1 << 20, **options)
     runner = ModelRunner(path, config.dtype, "cpu", config.threads)
     with closing(MachineCores(config.threads, tmp_path / "cores")) as cores:
-        found = make_prompt_threads(config, runner, cores)
+        found = make_borrowed_threads(config, runner, cores)
     assert (found is not None) == (chooses and runner.shares_prompts)
     assert runner.shares_prompts == PanelLinear.runs(runner.device, runner.dtype)
-    assert make_prompt_threads(config, runner, None) is None
+    assert make_borrowed_threads(config, runner, None) is None

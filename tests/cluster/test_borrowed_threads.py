@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvrelay.engine.executor import prompt_threads
+from kvrelay.engine.executor import borrowed_threads
 from kvrelay.engine.worker import machine_cores
 from kvrelay.model_runner.layers.linear import PanelLinear
 from kvrelay.model_runner.torch_options import parse_dtype
@@ -36,7 +36,7 @@ async def test_a_lone_prompt_has_both_cores_and_none_beside_a_request_that_gener
 ) -> None:
     monkeypatch.setattr(machine_cores, "directory_of_user", lambda: tmp_path / "cores")
     monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1})
-    monkeypatch.setattr(prompt_threads, "_LATE_LAYERS", math.inf)  # whatever else runs here
+    monkeypatch.setattr(borrowed_threads, "_LATE_LAYERS", math.inf)  # whatever else runs here
     options: dict[str, Any] = {"dtype": dtype, "prompt_threads": 2, "kv_memory": 8 << 20}
     async with in_process(tiny, **options) as cluster:
         shares = PanelLinear.runs(torch.device("cpu"), parse_dtype(dtype))
@@ -67,8 +67,8 @@ async def test_many_requests_generate_the_same_with_both_cores(
 ) -> None:
     monkeypatch.setattr(machine_cores, "directory_of_user", lambda: tmp_path / "cores")
     monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1})
-    monkeypatch.setattr(prompt_threads, "_LATE_LAYERS", math.inf)
-    prompts = [prompt(seed, 8) for seed in range(prompt_threads.FEWEST_ROWS + 4)]
+    monkeypatch.setattr(borrowed_threads, "_LATE_LAYERS", math.inf)
+    prompts = [prompt(seed, 8) for seed in range(borrowed_threads.FEWEST_ROWS + 4)]
     found = []
     for most in (2, 1):
         options: dict[str, Any] = {"prompt_threads": most, "batch_invariant": True}

@@ -1,11 +1,15 @@
-"""Lets a step with a chunk of a prompt, or many rows, compute on cores of workers that do not."""
+"""Lets steps with chunks of prompts, or many rows, compute on the cores of workers that compute
+nothing."""
 
 from __future__ import annotations
 
 import math
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import Flag, auto
 from typing import Final, Protocol
 
 from kvrelay.model_runner.kernels.kernel_threads import KernelThreads
@@ -23,10 +27,33 @@ _LONGEST_PAUSE: Final = 60.0
 """Seconds until a step tries again, each time twice as many, up to the latter."""
 
 
-def worth_of(work: StepWork) -> frozenset[str]:
-    """For which of its parts, "prompts" and "rows", a step may have others' cores."""
-    parts = {"prompts": work.prompt_tokens >= FEWEST_TOKENS, "rows": work.rows >= FEWEST_ROWS}
-    return frozenset(part for part, is_worth in parts.items() if is_worth)
+class Part(Flag):
+    """Of a step's work."""
+
+    PROMPTS = auto()
+    ROWS = auto()
+
+
+NO_PART: Final = Part(0)
+
+
+def worthy_parts(work: StepWork) -> Part:
+    """Those of a step for which it may have others' cores."""
+    prompts = Part.PROMPTS if work.prompt_tokens >= FEWEST_TOKENS else NO_PART
+    return prompts | (Part.ROWS if work.rows >= FEWEST_ROWS else NO_PART)
+
+
+@dataclass(slots=True)
+class _Pause:
+    """When steps of a kind may borrow again, after those that were no faster for it."""
+
+    seconds: float = _FIRST_PAUSE
+    """Of the next one."""
+    ends: float = -math.inf
+
+    def begin(self, now: float) -> None:
+        self.ends = now + self.seconds
+        self.seconds = min(2 * self.seconds, _LONGEST_PAUSE)
 
 
 class Neighbours(Protocol):
@@ -46,7 +73,7 @@ class Neighbours(Protocol):
         ...
 
 
-class PromptThreads:
+class BorrowedThreads:
     """Chooses the threads of a step: `ModelExecutor` has it do so for each.
 
     Threads are borrowed for a layer at a time: a worker that begins to compute has its cores back
@@ -56,7 +83,7 @@ class PromptThreads:
     worker's own threads would: all threads have to come to the end of each product, and one that
     waits for a CPU holds up the others. So the first layer of a step has the worker's own threads,
     and tells what others must be faster than. If they are not, the step goes on without, and so do
-    those that come soon.
+    those that come soon for the same parts: rows gain less than prompts, which may still borrow.
 
     Args:
         threads: those of the model, and of its draft model.
@@ -76,8 +103,7 @@ class PromptThreads:
         self._most = most
         self._neighbours = neighbours
         self._clock = clock
-        self._resume_at = -math.inf
-        self._pause = _FIRST_PAUSE
+        self._pauses: defaultdict[Part, _Pause] = defaultdict(_Pause)
         self._layers = 0
         self._layer_began = 0.0
         self._own_seconds = math.inf
@@ -89,7 +115,9 @@ class PromptThreads:
     def chosen(self, work: StepWork) -> Iterator[None]:
         """Compute a step here: with its own threads, and with those that it may borrow."""
         self.widening = 1.0
-        if not worth_of(work) or self._clock() < self._resume_at:
+        parts = worthy_parts(work)
+        pause = self._pauses[parts]
+        if not parts or self._clock() < pause.ends:
             yield
             return
         self._neighbours.find()
@@ -98,10 +126,9 @@ class PromptThreads:
             yield
             self.widening = most() / self._threads.own
         if self._gives_up:
-            self._resume_at = self._clock() + self._pause
-            self._pause = min(2 * self._pause, _LONGEST_PAUSE)
+            pause.begin(self._clock())
         elif self.widening > 1:
-            self._pause = _FIRST_PAUSE
+            pause.seconds = _FIRST_PAUSE
 
     @property
     def _gives_up(self) -> bool:
