@@ -52,6 +52,7 @@ from kvrelay.model_runner.kernels.product_floats import (
     FLOAT_ROWS,
     LINES,
     PANEL_BYTES,
+    WHOLE_ROWS,
     sum_floats,
     widen_floats,
 )
@@ -381,9 +382,9 @@ def widen_block(product: Product, first: int, to: int) -> None:
 
 @inlined
 def find_lines(
-    product: Product, panel: int, following: int, tile: int, tiles: int, most: int
+    product: Product, panel: int, following: int, tile: int, tiles: int, most: int, least: int
 ) -> tuple[int, int]:
-    """How many lines a tile asks for in each turn, of at most so many, and from where on.
+    """How many lines a tile asks for in each turn, from `least` to `most`, and from where on.
 
     One tile asks for its own weights; several for parts of the `following` panel, until they have
     asked for all of it.
@@ -392,7 +393,7 @@ def find_lines(
     weights = product.weights + panel * panel_bytes
     if tiles == 1:
         return most, weights + _AHEAD
-    lines = most // 2 if tiles < 4 else most // 4
+    lines = max(most // 2 if tiles < 4 else most // 4, least)
     if tile * lines >= most:
         return 0, weights
     part = panel_bytes * lines // most
@@ -412,8 +413,12 @@ def multiply_floats(
     for tile in range(tiles):
         row = tile * rows // tiles
         count = (tile + 1) * rows // tiles - row
-        lines, ahead = find_lines(product, panel, following, tile, tiles, LINES[0])
-        sum_floats(count, lines, x + row * row_bytes, pairs, weights, ahead, address_of(sums))
+        lines, ahead = find_lines(product, panel, following, tile, tiles, LINES[0], LINES[1])
+        begin = x + row * row_bytes
+        for half in range(1 if count <= WHOLE_ROWS else 2):
+            side = half * LINE_BYTES
+            sum_floats(count, lines, begin, pairs, weights + side, ahead, address_of(sums) + side)
+            lines = 0
         write_rows(product, first + row, count, panel, 0, vectors, sums)
 
 
@@ -436,7 +441,7 @@ def multiply_in_tiles(
         if count != shaped:
             shape_tiles(min(count, TILE_ROWS), max(count - TILE_ROWS, 1))
             shaped = count
-        lines, ahead = find_lines(product, panel, following, tile, tiles, ASKED_LINES[0])
+        lines, ahead = find_lines(product, panel, following, tile, tiles, ASKED_LINES[0], 1)
         halves = (count + TILE_ROWS - 1) // TILE_ROWS
         x, to = product.x + row * row_bytes, address_of(sums) + tile % 2 * _TILED_BYTES
         sum_in_tiles(halves, lines, x, row_bytes, pairs // TILE_ROWS, weights, ahead, to)

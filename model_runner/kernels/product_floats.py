@@ -41,8 +41,8 @@ _STEP: Final = 2
 """Pairs of inputs in a turn of the loop."""
 PANEL_BYTES: Final = 2 * LINE_BYTES
 """Of a panel's weights of one pair of inputs, and of a row of its sums."""
-LINES: Final = tuple(_STEP * PANEL_BYTES // LINE_BYTES // part for part in (1, 2, 4))
-"""Of the cache that `sum_floats` may ask for in a turn: its weights', or a part of them; or 0."""
+LINES: Final = tuple(_STEP * PANEL_BYTES // LINE_BYTES // part for part in (1, 2))
+"""Of the cache that `sum_floats` may ask for in a turn: its weights', or half of them; or 0."""
 
 _INT8, _INT64 = ir.IntType(8), ir.IntType(64)
 _NARROW, _WIDE = (ir.VectorType(ir.IntType(bits), WIDENED) for bits in (16, 32))
@@ -65,7 +65,9 @@ def sum_floats(
     ahead: Any,
     sums: Any,
 ) -> Any:
-    """``sums [rows, 32] = x W^T``, for up to `FLOAT_ROWS` rows.
+    """``sums [rows, 32] = x W^T``, for up to `WHOLE_ROWS` rows; of more rows half of each sum.
+
+    A panel's other half begins a line further on, in `weights` and in `sums`.
 
     ``x [rows, 2 * pairs]`` and `sums` are float32, ``weights [pairs, 32, 2]`` bfloat16. In each
     turn, of `_STEP` pairs, so many `lines` are asked for from `ahead` on, one of `LINES` or none.
@@ -78,7 +80,8 @@ def sum_floats(
         upper = ir.Constant(INTS, [0xFFFF0000] * LANES)
         sixteen = ir.Constant(INTS, [16] * LANES)
 
-        def add_up(count: int, vectors: Sequence[int], asked: int) -> None:
+        def add_up(count: int, asked: int) -> None:
+            vectors = range(2 if count <= WHOLE_ROWS else 1)
             begins = [builder.add(x, times(builder, row_bytes, row)) for row in range(count)]
 
             def turn(index: Any, totals: Sequence[Any]) -> Sequence[Any]:
@@ -120,19 +123,12 @@ def sum_floats(
             totals = loop(builder, builder.udiv(pairs, _INT64(_STEP)), nothing, turn)
             for at, total in enumerate(totals):
                 row, vector = divmod(at, len(vectors))
-                place = row * PANEL_BYTES + vectors[vector] * LINE_BYTES
+                place = row * PANEL_BYTES + vector * LINE_BYTES
                 builder.store(total, pointer(builder, sums, FLOATS, place), align=4)
-
-        def add_up_rows(count: int, asked: int) -> None:
-            if count <= WHOLE_ROWS:
-                add_up(count, (0, 1), asked)
-            else:
-                add_up(count, (0,), asked)
-                add_up(count, (1,), 0)
 
         step = LINES[0] + 1
         cases = [
-            (count * step + asked, partial(add_up_rows, count, asked))
+            (count * step + asked, partial(add_up, count, asked))
             for count in range(1, FLOAT_ROWS + 1)
             for asked in (*LINES, 0)
         ]
