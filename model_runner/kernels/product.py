@@ -384,10 +384,10 @@ def widen_block(product: Product, first: int, to: int) -> None:
 def find_lines(
     product: Product, panel: int, following: int, tile: int, tiles: int, most: int, least: int
 ) -> tuple[int, int]:
-    """How many lines a tile asks for in each turn, from `least` to `most`, and from where on.
+    """How many lines a tile asks for in each turn, `least` to `most` or none, and from where on.
 
-    One tile asks for its own weights; several for parts of the `following` panel, until they have
-    asked for all of it.
+    One tile asks for its own weights; several for parts of the `following` panel, and for none once
+    they have asked for all of it.
     """
     panel_bytes = product.pairs * PANEL_BYTES
     weights = product.weights + panel * panel_bytes
