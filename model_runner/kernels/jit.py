@@ -147,11 +147,11 @@ def exp_of_negative(x: Any) -> Any:
 
 @intrinsic  # type: ignore[untyped-decorator]
 def prefetch(_typing: Any, array: Any, index: Any) -> Any:
-    """Ask for the cache line of ``array[index]`` (1-D, contiguous); any index is harmless."""
+    """Ask for the line of ``array[index]`` (1-D) in the second cache; any index is harmless."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         data = context.make_array(signature.args[0])(context, builder, args[0]).data
-        ask_for_line(builder, builder.gep(data, [args[1]]))
+        ask_for_line(builder, builder.gep(data, [args[1]]), second_cache=True)
         return context.get_dummy_value()
 
     return numba.void(array, index), generate

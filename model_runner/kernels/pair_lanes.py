@@ -10,6 +10,9 @@ A head's `TOKENS` keys, or values, of a block lie one after the other::
 
 What is loaded of a key, or a value, is used for all query heads that share it. Weights are
 rounded to bfloat16, as they are in the tiles of prompts. A sum's order depends on its length.
+
+What is asked for goes to the second cache only: the first one waits for fewer lines at a time, so
+that reading would take up to twice as long.
 """
 
 from __future__ import annotations
@@ -136,7 +139,7 @@ def _score(
             place = builder.mul(index, _INT64(DIMENSIONS))
             place = builder.add(place, _INT64(vector * UNITS))
             for start in starts:
-                fetch(builder, ahead, builder.add(start, place))
+                fetch(builder, ahead, builder.add(start, place), second_cache=True)
             some = [load(builder, keys, builder.add(start, place), INTS) for start in starts]
             ones = [load(builder, data, builder.add(at, place), INTS) for data, at in queries]
             pairs = [(one, key) for one in ones for key in some]
@@ -273,9 +276,10 @@ def _weigh(
         halves = []
         for place in begin:
             first = builder.add(place, token)
-            fetch(builder, ahead, first)
-            fetch(builder, ahead, builder.add(first, stride))
-            both = [load(builder, values, at, BITS) for at in (first, builder.add(first, stride))]
+            neighbours = (first, builder.add(first, stride))
+            for at in neighbours:
+                fetch(builder, ahead, at, second_cache=True)
+            both = [load(builder, values, at, BITS) for at in neighbours]
             halves += _interleave(builder, *both)
         units = [splat(builder, builder.load(builder.gep(row, [pair]), align=4)) for row in weights]
         pairs = [(half, unit) for unit in units for half in halves]

@@ -42,9 +42,9 @@ def pointer(builder: Any, address: Any, kind: Any, bytes_on: int = 0) -> Any:
     return builder.inttoptr(address, kind.as_pointer())
 
 
-def fetch(builder: Any, data: Any, index: Any) -> None:
+def fetch(builder: Any, data: Any, index: Any, *, second_cache: bool = False) -> None:
     """Ask for the cache line of the `index`-th element of `data`; any is harmless."""
-    ask_for_line(builder, builder.gep(data, [index]))
+    ask_for_line(builder, builder.gep(data, [index]), second_cache=second_cache)
 
 
 def add_widened(

@@ -77,6 +77,9 @@ _LINES: Final = _STEP * _VECTORS
 """Of the cache, which are a turn's weights."""
 _AHEAD: Final = 8192
 """Bytes. In a stream of weights for 8 rows: 28.7 GB/s without, 34 so, 29 with 1,024."""
+_FIRST_CACHE_ROWS: Final = 4
+"""Tiles of more rows ask for lines in the second cache: the first one waits for few at a time, and
+has no room for a panel besides the one in use."""
 _BLOCK: Final = 20 * TILE
 """Rows at most: with up to 2,000 inputs they stay in a second cache of 1 MiB."""
 _TILED_ROWS: Final = 2 * TILE_ROWS
@@ -148,7 +151,8 @@ def _sum_tile(
         sums = list(totals)
         asked = builder.add(ahead, times(builder, index, lines * LINE_BYTES))
         for line in range(lines):
-            ask_for_line(builder, _pointer(builder, asked, _INT8, _INT64(line * LINE_BYTES)))
+            place = _pointer(builder, asked, _INT8, _INT64(line * LINE_BYTES))
+            ask_for_line(builder, place, second_cache=len(rows) > _FIRST_CACHE_ROWS)
         for step in range(_STEP):
             pair = builder.add(times(builder, index, _STEP), _INT64(step))
             panel = builder.add(weights, times(builder, pair, PANEL_BYTES))
