@@ -8,7 +8,7 @@ TOKENIZERS_PARALLELISM.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self
@@ -52,10 +52,6 @@ _RAY_SETTINGS = {
     "RAY_DEDUP_LOGS_SKIP_REGEX": "A worker died or was killed while executing",
 }
 
-_SHORT_SPIN = "50000"
-"""Turns, about half a millisecond. By default the threads of torch's OpenMP (GCC's) spin six times
-as long when there is no work, on cores that other workers, the router or a client wait for."""
-
 
 @dataclass(frozen=True, slots=True)
 class Environment:
@@ -89,12 +85,10 @@ def _token(variables: Mapping[str, str]) -> str | None:
     return token or None
 
 
-def set_process_variables(variables: MutableMapping[str, str] = os.environ) -> None:
+def set_process_variables() -> None:
     """Set what Ray reads at its import, and what workers inherit; the user's own values stay."""
     for name, value in (_RAY_SETTINGS | _ONE_MACHINE).items():
-        variables.setdefault(name, value)
-    if "OMP_WAIT_POLICY" not in variables:
-        variables.setdefault("GOMP_SPINCOUNT", _SHORT_SPIN)
+        os.environ.setdefault(name, value)
 
 
 def allow_many_machines() -> None:

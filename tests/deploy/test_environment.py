@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from kvrelay.deploy.environment import Environment, set_process_variables
+from kvrelay.deploy.environment import Environment
 from kvrelay.deploy.errors import DeployError
 
 
@@ -33,21 +33,3 @@ def test_a_token_that_is_none_is_refused_by_name_and_not_shown():
 def test_a_relative_cache_is_refused_by_name():
     with pytest.raises(DeployError, match="XDG_CACHE_HOME: 'here' is not an absolute path"):
         Environment.read({"XDG_CACHE_HOME": "here"})
-
-
-@pytest.mark.parametrize(
-    ("own", "spins"),
-    [
-        ({}, "50000"),
-        ({"GOMP_SPINCOUNT": "0"}, "0"),
-        ({"OMP_WAIT_POLICY": "active"}, None),
-        ({"OMP_WAIT_POLICY": "active", "GOMP_SPINCOUNT": "7"}, "7"),
-    ],
-)
-def test_threads_without_work_spin_shortly_unless_the_user_says_how_long(
-    own: dict[str, str], spins: str | None
-):
-    variables = dict(own)
-    set_process_variables(variables)
-    assert variables.get("GOMP_SPINCOUNT") == spins
-    assert variables.items() >= own.items()

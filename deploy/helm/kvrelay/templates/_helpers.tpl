@@ -191,9 +191,6 @@ capabilities:
 # Workers compute at the priority of everything else; Ray would let all else go first.
 - name: RAY_worker_niceness
   value: "0"
-# Threads of torch's OpenMP that have no work spin for half a millisecond, not for three.
-- name: GOMP_SPINCOUNT
-  value: "50000"
 # At SIGTERM Ray waits for what runs here; by then the workers have left.
 - name: RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S
   value: "5"
