@@ -147,7 +147,7 @@ def exp_of_negative(x: Any) -> Any:
 
 @intrinsic  # type: ignore[untyped-decorator]
 def prefetch(_typing: Any, array: Any, index: Any) -> Any:
-    """Ask for the line of ``array[index]`` (1-D) in the second cache; any index is harmless."""
+    """Ask for the line of ``array[index]`` (1-D, contiguous) in the second cache; any will do."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         data = context.make_array(signature.args[0])(context, builder, args[0]).data

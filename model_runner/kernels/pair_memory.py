@@ -43,7 +43,7 @@ def pointer(builder: Any, address: Any, kind: Any, bytes_on: int = 0) -> Any:
 
 
 def fetch(builder: Any, data: Any, index: Any, *, second_cache: bool = False) -> None:
-    """Ask for the cache line of the `index`-th element of `data`; any is harmless."""
+    """`ask_for_line` of the `index`-th element of `data`; any is harmless."""
     ask_for_line(builder, builder.gep(data, [index]), second_cache=second_cache)
 
 
