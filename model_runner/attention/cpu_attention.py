@@ -48,6 +48,8 @@ _NO_WINDOW = np.iinfo(np.int32).max
 
 Place: TypeAlias = tuple[Array, int, int, int]
 """A pool's memory, where a layer's pages begin in it, and from one to the next; a page's tokens."""
+New: TypeAlias = tuple[int, tuple[int, int, int], int]
+"""The address of what a layer has made of tokens, its shape ``[T, heads, D]``, heads of queries."""
 
 
 class CpuAttention:
@@ -81,7 +83,8 @@ class CpuAttention:
         few_tokens = _FEW_LATENTS if geometry.latent else max(_FEW_ROWS // group, 1)
         self.few_tokens = _ANY_NUMBER if by_token else few_tokens
         self.most_drafts = _FEW_LATENTS if geometry.latent else _MOST_DRAFTS
-        paired = pool.data.dtype is torch.bfloat16 and geometry.head_dim % 2 == 0
+        self.dtype = pool.data.dtype
+        paired = self.dtype is torch.bfloat16 and geometry.head_dim % 2 == 0
         unit = np.uint32 if paired and has_bfloat16_products() else np.float32
         self.unit = np.empty(0, unit)
         dims = (geometry.head_dim, heads.value_dim)
@@ -139,18 +142,22 @@ class CpuStepAttention:
     def attend(self, layer: int, rows: torch.Tensor) -> torch.Tensor:
         """Write and attend; shapes as in `StepAttention.attend`."""
         backend, heads = self._backend, self._backend.heads
-        assert rows.dtype is backend.pool.data.dtype, f"{rows.dtype} for {backend.pool.data.dtype}"
+        # Kernels read and write by addresses: nothing else would notice.
+        assert rows.dtype is backend.dtype, f"{rows.dtype} for {backend.dtype}"
+        assert rows.is_contiguous(), "the rows are not contiguous"
+        tokens, num_heads, head_dim = rows.shape
+        assert tokens == len(self._slots)
         place = backend.places[layer]
-        new = as_array(rows)
-        write_kv(*place, new, heads.num_heads, self._page_ids, self._slots)
-        out = rows.new_empty(len(rows), heads.num_heads * heads.value_dim)
-        if len(self._rows):
-            self._decode(place, new, as_array(out))
-        if len(self.strips):
-            self._prefill(place, new, as_array(out))
+        new: New = (rows.data_ptr(), (tokens, num_heads, head_dim), heads.num_heads)
+        write_kv(*place, *new, self._page_ids, self._slots)
+        out = rows.new_empty(tokens, heads.num_heads * heads.value_dim)
+        if self._rows.size:
+            self._decode(place, new, out.data_ptr())
+        if self.strips.size:
+            self._prefill(place, new, out.data_ptr())
         return out
 
-    def _decode(self, place: Place, new: Array, out: Array) -> None:
+    def _decode(self, place: Place, new: New, out: int) -> None:
         backend, heads, geometry = self._backend, self._backend.heads, self._backend.pool.geometry
         backend.attend_rows(
             self.decode_threads,
@@ -160,15 +167,15 @@ class CpuStepAttention:
             backend.window,
             heads.scale,
             heads.softcap or 0.0,
-            new,
-            heads.num_heads,
+            *new,
+            heads.value_dim,
             self._rows,
             self._page_table,
             self._seq_lens,
             out,
         )
 
-    def _prefill(self, place: Place, new: Array, out: Array) -> None:
+    def _prefill(self, place: Place, new: New, out: int) -> None:
         backend, heads, geometry = self._backend, self._backend.heads, self._backend.pool.geometry
         attend_strips(
             self._backend.threads.count if self._shares_strips else 1,
@@ -178,8 +185,8 @@ class CpuStepAttention:
             backend.window,
             heads.scale,
             heads.softcap or 0.0,
-            new,
-            heads.num_heads,
+            *new,
+            heads.value_dim,
             self._tables,
             self.strips,
             backend.unit,

@@ -9,6 +9,7 @@ import numpy as np
 from kvrelay.model_runner.kernels.arrays import Array
 from kvrelay.model_runner.kernels.decode_lanes import MOST_HEADS, score_page, weigh_page
 from kvrelay.model_runner.kernels.jit import (
+    array_at,
     exp_of_negative,
     inlined,
     kernel,
@@ -34,20 +35,25 @@ def attend_rows(
     window: int,
     scale: float,
     softcap: float,
-    new: Array,
+    new: int,
+    shape: tuple[int, int, int],
     num_heads: int,
+    value_dim: int,
     rows: Array,
     page_table: Array,
     seq_lens: Array,
-    out: Array,
+    out: int,
 ) -> None:
     """Rows of ``new [T, heads, D]`` to rows of ``out [T, num_heads * value_dim]``.
+
+    Of both the address is given, of `new` the shape; they have the dtype of `pages`.
 
     One row a sequence, in passes that are all in float32: scores (bent by a `softcap` that is
     not 0), softmax, weighted sum. `page_table` is read from the page of the first token within
     the `window` on. With one part, keys are also the values, up to the value dimension.
     """
-    value_offset = (parts - 1) * kv_heads * page_size * new.shape[2]
+    tokens, _, head_dim = shape
+    value_offset = (parts - 1) * kv_heads * page_size * head_dim
     args = (
         np.zeros(1, np.int64),
         pages,
@@ -59,12 +65,12 @@ def attend_rows(
         window,
         np.float32(scale),
         np.float32(softcap),
-        new,
+        array_at(new, shape, pages.dtype),
         num_heads,
         rows,
         page_table,
         seq_lens,
-        out,
+        array_at(out, (tokens, num_heads * value_dim), pages.dtype),
     )
     run_on_team(threads, attend_remaining_rows, args)
 

@@ -1,7 +1,8 @@
 """Normalization, rotation and activation, compiled for a CPU.
 
-Rows are bfloat16 bits (uint16) or float32 throughout; sums are in float32. Threads of the
-team take rows in turn.
+Rows are bfloat16 bits (uint16), one after the other; sums are in float32. Threads of the team take
+rows in turn. Kernels are given addresses: to make an array of a tensor, and to take it apart again,
+costs more than most of them compute for one row.
 """
 
 from __future__ import annotations
@@ -11,7 +12,14 @@ from typing import Any
 import numpy as np
 
 from kvrelay.model_runner.kernels.arrays import Array
-from kvrelay.model_runner.kernels.jit import exp_of_negative, inlined, kernel, store, widen
+from kvrelay.model_runner.kernels.jit import (
+    array_at,
+    exp_of_negative,
+    inlined,
+    kernel,
+    store,
+    widen,
+)
 from kvrelay.model_runner.kernels.team import run_on_team, take
 
 TAKEN_ROWS = 16
@@ -19,10 +27,26 @@ TAKEN_ROWS = 16
 
 
 @kernel
-def rms_norm(threads: int, x: Array, weight: Array, eps: float, out: Array) -> None:
-    """``x, out [T, N]``, ``weight [N]`` (or float32), summed in float32."""
-    args = (np.zeros(1, np.int64), x, weight, np.float32(eps), out)
-    run_on_team(threads, rms_norm_rows, args)
+def rms_norm(
+    threads: int,
+    rows: int,
+    width: int,
+    x: int,
+    weight: int,
+    has_wide_weight: bool,
+    eps: float,
+    out: int,
+) -> None:
+    """``x, out [rows, width]``, ``weight [width]``: a wide one is float32."""
+    counter, tiny = np.zeros(1, np.int64), np.float32(eps)
+    source = array_at(x, (rows, width), np.uint16)
+    target = array_at(out, (rows, width), np.uint16)
+    if has_wide_weight:
+        wide = array_at(weight, (width,), np.float32)
+        run_on_team(threads, rms_norm_rows, (counter, source, wide, tiny, target))
+    else:
+        bits = array_at(weight, (width,), np.uint16)
+        run_on_team(threads, rms_norm_rows, (counter, source, bits, tiny, target))
 
 
 @kernel
@@ -49,9 +73,18 @@ def rms_norm_row(x: Array, weight: Array, eps: Any, out: Array) -> None:
 
 
 @kernel
-def rotate(threads: int, heads: Array, count: int, cos: Array, sin: Array) -> None:
-    """Rotate the first `count` of ``heads [T, heads, D]`` in place; ``cos, sin [T, D / 2]``."""
-    run_on_team(threads, rotate_rows, (np.zeros(1, np.int64), heads, count, cos, sin))
+def rotate(
+    threads: int, rows: int, num_heads: int, dim: int, heads: int, count: int, cos: int, sin: int
+) -> None:
+    """Rotate the first `count` of ``heads [rows, num_heads, dim]`` in place.
+
+    ``cos, sin [rows, dim / 2]`` are float32.
+    """
+    numbers = array_at(heads, (rows, num_heads, dim), np.uint16)
+    cosines = array_at(cos, (rows, dim // 2), np.float32)
+    sines = array_at(sin, (rows, dim // 2), np.float32)
+    args = (np.zeros(1, np.int64), numbers, count, cosines, sines)
+    run_on_team(threads, rotate_rows, args)
 
 
 @kernel
@@ -86,9 +119,11 @@ def times_sigmoid(factor: Any, x: Any) -> Any:
 
 
 @kernel
-def silu_mul(threads: int, gate_up: Array, out: Array) -> None:
-    """``silu(gate) * up`` of ``gate_up [T, 2 * N]`` into ``out [T, N]``."""
-    run_on_team(threads, silu_mul_rows, (np.zeros(1, np.int64), gate_up, out))
+def silu_mul(threads: int, rows: int, width: int, gate_up: int, out: int) -> None:
+    """``silu(gate) * up`` of ``gate_up [rows, 2 * width]`` into ``out [rows, width]``."""
+    factors = array_at(gate_up, (rows, 2 * width), np.uint16)
+    products = array_at(out, (rows, width), np.uint16)
+    run_on_team(threads, silu_mul_rows, (np.zeros(1, np.int64), factors, products))
 
 
 @kernel
@@ -111,9 +146,11 @@ def silu_mul_row(gates: Array, ups: Array, products: Array) -> None:
 
 
 @kernel
-def gelu_mul(threads: int, gate_up: Array, out: Array) -> None:
-    """``gelu(gate) * up`` of ``gate_up [T, 2 * N]`` into ``out [T, N]``, gelu by tanh."""
-    run_on_team(threads, gelu_mul_rows, (np.zeros(1, np.int64), gate_up, out))
+def gelu_mul(threads: int, rows: int, width: int, gate_up: int, out: int) -> None:
+    """As `silu_mul`, with gelu by tanh."""
+    factors = array_at(gate_up, (rows, 2 * width), np.uint16)
+    products = array_at(out, (rows, width), np.uint16)
+    run_on_team(threads, gelu_mul_rows, (np.zeros(1, np.int64), factors, products))
 
 
 @kernel

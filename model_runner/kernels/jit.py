@@ -51,6 +51,23 @@ def exact(function: Callable[P, R]) -> Callable[P, R]:
     return _compile(function, forceinline=True)
 
 
+@intrinsic  # type: ignore[untyped-decorator]
+def _pointer_to(_typing: Any, address: Any) -> Any:
+    def generate(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        return builder.inttoptr(args[0], ir.IntType(8).as_pointer())
+
+    return numba.types.voidptr(numba.int64), generate
+
+
+@inlined
+def array_at(address: int, shape: tuple[int, ...], dtype: Any) -> Any:
+    """The array whose elements begin at an `address`, in C's order; inside kernels.
+
+    Nothing keeps its memory alive.
+    """
+    return numba.carray(_pointer_to(address), shape, dtype)
+
+
 def widen(bits: Any) -> Any:
     """A stored element as float32, inside kernels: from bits, or a float32 itself."""
     raise NotImplementedError("only inside a kernel")

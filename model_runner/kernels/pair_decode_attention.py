@@ -118,18 +118,20 @@ def attend_rows_in_pairs(
     window: int,
     scale: float,
     softcap: float,
-    new: Array,
+    new: int,
+    shape: tuple[int, int, int],
     num_heads: int,
+    value_dim: int,
     rows: Array,
     page_table: Array,
     seq_lens: Array,
-    out: Array,
+    out: int,
 ) -> None:
     """As `decode_attention.attend_rows`, of bfloat16 with dimensions by `DIMENSIONS`.
 
-    The queries are those of ``new [T, heads, D]``, which are not scaled.
+    The queries are those of `new`, which are not scaled.
     """
-    head_dim = new.shape[2]
+    _, new_heads, head_dim = shape
     heads = Heads(
         address_of(pages) + 2 * layer_start,
         2 * page_stride,
@@ -138,14 +140,15 @@ def attend_rows_in_pairs(
         kv_heads,
         2 * (parts - 1) * kv_heads * page_size * head_dim,
         head_dim,
-        out.shape[1] // num_heads,
+        value_dim,
         num_heads // kv_heads,
         window,
         np.float32(scale),
         np.float32(softcap),
     )
     counter = np.zeros(1, np.int64)
-    args = (counter, heads, new, num_heads, rows, page_table, seq_lens, out)
+    query_row = 2 * new_heads * head_dim
+    args = (counter, heads, new, query_row, num_heads, rows, page_table, seq_lens, out)
     run_on_team(threads, attend_remaining_rows_in_pairs, args)
 
 
@@ -153,12 +156,13 @@ def attend_rows_in_pairs(
 def attend_remaining_rows_in_pairs(
     counter: Array,
     heads: Heads,
-    new: Array,
+    queries: int,
+    query_row: int,
     num_heads: int,
     rows: Array,
     page_table: Array,
     seq_lens: Array,
-    out: Array,
+    results: int,
 ) -> None:
     """Attend for the next row until there is none left."""
     blocks = min(seq_lens.max(), heads.window) // TOKENS + 2
@@ -170,8 +174,7 @@ def attend_remaining_rows_in_pairs(
     totals = shift + _LANES
     sums = totals + num_heads * _LANES
     room = Scratch(address_of(starts), scores, width, shift, totals, sums, address_of(copies))
-    queries, query_row = address_of(new), 2 * new.shape[1] * heads.head_dim
-    results, result_row = address_of(out), 2 * out.shape[1]
+    result_row = 2 * num_heads * heads.value_dim
     table, table_row = address_of(page_table), 4 * page_table.shape[1]
     while True:
         b = take(counter, 1)

@@ -35,7 +35,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kvrelay.model_runner.kernels.arrays import Array
-from kvrelay.model_runner.kernels.jit import inlined, kernel, store
+from kvrelay.model_runner.kernels.jit import array_at, inlined, kernel, store
 from kvrelay.model_runner.kernels.lanes import LANES
 from kvrelay.model_runner.kernels.pair_lanes import bend_scores
 from kvrelay.model_runner.kernels.pair_memory import address_of, read_int32, read_int64
@@ -112,21 +112,25 @@ def attend_strips(
     window: int,
     scale: float,
     softcap: float,
-    new: Array,
+    new: int,
+    shape: tuple[int, int, int],
     num_heads: int,
+    value_dim: int,
     page_table: Array,
     strips: Array,
     unit: Array,
     in_tiles: bool,
-    out: Array,
+    out: int,
 ) -> None:
     """Attend for `strips` of ``new [T, heads, D]`` into ``out [T, num_heads * value_dim]``.
 
     ``strips [n, 5]``: sequence, row of `new` where its chunk begins, position of that, the
     strip's first row of the chunk, how many. `unit` is empty: its dtype is that of units.
+    `new` and `out` as those of `decode_attention.attend_rows`.
     """
-    head_dim = new.shape[2]
-    new_units, page_units = view_units(new, unit), view_units(pages, unit)
+    tokens, _, head_dim = shape
+    new_units = view_units(array_at(new, shape, pages.dtype), unit)
+    page_units = view_units(pages, unit)
     length = new_units.shape[2]
     heads = Heads(
         pages,
@@ -145,14 +149,15 @@ def attend_strips(
         and page_size % (TILE_ROWS if in_tiles else OTHERS) == 0
         and length % STEP == 0,
         head_dim,
-        out.shape[1] // num_heads,
+        value_dim,
         num_heads // kv_heads,
         window,
         np.float32(scale),
         np.float32(softcap),
     )
     counter = np.zeros(1, np.int64)
-    args = (counter, heads, kv_heads, new_units, page_table, strips, unit, out)
+    results = array_at(out, (tokens, num_heads * value_dim), pages.dtype)
+    args = (counter, heads, kv_heads, new_units, page_table, strips, unit, results)
     run_on_team(threads, attend_remaining, args)
 
 

@@ -8,7 +8,7 @@ head's run of a page is contiguous. `decode_attention` reads them in the same wa
 from __future__ import annotations
 
 from kvrelay.model_runner.kernels.arrays import Array
-from kvrelay.model_runner.kernels.jit import kernel
+from kvrelay.model_runner.kernels.jit import array_at, kernel
 
 
 @kernel
@@ -17,17 +17,22 @@ def write_kv(
     layer_start: int,
     page_stride: int,
     page_size: int,
-    new: Array,
+    new: int,
+    shape: tuple[int, int, int],
     num_heads: int,
     page_ids: Array,
     slots: Array,
 ) -> None:
-    """Copy all but the first `num_heads` of ``new [T, heads, D]`` to `slots` of `page_ids`."""
-    head_dim = new.shape[2]
-    for row in range(new.shape[0]):
+    """Copy all but the first `num_heads` of ``new [T, heads, D]`` to `slots` of `page_ids`.
+
+    The address of `new` is given, and its shape; its dtype is that of `pages`.
+    """
+    tokens, heads, head_dim = shape
+    source = array_at(new, shape, pages.dtype)
+    for row in range(tokens):
         page = layer_start + page_ids[row] * page_stride + slots[row] * head_dim
-        for head in range(new.shape[1] - num_heads):
+        for head in range(heads - num_heads):
             at = page + head * page_size * head_dim
-            source, target = new[row, num_heads + head], pages[at : at + head_dim]
+            target = pages[at : at + head_dim]
             for i in range(head_dim):
-                target[i] = source[i]
+                target[i] = source[row, num_heads + head, i]

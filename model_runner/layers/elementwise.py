@@ -6,6 +6,7 @@ FlashInfer's kernels for them are behind the same seam, in `flashinfer_elementwi
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -13,7 +14,6 @@ import torch
 from torch.nn import functional
 
 from kvrelay.model_runner.kernels import elementwise as cpu_kernels
-from kvrelay.model_runner.kernels.arrays import as_array
 from kvrelay.model_runner.kernels.kernel_threads import KernelThreads
 
 SHARED_ELEMENTS = 1 << 17
@@ -217,29 +217,60 @@ class CpuElementwise(InvariantElementwise):
 
     def rms_norm(self, x: torch.Tensor, weight: NormWeight, eps: float) -> torch.Tensor:
         """``x [T, N]`` scaled to unit mean square, times the weight: ``[T, N]``."""
-        out = torch.empty_like(x)
+        rows, width = x.shape
+        factor, out = weight.factor, x.new_empty(rows, width)
+        assert factor.shape == (width,)
         cpu_kernels.rms_norm(
-            self._threads_for(x), as_array(x), as_array(weight.factor), eps, as_array(out)
+            self._threads_for(x),
+            rows,
+            width,
+            _address(x),
+            factor.data_ptr(),
+            factor.dtype is torch.float32,
+            eps,
+            out.data_ptr(),
         )
         return out
 
     def rotate(self, heads: torch.Tensor, count: int, rotation: Rotation) -> None:
         """Rotate the first `count` heads of ``heads [T, heads, D]`` in place."""
-        cos, sin = rotation.cos.numpy(), rotation.sin.numpy()
-        cpu_kernels.rotate(self._threads_for(heads), as_array(heads), count, cos, sin)
+        rows, num_heads, dim = heads.shape
+        cos, sin = rotation.cos, rotation.sin
+        assert cos.shape == sin.shape == (rows, dim // 2)
+        cpu_kernels.rotate(
+            self._threads_for(heads),
+            rows,
+            num_heads,
+            dim,
+            _address(heads),
+            count,
+            cos.data_ptr(),
+            sin.data_ptr(),
+        )
 
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         """``silu(gate) * up`` of ``[T, 2 * N]``: ``[T, N]``."""
-        out = gate_up.new_empty(len(gate_up), gate_up.shape[1] // 2)
-        cpu_kernels.silu_mul(self._threads_for(gate_up), as_array(gate_up), as_array(out))
-        return out
+        return self._activate(cpu_kernels.silu_mul, gate_up)
 
     def gelu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         """``gelu(gate) * up`` of ``[T, 2 * N]``: ``[T, N]``; gelu is approximated by tanh."""
-        out = gate_up.new_empty(len(gate_up), gate_up.shape[1] // 2)
-        cpu_kernels.gelu_mul(self._threads_for(gate_up), as_array(gate_up), as_array(out))
+        return self._activate(cpu_kernels.gelu_mul, gate_up)
+
+    def _activate(
+        self, kernel: Callable[[int, int, int, int, int], None], gate_up: torch.Tensor
+    ) -> torch.Tensor:
+        rows, width = gate_up.shape[0], gate_up.shape[1] // 2
+        out = gate_up.new_empty(rows, width)
+        kernel(self._threads_for(gate_up), rows, width, _address(gate_up), out.data_ptr())
         return out
 
     def _threads_for(self, rows: torch.Tensor) -> int:
-        is_large = len(rows) > cpu_kernels.TAKEN_ROWS and rows.numel() >= SHARED_ELEMENTS
+        is_large = rows.shape[0] > cpu_kernels.TAKEN_ROWS and rows.numel() >= SHARED_ELEMENTS
         return self._threads.count if is_large else 1
+
+
+def _address(x: torch.Tensor) -> int:
+    """Where a kernel reads `x`: it knows nothing of dtypes and strides."""
+    assert x.dtype is torch.bfloat16
+    assert x.is_contiguous()
+    return x.data_ptr()

@@ -111,15 +111,15 @@ class PanelLinear:
         """``residual [T, out]`` plus the product."""
         residual = residual.contiguous()
         assert residual.dtype is torch.bfloat16
-        assert residual.shape == (len(x), self._outputs)
+        assert residual.shape == (x.shape[0], self._outputs)
         return self._multiply(x, residual.data_ptr())
 
     def _multiply(self, x: torch.Tensor, residual: int) -> torch.Tensor:
         # The kernel reads by addresses: nothing else would notice.
         assert x.dtype is torch.bfloat16
-        assert x.shape[1:] == (self._inputs,)
+        rows, inputs = x.shape
+        assert inputs == self._inputs
         assert x.is_contiguous()
-        rows = len(x)
         out = x.new_empty(rows, self._outputs)
         multiply(
             self._threads.count,

@@ -17,8 +17,8 @@ NORM = """
 import inspect
 import numpy as np
 from kvrelay.model_runner.kernels.elementwise import rms_norm
-ones = np.ones((1, 4), np.float32)
-rms_norm(1, ones, ones[0], 1e-6, ones.copy())
+ones = np.ones(4, np.uint16)
+rms_norm(1, 1, 4, ones.ctypes.data, ones.ctypes.data, False, 1e-6, ones.copy().ctypes.data)
 stats = rms_norm.stats
 print(inspect.getfile(rms_norm.py_func), stats.cache_path, sum(stats.cache_hits.values()))
 """
