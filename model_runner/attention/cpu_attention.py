@@ -11,7 +11,7 @@ import torch
 from kvrelay.mem_cache.pool import KVPool
 from kvrelay.model_runner.batch import ForwardBatch, Int32Array, Int64Array, new_token_slots
 from kvrelay.model_runner.config.query_heads import QueryHeads
-from kvrelay.model_runner.kernels.arrays import Array, as_array
+from kvrelay.model_runner.kernels.arrays import Array, address, as_array
 from kvrelay.model_runner.kernels.decode_attention import attend_rows
 from kvrelay.model_runner.kernels.jit import has_float16
 from kvrelay.model_runner.kernels.kernel_threads import KernelThreads
@@ -84,6 +84,9 @@ class CpuAttention:
         self.few_tokens = _ANY_NUMBER if by_token else few_tokens
         self.most_drafts = _FEW_LATENTS if geometry.latent else _MOST_DRAFTS
         self.dtype = pool.data.dtype
+        all_heads = heads.num_heads + geometry.parts * geometry.num_kv_heads
+        self.token_shape = (all_heads, geometry.head_dim)
+        """Of what a layer makes of a token."""
         paired = self.dtype is torch.bfloat16 and geometry.head_dim % 2 == 0
         unit = np.uint32 if paired and has_bfloat16_products() else np.float32
         self.unit = np.empty(0, unit)
@@ -142,13 +145,11 @@ class CpuStepAttention:
     def attend(self, layer: int, rows: torch.Tensor) -> torch.Tensor:
         """Write and attend; shapes as in `StepAttention.attend`."""
         backend, heads = self._backend, self._backend.heads
-        # Kernels read and write by addresses: nothing else would notice.
-        assert rows.dtype is backend.dtype, f"{rows.dtype} for {backend.dtype}"
-        assert rows.is_contiguous(), "the rows are not contiguous"
-        tokens, num_heads, head_dim = rows.shape
+        tokens, all_heads, head_dim = rows.shape
+        assert (all_heads, head_dim) == backend.token_shape
         assert tokens == len(self._slots)
-        place = backend.places[layer]
-        new: New = (rows.data_ptr(), (tokens, num_heads, head_dim), heads.num_heads)
+        place, shape = backend.places[layer], (tokens, all_heads, head_dim)
+        new: New = (address(rows, backend.dtype), shape, heads.num_heads)
         write_kv(*place, *new, self._page_ids, self._slots)
         out = rows.new_empty(tokens, heads.num_heads * heads.value_dim)
         if self._rows.size:

@@ -1,4 +1,4 @@
-"""The memory of tensors as numpy arrays, which is what compiled kernels take."""
+"""The memory of tensors, as compiled kernels take it: an address, or a numpy array."""
 
 from __future__ import annotations
 
@@ -20,3 +20,13 @@ def as_array(tensor: torch.Tensor) -> Array:
     """
     bits = _BITS.get(tensor.dtype)
     return tensor.numpy() if bits is None else tensor.view(bits).numpy()
+
+
+def address(tensor: torch.Tensor, dtype: torch.dtype) -> int:
+    """Where a kernel finds the elements of a CPU tensor, which must live until it has returned.
+
+    It counts on from there and knows no dtype: nothing else would notice a wrong tensor.
+    """
+    assert tensor.dtype is dtype, f"{tensor.dtype} for {dtype}"
+    assert tensor.is_contiguous(), "not contiguous"
+    return tensor.data_ptr()

@@ -38,15 +38,15 @@ def rms_norm(
     out: int,
 ) -> None:
     """``x, out [rows, width]``, ``weight [width]``: a wide one is float32."""
-    counter, tiny = np.zeros(1, np.int64), np.float32(eps)
+    counter, small = np.zeros(1, np.int64), np.float32(eps)
     source = array_at(x, (rows, width), np.uint16)
     target = array_at(out, (rows, width), np.uint16)
     if has_wide_weight:
         wide = array_at(weight, (width,), np.float32)
-        run_on_team(threads, rms_norm_rows, (counter, source, wide, tiny, target))
+        run_on_team(threads, rms_norm_rows, (counter, source, wide, small, target))
     else:
         bits = array_at(weight, (width,), np.uint16)
-        run_on_team(threads, rms_norm_rows, (counter, source, bits, tiny, target))
+        run_on_team(threads, rms_norm_rows, (counter, source, bits, small, target))
 
 
 @kernel
@@ -74,13 +74,13 @@ def rms_norm_row(x: Array, weight: Array, eps: Any, out: Array) -> None:
 
 @kernel
 def rotate(
-    threads: int, rows: int, num_heads: int, dim: int, heads: int, count: int, cos: int, sin: int
+    threads: int, rows: int, all_heads: int, dim: int, heads: int, count: int, cos: int, sin: int
 ) -> None:
-    """Rotate the first `count` of ``heads [rows, num_heads, dim]`` in place.
+    """Rotate the first `count` of ``heads [rows, all_heads, dim]`` in place.
 
     ``cos, sin [rows, dim / 2]`` are float32.
     """
-    numbers = array_at(heads, (rows, num_heads, dim), np.uint16)
+    numbers = array_at(heads, (rows, all_heads, dim), np.uint16)
     cosines = array_at(cos, (rows, dim // 2), np.float32)
     sines = array_at(sin, (rows, dim // 2), np.float32)
     args = (np.zeros(1, np.int64), numbers, count, cosines, sines)

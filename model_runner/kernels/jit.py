@@ -1,4 +1,5 @@
-"""What the compiled CPU kernels share: the decorator, bfloat16 as bits, exp, prefetch.
+"""What the compiled CPU kernels share: the decorator, arrays at addresses, bfloat16 as bits, exp,
+prefetch.
 
 numba has neither bfloat16 nor, on a CPU, float16: kernels see the bits of the one as
 uint16, the upper half of a float32, and those of the other as int16.

@@ -14,6 +14,7 @@ import torch
 from torch.nn import functional
 
 from kvrelay.model_runner.kernels import elementwise as cpu_kernels
+from kvrelay.model_runner.kernels.arrays import address
 from kvrelay.model_runner.kernels.kernel_threads import KernelThreads
 
 SHARED_ELEMENTS = 1 << 17
@@ -220,13 +221,14 @@ class CpuElementwise(InvariantElementwise):
         rows, width = x.shape
         factor, out = weight.factor, x.new_empty(rows, width)
         assert factor.shape == (width,)
+        is_wide = factor.dtype is torch.float32
         cpu_kernels.rms_norm(
             self._threads_for(x),
             rows,
             width,
-            _address(x),
-            factor.data_ptr(),
-            factor.dtype is torch.float32,
+            address(x, torch.bfloat16),
+            address(factor, torch.float32 if is_wide else torch.bfloat16),
+            is_wide,
             eps,
             out.data_ptr(),
         )
@@ -234,18 +236,18 @@ class CpuElementwise(InvariantElementwise):
 
     def rotate(self, heads: torch.Tensor, count: int, rotation: Rotation) -> None:
         """Rotate the first `count` heads of ``heads [T, heads, D]`` in place."""
-        rows, num_heads, dim = heads.shape
+        rows, all_heads, dim = heads.shape
         cos, sin = rotation.cos, rotation.sin
         assert cos.shape == sin.shape == (rows, dim // 2)
         cpu_kernels.rotate(
             self._threads_for(heads),
             rows,
-            num_heads,
+            all_heads,
             dim,
-            _address(heads),
+            address(heads, torch.bfloat16),
             count,
-            cos.data_ptr(),
-            sin.data_ptr(),
+            address(cos, torch.float32),
+            address(sin, torch.float32),
         )
 
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
@@ -261,16 +263,10 @@ class CpuElementwise(InvariantElementwise):
     ) -> torch.Tensor:
         rows, width = gate_up.shape[0], gate_up.shape[1] // 2
         out = gate_up.new_empty(rows, width)
-        kernel(self._threads_for(gate_up), rows, width, _address(gate_up), out.data_ptr())
+        factors = address(gate_up, torch.bfloat16)
+        kernel(self._threads_for(gate_up), rows, width, factors, out.data_ptr())
         return out
 
     def _threads_for(self, rows: torch.Tensor) -> int:
         is_large = rows.shape[0] > cpu_kernels.TAKEN_ROWS and rows.numel() >= SHARED_ELEMENTS
         return self._threads.count if is_large else 1
-
-
-def _address(x: torch.Tensor) -> int:
-    """Where a kernel reads `x`: it knows nothing of dtypes and strides."""
-    assert x.dtype is torch.bfloat16
-    assert x.is_contiguous()
-    return x.data_ptr()

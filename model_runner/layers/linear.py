@@ -10,6 +10,7 @@ from typing import Protocol
 import torch
 from torch.nn import functional
 
+from kvrelay.model_runner.kernels.arrays import address
 from kvrelay.model_runner.kernels.kernel_threads import KernelThreads
 from kvrelay.model_runner.kernels.lanes import LANES, has_bfloat16_products
 from kvrelay.model_runner.kernels.product import PAIRS, PANEL, Unit, multiply
@@ -110,21 +111,17 @@ class PanelLinear:
     def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         """``residual [T, out]`` plus the product."""
         residual = residual.contiguous()
-        assert residual.dtype is torch.bfloat16
         assert residual.shape == (x.shape[0], self._outputs)
-        return self._multiply(x, residual.data_ptr())
+        return self._multiply(x, address(residual, torch.bfloat16))
 
     def _multiply(self, x: torch.Tensor, residual: int) -> torch.Tensor:
-        # The kernel reads by addresses: nothing else would notice.
-        assert x.dtype is torch.bfloat16
         rows, inputs = x.shape
         assert inputs == self._inputs
-        assert x.is_contiguous()
         out = x.new_empty(rows, self._outputs)
         multiply(
             self._threads.count,
             self._unit,
-            x.data_ptr(),
+            address(x, torch.bfloat16),
             self._weight.data_ptr(),
             0 if self._bias is None else self._bias.data_ptr(),
             residual,

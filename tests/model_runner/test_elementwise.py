@@ -79,6 +79,30 @@ def test_nan_is_not_hidden() -> None:
     assert COMPILED.rms_norm(x, same(torch.ones(8).bfloat16()), 1e-5).isnan().all()
 
 
+def every_second(x: torch.Tensor) -> torch.Tensor:
+    return x.repeat_interleave(2, -1)[..., ::2]
+
+
+@pytest.mark.parametrize("spoil", [torch.Tensor.double, every_second], ids=["dtype", "strides"])
+def test_what_kernels_would_misread_is_refused(
+    spoil: Callable[[torch.Tensor], torch.Tensor],
+) -> None:
+    x, weight = torch.randn(5, 80).bfloat16(), torch.randn(80).bfloat16()
+    heads, angles = torch.randn(5, 8, 10).bfloat16(), torch.rand(5, 5)
+    spoilt = spoil(angles)
+    for call in (
+        lambda: COMPILED.rms_norm(spoil(x), same(weight), 1e-5),
+        lambda: COMPILED.rms_norm(x, same(spoil(weight)), 1e-5),
+        lambda: COMPILED.silu_mul(spoil(x)),
+        lambda: COMPILED.gelu_mul(spoil(x)),
+        lambda: COMPILED.rotate(spoil(heads), 4, Rotation(angles, angles)),
+        lambda: COMPILED.rotate(heads, 4, Rotation(spoilt, angles)),
+        lambda: COMPILED.rotate(heads, 4, Rotation(angles, spoilt)),
+    ):
+        with pytest.raises(AssertionError, match=r"contiguous|float64"):
+            call()
+
+
 @pytest.mark.parametrize("rows", [1, 2, 17])
 @pytest.mark.parametrize("biased", [False, True])
 def test_packed_linear(rows: int, biased: bool) -> None:

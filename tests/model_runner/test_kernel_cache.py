@@ -18,7 +18,8 @@ import inspect
 import numpy as np
 from kvrelay.model_runner.kernels.elementwise import rms_norm
 ones = np.ones(4, np.uint16)
-rms_norm(1, 1, 4, ones.ctypes.data, ones.ctypes.data, False, 1e-6, ones.copy().ctypes.data)
+out = ones.copy()
+rms_norm(1, 1, 4, ones.ctypes.data, ones.ctypes.data, False, 1e-6, out.ctypes.data)
 stats = rms_norm.stats
 print(inspect.getfile(rms_norm.py_func), stats.cache_path, sum(stats.cache_hits.values()))
 """
