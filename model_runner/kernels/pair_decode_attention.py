@@ -164,7 +164,10 @@ def attend_remaining_rows_in_pairs(
     seq_lens: Array,
     results: int,
 ) -> None:
-    """Attend for the next row until there is none left."""
+    """Attend for the next row until there is none left.
+
+    Of `queries` and `results` the addresses are given; `query_row` bytes are a token's.
+    """
     blocks = min(seq_lens.max(), heads.window) // TOKENS + 2
     starts = np.empty(blocks + _AHEAD, np.int64)
     floats = np.empty(num_heads * (blocks * TOKENS + LANES + heads.value_dim) + LANES, np.float32)

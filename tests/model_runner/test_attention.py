@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -225,6 +226,18 @@ def test_rows_that_are_not_contiguous_are_refused(order: str) -> None:
         rows = rows.permute(2, 1, 0).contiguous().permute(2, 1, 0)
     with pytest.raises(AssertionError, match="not contiguous"):
         CpuAttention(pool, heads).plan(batch, batch.page_tables[0]).attend(1, rows)
+
+
+@pytest.mark.parametrize("cut", [np.s_[1:], np.s_[:, 1:], np.s_[..., 2:]], ids=["T", "heads", "D"])
+def test_rows_of_another_shape_are_refused(cut: Any) -> None:
+    geometry = KVGeometry(2, 1, 64, torch.bfloat16, 16)
+    batch = make_batch([(1, 20), (1, 9)], geometry, 9)
+    heads = QueryHeads(2, 64, 0.1)
+    pool, rows = make_pool(geometry, batch, 9), make_rows(batch, geometry, heads)
+    with pytest.raises(AssertionError):
+        CpuAttention(pool, heads).plan(batch, batch.page_tables[0]).attend(
+            1, rows[cut].contiguous()
+        )
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
