@@ -106,17 +106,23 @@ class Lease:
 
     @property
     def cache_protected_len(self) -> int:
-        """Tokens whose pages the prefix index owns; changed by `open` and `publish`."""
+        """Tokens of the index's pages; raised by `open`, `publish` and `publish_settled`."""
         return self._rows.protected.item(self.row)
 
     @property
     def kv_committed_len(self) -> int:
-        """Tokens whose KV is written, or will be by a launched forward; raised by `commit`."""
+        """Tokens whose KV is written, or will be by a launched forward.
+
+        Raised by `open`, `commit` and `roll_back`.
+        """
         return self._rows.committed.item(self.row)
 
     @property
     def kv_allocated_len(self) -> int:
-        """Tokens that the lease's pages were asked to hold; raised by `grow`."""
+        """Tokens that the lease's pages were asked to hold.
+
+        Raised by `open`, `grow` and `roll_back`.
+        """
         return self._rows.allocated.item(self.row)
 
     @property
