@@ -13,17 +13,17 @@ import grpc
 from kvrelay.client.access import open_aio_channel
 from kvrelay.client.answer import Answer
 from kvrelay.client.attempts import Attempts, cancelled, without_completion
-from kvrelay.client.cluster import Cluster
 from kvrelay.client.errors import CallFailed
+from kvrelay.client.known_routers import KnownRouters
 from kvrelay.client.requests import Prompt
 from kvrelay.client.resumption import Resumption
 from kvrelay.v1 import inference_pb2 as pb
 
 
-class AsyncClient(Cluster):
+class AsyncClient(KnownRouters):
     """Calls the routers of a cluster, on the event loop that it was made on.
 
-    A context that closes it. Args and Raises: as of `Cluster`.
+    A context that closes it. Args and Raises: as of `KnownRouters`.
     """
 
     _open_channel = staticmethod(open_aio_channel)

@@ -12,8 +12,8 @@ import grpc
 from kvrelay.client.access import open_channel
 from kvrelay.client.answer import Answer
 from kvrelay.client.attempts import Attempts, cancelled, without_completion
-from kvrelay.client.cluster import Cluster
 from kvrelay.client.errors import CallFailed
+from kvrelay.client.known_routers import KnownRouters
 from kvrelay.client.requests import Prompt
 from kvrelay.client.resumption import Resumption
 from kvrelay.v1 import inference_pb2 as pb
@@ -22,10 +22,10 @@ _LOOK_SECONDS: Final = 0.1
 """Between two looks, while a retry is waited for, whether the call is over."""
 
 
-class Client(Cluster):
+class Client(KnownRouters):
     """Calls the routers of a cluster; any number of threads may use it. A context that closes it.
 
-    Args and Raises: as of `Cluster`.
+    Args and Raises: as of `KnownRouters`.
     """
 
     _open_channel = staticmethod(open_channel)

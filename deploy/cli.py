@@ -34,7 +34,7 @@ class _Commands(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in _COMMANDS:
             return None
-        module = importlib.import_module(f"kvrelay.deploy.{cmd_name}")
+        module = importlib.import_module(f"kvrelay.deploy.commands.{cmd_name}")
         command: click.Command = getattr(module, cmd_name)
         return command
 

@@ -9,15 +9,16 @@ from dataclasses import dataclass
 
 import torch
 
-from kvrelay.deploy.cluster_thread import ClusterThread
+from kvrelay.deploy.controller.cluster_thread import ClusterThread
+from kvrelay.deploy.controller.operators.operators_listener import OperatorServices
 from kvrelay.deploy.errors import OptionError
-from kvrelay.deploy.local_ray import ray
-from kvrelay.deploy.models import Model
-from kvrelay.deploy.on_node import NODES_ADDRESS
-from kvrelay.deploy.options import WORKER_HOST, ServeOptions
-from kvrelay.deploy.placement import PlacementPlan
-from kvrelay.deploy.progress import Progress
+from kvrelay.deploy.nodes.local_ray import ray
+from kvrelay.deploy.nodes.models import ModelFolder
+from kvrelay.deploy.nodes.on_node import NODES_ADDRESS
+from kvrelay.deploy.nodes.ray_places import PlacementPlan
+from kvrelay.deploy.options.serve_options import WORKER_HOST, ServeOptions
 from kvrelay.deploy.router_config import router_config
+from kvrelay.deploy.start_progress import StartProgress
 from kvrelay.engine.config import WorkerConfig, WorkerOptions
 from kvrelay.engine.faults import Fault, parse_faults
 from kvrelay.options.declaration import values_for
@@ -37,8 +38,8 @@ class Deployment:
 @asynccontextmanager
 async def deployed(
     options: ServeOptions,
-    model: Model,
-    progress: Progress,
+    model: ModelFolder,
+    progress: StartProgress,
     *,
     log_level: int = logging.WARNING,
 ) -> AsyncIterator[Deployment]:
@@ -60,9 +61,9 @@ async def deployed(
             )
             step.say(loading_text(dict.fromkeys(cluster.workers, 1.0)))
         with progress.step("router", "connecting to the workers") as step:
-            router = Router(
-                router_config(options, model), cluster.discovery, cluster, [cluster.metrics]
-            )
+            config = router_config(options, model)
+            operators = OperatorServices(cluster, cluster.discovery, options.cluster_name)
+            router = Router(config, cluster.discovery, operators, [cluster.metrics])
             stack.push_async_callback(router.stop)
             await router.start()
             await router.wait_ready()
@@ -70,7 +71,7 @@ async def deployed(
         yield Deployment(cluster, router)
 
 
-def worker_configs(options: ServeOptions, model: Model) -> list[WorkerConfig]:
+def worker_configs(options: ServeOptions, model: ModelFolder) -> list[WorkerConfig]:
     """A configuration for each worker, which is named by role and number."""
     device = _device(options)
     host = NODES_ADDRESS if options.joins_ray else WORKER_HOST

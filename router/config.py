@@ -272,8 +272,6 @@ class RouterConfig(RouterOptions):
     """Where clients connect; port 0: any free one."""
     metrics_address: str
     """Where Prometheus reads; port 0: any free one."""
-    cluster_name: str = "default"
-    """Tells the cluster from others in Prometheus."""
     http_address: str | None = None
     """Where clients of OpenAI's API connect; port 0: any free one. None: nowhere."""
     admin_address: str = "127.0.0.1:0"

@@ -7,9 +7,9 @@ from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
 
 from kvrelay.router.callers import Caller
-from kvrelay.router.known_prefixes import PromptMarks
+from kvrelay.router.placement.known_prefixes import PromptMarks
 from kvrelay.router.sessions import Turn
-from kvrelay.wire.request import GenerationParams, KeptSession, RequestKey, SubmitRequest
+from kvrelay.wire.submit import GenerationParams, KeptSession, RequestKey, SubmitRequest
 from kvrelay.wire.worker_info import WorkerAddress, WorkerInfo, WorkerRole
 
 

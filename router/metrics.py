@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator
 from typing import Final
 
-from kvrelay.net.metrics import Instruments, Metric, MetricTable
+from kvrelay.observe.metric_declarations import Instruments, Metric, MetricTable
 from kvrelay.wire.output import FailureReason, PhaseTimings
 
 METRICS: Final = MetricTable("model")

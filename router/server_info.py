@@ -6,9 +6,9 @@ import time
 from importlib.metadata import version
 
 from kvrelay.router.callers import Caller, Right
-from kvrelay.router.fleet import Fleet
-from kvrelay.router.live_requests import LiveRequests
 from kvrelay.router.metrics import OUTPUT_TOKENS, PROMPT_TOKENS, RESUBMISSIONS, RouterMetrics
+from kvrelay.router.placement.fleet import Fleet
+from kvrelay.router.requests.live_requests import LiveRequests
 from kvrelay.router.sessions import Sessions
 from kvrelay.v1 import inference_pb2 as pb
 from kvrelay.wire.messages import WORKER_STATUS

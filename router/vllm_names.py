@@ -14,7 +14,7 @@ from prometheus_client.metrics_core import Metric as MetricFamily
 from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 
-from kvrelay.net.metrics import Metric
+from kvrelay.observe.metric_declarations import Metric
 from kvrelay.router.metrics import (
     CACHED_TOKENS,
     E2E_SECONDS,

@@ -11,11 +11,11 @@ from typing import Any, Final, TypeVar
 
 from kvrelay.deploy.examination.examiner import GIVE_UP_SECONDS, Examiner, Reading
 from kvrelay.deploy.examination.facts import NodeFacts
-from kvrelay.deploy.examination.findings import Node, Pair
+from kvrelay.deploy.examination.findings import Node, NodePair
 from kvrelay.deploy.examination.rounds import rounds
-from kvrelay.deploy.local_ray import NodeAffinitySchedulingStrategy, ray
-from kvrelay.deploy.worker_actor import reason_of
-from kvrelay.wire.agent import AgentDescription
+from kvrelay.deploy.nodes.local_ray import NodeAffinitySchedulingStrategy, ray
+from kvrelay.deploy.nodes.worker_actor import reason_of
+from kvrelay.wire.agent_description import AgentDescription
 from kvrelay.wire.version import VERSION
 
 T = TypeVar("T")
@@ -73,7 +73,7 @@ def examiners(advertised: Mapping[str, str]) -> Iterator[list[Seat]]:
 
 async def examine(
     seats: Sequence[Seat], wanted: Wanted, say: Callable[[str], object] = lambda line: None
-) -> tuple[list[Node], list[Pair]]:
+) -> tuple[list[Node], list[NodePair]]:
     """Find out what nodes and pairs are like. What fails is in the results.
 
     Args:
@@ -137,9 +137,9 @@ async def _open(seat: Seat, node: Node, wanted: Wanted) -> tuple[AgentDescriptio
 
 async def _measure_all(
     seats: Sequence[tuple[Seat, AgentDescription]], say: Callable[[str], object]
-) -> list[Pair]:
+) -> list[NodePair]:
     """Each direction of every pair; no node is in two pairs at a time."""
-    pairs: list[Pair] = []
+    pairs: list[NodePair] = []
     for number, one_round in enumerate(rounds(len(seats)), start=1):
         say(f"round {number} of pairs: {len(one_round)} at a time")
         for there in (False, True):
@@ -150,14 +150,14 @@ async def _measure_all(
 
 async def _measure(
     reader: tuple[Seat, AgentDescription], source: tuple[Seat, AgentDescription]
-) -> Pair:
+) -> NodePair:
     names = reader[0].name, source[0].name
     try:
         found: Reading = await _asked(reader[0].actor.measure.remote(source[1]))
     except (ray.exceptions.RayError, TimeoutError) as error:
         why = _why(error) or f"no answer in {GIVE_UP_SECONDS:g} s"
-        return Pair(*names, refusal=why)
-    return Pair(*names, found.bytes_per_second, found.backend, found.lanes, found.refusal)
+        return NodePair(*names, refusal=why)
+    return NodePair(*names, found.bytes_per_second, found.backend, found.lanes, found.refusal)
 
 
 async def _asked(call: Awaitable[T]) -> T:

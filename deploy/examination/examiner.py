@@ -13,9 +13,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from kvrelay.deploy.environment import set_network_devices
-from kvrelay.deploy.on_node import address_here, network_devices
-from kvrelay.wire.agent import AgentDescription
+from kvrelay.deploy.nodes.on_node import address_here, network_devices
+from kvrelay.deploy.options.environment import set_network_devices
+from kvrelay.wire.agent_description import AgentDescription
 
 GIVE_UP_SECONDS: Final = 60.0
 """For an actor to import what it needs, or to measure a peer."""

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any, Final, Self
 
 import kvrelay
-from kvrelay.deploy.model_copy import digest_of, files_of
-from kvrelay.deploy.numa import numa_nodes
+from kvrelay.deploy.nodes.model_copy import digest_of, files_of
+from kvrelay.deploy.nodes.numa import numa_nodes
 from kvrelay.wire.version import VERSION
 
 _PACKAGES: Final = ("ray", "torch", "nixl", "grpcio")

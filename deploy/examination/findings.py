@@ -10,7 +10,7 @@ from enum import StrEnum
 from typing import Final
 
 from kvrelay.deploy.examination.facts import NodeFacts
-from kvrelay.deploy.sizes import format_size
+from kvrelay.deploy.options.sizes import format_size
 
 _LEAST_SHARED_BYTES: Final = 1 << 30
 _LEAST_SHARED_FREE_BYTES: Final = 64 << 20
@@ -63,7 +63,7 @@ class Node:
 
 
 @dataclass(frozen=True, slots=True)
-class Pair:
+class NodePair:
     """One direction between two nodes."""
 
     reader: str
@@ -79,7 +79,7 @@ class Pair:
 
 
 def findings_of(
-    nodes: Sequence[Node], pairs: Sequence[Pair], here: NodeFacts, piece_bytes: int
+    nodes: Sequence[Node], pairs: Sequence[NodePair], here: NodeFacts, piece_bytes: int
 ) -> list[Finding]:
     """Everything that is to be said, node by node, then pair by pair.
 
@@ -240,7 +240,7 @@ def _of_all(nodes: Sequence[Node]) -> Iterator[Finding]:
             yield Finding(Level.FAIL, node.name, "model", text, advice)
 
 
-def _of_pairs(pairs: Sequence[Pair], piece_bytes: int) -> Iterator[Finding]:
+def _of_pairs(pairs: Sequence[NodePair], piece_bytes: int) -> Iterator[Finding]:
     read = [pair.bytes_per_second for pair in pairs if not pair.refusal]
     median = statistics.median(read) if read else 0.0
     for pair in pairs:

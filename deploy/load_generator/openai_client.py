@@ -10,11 +10,11 @@ from typing import Any
 
 import aiohttp
 
-from kvrelay.deploy.load_generator.client import (
+from kvrelay.deploy.load_generator.load_client import (
     OK,
     WRONG_OUTPUT,
     RequestRecord,
-    Stopwatch,
+    RunClock,
     TokenLog,
 )
 from kvrelay.deploy.load_generator.workload import Job, Prompts
@@ -94,7 +94,7 @@ class CompletionsClient:
         base_url: str,
         model: str,
         prompts: Prompts,
-        clock: Stopwatch,
+        clock: RunClock,
         deadline_s: float,
         prepare: Prepare | None = None,
     ) -> None:

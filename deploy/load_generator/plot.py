@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvrelay.deploy.load_generator.client import RequestRecord
-from kvrelay.deploy.load_generator.report import Report, itl, ttft
+from kvrelay.deploy.load_generator.load_client import RequestRecord
+from kvrelay.deploy.load_generator.load_report import LoadReport, itl, ttft
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -36,7 +36,7 @@ def require_matplotlib() -> Any:
     return Figure
 
 
-def save_plot(path: Path, runs: Sequence[tuple[Report, Sequence[RequestRecord]]]) -> None:
+def save_plot(path: Path, runs: Sequence[tuple[LoadReport, Sequence[RequestRecord]]]) -> None:
     """Draw the runs to ``path``; its suffix chooses the format."""
     figure = require_matplotlib()(figsize=(12, 8), layout="constrained")
     axes = figure.subplots(2, 2).ravel()
@@ -55,7 +55,7 @@ def _draw_distributions(
     axis: Axes,
     title: str,
     samples: Samples,
-    runs: Sequence[tuple[Report, Sequence[RequestRecord]]],
+    runs: Sequence[tuple[LoadReport, Sequence[RequestRecord]]],
 ) -> None:
     """The share of samples at or below each latency, one step line a run."""
     for report, records in runs:
@@ -76,7 +76,7 @@ def plain_minor_ticks() -> Any:
     return LogFormatter(labelOnlyBase=False)
 
 
-def _draw_throughput(axis: Axes, reports: Sequence[Report]) -> None:
+def _draw_throughput(axis: Axes, reports: Sequence[LoadReport]) -> None:
     rows = range(len(reports))
     bars = axis.barh(rows, [report.output_tokens_per_s for report in reports])
     axis.set_yticks(rows, [_label(report) for report in reports])
@@ -86,5 +86,5 @@ def _draw_throughput(axis: Axes, reports: Sequence[Report]) -> None:
     axis.set(title="throughput", xlabel="output tokens a second")
 
 
-def _label(report: Report) -> str:
+def _label(report: LoadReport) -> str:
     return f"{report.workload}, {report.load}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvrelay.deploy.load_generator.report import PHASES, Report, Stats
+from kvrelay.deploy.load_generator.load_report import PHASES, LoadReport, Stats
 
 _STATS_HEADER = ("ms", "mean", "p50", "p90", "p95", "p99", "max")
 _SWEEP_HEADER = (
@@ -24,12 +24,12 @@ _SWEEP_HEADER = (
 )
 
 
-def render(reports: Sequence[Report]) -> str:
+def render(reports: Sequence[LoadReport]) -> str:
     """One run in full, or several at one line each."""
     return render_run(reports[0]) if len(reports) == 1 else render_sweep(reports)
 
 
-def render_run(report: Report) -> str:
+def render_run(report: LoadReport) -> str:
     """Every figure of one run."""
     rows = [
         _stats_row("TTFT", report.ttft_ms),
@@ -43,7 +43,7 @@ def render_run(report: Report) -> str:
     return "\n".join((*_headlines(report), "", table(_STATS_HEADER, rows)))
 
 
-def render_sweep(reports: Sequence[Report]) -> str:
+def render_sweep(reports: Sequence[LoadReport]) -> str:
     """One line a run; latencies in milliseconds."""
     with_slo = any(report.slo for report in reports)
     header = (*_SWEEP_HEADER, "SLO met") if with_slo else _SWEEP_HEADER
@@ -56,7 +56,7 @@ def render_sweep(reports: Sequence[Report]) -> str:
     return "\n".join((table(header, rows), *notes))
 
 
-def notes_on(report: Report) -> list[str]:
+def notes_on(report: LoadReport) -> list[str]:
     """What a reader must know to trust the run's figures; empty if there is nothing."""
     requests, notes = report.requests, []
     if requests.failures:
@@ -84,7 +84,7 @@ def _line(cells: Sequence[str], widths: Sequence[int]) -> str:
     return f"| {' | '.join(padded)} |"
 
 
-def _headlines(report: Report) -> list[str]:
+def _headlines(report: LoadReport) -> list[str]:
     requests = report.requests
     lines = [
         f"{report.workload}, {report.load}: {requests.completed} of {requests.planned} requests"
@@ -107,7 +107,7 @@ def _stats_row(name: str, stats: Stats | None) -> list[str]:
     return [name, *(_number(value) for value in values)]
 
 
-def _sweep_row(report: Report) -> list[str]:
+def _sweep_row(report: LoadReport) -> list[str]:
     return [
         report.workload,
         report.load,

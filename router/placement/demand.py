@@ -1,0 +1,80 @@
+"""What an attempt needs of its workers."""
+
+from __future__ import annotations
+
+from collections.abc import Set
+from dataclasses import dataclass, field
+
+from kvrelay.router.generation import GenerationRequest, in_full_on
+from kvrelay.router.placement.known_prefixes import NO_MARKS, PromptMarks
+from kvrelay.router.placement.ranking import Candidate
+from kvrelay.wire.worker_info import WorkerRole
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """What an attempt needs of its workers, and what is held against some of them."""
+
+    input_tokens: int
+    """To be computed before the first output."""
+    total_tokens: int
+    """With all the output that there can be."""
+    suspects: Set[str] = frozenset()
+    """Incarnations that earlier attempts have failed with: chosen only if there is no other."""
+    marks: PromptMarks = field(default_factory=dict)
+    """Of the prompt: who has its prefixes is preferred to others that are about as loaded."""
+    in_full_on: Set[WorkerRole] = frozenset()
+    """The roles whose workers reuse nothing for the prompt, if they compute it."""
+    computed_by: str = ""
+    """The one incarnation that may compute the prompt; empty: any may."""
+    failed_by: WorkerRole | None = None
+    """Whose computing the prompt has failed, perhaps: the other role is to compute it."""
+
+    home: str = ""
+    """The incarnation that may have the KV of the request's session; empty: none has."""
+    kept_tokens: int = 0
+    """Of the input, that it is expected to have."""
+
+    @classmethod
+    def of(cls, request: GenerationRequest) -> Demand:
+        """Of the first attempt at a request."""
+        in_full = in_full_on(request.params.prompt_logprobs)
+        return cls.of_retry(request, 0, in_full)
+
+    @classmethod
+    def of_retry(
+        cls, request: GenerationRequest, emitted: int, in_full_on: Set[WorkerRole]
+    ) -> Demand:
+        """Of an attempt at a request, by which earlier ones have emitted so many tokens."""
+        tokens = len(request.input_ids) + emitted
+        turn, home, kept = request.turn, "", 0
+        if turn is not None and turn.home:
+            home, kept = turn.home, turn.kept_on(turn.home, request.input_ids)
+        return cls(
+            tokens,
+            request.total_tokens,
+            marks=request.marks,
+            in_full_on=in_full_on,
+            home=home if kept else "",
+            kept_tokens=kept,
+        )
+
+    def kept_on(self, incarnation: str) -> int:
+        """Tokens of the input that a worker is expected to have for the session."""
+        return self.kept_tokens if self.home == incarnation else 0
+
+    def tokens_of(self, role: WorkerRole) -> int:
+        """Tokens that a worker of a role comes to hold for it."""
+        return self.input_tokens if role is WorkerRole.PREFILL else self.total_tokens
+
+    def reusable_on(self, role: WorkerRole) -> PromptMarks:
+        """The marks of what a worker of this role need not compute, if it computes the prompt."""
+        return NO_MARKS if role in self.in_full_on else self.marks
+
+    def trusts(self, worker: Candidate) -> bool:
+        """Whether no earlier attempt has failed with the worker."""
+        return worker.incarnation not in self.suspects
+
+    def may_be_computed_by(self, worker: Candidate) -> bool:
+        """Whether the worker may compute the prompt."""
+        return self.computed_by in ("", worker.incarnation)
