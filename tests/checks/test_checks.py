@@ -35,8 +35,8 @@ def test_a_docstring_without_a_subject_or_in_the_third_person_is_found(word: str
 
 
 def test_docstrings_below_fields_and_of_every_scope_are_read():
-    fields = "class A:\n    \"\"\"Of A.\"\"\"\n    y: int\n    \"\"\"Of y.\"\"\"\n"
-    text = f"\"\"\"Of a module.\"\"\"\nX = 1\n\"\"\"Of X.\"\"\"\n{fields}"
+    fields = 'class A:\n    """Of A."""\n    y: int\n    """Of y."""\n'
+    text = f'"""Of a module."""\nX = 1\n"""Of X."""\n{fields}'
     found = [kind for _, kind, _ in docstrings.find_docstrings(ast.parse(text))]
     assert sorted(found) == ["class", "field", "field", "module"]
     assert len(list(docstrings.check([Source("wire/one.py", text)]))) == 4
